@@ -1,0 +1,409 @@
+"""A decoder-only transformer on one device: GPT-2, GPT-3 and Llama-2 in one file, with nothing parallel in it.
+
+    tokens [b, s] -> Embedding -> Block x L -> Head -> logits [b, s, V]
+
+    Block:  x = x + dropout(attention(norm(x)) + bias)              pre-norm, as in GPT-2 (Radford et al. 2019)
+            x = x + dropout(mlp(norm(x)) + bias)
+
+One `GPTConfig` covers both families: LayerNorm, GELU, learned positions, biases and tied embeddings make a GPT;
+RMSNorm, SwiGLU, rotary positions and grouped-query attention make a Llama (Touvron et al. 2023).
+
+The techniques in the other files are functions applied to this finished model from outside. The model makes them only
+these concessions: embedding, blocks and head can be separated; `blocks.7...` is the layer's number in the whole model,
+whichever blocks are present; the number of heads is read off the tensors (`view(b, s, -1, head_dim)`); query, key, value,
+gate and up are separate parameters; and core attention, the activation, and bias + dropout + residual are submodules.
+
+Shapes: b micro-batch, s sequence, h hidden, a heads, d = h / a, L layers, V vocabulary.
+
+    python gpt.py        every preset: parameters, counted without allocating them, beside the published number
+
+Left out, and found in Megatron-LM: ALiBi and T5 positions, sliding windows, packed variable-length sequences.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model. Raises ValueError, naming the field, for shapes that cannot be built."""
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int = 0            # 0: as many as heads; fewer is grouped-query attention
+    ffn_hidden_size: int = 0         # 0: 4h
+    seq_length: int = 1024           # the longest sequence
+    vocab_size: int = 50257
+    dropout: float = 0.0             # embedding, attention probabilities and both residual branches
+    llama: bool = False              # RMSNorm, SwiGLU, rotary positions, no biases, untied embeddings
+    attention: str = ""              # explicit: scores, softmax, dropout, context; fused: one kernel, the default without dropout
+    norm_eps: float = 1e-5
+    rotary_base: float = 10000.0
+
+    def __post_init__(self):
+        for field, default in (("num_kv_heads", self.num_heads), ("ffn_hidden_size", 4 * self.hidden_size),
+                               ("attention", "explicit" if self.dropout else "fused")):
+            if not getattr(self, field):
+                object.__setattr__(self, field, default)
+        for field in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "seq_length", "vocab_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} {getattr(self, field)}: must be at least 1")
+        if self.hidden_size % self.num_heads:
+            fits = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
+            near = sorted(sorted(fits, key=lambda n: abs(n - self.num_heads))[:3])
+            raise ValueError(f"num_heads {self.num_heads}: must divide hidden_size {self.hidden_size}; {near} would")
+        if self.num_heads % self.num_kv_heads:
+            fits = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ValueError(f"num_kv_heads {self.num_kv_heads}: must divide num_heads {self.num_heads}; {fits} would")
+        if self.llama and self.head_dim % 2:
+            raise ValueError(f"num_heads {self.num_heads}: rotary positions need an even head size, "
+                             f"not hidden_size / num_heads = {self.head_dim}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout {self.dropout}: must be at least 0 and below 1")
+        if self.attention not in ("explicit", "fused"):
+            raise ValueError(f"attention {self.attention}: must be explicit or fused")
+        if self.attention == "fused" and self.dropout > 0:
+            raise ValueError(f"attention fused: never sees the probabilities that dropout {self.dropout} would mask; "
+                             "use attention explicit, or dropout 0")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dropout without a random-number generator. Whether an element is dropped is a hash of who it is: (seed, step, sample)
+# through `dropout_key`, then the layer and site through `salt`, then its coordinates. Nothing is stored or advanced, so
+# each rank can compute just its own slice, recomputation gives the same mask, and every device agrees bit for bit.
+
+GOLDEN = 0x9E3779B9 - (1 << 32)      # 2^32 / golden ratio as a signed integer: neighbours land far apart
+
+def mix(x: Tensor) -> Tensor:
+    """Scramble int32 values in place: two multiplications between xor-shifts (constants: C. Wellons, lowbias32)."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B - (1 << 32)
+    x ^= x >> 16
+    return x
+
+
+def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
+    """One int32 key per sample. samples: [b] global sample numbers (int64). Returns [b] int32."""
+    key = torch.full_like(samples, seed & 0x7FFFFFFF, dtype=torch.int32)
+    for word in (step & 0x7FFFFFFF, (samples & 0x7FFFFFFF).int(), (samples >> 31).int()):
+        key = mix(key ^ word)
+    return key
+
+
+def dropped(key: Tensor, salt: int, shape, start: dict[int, int], p: float) -> Tensor:
+    """Boolean mask, true with probability p. key: [b]; shape: [b, ...] of this slice; start: {dimension: first global
+    coordinate} where the slice does not begin at 0."""
+    x = mix(key + salt)
+    for dim in range(1, len(shape)):
+        coordinate = torch.arange(shape[dim], dtype=torch.int32, device=key.device) + start.get(dim, 0)
+        x = mix(x.unsqueeze(-1) ^ (coordinate + 1) * GOLDEN)              # one more coordinate folded in
+    return x < round(p * 2**32) - 2**31                                   # x is uniform over the signed 32-bit integers
+
+
+class Dropout(nn.Module):
+    """Keeps the mask, one byte per element, for backward. `start` is set by techniques that hold only a slice."""
+
+    def __init__(self, p: float, salt: int):
+        super().__init__()
+        self.p, self.salt, self.start = p, salt, {}
+
+    def forward(self, x: Tensor, key: Tensor | None) -> Tensor:           # key None: evaluation, nothing is dropped
+        if key is None or self.p == 0:
+            return x
+        return x.masked_fill(dropped(key, self.salt, x.shape, self.start, self.p), 0.0) * (1 / (1 - self.p))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+class ProjectionLinear(nn.Linear):
+    """y = x Wᵀ back to the residual stream. Its bias is added by BiasDropoutAdd, after any reduction over ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class BiasDropoutAdd(nn.Module):
+    """residual + dropout(x + bias)"""
+
+    def __init__(self, p: float, salt: int):
+        super().__init__()
+        self.dropout = Dropout(p, salt)
+
+    def forward(self, x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None) -> Tensor:
+        if bias is not None:
+            x = x + bias
+        return residual + self.dropout(x, key)
+
+
+class ExplicitAttention(nn.Module):
+    """softmax(q kᵀ / √d + causal mask) v as the papers write it; dropout acts on the probabilities.
+
+    q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]
+    """
+
+    def __init__(self, p: float, salt: int):
+        super().__init__()
+        self.dropout = Dropout(p, salt)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None) -> Tensor:
+        b, a, s, d = q.shape
+        k, v = (x.repeat_interleave(a // x.shape[1], dim=1) for x in (k, v))                    # [b, a, s, d]
+        causal = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu(1)          # 0 on and below the diagonal
+        scores = torch.baddbmm(causal, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=d ** -0.5)     # [b a, s, s]
+        probabilities = self.dropout(scores.softmax(-1).view(b, a, s, s), key)
+        return (probabilities @ v).transpose(1, 2).flatten(2)
+
+
+class FusedAttention(nn.Module):
+    """The same without dropout, in one kernel that never writes the s × s matrix (FlashAttention, arXiv 2205.14135)."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None) -> Tensor:
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return context.transpose(1, 2).flatten(2)
+
+
+def rotary_table(config: GPTConfig, s: int, device) -> tuple[Tensor, Tensor]:
+    """cos and sin of position × base^(-2i/d), each [s, d], the d/2 frequencies twice over (RoPE, arXiv 2104.09864)."""
+    frequency = config.rotary_base ** (-torch.arange(0, config.head_dim, 2, device=device).double() / config.head_dim)
+    angle = torch.arange(s, device=device).double()[:, None] * frequency                        # [s, d/2]
+    return angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (x_i, x_{i+d/2}) by its position's angle. x: [b, a, s, d]"""
+    cos, sin = (t.to(x.dtype) for t in table)
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        h, kv, bias = config.hidden_size, config.num_kv_heads * config.head_dim, not config.llama
+        self.head_dim = config.head_dim
+        self.query = nn.Linear(h, h, bias)
+        self.key = nn.Linear(h, kv, bias)
+        self.value = nn.Linear(h, kv, bias)
+        self.core = FusedAttention() if config.attention == "fused" else ExplicitAttention(config.dropout, 4 * layer + 1)
+        self.output = ProjectionLinear(h, h, bias)
+
+    def forward(self, x: Tensor, key: Tensor | None, rotary) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)               # [b, a, s, d]
+                   for project in (self.query, self.key, self.value))
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        return self.output(self.core(q, k, v, key))                                             # [b, s, h]
+
+
+class GELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
+class SwiGLU(nn.Module):
+    """silu(gate) * up (arXiv 2002.05202)"""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        h, ffn, bias = config.hidden_size, config.ffn_hidden_size, not config.llama
+        self.gate = nn.Linear(h, ffn, bias) if config.llama else None
+        self.up = nn.Linear(h, ffn, bias)
+        self.activation = SwiGLU() if config.llama else GELU()
+        self.down = ProjectionLinear(ffn, h, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate(x), self.up(x)) if self.gate else self.activation(self.up(x)))
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    return (nn.RMSNorm if config.llama else nn.LayerNorm)(config.hidden_size, config.norm_eps)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, layer)
+        self.attention_residual = BiasDropoutAdd(config.dropout, 4 * layer + 2)
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(config)
+        self.mlp_residual = BiasDropoutAdd(config.dropout, 4 * layer + 3)
+
+    def forward(self, x: Tensor, key: Tensor | None = None, rotary=None) -> Tensor:
+        """x: [b, s, h] -> [b, s, h]"""
+        x = self.attention_residual(self.attention(self.attention_norm(x), key, rotary), self.attention.output.bias, x, key)
+        return self.mlp_residual(self.mlp(self.mlp_norm(x)), self.mlp.down.bias, x, key)
+
+
+class Embedding(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = None if config.llama else nn.Embedding(config.seq_length, config.hidden_size)
+        self.dropout = Dropout(config.dropout, 0)
+
+    def forward(self, tokens: Tensor, key: Tensor | None = None) -> Tensor:
+        """tokens: [b, s] -> [b, s, h]"""
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[:tokens.shape[1]]
+        return self.dropout(x, key)
+
+
+class Head(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.norm = make_norm(config)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [b, s, h] -> logits [b, s, V]"""
+        return self.output(self.norm(x))
+
+
+class GPT(nn.Module):
+    """Build it under `torch.device("meta")` and fill it with `sharding.init` or `checkpoint.load`."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
+        self.head = Head(config)
+        if not config.llama:
+            self.head.output.weight = self.embedding.tokens.weight                             # tied (arXiv 1608.05859)
+
+    def forward(self, tokens: Tensor, key: Tensor | None = None) -> Tensor:
+        """tokens: [b, s] int64, s at most seq_length; key: [b] from `dropout_key`, None for no dropout -> logits [b, s, V]"""
+        rotary = rotary_table(self.config, tokens.shape[1], tokens.device) if self.config.llama else None
+        x = self.embedding(tokens, key)
+        for block in self.blocks.values():
+            x = block(x, key, rotary)
+        return self.head(x)
+
+    def draw(self, name: str, shape, generator: torch.Generator) -> Tensor:
+        """The initial value of one whole parameter, float32 on the CPU: N(0, 0.02), the projections into the residual
+        stream N(0, 0.02 / √(2L)) (GPT-2), biases 0, norms 1."""
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+        std = 0.02 / math.sqrt(2 * self.config.num_layers) if residual else 0.02
+        return torch.randn(shape, generator=generator) * std
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """loss = log Σ exp(z) - z_label;  ∂loss/∂z = softmax(z) - onehot(label), built where the logits were."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        z = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits      # a copy, or the logits themselves
+        z -= z.amax(-1, keepdim=True)
+        label_z = z.gather(-1, labels.unsqueeze(-1))                                            # [..., 1]
+        total = z.exp_().sum(-1, keepdim=True)
+        ctx.save_for_backward(z.div_(total), labels)
+        ctx.dtype = logits.dtype
+        return (total.log() - label_z).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradient, labels = ctx.saved_tensors
+        gradient.scatter_add_(-1, labels.unsqueeze(-1), -torch.ones_like(grad).unsqueeze(-1))
+        return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Per-token loss in at least float32. logits: [..., V], **overwritten**: the vocabulary is wide, so the gradient takes
+    their place (backward can run once). labels: [...] int64. Returns [...]."""
+    if not logits.requires_grad:
+        return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+    return _CrossEntropy.apply(logits, labels)
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())                                          # a tied weight counts once
+
+
+def flops_per_token(config: GPTConfig) -> float:
+    """Model FLOPs to train on one token, matrix multiplications alone, forward once and backward twice, attention over all
+    s² scores as the papers count it. For a GPT: 72 L h² (1 + s/6h + V/12hL) (arXiv 2205.05198, eq. 7, over B s)."""
+    h, kv = config.hidden_size, config.num_kv_heads * config.head_dim
+    weights = config.num_layers * (2 * h * h + 2 * h * kv + (3 if config.llama else 2) * h * config.ffn_hidden_size)
+    return 6 * (weights + h * config.vocab_size) + 12 * config.num_layers * config.seq_length * h
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# name: (fields of GPTConfig, published parameters)
+
+def _gpt(num_layers, hidden_size, num_heads, seq_length=2048, vocab_size=51200):
+    return dict(num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads,
+                seq_length=seq_length, vocab_size=vocab_size, dropout=0.1)
+
+
+def _llama2(num_layers, hidden_size, num_heads, ffn_hidden_size, **fields):
+    return dict(num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, ffn_hidden_size=ffn_hidden_size,
+                seq_length=4096, vocab_size=32000, llama=True, **fields)
+
+
+PRESETS: dict[str, tuple[dict, float]] = {
+    # bytes, and an end-of-text token
+    "tiny": (dict(num_layers=4, hidden_size=256, num_heads=8, seq_length=256, vocab_size=257), 0),
+    # Radford et al. 2019, as released
+    "gpt2": (_gpt(12, 768, 12, 1024, 50257), 124_439_808),
+    "gpt2-medium": (_gpt(24, 1024, 16, 1024, 50257), 354_823_168),
+    "gpt2-large": (_gpt(36, 1280, 20, 1024, 50257), 774_030_080),
+    "gpt2-xl": (_gpt(48, 1600, 25, 1024, 50257), 1_557_611_200),
+    # NeMo's GPT-3 configurations
+    "gpt3-126m": (_gpt(12, 768, 12, 2048, 50257), 126e6),
+    "gpt3-5b": (_gpt(24, 4096, 32, 2048, 50257), 5e9),
+    "gpt3-20b": (_gpt(44, 6144, 48, 2048, 50257), 20e9),
+    "gpt3-40b": (_gpt(48, 8192, 64, 2048, 50257), 40e9),
+    "gpt3-175b": (_gpt(96, 12288, 96, 2048, 50257), 175e9),
+    # arXiv 2104.04473, table 1
+    "megatron-1.7b": (_gpt(24, 2304, 24), 1.7e9),
+    "megatron-3.6b": (_gpt(30, 3072, 32), 3.6e9),
+    "megatron-7.5b": (_gpt(36, 4096, 32), 7.5e9),
+    "megatron-18b": (_gpt(40, 6144, 48), 18.4e9),
+    "megatron-39b": (_gpt(48, 8192, 64), 39.1e9),
+    "megatron-76b": (_gpt(60, 10240, 80), 76.1e9),
+    # arXiv 2205.05198, table 3
+    "megatron-22b": (_gpt(48, 6144, 64), 22e9),
+    "megatron-175b": (_gpt(96, 12288, 96), 175e9),
+    "megatron-530b": (_gpt(105, 20480, 128), 530e9),
+    "megatron-1t": (_gpt(128, 25600, 160), 1e12),
+    # arXiv 2307.09288, as released
+    "llama2-7b": (_llama2(32, 4096, 32, 11008), 6_738_415_616),
+    "llama2-13b": (_llama2(40, 5120, 40, 13824), 13_015_864_320),
+    "llama2-70b": (_llama2(80, 8192, 64, 28672, num_kv_heads=8), 68_976_648_192),
+}
+
+
+def main():
+    print(f"{'preset':<15}{'L':>5}{'h':>7}{'heads':>6}{'kv':>5}{'s':>6}{'V':>7}"
+          f"{'parameters':>20}{'published':>12}{'ratio':>7}{'GFLOP/token':>13}")
+    for name, (fields, published) in PRESETS.items():
+        config = GPTConfig(**fields)
+        with torch.device("meta"):                                       # shapes without storage
+            count = num_parameters(GPT(config))
+        beside = f"{published / 1e9:>11.4g}B{count / published:>7.3f}" if published else f"{'':>19}"
+        print(f"{name:<15}{config.num_layers:>5}{config.hidden_size:>7}{config.num_heads:>6}{config.num_kv_heads:>5}"
+              f"{config.seq_length:>6}{config.vocab_size:>7}{count:>20,}{beside}{flops_per_token(config) / 1e9:>13,.3f}")
+
+
+if __name__ == "__main__":
+    main()

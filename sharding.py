@@ -1,0 +1,116 @@
+"""A parameter on a rank is a slice of a global tensor. One small record says which slice.
+
+A technique that keeps only part of a parameter writes a `Sharding` on it: the shape of the whole tensor, and the cuts that
+lead from the whole to this rank's part, outermost first. Initialisation, checkpoints, the gradient norm and the tests read
+that record and nothing else, so none of them has a case per technique:
+
+    tensor parallel 2, then sharded data parallel 2, of a [6, 4] weight:
+    Sharding((6, 4), (Cut(0, tp), Cut(0, dp)))       rows 0..2 | 3..5, then each of those padded to 4 rows and halved again
+
+A size that the ranks do not divide is padded with zeros at the end; the padding belongs to no global tensor.
+
+Initial weights do not depend on the layout: each parameter is drawn whole, from a generator seeded by (seed, global name),
+then cut. Models are built on the meta device first, so no rank ever holds more than one whole parameter beside its own part.
+
+    python sharding.py       cuts one tensor over four ranks and puts it together again
+
+Megatron-LM instead seeds each tensor-parallel rank differently, so a new layout is a new model; DTensor records the same
+cuts as placements over a mesh, at the price of a tensor subclass in every operation.
+"""
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Dimension `dim` divided evenly, after padding, over the ranks of `group`."""
+    dim: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which part of which global tensor. shape: of the whole, without padding; cuts: outermost first."""
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+
+
+def of(parameter: Tensor) -> Sharding:
+    """The record of a parameter; one without a record is whole."""
+    return getattr(parameter, "sharding", None) or Sharding(tuple(parameter.shape))
+
+
+def cut(whole: Tensor, sharding: Sharding) -> Tensor:
+    """This rank's part of a global tensor, padded where the ranks do not divide it."""
+    part = whole
+    for c in sharding.cuts:
+        size = -(-part.shape[c.dim] // c.group.size())                   # ceil
+        start = min(c.group.rank() * size, part.shape[c.dim])
+        here = min(size, part.shape[c.dim] - start)
+        padding = list(part.shape)
+        padding[c.dim] = size - here
+        part = part.narrow(c.dim, start, here)
+        if here < size:
+            part = torch.cat((part, part.new_zeros(padding)), c.dim)
+    return part
+
+
+def gather(part: Tensor, sharding: Sharding) -> Tensor:
+    """The global tensor, on every rank of the groups that cut it. A collective: all of those ranks call it."""
+    sizes, shape = [], list(sharding.shape)                              # unpadded size along each cut, before that cut
+    for c in sharding.cuts:
+        sizes.append(shape[c.dim])
+        shape[c.dim] = -(-shape[c.dim] // c.group.size())
+    for c, size in reversed(list(zip(sharding.cuts, sizes))):
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(c.group.size())]
+        dist.all_gather(parts, part.contiguous(), group=c.group)
+        part = torch.cat(parts, c.dim).narrow(c.dim, 0, size)
+    return part
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on (seed, global name) alone."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def init(model: nn.Module, seed: int, device, dtype: torch.dtype) -> None:
+    """Give a model built on the meta device its values. `model.draw(name, shape, generator)` draws one whole parameter."""
+    materialise(model, device, dtype)
+    with torch.no_grad():
+        for name, p in model.named_parameters():                         # a tied weight comes once, under its first name
+            record = of(p)
+            p.copy_(cut(model.draw(name, record.shape, generator(seed, name)), record))
+
+
+def materialise(model: nn.Module, device, dtype: torch.dtype) -> None:
+    """Replace each meta parameter by uninitialised memory on `device`, keeping ties and sharding records."""
+    real = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p not in real:
+                real[p] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device))
+                if hasattr(p, "sharding"):
+                    real[p].sharding = p.sharding
+            setattr(module, name, real[p])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _lesson(rank: int):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    record = Sharding((6, 3), (Cut(0, mesh.get_group("tp")), Cut(0, mesh.get_group("dp"))))
+    whole = torch.arange(18.0).view(record.shape)
+    part = cut(whole, record)
+    return part, torch.equal(gather(part, record), whole)
+
+
+if __name__ == "__main__":
+    import ranks
+    print("a [6, 3] weight, cut over 2 tensor-parallel ranks, then over 2 data-parallel ranks:")
+    for rank, (part, same) in enumerate(ranks.run(_lesson, 4)):
+        print(f"rank {rank} (dp {rank // 2}, tp {rank % 2}) holds {part.tolist()}; gathered equals whole: {same}")

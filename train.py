@@ -1,0 +1,464 @@
+"""Trains a GPT: every technique of this project, composed.
+
+    python train.py                                  one device
+    torchrun --nproc-per-node 2 train.py             two ranks, data parallel; NCCL and bf16 on GPUs, gloo and fp32 on CPUs
+    python train.py --model gpt2 --data corpus.jsonl --tokenizer gpt2 --global-batch-size 480 --micro-batch-size 12
+
+One dataclass holds the configuration; the flags, `--help` and `config.json` are made from it. A run leaves in `--out`:
+
+    config.json   metrics.jsonl (a line a step, in full precision)   loss.png   sample.txt   checkpoints/step-000100/
+
+The layout changes nothing but speed and memory. Initial weights depend on (seed, name); the samples of a step on (seed, step);
+dropout masks on (seed, step, sample, layer, position); and the loss is the sum of per-token losses divided by the number of
+counted tokens in the global batch, a number known before the first forward, with gradients summed over ranks and micro-batches.
+"""
+import argparse
+import dataclasses
+import gc
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import checkpoint
+import data
+import fsdp
+import generate
+import sharding
+from gpt import GPT, GPTConfig, PRESETS, cross_entropy, dropout_key, flops_per_token
+from optimizer import AdamW, GradientAccumulator, LossScaler, learning_rate
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: the flag, its value, the rule and what would fit."""
+
+
+def flag(default, help, choices=None, metavar=None):
+    return dataclasses.field(default_factory=lambda: default, metadata={"help": help, "choices": choices, "metavar": metavar})
+
+
+@dataclass
+class Config:
+    # model
+    model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
+    num_layers: int | None = flag(None, "instead of the preset's, as with the next seven")
+    hidden_size: int | None = flag(None, "h")
+    num_heads: int | None = flag(None, "attention heads")
+    num_kv_heads: int | None = flag(None, "fewer than heads: grouped-query attention")
+    ffn_hidden_size: int | None = flag(None, "inner size of the MLP")
+    seq_length: int | None = flag(None, "tokens in a sequence")
+    vocab_size: int | None = flag(None, "at least the tokenizer's")
+    dropout: float | None = flag(None, "probability, at embedding, attention and both residual branches")
+    # memory, speed
+    attention: str | None = flag(None, "fused never writes the s x s scores; the default where dropout is 0", ("explicit", "fused"))
+    compile: bool = flag(False, "torch.compile each block")
+    profile: bool = flag(False, "write OUT/trace-RANK.json for chrome://tracing or Perfetto, from the third to the fifth step")
+    # batch
+    global_batch_size: int = flag(16, "sequences in a step, over all ranks")
+    micro_batch_size: int | None = flag(None, "sequences in one forward; the default is a rank's whole share")
+    # optimizer
+    steps: int = flag(600, "the last step")
+    lr: float = flag(2e-3, "peak learning rate")
+    min_lr: float | None = flag(None, "where the cosine ends; the default is lr / 10")
+    warmup_steps: int = flag(50, "steps of linear warmup")
+    weight_decay: float = flag(0.1, "on matrices only")
+    grad_clip: float = flag(1.0, "largest global gradient norm; 0 for none")
+    precision: str | None = flag(None, "of compute; the default is bf16 on CUDA and fp32 on CPUs (fp64: for tests)", ("fp32", "bf16", "fp16", "fp64"))
+    # data
+    data: list[str] = flag([], "text files, .jsonl files with a text field, either gzipped, or folders; the default is Python's library", metavar="PATH")
+    tokenizer: str = flag("bytes", "bytes, gpt2, or a JSON file of the tokenizers library", metavar="{bytes,gpt2,FILE}")
+    # run
+    out: str = flag("runs/default", "the folder of this run", metavar="DIR")
+    save_every: int = flag(200, "steps between checkpoints; 0 for only the last")
+    keep: int = flag(2, "how many checkpoints remain; 0 for all")
+    resume: bool = flag(False, "go on from the newest checkpoint in OUT, if there is one")
+    eval_every: int = flag(100, "steps between evaluations on held-out text; 0 for only the last")
+    seed: int = flag(0, "of weights, sample order and dropout")
+    device: str = flag("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
+
+    def model_config(self) -> GPTConfig:
+        """The preset with the flags that were given in its place. Raises ConfigError."""
+        if self.model not in PRESETS:
+            raise ConfigError(f"--model {self.model}: no such preset; there are {', '.join(PRESETS)}")
+        fields = {f.name for f in dataclasses.fields(GPTConfig)} & {f.name for f in dataclasses.fields(self)}
+        given = {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
+        try:
+            return GPTConfig(**{**PRESETS[self.model][0], **given})
+        except ValueError as e:
+            raise ConfigError(re.sub(rf"\b({'|'.join(sorted(fields))})\b", lambda m: "--" + m[1].replace("_", "-"), str(e))) from None
+
+    def validate(self, world: int) -> None:
+        """Everything that can be known before a process group exists. Raises ConfigError."""
+        self.model_config()
+        for name, least in (("global_batch_size", 1), ("steps", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
+                            ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1)):
+            value = getattr(self, name)
+            if value is not None and not value >= least:                 # NaN fails too
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        if self.global_batch_size % world:
+            low = self.global_batch_size // world * world
+            raise ConfigError(f"--global-batch-size {self.global_batch_size}: must be divisible by the {world} data-parallel ranks; "
+                              f"{f'{low} or ' if low else ''}{low + world} would fit")
+        share, micro = self.global_batch_size // world, self.micro_batch_size
+        if micro and share % micro:
+            raise ConfigError(f"--micro-batch-size {micro}: must divide each rank's {share} sequences (--global-batch-size "
+                              f"{self.global_batch_size} over {world} ranks); {[n for n in range(1, share + 1) if share % n == 0]} would fit")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
+
+
+def parse(argv: list[str], rank: int) -> Config:
+    """Configuration from flags. Only rank 0 says what is wrong."""
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            if rank == 0:
+                super().error(message)
+            sys.exit(2)
+
+    parser = Parser(description="Train a GPT.", allow_abbrev=False)
+    for field in dataclasses.fields(Config):
+        name, default = f"--{field.name.replace('_', '-')}", field.default_factory()
+        help = field.metadata["help"] + ("" if default in (None, [], False) else f" (default: {default})")
+        if field.type is bool:
+            parser.add_argument(name, action="store_true", help=help)
+        elif field.type == list[str]:
+            parser.add_argument(name, nargs="+", default=default, help=help, metavar=field.metadata["metavar"])
+        else:
+            kind = field.type if isinstance(field.type, type) else field.type.__args__[0]          # int | None: int
+            parser.add_argument(name, type=kind, default=default, help=help, choices=field.metadata["choices"],
+                                metavar=field.metadata["metavar"] or (None if field.metadata["choices"] else kind.__name__.upper()))
+    return Config(**vars(parser.parse_args(argv)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Trainer:
+    """The model of this rank and everything that one step changes. `dataset` has `batch(samples)` and `counted_tokens(samples)`."""
+
+    def __init__(self, config: Config, device: torch.device, dp_group: dist.ProcessGroup | None):
+        """dp_group: None on one device. Takes seconds for small models; no rank holds more than one whole parameter beside its own."""
+        self.config, self.device, self.dp_group = config, device, dp_group
+        self.model_config = config.model_config()
+        self.dp, self.dp_rank = (dp_group.size(), dp_group.rank()) if dp_group else (1, 0)
+        self.precision = config.precision or ("bf16" if device.type == "cuda" else "fp32")
+        with torch.device("meta"):
+            self.model = GPT(self.model_config)
+        sharding.init(self.model, config.seed, device, DTYPES[self.precision])
+        self.scaler = LossScaler() if self.precision == "fp16" else None
+        self.gradients = fsdp.shard(self.model, dp_group, 0, self.scaler) if dp_group else GradientAccumulator(self.model, self.scaler)
+        self.optimizer = AdamW(self.model.named_parameters(), config.weight_decay, clip=config.grad_clip, scaler=self.scaler)
+        if config.compile:
+            for block in self.model.blocks.values():
+                block.compile()
+
+    def samples(self, step: int) -> range:
+        """The global batch of a step, counted from 1, as sample numbers."""
+        return range((step - 1) * self.config.global_batch_size, step * self.config.global_batch_size)
+
+    def forward_backward(self, step: int, dataset) -> torch.Tensor:
+        """Leave the global batch's gradient in every `main_grad`. Returns this rank's part of the loss, a float64 scalar: the
+        parts of all ranks add up to the mean over the counted tokens of the global batch."""
+        samples = self.samples(step)
+        count = max(1, dataset.counted_tokens(samples))
+        share = len(samples) // self.dp
+        mine = samples[self.dp_rank * share:(self.dp_rank + 1) * share]
+        micro = self.config.micro_batch_size or share
+        scale = self.scaler.scale if self.scaler else 1.0
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.gradients.zero()
+        for start in range(0, share, micro):
+            batch = dataset.batch(mine[start:start + micro]).to(self.device)
+            if start + micro == share:
+                self.gradients.last_backward()
+            key = dropout_key(self.config.seed, step, batch.samples) if self.model_config.dropout else None
+            losses = cross_entropy(self.model(batch.tokens, key), batch.labels)                     # [b, s]
+            total = (losses * batch.loss_mask).sum()
+            total.backward(torch.full_like(total, scale / count))
+            loss += total.detach() / count
+        self.gradients.reduce_gradients()
+        return loss
+
+    def update(self, step: int) -> tuple[float, float]:
+        """Clip, then update. Returns (gradient norm before clipping, learning rate)."""
+        c = self.config
+        lr = learning_rate(step, c.lr, c.lr / 10 if c.min_lr is None else c.min_lr, c.warmup_steps, c.steps)
+        return self.optimizer.step(lr), lr
+
+    @torch.no_grad()
+    def evaluate(self, dataset, sequences: int) -> float:
+        """Mean loss per token over the first `sequences` samples of a held-out dataset."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        share = self.config.global_batch_size // self.dp
+        for start in range(self.dp_rank * share, sequences, self.dp * share):
+            batch = dataset.batch(range(start, min(start + share, sequences))).to(self.device)
+            total += (cross_entropy(self.model(batch.tokens), batch.labels) * batch.loss_mask).sum()
+        if self.dp_group:
+            dist.all_reduce(total, group=self.dp_group)
+        return total.item() / max(1, dataset.counted_tokens(range(sequences)))
+
+    def save(self, folder: Path, step: int, tokens: int) -> None:
+        checkpoint.save(folder, step, self.optimizer.tensors(), keep=self.config.keep, state={
+            "tokens": tokens, "optimizer": self.optimizer.state_dict(),
+            "config": dataclasses.asdict(self.config), "model": dataclasses.asdict(self.model_config)})
+
+    def load(self, path: Path) -> dict:
+        """Continue from a checkpoint. Returns its index. Raises CheckpointError, naming the fields in which its model differs."""
+        index, here = checkpoint.read_index(path), dataclasses.asdict(self.model_config)
+        differ = [f"{k} is {index['model'].get(k)} there and {v} here" for k, v in here.items()
+                  if index["model"].get(k) != v and k not in ("dropout", "attention")]
+        if differ:
+            raise checkpoint.CheckpointError(f"{path} holds another model: {'; '.join(differ)}")
+        checkpoint.load(path, self.optimizer.tensors())
+        self.optimizer.weights_from_masters()
+        self.optimizer.load_state_dict(index["optimizer"])
+        return index
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Metrics:
+    """metrics.jsonl: one line a step, flushed before any checkpoint of that step. Rank 0 has it."""
+
+    def __init__(self, path: Path, last_step: int):
+        """Lines beyond `last_step`, which a killed run wrote after its last checkpoint, are cut; so is half a line."""
+        lines = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                lines += [json.loads(line)]
+            except ValueError:
+                break
+        self.lines = [line for line in lines if line["step"] <= last_step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        os.replace(temporary, path)
+        self.file = open(path, "a")
+
+    def add(self, line: dict) -> None:
+        line = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in line.items()}
+        self.lines.append(line)
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+
+
+def plot_loss(lines: list[dict], title: str, path: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([x["step"] for x in lines], [x["loss"] for x in lines], linewidth=0.8, color="tab:blue", label="training")
+    held_out = [x for x in lines if "eval_loss" in x]
+    axes.plot([x["step"] for x in held_out], [x["eval_loss"] for x in held_out], "o-", color="tab:orange", label="held out")
+    axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on a GPU, of the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
+
+
+def check_out(config: Config) -> Path:
+    """The run's folder. Raises ConfigError when it holds another run."""
+    out = Path(config.out)
+    if not config.resume and any((out / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints")):
+        raise ConfigError(f"--out {out}: holds another run; continue it with --resume, or name another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / ".write-test").touch()
+        (out / ".write-test").unlink()
+    except OSError as e:
+        raise ConfigError(f"--out {out}: cannot be written ({e.strerror})") from None
+    return out
+
+
+def run(config: Config, rank: int, world: int, local_rank: int, local_world: int, stop: list) -> None:
+    """One training run on this rank. `stop` is filled by a signal handler."""
+    def say(*words, **options):
+        if rank == 0:
+            print(*words, flush=True, **options)
+
+    # mesh ------------------------------------------------------------------------------------------------------------
+    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    elif world > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+    dp_group, exchange = None, lambda x: [x]
+    if world > 1:
+        shared = device.type == "cpu" or local_world > torch.cuda.device_count()                 # NCCL wants a device a rank
+        dist.init_process_group("gloo" if shared else "nccl", timeout=timedelta(minutes=30))
+        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("dp",))
+        dp_group = mesh.get_group("dp")
+
+        def exchange(x):
+            gathered = [None] * world
+            dist.all_gather_object(gathered, x)
+            return gathered
+
+    # data ------------------------------------------------------------------------------------------------------------
+    tokenizer = data.make_tokenizer(config.tokenizer)
+    model_config = config.model_config()
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ConfigError(f"--tokenizer {config.tokenizer}: its ids go up to {tokenizer.vocab_size - 1}, beyond --vocab-size "
+                          f"{model_config.vocab_size}; --vocab-size {tokenizer.vocab_size} would fit")
+    folder = data.prepare(config.data, tokenizer, exchange=exchange, rank=rank, world=world, workers=len(os.sched_getaffinity(0)) // local_world)
+    train_set = data.Corpus(folder, model_config.seq_length, config.seed)
+    held_out = data.Corpus(folder, model_config.seq_length, None, "held-out")
+    eval_sequences = min(held_out.windows, 64)
+    bytes_per_token = train_set.index["bytes"] / train_set.index["tokens"]
+
+    # model, optimizer ------------------------------------------------------------------------------------------------
+    trainer = Trainer(config, device, dp_group)
+    out = Path(config.out)
+    saved = checkpoint.steps(out / "checkpoints") if config.resume else {}
+    start, tokens = 0, 0
+    if saved:
+        index = trainer.load(list(saved.values())[-1])
+        start, tokens = index["step"], index["tokens"]
+        changed = [f"--{k.replace('_', '-')} {index['config'].get(k)} -> {v}" for k, v in dataclasses.asdict(config).items()
+                   if index["config"].get(k) != v and k not in ("resume", "out")]
+        say(f"resuming after step {start}" + (f", with {', '.join(changed)}" if changed else ""))
+    elif config.resume:
+        say(f"--resume: no checkpoint in {out} yet, starting from step 1")
+    if rank == 0:
+        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+        if isinstance(tokenizer, data.FileTokenizer):
+            shutil.copyfile(config.tokenizer, out / "tokenizer.json") if not (out / "tokenizer.json").exists() else None
+        metrics = Metrics(out / "metrics.jsonl", start)
+    say(f"{config.model}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters, {trainer.precision} on {world} x {device.type}; "
+        f"corpus {train_set.index['corpus']}: {train_set.index['tokens']:,} tokens")
+
+    # loop ------------------------------------------------------------------------------------------------------------
+    flops = flops_per_token(model_config)
+    profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=3)) if config.profile else None
+    begin = time.perf_counter()
+    step = start
+    try:
+        for step in range(start + 1, config.steps + 1):
+            step_begin = time.perf_counter()
+            part = trainer.forward_backward(step, train_set)
+            norm, lr = trainer.update(step)
+            report = torch.stack([part, torch.tensor(float(bool(stop)), dtype=part.dtype, device=device),
+                                  torch.tensor(float(peak_memory(device)), dtype=part.dtype, device=device)])
+            if dp_group:
+                reports = [torch.empty_like(report) for _ in range(world)]
+                dist.all_gather(reports, report, group=dp_group)
+            else:
+                reports = [report]
+            loss, stopping, peak = (f(values) for f, values in zip((sum, any, max), zip(*(r.tolist() for r in reports))))
+            seconds = time.perf_counter() - step_begin
+            count = train_set.counted_tokens(trainer.samples(step))
+            tokens += count
+            line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "step_seconds": seconds,
+                    "tokens_per_second": count / seconds, "tflops_per_device": count * flops / seconds / world / 1e12,
+                    "peak_memory_bytes": int(peak)}
+            if trainer.scaler:
+                line["loss_scale"] = trainer.scaler.scale
+            if trainer.optimizer.skipped:
+                line["skipped_steps"] = trainer.optimizer.skipped
+            last = step == config.steps or stopping
+            if last or config.eval_every and step % config.eval_every == 0:
+                line["eval_loss"] = trainer.evaluate(held_out, eval_sequences)
+            if rank == 0:
+                metrics.add(line)
+                left = (time.perf_counter() - begin) / (step - start) * (config.steps - step)
+                say(f"step {step:>{len(str(config.steps))}}/{config.steps}  loss {loss:.4f}  grad {norm:.2f}  lr {lr:.1e}  "
+                    f"{line['tokens_per_second']:,.0f} tok/s  {line['tflops_per_device']:.3f} TFLOP/s per device  "
+                    f"{peak / 2**30:.2f} GiB  {duration(left)} left" + ("" if math.isfinite(norm) else "  not finite: skipped")
+                    + (f"\n    held-out loss {line['eval_loss']:.4f}, {line['eval_loss'] / bytes_per_token:.4f} nats per byte"
+                       if "eval_loss" in line else ""))
+            if last or config.save_every and step % config.save_every == 0:
+                trainer.save(out / "checkpoints", step, tokens)
+            if profiler:
+                profiler.start() if step == start + 1 else profiler.step()
+                if step == start + 6 or last:
+                    profiler.stop()
+                    profiler.export_chrome_trace(str(out / f"trace-{rank}.json"))
+                    profiler = None
+            if stopping:
+                say(f"stopped by {stop[0] if stop else 'a signal to another rank'} after step {step}; checkpoint saved; continue with --resume")
+                break
+    except checkpoint.CheckpointError as e:
+        newest = list(checkpoint.steps(out / "checkpoints").values())
+        raise RunError(f"after step {step}: {e}; " + (f"{newest[-1]} is whole; " if newest else "") +
+                       "make room, then continue with --resume", rank) from None
+    except Exception as e:
+        raise RunError(f"rank {rank}, step {step}: {type(e).__name__}: {e}\n{traceback.format_exc()}"
+                       "The newest checkpoint is whole: continue from it with --resume", 0) from e
+
+    # what is left to see ---------------------------------------------------------------------------------------------
+    if rank == 0 and not stop and step == config.steps:
+        corpus = train_set.index["corpus"]
+        plot_loss(metrics.lines, f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}", out / "loss.png")
+        prompt = list(tokenizer.encode("def "))
+        ids = list(generate.generate(trainer.model, prompt, 300, temperature=0.7, seed=config.seed, eot=tokenizer.eot))
+        text = tokenizer.decode([int(i) for i in prompt] + ids)
+        (out / "sample.txt").write_text(text)
+        say(f"\na sample (generate.py makes more):\n\n{text}\n\n{out}: loss.png, metrics.jsonl, sample.txt, checkpoints; "
+            f"{duration(time.perf_counter() - begin)} of training")
+
+
+class RunError(RuntimeError):
+    """A run that failed: what to print, and whether this rank is the one to print it (speaker 0)."""
+
+    def __init__(self, message: str, speaker: int):
+        super().__init__(message)
+        self.speaker = speaker
+
+
+def main(argv: list[str]) -> int:
+    rank, world, local_rank, local_world = (int(os.environ.get(name, default)) for name, default in
+                                            (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    stop = []
+    config = parse(argv, rank)
+    try:
+        config.validate(world)
+        if rank == 0:
+            check_out(config)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: stop.append(signal.Signals(number).name))
+        run(config, rank, world, local_rank, local_world, stop)
+        status = 0
+    except (ConfigError, data.DataError, checkpoint.CheckpointError) as e:
+        status = 2
+        if rank == 0:
+            print(f"train.py: {e}", file=sys.stderr, flush=True)
+    except RunError as e:
+        status = 1
+        if e.speaker == 0:
+            print(f"train.py: {e}", file=sys.stderr, flush=True)
+    gc.collect()                                                         # whatever holds a process group goes before the group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
