@@ -81,13 +81,14 @@ class GPTConfig:
 
 GOLDEN = 0x9E3779B9 - (1 << 32)      # 2^32 / golden ratio as a signed integer: neighbours land far apart
 
+
 def mix(x: Tensor) -> Tensor:
     """Scramble int32 values in place: two multiplications between xor-shifts (constants: C. Wellons, lowbias32)."""
-    x ^= x >> 16
+    x ^= (x >> 16) & 0xFFFF          # >> copies the sign bit; the mask makes it the unsigned shift
     x *= 0x7FEB352D
-    x ^= x >> 15
+    x ^= (x >> 15) & 0x1FFFF
     x *= 0x846CA68B - (1 << 32)
-    x ^= x >> 16
+    x ^= (x >> 16) & 0xFFFF
     return x
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+_context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.device_mesh"])
 
 
 def _main(rank: int, world: int, store: str, threads: int, timeout: float, function, args, pipe):

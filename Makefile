@@ -1,0 +1,23 @@
+# make train · make test: each sets up .venv by itself
+PYTHON ?= python3
+RANKS ?= 2
+ARGS ?=
+
+train: .venv/installed
+	.venv/bin/torchrun --nproc-per-node $(RANKS) train.py $(ARGS)
+
+test: .venv/tests-installed
+	.venv/bin/python -m pytest $(ARGS)
+
+.venv/bin/pip:
+	$(PYTHON) -m venv .venv
+
+.venv/installed: requirements.txt | .venv/bin/pip
+	.venv/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+.venv/tests-installed: tests/requirements.txt .venv/installed
+	.venv/bin/pip install --quiet -r tests/requirements.txt
+	touch $@
+
+.PHONY: train test

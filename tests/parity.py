@@ -1,0 +1,107 @@
+"""The gate: any layout against one device, in one line.
+
+    same(train(world=4, micro_batch_size=1), train())
+
+`train` runs a few steps of any configuration on `world` ranks, on synthetic data with unequal loss masks, and returns loss,
+every gradient and every parameter under global names, gathered through the sharding record.
+"""
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+import data
+import ranks
+import sharding
+import train as trainer
+
+# From real initialisation, dropout on, tied embeddings, a vocabulary that nothing divides, clipping that bites.
+SMALL = dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61, dropout=0.1, global_batch_size=8,
+             precision="fp64", lr=1e-3, warmup_steps=0, grad_clip=0.5, seed=5, device="cpu")
+LLAMA = SMALL | dict(model="llama2-7b", num_kv_heads=2, ffn_hidden_size=56)
+
+
+class Synthetic:
+    """Sample n is a sequence drawn from seed n, of whose labels about (n mod 4) / 4 or all do not count."""
+
+    def __init__(self, seq_length: int, vocab_size: int):
+        self.s, self.v = seq_length, vocab_size
+
+    def batch(self, samples) -> data.Batch:
+        tokens, mask = [], []
+        for n in samples:
+            g = torch.Generator().manual_seed(int(n))
+            tokens.append(torch.randint(self.v, (self.s + 1,), generator=g))
+            mask.append(torch.rand(self.s, generator=g) >= (int(n) % 4) / 4)
+        tokens = torch.stack(tokens)
+        return data.Batch(tokens[:, :-1], tokens[:, 1:], torch.stack(mask), torch.tensor(list(samples)))
+
+    def counted_tokens(self, samples) -> int:
+        return int(self.batch(samples).loss_mask.sum())
+
+
+@dataclass
+class Result:
+    losses: list[float]                            # of each step
+    norms: list[float]                             # global gradient norm, before clipping
+    gradients: dict[str, torch.Tensor]             # of the first step, before clipping
+    parameters: dict[str, torch.Tensor]            # after the last
+
+
+def on_rank(rank: int, world: int, flags: dict, steps: int, mutate) -> Result:
+    if mutate:
+        mutate()
+    config = trainer.Config(**flags)
+    t = trainer.Trainer(config, torch.device("cpu"), dist.group.WORLD if world > 1 else None)
+    dataset = Synthetic(t.model_config.seq_length, t.model_config.vocab_size)
+    result = Result([], [], {}, {})
+    for step in range(1, steps + 1):
+        loss = t.forward_backward(step, dataset)
+        if world > 1:
+            dist.all_reduce(loss)
+        if step == 1:
+            result.gradients = {n: sharding.gather(p.main_grad, sharding.of(p)).clone() for n, p in t.model.named_parameters()}
+        result.losses.append(loss.item())
+        result.norms.append(t.update(step)[0])
+    result.parameters = {n: sharding.gather(p.detach(), sharding.of(p)).clone() for n, p in t.model.named_parameters()}
+    return result
+
+
+def train(world: int = 1, steps: int = 3, mutate=None, base: dict = SMALL, **flags) -> Result:
+    """What rank 0 has after `steps` steps. mutate: a function at the top of a module, called first on each rank, that breaks
+    something."""
+    return _train(world, steps, mutate, tuple(sorted((base | flags).items())))
+
+
+@lru_cache(maxsize=32)                             # one-device references are shared between tests
+def _train(world, steps, mutate, flags):
+    return ranks.run(on_rank, world, world, dict(flags), steps, mutate)[0]
+
+
+def difference(a: Result, b: Result) -> dict[str, float]:
+    """Largest relative differences of a from the reference b: loss, norm, gradient, parameter. A tensor whose exact gradient is zero (a
+    key bias: softmax does not see a shift) is measured against the largest gradient of the model."""
+    assert a.gradients.keys() == b.gradients.keys() and a.parameters.keys() == b.parameters.keys()
+    largest = max(g.abs().max().item() for g in b.gradients.values())
+    scale = {n: largest if n.endswith("key.bias") else g.abs().max().item() for n, g in b.gradients.items()}
+    return {
+        "loss": max(abs(x - y) / abs(y) for x, y in zip(a.losses, b.losses, strict=True)),
+        "norm": max(abs(x - y) / abs(y) for x, y in zip(a.norms, b.norms, strict=True)),
+        "gradient": max((a.gradients[n] - g).abs().max().item() / scale[n] for n, g in b.gradients.items()),
+        "parameter": max(((a.parameters[n] - p).abs().max() / max(p.abs().max(), 0.1)).item() for n, p in b.parameters.items()),
+    }                                              # 0.1: at 1e-10 relative, the gate allows 1e-11 absolute
+
+
+def same(a: Result, b: Result, tolerance: float = 1e-10) -> None:
+    """In float32 (a wider tolerance) the gate is about loss and gradients: Adam makes steps of rounding noise."""
+    worst = difference(a, b)
+    if tolerance > 1e-10:
+        del worst["parameter"]
+    assert all(x <= tolerance for x in worst.values()), worst
+
+
+def differs(a: Result, b: Result, at_least: float = 1e-3) -> None:
+    """For mutations: something that the gate looks at is off by far more than rounding."""
+    worst = difference(a, b)
+    assert max(worst.values()) >= at_least, worst
