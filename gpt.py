@@ -313,7 +313,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels):
-        z = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits      # a copy, or the logits themselves
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32))                         # a copy of 16-bit logits, or themselves
         z -= z.amax(-1, keepdim=True)
         label_z = z.gather(-1, labels.unsqueeze(-1))                                            # [..., 1]
         total = z.exp_().sum(-1, keepdim=True)
@@ -332,7 +332,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Per-token loss in at least float32. logits: [..., V], **overwritten**: the vocabulary is wide, so the gradient takes
     their place (backward can run once). labels: [...] int64. Returns [...]."""
     if not logits.requires_grad:
-        return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
     return _CrossEntropy.apply(logits, labels)
 
 

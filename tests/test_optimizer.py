@@ -1,0 +1,170 @@
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gpt
+import parity
+import ranks
+import sharding
+import train as trainer
+from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, global_norm, learning_rate
+
+
+def model_and_batches(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 4)).to(dtype)
+    return model, [torch.randn(5, 6, dtype=dtype) for _ in range(8)]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.7])
+def test_equals_torch(clip):
+    """Decay on matrices, accumulation, clipping, a changing rate: against plain torch.optim.AdamW."""
+    model, batches = model_and_batches()
+    other = copy.deepcopy(model)
+    gradients = GradientAccumulator(model)
+    ours = AdamW(model.named_parameters(), weight_decay=0.1, clip=clip)
+    theirs = torch.optim.AdamW([{"params": [p for p in other.parameters() if p.dim() > 1], "weight_decay": 0.1},
+                                {"params": [p for p in other.parameters() if p.dim() == 1], "weight_decay": 0.0}],
+                               betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+    for i in range(0, 8, 2):
+        gradients.zero()
+        theirs.zero_grad()
+        for x in batches[i:i + 2]:
+            model(x).square().sum().backward()
+            other(x).square().sum().backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in other.parameters()])
+        for p in other.parameters():                             # clip_grad_norm_ would divide by norm + 1e-6
+            p.grad.mul_(min(1.0, clip / norm) if clip else 1.0)
+        lr = learning_rate(i + 1, 1e-2, 1e-3, 3, 8)
+        for group in theirs.param_groups:
+            group["lr"] = lr
+        theirs.step()
+        assert ours.step(lr) == pytest.approx(norm.item(), rel=1e-12)
+        assert norm > clip or not clip
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+        assert p.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_are_summed_in_float32(dtype):
+    """100 micro-batches whose gradient is 1 + 1/256: a 16-bit sum would stall."""
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    scaler = LossScaler(scale=8.0) if dtype == torch.float16 else None
+    gradients = GradientAccumulator(model, scaler)
+    for _ in range(100):
+        x = torch.tensor([[1 + 1 / 128]], dtype=dtype)
+        model(x).sum().backward(torch.tensor(scaler.scale if scaler else 1, dtype=dtype))
+    assert model.weight.main_grad.dtype == torch.float32
+    assert model.weight.main_grad.item() == pytest.approx(100 + 100 / 128, rel=1e-6)
+
+
+def test_masters_remember_what_bf16_cannot():
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1)
+    gradients = GradientAccumulator(model)
+    optimizer = AdamW(model.named_parameters(), weight_decay=0.0)
+    for _ in range(1000):
+        gradients.zero()
+        model.weight.grad = None
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step(1e-4)                                     # each update is 1e-4, a 40th of bf16's spacing at 1
+    assert model.weight.item() == pytest.approx(0.9, abs=4e-3)
+    assert optimizer.tensors()["model.weight"].item() == pytest.approx(0.9, abs=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_changes_nothing(bad):
+    model, batches = model_and_batches(torch.float32)
+    gradients = GradientAccumulator(model)
+    optimizer = AdamW(model.named_parameters())
+    model(batches[0]).sum().backward()
+    optimizer.step(1e-3)
+    before = {n: t.clone() for n, t in optimizer.tensors().items()}
+    gradients.zero()
+    (model(batches[1]).sum() * bad).backward()
+    assert not math.isfinite(optimizer.step(1e-3))
+    assert all(torch.equal(before[n], t) for n, t in optimizer.tensors().items())
+    assert optimizer.state_dict() == {"updates": 1, "skipped": 1, "scaler": None}
+
+
+def test_loss_scaler_by_hand():
+    """NeMo's constants; hysteresis 2: the first overflow is forgiven, each further one halves, a good interval restores."""
+    scaler = LossScaler()
+    assert (scaler.scale, scaler.interval, scaler.hysteresis) == (2**32, 1000, 2)
+    scaler = LossScaler(scale=16.0, interval=3)
+    scales = []
+    for finite in (False, False, False, True, True, True, False, False):
+        scaler.update(finite)
+        scales.append(scaler.scale)
+    assert scales == [16, 8, 4, 4, 4, 8, 8, 4]
+    other = LossScaler()
+    other.load_state_dict(scaler.state_dict())
+    assert other.__dict__ | {"interval": 3} == scaler.__dict__
+
+
+def test_learning_rate_by_hand():
+    rates = [learning_rate(step, 1.0, 0.1, 4, 12) for step in (1, 4, 8, 12, 20)]
+    assert rates == pytest.approx([0.25, 1.0, 0.55, 0.1, 0.1])
+    assert learning_rate(1, 1.0, 0.1, 0, 10) < 1.0
+    assert learning_rate(5, 1.0, 0.1, 5, 5) == 1.0
+
+
+def norm_of_slices(rank):
+    whole = torch.arange(1.0, 8.0, dtype=torch.float64)
+    sliced, replicated = nn.Parameter(torch.zeros(4, dtype=torch.float64)), nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    sliced.sharding = sharding.Sharding((7,), (sharding.Cut(0, dist.group.WORLD),))
+    sliced.main_grad = sharding.cut(whole, sliced.sharding)
+    replicated.main_grad = torch.full((3,), 2.0, dtype=torch.float64)
+    return global_norm([sliced, replicated]).item()
+
+
+def test_global_norm_counts_each_slice_once():
+    """√(1² + .. + 7² + 3 · 2²), the replicated parameter once although both ranks hold it."""
+    assert ranks.run(norm_of_slices, 2) == pytest.approx([math.sqrt(152)] * 2, rel=1e-14)
+
+
+def curve(precision, steps=200, device="cpu"):
+    config = trainer.Config(**parity.SMALL | dict(precision=precision, dropout=0.0, seq_length=32, hidden_size=64, lr=3e-3,
+                                                  warmup_steps=20, steps=steps, weight_decay=0.1, vocab_size=32))
+
+    class Counting(parity.Synthetic):
+        """Something to learn: each row counts up, from somewhere, by 1 to 3."""
+        def batch(self, samples):
+            b = super().batch(samples)
+            rows = (b.tokens[:, :1] + torch.arange(self.s + 1) * (1 + b.tokens[:, 1:2] % 3)) % self.v
+            return b._replace(tokens=rows[:, :-1], labels=rows[:, 1:])
+    t = trainer.Trainer(config, torch.device(device), None)
+    dataset, losses = Counting(32, 32), []
+    for step in range(1, steps + 1):
+        losses.append(t.forward_backward(step, dataset).item())
+        t.update(step)
+    return torch.tensor(losses), t
+
+
+def test_bf16_follows_fp32():
+    """Within 1% of the fp32 curve over 200 steps, both smoothed over 20 steps as a person would look at them."""
+    fp32, bf16 = curve("fp32")[0].unfold(0, 20, 20).mean(1), curve("bf16")[0].unfold(0, 20, 20).mean(1)
+    assert fp32[-1] < 0.5 * fp32[0]                              # something was learned
+    assert ((bf16 - fp32).abs() / fp32).max() < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_fp16_follows_fp32_and_survives_its_first_scale():
+    fp32, _ = curve("fp32", device="cuda")
+    fp16, t = curve("fp16", device="cuda")
+    assert 5 < t.optimizer.skipped < 40 and t.scaler.scale < 2**32
+    assert abs(fp16[-20:].mean() - fp32[-20:].mean()) < 0.05 * fp32[0]
+
+
+def test_fp16_scale_finds_its_place_on_the_cpu():
+    """The scale of 2^32 overflows at first; steps are skipped and counted until it fits, then the model learns."""
+    losses, t = curve("fp16", steps=60)
+    assert 3 <= t.optimizer.skipped < 40 and 1 < t.scaler.scale < 2**32
+    assert losses[-1] < losses[0] - 0.3 and torch.isfinite(losses).all()
