@@ -73,7 +73,7 @@ class Config:
     micro_batch_size: int | None = flag(None, "sequences in one forward; the default is a rank's whole share")
     # optimizer
     steps: int = flag(600, "the last step")
-    lr: float = flag(2e-3, "peak learning rate")
+    lr: float = flag(3e-3, "peak learning rate")
     min_lr: float | None = flag(None, "where the cosine ends; the default is lr / 10")
     warmup_steps: int = flag(50, "steps of linear warmup")
     weight_decay: float = flag(0.1, "on matrices only")

@@ -1,0 +1,54 @@
+"""What every comparison shares: where and when it ran, medians, and the file that the README's numbers come from."""
+import json
+import platform
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+
+
+def environment() -> dict:
+    """Device, versions, date and command, to stand beside every number."""
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")] if sys.platform == "linux" else []
+        device = f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+    return {"device": device, "torch": torch.__version__, "python": platform.python_version(), "date": date.today().isoformat(),
+            "command": f"python comparisons/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()}
+
+
+def save(name: str, results: dict) -> None:
+    """Write comparisons/NAME.json."""
+    (HERE / f"{name}.json").write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
+
+
+def timed(function) -> float:
+    """Seconds of one call, GPU work included."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def median(values) -> float:
+    values = sorted(values)
+    return values[len(values) // 2] if len(values) % 2 else (values[len(values) // 2 - 1] + values[len(values) // 2]) / 2
+
+
+def spread(values) -> dict:
+    return {"median": median(values), "min": min(values), "max": max(values), "n": len(values)}
+
+
+def matmul_flops(dtype: torch.dtype, device: str, n: int = 2048, repeats: int = 9) -> float:
+    """FLOP/s of an n × n × n matrix multiplication of random data, the median of several: the peak that a model can reach."""
+    a, b = torch.randn(2, n, n, device=device).to(dtype)
+    a @ b
+    return 2 * n**3 / median([timed(lambda: a @ b) for _ in range(repeats)])
