@@ -125,8 +125,9 @@ class Dropout(nn.Module):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-class ProjectionLinear(nn.Linear):
-    """y = x Wᵀ back to the residual stream. Its bias is added by BiasDropoutAdd, after any reduction over ranks."""
+class DeferredBiasLinear(nn.Linear):
+    """y = x Wᵀ. Its bias is added by the module that follows, where it costs no pass of its own once fused, and where it comes
+    after any reduction over ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
@@ -195,7 +196,7 @@ class Attention(nn.Module):
         self.key = nn.Linear(h, kv, bias)
         self.value = nn.Linear(h, kv, bias)
         self.core = FusedAttention() if config.attention == "fused" else ExplicitAttention(config.dropout, 4 * layer + 1)
-        self.output = ProjectionLinear(h, h, bias)
+        self.output = DeferredBiasLinear(h, h, bias)
 
     def forward(self, x: Tensor, key: Tensor | None, rotary) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)               # [b, a, s, d]
@@ -206,8 +207,10 @@ class Attention(nn.Module):
 
 
 class GELU(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(x, approximate="tanh")
+    """gelu(x + bias), in the tanh form of GPT-2 and Megatron-LM (arXiv 1606.08415). x is overwritten."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return F.gelu(x.add_(bias), approximate="tanh")
 
 
 class SwiGLU(nn.Module):
@@ -221,13 +224,14 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         h, ffn, bias = config.hidden_size, config.ffn_hidden_size, not config.llama
-        self.gate = nn.Linear(h, ffn, bias) if config.llama else None
-        self.up = nn.Linear(h, ffn, bias)
+        self.gate = nn.Linear(h, ffn, bias=False) if config.llama else None
+        self.up = DeferredBiasLinear(h, ffn, bias)
         self.activation = SwiGLU() if config.llama else GELU()
-        self.down = ProjectionLinear(ffn, h, bias)
+        self.down = DeferredBiasLinear(ffn, h, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(x), self.up(x)) if self.gate else self.activation(self.up(x)))
+        inner = self.activation(self.gate(x), self.up(x)) if self.gate else self.activation(self.up(x), self.up.bias)   # [b, s, ffn]
+        return self.down(inner)
 
 
 def make_norm(config: GPTConfig) -> nn.Module:

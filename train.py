@@ -13,6 +13,7 @@ dropout masks on (seed, step, sample, layer, position); and the loss is the sum 
 counted tokens in the global batch, a number known before the first forward, with gradients summed over ranks and micro-batches.
 """
 import argparse
+import ctypes
 import dataclasses
 import gc
 import json
@@ -270,6 +271,18 @@ def plot_loss(lines: list[dict], title: str, path: Path) -> None:
     plt.close(figure)
 
 
+def keep_freed_memory() -> None:
+    """Tell glibc to keep large blocks when they are freed. By default each logits or gradient tensor is new memory from the kernel,
+    zeroed page by page: a fifth of the time of a GPT-2 124M step on a CPU."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):                                    # another C library
+        return
+    m_trim_threshold, m_mmap_max = -1, -4
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, -1)
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes: of tensors on a GPU, of the whole process on the CPU."""
     if device.type == "cuda":
@@ -307,7 +320,9 @@ def run(config: Config, rank: int, world: int, local_rank: int, local_world: int
     if device.type == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    elif world > 1:
+    else:
+        keep_freed_memory()
+    if device.type == "cpu" and world > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
     dp_group, exchange = None, lambda x: [x]
     if world > 1:

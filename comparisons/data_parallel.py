@@ -29,6 +29,7 @@ class Done:
 
 
 def on_rank(rank: int, rounds: int):
+    train.keep_freed_memory()
     config = train.Config(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=256, vocab_size=257, global_batch_size=8, precision="fp32")
     trainer = train.Trainer(config, torch.device("cpu"), dist.group.WORLD)
     dataset = Random(4, 256, 257)

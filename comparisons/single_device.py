@@ -116,6 +116,7 @@ def main():
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    train.keep_freed_memory()                                            # as train.py does; transformers has the good of it too
     results = {}
     print(f"{'':<22}{'tokens/s':>10}{'transformers':>14}{'ratio':>8}{'of matmul peak':>16}{'optimizer':>11}")
     for name in args.cases:
