@@ -309,7 +309,7 @@ def prepare(paths: list[str], tokenizer, cache="cache", exchange=lambda x: [x], 
     files = together(lambda: find_files(paths))[0]
     hashes = [h for _, h in sorted(sum(together(contents), []))]
     corpus = hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:16]
-    key = hashlib.sha256(f"{corpus} {tokenizer.fingerprint} {FORMAT}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{corpus} {tokenizer.fingerprint} {FORMAT} {PART_BYTES}".encode()).hexdigest()[:16]
     folder, parts_folder = Path(cache) / key, Path(cache) / f"{key}.parts"
     lock = None
     try:

@@ -309,8 +309,8 @@ def check_out(config: Config) -> Path:
     return out
 
 
-def run(config: Config, rank: int, world: int, local_rank: int, local_world: int, stop: list) -> None:
-    """One training run on this rank. `stop` is filled by a signal handler."""
+def run(config: Config, rank: int, world: int, local_rank: int, local_world: int) -> None:
+    """One training run on this rank."""
     def say(*words, **options):
         if rank == 0:
             print(*words, flush=True, **options)
@@ -372,6 +372,9 @@ def run(config: Config, rank: int, world: int, local_rank: int, local_world: int
     # loop ------------------------------------------------------------------------------------------------------------
     flops = flops_per_token(model_config)
     profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=3)) if config.profile else None
+    stop = []                                                            # signals: from here on there is something to save
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stop.append(signal.Signals(number).name))
     begin = time.perf_counter()
     step = start
     try:
@@ -450,20 +453,19 @@ class RunError(RuntimeError):
 def main(argv: list[str]) -> int:
     rank, world, local_rank, local_world = (int(os.environ.get(name, default)) for name, default in
                                             (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-    stop = []
     config = parse(argv, rank)
     try:
         config.validate(world)
         if rank == 0:
             check_out(config)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: stop.append(signal.Signals(number).name))
-        run(config, rank, world, local_rank, local_world, stop)
+        run(config, rank, world, local_rank, local_world)
         status = 0
     except (ConfigError, data.DataError, checkpoint.CheckpointError) as e:
         status = 2
         if rank == 0:
             print(f"train.py: {e}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:                                            # before the first step: nothing to save
+        status = 130
     except RunError as e:
         status = 1
         if e.speaker == 0:

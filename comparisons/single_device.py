@@ -1,11 +1,12 @@
-"""One training step on one device: this project beside Hugging Face transformers' GPT-2, in turn, in one process.
+"""One training step on one device: this project beside Hugging Face transformers' GPT-2, in turn, in one run.
 
     python comparisons/single_device.py [--threads 2] [--rounds 15]
 
-The same shapes, random tokens, fused AdamW, clipping; no dropout. A round runs one step of each; the ratio is the median over
-rounds of (their seconds / our seconds). Both use scaled_dot_product_attention. In bf16 ours keeps fp32 masters and moments, and
-theirs trains in plain bf16, which is less work. The matmul peak is measured between the rounds. The share of it is model FLOPs
-(gpt.flops_per_token) over the time of forward and backward; the optimizer's time stands apart.
+The same shapes, random tokens, fused AdamW, clipping, scaled_dot_product_attention; no dropout. Three processes take turns, a
+step each, while the others wait: ours as train.py runs it; transformers as it comes; and transformers with the setting of the
+memory allocator that train.py makes on CPUs. Ratios are medians over rounds of (their seconds / our seconds). In bf16 ours keeps
+fp32 masters and moments, and theirs trains in plain bf16, which is less work. The share of the matmul peak, which is measured in
+every round, is model FLOPs (gpt.flops_per_token) over the time of forward and backward; the optimizer's time stands apart.
 """
 import argparse
 import sys
@@ -15,8 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+import torch.distributed as dist
+
 import data
 import gpt
+import ranks
 import report
 import train
 from report import median, spread, timed
@@ -76,34 +80,52 @@ def breakdown(step) -> dict[str, float]:
     return {k: v / total for k, v in shares.items()}
 
 
-def measure(name: str, precision: str, rounds: int, device: str) -> dict:
-    config = train.Config(**CASES[name], precision=precision, micro_batch_size=CASES[name]["global_batch_size"])
-    trainer = train.Trainer(config, torch.device(device), None)
-    c, dtype = trainer.model_config, train.DTYPES[precision]
+def on_rank(rank: int, name: str, precision: str, rounds: int, device: str):
+    """Rank 0 is this project, 1 transformers, 2 transformers with our allocator setting. Returns seconds per round."""
+    if rank != 1 and device == "cpu":
+        train.keep_freed_memory()
+    config = train.Config(**CASES[name], precision=precision)
+    c, dtype = config.model_config(), train.DTYPES[precision]
     dataset = Random(config.global_batch_size, c.seq_length, c.vocab_size)
-    theirs = transformers_step(c, dataset.fixed, dtype, device)
-    tokens, times, peaks = dataset.counted_tokens(None), [], []
-    for i in range(-2, rounds):                                          # two rounds to warm up
-        backward = timed(lambda: trainer.forward_backward(1, dataset))
-        update = timed(lambda: trainer.update(1))
-        other = timed(theirs)
-        peak = report.matmul_flops(dtype, device, repeats=3)
-        if i >= 0:
-            times.append((backward, update, other))
-            peaks.append(peak)
-    flops, peak = tokens * gpt.flops_per_token(c), median(peaks)
+    if rank == 0:
+        trainer = train.Trainer(config, torch.device(device), None)
+        steps = [lambda: trainer.forward_backward(1, dataset), lambda: trainer.update(1),
+                 lambda: report.matmul_flops(dtype, device, repeats=3)]
+    else:
+        steps = [transformers_step(c, dataset.fixed, dtype, device)]
+    times = []
+    for _ in range(rounds + 2):                                          # two rounds to warm up
+        for turn in range(dist.get_world_size()):
+            dist.barrier()
+            if turn == rank:
+                times.append([timed(step) for step in steps[:2]])
+                if rank == 0:
+                    times[-1].append(steps[2]())
+    dist.barrier()
+    shares = breakdown(steps[0]) if rank == 0 and device == "cpu" else None
+    dist.barrier()
+    return times[2:], shares
+
+
+def measure(name: str, precision: str, rounds: int, device: str, threads: int) -> dict:
+    (ours, shares), (plain, _), (same, _) = ranks.run(on_rank, 3, name, precision, rounds, device, threads=threads, timeout=300)
+    config = train.Config(**CASES[name]).model_config()
+    tokens = CASES[name]["global_batch_size"] * config.seq_length
+    flops = tokens * gpt.flops_per_token(config)
+    seconds = median([b + u for b, u, _ in ours])
     result = {
-        "tokens_per_second": tokens / median([b + u for b, u, _ in times]),
-        "transformers_tokens_per_second": tokens / median([o for _, _, o in times]),
-        "ratio": spread([o / (b + u) for b, u, o in times]),
-        "matmul_peak_flops": spread(peaks),
-        "share_of_peak_outside_optimizer": spread([flops / b / p for (b, _, _), p in zip(times, peaks)]),
-        "share_of_peak": flops / median([b + u for b, u, _ in times]) / peak,
-        "optimizer_share_of_step": median([u / (b + u) for b, u, _ in times]),
-        "breakdown_outside_optimizer": breakdown(lambda: trainer.forward_backward(1, dataset)) if device == "cpu" else None,
+        "tokens_per_second": tokens / seconds,
+        "transformers_tokens_per_second": tokens / median([t for t, in plain]),
+        "ratio": spread([t / (b + u) for (b, u, _), (t,) in zip(ours, plain)]),
+        "ratio_with_our_allocator_setting": spread([t / (b + u) for (b, u, _), (t,) in zip(ours, same)]),
+        "matmul_peak_flops": spread([p for _, _, p in ours]),
+        "share_of_peak_outside_optimizer": spread([flops / b / p for b, _, p in ours]),
+        "share_of_peak": flops / seconds / median([p for _, _, p in ours]),
+        "optimizer_share_of_step": median([u / (b + u) for b, u, _ in ours]),
+        "breakdown_outside_optimizer": shares,
     }
     if device == "cuda":
-        result["mfu_against_989_tflops"] = flops / median([b + u for b, u, _ in times]) / 989e12
+        result["mfu_against_989_tflops"] = flops / seconds / 989e12
     return result
 
 
@@ -116,13 +138,13 @@ def main():
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    train.keep_freed_memory()                                            # as train.py does; transformers has the good of it too
     results = {}
-    print(f"{'':<22}{'tokens/s':>10}{'transformers':>14}{'ratio':>8}{'of matmul peak':>16}{'optimizer':>11}")
+    print(f"{'':<22}{'tokens/s':>10}{'transformers':>14}{'ratio':>8}{'same allocator':>16}{'of matmul peak':>16}{'optimizer':>11}")
     for name in args.cases:
         for precision in args.precisions:
-            r = results[f"{name} {precision}"] = measure(name, precision, args.rounds, args.device)
+            r = results[f"{name} {precision}"] = measure(name, precision, args.rounds, args.device, args.threads)
             print(f"{name + ' ' + precision:<22}{r['tokens_per_second']:>10,.0f}{r['transformers_tokens_per_second']:>14,.0f}{r['ratio']['median']:>8.2f}"
+                  f"{r['ratio_with_our_allocator_setting']['median']:>16.2f}"
                   f"{r['share_of_peak_outside_optimizer']['median']:>15.0%} {r['optimizer_share_of_step']:>10.0%}", flush=True)
             if r["breakdown_outside_optimizer"]:
                 print("    " + ", ".join(f"{k} {v:.0%}" for k, v in sorted(r["breakdown_outside_optimizer"].items(), key=lambda kv: -kv[1]) if v >= 0.005))

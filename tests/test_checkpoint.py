@@ -1,0 +1,213 @@
+import json
+import os
+import pickle
+import resource
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import checkpoint
+import ranks
+from checkpoint import CheckpointError
+
+STATE = {"tokens": 7, "config": {"a": 1}}
+
+
+def tensors(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {"model.a": torch.randn(5, 3, generator=g), "model.b": torch.randn(4, generator=g, dtype=torch.float64),
+            "exp_avg.a": torch.randn(5, 3, generator=g).bfloat16()}
+
+
+def empty():
+    return {n: torch.zeros_like(t) for n, t in tensors().items()}
+
+
+def equal(a, b):
+    return all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_round_trip(tmp_path):
+    path = checkpoint.save(tmp_path, 12, tensors(), STATE)
+    assert path == tmp_path / "step-000012"
+    loaded = empty()
+    index = checkpoint.load(path, loaded)
+    assert equal(loaded, tensors()) and index["step"] == 12 and index["tokens"] == 7
+    some = {"model.a": torch.zeros(5, 3)}                        # a part is enough: generate.py leaves the moments
+    checkpoint.load(path, some)
+    assert torch.equal(some["model.a"], tensors()["model.a"])
+
+
+def save_and_load(rank, folder):
+    path = checkpoint.save(Path(folder), 1, tensors(), STATE)
+    loaded = empty()
+    checkpoint.load(path, loaded)
+    return equal(loaded, tensors()), sorted(p.name for p in path.iterdir())
+
+
+def test_two_ranks_write_each_tensor_once(tmp_path):
+    (same, files), (same_too, _) = ranks.run(save_and_load, 2, str(tmp_path))
+    assert same and same_too and "index.json" in files
+    payload = sum(os.path.getsize(tmp_path / "step-000001" / f) for f in files if f.endswith(".safetensors"))
+    assert payload < 2 * sum(t.numel() * t.element_size() for t in tensors().values()) + 2000
+    loaded = empty()                                             # and one process reads what two wrote
+    checkpoint.load(tmp_path / "step-000001", loaded)
+    assert equal(loaded, tensors())
+
+
+def test_keep(tmp_path):
+    for step in range(1, 6):
+        checkpoint.save(tmp_path, step, tensors(step), STATE, keep=2)
+    assert list(checkpoint.steps(tmp_path)) == [4, 5] and len(list(tmp_path.iterdir())) == 2
+    checkpoint.save(tmp_path, 5, tensors(9), STATE, keep=0)      # the same step once more
+    loaded = empty()
+    checkpoint.load(tmp_path / "step-000005", loaded)
+    assert equal(loaded, tensors(9)) and list(checkpoint.steps(tmp_path)) == [4, 5]
+
+
+def test_steps_ignores_what_is_not_finished(tmp_path):
+    checkpoint.save(tmp_path, 3, tensors(), STATE)
+    (tmp_path / ".step-000004.saving").mkdir()
+    (tmp_path / "step-000005.txt").touch()
+    assert list(checkpoint.steps(tmp_path)) == [3]
+    checkpoint.save(tmp_path, 6, tensors(), STATE)               # and the leftover is cleared away
+    assert not (tmp_path / ".step-000004.saving").exists()
+
+
+def save_killed(rank, folder, call):
+    """SIGKILL at the n-th system-level step of a save."""
+    checkpoint.save(Path(folder), 1, tensors(1), STATE)
+    count = 0
+
+    def killing(original):
+        def wrapped(*args, **kwargs):
+            nonlocal count
+            if count == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+            return original(*args, **kwargs)
+        return wrapped
+    for module, name in ((os, "rename"), (os, "fsync"), (checkpoint.dcp, "save"), (checkpoint.shutil, "rmtree"), (json, "dumps")):
+        setattr(module, name, killing(getattr(module, name)))
+    checkpoint.save(Path(folder), 2, tensors(2), STATE, keep=1)
+    return count
+
+
+def test_killed_at_every_step_of_a_save(tmp_path):
+    for call in range(100):
+        folder = tmp_path / str(call)
+        try:
+            total, = ranks.run(save_killed, 1, str(folder), call)
+            assert call >= total > 5
+            break
+        except RuntimeError as e:
+            assert "exit code -9" in str(e)
+        found = checkpoint.steps(folder)
+        assert found, call
+        newest, path = list(found.items())[-1]
+        loaded = empty()
+        checkpoint.load(path, loaded)
+        assert equal(loaded, tensors(newest))
+    assert list(checkpoint.steps(folder)) == [2]
+
+
+def save_without_room(rank, folder):
+    checkpoint.save(Path(folder), 1, tensors(1), STATE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    big = {f"model.{i}": torch.randn(100_000) for i in range(2)}
+    try:
+        checkpoint.save(Path(folder), 2, big, STATE)
+    except CheckpointError as e:
+        return str(e)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_room(tmp_path, world):
+    """A file-size limit stands in for a full disk. Every rank gets the error; the earlier checkpoint is whole."""
+    messages = ranks.run(save_without_room, world, str(tmp_path))
+    assert all("cannot save" in m and "step-000002" in m and "File too large" in m for m in messages), messages
+    assert list(checkpoint.steps(tmp_path)) == [1]
+    loaded = empty()
+    checkpoint.load(tmp_path / "step-000001", loaded)
+    assert equal(loaded, tensors(1))
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot save.*File exists"):
+        checkpoint.save(tmp_path / "file", 1, tensors(), STATE)
+
+
+def damage(path, how):
+    file = next(path.glob("*.safetensors"))
+    index = path / "index.json"
+    if how == "truncated":
+        os.truncate(file, file.stat().st_size - 1)
+    elif how == "missing":
+        file.unlink()
+    elif how == "no index":
+        index.unlink()
+    elif how == "half an index":
+        index.write_text(index.read_text()[:-40])
+    elif how == "foreign index":
+        index.write_text('{"weight_map": {}}')
+    elif how == "list":
+        index.write_text("[]")
+    elif how == "header":                                        # same length, but the safetensors header is nonsense
+        with open(file, "r+b") as f:
+            f.write(struct.pack("<Q", 2**40))
+
+
+@pytest.mark.parametrize("how, words", [
+    ("truncated", ["safetensors is", "bytes long", "damaged"]), ("missing", ["is missing", "damaged"]), ("no index", ["is not a checkpoint"]),
+    ("half an index", ["index.json cannot be read"]), ("foreign index", ["not the index of a checkpoint"]),
+    ("list", ["not the index of a checkpoint"]), ("header", ["cannot be loaded"])])
+def test_damage_is_named(tmp_path, how, words):
+    path = checkpoint.save(tmp_path, 1, tensors(), STATE)
+    damage(path, how)
+    with pytest.raises(CheckpointError) as e:
+        checkpoint.load(path, empty())
+    assert str(tmp_path) in str(e.value) and all(w in str(e.value) for w in words), str(e.value)
+
+
+def test_another_model(tmp_path):
+    path = checkpoint.save(tmp_path, 1, tensors(), STATE)
+    with pytest.raises(CheckpointError, match=r"another model: model.a is \(5, 3\) there and \(6, 3\) here; model.c is missing there"):
+        checkpoint.load(path, {"model.a": torch.zeros(6, 3), "model.c": torch.zeros(1)})
+
+
+class Malice:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def test_nothing_is_unpickled(tmp_path, monkeypatch):
+    """Pickles planted wherever a loader might look are not opened."""
+    monkeypatch.chdir(tmp_path)
+    path = checkpoint.save(tmp_path / "c", 1, tensors(), STATE)
+    for name in (".metadata", "metadata.pt", "state.pkl", "__0_0.distcp", "pytorch_model.bin"):
+        (path / name).write_bytes(pickle.dumps(Malice()))
+    loaded = empty()
+    checkpoint.load(path, loaded)
+    assert equal(loaded, tensors())
+    file = next(path.glob("*.safetensors"))
+    payload = pickle.dumps(Malice())
+    file.write_bytes(payload + b"\0" * (file.stat().st_size - len(payload)))
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        checkpoint.load(path, empty())
+    assert not (tmp_path / "executed").exists()
+
+
+def test_command(tmp_path, capsys, monkeypatch):
+    path = checkpoint.save(tmp_path, 1, tensors(), STATE)
+    monkeypatch.setattr("sys.argv", ["checkpoint.py", str(path)])
+    checkpoint.main()
+    assert "model.a" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["checkpoint.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="not a checkpoint"):
+        checkpoint.main()
