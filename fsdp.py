@@ -23,7 +23,7 @@ from torch import nn
 
 from optimizer import GradientAccumulator, LossScaler, accumulation_dtype
 
-BUCKET_BYTES = 4 * 2**20         # small: the last bucket, with the embedding, is what nothing can hide
+BUCKET_BYTES = 8 * 2**20         # small: the last bucket, with the embedding, is what nothing can hide
 
 
 class _Bucket:
