@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -39,10 +38,14 @@ import data
 import fsdp
 import generate
 import sharding
-from gpt import GPT, GPTConfig, PRESETS, cross_entropy, dropout_key, flops_per_token
+from gpt import GPT, GPTConfig, PRESETS, cross_entropy, dropout_key, flops_per_token, num_parameters
+from metrics import Metrics, duration, peak_memory, plot_loss, progress
 from optimizer import AdamW, GradientAccumulator, LossScaler, learning_rate
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+EVAL_SEQUENCES = 64              # of held-out text, the first of them, at every evaluation
 
 
 class ConfigError(ValueError):
@@ -68,12 +71,12 @@ class Config:
     # memory, speed
     attention: str | None = flag(None, "fused never writes the s x s scores; the default where dropout is 0", ("explicit", "fused"))
     compile: bool = flag(False, "torch.compile each block")
-    profile: bool = flag(False, "write OUT/trace-RANK.json for chrome://tracing or Perfetto, from the third to the fifth step")
+    profile: bool = flag(False, "write OUT/trace-RANK.json for chrome://tracing or Perfetto, the third step to the fifth")
     # batch
     global_batch_size: int = flag(16, "sequences in a step, over all ranks")
     micro_batch_size: int | None = flag(None, "sequences in one forward; the default is a rank's whole share")
     # optimizer
-    steps: int = flag(600, "the last step")
+    steps: int = flag(500, "the last step")
     lr: float = flag(3e-3, "peak learning rate")
     min_lr: float | None = flag(None, "where the cosine ends; the default is lr / 10")
     warmup_steps: int = flag(50, "steps of linear warmup")
@@ -232,45 +235,6 @@ class Trainer:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-class Metrics:
-    """metrics.jsonl: one line a step, flushed before any checkpoint of that step. Rank 0 has it."""
-
-    def __init__(self, path: Path, last_step: int):
-        """Lines beyond `last_step`, which a killed run wrote after its last checkpoint, are cut; so is half a line."""
-        lines = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                lines += [json.loads(line)]
-            except ValueError:
-                break
-        self.lines = [line for line in lines if line["step"] <= last_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
-        os.replace(temporary, path)
-        self.file = open(path, "a")
-
-    def add(self, line: dict) -> None:
-        line = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in line.items()}
-        self.lines.append(line)
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
-
-
-def plot_loss(lines: list[dict], title: str, path: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([x["step"] for x in lines], [x["loss"] for x in lines], linewidth=0.8, color="tab:blue", label="training")
-    held_out = [x for x in lines if "eval_loss" in x]
-    axes.plot([x["step"] for x in held_out], [x["eval_loss"] for x in held_out], "o-", color="tab:orange", label="held out")
-    axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def keep_freed_memory() -> None:
     """Tell glibc to keep large blocks when they are freed. By default each logits or gradient tensor is new memory from the kernel,
     zeroed page by page: a fifth of the time of a GPT-2 124M step on a CPU."""
@@ -281,18 +245,6 @@ def keep_freed_memory() -> None:
     m_trim_threshold, m_mmap_max = -1, -4
     mallopt(m_mmap_max, 0)
     mallopt(m_trim_threshold, -1)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: of tensors on a GPU, of the whole process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
 
 
 def check_out(config: Config) -> Path:
@@ -309,171 +261,197 @@ def check_out(config: Config) -> Path:
     return out
 
 
-def run(config: Config, rank: int, world: int, local_rank: int, local_world: int) -> None:
-    """One training run on this rank."""
-    def say(*words, **options):
-        if rank == 0:
-            print(*words, flush=True, **options)
+@dataclass
+class World:
+    """Who this process is among the ranks, and the groups that it talks to."""
+    rank: int
+    size: int
+    local_rank: int                                                      # on this machine
+    local_size: int
+    device: torch.device | None = None
+    dp_group: dist.ProcessGroup | None = None                            # None on one device
 
-    # mesh ------------------------------------------------------------------------------------------------------------
-    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()
-    if device.type == "cpu" and world > 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
-    dp_group, exchange = None, lambda x: [x]
-    if world > 1:
-        shared = device.type == "cpu" or local_world > torch.cuda.device_count()                 # NCCL wants a device a rank
-        dist.init_process_group("gloo" if shared else "nccl", timeout=timedelta(minutes=30))
-        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("dp",))
-        dp_group = mesh.get_group("dp")
+    @classmethod
+    def from_launcher(cls) -> "World":
+        """What torchrun says; without it, one rank."""
+        return cls(*(int(os.environ.get(name, default)) for name, default in
+                     (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))))
 
-        def exchange(x):
-            gathered = [None] * world
+    def connect(self, device: str) -> None:
+        """Choose the device, and with several ranks make the process groups: one mesh, from which everything else is handed groups."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        if device != "cpu" and torch.cuda.is_available():
+            self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+            keep_freed_memory()
+            if self.size > 1:
+                torch.set_num_threads(max(1, cores // self.local_size))
+        if self.size > 1:
+            shared = self.device.type == "cpu" or self.local_size > torch.cuda.device_count()      # NCCL wants a device for each rank
+            dist.init_process_group("gloo" if shared else "nccl", timeout=timedelta(minutes=30))
+            self.dp_group = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("dp",)).get_group("dp")
+
+    def disconnect(self) -> None:
+        """Everything that holds a group has to be gone by now: gloo aborts the process at exit otherwise, now and then."""
+        self.dp_group = None
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            gc.collect()
+
+    def gather(self, x) -> list:
+        """Every rank's object, on every rank."""
+        gathered = [x] * self.size
+        if self.size > 1:
             dist.all_gather_object(gathered, x)
-            return gathered
+        return gathered
 
-    # data ------------------------------------------------------------------------------------------------------------
-    tokenizer = data.make_tokenizer(config.tokenizer)
-    model_config = config.model_config()
-    if tokenizer.vocab_size > model_config.vocab_size:
+    def gather_numbers(self, *numbers: torch.Tensor | float) -> list[tuple]:
+        """For each number, its values on all ranks: one small collective a step."""
+        row = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=self.device) for n in numbers])
+        rows = [torch.empty_like(row) for _ in range(self.size)] if self.size > 1 else [row]
+        if self.size > 1:
+            dist.all_gather(rows, row, group=self.dp_group)
+        return list(zip(*(r.tolist() for r in rows)))
+
+    def say(self, *words) -> None:
+        if self.rank == 0:
+            print(*words, flush=True)
+
+
+def open_data(config: Config, world: World):
+    """(tokenizer, training set, held-out set), the corpus tokenised first if need be. Raises ConfigError or DataError."""
+    tokenizer, shape = data.make_tokenizer(config.tokenizer), config.model_config()
+    if tokenizer.vocab_size > shape.vocab_size:
         raise ConfigError(f"--tokenizer {config.tokenizer}: its ids go up to {tokenizer.vocab_size - 1}, beyond --vocab-size "
-                          f"{model_config.vocab_size}; --vocab-size {tokenizer.vocab_size} would fit")
-    folder = data.prepare(config.data, tokenizer, exchange=exchange, rank=rank, world=world, workers=len(os.sched_getaffinity(0)) // local_world)
-    train_set = data.Corpus(folder, model_config.seq_length, config.seed)
-    held_out = data.Corpus(folder, model_config.seq_length, None, "held-out")
-    eval_sequences = min(held_out.windows, 64)
-    bytes_per_token = train_set.index["bytes"] / train_set.index["tokens"]
+                          f"{shape.vocab_size}; --vocab-size {tokenizer.vocab_size} would fit")
+    folder = data.prepare(config.data, tokenizer, exchange=world.gather, rank=world.rank, world=world.size,
+                          workers=max(1, (os.cpu_count() or 1) // world.local_size))
+    return tokenizer, data.Corpus(folder, shape.seq_length, config.seed), data.Corpus(folder, shape.seq_length, None, "held-out")
 
-    # model, optimizer ------------------------------------------------------------------------------------------------
-    trainer = Trainer(config, device, dp_group)
-    out = Path(config.out)
-    saved = checkpoint.steps(out / "checkpoints") if config.resume else {}
-    start, tokens = 0, 0
-    if saved:
-        index = trainer.load(list(saved.values())[-1])
-        start, tokens = index["step"], index["tokens"]
-        changed = [f"--{k.replace('_', '-')} {index['config'].get(k)} -> {v}" for k, v in dataclasses.asdict(config).items()
-                   if index["config"].get(k) != v and k not in ("resume", "out")]
-        say(f"resuming after step {start}" + (f", with {', '.join(changed)}" if changed else ""))
-    elif config.resume:
-        say(f"--resume: no checkpoint in {out} yet, starting from step 1")
-    if rank == 0:
-        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
-        if isinstance(tokenizer, data.FileTokenizer):
-            shutil.copyfile(config.tokenizer, out / "tokenizer.json") if not (out / "tokenizer.json").exists() else None
-        metrics = Metrics(out / "metrics.jsonl", start)
-    say(f"{config.model}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters, {trainer.precision} on {world} x {device.type}; "
-        f"corpus {train_set.index['corpus']}: {train_set.index['tokens']:,} tokens")
 
-    # loop ------------------------------------------------------------------------------------------------------------
-    flops = flops_per_token(model_config)
-    profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=3)) if config.profile else None
+def restore(trainer: Trainer, config: Config, world: World) -> tuple[int, int]:
+    """Continue from the newest checkpoint of `--out` if asked to. Returns (steps, tokens) behind us."""
+    found = checkpoint.steps(Path(config.out) / "checkpoints") if config.resume else {}
+    if not found:
+        world.say(*[f"--resume: no checkpoint in {config.out} yet, starting from step 1"] * config.resume)
+        return 0, 0
+    index = trainer.load(list(found.values())[-1])
+    changed = [f"--{k.replace('_', '-')} {index['config'].get(k)} -> {v}" for k, v in dataclasses.asdict(config).items()
+               if index["config"].get(k) != v and k not in ("resume", "out")]
+    world.say(f"resuming after step {index['step']}" + (f", with {', '.join(changed)}" if changed else ""))
+    return index["step"], index["tokens"]
+
+
+def loop(trainer: Trainer, config: Config, world: World, train_set, held_out, metrics: Metrics | None, start: int, tokens: int) -> bool:
+    """Steps start + 1 to the last. Returns whether a signal to any rank ended it early, with a checkpoint. Raises RunError."""
     stop = []                                                            # signals: from here on there is something to save
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stop.append(signal.Signals(number).name))
-    begin = time.perf_counter()
-    step = start
+        signal.signal(number, lambda number, frame: stop.append(number))
+    out, begin, step = Path(config.out), time.perf_counter(), start
+    flops = flops_per_token(trainer.model_config)
+    bytes_per_token = train_set.index["bytes"] / train_set.index["tokens"]
+    profiler = torch.profiler.profile() if config.profile else None
     try:
         for step in range(start + 1, config.steps + 1):
+            if profiler and step == min(start + 3, config.steps):
+                profiler.start()
             step_begin = time.perf_counter()
             part = trainer.forward_backward(step, train_set)
             norm, lr = trainer.update(step)
-            report = torch.stack([part, torch.tensor(float(bool(stop)), dtype=part.dtype, device=device),
-                                  torch.tensor(float(peak_memory(device)), dtype=part.dtype, device=device)])
-            if dp_group:
-                reports = [torch.empty_like(report) for _ in range(world)]
-                dist.all_gather(reports, report, group=dp_group)
-            else:
-                reports = [report]
-            loss, stopping, peak = (f(values) for f, values in zip((sum, any, max), zip(*(r.tolist() for r in reports))))
-            seconds = time.perf_counter() - step_begin
-            count = train_set.counted_tokens(trainer.samples(step))
+            losses, stops, peaks = world.gather_numbers(part, bool(stop), peak_memory(trainer.device))
+            seconds, count, stopping = time.perf_counter() - step_begin, train_set.counted_tokens(trainer.samples(step)), any(stops)
             tokens += count
-            line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "step_seconds": seconds,
-                    "tokens_per_second": count / seconds, "tflops_per_device": count * flops / seconds / world / 1e12,
-                    "peak_memory_bytes": int(peak)}
+            line = {"step": step, "loss": sum(losses), "grad_norm": norm, "lr": lr, "tokens": tokens, "step_seconds": seconds,
+                    "tokens_per_second": count / seconds, "tflops_per_device": count * flops / seconds / world.size / 1e12,
+                    "peak_memory_bytes": int(max(peaks))}
             if trainer.scaler:
                 line["loss_scale"] = trainer.scaler.scale
             if trainer.optimizer.skipped:
                 line["skipped_steps"] = trainer.optimizer.skipped
             last = step == config.steps or stopping
             if last or config.eval_every and step % config.eval_every == 0:
-                line["eval_loss"] = trainer.evaluate(held_out, eval_sequences)
-            if rank == 0:
+                line["eval_loss"] = trainer.evaluate(held_out, min(held_out.windows, EVAL_SEQUENCES))
+            if metrics:
                 metrics.add(line)
-                left = (time.perf_counter() - begin) / (step - start) * (config.steps - step)
-                say(f"step {step:>{len(str(config.steps))}}/{config.steps}  loss {loss:.4f}  grad {norm:.2f}  lr {lr:.1e}  "
-                    f"{line['tokens_per_second']:,.0f} tok/s  {line['tflops_per_device']:.3f} TFLOP/s per device  "
-                    f"{peak / 2**30:.2f} GiB  {duration(left)} left" + ("" if math.isfinite(norm) else "  not finite: skipped")
-                    + (f"\n    held-out loss {line['eval_loss']:.4f}, {line['eval_loss'] / bytes_per_token:.4f} nats per byte"
-                       if "eval_loss" in line else ""))
+            world.say(progress(line, config.steps, (time.perf_counter() - begin) / (step - start) * (config.steps - step), bytes_per_token))
             if last or config.save_every and step % config.save_every == 0:
                 trainer.save(out / "checkpoints", step, tokens)
-            if profiler:
-                profiler.start() if step == start + 1 else profiler.step()
-                if step == start + 6 or last:
-                    profiler.stop()
-                    profiler.export_chrome_trace(str(out / f"trace-{rank}.json"))
-                    profiler = None
+            if profiler and (step == start + 5 or last and step >= start + 3):
+                profiler.stop()
+                profiler.export_chrome_trace(str(out / f"trace-{world.rank}.json"))
+                profiler = None
             if stopping:
-                say(f"stopped by {stop[0] if stop else 'a signal to another rank'} after step {step}; checkpoint saved; continue with --resume")
-                break
-    except checkpoint.CheckpointError as e:
-        newest = list(checkpoint.steps(out / "checkpoints").values())
-        raise RunError(f"after step {step}: {e}; " + (f"{newest[-1]} is whole; " if newest else "") +
-                       "make room, then continue with --resume", rank) from None
+                world.say(f"stopped by a signal after step {step}; checkpoint saved; continue with --resume")
+                return True
+    except checkpoint.CheckpointError as e:                              # the same on all ranks
+        whole = list(checkpoint.steps(out / "checkpoints").values())
+        raise RunError(f"after step {step}: {e}; " + (f"{whole[-1]} is whole; " if whole else "") + "make room, then continue with --resume",
+                       everywhere=True) from None
     except Exception as e:
-        raise RunError(f"rank {rank}, step {step}: {type(e).__name__}: {e}\n{traceback.format_exc()}"
-                       "The newest checkpoint is whole: continue from it with --resume", 0) from e
+        raise RunError(f"rank {world.rank}, step {step}: {type(e).__name__}: {e}\n{traceback.format_exc()}"
+                       f"train.py: rank {world.rank} failed in step {step}; continue from the newest checkpoint with --resume") from e
+    return False
 
-    # what is left to see ---------------------------------------------------------------------------------------------
-    if rank == 0 and not stop and step == config.steps:
-        corpus = train_set.index["corpus"]
+
+def run(config: Config, world: World) -> None:
+    """One training run on this rank."""
+    world.connect(config.device)
+    tokenizer, train_set, held_out = open_data(config, world)
+    trainer = Trainer(config, world.device, world.dp_group)
+    start, tokens = restore(trainer, config, world)
+    out, metrics, corpus = Path(config.out), None, train_set.index["corpus"]
+    if world.rank == 0:
+        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+        if isinstance(tokenizer, data.FileTokenizer) and not (out / "tokenizer.json").exists():
+            shutil.copyfile(config.tokenizer, out / "tokenizer.json")    # generate.py finds it there
+        metrics = Metrics(out / "metrics.jsonl", start)
+    world.say(f"{config.model}: {num_parameters(trainer.model):,} parameters, {trainer.precision} on {world.size} x {world.device.type}; "
+              f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
+    begin = time.perf_counter()
+    stopped = loop(trainer, config, world, train_set, held_out, metrics, start, tokens)
+    if world.rank == 0 and not stopped:
+        seconds = time.perf_counter() - begin
         plot_loss(metrics.lines, f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}", out / "loss.png")
-        prompt = list(tokenizer.encode("def "))
-        ids = list(generate.generate(trainer.model, prompt, 300, temperature=0.7, seed=config.seed, eot=tokenizer.eot))
-        text = tokenizer.decode([int(i) for i in prompt] + ids)
+        prompt = [int(i) for i in tokenizer.encode("def ")]
+        text = tokenizer.decode(prompt + list(generate.generate(trainer.model, prompt, 300, temperature=0.8, seed=config.seed, eot=tokenizer.eot)))
         (out / "sample.txt").write_text(text)
-        say(f"\na sample (generate.py makes more):\n\n{text}\n\n{out}: loss.png, metrics.jsonl, sample.txt, checkpoints; "
-            f"{duration(time.perf_counter() - begin)} of training")
+        world.say(f"\na sample (generate.py makes more):\n\n{text}\n\n{out}: loss.png, metrics.jsonl, sample.txt, checkpoints; "
+                  f"{duration(seconds)} of training")
 
 
 class RunError(RuntimeError):
-    """A run that failed: what to print, and whether this rank is the one to print it (speaker 0)."""
+    """A run that failed on this rank, or with the same message everywhere."""
 
-    def __init__(self, message: str, speaker: int):
+    def __init__(self, message: str, everywhere: bool = False):
         super().__init__(message)
-        self.speaker = speaker
+        self.everywhere = everywhere
 
 
 def main(argv: list[str]) -> int:
-    rank, world, local_rank, local_world = (int(os.environ.get(name, default)) for name, default in
-                                            (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-    config = parse(argv, rank)
+    """Exit status: 0; 2 for what cannot run, 1 for what fails while running, each with one message; 130 for Ctrl-C before the first step."""
+    world = World.from_launcher()
+    config = parse(argv, world.rank)
+    status, message = 0, None
     try:
-        config.validate(world)
-        if rank == 0:
+        config.validate(world.size)
+        if world.rank == 0:
             check_out(config)
-        run(config, rank, world, local_rank, local_world)
-        status = 0
+        run(config, world)
     except (ConfigError, data.DataError, checkpoint.CheckpointError) as e:
-        status = 2
-        if rank == 0:
-            print(f"train.py: {e}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:                                            # before the first step: nothing to save
-        status = 130
+        status, message = 2, e
     except RunError as e:
-        status = 1
-        if e.speaker == 0:
-            print(f"train.py: {e}", file=sys.stderr, flush=True)
-    gc.collect()                                                         # whatever holds a process group goes before the group
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        gc.collect()
+        status, message = 1, e
+    except KeyboardInterrupt:
+        status = 130
+    if message and (world.rank == 0 or status == 1 and not message.everywhere):
+        print(f"train.py: {message}", file=sys.stderr, flush=True)
+    if status == 1 and not message.everywhere and world.size > 1:
+        os._exit(1)                                                      # peers may wait for this rank in a collective: no goodbye
+    message = None                                                       # its traceback holds groups
+    world.disconnect()
     return status
 
 

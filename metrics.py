@@ -1,0 +1,94 @@
+"""What a run tells: `metrics.jsonl` for programs, a line per step and `loss.png` for people.
+
+A line of metrics.jsonl is one step, floats in full precision, so that two runs can be compared bit for bit:
+
+    {"step": 1, "loss": 5.56, "grad_norm": 3.2, "lr": 6e-05, "tokens": 2048, "step_seconds": 0.2, "tokens_per_second": 10240.0,
+     "tflops_per_device": 0.11, "peak_memory_bytes": 570425344}
+
+and now and then `eval_loss`, `loss_scale` (fp16) and `skipped_steps` (those whose gradients were not finite).
+
+    python metrics.py runs/default       draws runs/default/loss.png again
+"""
+import json
+import math
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+
+class Metrics:
+    """metrics.jsonl: one line a step, flushed before any checkpoint of that step. Rank 0 has it."""
+
+    def __init__(self, path: Path, last_step: int):
+        """Lines beyond `last_step`, which a killed run wrote after its last checkpoint, are cut; so is half a line."""
+        lines = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                lines += [json.loads(line)]
+            except ValueError:
+                break
+        self.lines = [line for line in lines if line["step"] <= last_step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        os.replace(temporary, path)
+        self.file = open(path, "a")
+
+    def add(self, line: dict) -> None:
+        line = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in line.items()}
+        self.lines.append(line)
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+
+
+def plot_loss(lines: list[dict], title: str, path: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([x["step"] for x in lines], [x["loss"] for x in lines], linewidth=0.8, color="tab:blue", label="training")
+    held_out = [x for x in lines if "eval_loss" in x]
+    axes.plot([x["step"] for x in held_out], [x["eval_loss"] for x in held_out], "o-", color="tab:orange", label="held out")
+    axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float) -> str:
+    """One line for a person."""
+    text = (f"step {line['step']:>{len(str(steps))}}/{steps}  loss {line['loss']:.4f}  grad {line['grad_norm']:.2f}  "
+            f"lr {line['lr']:.1e}  {line['tokens_per_second']:,.0f} tok/s  {line['tflops_per_device']:.3f} TFLOP/s per device  "
+            f"{line['peak_memory_bytes'] / 2**30:.2f} GiB  {duration(seconds_left)} left")
+    if not math.isfinite(line["grad_norm"]):
+        text += "  not finite: skipped"
+    if "eval_loss" in line:
+        text += f"\n    held-out loss {line['eval_loss']:.4f}, {line['eval_loss'] / bytes_per_token:.4f} nats per byte"
+    return text
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on a GPU, of the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
+
+
+def main():
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.jsonl").exists():
+        sys.exit("usage: python metrics.py RUN, a folder with a metrics.jsonl")
+    out = Path(sys.argv[1])
+    plot_loss([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()], str(out), out / "loss.png")
+    print(out / "loss.png")
+
+
+if __name__ == "__main__":
+    main()
