@@ -17,7 +17,7 @@ import sharding
 import train as trainer
 
 # From real initialisation, dropout on, tied embeddings, a vocabulary that nothing divides, clipping that bites.
-SMALL = dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61, dropout=0.1, global_batch_size=8,
+SMALL = dict(model="gpt2", num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61, dropout=0.1, global_batch_size=8,
              precision="fp64", lr=1e-3, warmup_steps=0, grad_clip=0.5, seed=5, device="cpu")
 LLAMA = SMALL | dict(model="llama2-7b", num_kv_heads=2, ffn_hidden_size=56)
 

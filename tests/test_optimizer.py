@@ -1,5 +1,7 @@
+import argparse
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,17 +132,17 @@ def test_global_norm_counts_each_slice_once():
 
 
 def curve(precision, steps=200, device="cpu"):
-    config = trainer.Config(**parity.SMALL | dict(precision=precision, dropout=0.0, seq_length=32, hidden_size=64, lr=3e-3,
-                                                  warmup_steps=20, steps=steps, weight_decay=0.1, vocab_size=32))
+    """Losses of a small model on the bytes of a real text: the source of argparse."""
+    config = trainer.Config(**parity.SMALL | dict(precision=precision, dropout=0.0, seq_length=32, hidden_size=64, lr=3e-3, warmup_steps=20,
+                                                  steps=steps, weight_decay=0.1, vocab_size=257, grad_clip=1.0))
+    text = torch.tensor(list(Path(argparse.__file__).read_bytes()))
 
-    class Counting(parity.Synthetic):
-        """Something to learn: each row counts up, from somewhere, by 1 to 3."""
+    class Text(parity.Synthetic):
         def batch(self, samples):
-            b = super().batch(samples)
-            rows = (b.tokens[:, :1] + torch.arange(self.s + 1) * (1 + b.tokens[:, 1:2] % 3)) % self.v
-            return b._replace(tokens=rows[:, :-1], labels=rows[:, 1:])
+            rows = torch.stack([text[n * 32 % 60000:][:33] for n in samples])
+            return super().batch(samples)._replace(tokens=rows[:, :-1], labels=rows[:, 1:])
     t = trainer.Trainer(config, torch.device(device), None)
-    dataset, losses = Counting(32, 32), []
+    dataset, losses = Text(32, 257), []
     for step in range(1, steps + 1):
         losses.append(t.forward_backward(step, dataset).item())
         t.update(step)
@@ -150,7 +152,7 @@ def curve(precision, steps=200, device="cpu"):
 def test_bf16_follows_fp32():
     """Within 1% of the fp32 curve over 200 steps, both smoothed over 20 steps as a person would look at them."""
     fp32, bf16 = curve("fp32")[0].unfold(0, 20, 20).mean(1), curve("bf16")[0].unfold(0, 20, 20).mean(1)
-    assert fp32[-1] < 0.5 * fp32[0]                              # something was learned
+    assert fp32[-1] < 0.6 * fp32[0]                              # something was learned
     assert ((bf16 - fp32).abs() / fp32).max() < 0.01
 
 

@@ -255,8 +255,7 @@ def test_help_names_every_flag(capsys):
     assert e.value.code == 0 and all(f"--{f.name.replace('_', '-')}" in out for f in dataclasses.fields(train.Config))
 
 
-def test_runs_exit_with_status_0(here, text):
-    """A few of the many that must: gloo has aborted at exit before when groups were left to the interpreter."""
-    for i in range(2):
-        done = run(text, "--out", f"run{i}", "--steps", "2", world=4)
-        assert done.returncode == 0, done.stderr
+def test_four_ranks_exit_with_status_0(here, text):
+    """gloo has aborted at exit before, when groups were left to the interpreter."""
+    done = run(text, "--out", "run", "--steps", "2", world=4)
+    assert done.returncode == 0, done.stderr
