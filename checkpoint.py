@@ -45,7 +45,7 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def agree(error: Exception | None) -> None:
+def agree(error: Exception | str | None) -> None:
     """A collective. An error on one rank is raised as a CheckpointError on all."""
     message = None if error is None else str(error)
     if dist.is_initialized():
@@ -58,7 +58,7 @@ def agree(error: Exception | None) -> None:
 
 def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0) -> Path:
     """Write folder/step-00NNNN; all ranks call this together. tensors: global name -> tensor, the same names on every rank.
-    state: what else the next step depends on, as JSON. keep: how many checkpoints remain, 0 for all.
+    state: `config` and `model`, the configurations as dicts, and what else the next step depends on, as JSON. keep: how many checkpoints remain, 0 for all.
 
     Raises CheckpointError, on all ranks, when a rank cannot write; nothing earlier is touched before the new one is whole.
     """
@@ -92,7 +92,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep:
             (building / "index.json").write_text(json.dumps(index, indent=1))
             for path in [*files, building / "index.json", building]:
                 sync(path)
-            if final.exists():                                           # the same step once more
+            if final.exists():                                           # the same step once more: until the next line the one before is newest
                 os.rename(final, final.with_name(f".{final.name}.removing"))
             os.rename(building, final)
             sync(final.parent)
@@ -124,8 +124,8 @@ def read_index(path: Path) -> dict:
         raise CheckpointError(f"{path} is not a checkpoint of this project: it has no index.json") from None
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path}/index.json cannot be read ({e})") from None
-    required = {"format", "step", "tensors", "files", "config"}
-    if not isinstance(index, dict) or not required <= index.keys() or index["format"] != FORMAT:
+    kinds = {"format": int, "step": int, "tensors": dict, "files": dict, "config": dict, "model": dict}
+    if not isinstance(index, dict) or index.get("format") != FORMAT or not all(isinstance(index.get(k), kind) for k, kind in kinds.items()):
         raise CheckpointError(f"{path}/index.json is not the index of a checkpoint of this project")
     for file, size in index["files"].items():
         found = (path / file).stat().st_size if (path / file).is_file() else None
@@ -138,7 +138,12 @@ def read_index(path: Path) -> dict:
 def load(path: Path, tensors: dict[str, Tensor]) -> dict:
     """Fill `tensors` in place and return the index; all ranks call this together. Raises CheckpointError when the checkpoint is
     damaged or of another model, naming what differs."""
-    index, path = read_index(path), Path(path)
+    path, index, error = Path(path), None, None
+    try:
+        index = read_index(path)
+    except CheckpointError as e:
+        error = e
+    agree(error)
     saved = {n: tuple(shape) for n, (_, shape) in index["tensors"].items()}
     wrong = [f"{n} is {saved.get(n, 'missing')} there and {tuple(t.shape)} here" for n, t in tensors.items()
              if saved.get(n) != tuple(t.shape)]

@@ -7,7 +7,7 @@
 - The tokenised stream is cached under a key of the files' contents, the tokenizer and this format. Building it is spread over
   ranks and processes, in parts that survive a kill; a file lock keeps a second run waiting until the first is done.
 - Sample number n of a training run is a window of the stream that depends on (seed, n) alone: every epoch is a new
-  permutation. Step k of a run trains on samples k B .. (k + 1) B - 1, whichever rank holds which of them.
+  permutation. Step k = 1, 2, ... trains on samples (k - 1) B .. k B - 1, whichever rank holds which of them.
 
     python data.py [--data PATH ...] [--tokenizer bytes]       prepares a corpus and shows a few samples of it
 
@@ -35,7 +35,7 @@ from torch import Tensor
 
 FORMAT = "2"                     # part of the cache key: raise it when the same text would be cached differently
 PART_BYTES = 16 * 2**20          # text that one process tokenises at a time
-HELD_OUT = 20                    # one token in so many, at the end of the stream
+HELD_OUT = 20                    # the last 1/20 of the stream is never trained on
 
 
 class DataError(ValueError):
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
     samples: Tensor              # [b] int64: global sample numbers, for the dropout key
 
     def to(self, device) -> "Batch":
-        return Batch(*(t.to(device, non_blocking=True) for t in self))
+        return Batch(*(t.to(device) for t in self))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,14 +190,18 @@ def documents(path: Path, start: int, stop: int | None):
         if line.strip():
             try:
                 record = json.loads(decode_text(line, path, 0))
-                problem = None if isinstance(record, dict) and isinstance(record.get("text"), str) else 'no "text" field that is a string'
+                text = record.get("text") if isinstance(record, dict) else None
+                problem = None if isinstance(text, str) else 'no "text" field that is a string'
+                (text or "").encode("utf-8") if not problem else None
             except json.JSONDecodeError as e:
                 problem = f"malformed JSON ({e.msg}, column {e.colno})"
+            except UnicodeEncodeError as e:
+                problem = f"half a surrogate pair (\\u{ord(text[e.start]):04x}) is not text"
             if problem:
                 with open(path, "rb") as f:
                     number += 0 if zipped else f.read(start).count(b"\n")
                 raise DataError(f"--data {path}, line {number}: {problem}")
-            yield record["text"]
+            yield text
 
 
 def split_parts(files: list[Path]) -> list[list[tuple[Path, int, int | None]]]:
@@ -311,10 +315,9 @@ def prepare(paths: list[str], tokenizer, cache="cache", exchange=lambda x: [x], 
     corpus = hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:16]
     key = hashlib.sha256(f"{corpus} {tokenizer.fingerprint} {FORMAT} {PART_BYTES}".encode()).hexdigest()[:16]
     folder, parts_folder = Path(cache) / key, Path(cache) / f"{key}.parts"
-    lock = None
+    locks = []                                                           # given back by the kernel if this process dies
     try:
-        if rank == 0 and not folder.exists():
-            lock = take_lock(Path(cache) / f"{key}.lock")                # given back by the kernel if this process dies
+        together(lambda: locks.append(take_lock(Path(cache) / f"{key}.lock")) if rank == 0 and not folder.exists() else None)
         if together(lambda: rank == 0 and not folder.exists())[0]:       # still missing once the lock is ours
             parts = split_parts([file for _, file in sorted(zip(hashes, files))])
             parts_folder.mkdir(parents=True, exist_ok=True)
@@ -325,7 +328,7 @@ def prepare(paths: list[str], tokenizer, cache="cache", exchange=lambda x: [x], 
             if rank == 0:
                 shutil.rmtree(parts_folder, ignore_errors=True)
     finally:
-        if lock:
+        for lock in locks:
             lock.close()
     return folder
 

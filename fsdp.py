@@ -23,7 +23,7 @@ from torch import nn
 
 from optimizer import GradientAccumulator, LossScaler, accumulation_dtype
 
-BUCKET_BYTES = 8 * 2**20         # small: the last bucket, with the embedding, is what nothing can hide
+BUCKET_BYTES = 8 * 2**20         # a bucket is closed once it holds so much; the last one is what nothing can hide
 
 
 class _Bucket:
@@ -40,7 +40,7 @@ class DataParallel(GradientAccumulator):
     """Stage 0. `parameter.main_grad` is a view into its bucket; after `reduce_gradients()` it is the sum over the group."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, scaler: LossScaler | None = None):
-        self.group, self.last, self.buckets, self.views = group, False, [], {}
+        self.group, self.last, self.buckets = group, False, []
         fill, size = [], 0
         for p in reversed(list(model.parameters())):                     # the order in which backward reaches them, nearly
             fill.append(p)
@@ -52,21 +52,19 @@ class DataParallel(GradientAccumulator):
             self.buckets.append(_Bucket(fill))
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         for bucket in self.buckets:
-            parts = bucket.flat.split([p.numel() for p in bucket.parameters])
-            self.views |= {p: part.view(p.shape) for p, part in zip(bucket.parameters, parts)}
+            for p, part in zip(bucket.parameters, bucket.flat.split([p.numel() for p in bucket.parameters])):
+                p.main_grad = part.view(p.shape)
         super().__init__(model, scaler)
 
     def accumulate(self, p: nn.Parameter) -> None:
-        unscale = 1 / self.scaler.scale if self.scaler else 1
-        if p.main_grad is None:
-            p.main_grad = self.views[p]
-            torch.mul(p.grad, unscale, out=p.main_grad) if unscale != 1 else p.main_grad.copy_(p.grad)
-        else:
-            p.main_grad.add_(p.grad, alpha=unscale)
-        p.grad = None
+        super().accumulate(p)
         if self.last:
             self.bucket_of[p].waiting -= 1
             self.launch()
+
+    def zero(self) -> None:
+        for bucket in self.buckets:
+            bucket.flat.zero_()
 
     def last_backward(self) -> None:
         """The next backward is the step's last: buckets may go as soon as they are full."""
@@ -82,9 +80,6 @@ class DataParallel(GradientAccumulator):
 
     def reduce_gradients(self) -> None:
         """Wait until every `main_grad` is the sum over the group."""
-        for p in self.parameters:
-            if p.main_grad is None:                                      # no micro-batch of this rank used it
-                p.main_grad = self.views[p].zero_()
         self.launch(everything=True)
         for bucket in self.buckets:
             bucket.work.wait()
@@ -108,23 +103,31 @@ def _lesson(rank: int, world: int):
         model = gpt.GPT(gpt.GPTConfig(**gpt.PRESETS["tiny"][0]))
     sharding.init(model, 0, "cpu", torch.float32)
     gradients = GradientAccumulator(model) if world == 1 else shard(model, dist.group.WORLD)
+    sent, arrived, all_reduce = [], [], dist.all_reduce                  # sent: (bytes, gradients that were there when it left)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(arrived.append)
+
+    def counted(tensor, **options):
+        sent.append((tensor.nbytes, len(arrived) + 1))
+        return all_reduce(tensor, **options)
+    dist.all_reduce = counted
     tokens = torch.randint(257, (4, 65), generator=torch.Generator().manual_seed(0)).chunk(world)[rank]
     gradients.last_backward()
     gpt.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).sum().backward(torch.tensor(1 / 256))
-    early = sum(b.work is not None for b in gradients.buckets) if world > 1 else 0
     gradients.reduce_gradients()
-    return {name: p.main_grad for name, p in model.named_parameters()}, early, len(gradients.buckets) if world > 1 else 0
+    return {name: p.main_grad for name, p in model.named_parameters()}, sent, len(arrived)
 
 
 def main():
     import ranks
     (one, _, _), = ranks.run(_lesson, 1, 1)
-    (two, early, buckets), _ = ranks.run(_lesson, 2, 2)
-    size = sum(g.numel() for g in one.values())
-    worst = max(((one[n] - two[n]).abs().max() / one[n].abs().max()).item() for n in one if not n.endswith("key.bias"))
+    (two, sent, count), _ = ranks.run(_lesson, 2, 2)
+    worst = max(((one[n] - two[n]).abs().max() / one[n].abs().max()).item() for n in one)
     print(f"tiny, 4 sequences on one rank, or 2 on each of two: largest relative difference of a gradient {worst:.1e}")
-    print(f"{early} of {buckets} buckets were on their way before backward returned")
-    print(f"a ring all-reduce sends 2 (N - 1)/N of {size * 4:,} bytes from each rank: {size * 4:,} for N = 2")
+    for size, ready in sent:
+        print(f"an all-reduce of {size:,} bytes left when {ready} of {count} gradients were there")
+    print(f"in all {sum(size for size, _ in sent):,} bytes, 4 for each of {sum(g.numel() for g in one.values()):,} parameters: Ψ elements, "
+          "of which a ring sends 2 (N - 1)/N from each rank")
 
 
 if __name__ == "__main__":

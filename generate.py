@@ -90,12 +90,12 @@ def main():
         print(f"generate.py: {e}", file=sys.stderr)
         sys.exit(2)
     prompt = list(tokenizer.encode(args.prompt))
-    print(args.prompt, end="", flush=True)
-    ids, shown = [], ""
-    for token in generate(model, prompt or [tokenizer.eot], args.max_tokens, args.temperature, args.top_k, args.top_p, args.seed,
+    ids, shown = [int(i) for i in prompt], args.prompt
+    print(shown, end="", flush=True)
+    for token in generate(model, ids or [tokenizer.eot], args.max_tokens, args.temperature, args.top_k, args.top_p, args.seed,
                           tokenizer.eot):
         ids.append(token)
-        text = tokenizer.decode(ids)
+        text = tokenizer.decode(ids)                                     # of everything: a token may be part of a character
         if not text.endswith("\ufffd"):                                  # half a character: wait for the rest
             print(text[len(shown):], end="", flush=True)
             shown = text

@@ -75,12 +75,10 @@ class GPTConfig:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Dropout without a random-number generator. Whether an element is dropped is a hash of who it is: (seed, step, sample)
-# through `dropout_key`, then the layer and site through `salt`, then its coordinates. Nothing is stored or advanced, so
-# each rank can compute just its own slice, recomputation gives the same mask, and every device agrees bit for bit.
-
-GOLDEN = 0x9E3779B9 - (1 << 32)      # 2^32 / golden ratio as a signed integer: neighbours land far apart
-
+# Dropout without a random-number generator. Whether an element is dropped is a hash of who it is: (seed, step, sample) through
+# `dropout_key`, the layer through `layer_key`, the site in it through `salt` (0 embedding, 1 attention, 2 after attention, 3 after
+# the MLP), then its coordinates. Nothing is stored or advanced, so each rank can compute just its own slice, recomputation gives the
+# same mask, and CPU, GPU and compiled code agree bit for bit.
 
 def mix(x: Tensor) -> Tensor:
     """Scramble int32 values in place: two multiplications between xor-shifts (constants: C. Wellons, lowbias32)."""
@@ -100,13 +98,19 @@ def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
     return key
 
 
+def layer_key(key: Tensor | None, layer: int) -> Tensor | None:
+    """The key of one layer, made outside the block so that all blocks run the same (compiled) code. [b] -> [b]"""
+    return None if key is None else mix(key ^ (layer + 1))
+
+
 def dropped(key: Tensor, salt: int, shape, start: dict[int, int], p: float) -> Tensor:
     """Boolean mask, true with probability p. key: [b]; shape: [b, ...] of this slice; start: {dimension: first global
     coordinate} where the slice does not begin at 0."""
-    x = mix(key + salt)
+    x = mix(key ^ salt)
     for dim in range(1, len(shape)):
-        coordinate = torch.arange(shape[dim], dtype=torch.int32, device=key.device) + start.get(dim, 0)
-        x = mix(x.unsqueeze(-1) ^ (coordinate + 1) * GOLDEN)              # one more coordinate folded in
+        n = torch.arange(1, shape[dim] + 1, device=key.device) + start.get(dim, 0)             # int64: compilers take an int32 product
+        spread = (n * 0x9E3779B1 & 0x7FFFFFFF).int()                                            # of small numbers for positive
+        x = mix(x.unsqueeze(-1) ^ spread)                                                       # one more coordinate folded in
     return x < round(p * 2**32) - 2**31                                   # x is uniform over the signed 32-bit integers
 
 
@@ -117,10 +121,10 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.salt, self.start = p, salt, {}
 
-    def forward(self, x: Tensor, key: Tensor | None) -> Tensor:           # key None: evaluation, nothing is dropped
-        if key is None or self.p == 0:
+    def forward(self, x: Tensor, drop_key: Tensor | None) -> Tensor:           # drop_key None: evaluation, nothing is dropped
+        if drop_key is None or self.p == 0:
             return x
-        return x.masked_fill(dropped(key, self.salt, x.shape, self.start, self.p), 0.0) * (1 / (1 - self.p))
+        return x.masked_fill(dropped(drop_key, self.salt, x.shape, self.start, self.p), 0.0) * (1 / (1 - self.p))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,10 +144,10 @@ class BiasDropoutAdd(nn.Module):
         super().__init__()
         self.dropout = Dropout(p, salt)
 
-    def forward(self, x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None, residual: Tensor, drop_key: Tensor | None) -> Tensor:
         if bias is not None:
             x = x + bias
-        return residual + self.dropout(x, key)
+        return residual + self.dropout(x, drop_key)
 
 
 class ExplicitAttention(nn.Module):
@@ -156,54 +160,54 @@ class ExplicitAttention(nn.Module):
         super().__init__()
         self.dropout = Dropout(p, salt)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key: Tensor | None) -> Tensor:
         b, a, s, d = q.shape
         k, v = (x.repeat_interleave(a // x.shape[1], dim=1) for x in (k, v))                    # [b, a, s, d]
         causal = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu(1)          # 0 on and below the diagonal
         scores = torch.baddbmm(causal, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=d ** -0.5)     # [b a, s, s]
-        probabilities = self.dropout(scores.softmax(-1).view(b, a, s, s), key)
+        probabilities = self.dropout(scores.softmax(-1).view(b, a, s, s), drop_key)
         return (probabilities @ v).transpose(1, 2).flatten(2)
 
 
 class FusedAttention(nn.Module):
     """The same without dropout, in one kernel that never writes the s × s matrix (FlashAttention, arXiv 2205.14135)."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key: Tensor | None) -> Tensor:
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return context.transpose(1, 2).flatten(2)
 
 
-def rotary_table(config: GPTConfig, s: int, device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position × base^(-2i/d), each [s, d], the d/2 frequencies twice over (RoPE, arXiv 2104.09864)."""
-    frequency = config.rotary_base ** (-torch.arange(0, config.head_dim, 2, device=device).double() / config.head_dim)
-    angle = torch.arange(s, device=device).double()[:, None] * frequency                        # [s, d/2]
-    return angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+def rotary_table(config: GPTConfig, s: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of position × base^(-2i/d), each [s, d], the d/2 frequencies twice over, with the device and dtype of `like`
+    (RoPE, arXiv 2104.09864)."""
+    frequency = config.rotary_base ** (-torch.arange(0, config.head_dim, 2, device=like.device).double() / config.head_dim)
+    angle = torch.arange(s, device=like.device).double()[:, None] * frequency                   # [s, d/2]
+    return angle.cos().repeat(1, 2).to(like.dtype), angle.sin().repeat(1, 2).to(like.dtype)
 
 
-def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (x_i, x_{i+d/2}) by its position's angle. x: [b, a, s, d]"""
-    cos, sin = (t.to(x.dtype) for t in table)
     low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
+    return x * rotary[0] + torch.cat((-high, low), dim=-1) * rotary[1]
 
 
 class Attention(nn.Module):
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         h, kv, bias = config.hidden_size, config.num_kv_heads * config.head_dim, not config.llama
         self.head_dim = config.head_dim
         self.query = nn.Linear(h, h, bias)
         self.key = nn.Linear(h, kv, bias)
         self.value = nn.Linear(h, kv, bias)
-        self.core = FusedAttention() if config.attention == "fused" else ExplicitAttention(config.dropout, 4 * layer + 1)
+        self.core = FusedAttention() if config.attention == "fused" else ExplicitAttention(config.dropout, 1)
         self.output = DeferredBiasLinear(h, h, bias)
 
-    def forward(self, x: Tensor, key: Tensor | None, rotary) -> Tensor:
+    def forward(self, x: Tensor, drop_key: Tensor | None, rotary) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)               # [b, a, s, d]
                    for project in (self.query, self.key, self.value))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        return self.output(self.core(q, k, v, key))                                             # [b, s, h]
+        return self.output(self.core(q, k, v, drop_key))                                             # [b, s, h]
 
 
 class GELU(nn.Module):
@@ -230,7 +234,7 @@ class MLP(nn.Module):
         self.down = DeferredBiasLinear(ffn, h, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.activation(self.gate(x), self.up(x)) if self.gate else self.activation(self.up(x), self.up.bias)   # [b, s, ffn]
+        inner = self.activation(self.gate(x), self.up(x)) if self.gate is not None else self.activation(self.up(x), self.up.bias)   # [b, s, ffn]
         return self.down(inner)
 
 
@@ -239,19 +243,19 @@ def make_norm(config: GPTConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         self.attention_norm = make_norm(config)
-        self.attention = Attention(config, layer)
-        self.attention_residual = BiasDropoutAdd(config.dropout, 4 * layer + 2)
+        self.attention = Attention(config)
+        self.attention_residual = BiasDropoutAdd(config.dropout, 2)
         self.mlp_norm = make_norm(config)
         self.mlp = MLP(config)
-        self.mlp_residual = BiasDropoutAdd(config.dropout, 4 * layer + 3)
+        self.mlp_residual = BiasDropoutAdd(config.dropout, 3)
 
-    def forward(self, x: Tensor, key: Tensor | None = None, rotary=None) -> Tensor:
+    def forward(self, x: Tensor, drop_key: Tensor | None = None, rotary=None) -> Tensor:
         """x: [b, s, h] -> [b, s, h]"""
-        x = self.attention_residual(self.attention(self.attention_norm(x), key, rotary), self.attention.output.bias, x, key)
-        return self.mlp_residual(self.mlp(self.mlp_norm(x)), self.mlp.down.bias, x, key)
+        x = self.attention_residual(self.attention(self.attention_norm(x), drop_key, rotary), self.attention.output.bias, x, drop_key)
+        return self.mlp_residual(self.mlp(self.mlp_norm(x)), self.mlp.down.bias, x, drop_key)
 
 
 class Embedding(nn.Module):
@@ -261,12 +265,12 @@ class Embedding(nn.Module):
         self.positions = None if config.llama else nn.Embedding(config.seq_length, config.hidden_size)
         self.dropout = Dropout(config.dropout, 0)
 
-    def forward(self, tokens: Tensor, key: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, drop_key: Tensor | None = None) -> Tensor:
         """tokens: [b, s] -> [b, s, h]"""
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[:tokens.shape[1]]
-        return self.dropout(x, key)
+        return self.dropout(x, drop_key)
 
 
 class Head(nn.Module):
@@ -287,22 +291,22 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config)
-        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
+        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.num_layers)})
         self.head = Head(config)
         if not config.llama:
             self.head.output.weight = self.embedding.tokens.weight                             # tied (arXiv 1608.05859)
 
-    def forward(self, tokens: Tensor, key: Tensor | None = None) -> Tensor:
-        """tokens: [b, s] int64, s at most seq_length; key: [b] from `dropout_key`, None for no dropout -> logits [b, s, V]"""
-        rotary = rotary_table(self.config, tokens.shape[1], tokens.device) if self.config.llama else None
-        x = self.embedding(tokens, key)
-        for block in self.blocks.values():
-            x = block(x, key, rotary)
+    def forward(self, tokens: Tensor, drop_key: Tensor | None = None) -> Tensor:
+        """tokens: [b, s] int64, s at most seq_length; drop_key: [b] from `dropout_key`, None for no dropout -> logits [b, s, V]"""
+        x = self.embedding(tokens, drop_key)
+        rotary = rotary_table(self.config, tokens.shape[1], x) if self.config.llama else None
+        for layer, block in self.blocks.items():
+            x = block(x, layer_key(drop_key, int(layer)), rotary)
         return self.head(x)
 
     def draw(self, name: str, shape, generator: torch.Generator) -> Tensor:
-        """The initial value of one whole parameter, float32 on the CPU: N(0, 0.02), the projections into the residual
-        stream N(0, 0.02 / √(2L)) (GPT-2), biases 0, norms 1."""
+        """The initial value of one whole parameter, float32 on the CPU: normal with standard deviation 0.02, or
+        0.02 / √(2L) for the projections into the residual stream (GPT-2); biases 0, norms 1."""
         if name.endswith("norm.weight"):
             return torch.ones(shape)
         if name.endswith("bias"):

@@ -83,8 +83,8 @@ def global_norm(parameters) -> Tensor:
 
 
 class LossScaler:
-    """Dynamic loss scaling with NeMo's constants. After `hysteresis` overflows each further one halves the scale; `interval`
-    steps without one double it and restore the hysteresis."""
+    """Dynamic loss scaling with NeMo's constants. The `hysteresis`-th overflow and every later one halve the scale; `interval`
+    steps in a row without one double it and restore the hysteresis."""
 
     def __init__(self, scale=2.0**32, interval=1000, hysteresis=2):
         self.scale, self.interval, self.hysteresis = scale, interval, hysteresis
@@ -123,13 +123,13 @@ class AdamW:
         w = w - lr λ w - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
 
     The update itself is `torch.optim.AdamW(fused=True)`: one pass over memory. What is added here is the fp32 master of a 16-bit
-    parameter, clipping by the global norm, and steps that are skipped when the norm is not finite.
+    parameter (which starts from the 16-bit value, as in Megatron-LM), clipping by the global norm, and steps that are skipped when the norm is not finite.
     """
 
     def __init__(self, named_parameters, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip=0.0, scaler: LossScaler | None = None):
         """clip: the largest global gradient norm, 0 for none."""
         self.parameters = dict(named_parameters)                         # global name: parameter
-        self.clip, self.scaler, self.skipped = clip, scaler, 0
+        self.clip, self.scaler, self.updates, self.skipped = clip, scaler, 0, 0
         self.masters = {name: p if p.dtype == accumulation_dtype(p.dtype) else p.detach().to(accumulation_dtype(p.dtype))
                         for name, p in self.parameters.items()}
         decay = [m for m in self.masters.values() if m.dim() >= 2]
@@ -157,6 +157,7 @@ class AdamW:
             self.adamw.step()
             self.adamw.zero_grad(set_to_none=True)
             self.weights_from_masters()
+        self.updates += finite
         self.skipped += not finite
         if self.scaler:
             self.scaler.update(finite)
@@ -179,13 +180,12 @@ class AdamW:
 
     def state_dict(self) -> dict:
         """The numbers that go with `tensors()`: updates taken, steps skipped, the loss scaler."""
-        steps = [int(self.adamw.state[m]["step"]) for m in self.masters.values()]
-        return {"updates": max(steps), "skipped": self.skipped, "scaler": self.scaler.state_dict() if self.scaler else None}
+        return {"updates": self.updates, "skipped": self.skipped, "scaler": self.scaler.state_dict() if self.scaler else None}
 
     def load_state_dict(self, state: dict) -> None:
+        self.updates, self.skipped = state["updates"], state["skipped"]
         for m in self.masters.values():
-            self.adamw.state[m]["step"].fill_(state["updates"])
-        self.skipped = state["skipped"]
+            self.adamw.state[m]["step"].fill_(self.updates)
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 

@@ -1,11 +1,11 @@
 """A parameter on a rank is a slice of a global tensor. One small record says which slice.
 
 A technique that keeps only part of a parameter writes a `Sharding` on it: the shape of the whole tensor, and the cuts that
-lead from the whole to this rank's part, outermost first. Initialisation, checkpoints, the gradient norm and the tests read
+lead from the whole to this rank's part, outermost first. Initialisation, the gradient norm and the tests read
 that record and nothing else, so none of them has a case per technique:
 
-    tensor parallel 2, then sharded data parallel 2, of a [6, 4] weight:
-    Sharding((6, 4), (Cut(0, tp), Cut(0, dp)))       rows 0..2 | 3..5, then each of those padded to 4 rows and halved again
+    tensor parallel 2, then sharded data parallel 2, of a [6, 3] weight:
+    Sharding((6, 3), (Cut(0, tp), Cut(0, dp)))       rows 0..2 | 3..5, then each of those padded to 4 rows and halved again
 
 A size that the ranks do not divide is padded with zeros at the end; the padding belongs to no global tensor.
 
@@ -75,7 +75,7 @@ def gather(part: Tensor, sharding: Sharding) -> Tensor:
 def generator(seed: int, name: str) -> torch.Generator:
     """A CPU generator that depends on (seed, global name) alone."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)      # a seed is below 2^63
 
 
 def init(model: nn.Module, seed: int, device, dtype: torch.dtype) -> None:

@@ -52,6 +52,14 @@ class ConfigError(ValueError):
     """A configuration that cannot run: the flag, its value, the rule and what would fit."""
 
 
+class RunError(RuntimeError):
+    """A run that failed on this rank, or with the same message everywhere."""
+
+    def __init__(self, message: str, everywhere: bool = False):
+        super().__init__(message)
+        self.everywhere = everywhere
+
+
 def flag(default, help, choices=None, metavar=None):
     return dataclasses.field(default_factory=lambda: default, metadata={"help": help, "choices": choices, "metavar": metavar})
 
@@ -207,17 +215,17 @@ class Trainer:
     def evaluate(self, dataset, sequences: int) -> float:
         """Mean loss per token over the first `sequences` samples of a held-out dataset."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        share = self.config.global_batch_size // self.dp
-        for start in range(self.dp_rank * share, sequences, self.dp * share):
-            batch = dataset.batch(range(start, min(start + share, sequences))).to(self.device)
+        size = self.config.micro_batch_size or self.config.global_batch_size // self.dp
+        for start in range(self.dp_rank * size, sequences, self.dp * size):
+            batch = dataset.batch(range(start, min(start + size, sequences))).to(self.device)
             total += (cross_entropy(self.model(batch.tokens), batch.labels) * batch.loss_mask).sum()
         if self.dp_group:
             dist.all_reduce(total, group=self.dp_group)
         return total.item() / max(1, dataset.counted_tokens(range(sequences)))
 
-    def save(self, folder: Path, step: int, tokens: int) -> None:
+    def save(self, folder: Path, step: int, tokens: int, corpus: str) -> None:
         checkpoint.save(folder, step, self.optimizer.tensors(), keep=self.config.keep, state={
-            "tokens": tokens, "optimizer": self.optimizer.state_dict(),
+            "tokens": tokens, "corpus": corpus, "optimizer": self.optimizer.state_dict(),
             "config": dataclasses.asdict(self.config), "model": dataclasses.asdict(self.model_config)})
 
     def load(self, path: Path) -> dict:
@@ -332,15 +340,17 @@ def open_data(config: Config, world: World):
     return tokenizer, data.Corpus(folder, shape.seq_length, config.seed), data.Corpus(folder, shape.seq_length, None, "held-out")
 
 
-def restore(trainer: Trainer, config: Config, world: World) -> tuple[int, int]:
+def restore(trainer: Trainer, config: Config, world: World, corpus: str) -> tuple[int, int]:
     """Continue from the newest checkpoint of `--out` if asked to. Returns (steps, tokens) behind us."""
     found = checkpoint.steps(Path(config.out) / "checkpoints") if config.resume else {}
     if not found:
-        world.say(*[f"--resume: no checkpoint in {config.out} yet, starting from step 1"] * config.resume)
+        if config.resume:
+            world.say(f"--resume: no checkpoint in {config.out} yet, starting from step 1")
         return 0, 0
     index = trainer.load(list(found.values())[-1])
     changed = [f"--{k.replace('_', '-')} {index['config'].get(k)} -> {v}" for k, v in dataclasses.asdict(config).items()
                if index["config"].get(k) != v and k not in ("resume", "out")]
+    changed += [f"corpus {index.get('corpus')} -> {corpus}"] if index.get("corpus") != corpus else []
     world.say(f"resuming after step {index['step']}" + (f", with {', '.join(changed)}" if changed else ""))
     return index["step"], index["tokens"]
 
@@ -348,15 +358,14 @@ def restore(trainer: Trainer, config: Config, world: World) -> tuple[int, int]:
 def loop(trainer: Trainer, config: Config, world: World, train_set, held_out, metrics: Metrics | None, start: int, tokens: int) -> bool:
     """Steps start + 1 to the last. Returns whether a signal to any rank ended it early, with a checkpoint. Raises RunError."""
     stop = []                                                            # signals: from here on there is something to save
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stop.append(number))
+    before = {number: signal.signal(number, lambda number, frame: stop.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
     out, begin, step = Path(config.out), time.perf_counter(), start
     flops = flops_per_token(trainer.model_config)
     bytes_per_token = train_set.index["bytes"] / train_set.index["tokens"]
-    profiler = torch.profiler.profile() if config.profile else None
+    profiler, first = torch.profiler.profile() if config.profile else None, min(start + 3, config.steps)
     try:
         for step in range(start + 1, config.steps + 1):
-            if profiler and step == min(start + 3, config.steps):
+            if profiler and step == first:
                 profiler.start()
             step_begin = time.perf_counter()
             part = trainer.forward_backward(step, train_set)
@@ -372,14 +381,14 @@ def loop(trainer: Trainer, config: Config, world: World, train_set, held_out, me
             if trainer.optimizer.skipped:
                 line["skipped_steps"] = trainer.optimizer.skipped
             last = step == config.steps or stopping
-            if last or config.eval_every and step % config.eval_every == 0:
+            if step == config.steps or config.eval_every and step % config.eval_every == 0:
                 line["eval_loss"] = trainer.evaluate(held_out, min(held_out.windows, EVAL_SEQUENCES))
             if metrics:
                 metrics.add(line)
             world.say(progress(line, config.steps, (time.perf_counter() - begin) / (step - start) * (config.steps - step), bytes_per_token))
             if last or config.save_every and step % config.save_every == 0:
-                trainer.save(out / "checkpoints", step, tokens)
-            if profiler and (step == start + 5 or last and step >= start + 3):
+                trainer.save(out / "checkpoints", step, tokens, train_set.index["corpus"])
+            if profiler and step >= first and (last or step == first + 2):
                 profiler.stop()
                 profiler.export_chrome_trace(str(out / f"trace-{world.rank}.json"))
                 profiler = None
@@ -393,6 +402,9 @@ def loop(trainer: Trainer, config: Config, world: World, train_set, held_out, me
     except Exception as e:
         raise RunError(f"rank {world.rank}, step {step}: {type(e).__name__}: {e}\n{traceback.format_exc()}"
                        f"train.py: rank {world.rank} failed in step {step}; continue from the newest checkpoint with --resume") from e
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return False
 
 
@@ -401,8 +413,8 @@ def run(config: Config, world: World) -> None:
     world.connect(config.device)
     tokenizer, train_set, held_out = open_data(config, world)
     trainer = Trainer(config, world.device, world.dp_group)
-    start, tokens = restore(trainer, config, world)
     out, metrics, corpus = Path(config.out), None, train_set.index["corpus"]
+    start, tokens = restore(trainer, config, world, corpus)
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
         if isinstance(tokenizer, data.FileTokenizer) and not (out / "tokenizer.json").exists():
@@ -420,14 +432,6 @@ def run(config: Config, world: World) -> None:
         (out / "sample.txt").write_text(text)
         world.say(f"\na sample (generate.py makes more):\n\n{text}\n\n{out}: loss.png, metrics.jsonl, sample.txt, checkpoints; "
                   f"{duration(seconds)} of training")
-
-
-class RunError(RuntimeError):
-    """A run that failed on this rank, or with the same message everywhere."""
-
-    def __init__(self, message: str, everywhere: bool = False):
-        super().__init__(message)
-        self.everywhere = everywhere
 
 
 def main(argv: list[str]) -> int:

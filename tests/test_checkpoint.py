@@ -14,7 +14,7 @@ import checkpoint
 import ranks
 from checkpoint import CheckpointError
 
-STATE = {"tokens": 7, "config": {"a": 1}}
+STATE = {"tokens": 7, "config": {"a": 1}, "model": {}}
 
 
 def tensors(seed=0):

@@ -210,6 +210,7 @@ def test_byte_tokenizer_round_trip():
     ("latin.txt", b"caf\xe9 x", ["latin.txt", "not UTF-8", "0xe9", "offset 3"]),
     ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', ["bad.jsonl, line 3", "malformed JSON"]),
     ("nofield.jsonl", b'{"txt": "a"}\n', ["nofield.jsonl, line 1", '"text"']),
+    ("half.jsonl", b'{"text": "a\\ud800b"}\n', ["half.jsonl, line 1", "surrogate"]),
     ("list.jsonl", b'["a"]\n', ["list.jsonl, line 1", '"text"']),
     ("broken.txt.gz", b"not gzip", ["broken.txt.gz", "cannot be read"]),
     ("blank.jsonl", b'{"text": ""}\n', ["no text"]),

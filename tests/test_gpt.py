@@ -1,4 +1,5 @@
 import math
+import shutil
 
 import pytest
 import torch
@@ -168,6 +169,15 @@ def test_dropout_slice_is_a_slice_of_the_mask():
     assert not torch.equal(whole[0], whole[2])                   # sample numbers beyond 32 bits differ
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled_dropout_is_the_same():
+    """Bit for bit. (Inductor once turned coordinate × constant into a vector whose lanes overflowed wrongly.)"""
+    for shape in ((3, 32, 32), (2, 5, 32, 48)):
+        mask = lambda key: gpt.dropped(key, 3, shape, {1: 2}, 0.1)                              # noqa: E731
+        key = gpt.dropout_key(0, 1, torch.arange(shape[0]))
+        assert torch.equal(torch.compile(mask)(key), mask(key))
+
+
 def test_dropout_keeps_the_mean_and_one_byte():
     saved = []
     x, module = torch.ones(4, 64, 64, requires_grad=True), gpt.Dropout(0.25, 1)
@@ -219,7 +229,7 @@ def test_no_token_sees_the_future(shape):
 def test_rotary_positions_are_relative():
     config = GPTConfig(1, 32, 2, llama=True)
     q, k = torch.randn(2, 1, 1, 8, 16, dtype=torch.float64)
-    table = gpt.rotary_table(config, 8, "cpu")
+    table = gpt.rotary_table(config, 8, q)
     score = gpt.rotate(q[:, :, :1].expand(-1, -1, 8, -1), table) @ gpt.rotate(k[:, :, :1].expand(-1, -1, 8, -1), table).transpose(2, 3)
     score = score[0, 0]
     for offset in range(-7, 8):                                  # a score depends on the distance alone

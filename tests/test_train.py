@@ -240,9 +240,10 @@ def test_a_failure_names_rank_and_step(here, text, monkeypatch, capfd):
     assert "rank 0, step 3: RuntimeError: the cable was pulled" in err and "--resume" in err
 
 
-def test_compile_and_profile(here, text, capfd):
-    assert in_process(text, "--out", "plain", "--steps", "6") == 0
-    assert in_process(text, "--out", "run", "--steps", "6", "--profile") == 0
+@pytest.mark.parametrize("steps", ["1", "6"])
+def test_profile(here, text, steps):
+    assert in_process(text, "--out", "plain", "--steps", steps) == 0
+    assert in_process(text, "--out", "run", "--steps", steps, "--profile") == 0
     assert json.loads(Path("run/trace-0.json").read_text())["traceEvents"]
     assert exact("run") == exact("plain")
 
