@@ -25,6 +25,7 @@ import shutil
 import sys
 import sysconfig
 import time
+import zlib
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -163,15 +164,18 @@ def is_text(path: Path) -> bool:
         return b"\0" not in f.read(4096)
 
 
+def text_of(raw: bytes) -> str:
+    """Raises UnicodeDecodeError, for a zero byte too."""
+    if (position := raw.find(b"\0")) >= 0:
+        raise UnicodeDecodeError("utf-8", raw, position, position + 1, "a zero byte")
+    return raw.decode("utf-8")
+
+
 def decode_text(raw: bytes, path: Path, offset: int) -> str:
-    position = raw.find(b"\0")
     try:
-        text = raw.decode("utf-8")
+        return text_of(raw)
     except UnicodeDecodeError as e:
-        position = e.start
-    if position >= 0:
-        raise DataError(f"--data {path}: not UTF-8 text (byte 0x{raw[position]:02x} at offset {offset + position})")
-    return text
+        raise DataError(f"--data {path}: not UTF-8 text (byte 0x{raw[e.start]:02x} at offset {offset + e.start})") from None
 
 
 def documents(path: Path, start: int, stop: int | None):
@@ -181,7 +185,7 @@ def documents(path: Path, start: int, stop: int | None):
         with (gzip.open if zipped else open)(path, "rb") as f:
             f.seek(start)
             raw = f.read(-1 if stop is None else stop - start)
-    except (OSError, EOFError) as e:
+    except (OSError, EOFError, zlib.error) as e:
         raise DataError(f"--data {path}: cannot be read ({e})") from None
     if Path(path.stem if zipped else path).suffix != ".jsonl":
         yield decode_text(raw, path, start)
@@ -189,14 +193,18 @@ def documents(path: Path, start: int, stop: int | None):
     for number, line in enumerate(raw.split(b"\n"), 1):
         if line.strip():
             try:
-                record = json.loads(decode_text(line, path, 0))
+                record = json.loads(text_of(line))
                 text = record.get("text") if isinstance(record, dict) else None
                 problem = None if isinstance(text, str) else 'no "text" field that is a string'
                 (text or "").encode("utf-8") if not problem else None
             except json.JSONDecodeError as e:
                 problem = f"malformed JSON ({e.msg}, column {e.colno})"
+            except UnicodeDecodeError as e:
+                problem = f"not UTF-8 text (byte 0x{line[e.start]:02x})"
             except UnicodeEncodeError as e:
                 problem = f"half a surrogate pair (\\u{ord(text[e.start]):04x}) is not text"
+            except (ValueError, RecursionError) as e:
+                problem = f"JSON that Python does not take ({type(e).__name__})"
             if problem:
                 with open(path, "rb") as f:
                     number += 0 if zipped else f.read(start).count(b"\n")
@@ -372,8 +380,11 @@ class Corpus:
 
     def __init__(self, folder: Path, seq_length: int, seed: int | None, split: str = "train"):
         """seed None: in order. split: `train` or `held-out`. Raises DataError when there is not one whole window."""
-        self.index = json.loads((Path(folder) / "index.json").read_text())
-        stream, at = np.load(Path(folder) / "tokens.npy", mmap_mode="r"), self.index["held_out_from"]
+        try:
+            self.index = json.loads((Path(folder) / "index.json").read_text())
+            stream, at = np.load(Path(folder) / "tokens.npy", mmap_mode="r"), self.index["held_out_from"]
+        except (OSError, ValueError, KeyError) as e:
+            raise DataError(f"{folder}: the cached corpus is damaged ({e}); delete this folder, and it is built again") from None
         self.stream = stream[:at] if split == "train" else stream[at:]
         self.s, self.seed, self.epoch = seq_length, seed, None
         self.windows = (len(self.stream) - 1) // seq_length

@@ -59,8 +59,11 @@ def find_checkpoint(path: str) -> Path:
 def load_model(path: Path, device="cpu", dtype=torch.float32) -> tuple[GPT, dict]:
     """The model of a checkpoint, and the checkpoint's index. Raises CheckpointError."""
     index = checkpoint.read_index(path)
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**index["model"]))
+    try:
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**index["model"]))
+    except (TypeError, ValueError) as e:
+        raise checkpoint.CheckpointError(f"{path}/index.json does not describe a model of this project ({e})") from None
     sharding.materialise(model, device, dtype)
     checkpoint.load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
     return model.eval(), index
@@ -78,8 +81,10 @@ def main():
     parser.add_argument("--tokenizer", help="if the one that the model was trained with has moved")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
-    if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_tokens < 0:
-        parser.error("--temperature, --top-k and --max-tokens must be at least 0, --top-p above 0 and at most 1")
+    if not 0 <= args.temperature < float("inf") or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_tokens < 0 or not 0 <= args.seed < 2**63:
+        parser.error("--temperature, --top-k, --max-tokens and --seed must be at least 0 and finite, --top-p above 0 and at most 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this machine has no usable CUDA device")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:
         path = find_checkpoint(args.checkpoint)

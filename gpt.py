@@ -27,6 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def divisors(n: int, near: int) -> list[int]:
+    """The three divisors of n, of those up to 4096, that are nearest to a number: for error messages."""
+    return sorted(sorted((d for d in range(1, min(n, 4096) + 1) if n % d == 0), key=lambda d: abs(d - near))[:3])
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """The shape of a model. Raises ValueError, naming the field, for shapes that cannot be built."""
@@ -49,15 +54,14 @@ class GPTConfig:
             if not getattr(self, field):
                 object.__setattr__(self, field, default)
         for field in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "seq_length", "vocab_size"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} {getattr(self, field)}: must be at least 1")
+            if not 1 <= getattr(self, field) < 2**31:
+                raise ValueError(f"{field} {getattr(self, field)}: must be at least 1 and below 2^31")
         if self.hidden_size % self.num_heads:
-            fits = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
-            near = sorted(sorted(fits, key=lambda n: abs(n - self.num_heads))[:3])
-            raise ValueError(f"num_heads {self.num_heads}: must divide hidden_size {self.hidden_size}; {near} would")
+            raise ValueError(f"num_heads {self.num_heads}: must divide hidden_size {self.hidden_size}; "
+                             f"{divisors(self.hidden_size, self.num_heads)} would")
         if self.num_heads % self.num_kv_heads:
-            fits = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            raise ValueError(f"num_kv_heads {self.num_kv_heads}: must divide num_heads {self.num_heads}; {fits} would")
+            raise ValueError(f"num_kv_heads {self.num_kv_heads}: must divide num_heads {self.num_heads}; "
+                             f"{divisors(self.num_heads, self.num_kv_heads)} would")
         if self.llama and self.head_dim % 2:
             raise ValueError(f"num_heads {self.num_heads}: rotary positions need an even head size, "
                              f"not hidden_size / num_heads = {self.head_dim}")

@@ -25,12 +25,12 @@ class Metrics:
     def __init__(self, path: Path, last_step: int):
         """Lines beyond `last_step`, which a killed run wrote after its last checkpoint, are cut; so is half a line."""
         lines = []
-        for line in path.read_text().splitlines() if path.exists() else []:
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
             try:
                 lines += [json.loads(line)]
             except ValueError:
                 break
-        self.lines = [line for line in lines if line["step"] <= last_step]
+        self.lines = [line for line in lines if isinstance(line, dict) and line.get("step", math.inf) <= last_step]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         os.replace(temporary, path)

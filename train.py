@@ -38,7 +38,7 @@ import data
 import fsdp
 import generate
 import sharding
-from gpt import GPT, GPTConfig, PRESETS, cross_entropy, dropout_key, flops_per_token, num_parameters
+from gpt import GPT, GPTConfig, PRESETS, cross_entropy, divisors, dropout_key, flops_per_token, num_parameters
 from metrics import Metrics, duration, peak_memory, plot_loss, progress
 from optimizer import AdamW, GradientAccumulator, LossScaler, learning_rate
 
@@ -120,8 +120,8 @@ class Config:
         for name, least in (("global_batch_size", 1), ("steps", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
                             ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1)):
             value = getattr(self, name)
-            if value is not None and not value >= least:                 # NaN fails too
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+            if value is not None and not least <= value < 2**31:         # NaN and infinity fail too
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least} and below 2^31")
         if self.global_batch_size % world:
             low = self.global_batch_size // world * world
             raise ConfigError(f"--global-batch-size {self.global_batch_size}: must be divisible by the {world} data-parallel ranks; "
@@ -129,7 +129,7 @@ class Config:
         share, micro = self.global_batch_size // world, self.micro_batch_size
         if micro and share % micro:
             raise ConfigError(f"--micro-batch-size {micro}: must divide each rank's {share} sequences (--global-batch-size "
-                              f"{self.global_batch_size} over {world} ranks); {[n for n in range(1, share + 1) if share % n == 0]} would fit")
+                              f"{self.global_batch_size} over {world} ranks); {divisors(share, micro)} would fit")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
 
@@ -139,7 +139,7 @@ def parse(argv: list[str], rank: int) -> Config:
     class Parser(argparse.ArgumentParser):
         def error(self, message):
             if rank == 0:
-                super().error(message)
+                print(f"train.py: {message}; --help lists the flags", file=sys.stderr)
             sys.exit(2)
 
     parser = Parser(description="Train a GPT.", allow_abbrev=False)

@@ -211,6 +211,8 @@ def test_byte_tokenizer_round_trip():
     ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', ["bad.jsonl, line 3", "malformed JSON"]),
     ("nofield.jsonl", b'{"txt": "a"}\n', ["nofield.jsonl, line 1", '"text"']),
     ("half.jsonl", b'{"text": "a\\ud800b"}\n', ["half.jsonl, line 1", "surrogate"]),
+    ("utf8.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', ["utf8.jsonl, line 2", "not UTF-8", "0xe9"]),
+    ("deep.jsonl", b"[" * 200_000, ["deep.jsonl, line 1"]), ("long.jsonl", b'{"text": ' + b"1" * 5000 + b"}", ["long.jsonl, line 1"]),
     ("list.jsonl", b'["a"]\n', ["list.jsonl, line 1", '"text"']),
     ("broken.txt.gz", b"not gzip", ["broken.txt.gz", "cannot be read"]),
     ("blank.jsonl", b'{"text": ""}\n', ["no text"]),

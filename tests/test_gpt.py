@@ -246,7 +246,7 @@ def test_tied_embeddings_are_one_parameter():
 
 @pytest.mark.parametrize("fields, words", [
     (dict(num_heads=5), ["num_heads 5", "hidden_size 48", "[3, 4, 6] would"]),
-    (dict(num_kv_heads=3), ["num_kv_heads 3", "num_heads 4", "[1, 2, 4]"]),
+    (dict(num_kv_heads=3), ["num_kv_heads 3", "num_heads 4", "[1, 2, 4] would"]),
     (dict(num_layers=0), ["num_layers 0"]), (dict(dropout=1.0), ["dropout 1.0"]), (dict(vocab_size=-1), ["vocab_size -1"]),
     (dict(dropout=0.1, attention="fused"), ["fused", "explicit"]), (dict(attention="flash"), ["flash", "explicit or fused"]),
     (dict(num_heads=16, llama=True), ["even", "3"])])
