@@ -125,7 +125,8 @@ def read_index(path: Path) -> dict:
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path}/index.json cannot be read ({e})") from None
     kinds = {"format": int, "step": int, "tensors": dict, "files": dict, "config": dict, "model": dict}
-    if not isinstance(index, dict) or index.get("format") != FORMAT or not all(isinstance(index.get(k), kind) for k, kind in kinds.items()):
+    if not isinstance(index, dict) or index.get("format") != FORMAT or not all(isinstance(index.get(k), kind) for k, kind in kinds.items()) \
+            or not all(isinstance(t, list) and len(t) == 2 and isinstance(t[1], list) for t in index["tensors"].values()):
         raise CheckpointError(f"{path}/index.json is not the index of a checkpoint of this project")
     for file, size in index["files"].items():
         found = (path / file).stat().st_size if (path / file).is_file() else None
@@ -135,12 +136,15 @@ def read_index(path: Path) -> dict:
     return index
 
 
-def load(path: Path, tensors: dict[str, Tensor]) -> dict:
-    """Fill `tensors` in place and return the index; all ranks call this together. Raises CheckpointError when the checkpoint is
-    damaged or of another model, naming what differs."""
+def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> dict:
+    """Fill `tensors` in place and return the index; all ranks call this together. Raises CheckpointError, on all ranks, when the
+    checkpoint is damaged, or is of another model: naming the tensors that differ, or, of the fields in `model`, those that do."""
     path, index, error = Path(path), None, None
     try:
         index = read_index(path)
+        differ = [f"{k} is {index['model'].get(k)} there and {v} here" for k, v in (model or {}).items() if index["model"].get(k) != v]
+        if differ:
+            raise CheckpointError(f"{path} holds another model: {'; '.join(differ)}")
     except CheckpointError as e:
         error = e
     agree(error)

@@ -196,7 +196,8 @@ def documents(path: Path, start: int, stop: int | None):
                 record = json.loads(text_of(line))
                 text = record.get("text") if isinstance(record, dict) else None
                 problem = None if isinstance(text, str) else 'no "text" field that is a string'
-                (text or "").encode("utf-8") if not problem else None
+                if text is not None and not problem:
+                    text.encode("utf-8")                                 # half a surrogate pair, which JSON can hold, fails
             except json.JSONDecodeError as e:
                 problem = f"malformed JSON ({e.msg}, column {e.colno})"
             except UnicodeDecodeError as e:

@@ -74,7 +74,7 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: of tensors on a GPU, of the whole process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024                    # Linux counts in KiB
 
 
 def duration(seconds: float) -> str:

@@ -34,8 +34,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 class GradientAccumulator:
     """After each backward, adds `parameter.grad` to `parameter.main_grad`, in at least float32, and drops it.
 
-    The loop calls `last_backward()` before the last backward of a step, `reduce_gradients()` after it, and `zero()` after the
-    update. On one device the first two have nothing to do.
+    The loop calls `zero()` before the first backward of a step, `last_backward()` before the last, and `reduce_gradients()` after
+    it. On one device the last two have nothing to do.
     """
 
     def __init__(self, model: nn.Module, scaler: "LossScaler | None" = None):
@@ -123,7 +123,8 @@ class AdamW:
         w = w - lr λ w - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
 
     The update itself is `torch.optim.AdamW(fused=True)`: one pass over memory. What is added here is the fp32 master of a 16-bit
-    parameter (which starts from the 16-bit value, as in Megatron-LM), clipping by the global norm, and steps that are skipped when the norm is not finite.
+    parameter (which starts from the 16-bit value, as in Megatron-LM), clipping by the global norm, and steps that are skipped when
+    the norm is not finite.
     """
 
     def __init__(self, named_parameters, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip=0.0, scaler: LossScaler | None = None):
@@ -142,8 +143,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
-        """Update from `main_grad`. Returns the gradient norm before clipping; where it is not finite, on all
-        ranks alike, nothing is updated."""
+        """Update from `main_grad`. Returns the gradient norm before clipping; where it is not finite, on all ranks alike, nothing is updated."""
         norm = global_norm(self.parameters.values()).item()
         finite = math.isfinite(norm)
         if finite:

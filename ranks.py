@@ -3,7 +3,7 @@
     results = ranks.run(function, 4, *args)          # function(rank, *args) on each rank; a list of what they returned
 
 Each rank is a process forked from a server that has torch imported already but has computed nothing (forking a process
-in which OpenMP threads ran would hang), so a launch takes a tenth of a second instead of the seconds that fresh
+in which OpenMP threads ran would hang), so a launch takes tenths of a second instead of the seconds that fresh
 interpreters take. Ranks meet through a file, so no port can clash, and each computes with one thread.
 
 When a rank fails, the others are stopped and its traceback is raised here; when a rank is missing or hangs, the process

@@ -43,8 +43,6 @@ from metrics import Metrics, duration, peak_memory, plot_loss, progress
 from optimizer import AdamW, GradientAccumulator, LossScaler, learning_rate
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 EVAL_SEQUENCES = 64              # of held-out text, the first of them, at every evaluation
 
 
@@ -230,15 +228,14 @@ class Trainer:
 
     def load(self, path: Path) -> dict:
         """Continue from a checkpoint. Returns its index. Raises CheckpointError, naming the fields in which its model differs."""
-        index, here = checkpoint.read_index(path), dataclasses.asdict(self.model_config)
-        differ = [f"{k} is {index['model'].get(k)} there and {v} here" for k, v in here.items()
-                  if index["model"].get(k) != v and k not in ("dropout", "attention")]
-        if differ:
-            raise checkpoint.CheckpointError(f"{path} holds another model: {'; '.join(differ)}")
-        checkpoint.load(path, self.optimizer.tensors())
+        shape = {k: v for k, v in dataclasses.asdict(self.model_config).items() if k not in ("dropout", "attention")}
+        index = checkpoint.load(path, self.optimizer.tensors(), shape)
         self.optimizer.weights_from_masters()
-        self.optimizer.load_state_dict(index["optimizer"])
-        return index
+        try:
+            self.optimizer.load_state_dict(index["optimizer"])
+            return index | {"tokens": int(index["tokens"])}
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise checkpoint.CheckpointError(f"{path}/index.json lacks what training goes on from ({type(e).__name__}: {e})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,7 +284,6 @@ class World:
 
     def connect(self, device: str) -> None:
         """Choose the device, and with several ranks make the process groups: one mesh, from which everything else is handed groups."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         if device != "cpu" and torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
@@ -295,11 +291,16 @@ class World:
             self.device = torch.device("cpu")
             keep_freed_memory()
             if self.size > 1:
-                torch.set_num_threads(max(1, cores // self.local_size))
+                torch.set_num_threads(self.cores)
         if self.size > 1:
             shared = self.device.type == "cpu" or self.local_size > torch.cuda.device_count()      # NCCL wants a device for each rank
             dist.init_process_group("gloo" if shared else "nccl", timeout=timedelta(minutes=30))
             self.dp_group = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("dp",)).get_group("dp")
+
+    @property
+    def cores(self) -> int:
+        """Processors for this rank."""
+        return max(1, len(os.sched_getaffinity(0)) // self.local_size)
 
     def disconnect(self) -> None:
         """Everything that holds a group has to be gone by now: gloo aborts the process at exit otherwise, now and then."""
@@ -335,13 +336,13 @@ def open_data(config: Config, world: World):
     if tokenizer.vocab_size > shape.vocab_size:
         raise ConfigError(f"--tokenizer {config.tokenizer}: its ids go up to {tokenizer.vocab_size - 1}, beyond --vocab-size "
                           f"{shape.vocab_size}; --vocab-size {tokenizer.vocab_size} would fit")
-    folder = data.prepare(config.data, tokenizer, exchange=world.gather, rank=world.rank, world=world.size,
-                          workers=max(1, (os.cpu_count() or 1) // world.local_size))
+    folder = data.prepare(config.data, tokenizer, exchange=world.gather, rank=world.rank, world=world.size, workers=world.cores)
     return tokenizer, data.Corpus(folder, shape.seq_length, config.seed), data.Corpus(folder, shape.seq_length, None, "held-out")
 
 
-def restore(trainer: Trainer, config: Config, world: World, corpus: str) -> tuple[int, int]:
+def restore(trainer: Trainer, world: World, corpus: str) -> tuple[int, int]:
     """Continue from the newest checkpoint of `--out` if asked to. Returns (steps, tokens) behind us."""
+    config = trainer.config
     found = checkpoint.steps(Path(config.out) / "checkpoints") if config.resume else {}
     if not found:
         if config.resume:
@@ -355,11 +356,12 @@ def restore(trainer: Trainer, config: Config, world: World, corpus: str) -> tupl
     return index["step"], index["tokens"]
 
 
-def loop(trainer: Trainer, config: Config, world: World, train_set, held_out, metrics: Metrics | None, start: int, tokens: int) -> bool:
+def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics | None, start: int, tokens: int) -> bool:
     """Steps start + 1 to the last. Returns whether a signal to any rank ended it early, with a checkpoint. Raises RunError."""
     stop = []                                                            # signals: from here on there is something to save
     before = {number: signal.signal(number, lambda number, frame: stop.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
-    out, begin, step = Path(config.out), time.perf_counter(), start
+    config, begin, step = trainer.config, time.perf_counter(), start
+    out = Path(config.out)
     flops = flops_per_token(trainer.model_config)
     bytes_per_token = train_set.index["bytes"] / train_set.index["tokens"]
     profiler, first = torch.profiler.profile() if config.profile else None, min(start + 3, config.steps)
@@ -414,7 +416,7 @@ def run(config: Config, world: World) -> None:
     tokenizer, train_set, held_out = open_data(config, world)
     trainer = Trainer(config, world.device, world.dp_group)
     out, metrics, corpus = Path(config.out), None, train_set.index["corpus"]
-    start, tokens = restore(trainer, config, world, corpus)
+    start, tokens = restore(trainer, world, corpus)
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
         if isinstance(tokenizer, data.FileTokenizer) and not (out / "tokenizer.json").exists():
@@ -423,7 +425,7 @@ def run(config: Config, world: World) -> None:
     world.say(f"{config.model}: {num_parameters(trainer.model):,} parameters, {trainer.precision} on {world.size} x {world.device.type}; "
               f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
     begin = time.perf_counter()
-    stopped = loop(trainer, config, world, train_set, held_out, metrics, start, tokens)
+    stopped = loop(trainer, world, train_set, held_out, metrics, start, tokens)
     if world.rank == 0 and not stopped:
         seconds = time.perf_counter() - begin
         plot_loss(metrics.lines, f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}", out / "loss.png")

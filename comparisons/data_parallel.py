@@ -1,13 +1,15 @@
 """Two data-parallel ranks with one thread each: what the communication costs, and what the second rank gains.
 
-    python comparisons/data_parallel.py [--rounds 15]
+    python comparisons/data_parallel.py [--rounds 25]
 
-Each round runs three steps in turn, in the same two processes: both ranks with the gradients summed; both ranks with the
-all-reduces left out; and rank 0 alone on its own share while rank 1 waits. Ratios are medians over rounds.
+Each round runs four things in turn, in the same two processes: a step of both ranks with the gradients summed; the same with the
+all-reduces left out; a step of rank 0 alone, on its share and without buckets, as on one device, while rank 1 waits; and an
+all-reduce of as many bytes as the gradients have, alone. Ratios are medians over rounds.
 (h 512, L 4, a 8, s 256, V 257, 4 sequences a rank, fp32)
 """
 import argparse
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -28,51 +30,61 @@ class Done:
         pass
 
 
-def on_rank(rank: int, rounds: int):
+def on_rank(rank: int, rounds: int) -> list[dict]:
     train.keep_freed_memory()
-    config = train.Config(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=256, vocab_size=257, global_batch_size=8, precision="fp32")
-    trainer = train.Trainer(config, torch.device("cpu"), dist.group.WORLD)
-    dataset = Random(4, 256, 257)
-    all_reduce = dist.all_reduce
+    shape = dict(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=256, vocab_size=257, precision="fp32")
+    both = train.Trainer(train.Config(**shape, global_batch_size=8), torch.device("cpu"), dist.group.WORLD)
+    one = train.Trainer(train.Config(**shape, global_batch_size=4), torch.device("cpu"), None)
+    dataset, all_reduce = Random(4, 256, 257), dist.all_reduce
+    gradients = torch.zeros(sum(p.numel() for p in one.model.parameters()))
 
-    def step():
+    def step(trainer):
         trainer.forward_backward(1, dataset)
         trainer.update(1)
-        dist.barrier()
 
-    def measured(send: bool) -> float:
-        fsdp.dist.all_reduce = all_reduce if send else lambda *args, **kwargs: Done()
+    def together() -> float:
         dist.barrier()
-        seconds = timed(step)
+        return timed(lambda: (step(both), dist.barrier()))
+
+    def silent() -> float:
+        fsdp.dist.all_reduce = lambda *args, **kwargs: Done()
+        seconds = together()
         fsdp.dist.all_reduce = all_reduce
         return seconds
 
     def alone() -> float:
-        fsdp.dist.all_reduce = lambda *args, **kwargs: Done()
         dist.barrier()
-        seconds = timed(lambda: (trainer.forward_backward(1, dataset), trainer.update(1))) if rank == 0 else 0.0
-        fsdp.dist.all_reduce = all_reduce
+        seconds = timed(lambda: step(one)) if rank == 0 else 0.0
         dist.barrier()
         return seconds
-    measured(True), measured(False)
-    return [(measured(True), measured(False), alone()) if i % 2 else (lambda b, a, c: (a, b, c))(measured(False), measured(True), alone())
-            for i in range(rounds)]
+
+    def processor_time() -> float:
+        dist.barrier()
+        start = time.process_time()
+        dist.all_reduce(gradients)
+        return time.process_time() - start
+    kinds = {"sent": together, "silent": silent, "alone": alone, "all_reduce": processor_time}
+    results = []
+    for i in range(-2, rounds):                                          # two rounds to warm up; every other one in reverse
+        order = list(kinds) if i % 2 else list(reversed(kinds))
+        results.append({kind: kinds[kind]() for kind in order})
+    return results[2:]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=25)
     args = parser.parse_args()
     times = ranks.run(on_rank, 2, args.rounds)[0]
-    against_silent = spread([without / with_ for with_, without, _ in times])
-    against_one = spread([2 * one / with_ for with_, _, one in times])
-    tokens = 8 * 256
-    print(f"{tokens / report.median([t[0] for t in times]):,.0f} tokens/s on 2 ranks; of the same without communication "
-          f"{against_silent['median']:.3f} ({against_silent['min']:.3f} to {against_silent['max']:.3f}); over one rank "
-          f"{against_one['median']:.2f} ({against_one['min']:.2f} to {against_one['max']:.2f})")
-    torch.set_num_threads(1)
-    report.save("data_parallel", {"tokens_per_second": tokens / report.median([t[0] for t in times]),
-                                  "of_no_communication": against_silent, "over_one_rank": against_one})
+    torch.set_num_threads(1)                                             # what the ranks had, for the record
+    results = {"tokens_per_second": 8 * 256 / report.median([t["sent"] for t in times]),
+               "step_seconds": spread([t["sent"] for t in times]),
+               "of_no_communication": spread([t["silent"] / t["sent"] for t in times]),
+               "over_one_rank": spread([2 * t["alone"] / t["sent"] for t in times]),
+               "all_reduce_processor_seconds": spread([t["all_reduce"] for t in times])}
+    report.save("data_parallel", results)
+    for name, value in results.items():
+        print(f"{name}: {value:,.0f}" if isinstance(value, float) else f"{name}: {value['median']:.3f} ({value['min']:.3f} to {value['max']:.3f})")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+import random
 import resource
 import signal
 import struct
@@ -173,6 +174,34 @@ def test_damage_is_named(tmp_path, how, words):
     with pytest.raises(CheckpointError) as e:
         checkpoint.load(path, empty())
     assert str(tmp_path) in str(e.value) and all(w in str(e.value) for w in words), str(e.value)
+
+
+def test_a_damaged_index_is_an_error_of_ours(tmp_path):
+    """300 seeded corruptions, of bytes and of values: loading says CheckpointError, or the change did not matter."""
+    path = checkpoint.save(tmp_path, 1, tensors(), STATE)
+    whole, g, refused = (path / "index.json").read_text(), random.Random(0), 0
+
+    def places(x, found):
+        for k in x if isinstance(x, dict) else range(len(x)):
+            found.append((x, k))
+            if isinstance(x[k], (dict, list)):
+                places(x[k], found)
+        return found
+    for i in range(300):
+        if i % 2:
+            at = g.randrange(len(whole))
+            text = whole[:at] + g.choice(["", "{", "]", "9", '"', "x"]) + whole[at + g.randrange(3):]
+        else:
+            index = json.loads(whole)
+            x, k = g.choice(places(index, []))
+            x[k] = g.choice([None, -1, "x", [], {}, [["x"]], 1e9])
+            text = json.dumps(index)
+        (path / "index.json").write_text(text)
+        try:
+            checkpoint.load(path, empty())
+        except CheckpointError:
+            refused += 1
+    assert refused > 150
 
 
 def test_another_model(tmp_path):

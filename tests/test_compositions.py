@@ -26,10 +26,11 @@ def no_sum():
 
 
 def no_accumulation():
+    """Only the last micro-batch's gradient remains."""
     original = fsdp.DataParallel.accumulate
 
     def accumulate(self, p):
-        p.main_grad = None
+        p.main_grad.zero_()
         original(self, p)
     fsdp.DataParallel.accumulate = accumulate
 
