@@ -6,7 +6,7 @@
 
 A checkpoint is written beside its place, as `.step-000100.saving`, flushed to the disk, and renamed: a run that is killed or
 runs out of disk while it saves leaves the earlier checkpoints as they were. Tensors stand under global names, in full
-precision. Nothing is ever unpickled: loading a file that somebody sent executes none of it. That is why the index is ours;
+precision, each rank's part as a slice of the global tensor: what was saved under one layout loads under any other. Nothing is ever unpickled: loading a file that somebody sent executes none of it. That is why the index is ours;
 torch.distributed.checkpoint's own metadata file is a pickle, and is neither written nor read.
 
     python checkpoint.py RUN/checkpoints/step-000100       what is in it
@@ -26,6 +26,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+import sharding
 
 FORMAT = 1
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
@@ -56,8 +61,51 @@ def agree(error: Exception | str | None) -> None:
         raise CheckpointError(message)
 
 
+def chunk(tensor: Tensor) -> ChunkStorageMetadata:
+    """Which part of the global tensor this is, padding left out, as torch.distributed.checkpoint says it."""
+    offset, size, _ = sharding.place(sharding.of(tensor))
+    return ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size))
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Every rank offers its parts; of equal offers the base class takes one, and it checks that the parts make up the whole."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        super().__init__(flatten_state_dict=False)
+        self.tensors = tensors
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([
+            WriteItem(index=MetadataIndex(n, chunk(t).offsets), type=WriteItemType.SHARD,
+                      tensor_data=TensorWriteData(chunk=chunk(t), properties=TensorProperties.create_from_tensor(t),
+                                                  size=torch.Size(sharding.of(t).shape)))
+            for n, t in self.tensors.items() if 0 not in chunk(t).sizes])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        tensor = self.tensors[index.fqn]
+        return sharding.narrow(tensor, sharding.of(tensor))
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """Every rank asks for its parts, from whichever files hold them."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        super().__init__(flatten_state_dict=False)
+        self.tensors = tensors
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([item for n, t in self.tensors.items() if 0 not in chunk(t).sizes
+                         for item in create_read_items_for_chunk_list(n, self.metadata.state_dict_metadata[n], [chunk(t)])])
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        tensor = self.tensors[index.fqn]
+        return sharding.narrow(tensor, sharding.of(tensor))
+
+
 def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0) -> Path:
-    """Write folder/step-00NNNN; all ranks call this together. tensors: global name -> tensor, the same names on every rank.
+    """Write folder/step-00NNNN; all ranks call this together. tensors: global name -> this rank's part, with its sharding
+    record; the same names on every rank. What several ranks hold is written once, and padding never.
     state: `config` and `model`, the configurations as dicts, and what else the next step depends on, as JSON. keep: how many checkpoints remain, 0 for all.
 
     Raises CheckpointError, on all ranks, when a rank cannot write; nothing earlier is touched before the new one is whole.
@@ -78,7 +126,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")                              # without a process group it says that it assumes one rank
-            dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(building), save_distributed=True),
+            dcp.save(tensors, planner=_SavePlanner(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(building), save_distributed=True),
                      no_dist=not dist.is_initialized())
     except (dcp.CheckpointException, OSError) as e:                      # the first is a BaseException
         error = next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException) else e
@@ -87,7 +135,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep:
         if rank == 0:
             files = sorted(building.glob("*.safetensors"))
             index = {"format": FORMAT, "step": step, **state,
-                     "tensors": {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()},
+                     "tensors": {n: [str(t.dtype).removeprefix("torch."), list(sharding.of(t).shape)] for n, t in tensors.items()},
                      "files": {f.name: f.stat().st_size for f in files}}
             (building / "index.json").write_text(json.dumps(index, indent=1))
             for path in [*files, building / "index.json", building]:
@@ -149,14 +197,15 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
         error = e
     agree(error)
     saved = {n: tuple(shape) for n, (_, shape) in index["tensors"].items()}
-    wrong = [f"{n} is {saved.get(n, 'missing')} there and {tuple(t.shape)} here" for n, t in tensors.items()
-             if saved.get(n) != tuple(t.shape)]
+    wrong = [f"{n} is {saved.get(n, 'missing')} there and {sharding.of(t).shape} here" for n, t in tensors.items()
+             if saved.get(n) != sharding.of(t).shape]
     if wrong:
         raise CheckpointError(f"{path} holds another model: {'; '.join(wrong[:3])}" + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=not dist.is_initialized())
+            dcp.load(tensors, planner=_LoadPlanner(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(path)),
+                     no_dist=not dist.is_initialized())
     except (dcp.CheckpointException, OSError) as e:
         cause = next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException) else e
         raise CheckpointError(f"{path} cannot be loaded: {cause}") from None

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint
@@ -20,13 +21,17 @@ from gpt import GPT, GPTConfig
 
 
 @torch.no_grad()
-def generate(model: GPT, prompt: list[int], max_tokens: int, temperature=1.0, top_k=0, top_p=1.0, seed=0, eot: int | None = None):
-    """Yield up to `max_tokens` token ids after `prompt` (at least one id; the last seq_length count). Stops before `eot`."""
+def generate(model: GPT, prompt: list[int], max_tokens: int, temperature=1.0, top_k=0, top_p=1.0, seed=0, eot: int | None = None,
+             multiple_of: int = 1):
+    """Yield up to `max_tokens` token ids after `prompt` (at least one id; the last seq_length count). Stops before `eot`.
+    multiple_of: t for a sequence-parallel model, which takes lengths that t divides; all of its ranks call this with the same arguments."""
     device = next(model.parameters()).device
     ids = torch.tensor([prompt], dtype=torch.long, device=device)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(max_tokens):
-        logits = model(ids[:, -model.config.seq_length:])[0, -1]
+        recent = ids[:, -model.config.seq_length:]
+        padded = F.pad(recent, (0, -recent.shape[1] % multiple_of))      # at the end, where no token before can see it
+        logits = model(padded)[0, recent.shape[1] - 1]
         token = choose(logits.float().cpu(), temperature, top_k, top_p, generator)
         if token == eot:
             return

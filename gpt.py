@@ -11,7 +11,8 @@ RMSNorm, SwiGLU, rotary positions and grouped-query attention make a Llama (Touv
 The techniques in the other files are functions applied to this finished model from outside. The model makes them only
 these concessions: embedding, blocks and head can be separated; `blocks.7...` is the layer's number in the whole model,
 whichever blocks are present; the number of heads is read off the tensors (`view(b, s, -1, head_dim)`); query, key, value,
-gate and up are separate parameters; and core attention, the activation, and bias + dropout + residual are submodules.
+gate and up are separate parameters, and what reads one input is called together (`SharedInput`); and core attention, the
+activation, and bias + dropout + residual are submodules.
 
 Shapes: b micro-batch, s sequence, h hidden, a heads, d = h / a, L layers, V vocabulary.
 
@@ -119,16 +120,18 @@ def dropped(key: Tensor, salt: int, shape, start: dict[int, int], p: float) -> T
 
 
 class Dropout(nn.Module):
-    """Keeps the mask, one byte per element, for backward. `start` is set by techniques that hold only a slice."""
+    """Keeps the mask, one byte per element, for backward. A technique that holds only a slice of x says which in `slice`:
+    {dimension: n} where x is the n-th of equal slices along that dimension."""
 
     def __init__(self, p: float, salt: int):
         super().__init__()
-        self.p, self.salt, self.start = p, salt, {}
+        self.p, self.salt, self.slice = p, salt, {}
 
     def forward(self, x: Tensor, drop_key: Tensor | None) -> Tensor:           # drop_key None: evaluation, nothing is dropped
         if drop_key is None or self.p == 0:
             return x
-        return x.masked_fill(dropped(drop_key, self.salt, x.shape, self.start, self.p), 0.0) * (1 / (1 - self.p))
+        start = {dim: n * x.shape[dim] for dim, n in self.slice.items()}
+        return x.masked_fill(dropped(drop_key, self.salt, x.shape, start, self.p), 0.0) * (1 / (1 - self.p))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,6 +142,13 @@ class DeferredBiasLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
+
+
+class SharedInput(nn.Module):
+    """Linear layers that read the same input, in one call, so that a technique can bring the input to all of them at once."""
+
+    def forward(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        return [linear(x) for linear in linears]
 
 
 class BiasDropoutAdd(nn.Module):
@@ -200,6 +210,7 @@ class Attention(nn.Module):
         super().__init__()
         h, kv, bias = config.hidden_size, config.num_kv_heads * config.head_dim, not config.llama
         self.head_dim = config.head_dim
+        self.project = SharedInput()
         self.query = nn.Linear(h, h, bias)
         self.key = nn.Linear(h, kv, bias)
         self.value = nn.Linear(h, kv, bias)
@@ -207,8 +218,8 @@ class Attention(nn.Module):
         self.output = DeferredBiasLinear(h, h, bias)
 
     def forward(self, x: Tensor, drop_key: Tensor | None, rotary) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)               # [b, a, s, d]
-                   for project in (self.query, self.key, self.value))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)                        # [b, a, s, d]
+                   for y in self.project(x, self.query, self.key, self.value))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         return self.output(self.core(q, k, v, drop_key))                                             # [b, s, h]
@@ -232,14 +243,18 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         h, ffn, bias = config.hidden_size, config.ffn_hidden_size, not config.llama
+        self.project = SharedInput()
         self.gate = nn.Linear(h, ffn, bias=False) if config.llama else None
         self.up = DeferredBiasLinear(h, ffn, bias)
         self.activation = SwiGLU() if config.llama else GELU()
         self.down = DeferredBiasLinear(ffn, h, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.activation(self.gate(x), self.up(x)) if self.gate is not None else self.activation(self.up(x), self.up.bias)   # [b, s, ffn]
-        return self.down(inner)
+        if self.gate is not None:
+            inner = self.activation(*self.project(x, self.gate, self.up))                       # [b, s, ffn]
+        else:
+            inner = self.activation(*self.project(x, self.up), self.up.bias)
+        return self.down(inner)                                                                 # [b, s, h]
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -262,18 +277,25 @@ class Block(nn.Module):
         return self.mlp_residual(self.mlp(self.mlp_norm(x)), self.mlp.down.bias, x, drop_key)
 
 
+class LearnedPositions(nn.Embedding):
+    """x + a vector for each position. x: [b, s, h]"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[:x.shape[1]]
+
+
 class Embedding(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = None if config.llama else nn.Embedding(config.seq_length, config.hidden_size)
+        self.positions = None if config.llama else LearnedPositions(config.seq_length, config.hidden_size)
         self.dropout = Dropout(config.dropout, 0)
 
     def forward(self, tokens: Tensor, drop_key: Tensor | None = None) -> Tensor:
         """tokens: [b, s] -> [b, s, h]"""
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions.weight[:tokens.shape[1]]
+            x = self.positions(x)
         return self.dropout(x, drop_key)
 
 
@@ -283,9 +305,10 @@ class Head(nn.Module):
         self.norm = make_norm(config)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [b, s, h] -> logits [b, s, V]"""
-        return self.output(self.norm(x))
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """x: [b, s, h]; labels: [b, s] int64 -> loss of each token [b, s]; without labels, logits [b, s, V]"""
+        logits = self.output(self.norm(x))
+        return logits if labels is None else cross_entropy(logits, labels)
 
 
 class GPT(nn.Module):
@@ -300,13 +323,14 @@ class GPT(nn.Module):
         if not config.llama:
             self.head.output.weight = self.embedding.tokens.weight                             # tied (arXiv 1608.05859)
 
-    def forward(self, tokens: Tensor, drop_key: Tensor | None = None) -> Tensor:
-        """tokens: [b, s] int64, s at most seq_length; drop_key: [b] from `dropout_key`, None for no dropout -> logits [b, s, V]"""
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, drop_key: Tensor | None = None) -> Tensor:
+        """tokens, labels: [b, s] int64, s at most seq_length; drop_key: [b] from `dropout_key`, None for no dropout
+        -> loss of each token [b, s], in at least float32; without labels, logits [b, s, V]"""
         x = self.embedding(tokens, drop_key)
         rotary = rotary_table(self.config, tokens.shape[1], x) if self.config.llama else None
         for layer, block in self.blocks.items():
             x = block(x, layer_key(drop_key, int(layer)), rotary)
-        return self.head(x)
+        return self.head(x, labels)
 
     def draw(self, name: str, shape, generator: torch.Generator) -> Tensor:
         """The initial value of one whole parameter, float32 on the CPU: normal with standard deviation 0.02, or

@@ -170,12 +170,14 @@ class AdamW:
                 p.copy_(self.masters[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, under global names: `model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`. The weights are the
+        """What a checkpoint holds, under global names: `model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, each
+        with the parameter's sharding record. The weights are the
         masters, so that a checkpoint does not depend on the compute precision; after loading, `weights_from_masters()`."""
         found = {}
         for name, master in self.masters.items():
             state = self.adamw.state[master]
-            found |= {f"model.{name}": master.detach(), f"exp_avg.{name}": state["exp_avg"], f"exp_avg_sq.{name}": state["exp_avg_sq"]}
+            for kind, tensor in (("model", master.detach()), ("exp_avg", state["exp_avg"]), ("exp_avg_sq", state["exp_avg_sq"])):
+                found[f"{kind}.{name}"] = sharding.label(tensor, sharding.of(self.parameters[name]))
         return found
 
     def state_dict(self) -> dict:

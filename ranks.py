@@ -21,9 +21,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.device_mesh"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.device_mesh"])
 
 
 def _main(rank: int, world: int, store: str, threads: int, timeout: float, function, args, pipe):
@@ -88,6 +90,22 @@ def run(function, world: int, *args, threads: int = 1, timeout: float = 60, limi
             process.join()
         folder.cleanup()
     return [results[rank] for rank in range(world)]
+
+
+class Collectives(TorchDispatchMode):
+    """While entered, notes every collective of this process: `calls` is a list of (name, bytes of the largest tensor in it)."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            kinds = {"allreduce": "all-reduce", "allgather": "all-gather", "reduce_scatter": "reduce-scatter"}
+            name = str(function.overloadpacket).split(".")[-1]
+            size = max((x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)), default=0)
+            self.calls.append((next((kind for key, kind in kinds.items() if key in name), name), size))
+        return function(*args, **(kwargs or {}))
 
 
 def _lesson(rank: int):

@@ -1,7 +1,7 @@
 """A parameter on a rank is a slice of a global tensor. One small record says which slice.
 
 A technique that keeps only part of a parameter writes a `Sharding` on it: the shape of the whole tensor, and the cuts that
-lead from the whole to this rank's part, outermost first. Initialisation, the gradient norm and the tests read
+lead from the whole to this rank's part, outermost first. Initialisation, checkpoints, the gradient norm and the tests read
 that record and nothing else, so none of them has a case per technique:
 
     tensor parallel 2, then sharded data parallel 2, of a [6, 3] weight:
@@ -44,18 +44,43 @@ def of(parameter: Tensor) -> Sharding:
     return getattr(parameter, "sharding", None) or Sharding(tuple(parameter.shape))
 
 
-def cut(whole: Tensor, sharding: Sharding) -> Tensor:
-    """This rank's part of a global tensor, padded where the ranks do not divide it."""
-    part = whole
+def place(sharding: Sharding) -> tuple[list[int], list[int], list[int]]:
+    """Where this rank's part lies: (offset in the global tensor, size, size with padding), each a number per dimension."""
+    offset, end, padded = [0] * len(sharding.shape), list(sharding.shape), list(sharding.shape)
     for c in sharding.cuts:
-        size = -(-part.shape[c.dim] // c.group.size())                   # ceil
-        start = min(c.group.rank() * size, part.shape[c.dim])
-        here = min(size, part.shape[c.dim] - start)
-        padding = list(part.shape)
-        padding[c.dim] = size - here
-        part = part.narrow(c.dim, start, here)
-        if here < size:
-            part = torch.cat((part, part.new_zeros(padding)), c.dim)
+        padded[c.dim] = -(-padded[c.dim] // c.group.size())              # ceil
+        offset[c.dim] = min(offset[c.dim] + c.group.rank() * padded[c.dim], end[c.dim])
+        end[c.dim] = min(offset[c.dim] + padded[c.dim], end[c.dim])
+    return offset, [e - o for e, o in zip(end, offset)], padded
+
+
+def narrow(part: Tensor, sharding: Sharding) -> Tensor:
+    """A view of this rank's part without its padding."""
+    return part[tuple(slice(0, size) for size in place(sharding)[1])]
+
+
+def cut(whole: Tensor, sharding: Sharding) -> Tensor:
+    """This rank's part of a global tensor, with zeros for padding where the ranks do not divide it."""
+    offset, size, padded = place(sharding)
+    part = whole[tuple(slice(o, o + n) for o, n in zip(offset, size))]
+    if size == padded:
+        return part
+    ahead = [x for p, n in zip(reversed(padded), reversed(size)) for x in (0, p - n)]          # F.pad counts from the last dimension
+    return torch.nn.functional.pad(part, ahead)
+
+
+def keep_part(module: nn.Module, name: str, cut_: Cut) -> None:
+    """Replace the parameter `name` of a module by this rank's part of it, and write the cut on its record. A missing one (bias=False)
+    stays missing."""
+    p = getattr(module, name)
+    if p is not None:
+        part = nn.Parameter(cut(p.detach(), Sharding(tuple(p.shape), (cut_,))).clone())
+        setattr(module, name, label(part, Sharding(of(p).shape, (*of(p).cuts, cut_))))
+
+
+def label(part: Tensor, sharding: Sharding) -> Tensor:
+    """The same tensor, with its record."""
+    part.sharding = sharding
     return part
 
 
@@ -88,14 +113,14 @@ def init(model: nn.Module, seed: int, device, dtype: torch.dtype) -> None:
 
 
 def materialise(model: nn.Module, device, dtype: torch.dtype) -> None:
-    """Replace each meta parameter by uninitialised memory on `device`, keeping ties and sharding records."""
+    """Replace each meta parameter by zeros on `device`, keeping ties and sharding records. (Zeros, because padding stays what it is.)"""
     real = {}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if p not in real:
-                real[p] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device))
+                real[p] = nn.Parameter(torch.zeros(p.shape, dtype=dtype, device=device))
                 if hasattr(p, "sharding"):
-                    real[p].sharding = p.sharding
+                    label(real[p], p.sharding)
             setattr(module, name, real[p])
 
 

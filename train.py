@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 train.py             two ranks, data parallel; NCCL and bf16 on GPUs, gloo and fp32 on CPUs
     python train.py --model gpt2 --data corpus.jsonl --tokenizer gpt2 --global-batch-size 480 --micro-batch-size 12
 
-One dataclass holds the configuration; the flags, `--help` and `config.json` are made from it. A run leaves in `--out`:
+The flags are in config.py, or `--help`. A run leaves in `--out`:
 
     config.json   metrics.jsonl (a line a step, in full precision)   loss.png   sample.txt   checkpoints/step-000100/
 
@@ -12,14 +12,12 @@ The layout changes nothing but speed and memory. Initial weights depend on (seed
 dropout masks on (seed, step, sample, layer, position); and the loss is the sum of per-token losses divided by the number of
 counted tokens in the global batch, a number known before the first forward, with gradients summed over ranks and micro-batches.
 """
-import argparse
 import ctypes
 import dataclasses
 import gc
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -37,17 +35,17 @@ import checkpoint
 import data
 import fsdp
 import generate
+import recompute
+import sequence_parallel
 import sharding
-from gpt import GPT, GPTConfig, PRESETS, cross_entropy, divisors, dropout_key, flops_per_token, num_parameters
+import tensor_parallel
+from config import Config, ConfigError, parse
+from gpt import GPT, dropout_key, flops_per_token, num_parameters
 from metrics import Metrics, duration, peak_memory, plot_loss, progress
 from optimizer import AdamW, GradientAccumulator, LossScaler, learning_rate
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EVAL_SEQUENCES = 64              # of held-out text, the first of them, at every evaluation
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run: the flag, its value, the rule and what would fit."""
 
 
 class RunError(RuntimeError):
@@ -58,123 +56,32 @@ class RunError(RuntimeError):
         self.everywhere = everywhere
 
 
-def flag(default, help, choices=None, metavar=None):
-    return dataclasses.field(default_factory=lambda: default, metadata={"help": help, "choices": choices, "metavar": metavar})
-
-
-@dataclass
-class Config:
-    # model
-    model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
-    num_layers: int | None = flag(None, "instead of the preset's, as with the next seven")
-    hidden_size: int | None = flag(None, "h")
-    num_heads: int | None = flag(None, "attention heads")
-    num_kv_heads: int | None = flag(None, "fewer than heads: grouped-query attention")
-    ffn_hidden_size: int | None = flag(None, "inner size of the MLP")
-    seq_length: int | None = flag(None, "tokens in a sequence")
-    vocab_size: int | None = flag(None, "at least the tokenizer's")
-    dropout: float | None = flag(None, "probability, at embedding, attention and both residual branches")
-    # memory, speed
-    attention: str | None = flag(None, "fused never writes the s x s scores; the default where dropout is 0", ("explicit", "fused"))
-    compile: bool = flag(False, "torch.compile each block")
-    profile: bool = flag(False, "write OUT/trace-RANK.json for chrome://tracing or Perfetto, the third step to the fifth")
-    # batch
-    global_batch_size: int = flag(16, "sequences in a step, over all ranks")
-    micro_batch_size: int | None = flag(None, "sequences in one forward; the default is a rank's whole share")
-    # optimizer
-    steps: int = flag(500, "the last step")
-    lr: float = flag(3e-3, "peak learning rate")
-    min_lr: float | None = flag(None, "where the cosine ends; the default is lr / 10")
-    warmup_steps: int = flag(50, "steps of linear warmup")
-    weight_decay: float = flag(0.1, "on matrices only")
-    grad_clip: float = flag(1.0, "largest global gradient norm; 0 for none")
-    precision: str | None = flag(None, "of compute; the default is bf16 on CUDA and fp32 on CPUs (fp64: for tests)", ("fp32", "bf16", "fp16", "fp64"))
-    # data
-    data: list[str] = flag([], "text files, .jsonl files with a text field, either gzipped, or folders; the default is Python's library", metavar="PATH")
-    tokenizer: str = flag("bytes", "bytes, gpt2, or a JSON file of the tokenizers library", metavar="{bytes,gpt2,FILE}")
-    # run
-    out: str = flag("runs/default", "the folder of this run", metavar="DIR")
-    save_every: int = flag(200, "steps between checkpoints; 0 for only the last")
-    keep: int = flag(2, "how many checkpoints remain; 0 for all")
-    resume: bool = flag(False, "go on from the newest checkpoint in OUT, if there is one")
-    eval_every: int = flag(100, "steps between evaluations on held-out text; 0 for only the last")
-    seed: int = flag(0, "of weights, sample order and dropout")
-    device: str = flag("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
-
-    def model_config(self) -> GPTConfig:
-        """The preset with the flags that were given in its place. Raises ConfigError."""
-        if self.model not in PRESETS:
-            raise ConfigError(f"--model {self.model}: no such preset; there are {', '.join(PRESETS)}")
-        fields = {f.name for f in dataclasses.fields(GPTConfig)} & {f.name for f in dataclasses.fields(self)}
-        given = {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
-        try:
-            return GPTConfig(**{**PRESETS[self.model][0], **given})
-        except ValueError as e:
-            raise ConfigError(re.sub(rf"\b({'|'.join(sorted(fields))})\b", lambda m: "--" + m[1].replace("_", "-"), str(e))) from None
-
-    def validate(self, world: int) -> None:
-        """Everything that can be known before a process group exists. Raises ConfigError."""
-        self.model_config()
-        for name, least in (("global_batch_size", 1), ("steps", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
-                            ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1)):
-            value = getattr(self, name)
-            if value is not None and not least <= value < 2**31:         # NaN and infinity fail too
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least} and below 2^31")
-        if self.global_batch_size % world:
-            low = self.global_batch_size // world * world
-            raise ConfigError(f"--global-batch-size {self.global_batch_size}: must be divisible by the {world} data-parallel ranks; "
-                              f"{f'{low} or ' if low else ''}{low + world} would fit")
-        share, micro = self.global_batch_size // world, self.micro_batch_size
-        if micro and share % micro:
-            raise ConfigError(f"--micro-batch-size {micro}: must divide each rank's {share} sequences (--global-batch-size "
-                              f"{self.global_batch_size} over {world} ranks); {divisors(share, micro)} would fit")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
-
-
-def parse(argv: list[str], rank: int) -> Config:
-    """Configuration from flags. Only rank 0 says what is wrong."""
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            if rank == 0:
-                print(f"train.py: {message}; --help lists the flags", file=sys.stderr)
-            sys.exit(2)
-
-    parser = Parser(description="Train a GPT.", allow_abbrev=False)
-    for field in dataclasses.fields(Config):
-        name, default = f"--{field.name.replace('_', '-')}", field.default_factory()
-        help = field.metadata["help"] + ("" if default in (None, [], False) else f" (default: {default})")
-        if field.type is bool:
-            parser.add_argument(name, action="store_true", help=help)
-        elif field.type == list[str]:
-            parser.add_argument(name, nargs="+", default=default, help=help, metavar=field.metadata["metavar"])
-        else:
-            kind = field.type if isinstance(field.type, type) else field.type.__args__[0]          # int | None: int
-            parser.add_argument(name, type=kind, default=default, help=help, choices=field.metadata["choices"],
-                                metavar=field.metadata["metavar"] or (None if field.metadata["choices"] else kind.__name__.upper()))
-    return Config(**vars(parser.parse_args(argv)))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Trainer:
     """The model of this rank and everything that one step changes. `dataset` has `batch(samples)` and `counted_tokens(samples)`."""
 
-    def __init__(self, config: Config, device: torch.device, dp_group: dist.ProcessGroup | None):
-        """dp_group: None on one device. Takes seconds for small models; no rank holds more than one whole parameter beside its own."""
-        self.config, self.device, self.dp_group = config, device, dp_group
+    def __init__(self, config: Config, device: torch.device, dp_group: dist.ProcessGroup | None, tp_group: dist.ProcessGroup | None = None):
+        """A group is None where its size is 1. No rank ever holds more than one whole parameter beside its own."""
+        self.config, self.device, self.dp_group, self.tp_group = config, device, dp_group, tp_group
         self.model_config = config.model_config()
         self.dp, self.dp_rank = (dp_group.size(), dp_group.rank()) if dp_group else (1, 0)
         self.precision = config.precision or ("bf16" if device.type == "cuda" else "fp32")
         with torch.device("meta"):
             self.model = GPT(self.model_config)
+        self.num_parameters = num_parameters(self.model)                 # of the whole
+        if tp_group:
+            tensor_parallel.parallelize(self.model, tp_group)
+        if config.sequence_parallel:
+            sequence_parallel.parallelize(self.model, tp_group)
+        if config.compile:
+            for block in self.model.blocks.values():
+                block.forward = torch.compile(block.forward)             # traced when it runs: selective recomputation is seen
+        recompute.apply(self.model, config.recompute, config.recompute_layers)
         sharding.init(self.model, config.seed, device, DTYPES[self.precision])
         self.scaler = LossScaler() if self.precision == "fp16" else None
         self.gradients = fsdp.shard(self.model, dp_group, 0, self.scaler) if dp_group else GradientAccumulator(self.model, self.scaler)
         self.optimizer = AdamW(self.model.named_parameters(), config.weight_decay, clip=config.grad_clip, scaler=self.scaler)
-        if config.compile:
-            for block in self.model.blocks.values():
-                block.compile()
 
     def samples(self, step: int) -> range:
         """The global batch of a step, counted from 1, as sample numbers."""
@@ -196,12 +103,12 @@ class Trainer:
             if start + micro == share:
                 self.gradients.last_backward()
             key = dropout_key(self.config.seed, step, batch.samples) if self.model_config.dropout else None
-            losses = cross_entropy(self.model(batch.tokens, key), batch.labels)                     # [b, s]
+            losses = self.model(batch.tokens, batch.labels, key)                                    # [b, s]
             total = (losses * batch.loss_mask).sum()
             total.backward(torch.full_like(total, scale / count))
             loss += total.detach() / count
         self.gradients.reduce_gradients()
-        return loss
+        return loss if not self.tp_group or self.tp_group.rank() == 0 else torch.zeros_like(loss)   # all of them have it: one counts
 
     def update(self, step: int) -> tuple[float, float]:
         """Clip, then update. Returns (gradient norm before clipping, learning rate)."""
@@ -216,7 +123,7 @@ class Trainer:
         size = self.config.micro_batch_size or self.config.global_batch_size // self.dp
         for start in range(self.dp_rank * size, sequences, self.dp * size):
             batch = dataset.batch(range(start, min(start + size, sequences))).to(self.device)
-            total += (cross_entropy(self.model(batch.tokens), batch.labels) * batch.loss_mask).sum()
+            total += (self.model(batch.tokens, batch.labels) * batch.loss_mask).sum()
         if self.dp_group:
             dist.all_reduce(total, group=self.dp_group)
         return total.item() / max(1, dataset.counted_tokens(range(sequences)))
@@ -266,6 +173,12 @@ def check_out(config: Config) -> Path:
     return out
 
 
+def make_groups(device_type: str, world: int, tp: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """(data-parallel group, tensor-parallel group) of this rank, None for groups of one. Neighbours are tensor parallel: they talk most."""
+    mesh = init_device_mesh(device_type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    return tuple(mesh.get_group(name) if mesh.size(dim) > 1 else None for dim, name in enumerate(("dp", "tp")))
+
+
 @dataclass
 class World:
     """Who this process is among the ranks, and the groups that it talks to."""
@@ -274,7 +187,8 @@ class World:
     local_rank: int                                                      # on this machine
     local_size: int
     device: torch.device | None = None
-    dp_group: dist.ProcessGroup | None = None                            # None on one device
+    dp_group: dist.ProcessGroup | None = None                            # None for groups of one
+    tp_group: dist.ProcessGroup | None = None
 
     @classmethod
     def from_launcher(cls) -> "World":
@@ -282,7 +196,7 @@ class World:
         return cls(*(int(os.environ.get(name, default)) for name, default in
                      (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))))
 
-    def connect(self, device: str) -> None:
+    def connect(self, device: str, tp: int) -> None:
         """Choose the device, and with several ranks make the process groups: one mesh, from which everything else is handed groups."""
         if device != "cpu" and torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
@@ -295,7 +209,7 @@ class World:
         if self.size > 1:
             shared = self.device.type == "cpu" or self.local_size > torch.cuda.device_count()      # NCCL wants a device for each rank
             dist.init_process_group("gloo" if shared else "nccl", timeout=timedelta(minutes=30))
-            self.dp_group = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("dp",)).get_group("dp")
+            self.dp_group, self.tp_group = make_groups(self.device.type, self.size, tp)
 
     @property
     def cores(self) -> int:
@@ -304,7 +218,7 @@ class World:
 
     def disconnect(self) -> None:
         """Everything that holds a group has to be gone by now: gloo aborts the process at exit otherwise, now and then."""
-        self.dp_group = None
+        self.dp_group = self.tp_group = None
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -322,7 +236,7 @@ class World:
         row = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=self.device) for n in numbers])
         rows = [torch.empty_like(row) for _ in range(self.size)] if self.size > 1 else [row]
         if self.size > 1:
-            dist.all_gather(rows, row, group=self.dp_group)
+            dist.all_gather(rows, row)
         return list(zip(*(r.tolist() for r in rows)))
 
     def say(self, *words) -> None:
@@ -412,9 +326,9 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
 
 def run(config: Config, world: World) -> None:
     """One training run on this rank."""
-    world.connect(config.device)
+    world.connect(config.device, config.tp)
     tokenizer, train_set, held_out = open_data(config, world)
-    trainer = Trainer(config, world.device, world.dp_group)
+    trainer = Trainer(config, world.device, world.dp_group, world.tp_group)
     out, metrics, corpus = Path(config.out), None, train_set.index["corpus"]
     start, tokens = restore(trainer, world, corpus)
     if world.rank == 0:
@@ -422,15 +336,19 @@ def run(config: Config, world: World) -> None:
         if isinstance(tokenizer, data.FileTokenizer) and not (out / "tokenizer.json").exists():
             shutil.copyfile(config.tokenizer, out / "tokenizer.json")    # generate.py finds it there
         metrics = Metrics(out / "metrics.jsonl", start)
-    world.say(f"{config.model}: {num_parameters(trainer.model):,} parameters, {trainer.precision} on {world.size} x {world.device.type}; "
+    layout = "".join(f", {name.replace('_', '-')} {value}" for name in ("tp", "sequence_parallel", "recompute", "recompute_layers")
+                     if (value := getattr(config, name)) not in (1, False, "none", None))
+    world.say(f"{config.model}: {trainer.num_parameters:,} parameters, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
               f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
     begin = time.perf_counter()
     stopped = loop(trainer, world, train_set, held_out, metrics, start, tokens)
-    if world.rank == 0 and not stopped:
-        seconds = time.perf_counter() - begin
+    if stopped or trainer.dp_rank > 0:
+        return
+    seconds, prompt = time.perf_counter() - begin, [int(i) for i in tokenizer.encode("def ")]
+    ids = generate.generate(trainer.model, prompt, 300, temperature=0.8, seed=config.seed, eot=tokenizer.eot, multiple_of=config.tp)
+    text = tokenizer.decode(prompt + list(ids))                          # tensor-parallel ranks draw the same tokens
+    if world.rank == 0:
         plot_loss(metrics.lines, f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}", out / "loss.png")
-        prompt = [int(i) for i in tokenizer.encode("def ")]
-        text = tokenizer.decode(prompt + list(generate.generate(trainer.model, prompt, 300, temperature=0.8, seed=config.seed, eot=tokenizer.eot)))
         (out / "sample.txt").write_text(text)
         world.say(f"\na sample (generate.py makes more):\n\n{text}\n\n{out}: loss.png, metrics.jsonl, sample.txt, checkpoints; "
                   f"{duration(seconds)} of training")

@@ -25,11 +25,6 @@ from report import spread, timed
 from single_device import Random
 
 
-class Done:
-    def wait(self):
-        pass
-
-
 def on_rank(rank: int, rounds: int) -> list[dict]:
     train.keep_freed_memory()
     shape = dict(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=256, vocab_size=257, precision="fp32")
@@ -47,7 +42,7 @@ def on_rank(rank: int, rounds: int) -> list[dict]:
         return timed(lambda: (step(both), dist.barrier()))
 
     def silent() -> float:
-        fsdp.dist.all_reduce = lambda *args, **kwargs: Done()
+        fsdp.dist.all_reduce = lambda *args, **kwargs: report.Done()
         seconds = together()
         fsdp.dist.all_reduce = all_reduce
         return seconds

@@ -53,7 +53,8 @@ def on_rank(rank: int, world: int, flags: dict, steps: int, mutate) -> Result:
     if mutate:
         mutate()
     config = trainer.Config(**flags)
-    t = trainer.Trainer(config, torch.device("cpu"), dist.group.WORLD if world > 1 else None)
+    groups = trainer.make_groups("cpu", world, config.tp) if world > 1 else (None, None)
+    t = trainer.Trainer(config, torch.device("cpu"), *groups)
     dataset = Synthetic(t.model_config.seq_length, t.model_config.vocab_size)
     result = Result([], [], {}, {})
     for step in range(1, steps + 1):

@@ -1,0 +1,82 @@
+"""Two tensor-parallel ranks with one thread each, beside one rank with one thread; and sequence parallelism beside it.
+
+    python comparisons/tensor_parallel.py [--rounds 15]
+
+Each round runs four things in turn, in the same two processes: a step of rank 0 alone, on the whole batch, while rank 1 waits; a step
+of both under `--tp 2`; the same with `--sequence-parallel`; and with the collectives left out. Ratios are medians over rounds.
+(h 512, L 4, a 8, s 256, b 8, V 257, fp32)
+"""
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+
+import ranks
+import report
+import train
+from report import spread, timed
+from single_device import Random
+
+BATCH, S, V = 8, 256, 257
+
+
+def on_rank(rank: int, rounds: int) -> list[dict]:
+    train.keep_freed_memory()
+    shape = dict(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=S, vocab_size=V, precision="fp32",
+                 global_batch_size=BATCH)
+    cpu, group = torch.device("cpu"), dist.group.WORLD
+    one = train.Trainer(train.Config(**shape), cpu, None)
+    tensor = train.Trainer(train.Config(**shape, tp=2), cpu, None, group)
+    sequence = train.Trainer(train.Config(**shape, tp=2, sequence_parallel=True), cpu, None, group)
+    dataset, all_reduce = Random(BATCH, S, V), dist.all_reduce
+
+    def step(trainer):
+        trainer.forward_backward(1, dataset)
+        trainer.update(1)
+
+    def both(trainer) -> float:
+        dist.barrier()
+        return timed(lambda: (step(trainer), dist.barrier()))
+
+    def alone() -> float:
+        dist.barrier()
+        seconds = timed(lambda: step(one)) if rank == 0 else 0.0
+        dist.barrier()
+        return seconds
+
+    def silent() -> float:
+        dist.all_reduce = lambda *args, **options: report.Done()
+        seconds = both(tensor)
+        dist.all_reduce = all_reduce
+        return seconds
+    kinds = {"one": alone, "tensor": lambda: both(tensor), "sequence": lambda: both(sequence), "silent": silent}
+    results = []
+    for i in range(-2, rounds):                                          # two rounds to warm up; every other one in reverse
+        order = list(kinds) if i % 2 else list(reversed(kinds))
+        results.append({kind: kinds[kind]() for kind in order})
+    return results[2:]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    times = ranks.run(on_rank, 2, args.rounds)[0]
+    torch.set_num_threads(1)                                             # what the ranks had, for the record
+    results = {"tokens_per_second": BATCH * S / report.median([t["tensor"] for t in times]),
+               "step_seconds": spread([t["tensor"] for t in times]),
+               "tensor_over_one_rank": spread([t["one"] / t["tensor"] for t in times]),
+               "sequence_over_one_rank": spread([t["one"] / t["sequence"] for t in times]),
+               "sequence_over_tensor": spread([t["tensor"] / t["sequence"] for t in times]),
+               "tensor_of_no_communication": spread([t["silent"] / t["tensor"] for t in times])}
+    report.save("tensor_parallel", results)
+    for name, value in results.items():
+        print(f"{name}: {value:,.0f}" if isinstance(value, float) else f"{name}: {value['median']:.3f} ({value['min']:.3f} to {value['max']:.3f})")
+
+
+if __name__ == "__main__":
+    main()

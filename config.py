@@ -1,0 +1,146 @@
+"""The configuration of a run: one dataclass, from which the flags, `--help` and `config.json` are made.
+
+A configuration that cannot run is refused before any process group exists: one message, naming the flag, its value, the rule
+and what would fit. Each technique knows its own rules (`tensor_parallel.check`, ...); here they are asked.
+
+    python train.py --help
+"""
+import argparse
+import contextlib
+import dataclasses
+import re
+import sys
+from dataclasses import dataclass
+
+import torch
+
+import recompute
+import sequence_parallel
+import tensor_parallel
+from gpt import GPTConfig, PRESETS, divisors
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: the flag, its value, the rule and what would fit."""
+
+
+def flag(default, help, choices=None, metavar=None):
+    return dataclasses.field(default_factory=lambda: default, metadata={"help": help, "choices": choices, "metavar": metavar})
+
+
+@dataclass
+class Config:
+    # model
+    model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
+    num_layers: int | None = flag(None, "instead of the preset's, as with the next seven")
+    hidden_size: int | None = flag(None, "h")
+    num_heads: int | None = flag(None, "attention heads")
+    num_kv_heads: int | None = flag(None, "fewer than heads: grouped-query attention")
+    ffn_hidden_size: int | None = flag(None, "inner size of the MLP")
+    seq_length: int | None = flag(None, "tokens in a sequence")
+    vocab_size: int | None = flag(None, "at least the tokenizer's")
+    dropout: float | None = flag(None, "probability, at embedding, attention and both residual branches")
+    # parallel
+    tp: int = flag(1, "tensor-parallel ranks: every matrix is cut over so many; the other ranks are data parallel")
+    sequence_parallel: bool = flag(False, "cut what tensor parallelism leaves whole along the sequence")
+    # memory, speed
+    recompute: str = flag("none", "what backward computes again instead of keeping: core attention (selective) or whole layers (full)", ("none", "selective", "full"))
+    recompute_layers: int | None = flag(None, "only the first so many layers; the default is all")
+    attention: str | None = flag(None, "fused never writes the s x s scores; the default where dropout is 0", ("explicit", "fused"))
+    compile: bool = flag(False, "torch.compile each block")
+    profile: bool = flag(False, "write OUT/trace-RANK.json for chrome://tracing or Perfetto, the third step to the fifth")
+    # batch
+    global_batch_size: int = flag(16, "sequences in a step, over all ranks")
+    micro_batch_size: int | None = flag(None, "sequences in one forward; the default is a rank's whole share")
+    # optimizer
+    steps: int = flag(500, "the last step")
+    lr: float = flag(3e-3, "peak learning rate")
+    min_lr: float | None = flag(None, "where the cosine ends; the default is lr / 10")
+    warmup_steps: int = flag(50, "steps of linear warmup")
+    weight_decay: float = flag(0.1, "on matrices only")
+    grad_clip: float = flag(1.0, "largest global gradient norm; 0 for none")
+    precision: str | None = flag(None, "of compute; the default is bf16 on CUDA and fp32 on CPUs (fp64: for tests)", ("fp32", "bf16", "fp16", "fp64"))
+    # data
+    data: list[str] = flag([], "text files, .jsonl files with a text field, either gzipped, or folders; the default is Python's library", metavar="PATH")
+    tokenizer: str = flag("bytes", "bytes, gpt2, or a JSON file of the tokenizers library", metavar="{bytes,gpt2,FILE}")
+    # run
+    out: str = flag("runs/default", "the folder of this run", metavar="DIR")
+    save_every: int = flag(200, "steps between checkpoints; 0 for only the last")
+    keep: int = flag(2, "how many checkpoints remain; 0 for all")
+    resume: bool = flag(False, "go on from the newest checkpoint in OUT, if there is one")
+    eval_every: int = flag(100, "steps between evaluations on held-out text; 0 for only the last")
+    seed: int = flag(0, "of weights, sample order and dropout")
+    device: str = flag("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
+
+    def model_config(self) -> GPTConfig:
+        """The preset with the flags that were given in its place. Raises ConfigError."""
+        if self.model not in PRESETS:
+            raise ConfigError(f"--model {self.model}: no such preset; there are {', '.join(PRESETS)}")
+        given = {name: getattr(self, name) for name in MODEL_FLAGS if getattr(self, name) is not None}
+        with as_flags():
+            return GPTConfig(**{**PRESETS[self.model][0], **given})
+
+    def validate(self, world: int) -> None:
+        """Everything that can be known before a process group exists. world: how many ranks. Raises ConfigError."""
+        model = self.model_config()
+        for name, least in (("global_batch_size", 1), ("steps", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
+                            ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1), ("tp", 1)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < 2**31:         # NaN and infinity fail too
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least} and below 2^31")
+        if world % self.tp:
+            raise ConfigError(f"--tp {self.tp}: must divide the {world} ranks; {divisors(world, self.tp)} would fit")
+        if self.sequence_parallel and self.tp == 1:
+            raise ConfigError("--sequence-parallel: cuts what tensor parallelism leaves whole, and needs --tp 2 or more")
+        with as_flags():
+            recompute.check(model, self.recompute, self.recompute_layers)
+            tensor_parallel.check(model, self.tp)
+            if self.sequence_parallel:
+                sequence_parallel.check(model, self.tp)
+        dp = world // self.tp
+        if self.global_batch_size % dp:
+            low = self.global_batch_size // dp * dp
+            raise ConfigError(f"--global-batch-size {self.global_batch_size}: must be divisible by the {dp} data-parallel ranks; "
+                              f"{f'{low} or ' if low else ''}{low + dp} would fit")
+        share, micro = self.global_batch_size // dp, self.micro_batch_size
+        if micro and share % micro:
+            raise ConfigError(f"--micro-batch-size {micro}: must divide each rank's {share} sequences (--global-batch-size "
+                              f"{self.global_batch_size} over {dp} data-parallel ranks); {divisors(share, micro)} would fit")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
+
+
+MODEL_FLAGS = {f.name for f in dataclasses.fields(GPTConfig)} & {f.name for f in dataclasses.fields(Config)}
+
+
+@contextlib.contextmanager
+def as_flags():
+    """What a technique says about its fields becomes a ConfigError about flags: num_heads 5 -> --num-heads 5."""
+    names = sorted(MODEL_FLAGS | {"tp", "recompute", "recompute_layers"})
+    try:
+        yield
+    except ValueError as e:
+        raise ConfigError(re.sub(rf"\b({'|'.join(names)})\b", lambda m: "--" + m[1].replace("_", "-"), str(e))) from None
+
+
+def parse(argv: list[str], rank: int) -> Config:
+    """Configuration from flags. Only rank 0 says what is wrong."""
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            if rank == 0:
+                print(f"train.py: {message}; --help lists the flags", file=sys.stderr)
+            sys.exit(2)
+
+    parser = Parser(description="Train a GPT.", allow_abbrev=False)
+    for field in dataclasses.fields(Config):
+        name, default = f"--{field.name.replace('_', '-')}", field.default_factory()
+        help = field.metadata["help"] + ("" if default in (None, [], False) else f" (default: {default})")
+        if field.type is bool:
+            parser.add_argument(name, action="store_true", help=help)
+        elif field.type == list[str]:
+            parser.add_argument(name, nargs="+", default=default, help=help, metavar=field.metadata["metavar"])
+        else:
+            kind = field.type if isinstance(field.type, type) else field.type.__args__[0]          # int | None: int
+            parser.add_argument(name, type=kind, default=default, help=help, choices=field.metadata["choices"],
+                                metavar=field.metadata["metavar"] or (None if field.metadata["choices"] else kind.__name__.upper()))
+    return Config(**vars(parser.parse_args(argv)))

@@ -1,0 +1,219 @@
+"""Sequence parallelism: what tensor parallelism leaves whole is cut along the sequence (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+
+Tensor parallelism cuts the matrices, but every rank still computes and keeps the same LayerNorm, dropout and residual: 10 sbh
+of a layer's 34 sbh bytes. Those act on each token alone, so each rank can do s / t of the tokens. An all-reduce is a
+reduce-scatter and an all-gather; put the slice between the two, and the bytes on the wire stay the same:
+
+    tensor      f: identity | all-reduce          attention or MLP         ḡ: all-reduce     | identity
+    sequence    g: all-gather | reduce-scatter    attention or MLP         ḡ: reduce-scatter | all-gather      (forward | backward)
+
+    [b, s/t, h] --LayerNorm--> --g--> [b, s, h] --X A_i .. B_i--> parts of [b, s, h] --ḡ--> [b, s/t, h] --dropout, residual-->
+
+Two things come with it. The input of X A_i is kept for backward as its slice, [b, s/t, h], and gathered once more there, which
+is an extra all-gather, in flight while the input gradient is computed. And a weight that is whole but has seen only s/t of
+the tokens (norms, positions, the biases after ḡ) has a part of its gradient on each rank: such weights pass through
+identity | all-reduce on their way into the layer, together, as one flat all-reduce for each layer.
+
+    python sequence_parallel.py      two ranks: gradients, bytes on the wire, bytes kept, beside tensor parallelism
+
+What Megatron-LM adds: activations stored [s, b, h], so that a slice of the sequence is contiguous and the copy in
+`gather_sequence` is not needed; its norm gradients are summed in the optimizer, here where the weights are used.
+"""
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gpt
+import sharding
+import tensor_parallel
+
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor           # their names from torch 2.13 on
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def start_gather(x: Tensor, group: dist.ProcessGroup):
+    """Begin to all-gather slices of the sequence. x: [b, s/t, h]; returns a function that waits and gives [b, s, h]."""
+    slices = x.new_empty(group.size() * x.shape[0], *x.shape[1:])                               # [t b, s/t, h]
+    work = all_gather(slices, x.contiguous(), group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return slices.unflatten(0, (-1, x.shape[0])).transpose(0, 1).flatten(1, 2)              # [b, t s/t, h]: a copy if b > 1
+    return finish
+
+
+def start_scatter(x: Tensor, group: dist.ProcessGroup):
+    """Begin to reduce-scatter. x: [b, s, h], each rank's part of a sum; returns a function that waits and gives [b, s/t, h]."""
+    slices = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1).contiguous()      # [t b, s/t, h]: a copy if b > 1
+    mine = torch.empty_like(slices[:x.shape[0]])
+    work = reduce_scatter(mine, slices, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return mine
+    return finish
+
+
+class _Gather(torch.autograd.Function):
+    """g: all-gather forward, reduce-scatter backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return start_gather(x, group)()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return start_scatter(grad, ctx.group)(), None
+
+
+class _Scatter(torch.autograd.Function):
+    """ḡ: reduce-scatter forward, all-gather backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return start_scatter(x, group)()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return start_gather(grad, ctx.group)(), None
+
+
+@torch.compiler.disable
+def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """g (figure 5): slices [b, s/t, h] become the whole [b, s, h] on every rank."""
+    return _Gather.apply(x, group)
+
+
+@torch.compiler.disable
+def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """ḡ (figure 5): parts of a sum [b, s, h] become each rank's slice of the sum, [b, s/t, h]."""
+    return _Scatter.apply(x, group)
+
+
+class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
+    """The same with g in the place of f: the input arrives as slices, is kept as slices, and is gathered again in backward.
+    x: [b, s/t, h] -> [b, s, out / t] each."""
+    enter, leave = staticmethod(start_gather), staticmethod(start_scatter)
+
+
+class SlicedPositions(nn.Module):
+    """x + a vector for each position, where x is the n-th slice of the sequence. x: [b, s/t, h]"""
+
+    def __init__(self, positions: gpt.LearnedPositions, n: int):
+        super().__init__()
+        self.weight, self.n = positions.weight, n
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[self.n * x.shape[1]:(self.n + 1) * x.shape[1]]
+
+
+class _CopyWeights(torch.autograd.Function):
+    """Identity forward; backward, one all-reduce of all the gradients laid side by side."""
+
+    @staticmethod
+    def forward(ctx, group, *weights):
+        ctx.group = group
+        return tuple(w.view_as(w) for w in weights)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=ctx.group)
+        return None, *(part.view_as(grad) for part, grad in zip(flat.split([grad.numel() for grad in grads]), grads))
+
+
+def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let the parameters in `module` that are not cut, which see a slice of the sequence, pass through identity | all-reduce, together,
+    whenever it runs: while its forward runs, their places hold the copies."""
+    places = [(m, name) for m in module.modules() for name, p in m._parameters.items() if p is not None and not sharding.of(p).cuts]
+    forward = module.forward
+
+    @torch.compiler.disable
+    def swap(copies) -> list[Tensor]:
+        before = [m._parameters[name] for m, name in places]
+        for (m, name), copy in zip(places, copies or _CopyWeights.apply(group, *before)):
+            m._parameters[name] = copy
+        return before
+
+    def synchronised(*args):
+        parameters = swap(None)
+        try:
+            return forward(*args)
+        finally:
+            swap(parameters)
+    module.forward = synchronised
+
+
+def check(config: gpt.GPTConfig, t: int) -> None:
+    """Raises ValueError, naming what to change, if sequences cannot be cut in t."""
+    if config.seq_length % t:
+        low = config.seq_length // t * t
+        raise ValueError(f"seq_length {config.seq_length}: must be divisible by tp {t} under sequence parallelism; "
+                         f"{f'{low} or ' if low else ''}{low + t} would fit")
+
+
+def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
+    """Turn a model that `tensor_parallel.parallelize` has cut over the same group into a sequence-parallel one, in place. It takes
+    tokens [b, s] with s divisible by t. Raises ValueError as `check`, or for a model that is not cut."""
+    check(model.config, group.size())
+    if not isinstance(model.head, tensor_parallel.VocabParallelHead):
+        raise ValueError("sequence parallelism works on a tensor-parallel model: call tensor_parallel.parallelize(model, group) first")
+    for module in model.modules():
+        if isinstance(module, (tensor_parallel.RowParallelLinear, tensor_parallel.VocabParallelEmbedding)):
+            module.leave = scatter_sequence                              # ḡ instead of the all-reduce
+        elif isinstance(module, gpt.BiasDropoutAdd):
+            module.dropout.slice[1] = group.rank()                       # of the sequence
+    for module in (model.head, *(m for block in model.blocks.values() for m in (block.attention, block.mlp))):
+        module.project = ColumnParallelLinear(group)
+    model.embedding.dropout.slice[1] = group.rank()
+    if model.embedding.positions is not None:
+        model.embedding.positions = SlicedPositions(model.embedding.positions, group.rank())
+    for module in (model.embedding, *model.blocks.values(), model.head):
+        synchronise(module, group)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _lesson(rank: int, kind: str):
+    import ranks
+    import recompute
+    group = dist.group.WORLD
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=64, vocab_size=257, dropout=0.1))
+    if kind != "one rank":
+        tensor_parallel.parallelize(model, group)
+    if kind == "sequence":
+        parallelize(model, group)
+    sharding.init(model, 0, "cpu", torch.float64)
+    tokens = torch.randint(257, (8, 65), generator=torch.Generator().manual_seed(0))
+    key = gpt.dropout_key(0, 1, torch.arange(8))
+    model(tokens[:, :-1], tokens[:, 1:], key).mean().backward()
+    gradients = {name: sharding.gather(p.grad.clone(), sharding.of(p)) for name, p in model.named_parameters()}
+    x = torch.zeros(8, 64 // (group.size() if kind == "sequence" else 1), 64, dtype=torch.float64, requires_grad=True)
+    kept = recompute.saved_bytes(lambda: model.blocks["0"](x, key), *model.parameters())
+    with ranks.Collectives() as forward:
+        y = model.blocks["0"](x, key)
+    with ranks.Collectives() as backward:
+        y.sum().backward()
+    return gradients, kept, forward.calls, backward.calls
+
+
+def main():
+    import ranks
+    one = ranks.run(_lesson, 1, "one rank")[0][0]
+    print("one layer of a GPT (h 64, a 4, s 64, b 8, float64, dropout 0.1) on two ranks; bytes are those of the whole tensor, b s h x 8 = 262,144")
+    for kind in ("tensor", "sequence"):
+        gradients, kept, forward, backward = ranks.run(_lesson, 2, kind)[0]
+        worst = max(((one[n] - g).abs().max() / one[n].abs().max()).item() for n, g in gradients.items() if not n.endswith("key.bias"))
+        print(f"{kind} parallel: largest relative difference of a gradient from one rank's {worst:.1e}; kept for backward: {kept:,} bytes")
+        for name, calls in (("forward", forward), ("backward", backward)):
+            print(f"{name:>10}: " + ", ".join(f"{what} {size:,}" for what, size in calls))
+    print("an all-reduce sends what a reduce-scatter and an all-gather send together: the same bytes, but for backward's second gathers\n"
+          "and the one flat all-reduce of the gradients of six weights of h elements")
+
+
+if __name__ == "__main__":
+    main()

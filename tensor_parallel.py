@@ -1,0 +1,279 @@
+"""Tensor parallelism: every matrix of a layer is cut over t ranks (Megatron-LM, arXiv 1909.08053, section 3).
+
+The second of two matrices undoes what the first one's cut did, so a pair needs one sum, at its end. For the MLP, cut A by
+columns and B by rows (and attention likewise: query, key and value by columns, which is by heads; the output by rows):
+
+    X --f-->  GELU(X A_i) B_i  --g-->  Z = Σ_i GELU(X A_i) B_i          A = [A_1 .. A_t],  B = [B_1; ..; B_t]
+
+    f    identity forward,   all-reduce backward       each rank's X A_i gives a part of ∂L/∂X
+    g    all-reduce forward, identity backward         each rank's product is a part of Z
+
+f and g are each other's adjoint. A layer has two such pairs: 2 all-reduces forward, 2 backward, of b s h elements each.
+
+The embedding is cut by words, and so is the head's matrix (often the same one). Logits are never gathered: the loss needs
+max, Σ exp and the label's logit, three numbers per token instead of V. A vocabulary that t does not divide is padded on the
+last ranks; the padding gets no probability, no gradient, and no place in a checkpoint.
+
+    python tensor_parallel.py      two ranks against one: gradients, collectives and their bytes
+
+What Megatron-LM adds: q, k and v in one matrix, and communication inside the matrix multiplication (user buffers).
+"""
+from math import gcd
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpt
+import sharding
+from sharding import Cut
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)         # autograd may still need what it handed us
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@torch.compiler.disable
+def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """f (section 3): x, the same on every rank, enters a region in which each rank computes a part. Any shape."""
+    return _Copy.apply(x, group)
+
+
+@torch.compiler.disable
+def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """g (section 3): each rank's part leaves the region as the sum, the same on every rank. Any shape; x is overwritten."""
+    return _Reduce.apply(x.contiguous(), group)
+
+
+def start_nothing(x: Tensor, group: dist.ProcessGroup):
+    """Forward of f, and what `start_all_reduce` is to its backward: a function that gives x."""
+    return lambda: x
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup):
+    """Begin to sum x over the ranks, in place; returns a function that waits and gives x."""
+    work = dist.all_reduce(x, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return x
+    return finish
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """Y_i = enter(x) W_iᵀ + b_i for several W_i that read the same x, written out so that communication runs beside computation.
+    (enter, leave) is f: nothing and an all-reduce; sequence parallelism has another pair."""
+
+    @staticmethod
+    def forward(ctx, x, enter, leave, group, n, *weights_and_biases):                          # n weights, then n biases or None
+        weights, biases = weights_and_biases[:n], weights_and_biases[n:]
+        ctx.enter, ctx.leave, ctx.group, ctx.n = enter, leave, group, n
+        ctx.save_for_backward(x, *weights)
+        whole = enter(x, group)()                                                              # [b, s, h]
+        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases))                   # [b, s, out / t] each
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, *weights = ctx.saved_tensors
+        wanted, bias_wanted = ctx.needs_input_grad[5:5 + ctx.n], ctx.needs_input_grad[5 + ctx.n:]
+        entering = ctx.enter(x, ctx.group) if any(wanted) else None                            # on its way while ..
+        rows = [grad.flatten(0, 1) for grad in grads]                                          # [b s, out / t]
+        dx = rows[0] @ weights[0]                                                              # .. the input gradient is computed
+        for row, weight in zip(rows[1:], weights[1:]):
+            dx.addmm_(row, weight)
+        leaving = ctx.leave(dx.view(*grads[0].shape[:2], -1), ctx.group)                       # on its way while ..
+        whole = entering().flatten(0, 1) if entering else None                                 # [b s, h]
+        d_weights = [row.t() @ whole if want else None for row, want in zip(rows, wanted)]     # .. the weight gradients are computed
+        d_biases = [row.sum(0) if want else None for row, want in zip(rows, bias_wanted)]
+        return leaving(), None, None, None, None, *d_weights, *d_biases
+
+
+class ColumnParallelLinear(gpt.SharedInput):
+    """Y_i = X A_i for one or several linear layers whose output is cut: each rank computes its columns of Y. f comes first,
+    once for all the layers that read X. x: [b, s, h] -> [b, s, out / t] each."""
+    enter, leave = staticmethod(start_nothing), staticmethod(start_all_reduce)
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__()
+        self.group = group
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
+        weights = [linear.weight for linear in linears]
+        biases = [None if isinstance(linear, gpt.DeferredBiasLinear) else linear.bias for linear in linears]
+        return list(_ColumnParallel.apply(x, self.enter, self.leave, self.group, len(linears), *weights, *biases))
+
+
+class RowParallelLinear(nn.Module):
+    """Z = Σ_i Y_i B_i: the input is cut like B's rows, g sums. x: [b, s, in / t] -> [b, s, out]. The bias is not cut: it is added
+    once, after the sum, by what follows."""
+
+    def __init__(self, linear: gpt.DeferredBiasLinear, group: dist.ProcessGroup):
+        super().__init__()
+        self.weight, self.bias, self.group = linear.weight, linear.bias, group
+        sharding.keep_part(self, "weight", Cut(1, group))                # [out, in / t]
+        self.leave = reduce_from_ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(F.linear(x, self.weight), self.group)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Each rank looks up the words that it holds and gives zeros for the others; g sums. tokens: [b, s] -> [b, s, h]"""
+
+    def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup):
+        super().__init__()
+        self.weight, self.group = embedding.weight, group
+        sharding.keep_part(self, "weight", Cut(0, group))                # [V / t, h]
+        self.leave = reduce_from_ranks
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local = tokens - self.group.rank() * self.weight.shape[0]
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.leave(x.masked_fill_(elsewhere.unsqueeze(-1), 0), self.group)
+
+
+class VocabParallelHead(nn.Module):
+    """The head with its matrix cut by words. `output` may be tied to the embedding; then it is cut already."""
+
+    def __init__(self, head: gpt.Head, group: dist.ProcessGroup):
+        super().__init__()
+        self.norm, self.output, self.group = head.norm, head.output, group
+        self.vocab_size = sharding.of(head.output.weight).shape[0]
+        if not sharding.of(head.output.weight).cuts:
+            sharding.keep_part(self.output, "weight", Cut(0, group))     # [V / t, h]
+        self.project = ColumnParallelLinear(group)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """As gpt.Head. Only without labels, to generate, are logits gathered; no gradient goes through that."""
+        logits, = self.project(self.norm(x), self.output)                # [b, s, V / t]
+        if labels is None:
+            return sharding.gather(logits.detach(), sharding.Sharding((*logits.shape[:-1], self.vocab_size), (Cut(logits.dim() - 1, self.group),)))
+        return vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.group)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """loss = log Σ exp(z) - z_label with z cut by columns;  ∂loss/∂z = softmax(z) - onehot(label), each rank its columns."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, vocab_size, group):
+        n = logits.shape[-1]
+        first = group.rank() * n
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32))                         # a copy of 16-bit logits, or themselves
+        z[..., max(0, vocab_size - first):] = -torch.inf                                        # padding: exp gives 0
+        largest = z.amax(-1)                                                                    # [b, s]
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        z -= largest.unsqueeze(-1)
+        local = labels - first
+        here = (local >= 0) & (local < n)
+        local = local.clamp(0, n - 1).unsqueeze(-1)                                             # [b, s, 1]
+        label_z = z.gather(-1, local).squeeze(-1).masked_fill(~here, 0)
+        sums = torch.stack((z.exp_().sum(-1), label_z))                                         # [2, b, s]
+        dist.all_reduce(sums, group=group)
+        ctx.save_for_backward(z.div_(sums[0].unsqueeze(-1)), local, here)
+        ctx.dtype = logits.dtype
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradient, local, here = ctx.saved_tensors
+        gradient.scatter_add_(-1, local, -here.unsqueeze(-1).to(gradient.dtype))
+        return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
+
+
+@torch.compiler.disable
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
+    """gpt.cross_entropy, of logits that are cut by words (section 3, "fuse with the cross entropy loss"): 3 b s numbers, in at
+    least float32, are reduced. logits: [b, s, V / t], **overwritten**; labels: [b, s], global ids. Returns [b, s], on every rank."""
+    return _VocabParallelCrossEntropy.apply(logits, labels, vocab_size, group)
+
+
+def check(config: gpt.GPTConfig, t: int) -> None:
+    """Raises ValueError, naming what to change, if t ranks cannot share the model."""
+    for field, n in (("num_heads", config.num_heads), ("num_kv_heads", config.num_kv_heads), ("ffn_hidden_size", config.ffn_hidden_size)):
+        if n % t:
+            common = gcd(config.num_heads, config.num_kv_heads, config.ffn_hidden_size)
+            raise ValueError(f"tp {t}: must divide {field} {n}; tp {gpt.divisors(common, t)} would fit this model")
+
+
+def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
+    """Cut `model` over the ranks of `group`, in place; names stay. Best on the meta device, before weights exist. Raises
+    ValueError as `check`."""
+    check(model.config, group.size())
+    for block in model.blocks.values():
+        attention, mlp = block.attention, block.mlp
+        for linear in (attention.query, attention.key, attention.value, mlp.up, mlp.gate):
+            if linear is not None:
+                sharding.keep_part(linear, "weight", Cut(0, group))      # [out / t, in]
+                sharding.keep_part(linear, "bias", Cut(0, group))
+                linear.out_features //= group.size()
+        attention.project, mlp.project = ColumnParallelLinear(group), ColumnParallelLinear(group)
+        attention.output, mlp.down = RowParallelLinear(attention.output, group), RowParallelLinear(mlp.down, group)
+        if isinstance(attention.core, gpt.ExplicitAttention):
+            attention.core.dropout.slice[1] = group.rank()               # of the heads
+    tied = model.head.output.weight is model.embedding.tokens.weight
+    model.embedding.tokens = VocabParallelEmbedding(model.embedding.tokens, group)
+    if tied:
+        model.head.output.weight = model.embedding.tokens.weight
+    model.head = VocabParallelHead(model.head, group)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _lesson(rank: int, world: int):
+    import ranks
+    group = torch.distributed.group.WORLD
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=32, vocab_size=257, dropout=0.1))
+    if world > 1:
+        parallelize(model, group)
+    sharding.init(model, 0, "cpu", torch.float64)
+    tokens = torch.randint(257, (8, 33), generator=torch.Generator().manual_seed(0))
+    key = gpt.dropout_key(0, 1, torch.arange(8))
+    loss = model(tokens[:, :-1], tokens[:, 1:], key).mean()
+    loss.backward()
+    gradients = {name: sharding.gather(p.grad.clone(), sharding.of(p)) for name, p in model.named_parameters()}
+    with ranks.Collectives() as forward:
+        y = model.blocks["0"](torch.zeros(8, 32, 64, dtype=torch.float64, requires_grad=True), key)
+    with ranks.Collectives() as backward:
+        y.sum().backward()
+    return loss.item(), gradients, sum(p.numel() for p in model.parameters()), forward.calls, backward.calls
+
+
+def main():
+    import ranks
+    (loss, one, all_of_it, _, _), = ranks.run(_lesson, 1, 1)
+    (loss_2, two, part, forward, backward), _ = ranks.run(_lesson, 2, 2)
+    worst = max(((one[n] - two[n]).abs().max() / one[n].abs().max()).item() for n in one if not n.endswith("key.bias"))
+    print(f"a GPT (h 64, L 2, V 257, dropout 0.1, tied embeddings) in float64 on one rank, and cut over two: loss {loss:.12f} and {loss_2:.12f},\n"
+          f"largest relative difference of a gradient {worst:.1e}; parameters {all_of_it:,} and {part:,} on a rank")
+    print(f"one layer, by the paper: 2 all-reduces forward and 2 backward of b s h = 8 x 32 x 64 elements of 8 bytes, {8 * 32 * 64 * 8:,} bytes each")
+    for name, calls in (("forward", forward), ("backward", backward)):
+        print(f"counted {name:>9}: " + ", ".join(f"{kind} {size:,}" for kind, size in calls))
+
+
+if __name__ == "__main__":
+    main()
