@@ -36,7 +36,7 @@ class _Checkpoint(torch.autograd.Function):
         ctx.is_tensor = [isinstance(a, Tensor) for a in args]
         ctx.others = [None if isinstance(a, Tensor) else a for a in args]
         ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
-        return function(*args)
+        return function(*(a.detach() if isinstance(a, Tensor) else a for a in args))
 
     @staticmethod
     def backward(ctx, grad):
@@ -138,7 +138,7 @@ def saved_bytes(function, *parameters: Tensor) -> int:
     kept = []
 
     def pack(tensor):
-        holder = _Kept(tensor)
+        holder = _Kept(tensor.detach())                                  # an output itself would keep its own graph alive
         kept.append(weakref.ref(holder))
         return holder
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):

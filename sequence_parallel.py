@@ -139,6 +139,8 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
         return before
 
     def synchronised(*args):
+        if not torch.is_grad_enabled():
+            return forward(*args)
         parameters = swap(None)
         try:
             return forward(*args)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
+FIGURES = HERE.parent / "figures"
 
 
 def environment() -> dict:

@@ -49,10 +49,13 @@ class Result:
     parameters: dict[str, torch.Tensor]            # after the last
 
 
-def on_rank(rank: int, world: int, flags: dict, steps: int, mutate) -> Result:
+def on_rank(rank: int, world: int, variants: list[dict], steps: int, mutate) -> list[Result]:
     if mutate:
         mutate()
-    config = trainer.Config(**flags)
+    return [one_run(world, trainer.Config(**flags), steps) for flags in variants]
+
+
+def one_run(world: int, config: trainer.Config, steps: int) -> Result:
     groups = trainer.make_groups("cpu", world, config.tp) if world > 1 else (None, None)
     t = trainer.Trainer(config, torch.device("cpu"), *groups)
     dataset = Synthetic(t.model_config.seq_length, t.model_config.vocab_size)
@@ -77,7 +80,12 @@ def train(world: int = 1, steps: int = 3, mutate=None, base: dict = SMALL, **fla
 
 @lru_cache(maxsize=32)                             # one-device references are shared between tests
 def _train(world, steps, mutate, flags):
-    return ranks.run(on_rank, world, world, dict(flags), steps, mutate)[0]
+    return ranks.run(on_rank, world, world, [dict(flags)], steps, mutate)[0][0]
+
+
+def train_each(world: int, variants: list[dict], steps: int = 3, base: dict = SMALL, **flags) -> list[Result]:
+    """Several runs on the same ranks, one after the other: launching them costs more than a run."""
+    return ranks.run(on_rank, world, world, [base | flags | v for v in variants], steps, None)[0]
 
 
 def difference(a: Result, b: Result) -> dict[str, float]:

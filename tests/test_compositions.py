@@ -1,18 +1,50 @@
 """Every layout gives the loss, the gradients and the parameters of one device."""
 import pytest
 import torch
+import torch.distributed as dist
 
 import fsdp
 import gpt
 import optimizer
+import sequence_parallel
+import sharding
+import tensor_parallel
 import train as trainer
-from parity import LLAMA, SMALL, differs, same, train
+from parity import LLAMA, SMALL, differs, same, train, train_each
 
 
 @pytest.mark.parametrize("base", [SMALL, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("world, micro", [(1, 1), (1, 4), (2, None), (2, 1), (2, 2), (4, None), (4, 1)])
 def test_data_parallel(world, micro, base):
     same(train(world, base=base, micro_batch_size=micro), train(base=base))
+
+
+# A vocabulary that no t divides, heads that 4 divides, grouped-query attention. For GPT the embeddings are tied.
+TENSOR = {"gpt": SMALL | dict(vocab_size=257), "llama": LLAMA | dict(vocab_size=257, num_heads=8, num_kv_heads=4)}
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("base", TENSOR)
+def test_tensor_parallel(base, tp, dp):
+    """With and without sequence parallelism, times every way to recompute."""
+    variants = [dict(sequence_parallel=sequence, recompute=recompute) for sequence in (False, True) for recompute in ("none", "selective", "full")]
+    for result in train_each(tp * dp, variants, base=TENSOR[base], tp=tp, micro_batch_size=2):
+        same(result, train(base=TENSOR[base]))
+
+
+@pytest.mark.parametrize("flags", [dict(recompute="full", recompute_layers=1), dict(recompute="selective"),
+                                   dict(dropout=0.0, recompute="selective"), dict(dropout=0.0, recompute="full")], ids=str)
+def test_recompute(flags):
+    """Partly, on one device, and with fused attention (no dropout)."""
+    reference = {k: v for k, v in flags.items() if k == "dropout"}
+    same(train(micro_batch_size=4, **flags), train(**reference))
+    same(train(2, tp=2, sequence_parallel=True, base=TENSOR["llama"], **flags), train(base=TENSOR["llama"], **reference))
+
+
+@pytest.mark.parametrize("flags", [dict(tp=2), dict(tp=2, sequence_parallel=True, recompute="full")], ids=["tensor", "sequence"])
+def test_tensor_parallel_float32(flags):
+    same(train(2, precision="fp32", steps=1, **flags), train(precision="fp32", steps=1), 1e-5)
 
 
 def test_float32():
@@ -69,8 +101,6 @@ def wrong_samples():
 
 
 def weights_by_rank():
-    import torch.distributed as dist
-    import sharding
     original = sharding.generator
     sharding.generator = lambda seed, name: original(seed + dist.get_rank(), name)
 
@@ -100,3 +130,151 @@ def same_mask_every_step():
 
 def test_gate_sees_the_step_in_the_mask():
     differs(train(2, mutate=same_mask_every_step), train())
+
+
+# What tensor and sequence parallelism need.
+
+def no_f():
+    """The input gradient of column-parallel layers is each rank's part."""
+    tensor_parallel.ColumnParallelLinear.leave = staticmethod(tensor_parallel.start_nothing)
+
+
+def no_g():
+    """The output of row-parallel layers, and of the embedding, is each rank's part."""
+    tensor_parallel.reduce_from_ranks = lambda x, group: x
+
+
+def clones():
+    """Every rank starts from rank 0's weights."""
+    class First:
+        def __init__(self, group): self.size = group.size
+        def rank(self): return 0
+
+    def cut(whole, record, original=sharding.cut):
+        return original(whole, sharding.Sharding(record.shape, tuple(sharding.Cut(c.dim, First(c.group)) for c in record.cuts)))
+    sharding.cut = cut
+
+
+def without_all_reduce(op):
+    """Cross entropy without one of its two reductions."""
+    forward, all_reduce = tensor_parallel._VocabParallelCrossEntropy.forward, dist.all_reduce
+
+    def silent(ctx, *args):
+        dist.all_reduce = lambda x, o=dist.ReduceOp.SUM, **options: None if o == op else all_reduce(x, o, **options)
+        result = forward(ctx, *args)
+        dist.all_reduce = all_reduce
+        return result
+    tensor_parallel._VocabParallelCrossEntropy.forward = staticmethod(silent)
+
+
+def no_vocabulary_maximum():
+    without_all_reduce(dist.ReduceOp.MAX)
+
+
+def no_vocabulary_sums():
+    without_all_reduce(dist.ReduceOp.SUM)
+
+
+def dropout_without(dims):
+    """Masks of tensors with so many dimensions begin at coordinate 0 on every rank."""
+    original = gpt.Dropout.forward
+
+    def forward(self, x, drop_key):
+        kept, self.slice = self.slice, {} if x.dim() == dims else self.slice
+        y = original(self, x, drop_key)
+        self.slice = kept
+        return y
+    gpt.Dropout.forward = forward
+
+
+def dropout_without_heads():
+    dropout_without(4)
+
+
+def dropout_without_sequence():
+    dropout_without(3)
+
+
+@pytest.mark.parametrize("mutate", [no_f, no_g, clones, no_vocabulary_maximum, no_vocabulary_sums, dropout_without_heads])
+def test_gate_sees_tensor(mutate):
+    differs(train(2, tp=2, mutate=mutate), train())
+
+
+def mine(x, group):
+    return x.chunk(group.size(), 1)[group.rank()].contiguous()
+
+
+def no_sum_in_g():
+    """The input gradient of column-parallel layers is a slice of each rank's part."""
+    sequence_parallel.ColumnParallelLinear.leave = staticmethod(lambda x, group: lambda: mine(x, group))
+
+
+def no_gather_in_g():
+    """Every rank takes its own slice for the others' too."""
+    sequence_parallel.ColumnParallelLinear.enter = staticmethod(lambda x, group: lambda: x.repeat(1, group.size(), 1))
+
+
+def old_input():
+    """Backward's second gather gives something else than forward's."""
+    seen = {}
+
+    def enter(x, group, original=sequence_parallel.start_gather):
+        finish, again = original(x, group), seen.pop(x.data_ptr(), False)
+        if not again:
+            seen[x.data_ptr()] = True
+        return (lambda: 2 * finish()) if again else finish
+    sequence_parallel.ColumnParallelLinear.enter = staticmethod(enter)
+
+
+def no_sum_in_g_bar():
+    sequence_parallel.scatter_sequence = mine
+
+
+def no_gather_in_g_bar():
+    """The gradient of a row-parallel layer's output is zero outside of this rank's slice."""
+    def backward(ctx, grad):
+        n, rank = ctx.group.size(), ctx.group.rank()
+        return torch.cat([grad if i == rank else torch.zeros_like(grad) for i in range(n)], 1), None
+    sequence_parallel._Scatter.backward = staticmethod(backward)
+
+
+def no_norm_gradients():
+    sequence_parallel._CopyWeights.backward = staticmethod(lambda ctx, *grads: (None, *grads))
+
+
+def positions_from_0():
+    original = sequence_parallel.SlicedPositions.__init__
+    sequence_parallel.SlicedPositions.__init__ = lambda self, positions, n: original(self, positions, 0)
+
+
+@pytest.mark.parametrize("mutate", [no_sum_in_g, no_gather_in_g, old_input, no_sum_in_g_bar, no_gather_in_g_bar, no_norm_gradients, positions_from_0,
+                                    dropout_without_sequence, dropout_without_heads])
+def test_gate_sees_sequence(mutate):
+    differs(train(2, tp=2, sequence_parallel=True, mutate=mutate), train())
+
+
+def masks_of_the_moment():
+    """A mask from a generator, which recomputation draws anew."""
+    gpt.dropped = lambda key, salt, shape, start, p: torch.rand(shape) < p
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_gate_sees_other_masks_in_recomputation(recompute):
+    torch.manual_seed(0)
+    differs(train(recompute=recompute, mutate=masks_of_the_moment), train(mutate=masks_of_the_moment))
+
+
+def every_rank_counts():
+    """Tensor-parallel ranks all add their loss."""
+    original = trainer.Trainer.forward_backward
+
+    def forward_backward(self, *args):
+        group, self.tp_group = self.tp_group, None
+        loss = original(self, *args)
+        self.tp_group = group
+        return loss
+    trainer.Trainer.forward_backward = forward_backward
+
+
+def test_gate_sees_every_rank_counting():
+    differs(train(2, tp=2, mutate=every_rank_counts), train())

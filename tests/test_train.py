@@ -94,6 +94,24 @@ def test_two_ranks_end_to_end(here, text):
     assert [x["loss"] for x in exact("one")] == pytest.approx([x["loss"] for x in metrics], rel=1e-5)
 
 
+def test_tensor_parallel_end_to_end(here, text):
+    """Two tensor- and sequence-parallel ranks give the curve of one; what they leave behind goes on under one rank."""
+    flags = ("--eval-every", "4", "--dropout", "0.1", "--steps", "8", "--recompute", "full", "--recompute-layers", "1")
+    done = run(text, "--out", "two", *flags, "--tp", "2", "--sequence-parallel", world=2)
+    assert done.returncode == 0, done.stderr
+    assert "tp 2, sequence-parallel True, recompute full, recompute-layers 1" in done.stdout
+    assert len(Path("two/sample.txt").read_text()) > 4
+    assert in_process(text, "--out", "one", *flags) == 0
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert [x[key] for x in lines("two") if key in x] == pytest.approx([x[key] for x in lines("one") if key in x], rel=1e-5)
+    assert [x["tokens"] for x in lines("two")] == [x["tokens"] for x in lines("one")]
+    assert in_process(text, "--out", "two", *flags, "--steps", "10", "--resume") == 0
+    assert [x["step"] for x in lines("two")] == list(range(1, 11)) and lines("two")[-1]["loss"] < lines("two")[0]["loss"]
+    shown = subprocess.run([sys.executable, str(ROOT / "generate.py"), "--checkpoint", "two", "--prompt", "if", "--max-tokens", "5"],
+                           capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0 and shown.stdout.startswith("if"), shown.stderr
+
+
 def test_resume_is_bit_for_bit(here, text, capfd):
     flags = ("--save-every", "5", "--dropout", "0.1", "--precision", "bf16")
     assert in_process(text, "--out", "whole", *flags) == 0
@@ -164,6 +182,9 @@ def test_signal_saves_and_stops(here, text, number, world):
     (["--data", "missing.txt"], ["--data missing.txt", "no such file"]),
     (["--seq-length", "100000"], ["too short", "--seq-length"]),
     (["--vocab-size", "100"], ["--tokenizer bytes", "--vocab-size 100", "--vocab-size 257 would fit"]),
+    (["--tp", "2"], ["--tp 2: must divide the 1 ranks", "[1] would fit"]), (["--tp", "0"], ["--tp 0"]), (["--sequence-parallel"], ["--sequence-parallel", "--tp 2"]),
+    (["--recompute", "full", "--recompute-layers", "3"], ["--recompute-layers 3", "--num-layers 2"]),
+    (["--recompute-layers", "1"], ["--recompute-layers 1: needs --recompute selective or full"]),
     (["--tokenizer", "nope.json"], ["--tokenizer nope.json"]), (["--out", "/proc/run"], ["--out /proc/run", "cannot be written"]),
 ])
 def test_refusals(here, text, more, words, capfd):
@@ -191,6 +212,19 @@ def test_batch_that_the_ranks_do_not_divide():
     config = train.Config(global_batch_size=10)
     with pytest.raises(train.ConfigError, match="--global-batch-size 10: must be divisible by the 4 data-parallel ranks; 8 or 12 would fit"):
         config.validate(4)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (dict(tp=3), "--tp 3: must divide the 8 ranks; [1, 2, 4] would fit"), (dict(tp=16), "--tp 16: must divide the 8 ranks"),
+    (dict(tp=8, num_heads=4), "--tp 8: must divide --num-heads 4; --tp [1, 2, 4] would fit this model"),
+    (dict(tp=4, num_kv_heads=2), "--tp 4: must divide --num-kv-heads 2; --tp [1, 2] would fit this model"),
+    (dict(tp=8, ffn_hidden_size=684), "--tp 8: must divide --ffn-hidden-size 684"),
+    (dict(tp=8, sequence_parallel=True, seq_length=100), "--seq-length 100: must be divisible by --tp 8 under sequence parallelism; 96 or 104 would fit"),
+    (dict(tp=4, global_batch_size=3), "--global-batch-size 3: must be divisible by the 2 data-parallel ranks; 2 or 4 would fit")])
+def test_layouts_that_cannot_be(flags, words):
+    with pytest.raises(train.ConfigError) as e:
+        train.Config(**flags).validate(8)
+    assert words in str(e.value)
 
 
 def test_one_message_from_one_rank(here, text):
