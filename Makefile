@@ -1,4 +1,4 @@
-# make train · make test: each sets up .venv by itself
+# make train · make test · make figures: each sets up .venv by itself
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
@@ -8,6 +8,10 @@ train: .venv/installed
 
 test: .venv/tests-installed
 	.venv/bin/python -m pytest $(ARGS)
+
+figures: .venv/installed
+	.venv/bin/python comparisons/activation_memory.py
+	.venv/bin/python comparisons/recompute_overhead.py
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
@@ -20,4 +24,4 @@ test: .venv/tests-installed
 	.venv/bin/pip install --quiet -r tests/requirements.txt
 	touch $@
 
-.PHONY: train test
+.PHONY: train test figures

@@ -340,6 +340,8 @@ def run(config: Config, world: World) -> None:
                      if (value := getattr(config, name)) not in (1, False, "none", None))
     world.say(f"{config.model}: {trainer.num_parameters:,} parameters, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
               f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
+    if config.recompute == "selective" and trainer.model_config.attention == "fused":
+        world.say("--recompute selective: fused attention keeps no s x s scores, so there is nothing to recompute")
     begin = time.perf_counter()
     stopped = loop(trainer, world, train_set, held_out, metrics, start, tokens)
     if stopped or trainer.dp_rank > 0:

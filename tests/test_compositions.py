@@ -1,4 +1,6 @@
 """Every layout gives the loss, the gradients and the parameters of one device."""
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +47,11 @@ def test_recompute(flags):
 @pytest.mark.parametrize("flags", [dict(tp=2), dict(tp=2, sequence_parallel=True, recompute="full")], ids=["tensor", "sequence"])
 def test_tensor_parallel_float32(flags):
     same(train(2, precision="fp32", steps=1, **flags), train(precision="fp32", steps=1), 1e-5)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled():
+    same(train(2, steps=1, tp=2, sequence_parallel=True, recompute="full", compile=True), train(steps=1))
 
 
 def test_float32():
