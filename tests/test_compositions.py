@@ -31,7 +31,7 @@ TENSOR = {"gpt": SMALL | dict(vocab_size=257), "llama": LLAMA | dict(vocab_size=
 def test_tensor_parallel(base, tp, dp):
     """With and without sequence parallelism, times every way to recompute."""
     variants = [dict(sequence_parallel=sequence, recompute=recompute) for sequence in (False, True) for recompute in ("none", "selective", "full")]
-    for result in train_each(tp * dp, variants, base=TENSOR[base], tp=tp, micro_batch_size=2):
+    for result in train_each(tp * dp, variants, base=TENSOR[base], tp=tp, micro_batch_size=4 // dp):
         same(result, train(base=TENSOR[base]))
 
 
