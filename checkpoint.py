@@ -95,8 +95,15 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         self.tensors = tensors
 
     def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([item for n, t in self.tensors.items() if 0 not in chunk(t).sizes
-                         for item in create_read_items_for_chunk_list(n, self.metadata.state_dict_metadata[n], [chunk(t)])])
+        items = []
+        for n, t in self.tensors.items():
+            if 0 not in chunk(t).sizes:
+                stored = self.metadata.state_dict_metadata.get(n)
+                found = create_read_items_for_chunk_list(n, stored, [chunk(t)]) if stored else []
+                if sum(item.lengths.numel() for item in found) != chunk(t).sizes.numel():
+                    raise ValueError(f"its files lack {n}, or a part of it")
+                items += found
+        return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         tensor = self.tensors[index.fqn]
@@ -105,7 +112,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0) -> Path:
     """Write folder/step-00NNNN; all ranks call this together. tensors: global name -> this rank's part, with its sharding
-    record; the same names on every rank. What several ranks hold is written once, and padding never.
+    record; each rank names what it holds. What several ranks hold is written once, and padding never.
     state: `config` and `model`, the configurations as dicts, and what else the next step depends on, as JSON. keep: how many checkpoints remain, 0 for all.
 
     Raises CheckpointError, on all ranks, when a rank cannot write; nothing earlier is touched before the new one is whole.
@@ -123,6 +130,11 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep:
     except OSError as e:
         error = e
     agree(error and f"cannot save {final}: {error}")
+    described = {n: [str(t.dtype).removeprefix("torch."), list(sharding.of(t).shape)] for n, t in tensors.items()}
+    if dist.is_initialized():
+        everywhere = [None] * dist.get_world_size()                      # pipeline stages hold different names
+        dist.all_gather_object(everywhere, described)
+        described = {n: d for one in everywhere for n, d in one.items()}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")                              # without a process group it says that it assumes one rank
@@ -135,7 +147,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep:
         if rank == 0:
             files = sorted(building.glob("*.safetensors"))
             index = {"format": FORMAT, "step": step, **state,
-                     "tensors": {n: [str(t.dtype).removeprefix("torch."), list(sharding.of(t).shape)] for n, t in tensors.items()},
+                     "tensors": described,
                      "files": {f.name: f.stat().st_size for f in files}}
             (building / "index.json").write_text(json.dumps(index, indent=1))
             for path in [*files, building / "index.json", building]:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+import pipeline_parallel
 import recompute
+import schedules
 import sequence_parallel
 import tensor_parallel
 from gpt import GPTConfig, PRESETS, divisors
@@ -43,15 +45,19 @@ class Config:
     # parallel
     tp: int = flag(1, "tensor-parallel ranks: every matrix is cut over so many; the other ranks are data parallel")
     sequence_parallel: bool = flag(False, "cut what tensor parallelism leaves whole along the sequence")
+    pp: int = flag(1, "pipeline stages' ranks: the layers are cut over so many")
+    virtual_stages: int = flag(1, "chunks of layers on each pipeline rank; more than one is for interleaved")
+    schedule: str | None = flag(None, "of the pipeline; the default is 1f1b, or interleaved with virtual stages", tuple(schedules.NAMES))
+    layer_split: list[int] | None = flag(None, "layers of each stage (pp times virtual stages numbers); the default is an even split", metavar="N")
     # memory, speed
-    recompute: str = flag("none", "what backward computes again instead of keeping: core attention (selective) or whole layers (full)", ("none", "selective", "full"))
+    recompute: str = flag("none", "what backward computes again instead of keeping: explicit attention (selective) or whole layers (full)", ("none", "selective", "full"))
     recompute_layers: int | None = flag(None, "only the first so many layers; the default is all")
     attention: str | None = flag(None, "fused never writes the s x s scores; the default where dropout is 0", ("explicit", "fused"))
     compile: bool = flag(False, "torch.compile each block")
     profile: bool = flag(False, "write OUT/trace-RANK.json for chrome://tracing or Perfetto, the third step to the fifth")
     # batch
     global_batch_size: int = flag(16, "sequences in a step, over all ranks")
-    micro_batch_size: int | None = flag(None, "sequences in one forward; the default is a rank's whole share")
+    micro_batch_size: int | None = flag(None, "sequences in one forward; the default is a rank's whole share, or 1 in a pipeline")
     # optimizer
     steps: int = flag(500, "the last step")
     lr: float = flag(3e-3, "peak learning rate")
@@ -80,32 +86,55 @@ class Config:
         with as_flags():
             return GPTConfig(**{**PRESETS[self.model][0], **given})
 
+    def micro_batch(self, dp: int) -> int:
+        """Sequences in one forward: a rank's whole share, or 1 in a pipeline, unless told otherwise."""
+        return self.micro_batch_size or (1 if self.pp > 1 else self.global_batch_size // dp)
+
+    @property
+    def pipeline_schedule(self) -> str:
+        return self.schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
+
     def validate(self, world: int) -> None:
         """Everything that can be known before a process group exists. world: how many ranks. Raises ConfigError."""
         model = self.model_config()
         for name, least in (("global_batch_size", 1), ("steps", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
-                            ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1), ("tp", 1)):
+                            ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1), ("tp", 1), ("pp", 1),
+                            ("virtual_stages", 1)):
             value = getattr(self, name)
             if value is not None and not least <= value < 2**31:         # NaN and infinity fail too
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least} and below 2^31")
         if world % self.tp:
-            raise ConfigError(f"--tp {self.tp}: must divide the {world} ranks; {divisors(world, self.tp)} would fit")
+            fit = divisors(tensor_parallel.sizes_that_fit(model, world), self.tp)
+            raise ConfigError(f"--tp {self.tp}: must divide the {world} ranks; {fit} would fit")
+        if world // self.tp % self.pp:
+            raise ConfigError(f"--pp {self.pp}: must divide the {world} ranks over --tp {self.tp}; {divisors(world // self.tp, self.pp)} would fit")
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError("--sequence-parallel: cuts what tensor parallelism leaves whole, and needs --tp 2 or more")
         with as_flags():
             recompute.check(model, self.recompute, self.recompute_layers)
-            tensor_parallel.check(model, self.tp)
+            tensor_parallel.check(model, self.tp, world)
             if self.sequence_parallel:
                 sequence_parallel.check(model, self.tp)
-        dp = world // self.tp
+            pipeline_parallel.layer_split(model.num_layers, self.pp * self.virtual_stages, self.layer_split)
+        if self.virtual_stages > 1 and (self.schedule or "interleaved") != "interleaved" or self.virtual_stages > 1 and self.pp == 1:
+            raise ConfigError(f"--virtual-stages {self.virtual_stages}: only --schedule interleaved, under --pp 2 or more, has more than 1")
+        if self.schedule and self.pp == 1:
+            raise ConfigError(f"--schedule {self.schedule}: needs --pp 2 or more")
+        dp = world // self.tp // self.pp
         if self.global_batch_size % dp:
             low = self.global_batch_size // dp * dp
             raise ConfigError(f"--global-batch-size {self.global_batch_size}: must be divisible by the {dp} data-parallel ranks; "
                               f"{f'{low} or ' if low else ''}{low + dp} would fit")
-        share, micro = self.global_batch_size // dp, self.micro_batch_size
-        if micro and share % micro:
+        share = self.global_batch_size // dp
+        micro = self.micro_batch(dp)
+        if share % micro:
             raise ConfigError(f"--micro-batch-size {micro}: must divide each rank's {share} sequences (--global-batch-size "
                               f"{self.global_batch_size} over {dp} data-parallel ranks); {divisors(share, micro)} would fit")
+        group = self.pp * micro * dp                                     # sequences in p micro-batches of every pipeline
+        if self.pipeline_schedule == "interleaved" and self.global_batch_size % group:
+            low = self.global_batch_size // group * group
+            raise ConfigError(f"--global-batch-size {self.global_batch_size}: makes {share // micro} micro-batches for each pipeline, and interleaved needs "
+                              f"a multiple of --pp {self.pp}; {f'{low} or ' if low else ''}{low + group} would fit")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
 
@@ -116,7 +145,7 @@ MODEL_FLAGS = {f.name for f in dataclasses.fields(GPTConfig)} & {f.name for f in
 @contextlib.contextmanager
 def as_flags():
     """What a technique says about its fields becomes a ConfigError about flags: num_heads 5 -> --num-heads 5."""
-    names = sorted(MODEL_FLAGS | {"tp", "recompute", "recompute_layers"})
+    names = sorted(MODEL_FLAGS | {"tp", "pp", "recompute", "recompute_layers", "layer_split"})
     try:
         yield
     except ValueError as e:
@@ -137,8 +166,8 @@ def parse(argv: list[str], rank: int) -> Config:
         help = field.metadata["help"] + ("" if default in (None, [], False) else f" (default: {default})")
         if field.type is bool:
             parser.add_argument(name, action="store_true", help=help)
-        elif field.type == list[str]:
-            parser.add_argument(name, nargs="+", default=default, help=help, metavar=field.metadata["metavar"])
+        elif field.type in (list[str], list[int] | None):
+            parser.add_argument(name, nargs="+", type=str if field.type == list[str] else int, default=default, help=help, metavar=field.metadata["metavar"])
         else:
             kind = field.type if isinstance(field.type, type) else field.type.__args__[0]          # int | None: int
             parser.add_argument(name, type=kind, default=default, help=help, choices=field.metadata["choices"],

@@ -57,6 +57,8 @@ class DataParallel(GradientAccumulator):
         super().__init__(model, scaler)
 
     def accumulate(self, p: nn.Parameter) -> None:
+        if p.grad is None:
+            return
         super().accumulate(p)
         if self.last:
             self.bucket_of[p].waiting -= 1

@@ -144,6 +144,15 @@ class DeferredBiasLinear(nn.Linear):
         return F.linear(x, self.weight)
 
 
+def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
+    """∂W = ∂yᵀ x for y = x Wᵀ; rows: ∂y [b s, out]; x: [b s, in] -> [out, in]. Where a pipeline schedule wants it later, it has handed the
+    parameter a list, `owed`: then the three are appended to it, and the result is None."""
+    if getattr(weight, "owed", None) is None:
+        return rows.t() @ x
+    weight.owed.append((weight, rows, x))
+    return None
+
+
 class SharedInput(nn.Module):
     """Linear layers that read the same input, in one call, so that a technique can bring the input to all of them at once."""
 
@@ -323,14 +332,16 @@ class GPT(nn.Module):
         if not config.llama:
             self.head.output.weight = self.embedding.tokens.weight                             # tied (arXiv 1608.05859)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, drop_key: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, drop_key: Tensor | None = None, x: Tensor | None = None) -> Tensor:
         """tokens, labels: [b, s] int64, s at most seq_length; drop_key: [b] from `dropout_key`, None for no dropout
-        -> loss of each token [b, s], in at least float32; without labels, logits [b, s, V]"""
-        x = self.embedding(tokens, drop_key)
+        -> loss of each token [b, s], in at least float32; without labels, logits [b, s, V].
+        A part of a model, whose embedding or head is None, takes x [b, s, h] instead, or returns it."""
+        if self.embedding is not None:
+            x = self.embedding(tokens, drop_key)
         rotary = rotary_table(self.config, tokens.shape[1], x) if self.config.llama else None
         for layer, block in self.blocks.items():
             x = block(x, layer_key(drop_key, int(layer)), rotary)
-        return self.head(x, labels)
+        return x if self.head is None else self.head(x, labels)
 
     def draw(self, name: str, shape, generator: torch.Generator) -> Tensor:
         """The initial value of one whole parameter, float32 on the CPU: normal with standard deviation 0.02, or

@@ -45,6 +45,8 @@ class GradientAccumulator:
             p.register_post_accumulate_grad_hook(self.accumulate)        # a tied weight is called once, with its sum
 
     def accumulate(self, p: nn.Parameter) -> None:
+        if p.grad is None:                                               # owed: a pipeline schedule computes it later
+            return
         unscale = 1 / self.scaler.scale if self.scaler else 1
         if p.main_grad is None:
             p.main_grad = p.grad.to(accumulation_dtype(p.dtype))         # float32: the tensor itself, no copy
@@ -65,12 +67,14 @@ class GradientAccumulator:
             p.main_grad = None
 
 
-def global_norm(parameters) -> Tensor:
+def global_norm(parameters, stages: dist.ProcessGroup | None = None) -> Tensor:
     """The 2-norm of all gradients of the whole model, the same on every rank: each slice counts once, read off the sharding
-    record. Returns a float64 scalar, non-finite if any gradient on any rank is."""
+    record. stages: the ranks that hold the pipeline's other layers. Returns a float64 scalar, non-finite if any gradient on any rank is."""
+    parameters = list(parameters)
+    device = parameters[0].device
     squares = defaultdict(list)                                          # the groups that cut a parameter: its sum of squares
     for p in parameters:
-        if p.main_grad is not None:
+        if p.main_grad is not None and not sharding.of(p).copy_of:
             groups = tuple(dict.fromkeys(c.group for c in sharding.of(p).cuts))
             squares[groups].append(torch.linalg.vector_norm(p.main_grad).double().square())
     total = 0.0
@@ -79,7 +83,10 @@ def global_norm(parameters) -> Tensor:
         for group in groups:
             dist.all_reduce(part, group=group)
         total = total + part
-    return total.sqrt()
+    if stages:
+        total = torch.as_tensor(total, dtype=torch.float64, device=device)
+        dist.all_reduce(total, group=stages)
+    return torch.as_tensor(total).sqrt()
 
 
 class LossScaler:
@@ -127,10 +134,11 @@ class AdamW:
     the norm is not finite.
     """
 
-    def __init__(self, named_parameters, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip=0.0, scaler: LossScaler | None = None):
-        """clip: the largest global gradient norm, 0 for none."""
+    def __init__(self, named_parameters, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip=0.0, scaler: LossScaler | None = None,
+                 stages: dist.ProcessGroup | None = None):
+        """clip: the largest global gradient norm, 0 for none. stages: as in `global_norm`."""
         self.parameters = dict(named_parameters)                         # global name: parameter
-        self.clip, self.scaler, self.updates, self.skipped = clip, scaler, 0, 0
+        self.clip, self.scaler, self.stages, self.updates, self.skipped = clip, scaler, stages, 0, 0
         self.masters = {name: p if p.dtype == accumulation_dtype(p.dtype) else p.detach().to(accumulation_dtype(p.dtype))
                         for name, p in self.parameters.items()}
         decay = [m for m in self.masters.values() if m.dim() >= 2]
@@ -144,7 +152,7 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Update from `main_grad`. Returns the gradient norm before clipping; where it is not finite, on all ranks alike, nothing is updated."""
-        norm = global_norm(self.parameters.values()).item()
+        norm = global_norm(self.parameters.values(), self.stages).item()
         finite = math.isfinite(norm)
         if finite:
             gradients = {name: p.main_grad for name, p in self.parameters.items() if p.main_grad is not None}

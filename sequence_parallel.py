@@ -1,10 +1,10 @@
 """Sequence parallelism: what tensor parallelism leaves whole is cut along the sequence (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 
 Tensor parallelism cuts the matrices, but every rank still computes and keeps the same LayerNorm, dropout and residual: 10 sbh
-of a layer's 34 sbh bytes. Those act on each token alone, so each rank can do s / t of the tokens. An all-reduce is a
-reduce-scatter and an all-gather; put the slice between the two, and the bytes on the wire stay the same:
+of a layer's 34 sbh bytes (two LayerNorms 4, two dropout masks 2, two matrix inputs 4). Those act on each token alone, so each rank can
+do s / t of the tokens. An all-reduce is a reduce-scatter and an all-gather; put the slice between the two, and the bytes on the wire stay the same:
 
-    tensor      f: identity | all-reduce          attention or MLP         ḡ: all-reduce     | identity
+    tensor      f: identity | all-reduce          attention or MLP         f̄: all-reduce     | identity
     sequence    g: all-gather | reduce-scatter    attention or MLP         ḡ: reduce-scatter | all-gather      (forward | backward)
 
     [b, s/t, h] --LayerNorm--> --g--> [b, s, h] --X A_i .. B_i--> parts of [b, s, h] --ḡ--> [b, s/t, h] --dropout, residual-->
@@ -16,12 +16,16 @@ identity | all-reduce on their way into the layer, together, as one flat all-red
 
     python sequence_parallel.py      two ranks: gradients, bytes on the wire, bytes kept, beside tensor parallelism
 
-What Megatron-LM adds: activations stored [s, b, h], so that a slice of the sequence is contiguous and the copy in
-`gather_sequence` is not needed; its norm gradients are summed in the optimizer, here where the weights are used.
+The letters are those of figures 4 and 5; f̄ is what arXiv 1909.08053 calls g.
+
+What Megatron-LM adds: activations stored [s, b, h], so that a slice of the sequence is contiguous and the copies in `start_gather` and
+`start_scatter` are not needed. It sums the norms' gradients once a step in the optimizer; here it happens where the weights are used, for each
+micro-batch, so that nothing is owed elsewhere.
 """
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 import gpt
 import sharding
@@ -64,6 +68,7 @@ class _Gather(torch.autograd.Function):
         return start_gather(x, group)()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return start_scatter(grad, ctx.group)(), None
 
@@ -77,13 +82,15 @@ class _Scatter(torch.autograd.Function):
         return start_scatter(x, group)()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return start_gather(grad, ctx.group)(), None
 
 
 @torch.compiler.disable
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """g (figure 5): slices [b, s/t, h] become the whole [b, s, h] on every rank."""
+    """g (figure 5), written plainly: slices [b, s/t, h] become the whole [b, s, h] on every rank. ColumnParallelLinear does the same and
+    multiplies; the tests hold it to this one."""
     return _Gather.apply(x, group)
 
 
@@ -96,17 +103,19 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     """The same with g in the place of f: the input arrives as slices, is kept as slices, and is gathered again in backward.
     x: [b, s/t, h] -> [b, s, out / t] each."""
-    enter, leave = staticmethod(start_gather), staticmethod(start_scatter)
+    on_input, on_gradient = staticmethod(start_gather), staticmethod(start_scatter)
 
 
 class SlicedPositions(nn.Module):
     """x + a vector for each position, where x is the n-th slice of the sequence. x: [b, s/t, h]"""
 
-    def __init__(self, positions: gpt.LearnedPositions, n: int):
+    def __init__(self, positions: gpt.LearnedPositions, n: int, t: int):
         super().__init__()
-        self.weight, self.n = positions.weight, n
+        self.weight, self.n, self.t = positions.weight, n, t
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.t * x.shape[1] > self.weight.shape[0]:
+            raise ValueError(f"a sequence of {self.t * x.shape[1]} tokens is longer than seq_length {self.weight.shape[0]}")
         return x + self.weight[self.n * x.shape[1]:(self.n + 1) * x.shape[1]]
 
 
@@ -119,10 +128,12 @@ class _CopyWeights(torch.autograd.Function):
         return tuple(w.view_as(w) for w in weights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         flat = torch.cat([grad.flatten() for grad in grads])
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))   # 16-bit parts are summed in 32
         dist.all_reduce(flat, group=ctx.group)
-        return None, *(part.view_as(grad) for part, grad in zip(flat.split([grad.numel() for grad in grads]), grads))
+        return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(flat.split([grad.numel() for grad in grads]), grads))
 
 
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -132,21 +143,26 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
     forward = module.forward
 
     @torch.compiler.disable
-    def swap(copies) -> list[Tensor]:
-        before = [m._parameters[name] for m, name in places]
-        for (m, name), copy in zip(places, copies or _CopyWeights.apply(group, *before)):
-            m._parameters[name] = copy
-        return before
+    def put(tensors) -> None:
+        for (m, name), tensor in zip(places, tensors):
+            m._parameters[name] = tensor
 
-    def synchronised(*args):
+    @torch.compiler.disable
+    def copies() -> tuple[list, tuple]:
+        parameters = [m._parameters[name] for m, name in places]
+        return parameters, _CopyWeights.apply(group, *parameters)
+
+    def synchronised(*args, **kwargs):
         if not torch.is_grad_enabled():
-            return forward(*args)
-        parameters = swap(None)
+            return forward(*args, **kwargs)
+        parameters, stand_ins = copies()
+        put(stand_ins)
         try:
-            return forward(*args)
+            return forward(*args, **kwargs)
         finally:
-            swap(parameters)
-    module.forward = synchronised
+            put(parameters)
+    if places:
+        module.forward = synchronised
 
 
 def check(config: gpt.GPTConfig, t: int) -> None:
@@ -161,20 +177,26 @@ def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     """Turn a model that `tensor_parallel.parallelize` has cut over the same group into a sequence-parallel one, in place. It takes
     tokens [b, s] with s divisible by t. Raises ValueError as `check`, or for a model that is not cut."""
     check(model.config, group.size())
-    if not isinstance(model.head, tensor_parallel.VocabParallelHead):
-        raise ValueError("sequence parallelism works on a tensor-parallel model: call tensor_parallel.parallelize(model, group) first")
+    parts = [part for part in (model.embedding, *model.blocks.values(), model.head) if part is not None]
+    if {module.group for module in model.modules() if isinstance(module, tensor_parallel.ColumnParallelLinear)} != {group}:
+        raise ValueError("sequence parallelism works on a model that is cut over the same group: call tensor_parallel.parallelize(model, group) first")
+    if any(isinstance(module, ColumnParallelLinear) for module in model.modules()):
+        raise ValueError("this model is sequence parallel already")
+    if any("forward" in vars(block) for block in model.blocks.values()):
+        raise ValueError("this model recomputes already: recompute.apply comes after sequence_parallel.parallelize, to run what it adds again too")
     for module in model.modules():
         if isinstance(module, (tensor_parallel.RowParallelLinear, tensor_parallel.VocabParallelEmbedding)):
-            module.leave = scatter_sequence                              # ḡ instead of the all-reduce
+            module.reduce = scatter_sequence                             # ḡ instead of the all-reduce
         elif isinstance(module, gpt.BiasDropoutAdd):
             module.dropout.slice[1] = group.rank()                       # of the sequence
-    for module in (model.head, *(m for block in model.blocks.values() for m in (block.attention, block.mlp))):
-        module.project = ColumnParallelLinear(group)
-    model.embedding.dropout.slice[1] = group.rank()
-    if model.embedding.positions is not None:
-        model.embedding.positions = SlicedPositions(model.embedding.positions, group.rank())
-    for module in (model.embedding, *model.blocks.values(), model.head):
-        synchronise(module, group)
+        elif isinstance(module, gpt.Embedding):
+            module.dropout.slice[1] = group.rank()
+            if module.positions is not None:
+                module.positions = SlicedPositions(module.positions, group.rank(), group.size())
+        if hasattr(module, "project"):
+            module.project = ColumnParallelLinear(group)
+    for part in parts:
+        synchronise(part, group)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,22 +217,26 @@ def _lesson(rank: int, kind: str):
     model(tokens[:, :-1], tokens[:, 1:], key).mean().backward()
     gradients = {name: sharding.gather(p.grad.clone(), sharding.of(p)) for name, p in model.named_parameters()}
     x = torch.zeros(8, 64 // (group.size() if kind == "sequence" else 1), 64, dtype=torch.float64, requires_grad=True)
-    kept = recompute.saved_bytes(lambda: model.blocks["0"](x, key), *model.parameters())
     with ranks.Collectives() as forward:
         y = model.blocks["0"](x, key)
     with ranks.Collectives() as backward:
         y.sum().backward()
+    block, x = model.blocks["0"].bfloat16(), x.detach().bfloat16().requires_grad_()            # the formula is for 16 bits
+    kept = recompute.saved_bytes(lambda: block(x, key), *block.parameters())
     return gradients, kept, forward.calls, backward.calls
 
 
 def main():
     import ranks
+    import recompute
     one = ranks.run(_lesson, 1, "one rank")[0][0]
-    print("one layer of a GPT (h 64, a 4, s 64, b 8, float64, dropout 0.1) on two ranks; bytes are those of the whole tensor, b s h x 8 = 262,144")
+    print("one layer of a GPT (h 64, a 4, s 64, b 8, dropout 0.1, float64) on two ranks; bytes sent are those of the whole tensor, b s h x 8 = 262,144")
     for kind in ("tensor", "sequence"):
         gradients, kept, forward, backward = ranks.run(_lesson, 2, kind)[0]
         worst = max(((one[n] - g).abs().max() / one[n].abs().max()).item() for n, g in gradients.items() if not n.endswith("key.bias"))
-        print(f"{kind} parallel: largest relative difference of a gradient from one rank's {worst:.1e}; kept for backward: {kept:,} bytes")
+        formula = recompute.layer_bytes(64, 8, 64, 4, 2, kind == "sequence")
+        print(f"{kind} parallel: largest relative difference of a gradient from one rank's {worst:.1e} (key biases left out: exactly 0); "
+              f"kept for backward, in bf16: {kept:,} bytes, by the paper {formula:,.0f}")
         for name, calls in (("forward", forward), ("backward", backward)):
             print(f"{name:>10}: " + ", ".join(f"{what} {size:,}" for what, size in calls))
     print("an all-reduce sends what a reduce-scatter and an all-gather send together: the same bytes, but for backward's second gathers\n"

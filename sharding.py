@@ -18,7 +18,7 @@ Megatron-LM instead seeds each tensor-parallel rank differently, so a new layout
 cuts as placements over a mesh, at the price of a tensor subclass in every operation.
 """
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,23 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which part of which global tensor. shape: of the whole, without padding; cuts: outermost first."""
+    """Which part of which global tensor. shape: of the whole, without padding; cuts: outermost first; copy_of: the global name of
+    the parameter that this one is a second copy of, on another pipeline stage."""
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
+    copy_of: str | None = None
 
 
 def of(parameter: Tensor) -> Sharding:
     """The record of a parameter; one without a record is whole."""
     return getattr(parameter, "sharding", None) or Sharding(tuple(parameter.shape))
+
+
+def named_parameters(*models: nn.Module):
+    """(global name, parameter) of models that hold parts of one; a tied weight comes once, under its first name."""
+    for model in models:
+        for name, p in model.named_parameters():
+            yield of(p).copy_of or name, p
 
 
 def place(sharding: Sharding) -> tuple[list[int], list[int], list[int]]:
@@ -74,8 +83,8 @@ def keep_part(module: nn.Module, name: str, cut_: Cut) -> None:
     stays missing."""
     p = getattr(module, name)
     if p is not None:
-        part = nn.Parameter(cut(p.detach(), Sharding(tuple(p.shape), (cut_,))).clone())
-        setattr(module, name, label(part, Sharding(of(p).shape, (*of(p).cuts, cut_))))
+        part = nn.Parameter(cut(p.detach(), Sharding(tuple(p.shape), (cut_,))).clone(), requires_grad=p.requires_grad)
+        setattr(module, name, label(part, replace(of(p), cuts=(*of(p).cuts, cut_))))
 
 
 def label(part: Tensor, sharding: Sharding) -> Tensor:
@@ -107,7 +116,7 @@ def init(model: nn.Module, seed: int, device, dtype: torch.dtype) -> None:
     """Give a model built on the meta device its values. `model.draw(name, shape, generator)` draws one whole parameter."""
     materialise(model, device, dtype)
     with torch.no_grad():
-        for name, p in model.named_parameters():                         # a tied weight comes once, under its first name
+        for name, p in named_parameters(model):
             record = of(p)
             p.copy_(cut(model.draw(name, record.shape, generator(seed, name)), record))
 
@@ -118,7 +127,7 @@ def materialise(model: nn.Module, device, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if p not in real:
-                real[p] = nn.Parameter(torch.zeros(p.shape, dtype=dtype, device=device))
+                real[p] = nn.Parameter(torch.zeros(p.shape, dtype=dtype, device=device), requires_grad=p.requires_grad)
                 if hasattr(p, "sharding"):
                     label(real[p], p.sharding)
             setattr(module, name, real[p])

@@ -8,7 +8,7 @@ columns and B by rows (and attention likewise: query, key and value by columns, 
     f    identity forward,   all-reduce backward       each rank's X A_i gives a part of ∂L/∂X
     g    all-reduce forward, identity backward         each rank's product is a part of Z
 
-f and g are each other's adjoint. A layer has two such pairs: 2 all-reduces forward, 2 backward, of b s h elements each.
+f and g are each other's adjoint. (arXiv 2205.05198 writes f̄ for this g, and has another g: see sequence_parallel.py.) A layer has two such pairs: 2 all-reduces forward, 2 backward, of b s h elements each.
 
 The embedding is cut by words, and so is the head's matrix (often the same one). Logits are never gathered: the loss needs
 max, Σ exp and the label's logit, three numbers per token instead of V. A vocabulary that t does not divide is padded on the
@@ -16,7 +16,8 @@ last ranks; the padding gets no probability, no gradient, and no place in a chec
 
     python tensor_parallel.py      two ranks against one: gradients, collectives and their bytes
 
-What Megatron-LM adds: q, k and v in one matrix, and communication inside the matrix multiplication (user buffers).
+What Megatron-LM adds: q, k and v in one matrix, communication inside the matrix multiplication (user buffers), and copies of key and
+value heads where t is larger than their number; here t has to divide it.
 """
 from math import gcd
 
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 import gpt
 import sharding
@@ -37,6 +39,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         grad = grad.clone(memory_format=torch.contiguous_format)         # autograd may still need what it handed us
         dist.all_reduce(grad, group=ctx.group)
@@ -51,13 +54,15 @@ class _Reduce(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None
 
 
 @torch.compiler.disable
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """f (section 3): x, the same on every rank, enters a region in which each rank computes a part. Any shape."""
+    """f (section 3), written plainly: x, the same on every rank, enters a region in which each rank computes a part. Any shape.
+    ColumnParallelLinear does the same inside of one function, where the all-reduce can overlap; the tests hold it to this one."""
     return _Copy.apply(x, group)
 
 
@@ -68,7 +73,7 @@ def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def start_nothing(x: Tensor, group: dist.ProcessGroup):
-    """Forward of f, and what `start_all_reduce` is to its backward: a function that gives x."""
+    """f's forward, in the form of `start_all_reduce`: returns a function that gives x."""
     return lambda: x
 
 
@@ -83,37 +88,39 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup):
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Y_i = enter(x) W_iᵀ + b_i for several W_i that read the same x, written out so that communication runs beside computation.
-    (enter, leave) is f: nothing and an all-reduce; sequence parallelism has another pair."""
+    """Y_i = f(x) W_iᵀ + b_i for several W_i that read the same x, written out so that communication runs beside computation. f is
+    the pair (on_input, on_gradient): nothing, an all-reduce; sequence parallelism has another pair."""
 
     @staticmethod
-    def forward(ctx, x, enter, leave, group, n, *weights_and_biases):                          # n weights, then n biases or None
+    def forward(ctx, x, on_input, on_gradient, group, n, *weights_and_biases):                          # n weights, then n biases or None
         weights, biases = weights_and_biases[:n], weights_and_biases[n:]
-        ctx.enter, ctx.leave, ctx.group, ctx.n = enter, leave, group, n
+        ctx.on_input, ctx.on_gradient, ctx.group, ctx.n = on_input, on_gradient, group, n
         ctx.save_for_backward(x, *weights)
-        whole = enter(x, group)()                                                              # [b, s, h]
+        whole = on_input(x, group)()                                                           # [b, s, h]
         return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases))                   # [b, s, out / t] each
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         x, *weights = ctx.saved_tensors
         wanted, bias_wanted = ctx.needs_input_grad[5:5 + ctx.n], ctx.needs_input_grad[5 + ctx.n:]
-        entering = ctx.enter(x, ctx.group) if any(wanted) else None                            # on its way while ..
+        arriving = ctx.on_input(x, ctx.group) if any(wanted) else None                         # on its way while ..
         rows = [grad.flatten(0, 1) for grad in grads]                                          # [b s, out / t]
         dx = rows[0] @ weights[0]                                                              # .. the input gradient is computed
         for row, weight in zip(rows[1:], weights[1:]):
             dx.addmm_(row, weight)
-        leaving = ctx.leave(dx.view(*grads[0].shape[:2], -1), ctx.group)                       # on its way while ..
-        whole = entering().flatten(0, 1) if entering else None                                 # [b s, h]
-        d_weights = [row.t() @ whole if want else None for row, want in zip(rows, wanted)]     # .. the weight gradients are computed
+        leaving = ctx.on_gradient(dx.view(*grads[0].shape[:2], -1), ctx.group)                 # on its way while ..
+        whole = arriving().flatten(0, 1) if arriving else None                                 # [b s, h]
+        d_weights = [gpt.weight_gradient(weight, row, whole) if want else None                 # .. the weight gradients are computed
+                     for weight, row, want in zip(weights, rows, wanted)]
         d_biases = [row.sum(0) if want else None for row, want in zip(rows, bias_wanted)]
         return leaving(), None, None, None, None, *d_weights, *d_biases
 
 
 class ColumnParallelLinear(gpt.SharedInput):
-    """Y_i = X A_i for one or several linear layers whose output is cut: each rank computes its columns of Y. f comes first,
-    once for all the layers that read X. x: [b, s, h] -> [b, s, out / t] each."""
-    enter, leave = staticmethod(start_nothing), staticmethod(start_all_reduce)
+    """Y_i = X A_i: each rank computes its columns of Y. f comes first, once for all the layers that read X: query, key and value, or
+    gate and up. So this stands where gpt.SharedInput stood and owns no weight; the layers keep theirs, cut. x: [b, s, h] -> [b, s, out / t] each."""
+    on_input, on_gradient = staticmethod(start_nothing), staticmethod(start_all_reduce)
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__()
@@ -123,7 +130,7 @@ class ColumnParallelLinear(gpt.SharedInput):
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
         weights = [linear.weight for linear in linears]
         biases = [None if isinstance(linear, gpt.DeferredBiasLinear) else linear.bias for linear in linears]
-        return list(_ColumnParallel.apply(x, self.enter, self.leave, self.group, len(linears), *weights, *biases))
+        return list(_ColumnParallel.apply(x, self.on_input, self.on_gradient, self.group, len(linears), *weights, *biases))
 
 
 class RowParallelLinear(nn.Module):
@@ -134,10 +141,18 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.weight, self.bias, self.group = linear.weight, linear.bias, group
         sharding.keep_part(self, "weight", Cut(1, group))                # [out, in / t]
-        self.leave = reduce_from_ranks
+        self.multiply, self.reduce = F.linear, reduce_from_ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.leave(F.linear(x, self.weight), self.group)
+        return self.reduce(self.multiply(x, self.weight), self.group)
+
+
+def local_ids(ids: Tensor, n: int, vocab_size: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """(this rank's row for each id, 0 where another rank has it; where another rank has it). n: rows of each rank. An id that is no word
+    becomes -1, at which lookups fail on every rank, as they do on one device."""
+    local = ids - group.rank() * n
+    elsewhere = (local < 0) | (local >= n)
+    return local.masked_fill(elsewhere, 0).masked_fill((ids < 0) | (ids >= vocab_size), -1), elsewhere
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -145,15 +160,14 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup):
         super().__init__()
-        self.weight, self.group = embedding.weight, group
+        self.weight, self.group, self.vocab_size = embedding.weight, group, sharding.of(embedding.weight).shape[0]
         sharding.keep_part(self, "weight", Cut(0, group))                # [V / t, h]
-        self.leave = reduce_from_ranks
+        self.reduce = reduce_from_ranks
 
     def forward(self, tokens: Tensor) -> Tensor:
-        local = tokens - self.group.rank() * self.weight.shape[0]
-        elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.leave(x.masked_fill_(elsewhere.unsqueeze(-1), 0), self.group)
+        local, elsewhere = local_ids(tokens, self.weight.shape[0], self.vocab_size, self.group)
+        x = F.embedding(local, self.weight)
+        return self.reduce(x.masked_fill_(elsewhere.unsqueeze(-1), 0), self.group)
 
 
 class VocabParallelHead(nn.Module):
@@ -181,26 +195,25 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, vocab_size, group):
         n = logits.shape[-1]
-        first = group.rank() * n
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))                         # a copy of 16-bit logits, or themselves
-        z[..., max(0, vocab_size - first):] = -torch.inf                                        # padding: exp gives 0
+        z[..., max(0, vocab_size - group.rank() * n):] = -torch.inf                             # padding: exp gives 0
         largest = z.amax(-1)                                                                    # [b, s]
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         z -= largest.unsqueeze(-1)
-        local = labels - first
-        here = (local >= 0) & (local < n)
-        local = local.clamp(0, n - 1).unsqueeze(-1)                                             # [b, s, 1]
-        label_z = z.gather(-1, local).squeeze(-1).masked_fill(~here, 0)
+        local, elsewhere = local_ids(labels, n, vocab_size, group)
+        local = local.unsqueeze(-1)                                                             # [b, s, 1]
+        label_z = z.gather(-1, local).squeeze(-1).masked_fill(elsewhere, 0)
         sums = torch.stack((z.exp_().sum(-1), label_z))                                         # [2, b, s]
         dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(z.div_(sums[0].unsqueeze(-1)), local, here)
+        ctx.save_for_backward(z.div_(sums[0].unsqueeze(-1)), local, elsewhere)
         ctx.dtype = logits.dtype
         return sums[0].log() - sums[1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        gradient, local, here = ctx.saved_tensors
-        gradient.scatter_add_(-1, local, -here.unsqueeze(-1).to(gradient.dtype))
+        gradient, local, elsewhere = ctx.saved_tensors
+        gradient.scatter_add_(-1, local, elsewhere.unsqueeze(-1).to(gradient.dtype) - 1)
         return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
@@ -211,34 +224,41 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
     return _VocabParallelCrossEntropy.apply(logits, labels, vocab_size, group)
 
 
-def check(config: gpt.GPTConfig, t: int) -> None:
-    """Raises ValueError, naming what to change, if t ranks cannot share the model."""
+def sizes_that_fit(config: gpt.GPTConfig, world: int = 0) -> int:
+    """What t has to divide: heads, key-value heads and the MLP's inner size, and the number of ranks where it is given."""
+    return gcd(config.num_heads, config.num_kv_heads, config.ffn_hidden_size, world)
+
+
+def check(config: gpt.GPTConfig, t: int, world: int = 0) -> None:
+    """Raises ValueError, naming what to change, if t ranks (of `world`) cannot share the model."""
     for field, n in (("num_heads", config.num_heads), ("num_kv_heads", config.num_kv_heads), ("ffn_hidden_size", config.ffn_hidden_size)):
         if n % t:
-            common = gcd(config.num_heads, config.num_kv_heads, config.ffn_hidden_size)
-            raise ValueError(f"tp {t}: must divide {field} {n}; tp {gpt.divisors(common, t)} would fit this model")
+            raise ValueError(f"tp {t}: must divide {field} {n}; {gpt.divisors(sizes_that_fit(config, world), t)} would fit this model")
 
 
 def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     """Cut `model` over the ranks of `group`, in place; names stay. Best on the meta device, before weights exist. Raises
-    ValueError as `check`."""
+    ValueError as `check`, or for a model that is cut already."""
     check(model.config, group.size())
+    if any(isinstance(module, RowParallelLinear | VocabParallelEmbedding | VocabParallelHead) for module in model.modules()):
+        raise ValueError("this model is tensor parallel already")
     for block in model.blocks.values():
         attention, mlp = block.attention, block.mlp
         for linear in (attention.query, attention.key, attention.value, mlp.up, mlp.gate):
             if linear is not None:
                 sharding.keep_part(linear, "weight", Cut(0, group))      # [out / t, in]
                 sharding.keep_part(linear, "bias", Cut(0, group))
-                linear.out_features //= group.size()
         attention.project, mlp.project = ColumnParallelLinear(group), ColumnParallelLinear(group)
         attention.output, mlp.down = RowParallelLinear(attention.output, group), RowParallelLinear(mlp.down, group)
         if isinstance(attention.core, gpt.ExplicitAttention):
             attention.core.dropout.slice[1] = group.rank()               # of the heads
-    tied = model.head.output.weight is model.embedding.tokens.weight
-    model.embedding.tokens = VocabParallelEmbedding(model.embedding.tokens, group)
+    tied = model.embedding is not None and model.head is not None and model.head.output.weight is model.embedding.tokens.weight
+    if model.embedding is not None:
+        model.embedding.tokens = VocabParallelEmbedding(model.embedding.tokens, group)
     if tied:
         model.head.output.weight = model.embedding.tokens.weight
-    model.head = VocabParallelHead(model.head, group)
+    if model.head is not None:
+        model.head = VocabParallelHead(model.head, group)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,19 +280,23 @@ def _lesson(rank: int, world: int):
         y = model.blocks["0"](torch.zeros(8, 32, 64, dtype=torch.float64, requires_grad=True), key)
     with ranks.Collectives() as backward:
         y.sum().backward()
-    return loss.item(), gradients, sum(p.numel() for p in model.parameters()), forward.calls, backward.calls
+    with ranks.Collectives() as model_forward, torch.no_grad():
+        model(tokens[:, :-1], tokens[:, 1:], key)
+    return loss.item(), gradients, sum(p.numel() for p in model.parameters()), forward.calls, backward.calls, model_forward.calls
 
 
 def main():
     import ranks
-    (loss, one, all_of_it, _, _), = ranks.run(_lesson, 1, 1)
-    (loss_2, two, part, forward, backward), _ = ranks.run(_lesson, 2, 2)
-    worst = max(((one[n] - two[n]).abs().max() / one[n].abs().max()).item() for n in one if not n.endswith("key.bias"))
+    (loss, one, all_of_it, *_), = ranks.run(_lesson, 1, 1)
+    (loss_2, two, part, forward, backward, whole), _ = ranks.run(_lesson, 2, 2)
+    worst = max(((one[n] - two[n]).abs().max() / one[n].abs().max()).item() for n in one if not n.endswith("key.bias"))     # exactly 0 there
     print(f"a GPT (h 64, L 2, V 257, dropout 0.1, tied embeddings) in float64 on one rank, and cut over two: loss {loss:.12f} and {loss_2:.12f},\n"
-          f"largest relative difference of a gradient {worst:.1e}; parameters {all_of_it:,} and {part:,} on a rank")
+          f"largest relative difference of a gradient {worst:.1e}; parameters {all_of_it:,} and {part:,} on a rank (norms, positions and two biases are whole)")
     print(f"one layer, by the paper: 2 all-reduces forward and 2 backward of b s h = 8 x 32 x 64 elements of 8 bytes, {8 * 32 * 64 * 8:,} bytes each")
     for name, calls in (("forward", forward), ("backward", backward)):
         print(f"counted {name:>9}: " + ", ".join(f"{kind} {size:,}" for kind, size in calls))
+    print(f"the whole model forward: embedding {whole[0][1]:,}; 2 layers {', '.join(f'{size:,}' for _, size in whole[1:-2])}; loss "
+          f"{' + '.join(f'{size:,}' for _, size in whole[-2:])}, where the logits would be {8 * 32 * 257 * 8:,} bytes")
 
 
 if __name__ == "__main__":

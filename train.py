@@ -2,6 +2,7 @@
 
     python train.py                                  one device
     torchrun --nproc-per-node 2 train.py             two ranks, data parallel; NCCL and bf16 on GPUs, gloo and fp32 on CPUs
+    torchrun --nproc-per-node 2 train.py --tp 2 --sequence-parallel --recompute selective --dropout 0.1
     python train.py --model gpt2 --data corpus.jsonl --tokenizer gpt2 --global-batch-size 480 --micro-batch-size 12
 
 The flags are in config.py, or `--help`. A run leaves in `--out`:
@@ -35,14 +36,16 @@ import checkpoint
 import data
 import fsdp
 import generate
+import pipeline_parallel
 import recompute
+import schedules
 import sequence_parallel
 import sharding
 import tensor_parallel
 from config import Config, ConfigError, parse
 from gpt import GPT, dropout_key, flops_per_token, num_parameters
 from metrics import Metrics, duration, peak_memory, plot_loss, progress
-from optimizer import AdamW, GradientAccumulator, LossScaler, learning_rate
+from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EVAL_SEQUENCES = 64              # of held-out text, the first of them, at every evaluation
@@ -58,30 +61,64 @@ class RunError(RuntimeError):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+@dataclass
+class Groups:
+    """The process groups of this rank, None where there is one rank in a group; nccl: the pipeline's communicators on GPUs."""
+    dp: dist.ProcessGroup | None = None
+    tp: dist.ProcessGroup | None = None
+    pp: dist.ProcessGroup | None = None
+    nccl: dict | None = None
+
+    @classmethod
+    def make(cls, device_type: str, world: int, tp: int = 1, pp: int = 1) -> "Groups":
+        """One mesh (pp, dp, tp). Neighbours are tensor parallel: they talk most. All ranks call this together."""
+        mesh = init_device_mesh(device_type, (pp, world // pp // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
+        groups = cls(**{name: mesh.get_group(name) for name, n in zip(mesh.mesh_dim_names, mesh.shape) if n > 1})
+        if pp > 1 and dist.get_backend() == "nccl":
+            groups.nccl = pipeline_parallel.nccl_groups(mesh.mesh.flatten(1).t().tolist(), dist.get_rank())
+        return groups
+
+
 class Trainer:
     """The model of this rank and everything that one step changes. `dataset` has `batch(samples)` and `counted_tokens(samples)`."""
 
-    def __init__(self, config: Config, device: torch.device, dp_group: dist.ProcessGroup | None, tp_group: dist.ProcessGroup | None = None):
-        """A group is None where its size is 1. No rank ever holds more than one whole parameter beside its own."""
-        self.config, self.device, self.dp_group, self.tp_group = config, device, dp_group, tp_group
+    def __init__(self, config: Config, device: torch.device, groups: Groups):
+        """No rank ever holds more than one whole parameter beside its own."""
+        self.config, self.device, self.groups = config, device, groups
         self.model_config = config.model_config()
-        self.dp, self.dp_rank = (dp_group.size(), dp_group.rank()) if dp_group else (1, 0)
+        self.dp, self.dp_rank = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
+        self.micro = config.micro_batch(self.dp)
         self.precision = config.precision or ("bf16" if device.type == "cuda" else "fp32")
         with torch.device("meta"):
-            self.model = GPT(self.model_config)
-        self.num_parameters = num_parameters(self.model)                 # of the whole
-        if tp_group:
-            tensor_parallel.parallelize(self.model, tp_group)
-        if config.sequence_parallel:
-            sequence_parallel.parallelize(self.model, tp_group)
-        if config.compile:
-            for block in self.model.blocks.values():
-                block.forward = torch.compile(block.forward)             # traced when it runs: selective recomputation is seen
-        recompute.apply(self.model, config.recompute, config.recompute_layers)
-        sharding.init(self.model, config.seed, device, DTYPES[self.precision])
+            self.chunks = [GPT(self.model_config)]
+        self.num_parameters = num_parameters(self.chunks[0])             # of the whole
+        if groups.pp:
+            self.chunks = pipeline_parallel.split(self.model_config, groups.pp.rank(), groups.pp.size(), config.virtual_stages, config.layer_split)
         self.scaler = LossScaler() if self.precision == "fp16" else None
-        self.gradients = fsdp.shard(self.model, dp_group, 0, self.scaler) if dp_group else GradientAccumulator(self.model, self.scaler)
-        self.optimizer = AdamW(self.model.named_parameters(), config.weight_decay, clip=config.grad_clip, scaler=self.scaler)
+        self.gradients = [self.prepare(chunk) for chunk in self.chunks]
+        self.optimizer = AdamW(sharding.named_parameters(*self.chunks), config.weight_decay, clip=config.grad_clip, scaler=self.scaler, stages=groups.pp)
+        self.model, self.schedule = self.chunks[0], None                 # model: what evaluates and generates
+        if groups.pp:
+            channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
+            self.model = pipeline_parallel.Pipeline(self.chunks, channels, config.tp if config.sequence_parallel else 1)
+            m = config.global_batch_size // self.dp // self.micro
+            self.schedule = schedules.make(config.pipeline_schedule, groups.pp.size(), m, config.virtual_stages)
+
+    def prepare(self, chunk: GPT) -> GradientAccumulator:
+        """Everything that is done to a chunk, in order. Returns what collects its gradients."""
+        config, groups = self.config, self.groups
+        if groups.tp:
+            tensor_parallel.parallelize(chunk, groups.tp)
+        if config.sequence_parallel:
+            sequence_parallel.parallelize(chunk, groups.tp)
+        if groups.pp and config.pipeline_schedule == "zb-h1":
+            pipeline_parallel.defer_weights(chunk)
+        if config.compile:
+            for block in chunk.blocks.values():
+                block.forward = torch.compile(block.forward)             # traced when it runs: selective recomputation is seen
+        recompute.apply(chunk, config.recompute, config.recompute_layers)
+        sharding.init(chunk, config.seed, self.device, DTYPES[self.precision])
+        return fsdp.shard(chunk, groups.dp, 0, self.scaler) if groups.dp else GradientAccumulator(chunk, self.scaler)
 
     def samples(self, step: int) -> range:
         """The global batch of a step, counted from 1, as sample numbers."""
@@ -94,21 +131,36 @@ class Trainer:
         count = max(1, dataset.counted_tokens(samples))
         share = len(samples) // self.dp
         mine = samples[self.dp_rank * share:(self.dp_rank + 1) * share]
-        micro = self.config.micro_batch_size or share
-        scale = self.scaler.scale if self.scaler else 1.0
+        m = share // self.micro
+        seed = torch.tensor((self.scaler.scale if self.scaler else 1.0) / count, dtype=accumulation_dtype(DTYPES[self.precision]), device=self.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.gradients.zero()
-        for start in range(0, share, micro):
-            batch = dataset.batch(mine[start:start + micro]).to(self.device)
-            if start + micro == share:
-                self.gradients.last_backward()
+
+        def forward(chunk: int, k: int, x: torch.Tensor | None = None) -> torch.Tensor:
+            batch = dataset.batch(mine[k * self.micro:(k + 1) * self.micro]).to(self.device)
             key = dropout_key(self.config.seed, step, batch.samples) if self.model_config.dropout else None
-            losses = self.model(batch.tokens, batch.labels, key)                                    # [b, s]
-            total = (losses * batch.loss_mask).sum()
-            total.backward(torch.full_like(total, scale / count))
-            loss += total.detach() / count
-        self.gradients.reduce_gradients()
-        return loss if not self.tp_group or self.tp_group.rank() == 0 else torch.zeros_like(loss)   # all of them have it: one counts
+            y = self.chunks[chunk](batch.tokens, batch.labels, key, x)
+            if self.chunks[chunk].head is None:
+                return y                                                 # [b, s, h], for the next stage
+            total = (y * batch.loss_mask).sum()                          # y: [b, s]
+            loss.add_(total.detach() / count)
+            return total
+
+        for gradients in self.gradients:
+            gradients.zero()
+        if self.schedule is None:
+            for k in range(m):
+                if k == m - 1:
+                    self.gradients[0].last_backward()
+                forward(0, k).backward(seed)
+        else:
+            last = {a.chunk: a for a in self.schedule[self.groups.pp.rank()] if a.op == "B"}    # with I and W no one backward is the last
+            self.model.run(self.schedule, forward, self.micro, self.model_config.seq_length, seed,
+                           lambda a: self.gradients[a.chunk].last_backward() if last.get(a.chunk) == a else None)
+        for gradients in self.gradients:
+            gradients.reduce_gradients()
+        if self.schedule is not None:
+            self.model.sum_tied()
+        return loss if not self.groups.tp or self.groups.tp.rank() == 0 else torch.zeros_like(loss)   # all of them have it: one counts
 
     def update(self, step: int) -> tuple[float, float]:
         """Clip, then update. Returns (gradient norm before clipping, learning rate)."""
@@ -120,12 +172,19 @@ class Trainer:
     def evaluate(self, dataset, sequences: int) -> float:
         """Mean loss per token over the first `sequences` samples of a held-out dataset."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        size = self.config.micro_batch_size or self.config.global_batch_size // self.dp
-        for start in range(self.dp_rank * size, sequences, self.dp * size):
-            batch = dataset.batch(range(start, min(start + size, sequences))).to(self.device)
-            total += (self.model(batch.tokens, batch.labels) * batch.loss_mask).sum()
-        if self.dp_group:
-            dist.all_reduce(total, group=self.dp_group)
+        starts = range(self.dp_rank * self.micro, sequences, self.dp * self.micro)
+        batches = [dataset.batch(range(start, min(start + self.micro, sequences))).to(self.device) for start in starts]
+
+        def add(batch, losses):
+            total.add_((losses * batch.loss_mask).sum())
+        if self.schedule is None:
+            for batch in batches:
+                add(batch, self.model(batch.tokens, batch.labels))
+        else:
+            self.model.evaluate(batches, add)
+        for group in (self.groups.dp, self.groups.pp):
+            if group:
+                dist.all_reduce(total, group=group)
         return total.item() / max(1, dataset.counted_tokens(range(sequences)))
 
     def save(self, folder: Path, step: int, tokens: int, corpus: str) -> None:
@@ -173,12 +232,6 @@ def check_out(config: Config) -> Path:
     return out
 
 
-def make_groups(device_type: str, world: int, tp: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """(data-parallel group, tensor-parallel group) of this rank, None for groups of one. Neighbours are tensor parallel: they talk most."""
-    mesh = init_device_mesh(device_type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
-    return tuple(mesh.get_group(name) if mesh.size(dim) > 1 else None for dim, name in enumerate(("dp", "tp")))
-
-
 @dataclass
 class World:
     """Who this process is among the ranks, and the groups that it talks to."""
@@ -187,8 +240,7 @@ class World:
     local_rank: int                                                      # on this machine
     local_size: int
     device: torch.device | None = None
-    dp_group: dist.ProcessGroup | None = None                            # None for groups of one
-    tp_group: dist.ProcessGroup | None = None
+    groups: Groups | None = None
 
     @classmethod
     def from_launcher(cls) -> "World":
@@ -196,7 +248,7 @@ class World:
         return cls(*(int(os.environ.get(name, default)) for name, default in
                      (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))))
 
-    def connect(self, device: str, tp: int) -> None:
+    def connect(self, device: str, tp: int, pp: int) -> None:
         """Choose the device, and with several ranks make the process groups: one mesh, from which everything else is handed groups."""
         if device != "cpu" and torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
@@ -209,7 +261,9 @@ class World:
         if self.size > 1:
             shared = self.device.type == "cpu" or self.local_size > torch.cuda.device_count()      # NCCL wants a device for each rank
             dist.init_process_group("gloo" if shared else "nccl", timeout=timedelta(minutes=30))
-            self.dp_group, self.tp_group = make_groups(self.device.type, self.size, tp)
+            self.groups = Groups.make(self.device.type, self.size, tp, pp)
+        else:
+            self.groups = Groups()
 
     @property
     def cores(self) -> int:
@@ -218,7 +272,7 @@ class World:
 
     def disconnect(self) -> None:
         """Everything that holds a group has to be gone by now: gloo aborts the process at exit otherwise, now and then."""
-        self.dp_group = self.tp_group = None
+        self.groups = None
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -244,14 +298,20 @@ class World:
             print(*words, flush=True)
 
 
-def open_data(config: Config, world: World):
-    """(tokenizer, training set, held-out set), the corpus tokenised first if need be. Raises ConfigError or DataError."""
+def open_tokenizer(config: Config):
+    """Raises ConfigError or DataError."""
     tokenizer, shape = data.make_tokenizer(config.tokenizer), config.model_config()
     if tokenizer.vocab_size > shape.vocab_size:
         raise ConfigError(f"--tokenizer {config.tokenizer}: its ids go up to {tokenizer.vocab_size - 1}, beyond --vocab-size "
                           f"{shape.vocab_size}; --vocab-size {tokenizer.vocab_size} would fit")
+    return tokenizer
+
+
+def open_data(config: Config, world: World, tokenizer):
+    """(training set, held-out set), the corpus tokenised first if need be. Raises DataError."""
+    s = config.model_config().seq_length
     folder = data.prepare(config.data, tokenizer, exchange=world.gather, rank=world.rank, world=world.size, workers=world.cores)
-    return tokenizer, data.Corpus(folder, shape.seq_length, config.seed), data.Corpus(folder, shape.seq_length, None, "held-out")
+    return data.Corpus(folder, s, config.seed), data.Corpus(folder, s, None, "held-out")
 
 
 def restore(trainer: Trainer, world: World, corpus: str) -> tuple[int, int]:
@@ -326,9 +386,10 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
 
 def run(config: Config, world: World) -> None:
     """One training run on this rank."""
-    world.connect(config.device, config.tp)
-    tokenizer, train_set, held_out = open_data(config, world)
-    trainer = Trainer(config, world.device, world.dp_group, world.tp_group)
+    tokenizer = open_tokenizer(config)
+    world.connect(config.device, config.tp, config.pp)
+    train_set, held_out = open_data(config, world, tokenizer)
+    trainer = Trainer(config, world.device, world.groups)
     out, metrics, corpus = Path(config.out), None, train_set.index["corpus"]
     start, tokens = restore(trainer, world, corpus)
     if world.rank == 0:
@@ -336,7 +397,7 @@ def run(config: Config, world: World) -> None:
         if isinstance(tokenizer, data.FileTokenizer) and not (out / "tokenizer.json").exists():
             shutil.copyfile(config.tokenizer, out / "tokenizer.json")    # generate.py finds it there
         metrics = Metrics(out / "metrics.jsonl", start)
-    layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in ("tp", "sequence_parallel", "recompute", "recompute_layers")
+    layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in ("tp", "pp", "virtual_stages", "schedule", "sequence_parallel", "recompute", "recompute_layers")
                      if getattr(config, name) != getattr(Config(), name))
     world.say(f"{config.model}: {trainer.num_parameters:,} parameters, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
               f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
@@ -347,7 +408,7 @@ def run(config: Config, world: World) -> None:
     if stopped or trainer.dp_rank > 0:
         return
     seconds, prompt = time.perf_counter() - begin, [int(i) for i in tokenizer.encode("def ")]
-    ids = generate.generate(trainer.model, prompt, 300, temperature=0.8, seed=config.seed, eot=tokenizer.eot, multiple_of=config.tp)
+    ids = generate.generate(trainer.model, prompt, 300, temperature=0.8, seed=config.seed, eot=tokenizer.eot, multiple_of=config.tp if config.sequence_parallel else 1)
     text = tokenizer.decode(prompt + list(ids))                          # tensor-parallel ranks draw the same tokens
     if world.rank == 0:
         plot_loss(metrics.lines, f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}", out / "loss.png")

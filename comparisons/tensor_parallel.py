@@ -29,9 +29,9 @@ def on_rank(rank: int, rounds: int) -> list[dict]:
     shape = dict(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=S, vocab_size=V, precision="fp32",
                  global_batch_size=BATCH)
     cpu, group = torch.device("cpu"), dist.group.WORLD
-    one = train.Trainer(train.Config(**shape), cpu, None)
-    tensor = train.Trainer(train.Config(**shape, tp=2), cpu, None, group)
-    sequence = train.Trainer(train.Config(**shape, tp=2, sequence_parallel=True), cpu, None, group)
+    one = train.Trainer(train.Config(**shape), cpu, train.Groups())
+    tensor = train.Trainer(train.Config(**shape, tp=2), cpu, train.Groups(tp=group))
+    sequence = train.Trainer(train.Config(**shape, tp=2, sequence_parallel=True), cpu, train.Groups(tp=group))
     dataset, all_reduce = Random(BATCH, S, V), dist.all_reduce
 
     def step(trainer):

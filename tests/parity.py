@@ -56,8 +56,19 @@ def on_rank(rank: int, world: int, variants: list[dict], steps: int, mutate) -> 
 
 
 def one_run(world: int, config: trainer.Config, steps: int) -> Result:
-    groups = trainer.make_groups("cpu", world, config.tp) if world > 1 else (None, None)
-    t = trainer.Trainer(config, torch.device("cpu"), *groups)
+    groups = trainer.Groups.make("cpu", world, config.tp, config.pp) if world > 1 else trainer.Groups()
+    t = trainer.Trainer(config, torch.device("cpu"), groups)
+
+    def whole(part) -> dict[str, torch.Tensor]:
+        """part(parameter), put together from all ranks that hold something of the model, under global names."""
+        mine = {n: sharding.gather(part(p), sharding.of(p)).clone() for n, p in sharding.named_parameters(*t.chunks)}
+        if not groups.pp:
+            return mine
+        stages = [None] * groups.pp.size()
+        dist.all_gather_object(stages, mine, group=groups.pp)
+        for other in stages:
+            assert all(torch.equal(x, mine[n]) for n, x in other.items() if n in mine)         # a tied embedding's two copies
+        return {n: x for stage in stages for n, x in stage.items()}
     dataset = Synthetic(t.model_config.seq_length, t.model_config.vocab_size)
     result = Result([], [], {}, {})
     for step in range(1, steps + 1):
@@ -65,22 +76,22 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
         if world > 1:
             dist.all_reduce(loss)
         if step == 1:
-            result.gradients = {n: sharding.gather(p.main_grad, sharding.of(p)).clone() for n, p in t.model.named_parameters()}
+            result.gradients = whole(lambda p: p.main_grad)
         result.losses.append(loss.item())
         result.norms.append(t.update(step)[0])
-    result.parameters = {n: sharding.gather(p.detach(), sharding.of(p)).clone() for n, p in t.model.named_parameters()}
+    result.parameters = whole(lambda p: p.detach())
     return result
 
 
 def train(world: int = 1, steps: int = 3, mutate=None, base: dict = SMALL, **flags) -> Result:
     """What rank 0 has after `steps` steps. mutate: a function at the top of a module, called first on each rank, that breaks
     something."""
-    return _train(world, steps, mutate, tuple(sorted((base | flags).items())))
+    return _train(world, steps, mutate, tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in (base | flags).items())))
 
 
 @lru_cache(maxsize=32)                             # one-device references are shared between tests
 def _train(world, steps, mutate, flags):
-    return ranks.run(on_rank, world, world, [dict(flags)], steps, mutate)[0][0]
+    return ranks.run(on_rank, world, world, [{k: list(v) if isinstance(v, tuple) else v for k, v in flags}], steps, mutate)[0][0]
 
 
 def train_each(world: int, variants: list[dict], steps: int = 3, base: dict = SMALL, **flags) -> list[Result]:

@@ -250,8 +250,8 @@ def under(rank, world, folder, steps, **flags):
     import train
     from parity import LLAMA, Synthetic
     config = train.Config(**LLAMA | dict(vocab_size=61, num_heads=8, num_kv_heads=4, precision="bf16", micro_batch_size=2) | flags)
-    groups = train.make_groups("cpu", world, config.tp) if world > 1 else (None, None)
-    t = train.Trainer(config, torch.device("cpu"), *groups)
+    groups = train.Groups.make("cpu", world, config.tp, config.pp) if world > 1 else train.Groups()
+    t = train.Trainer(config, torch.device("cpu"), groups)
     found, start = checkpoint.steps(Path(folder)), 0
     if found:
         start = t.load(list(found.values())[-1])["step"]
@@ -280,6 +280,23 @@ def test_saved_under_one_layout_loads_under_any(tmp_path, world, flags):
     assert exact < payload < exact + 40_000 * world              # headers; no padding, and nothing twice
     for other, its in LAYOUTS:
         assert equal(saved, ranks.run(under_flags, other, other, str(tmp_path), 0, its)[0]), (other, its)
+
+
+def test_a_missing_slice_is_found(tmp_path):
+    """One rank's slice is gone, and the index knows nothing of it."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    ranks.run(under_flags, 2, 2, str(tmp_path), 1, dict(tp=2))
+    path, name = tmp_path / "step-000001", "model.blocks.0.mlp.up.weight"
+    file = sorted(path.glob("*.safetensors"))[1]
+    with safe_open(file, "pt") as f:
+        kept, metadata = {n: f.get_tensor(n) for n in f.keys() if n != name}, f.metadata()
+    save_file(kept, file, metadata)
+    index = json.loads((path / "index.json").read_text())
+    index["files"][file.name] = file.stat().st_size
+    (path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"lack {name}, or a part of it"):
+        checkpoint.load(path, {name: torch.zeros(index["tensors"][name][1])})
 
 
 def test_resume_under_tensor_parallelism_is_bit_for_bit(tmp_path):

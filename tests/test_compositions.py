@@ -143,7 +143,7 @@ def test_gate_sees_the_step_in_the_mask():
 
 def no_f():
     """The input gradient of column-parallel layers is each rank's part."""
-    tensor_parallel.ColumnParallelLinear.leave = staticmethod(tensor_parallel.start_nothing)
+    tensor_parallel.ColumnParallelLinear.on_gradient = staticmethod(tensor_parallel.start_nothing)
 
 
 def no_g():
@@ -213,24 +213,24 @@ def mine(x, group):
 
 def no_sum_in_g():
     """The input gradient of column-parallel layers is a slice of each rank's part."""
-    sequence_parallel.ColumnParallelLinear.leave = staticmethod(lambda x, group: lambda: mine(x, group))
+    sequence_parallel.ColumnParallelLinear.on_gradient = staticmethod(lambda x, group: lambda: mine(x, group))
 
 
 def no_gather_in_g():
     """Every rank takes its own slice for the others' too."""
-    sequence_parallel.ColumnParallelLinear.enter = staticmethod(lambda x, group: lambda: x.repeat(1, group.size(), 1))
+    sequence_parallel.ColumnParallelLinear.on_input = staticmethod(lambda x, group: lambda: x.repeat(1, group.size(), 1))
 
 
 def old_input():
     """Backward's second gather gives something else than forward's."""
     seen = {}
 
-    def enter(x, group, original=sequence_parallel.start_gather):
+    def on_input(x, group, original=sequence_parallel.start_gather):
         finish, again = original(x, group), seen.pop(x.data_ptr(), False)
         if not again:
             seen[x.data_ptr()] = True
         return (lambda: 2 * finish()) if again else finish
-    sequence_parallel.ColumnParallelLinear.enter = staticmethod(enter)
+    sequence_parallel.ColumnParallelLinear.on_input = staticmethod(on_input)
 
 
 def no_sum_in_g_bar():
@@ -251,7 +251,7 @@ def no_norm_gradients():
 
 def positions_from_0():
     original = sequence_parallel.SlicedPositions.__init__
-    sequence_parallel.SlicedPositions.__init__ = lambda self, positions, n: original(self, positions, 0)
+    sequence_parallel.SlicedPositions.__init__ = lambda self, positions, n, t: original(self, positions, 0, t)
 
 
 @pytest.mark.parametrize("mutate", [no_sum_in_g, no_gather_in_g, old_input, no_sum_in_g_bar, no_gather_in_g_bar, no_norm_gradients, positions_from_0,
@@ -276,9 +276,9 @@ def every_rank_counts():
     original = trainer.Trainer.forward_backward
 
     def forward_backward(self, *args):
-        group, self.tp_group = self.tp_group, None
+        group, self.groups.tp = self.groups.tp, None
         loss = original(self, *args)
-        self.tp_group = group
+        self.groups.tp = group
         return loss
     trainer.Trainer.forward_backward = forward_backward
 

@@ -141,7 +141,7 @@ def curve(precision, steps=200, device="cpu"):
         def batch(self, samples):
             rows = torch.stack([text[n * 32 % 60000:][:33] for n in samples])
             return super().batch(samples)._replace(tokens=rows[:, :-1], labels=rows[:, 1:])
-    t = trainer.Trainer(config, torch.device(device), None)
+    t = trainer.Trainer(config, torch.device(device), trainer.Groups())
     dataset, losses = Text(32, 257), []
     for step in range(1, steps + 1):
         losses.append(t.forward_backward(step, dataset).item())

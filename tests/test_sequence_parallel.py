@@ -34,6 +34,10 @@ def g_and_g_bar(rank):
     torch.testing.assert_close(sums[0], sums[1])
     torch.testing.assert_close(torch.autograd.grad(scattered, x, y)[0], gathered)
     torch.testing.assert_close(torch.autograd.grad(gathered, y, x)[0], scattered)
+    linear = torch.nn.Linear(5, 4, dtype=torch.float64)                  # the layer that overlaps is g, then the multiplication
+    for a, b in zip(*([z, *torch.autograd.grad(z, (y, linear.weight, linear.bias), torch.ones_like(z) + rank)] for z in (
+            sequence_parallel.ColumnParallelLinear(group)(y, linear)[0], linear(sequence_parallel.gather_sequence(y, group))))):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     return x.detach(), y.detach(), scattered.detach(), gathered.detach()
 
 
@@ -105,12 +109,23 @@ def test_bad_input():
 def not_cut(rank):
     with pytest.raises(ValueError) as e:
         sequence_parallel.parallelize(GPT(GPTConfig(1, 32, 4, seq_length=8, vocab_size=61)), dist.group.WORLD)
+    model = build(dist.group.WORLD)
+    with pytest.raises(ValueError, match="already"):
+        sequence_parallel.parallelize(model, dist.group.WORLD)
+    with pytest.raises(ValueError, match="12 tokens is longer than seq_length 8"):
+        model(torch.zeros(1, 12, dtype=torch.long)[:, ::1])
+    with torch.device("meta"):
+        model = GPT(model.config)
+    tensor_parallel.parallelize(model, dist.group.WORLD)
+    recompute.apply(model, "full")
+    with pytest.raises(ValueError, match="recompute.apply comes after"):
+        sequence_parallel.parallelize(model, dist.group.WORLD)
     return str(e.value)
 
 
 def test_lesson(capsys):
     sequence_parallel.main()
     out = capsys.readouterr().out
-    assert all(float(part.split(";")[0]) < 1e-12 for part in out.split("from one rank's ")[1:]) and out.count("from one rank's") == 2
-    kept = [int(part.split(" ")[0].replace(",", "")) for part in out.split("kept for backward: ")[1:]]
+    assert all(float(part.split()[0]) < 1e-12 for part in out.split("from one rank's ")[1:]) and out.count("from one rank's") == 2
+    kept = [int(part.split(" ")[0].replace(",", "")) for part in out.split("kept for backward, in bf16: ")[1:]]
     assert kept[1] < kept[0]

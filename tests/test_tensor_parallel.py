@@ -159,6 +159,31 @@ def test_a_model_with_weights():
     assert all(ranks.run(real_weights, 2))
 
 
+def refusals(rank):
+    """What would be silently wrong is refused, and what is no word is refused on every rank, as on one device."""
+    group, said = dist.group.WORLD, []
+    model, good = build(group), torch.zeros(B, S, dtype=torch.long)
+    for bad in (61, 62, 63, 1000, -1, -100):
+        for tokens, labels in ((good + bad, good), (good, good + bad)):
+            with pytest.raises((IndexError, RuntimeError), match="out of"):
+                model(tokens, labels)
+    with pytest.raises(ValueError, match="already"):
+        tensor_parallel.parallelize(model, group)
+    loss = model(good, good).sum()
+    gradient, = torch.autograd.grad(loss, model.head.norm.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+    frozen = build(None)
+    frozen.requires_grad_(False)
+    frozen.head.norm.weight.requires_grad_(True)
+    tensor_parallel.parallelize(frozen, group)
+    return [n for n, p in frozen.named_parameters() if p.requires_grad]
+
+
+def test_refusals_and_frozen_parameters():
+    assert ranks.run(refusals, 2) == [["head.norm.weight"]] * 2
+
+
 def counted(rank, recompute_kind):
     import recompute
     model = build(dist.group.WORLD, num_layers=1, dropout=0.1, dtype=torch.float32)

@@ -216,10 +216,15 @@ def test_batch_that_the_ranks_do_not_divide():
 
 @pytest.mark.parametrize("flags, words", [
     (dict(tp=3), "--tp 3: must divide the 8 ranks; [1, 2, 4] would fit"), (dict(tp=16), "--tp 16: must divide the 8 ranks"),
-    (dict(tp=8, num_heads=4), "--tp 8: must divide --num-heads 4; --tp [1, 2, 4] would fit this model"),
-    (dict(tp=4, num_kv_heads=2), "--tp 4: must divide --num-kv-heads 2; --tp [1, 2] would fit this model"),
+    (dict(tp=8, num_heads=4), "--tp 8: must divide --num-heads 4; [1, 2, 4] would fit this model"),
+    (dict(tp=4, num_kv_heads=2), "--tp 4: must divide --num-kv-heads 2; [1, 2] would fit this model"),
     (dict(tp=8, ffn_hidden_size=684), "--tp 8: must divide --ffn-hidden-size 684"),
     (dict(tp=8, sequence_parallel=True, seq_length=100), "--seq-length 100: must be divisible by --tp 8 under sequence parallelism; 96 or 104 would fit"),
+    (dict(pp=3), "--pp 3: must divide the 8 ranks over --tp 1; [1, 2, 4] would fit"), (dict(pp=8), "--num-layers 4: must be divisible by --pp times virtual stages = 8; 8 would fit, or give --layer-split"),
+    (dict(pp=2, layer_split=[1, 2]), "--layer-split [1, 2]: must be 2 numbers (--pp times virtual stages) that add up to --num-layers 4; these are 2 that add up to 3"),
+    (dict(pp=2, virtual_stages=2, schedule="1f1b"), "--virtual-stages 2: only --schedule interleaved"), (dict(virtual_stages=2, num_layers=2), "--virtual-stages 2"),
+    (dict(schedule="gpipe"), "--schedule gpipe: needs --pp 2 or more"),
+    (dict(pp=4, schedule="interleaved", global_batch_size=12), "--global-batch-size 12: makes 6 micro-batches for each pipeline, and interleaved needs a multiple of --pp 4; 8 or 16 would fit"),
     (dict(tp=4, global_batch_size=3), "--global-batch-size 3: must be divisible by the 2 data-parallel ranks; 2 or 4 would fit")])
 def test_layouts_that_cannot_be(flags, words):
     with pytest.raises(train.ConfigError) as e:
@@ -292,6 +297,7 @@ def test_help_names_every_flag(capsys):
 
 
 def test_four_ranks_exit_with_status_0(here, text):
-    """gloo has aborted at exit before, when groups were left to the interpreter."""
-    done = run(text, "--out", "run", "--steps", "2", world=4)
+    """gloo has aborted at exit before, when groups were left to the interpreter. (Of a length that tp does not divide.)"""
+    done = run(text, "--out", "run", "--steps", "2", "--tp", "2", "--pp", "2", "--model", "gpt2", "--vocab-size", "257", "--dropout", "0", "--seq-length", "33", world=4)
     assert done.returncode == 0, done.stderr
+    assert len(Path("run/sample.txt").read_text()) > 4

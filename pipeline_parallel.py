@@ -1,0 +1,265 @@
+"""Pipeline parallelism: the layers are cut into stages, and micro-batches run through them like cars through a factory
+(arXiv 2104.04473, section 2.2).
+
+    rank 0   blocks 0 1   --activation-->   rank 1   blocks 2 3   --activation-->  ..  last rank: head and loss
+             embedding    <--gradient----                         <--gradient----
+
+`split` gives this rank its chunks: a chunk is the same `GPT` with everything else left out, under global names. `Pipeline` runs any
+schedule of schedules.py: one loop over the list that `lower` made of it, an action or a transfer at a time. Receives are posted ahead,
+sends are not waited for, and a stage's output is let go when it is sent: backward needs its graph, not its values.
+
+Zero-bubble schedules cut backward in two. A matrix multiplication y = x Wᵀ has two gradients, ∂x = ∂y W, which the stage before waits
+for, and ∂W = ∂yᵀ x, which nobody waits for. `defer_weights` makes linear layers hand (W, ∂y, x) to a list instead, during I, and W works the list off.
+
+A tied embedding is two parameters here, one on the first stage and one on the last, drawn alike; `sum_tied` adds their gradients, so that they
+stay alike. One of them counts in the norm.
+
+    python pipeline_parallel.py        four schedules on two ranks: gradients of one device, measured time lines
+
+What Megatron-LM adds: communication of gradients and parameters overlapped with the cooldown, stages of unequal tensor parallelism.
+"""
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+import gpt
+import sharding
+from schedules import Action, Event, Schedule, lower
+
+KINDS = {"F": 0, "B": 1}                 # of transfers: activations, gradients
+
+
+def layer_split(num_layers: int, stages: int, given: list[int] | None = None) -> list[range]:
+    """The layers of each stage. given: how many in each; without it an even split. Raises ValueError."""
+    if given is None:
+        if num_layers % stages:
+            low = num_layers // stages * stages
+            raise ValueError(f"num_layers {num_layers}: must be divisible by pp times virtual stages = {stages}; {f'{low} or ' if low else ''}{low + stages} "
+                             "would fit, or give layer_split")
+        given = [num_layers // stages] * stages
+    if len(given) != stages or sum(given) != num_layers or min(given) < 0:
+        raise ValueError(f"layer_split {given}: must be {stages} numbers (pp times virtual stages) that add up to num_layers {num_layers}; "
+                         f"these are {len(given)} that add up to {sum(given)}")
+    ends = [sum(given[:i + 1]) for i in range(stages)]
+    return [range(end - n, end) for n, end in zip(given, ends)]
+
+
+def split(config: gpt.GPTConfig, rank: int, p: int, v: int = 1, given: list[int] | None = None) -> list[gpt.GPT]:
+    """This rank's chunks, on the meta device; chunk c is stage c p + rank. Raises ValueError as `layer_split`."""
+    layers, chunks = layer_split(config.num_layers, p * v, given), []
+    for stage in range(rank, p * v, p):
+        with torch.device("meta"):
+            chunk = gpt.GPT(config)
+        for name in [name for name in chunk.blocks if int(name) not in layers[stage]]:
+            del chunk.blocks[name]
+        if stage > 0:
+            chunk.embedding = None
+        if stage < p * v - 1:
+            chunk.head = None
+        elif stage > 0 and not config.llama:                             # the tied matrix's second copy: another parameter
+            chunk.head.output.weight = nn.Parameter(chunk.head.output.weight.detach())
+            sharding.label(chunk.head.output.weight, sharding.Sharding(tuple(chunk.head.output.weight.shape), copy_of="embedding.tokens.weight"))
+        chunks.append(chunk)
+    return chunks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+class _Linear(torch.autograd.Function):
+    """y = x Wᵀ + b, whose ∂W may wait."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)                                       # [b s, out]
+        d_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        d_weight = gpt.weight_gradient(weight, rows, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        return (grad @ weight if ctx.needs_input_grad[0] else None), d_weight, d_bias
+
+
+@torch.compiler.disable
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _Linear.apply(x, weight, bias)
+
+
+def defer_weights(chunk: gpt.GPT) -> None:
+    """Let the linear layers of a chunk leave their weight gradients to a list where there is one (gpt.weight_gradient)."""
+    for module in chunk.modules():
+        if isinstance(module, nn.Linear):
+            bias = None if isinstance(module, gpt.DeferredBiasLinear) else "bias"
+            module.forward = lambda x, module=module, bias=bias: _linear(x, module.weight, module.bias if bias else None)
+        elif hasattr(module, "multiply"):                                # tensor_parallel.RowParallelLinear
+            module.multiply = _linear
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Channels:
+    """Who sends what through which communicator: for NCCL one for each (sender, receiver, kind), as the proof in schedules.py wants; gloo has
+    tags, and one is enough."""
+
+    def __init__(self, group: dist.ProcessGroup, groups: dict[tuple, dist.ProcessGroup] | None = None):
+        """group: of the p ranks of this pipeline. groups: (sender, receiver, kind) -> group, for NCCL (`nccl_groups`)."""
+        self.group, self.groups = group, groups
+        self.ranks = dist.get_process_group_ranks(group)
+
+    def send(self, x: Tensor, peer: int, kind: str, tag: int) -> dist.Work:
+        group = self.groups[self.group.rank(), peer, kind] if self.groups else self.group
+        return dist.isend(x, self.ranks[peer], group=group, tag=tag)
+
+    def receive(self, x: Tensor, peer: int, kind: str, tag: int) -> dist.Work:
+        group = self.groups[peer, self.group.rank(), kind] if self.groups else self.group
+        return dist.irecv(x, self.ranks[peer], group=group, tag=tag)
+
+
+def nccl_groups(pipelines: list[list[int]], rank: int) -> dict[tuple, dist.ProcessGroup]:
+    """One communicator for each neighbour, direction and kind. pipelines: the global ranks of every pipeline of the world; all ranks
+    call this together. Returns this rank's own."""
+    mine = {}
+    for ranks in pipelines:
+        p = len(ranks)
+        for sender, receiver, kind in sorted({(i, j % p, kind) for i in range(p) for j in (i - 1, i + 1) for kind in KINDS if j % p != i}):
+            group = dist.new_group([ranks[sender], ranks[receiver]])
+            if rank in ranks:
+                mine[sender, receiver, kind] = group
+    return mine
+
+
+class Pipeline:
+    """Runs schedules on this rank's chunks."""
+
+    def __init__(self, chunks: list[gpt.GPT], channels: Channels, slices: int = 1):
+        """slices: t where activations are cut along the sequence."""
+        self.chunks, self.channels, self.slices = chunks, channels, slices
+        self.config, self.p, self.rank, self.v = chunks[0].config, channels.group.size(), channels.group.rank(), len(chunks)
+        self.events: list[Event] = []                                    # of the latest run
+
+    def run(self, schedule: Schedule, forward, b: int, s: int, backward_of_loss=None, before_backward=None) -> None:
+        """One step.
+
+        forward(chunk, micro_batch, x) runs chunk number `chunk` on its input x ([b, s, h], None on the first stage) and returns the activation
+        for the next stage or, on the last, a scalar. b, s: sequences in a micro-batch, and their length. backward_of_loss: the gradient of the
+        scalar. before_backward(action): called before each B, I and W.
+        """
+        like, shape = next(self.parameters()), (b, s // self.slices, self.config.hidden_size)
+        last = self.p * self.v - 1
+        arriving, leaving, inputs, graphs, owed = {}, [], {}, {}, {}
+        self.events = []
+        for x in lower(schedule, self.v)[self.rank]:
+            if not isinstance(x, Action):
+                tag = (x.micro_batch * (last + 1) + x.stage) * 2 + KINDS[x.kind]
+                where = x.kind, x.stage, x.micro_batch
+                if x.op == "receive":
+                    buffer = torch.empty(shape, dtype=like.dtype, device=like.device)
+                    arriving[where] = buffer, self.channels.receive(buffer, x.peer, x.kind, tag)
+                else:
+                    tensor = arriving.pop(("ready", *where)).contiguous()
+                    leaving = [(work, t) for work, t in leaving if not work.is_completed()] + [(self.channels.send(tensor, x.peer, x.kind, tag), tensor)]
+                    del tensor
+                continue
+            stage, k = x.chunk * self.p + self.rank, x.micro_batch
+            expects = {"F": stage > 0, "W": False}.get(x.op, stage < last)
+            received = None
+            if expects:
+                received, work = arriving.pop(("F" if x.op == "F" else "B", stage, k))
+                if work:
+                    work.wait()
+            start = time.perf_counter()
+            if x.op != "F" and before_backward:
+                before_backward(x)
+            if x.op == "F":
+                if received is not None and torch.is_grad_enabled():
+                    received.requires_grad_()
+                y = forward(x.chunk, k, received)
+                if torch.is_grad_enabled():
+                    inputs[x.chunk, k], graphs[x.chunk, k] = received, get_gradient_edge(y)
+                if stage < last:
+                    self.hand_over(arriving, "F", stage + 1, k, y.detach())
+                del y
+            elif x.op == "W":
+                for weight, rows, inner in owed.pop((x.chunk, k)):
+                    weight.backward(rows.t() @ inner)                    # to where autograd would have added it, hooks included
+            else:
+                if x.op == "I":
+                    owed[x.chunk, k] = []
+                    self.owe(x.chunk, owed[x.chunk, k])
+                torch.autograd.backward(graphs.pop((x.chunk, k)), backward_of_loss if stage == last else received)
+                self.owe(x.chunk, None)
+                given = inputs.pop((x.chunk, k))
+                if stage > 0:
+                    self.hand_over(arriving, "B", stage - 1, k, given.grad)
+                del given
+            self.events.append(Event(self.rank, *x, start, time.perf_counter()))
+            del received
+        for work, _ in leaving:
+            work.wait()
+
+    def owe(self, chunk: int, weights: list | None) -> None:
+        for p in self.chunks[chunk].parameters():
+            p.owed = weights
+
+    def hand_over(self, arriving: dict, kind: str, stage: int, k: int, tensor: Tensor) -> None:
+        """To the send that follows, or to another chunk of this rank."""
+        key = (kind, stage, k) if stage % self.p == self.rank else ("ready", kind, stage, k)
+        arriving[key] = (tensor, None) if key[0] == kind else tensor
+
+    # -- what else needs the whole model ------------------------------------------------------------------------------------
+
+    def parameters(self):
+        return (p for chunk in self.chunks for p in chunk.parameters())
+
+    def forward_only(self, m: int) -> Schedule:
+        """For evaluation: chunk by chunk in groups of p micro-batches."""
+        order = [Action("F", chunk, k) for first in range(0, m, self.p) for chunk in range(self.v) for k in range(first, min(first + self.p, m))]
+        return [order] * self.p
+
+    def evaluate(self, batches: list, result) -> None:
+        """Run batches (of any sizes) forward; the last stage hands each to result(batch, loss of each token [b, s])."""
+        for size in sorted({len(b.tokens) for b in batches}):
+            some = [b for b in batches if len(b.tokens) == size]
+
+            def forward(chunk, k, x, some=some):
+                y = self.chunks[chunk](some[k].tokens, some[k].labels, None, x)
+                if self.chunks[chunk].head is not None:
+                    result(some[k], y)
+                return y
+            self.run(self.forward_only(len(some)), forward, size, some[0].tokens.shape[1])
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits [b, s, V] of tokens [b, s], on every stage: for generation."""
+        (b, s), found = tokens.shape, []
+
+        def forward(chunk, k, x):
+            y = self.chunks[chunk](tokens, None, None, x)
+            if self.chunks[chunk].head is not None:
+                found.append(y)
+            return y
+        self.run(self.forward_only(1), forward, b, s)
+        logits = found[0].contiguous() if found else next(self.parameters()).new_empty(b, s, self.config.vocab_size)
+        dist.broadcast(logits, self.channels.ranks[-1], group=self.channels.group)
+        return logits
+
+    def sum_tied(self) -> None:
+        """Add the gradients of the two copies of a tied embedding, on both stages alike (in the order of stages). After the data-parallel sum."""
+        mine = [p for p in self.parameters() if sharding.of(p).copy_of] if self.rank == self.p - 1 else []
+        if self.rank == 0 and not self.config.llama:
+            mine = [self.chunks[0].embedding.tokens.weight]
+        for p in mine:
+            peer, other = self.p - 1 - self.rank, torch.empty_like(p.main_grad)
+            sending = self.channels.send(p.main_grad.contiguous(), peer, "B", 0)
+            self.channels.receive(other, peer, "B", 0).wait()
+            sending.wait()
+            p.main_grad.add_(other)
