@@ -115,7 +115,7 @@ class Config:
             tensor_parallel.check(model, self.tp, world)
             if self.sequence_parallel:
                 sequence_parallel.check(model, self.tp)
-            pipeline_parallel.layer_split(model.num_layers, self.pp * self.virtual_stages, self.layer_split)
+            pipeline_parallel.layer_split(model.num_layers, self.pp, self.virtual_stages, self.layer_split)
         if self.virtual_stages > 1 and (self.schedule or "interleaved") != "interleaved" or self.virtual_stages > 1 and self.pp == 1:
             raise ConfigError(f"--virtual-stages {self.virtual_stages}: only --schedule interleaved, under --pp 2 or more, has more than 1")
         if self.schedule and self.pp == 1:

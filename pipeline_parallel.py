@@ -35,8 +35,10 @@ from schedules import Action, Event, Schedule, lower
 KINDS = {"F": 0, "B": 1}                 # of transfers: activations, gradients
 
 
-def layer_split(num_layers: int, stages: int, given: list[int] | None = None) -> list[range]:
-    """The layers of each stage. given: how many in each; without it an even split. Raises ValueError."""
+def layer_split(num_layers: int, p: int, v: int = 1, given: list[int] | None = None) -> list[range]:
+    """The layers of each of the p v stages. given: how many in each (a lighter first and last one make room for embedding and head); without
+    it an even split. Raises ValueError."""
+    stages = p * v
     if given is None:
         if num_layers % stages:
             low = num_layers // stages * stages
@@ -46,13 +48,16 @@ def layer_split(num_layers: int, stages: int, given: list[int] | None = None) ->
     if len(given) != stages or sum(given) != num_layers or min(given) < 0:
         raise ValueError(f"layer_split {given}: must be {stages} numbers (pp times virtual stages) that add up to num_layers {num_layers}; "
                          f"these are {len(given)} that add up to {sum(given)}")
+    for rank in range(1, p - 1):
+        if not sum(given[rank::p]):
+            raise ValueError(f"layer_split {given}: leaves pipeline rank {rank} (stages {list(range(rank, stages, p))}) without a layer")
     ends = [sum(given[:i + 1]) for i in range(stages)]
     return [range(end - n, end) for n, end in zip(given, ends)]
 
 
 def split(config: gpt.GPTConfig, rank: int, p: int, v: int = 1, given: list[int] | None = None) -> list[gpt.GPT]:
     """This rank's chunks, on the meta device; chunk c is stage c p + rank. Raises ValueError as `layer_split`."""
-    layers, chunks = layer_split(config.num_layers, p * v, given), []
+    layers, chunks = layer_split(config.num_layers, p, v, given), []
     for stage in range(rank, p * v, p):
         with torch.device("meta"):
             chunk = gpt.GPT(config)

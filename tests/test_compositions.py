@@ -1,5 +1,6 @@
 """Every layout gives the loss, the gradients and the parameters of one device."""
 import shutil
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch.distributed as dist
 import fsdp
 import gpt
 import optimizer
+import pipeline_parallel
+import random_layouts
 import sequence_parallel
 import sharding
 import tensor_parallel
@@ -285,3 +288,81 @@ def every_rank_counts():
 
 def test_gate_sees_every_rank_counting():
     differs(train(2, tp=2, mutate=every_rank_counts), train())
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------------------
+
+PIPELINE = {"gpt": SMALL | dict(num_layers=12, vocab_size=257), "llama": LLAMA | dict(num_layers=12, vocab_size=257)}
+TWO = [dict(schedule="gpipe"), dict(schedule="1f1b"), dict(schedule="zb-h1"), dict(virtual_stages=2), dict(virtual_stages=3),
+       dict(layer_split=[5, 7], micro_batch_size=2), dict(layer_split=[12, 0], schedule="zb-h1"), dict(layer_split=[4, 0, 7, 1], virtual_stages=2)]
+FOUR = [dict(schedule="gpipe"), dict(schedule="1f1b"), dict(schedule="zb-h1"), dict(virtual_stages=3), dict(layer_split=[2, 4, 4, 2], schedule="zb-h1"),
+        dict(layer_split=[1, 2, 2, 2, 2, 2, 1, 0], virtual_stages=2)]
+EIGHT = [dict(schedule="1f1b"), dict(schedule="zb-h1"), dict(virtual_stages=2)]               # tp 2 x pp 2 x dp 2
+
+
+@pytest.mark.parametrize("base", PIPELINE)
+@pytest.mark.parametrize("world, variants, flags", [(2, TWO, dict(pp=2)), (4, FOUR, dict(pp=4)),
+                                                    (8, EIGHT, dict(pp=2, tp=2, sequence_parallel=True, recompute="selective"))], ids=["2", "4", "2x2x2"])
+def test_pipeline(base, world, variants, flags):
+    """Every schedule, even and uneven splits, tied embeddings (GPT)."""
+    for variant, result in zip(variants, train_each(world, variants, base=PIPELINE[base], **flags)):
+        same(result, train(base=PIPELINE[base]))
+
+
+def wrong_loss_scale():
+    """As if each micro-batch were divided by its own number of micro-batches once more."""
+    def run(self, schedule, forward, b, s, backward_of_loss=None, *args, original=pipeline_parallel.Pipeline.run):
+        return original(self, schedule, forward, b, s, backward_of_loss / 8, *args)
+    pipeline_parallel.Pipeline.run = run
+
+
+def wrong_micro_batch():
+    """The last stage takes the labels of the next micro-batch."""
+    def run(self, schedule, forward, *args, original=pipeline_parallel.Pipeline.run):
+        return original(self, schedule, lambda chunk, k, x: forward(chunk, (k + (self.chunks[chunk].head is not None)) % 8, x), *args)
+    pipeline_parallel.Pipeline.run = run
+
+
+def norm_of_one_stage():
+    original = optimizer.global_norm
+    optimizer.global_norm = lambda parameters, stages=None: original(parameters)
+
+
+def norm_counts_both_copies():
+    sharding.Sharding.__getattribute__ = lambda self, name: None if name == "copy_of" and sys._getframe(1).f_code.co_name == "global_norm" \
+        else object.__getattribute__(self, name)
+
+
+def forgotten_weights():
+    """The weight gradients that ZB-H1 owes at the end of the step are never computed."""
+    original = pipeline_parallel.lower
+    pipeline_parallel.lower = lambda *args: [[x for x in program if x[0] != "W" or x.micro_batch < 7] for program in original(*args)]
+
+
+@pytest.mark.parametrize("mutate", [wrong_loss_scale, wrong_micro_batch, norm_of_one_stage, norm_counts_both_copies, forgotten_weights])
+def test_gate_sees_pipeline(mutate):
+    differs(train(2, pp=2, schedule="zb-h1", mutate=mutate), train())
+
+
+def no_tied_sum():
+    pipeline_parallel.Pipeline.sum_tied = lambda self: None
+
+
+def half_a_tied_sum():
+    """Both copies agree, on the first stage's part."""
+    def sum_tied(self):
+        for p in self.parameters():
+            if sharding.of(p).copy_of or self.rank == 0 and p is self.chunks[0].embedding.tokens.weight:
+                dist.broadcast(p.main_grad, 0)
+    pipeline_parallel.Pipeline.sum_tied = sum_tied
+
+
+@pytest.mark.parametrize("mutate", [no_tied_sum, half_a_tied_sum])
+def test_gate_sees_tied_embeddings(mutate):
+    differs(train(2, pp=2, mutate=mutate), train())
+
+
+def test_random_layouts():
+    """A few of `python tests/random_layouts.py`."""
+    for seed in range(4):
+        random_layouts.check(random_layouts.draw(seed))
