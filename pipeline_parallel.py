@@ -268,3 +268,65 @@ class Pipeline:
             self.channels.receive(other, peer, "B", 0).wait()
             sending.wait()
             p.main_grad.add_(other)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _lesson(rank: int, name: str, p: int, m: int):
+    """One step of a schedule, by hand: what train.py does, without the rest."""
+    import schedules
+    config = gpt.GPTConfig(num_layers=8, hidden_size=256, num_heads=8, seq_length=128, vocab_size=257, dropout=0.1)
+    chunks = split(config, rank, p, 2 if name == "interleaved" else 1)
+    for chunk in chunks:
+        if name == "zb-h1":
+            defer_weights(chunk)
+        sharding.init(chunk, 0, "cpu", torch.float32)
+    tokens = torch.randint(257, (m, 129), generator=torch.Generator().manual_seed(0))
+    total = torch.zeros(())
+
+    def forward(chunk, k, x):
+        inputs, labels = tokens[k:k + 1, :-1], tokens[k:k + 1, 1:]
+        y = chunks[chunk](inputs, labels, gpt.dropout_key(0, 1, torch.tensor([k])), x)
+        if chunks[chunk].head is None:
+            return y
+        total.add_(y.detach().sum() / (m * 128))
+        return y.sum()
+    if p == 1:
+        for k in range(m):
+            forward(0, k, None).backward(torch.tensor(1 / (m * 128)))
+        return total.item(), {n: q.grad for n, q in sharding.named_parameters(*chunks)}, [], ([], 0.0)
+    pipeline = Pipeline(chunks, Channels(dist.group.WORLD))
+    schedule = schedules.make(name, p, m, len(chunks))
+    for _ in range(2):                                                   # the first is for warming up
+        total.zero_()
+        for chunk in chunks:
+            chunk.zero_grad(set_to_none=True)
+        dist.barrier()
+        pipeline.run(schedule, forward, 1, 128, torch.tensor(1 / (m * 128)))
+    for q in pipeline.parameters():
+        q.main_grad = q.grad                                             # what sum_tied adds to; in training, optimizer.py has it
+    pipeline.sum_tied()
+    events = [None] * p
+    dist.all_gather_object(events, pipeline.events)
+    return total.item(), {n: q.grad for n, q in sharding.named_parameters(*chunks)}, [e for one in events for e in one], schedules.in_flight(schedule)
+
+
+def main():
+    import ranks
+    import schedules
+    p, m = 2, 4
+    (loss, one, _, _), = ranks.run(_lesson, 1, "1f1b", 1, m)
+    print(f"a GPT (h 256, L 8, s 128, dropout 0.1, tied embeddings), {m} micro-batches of 1; on one rank the loss is {loss:.6f}; on {p} ranks:")
+    for name in schedules.NAMES:
+        v, results = 2 if name == "interleaved" else 1, ranks.run(_lesson, p, name, p, m)
+        found = {n: g for _, gradients, _, _ in results for n, g in gradients.items()}
+        worst = max(((found[n] - g).abs().max() / g.abs().max()).item() for n, g in one.items() if not n.endswith("key.bias"))     # exactly 0 there
+        events, first = results[0][2], min(e.start for e in results[0][2])
+        events = sorted((e._replace(start=e.start - first, end=e.end - first) for e in events), key=lambda e: e.start)
+        print(f"\n{name}{f', v = {v}' if v > 1 else ''}: loss {sum(r[0] for r in results):.6f}, largest relative difference of a gradient {worst:.1e}; in flight "
+              f"{results[0][3]}; bubble {schedules.bubble(events):.2f} measured, {schedules.bubble_formula(name, p, m, v):.2f} by formula")
+        print(schedules.text(events, max(e.end for e in events) / 50))
+
+
+if __name__ == "__main__":
+    main()

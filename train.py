@@ -13,24 +13,18 @@ The layout changes nothing but speed and memory. Initial weights depend on (seed
 dropout masks on (seed, step, sample, layer, position); and the loss is the sum of per-token losses divided by the number of
 counted tokens in the global batch, a number known before the first forward, with gradients summed over ranks and micro-batches.
 """
-import ctypes
 import dataclasses
-import gc
 import json
-import math
 import os
 import shutil
 import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import checkpoint
 import data
@@ -46,6 +40,7 @@ from config import Config, ConfigError, parse
 from gpt import GPT, dropout_key, flops_per_token, num_parameters
 from metrics import Metrics, duration, peak_memory, plot_loss, progress
 from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
+from world import Groups, World
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EVAL_SEQUENCES = 64              # of held-out text, the first of them, at every evaluation
@@ -60,24 +55,6 @@ class RunError(RuntimeError):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-@dataclass
-class Groups:
-    """The process groups of this rank, None where there is one rank in a group; nccl: the pipeline's communicators on GPUs."""
-    dp: dist.ProcessGroup | None = None
-    tp: dist.ProcessGroup | None = None
-    pp: dist.ProcessGroup | None = None
-    nccl: dict | None = None
-
-    @classmethod
-    def make(cls, device_type: str, world: int, tp: int = 1, pp: int = 1) -> "Groups":
-        """One mesh (pp, dp, tp). Neighbours are tensor parallel: they talk most. All ranks call this together."""
-        mesh = init_device_mesh(device_type, (pp, world // pp // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
-        groups = cls(**{name: mesh.get_group(name) for name, n in zip(mesh.mesh_dim_names, mesh.shape) if n > 1})
-        if pp > 1 and dist.get_backend() == "nccl":
-            groups.nccl = pipeline_parallel.nccl_groups(mesh.mesh.flatten(1).t().tolist(), dist.get_rank())
-        return groups
-
 
 class Trainer:
     """The model of this rank and everything that one step changes. `dataset` has `batch(samples)` and `counted_tokens(samples)`."""
@@ -206,18 +183,6 @@ class Trainer:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def keep_freed_memory() -> None:
-    """Tell glibc to keep large blocks when they are freed. By default each logits or gradient tensor is new memory from the kernel,
-    zeroed page by page: a fifth of the time of a GPT-2 124M step on a CPU."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):                                    # another C library
-        return
-    m_trim_threshold, m_mmap_max = -1, -4
-    mallopt(m_mmap_max, 0)
-    mallopt(m_trim_threshold, -1)
-
-
 def check_out(config: Config) -> Path:
     """The run's folder. Raises ConfigError when it holds another run."""
     out = Path(config.out)
@@ -230,72 +195,6 @@ def check_out(config: Config) -> Path:
     except OSError as e:
         raise ConfigError(f"--out {out}: cannot be written ({e.strerror})") from None
     return out
-
-
-@dataclass
-class World:
-    """Who this process is among the ranks, and the groups that it talks to."""
-    rank: int
-    size: int
-    local_rank: int                                                      # on this machine
-    local_size: int
-    device: torch.device | None = None
-    groups: Groups | None = None
-
-    @classmethod
-    def from_launcher(cls) -> "World":
-        """What torchrun says; without it, one rank."""
-        return cls(*(int(os.environ.get(name, default)) for name, default in
-                     (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))))
-
-    def connect(self, device: str, tp: int, pp: int) -> None:
-        """Choose the device, and with several ranks make the process groups: one mesh, from which everything else is handed groups."""
-        if device != "cpu" and torch.cuda.is_available():
-            self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
-            torch.cuda.set_device(self.device)
-        else:
-            self.device = torch.device("cpu")
-            keep_freed_memory()
-            if self.size > 1:
-                torch.set_num_threads(self.cores)
-        if self.size > 1:
-            shared = self.device.type == "cpu" or self.local_size > torch.cuda.device_count()      # NCCL wants a device for each rank
-            dist.init_process_group("gloo" if shared else "nccl", timeout=timedelta(minutes=30))
-            self.groups = Groups.make(self.device.type, self.size, tp, pp)
-        else:
-            self.groups = Groups()
-
-    @property
-    def cores(self) -> int:
-        """Processors for this rank."""
-        return max(1, len(os.sched_getaffinity(0)) // self.local_size)
-
-    def disconnect(self) -> None:
-        """Everything that holds a group has to be gone by now: gloo aborts the process at exit otherwise, now and then."""
-        self.groups = None
-        gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-            gc.collect()
-
-    def gather(self, x) -> list:
-        """Every rank's object, on every rank."""
-        gathered = [x] * self.size
-        if self.size > 1:
-            dist.all_gather_object(gathered, x)
-        return gathered
-
-    def gather_numbers(self, *numbers: torch.Tensor | float) -> list[tuple]:
-        """For each number, its values on all ranks: one small collective a step."""
-        row = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=self.device) for n in numbers])
-        rows = [torch.empty_like(row) for _ in range(self.size)] if self.size > 1 else [row]
-        if self.size > 1:
-            dist.all_gather(rows, row)
-        return list(zip(*(r.tolist() for r in rows)))
-
-    def say(self, *words) -> None:
-        if self.rank == 0:
-            print(*words, flush=True)
 
 
 def open_tokenizer(config: Config):

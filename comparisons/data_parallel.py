@@ -23,13 +23,14 @@ import report
 import train
 from report import spread, timed
 from single_device import Random
+from world import Groups, keep_freed_memory
 
 
 def on_rank(rank: int, rounds: int) -> list[dict]:
-    train.keep_freed_memory()
+    keep_freed_memory()
     shape = dict(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=256, vocab_size=257, precision="fp32")
-    both = train.Trainer(train.Config(**shape, global_batch_size=8), torch.device("cpu"), train.Groups(dp=dist.group.WORLD))
-    one = train.Trainer(train.Config(**shape, global_batch_size=4), torch.device("cpu"), train.Groups())
+    both = train.Trainer(train.Config(**shape, global_batch_size=8), torch.device("cpu"), Groups(dp=dist.group.WORLD))
+    one = train.Trainer(train.Config(**shape, global_batch_size=4), torch.device("cpu"), Groups())
     dataset, all_reduce = Random(4, 256, 257), dist.all_reduce
     gradients = torch.zeros(sum(p.numel() for p in one.model.parameters()))
 

@@ -24,6 +24,7 @@ import train
 from report import median, spread, timed
 from schedules import Cost, Event
 from single_device import Random
+from world import Groups, keep_freed_memory
 
 S, V, P = 256, 257, 2
 SHAPE = dict(model="gpt2", dropout=0.0, num_layers=8, hidden_size=512, num_heads=8, seq_length=S, vocab_size=V, precision="fp32", micro_batch_size=1)
@@ -68,7 +69,7 @@ def torch_pipeline(trainer: train.Trainer, m: int, dataset):
 
 
 def on_rank(rank: int, rounds: int) -> dict:
-    train.keep_freed_memory()
+    keep_freed_memory()
     cpu, group = torch.device("cpu"), dist.group.WORLD
     kinds, events, difference, trainers = {}, {}, {}, {}
 
@@ -77,7 +78,7 @@ def on_rank(rank: int, rounds: int) -> dict:
         return timed(lambda: (run(), dist.barrier()))
     for m in (8, 4):
         dataset = Random(m, S, V)
-        one = train.Trainer(train.Config(**SHAPE, global_batch_size=m), cpu, train.Groups())
+        one = train.Trainer(train.Config(**SHAPE, global_batch_size=m), cpu, Groups())
 
         def alone(one=one, dataset=dataset) -> float:
             dist.barrier()
@@ -86,7 +87,7 @@ def on_rank(rank: int, rounds: int) -> dict:
             return seconds
         kinds["one", m] = alone
         for name, flags in LAYOUTS.items():
-            t = trainers[name, m] = train.Trainer(train.Config(**SHAPE, global_batch_size=m, pp=P, **flags), cpu, train.Groups(pp=group))
+            t = trainers[name, m] = train.Trainer(train.Config(**SHAPE, global_batch_size=m, pp=P, **flags), cpu, Groups(pp=group))
 
             def step(t=t, name=name, m=m, dataset=dataset) -> float:
                 seconds = both(lambda: (t.forward_backward(1, dataset), t.update(1)))

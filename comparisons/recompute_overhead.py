@@ -23,7 +23,7 @@ import report
 import sequence_parallel
 import sharding
 import tensor_parallel
-import train
+from world import keep_freed_memory
 
 ROWS = {                                                     # (sequence parallelism, recompute): the paper's milliseconds, forward and backward
     "no recompute": (False, "none", 7.7, 11.9), "sequence parallelism": (True, "none", 7.2, 11.8),
@@ -32,7 +32,7 @@ ROWS = {                                                     # (sequence paralle
 
 
 def on_rank(rank: int, rounds: int, dropout: float) -> dict:
-    train.keep_freed_memory()
+    keep_freed_memory()
     group, cuda = dist.group.WORLD, torch.cuda.is_available()
     t = group.size()
     s, b, h, a = (2048, 4, 6144, 64) if cuda else (256, 4, 768, 8)

@@ -24,6 +24,7 @@ import ranks
 import report
 import train
 from report import median, spread, timed
+from world import Groups, keep_freed_memory
 
 CASES = {
     "small": dict(model="gpt2", num_layers=4, hidden_size=256, num_heads=8, seq_length=256, vocab_size=8192, dropout=0.0, global_batch_size=8),
@@ -85,12 +86,12 @@ def breakdown(step) -> dict[str, float]:
 def on_rank(rank: int, name: str, precision: str, rounds: int, device: str):
     """Rank 0 is this project, 1 transformers, 2 transformers with our allocator setting. Returns seconds per round."""
     if rank != 1 and device == "cpu":
-        train.keep_freed_memory()
+        keep_freed_memory()
     config = train.Config(**CASES[name], precision=precision)
     c, dtype = config.model_config(), train.DTYPES[precision]
     dataset = Random(config.global_batch_size, c.seq_length, c.vocab_size)
     if rank == 0:
-        trainer = train.Trainer(config, torch.device(device), train.Groups())
+        trainer = train.Trainer(config, torch.device(device), Groups())
         steps = [lambda: trainer.forward_backward(1, dataset), lambda: trainer.update(1),
                  lambda: report.matmul_flops(dtype, device, repeats=3)]
     else:

@@ -20,18 +20,19 @@ import report
 import train
 from report import spread, timed
 from single_device import Random
+from world import Groups, keep_freed_memory
 
 BATCH, S, V = 8, 256, 257
 
 
 def on_rank(rank: int, rounds: int) -> list[dict]:
-    train.keep_freed_memory()
+    keep_freed_memory()
     shape = dict(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=S, vocab_size=V, precision="fp32",
                  global_batch_size=BATCH)
     cpu, group = torch.device("cpu"), dist.group.WORLD
-    one = train.Trainer(train.Config(**shape), cpu, train.Groups())
-    tensor = train.Trainer(train.Config(**shape, tp=2), cpu, train.Groups(tp=group))
-    sequence = train.Trainer(train.Config(**shape, tp=2, sequence_parallel=True), cpu, train.Groups(tp=group))
+    one = train.Trainer(train.Config(**shape), cpu, Groups())
+    tensor = train.Trainer(train.Config(**shape, tp=2), cpu, Groups(tp=group))
+    sequence = train.Trainer(train.Config(**shape, tp=2, sequence_parallel=True), cpu, Groups(tp=group))
     dataset, all_reduce = Random(BATCH, S, V), dist.all_reduce
 
     def step(trainer):

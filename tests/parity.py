@@ -15,6 +15,7 @@ import data
 import ranks
 import sharding
 import train as trainer
+from world import Groups
 
 # From real initialisation, dropout on, tied embeddings, a vocabulary that nothing divides, clipping that bites.
 SMALL = dict(model="gpt2", num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61, dropout=0.1, global_batch_size=8,
@@ -56,7 +57,7 @@ def on_rank(rank: int, world: int, variants: list[dict], steps: int, mutate) -> 
 
 
 def one_run(world: int, config: trainer.Config, steps: int) -> Result:
-    groups = trainer.Groups.make("cpu", world, config.tp, config.pp) if world > 1 else trainer.Groups()
+    groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
     t = trainer.Trainer(config, torch.device("cpu"), groups)
 
     def whole(part) -> dict[str, torch.Tensor]:

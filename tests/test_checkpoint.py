@@ -249,8 +249,9 @@ def under(rank, world, folder, steps, **flags):
     import sharding
     import train
     from parity import LLAMA, Synthetic
+    from world import Groups
     config = train.Config(**LLAMA | dict(vocab_size=61, num_heads=8, num_kv_heads=4, precision="bf16", micro_batch_size=2) | flags)
-    groups = train.Groups.make("cpu", world, config.tp, config.pp) if world > 1 else train.Groups()
+    groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
     t = train.Trainer(config, torch.device("cpu"), groups)
     found, start = checkpoint.steps(Path(folder)), 0
     if found:

@@ -14,6 +14,7 @@ import ranks
 import sharding
 import train as trainer
 from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, global_norm, learning_rate
+from world import Groups
 
 
 def model_and_batches(dtype=torch.float64):
@@ -141,7 +142,7 @@ def curve(precision, steps=200, device="cpu"):
         def batch(self, samples):
             rows = torch.stack([text[n * 32 % 60000:][:33] for n in samples])
             return super().batch(samples)._replace(tokens=rows[:, :-1], labels=rows[:, 1:])
-    t = trainer.Trainer(config, torch.device(device), trainer.Groups())
+    t = trainer.Trainer(config, torch.device(device), Groups())
     dataset, losses = Text(32, 257), []
     for step in range(1, steps + 1):
         losses.append(t.forward_backward(step, dataset).item())

@@ -14,6 +14,7 @@ from parity import SMALL, Synthetic
 from pipeline_parallel import layer_split, split
 from test_checkpoint import LAYOUTS as CHECKPOINT_LAYOUTS
 from test_checkpoint import equal, under_flags
+from world import Groups
 
 CONFIG = gpt.GPTConfig(num_layers=8, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61)
 
@@ -55,7 +56,7 @@ class Kept:
 def activation_bytes(rank, flags):
     """For each chunk, what one micro-batch keeps; and the most that was kept at once in a step."""
     config = train.Config(**SMALL | dict(num_layers=8, vocab_size=61, precision="fp32", micro_batch_size=1, hidden_size=64) | flags)
-    t = train.Trainer(config, torch.device("cpu"), train.Groups.make("cpu", 2, 1, 2))
+    t = train.Trainer(config, torch.device("cpu"), Groups.make("cpu", 2, 1, 2))
     refs, one, most = [], {}, 0
     parameters = {p.untyped_storage().data_ptr() for p in t.model.parameters()}
 
@@ -141,7 +142,7 @@ def test_checkpoints_load_under_any_layout(tmp_path, world, flags):
 
 def evaluation(rank, world, flags):
     config = train.Config(**SMALL | dict(num_layers=4, dropout=0.0) | flags)
-    groups = train.Groups.make("cpu", world, config.tp, config.pp) if world > 1 else train.Groups()
+    groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
     t = train.Trainer(config, torch.device("cpu"), groups)
     loss = t.evaluate(Synthetic(16, 61), 7)                      # 7 sequences: batches of different sizes
     with torch.no_grad():
