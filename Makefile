@@ -12,6 +12,7 @@ test: .venv/tests-installed
 figures: .venv/installed
 	.venv/bin/python comparisons/activation_memory.py
 	.venv/bin/python comparisons/recompute_overhead.py
+	.venv/bin/python comparisons/pipeline.py
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv

@@ -228,7 +228,7 @@ class Transfer(NamedTuple):
     micro_batch: int
 
 
-def lower(schedule: Schedule, v: int = 1, ahead: int = 1) -> list[list[Action | Transfer]]:
+def lower(schedule: Schedule, v: int = 1, ahead: int = 2) -> list[list[Action | Transfer]]:
     """The lists with their communication. A send follows the action that makes its content. A receive is posted `ahead` actions before the one
     that needs it; receives from one peer and of one kind in the order in which that peer sends, as NCCL wants."""
     p = len(schedule)
@@ -325,6 +325,7 @@ def plot(panels: dict[str, list[Event]], path) -> None:
     for axes, (title, events) in zip(rows[:, 0], panels.items()):
         draw(axes, events, title)
         axes.set_xlim(0, longest)
+    rows[-1, 0].set_xlabel("seconds")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

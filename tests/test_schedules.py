@@ -92,7 +92,7 @@ def test_bad_arguments():
 
 
 def test_lowering_by_hand():
-    first, second = lower(make("1f1b", 2, 2))
+    first, second = lower(make("1f1b", 2, 2), ahead=1)
     assert [str(x) if isinstance(x, Action) else (x.op, x.kind, x.micro_batch) for x in second] == [
         ("receive", "F", 0), "F of chunk 0, micro-batch 0", ("receive", "F", 1), "B of chunk 0, micro-batch 0", ("send", "B", 0),
         "F of chunk 0, micro-batch 1", "B of chunk 0, micro-batch 1", ("send", "B", 1)]
