@@ -178,7 +178,8 @@ def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     tokens [b, s] with s divisible by t. Raises ValueError as `check`, or for a model that is not cut."""
     check(model.config, group.size())
     parts = [part for part in (model.embedding, *model.blocks.values(), model.head) if part is not None]
-    if {module.group for module in model.modules() if isinstance(module, tensor_parallel.ColumnParallelLinear)} != {group}:
+    cut = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear, tensor_parallel.VocabParallelEmbedding
+    if parts and {module.group for module in model.modules() if isinstance(module, cut)} != {group}:                # a pipeline's chunk may be empty
         raise ValueError("sequence parallelism works on a model that is cut over the same group: call tensor_parallel.parallelize(model, group) first")
     if any(isinstance(module, ColumnParallelLinear) for module in model.modules()):
         raise ValueError("this model is sequence parallel already")

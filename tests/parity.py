@@ -58,11 +58,11 @@ def on_rank(rank: int, world: int, variants: list[dict], steps: int, mutate) -> 
 
 def one_run(world: int, config: trainer.Config, steps: int) -> Result:
     groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
-    t = trainer.Trainer(config, torch.device("cpu"), groups)
+    t = trainer.Trainer(config, torch.device(config.device), groups)                          # on CUDA: gloo still, all ranks on one GPU
 
     def whole(part) -> dict[str, torch.Tensor]:
         """part(parameter), put together from all ranks that hold something of the model, under global names."""
-        mine = {n: sharding.gather(part(p), sharding.of(p)).clone() for n, p in sharding.named_parameters(*t.chunks)}
+        mine = {n: sharding.gather(part(p), sharding.of(p)).cpu().clone() for n, p in sharding.named_parameters(*t.chunks)}
         if not groups.pp:
             return mine
         stages = [None] * groups.pp.size()

@@ -52,6 +52,14 @@ def test_tensor_parallel_float32(flags):
     same(train(2, precision="fp32", steps=1, **flags), train(precision="fp32", steps=1), 1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("flags", [dict(), dict(recompute="full"), dict(tp=2), dict(tp=2, sequence_parallel=True, recompute="selective")], ids=str)
+def test_on_a_gpu(flags):
+    """The CPU's loss and gradients; ranks share the GPU."""
+    same(train(flags.get("tp", 1), device="cuda", **flags), train())
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled():
     same(train(2, steps=1, tp=2, sequence_parallel=True, recompute="full", compile=True), train(steps=1))
@@ -302,11 +310,11 @@ EIGHT = [dict(schedule="1f1b"), dict(schedule="zb-h1"), dict(virtual_stages=2)] 
 
 @pytest.mark.parametrize("base", PIPELINE)
 @pytest.mark.parametrize("world, variants, flags", [(2, TWO, dict(pp=2)), (4, FOUR, dict(pp=4)),
-                                                    (8, EIGHT, dict(pp=2, tp=2, sequence_parallel=True, recompute="selective"))], ids=["2", "4", "2x2x2"])
+                                                    (8, EIGHT, dict(pp=2, tp=2, num_layers=4, sequence_parallel=True, recompute="selective"))], ids=["2", "4", "2x2x2"])
 def test_pipeline(base, world, variants, flags):
     """Every schedule, even and uneven splits, tied embeddings (GPT)."""
     for variant, result in zip(variants, train_each(world, variants, base=PIPELINE[base], **flags)):
-        same(result, train(base=PIPELINE[base]))
+        same(result, train(base=PIPELINE[base] | {k: v for k, v in flags.items() if k == "num_layers"}))
 
 
 def wrong_loss_scale():
