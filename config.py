@@ -45,7 +45,7 @@ class Config:
     # parallel
     tp: int = flag(1, "tensor-parallel ranks: every matrix is cut over so many; the other ranks are data parallel")
     sequence_parallel: bool = flag(False, "cut what tensor parallelism leaves whole along the sequence")
-    pp: int = flag(1, "pipeline stages' ranks: the layers are cut over so many")
+    pp: int = flag(1, "pipeline-parallel ranks: the layers are cut over so many")
     virtual_stages: int = flag(1, "chunks of layers on each pipeline rank; more than one is for interleaved")
     schedule: str | None = flag(None, "of the pipeline; the default is 1f1b, or interleaved with virtual stages", tuple(schedules.NAMES))
     layer_split: list[int] | None = flag(None, "layers of each stage (pp times virtual stages numbers); the default is an even split", metavar="N")
@@ -110,16 +110,17 @@ class Config:
             raise ConfigError(f"--pp {self.pp}: must divide the {world} ranks over --tp {self.tp}; {divisors(world // self.tp, self.pp)} would fit")
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError("--sequence-parallel: cuts what tensor parallelism leaves whole, and needs --tp 2 or more")
+        if self.virtual_stages > 1 and (self.schedule or "interleaved") != "interleaved" or self.virtual_stages > 1 and self.pp == 1:
+            raise ConfigError(f"--virtual-stages {self.virtual_stages}: only --schedule interleaved, under --pp 2 or more, has more than 1")
+        for name in ("schedule", "layer_split"):
+            if getattr(self, name) and self.pp == 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: needs --pp 2 or more")
         with as_flags():
             recompute.check(model, self.recompute, self.recompute_layers)
             tensor_parallel.check(model, self.tp, world)
             if self.sequence_parallel:
                 sequence_parallel.check(model, self.tp)
             pipeline_parallel.layer_split(model.num_layers, self.pp, self.virtual_stages, self.layer_split)
-        if self.virtual_stages > 1 and (self.schedule or "interleaved") != "interleaved" or self.virtual_stages > 1 and self.pp == 1:
-            raise ConfigError(f"--virtual-stages {self.virtual_stages}: only --schedule interleaved, under --pp 2 or more, has more than 1")
-        if self.schedule and self.pp == 1:
-            raise ConfigError(f"--schedule {self.schedule}: needs --pp 2 or more")
         dp = world // self.tp // self.pp
         if self.global_batch_size % dp:
             low = self.global_batch_size // dp * dp
@@ -145,7 +146,7 @@ MODEL_FLAGS = {f.name for f in dataclasses.fields(GPTConfig)} & {f.name for f in
 @contextlib.contextmanager
 def as_flags():
     """What a technique says about its fields becomes a ConfigError about flags: num_heads 5 -> --num-heads 5."""
-    names = sorted(MODEL_FLAGS | {"tp", "pp", "recompute", "recompute_layers", "layer_split"})
+    names = sorted(MODEL_FLAGS | {"tp", "pp", "virtual_stages", "recompute", "recompute_layers", "layer_split"})
     try:
         yield
     except ValueError as e:

@@ -5,8 +5,8 @@
              embedding    <--gradient----                         <--gradient----
 
 `split` gives this rank its chunks: a chunk is the same `GPT` with everything else left out, under global names. `Pipeline` runs any
-schedule of schedules.py: one loop over the list that `lower` made of it, an action or a transfer at a time. Receives are posted ahead,
-sends are not waited for, and a stage's output is let go when it is sent: backward needs its graph, not its values.
+schedule of schedules.py: one loop over the list that `lower` made of it, an action or a transfer at a time. Receives are posted ahead, a send
+is waited for only when it has certainly arrived, and then a stage's output is let go: backward needs its graph, not its values.
 
 Zero-bubble schedules cut backward in two. A matrix multiplication y = x Wᵀ has two gradients, ∂x = ∂y W, which the stage before waits
 for, and ∂W = ∂yᵀ x, which nobody waits for. `defer_weights` makes linear layers hand (W, ∂y, x) to a list instead, during I, and W works the list off.
@@ -16,7 +16,8 @@ stay alike. One of them counts in the norm.
 
     python pipeline_parallel.py        four schedules on two ranks: gradients of one device, measured time lines
 
-What Megatron-LM adds: communication of gradients and parameters overlapped with the cooldown, stages of unequal tensor parallelism.
+What Megatron-LM adds: the data-parallel sum overlapped with the cooldown under zero-bubble schedules too (here only where B is one action).
+The times in `events` are the host's: right on CPUs; on a GPU they would have to be CUDA events.
 """
 import time
 from functools import partial
@@ -42,12 +43,12 @@ def layer_split(num_layers: int, p: int, v: int = 1, given: list[int] | None = N
     if given is None:
         if num_layers % stages:
             low = num_layers // stages * stages
-            raise ValueError(f"num_layers {num_layers}: must be divisible by pp times virtual stages = {stages}; {f'{low} or ' if low else ''}{low + stages} "
-                             "would fit, or give layer_split")
+            raise ValueError(f"num_layers {num_layers}: must be divisible by pp {p} times virtual_stages {v}; {f'{low} or ' if low else ''}{low + stages} "
+                             "would fit, or layer_split with any numbers")
         given = [num_layers // stages] * stages
     if len(given) != stages or sum(given) != num_layers or min(given) < 0:
-        raise ValueError(f"layer_split {given}: must be {stages} numbers (pp times virtual stages) that add up to num_layers {num_layers}; "
-                         f"these are {len(given)} that add up to {sum(given)}")
+        raise ValueError(f"layer_split {given}: must be {stages} numbers (pp {p} times virtual_stages {v}), none below 0, that add up to "
+                         f"num_layers {num_layers}; these are {len(given)} that add up to {sum(given)}")
     for rank in range(1, p - 1):
         if not sum(given[rank::p]):
             raise ValueError(f"layer_split {given}: leaves pipeline rank {rank} (stages {list(range(rank, stages, p))}) without a layer")
@@ -81,13 +82,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        ctx.weight = weight                                              # the parameter itself: it knows whether its gradient may wait
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         rows = grad.flatten(0, -2)                                       # [b s, out]
         d_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         d_weight = gpt.weight_gradient(weight, rows, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
@@ -129,15 +131,19 @@ class Channels:
         return dist.irecv(x, self.ranks[peer], group=group, tag=tag)
 
 
-def nccl_groups(pipelines: list[list[int]], rank: int) -> dict[tuple, dist.ProcessGroup]:
-    """One communicator for each neighbour, direction and kind. pipelines: the global ranks of every pipeline of the world; all ranks
-    call this together. Returns this rank's own."""
+def nccl_groups(pipelines: list[list[int]], rank: int, device: torch.device) -> dict[tuple, dist.ProcessGroup]:
+    """One communicator for each neighbour, direction and kind: activations to the next rank, gradients to the one before, both round the
+    end, and a tied embedding's gradient between first and last. pipelines: the global ranks of every pipeline of the world; all ranks call this
+    together. Each is used once here, in the same order everywhere: NCCL sets a communicator up in its first operation, which waits for
+    the peer. Returns this rank's own."""
     mine = {}
     for ranks in pipelines:
         p = len(ranks)
-        for sender, receiver, kind in sorted({(i, j % p, kind) for i in range(p) for j in (i - 1, i + 1) for kind in KINDS if j % p != i}):
+        pairs = {(i, (i + 1) % p, "F") for i in range(p)} | {(i, (i - 1) % p, "B") for i in range(p)} | {(0, p - 1, "B"), (p - 1, 0, "B")}
+        for sender, receiver, kind in sorted(pairs):
             group = dist.new_group([ranks[sender], ranks[receiver]])
-            if rank in ranks:
+            if rank in (ranks[sender], ranks[receiver]):
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
                 mine[sender, receiver, kind] = group
     return mine
 
@@ -150,6 +156,7 @@ class Pipeline:
         self.chunks, self.channels, self.slices = chunks, channels, slices
         self.config, self.p, self.rank, self.v = chunks[0].config, channels.group.size(), channels.group.rank(), len(chunks)
         self.events: list[Event] = []                                    # of the latest run
+        self.lowered = None, None                                        # a schedule, and this rank's program for it
 
     def run(self, schedule: Schedule, forward, b: int, s: int, backward_of_loss=None, before_backward=None) -> None:
         """One step.
@@ -160,19 +167,23 @@ class Pipeline:
         """
         like, shape = next(self.parameters()), (b, s // self.slices, self.config.hidden_size)
         last = self.p * self.v - 1
-        arriving, leaving, inputs, graphs, owed = {}, [], {}, {}, {}
+        if self.lowered[0] is not schedule:
+            self.lowered = schedule, lower(schedule, self.v)[self.rank]
+        arriving, departing, sent = {}, {}, {}                           # (kind, stage, micro_batch): (tensor, work); tensor; (work, tensor)
+        inputs, graphs, owed = {}, {}, {}                                # (chunk, micro_batch): what backward starts from and leads to
         self.events = []
-        for x in lower(schedule, self.v)[self.rank]:
+        for x in self.lowered[1]:
             if not isinstance(x, Action):
-                tag = (x.micro_batch * (last + 1) + x.stage) * 2 + KINDS[x.kind]
-                where = x.kind, x.stage, x.micro_batch
+                what, tag = x[2:], (x.micro_batch * (last + 1) + x.stage) * 2 + KINDS[x.kind]
                 if x.op == "receive":
                     buffer = torch.empty(shape, dtype=like.dtype, device=like.device)
-                    arriving[where] = buffer, self.channels.receive(buffer, x.peer, x.kind, tag)
-                else:
-                    tensor = arriving.pop(("ready", *where)).contiguous()
-                    leaving = [(work, t) for work, t in leaving if not work.is_completed()] + [(self.channels.send(tensor, x.peer, x.kind, tag), tensor)]
+                    arriving[what] = buffer, self.channels.receive(buffer, x.peer, x.kind, tag)
+                elif x.op == "send":
+                    tensor = departing.pop(what).contiguous()
+                    sent[what] = self.channels.send(tensor, x.peer, x.kind, tag), tensor
                     del tensor
+                else:
+                    sent.pop(what)[0].wait()
                 continue
             stage, k = x.chunk * self.p + self.rank, x.micro_batch
             expects = {"F": stage > 0, "W": False}.get(x.op, stage < last)
@@ -191,7 +202,7 @@ class Pipeline:
                 if torch.is_grad_enabled():
                     inputs[x.chunk, k], graphs[x.chunk, k] = received, get_gradient_edge(y)
                 if stage < last:
-                    self.hand_over(arriving, "F", stage + 1, k, y.detach())
+                    self.hand_over(arriving, departing, ("F", stage + 1, k), y.detach())
                 del y
             elif x.op == "W":
                 for weight, rows, inner in owed.pop((x.chunk, k)):
@@ -204,21 +215,21 @@ class Pipeline:
                 self.owe(x.chunk, None)
                 given = inputs.pop((x.chunk, k))
                 if stage > 0:
-                    self.hand_over(arriving, "B", stage - 1, k, given.grad)
+                    self.hand_over(arriving, departing, ("B", stage - 1, k), given.grad)
                 del given
             self.events.append(Event(self.rank, *x, start, time.perf_counter()))
             del received
-        for work, _ in leaving:
-            work.wait()
 
     def owe(self, chunk: int, weights: list | None) -> None:
         for p in self.chunks[chunk].parameters():
             p.owed = weights
 
-    def hand_over(self, arriving: dict, kind: str, stage: int, k: int, tensor: Tensor) -> None:
+    def hand_over(self, arriving: dict, departing: dict, what: tuple[str, int, int], tensor: Tensor) -> None:
         """To the send that follows, or to another chunk of this rank."""
-        key = (kind, stage, k) if stage % self.p == self.rank else ("ready", kind, stage, k)
-        arriving[key] = (tensor, None) if key[0] == kind else tensor
+        if what[1] % self.p == self.rank:
+            arriving[what] = tensor, None
+        else:
+            departing[what] = tensor
 
     # -- what else needs the whole model ------------------------------------------------------------------------------------
 

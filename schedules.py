@@ -14,8 +14,8 @@ An action is (op, chunk, micro_batch). op: F forward; B backward; or, for zero-b
 the weight gradient. A list holds compute alone, in order, without idle slots: time is what `simulate` makes of it. Stage k of
 the model, k = chunk p + rank, is a chunk of layers; stage k's F needs stage k - 1's, its B needs stage k + 1's.
 
-What has to be sent follows from the lists: `lower` derives it, and `deadlock` proves, without a GPU, that NCCL would get through: each
-(sender, receiver, kind) is a queue whose head blocks until the peer has posted the match.
+What has to be sent follows from the lists: `lower` derives it, and `deadlock` shows, without a GPU, that in a model of NCCL it gets through:
+each (sender, receiver, kind) is a communicator that exists beforehand, a queue whose head blocks until the peer has posted the match.
 
     python schedules.py        the schedules as time lines, bubbles by simulation and by formula
 
@@ -89,6 +89,8 @@ NAMES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_one_f_o
 
 def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
     """The schedule of that name, validated. Raises ScheduleError."""
+    if name not in NAMES or p < 1 or m < 1 or v < 1:
+        raise ScheduleError(f"{name}, p {p}, m {m}, v {v}: there are {', '.join(NAMES)}, and p, m and v are at least 1")
     if name != "interleaved" and v > 1:
         raise ScheduleError(f"{name} has one chunk on each rank, not {v}: only interleaved has more")
     schedule = interleaved_one_f_one_b(p, m, v) if name == "interleaved" else NAMES[name](p, m)
@@ -121,6 +123,8 @@ def validate(schedule: Schedule, m: int, v: int = 1) -> None:
         seen: dict[Action, int] = {}
         for position, a in enumerate(actions):
             where = f"rank {rank}, position {position}: {a}"
+            if not isinstance(a, Action) or not all(type(n) is int for n in a[1:]):
+                raise ScheduleError(f"{where}: is no Action(op, chunk, micro_batch)")
             if a.op not in ("F", "B", "I", "W") or not 0 <= a.chunk < v or not 0 <= a.micro_batch < m:
                 raise ScheduleError(f"{where}: there are the ops F, B, I, W, chunks 0 to {v - 1} and micro-batches 0 to {m - 1}")
             if a in seen or a.op in "BI" and a._replace(op="I" if a.op == "B" else "B") in seen:
@@ -207,65 +211,85 @@ def bubble_formula(name: str, p: int, m: int, v: int = 1, cost: Cost = Cost()) -
 
 def in_flight(schedule: Schedule) -> list[int]:
     """For each rank, the most (chunk, micro-batch) pairs that have been through forward and not yet through B (or I)."""
-    most = []
-    for actions in schedule:
-        counts, now = [0], 0
-        for a in actions:
-            now += {"F": 1, "B": -1, "I": -1, "W": 0}[a.op]
-            counts.append(now)
-        most.append(max(counts))
-    return most
+    return [_most(actions, {"F": 1, "B": -1, "I": -1, "W": 0}) for actions in schedule]
+
+
+def owed(schedule: Schedule) -> list[int]:
+    """For each rank, the most weight gradients (each a chunk's, for a micro-batch) that wait for their W, with what they are computed from."""
+    return [_most(actions, {"F": 0, "B": 0, "I": 1, "W": -1}) for actions in schedule]
+
+
+def _most(actions: list[Action], change: dict[str, int]) -> int:
+    counts = [0]
+    for a in actions:
+        counts.append(counts[-1] + change[a.op])
+    return max(counts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Transfer(NamedTuple):
-    """A send or the posting of a receive. kind: F for an activation, B for a gradient; stage: the one that it goes to."""
-    op: str                              # send or receive
+    """op: send; receive, to post it; or settle, to wait for a send that has certainly arrived, and let go of what was sent. kind: F for an
+    activation, B for a gradient; stage: the one that it goes to."""
+    op: str
     peer: int
     kind: str
     stage: int
     micro_batch: int
 
 
+def source(a: Action, rank: int, p: int, v: int) -> tuple[int, str, int] | None:
+    """(rank, kind, own stage) that an action's input comes from, None where it comes from nowhere or from this rank."""
+    stage, kind = a.chunk * p + rank, "B" if a.op == "I" else a.op
+    other = {"F": stage - 1, "B": stage + 1}.get(kind, -1)
+    return (other % p, kind, stage) if 0 <= other < p * v and other % p != rank else None
+
+
 def lower(schedule: Schedule, v: int = 1, ahead: int = 2) -> list[list[Action | Transfer]]:
     """The lists with their communication. A send follows the action that makes its content. A receive is posted `ahead` actions before the one
-    that needs it; receives from one peer and of one kind in the order in which that peer sends, as NCCL wants."""
+    that needs it; receives from one peer and of one kind in the order in which that peer sends, as NCCL wants. What a peer sends tells
+    how far it is: everything sent to it that its list needs before that point has arrived, and is settled."""
     p = len(schedule)
-    sent = defaultdict(dict)             # (sender, receiver, kind): {(stage, micro_batch): which send it is}
-    outgoing = [[] for _ in range(p)]    # for each rank and action: its send, or None
+    sent = defaultdict(dict)             # (sender, receiver, kind): {(stage, micro_batch): the sender's position}, in the order of sending
+    used = {}                            # (receiver, kind, stage, micro_batch): the receiver's position
     for rank, actions in enumerate(schedule):
-        for a in actions:
+        for position, a in enumerate(actions):
             stage, kind = a.chunk * p + rank, "B" if a.op == "I" else a.op
             to = {"F": stage + 1, "B": stage - 1}.get(kind, -1)
-            send = 0 <= to < p * v and to % p != rank
-            outgoing[rank].append(Transfer("send", to % p, kind, to, a.micro_batch) if send else None)
-            if send:
-                channel = sent[rank, to % p, kind]
-                channel[to, a.micro_batch] = len(channel)
+            if 0 <= to < p * v and to % p != rank:
+                sent[rank, to % p, kind][to, a.micro_batch] = position
+            if source(a, rank, p, v):
+                used[rank, kind, stage, a.micro_batch] = position
     in_order, programs = {channel: list(sends) for channel, sends in sent.items()}, []
+    index = {channel: {what: n for n, what in enumerate(sends)} for channel, sends in in_order.items()}
     for rank, actions in enumerate(schedule):
-        program, posted = [], defaultdict(int)
+        program, posted, unsettled = [], defaultdict(int), []
+        leaves = {position: Transfer("send", to, kind, *what) for (sender, to, kind), sends in sent.items() if sender == rank for what, position in sends.items()}
         for i, a in enumerate(actions):
             for later in actions[i:i + ahead + 1]:
-                stage, kind = later.chunk * p + rank, "B" if later.op == "I" else later.op
-                source = {"F": stage - 1, "B": stage + 1}.get(kind, -1)
-                if not 0 <= source < p * v or source % p == rank:
-                    continue
-                channel = source % p, rank, kind
-                upto = sent[channel][stage, later.micro_batch] + 1
-                program += [Transfer("receive", source % p, kind, *what) for what in in_order[channel][posted[channel]:upto]]
-                posted[channel] = max(posted[channel], upto)
+                if origin := source(later, rank, p, v):
+                    channel = origin[0], rank, origin[1]
+                    upto = index[channel][origin[2], later.micro_batch] + 1
+                    program += [Transfer("receive", *origin[:2], *what) for what in in_order[channel][posted[channel]:upto]]
+                    posted[channel] = max(posted[channel], upto)
             program.append(a)
-            if outgoing[rank][i]:
-                program.append(outgoing[rank][i])
-        programs.append(program)
+            if origin := source(a, rank, p, v):
+                peer_is_at = sent[origin[0], rank, origin[1]][origin[2], a.micro_batch]
+                done = [t for t in unsettled if t.peer == origin[0] and used[t.peer, t.kind, t.stage, t.micro_batch] <= peer_is_at]
+                program += [t._replace(op="settle") for t in done]
+                unsettled = [t for t in unsettled if t not in done]
+            if i in leaves:
+                program.append(leaves[i])
+                unsettled.append(leaves[i])
+        programs.append(program + [t._replace(op="settle") for t in unsettled])
     return programs
 
 
 def deadlock(programs: list[list[Action | Transfer]], v: int = 1) -> str | None:
-    """None if the programs run to their end on NCCL as it is: posting never waits, each (sender, receiver, kind) is a communicator, a
-    queue on either side, whose heads must match and complete together; an action waits for what it receives. Otherwise, what is stuck."""
+    """None if the programs run to their end in this model of NCCL: posting never waits (so every communicator has been set up before), each
+    (sender, receiver, kind) is a communicator, a queue on either side, whose heads must match and complete together; an action waits for
+    what it receives, a settle for what was sent. Otherwise, what is stuck. Not modelled: other traffic on the GPU, and hardware queues
+    that are fewer than the communicators (CUDA_DEVICE_MAX_CONNECTIONS)."""
     p = len(programs)
     queues = defaultdict(deque)          # (sender, receiver, kind, side): [(stage, micro_batch)]
     arrived, position = set(), [0] * p
@@ -275,7 +299,10 @@ def deadlock(programs: list[list[Action | Transfer]], v: int = 1) -> str | None:
         for rank, program in enumerate(programs):
             while position[rank] < len(program):
                 x = program[position[rank]]
-                if isinstance(x, Transfer):
+                if isinstance(x, Transfer) and x.op == "settle":
+                    if (x.kind, x.stage, x.micro_batch) not in arrived:
+                        break
+                elif isinstance(x, Transfer):
                     channel = (rank, x.peer, x.kind) if x.op == "send" else (x.peer, rank, x.kind)
                     queues[*channel, x.op].append((x.stage, x.micro_batch))
                     sends, receives = queues[*channel, "send"], queues[*channel, "receive"]
@@ -285,9 +312,8 @@ def deadlock(programs: list[list[Action | Transfer]], v: int = 1) -> str | None:
                         arrived.add((channel[2], *sends.popleft()))
                         receives.popleft()
                 else:
-                    stage, kind = x.chunk * p + rank, "B" if x.op == "I" else x.op
-                    source = {"F": stage - 1, "B": stage + 1}.get(kind, -1)
-                    if 0 <= source < p * v and source % p != rank and (kind, stage, x.micro_batch) not in arrived:
+                    origin = source(x, rank, p, v)
+                    if origin and (*origin[1:], x.micro_batch) not in arrived:
                         break
                 position[rank] += 1
                 progress = True
@@ -331,12 +357,12 @@ def plot(panels: dict[str, list[Event]], path) -> None:
 
 
 def text(events: list[Event], unit: float = 1.0) -> str:
-    """The same in letters: a column per unit of time, idle time as dots."""
+    """The same in letters, lower case for later chunks: idle time as dots."""
     lines = []
     for rank in range(1 + max(e.rank for e in events)):
         line = ""
         for e in (e for e in events if e.rank == rank):
-            line = line.ljust(round(e.start / unit) * 2, ".") + f"{e.op}{e.micro_batch}"[:2].ljust(round((e.end - e.start) / unit) * 2, "-")
+            line = line.ljust(round(e.start / unit) * 2, ".") + f"{e.op.lower() if e.chunk else e.op}{e.micro_batch}"[:2].ljust(round((e.end - e.start) / unit) * 2, "-")
         lines.append(f"  rank {rank}  {line}")
     return "\n".join(lines)
 
@@ -347,7 +373,7 @@ def main():
         schedule, cost = make(name, p, m, v), Cost(1 / v, 1 / v, 1 / v)
         events = simulate(schedule, cost)
         print(f"{name}: p {p}, m {m}, v {v}: bubble {bubble(events):.4f} of the ideal time, by formula {bubble_formula(name, p, m, v, cost):.4f}; "
-              f"in flight {in_flight(schedule)}; stuck on NCCL: {deadlock(lower(schedule, v), v)}")
+              f"in flight {in_flight(schedule)}{f', weight gradients owed {owed(schedule)}' if name == 'zb-h1' else ''}; stuck on NCCL: {deadlock(lower(schedule, v), v)}")
         print(text(events, 1 / v))
 
 

@@ -95,14 +95,15 @@ class _ColumnParallel(torch.autograd.Function):
     def forward(ctx, x, on_input, on_gradient, group, n, *weights_and_biases):                          # n weights, then n biases or None
         weights, biases = weights_and_biases[:n], weights_and_biases[n:]
         ctx.on_input, ctx.on_gradient, ctx.group, ctx.n = on_input, on_gradient, group, n
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x)
+        ctx.weights = weights                                                                  # the parameters: they know whether a gradient may wait
         whole = on_input(x, group)()                                                           # [b, s, h]
         return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases))                   # [b, s, out / t] each
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        x, *weights = ctx.saved_tensors
+        (x,), weights = ctx.saved_tensors, ctx.weights
         wanted, bias_wanted = ctx.needs_input_grad[5:5 + ctx.n], ctx.needs_input_grad[5 + ctx.n:]
         arriving = ctx.on_input(x, ctx.group) if any(wanted) else None                         # on its way while ..
         rows = [grad.flatten(0, 1) for grad in grads]                                          # [b s, out / t]

@@ -296,7 +296,7 @@ def run(config: Config, world: World) -> None:
         if isinstance(tokenizer, data.FileTokenizer) and not (out / "tokenizer.json").exists():
             shutil.copyfile(config.tokenizer, out / "tokenizer.json")    # generate.py finds it there
         metrics = Metrics(out / "metrics.jsonl", start)
-    layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in ("tp", "pp", "virtual_stages", "schedule", "sequence_parallel", "recompute", "recompute_layers")
+    layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in ("tp", "pp", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "recompute", "recompute_layers")
                      if getattr(config, name) != getattr(Config(), name))
     world.say(f"{config.model}: {trainer.num_parameters:,} parameters, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
               f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")

@@ -43,7 +43,7 @@ class Groups:
         mesh = init_device_mesh(device_type, (pp, world // pp // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
         groups = cls(**{name: mesh.get_group(name) for name, n in zip(mesh.mesh_dim_names, mesh.shape) if n > 1})
         if pp > 1 and dist.get_backend() == "nccl":
-            groups.nccl = pipeline_parallel.nccl_groups(mesh.mesh.flatten(1).t().tolist(), dist.get_rank())
+            groups.nccl = pipeline_parallel.nccl_groups(mesh.mesh.flatten(1).t().tolist(), dist.get_rank(), torch.device("cuda", torch.cuda.current_device()))
         return groups
 
 
@@ -75,7 +75,7 @@ class World:
                 torch.set_num_threads(self.cores)
         if self.size > 1:
             shared = self.device.type == "cpu" or self.local_size > torch.cuda.device_count()      # NCCL wants a device for each rank
-            dist.init_process_group("gloo" if shared else "nccl", timeout=timedelta(minutes=30))
+            dist.init_process_group("gloo" if shared else "nccl", timeout=timedelta(minutes=30), device_id=None if shared else self.device)
             self.groups = Groups.make(self.device.type, self.size, tp, pp)
         else:
             self.groups = Groups()

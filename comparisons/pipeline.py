@@ -170,7 +170,7 @@ def main():
             row = results["schedules"][f"{name}, m={m}"] = {
                 "tokens_per_second": m * S / median([t[name, m] for t in times]), "over_one_rank": over,
                 "over_1f1b_step_time": spread([t[name, m] / t["1f1b", m] for t in times]), "bubble_measured": measured, "bubble_simulated": simulated,
-                "bubble_formula": schedules.bubble_formula(kind, P, m, v), "in_flight": schedules.in_flight(schedules.make(kind, P, m, v))}
+                "bubble_formula": schedules.bubble_formula(kind, P, m, v), "in_flight": schedules.in_flight(schedules.make(kind, P, m, v)), "owed": schedules.owed(schedules.make(kind, P, m, v))}
             if m == 8 and name in ("1f1b", "interleaved v=2", "zb-h1"):
                 pictures[f"{name}, p = {P}, m = {m}, measured"] = events
             print(f"{name:<17}{m:>2}{row['tokens_per_second']:>10,.0f}{over['median']:>10.2f} ({over['min']:.2f} to {over['max']:.2f}){100 * measured:>17.1f}%"

@@ -10,7 +10,7 @@ import ranks
 import schedules
 import sharding
 import train
-from parity import SMALL, Synthetic
+from parity import LLAMA, SMALL, Synthetic
 from pipeline_parallel import layer_split, split
 from test_checkpoint import LAYOUTS as CHECKPOINT_LAYOUTS
 from test_checkpoint import equal, under_flags
@@ -25,8 +25,8 @@ def test_layer_split_by_hand():
 
 
 @pytest.mark.parametrize("arguments, words", [
-    ((8, 3), "num_layers 8: must be divisible by pp times virtual stages = 3; 6 or 9 would fit"), ((8, 16), "16 would fit"),
-    ((8, 2, 1, [4, 5]), "add up to num_layers 8; these are 2 that add up to 9"), ((8, 2, 1, [8]), "must be 2 numbers"), ((8, 2, 1, [9, -1]), "add up"),
+    ((8, 3), "num_layers 8: must be divisible by pp 3 times virtual_stages 1; 6 or 9 would fit"), ((8, 16), "16 would fit"),
+    ((8, 2, 1, [4, 5]), "add up to num_layers 8; these are 2 that add up to 9"), ((8, 2, 1, [8]), "must be 2 numbers"), ((8, 2, 1, [9, -1]), "none below 0"),
     ((8, 3, 1, [4, 0, 4]), "leaves pipeline rank 1 (stages [1]) without a layer")])
 def test_splits_that_cannot_be(arguments, words):
     with pytest.raises(ValueError) as e:
@@ -97,6 +97,36 @@ def test_activations_in_flight(flags, in_flight):
     """Peak bytes of activations on each rank are the schedule's count times a micro-batch's."""
     for (most, expected, count), promised in zip(ranks.run(activation_bytes, 2, flags), in_flight):
         assert count == promised and abs(most / expected - 1) < 0.05, (most, expected)
+
+
+def what_is_sent(rank, p, flags):
+    """The most tensors alive at once that were handed to a send, how many were sent, how many outlive the step, and how often I owed weights."""
+    t = train.Trainer(train.Config(**LLAMA | dict(num_layers=8, micro_batch_size=1, global_batch_size=16, pp=p) | flags), torch.device("cpu"),
+                      Groups.make("cpu", p, 1, p))
+    refs, most, owed = [], 0, 0
+    send, owe = t.model.channels.send, t.model.owe
+
+    def watched(x, *args):
+        nonlocal most
+        refs.append(weakref.ref(x))
+        most = max(most, sum(ref() is not None for ref in refs))
+        return send(x, *args)
+
+    def counted(chunk, weights):
+        nonlocal owed
+        owed += weights is not None
+        owe(chunk, weights)
+    t.model.channels.send, t.model.owe = watched, counted
+    t.forward_backward(1, Synthetic(16, 61))
+    return most, len(refs), sum(ref() is not None for ref in refs), owed
+
+
+@pytest.mark.parametrize("p, flags", [(4, dict(schedule="1f1b")), (2, dict(virtual_stages=2)), (2, dict(schedule="zb-h1"))], ids=str)
+def test_what_was_sent_is_let_go(p, flags):
+    """16 micro-batches, but never more than a few outputs and gradients at once; none after the step."""
+    for rank, (most, sent, left, owed) in enumerate(ranks.run(what_is_sent, p, p, flags)):
+        assert sent >= 16 and most <= 2 * p + 2 and left == 0, (rank, most, sent, left)
+        assert owed == (16 if flags.get("schedule") == "zb-h1" else 0)
 
 
 def weights_wait(rank):

@@ -22,6 +22,7 @@ def test_every_schedule(p):
                 if name != "zb-h1" or m >= p:
                     assert bubble(simulate(schedule, Cost(), v)) == pytest.approx(bubble_formula(name, p, m, v), rel=1e-12), what
                 assert deadlock(lower(schedule, v), v) is None, what
+                assert schedules.owed(schedule) == ([min(m, r + 1) for r in range(p)] if name == "zb-h1" else [0] * p), what
                 limit = {"gpipe": [m] * p, "interleaved": [min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p)]}
                 if v == 1:
                     limit["interleaved"] = [min(m, p - r) for r in range(p)]
@@ -89,13 +90,20 @@ def test_bad_arguments():
         make("interleaved", 4, 6, 2)
     with pytest.raises(ScheduleError, match="only interleaved"):
         make("1f1b", 4, 8, 2)
+    for arguments in (("nope", 2, 2), ("interleaved", 0, 2, 2), ("interleaved", 2, 2, 0), ("1f1b", 2, 0), ("gpipe", -1, 2)):
+        with pytest.raises(ScheduleError, match="p, m and v are at least 1"):
+            make(*arguments)
+    with pytest.raises(ScheduleError, match="rank 0, position 0: .* is no Action"):
+        schedules.validate([[("F", 0, 0)]], 1)
 
 
 def test_lowering_by_hand():
     first, second = lower(make("1f1b", 2, 2), ahead=1)
     assert [str(x) if isinstance(x, Action) else (x.op, x.kind, x.micro_batch) for x in second] == [
         ("receive", "F", 0), "F of chunk 0, micro-batch 0", ("receive", "F", 1), "B of chunk 0, micro-batch 0", ("send", "B", 0),
-        "F of chunk 0, micro-batch 1", "B of chunk 0, micro-batch 1", ("send", "B", 1)]
+        "F of chunk 0, micro-batch 1", "B of chunk 0, micro-batch 1", ("send", "B", 1), ("settle", "B", 0), ("settle", "B", 1)]
+    settled = [(i, x.micro_batch) for i, x in enumerate(first) if x[0] == "settle"]             # an activation has arrived when its gradient comes back
+    assert [first[i - 1] for i, _ in settled] == [Action("B", 0, 0), Action("B", 0, 1)] and [k for _, k in settled] == [0, 1]
     assert sum(isinstance(x, Transfer) and x.op == "send" for x in first) == 2
 
 
@@ -113,7 +121,7 @@ def test_deadlocks_are_seen():
     for seed in range(20):
         g, programs = random.Random(seed), lower(make("interleaved", 4, 8, 2), 2)
         rank = g.randrange(4)
-        transfers = [i for i, x in enumerate(programs[rank]) if isinstance(x, Transfer)]
+        transfers = [i for i, x in enumerate(programs[rank]) if isinstance(x, Transfer) and x.op != "settle"]
         if seed % 2:
             del programs[rank][g.choice(transfers)]
         else:
