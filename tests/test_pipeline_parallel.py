@@ -185,3 +185,11 @@ def test_evaluation_and_logits():
         for same_loss, same_logits in ranks.run(evaluation, world, world, flags):
             assert abs(same_loss - loss) < 1e-12
             torch.testing.assert_close(same_logits, logits, rtol=1e-10, atol=1e-10)
+
+
+def test_lesson(capsys):
+    pipeline_parallel.main()
+    out = capsys.readouterr().out
+    assert out.count("rank 0") == len(schedules.NAMES)
+    assert all(float(part.split(";")[0]) < 1e-5 for part in out.split("difference of a gradient ")[1:])
+    assert len({line.split("loss ")[1].split(",")[0].split(";")[0] for line in out.splitlines() if "largest" in line}) == 1
