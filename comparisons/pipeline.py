@@ -111,12 +111,21 @@ def on_rank(rank: int, rounds: int) -> dict:
     return {"times": times[2:], "events": {k: v[-rounds:] for k, v in events.items()}, "difference": difference}
 
 
-def bubbles(mine: list[dict], name: str, m: int) -> tuple[float, float, list[Event]]:
-    """(measured, simulated from the measured costs, the events of the median round), as fractions of the ideal time."""
-    per_round = [[e for rank in mine for e in rank["events"][name, m][i]] for i in range(len(mine[0]["events"][name, m]))]
-    order = sorted(range(len(per_round)), key=lambda i: schedules.bubble(per_round[i]))
-    events = per_round[order[len(order) // 2]]
-    v = 1 + max(e.chunk for e in events)
+def rounds_of(mine: list[dict], name: str, m: int) -> list[list[Event]]:
+    """The events of all ranks, round by round."""
+    return [[e for rank in mine for e in rank["events"][name, m][i]] for i in range(len(mine[0]["events"][name, m]))]
+
+
+def typical_round(panels: list[list[list[Event]]]) -> int:
+    """The round in which the lengths of several schedules' steps are together nearest to their medians."""
+    lengths = [[max(e.end for e in events) - min(e.start for e in events) for events in panel] for panel in panels]
+    return min(range(len(panels[0])), key=lambda i: sum(abs(row[i] / median(row) - 1) for row in lengths))
+
+
+def bubbles(mine: list[dict], name: str, m: int) -> tuple[float, float]:
+    """(measured, the median over rounds; simulated from the measured costs), as fractions of the ideal time."""
+    per_round = rounds_of(mine, name, m)
+    v = 1 + max(e.chunk for e in per_round[0])
     seconds = {}
     for one in per_round:
         for e in one:
@@ -129,7 +138,7 @@ def bubbles(mine: list[dict], name: str, m: int) -> tuple[float, float, list[Eve
     flags = LAYOUTS[name]
     costs = Cost(cost("F"), cost("I") if zb else cost("B"), cost("W") if zb else [0.0] * (P * v))
     schedule = schedules.make(flags.get("schedule", "interleaved"), P, m, v)
-    return schedules.bubble(events), schedules.bubble(schedules.simulate(schedule, costs, v)), events
+    return median([schedules.bubble(events) for events in per_round]), schedules.bubble(schedules.simulate(schedule, costs, v))
 
 
 def draw_bubbles(path: Path) -> None:
@@ -159,11 +168,11 @@ def main():
     args = parser.parse_args()
     mine = ranks.run(on_rank, P, args.rounds)
     times = mine[0]["times"]
-    results, pictures = {"schedules": {}, "torch": {}}, {}
+    results = {"schedules": {}, "torch": {}}
     print(f"{'schedule':<17}{'m':>2}{'tokens/s':>10}{'over one rank':>24}{'bubble: measured':>18}{'simulated':>11}{'formula':>9}  in flight")
     for m in (8, 4):
         for name, flags in LAYOUTS.items():
-            measured, simulated, events = bubbles(mine, name, m)
+            measured, simulated = bubbles(mine, name, m)
             v = flags.get("virtual_stages", 1)
             kind = flags.get("schedule", "interleaved")
             over = spread([t["one", m] / t[name, m] for t in times])
@@ -171,8 +180,6 @@ def main():
                 "tokens_per_second": m * S / median([t[name, m] for t in times]), "over_one_rank": over,
                 "over_1f1b_step_time": spread([t[name, m] / t["1f1b", m] for t in times]), "bubble_measured": measured, "bubble_simulated": simulated,
                 "bubble_formula": schedules.bubble_formula(kind, P, m, v), "in_flight": schedules.in_flight(schedules.make(kind, P, m, v)), "owed": schedules.owed(schedules.make(kind, P, m, v))}
-            if m == 8 and name in ("1f1b", "interleaved v=2", "zb-h1"):
-                pictures[f"{name}, p = {P}, m = {m}, measured"] = events
             print(f"{name:<17}{m:>2}{row['tokens_per_second']:>10,.0f}{over['median']:>10.2f} ({over['min']:.2f} to {over['max']:.2f}){100 * measured:>17.1f}%"
                   f"{100 * simulated:>10.1f}%{100 * row['bubble_formula']:>8.1f}%  {row['in_flight']}")
     inter = results["schedules"]["interleaved v=2, m=4"]["over_1f1b_step_time"]
@@ -183,7 +190,9 @@ def main():
               f"loss and gradients differ by at most {ratio['largest_relative_difference']:.1e}")
     torch.set_num_threads(1)
     report.save("pipeline", results)
-    schedules.plot(pictures, report.FIGURES / "pipeline_schedules.png")
+    panels = {name: rounds_of(mine, name, 8) for name in ("1f1b", "interleaved v=2", "zb-h1")}
+    i = typical_round(list(panels.values()))
+    schedules.plot({f"{name}, p = {P}, m = 8, measured": rounds[i] for name, rounds in panels.items()}, report.FIGURES / "pipeline_schedules.png")
     draw_bubbles(report.FIGURES / "pipeline_bubble.png")
 
 
