@@ -20,7 +20,8 @@ What Megatron-LM adds: the data-parallel sum overlapped with the cooldown under 
 The times in `events` are the host's: right on CPUs; on a GPU they would have to be CUDA events.
 """
 import time
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,9 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 import gpt
+import schedules
 import sharding
-from schedules import Action, Event, Schedule, lower
+from schedules import Action, Event, Schedule, Transfer, lower
 
 KINDS = {"F": 0, "B": 1}                 # of transfers: activations, gradients
 
@@ -114,7 +116,7 @@ def defer_weights(chunk: gpt.GPT) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Channels:
-    """Who sends what through which communicator: for NCCL one for each (sender, receiver, kind), as the proof in schedules.py wants; gloo has
+    """Who sends what through which communicator: for NCCL one for each (sender, receiver, kind), as the model in schedules.py supposes; gloo has
     tags, and one is enough."""
 
     def __init__(self, group: dist.ProcessGroup, groups: dict[tuple, dist.ProcessGroup] | None = None):
@@ -148,6 +150,18 @@ def nccl_groups(pipelines: list[list[int]], rank: int, device: torch.device) -> 
     return mine
 
 
+@dataclass
+class _Step:
+    """What is on its way in one step. The keys are (kind, stage, micro_batch), or (chunk, micro_batch)."""
+    forward: Callable
+    backward_of_loss: Tensor | None
+    arriving: dict = field(default_factory=dict)                         # (tensor, work)
+    departing: dict = field(default_factory=dict)                        # tensor, until its send
+    sent: dict = field(default_factory=dict)                             # (work, tensor), until it has settled
+    graphs: dict = field(default_factory=dict)                           # (input, the edge that backward starts from)
+    owed: dict = field(default_factory=dict)                             # weight gradients between I and W
+
+
 class Pipeline:
     """Runs schedules on this rank's chunks."""
 
@@ -155,6 +169,7 @@ class Pipeline:
         """slices: t where activations are cut along the sequence."""
         self.chunks, self.channels, self.slices = chunks, channels, slices
         self.config, self.p, self.rank, self.v = chunks[0].config, channels.group.size(), channels.group.rank(), len(chunks)
+        self.last = self.p * self.v - 1                                  # stage
         self.events: list[Event] = []                                    # of the latest run
         self.lowered = None, None                                        # a schedule, and this rank's program for it
 
@@ -165,71 +180,79 @@ class Pipeline:
         for the next stage or, on the last, a scalar. b, s: sequences in a micro-batch, and their length. backward_of_loss: the gradient of the
         scalar. before_backward(action): called before each B, I and W.
         """
-        like, shape = next(self.parameters()), (b, s // self.slices, self.config.hidden_size)
-        last = self.p * self.v - 1
         if self.lowered[0] is not schedule:
             self.lowered = schedule, lower(schedule, self.v)[self.rank]
-        arriving, departing, sent = {}, {}, {}                           # (kind, stage, micro_batch): (tensor, work); tensor; (work, tensor)
-        inputs, graphs, owed = {}, {}, {}                                # (chunk, micro_batch): what backward starts from and leads to
+        like, shape = next(self.parameters()), (b, s // self.slices, self.config.hidden_size)
+        step = _Step(forward, backward_of_loss)
         self.events = []
         for x in self.lowered[1]:
             if not isinstance(x, Action):
-                what, tag = x[2:], (x.micro_batch * (last + 1) + x.stage) * 2 + KINDS[x.kind]
-                if x.op == "receive":
-                    buffer = torch.empty(shape, dtype=like.dtype, device=like.device)
-                    arriving[what] = buffer, self.channels.receive(buffer, x.peer, x.kind, tag)
-                elif x.op == "send":
-                    tensor = departing.pop(what).contiguous()
-                    sent[what] = self.channels.send(tensor, x.peer, x.kind, tag), tensor
-                    del tensor
-                else:
-                    sent.pop(what)[0].wait()
+                self.transfer(step, x, lambda: torch.empty(shape, dtype=like.dtype, device=like.device))
                 continue
-            stage, k = x.chunk * self.p + self.rank, x.micro_batch
-            expects = {"F": stage > 0, "W": False}.get(x.op, stage < last)
-            received = None
-            if expects:
-                received, work = arriving.pop(("F" if x.op == "F" else "B", stage, k))
-                if work:
-                    work.wait()
+            received = self.input_of(step, x)
             start = time.perf_counter()
             if x.op != "F" and before_backward:
                 before_backward(x)
-            if x.op == "F":
-                if received is not None and torch.is_grad_enabled():
-                    received.requires_grad_()
-                y = forward(x.chunk, k, received)
-                if torch.is_grad_enabled():
-                    inputs[x.chunk, k], graphs[x.chunk, k] = received, get_gradient_edge(y)
-                if stage < last:
-                    self.hand_over(arriving, departing, ("F", stage + 1, k), y.detach())
-                del y
-            elif x.op == "W":
-                for weight, rows, inner in owed.pop((x.chunk, k)):
-                    weight.backward(rows.t() @ inner)                    # to where autograd would have added it, hooks included
-            else:
-                if x.op == "I":
-                    owed[x.chunk, k] = []
-                    self.owe(x.chunk, owed[x.chunk, k])
-                torch.autograd.backward(graphs.pop((x.chunk, k)), backward_of_loss if stage == last else received)
-                self.owe(x.chunk, None)
-                given = inputs.pop((x.chunk, k))
-                if stage > 0:
-                    self.hand_over(arriving, departing, ("B", stage - 1, k), given.grad)
-                del given
+            {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weights}[x.op](step, x, received)
             self.events.append(Event(self.rank, *x, start, time.perf_counter()))
-            del received
+            del received                                                 # or it would live as long as the next action
+
+    def stage(self, x: Action) -> int:
+        return x.chunk * self.p + self.rank
+
+    def transfer(self, step: "_Step", x: Transfer, empty) -> None:
+        what, tag = x[2:], (x.micro_batch * self.p * self.v + x.stage) * 2 + KINDS[x.kind]
+        if x.op == "receive":
+            buffer = empty()
+            step.arriving[what] = buffer, self.channels.receive(buffer, x.peer, x.kind, tag)
+        elif x.op == "send":
+            tensor = step.departing.pop(what).contiguous()
+            step.sent[what] = self.channels.send(tensor, x.peer, x.kind, tag), tensor
+        else:                                                            # settle
+            step.sent.pop(what)[0].wait()
+
+    def input_of(self, step: "_Step", x: Action) -> Tensor | None:
+        """What an action starts from, waited for: an activation for F, a gradient for B and I."""
+        if x.op == "W" or self.stage(x) == (0 if x.op == "F" else self.last):
+            return None
+        tensor, work = step.arriving.pop(("F" if x.op == "F" else "B", self.stage(x), x.micro_batch))
+        if work:
+            work.wait()
+        return tensor
+
+    def forward(self, step: "_Step", x: Action, received: Tensor | None) -> None:
+        if received is not None and torch.is_grad_enabled():
+            received.requires_grad_()
+        y = step.forward(x.chunk, x.micro_batch, received)
+        if torch.is_grad_enabled():
+            step.graphs[x[1:]] = received, get_gradient_edge(y)          # the graph of y, not its values
+        if self.stage(x) < self.last:
+            self.hand_over(step, ("F", self.stage(x) + 1, x.micro_batch), y.detach())
+
+    def backward(self, step: "_Step", x: Action, received: Tensor | None) -> None:
+        given, edge = step.graphs.pop(x[1:])
+        if x.op == "I":
+            step.owed[x[1:]] = []
+            self.owe(x.chunk, step.owed[x[1:]])
+        torch.autograd.backward(edge, step.backward_of_loss if self.stage(x) == self.last else received)
+        self.owe(x.chunk, None)
+        if given is not None:
+            self.hand_over(step, ("B", self.stage(x) - 1, x.micro_batch), given.grad)
+
+    def weights(self, step: "_Step", x: Action, received: None) -> None:
+        for weight, rows, inner in step.owed.pop(x[1:]):
+            weight.backward(rows.t() @ inner)                            # to where autograd would have added it, hooks included
 
     def owe(self, chunk: int, weights: list | None) -> None:
         for p in self.chunks[chunk].parameters():
             p.owed = weights
 
-    def hand_over(self, arriving: dict, departing: dict, what: tuple[str, int, int], tensor: Tensor) -> None:
+    def hand_over(self, step: "_Step", what: tuple[str, int, int], tensor: Tensor) -> None:
         """To the send that follows, or to another chunk of this rank."""
         if what[1] % self.p == self.rank:
-            arriving[what] = tensor, None
+            step.arriving[what] = tensor, None
         else:
-            departing[what] = tensor
+            step.departing[what] = tensor
 
     # -- what else needs the whole model ------------------------------------------------------------------------------------
 
@@ -269,7 +292,7 @@ class Pipeline:
         return logits
 
     def sum_tied(self) -> None:
-        """Add the gradients of the two copies of a tied embedding, on both stages alike (in the order of stages). After the data-parallel sum."""
+        """Add the gradients of the two copies of a tied embedding, on both stages alike (a + b is b + a to the last bit). After the data-parallel sum."""
         mine = [p for p in self.parameters() if sharding.of(p).copy_of] if self.rank == self.p - 1 else []
         if self.rank == 0 and not self.config.llama:
             mine = [self.chunks[0].embedding.tokens.weight]
@@ -285,7 +308,6 @@ class Pipeline:
 
 def _lesson(rank: int, name: str, p: int, m: int):
     """One step of a schedule, by hand: what train.py does, without the rest."""
-    import schedules
     config = gpt.GPTConfig(num_layers=8, hidden_size=256, num_heads=8, seq_length=128, vocab_size=257, dropout=0.1)
     chunks = split(config, rank, p, 2 if name == "interleaved" else 1)
     for chunk in chunks:
@@ -305,7 +327,7 @@ def _lesson(rank: int, name: str, p: int, m: int):
     if p == 1:
         for k in range(m):
             forward(0, k, None).backward(torch.tensor(1 / (m * 128)))
-        return total.item(), {n: q.grad for n, q in sharding.named_parameters(*chunks)}, [], ([], 0.0)
+        return total.item(), {n: q.grad for n, q in sharding.named_parameters(*chunks)}, [], []
     pipeline = Pipeline(chunks, Channels(dist.group.WORLD))
     schedule = schedules.make(name, p, m, len(chunks))
     for _ in range(2):                                                   # the first is for warming up
@@ -324,7 +346,6 @@ def _lesson(rank: int, name: str, p: int, m: int):
 
 def main():
     import ranks
-    import schedules
     p, m = 2, 4
     (loss, one, _, _), = ranks.run(_lesson, 1, "1f1b", 1, m)
     print(f"a GPT (h 256, L 8, s 128, dropout 0.1, tied embeddings), {m} micro-batches of 1; on one rank the loss is {loss:.6f}; on {p} ranks:")

@@ -59,45 +59,31 @@ def start_scatter(x: Tensor, group: dist.ProcessGroup):
     return finish
 
 
-class _Gather(torch.autograd.Function):
-    """g: all-gather forward, reduce-scatter backward."""
+class _Pair(torch.autograd.Function):
+    """A collective and its adjoint: `there` forward, `back` backward."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return start_gather(x, group)()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return start_scatter(grad, ctx.group)(), None
-
-
-class _Scatter(torch.autograd.Function):
-    """ḡ: reduce-scatter forward, all-gather backward."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return start_scatter(x, group)()
+    def forward(ctx, x, group, there, back):
+        ctx.group, ctx.back = group, back
+        return there(x, group)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return start_gather(grad, ctx.group)(), None
+        return ctx.back(grad, ctx.group)(), None, None, None
 
 
 @torch.compiler.disable
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """g (figure 5), written plainly: slices [b, s/t, h] become the whole [b, s, h] on every rank. ColumnParallelLinear does the same and
     multiplies; the tests hold it to this one."""
-    return _Gather.apply(x, group)
+    return _Pair.apply(x, group, start_gather, start_scatter)
 
 
 @torch.compiler.disable
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """ḡ (figure 5): parts of a sum [b, s, h] become each rank's slice of the sum, [b, s/t, h]."""
-    return _Scatter.apply(x, group)
+    return _Pair.apply(x, group, start_scatter, start_gather)
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):

@@ -60,11 +60,7 @@ def on_rank(rank: int, rounds: int) -> list[dict]:
         dist.all_reduce(gradients)
         return time.process_time() - start
     kinds = {"sent": together, "silent": silent, "alone": alone, "all_reduce": processor_time}
-    results = []
-    for i in range(-2, rounds):                                          # two rounds to warm up; every other one in reverse
-        order = list(kinds) if i % 2 else list(reversed(kinds))
-        results.append({kind: kinds[kind]() for kind in order})
-    return results[2:]
+    return report.in_turn(kinds, rounds)
 
 
 def main():

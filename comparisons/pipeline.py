@@ -105,10 +105,7 @@ def on_rank(rank: int, rounds: int) -> dict:
                                + [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected) if b.abs().max() > 1e-6])
         kinds["ours", name] = lambda t=t, dataset=dataset: both(lambda: t.forward_backward(1, dataset))
         kinds["torch", name] = lambda theirs=theirs: both(theirs)
-    times = []
-    for i in range(-2, rounds):                                          # two rounds to warm up; every other one in reverse
-        times.append({kind: kinds[kind]() for kind in (kinds if i % 2 else reversed(kinds))})
-    return {"times": times[2:], "events": {k: v[-rounds:] for k, v in events.items()}, "difference": difference}
+    return {"times": report.in_turn(kinds, rounds), "events": {k: v[-rounds:] for k, v in events.items()}, "difference": difference}
 
 
 def rounds_of(mine: list[dict], name: str, m: int) -> list[list[Event]]:

@@ -39,6 +39,12 @@ def timed(function) -> float:
     return time.perf_counter() - start
 
 
+def in_turn(kinds: dict, rounds: int) -> list[dict]:
+    """Each round calls every function of `kinds`, every other one in reverse, after two rounds to warm up: [{name: what it returned}]"""
+    results = [{kind: kinds[kind]() for kind in (kinds if i % 2 else reversed(kinds))} for i in range(-2, rounds)]
+    return results[2:]
+
+
 class Done:
     """Stands in for a collective that was left out."""
     def wait(self):

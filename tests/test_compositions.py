@@ -250,10 +250,9 @@ def no_sum_in_g_bar():
 
 def no_gather_in_g_bar():
     """The gradient of a row-parallel layer's output is zero outside of this rank's slice."""
-    def backward(ctx, grad):
-        n, rank = ctx.group.size(), ctx.group.rank()
-        return torch.cat([grad if i == rank else torch.zeros_like(grad) for i in range(n)], 1), None
-    sequence_parallel._Scatter.backward = staticmethod(backward)
+    def back(grad, group):
+        return lambda: torch.cat([grad if i == group.rank() else torch.zeros_like(grad) for i in range(group.size())], 1)
+    sequence_parallel.scatter_sequence = lambda x, group: sequence_parallel._Pair.apply(x, group, sequence_parallel.start_scatter, back)
 
 
 def no_norm_gradients():
