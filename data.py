@@ -34,13 +34,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenizer import TokenizerError, make_tokenizer
+
 FORMAT = "2"                     # part of the cache key: raise it when the same text would be cached differently
 PART_BYTES = 16 * 2**20          # text that one process tokenises at a time
 HELD_OUT = 20                    # the last 1/20 of the stream is never trained on
 
 
 class DataError(ValueError):
-    """The data or the tokenizer cannot be used; the message says which file, and where in it."""
+    """The data cannot be used; the message says which file, and where in it."""
 
 
 class Batch(NamedTuple):
@@ -51,74 +53,6 @@ class Batch(NamedTuple):
 
     def to(self, device) -> "Batch":
         return Batch(*(t.to(device) for t in self))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers. Each has name, vocab_size, eot (end of text), fingerprint, encode(text) -> ids and decode(ids) -> text.
-
-class ByteTokenizer:
-    """The 256 bytes of UTF-8, and an end-of-text token."""
-    name, vocab_size, eot, fingerprint = "bytes", 257, 256, "bytes"
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-
-    def decode(self, ids) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-
-class FileTokenizer:
-    """A `tokenizer.json` of the `tokenizers` library. End of text is <|endoftext|>, </s> or <eos>, or one id more."""
-
-    def __init__(self, path: str):
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise DataError(f"--tokenizer {path}: needs the package tokenizers (pip install tokenizers)") from None
-        try:
-            content = Path(path).read_bytes()
-            self.tokenizer = Tokenizer.from_str(content.decode())
-        except Exception as e:                                           # the library raises bare Exception
-            raise DataError(f"--tokenizer {path}: not bytes, gpt2, or a JSON file of the tokenizers library ({e})") from None
-        self.name, self.fingerprint = path, hashlib.sha256(content).hexdigest()
-        known = (self.tokenizer.token_to_id(token) for token in ("<|endoftext|>", "</s>", "<eos>"))
-        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.eot = next((i for i in known if i is not None), None)
-        if self.eot is None:
-            self.eot, self.vocab_size = self.vocab_size, self.vocab_size + 1
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids) -> str:
-        return self.tokenizer.decode([i for i in ids if i != self.eot])
-
-
-class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding, through tiktoken."""
-    name, fingerprint = "gpt2", "gpt2"
-
-    def __init__(self):
-        try:
-            import tiktoken
-            self.encoding = tiktoken.get_encoding("gpt2")
-        except ImportError:
-            raise DataError("--tokenizer gpt2: needs the package tiktoken (pip install tiktoken); bytes needs nothing") from None
-        except Exception as e:
-            raise DataError("--tokenizer gpt2: tiktoken could not fetch its vocabulary; connect once, or point TIKTOKEN_CACHE_DIR "
-                            f"at a copy, or use --tokenizer bytes or a tokenizers JSON file ({type(e).__name__})") from None
-        self.vocab_size, self.eot = self.encoding.n_vocab, self.encoding.eot_token
-
-    def encode(self, text: str) -> list[int]:
-        return self.encoding.encode_ordinary(text)
-
-    def decode(self, ids) -> str:
-        return self.encoding.decode([i for i in ids if i < self.vocab_size and i != self.eot])
-
-
-def make_tokenizer(name: str):
-    """`bytes`, `gpt2`, or the path of a tokenizers JSON file. Raises DataError."""
-    return {"bytes": ByteTokenizer, "gpt2": GPT2Tokenizer}.get(name, lambda: FileTokenizer(name))()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -423,7 +357,7 @@ def main():
         tokenizer = make_tokenizer(args.tokenizer)
         folder = prepare(args.data, tokenizer, workers=os.cpu_count())
         corpus = Corpus(folder, args.seq_length, seed=0)
-    except DataError as e:
+    except (DataError, TokenizerError) as e:
         sys.exit(f"data.py: {e}")
     print(f"{folder}: " + ", ".join(f"{k} {v}" for k, v in corpus.index.items()))
     print(f"{corpus.windows} windows of {args.seq_length} tokens to train on; the first three samples with seed 0:")

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import checkpoint
-import data
 import sharding
 from gpt import GPT, GPTConfig
+from tokenizer import TokenizerError, make_tokenizer
 
 
 @torch.no_grad()
@@ -95,8 +95,8 @@ def main():
         path = find_checkpoint(args.checkpoint)
         model, index = load_model(path, device)
         beside = path.parent.parent / "tokenizer.json"                   # train.py keeps a copy in the run's folder
-        tokenizer = data.make_tokenizer(args.tokenizer or (str(beside) if beside.exists() else index["config"]["tokenizer"]))
-    except (checkpoint.CheckpointError, data.DataError) as e:
+        tokenizer = make_tokenizer(args.tokenizer or (str(beside) if beside.exists() else index["config"]["tokenizer"]))
+    except (checkpoint.CheckpointError, TokenizerError) as e:
         print(f"generate.py: {e}", file=sys.stderr)
         sys.exit(2)
     prompt = list(tokenizer.encode(args.prompt))

@@ -40,6 +40,7 @@ from config import Config, ConfigError, parse
 from gpt import GPT, dropout_key, flops_per_token, num_parameters
 from metrics import Metrics, duration, peak_memory, plot_loss, progress
 from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
+from tokenizer import FileTokenizer, TokenizerError, make_tokenizer
 from world import Groups, World
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -198,8 +199,8 @@ def check_out(config: Config) -> Path:
 
 
 def open_tokenizer(config: Config):
-    """Raises ConfigError or DataError."""
-    tokenizer, shape = data.make_tokenizer(config.tokenizer), config.model_config()
+    """Raises ConfigError or TokenizerError."""
+    tokenizer, shape = make_tokenizer(config.tokenizer), config.model_config()
     if tokenizer.vocab_size > shape.vocab_size:
         raise ConfigError(f"--tokenizer {config.tokenizer}: its ids go up to {tokenizer.vocab_size - 1}, beyond --vocab-size "
                           f"{shape.vocab_size}; --vocab-size {tokenizer.vocab_size} would fit")
@@ -293,7 +294,7 @@ def run(config: Config, world: World) -> None:
     start, tokens = restore(trainer, world, corpus)
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
-        if isinstance(tokenizer, data.FileTokenizer) and not (out / "tokenizer.json").exists():
+        if isinstance(tokenizer, FileTokenizer) and not (out / "tokenizer.json").exists():
             shutil.copyfile(config.tokenizer, out / "tokenizer.json")    # generate.py finds it there
         metrics = Metrics(out / "metrics.jsonl", start)
     layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in ("tp", "pp", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "recompute", "recompute_layers")
@@ -326,7 +327,7 @@ def main(argv: list[str]) -> int:
         if world.rank == 0:
             check_out(config)
         run(config, world)
-    except (ConfigError, data.DataError, checkpoint.CheckpointError) as e:
+    except (ConfigError, data.DataError, TokenizerError, checkpoint.CheckpointError) as e:
         status, message = 2, e
     except RunError as e:
         status, message = 1, e

@@ -39,7 +39,7 @@ def on_rank(rank: int, rounds: int, dropout: float) -> dict:
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     config = gpt.GPTConfig(num_layers=1, hidden_size=h, num_heads=a, seq_length=s, vocab_size=64, dropout=dropout, attention="explicit")
     key = gpt.dropout_key(0, 1, torch.arange(b, device=device)) if dropout else None
-    blocks, times, flops = {}, {}, {}
+    kinds, flops = {}, {}
     for row, (sequence, granularity, *_) in ROWS.items():
         if sequence and t == 1:
             continue
@@ -52,20 +52,17 @@ def on_rank(rank: int, rounds: int, dropout: float) -> dict:
         recompute.apply(model, granularity)
         sharding.init(model, 0, device, dtype)
         x = torch.randn(b, s // t if sequence else s, h, device=device, dtype=dtype, requires_grad=True)
-        blocks[row], times[row] = (model.blocks["0"], x, torch.randn_like(x)), []
-        with FlopCounterMode(display=False) as counter:
-            blocks[row][0](x, key).backward(blocks[row][2])
-        flops[row] = counter.get_total_flops()
-    for i in range(-2, rounds):                                          # two rounds to warm up; every other one in reverse
-        for row in list(blocks) if i % 2 else list(reversed(blocks)):
-            block, x, grad = blocks[row]
+
+        def both(block=model.blocks["0"], x=x, grad=torch.randn_like(x)) -> tuple[float, float]:
             outputs = []
             dist.barrier()
-            forward = report.timed(lambda: outputs.append(block(x, key)))
-            backward = report.timed(lambda: outputs.pop().backward(grad))
-            if i >= 0:
-                times[row].append((forward, backward))
-    return {"times": times, "flops": flops, "extra_flops_formula": {"selective": 4 * b * s * s * h / t, "full": (24 * b * s * h * h + 4 * b * s * s * h) / t}}
+            return report.timed(lambda: outputs.append(block(x, key))), report.timed(lambda: outputs.pop().backward(grad))
+        kinds[row] = both
+        with FlopCounterMode(display=False) as counter:
+            both()
+        flops[row] = counter.get_total_flops()
+    times = report.in_turn(kinds, rounds)
+    return {"times": {row: [t[row] for t in times] for row in kinds}, "flops": flops, "extra_flops_formula": {"selective": 4 * b * s * s * h / t, "full": (24 * b * s * h * h + 4 * b * s * s * h) / t}}
 
 
 def table(measured: dict) -> list[dict]:

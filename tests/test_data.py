@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import data
 import ranks
-from data import ByteTokenizer, Corpus, DataError, prepare
+from data import Corpus, DataError, prepare
+from tokenizer import ByteTokenizer, TokenizerError, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [f"document {i}: " + "the quick brown fox, " * (i % 7 + 1) + "é" for i in range(60)]
@@ -123,7 +124,7 @@ def test_two_runs_at_once(here):
 def test_killed_half_way(here, monkeypatch):
     """Parts that were done are kept, the rest is done again, and nothing half-written is ever taken for whole."""
     path = str(write_jsonl(here / "a.jsonl", TEXTS * 200))
-    script = f"import data; data.PART_BYTES = 2000; data.prepare([{path!r}], data.ByteTokenizer())"
+    script = f"import data, tokenizer; data.PART_BYTES = 2000; data.prepare([{path!r}], tokenizer.ByteTokenizer())"
     for delay in (0.0, 0.15, 0.4):
         p = subprocess.Popen([sys.executable, "-c", script], cwd=here, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
         start = time.monotonic()
@@ -185,7 +186,7 @@ def test_tokenizers_file(here):
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, show_progress=False, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(TEXTS, trainer)
     bpe.save("bpe.json")
-    tokenizer = data.make_tokenizer("bpe.json")
+    tokenizer = make_tokenizer("bpe.json")
     assert tokenizer.eot == bpe.get_vocab_size() and tokenizer.vocab_size == tokenizer.eot + 1          # it has none of its own
     assert tokenizer.decode(tokenizer.encode(TEXTS[3])) == TEXTS[3]
     folder = prepare([str(write_jsonl(here / "a.jsonl"))], tokenizer)
@@ -193,7 +194,7 @@ def test_tokenizers_file(here):
     assert ids.count(tokenizer.eot) == 60 and len(ids) < 0.6 * sum(len(t) for t in TEXTS)
     bpe.add_special_tokens(["<|endoftext|>"])
     bpe.save("bpe2.json")
-    other = data.make_tokenizer("bpe2.json")
+    other = make_tokenizer("bpe2.json")
     assert other.eot == other.vocab_size - 1 == bpe.token_to_id("<|endoftext|>")
     assert prepare([str(here / "a.jsonl")], other) != folder
 
@@ -245,12 +246,12 @@ def test_bad_folders_lines_and_lengths(here, monkeypatch):
 def test_bad_tokenizer_files(here, content):
     if content is not None:
         Path("t.json").write_text(content)
-    with pytest.raises(DataError, match="--tokenizer t.json: not bytes, gpt2, or a JSON file"):
-        data.make_tokenizer("t.json")
+    with pytest.raises(TokenizerError, match="--tokenizer t.json: not bytes, gpt2, or a JSON file"):
+        make_tokenizer("t.json")
 
 
 def test_gpt2_tokenizer_without_network(monkeypatch, tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network")))
-    with pytest.raises(DataError, match="could not fetch its vocabulary"):
-        data.make_tokenizer("gpt2")
+    with pytest.raises(TokenizerError, match="could not fetch its vocabulary"):
+        make_tokenizer("gpt2")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import checkpoint
-import data
 import generate
+from tokenizer import ByteTokenizer
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 
 ROOT = Path(__file__).parent.parent
@@ -66,7 +66,7 @@ def test_command(tmp_path):
     assert a.returncode == 0 and a.stdout.startswith(b"def ")
     model, index = generate.load_model(generate.find_checkpoint(str(tmp_path)))
     ids = generate.generate(model, list(b"def "), 20, temperature=0.8, eot=256)
-    assert a.stdout.decode() == "def " + data.ByteTokenizer().decode(list(ids)) + "\n"        # the same seed gives the same text
+    assert a.stdout.decode() == "def " + ByteTokenizer().decode(list(ids)) + "\n"        # the same seed gives the same text
 
 
 @pytest.mark.parametrize("argv, words", [

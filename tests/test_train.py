@@ -16,6 +16,7 @@ import checkpoint
 import data
 import generate
 import train
+from tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--ffn-hidden-size", "64", "--seq-length", "32", "--global-batch-size", "4",
@@ -259,7 +260,7 @@ def test_no_room_while_training(here, text):
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-    data.prepare([text], data.ByteTokenizer())
+    data.prepare([text], ByteTokenizer())
     assert in_process(text, "--out", "run", "--steps", "4") == 0
     done = run(text, "--out", "run", "--resume", "--save-every", "2", preexec_fn=limit)
     assert done.returncode == 1, done.stderr

@@ -1,0 +1,50 @@
+"""The shapes of published models: name -> (fields of gpt.GPTConfig, published parameters, 0 where there is no such number).
+
+GPT-2 as released; GPT-3's sizes as NeMo configures them; the models of both Megatron papers' tables (arXiv 2104.04473, table 1, and
+2205.05198, table 3); Llama-2 as released (arXiv 2307.09288); and `tiny`, with which everything here runs on a laptop.
+
+    python gpt.py        each, counted
+"""
+
+
+def _gpt(num_layers, hidden_size, num_heads, seq_length=2048, vocab_size=51200):
+    return dict(num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads,
+                seq_length=seq_length, vocab_size=vocab_size, dropout=0.1)
+
+
+def _llama2(num_layers, hidden_size, num_heads, ffn_hidden_size, **fields):
+    return dict(num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, ffn_hidden_size=ffn_hidden_size,
+                seq_length=4096, vocab_size=32000, llama=True, **fields)
+
+
+PRESETS: dict[str, tuple[dict, float]] = {
+    # bytes and an end-of-text token; Llama's block, because it learns faster than GPT-2's in the first minutes
+    "tiny": (dict(num_layers=4, hidden_size=256, num_heads=8, ffn_hidden_size=688, seq_length=128, vocab_size=257, llama=True), 0),
+    # Radford et al. 2019, as released
+    "gpt2": (_gpt(12, 768, 12, 1024, 50257), 124_439_808),
+    "gpt2-medium": (_gpt(24, 1024, 16, 1024, 50257), 354_823_168),
+    "gpt2-large": (_gpt(36, 1280, 20, 1024, 50257), 774_030_080),
+    "gpt2-xl": (_gpt(48, 1600, 25, 1024, 50257), 1_557_611_200),
+    # NeMo's GPT-3 configurations
+    "gpt3-126m": (_gpt(12, 768, 12, 2048, 50257), 126e6),
+    "gpt3-5b": (_gpt(24, 4096, 32, 2048, 50257), 5e9),
+    "gpt3-20b": (_gpt(44, 6144, 48, 2048, 50257), 20e9),
+    "gpt3-40b": (_gpt(48, 8192, 64, 2048, 50257), 40e9),
+    "gpt3-175b": (_gpt(96, 12288, 96, 2048, 50257), 175e9),
+    # arXiv 2104.04473, table 1
+    "megatron-1.7b": (_gpt(24, 2304, 24), 1.7e9),
+    "megatron-3.6b": (_gpt(30, 3072, 32), 3.6e9),
+    "megatron-7.5b": (_gpt(36, 4096, 32), 7.5e9),
+    "megatron-18b": (_gpt(40, 6144, 48), 18.4e9),
+    "megatron-39b": (_gpt(48, 8192, 64), 39.1e9),
+    "megatron-76b": (_gpt(60, 10240, 80), 76.1e9),
+    # arXiv 2205.05198, table 3
+    "megatron-22b": (_gpt(48, 6144, 64), 22e9),
+    "megatron-175b": (_gpt(96, 12288, 96), 175e9),
+    "megatron-530b": (_gpt(105, 20480, 128), 530e9),
+    "megatron-1t": (_gpt(128, 25600, 160), 1e12),
+    # arXiv 2307.09288, as released
+    "llama2-7b": (_llama2(32, 4096, 32, 11008), 6_738_415_616),
+    "llama2-13b": (_llama2(40, 5120, 40, 13824), 13_015_864_320),
+    "llama2-70b": (_llama2(80, 8192, 64, 28672, num_kv_heads=8), 68_976_648_192),
+}
