@@ -49,6 +49,8 @@ class Config:
     virtual_stages: int = flag(1, "chunks of layers on each pipeline rank; more than one is for interleaved")
     schedule: str | None = flag(None, "of the pipeline; the default is 1f1b, or interleaved with virtual stages", tuple(schedules.NAMES))
     layer_split: list[int] | None = flag(None, "layers of each stage (pp times virtual stages numbers); the default is an even split", metavar="N")
+    zero_stage: int = flag(0, "what data-parallel ranks shard: optimizer state (1), and gradients (2), and parameters (3)", (0, 1, 2, 3))
+    reduce_dtype: str | None = flag(None, "of gradients while they are summed over data-parallel ranks; the default is fp32", ("fp32", "bf16"))
     # memory, speed
     recompute: str = flag("none", "what backward computes again instead of keeping: explicit attention (selective) or whole layers (full)", ("none", "selective", "full"))
     recompute_layers: int | None = flag(None, "only the first so many layers; the default is all")

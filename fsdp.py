@@ -1,136 +1,326 @@
-"""Data parallelism: every rank trains on its own part of the global batch, and the gradients are summed.
+"""Sharded data parallelism, a stage at a time (ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv 2304.11277).
 
-    stage 0     parameters, gradients and optimizer state on every rank; gradients all-reduced (PyTorch DDP, arXiv 2006.15704)
+Data-parallel ranks train one model on different samples, and add up their gradients. Replicas of everything are the simple way; each
+stage stops replicating one more thing. Ψ parameters, N ranks, bytes in mixed precision (bf16 weights, fp32 gradients, fp32 master and moments):
 
-The sum can run while backward still does: parameters are grouped into buckets in the order in which backward finishes them
-(the last layer first), and a bucket's all-reduce starts as soon as its last gradient is there. Only the loop knows which
-backward is the last of a step; on the others nothing is sent.
+    stage  on a rank         bytes of a rank          sent in a step of m micro-batches, times Ψ (N-1)/N elements
+    0      everything        (2 + 4 + 12) Ψ           2        all-reduce of gradients
+    1      state / N         (2 + 4 + 12/N) Ψ         2        reduce-scatter of gradients, all-gather of updated parameters
+    2      gradients / N     (2 + (4 + 12)/N) Ψ       m + 1    .. the reduce-scatter after each micro-batch: only the sum of a part is kept
+    3      parameters / N    (2 + 4 + 12)/N Ψ         3 m      .. parameters gathered for forward, and again for backward
 
-    backward    [ head | block 3 | block 2 | block 1 | block 0 | embedding ]
-    all-reduce         [ head    | block 3 | block 2 | block 1 | block 0 | embedding ]
+What one collective moves is a unit: the parameters of one layer (the embedding and the head are layers too), side by side in one flat [N, T]
+tensor whose row r is rank r's part of each. A parameter is cut along its first dimension that has N or more rows, padded where N does not divide it.
 
-Gradients are summed, never averaged: the loss of each micro-batch is already divided by the number of counted tokens in the
-whole global batch, so unequal masks and any split into ranks and micro-batches come out right.
+    stage 3    compute        | block 0 | block 1 | block 2 |        Forward gathers a unit while the one before it computes, and drops it after use;
+    forward    all-gather  0  |    1    |    2    |   ..             backward does the same in reverse, and sends a unit's gradients
+                                                                     as soon as its last one is there.
 
-    python fsdp.py      two ranks against one: same gradients, bytes sent
+`parameter.shard` is what this rank updates: the optimizer, the norm and checkpoints see shards, through their sharding record, and nothing
+else of this file. Gradients are summed, never averaged: the loss of each micro-batch is already divided by the number of counted tokens in
+the whole global batch, so unequal masks and any split into ranks and micro-batches come out right. Only the loop knows which backward is a step's last:
+before it, stages 0 and 1 send nothing.
 
-Left out, and found in DDP: unused-parameter search (every bucket is reduced, an unused parameter adds zeros), and gradient
-compression.
+    python fsdp.py      the four stages on two ranks: gradients, bytes, elements sent, when gathers were in flight
+
+Left out, and found in torch.distributed.fsdp: keeping the last unit between forward and backward (a gather less, a unit more), sharding inside a node and
+replicating across, offloading to the CPU. A tied matrix is gathered for the lookup, and for the head, where it stays until the head's
+backward is over: the lookup's backward does not read it.
 """
+from dataclasses import replace
+from functools import partial
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+import sharding
 from optimizer import GradientAccumulator, LossScaler, accumulation_dtype
+from sharding import Cut
 
-BUCKET_BYTES = 8 * 2**20         # a bucket is closed once it holds so much; the last one is what nothing can hide
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor           # their names from torch 2.13 on
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Bucket:
-    """Parameters whose gradients lie side by side in one flat tensor, so that one collective reduces them all."""
+def cut_dim(shape, n: int) -> int:
+    """The first dimension that n ranks can share, or the largest."""
+    return next((dim for dim, size in enumerate(shape) if size >= n), max(range(len(shape)), key=lambda dim: shape[dim]))
 
-    def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters = parameters
-        first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=accumulation_dtype(first.dtype), device=first.device)
-        self.waiting, self.work = len(parameters), None
+
+class Unit:
+    """The parameters of one layer, and how they lie in a flat [n, T] tensor: row r holds rank r's part of each, one after the other."""
+
+    def __init__(self, parameters: list[nn.Parameter], n: int):
+        """n: ranks that share the parameters; 1 where nothing is cut."""
+        self.parameters, self.trainable = parameters, [p for p in parameters if p.requires_grad]
+        self.n, self.T, self.places, self.padding = n, 0, {}, False      # places: parameter -> (offset in a row, dim, shape of a part)
+        for p in parameters:
+            dim = cut_dim(p.shape, n)
+            shape = torch.Size(-(-size // n) if d == dim else size for d, size in enumerate(p.shape))
+            self.places[p] = self.T, dim, shape
+            self.T += shape.numel()
+            self.padding |= n * shape[dim] > p.shape[dim]
+        self.missing, self.arrived = set(self.trainable), set()          # whose gradients a backward has yet to bring; whose are in `gradients`
+        self.gradients: Tensor | None = None                             # [n, T], of this rank's samples
+        self.sum: Tensor | None = None                                   # [T], stages 2 and 3: this rank's part, summed over ranks and micro-batches
+        self.reducing = None                                             # (result, work), while gradients are on their way
+        self.shards: Tensor | None = None                                # [T], stage 3: this rank's part of the parameters
+        self.whole: Tensor | None = None                                 # stage 3: where gathered parameters are; its storage comes and goes
+        self.arriving = None                                             # (flat [n, T], work), while parameters are on their way
+
+    def part(self, row: Tensor, p: nn.Parameter) -> Tensor:
+        """The part of p, padded, in a row [T]."""
+        offset, _, shape = self.places[p]
+        return row[offset:offset + shape.numel()].view(shape)
+
+    def pairs(self, flat: Tensor, p: nn.Parameter, whole: Tensor):
+        """(part of flat [n, T], part of whole, which is shaped like p) that hold the same elements; padding is in none."""
+        offset, dim, shape = self.places[p]
+        rows = flat[:, offset:offset + shape.numel()].unflatten(1, shape)                      # [n, *shape]
+        full, rest = divmod(whole.shape[dim], shape[dim])                # ranks whose part has no padding; what the next one has
+        yield rows[:full], whole.narrow(dim, 0, full * shape[dim]).unflatten(dim, (full, shape[dim])).movedim(dim, 0)
+        if rest:
+            yield rows[full].narrow(dim, 0, rest), whole.narrow(dim, full * shape[dim], rest)
 
 
 class DataParallel(GradientAccumulator):
-    """Stage 0. `parameter.main_grad` is a view into its bucket; after `reduce_gradients()` it is the sum over the group."""
+    """One of N replicas, of which `stage` decides what is whole. After `reduce_gradients()`, `main_grad` of each shard is the sum over the
+    group; after the optimizer's step, `gather_parameters()` spreads what it wrote."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, scaler: LossScaler | None = None):
-        self.group, self.last, self.buckets = group, False, []
-        fill, size = [], 0
-        for p in reversed(list(model.parameters())):                     # the order in which backward reaches them, nearly
-            fill.append(p)
-            size += p.numel() * accumulation_dtype(p.dtype).itemsize
-            if size >= BUCKET_BYTES:
-                self.buckets.append(_Bucket(fill))
-                fill, size = [], 0
-        if fill:
-            self.buckets.append(_Bucket(fill))
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        for bucket in self.buckets:
-            for p, part in zip(bucket.parameters, bucket.flat.split([p.numel() for p in bucket.parameters])):
-                p.main_grad = part.view(p.shape)
-        super().__init__(model, scaler)
-
-    def accumulate(self, p: nn.Parameter) -> None:
-        if p.grad is None:
-            return
-        super().accumulate(p)
-        if self.last:
-            self.bucket_of[p].waiting -= 1
-            self.launch()
+    def __init__(self, units: list[Unit], group: dist.ProcessGroup, stage: int, scaler: LossScaler | None, reduce_dtype: torch.dtype | None):
+        """units: in the order of forward."""
+        self.units, self.group, self.stage, self.scaler = units, group, stage, scaler
+        self.rank = group.rank() if stage else 0
+        self.last, self.sending = False, []                              # sending: units whose gradients are on their way
+        self.unit_of = {p: unit for unit in units for p in unit.parameters}
+        self.parameters = [p for unit in units for p in unit.trainable]
+        first = units[0].parameters[0]
+        self.sum_dtype, self.device = accumulation_dtype(first.dtype), first.device
+        self.reduce_dtype = reduce_dtype or self.sum_dtype
+        for unit in units:
+            if stage < 2:
+                unit.gradients = torch.zeros(unit.n, unit.T, dtype=self.sum_dtype, device=self.device)
+                row = unit.gradients[self.rank]
+            else:
+                row = unit.sum = torch.zeros(unit.T, dtype=self.sum_dtype, device=self.device)
+            for p in unit.trainable:
+                sharding.own(p).main_grad = unit.part(row, p)
+        for p in self.parameters:
+            p.register_post_accumulate_grad_hook(self.accumulate)        # a tied weight is called once, with its sum
 
     def zero(self) -> None:
-        for bucket in self.buckets:
-            bucket.flat.zero_()
+        for unit in self.units:
+            unit.arrived.clear()                                         # what arrives first overwrites
+            if unit.sum is not None:
+                unit.sum.zero_()
 
     def last_backward(self) -> None:
-        """The next backward is the step's last: buckets may go as soon as they are full."""
+        """The next backward is the step's last: units may go as soon as they are full."""
         self.last = True
+        for unit in self.units:
+            if self.stage < 2:
+                unit.missing = set(unit.trainable)
+
+    @torch.no_grad()
+    def accumulate(self, p: nn.Parameter) -> None:
+        if p.grad is None:                                               # owed: a pipeline schedule computes it later
+            return
+        unit, unscale = self.unit_of[p], 1 / self.scaler.scale if self.scaler else 1
+        if unit.gradients is None:
+            make = torch.zeros if unit.padding else torch.empty
+            unit.gradients = make(unit.n, unit.T, dtype=self.reduce_dtype, device=self.device)
+        for there, here in unit.pairs(unit.gradients, p, p.grad):
+            if p in unit.arrived:
+                there.add_(here, alpha=unscale)
+            else:
+                there.copy_(here)
+                if unscale != 1:
+                    there.mul_(unscale)
+        unit.arrived.add(p)
+        unit.missing.discard(p)
+        p.grad = None
+        if not unit.missing:
+            self.complete(unit)
+
+    def complete(self, unit: Unit) -> None:
+        """A backward has left all gradients of a unit."""
+        if self.stage > 1:
+            self.reduce(unit)
+        elif self.last:
+            self.launch()
 
     def launch(self, everything: bool = False) -> None:
-        """Start the all-reduce of full buckets, in the same order on every rank."""
-        for bucket in self.buckets:
-            if bucket.work is None:
-                if bucket.waiting and not everything:
+        """Stages 0 and 1: send the units that are full, in the same order on every rank."""
+        for unit in reversed(self.units):                                # as backward reaches them
+            if unit not in self.sending:
+                if unit.missing and not everything:
                     return
-                bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+                self.reduce(unit)
+
+    @torch.no_grad()
+    def reduce(self, unit: Unit) -> None:
+        """Start the sum of a unit's gradients over the ranks."""
+        if self.stage > 1:
+            self.finish_reductions()                                     # [n, T] is memory: one is filled while one is on its way
+        for p in set(unit.parameters) - unit.arrived:                    # not used this time
+            for there, here in unit.pairs(unit.gradients, p, p):
+                there.zero_()
+        unit.missing, unit.arrived = set(unit.trainable), set()
+        x = unit.gradients.to(self.reduce_dtype)                         # itself, where that is its type
+        mine = x[self.rank]
+        if self.stage == 0:
+            unit.reducing = mine, dist.all_reduce(x, group=self.group, async_op=True)
+        else:
+            unit.reducing = mine, reduce_scatter(mine, x.view(-1), group=self.group, async_op=True)
+        self.sending.append(unit)
+
+    @torch.no_grad()
+    def finish_reductions(self) -> None:
+        for unit in self.sending:
+            result, work = unit.reducing
+            work.wait()
+            if self.stage > 1:
+                unit.sum += result
+                unit.gradients = None
+            elif result.dtype != self.sum_dtype:
+                unit.gradients[self.rank] = result
+            unit.reducing = None
+        self.sending.clear()
 
     def reduce_gradients(self) -> None:
         """Wait until every `main_grad` is the sum over the group."""
-        self.launch(everything=True)
-        for bucket in self.buckets:
-            bucket.work.wait()
-            bucket.work, bucket.waiting = None, len(bucket.parameters)
+        if self.stage < 2:
+            self.launch(everything=True)
+        for unit in reversed(self.units):
+            if unit.arrived:                                             # stages 2 and 3, of a backward that did not reach all of it
+                self.reduce(unit)
+        self.finish_reductions()
         self.last = False
 
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """After the optimizer's step, stages 1 and 2: every rank gets the parts that the others have updated."""
+        if self.stage not in (1, 2):
+            return
+        for unit in self.units:
+            flat = torch.empty(unit.n, unit.T, dtype=unit.parameters[0].dtype, device=self.device)
+            for p in unit.parameters:
+                unit.part(flat[self.rank], p).copy_(p.shard)
+            unit.arriving = flat, all_gather(flat.view(-1), flat[self.rank], group=self.group, async_op=True)
+            if unit is not self.units[0]:
+                self.spread(self.units[self.units.index(unit) - 1])      # while this one is on its way
+        self.spread(self.units[-1])
 
-def shard(model: nn.Module, group: dist.ProcessGroup, stage: int = 0, scaler: LossScaler | None = None) -> DataParallel:
-    """Make `model` one of `group.size()` replicas; all ranks must hold equal weights. Raises ValueError for another stage."""
-    if stage != 0:
-        raise ValueError(f"stage {stage}: must be 0")
-    return DataParallel(model, group, scaler)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-def _lesson(rank: int, world: int):
-    import gpt
-    import sharding
-    with torch.device("meta"):
-        model = gpt.GPT(gpt.GPTConfig(**gpt.PRESETS["tiny"][0]))
-    sharding.init(model, 0, "cpu", torch.float32)
-    gradients = GradientAccumulator(model) if world == 1 else shard(model, dist.group.WORLD)
-    sent, arrived, all_reduce = [], [], dist.all_reduce                  # sent: (bytes, gradients that were there when it left)
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(arrived.append)
-
-    def counted(tensor, **options):
-        sent.append((tensor.nbytes, len(arrived) + 1))
-        return all_reduce(tensor, **options)
-    dist.all_reduce = counted
-    tokens = torch.randint(257, (4, 65), generator=torch.Generator().manual_seed(0)).chunk(world)[rank]
-    gradients.last_backward()
-    model(tokens[:, :-1], tokens[:, 1:]).sum().backward(torch.tensor(1 / 256))
-    gradients.reduce_gradients()
-    return {name: p.main_grad for name, p in model.named_parameters()}, sent, len(arrived)
+    @torch.no_grad()
+    def spread(self, unit: Unit) -> None:
+        """Wait for a unit's parameters, and put them where the model reads them."""
+        flat, work = unit.arriving
+        work.wait()
+        for p in unit.parameters:
+            for there, here in unit.pairs(flat, p, p.data):              # data: a write that autograd does not count, for the values are the same
+                here.copy_(there)
+        unit.arriving = None
 
 
-def main():
-    import ranks
-    (one, _, _), = ranks.run(_lesson, 1, 1)
-    (two, sent, count), _ = ranks.run(_lesson, 2, 2)
-    worst = max(((one[n] - two[n]).abs().max() / one[n].abs().max()).item() for n in one)
-    print(f"tiny, 4 sequences on one rank, or 2 on each of two: largest relative difference of a gradient {worst:.1e}")
-    for size, ready in sent:
-        print(f"an all-reduce of {size:,} bytes left when {ready} of {count} gradients were there")
-    print(f"in all {sum(size for size, _ in sent):,} bytes, 4 for each of {sum(g.numel() for g in one.values()):,} parameters: Ψ elements, "
-          "of which a ring sends 2 (N - 1)/N from each rank")
+class FullySharded(DataParallel):
+    """Stage 3: between its uses, a unit is its shards alone."""
+
+    def __init__(self, layers: list[nn.Module], units: list[Unit], group: dist.ProcessGroup, scaler: LossScaler | None, reduce_dtype: torch.dtype | None):
+        super().__init__(units, group, 3, scaler, reduce_dtype)
+        self.needs = [list(dict.fromkeys(self.unit_of[p] for p in layer.parameters())) for layer in layers]
+        self.users = {unit: [i for i, needed in enumerate(self.needs) if unit in needed] for unit in units}
+        for i, layer in enumerate(layers):
+            layer.forward = partial(self.forward, i, layer.forward)
+
+    def forward(self, i: int, layer, *args) -> Tensor:
+        """A layer, around which its parameters come and go."""
+        self.gather(self.needs[i], self.needs[i + 1] if i + 1 < len(self.needs) else [])
+        y = layer(*args)
+        recorded = torch.is_grad_enabled() and y.requires_grad
+        for unit in self.needs[i]:
+            if not (recorded and len(self.users[unit]) > 1 and self.users[unit][-1] == i):     # a tied matrix stays with its last user
+                self.free(unit)
+        if recorded:
+            y.register_hook(lambda grad: self.before_backward(i))
+        return y
+
+    def before_backward(self, i: int) -> None:
+        """The gradient of a layer's output is there: what came after it is done."""
+        mine, before = ([unit for unit in self.needs[k] if self.users[unit][-1] == k] if k >= 0 else [] for k in (i, i - 1))
+        for unit in self.needs[i + 1] if i + 1 < len(self.needs) else []:
+            if unit not in mine:
+                self.free(unit)
+        self.gather(mine, before)
+
+    def complete(self, unit: Unit) -> None:
+        self.free(unit)                                                  # whatever read a parameter has made its gradient too
+        super().complete(unit)
+
+    def gather(self, now: list[Unit], soon: list[Unit]) -> None:
+        """Have the parameters of `now`; then start to gather those of `soon`."""
+        for unit in now:
+            self.start(unit)
+            if unit.arriving:
+                unit.whole.untyped_storage().resize_(unit.whole.nbytes)
+                self.spread(unit)
+        for unit in soon:
+            self.start(unit)
+
+    def start(self, unit: Unit) -> None:
+        if not unit.arriving and not unit.whole.untyped_storage().size():
+            flat = torch.empty(unit.n, unit.T, dtype=unit.shards.dtype, device=self.device)
+            unit.arriving = flat, all_gather(flat.view(-1), unit.shards, group=self.group, async_op=True)
+
+    def free(self, unit: Unit) -> None:
+        unit.whole.untyped_storage().resize_(0)
 
 
-if __name__ == "__main__":
-    main()
+@torch.no_grad()
+def cut_unit(unit: Unit, group: dist.ProcessGroup, stage: int) -> None:
+    """Give each parameter its `shard`: a view of this rank's part or, in stage 3, all that is left of the parameter."""
+    rank = group.rank()
+    if stage == 3:
+        flat = unit.parameters[0].new_zeros(unit.n, unit.T)
+        for p in unit.parameters:
+            for there, here in unit.pairs(flat, p, p):
+                there.copy_(here)
+        unit.shards = flat[rank].clone()
+        sizes = [p.numel() for p in unit.parameters]
+        unit.whole = unit.shards.new_empty(sum(sizes))
+        for p, place in zip(unit.parameters, unit.whole.split(sizes)):
+            p.data = place.view(p.shape)
+        unit.whole.untyped_storage().resize_(0)
+    for p, (_, dim, shape) in unit.places.items():
+        if stage == 3:
+            part = unit.part(unit.shards, p)
+        else:
+            padded = p.new_zeros([n * unit.n if d == dim else n for d, n in enumerate(shape)])
+            padded.narrow(dim, 0, p.shape[dim]).copy_(p)
+            part = padded.narrow(dim, rank * shape[dim], shape[dim]).contiguous()              # itself, where dim is 0
+            if dim == 0:
+                p.data = padded[:p.shape[0]]                             # p moves to where it has room for the padding
+        p.shard = nn.Parameter(part, requires_grad=p.requires_grad)
+        sharding.label(p.shard, replace(sharding.of(p), cuts=(*sharding.of(p).cuts, Cut(dim, group))))
+
+
+def shard(model: nn.Module, group: dist.ProcessGroup, stage: int = 0, scaler: LossScaler | None = None, reduce_dtype: torch.dtype | None = None,
+          init=None) -> DataParallel:
+    """Make `model` one of `group.size()` replicas, sharded as `stage` says (0 to 3). All ranks must hold equal weights.
+    reduce_dtype: of gradients on their way; the default is that of their sum, at least float32. init(names): gives the parameters of these names
+    their values, for a model on the meta device: a layer is drawn and cut before the next one is drawn. Raises ValueError for another stage."""
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage {stage}: must be 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)")
+    layers = {f"{name}.{key}" if key else name: layer for name, child in model.named_children()
+              for key, layer in (child.items() if isinstance(child, nn.ModuleDict) else [("", child)])}
+    seen, units = set(), []
+    for prefix, layer in layers.items():                                 # a tied weight belongs to the first layer that has it
+        names = [f"{prefix}.{name}" for name, p in layer.named_parameters() if p not in seen]
+        seen.update(layer.parameters())
+        if names and init:
+            init(names)
+            seen.update(layer.parameters())                              # they are other objects now
+        if names:
+            units.append(Unit([model.get_parameter(name) for name in names], group.size() if stage else 1))
+            if stage:
+                cut_unit(units[-1], group, stage)
+    return FullySharded(list(layers.values()), units, group, scaler, reduce_dtype) if stage == 3 else DataParallel(units, group, stage, scaler, reduce_dtype)

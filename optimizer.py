@@ -34,8 +34,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 class GradientAccumulator:
     """After each backward, adds `parameter.grad` to `parameter.main_grad`, in at least float32, and drops it.
 
-    The loop calls `zero()` before the first backward of a step, `last_backward()` before the last, and `reduce_gradients()` after
-    it. On one device the last two have nothing to do.
+    The loop calls `zero()` before the first backward of a step, `last_backward()` before the last, `reduce_gradients()` after it, and
+    `gather_parameters()` after the optimizer's step. On one device the last three have nothing to do.
     """
 
     def __init__(self, model: nn.Module, scaler: "LossScaler | None" = None):
@@ -60,6 +60,9 @@ class GradientAccumulator:
         pass
 
     def reduce_gradients(self) -> None:
+        pass
+
+    def gather_parameters(self) -> None:
         pass
 
     def zero(self) -> None:

@@ -293,9 +293,9 @@ class Pipeline:
 
     def sum_tied(self) -> None:
         """Add the gradients of the two copies of a tied embedding, on both stages alike (a + b is b + a to the last bit). After the data-parallel sum."""
-        mine = [p for p in self.parameters() if sharding.of(p).copy_of] if self.rank == self.p - 1 else []
+        mine = [p for _, p in sharding.named_parameters(*self.chunks) if sharding.of(p).copy_of] if self.rank == self.p - 1 else []
         if self.rank == 0 and not self.config.llama:
-            mine = [self.chunks[0].embedding.tokens.weight]
+            mine = [sharding.own(self.chunks[0].embedding.tokens.weight)]
         for p in mine:
             peer, other = self.p - 1 - self.rank, torch.empty_like(p.main_grad)
             sending = self.channels.send(p.main_grad.contiguous(), peer, "B", 0)

@@ -46,11 +46,16 @@ def of(parameter: Tensor) -> Sharding:
     return getattr(parameter, "sharding", None) or Sharding(tuple(parameter.shape))
 
 
+def own(parameter: Tensor) -> Tensor:
+    """What this rank updates of a parameter: its shard (fsdp.py), or all of it."""
+    return getattr(parameter, "shard", parameter)
+
+
 def named_parameters(*models: nn.Module):
-    """(global name, parameter) of models that hold parts of one; a tied weight comes once, under its first name."""
+    """(global name, what this rank updates of the parameter) of models that hold parts of one; a tied weight comes once, under its first name."""
     for model in models:
         for name, p in model.named_parameters():
-            yield of(p).copy_of or name, p
+            yield of(p).copy_of or name, own(p)
 
 
 def place(sharding: Sharding) -> tuple[list[int], list[int], list[int]]:
@@ -112,25 +117,28 @@ def generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)      # a seed is below 2^63
 
 
-def init(model: nn.Module, seed: int, device, dtype: torch.dtype) -> None:
-    """Give a model built on the meta device its values. `model.draw(name, shape, generator)` draws one whole parameter."""
-    materialise(model, device, dtype)
+def init(model: nn.Module, seed: int, device, dtype: torch.dtype, names: list[str] | None = None) -> None:
+    """Give a model built on the meta device its values, or only the parameters of these names. `model.draw(name, shape, generator)` draws
+    one whole parameter."""
+    materialise(model, device, dtype, names)
     with torch.no_grad():
-        for name, p in named_parameters(model):
-            record = of(p)
-            p.copy_(cut(model.draw(name, record.shape, generator(seed, name)), record))
+        for name, p in model.named_parameters():
+            if names is None or name in names:
+                record, name = of(p), of(p).copy_of or name
+                p.copy_(cut(model.draw(name, record.shape, generator(seed, name)), record))
 
 
-def materialise(model: nn.Module, device, dtype: torch.dtype) -> None:
-    """Replace each meta parameter by zeros on `device`, keeping ties and sharding records. (Zeros, because padding stays what it is.)"""
+def materialise(model: nn.Module, device, dtype: torch.dtype, names: list[str] | None = None) -> None:
+    """Replace each meta parameter (of these names) by zeros on `device`, keeping ties and sharding records. (Zeros, because padding stays what it is.)"""
     real = {}
+    wanted = {p for name, p in model.named_parameters() if names is None or name in names}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            if p not in real:
+            if p in wanted and p not in real:
                 real[p] = nn.Parameter(torch.zeros(p.shape, dtype=dtype, device=device), requires_grad=p.requires_grad)
                 if hasattr(p, "sharding"):
                     label(real[p], p.sharding)
-            setattr(module, name, real[p])
+            setattr(module, name, real.get(p, p))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -95,8 +95,13 @@ class Trainer:
             for block in chunk.blocks.values():
                 block.forward = torch.compile(block.forward)             # traced when it runs: selective recomputation is seen
         recompute.apply(chunk, config.recompute, config.recompute_layers)
-        sharding.init(chunk, config.seed, self.device, DTYPES[self.precision])
-        return fsdp.shard(chunk, groups.dp, 0, self.scaler) if groups.dp else GradientAccumulator(chunk, self.scaler)
+
+        def init(names=None) -> None:
+            sharding.init(chunk, config.seed, self.device, DTYPES[self.precision], names)
+        if groups.dp:
+            return fsdp.shard(chunk, groups.dp, config.zero_stage, self.scaler, DTYPES.get(config.reduce_dtype), init)
+        init()
+        return GradientAccumulator(chunk, self.scaler)
 
     def samples(self, step: int) -> range:
         """The global batch of a step, counted from 1, as sample numbers."""
@@ -144,14 +149,20 @@ class Trainer:
         """Clip, then update. Returns (gradient norm before clipping, learning rate)."""
         c = self.config
         lr = learning_rate(step, c.lr, c.lr / 10 if c.min_lr is None else c.min_lr, c.warmup_steps, c.steps)
-        return self.optimizer.step(lr), lr
+        norm = self.optimizer.step(lr)
+        for gradients in self.gradients:
+            gradients.gather_parameters()
+        return norm, lr
 
     @torch.no_grad()
     def evaluate(self, dataset, sequences: int) -> float:
         """Mean loss per token over the first `sequences` samples of a held-out dataset."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        starts = range(self.dp_rank * self.micro, sequences, self.dp * self.micro)
-        batches = [dataset.batch(range(start, min(start + self.micro, sequences))).to(self.device) for start in starts]
+        batches = []
+        for start in range(0, sequences, self.dp * self.micro):          # all ranks take as many batches: their forwards may be collectives
+            mine = start + self.dp_rank * self.micro
+            batch = dataset.batch(range(mine, min(mine + self.micro, sequences)) or range(1)).to(self.device)
+            batches.append(batch if mine < sequences else batch._replace(loss_mask=torch.zeros_like(batch.loss_mask)))
 
         def add(batch, losses):
             total.add_((losses * batch.loss_mask).sum())
@@ -305,7 +316,7 @@ def run(config: Config, world: World) -> None:
         world.say("--recompute selective: fused attention keeps no s x s scores, so there is nothing to recompute")
     begin = time.perf_counter()
     stopped = loop(trainer, world, train_set, held_out, metrics, start, tokens)
-    if stopped or trainer.dp_rank > 0:
+    if stopped or trainer.dp_rank > 0 and config.zero_stage < 3:         # a model whose parameters are sharded runs on all ranks
         return
     seconds, prompt = time.perf_counter() - begin, [int(i) for i in tokenizer.encode("def ")]
     ids = generate.generate(trainer.model, prompt, 300, temperature=0.8, seed=config.seed, eot=tokenizer.eot, multiple_of=config.tp if config.sequence_parallel else 1)
