@@ -73,10 +73,14 @@ class Unit:
         offset, _, shape = self.places[p]
         return row[offset:offset + shape.numel()].view(shape)
 
+    def rows(self, flat: Tensor, p: nn.Parameter) -> Tensor:
+        """All parts of p in flat [n, T]: [n, *shape of a part]"""
+        offset, _, shape = self.places[p]
+        return flat[:, offset:offset + shape.numel()].unflatten(1, shape)
+
     def pairs(self, flat: Tensor, p: nn.Parameter, whole: Tensor):
         """(part of flat [n, T], part of whole, which is shaped like p) that hold the same elements; padding is in none."""
-        offset, dim, shape = self.places[p]
-        rows = flat[:, offset:offset + shape.numel()].unflatten(1, shape)                      # [n, *shape]
+        rows, (_, dim, shape) = self.rows(flat, p), self.places[p]
         full, rest = divmod(whole.shape[dim], shape[dim])                # ranks whose part has no padding; what the next one has
         yield rows[:full], whole.narrow(dim, 0, full * shape[dim]).unflatten(dim, (full, shape[dim])).movedim(dim, 0)
         if rest:
@@ -163,8 +167,7 @@ class DataParallel(GradientAccumulator):
         if self.stage > 1:
             self.finish_reductions()                                     # [n, T] is memory: one is filled while one is on its way
         for p in set(unit.parameters) - unit.arrived:                    # not used this time
-            for there, here in unit.pairs(unit.gradients, p, p):
-                there.zero_()
+            unit.rows(unit.gradients, p).zero_()
         unit.missing, unit.arrived = set(unit.trainable), set()
         x = unit.gradients.to(self.reduce_dtype)                         # itself, where that is its type
         mine = x[self.rank]
@@ -172,6 +175,8 @@ class DataParallel(GradientAccumulator):
             unit.reducing = mine, dist.all_reduce(x, group=self.group, async_op=True)
         else:
             unit.reducing = mine, reduce_scatter(mine, x.view(-1), group=self.group, async_op=True)
+        if self.stage > 1:
+            unit.gradients = None                                        # the next micro-batch's go elsewhere
         self.sending.append(unit)
 
     @torch.no_grad()
@@ -181,7 +186,6 @@ class DataParallel(GradientAccumulator):
             work.wait()
             if self.stage > 1:
                 unit.sum += result
-                unit.gradients = None
             elif result.dtype != self.sum_dtype:
                 unit.gradients[self.rank] = result
             unit.reducing = None
@@ -240,12 +244,16 @@ class FullySharded(DataParallel):
         for unit in self.needs[i]:
             if not (recorded and len(self.users[unit]) > 1 and self.users[unit][-1] == i):     # a tied matrix stays with its last user
                 self.free(unit)
+        if i == 0:
+            self.chained = args[0].requires_grad                         # to another pipeline stage, by the gradient of the input
+            if recorded and self.chained:
+                args[0].register_hook(lambda grad: self.before_backward(-1))
         if recorded:
             y.register_hook(lambda grad: self.before_backward(i))
         return y
 
     def before_backward(self, i: int) -> None:
-        """The gradient of a layer's output is there: what came after it is done."""
+        """The gradient of a layer's output is there: what came after it is done. (i = -1: all is done.)"""
         mine, before = ([unit for unit in self.needs[k] if self.users[unit][-1] == k] if k >= 0 else [] for k in (i, i - 1))
         for unit in self.needs[i + 1] if i + 1 < len(self.needs) else []:
             if unit not in mine:
@@ -253,7 +261,8 @@ class FullySharded(DataParallel):
         self.gather(mine, before)
 
     def complete(self, unit: Unit) -> None:
-        self.free(unit)                                                  # whatever read a parameter has made its gradient too
+        if unit in self.needs[0] and not self.chained:                   # nothing comes before the first layer to say that it is done
+            self.free(unit)
         super().complete(unit)
 
     def gather(self, now: list[Unit], soon: list[Unit]) -> None:
