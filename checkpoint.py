@@ -1,24 +1,38 @@
-"""Checkpoints that are whole or not there: safetensors files and one JSON index, through torch.distributed.checkpoint.
+"""Checkpoints that are whole or not there, load under any layout, and are written while training goes on: safetensors files and a JSON index, through
+torch.distributed.checkpoint.
 
     RUN/checkpoints/step-000100/
-        shard-00001-model-00001-of-00001.safetensors       one per rank: the tensors that this rank wrote
-        index.json                                          step, configuration, optimizer numbers, tensors, files and their sizes
+        shard-00001-model-00001-of-00001.safetensors       the slices that rank 0 wrote; a file holds about 1 GiB
+        shard-00002-..
+        index.json                                          step, configuration, optimizer numbers, tensors; size and SHA-256 of each file
+        index.json.sha256                                   of the index itself, as sha256sum writes it
 
-A checkpoint is written beside its place, as `.step-000100.saving`, flushed to the disk, and renamed: a run that is killed or
-runs out of disk while it saves leaves the earlier checkpoints as they were. Tensors stand under global names, in full
-precision, each rank's part as a slice of the global tensor: what was saved under one layout loads under any other. Nothing is ever unpickled: loading a file that somebody sent executes none of it. That is why the index is ours;
-torch.distributed.checkpoint's own metadata file is a pickle, and is neither written nor read.
+Tensors stand under global names, in full precision, each rank's part as a slice of the global tensor: what was saved under any tensor, pipeline and
+data-parallel sizes and any ZeRO stage loads under any other, and no rank ever holds more than its own part. Slices that several ranks hold are written
+once, padding never.
 
-    python checkpoint.py RUN/checkpoints/step-000100       what is in it
+    training     step 100 | copy | step 101 | step 102 | ..          `Saver`: a copy of this rank's part in memory, then
+    thread                       | write, flush, hash, rename |      a thread that writes it, with a process group of its own
 
-Megatron-LM writes asynchronously and checks nothing; here a missing or short file is found, and named, before anything loads.
+A checkpoint is written beside its place, as `.step-000100.saving`, flushed to the disk, and renamed: a run that is killed or runs out of disk while it
+saves leaves the earlier checkpoints as they were. A flipped byte, a missing or a short file is found, and named, before anything loads: all ranks read
+the files once between them, to hash them. Nothing is ever unpickled: loading a file that somebody sent executes none of it. That is why the index
+is ours; torch.distributed.checkpoint's own metadata file is a pickle, and is neither written nor read.
+
+    python checkpoint.py                  saves on two ranks, loads on one, finds a flipped byte
+    python checkpoint.py show CKPT        what is in it
+    python checkpoint.py verify CKPT      reads all of it and compares the checksums
+
+What a production system adds: files per node instead of per rank, parallel writes from one rank, copies kept in other nodes' memory.
 """
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -32,12 +46,18 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 import sharding
 
-FORMAT = 1
+FORMAT = 2
+FILE_BYTES = 2**30               # of a file, about
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")                     # without a process group there is one rank, yes
 
 
 class CheckpointError(Exception):
     """A checkpoint that cannot be written or read; the message says which, and why."""
+
+
+class Damaged(CheckpointError):
+    """A checkpoint that is not what was written: there may be a whole one before it."""
 
 
 def name(step: int) -> str:
@@ -50,15 +70,30 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def agree(error: Exception | str | None) -> None:
-    """A collective. An error on one rank is raised as a CheckpointError on all."""
-    message = None if error is None else str(error)
-    if dist.is_initialized():
-        messages = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, message)
-        message = next((m for m in messages if m), None)
-    if message:
-        raise CheckpointError(message)
+def find(path: str | Path) -> Path:
+    """A checkpoint's folder, or the newest one in the folder of a run. Raises CheckpointError."""
+    for folder in (Path(path), Path(path) / "checkpoints"):
+        if found := steps(folder):
+            return list(found.values())[-1]
+    if not Path(path).is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    return Path(path)
+
+
+def gather(x, group: dist.ProcessGroup | None) -> list:
+    """Every rank's object, on every rank. Without process groups there is one rank."""
+    if not dist.is_initialized():
+        return [x]
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, x, group=group)
+    return gathered
+
+
+def agree(error: CheckpointError | None, group: dist.ProcessGroup | None = None) -> None:
+    """A collective. An error on one rank is raised on all."""
+    for e in gather(error, group):
+        if e:
+            raise e
 
 
 def chunk(tensor: Tensor) -> ChunkStorageMetadata:
@@ -70,9 +105,9 @@ def chunk(tensor: Tensor) -> ChunkStorageMetadata:
 class _SavePlanner(dcp.DefaultSavePlanner):
     """Every rank offers its parts; of equal offers the base class takes one, and it checks that the parts make up the whole."""
 
-    def __init__(self, tensors: dict[str, Tensor]):
+    def __init__(self, tensors: dict[str, Tensor], read=None):
         super().__init__(flatten_state_dict=False)
-        self.tensors = tensors
+        self.tensors, self.read = tensors, read
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([
@@ -84,7 +119,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         tensor = self.tensors[index.fqn]
-        return sharding.narrow(tensor, sharding.of(tensor))
+        return self.read(index.fqn) if tensor.is_meta else sharding.narrow(tensor, sharding.of(tensor))
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -110,60 +145,87 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return sharding.narrow(tensor, sharding.of(tensor))
 
 
-def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0) -> Path:
-    """Write folder/step-00NNNN; all ranks call this together. tensors: global name -> this rank's part, with its sharding
-    record; each rank names what it holds. What several ranks hold is written once, and padding never.
-    state: `config` and `model`, the configurations as dicts, and what else the next step depends on, as JSON. keep: how many checkpoints remain, 0 for all.
+def write(path: Path, step: int, tensors: dict[str, Tensor], state: dict, read=None, group: dist.ProcessGroup | None = None, replace: bool = False) -> Path:
+    """Write one checkpoint as the folder `path`; all ranks (of the group) call this together. tensors: global name -> this rank's part, with its sharding
+    record; each rank names what it holds. A tensor on the meta device is asked for by `read(name)` when its file is written, a file at a time.
+    state: `config` and `model`, the configurations as dicts, and what else the next step depends on, as JSON. replace: a checkpoint that is there already.
 
     Raises CheckpointError, on all ranks, when a rank cannot write; nothing earlier is touched before the new one is whole.
     """
-    final = Path(folder) / name(step)
-    building = final.with_name(f".{final.name}.saving")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    error = None
-    try:
-        if rank == 0:
-            final.parent.mkdir(parents=True, exist_ok=True)
-            for leftover in final.parent.glob(".step-*"):                # of runs that were killed
+    path = Path(path)
+    building, aside = path.with_name(f".{path.name}.saving"), path.with_name(f".{path.name}.removing")
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+
+    def on_rank(ranks, action):
+        """action(), on rank 0 or on all; its errors are everybody's."""
+        error = result = None
+        try:
+            result = action() if ranks == "all" or rank == 0 else None
+        except (OSError, dcp.CheckpointException) as e:                  # the second is a BaseException
+            cause = next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException) else e
+            error = CheckpointError(f"cannot save {path}: {cause}")
+        try:
+            agree(error, group)
+        except CheckpointError:
+            if rank == 0:
+                shutil.rmtree(building, ignore_errors=True)              # what is half done takes room
+            raise
+        return result
+
+    def prepare():
+        if path.exists() and not replace and (not path.is_dir() or any(path.iterdir())):
+            raise OSError("it exists already; name another folder, or delete this one")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in (building, aside):                               # of a run that was killed
+            if leftover.exists():
                 shutil.rmtree(leftover)
-            building.mkdir()
-    except OSError as e:
-        error = e
-    agree(error and f"cannot save {final}: {error}")
-    described = {n: [str(t.dtype).removeprefix("torch."), list(sharding.of(t).shape)] for n, t in tensors.items()}
-    if dist.is_initialized():
-        everywhere = [None] * dist.get_world_size()                      # pipeline stages hold different names
-        dist.all_gather_object(everywhere, described)
-        described = {n: d for one in everywhere for n, d in one.items()}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")                              # without a process group it says that it assumes one rank
-            dcp.save(tensors, planner=_SavePlanner(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(building), save_distributed=True),
-                     no_dist=not dist.is_initialized())
-    except (dcp.CheckpointException, OSError) as e:                      # the first is a BaseException
-        error = next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException) else e
-    agree(error and f"cannot save {final}: {error}")
-    try:
-        if rank == 0:
-            files = sorted(building.glob("*.safetensors"))
-            index = {"format": FORMAT, "step": step, **state,
-                     "tensors": described,
-                     "files": {f.name: f.stat().st_size for f in files}}
-            (building / "index.json").write_text(json.dumps(index, indent=1))
-            for path in [*files, building / "index.json", building]:
-                sync(path)
-            if final.exists():                                           # the same step once more: until the next line the one before is newest
-                os.rename(final, final.with_name(f".{final.name}.removing"))
-            os.rename(building, final)
-            sync(final.parent)
-            for old in list(steps(final.parent).values())[:-keep] if keep else []:
-                os.rename(old, old.with_name(f".{old.name}.removing"))   # gone at once, even when killed while deleting
-            for removed in final.parent.glob(".step-*.removing"):
-                shutil.rmtree(removed)
-    except OSError as e:
-        error = e
-    agree(error and f"cannot save {final}: {error}")
-    return final
+        building.mkdir()
+
+    def write_tensors():
+        writer = dcp.HuggingFaceStorageWriter(str(building), fqn_to_index_mapping=files_of(described, len(everywhere)), save_distributed=True)
+        dcp.save(tensors, planner=_SavePlanner(tensors, read), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+
+    def hash_files():
+        return {file.name: describe(file) for file in sorted(building.glob(f"shard-{rank + 1:05d}-*"))}
+
+    def commit():
+        index = {"format": FORMAT, "step": step, **state, "tensors": described, "files": files}
+        (building / "index.json").write_text(json.dumps(index, indent=1))
+        (building / "index.json.sha256").write_text(f"{describe(building / 'index.json')['sha256']}  index.json\n")
+        for file in (building / "index.json.sha256", building):
+            sync(file)
+        if path.exists():                                                # until the next line the one before is the newest
+            os.rename(path, aside)
+        os.rename(building, path)
+        sync(path.parent)
+        if aside.exists():
+            shutil.rmtree(aside)
+
+    on_rank(0, prepare)
+    everywhere = gather({n: [str(t.dtype).removeprefix("torch."), list(sharding.of(t).shape)] for n, t in tensors.items()}, group)
+    described = {n: d for one in everywhere for n, d in one.items()}     # pipeline stages hold different names
+    on_rank("all", write_tensors)
+    files = {name: found for one in gather(on_rank("all", hash_files), group) for name, found in one.items()}
+    on_rank(0, commit)
+    return path
+
+
+def files_of(described: dict, ranks: int) -> dict[str, int]:
+    """Tensor name -> number of the file (of each rank) that it goes to, from 1."""
+    number, file, room = {}, 0, 0
+    for n, (dtype, shape) in described.items():
+        size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        if size > room:
+            file, room = file + 1, FILE_BYTES * ranks
+        number[n], room = file, room - size
+    return number
+
+
+def describe(file: Path) -> dict:
+    """Flush a file to the disk; its size and checksum."""
+    sync(file)
+    with open(file, "rb") as f:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
 
 
 def sync(path: Path) -> None:
@@ -175,65 +237,206 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+class Saver:
+    """Saves while training goes on, one checkpoint at a time."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        """group: of all ranks, on the CPU, and used for nothing else; None where there is one rank."""
+        self.group, self.thread, self.error = group, None, None
+
+    def save(self, folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0) -> Path:
+        """Copy `tensors`, and start to write folder/step-00NNNN as `write` does. keep: how many checkpoints remain, 0 for all. Waits for the save
+        before; raises what that one raised."""
+        self.wait()
+        copies = {n: sharding.label(t.detach().to("cpu", copy=True), sharding.of(t)) for n, t in tensors.items()}
+        path = Path(folder) / name(step)
+
+        def work():
+            try:
+                write(path, step, copies, state, group=self.group, replace=True)
+                if not self.group or self.group.rank() == 0:
+                    remove_old(path.parent, keep)
+            except BaseException as e:
+                self.error = e
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+        return path
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def wait(self) -> None:
+        """Until the latest save is on the disk. Raises what it raised: CheckpointError, on all ranks alike, where it could not be written."""
+        if self.thread:
+            self.thread.join()
+        error, self.thread, self.error = self.error, None, None
+        if error:
+            raise error
+
+
+def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0) -> Path:
+    """Write folder/step-00NNNN, and wait for it. As `Saver.save`; all ranks call this together."""
+    path = write(Path(folder) / name(step), step, tensors, state, replace=True)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        remove_old(Path(folder), keep)
+    return path
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """All but the newest `keep` checkpoints, and what killed runs left."""
+    for old in list(steps(folder).values())[:-keep] if keep else []:
+        os.rename(old, old.with_name(f".{old.name}.removing"))           # gone at once, even when killed while deleting
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
 def read_index(path: Path) -> dict:
-    """The index of one checkpoint, after checking that its files are there and complete. Raises CheckpointError."""
+    """The index of one checkpoint, after checking that it is as it was written and that its files are there and complete.
+    Raises CheckpointError; where there is damage, Damaged."""
     path = Path(path)
     try:
-        index = json.loads((path / "index.json").read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a checkpoint of this project: it has no index.json") from None
-    except (OSError, ValueError) as e:
+        text, checksum = (path / "index.json").read_bytes(), (path / "index.json.sha256").read_bytes()
+    except FileNotFoundError as e:
+        kind = Damaged if (path / "index.json").exists() or (path / "index.json.sha256").exists() else CheckpointError
+        raise kind(f"{path} is not a checkpoint of this project, or damaged: it has no {Path(e.filename).name}") from None
+    except OSError as e:
         raise CheckpointError(f"{path}/index.json cannot be read ({e})") from None
-    kinds = {"format": int, "step": int, "tensors": dict, "files": dict, "config": dict, "model": dict}
-    if not isinstance(index, dict) or index.get("format") != FORMAT or not all(isinstance(index.get(k), kind) for k, kind in kinds.items()) \
-            or not all(isinstance(t, list) and len(t) == 2 and isinstance(t[1], list) for t in index["tensors"].values()):
-        raise CheckpointError(f"{path}/index.json is not the index of a checkpoint of this project")
-    for file, size in index["files"].items():
+    if checksum != f"{hashlib.sha256(text).hexdigest()}  index.json\n".encode():
+        raise Damaged(f"{path}/index.json, or index.json.sha256 beside it, is damaged: they do not fit")
+    try:
+        index = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise Damaged(f"{path}/index.json cannot be read ({e})") from None
+    if not is_index(index):
+        raise CheckpointError(f"{path}/index.json is not the index of a checkpoint of this project (format {FORMAT})")
+    for file, is_there in index["files"].items():
         found = (path / file).stat().st_size if (path / file).is_file() else None
-        if found != size:
-            raise CheckpointError(f"{path / file} is {'missing' if found is None else f'{found} bytes long, not {size}'}: "
-                                  "the checkpoint is damaged; delete its folder and the one before it is used")
+        if found != is_there["bytes"]:
+            what = "missing" if found is None else f"{found} bytes long, not {is_there['bytes']}"
+            raise Damaged(f"{path / file} is {what}: the checkpoint is damaged")
+    for file in path.glob("*.safetensors"):
+        if file.name not in index["files"]:
+            raise Damaged(f"{file} is not in the checkpoint's index: somebody has put it there")
     return index
 
 
-def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> dict:
-    """Fill `tensors` in place and return the index; all ranks call this together. Raises CheckpointError, on all ranks, when the
-    checkpoint is damaged, or is of another model: naming the tensors that differ, or, of the fields in `model`, those that do."""
+def is_index(x) -> bool:
+    """Whether JSON has the shape of our index."""
+    kinds = {"format": int, "step": int, "tensors": dict, "files": dict, "config": dict, "model": dict}
+    return (isinstance(x, dict) and x.get("format") == FORMAT and all(isinstance(x.get(k), kind) for k, kind in kinds.items())
+            and all(isinstance(t, list) and len(t) == 2 and isinstance(t[0], str) and isinstance(t[1], list) and all(isinstance(n, int) for n in t[1])
+                    for t in x["tensors"].values())
+            and all(isinstance(f, dict) and isinstance(f.get("bytes"), int) and isinstance(f.get("sha256"), str) and "/" not in file
+                    for file, f in x["files"].items()))
+
+
+def verify(path: Path) -> dict:
+    """Compare the checksum of every file; the ranks share the reading. All ranks call this together. Returns the index. Raises, on all ranks,
+    CheckpointError; where there is damage, Damaged, naming the file."""
     path, index, error = Path(path), None, None
     try:
         index = read_index(path)
-        differ = [f"{k} is {index['model'].get(k)} there and {v} here" for k, v in (model or {}).items() if index["model"].get(k) != v]
-        if differ:
-            raise CheckpointError(f"{path} holds another model: {'; '.join(differ)}")
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for file in sorted(index["files"])[rank::world]:
+            with open(path / file, "rb") as f:
+                if hashlib.file_digest(f, "sha256").hexdigest() != index["files"][file]["sha256"]:
+                    raise Damaged(f"{path / file} is damaged: its SHA-256 is not that of the index")
     except CheckpointError as e:
         error = e
+    except OSError as e:
+        error = CheckpointError(f"{path} cannot be read: {e}")
     agree(error)
-    saved = {n: tuple(shape) for n, (_, shape) in index["tensors"].items()}
-    wrong = [f"{n} is {saved.get(n, 'missing')} there and {sharding.of(t).shape} here" for n, t in tensors.items()
-             if saved.get(n) != sharding.of(t).shape]
-    if wrong:
-        raise CheckpointError(f"{path} holds another model: {'; '.join(wrong[:3])}" + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(tensors, planner=_LoadPlanner(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(path)),
-                     no_dist=not dist.is_initialized())
-    except (dcp.CheckpointException, OSError) as e:
-        cause = next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException) else e
-        raise CheckpointError(f"{path} cannot be loaded: {cause}") from None
     return index
 
 
-def main():
-    if len(sys.argv) != 2:
-        sys.exit("usage: python checkpoint.py CHECKPOINT")
+def read(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill `tensors`, {global name: this rank's part}, in place; all ranks call this together. Raises CheckpointError."""
     try:
-        index = read_index(Path(sys.argv[1]))
+        dcp.load(tensors, planner=_LoadPlanner(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=not dist.is_initialized())
+    except (dcp.CheckpointException, OSError) as e:
+        cause = next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException) else e
+        raise CheckpointError(f"{path} cannot be loaded: {cause}") from None
+
+
+def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> dict:
+    """Verify a checkpoint, fill `tensors` in place and return the index; all ranks call this together. Raises CheckpointError, on all ranks, when the
+    checkpoint is damaged (Damaged), or is of another model: naming the tensors that differ, or, of the fields in `model`, those that do."""
+    index = verify(path)
+    differ = [f"{k} is {index['model'].get(k)} there and {v} here" for k, v in (model or {}).items() if index["model"].get(k) != v]
+    if differ:
+        raise CheckpointError(f"{path} holds another model: {'; '.join(differ)}")
+    saved = {n: tuple(shape) for n, (_, shape) in index["tensors"].items()}
+    wrong = [f"{n} is {saved.get(n, 'missing')} there and {sharding.of(t).shape} here" for n, t in tensors.items()
+             if saved.get(n) != sharding.of(t).shape]
+    more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    agree(CheckpointError(f"{path} holds another model: {'; '.join(wrong[:3])}{more}") if wrong else None)
+    read(path, tensors)
+    return index
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _lesson(rank: int, folder: str, how: str):
+    from sharding import Cut, Sharding
+    cuts = (Cut(0, dist.group.WORLD),) if dist.get_world_size() > 1 else ()
+    record = Sharding((5, 3), cuts)
+    if how == "save":
+        part = sharding.label(sharding.cut(torch.arange(15.0).view(5, 3), record).clone(), record)
+        saver = Saver(dist.new_group(backend="gloo"))
+        saver.save(Path(folder), 1, {"model.weight": part}, {"config": {}, "model": {}})
+        part.zero_()                                                     # training goes on; what was saved is a copy
+        saver.wait()
+        return
+    part = sharding.label(torch.zeros(sharding.place(record)[2]), record)
+    load(Path(folder) / name(1), {"model.weight": part})
+    return part.tolist()
+
+
+def lesson():
+    import tempfile
+
+    import ranks
+    with tempfile.TemporaryDirectory() as folder:
+        ranks.run(_lesson, 2, folder, "save")
+        path = Path(folder) / name(1)
+        print("a [5, 3] weight, cut by rows over two ranks (3 rows, and 2 and one of padding), is saved as")
+        for file in sorted(path.iterdir()):
+            print(f"    {file.name}, {file.stat().st_size:,} bytes")
+        print(f"one rank loads     {ranks.run(_lesson, 1, folder, 'load')[0]}")
+        print(f"three ranks load   {ranks.run(_lesson, 3, folder, 'load')}")
+        for file in sorted(path.iterdir()):
+            whole = bytearray(file.read_bytes())
+            whole[len(whole) // 2] ^= 1
+            original = file.read_bytes()
+            file.write_bytes(whole)
+            try:
+                verify(path)
+                print(f"a flipped bit in {file.name} is not found")
+            except Damaged as e:
+                print(f"a bit flipped: {str(e).removeprefix(str(path) + '/')}")
+            file.write_bytes(original)
+
+
+def main():
+    if len(sys.argv) == 1:
+        return lesson()
+    if len(sys.argv) != 3 or sys.argv[1] not in ("show", "verify"):
+        sys.exit("usage: python checkpoint.py show CKPT | verify CKPT; CKPT is a checkpoint, or the folder of a run")
+    try:
+        path = find(sys.argv[2])
+        index = read_index(path) if sys.argv[1] == "show" else verify(path)
     except CheckpointError as e:
-        sys.exit(f"checkpoint.py: {e}")
-    for tensor, (dtype, shape) in index.pop("tensors").items():
-        print(f"{dtype:>9} {str(shape):>16} {tensor}")
-    print(json.dumps(index, indent=1))
+        print(f"checkpoint.py: {e}", file=sys.stderr)
+        sys.exit(2)
+    if sys.argv[1] == "show":
+        for tensor, (dtype, shape) in index.pop("tensors").items():
+            print(f"{dtype:>9} {str(shape):>16} {tensor}")
+        print(json.dumps(index, indent=1))
+    else:
+        print(f"{path}: whole; {len(index['files'])} files, {sum(f['bytes'] for f in index['files'].values()):,} bytes, as they were written")
 
 
 if __name__ == "__main__":

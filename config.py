@@ -68,6 +68,7 @@ class Config:
     weight_decay: float = flag(0.1, "on matrices only")
     grad_clip: float = flag(1.0, "largest global gradient norm; 0 for none")
     precision: str | None = flag(None, "of compute; the default is bf16 on CUDA and fp32 on CPUs (fp64: for tests)", ("fp32", "bf16", "fp16", "fp64"))
+    optimizer_state: str = flag("fp32", "bf16: both moments in bf16, and of a bf16 weight's master only the low half; 8 bytes a parameter instead of 14", ("fp32", "bf16"))
     # data
     data: list[str] = flag([], "text files, .jsonl files with a text field, either gzipped, or folders; the default is Python's library", metavar="PATH")
     tokenizer: str = flag("bytes", "bytes, gpt2, or a JSON file of the tokenizers library", metavar="{bytes,gpt2,FILE}")
@@ -75,9 +76,11 @@ class Config:
     out: str = flag("runs/default", "the folder of this run", metavar="DIR")
     save_every: int = flag(200, "steps between checkpoints; 0 for only the last")
     keep: int = flag(2, "how many checkpoints remain; 0 for all")
-    resume: bool = flag(False, "go on from the newest checkpoint in OUT, if there is one")
+    resume: bool = flag(False, "go on from the newest checkpoint in OUT, if there is one; ranks that torchrun starts again do so anyway")
+    load: str | None = flag(None, "start from the weights of this checkpoint or run: what huggingface.py imported, for example", metavar="CKPT")
     eval_every: int = flag(100, "steps between evaluations on held-out text; 0 for only the last")
     seed: int = flag(0, "of weights, sample order and dropout")
+    timeout: float = flag(1800.0, "seconds without progress after which a run in which a rank hangs is ended")
     device: str = flag("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
 
     def model_config(self) -> GPTConfig:
@@ -101,7 +104,7 @@ class Config:
         model = self.model_config()
         for name, least in (("global_batch_size", 1), ("steps", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
                             ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1), ("tp", 1), ("pp", 1),
-                            ("virtual_stages", 1)):
+                            ("virtual_stages", 1), ("timeout", 1)):
             value = getattr(self, name)
             if value is not None and not least <= value < 2**31:         # NaN and infinity fail too
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least} and below 2^31")
@@ -138,6 +141,8 @@ class Config:
             low = self.global_batch_size // group * group
             raise ConfigError(f"--global-batch-size {self.global_batch_size}: makes {share // micro} micro-batches for each pipeline, and interleaved needs "
                               f"a multiple of --pp {self.pp}; {f'{low} or ' if low else ''}{low + group} would fit")
+        if self.optimizer_state == "bf16" and self.precision == "fp16":
+            raise ConfigError("--optimizer-state bf16: the upper half of an fp32 master is a bf16 number; --precision bf16 would fit, or --optimizer-state fp32")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
 

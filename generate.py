@@ -51,16 +51,6 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
 
 
-def find_checkpoint(path: str) -> Path:
-    """A checkpoint folder, or the newest one of a run. Raises CheckpointError."""
-    for folder in (Path(path), Path(path) / "checkpoints"):
-        if found := checkpoint.steps(folder):
-            return list(found.values())[-1]
-    if not Path(path).is_dir():
-        raise checkpoint.CheckpointError(f"--checkpoint {path}: no such folder")
-    return Path(path)
-
-
 def load_model(path: Path, device="cpu", dtype=torch.float32) -> tuple[GPT, dict]:
     """The model of a checkpoint, and the checkpoint's index. Raises CheckpointError."""
     index = checkpoint.read_index(path)
@@ -92,7 +82,7 @@ def main():
         parser.error("--device cuda: this machine has no usable CUDA device")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:
-        path = find_checkpoint(args.checkpoint)
+        path = checkpoint.find(args.checkpoint)
         model, index = load_model(path, device)
         beside = path.parent.parent / "tokenizer.json"                   # train.py keeps a copy in the run's folder
         tokenizer = make_tokenizer(args.tokenizer or (str(beside) if beside.exists() else index["config"]["tokenizer"]))

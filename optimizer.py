@@ -4,13 +4,13 @@ Compute may be bf16 or fp16; what is remembered from step to step is not (mixed 
 
     weights     bf16/fp16 for compute, and an fp32 master that the update goes to: 1 + 0.0001 is 1 in bf16
     gradients   summed over micro-batches (and ranks) in `main_grad`, fp32
-    moments     fp32
+    moments     fp32, or, to save memory, bf16 (and of the master only what the bf16 weight does not hold: `AdamW`)
 
 With fp16 the loss is multiplied by a scale before backward, so that small gradients do not vanish, and each micro-batch's
 gradient is divided by it on its way into `main_grad`: `main_grad` is always in true units. Where a gradient overflows, all
 ranks see a non-finite norm, the step is skipped and counted, and the scale shrinks.
 
-`GradientAccumulator` fills `main_grad` on one device; fsdp.py keeps it in buckets that are summed over ranks.
+`GradientAccumulator` fills `main_grad` on one device; fsdp.py's sums it over ranks.
 
     python optimizer.py        why masters are needed, and the schedule, in numbers
 
@@ -22,6 +22,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 import sharding
 
@@ -126,31 +127,58 @@ def learning_rate(step: int, peak: float, minimum: float, warmup: int, total: in
     return minimum + (peak - minimum) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+# A bf16 weight is the upper half of its fp32 master, rounded; 16 more bits beside it make the master exact again. (As integers: a float's
+# order is its bits' order, so rounding half away from zero is adding half of the last place that stays.)
+
+def join(weight: Tensor, low: Tensor) -> Tensor:
+    """The fp32 master of a bf16 weight and its low bits (int16, same shape, contiguous)."""
+    return ((weight.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+
+
+def split(master: Tensor, weight: Tensor, low: Tensor) -> None:
+    """Write a master [..] fp32 to weight and low: high = (x + 0x8000) >> 16, low = x - (high << 16), which is signed."""
+    x = master.view(torch.int32)
+    high = (x + 0x8000) >> 16
+    weight.view(torch.int16).copy_(high)
+    low.copy_(x - (high << 16))
+
+
+PIECE = 2**22                    # elements that are in fp32 at a time while 16-bit state is updated
+
+
 class AdamW:
     """AdamW (arXiv 1711.05101) over `main_grad`, decay on matrices only:
 
         m = β1 m + (1 - β1) g        v = β2 v + (1 - β2) g²
         w = w - lr λ w - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
 
-    The update itself is `torch.optim.AdamW(fused=True)`: one pass over memory. What is added here is the fp32 master of a 16-bit
-    parameter (which starts from the 16-bit value, as in Megatron-LM), clipping by the global norm, and steps that are skipped when
-    the norm is not finite.
+    The update itself is torch's fused one: one pass over memory. What is added here is the fp32 master of a 16-bit parameter (which starts
+    from the 16-bit value, as in Megatron-LM), clipping by the global norm, steps that are skipped when the norm is not finite, and state in
+    16 bits: both moments in bf16, and of a bf16 weight's master only the low half. Bytes for a parameter, without its gradient:
+
+        weight      master      moments
+        bf16 2      fp32 4      fp32 4 + 4      14
+        bf16 2      low  2      bf16 2 + 2       8      (state_dtype bf16; an fp32 weight is its own master: 4 + 2 + 2 = 8 too)
     """
 
     def __init__(self, named_parameters, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip=0.0, scaler: LossScaler | None = None,
-                 stages: dist.ProcessGroup | None = None):
-        """clip: the largest global gradient norm, 0 for none. stages: as in `global_norm`."""
-        self.parameters = dict(named_parameters)                         # global name: parameter
-        self.clip, self.scaler, self.stages, self.updates, self.skipped = clip, scaler, stages, 0, 0
-        self.masters = {name: p if p.dtype == accumulation_dtype(p.dtype) else p.detach().to(accumulation_dtype(p.dtype))
-                        for name, p in self.parameters.items()}
-        decay = [m for m in self.masters.values() if m.dim() >= 2]
-        other = [m for m in self.masters.values() if m.dim() < 2]
-        groups = [{"params": ps, "weight_decay": wd} for ps, wd in ((decay, weight_decay), (other, 0.0)) if ps]
-        self.adamw = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
-        for m in self.masters.values():                                  # from the start, so that a checkpoint has a place to load to
-            self.adamw.state[m] = {"step": torch.zeros((), device=m.device), "exp_avg": torch.zeros_like(m),
-                                   "exp_avg_sq": torch.zeros_like(m)}
+                 stages: dist.ProcessGroup | None = None, state_dtype: torch.dtype | None = None):
+        """clip: the largest global gradient norm, 0 for none. stages: as in `global_norm`. state_dtype: torch.bfloat16, or None for at least
+        float32. Raises ValueError for bf16 state of fp16 weights, whose masters do not split."""
+        self.parameters = dict(named_parameters)                         # global name: parameter, or this rank's shard of it
+        self.weight_decay, self.betas, self.eps, self.clip = weight_decay, betas, eps, clip
+        self.scaler, self.stages, self.updates, self.skipped = scaler, stages, 0, 0
+        self.masters, self.low = {}, {}                                  # in full; or the low half of it
+        for name, p in self.parameters.items():
+            if state_dtype and p.dtype == torch.float16:
+                raise ValueError("optimizer_state bf16: the upper half of an fp32 master is a bf16 number, not an fp16 one; use precision bf16, or optimizer_state fp32")
+            if state_dtype and p.dtype == torch.bfloat16:
+                self.low[name] = torch.zeros_like(p, dtype=torch.int16)
+            else:
+                self.masters[name] = p.detach().to(accumulation_dtype(p.dtype))                # itself, where that is its type
+        state = {name: torch.zeros_like(p, dtype=state_dtype or accumulation_dtype(p.dtype), requires_grad=False) for name, p in self.parameters.items()}
+        self.exp_avg, self.exp_avg_sq = state, {name: x.clone() for name, x in state.items()}
+        self.wide = state_dtype is None                                  # all of it: no pass through fp32
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
@@ -161,35 +189,64 @@ class AdamW:
             gradients = {name: p.main_grad for name, p in self.parameters.items() if p.main_grad is not None}
             if self.clip and norm > self.clip:
                 torch._foreach_mul_(list(gradients.values()), self.clip / norm)
-            for name, gradient in gradients.items():
-                self.masters[name].grad = gradient
-            for group in self.adamw.param_groups:
-                group["lr"] = lr
-            self.adamw.step()
-            self.adamw.zero_grad(set_to_none=True)
+            self.updates += 1
+            for decay, names in ((self.weight_decay, [n for n in gradients if self.parameters[n].dim() >= 2]),
+                                 (0.0, [n for n in gradients if self.parameters[n].dim() < 2])):
+                if self.wide:
+                    state = self.masters, gradients, self.exp_avg, self.exp_avg_sq
+                    self.update(lr, decay, *([x[name] for name in names] for x in state))
+                else:
+                    for name in names:
+                        self.update_in_pieces(lr, decay, name, gradients[name])
             self.weights_from_masters()
-        self.updates += finite
         self.skipped += not finite
         if self.scaler:
             self.scaler.update(finite)
         return norm
 
+    def update(self, lr: float, decay: float, masters: list[Tensor], gradients: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor]) -> None:
+        if masters:
+            before = torch.full((), self.updates - 1.0, device=masters[0].device)              # the function counts this one itself
+            adamw(masters, gradients, exp_avg, exp_avg_sq, [], [before.clone() for _ in masters], fused=True, amsgrad=False, maximize=False,
+                  beta1=self.betas[0], beta2=self.betas[1], eps=self.eps, lr=lr, weight_decay=decay)
+
+    def update_in_pieces(self, lr: float, decay: float, name: str, gradient: Tensor) -> None:
+        """One parameter, whose state is wide only while it is updated."""
+        flat = [x.view(-1).split(PIECE) for x in (self.parameters[name], gradient, self.exp_avg[name], self.exp_avg_sq[name])]
+        lows = self.low[name].view(-1).split(PIECE) if name in self.low else [None] * len(flat[0])
+        for weight, g, m, v, low in zip(*flat, lows):
+            master = weight if low is None else join(weight, low)
+            wide_m, wide_v = m.to(g.dtype), v.to(g.dtype)
+            self.update(lr, decay, [master], [g], [wide_m], [wide_v])
+            m.copy_(wide_m)
+            v.copy_(wide_v)
+            if low is not None:
+                split(master, weight, low)
+
     @torch.no_grad()
     def weights_from_masters(self) -> None:
-        for name, p in self.parameters.items():
-            if self.masters[name] is not p:
-                p.copy_(self.masters[name])
+        for name, master in self.masters.items():
+            if master.dtype != self.parameters[name].dtype:
+                self.parameters[name].copy_(master)
 
+    @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, under global names: `model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, each
-        with the parameter's sharding record. The weights are the
-        masters, so that a checkpoint does not depend on the compute precision; after loading, `weights_from_masters()`."""
+        with the parameter's sharding record. The weights are the masters, joined where they are split, so that a checkpoint does not
+        depend on the compute precision. After filling them from a checkpoint, `restore` them."""
         found = {}
-        for name, master in self.masters.items():
-            state = self.adamw.state[master]
-            for kind, tensor in (("model", master.detach()), ("exp_avg", state["exp_avg"]), ("exp_avg_sq", state["exp_avg_sq"])):
-                found[f"{kind}.{name}"] = sharding.label(tensor, sharding.of(self.parameters[name]))
+        for name, p in self.parameters.items():
+            master = join(p, self.low[name]) if name in self.low else self.masters[name]
+            for kind, tensor in (("model", master), ("exp_avg", self.exp_avg[name]), ("exp_avg_sq", self.exp_avg_sq[name])):
+                found[f"{kind}.{name}"] = sharding.label(tensor, sharding.of(p))
         return found
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """What `tensors()` gave has other values now."""
+        for name, low in self.low.items():
+            split(tensors[f"model.{name}"], self.parameters[name], low)
+        self.weights_from_masters()
 
     def state_dict(self) -> dict:
         """The numbers that go with `tensors()`: updates taken, steps skipped, the loss scaler."""
@@ -197,8 +254,6 @@ class AdamW:
 
     def load_state_dict(self, state: dict) -> None:
         self.updates, self.skipped = state["updates"], state["skipped"]
-        for m in self.masters.values():
-            self.adamw.state[m]["step"].fill_(self.updates)
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 

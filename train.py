@@ -74,13 +74,15 @@ class Trainer:
             self.chunks = pipeline_parallel.split(self.model_config, groups.pp.rank(), groups.pp.size(), config.virtual_stages, config.layer_split)
         self.scaler = LossScaler() if self.precision == "fp16" else None
         self.gradients = [self.prepare(chunk) for chunk in self.chunks]
-        self.optimizer = AdamW(sharding.named_parameters(*self.chunks), config.weight_decay, clip=config.grad_clip, scaler=self.scaler, stages=groups.pp)
+        self.optimizer = AdamW(sharding.named_parameters(*self.chunks), config.weight_decay, clip=config.grad_clip, scaler=self.scaler,
+                               stages=groups.pp, state_dtype=torch.bfloat16 if config.optimizer_state == "bf16" else None)
         self.model, self.schedule = self.chunks[0], None                 # model: what evaluates and generates
         if groups.pp:
             channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
             self.model = pipeline_parallel.Pipeline(self.chunks, channels, config.tp if config.sequence_parallel else 1)
             m = config.global_batch_size // self.dp // self.micro
             self.schedule = schedules.make(config.pipeline_schedule, groups.pp.size(), m, config.virtual_stages)
+        self.saver = checkpoint.Saver(groups.files)
 
     def prepare(self, chunk: GPT) -> GradientAccumulator:
         """Everything that is done to a chunk, in order. Returns what collects its gradients."""
@@ -177,15 +179,21 @@ class Trainer:
         return total.item() / max(1, dataset.counted_tokens(range(sequences)))
 
     def save(self, folder: Path, step: int, tokens: int, corpus: str) -> None:
-        checkpoint.save(folder, step, self.optimizer.tensors(), keep=self.config.keep, state={
+        """Start to write a checkpoint; `saver.wait()` for its end."""
+        self.saver.save(folder, step, self.optimizer.tensors(), keep=self.config.keep, state={
             "tokens": tokens, "corpus": corpus, "optimizer": self.optimizer.state_dict(),
             "config": dataclasses.asdict(self.config), "model": dataclasses.asdict(self.model_config)})
 
-    def load(self, path: Path) -> dict:
-        """Continue from a checkpoint. Returns its index. Raises CheckpointError, naming the fields in which its model differs."""
+    def load(self, path: Path, weights_only: bool = False) -> dict:
+        """Continue from a checkpoint, or start from its weights. Returns its index. Raises CheckpointError, naming the fields in which its model differs."""
         shape = {k: v for k, v in dataclasses.asdict(self.model_config).items() if k not in ("dropout", "attention")}
-        index = checkpoint.load(path, self.optimizer.tensors(), shape)
-        self.optimizer.weights_from_masters()
+        tensors = self.optimizer.tensors()
+        index = checkpoint.load(path, {n: t for n, t in tensors.items() if n.startswith("model.") or not weights_only}, shape)
+        self.optimizer.restore(tensors)
+        for gradients in self.gradients:
+            gradients.gather_parameters()
+        if weights_only:
+            return index
         try:
             self.optimizer.load_state_dict(index["optimizer"])
             return index | {"tokens": int(index["tokens"])}
@@ -226,19 +234,32 @@ def open_data(config: Config, world: World, tokenizer):
 
 
 def restore(trainer: Trainer, world: World, corpus: str) -> tuple[int, int]:
-    """Continue from the newest checkpoint of `--out` if asked to. Returns (steps, tokens) behind us."""
+    """Continue from the newest whole checkpoint of `--out` if asked to. Returns (steps, tokens) behind us."""
     config = trainer.config
     found = checkpoint.steps(Path(config.out) / "checkpoints") if config.resume else {}
-    if not found:
-        if config.resume:
-            world.say(f"--resume: no checkpoint in {config.out} yet, starting from step 1")
-        return 0, 0
-    index = trainer.load(list(found.values())[-1])
-    changed = [f"--{k.replace('_', '-')} {index['config'].get(k)} -> {v}" for k, v in dataclasses.asdict(config).items()
-               if index["config"].get(k) != v and k not in ("resume", "out")]
-    changed += [f"corpus {index.get('corpus')} -> {corpus}"] if index.get("corpus") != corpus else []
-    world.say(f"resuming after step {index['step']}" + (f", with {', '.join(changed)}" if changed else ""))
-    return index["step"], index["tokens"]
+    damage = []
+    for path in reversed(found.values()):
+        try:
+            index = trainer.load(path)
+        except checkpoint.Damaged as e:
+            damage.append(str(e))
+            continue
+        for said in damage:
+            world.say(f"{said}; going back to the one before")
+        changed = [f"--{k.replace('_', '-')} {index['config'].get(k)} -> {v}" for k, v in dataclasses.asdict(config).items()
+                   if index["config"].get(k) != v and k not in ("resume", "out")]
+        changed += [f"corpus {index.get('corpus')} -> {corpus}"] if index.get("corpus") != corpus else []
+        world.say(f"resuming after step {index['step']}" + (f", with {', '.join(changed)}" if changed else ""))
+        return index["step"], index["tokens"]
+    if found:
+        raise checkpoint.CheckpointError(f"--resume: no checkpoint in {config.out} is whole: {'; '.join(damage)}. Put one back, or train into another folder")
+    if config.resume:
+        world.say(f"--resume: no checkpoint in {config.out} yet, starting from step 1")
+    if config.load:
+        path = checkpoint.find(config.load)
+        trainer.load(path, weights_only=True)
+        world.say(f"starting from the weights of {path}")
+    return 0, 0
 
 
 def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics | None, start: int, tokens: int) -> bool:
@@ -255,9 +276,12 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
             if profiler and step == first:
                 profiler.start()
             step_begin = time.perf_counter()
+            world.beat(f"step {step}")
             part = trainer.forward_backward(step, train_set)
             norm, lr = trainer.update(step)
-            losses, stops, peaks = world.gather_numbers(part, bool(stop), peak_memory(trainer.device))
+            losses, stops, peaks, failed = world.gather_numbers(part, bool(stop), peak_memory(trainer.device), trainer.saver.failed)
+            if any(failed):
+                trainer.saver.wait()                                     # raises, on all ranks
             seconds, count, stopping = time.perf_counter() - step_begin, train_set.counted_tokens(trainer.samples(step)), any(stops)
             tokens += count
             line = {"step": step, "loss": sum(losses), "grad_norm": norm, "lr": lr, "tokens": tokens, "step_seconds": seconds,
@@ -275,6 +299,8 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
             world.say(progress(line, config.steps, (time.perf_counter() - begin) / (step - start) * (config.steps - step), bytes_per_token))
             if last or config.save_every and step % config.save_every == 0:
                 trainer.save(out / "checkpoints", step, tokens, train_set.index["corpus"])
+            if last:
+                trainer.saver.wait()
             if profiler and step >= first and (last or step == first + 2):
                 profiler.stop()
                 profiler.export_chrome_trace(str(out / f"trace-{world.rank}.json"))
@@ -298,7 +324,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
 def run(config: Config, world: World) -> None:
     """One training run on this rank."""
     tokenizer = open_tokenizer(config)
-    world.connect(config.device, config.tp, config.pp)
+    world.connect(config.device, config.tp, config.pp, config.timeout)
     train_set, held_out = open_data(config, world, tokenizer)
     trainer = Trainer(config, world.device, world.groups)
     out, metrics, corpus = Path(config.out), None, train_set.index["corpus"]
@@ -315,6 +341,7 @@ def run(config: Config, world: World) -> None:
     if config.recompute == "selective" and trainer.model_config.attention == "fused":
         world.say("--recompute selective: fused attention keeps no s x s scores, so there is nothing to recompute")
     begin = time.perf_counter()
+    world.beat("the first step")
     stopped = loop(trainer, world, train_set, held_out, metrics, start, tokens)
     if stopped or trainer.dp_rank > 0 and config.zero_stage < 3:         # a model whose parameters are sharded runs on all ranks
         return
@@ -332,6 +359,7 @@ def main(argv: list[str]) -> int:
     """Exit status: 0; 2 for what cannot run, 1 for what fails while running, each with one message; 130 for Ctrl-C before the first step."""
     world = World.from_launcher()
     config = parse(argv, world.rank)
+    config.resume |= world.restarts > 0
     status, message = 0, None
     try:
         config.validate(world.size)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import pipeline_parallel
+from watchdog import Watchdog
 
 
 def keep_freed_memory() -> None:
@@ -36,12 +37,14 @@ class Groups:
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
     nccl: dict | None = None
+    files: dist.ProcessGroup | None = None                               # all ranks, on the CPU: for checkpoints that are written meanwhile
 
     @classmethod
     def make(cls, device_type: str, world: int, tp: int = 1, pp: int = 1) -> "Groups":
         """One mesh (pp, dp, tp). Neighbours are tensor parallel: they talk most. All ranks call this together."""
         mesh = init_device_mesh(device_type, (pp, world // pp // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
         groups = cls(**{name: mesh.get_group(name) for name, n in zip(mesh.mesh_dim_names, mesh.shape) if n > 1})
+        groups.files = dist.new_group(backend="gloo")
         if pp > 1 and dist.get_backend() == "nccl":
             groups.nccl = pipeline_parallel.nccl_groups(mesh.mesh.flatten(1).t().tolist(), dist.get_rank(), torch.device("cuda", torch.cuda.current_device()))
         return groups
@@ -54,17 +57,20 @@ class World:
     size: int
     local_rank: int                                                      # on this machine
     local_size: int
+    restarts: int                                                        # how often torchrun has started these ranks again
     device: torch.device | None = None
     groups: Groups | None = None
+    watchdog: Watchdog | None = None
 
     @classmethod
     def from_launcher(cls) -> "World":
         """What torchrun says; without it, one rank."""
         return cls(*(int(os.environ.get(name, default)) for name, default in
-                     (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))))
+                     (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("TORCHELASTIC_RESTART_COUNT", 0))))
 
-    def connect(self, device: str, tp: int, pp: int) -> None:
-        """Choose the device, and with several ranks make the process groups: one mesh, from which everything else is handed groups."""
+    def connect(self, device: str, tp: int, pp: int, timeout: float) -> None:
+        """Choose the device, and with several ranks make the process groups: one mesh, from which everything else is handed groups.
+        timeout: seconds without progress after which the watchdog ends the run; collectives wait a minute longer."""
         if device != "cpu" and torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
@@ -75,7 +81,11 @@ class World:
                 torch.set_num_threads(self.cores)
         if self.size > 1:
             shared = self.device.type == "cpu" or self.local_size > torch.cuda.device_count()      # NCCL wants a device for each rank
-            dist.init_process_group("gloo" if shared else "nccl", timeout=timedelta(minutes=30), device_id=None if shared else self.device)
+            store, rank, size = next(dist.rendezvous("env://"))
+            store = dist.PrefixStore(f"start {self.restarts}", store)    # torchrun may keep it over restarts, with dead ranks' addresses
+            dist.init_process_group("gloo" if shared else "nccl", store=dist.PrefixStore("ranks", store), rank=rank, world_size=size,
+                                    timeout=timedelta(seconds=timeout + 60), device_id=None if shared else self.device)
+            self.watchdog = Watchdog(store, rank, size, timeout)
             self.groups = Groups.make(self.device.type, self.size, tp, pp)
         else:
             self.groups = Groups()
@@ -87,7 +97,9 @@ class World:
 
     def disconnect(self) -> None:
         """Everything that holds a group has to be gone by now: gloo aborts the process at exit otherwise, now and then."""
-        self.groups = None
+        if self.watchdog:
+            self.watchdog.stop()
+        self.groups = self.watchdog = None
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -107,6 +119,11 @@ class World:
         if self.size > 1:
             dist.all_gather(rows, row)
         return list(zip(*(r.tolist() for r in rows)))
+
+    def beat(self, where: str) -> None:
+        """Progress, for the watchdog."""
+        if self.watchdog:
+            self.watchdog.beat(where)
 
     def say(self, *words) -> None:
         if self.rank == 0:

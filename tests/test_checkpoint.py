@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import pickle
@@ -5,6 +6,7 @@ import random
 import resource
 import signal
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,18 @@ def test_folder_that_cannot_be_written(tmp_path):
         checkpoint.save(tmp_path / "file", 1, tensors(), STATE)
 
 
+def sign(path):
+    """Make the checksums fit what is there: what somebody who wants to deceive would do."""
+    index = json.loads((path / "index.json").read_text())
+    index["files"] = {f.name: {"bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()} for f in path.glob("*.safetensors")}
+    (path / "index.json").write_text(json.dumps(index, indent=1))
+    sign_index(path)
+
+
+def sign_index(path):
+    (path / "index.json.sha256").write_text(f"{hashlib.sha256((path / 'index.json').read_bytes()).hexdigest()}  index.json\n")
+
+
 def damage(path, how):
     file = next(path.glob("*.safetensors"))
     index = path / "index.json"
@@ -153,20 +167,30 @@ def damage(path, how):
         file.unlink()
     elif how == "no index":
         index.unlink()
+    elif how == "no checksum":
+        (path / "index.json.sha256").unlink()
+    elif how == "another file":
+        (path / "more.safetensors").write_bytes(file.read_bytes())
     elif how == "half an index":
         index.write_text(index.read_text()[:-40])
+    elif how == "half an index, signed":
+        index.write_text(index.read_text()[:-40])
+        sign_index(path)
     elif how == "foreign index":
         index.write_text('{"weight_map": {}}')
+        sign_index(path)
     elif how == "list":
         index.write_text("[]")
+        sign_index(path)
     elif how == "header":                                        # same length, but the safetensors header is nonsense
         with open(file, "r+b") as f:
             f.write(struct.pack("<Q", 2**40))
+        sign(path)
 
 
 @pytest.mark.parametrize("how, words", [
-    ("truncated", ["safetensors is", "bytes long", "damaged"]), ("missing", ["is missing", "damaged"]), ("no index", ["is not a checkpoint"]),
-    ("half an index", ["index.json cannot be read"]), ("foreign index", ["not the index of a checkpoint"]),
+    ("truncated", ["safetensors is", "bytes long", "damaged"]), ("missing", ["is missing", "damaged"]), ("no index", ["is not a checkpoint", "no index.json"]), ("no checksum", ["damaged", "no index.json.sha256"]),
+    ("another file", ["more.safetensors is not in the checkpoint's index"]), ("half an index", ["do not fit"]), ("half an index, signed", ["index.json cannot be read"]), ("foreign index", ["not the index of a checkpoint"]),
     ("list", ["not the index of a checkpoint"]), ("header", ["cannot be loaded"])])
 def test_damage_is_named(tmp_path, how, words):
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
@@ -176,8 +200,35 @@ def test_damage_is_named(tmp_path, how, words):
     assert str(tmp_path) in str(e.value) and all(w in str(e.value) for w in words), str(e.value)
 
 
-def test_a_damaged_index_is_an_error_of_ours(tmp_path):
-    """300 seeded corruptions, of bytes and of values: loading says CheckpointError, or the change did not matter."""
+def test_a_flipped_bit_in_each_file_is_found_and_named(tmp_path):
+    """At 40 places of each file of a checkpoint that two ranks wrote, the index and its checksum included."""
+    ranks.run(save_and_load, 2, str(tmp_path))
+    path, g = tmp_path / "step-000001", random.Random(0)
+    checkpoint.verify(path)
+    files = sorted(path.iterdir())
+    assert len(files) == 4
+    for file in files:
+        whole = file.read_bytes()
+        for at in [0, len(whole) - 1, *(g.randrange(len(whole)) for _ in range(40))]:
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << g.randrange(8)]) + whole[at + 1:])
+            with pytest.raises(checkpoint.Damaged, match=file.name):
+                checkpoint.load(path, empty())
+        file.write_bytes(whole)
+    checkpoint.verify(path)
+
+
+def test_100_truncations_and_corruptions_of_the_index(tmp_path):
+    path = checkpoint.save(tmp_path, 1, tensors(), STATE)
+    whole, g = (path / "index.json").read_bytes(), random.Random(0)
+    for i in range(100):
+        at, n = g.randrange(len(whole)), g.randrange(1, 5)
+        (path / "index.json").write_bytes(whole[:at] if i % 2 else whole[:at] + bytes(b ^ g.randrange(1, 256) for b in whole[at:at + n]) + whole[at + n:])
+        with pytest.raises(checkpoint.Damaged, match="index.json"):
+            checkpoint.load(path, empty())
+
+
+def test_a_deceiving_index_is_an_error_of_ours(tmp_path):
+    """300 seeded changes, of bytes and of values, with the checksum made to fit: loading says CheckpointError, or the change did not matter."""
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
     whole, g, refused = (path / "index.json").read_text(), random.Random(0), 0
 
@@ -197,6 +248,7 @@ def test_a_damaged_index_is_an_error_of_ours(tmp_path):
             x[k] = g.choice([None, -1, "x", [], {}, [["x"]], 1e9])
             text = json.dumps(index)
         (path / "index.json").write_text(text)
+        sign_index(path)
         try:
             checkpoint.load(path, empty())
         except CheckpointError:
@@ -227,6 +279,9 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
     file = next(path.glob("*.safetensors"))
     payload = pickle.dumps(Malice())
     file.write_bytes(payload + b"\0" * (file.stat().st_size - len(payload)))
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoint.load(path, empty())
+    sign(path)
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         checkpoint.load(path, empty())
     assert not (tmp_path / "executed").exists()
@@ -234,12 +289,86 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
 
 def test_command(tmp_path, capsys, monkeypatch):
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
-    monkeypatch.setattr("sys.argv", ["checkpoint.py", str(path)])
+    for command, words in (("show", '"sha256"'), ("verify", "whole; 1 files")):
+        for given in (path, tmp_path):                           # a checkpoint; a folder of them
+            monkeypatch.setattr("sys.argv", ["checkpoint.py", command, str(given)])
+            checkpoint.main()
+            assert words in capsys.readouterr().out
+    next(path.glob("*.safetensors")).unlink()
+    for argv, words in ((["verify", str(path)], "is missing"), (["show", str(tmp_path / "none")], "no such folder"), (["repair", str(path)], "usage")):
+        monkeypatch.setattr("sys.argv", ["checkpoint.py", *argv])
+        with pytest.raises(SystemExit) as e:
+            checkpoint.main()
+        assert e.value.code not in (0, None) and words in capsys.readouterr().err + str(e.value.code)
+
+
+def test_lesson(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["checkpoint.py"])
     checkpoint.main()
-    assert "model.a" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["checkpoint.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match="not a checkpoint"):
-        checkpoint.main()
+    out = capsys.readouterr().out
+    assert "is not found" not in out and out.count("a bit flipped:") == 4 and "[12.0, 13.0, 14.0]]" in out
+
+
+def save_in_the_background(rank, folder):
+    saver, part = checkpoint.Saver(dist.new_group(backend="gloo")), tensors()
+    gate, original = threading.Event(), checkpoint.dcp.save
+
+    def waiting(*args, **kwargs):                                # the disk is slow
+        assert gate.wait(20)
+        return original(*args, **kwargs)
+    checkpoint.dcp.save = waiting
+    saver.save(Path(folder), 1, part, STATE)
+    for t in part.values():                                      # training goes on, collectives too
+        t.zero_()
+    total = torch.ones(())
+    for _ in range(10):
+        dist.all_reduce(total)
+    early = not list(checkpoint.steps(Path(folder)))
+    gate.set()
+    saver.wait()
+    loaded = empty()
+    checkpoint.load(Path(folder) / "step-000001", loaded)
+    return early, total.item(), equal(loaded, tensors())
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+    assert ranks.run(save_in_the_background, 2, str(tmp_path)) == [(True, 1024.0, True)] * 2
+
+
+def background_failure(rank, folder):
+    saver = checkpoint.Saver(dist.new_group(backend="gloo"))
+    if rank == 1:                                                # one rank's disk is full
+        def full(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+        checkpoint.describe = full
+    saver.save(Path(folder), 1, tensors(), STATE)
+    try:
+        saver.wait()
+    except CheckpointError as e:
+        return str(e), saver.failed
+
+
+def test_a_failure_in_the_background_is_everybodys(tmp_path):
+    for message, failed in ranks.run(background_failure, 2, str(tmp_path)):
+        assert "cannot save" in message and "No space left" in message and not failed
+    assert not checkpoint.steps(tmp_path)
+
+
+def test_tensors_that_are_read_when_their_file_is_written(tmp_path, monkeypatch):
+    """What huggingface.py does: a file at a time is in memory."""
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 1000)
+    values, order = {f"model.{i}": torch.full((100,), float(i)) for i in range(10)}, []
+
+    def read(name):
+        order.append((name, len(list(tmp_path.glob(".*/*.safetensors")))))
+        return values[name]
+    path = checkpoint.write(tmp_path / "c", 0, {n: t.to("meta") for n, t in values.items()}, STATE, read)
+    assert [(name, files) for name, files in order] == [(f"model.{i}", 1 + i // 2) for i in range(10)]
+    loaded = {n: torch.zeros(100) for n in values}
+    checkpoint.load(path, loaded)
+    assert equal(loaded, values)
+    with pytest.raises(CheckpointError, match="exists already"):
+        checkpoint.write(path, 0, values, STATE)
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------------
@@ -261,6 +390,7 @@ def under(rank, world, folder, steps, **flags):
             t.forward_backward(step, Synthetic(16, 61))
             t.update(step)
         t.save(Path(folder), start + steps, 0, "corpus")
+        t.saver.wait()
     return {n: sharding.gather(x, sharding.of(x)).clone() for n, x in t.optimizer.tensors().items()}
 
 
@@ -294,8 +424,7 @@ def test_a_missing_slice_is_found(tmp_path):
         kept, metadata = {n: f.get_tensor(n) for n in f.keys() if n != name}, f.metadata()
     save_file(kept, file, metadata)
     index = json.loads((path / "index.json").read_text())
-    index["files"][file.name] = file.stat().st_size
-    (path / "index.json").write_text(json.dumps(index))
+    sign(path)
     with pytest.raises(CheckpointError, match=f"lack {name}, or a part of it"):
         checkpoint.load(path, {name: torch.zeros(index["tensors"][name][1])})
 

@@ -64,13 +64,13 @@ def test_command(tmp_path):
     run = lambda *more: subprocess.run([*command, *more], cwd=ROOT, capture_output=True, timeout=60)  # noqa: E731
     a = run("--prompt", "def ")
     assert a.returncode == 0 and a.stdout.startswith(b"def ")
-    model, index = generate.load_model(generate.find_checkpoint(str(tmp_path)))
+    model, index = generate.load_model(checkpoint.find(str(tmp_path)))
     ids = generate.generate(model, list(b"def "), 20, temperature=0.8, eot=256)
     assert a.stdout.decode() == "def " + ByteTokenizer().decode(list(ids)) + "\n"        # the same seed gives the same text
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"), (["--checkpoint", "."], "is not a checkpoint"),
+    (["--checkpoint", "nowhere"], "nowhere: no such folder"), (["--checkpoint", "."], "is not a checkpoint"),
     (["--checkpoint", ".", "--top-p", "0"], "--top-p above 0"), (["--checkpoint", ".", "--temperature", "-1"], "at least 0"),
     ([], "--checkpoint")])
 def test_bad_input(argv, words, tmp_path, monkeypatch, capsys):

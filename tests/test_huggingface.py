@@ -1,0 +1,532 @@
+import dataclasses
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import checkpoint
+import generate
+import huggingface
+import pipeline_parallel
+import ranks
+import sharding
+import tensor_parallel
+from checkpoint import CheckpointError
+from gpt import GPTConfig
+from huggingface import GPT2, LLAMA, HuggingFaceError, Place, export_folder, import_folder, to_gpt_config, to_hf_config
+from test_gpt import build
+from world import Groups
+
+transformers = pytest.importorskip("transformers")
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+
+SHAPES = {"gpt2": dict(num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=72, seq_length=16, vocab_size=61),
+          "llama": dict(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=56, seq_length=16, vocab_size=61, llama=True,
+                        norm_eps=1e-6, rotary_base=500.0)}
+FAMILIES = list(SHAPES)
+TOKENS = torch.randint(61, (3, 16), generator=torch.Generator().manual_seed(0))
+STATE = {"config": {"tokenizer": "bytes"}, "tokens": 0, "corpus": None, "optimizer": None}
+
+
+def shaken(model):
+    """Norms and biases away from 1 and 0, so that a swap shows."""
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=g) * 0.1)
+    return model.eval()
+
+
+def theirs(family):
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = transformers.GPT2Config(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4, n_inner=72, bos_token_id=60, eos_token_id=60)
+        return shaken(transformers.GPT2LMHeadModel(config))
+    return shaken(transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+        rope_theta=500.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0})))        # as transformers 4 and 5 take it
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders that save_pretrained wrote, and the logits of their models."""
+    found = {}
+    for family in FAMILIES:
+        folder, model = tmp_path_factory.mktemp("saved") / family, theirs(family)
+        model.save_pretrained(folder, **({"max_shard_size": "20KB"} if family == "llama" else {}))
+        with torch.no_grad():
+            found[family] = folder, model(TOKENS).logits
+    assert len(list(found["llama"][0].glob("*.safetensors"))) > 2
+    return found
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    def one(family):
+        return Path(shutil.copytree(saved[family][0], tmp_path / "hf"))
+    return one
+
+
+def our_checkpoint(path, dtype=torch.float32, **shape):
+    """A checkpoint of this project, and its model."""
+    model = shaken(build(dtype, **shape))
+    checkpoint.write(path, 7, {f"model.{n}": p.detach() for n, p in model.named_parameters()}, STATE | {"model": dataclasses.asdict(model.config)})
+    return path, model
+
+
+def tensors_in(folder):
+    return {n: t for file in sorted(Path(folder).glob("*.safetensors")) for n, t in load_file(file).items()}
+
+
+def weights(path):
+    """All tensors of a checkpoint."""
+    found = {n: torch.zeros(shape, dtype=getattr(torch, dtype)) for n, (dtype, shape) in checkpoint.read_index(path)["tensors"].items()}
+    checkpoint.read(path, found)
+    return found
+
+
+def identical(a, b):
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+def close(a, b):
+    return (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+@torch.no_grad()
+def our_logits(path):
+    return generate.load_model(path)[0](TOKENS)
+
+
+@torch.no_grad()
+def their_logits(folder):
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.eval()(TOKENS).logits
+
+
+# --- the same logits on both sides ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_imports_what_transformers_wrote(saved, tmp_path, family):
+    folder, expected = saved[family]
+    config = import_folder(folder, tmp_path / "ckpt")
+    assert config == GPTConfig(**SHAPES[family], dropout=0.1 if family == "gpt2" else 0.0)
+    assert close(our_logits(tmp_path / "ckpt"), expected)
+    index = checkpoint.read_index(tmp_path / "ckpt")
+    assert index["step"] == 0 and index["config"]["tokenizer"] == "bytes" and all(n.startswith("model.") and d == "float32" for n, (d, _) in index["tensors"].items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("limit", [5 * 10**9, 20_000], ids=["one file", "many files"])
+def test_transformers_loads_what_we_export(tmp_path, family, limit):
+    path, model = our_checkpoint(tmp_path / "ckpt", **SHAPES[family])
+    export_folder(path, tmp_path / "hf", max_shard_bytes=limit)
+    with torch.no_grad():
+        assert close(their_logits(tmp_path / "hf"), model(TOKENS))
+    files = sorted(f.name for f in (tmp_path / "hf").iterdir())
+    if limit > 10**9:
+        assert files == ["config.json", "model.safetensors"]
+    else:
+        shards = sorted((tmp_path / "hf").glob("model-*.safetensors"))
+        assert [f.name for f in shards] == [f"model-{k:05d}-of-{len(shards):05d}.safetensors" for k in range(1, len(shards) + 1)] and len(shards) > 2
+        assert all(f.stat().st_size < 20_000 + 2_000 for f in shards)
+        index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_in(tmp_path / "hf").values())
+        assert all(n in load_file(tmp_path / "hf" / file) for n, file in index["weight_map"].items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back(saved, tmp_path, family):
+    """Bit for bit, both ways, and in 16 bits what was stored in 16 bits."""
+    path, _ = our_checkpoint(tmp_path / "a", **SHAPES[family])
+    export_folder(path, tmp_path / "b")
+    config = import_folder(tmp_path / "b", tmp_path / "c")
+    assert config == GPTConfig(**SHAPES[family]) and identical(weights(tmp_path / "a"), weights(tmp_path / "c"))
+    folder = saved[family][0]
+    import_folder(folder, tmp_path / "d")
+    export_folder(tmp_path / "d", tmp_path / "e")
+    assert identical(tensors_in(folder), tensors_in(tmp_path / "e"))
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        export_folder(tmp_path / "d", tmp_path / name, dtype=name)
+        assert identical(tensors_in(tmp_path / name), {n: t.to(dtype) for n, t in tensors_in(folder).items()})
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        import_folder(tmp_path / name, tmp_path / f"from {name}")
+        assert identical(weights(tmp_path / f"from {name}"), {n: t.to(dtype).float() for n, t in weights(tmp_path / "d").items()})
+        assert {t.dtype for t in tensors_in(tmp_path / f"from {name}").values()} == {torch.float32}
+
+
+SWAPS = {"query and key": ("gpt2", "attention.query", "attention.key"), "gate and up": ("llama", "mlp.gate", "mlp.up"),
+         "the norms": ("gpt2", "attention_norm", "mlp_norm"), "the norms of Llama": ("llama", "attention_norm", "mlp_norm")}
+
+
+@pytest.mark.parametrize("mistake", [*SWAPS, "not transposed"])
+def test_a_wrong_table_shows(saved, tmp_path, monkeypatch, mistake):
+    """In logits: a round trip, which reads the same wrong table twice, sees nothing."""
+    family, one, other = SWAPS.get(mistake, ("gpt2", "attention.output", None))
+    table = {"gpt2": GPT2, "llama": LLAMA}[family].modules
+    one, other = (f"blocks.*.{name}" for name in (one, other))
+    if mistake == "not transposed":
+        monkeypatch.setitem(table, one, table[one]._replace(transposed=False))
+    else:
+        a, b = table[one], table[other]
+        monkeypatch.setitem(table, one, b)
+        monkeypatch.setitem(table, other, a)
+    import_folder(saved[family][0], tmp_path / "ckpt")
+    difference = (our_logits(tmp_path / "ckpt") - saved[family][1]).abs().max()
+    assert difference > 1e-3 * saved[family][1].abs().max()
+    export_folder(tmp_path / "ckpt", tmp_path / "back")
+    assert identical(tensors_in(saved[family][0]), tensors_in(tmp_path / "back"))
+
+
+def test_place_by_hand():
+    both = torch.arange(12.0).view(2, 6)                         # [in 2, out 3 x 2]
+    assert Place("", True, 1).view(both).tolist() == [[2, 8], [3, 9]] and Place("", True, 1).shape(torch.Size([2, 2])) == [2, 6]
+    assert Place("", True, 2).view(both[0]).tolist() == [4, 5] and Place("", True, 2).shape(torch.Size([2])) == [6]
+    assert Place("", True).shape(torch.Size([5, 3])) == [3, 5] and Place("").shape(torch.Size([5, 3])) == [5, 3]
+
+
+# --- any layout ------------------------------------------------------------------------------------------------------------
+
+def load_and_save(rank, folder, tp, pp):
+    """Build this rank's part of each family's model, load it from the import, save it as a run saves it; returns its logits."""
+    groups, logits = Groups.make("cpu", 2, tp, pp), {}
+    for family in FAMILIES:
+        config = GPTConfig(**checkpoint.read_index(folder / family)["model"])
+        chunks = pipeline_parallel.split(config, groups.pp.rank(), pp) if groups.pp else [huggingface.empty_model(config)]
+        for chunk in chunks:
+            if groups.tp:
+                tensor_parallel.parallelize(chunk, groups.tp)
+            sharding.materialise(chunk, "cpu", torch.float32)
+        parts = {f"model.{n}": sharding.label(p.detach(), sharding.of(p)) for n, p in sharding.named_parameters(*chunks)}
+        checkpoint.read(folder / family, parts)
+        checkpoint.save(folder / f"{family} run" / "checkpoints", 0, parts, STATE | {"model": dataclasses.asdict(config)})
+        model = pipeline_parallel.Pipeline(chunks, pipeline_parallel.Channels(groups.pp)) if groups.pp else chunks[0]
+        with torch.no_grad():
+            logits[family] = model(TOKENS)
+    return logits
+
+
+@pytest.mark.parametrize("layout", [dict(tp=2, pp=1), dict(tp=1, pp=2)], ids=["tp 2", "pp 2"])
+def test_under_a_layout(saved, tmp_path, layout):
+    """An import loads under it with the same logits; what a run saved under it exports to the same folder, byte for byte."""
+    for family in FAMILIES:
+        import_folder(saved[family][0], tmp_path / family)
+    logits = ranks.run(load_and_save, 2, tmp_path, *layout.values())
+    for family in FAMILIES:
+        assert all(close(on_rank[family], saved[family][1]) for on_rank in logits)
+        for source in (family, f"{family} run"):
+            export_folder(tmp_path / source, tmp_path / f"from {source}", max_shard_bytes=20_000)
+        one, other = ({f.name: f.read_bytes() for f in (tmp_path / f"from {source}").iterdir()} for source in (family, f"{family} run"))
+        assert one == other and identical(tensors_in(saved[family][0]), tensors_in(tmp_path / f"from {family} run"))
+
+
+# --- streaming -------------------------------------------------------------------------------------------------------------
+
+class Alive(TorchDispatchMode):
+    """`peak`: the most bytes, of storages of tensors that operations returned, alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.peak = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.seen += [weakref.ref(x) for x in tree_leaves(result) if isinstance(x, torch.Tensor) and not x.is_meta]
+        alive = [x for x in (r() for r in self.seen) if x is not None]
+        self.seen = [weakref.ref(x) for x in alive]
+        self.peak = max(self.peak, sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in alive}.values()))
+        return result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_more_than_a_file_is_in_memory(tmp_path, monkeypatch, family):
+    """Both ways: the tensors of one file, and one tensor on its way there. With files of any size the same meter sees the whole model."""
+    path, model = our_checkpoint(tmp_path / "ckpt", **SHAPES[family] | dict(num_layers=12, hidden_size=64, num_heads=8, ffn_hidden_size=256))
+    whole = sum(p.nbytes for p in model.parameters())
+    largest = max(torch.Size(shape).numel() * 4 for shape, _ in huggingface.layout(model.config).values())
+    for limit, bound in ((200_000, 210_000 + largest), (10**9, None)):
+        monkeypatch.setattr(checkpoint, "FILE_BYTES", limit)
+        with Alive() as out:
+            export_folder(path, tmp_path / f"there {limit}", max_shard_bytes=limit)
+        with Alive() as back:
+            import_folder(tmp_path / f"there {limit}", tmp_path / f"back {limit}")
+        if bound:
+            assert max(out.peak, back.peak) <= bound < whole / 8, (out.peak, back.peak, whole)
+        else:
+            assert min(out.peak, back.peak) >= whole, (out.peak, back.peak, whole)
+
+
+# --- config.json -----------------------------------------------------------------------------------------------------------
+
+LLAMA_4 = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
+           "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61, "torch_dtype": "bfloat16", "transformers_version": "4.31.0"}
+OURS_4 = dict(num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=56, seq_length=16, vocab_size=61, llama=True, norm_eps=1e-6)
+GPT2_4 = {"architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "n_ctx": 16, "vocab_size": 61, "n_inner": None}
+
+
+@pytest.mark.parametrize("there, here", [
+    (LLAMA_4, OURS_4),
+    (LLAMA_4 | {"rope_theta": 500000, "rope_scaling": None, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}, OURS_4 | dict(rotary_base=5e5, num_kv_heads=2, norm_eps=1e-5)),
+    (LLAMA_4 | {"rope_parameters": {"rope_theta": 700.0, "rope_type": "default"}, "head_dim": 8}, OURS_4 | dict(rotary_base=700.0)),
+    (LLAMA_4 | {"rope_scaling": {"type": "default"}, "rope_theta": 300.0, "attention_dropout": 0.25}, OURS_4 | dict(rotary_base=300.0, dropout=0.25)),
+    (GPT2_4, dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61, dropout=0.1)),
+    (GPT2_4 | {"n_inner": 70, "resid_pdrop": 0.1, "attn_pdrop": 0.2, "embd_pdrop": 0, "layer_norm_epsilon": 1e-6, "activation_function": "gelu_pytorch_tanh",
+               "reorder_and_upcast_attn": True}, dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61, ffn_hidden_size=70, dropout=0.2, norm_eps=1e-6))])
+def test_configurations_of_older_versions(there, here):
+    assert to_gpt_config(there) == GPTConfig(**here)
+    assert to_gpt_config(json.loads(json.dumps(to_hf_config(GPTConfig(**here))))) == GPTConfig(**here)
+
+
+def test_grouped_queries_have_no_place_in_gpt2(tmp_path):
+    path, _ = our_checkpoint(tmp_path / "ckpt", **SHAPES["gpt2"] | dict(num_kv_heads=2))
+    with pytest.raises(HuggingFaceError, match="num_kv_heads 2 of num_heads 4"):
+        export_folder(path, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_is_not_a_parameter_is_accepted(copy, saved, tmp_path):
+    """Masks, a second copy of the tied embedding, and names without prefix, as the first GPT-2 was published."""
+    folder = copy("gpt2")
+    tensors = {n.removeprefix("transformer."): t for n, t in tensors_in(folder).items()}
+    for i in range(2):
+        tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16).tril().bool(), f"h.{i}.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(tensors | {"lm_head.weight": tensors["wte.weight"].clone()}, folder / "model.safetensors", {"format": "pt"})
+    import_folder(folder, tmp_path / "ckpt")
+    assert close(our_logits(tmp_path / "ckpt"), saved["gpt2"][1])
+    save_file(tensors | {"lm_head.weight": tensors["wte.weight"] + 1}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(HuggingFaceError, match="lm_head.weight differs"):
+        import_folder(folder, tmp_path / "other")
+
+
+def test_rotary_frequencies_are_accepted(copy, saved, tmp_path):
+    folder = copy("llama")
+    tensors = tensors_in(folder) | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    import_folder(folder, tmp_path / "ckpt")
+    assert close(our_logits(tmp_path / "ckpt"), saved["llama"][1])
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------------
+
+def change(folder, changes):
+    """Fields of config.json; `...` removes one."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def refused(folder, target, words):
+    with pytest.raises(HuggingFaceError) as e:
+        import_folder(folder, target)
+    message = str(e.value)
+    assert str(folder) in message and "\n" not in message and all(w in message for w in words), message
+    assert not [f.name for f in target.parent.iterdir() if "ckpt" in f.name]
+
+
+@pytest.mark.parametrize("family, changes, words", [
+    ("gpt2", {"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "GPT2LMHeadModel and LlamaForCausalLM"]), ("gpt2", {"architectures": ...}, ["architectures is null"]),
+    ("gpt2", {"n_layer": ...}, ["n_layer is missing"]), ("gpt2", {"n_embd": "32"}, ['n_embd is "32"', "an integer"]), ("gpt2", {"n_head": 4.0}, ["n_head is 4.0", "an integer"]),
+    ("gpt2", {"n_head": True}, ["n_head is true"]), ("gpt2", {"layer_norm_epsilon": float("nan")}, ["layer_norm_epsilon is NaN", "a number"]),
+    ("gpt2", {"n_head": 5}, ["num_heads 5", "divide"]), ("gpt2", {"n_layer": 0}, ["num_layers 0"]), ("gpt2", {"n_layer": -1}, ["n_layer is -1"]),
+    ("gpt2", {"activation_function": "relu"}, ['activation_function is "relu"', "gelu_new"]), ("gpt2", {"activation_function": ["gelu"]}, ["activation_function"]),
+    ("gpt2", {"tie_word_embeddings": False}, ["tie_word_embeddings is false"]), ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
+    ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights"]), ("gpt2", {"add_cross_attention": True}, ["add_cross_attention"]),
+    ("llama", {"hidden_act": "gelu"}, ['hidden_act is "gelu"', "silu"]), ("llama", {"tie_word_embeddings": True}, ["tie_word_embeddings is true"]),
+    ("llama", {"attention_bias": True}, ["attention_bias"]), ("llama", {"mlp_bias": True}, ["mlp_bias"]), ("llama", {"head_dim": 16}, ["head_dim is 16", "= 8"]),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters", "llama3", "without scaling"]),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "linear"]), ("llama", {"rope_scaling": "x"}, ["rope_scaling"]),
+    ("llama", {"rope_parameters": {"rope_theta": "x"}}, ["rope_theta"]), ("llama", {"attention_dropout": 1.0}, ["dropout 1.0"]),
+    ("llama", {"num_hidden_layers": 3}, ["model.layers.2.input_layernorm.weight is missing", "; and 6 more"]),
+    ("llama", {"num_hidden_layers": 1}, ["model.layers.1.", "is not in gpt.py", "; and 6 more"]),
+    ("llama", {"vocab_size": 62}, ["model.embed_tokens.weight is F32 [61, 32] there", "[62, 32] in gpt.py"])])
+def test_a_model_that_gpt_py_does_not_have(copy, tmp_path, family, changes, words):
+    folder = copy(family)
+    change(folder, changes)
+    refused(folder, tmp_path / "ckpt", words)
+
+
+def damage(folder, how):
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if how == "no config":
+        (folder / "config.json").unlink()
+    elif how == "not JSON":
+        (folder / "config.json").write_text("{")
+    elif how == "deep JSON":
+        (folder / "config.json").write_text("[" * 100_000)
+    elif how == "not an object":
+        (folder / "config.json").write_text("[]")
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "pickle":
+        weights.unlink()
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malice()))
+    elif how == "pickle under another name":
+        weights.write_bytes(pickle.dumps(Malice()))
+    elif how == "truncated":
+        os.truncate(weights, weights.stat().st_size - 1)
+    elif how == "header":
+        weights.write_bytes(b"\xff" * 100)
+    elif how == "64 bits":
+        save_file({n: t.double() for n, t in tensors_in(folder).items()}, weights)
+    elif how == "missing shard":
+        sorted(folder.glob("*.safetensors"))[1].unlink()
+    elif how == "no map":
+        index.write_text("{}")
+    elif how == "map to elsewhere":
+        index.write_text('{"weight_map": {"lm_head.weight": "../../secret.safetensors"}}')
+
+
+class Malice:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+@pytest.mark.parametrize("family, how, words", [
+    ("gpt2", "no config", ["is not a folder with a config.json"]), ("gpt2", "not JSON", ["config.json cannot be read as JSON"]), ("gpt2", "deep JSON", ["cannot be read as JSON"]),
+    ("gpt2", "not an object", ["config.json cannot be read as JSON", "not an object"]), ("gpt2", "no weights", ["neither model.safetensors nor"]),
+    ("gpt2", "pickle", ["pickle", "never opened", "save_pretrained"]), ("gpt2", "pickle under another name", ["model.safetensors is damaged, or not safetensors"]),
+    ("gpt2", "truncated", ["model.safetensors is damaged"]), ("gpt2", "header", ["model.safetensors is damaged"]),
+    ("gpt2", "64 bits", ["is F64 [61, 32] there", "F32 or BF16 or F16"]),
+    ("llama", "missing shard", ["model-00002-of-", "is missing"]), ("llama", "no map", ["no weight_map"]), ("llama", "map to elsewhere", ["files beside it"])])
+def test_damage_is_named(copy, tmp_path, monkeypatch, family, how, words):
+    monkeypatch.chdir(tmp_path)
+    folder = copy(family)
+    damage(folder, how)
+    refused(folder, tmp_path / "ckpt", words)
+    assert not (tmp_path / "executed").exists()                  # by a pickle
+
+
+def test_nothing_is_unpickled(copy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = copy("gpt2")
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", ".metadata"):
+        (folder / name).write_bytes(pickle.dumps(Malice()))
+    import_folder(folder, tmp_path / "ckpt")
+    assert not (tmp_path / "executed").exists() and not list((tmp_path / "ckpt").glob("*.bin"))
+
+
+def test_folders_that_are_taken_or_not_there(saved, tmp_path):
+    folder, (path, _) = saved["gpt2"][0], our_checkpoint(tmp_path / "ckpt", **SHAPES["gpt2"])
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    for target, words in (("full", "exists, and is not an empty folder"), ("file", "exists, and is not"), ("file/below", "cannot be written")):
+        for function, source in ((import_folder, folder), (export_folder, path)):
+            with pytest.raises(HuggingFaceError, match=f"{target} {words}"):
+                function(source, tmp_path / target)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["ckpt", "file", "full"] and (tmp_path / "full" / "mine").read_text() == "kept"
+    for function in (import_folder, export_folder):
+        with pytest.raises(HuggingFaceError, match="nowhere is not a folder"):
+            function(tmp_path / "nowhere", tmp_path / "new")
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        export_folder(folder, tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    export_folder(path, tmp_path / "empty")
+    assert (tmp_path / "empty" / "model.safetensors").exists()
+
+
+def without_room(rank, hf_dir, path, new):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    messages = []
+    for function, source, target in ((import_folder, hf_dir, new / "imported"), (export_folder, path, new / "exported")):
+        try:
+            function(source, target)
+        except HuggingFaceError as e:
+            messages.append(str(e))
+    return messages
+
+
+def test_no_room(saved, tmp_path):
+    """A file-size limit stands in for a full disk. Nothing half done is left."""
+    path, _ = our_checkpoint(tmp_path / "ckpt", **SHAPES["gpt2"])
+    (tmp_path / "new").mkdir()
+    for message, target in zip(ranks.run(without_room, 1, saved["gpt2"][0], path, tmp_path / "new")[0], ("imported", "exported"), strict=True):
+        assert f"{tmp_path}/new/{target} cannot be written" in message and "File too large" in message
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize("how", ["truncated", "a bit"])
+def test_a_damaged_checkpoint_leaves_nothing(tmp_path, how):
+    path, _ = our_checkpoint(tmp_path / "ckpt", **SHAPES["gpt2"])
+    file = next(path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content[:-1] if how == "truncated" else content)
+    with pytest.raises((CheckpointError, HuggingFaceError), match=f"{path}/.*safetensors"):
+        export_folder(path, tmp_path / "hf")
+    assert [f.name for f in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_beyond_fp16(tmp_path):
+    config = GPTConfig(**SHAPES["gpt2"])
+    large = {f"model.{n}": torch.full(p.shape, 1e5) for n, p in huggingface.empty_model(config).named_parameters()}
+    checkpoint.write(tmp_path / "ckpt", 1, large, STATE | {"model": dataclasses.asdict(config)})
+    with pytest.raises(HuggingFaceError, match="transformer.wte.weight has values beyond 65504.*bf16"):
+        export_folder(tmp_path / "ckpt", tmp_path / "hf", dtype="fp16")
+    assert [f.name for f in tmp_path.iterdir()] == ["ckpt"]
+
+
+# --- the command -------------------------------------------------------------------------------------------------------------
+
+def make_tokenizer(path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 5}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+
+
+def test_command(copy, tmp_path, capsys, monkeypatch):
+    """With its tokenizer, there, here, as a run's checkpoint, and there again."""
+    folder = copy("gpt2")
+    make_tokenizer(folder / "tokenizer.json")
+    ckpt, step = tmp_path / "ckpt", tmp_path / "run" / "checkpoints" / "step-000000"
+    assert huggingface.main(["import", str(folder), str(ckpt)]) == 0
+    assert "GPT2LMHeadModel" in capsys.readouterr().out
+    assert checkpoint.read_index(ckpt)["config"]["tokenizer"] == str(ckpt / "tokenizer.json")
+    monkeypatch.setattr("sys.argv", ["generate.py", "--checkpoint", str(ckpt), "--prompt", "a b", "--max-tokens", "3", "--device", "cpu"])
+    generate.main()
+    assert capsys.readouterr().out.startswith("a b")
+    step.parent.mkdir(parents=True)
+    shutil.copytree(ckpt, step)
+    (step / "tokenizer.json").rename(tmp_path / "run" / "tokenizer.json")
+    assert huggingface.main(["export", str(tmp_path / "run"), str(tmp_path / "back"), "--max-shard-size", "20KB", "--dtype", "bf16"]) == 0
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 5
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2 and all(t.dtype == torch.bfloat16 for t in tensors_in(tmp_path / "back").values())
+    capsys.readouterr()
+    assert huggingface.main(["import", str(tmp_path / "nowhere"), str(tmp_path / "x")]) == 2
+    assert huggingface.main(["export", str(folder), str(tmp_path / "x")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and all(e.startswith(f"huggingface.py: {tmp_path}") for e in errors)
+
+
+@pytest.mark.parametrize("text, size", [("5GB", 5 * 10**9), ("20kb", 20_000), ("3m", 3_000_000), ("123", 123), ("0", None), ("x", None), ("-1GB", None), ("1.5GB", None)])
+def test_sizes(text, size):
+    if size is None:
+        with pytest.raises(huggingface.argparse.ArgumentTypeError, match="is not a size"):
+            huggingface.size(text)
+    else:
+        assert huggingface.size(text) == size
+
+
+def test_shards_by_hand():
+    assert huggingface.shards({"a": 4, "b": 6, "c": 1, "d": 30, "e": 2}, 10) == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+def test_lesson(capsys):
+    huggingface.lesson()
+    out = capsys.readouterr().out
+    assert "36 of 36 tensors are equal to the last bit" in out and "transposed, part 2" in out
+    assert float(out.split("largest difference ")[1]) < 1e-5
