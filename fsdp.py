@@ -27,6 +27,7 @@ Left out, and found in torch.distributed.fsdp: keeping the last unit between for
 replicating across, offloading to the CPU. A tied matrix is gathered for the lookup, and for the head, where it stays until the head's
 backward is over: the lookup's backward does not read it.
 """
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -109,8 +110,7 @@ class DataParallel(GradientAccumulator):
                 row = unit.sum = torch.zeros(unit.T, dtype=self.sum_dtype, device=self.device)
             for p in unit.trainable:
                 sharding.own(p).main_grad = unit.part(row, p)
-        for p in self.parameters:
-            p.register_post_accumulate_grad_hook(self.accumulate)        # a tied weight is called once, with its sum
+        self.listen()
 
     def zero(self) -> None:
         for unit in self.units:
@@ -195,8 +195,8 @@ class DataParallel(GradientAccumulator):
         """Wait until every `main_grad` is the sum over the group."""
         if self.stage < 2:
             self.launch(everything=True)
-        for unit in reversed(self.units):
-            if unit.arrived:                                             # stages 2 and 3, of a backward that did not reach all of it
+        for unit in reversed(self.units) if self.stage > 1 else []:
+            if unit.arrived:                                             # by a backward that did not reach all of it
                 self.reduce(unit)
         self.finish_reductions()
         self.last = False
@@ -232,6 +232,7 @@ class FullySharded(DataParallel):
     def __init__(self, layers: list[nn.Module], units: list[Unit], group: dist.ProcessGroup, scaler: LossScaler | None, reduce_dtype: torch.dtype | None):
         super().__init__(units, group, 3, scaler, reduce_dtype)
         self.needs = [list(dict.fromkeys(self.unit_of[p] for p in layer.parameters())) for layer in layers]
+        self.chained = False
         self.users = {unit: [i for i, needed in enumerate(self.needs) if unit in needed] for unit in units}
         for i, layer in enumerate(layers):
             layer.forward = partial(self.forward, i, layer.forward)
@@ -333,3 +334,102 @@ def shard(model: nn.Module, group: dist.ProcessGroup, stage: int = 0, scaler: Lo
             if stage:
                 cut_unit(units[-1], group, stage)
     return FullySharded(list(layers.values()), units, group, scaler, reduce_dtype) if stage == 3 else DataParallel(units, group, stage, scaler, reduce_dtype)
+
+
+def bytes_per_parameter(stage: int, n: int, weight: int = 2, gradient: int = 4, state: int = 12) -> tuple[float, float, float]:
+    """(parameters, gradients, optimizer state) of a rank, in bytes for each parameter of the model (section 5.1-5.3, with Ψ = 1, N_d = n). The
+    defaults are mixed precision as here; the paper's gradients are 2 bytes."""
+    return weight / (n if stage > 2 else 1), gradient / (n if stage > 1 else 1), state / (n if stage > 0 else 1)
+
+
+def elements_sent(stage: int, m: int) -> int:
+    """By a rank in a step of m micro-batches, in units of Ψ (N - 1) / N, with ring collectives (section 7; an all-reduce is 2)."""
+    return (2, 2, m + 1, 3 * m)[stage]
+
+
+def held_bytes(model: nn.Module, gradients: DataParallel) -> tuple[int, int]:
+    """(parameters, gradients) of this rank now, in bytes: each storage once."""
+    def storages(tensors):
+        found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None and t.untyped_storage().nbytes()}
+        return sum(found.values())
+    parameters = list(model.parameters())
+    return (storages([*parameters, *map(sharding.own, parameters)]),
+            storages(x for unit in gradients.units for x in (unit.gradients, unit.sum)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+class _Flight:
+    """A collective that notes how long it was on its way, and how much of that its rank waited for it."""
+    flown = waited = 0.0
+
+    def __init__(self, work):
+        self.work, self.start = work, time.perf_counter()
+        work.get_future().add_done_callback(self.landed)
+
+    def landed(self, _) -> None:
+        _Flight.flown += time.perf_counter() - self.start
+
+    def wait(self) -> None:
+        start = time.perf_counter()
+        self.work.wait()
+        _Flight.waited += time.perf_counter() - start
+
+
+def _lesson(rank: int, world: int, stage: int, m: int):
+    """Two steps by hand: what train.py does, without the rest."""
+    global all_gather
+    import gpt
+    import ranks
+    from optimizer import AdamW
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(num_layers=4, hidden_size=256, num_heads=8, ffn_hidden_size=688, seq_length=128, vocab_size=2048, llama=True))
+
+    def init(names=None):
+        sharding.init(model, 0, "cpu", torch.float32, names)
+    if world == 1:
+        init()
+    gradients = GradientAccumulator(model) if world == 1 else shard(model, dist.group.WORLD, stage, init=init)
+    optimizer = AdamW(sharding.named_parameters(model))
+    tokens = torch.randint(2048, (8, 129), generator=torch.Generator().manual_seed(0)).chunk(world)[rank].chunk(m)
+    original = all_gather
+    all_gather = lambda out, x, **options: _Flight(original(out, x, **options))                # noqa: E731
+    for step in (1, 2):
+        whole, _Flight.flown, _Flight.waited = {}, 0.0, 0.0
+        with ranks.Collectives() as sent:
+            gradients.zero()
+            for k in range(m):
+                if k == m - 1:
+                    gradients.last_backward()
+                model(tokens[k][:, :-1], tokens[k][:, 1:]).sum().backward(torch.tensor(1 / (8 * 128)))
+            gradients.reduce_gradients()
+            if step == 1:
+                held = held_bytes(model, gradients) if world > 1 else None
+                whole = {n: sharding.gather(p.main_grad.clone(), sharding.of(p)) for n, p in sharding.named_parameters(model)}
+                first = whole
+            optimizer.step(0.0)
+            gradients.gather_parameters()
+    all_gather = original
+    state = sum(x.nbytes for kind in (optimizer.exp_avg, optimizer.exp_avg_sq) for x in kind.values())
+    calls = [(kind, size) for kind, size in sent.calls if size > 64]                           # the norm is a number
+    return first, held, state, calls, (_Flight.flown, _Flight.waited)
+
+
+def main():
+    import ranks
+    n, m = 2, 2
+    one, *_ = ranks.run(_lesson, 1, 1, 0, 1)[0]
+    psi = sum(g.numel() for g in one.values())
+    print(f"a Llama (h 256, L 4, V 2048) of Ψ = {psi:,} parameters in fp32 on {n} ranks, {m} micro-batches: bytes of a rank, measured / by formula")
+    print(f"{'stage':>5}{'gradients differ by':>21}{'parameters':>26}{'gradients':>26}{'moments':>26}   {'sent, times Ψ (N-1)/N':<23}gathers in flight, waited for")
+    for stage in range(4):
+        gradients, held, state, calls, (flown, waited) = ranks.run(_lesson, n, n, stage, m)[0]
+        worst = max(((one[name] - g).abs().max() / one[name].abs().max()).item() for name, g in gradients.items())
+        columns = [f"{got:,} / {psi * by:,.0f}" for got, by in zip((*held, state), bytes_per_parameter(stage, n, 4, 4, 8))]
+        sent = sum(size / 4 * (2 if kind == "all-reduce" else 1) for kind, size in calls) / psi
+        print(f"{stage:>5}{worst:>21.1e}" + "".join(f"{c:>26}" for c in columns) + f"   {f'{sent:.3f} / {elements_sent(stage, m)}':<23}"
+              + (f"{flown * 1e3:.1f} ms, {waited * 1e3:.1f} ms" if flown else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,7 @@ ranks see a non-finite norm, the step is skipped and counted, and the scale shri
 Left out, and found in Megatron-LM: other optimizers, other schedules, parameter groups by user rule.
 """
 import math
+import weakref
 from collections import defaultdict
 
 import torch
@@ -42,8 +43,12 @@ class GradientAccumulator:
     def __init__(self, model: nn.Module, scaler: "LossScaler | None" = None):
         self.parameters, self.scaler = list(model.parameters()), scaler
         self.zero()
-        for p in self.parameters:
-            p.register_post_accumulate_grad_hook(self.accumulate)        # a tied weight is called once, with its sum
+        self.listen()
+
+    def listen(self) -> None:
+        this = weakref.ref(self)                                         # a hook's references are out of the garbage collector's sight
+        for p in self.parameters:                                        # a tied weight is called once, with its sum
+            p.register_post_accumulate_grad_hook(lambda p: this() and this().accumulate(p))
 
     def accumulate(self, p: nn.Parameter) -> None:
         if p.grad is None:                                               # owed: a pipeline schedule computes it later

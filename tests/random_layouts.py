@@ -1,4 +1,4 @@
-"""Parity of layouts drawn at random: pipelines, tensor, sequence and data parallelism, recomputation, on up to 8 ranks.
+"""Parity of layouts drawn at random: pipelines, tensor, sequence and (sharded) data parallelism, recomputation, on up to 8 ranks.
 
     python tests/random_layouts.py [--count 200] [--first 0]
 
@@ -39,6 +39,8 @@ def draw(seed: int) -> dict:
             if all(sum(layout["layer_split"][rank::pp]) for rank in range(1, pp - 1)):           # a rank without a parameter is refused
                 break
     model["global_batch_size"] = micro * m * dp
+    if dp > 1:
+        layout["zero_stage"] = random.Random(-1 - seed).randrange(4)     # of its own: the other draws stay what they were
     base = SMALL if g.random() < 0.5 else LLAMA | dict(num_kv_heads=4 if tp == 4 else 2)
     return {"world": pp * tp * dp, "model": base | model, "layout": layout}
 

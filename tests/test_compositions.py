@@ -24,6 +24,46 @@ def test_data_parallel(world, micro, base):
     same(train(world, base=base, micro_batch_size=micro), train(base=base))
 
 
+SHARDED = [dict(), dict(micro_batch_size=1), dict(micro_batch_size=1, recompute="full"), dict(micro_batch_size=2, recompute="selective")]
+
+
+@pytest.mark.parametrize("base", [SMALL, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_zero_stages(world, base):
+    """Stages 1 to 3; 3 and 4 divide hardly a size in the model. Accumulation, and recomputation, which gathers again what it needs again."""
+    variants = [dict(flags, zero_stage=stage) for stage in (1, 2, 3) for flags in SHARDED]
+    for result in train_each(world, variants, base=base, global_batch_size=12 * (1 + (world == 4)), vocab_size=61):
+        same(result, train(base=base, global_batch_size=12 * (1 + (world == 4)), vocab_size=61))
+
+
+OVER = [(4, dict(tp=2, micro_batch_size=1)), (4, dict(tp=2, sequence_parallel=True, recompute="selective")), (4, dict(tp=2, sequence_parallel=True, recompute="full")),
+        (4, dict(pp=2, num_layers=4, virtual_stages=2)), (4, dict(pp=2, schedule="zb-h1")), (4, dict(pp=2, schedule="gpipe", recompute="full")),
+        (8, dict(pp=2, tp=2, sequence_parallel=True, recompute="selective")), (6, dict(pp=2, layer_split=[2, 0], global_batch_size=12))]
+
+
+@pytest.mark.parametrize("base", [SMALL, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("world, flags", OVER, ids=str)
+def test_zero_stages_over_other_techniques(world, flags, base):
+    model = {k: v for k, v in flags.items() if k in ("num_layers", "global_batch_size")}
+    for result in train_each(world, [dict(zero_stage=stage) for stage in (1, 2, 3)], base=base | flags):
+        same(result, train(base=base | model))
+
+
+def test_zero_stages_float32():
+    """Also with gradients that are sums of 16-bit numbers on their way: as near as 8 bits of mantissa are."""
+    one = train(precision="fp32", steps=1)
+    for stage in (0, 1, 2, 3):
+        same(train(2, micro_batch_size=2, precision="fp32", steps=1, zero_stage=stage), one, 1e-5)
+        in_16_bits = train(2, micro_batch_size=2, precision="fp32", steps=1, zero_stage=stage, reduce_dtype="bf16")
+        differs(in_16_bits, one, 1e-4)
+        same(in_16_bits, one, 2e-2)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
+def test_zero_stage_3_compiled():
+    same(train(2, steps=1, zero_stage=3, compile=True), train(steps=1))
+
+
 # A vocabulary that no t divides, heads that 4 divides, grouped-query attention. For GPT the embeddings are tied.
 TENSOR = {"gpt": SMALL | dict(vocab_size=257), "llama": LLAMA | dict(vocab_size=257, num_heads=8, num_kv_heads=4)}
 
@@ -140,6 +180,65 @@ def local_clip():
                                     local_clip])
 def test_gate_sees(mutate):
     differs(train(2, micro_batch_size=2, mutate=mutate), train())
+
+
+class Lost:
+    """A collective that never was."""
+    def wait(self):
+        pass
+
+
+def no_reduce_scatter():
+    """Each rank keeps its part of its own gradient."""
+    fsdp.reduce_scatter = lambda mine, x, **options: Lost()
+
+
+def wrong_part():
+    """Each rank gets another's part of the sum."""
+    def reduce_scatter(mine, x, original=fsdp.reduce_scatter, **options):
+        return original(mine, x.view(2, -1).flip(0).reshape(-1), **options)
+    fsdp.reduce_scatter = reduce_scatter
+
+
+def no_gather_after_the_step():
+    """Each rank has updated its own part alone."""
+    fsdp.DataParallel.gather_parameters = lambda self: None
+
+
+def old_parameters():
+    """What was gathered once is never let go."""
+    fsdp.FullySharded.free = lambda self, unit: None
+
+
+def own_part_alone():
+    """Stage 3 finds zeros for what the other rank has."""
+    def all_gather(whole, mine, group, async_op):
+        whole.view(2, -1)[1 - group.rank()] = 0
+        whole.view(2, -1)[group.rank()] = mine
+        return Lost()
+    fsdp.all_gather = all_gather
+
+
+def last_micro_batch_alone():
+    """Stages 2 and 3 forget the sum of the micro-batches before."""
+    original = fsdp.DataParallel.finish_reductions
+
+    def finish_reductions(self):
+        for unit in self.sending:
+            unit.sum.zero_()
+        original(self)
+    fsdp.DataParallel.finish_reductions = finish_reductions
+
+
+def norm_of_one_shard():
+    optimizer.dist.all_reduce = lambda x, group=None, original=dist.all_reduce: None if x.dim() == 0 else original(x, group=group)
+
+
+@pytest.mark.parametrize("stages, mutate", [((1, 2, 3), no_reduce_scatter), ((1, 2, 3), wrong_part), ((1, 2), no_gather_after_the_step), ((3,), old_parameters),
+                                            ((3,), own_part_alone), ((2, 3), last_micro_batch_alone), ((1, 2, 3), norm_of_one_shard)])
+def test_gate_sees_sharding(stages, mutate):
+    for stage in stages:
+        differs(train(2, micro_batch_size=2, zero_stage=stage, mutate=mutate), train())
 
 
 def same_mask_every_step():

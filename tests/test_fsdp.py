@@ -1,4 +1,5 @@
 import copy
+import gc
 import re
 
 import pytest
@@ -7,7 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
+import gpt
 import ranks
+import sharding
+from optimizer import AdamW
 
 
 def small_model():
@@ -15,76 +19,245 @@ def small_model():
     return nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
 
 
-def buckets_while_backward_runs(rank):
-    fsdp.BUCKET_BYTES = 280                                      # a layer a bucket
+def units_while_backward_runs(rank, stage):
     model = small_model()
     reference = copy.deepcopy(model)
-    gradients = fsdp.shard(model, dist.group.WORLD)
-    log, calls = [], []
-    all_reduce = dist.all_reduce
+    gradients = fsdp.shard(model, dist.group.WORLD, stage)
+    log = []
 
-    def counted(tensor, **options):
-        calls.append(tensor.numel() * tensor.element_size())
-        log.append(f"send {len(calls) - 1}")
-        return all_reduce(tensor, **options)
-    fsdp.dist.all_reduce = counted
+    def counted(name, original):
+        def call(*args, **options):
+            log.append(f"send {max(x.numel() for x in args if isinstance(x, torch.Tensor))}")
+            return original(*args, **options)
+        return call
+    fsdp.dist.all_reduce = counted("all_reduce", dist.all_reduce)
+    fsdp.reduce_scatter = counted("reduce_scatter", fsdp.reduce_scatter)
     for i, layer in enumerate(model):
         layer.register_full_backward_hook(lambda *_, i=i: log.append(f"backward {i}"))
     x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(rank))
     sent_early = []
+    gradients.zero()
     for i in range(3):
         if i == 2:
             gradients.last_backward()
+            log.clear() if stage < 2 else None
         model(x[i]).square().sum().backward()
-        sent_early.append(len(calls))
+        sent_early.append(sum(e.startswith("send") for e in log))
     gradients.reduce_gradients()
-    fsdp.dist.all_reduce = all_reduce
+    done = list(log)                                             # what follows is the reference's
     for i in range(3):
         reference(x[i]).square().sum().backward()
+    dist.barrier()
     for p, q in zip(model.parameters(), reference.parameters()):
         dist.all_reduce(q.grad)
-        torch.testing.assert_close(p.main_grad, q.grad)
+        torch.testing.assert_close(sharding.gather(sharding.own(p).main_grad, sharding.of(sharding.own(p))), q.grad)
         assert p.grad is None
-    return log[log.index("send 0") - 1:], sent_early, sum(calls), sum(p.numel() * 4 for p in model.parameters())
+    return done, sent_early
 
 
-def test_buckets_go_while_the_last_backward_runs():
-    """Nothing is sent on the accumulation steps; on the last one a layer's gradients leave before the next layer's backward ends."""
-    for log, sent_early, sent, size in ranks.run(buckets_while_backward_runs, 2):
-        assert sent_early[:2] == [0, 0] and sent_early[2] == 5
-        assert sent == size                                      # every gradient once: Ψ elements into all-reduces
-        for bucket, layer in enumerate((3, 2, 1, 0)):            # bucket k holds layer 4 - k
-            assert log.index(f"send {bucket}") < log.index(f"backward {layer}", log.index(f"send {0}")), log
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_units_go_while_backward_runs(stage):
+    """A layer's gradients leave before the next layer's backward ends: in stages 0 and 1 on the last micro-batch alone, in 2 and 3 on each."""
+    for log, sent_early in ranks.run(units_while_backward_runs, 2, stage):
+        assert sent_early == ([0, 0, 5] if stage < 2 else [5, 10, 15])
+        last = log[-10:] if stage > 1 else log
+        sends = [i for i, e in enumerate(last) if e.startswith("send")][:5]
+        assert all(last[i] == "send 72" for i in sends)                  # 8 x 8 + 8, of both ranks
+        for k, layer in enumerate((3, 2, 1, 0)):                         # the k-th is layer 4 - k's
+            assert sends[k] < last.index(f"backward {layer}"), last
 
 
-def unused_parameter(rank):
+def unused_parameter(rank, stage):
     model = small_model()
     model.extra = nn.Linear(2, 2)
-    gradients = fsdp.shard(model, dist.group.WORLD)
-    for step in range(2):                                        # used by rank 0 in the first step, by nobody in the second
+    model.extra.forward = lambda x: x
+    gradients, found = fsdp.shard(model, dist.group.WORLD, stage), []
+    for step in range(2):                                                # used by rank 0 in the first step, by nobody in the second
         gradients.zero()
         gradients.last_backward()
         y = nn.Sequential.forward(model[:5], torch.ones(1, 8)).sum()
         if rank == 0 and step == 0:
-            y = y + model.extra(torch.ones(1, 2)).sum()
+            y = y + nn.functional.linear(torch.ones(1, 2), model.extra.weight, model.extra.bias).sum()
         y.backward()
         gradients.reduce_gradients()
-    return model.extra.weight.main_grad, model[0].bias.main_grad.clone()
+        found.append(sharding.own(model.extra.weight).main_grad.clone())
+    return found, sharding.own(model[0].bias).main_grad.clone()
 
 
-def test_unused_parameters_get_zeros_not_an_old_gradient():
-    (a, bias), (b, _) = ranks.run(unused_parameter, 2)
-    assert (a == 0).all() and (b == 0).all() and (bias != 0).any()
+@pytest.mark.parametrize("stage", [0, 1])
+def test_unused_parameters_get_zeros_not_an_old_gradient(stage):
+    for (first, second), bias in ranks.run(unused_parameter, 2, stage):
+        assert (first != 0).all() and (second == 0).all() and (bias != 0).any()
+
+
+def cut_and_put_together(rank, n):
+    """Shapes that n does not divide, smaller than n, cut along their second dimension."""
+    failures = []
+    for shape in [(7, 3), (n, 5), (1, 9), (2, 3 * n + 1), (1,), (n + 1,), (3, 2, 2), (1, 1, 2 * n)]:
+        whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1
+        for stage in (1, 3):
+            model = nn.Sequential(nn.Module())
+            model[0].weight = nn.Parameter(whole.clone())
+            gradients = fsdp.shard(model, dist.group.WORLD, stage)
+            p, unit = model[0].weight, gradients.units[0]
+            record = sharding.of(p.shard)
+            if not torch.equal(sharding.gather(p.shard.detach(), record), whole) or record.cuts[0].dim != fsdp.cut_dim(shape, n):
+                failures.append((shape, stage, "shards"))
+            with torch.no_grad():
+                p.shard.mul_(2)
+            gradients.gather([unit], []) if stage == 3 else gradients.gather_parameters()
+            if not torch.equal(p.detach(), 2 * whole):
+                failures.append((shape, stage, "gathered"))
+            sent = (1 + rank) * whole
+            gradients.zero()
+            gradients.last_backward()
+            p.grad = sent
+            gradients.accumulate(p)
+            gradients.reduce_gradients()
+            if not torch.equal(sharding.gather(p.shard.main_grad, record), whole * n * (n + 1) / 2):
+                failures.append((shape, stage, "gradient"))
+            offset, size, padded = sharding.place(record)
+            outside = p.shard.main_grad.clone()
+            sharding.narrow(outside, record).zero_()
+            if outside.any():
+                failures.append((shape, stage, "padding"))
+    return failures
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_shapes_that_do_not_divide(n):
+    assert ranks.run(cut_and_put_together, n, n) == [[]] * n
+
+
+def test_the_cut_by_hand():
+    """Five rows over two ranks: three, and two with one of padding. A [1, 4] weight is cut along its second dimension."""
+    unit = fsdp.Unit([nn.Parameter(torch.arange(10.0).view(5, 2)), nn.Parameter(torch.arange(4.0).view(1, 4))], 2)
+    assert unit.T == 3 * 2 + 2 and [d for _, d, _ in unit.places.values()] == [0, 1] and unit.padding
+    flat = torch.full((2, unit.T), -1.0)
+    for p in unit.parameters:
+        for there, here in unit.pairs(flat, p, p.detach()):
+            there.copy_(here)
+    assert flat.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1], [6, 7, 8, 9, -1, -1, 2, 3]]
+
+
+# --- what is held, what is sent --------------------------------------------------------------------------------------------
+
+SHAPES = {"llama": dict(num_layers=3, hidden_size=48, num_heads=4, seq_length=16, vocab_size=61, llama=True),
+          "gpt": dict(num_layers=3, hidden_size=48, num_heads=4, seq_length=16, vocab_size=61)}
+
+
+def bytes_and_elements(rank, n, stage, shape, m):
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(**SHAPES[shape]))
+    gradients = fsdp.shard(model, dist.group.WORLD, stage, init=lambda names: sharding.init(model, 0, "cpu", torch.float32, names))
+    optimizer, whole = AdamW(sharding.named_parameters(model)), []
+    if stage == 3:
+        counted, originals = [0, 0], (gradients.start, gradients.free)
+
+        def gathered(done):
+            """Units that are there or on their way, after each change."""
+            def call(unit):
+                done(unit)
+                now = sum(bool(u.arriving) + bool(u.whole.untyped_storage().size()) for u in gradients.units if u.T > 1000)
+                size = sum(4 * u.n * u.T for u in gradients.units if u.arriving or u.whole.untyped_storage().size())
+                counted[:] = max(counted[0], now), max(counted[1], size)
+            return call
+        gradients.start, gradients.free = map(gathered, originals)
+        whole = counted
+    tokens = torch.randint(61, (m, 2, 17), generator=torch.Generator().manual_seed(rank))
+    with ranks.Collectives() as sent:
+        gradients.zero()
+        for k in range(m):
+            if k == m - 1:
+                gradients.last_backward()
+            model(tokens[k][:, :-1], tokens[k][:, 1:]).mean().backward()
+        gradients.reduce_gradients()
+        held = fsdp.held_bytes(model, gradients)
+        optimizer.step(1e-3)
+        gradients.gather_parameters()
+    state = sum(x.nbytes for kind in (optimizer.exp_avg, optimizer.exp_avg_sq) for x in kind.values())
+    padded = sum(unit.n * unit.T for unit in gradients.units)
+    elements = sum(size // 4 * (2 if kind == "all-reduce" else 1) for kind, size in sent.calls if size > 256)
+    calls = len([size for _, size in sent.calls if size > 64])
+    return held, state, elements, padded, calls, list(whole), max(4 * u.n * u.T for u in gradients.units), sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_and_elements(stage, shape):
+    """Held: within 2% of the formula, on every rank, for sizes that 3 does not divide. Sent: exactly the formula, padding counted, in one
+    collective for each unit. Stage 3 never has more than two units at once (the final norm aside, which is 96 numbers)."""
+    for n, m in ((2, 1), (3, 2)):
+        for (parameters, held), state, elements, padded, calls, whole, largest, psi in ranks.run(bytes_and_elements, n, n, stage, shape, m):
+            for got, by in zip((parameters, held, state), fsdp.bytes_per_parameter(stage, n, 4, 4, 8)):
+                assert got == pytest.approx(psi * by, rel=0.02), (got, psi * by)
+            assert elements == fsdp.elements_sent(stage, m) * padded
+            assert calls == 5 * {0: 1, 1: 2, 2: m + 1, 3: 3 * m}[stage]
+            if stage == 3:
+                assert whole[0] == 2 and whole[1] <= 2 * largest
+
+
+def test_the_paper():
+    """7.5 B parameters on 64 devices, in GB: section 1, figure 1."""
+    totals = [sum(fsdp.bytes_per_parameter(stage, 64, gradient=2)) * 7.5 for stage in range(4)]
+    assert totals == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+    assert [fsdp.elements_sent(stage, 1) for stage in range(4)] == [2, 2, 2, 3]
+
+
+def gathers_in_flight(rank):
+    """For each layer's compute, in both directions, the units that were on their way when it began."""
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(**SHAPES["llama"]))
+    log = []
+    layers = [model.embedding, *model.blocks.values(), model.head]
+    for i, layer in enumerate(layers):
+        def forward(*args, i=i, original=layer.forward):
+            log.append((i, [k for k, unit in enumerate(gradients.units) if unit.arriving]))
+            y = original(*args)
+            y.register_hook(lambda grad: log.append((i, [k for k, unit in enumerate(gradients.units) if unit.arriving])))
+            return y
+        layer.forward = forward
+    gradients = fsdp.shard(model, dist.group.WORLD, 3, init=lambda names: sharding.init(model, 0, "cpu", torch.float32, names))
+    tokens = torch.randint(61, (2, 17))
+    model(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+    return log, [bool(unit.whole.untyped_storage().size()) for unit in gradients.units]
+
+
+def test_the_next_unit_is_on_its_way():
+    """While layer i computes, forward, unit i + 1 is being gathered; backward, unit i - 1. At the end nothing is left. (The hook inside
+    the layer runs before the sharder's, which starts the next gather: so what it sees is the state before.)"""
+    for log, left in ranks.run(gathers_in_flight, 2):
+        forward, backward = log[:5], log[5:]
+        assert forward == [(0, [1]), (1, [2]), (2, [3]), (3, [4]), (4, [])]
+        assert [i for i, _ in backward] == [4, 3, 2, 1, 0] and [arriving for _, arriving in backward] == [[], [3], [2], [1], [0]]
+        assert not any(left)
+
+
+def garbage_free(rank, stage):
+    """A model that is dropped takes its buffers with it."""
+    import weakref
+    model = small_model()
+    gradients = fsdp.shard(model, dist.group.WORLD, stage)
+    gone = weakref.ref(gradients)
+    del model, gradients
+    gc.collect()
+    return gone() is None
+
+
+def test_nothing_keeps_a_dropped_model():
+    assert ranks.run(garbage_free, 2, 3) == [True, True]
 
 
 def test_unknown_stage():
-    with pytest.raises(ValueError, match="stage 7"):
+    with pytest.raises(ValueError, match="stage 7: must be 0 .*, 1 .*, 2 .* or 3"):
         fsdp.shard(small_model(), None, 7)
 
 
 def test_lesson(capsys):
     fsdp.main()
     out = capsys.readouterr().out
-    assert "in all 13,184,000 bytes, 4 for each of 3,296,000 parameters" in out               # counted, not computed
-    assert re.search(r"left when (\d+) of 39", out) and int(re.search(r"left when (\d+) of 39", out)[1]) < 39
-    assert float(out.split("gradient ")[1].split()[0]) < 1e-5
+    rows = re.findall(r"^ +(\d) +(\S+)((?: +[\d,]+ / [\d,]+){3}) +([\d.]+) / (\d)", out, re.M)
+    assert [int(r[0]) for r in rows] == [0, 1, 2, 3] and all(float(r[1]) < 1e-5 and float(r[3]) == float(r[4]) for r in rows)
+    for row in rows:
+        pairs = [[int(x.replace(",", "")) for x in pair] for pair in re.findall(r"([\d,]+) / ([\d,]+)", row[2])]
+        assert all(got == by for got, by in pairs)
