@@ -102,21 +102,23 @@ class DataParallel(GradientAccumulator):
         first = units[0].parameters[0]
         self.sum_dtype, self.device = accumulation_dtype(first.dtype), first.device
         self.reduce_dtype = reduce_dtype or self.sum_dtype
-        for unit in units:
-            if stage < 2:
-                unit.gradients = torch.zeros(unit.n, unit.T, dtype=self.sum_dtype, device=self.device)
-                row = unit.gradients[self.rank]
-            else:
-                row = unit.sum = torch.zeros(unit.T, dtype=self.sum_dtype, device=self.device)
-            for p in unit.trainable:
-                sharding.own(p).main_grad = unit.part(row, p)
+        for unit in units if stage < 2 else []:
+            unit.gradients = torch.zeros(unit.n, unit.T, dtype=self.sum_dtype, device=self.device)
+            self.hand_over(unit, unit.gradients[self.rank])
+        self.zero()
         self.listen()
+
+    def hand_over(self, unit: Unit, row: Tensor | None) -> None:
+        """Let each shard's `main_grad` be its part of a row [T]."""
+        for p in unit.trainable:
+            sharding.own(p).main_grad = None if row is None else unit.part(row, p)
 
     def zero(self) -> None:
         for unit in self.units:
             unit.arrived.clear()                                         # what arrives first overwrites
-            if unit.sum is not None:
-                unit.sum.zero_()
+            if self.stage > 1:
+                unit.sum = None
+                self.hand_over(unit, None)
 
     def last_backward(self) -> None:
         """The next backward is the step's last: units may go as soon as they are full."""
@@ -171,12 +173,12 @@ class DataParallel(GradientAccumulator):
         unit.missing, unit.arrived = set(unit.trainable), set()
         x = unit.gradients.to(self.reduce_dtype)                         # itself, where that is its type
         mine = x[self.rank]
+        if self.stage > 1:
+            mine, unit.gradients = torch.empty_like(mine), None          # the next micro-batch's go elsewhere
         if self.stage == 0:
             unit.reducing = mine, dist.all_reduce(x, group=self.group, async_op=True)
         else:
             unit.reducing = mine, reduce_scatter(mine, x.view(-1), group=self.group, async_op=True)
-        if self.stage > 1:
-            unit.gradients = None                                        # the next micro-batch's go elsewhere
         self.sending.append(unit)
 
     @torch.no_grad()
@@ -184,7 +186,10 @@ class DataParallel(GradientAccumulator):
         for unit in self.sending:
             result, work = unit.reducing
             work.wait()
-            if self.stage > 1:
+            if self.stage > 1 and unit.sum is None:                      # of the first micro-batch
+                unit.sum = result.to(self.sum_dtype)
+                self.hand_over(unit, unit.sum)
+            elif self.stage > 1:
                 unit.sum += result
             elif result.dtype != self.sum_dtype:
                 unit.gradients[self.rank] = result

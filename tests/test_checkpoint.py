@@ -434,3 +434,50 @@ def test_resume_under_tensor_parallelism_is_bit_for_bit(tmp_path):
     whole = ranks.run(under_flags, 2, 2, str(tmp_path / "whole"), 4, flags)[0]
     ranks.run(under_flags, 2, 2, str(tmp_path / "parts"), 2, flags)
     assert equal(whole, ranks.run(under_flags, 2, 2, str(tmp_path / "parts"), 2, flags)[0])
+
+
+# --- every layout to every other -----------------------------------------------------------------------------------------
+
+MATRIX = {"one": (1, {}), "dp 3, stage 3": (3, dict(zero_stage=3)), "dp 4, stage 1": (4, dict(zero_stage=1, recompute="selective")),
+          "tp 2": (2, dict(tp=2, sequence_parallel=True)), "tp 2, dp 2, stage 2": (4, dict(tp=2, zero_stage=2)), "pp 2, v 2": (2, dict(pp=2, virtual_stages=2)),
+          "pp 2, dp 2, stage 3": (4, dict(pp=2, schedule="zb-h1", zero_stage=3, layer_split=[3, 1])),
+          "tp 2, pp 2, dp 2, stage 3": (8, dict(tp=2, pp=2, sequence_parallel=True, zero_stage=3, recompute="full"))}
+
+
+def trained(rank, world, precision, flags, load_from, save_to, steps):
+    """For each folder of `load_from` (None: from the start), the losses of the next steps under a layout."""
+    import train
+    from parity import SMALL, Synthetic
+    from world import Groups
+    config = train.Config(**SMALL | dict(num_layers=4, global_batch_size=12, micro_batch_size=1, precision=precision) | flags)
+    groups, found = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups(), []
+    for folder in load_from:
+        t = train.Trainer(config, torch.device("cpu"), groups)
+        start, losses = t.load(checkpoint.find(folder))["step"] if folder else 0, []
+        for step in range(start + 1, start + steps + 1):
+            loss = t.forward_backward(step, Synthetic(16, 61))
+            if world > 1:
+                dist.all_reduce(loss)
+            losses.append(loss.item())
+            t.update(step)
+        if save_to:
+            t.save(Path(save_to), steps, 0, "corpus")
+            t.saver.wait()
+        found.append(losses)
+    return found
+
+
+if "EVERY_PAIR" not in os.environ:               # all 64, in both precisions, take 4 minutes: EVERY_PAIR=1 make test ARGS="-k pairs"
+    MATRIX = {name: MATRIX[name] for name in ("one", "dp 3, stage 3", "tp 2, dp 2, stage 2", "pp 2, dp 2, stage 3")}
+
+
+@pytest.mark.parametrize("precision, tolerance", [("fp64", 1e-10), ("fp32", 1e-6)][:1 + ("EVERY_PAIR" in os.environ)])
+def test_pairs_of_layouts(tmp_path, precision, tolerance):
+    """Saved after two steps under each of eight layouts, loaded under each: the next three losses are those of one device that was never stopped."""
+    whole = ranks.run(trained, 1, 1, precision, {}, [None], None, 5)[0][0]
+    folders = [str(tmp_path / name) for name in MATRIX]
+    for folder, (world, flags) in zip(folders, MATRIX.values()):
+        ranks.run(trained, world, world, precision, flags, [None], folder, 2)
+    for name, (world, flags) in MATRIX.items():
+        for source, losses in zip(MATRIX, ranks.run(trained, world, world, precision, flags, folders, None, 3)[0], strict=True):
+            assert losses == pytest.approx(whole[2:], rel=tolerance), (source, name)

@@ -225,7 +225,7 @@ def last_micro_batch_alone():
 
     def finish_reductions(self):
         for unit in self.sending:
-            unit.sum.zero_()
+            unit.sum = None
         original(self)
     fsdp.DataParallel.finish_reductions = finish_reductions
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.adamw import adamw
 
 import gpt
 import parity
 import ranks
 import sharding
 import train as trainer
-from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, global_norm, learning_rate
+from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, global_norm, join, learning_rate, split
 from world import Groups
 
 
@@ -81,6 +82,82 @@ def test_masters_remember_what_bf16_cannot():
     assert optimizer.tensors()["model.weight"].item() == pytest.approx(0.9, abs=1e-4)
 
 
+def test_split_by_hand():
+    """1 + 2^-8 is half way between two bf16 numbers: it is rounded away from zero, and the low half is the negative rest."""
+    master = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 2**-9, 0.0, -0.0, 3.4e38, 1e-40])
+    weight, low = torch.zeros(7, dtype=torch.bfloat16), torch.zeros(7, dtype=torch.int16)
+    split(master, weight, low)
+    assert weight[:3].tolist() == [1 + 2**-7, -1 - 2**-7, 1.0] and low[:4].tolist() == [-2**15, -2**15, 2**14, 0]
+    assert torch.equal(join(weight, low).view(torch.int32), master.view(torch.int32))
+    bits = torch.randint(-2**31, 2**31, (10**6,), generator=torch.Generator().manual_seed(0)).int()                   # any float at all
+    weight, low = torch.zeros(10**6, dtype=torch.bfloat16), torch.zeros(10**6, dtype=torch.int16)
+    split(bits.view(torch.float32), weight, low)
+    assert torch.equal(join(weight, low).view(torch.int32), bits)
+    finite = bits.view(torch.float32).abs() < 3e38
+    nearest = bits.view(torch.float32).bfloat16()
+    assert ((weight == nearest) | ~finite).float().mean() > 0.9999                              # all but ties
+
+
+def test_split_masters_are_the_unsplit_ones():
+    """50 steps of bf16 weights with bf16 moments: masters, put together, are bit for bit those of a loop that keeps them in fp32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 70, dtype=torch.bfloat16), nn.Linear(70, 5, dtype=torch.bfloat16))
+    optimizer = AdamW(model.named_parameters(), weight_decay=0.1, state_dtype=torch.bfloat16)
+    masters = [p.detach().float() for p in model.parameters()]
+    moments = [(torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False), torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False)) for p in model.parameters()]
+    for step in range(1, 51):
+        for p, master, (m, v) in zip(model.parameters(), masters, moments):
+            p.main_grad = torch.randn(p.shape)
+            wide = m.float(), v.float()
+            adamw([master], [p.main_grad.clone()], [wide[0]], [wide[1]], [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, beta1=0.9,
+                                    beta2=0.95, lr=1e-2, weight_decay=0.1 if p.dim() > 1 else 0.0, eps=1e-8, maximize=False)
+            m.copy_(wide[0])
+            v.copy_(wide[1])
+        optimizer.step(1e-2)
+        joined = [t for n, t in optimizer.tensors().items() if n.startswith("model.")]
+        assert all(map(torch.equal, joined, masters))
+        assert all((p - x).abs().max() <= 2**-8 * x.abs().max() for p, x in zip(model.parameters(), masters))
+
+
+@pytest.mark.parametrize("dtype, state_dtype, expected", [(torch.bfloat16, torch.bfloat16, 8), (torch.float32, torch.bfloat16, 8), (torch.bfloat16, None, 14), (torch.float32, None, 12)])
+def test_bytes_per_parameter(dtype, state_dtype, expected):
+    model = nn.Linear(100, 50, dtype=dtype)
+    optimizer = AdamW(model.named_parameters(), state_dtype=state_dtype)
+    for p in model.parameters():
+        p.main_grad = torch.ones(p.shape)
+    optimizer.step(1e-3)
+    held = [*model.parameters(), *optimizer.masters.values(), *optimizer.low.values(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    assert sum(storages.values()) == expected * 5050
+
+
+def test_a_large_parameter_is_updated_in_pieces(monkeypatch):
+    """Pieces of any size give the same."""
+    results = []
+    for piece in (10**6, 64):
+        monkeypatch.setattr("optimizer.PIECE", piece)
+        torch.manual_seed(0)
+        model = nn.Linear(64, 16, dtype=torch.bfloat16)
+        optimizer = AdamW(model.named_parameters(), state_dtype=torch.bfloat16)
+        for _ in range(3):
+            for p in model.parameters():
+                p.main_grad = torch.randn(p.shape)
+            optimizer.step(1e-2)
+        results.append(optimizer.tensors())
+    assert all(torch.equal(t, results[1][n]) for n, t in results[0].items())
+
+
+def test_no_bf16_state_for_fp16_weights():
+    with pytest.raises(ValueError, match="optimizer_state bf16.*precision bf16"):
+        AdamW(nn.Linear(2, 2, dtype=torch.float16).named_parameters(), state_dtype=torch.bfloat16)
+
+
+def test_bf16_state_follows_fp32_state():
+    """After 500 steps, over the last 50, within 0.5%."""
+    fp32, bf16 = (curve("bf16", 500, optimizer_state=state)[0][-50:].mean() for state in ("fp32", "bf16"))
+    assert abs(bf16 - fp32) < 0.005 * fp32, (fp32, bf16)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_changes_nothing(bad):
     model, batches = model_and_batches(torch.float32)
@@ -132,10 +209,10 @@ def test_global_norm_counts_each_slice_once():
     assert ranks.run(norm_of_slices, 2) == pytest.approx([math.sqrt(152)] * 2, rel=1e-14)
 
 
-def curve(precision, steps=200, device="cpu"):
+def curve(precision, steps=200, device="cpu", **flags):
     """Losses of a small model on the bytes of a real text: the source of argparse."""
     config = trainer.Config(**parity.SMALL | dict(precision=precision, dropout=0.0, seq_length=32, hidden_size=64, lr=3e-3, warmup_steps=20,
-                                                  steps=steps, weight_decay=0.1, vocab_size=257, grad_clip=1.0))
+                                                  steps=steps, weight_decay=0.1, vocab_size=257, grad_clip=1.0) | flags)
     text = torch.tensor(list(Path(argparse.__file__).read_bytes()))
 
     class Text(parity.Synthetic):

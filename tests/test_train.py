@@ -188,6 +188,8 @@ def test_signal_saves_and_stops(here, text, number, world):
     (["--tp", "2"], ["--tp 2: must divide the 1 ranks", "[1] would fit"]), (["--tp", "0"], ["--tp 0"]), (["--sequence-parallel"], ["--sequence-parallel", "--tp 2"]),
     (["--recompute", "full", "--recompute-layers", "3"], ["--recompute-layers 3", "--num-layers 2"]),
     (["--recompute-layers", "1"], ["--recompute-layers 1: needs --recompute selective or full"]),
+    (["--precision", "fp16", "--optimizer-state", "bf16"], ["--optimizer-state bf16", "--precision bf16 would fit"]), (["--timeout", "0"], ["--timeout 0"]),
+    (["--load", "nowhere"], ["nowhere: no such folder"]),
     (["--tokenizer", "nope.json"], ["--tokenizer nope.json"]), (["--out", "/proc/run"], ["--out /proc/run", "cannot be written"]),
 ])
 def test_refusals(here, text, more, words, capfd):
@@ -204,7 +206,7 @@ def test_no_cuda(here, text, capfd):
     assert "--device cuda" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("more", [["--no-such-flag"], ["--attention", "flash"], ["--steps", "many"]])
+@pytest.mark.parametrize("more", [["--no-such-flag"], ["--attention", "flash"], ["--steps", "many"], ["--zero-stage", "4"]])
 def test_unknown_flags(here, text, more, capfd):
     with pytest.raises(SystemExit) as e:
         in_process(text, *more)
