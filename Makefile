@@ -13,6 +13,8 @@ figures: .venv/installed
 	.venv/bin/python comparisons/activation_memory.py
 	.venv/bin/python comparisons/recompute_overhead.py
 	.venv/bin/python comparisons/pipeline.py
+	.venv/bin/python comparisons/zero_memory.py
+	.venv/bin/python comparisons/fsdp.py
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv

@@ -3,6 +3,7 @@
     python train.py                                  one device
     torchrun --nproc-per-node 2 train.py             two ranks, data parallel; NCCL and bf16 on GPUs, gloo and fp32 on CPUs
     torchrun --nproc-per-node 2 train.py --tp 2 --sequence-parallel --recompute selective --dropout 0.1
+    torchrun --nproc-per-node 2 --max-restarts 3 train.py --zero-stage 3 --optimizer-state bf16
     python train.py --model gpt2 --data corpus.jsonl --tokenizer gpt2 --global-batch-size 480 --micro-batch-size 12
 
 The flags are in config.py, or `--help`. A run leaves in `--out`:
@@ -334,8 +335,8 @@ def run(config: Config, world: World) -> None:
         if isinstance(tokenizer, FileTokenizer) and not (out / "tokenizer.json").exists():
             shutil.copyfile(config.tokenizer, out / "tokenizer.json")    # generate.py finds it there
         metrics = Metrics(out / "metrics.jsonl", start)
-    layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in ("tp", "pp", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "recompute", "recompute_layers")
-                     if getattr(config, name) != getattr(Config(), name))
+    told = ("tp", "pp", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "zero_stage", "reduce_dtype", "recompute", "recompute_layers", "optimizer_state")
+    layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in told if getattr(config, name) != getattr(Config(), name))
     world.say(f"{config.model}: {trainer.num_parameters:,} parameters, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
               f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
     if config.recompute == "selective" and trainer.model_config.attention == "fused":

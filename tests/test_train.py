@@ -315,3 +315,26 @@ def test_a_rank_that_hangs_is_named(here, text):
     assert p.wait(timeout=60) == 1
     assert "no progress for 4 s" in output and re.search(r"rank 0: step \d+, in \S+\.py:\d+ \w+", output), output
     assert re.search(r"rank 1: does not answer; last heard of in step \d+", output), output
+
+
+@pytest.mark.skipif(not (ROOT / ".venv/bin/torchrun").exists(), reason="no .venv here")
+def test_sbatch(here, text):
+    """The Slurm script, with stand-ins for Slurm's commands: it trains; SIGTERM to it makes the ranks save, and puts the job back into the queue."""
+    for name, script in {"srun": 'exec "$@"', "scontrol": f'if [ "$1" = show ]; then echo localhost; else echo "$@" >> {here}/log; fi',
+                         "scancel": f'echo "$@" >> {here}/log; pkill -TERM -f -- "--out {here}/run"'}.items():
+        (here / name).write_text(f"#!/bin/bash\n{script}\n")
+        (here / name).chmod(0o755)
+    script = (ROOT / "train.sbatch").read_text()
+    line = next(x for x in script.splitlines() if x.startswith("TRAIN="))
+    (here / "job").write_text(script.replace(line, f'TRAIN="{" ".join(SMALL)} --data {text} --steps 100000 --out {here}/run"').replace(":29500", ":0"))
+    environment = os.environ | {"PATH": f"{here}:{os.environ['PATH']}", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n"}
+    p = subprocess.Popen(["bash", str(here / "job")], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in p.stdout:
+        if line.startswith("step "):
+            break
+    p.send_signal(signal.SIGTERM)
+    output = p.communicate(timeout=60)[0]
+    assert "checkpoint saved" in output, output
+    assert (here / "log").read_text().split("\n")[:2] == ["--signal=TERM 7", "requeue 7"]
+    (step, path), = checkpoint.steps("run/checkpoints").items()
+    checkpoint.verify(path)
