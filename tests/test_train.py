@@ -71,7 +71,7 @@ def weights(folder):
     found = {}
     for file in newest.glob("*.safetensors"):
         with safe_open(file, "pt") as f:
-            found |= {name: f.get_tensor(name) for name in f.keys()}
+            found |= {name: f.get_tensor(name).clone() for name in f.keys()}                  # not the file itself, mapped
     return newest.name, found
 
 
