@@ -1,4 +1,4 @@
-"""What 16-bit optimizer state does to the loss: the default model on the default corpus, bf16 weights, 500 steps, with --optimizer-state fp32 and bf16.
+"""What 16-bit optimizer state does to the loss: the default model on the default corpus, bf16 weights, 500 steps of 8 sequences, --optimizer-state fp32 and bf16.
 
     python comparisons/optimizer_state.py [--seeds 3]
 
@@ -21,7 +21,7 @@ from world import Groups, keep_freed_memory
 
 
 def losses(state: str, seed: int, steps: int) -> dict:
-    config = train.Config(precision="bf16", optimizer_state=state, seed=seed, steps=steps, device="cpu")
+    config = train.Config(precision="bf16", optimizer_state=state, seed=seed, steps=steps, global_batch_size=8, device="cpu")
     trainer = train.Trainer(config, torch.device("cpu"), Groups())
     folder = data.prepare([], ByteTokenizer())
     train_set, held_out = data.Corpus(folder, 128, seed), data.Corpus(folder, 128, None, "held-out")
