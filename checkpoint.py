@@ -2,12 +2,12 @@
 torch.distributed.checkpoint.
 
     RUN/checkpoints/step-000100/
-        shard-00001-model-00001-of-00001.safetensors       the slices that rank 0 wrote; a file holds about 1 GiB
+        shard-00001-model-00001-of-00001.safetensors       the slices that rank 0 wrote; at about 1 GiB the next file begins
         shard-00002-..
         index.json                                          step, configuration, optimizer numbers, tensors; size and SHA-256 of each file
         index.json.sha256                                   of the index itself, as sha256sum writes it
 
-Tensors stand under global names, in full precision, each rank's part as a slice of the global tensor: what was saved under any tensor, pipeline and
+Tensors stand under global names, weights in fp32 and moments as the optimizer keeps them, each rank's part as a slice of the global tensor: what was saved under any tensor, pipeline and
 data-parallel sizes and any ZeRO stage loads under any other, and no rank ever holds more than its own part. Slices that several ranks hold are written
 once, padding never.
 
@@ -19,12 +19,13 @@ saves leaves the earlier checkpoints as they were. A flipped byte, a missing or 
 the files once between them, to hash them. Nothing is ever unpickled: loading a file that somebody sent executes none of it. That is why the index
 is ours; torch.distributed.checkpoint's own metadata file is a pickle, and is neither written nor read.
 
-    python checkpoint.py                  saves on two ranks, loads on one, finds a flipped byte
+    python checkpoint.py                  saves on two ranks, loads on one and on three, finds a flipped bit
     python checkpoint.py show CKPT        what is in it
     python checkpoint.py verify CKPT      reads all of it and compares the checksums
 
 What a production system adds: files per node instead of per rank, parallel writes from one rank, copies kept in other nodes' memory.
 """
+import contextlib
 import hashlib
 import json
 import logging
@@ -34,6 +35,7 @@ import shutil
 import sys
 import threading
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -161,9 +163,9 @@ def write(path: Path, step: int, tensors: dict[str, Tensor], state: dict, read=N
         error = result = None
         try:
             result = action() if ranks == "all" or rank == 0 else None
-        except (OSError, dcp.CheckpointException) as e:                  # the second is a BaseException
+        except (Exception, dcp.CheckpointException) as e:                # the second is a BaseException
             cause = next(iter(e.failures.values()))[0] if isinstance(e, dcp.CheckpointException) else e
-            error = CheckpointError(f"cannot save {path}: {cause}")
+            error = CheckpointError(f"cannot save {path}: {cause if isinstance(cause, OSError) else repr(cause)}")
         try:
             agree(error, group)
         except CheckpointError:
@@ -177,12 +179,11 @@ def write(path: Path, step: int, tensors: dict[str, Tensor], state: dict, read=N
             raise OSError("it exists already; name another folder, or delete this one")
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in (building, aside):                               # of a run that was killed
-            if leftover.exists():
-                shutil.rmtree(leftover)
+            remove(leftover)
         building.mkdir()
 
     def write_tensors():
-        writer = dcp.HuggingFaceStorageWriter(str(building), fqn_to_index_mapping=files_of(described, len(everywhere)), save_distributed=True)
+        writer = dcp.HuggingFaceStorageWriter(str(building), fqn_to_index_mapping=files_of(everywhere), save_distributed=True)
         dcp.save(tensors, planner=_SavePlanner(tensors, read), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
 
     def hash_files():
@@ -198,8 +199,7 @@ def write(path: Path, step: int, tensors: dict[str, Tensor], state: dict, read=N
             os.rename(path, aside)
         os.rename(building, path)
         sync(path.parent)
-        if aside.exists():
-            shutil.rmtree(aside)
+        remove(aside)
 
     on_rank(0, prepare)
     everywhere = gather({n: [str(t.dtype).removeprefix("torch."), list(sharding.of(t).shape)] for n, t in tensors.items()}, group)
@@ -210,13 +210,13 @@ def write(path: Path, step: int, tensors: dict[str, Tensor], state: dict, read=N
     return path
 
 
-def files_of(described: dict, ranks: int) -> dict[str, int]:
-    """Tensor name -> number of the file (of each rank) that it goes to, from 1."""
-    number, file, room = {}, 0, 0
-    for n, (dtype, shape) in described.items():
-        size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+def files_of(everywhere: list[dict]) -> dict[str, int]:
+    """Tensor name -> number of the file (of each rank that holds a part) that it goes to, from 1. everywhere: what each rank holds, {name: [dtype, shape]}."""
+    holders, number, file, room = Counter(n for one in everywhere for n in one), {}, 0, 0
+    for n, (dtype, shape) in {n: d for one in everywhere for n, d in one.items()}.items():
+        size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize // holders[n]
         if size > room:
-            file, room = file + 1, FILE_BYTES * ranks
+            file, room = file + 1, FILE_BYTES
         number[n], room = file, room - size
     return number
 
@@ -226,6 +226,14 @@ def describe(file: Path) -> dict:
     sync(file)
     with open(file, "rb") as f:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+
+
+def remove(path: Path) -> None:
+    """A folder, or what stands in its place, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -255,7 +263,7 @@ class Saver:
             try:
                 write(path, step, copies, state, group=self.group, replace=True)
                 if not self.group or self.group.rank() == 0:
-                    remove_old(path.parent, keep)
+                    remove_old(path.parent, step, keep)
             except BaseException as e:
                 self.error = e
         self.thread = threading.Thread(target=work)
@@ -279,16 +287,18 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep:
     """Write folder/step-00NNNN, and wait for it. As `Saver.save`; all ranks call this together."""
     path = write(Path(folder) / name(step), step, tensors, state, replace=True)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        remove_old(Path(folder), keep)
+        remove_old(Path(folder), step, keep)
     return path
 
 
-def remove_old(folder: Path, keep: int) -> None:
-    """All but the newest `keep` checkpoints, and what killed runs left."""
-    for old in list(steps(folder).values())[:-keep] if keep else []:
-        os.rename(old, old.with_name(f".{old.name}.removing"))           # gone at once, even when killed while deleting
-    for leftover in folder.glob(".step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+def remove_old(folder: Path, step: int, keep: int) -> None:
+    """Of the checkpoints up to `step`, which was just written, all but the newest `keep`; and what killed runs left. A later one is damaged, or
+    the run would have gone on from it: it is no reason to remove a whole one."""
+    with contextlib.suppress(OSError):                                   # what cannot be removed stays
+        for old in [path for s, path in steps(folder).items() if s <= step][:-keep] if keep else []:
+            os.rename(old, old.with_name(f".{old.name}.removing"))       # gone at once, even when killed while deleting
+        for leftover in folder.glob(".step-*"):
+            remove(leftover)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -300,10 +310,9 @@ def read_index(path: Path) -> dict:
     try:
         text, checksum = (path / "index.json").read_bytes(), (path / "index.json.sha256").read_bytes()
     except FileNotFoundError as e:
-        kind = Damaged if (path / "index.json").exists() or (path / "index.json.sha256").exists() else CheckpointError
-        raise kind(f"{path} is not a checkpoint of this project, or damaged: it has no {Path(e.filename).name}") from None
+        raise Damaged(f"{path} is not a checkpoint of this project, or damaged: it has no {Path(e.filename).name}") from None
     except OSError as e:
-        raise CheckpointError(f"{path}/index.json cannot be read ({e})") from None
+        raise Damaged(f"{path}/index.json cannot be read ({e})") from None
     if checksum != f"{hashlib.sha256(text).hexdigest()}  index.json\n".encode():
         raise Damaged(f"{path}/index.json, or index.json.sha256 beside it, is damaged: they do not fit")
     try:
@@ -329,7 +338,8 @@ def is_index(x) -> bool:
     return (isinstance(x, dict) and x.get("format") == FORMAT and all(isinstance(x.get(k), kind) for k, kind in kinds.items())
             and all(isinstance(t, list) and len(t) == 2 and isinstance(t[0], str) and isinstance(t[1], list) and all(isinstance(n, int) for n in t[1])
                     for t in x["tensors"].values())
-            and all(isinstance(f, dict) and isinstance(f.get("bytes"), int) and isinstance(f.get("sha256"), str) and "/" not in file
+            and x["step"] >= 0
+            and all(isinstance(f, dict) and isinstance(f.get("bytes"), int) and isinstance(f.get("sha256"), str) and "/" not in file and len(file) < 256
                     for file, f in x["files"].items()))
 
 
@@ -347,7 +357,7 @@ def verify(path: Path) -> dict:
     except CheckpointError as e:
         error = e
     except OSError as e:
-        error = CheckpointError(f"{path} cannot be read: {e}")
+        error = Damaged(f"{path} cannot be read: {e}")
     agree(error)
     return index
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+import checkpoint
 import pipeline_parallel
 import recompute
 import schedules
@@ -77,19 +78,26 @@ class Config:
     save_every: int = flag(200, "steps between checkpoints; 0 for only the last")
     keep: int = flag(2, "how many checkpoints remain; 0 for all")
     resume: bool = flag(False, "go on from the newest checkpoint in OUT, if there is one; ranks that torchrun starts again do so anyway")
-    load: str | None = flag(None, "start from the weights of this checkpoint or run: what huggingface.py imported, for example", metavar="CKPT")
+    load: str | None = flag(None, "start from the weights of this checkpoint or run, and its shape: what huggingface.py imported, for example; with --resume, only where OUT has no checkpoint", metavar="CKPT")
     eval_every: int = flag(100, "steps between evaluations on held-out text; 0 for only the last")
     seed: int = flag(0, "of weights, sample order and dropout")
     timeout: float = flag(1800.0, "seconds without progress after which a run in which a rank hangs is ended")
     device: str = flag("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
 
     def model_config(self) -> GPTConfig:
-        """The preset with the flags that were given in its place. Raises ConfigError."""
+        """The preset, or with --load the checkpoint's model, with the flags that were given in its place. Raises ConfigError or CheckpointError."""
         if self.model not in PRESETS:
             raise ConfigError(f"--model {self.model}: no such preset; there are {', '.join(PRESETS)}")
         given = {name: getattr(self, name) for name in MODEL_FLAGS if getattr(self, name) is not None}
+        shape = PRESETS[self.model][0]
+        if self.load:
+            path = checkpoint.find(self.load)
+            shape = checkpoint.read_index(path)["model"] | {"attention": ""}
         with as_flags():
-            return GPTConfig(**{**PRESETS[self.model][0], **given})
+            try:
+                return GPTConfig(**{**shape, **given})
+            except TypeError as e:
+                raise ConfigError(f"--load {self.load}: does not describe a model of this project ({e})") from None
 
     def micro_batch(self, dp: int) -> int:
         """Sequences in one forward: a rank's whole share, or 1 in a pipeline, unless told otherwise."""

@@ -9,8 +9,8 @@ stage stops replicating one more thing. Ψ parameters, N ranks, bytes in mixed p
     2      gradients / N     (2 + (4 + 12)/N) Ψ       m + 1    .. the reduce-scatter after each micro-batch: only the sum of a part is kept
     3      parameters / N    (2 + 4 + 12)/N Ψ         3 m      .. parameters gathered for forward, and again for backward
 
-What one collective moves is a unit: the parameters of one layer (the embedding and the head are layers too), side by side in one flat [N, T]
-tensor whose row r is rank r's part of each. A parameter is cut along its first dimension that has N or more rows, padded where N does not divide it.
+(Between steps. In stage 3 two units of parameters, and in stages 2 and 3 two of gradients, come and go.) What one collective moves is a unit: the parameters of one layer (the embedding and the head are layers too), side by side in one flat [N, T]
+tensor whose row r is rank r's part of each. A parameter is cut along its first dimension of size N or more (or its largest), padded where N does not divide it.
 
     stage 3    compute        | block 0 | block 1 | block 2 |        Forward gathers a unit while the one before it computes, and drops it after use;
     forward    all-gather  0  |    1    |    2    |   ..             backward does the same in reverse, and sends a unit's gradients
@@ -21,7 +21,7 @@ else of this file. Gradients are summed, never averaged: the loss of each micro-
 the whole global batch, so unequal masks and any split into ranks and micro-batches come out right. Only the loop knows which backward is a step's last:
 before it, stages 0 and 1 send nothing.
 
-    python fsdp.py      the four stages on two ranks: gradients, bytes, elements sent, when gathers were in flight
+    python fsdp.py      the four stages on two ranks: gradients, bytes, elements sent, how long gathers were in flight and waited for
 
 Left out, and found in torch.distributed.fsdp: keeping the last unit between forward and backward (a gather less, a unit more), sharding inside a node and
 replicating across, offloading to the CPU. A tied matrix is gathered for the lookup, and for the head, where it stays until the head's
@@ -30,6 +30,7 @@ backward is over: the lookup's backward does not read it.
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,10 @@ def cut_dim(shape, n: int) -> int:
 
 
 class Unit:
-    """The parameters of one layer, and how they lie in a flat [n, T] tensor: row r holds rank r's part of each, one after the other."""
+    """The parameters of one layer, and how they lie in a flat [n, T] tensor: row r holds rank r's part of each, one after the other.
+
+    Its gradients go when none is `missing` from the backward that runs. (Under zb-h1 biases of a later micro-batch may arrive before the weights of
+    this one; they add up, and leave when the unit is full once more, or at the end of the step.)"""
 
     def __init__(self, parameters: list[nn.Parameter], n: int):
         """n: ranks that share the parameters; 1 where nothing is cut."""
@@ -80,7 +84,7 @@ class Unit:
         return flat[:, offset:offset + shape.numel()].unflatten(1, shape)
 
     def pairs(self, flat: Tensor, p: nn.Parameter, whole: Tensor):
-        """(part of flat [n, T], part of whole, which is shaped like p) that hold the same elements; padding is in none."""
+        """(in_flat, in_whole): views of flat [n, T] and of whole, which is shaped like p, that are for the same elements; padding is in none."""
         rows, (_, dim, shape) = self.rows(flat, p), self.places[p]
         full, rest = divmod(whole.shape[dim], shape[dim])                # ranks whose part has no padding; what the next one has
         yield rows[:full], whole.narrow(dim, 0, full * shape[dim]).unflatten(dim, (full, shape[dim])).movedim(dim, 0)
@@ -90,7 +94,7 @@ class Unit:
 
 class DataParallel(GradientAccumulator):
     """One of N replicas, of which `stage` decides what is whole. After `reduce_gradients()`, `main_grad` of each shard is the sum over the
-    group; after the optimizer's step, `gather_parameters()` spreads what it wrote."""
+    group; after the optimizer's step, `gather_parameters()` brings every rank what the others have updated."""
 
     def __init__(self, units: list[Unit], group: dist.ProcessGroup, stage: int, scaler: LossScaler | None, reduce_dtype: torch.dtype | None):
         """units: in the order of forward."""
@@ -127,21 +131,20 @@ class DataParallel(GradientAccumulator):
             if self.stage < 2:
                 unit.missing = set(unit.trainable)
 
-    @torch.no_grad()
-    def accumulate(self, p: nn.Parameter) -> None:
+    def accumulate(self, p: nn.Parameter) -> None:                       # a hook: autograd does not record here
         if p.grad is None:                                               # owed: a pipeline schedule computes it later
             return
         unit, unscale = self.unit_of[p], 1 / self.scaler.scale if self.scaler else 1
         if unit.gradients is None:
             make = torch.zeros if unit.padding else torch.empty
-            unit.gradients = make(unit.n, unit.T, dtype=self.reduce_dtype, device=self.device)
-        for there, here in unit.pairs(unit.gradients, p, p.grad):
+            unit.gradients = make(unit.n, unit.T, dtype=self.sum_dtype, device=self.device)
+        for in_flat, in_whole in unit.pairs(unit.gradients, p, p.grad):
             if p in unit.arrived:
-                there.add_(here, alpha=unscale)
+                in_flat.add_(in_whole, alpha=unscale)
             else:
-                there.copy_(here)
+                in_flat.copy_(in_whole)
                 if unscale != 1:
-                    there.mul_(unscale)
+                    in_flat.mul_(unscale)
         unit.arrived.add(p)
         unit.missing.discard(p)
         p.grad = None
@@ -208,26 +211,26 @@ class DataParallel(GradientAccumulator):
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """After the optimizer's step, stages 1 and 2: every rank gets the parts that the others have updated."""
-        if self.stage not in (1, 2):
+        """After the optimizer's step: every rank gets the parts that the others have updated."""
+        if self.stage == 0:
             return
-        for unit in self.units:
-            flat = torch.empty(unit.n, unit.T, dtype=unit.parameters[0].dtype, device=self.device)
-            for p in unit.parameters:
-                unit.part(flat[self.rank], p).copy_(p.shard)
-            unit.arriving = flat, all_gather(flat.view(-1), flat[self.rank], group=self.group, async_op=True)
-            if unit is not self.units[0]:
-                self.spread(self.units[self.units.index(unit) - 1])      # while this one is on its way
-        self.spread(self.units[-1])
+        for before, unit in pairwise([None, *self.units, None]):
+            if unit:
+                flat = torch.empty(unit.n, unit.T, dtype=unit.parameters[0].dtype, device=self.device)
+                for p in unit.parameters:
+                    unit.part(flat[self.rank], p).copy_(p.shard)
+                unit.arriving = flat, all_gather(flat.view(-1), flat[self.rank], group=self.group, async_op=True)
+            if before:                                                   # while this one is on its way
+                self.unpack(before)
 
     @torch.no_grad()
-    def spread(self, unit: Unit) -> None:
+    def unpack(self, unit: Unit) -> None:
         """Wait for a unit's parameters, and put them where the model reads them."""
         flat, work = unit.arriving
         work.wait()
         for p in unit.parameters:
-            for there, here in unit.pairs(flat, p, p.data):              # data: a write that autograd does not count, for the values are the same
-                here.copy_(there)
+            for in_flat, in_whole in unit.pairs(flat, p, p.data):        # data: a write that autograd does not count, for the values are the same
+                in_whole.copy_(in_flat)
         unit.arriving = None
 
 
@@ -277,9 +280,17 @@ class FullySharded(DataParallel):
             self.start(unit)
             if unit.arriving:
                 unit.whole.untyped_storage().resize_(unit.whole.nbytes)
-                self.spread(unit)
+                self.unpack(unit)
         for unit in soon:
             self.start(unit)
+
+    def gather_parameters(self) -> None:
+        """Forward gathers; what a forward without a backward has left is old."""
+        for unit in self.units:
+            if unit.arriving:
+                unit.arriving[1].wait()
+                unit.arriving = None
+            self.free(unit)
 
     def start(self, unit: Unit) -> None:
         if not unit.arriving and not unit.whole.untyped_storage().size():
@@ -297,8 +308,8 @@ def cut_unit(unit: Unit, group: dist.ProcessGroup, stage: int) -> None:
     if stage == 3:
         flat = unit.parameters[0].new_zeros(unit.n, unit.T)
         for p in unit.parameters:
-            for there, here in unit.pairs(flat, p, p):
-                there.copy_(here)
+            for in_flat, in_whole in unit.pairs(flat, p, p):
+                in_flat.copy_(in_whole)
         unit.shards = flat[rank].clone()
         sizes = [p.numel() for p in unit.parameters]
         unit.whole = unit.shards.new_empty(sum(sizes))
@@ -319,7 +330,7 @@ def cut_unit(unit: Unit, group: dist.ProcessGroup, stage: int) -> None:
 
 
 def shard(model: nn.Module, group: dist.ProcessGroup, stage: int = 0, scaler: LossScaler | None = None, reduce_dtype: torch.dtype | None = None,
-          init=None) -> DataParallel:
+          init=None) -> GradientAccumulator:
     """Make `model` one of `group.size()` replicas, sharded as `stage` says (0 to 3). All ranks must hold equal weights.
     reduce_dtype: of gradients on their way; the default is that of their sum, at least float32. init(names): gives the parameters of these names
     their values, for a model on the meta device: a layer is drawn and cut before the next one is drawn. Raises ValueError for another stage."""
@@ -338,6 +349,8 @@ def shard(model: nn.Module, group: dist.ProcessGroup, stage: int = 0, scaler: Lo
             units.append(Unit([model.get_parameter(name) for name in names], group.size() if stage else 1))
             if stage:
                 cut_unit(units[-1], group, stage)
+    if not units:                                                        # a pipeline's chunk may be empty
+        return GradientAccumulator(model, scaler)
     return FullySharded(list(layers.values()), units, group, scaler, reduce_dtype) if stage == 3 else DataParallel(units, group, stage, scaler, reduce_dtype)
 
 
@@ -348,7 +361,7 @@ def bytes_per_parameter(stage: int, n: int, weight: int = 2, gradient: int = 4, 
 
 
 def elements_sent(stage: int, m: int) -> int:
-    """By a rank in a step of m micro-batches, in units of Ψ (N - 1) / N, with ring collectives (section 7; an all-reduce is 2)."""
+    """By a rank in a step of m micro-batches, in units of Ψ (N - 1) / N, with ring collectives, of which an all-reduce is 2 (section 7 for m = 1; here with m)."""
     return (2, 2, m + 1, 3 * m)[stage]
 
 
@@ -400,7 +413,7 @@ def _lesson(rank: int, world: int, stage: int, m: int):
     original = all_gather
     all_gather = lambda out, x, **options: _Flight(original(out, x, **options))                # noqa: E731
     for step in (1, 2):
-        whole, _Flight.flown, _Flight.waited = {}, 0.0, 0.0
+        _Flight.flown = _Flight.waited = 0.0
         with ranks.Collectives() as sent:
             gradients.zero()
             for k in range(m):
@@ -410,8 +423,7 @@ def _lesson(rank: int, world: int, stage: int, m: int):
             gradients.reduce_gradients()
             if step == 1:
                 held = held_bytes(model, gradients) if world > 1 else None
-                whole = {n: sharding.gather(p.main_grad.clone(), sharding.of(p)) for n, p in sharding.named_parameters(model)}
-                first = whole
+                first = {n: sharding.gather(p.main_grad.clone(), sharding.of(p)) for n, p in sharding.named_parameters(model)}
             optimizer.step(0.0)
             gradients.gather_parameters()
     all_gather = original

@@ -85,7 +85,7 @@ def main():
         path = checkpoint.find(args.checkpoint)
         model, index = load_model(path, device)
         beside = path.parent.parent / "tokenizer.json"                   # train.py keeps a copy in the run's folder
-        tokenizer = make_tokenizer(args.tokenizer or (str(beside) if beside.exists() else index["config"]["tokenizer"]))
+        tokenizer = make_tokenizer(args.tokenizer or (str(beside) if beside.exists() else str(index["config"].get("tokenizer"))))
     except (checkpoint.CheckpointError, TokenizerError) as e:
         print(f"generate.py: {e}", file=sys.stderr)
         sys.exit(2)

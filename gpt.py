@@ -57,8 +57,9 @@ class GPTConfig:
             if not getattr(self, field):
                 object.__setattr__(self, field, default)
         for field in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "seq_length", "vocab_size"):
-            if not 1 <= getattr(self, field) < 2**31:
-                raise ValueError(f"{field} {getattr(self, field)}: must be at least 1 and below 2^31")
+            power = 16 if field == "num_layers" else 31
+            if not 1 <= getattr(self, field) < 2**power:
+                raise ValueError(f"{field} {getattr(self, field)}: must be at least 1 and below 2^{power}")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads {self.num_heads}: must divide hidden_size {self.hidden_size}; "
                              f"{divisors(self.hidden_size, self.num_heads)} would")

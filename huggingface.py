@@ -309,14 +309,15 @@ def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
         file, theirs, place = found[name.removeprefix("model.")]
         return place.view(read_tensor(file, theirs)).contiguous().float()
     with building(path) as folder:
-        tokenizer = "gpt2" if config.vocab_size == 50257 else "bytes"
-        if (hf_dir / "tokenizer.json").is_file():
+        tokenizer = {50257: "gpt2", 257: "bytes"}.get(config.vocab_size)
+        if (hf_dir / "tokenizer.json").is_file() or not tokenizer:       # where there is none, who needs it is told so
             tokenizer = str(Path(path).resolve() / "tokenizer.json")
         flags = {k: v for k, v in dataclasses.asdict(config).items() if k in MODEL_FLAGS}
         run = Config(model="llama2-7b" if config.llama else "gpt2", tokenizer=tokenizer, **flags)
         state = {"config": dataclasses.asdict(run), "model": dataclasses.asdict(config), "tokens": 0, "corpus": None, "optimizer": None}
         checkpoint.write(folder, 0, {f"model.{n}": p.detach() for n, p in empty_model(config).named_parameters()}, state, read)
         if (hf_dir / "tokenizer.json").is_file():
+            FileTokenizer(str(hf_dir / "tokenizer.json"))                # whether it can be read
             shutil.copyfile(hf_dir / "tokenizer.json", folder / "tokenizer.json")
     return config
 

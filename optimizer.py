@@ -120,7 +120,10 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps, "tolerance": self.tolerance}
 
     def load_state_dict(self, state: dict) -> None:
-        self.__dict__.update(state)
+        scale, good_steps, tolerance = (state[key] for key in ("scale", "good_steps", "tolerance"))
+        if not (isinstance(good_steps, int) and isinstance(tolerance, int) and math.isfinite(scale) and scale >= 1):
+            raise ValueError(f"not the state of a loss scaler: {state}")
+        self.scale, self.good_steps, self.tolerance = float(scale), good_steps, tolerance
 
 
 def learning_rate(step: int, peak: float, minimum: float, warmup: int, total: int) -> float:
@@ -133,7 +136,8 @@ def learning_rate(step: int, peak: float, minimum: float, warmup: int, total: in
 
 
 # A bf16 weight is the upper half of its fp32 master, rounded; 16 more bits beside it make the master exact again. (As integers: a float's
-# order is its bits' order, so rounding half away from zero is adding half of the last place that stays.)
+# order is its bits' order, so rounding half away from zero is adding half of the last place that stays; copies to bf16 round half to even,
+# and so differ in ties.)
 
 def join(weight: Tensor, low: Tensor) -> Tensor:
     """The fp32 master of a bf16 weight and its low bits (int16, same shape, contiguous)."""
@@ -169,7 +173,10 @@ class AdamW:
     def __init__(self, named_parameters, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip=0.0, scaler: LossScaler | None = None,
                  stages: dist.ProcessGroup | None = None, state_dtype: torch.dtype | None = None):
         """clip: the largest global gradient norm, 0 for none. stages: as in `global_norm`. state_dtype: torch.bfloat16, or None for at least
-        float32. Raises ValueError for bf16 state of fp16 weights, whose masters do not split."""
+        float32. Raises ValueError for bf16 state of fp16 weights, whose masters do not split, or with a β2 so near to 1 that v (1 - β2) is below half of
+        bf16's last place of v, and v can never shrink."""
+        if state_dtype and betas[1] > 0.99:
+            raise ValueError(f"optimizer_state bf16: with β2 {betas[1]} second moments in bf16 would never shrink; 0.99 and below do, as does optimizer_state fp32")
         self.parameters = dict(named_parameters)                         # global name: parameter, or this rank's shard of it
         self.weight_decay, self.betas, self.eps, self.clip = weight_decay, betas, eps, clip
         self.scaler, self.stages, self.updates, self.skipped = scaler, stages, 0, 0
@@ -211,8 +218,8 @@ class AdamW:
 
     def update(self, lr: float, decay: float, masters: list[Tensor], gradients: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor]) -> None:
         if masters:
-            before = torch.full((), self.updates - 1.0, device=masters[0].device)              # the function counts this one itself
-            adamw(masters, gradients, exp_avg, exp_avg_sq, [], [before.clone() for _ in masters], fused=True, amsgrad=False, maximize=False,
+            before = torch.full((len(masters),), self.updates - 1.0, device=masters[0].device)          # the function counts this one itself
+            adamw(masters, gradients, exp_avg, exp_avg_sq, [], list(before.unbind()), fused=True, amsgrad=False, maximize=False,
                   beta1=self.betas[0], beta2=self.betas[1], eps=self.eps, lr=lr, weight_decay=decay)
 
     def update_in_pieces(self, lr: float, decay: float, name: str, gradient: Tensor) -> None:

@@ -10,7 +10,8 @@ that record and nothing else, so none of them has a case per technique:
 A size that the ranks do not divide is padded with zeros at the end; the padding belongs to no global tensor.
 
 Initial weights do not depend on the layout: each parameter is drawn whole, from a generator seeded by (seed, global name),
-then cut. Models are built on the meta device first, so no rank ever holds more than one whole parameter beside its own part.
+then cut. Models are built on the meta device first, so no rank ever holds more than one whole parameter beside its own parts (with
+parameters sharded by fsdp.py, one whole layer).
 
     python sharding.py       cuts one tensor over four ranks and puts it together again
 

@@ -62,7 +62,7 @@ class Trainer:
     """The model of this rank and everything that one step changes. `dataset` has `batch(samples)` and `counted_tokens(samples)`."""
 
     def __init__(self, config: Config, device: torch.device, groups: Groups):
-        """No rank ever holds more than one whole parameter beside its own."""
+        """No rank ever holds more than one whole parameter beside its own, or one whole layer where parameters are sharded."""
         self.config, self.device, self.groups = config, device, groups
         self.model_config = config.model_config()
         self.dp, self.dp_rank = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
@@ -187,7 +187,8 @@ class Trainer:
 
     def load(self, path: Path, weights_only: bool = False) -> dict:
         """Continue from a checkpoint, or start from its weights. Returns its index. Raises CheckpointError, naming the fields in which its model differs."""
-        shape = {k: v for k, v in dataclasses.asdict(self.model_config).items() if k not in ("dropout", "attention")}
+        free = ("dropout", "attention") + ("seq_length",) * self.model_config.llama                # rotary positions have no table
+        shape = {k: v for k, v in dataclasses.asdict(self.model_config).items() if k not in free}
         tensors = self.optimizer.tensors()
         index = checkpoint.load(path, {n: t for n, t in tensors.items() if n.startswith("model.") or not weights_only}, shape)
         self.optimizer.restore(tensors)
@@ -198,21 +199,23 @@ class Trainer:
         try:
             self.optimizer.load_state_dict(index["optimizer"])
             return index | {"tokens": int(index["tokens"])}
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
             raise checkpoint.CheckpointError(f"{path}/index.json lacks what training goes on from ({type(e).__name__}: {e})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def check_out(config: Config) -> Path:
-    """The run's folder. Raises ConfigError when it holds another run."""
+def check_out(config: Config, world: World) -> Path:
+    """The run's folder. Raises ConfigError when it holds another run: one that neither --resume names nor this launch has begun."""
     out = Path(config.out)
-    if not config.resume and any((out / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints")):
+    launch = out / ".launch"                                             # who began the run: the launcher, which starts ranks again
+    mine = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.environ.get('SLURM_JOB_ID') or os.getppid()}"
+    begun_here = world.restarts and launch.exists() and launch.read_text() == mine
+    if not config.resume and not begun_here and any((out / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints")):
         raise ConfigError(f"--out {out}: holds another run; continue it with --resume, or name another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / ".write-test").touch()
-        (out / ".write-test").unlink()
+        launch.write_text(mine)
     except OSError as e:
         raise ConfigError(f"--out {out}: cannot be written ({e.strerror})") from None
     return out
@@ -294,10 +297,12 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
                 line["skipped_steps"] = trainer.optimizer.skipped
             last = step == config.steps or stopping
             if step == config.steps or config.eval_every and step % config.eval_every == 0:
+                world.beat(f"the evaluation after step {step}")
                 line["eval_loss"] = trainer.evaluate(held_out, min(held_out.windows, EVAL_SEQUENCES))
             if metrics:
                 metrics.add(line)
             world.say(progress(line, config.steps, (time.perf_counter() - begin) / (step - start) * (config.steps - step), bytes_per_token))
+            world.beat(f"the save after step {step}")
             if last or config.save_every and step % config.save_every == 0:
                 trainer.save(out / "checkpoints", step, tokens, train_set.index["corpus"])
             if last:
@@ -317,6 +322,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
         raise RunError(f"rank {world.rank}, step {step}: {type(e).__name__}: {e}\n{traceback.format_exc()}"
                        f"train.py: rank {world.rank} failed in step {step}; continue from the newest checkpoint with --resume") from e
     finally:
+        world.beat(None)
         for number, handler in before.items():
             signal.signal(number, handler)
     return False
@@ -327,7 +333,11 @@ def run(config: Config, world: World) -> None:
     tokenizer = open_tokenizer(config)
     world.connect(config.device, config.tp, config.pp, config.timeout)
     train_set, held_out = open_data(config, world, tokenizer)
-    trainer = Trainer(config, world.device, world.groups)
+    try:
+        trainer = Trainer(config, world.device, world.groups)
+    except (RuntimeError, MemoryError) as e:
+        raise RunError(f"rank {world.rank}: the model cannot be made on {world.device} ({str(e).splitlines()[0]}); a smaller one, or more ranks with --tp, --pp or "
+                       "--zero-stage 3, would need less memory of each") from None
     out, metrics, corpus = Path(config.out), None, train_set.index["corpus"]
     start, tokens = restore(trainer, world, corpus)
     if world.rank == 0:
@@ -339,10 +349,11 @@ def run(config: Config, world: World) -> None:
     layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in told if getattr(config, name) != getattr(Config(), name))
     world.say(f"{config.model}: {trainer.num_parameters:,} parameters, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
               f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
+    if config.zero_stage and not world.groups.dp:
+        world.say(f"--zero-stage {config.zero_stage}: there is one data-parallel rank, and nobody to share with")
     if config.recompute == "selective" and trainer.model_config.attention == "fused":
         world.say("--recompute selective: fused attention keeps no s x s scores, so there is nothing to recompute")
     begin = time.perf_counter()
-    world.beat("the first step")
     stopped = loop(trainer, world, train_set, held_out, metrics, start, tokens)
     if stopped or trainer.dp_rank > 0 and config.zero_stage < 3:         # a model whose parameters are sharded runs on all ranks
         return
@@ -360,12 +371,12 @@ def main(argv: list[str]) -> int:
     """Exit status: 0; 2 for what cannot run, 1 for what fails while running, each with one message; 130 for Ctrl-C before the first step."""
     world = World.from_launcher()
     config = parse(argv, world.rank)
-    config.resume |= world.restarts > 0
     status, message = 0, None
     try:
         config.validate(world.size)
         if world.rank == 0:
-            check_out(config)
+            check_out(config, world)
+        config.resume |= world.restarts > 0
         run(config, world)
     except (ConfigError, data.DataError, TokenizerError, checkpoint.CheckpointError) as e:
         status, message = 2, e

@@ -1,14 +1,15 @@
 """A rank that hangs is named, with its step, and the run ends instead of waiting for ever.
 
 One rank that stops (a GPU that fell off the bus, a file server that does not answer, a deadlock) leaves all the others in a collective that never
-ends. Each rank has a thread that watches its main thread's heartbeat, one a step. Where it stops for `seconds`, the rank writes into the
-store that the ranks met at which step it is in, and which line; the first of those that can still write reads what all have written, and
-says so. Then every rank ends, and the launcher may start them again.
+ends. Each rank has a thread that watches its main thread's heartbeat: one at each step, evaluation and save. Where it stops for `seconds`, the rank writes into
+the store that the ranks met where it is; the first of those that can still write reads what all have written, and says so. Then every rank ends,
+and the launcher may start them again.
 
-    rank 0: step 7, waiting for all ranks in torch/distributed/distributed_c10d.py:3210 all_gather
+    rank 0: step 7, in repository/fsdp.py:186 finish_reductions
     rank 1: does not answer; last heard of in step 7
 
-A rank that is stopped does not answer; one that runs in circles shows where.
+A rank that is stopped (SIGSTOP), or whose machine is gone, does not answer; one that runs in circles shows where. On a GPU the line is where the host waits for
+the device, often a little after the collective that does not end.
 """
 import os
 import sys
@@ -20,10 +21,10 @@ import torch.distributed as dist
 
 class Watchdog:
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float, end=os._exit):
-        """store: of all ranks. end(1) is called where the heartbeat has stopped: nothing else can be relied on then."""
-        self.store, self.rank, self.size, self.seconds, self.end = dist.PrefixStore("watchdog", store), rank, size, seconds, end
-        self.watched, self.stopped = threading.get_ident(), threading.Event()
-        self.beat("the start")
+        """store: of all ranks, and of this alone. end(1) is called where the heartbeat has stopped: nothing else can be relied on then."""
+        self.store, self.rank, self.size, self.seconds, self.end = store, rank, size, seconds, end
+        self.watched, self.last = threading.get_ident(), None            # last: when the heart beat; None while nobody has to hear it
+        self.gone = threading.Event()
         threading.Thread(target=self.watch, daemon=True).start()
 
     def beat(self, where: str) -> None:
@@ -31,24 +32,35 @@ class Watchdog:
         self.where, self.last = where, time.monotonic()
         self.store.set(f"beat {self.rank}", where)
 
+    def pause(self) -> None:
+        """What comes now may take long: until the next beat nobody watches."""
+        self.last = None
+
     def stop(self) -> None:
-        self.stopped.set()
+        self.gone.set()
 
     def watch(self) -> None:
-        while not self.stopped.wait(min(1, self.seconds / 10)):
-            if time.monotonic() - self.last > self.seconds:
-                self.store.set(f"waits {self.rank}", f"{self.where}, in {self.line()}")
-                time.sleep(min(10, self.seconds))                        # the others' time is up a little earlier or later
-                if not self.stopped.is_set():
+        while not self.gone.wait(min(1, self.seconds / 10)):
+            last = self.last
+            if last is not None and time.monotonic() - last > self.seconds:
+                try:
+                    self.store.set(f"waits {self.rank}", f"{self.where}, in {self.line()}")
+                    self.gone.wait(min(10, self.seconds))                # the others' time is up a little earlier or later
+                    if self.last != last:                                # it was slow, and goes on
+                        self.store.delete_key(f"waits {self.rank}")
+                        continue
                     self.report()
+                except Exception as e:                                   # the rank that holds the store may be gone
+                    print(f"train.py: rank {self.rank}: no progress for {self.seconds:.0f} s in {self.where}, and no word of the others ({e})", file=sys.stderr, flush=True)
+                if not self.gone.is_set():
                     self.end(1)
 
     def line(self) -> str:
-        """Where the watched thread is."""
+        """Where the watched thread is: the innermost line outside of torch."""
         frame = sys._current_frames()[self.watched]
-        while frame.f_back and "torch/utils" in frame.f_code.co_filename:
+        while frame.f_back and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
-        return f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno} {frame.f_code.co_name}"
+        return f"{'/'.join(frame.f_code.co_filename.split('/')[-2:])}:{frame.f_lineno} {frame.f_code.co_name}"
 
     def report(self) -> None:
         """From the first rank that can."""
@@ -56,5 +68,6 @@ class Watchdog:
         if waits.index(True) == self.rank:
             print(f"train.py: no progress for {self.seconds:.0f} s:", file=sys.stderr)
             for rank, can_speak in enumerate(waits):
-                text = self.store.get(f"waits {rank}").decode() if can_speak else f"does not answer; last heard of in {self.store.get(f'beat {rank}').decode()}"
+                heard = self.store.get(f"beat {rank}").decode() if self.store.check([f"beat {rank}"]) else "the start"
+                text = self.store.get(f"waits {rank}").decode() if can_speak else f"does not answer; last heard of in {heard}"
                 print(f"train.py: rank {rank}: {text}", file=sys.stderr, flush=True)

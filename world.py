@@ -40,11 +40,14 @@ class Groups:
     files: dist.ProcessGroup | None = None                               # all ranks, on the CPU: for checkpoints that are written meanwhile
 
     @classmethod
-    def make(cls, device_type: str, world: int, tp: int = 1, pp: int = 1) -> "Groups":
-        """One mesh (pp, dp, tp). Neighbours are tensor parallel: they talk most. All ranks call this together."""
+    def make(cls, device_type: str, world: int, tp: int = 1, pp: int = 1, timeout: timedelta | None = None) -> "Groups":
+        """One mesh (pp, dp, tp). Neighbours are tensor parallel: they talk most. timeout: of collectives. All ranks call this together."""
         mesh = init_device_mesh(device_type, (pp, world // pp // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
         groups = cls(**{name: mesh.get_group(name) for name, n in zip(mesh.mesh_dim_names, mesh.shape) if n > 1})
-        groups.files = dist.new_group(backend="gloo")
+        groups.files = dist.new_group(backend="gloo", timeout=timeout)
+        for group in (groups.dp, groups.tp, groups.pp):
+            if group and timeout:
+                group.set_timeout(timeout)
         if pp > 1 and dist.get_backend() == "nccl":
             groups.nccl = pipeline_parallel.nccl_groups(mesh.mesh.flatten(1).t().tolist(), dist.get_rank(), torch.device("cuda", torch.cuda.current_device()))
         return groups
@@ -85,8 +88,8 @@ class World:
             store = dist.PrefixStore(f"start {self.restarts}", store)    # torchrun may keep it over restarts, with dead ranks' addresses
             dist.init_process_group("gloo" if shared else "nccl", store=dist.PrefixStore("ranks", store), rank=rank, world_size=size,
                                     timeout=timedelta(seconds=timeout + 60), device_id=None if shared else self.device)
-            self.watchdog = Watchdog(store, rank, size, timeout)
-            self.groups = Groups.make(self.device.type, self.size, tp, pp)
+            self.watchdog = Watchdog(dist.PrefixStore("watchdog", store.clone()), rank, size, timeout)        # with a connection of its own
+            self.groups = Groups.make(self.device.type, self.size, tp, pp, timedelta(seconds=timeout + 60))
         else:
             self.groups = Groups()
 
@@ -120,10 +123,10 @@ class World:
             dist.all_gather(rows, row)
         return list(zip(*(r.tolist() for r in rows)))
 
-    def beat(self, where: str) -> None:
-        """Progress, for the watchdog."""
+    def beat(self, where: str | None) -> None:
+        """Progress, for the watchdog; None: nothing to watch until the next."""
         if self.watchdog:
-            self.watchdog.beat(where)
+            self.watchdog.beat(where) if where else self.watchdog.pause()
 
     def say(self, *words) -> None:
         if self.rank == 0:

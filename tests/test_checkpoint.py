@@ -72,6 +72,16 @@ def test_keep(tmp_path):
     assert equal(loaded, tensors(9)) and list(checkpoint.steps(tmp_path)) == [4, 5]
 
 
+def test_a_damaged_later_checkpoint_does_not_push_out_a_whole_one(tmp_path):
+    """After going back from 20 to 10: what is saved then stays, whatever lies ahead."""
+    for step in (10, 20):
+        checkpoint.save(tmp_path, step, tensors(step), STATE)
+    for step in (15, 18):
+        checkpoint.save(tmp_path, step, tensors(step), STATE, keep=1)
+        assert list(checkpoint.steps(tmp_path)) == [step, 20]
+        checkpoint.verify(tmp_path / checkpoint.name(step))
+
+
 def test_steps_ignores_what_is_not_finished(tmp_path):
     checkpoint.save(tmp_path, 3, tensors(), STATE)
     (tmp_path / ".step-000004.saving").mkdir()

@@ -233,6 +233,25 @@ def test_the_next_unit_is_on_its_way():
         assert not any(left)
 
 
+def forward_without_backward(rank):
+    """A loss that nobody goes back from, then a step: the next forward has the new parameters."""
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(**SHAPES["gpt"]))
+    gradients = fsdp.shard(model, dist.group.WORLD, 3, init=lambda names: sharding.init(model, 0, "cpu", torch.float32, names))
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    before = model(tokens, tokens)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.shard.mul_(1.5)
+    gradients.gather_parameters()
+    with torch.no_grad():
+        return torch.equal(before, model(tokens, tokens)), model(tokens, tokens).shape
+
+
+def test_nothing_old_is_left_after_a_step():
+    assert ranks.run(forward_without_backward, 2) == [(False, (1, 4))] * 2
+
+
 def garbage_free(rank, stage):
     """A model that is dropped takes its buffers with it."""
     import weakref

@@ -277,6 +277,37 @@ def test_a_damaged_checkpoint_is_passed_over(here, text, capfd):
     checkpoint.verify(found[9])
 
 
+@pytest.mark.parametrize("how", ["empty", "a file", "an index that is a folder"])
+def test_other_damage_is_passed_over_too(here, text, capfd, how):
+    flags = ("--save-every", "6")
+    assert in_process(text, "--out", "run", *flags) == 0
+    newest = checkpoint.steps("run/checkpoints")[12]
+    for file in newest.iterdir():
+        file.unlink()
+    if how == "a file":
+        newest.rmdir()
+        newest.touch()
+    elif how != "empty":
+        (newest / "index.json").mkdir()
+    capfd.readouterr()
+    assert in_process(text, "--out", "run", *flags, "--resume") == 0
+    out = capfd.readouterr().out
+    assert "step-000012" in out and "going back to the one before" in out and "resuming after step 6" in out
+    checkpoint.verify(newest)
+
+
+def test_a_restart_goes_on_with_its_own_run_alone(here, text, capfd, monkeypatch):
+    """What torchrun starts again resumes what it began; somebody else's run is refused, the second time too."""
+    assert in_process(text, "--out", "run", "--save-every", "6") == 0
+    before = exact("run")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert in_process(text, "--out", "run", "--steps", "14") == 0                               # the same launcher: this process's parent
+    assert exact("run")[:12] == before and len(exact("run")) == 14
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    assert in_process(text, "--out", "run", "--steps", "20") == 2
+    assert "holds another run" in capfd.readouterr().err and len(exact("run")) == 14
+
+
 def test_start_from_weights(here, text, capfd):
     """--load takes the weights alone, of a checkpoint or a run: step 1, no moments, another optimizer state."""
     assert in_process(text, "--out", "a", "--steps", "6") == 0
@@ -285,6 +316,7 @@ def test_start_from_weights(here, text, capfd):
     a, b = weights("a")[1], weights("b")[1]
     assert all(torch.equal(a[n], b[n]) for n in a if n.startswith("model.")) and not any(torch.equal(a[n], b[n].to(a[n].dtype)) for n in a if n.startswith("exp_avg."))
     assert b["exp_avg.head.output.weight"].dtype == torch.bfloat16
+    assert train.parse(["--load", "b"], 0).model_config() == train.parse(SMALL, 0).model_config()          # its shape comes with it
     assert in_process(text, "--out", "c", "--load", "nowhere") == 2
     assert "nowhere: no such folder" in capfd.readouterr().err
 
@@ -320,7 +352,7 @@ def test_a_rank_that_hangs_is_named(here, text):
 @pytest.mark.skipif(not (ROOT / ".venv/bin/torchrun").exists(), reason="no .venv here")
 def test_sbatch(here, text):
     """The Slurm script, with stand-ins for Slurm's commands: it trains; SIGTERM to it makes the ranks save, and puts the job back into the queue."""
-    for name, script in {"srun": 'exec "$@"', "scontrol": f'if [ "$1" = show ]; then echo localhost; else echo "$@" >> {here}/log; fi',
+    for name, script in {"srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"', "scontrol": f'if [ "$1" = show ]; then echo localhost; else echo "$@" >> {here}/log; fi',
                          "scancel": f'echo "$@" >> {here}/log; pkill -TERM -f -- "--out {here}/run"'}.items():
         (here / name).write_text(f"#!/bin/bash\n{script}\n")
         (here / name).chmod(0o755)
