@@ -12,7 +12,7 @@ ranks see a non-finite norm, the step is skipped and counted, and the scale shri
 
 `GradientAccumulator` fills `main_grad` on one device; fsdp.py's sums it over ranks.
 
-    python optimizer.py        why masters are needed, and the schedule, in numbers
+    python optimizer.py        why masters are needed, how they split, and the schedule, in numbers
 
 Left out, and found in Megatron-LM: other optimizers, other schedules, parameter groups by user rule.
 """
@@ -277,6 +277,9 @@ def main():
         bf16 += 1e-3
         master += 1e-3
     print(f"  in bf16 {bf16.item():.4f};  in an fp32 master {master.item():.4f}, as bf16 {master.bfloat16().item():.4f}")
+    weight, low = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int16)
+    split(master.view(1), weight, low)
+    print(f"  the same master as a bf16 weight {weight.item()} and 16 low bits {low.item()}: together {join(weight, low).item():.9f}, as it was {master.item():.9f}")
     print("learning rate, peak 3e-4, minimum 3e-5, 10 of 100 steps warmup:")
     print("  " + "  ".join(f"{step}: {learning_rate(step, 3e-4, 3e-5, 10, 100):.1e}" for step in (1, 5, 10, 25, 55, 75, 100)))
     scaler = LossScaler()

@@ -17,6 +17,7 @@ counted tokens in the global batch, a number known before the first forward, wit
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -336,8 +337,10 @@ def run(config: Config, world: World) -> None:
     try:
         trainer = Trainer(config, world.device, world.groups)
     except (RuntimeError, MemoryError) as e:
-        raise RunError(f"rank {world.rank}: the model cannot be made on {world.device} ({str(e).splitlines()[0]}); a smaller one, or more ranks with --tp, --pp or "
-                       "--zero-stage 3, would need less memory of each") from None
+        if isinstance(e, RuntimeError) and not re.search("alloc|overflow|out of memory", str(e)):
+            raise
+        raise RunError(f"rank {world.rank}: there is no room for this model on {world.device} ({str(e).split(chr(10))[0]}); a smaller one, or more ranks with "
+                       "--tp, --pp or --zero-stage 3, would need less of each") from None
     out, metrics, corpus = Path(config.out), None, train_set.index["corpus"]
     start, tokens = restore(trainer, world, corpus)
     if world.rank == 0:

@@ -94,10 +94,11 @@ def test_tensor_parallel_float32(flags):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("flags", [dict(), dict(recompute="full"), dict(tp=2), dict(tp=2, sequence_parallel=True, recompute="selective")], ids=str)
-def test_on_a_gpu(flags):
+@pytest.mark.parametrize("world, flags", [(1, dict()), (1, dict(recompute="full")), (2, dict(tp=2)), (2, dict(tp=2, sequence_parallel=True, recompute="selective")),
+                                          (2, dict(zero_stage=1)), (2, dict(zero_stage=2, micro_batch_size=1)), (2, dict(zero_stage=3, recompute="full"))], ids=str)
+def test_on_a_gpu(world, flags):
     """The CPU's loss and gradients; ranks share the GPU."""
-    same(train(flags.get("tp", 1), device="cuda", **flags), train())
+    same(train(world, device="cuda", **flags), train())
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
