@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-FLAGS = ("--save-every", "1", "--dropout", "0.1", "--steps", "24", "--zero-stage", "3", "--optimizer-state", "bf16", "--precision", "bf16", "--micro-batch-size", "1")
+FLAGS = ("--save-every", "1", "--dropout", "0.1", "--steps", "16", "--zero-stage", "3", "--optimizer-state", "bf16", "--precision", "bf16", "--micro-batch-size", "1")
 
 
 def run(command: list[str], seed: int, most: int) -> tuple[int, str]:

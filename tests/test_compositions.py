@@ -31,7 +31,7 @@ SHARDED = [dict(), dict(micro_batch_size=1), dict(micro_batch_size=1, recompute=
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_zero_stages(world, base):
     """Stages 1 to 3; 3 and 4 divide hardly a size in the model. Accumulation, and recomputation, which gathers again what it needs again."""
-    variants = [dict(flags, zero_stage=stage) for stage in (1, 2, 3) for flags in SHARDED]
+    variants = [dict(flags, zero_stage=stage) for stage in (1, 2, 3) for flags in (SHARDED if world == 2 else SHARDED[1:3])]
     for result in train_each(world, variants, base=base, global_batch_size=12 * (1 + (world == 4)), vocab_size=61):
         same(result, train(base=base, global_batch_size=12 * (1 + (world == 4)), vocab_size=61))
 
@@ -41,11 +41,10 @@ OVER = [(4, dict(tp=2, micro_batch_size=1)), (4, dict(tp=2, sequence_parallel=Tr
         (4, dict(pp=2, virtual_stages=2, layer_split=[0, 0, 1, 1])), (8, dict(pp=2, tp=2, sequence_parallel=True, recompute="selective")), (6, dict(pp=2, layer_split=[2, 0], global_batch_size=12))]
 
 
-@pytest.mark.parametrize("base", [SMALL, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("world, flags", OVER, ids=str)
-def test_zero_stages_over_other_techniques(world, flags, base):
+@pytest.mark.parametrize("base, world, flags", [(SMALL, *over) for over in OVER] + [(LLAMA, *over) for over in OVER[1:5]], ids=str)
+def test_zero_stages_over_other_techniques(base, world, flags):
     model = {k: v for k, v in flags.items() if k in ("num_layers", "global_batch_size")}
-    for result in train_each(world, [dict(zero_stage=stage) for stage in (0, 1, 2, 3)], base=base | flags):
+    for result in train_each(world, [dict(zero_stage=stage) for stage in (1, 2, 3)], base=base | flags):
         same(result, train(base=base | model))
 
 
@@ -61,7 +60,7 @@ def test_zero_stages_float32():
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_zero_stage_3_compiled():
-    same(train(2, steps=1, zero_stage=3, compile=True), train(steps=1))
+    same(train(2, steps=1, num_layers=1, zero_stage=3, compile=True), train(steps=1, num_layers=1))
 
 
 # A vocabulary that no t divides, heads that 4 divides, grouped-query attention. For GPT the embeddings are tied.

@@ -84,7 +84,7 @@ def same_weights(a, b):
 def test_two_ranks_end_to_end(here, text):
     done = run(text, "--out", "run", "--eval-every", "5", "--save-every", "5", "--dropout", "0.1", world=2)
     assert done.returncode == 0, done.stderr
-    assert {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"} == {p.name for p in Path("run").iterdir()}
+    assert {".launch", "config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"} == {p.name for p in Path("run").iterdir()}
     assert list(checkpoint.steps("run/checkpoints")) == [10, 12]
     metrics = lines("run")
     assert [x["step"] for x in metrics] == list(range(1, 13)) and metrics[-1]["tokens"] == 12 * 4 * 32
