@@ -54,7 +54,7 @@ def draw(rows: list[dict], n: int) -> None:
             axes.bar(x, row["measured"][part], bottom=bottom, width=0.7, color=colours[part], label=part if x == 0 else None)
             bottom += row["measured"][part]
         axes.plot([x - 0.4, x + 0.4], [sum(row["formula"].values())] * 2, color="black", linewidth=1.5, label="formula" if x == 0 else None)
-    axes.set(xticks=range(len(rows)), xticklabels=[f"{row['stage']}" + ("\nstate in bf16" if row["state"] == "bf16" else "") for row in rows], xlabel="stage",
+    axes.set(xticks=range(len(rows)), xticklabels=[f"{row['stage']}" + ("\nbf16 state" if row["state"] == "bf16" else "") for row in rows], xlabel="stage",
              ylabel="bytes per parameter of the model", title=f"A rank's memory, measured, N = {n}, bf16")
     axes.legend(frameon=False)
     figure.savefig(report.FIGURES / "zero_memory.png", dpi=150)
