@@ -334,7 +334,7 @@ def test_killed_ranks_are_started_again(here, text, seed):
 
 def test_a_rank_that_hangs_is_named(here, text):
     """SIGSTOP: the rank does not answer. All end, and the message names it and its step."""
-    p = subprocess.Popen(command(text, "--out", "run", "--steps", "100000", "--timeout", "4", world=2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    p = subprocess.Popen(command(text, "--out", "run", "--steps", "100000", "--timeout", "2", world=2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     children, output = [], []
     for line in p.stdout:
         output.append(line)
@@ -345,7 +345,7 @@ def test_a_rank_that_hangs_is_named(here, text):
             os.kill(children[1], signal.SIGKILL)
     output = "".join(output)
     assert p.wait(timeout=60) == 1
-    assert "no progress for 4 s" in output and re.search(r"rank 0: step \d+, in \S+\.py:\d+ \w+", output), output
+    assert "no progress for 2 s" in output and re.search(r"rank 0: step \d+, in \S+\.py:\d+ \w+", output), output
     assert re.search(r"rank 1: does not answer; last heard of in step \d+", output), output
 
 
