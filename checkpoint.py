@@ -252,23 +252,18 @@ class Saver:
         """group: of all ranks, on the CPU, and used for nothing else; None where there is one rank."""
         self.group, self.thread, self.error = group, None, None
 
-    def save(self, folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0) -> Path:
-        """Copy `tensors`, and start to write folder/step-00NNNN as `write` does. keep: how many checkpoints remain, 0 for all. Waits for the save
-        before; raises what that one raised."""
+    def save(self, folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0) -> None:
+        """Copy `tensors`, and start to `save` the copies. Waits for the save before; raises what that one raised."""
         self.wait()
         copies = {n: sharding.label(t.detach().to("cpu", copy=True), sharding.of(t)) for n, t in tensors.items()}
-        path = Path(folder) / name(step)
 
         def work():
             try:
-                write(path, step, copies, state, group=self.group, replace=True)
-                if not self.group or self.group.rank() == 0:
-                    remove_old(path.parent, step, keep)
+                save(folder, step, copies, state, keep, self.group)
             except BaseException as e:
                 self.error = e
         self.thread = threading.Thread(target=work)
         self.thread.start()
-        return path
 
     @property
     def failed(self) -> bool:
@@ -283,10 +278,10 @@ class Saver:
             raise error
 
 
-def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0) -> Path:
-    """Write folder/step-00NNNN, and wait for it. As `Saver.save`; all ranks call this together."""
-    path = write(Path(folder) / name(step), step, tensors, state, replace=True)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0, group: dist.ProcessGroup | None = None) -> Path:
+    """`write` folder/step-00NNNN; all ranks (of the group) call this together. keep: how many checkpoints remain, 0 for all."""
+    path = write(Path(folder) / name(step), step, tensors, state, group=group, replace=True)
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
         remove_old(Path(folder), step, keep)
     return path
 
