@@ -245,11 +245,12 @@ def forward_without_backward(rank):
     assert gradients.units[0].whole.untyped_storage().size()
     gradients.gather_parameters()
     with torch.no_grad():
-        return torch.equal(before, model(tokens, tokens)), model(tokens, tokens).shape
+        first, second = model(tokens, tokens), model(tokens, tokens)     # nothing is left between these two
+    return torch.equal(first, second), torch.equal(first, before)
 
 
 def test_nothing_old_is_left_after_a_step():
-    assert ranks.run(forward_without_backward, 2) == [(False, (1, 4))] * 2
+    assert ranks.run(forward_without_backward, 2) == [(True, False)] * 2
 
 
 def garbage_free(rank, stage):
