@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import ranks
-import recompute
 import report
 import schedules
 import train

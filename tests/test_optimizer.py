@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.adamw import adamw
 
-import gpt
 import parity
 import ranks
 import sharding
 import train as trainer
-from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, global_norm, join, learning_rate, split
+from optimizer import AdamW, GradientAccumulator, LossScaler, global_norm, join, learning_rate, split
 from world import Groups
 
 

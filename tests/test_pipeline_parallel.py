@@ -2,7 +2,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import gpt
 import pipeline_parallel
