@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 import checkpoint
+import moe
 import pipeline_parallel
 import recompute
 import schedules
@@ -43,6 +44,14 @@ class Config:
     seq_length: int | None = flag(None, "tokens in a sequence")
     vocab_size: int | None = flag(None, "at least the tokenizer's")
     dropout: float | None = flag(None, "probability, at embedding, attention and both residual branches")
+    # experts
+    num_experts: int | None = flag(None, "MLPs in a layer with experts, of which each token goes through some; 0: none")
+    expert_every: int | None = flag(None, "every so many layers, the last of them has experts: 2 is every other layer")
+    router: str | None = flag(None, "sinkhorn balances each micro-batch by a plan; topk by a loss", ("sinkhorn", "topk"))
+    router_topk: int | None = flag(None, "experts that a token goes through")
+    capacity_factor: float | None = flag(None, "an expert takes so many times its even share of a micro-batch, and the rest of its tokens is dropped; 0: all are taken")
+    aux_loss: float | None = flag(None, "coefficient of the load-balancing loss; the default is 0.01 with topk, 0 with sinkhorn")
+    z_loss: float | None = flag(None, "coefficient of the router's z-loss; the default is 0.001 with topk, 0 with sinkhorn")
     # parallel
     tp: int = flag(1, "tensor-parallel ranks: every matrix is cut over so many; the other ranks are data parallel")
     sequence_parallel: bool = flag(False, "cut what tensor parallelism leaves whole along the sequence")
@@ -51,6 +60,7 @@ class Config:
     schedule: str | None = flag(None, "of the pipeline; the default is 1f1b, or interleaved with virtual stages", tuple(schedules.NAMES))
     layer_split: list[int] | None = flag(None, "layers of each stage (pp times virtual stages numbers); the default is an even split", metavar="N")
     zero_stage: int = flag(0, "what data-parallel ranks shard: optimizer state (1), and gradients (2), and parameters (3)", (0, 1, 2, 3))
+    ep: int = flag(1, "expert-parallel ranks: so many of the data-parallel ranks share the experts")
     reduce_dtype: str | None = flag(None, "of gradients while they are summed over data-parallel ranks; the default is fp32", ("fp32", "bf16"))
     # memory, speed
     recompute: str = flag("none", "what backward computes again instead of keeping: explicit attention (selective) or whole layers (full)", ("none", "selective", "full"))
@@ -112,7 +122,7 @@ class Config:
         model = self.model_config()
         for name, least in (("global_batch_size", 1), ("steps", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
                             ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1), ("tp", 1), ("pp", 1),
-                            ("virtual_stages", 1), ("timeout", 1)):
+                            ("virtual_stages", 1), ("ep", 1), ("timeout", 1)):
             value = getattr(self, name)
             if value is not None and not least <= value < 2**31:         # NaN and infinity fail too
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least} and below 2^31")
@@ -135,6 +145,8 @@ class Config:
                 sequence_parallel.check(model, self.tp)
             pipeline_parallel.layer_split(model.num_layers, self.pp, self.virtual_stages, self.layer_split)
         dp = world // self.tp // self.pp
+        with as_flags():
+            moe.check(model, self.ep, dp)
         if self.global_batch_size % dp:
             low = self.global_batch_size // dp * dp
             raise ConfigError(f"--global-batch-size {self.global_batch_size}: must be divisible by the {dp} data-parallel ranks; "
@@ -161,7 +173,7 @@ MODEL_FLAGS = {f.name for f in dataclasses.fields(GPTConfig)} & {f.name for f in
 @contextlib.contextmanager
 def as_flags():
     """What a technique says about its fields becomes a ConfigError about flags: num_heads 5 -> --num-heads 5."""
-    names = sorted(MODEL_FLAGS | {"tp", "pp", "virtual_stages", "recompute", "recompute_layers", "layer_split"})
+    names = sorted(MODEL_FLAGS | {"tp", "pp", "ep", "virtual_stages", "recompute", "recompute_layers", "layer_split"})
     try:
         yield
     except ValueError as e:

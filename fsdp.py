@@ -55,10 +55,11 @@ class Unit:
     Its gradients go when none is `missing` from the backward that runs. (Under zb-h1 biases of a later micro-batch may arrive before the weights of
     this one; they add up, and leave when the unit is full once more, or at the end of the step.)"""
 
-    def __init__(self, parameters: list[nn.Parameter], n: int):
-        """n: ranks that share the parameters; 1 where nothing is cut."""
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, stage: int):
+        """group: the ranks that hold the same parameters, and sum their gradients. In stage 0 nothing is cut."""
         self.parameters, self.trainable = parameters, [p for p in parameters if p.requires_grad]
-        self.n, self.T, self.places, self.padding = n, 0, {}, False      # places: parameter -> (offset in a row, dim, shape of a part)
+        self.group, self.n, self.rank = group, *((group.size(), group.rank()) if stage else (1, 0))
+        n, self.T, self.places, self.padding = self.n, 0, {}, False      # places: parameter -> (offset in a row, dim, shape of a part)
         for p in parameters:
             dim = cut_dim(p.shape, n)
             shape = torch.Size(-(-size // n) if d == dim else size for d, size in enumerate(p.shape))
@@ -96,10 +97,9 @@ class DataParallel(GradientAccumulator):
     """One of N replicas, of which `stage` decides what is whole. After `reduce_gradients()`, `main_grad` of each shard is the sum over the
     group; after the optimizer's step, `gather_parameters()` brings every rank what the others have updated."""
 
-    def __init__(self, units: list[Unit], group: dist.ProcessGroup, stage: int, scaler: LossScaler | None, reduce_dtype: torch.dtype | None):
+    def __init__(self, units: list[Unit], stage: int, scaler: LossScaler | None, reduce_dtype: torch.dtype | None):
         """units: in the order of forward."""
-        self.units, self.group, self.stage, self.scaler = units, group, stage, scaler
-        self.rank = group.rank() if stage else 0
+        self.units, self.stage, self.scaler = units, stage, scaler
         self.last, self.sending = False, []                              # sending: units whose gradients are on their way
         self.unit_of = {p: unit for unit in units for p in unit.parameters}
         self.parameters = [p for unit in units for p in unit.trainable]
@@ -108,7 +108,7 @@ class DataParallel(GradientAccumulator):
         self.reduce_dtype = reduce_dtype or self.sum_dtype
         for unit in units if stage < 2 else []:
             unit.gradients = torch.zeros(unit.n, unit.T, dtype=self.sum_dtype, device=self.device)
-            self.hand_over(unit, unit.gradients[self.rank])
+            self.hand_over(unit, unit.gradients[unit.rank])
         self.zero()
         self.listen()
 
@@ -175,13 +175,13 @@ class DataParallel(GradientAccumulator):
             unit.rows(unit.gradients, p).zero_()
         unit.missing, unit.arrived = set(unit.trainable), set()
         x = unit.gradients.to(self.reduce_dtype)                         # itself, where that is its type
-        mine = x[self.rank]
+        mine = x[unit.rank]
         if self.stage > 1:
             mine, unit.gradients = torch.empty_like(mine), None          # the next micro-batch's go elsewhere
         if self.stage == 0:
-            unit.reducing = mine, dist.all_reduce(x, group=self.group, async_op=True)
+            unit.reducing = mine, dist.all_reduce(x, group=unit.group, async_op=True)
         else:
-            unit.reducing = mine, reduce_scatter(mine, x.view(-1), group=self.group, async_op=True)
+            unit.reducing = mine, reduce_scatter(mine, x.view(-1), group=unit.group, async_op=True)
         self.sending.append(unit)
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ class DataParallel(GradientAccumulator):
             elif self.stage > 1:
                 unit.sum += result
             elif result.dtype != self.sum_dtype:
-                unit.gradients[self.rank] = result
+                unit.gradients[unit.rank] = result
             unit.reducing = None
         self.sending.clear()
 
@@ -218,8 +218,8 @@ class DataParallel(GradientAccumulator):
             if unit:
                 flat = torch.empty(unit.n, unit.T, dtype=unit.parameters[0].dtype, device=self.device)
                 for p in unit.parameters:
-                    unit.part(flat[self.rank], p).copy_(p.shard)
-                unit.arriving = flat, all_gather(flat.view(-1), flat[self.rank], group=self.group, async_op=True)
+                    unit.part(flat[unit.rank], p).copy_(p.shard)
+                unit.arriving = flat, all_gather(flat.view(-1), flat[unit.rank], group=unit.group, async_op=True)
             if before:                                                   # while this one is on its way
                 self.unpack(before)
 
@@ -237,8 +237,8 @@ class DataParallel(GradientAccumulator):
 class FullySharded(DataParallel):
     """Stage 3: between its uses, a unit is its shards alone."""
 
-    def __init__(self, layers: list[nn.Module], units: list[Unit], group: dist.ProcessGroup, scaler: LossScaler | None, reduce_dtype: torch.dtype | None):
-        super().__init__(units, group, 3, scaler, reduce_dtype)
+    def __init__(self, layers: list[nn.Module], units: list[Unit], scaler: LossScaler | None, reduce_dtype: torch.dtype | None):
+        super().__init__(units, 3, scaler, reduce_dtype)
         self.needs = [list(dict.fromkeys(self.unit_of[p] for p in layer.parameters())) for layer in layers]
         self.chained = False
         self.users = {unit: [i for i, needed in enumerate(self.needs) if unit in needed] for unit in units}
@@ -295,22 +295,21 @@ class FullySharded(DataParallel):
     def start(self, unit: Unit) -> None:
         if not unit.arriving and not unit.whole.untyped_storage().size():
             flat = torch.empty(unit.n, unit.T, dtype=unit.shards.dtype, device=self.device)
-            unit.arriving = flat, all_gather(flat.view(-1), unit.shards, group=self.group, async_op=True)
+            unit.arriving = flat, all_gather(flat.view(-1), unit.shards, group=unit.group, async_op=True)
 
     def free(self, unit: Unit) -> None:
         unit.whole.untyped_storage().resize_(0)
 
 
 @torch.no_grad()
-def cut_unit(unit: Unit, group: dist.ProcessGroup, stage: int) -> None:
+def cut_unit(unit: Unit, stage: int) -> None:
     """Give each parameter its `shard`: a view of this rank's part or, in stage 3, all that is left of the parameter."""
-    rank = group.rank()
     if stage == 3:
         flat = unit.parameters[0].new_zeros(unit.n, unit.T)
         for p in unit.parameters:
             for in_flat, in_whole in unit.pairs(flat, p, p):
                 in_flat.copy_(in_whole)
-        unit.shards = flat[rank].clone()
+        unit.shards = flat[unit.rank].clone()
         sizes = [p.numel() for p in unit.parameters]
         unit.whole = unit.shards.new_empty(sum(sizes))
         for p, place in zip(unit.parameters, unit.whole.split(sizes)):
@@ -322,16 +321,23 @@ def cut_unit(unit: Unit, group: dist.ProcessGroup, stage: int) -> None:
         else:
             padded = p.new_zeros([n * unit.n if d == dim else n for d, n in enumerate(shape)])
             padded.narrow(dim, 0, p.shape[dim]).copy_(p)
-            part = padded.narrow(dim, rank * shape[dim], shape[dim]).contiguous()              # itself, where dim is 0
+            part = padded.narrow(dim, unit.rank * shape[dim], shape[dim]).contiguous()              # itself, where dim is 0
             if dim == 0:
                 p.data = padded[:p.shape[0]]                             # p moves to where it has room for the padding
         p.shard = nn.Parameter(part, requires_grad=p.requires_grad)
-        sharding.label(p.shard, replace(sharding.of(p), cuts=(*sharding.of(p).cuts, Cut(dim, group))))
+        sharding.label(p.shard, replace(sharding.of(p), cuts=(*sharding.of(p).cuts, Cut(dim, unit.group))))
+
+
+def spread(p: nn.Parameter, group: dist.ProcessGroup) -> bool:
+    """Whether ranks of the group hold different parts of p."""
+    ranks = set(dist.get_process_group_ranks(group))
+    return any(c.group.size() > 1 and ranks.issuperset(dist.get_process_group_ranks(c.group)) for c in sharding.of(p).cuts)
 
 
 def shard(model: nn.Module, group: dist.ProcessGroup, stage: int = 0, scaler: LossScaler | None = None, reduce_dtype: torch.dtype | None = None,
-          init=None) -> GradientAccumulator:
-    """Make `model` one of `group.size()` replicas, sharded as `stage` says (0 to 3). All ranks must hold equal weights.
+          init=None, expert_group: dist.ProcessGroup | None = None) -> GradientAccumulator:
+    """Make `model` one of `group.size()` replicas, sharded as `stage` says (0 to 3). All ranks must hold equal weights. Parameters that are spread
+    over ranks of the group already, experts, have fewer replicas: `expert_group`, the ranks that hold the same ones.
     reduce_dtype: of gradients on their way; the default is that of their sum, at least float32. init(names): gives the parameters of these names
     their values, for a model on the meta device: a layer is drawn and cut before the next one is drawn. Raises ValueError for another stage."""
     if stage not in (0, 1, 2, 3):
@@ -345,13 +351,15 @@ def shard(model: nn.Module, group: dist.ProcessGroup, stage: int = 0, scaler: Lo
         if names and init:
             init(names)
             seen.update(layer.parameters())                              # they are other objects now
-        if names:
-            units.append(Unit([model.get_parameter(name) for name in names], group.size() if stage else 1))
-            if stage:
-                cut_unit(units[-1], group, stage)
+        parameters = [model.get_parameter(name) for name in names]
+        for some, replicas in (([p for p in parameters if not spread(p, group)], group), ([p for p in parameters if spread(p, group)], expert_group)):
+            if some:
+                units.append(Unit(some, replicas, stage))
+                if stage:
+                    cut_unit(units[-1], stage)
     if not units:                                                        # a pipeline's chunk may be empty
         return GradientAccumulator(model, scaler)
-    return FullySharded(list(layers.values()), units, group, scaler, reduce_dtype) if stage == 3 else DataParallel(units, group, stage, scaler, reduce_dtype)
+    return FullySharded(list(layers.values()), units, scaler, reduce_dtype) if stage == 3 else DataParallel(units, stage, scaler, reduce_dtype)
 
 
 def bytes_per_parameter(stage: int, n: int, weight: int = 2, gradient: int = 4, state: int = 12) -> tuple[float, float, float]:

@@ -50,12 +50,22 @@ class GPTConfig:
     attention: str = ""              # explicit: scores, softmax, dropout, context; fused: one kernel, the default without dropout
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
+    num_experts: int = 0             # MLPs of which each token goes through some (moe.py); 0: one MLP, for all
+    expert_every: int = 1            # every so many layers, the last of them has experts
+    router: str = "sinkhorn"         # or topk
+    router_topk: int = 1             # experts of a token
+    capacity_factor: float = 0.0     # an expert takes so many times its even share of a micro-batch's tokens, no more; 0: all that come
+    aux_loss: float | None = None    # coefficient of the load-balancing loss; the default is 0.01 with router topk, else 0
+    z_loss: float | None = None      # .. of the router's z-loss; 0.001 with router topk, else 0
 
     def __post_init__(self):
         for field, default in (("num_kv_heads", self.num_heads), ("ffn_hidden_size", 4 * self.hidden_size),
                                ("attention", "explicit" if self.dropout else "fused")):
             if not getattr(self, field):
                 object.__setattr__(self, field, default)
+        for field, default in (("aux_loss", 0.01), ("z_loss", 0.001)):
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, default if self.num_experts and self.router == "topk" else 0.0)
         for field in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "seq_length", "vocab_size"):
             power = 16 if field == "num_layers" else 31
             if not 1 <= getattr(self, field) < 2**power:
@@ -76,10 +86,28 @@ class GPTConfig:
         if self.attention == "fused" and self.dropout > 0:
             raise ValueError(f"attention fused: never sees the probabilities that dropout {self.dropout} would mask; "
                              "use attention explicit, or dropout 0")
+        self.check_experts()
+
+    def check_experts(self) -> None:
+        if not 0 <= self.num_experts < 2**16:
+            raise ValueError(f"num_experts {self.num_experts}: must be at least 0 and below 2^16; 0 is one MLP for all tokens")
+        if self.router not in ("sinkhorn", "topk"):
+            raise ValueError(f"router {self.router}: must be sinkhorn or topk")
+        for field, most, what in (("expert_every", self.num_layers, "num_layers"), ("router_topk", max(1, self.num_experts), "num_experts")):
+            if not 1 <= getattr(self, field) <= most:
+                raise ValueError(f"{field} {getattr(self, field)}: must be from 1 to {what} {most}")
+        for field in ("capacity_factor", "aux_loss", "z_loss"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ValueError(f"{field} {getattr(self, field)}: must be at least 0 and finite")
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    @property
+    def expert_layers(self) -> range:
+        """The layers with experts: with expert_every 2, those numbered 1, 3, 5 and so on."""
+        return range(self.expert_every - 1, self.num_layers if self.num_experts else 0, self.expert_every)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,8 +268,8 @@ class Attention(nn.Module):
 class GELU(nn.Module):
     """gelu(x + bias), in the tanh form of GPT-2 and Megatron-LM (arXiv 1606.08415). x is overwritten."""
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        return F.gelu(x.add_(bias), approximate="tanh")
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.gelu(x if bias is None else x.add_(bias), approximate="tanh")
 
 
 class SwiGLU(nn.Module):
@@ -331,6 +359,10 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.num_layers)})
+        if config.expert_layers:
+            from moe import MoE                                          # which builds on this file
+            for layer in config.expert_layers:
+                self.blocks[str(layer)].mlp = MoE(config)
         self.head = Head(config)
         if not config.llama:
             self.head.output.weight = self.embedding.tokens.weight                             # tied (arXiv 1608.05859)
@@ -393,9 +425,11 @@ def num_parameters(model: nn.Module) -> int:
 
 def flops_per_token(config: GPTConfig) -> float:
     """Model FLOPs to train on one token, matrix multiplications alone, forward once and backward twice, attention over all
-    s² scores as the papers count it. For a GPT: 72 L h² (1 + s/6h + V/12hL) (arXiv 2205.05198, eq. 7, over B s)."""
-    h, kv = config.hidden_size, config.num_kv_heads * config.head_dim
-    weights = config.num_layers * (2 * h * h + 2 * h * kv + (3 if config.llama else 2) * h * config.ffn_hidden_size)
+    s² scores as the papers count it. For a GPT: 72 L h² (1 + s/6h + V/12hL) (arXiv 2205.05198, eq. 7, over B s). Of experts, those
+    that a token goes through, and their router."""
+    h, kv, experts = config.hidden_size, config.num_kv_heads * config.head_dim, len(config.expert_layers)
+    mlps = config.num_layers - experts + experts * config.router_topk
+    weights = config.num_layers * (2 * h * h + 2 * h * kv) + mlps * (3 if config.llama else 2) * h * config.ffn_hidden_size + experts * h * config.num_experts
     return 6 * (weights + h * config.vocab_size) + 12 * config.num_layers * config.seq_length * h
 
 

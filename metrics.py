@@ -5,7 +5,8 @@ A line of metrics.jsonl is one step, floats in full precision, so that two runs 
     {"step": 1, "loss": 5.56, "grad_norm": 3.2, "lr": 6e-05, "tokens": 2048, "step_seconds": 0.2, "tokens_per_second": 10240.0,
      "tflops_per_device": 0.11, "peak_memory_bytes": 570425344}
 
-and now and then `eval_loss`, `loss_scale` (fp16) and `skipped_steps` (those whose gradients were not finite).
+and now and then `eval_loss`, `loss_scale` (fp16) and `skipped_steps` (those whose gradients were not finite). With experts also `expert_load` (for
+each layer that has them, how many choices fell on each expert, over an even share), `router_entropy` (nats, for each layer) and `dropped_share`.
 
     python metrics.py runs/default       draws runs/default/loss.png again
 """
@@ -65,6 +66,8 @@ def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float
             f"{line['peak_memory_bytes'] / 2**30:.2f} GiB  {duration(seconds_left)} left")
     if not math.isfinite(line["grad_norm"]):
         text += "  not finite: skipped"
+    if "expert_load" in line:
+        text += f"  load up to {max(max(layer) for layer in line['expert_load']):.2f}"
     if "eval_loss" in line:
         text += f"\n    held-out loss {line['eval_loss']:.4f}, {line['eval_loss'] / bytes_per_token:.4f} nats per byte"
     return text

@@ -24,6 +24,7 @@ The memory formulas of the paper stand below as functions, and `saved_bytes` mea
 `torch.utils.checkpoint` (use_reentrant=True) does the same and keeps the generators' state; written out here because it is the technique.
 Like it, this works with `loss.backward()`, not with torch.autograd.grad of parameters inside. What Megatron-LM adds: recomputing the norm, the activation or the MLP alone; kept inputs spread over tensor-parallel ranks.
 """
+import contextlib
 import weakref
 from functools import partial
 
@@ -34,14 +35,38 @@ from torch.autograd.function import once_differentiable
 import gpt
 
 
+_decided = None                          # what was decided in the checkpoint that is running
+
+
+def once(function, *args):
+    """function(*args), which has no gradient: in the second run of a checkpoint, what it gave in the first."""
+    if _decided is None:
+        return function(*args)
+    if torch.is_grad_enabled():                                          # the second run records
+        return _decided.pop(0)
+    _decided.append(function(*args))
+    return _decided[-1]
+
+
+@contextlib.contextmanager
+def _deciding(decided: list):
+    global _decided
+    before, _decided = _decided, decided
+    try:
+        yield
+    finally:
+        _decided = before
+
+
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, *args):                                   # recording is off in here, as in every autograd function
-        ctx.function = function
+        ctx.function, ctx.decided = function, []
         ctx.is_tensor = [isinstance(a, Tensor) for a in args]
         ctx.others = [None if isinstance(a, Tensor) else a for a in args]
         ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
-        return function(*args)
+        with _deciding(ctx.decided):
+            return function(*args)
 
     @staticmethod
     @once_differentiable
@@ -51,7 +76,7 @@ class _Checkpoint(torch.autograd.Function):
         for a, needed in zip(args, ctx.needs_input_grad[1:]):
             if needed:
                 a.requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), _deciding(ctx.decided):
             output = ctx.function(*args)                                 # again, recording
         output.backward(grad)                                            # parameters inside get theirs here
         return None, *(a.grad if needed else None for a, needed in zip(args, ctx.needs_input_grad[1:]))
@@ -85,6 +110,9 @@ def apply(model: gpt.GPT, granularity: str, layers: int | None = None) -> None:
         if granularity == "none" or layers is not None and int(number) >= layers:
             continue
         if granularity == "full":
+            for module in block.modules():
+                if hasattr(module, "decides"):
+                    module.forward = partial(once, module.forward)
             block.forward = partial(checkpoint, block.forward)
         elif isinstance(block.attention.core, gpt.ExplicitAttention):    # fused: nothing to save
             block.attention.core.forward = partial(checkpoint, block.attention.core.forward)

@@ -22,6 +22,8 @@ What Megatron-LM adds: activations stored [s, b, h], so that a slice of the sequ
 `start_scatter` are not needed. It sums the norms' gradients once a step in the optimizer; here it happens where the weights are used, for each
 micro-batch, so that nothing is owed elsewhere.
 """
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -182,6 +184,8 @@ def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
                 module.positions = SlicedPositions(module.positions, group.rank(), group.size())
         if hasattr(module, "project"):
             module.project = ColumnParallelLinear(group)
+        if hasattr(module, "enter"):                                     # experts
+            module.enter, module.leave = partial(gather_sequence, group=group), partial(scatter_sequence, group=group)
     for part in parts:
         synchronise(part, group)
 

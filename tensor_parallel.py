@@ -19,6 +19,7 @@ last ranks; the padding gets no probability, no gradient, and no place in a chec
 What Megatron-LM adds: q, k and v in one matrix, communication inside the matrix multiplication (user buffers), and copies of key and
 value heads where t is larger than their number; here t has to divide it.
 """
+from functools import partial
 from math import gcd
 
 import torch
@@ -247,10 +248,14 @@ def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
         attention, mlp = block.attention, block.mlp
         for linear in (attention.query, attention.key, attention.value, mlp.up, mlp.gate):
             if linear is not None:
-                sharding.keep_part(linear, "weight", Cut(0, group))      # [out / t, in]
+                sharding.keep_part(linear, "weight", Cut(linear.weight.dim() - 2, group))      # [out / t, in], of experts [E, out / t, in]
                 sharding.keep_part(linear, "bias", Cut(0, group))
-        attention.project, mlp.project = ColumnParallelLinear(group), ColumnParallelLinear(group)
-        attention.output, mlp.down = RowParallelLinear(attention.output, group), RowParallelLinear(mlp.down, group)
+        attention.project, attention.output = ColumnParallelLinear(group), RowParallelLinear(attention.output, group)
+        if isinstance(mlp, gpt.MLP):
+            mlp.project, mlp.down = ColumnParallelLinear(group), RowParallelLinear(mlp.down, group)
+        else:                                                            # experts: the same f and g, around all of it
+            sharding.keep_part(mlp.down, "weight", Cut(2, group))        # [E, out, in / t]
+            mlp.enter, mlp.leave = partial(copy_to_ranks, group=group), partial(reduce_from_ranks, group=group)
         if isinstance(attention.core, gpt.ExplicitAttention):
             attention.core.dropout.slice[1] = group.rank()               # of the heads
     tied = model.embedding is not None and model.head is not None and model.head.output.weight is model.embedding.tokens.weight

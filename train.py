@@ -32,6 +32,7 @@ import checkpoint
 import data
 import fsdp
 import generate
+import moe
 import pipeline_parallel
 import recompute
 import schedules
@@ -84,11 +85,14 @@ class Trainer:
             self.model = pipeline_parallel.Pipeline(self.chunks, channels, config.tp if config.sequence_parallel else 1)
             m = config.global_batch_size // self.dp // self.micro
             self.schedule = schedules.make(config.pipeline_schedule, groups.pp.size(), m, config.virtual_stages)
+        self.expert_layers = moe.layers(*self.chunks)
         self.saver = checkpoint.Saver(groups.files)
 
     def prepare(self, chunk: GPT) -> GradientAccumulator:
         """Everything that is done to a chunk, in order. Returns what collects its gradients."""
         config, groups = self.config, self.groups
+        if groups.ep:
+            moe.parallelize(chunk, groups.ep)
         if groups.tp:
             tensor_parallel.parallelize(chunk, groups.tp)
         if config.sequence_parallel:
@@ -103,7 +107,7 @@ class Trainer:
         def init(names=None) -> None:
             sharding.init(chunk, config.seed, self.device, DTYPES[self.precision], names)
         if groups.dp:
-            return fsdp.shard(chunk, groups.dp, config.zero_stage, self.scaler, DTYPES.get(config.reduce_dtype), init)
+            return fsdp.shard(chunk, groups.dp, config.zero_stage, self.scaler, DTYPES.get(config.reduce_dtype), init, groups.edp)
         init()
         return GradientAccumulator(chunk, self.scaler)
 
@@ -132,6 +136,8 @@ class Trainer:
             loss.add_(total.detach() / count)
             return total
 
+        for layer in self.expert_layers.values():                        # sums over all positions, so the whole batch's mean is one number by another
+            layer.decision.statistics, layer.token_weight = None, (self.scaler.scale if self.scaler else 1.0) / (len(samples) * self.model_config.seq_length)
         for gradients in self.gradients:
             gradients.zero()
         if self.schedule is None:
@@ -158,11 +164,19 @@ class Trainer:
             gradients.gather_parameters()
         return norm, lr
 
+    def routing(self) -> dict:
+        """The routers' statistics of the step, for metrics.jsonl. A collective."""
+        if not self.model_config.num_experts:
+            return {}
+        return moe.statistics(self.model_config, self.expert_layers, [group for group in (self.groups.dp, self.groups.pp) if group], self.device)
+
     @torch.no_grad()
     def evaluate(self, dataset, sequences: int) -> float:
         """Mean loss per token over the first `sequences` samples of a held-out dataset."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = []
+        for chunk in self.chunks:
+            chunk.eval()                                                 # routers take raw logits
         for start in range(0, sequences, self.dp * self.micro):          # all ranks take as many batches: their forwards may be collectives
             mine = start + self.dp_rank * self.micro
             batch = dataset.batch(range(mine, min(mine + self.micro, sequences)) or range(1)).to(self.device)
@@ -175,6 +189,8 @@ class Trainer:
                 add(batch, self.model(batch.tokens, batch.labels))
         else:
             self.model.evaluate(batches, add)
+        for chunk in self.chunks:
+            chunk.train()
         for group in (self.groups.dp, self.groups.pp):
             if group:
                 dist.all_reduce(total, group=group)
@@ -188,7 +204,7 @@ class Trainer:
 
     def load(self, path: Path, weights_only: bool = False) -> dict:
         """Continue from a checkpoint, or start from its weights. Returns its index. Raises CheckpointError, naming the fields in which its model differs."""
-        free = ("dropout", "attention") + ("seq_length",) * self.model_config.llama                # rotary positions have no table
+        free = ("dropout", "attention", "capacity_factor", "aux_loss", "z_loss") + ("seq_length",) * self.model_config.llama                # rotary positions have no table
         shape = {k: v for k, v in dataclasses.asdict(self.model_config).items() if k not in free}
         tensors = self.optimizer.tensors()
         index = checkpoint.load(path, {n: t for n, t in tensors.items() if n.startswith("model.") or not weights_only}, shape)
@@ -292,6 +308,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
             line = {"step": step, "loss": sum(losses), "grad_norm": norm, "lr": lr, "tokens": tokens, "step_seconds": seconds,
                     "tokens_per_second": count / seconds, "tflops_per_device": count * flops / seconds / world.size / 1e12,
                     "peak_memory_bytes": int(max(peaks))}
+            line |= trainer.routing()
             if trainer.scaler:
                 line["loss_scale"] = trainer.scaler.scale
             if trainer.optimizer.skipped:
@@ -332,7 +349,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
 def run(config: Config, world: World) -> None:
     """One training run on this rank."""
     tokenizer = open_tokenizer(config)
-    world.connect(config.device, config.tp, config.pp, config.timeout)
+    world.connect(config.device, config.tp, config.pp, config.timeout, config.ep)
     train_set, held_out = open_data(config, world, tokenizer)
     try:
         trainer = Trainer(config, world.device, world.groups)
@@ -348,7 +365,7 @@ def run(config: Config, world: World) -> None:
         if isinstance(tokenizer, FileTokenizer) and not (out / "tokenizer.json").exists():
             shutil.copyfile(config.tokenizer, out / "tokenizer.json")    # generate.py finds it there
         metrics = Metrics(out / "metrics.jsonl", start)
-    told = ("tp", "pp", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "zero_stage", "reduce_dtype", "recompute", "recompute_layers", "optimizer_state")
+    told = ("tp", "pp", "ep", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "zero_stage", "reduce_dtype", "recompute", "recompute_layers", "optimizer_state")
     layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in told if getattr(config, name) != getattr(Config(), name))
     world.say(f"{config.model}: {trainer.num_parameters:,} parameters, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
               f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
@@ -358,8 +375,10 @@ def run(config: Config, world: World) -> None:
         world.say("--recompute selective: fused attention keeps no s x s scores, so there is nothing to recompute")
     begin = time.perf_counter()
     stopped = loop(trainer, world, train_set, held_out, metrics, start, tokens)
-    if stopped or trainer.dp_rank > 0 and config.zero_stage < 3:         # a model whose parameters are sharded runs on all ranks
+    if stopped or trainer.dp_rank > 0 and config.zero_stage < 3 and config.ep == 1:            # a model whose parameters are spread runs on all ranks
         return
+    for chunk in trainer.chunks:
+        chunk.eval()
     seconds, prompt = time.perf_counter() - begin, [int(i) for i in tokenizer.encode("def ")]
     ids = generate.generate(trainer.model, prompt, 300, temperature=0.8, seed=config.seed, eot=tokenizer.eot, multiple_of=config.tp if config.sequence_parallel else 1)
     text = tokenizer.decode(prompt + list(ids))                          # tensor-parallel ranks draw the same tokens

@@ -3,6 +3,8 @@
 One mesh (pp, dp, tp), made once. Tensor-parallel ranks are neighbours, because they talk most: on a node of 8 GPUs, `--tp 8` stays inside.
 
     ranks 0 .. 7 under --pp 2 --tp 2        pp 0: dp 0: tp 0, 1   dp 1: tp 2, 3        pp 1: dp 0: tp 4, 5   dp 1: tp 6, 7
+
+Experts are spread over --ep of the dp ranks, neighbours again: dp = (edp, ep).
 """
 import ctypes
 import gc
@@ -34,18 +36,24 @@ def keep_freed_memory() -> None:
 class Groups:
     """The process groups of this rank, None where there is one rank in a group; nccl: the pipeline's communicators on GPUs."""
     dp: dist.ProcessGroup | None = None
+    ep: dist.ProcessGroup | None = None                                  # of the dp ranks, those that share a set of experts
+    edp: dist.ProcessGroup | None = None                                 # .. and those that hold the same ones; a rank alone, maybe
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
     nccl: dict | None = None
     files: dist.ProcessGroup | None = None                               # all ranks, on the CPU: for checkpoints that are written meanwhile
 
     @classmethod
-    def make(cls, device_type: str, world: int, tp: int = 1, pp: int = 1, timeout: timedelta | None = None) -> "Groups":
-        """One mesh (pp, dp, tp). Neighbours are tensor parallel: they talk most. timeout: of collectives. All ranks call this together."""
-        mesh = init_device_mesh(device_type, (pp, world // pp // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    def make(cls, device_type: str, world: int, tp: int = 1, pp: int = 1, timeout: timedelta | None = None, ep: int = 1) -> "Groups":
+        """One mesh (pp, dp, tp). Neighbours are tensor parallel: they talk most; the next ones expert parallel. timeout: of collectives. All ranks call this together."""
+        dp = world // pp // tp
+        mesh = init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
         groups = cls(**{name: mesh.get_group(name) for name, n in zip(mesh.mesh_dim_names, mesh.shape) if n > 1})
+        if ep > 1:                                                       # the same ranks, with dp = (edp, ep)
+            experts = init_device_mesh(device_type, (pp, dp // ep, ep, tp), mesh_dim_names=("pp", "edp", "ep", "tp"))
+            groups.ep, groups.edp = experts.get_group("ep"), experts.get_group("edp")
         groups.files = dist.new_group(backend="gloo", timeout=timeout)
-        for group in (groups.dp, groups.tp, groups.pp):
+        for group in (groups.dp, groups.ep, groups.edp, groups.tp, groups.pp):
             if group and timeout:
                 group.set_timeout(timeout)
         if pp > 1 and dist.get_backend() == "nccl":
@@ -71,7 +79,7 @@ class World:
         return cls(*(int(os.environ.get(name, default)) for name, default in
                      (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("TORCHELASTIC_RESTART_COUNT", 0))))
 
-    def connect(self, device: str, tp: int, pp: int, timeout: float) -> None:
+    def connect(self, device: str, tp: int, pp: int, timeout: float, ep: int = 1) -> None:
         """Choose the device, and with several ranks make the process groups: one mesh, from which everything else is handed groups.
         timeout: seconds without progress after which the watchdog ends the run; collectives wait a minute longer."""
         if device != "cpu" and torch.cuda.is_available():
@@ -89,7 +97,7 @@ class World:
             dist.init_process_group("gloo" if shared else "nccl", store=dist.PrefixStore("ranks", store), rank=rank, world_size=size,
                                     timeout=timedelta(seconds=timeout + 60), device_id=None if shared else self.device)
             self.watchdog = Watchdog(dist.PrefixStore("watchdog", store.clone()), rank, size, timeout)        # with a connection of its own
-            self.groups = Groups.make(self.device.type, self.size, tp, pp, timedelta(seconds=timeout + 60))
+            self.groups = Groups.make(self.device.type, self.size, tp, pp, timedelta(seconds=timeout + 60), ep)
         else:
             self.groups = Groups()
 

@@ -57,7 +57,7 @@ def on_rank(rank: int, world: int, variants: list[dict], steps: int, mutate) -> 
 
 
 def one_run(world: int, config: trainer.Config, steps: int) -> Result:
-    groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
+    groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups()
     t = trainer.Trainer(config, torch.device(config.device), groups)                          # on CUDA: gloo still, all ranks on one GPU
 
     def whole(part) -> dict[str, torch.Tensor]:

@@ -131,7 +131,7 @@ def test_shapes_that_do_not_divide(n):
 
 def test_the_cut_by_hand():
     """Five rows over two ranks: three, and two with one of padding. A [1, 4] weight is cut along its second dimension."""
-    unit = fsdp.Unit([nn.Parameter(torch.arange(10.0).view(5, 2)), nn.Parameter(torch.arange(4.0).view(1, 4))], 2)
+    unit = fsdp.Unit([nn.Parameter(torch.arange(10.0).view(5, 2)), nn.Parameter(torch.arange(4.0).view(1, 4))], Two(), 1)
     assert unit.T == 3 * 2 + 2 and [d for _, d, _ in unit.places.values()] == [0, 1] and unit.padding
     flat = torch.full((2, unit.T), -1.0)
     for p in unit.parameters:
