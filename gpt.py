@@ -54,6 +54,7 @@ class GPTConfig:
     expert_every: int = 1            # every so many layers, the last of them has experts
     router: str = "sinkhorn"         # or topk
     router_topk: int = 1             # experts of a token
+    router_temperature: float = 0.05 # of sinkhorn's plan: the lower, the evener the load; 1 as in Megatron-LM
     capacity_factor: float = 0.0     # an expert takes so many times its even share of a micro-batch's tokens, no more; 0: all that come
     aux_loss: float | None = None    # coefficient of the load-balancing loss; the default is 0.01 with router topk, else 0
     z_loss: float | None = None      # .. of the router's z-loss; 0.001 with router topk, else 0
@@ -96,6 +97,8 @@ class GPTConfig:
         for field, most, what in (("expert_every", self.num_layers, "num_layers"), ("router_topk", max(1, self.num_experts), "num_experts")):
             if not 1 <= getattr(self, field) <= most:
                 raise ValueError(f"{field} {getattr(self, field)}: must be from 1 to {what} {most}")
+        if not 1e-3 <= self.router_temperature <= 1:
+            raise ValueError(f"router_temperature {self.router_temperature}: must be from 0.001 to 1")
         for field in ("capacity_factor", "aux_loss", "z_loss"):
             if not 0 <= getattr(self, field) < math.inf:
                 raise ValueError(f"{field} {getattr(self, field)}: must be at least 0 and finite")

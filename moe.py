@@ -36,23 +36,31 @@ import gpt
 import sharding
 from sharding import Cut
 
+TINY = 1e-100                            # added to what is divided by
+
 # --- who goes where -------------------------------------------------------------------------------------------------
 
+def sinkhorn(logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, most: int = 1000) -> Tensor:
+    """The plan d0 C d1 with C = exp(logits / temperature), whose rows sum to 1/N and columns to 1/E (arXiv 2202.01169, section 3.1): scale rows, scale columns,
+    until d1 changes by no more than a share `tolerance` of it on average, or `most` times.
 
-def sinkhorn(logits: Tensor, tolerance: float = 1e-4, most: int = 1000) -> Tensor:
-    """The plan d0 C d1 with C = exp(logits), in at least float32, whose rows sum to 1/N and columns to 1/E (arXiv 2202.01169, section 3.1): scale rows, scale
-    columns, until d1 changes by no more than `tolerance` on average, or `most` times. Rows come last but one, so their sums are as near as d1 is.
-    logits: [N, E], of any size: the largest of each row is subtracted, and d0 makes up for it. Returns [N, E]."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    The plan is balanced; the largest entries of its rows need not be: a token that is split 6 to 4 goes one way whole. The lower the temperature, the less is split, and the
+    more is there to balance. So the way down is gradual: C and d1 are squared, which halves the temperature, and d1 is nearly right already.
+    logits: [N, E], of any size: the largest of each row is subtracted, and d0 makes up for it. Returns [N, E], float64: exp(-20 / 0.05) is no float32."""
+    logits = logits.double()
     cost = (logits - logits.amax(1, keepdim=True)).exp()
     n, e = cost.shape
-    d1 = cost.new_ones(e)
-    for _ in range(most):
-        d0 = 1 / n / (cost @ d1 + 1e-8)
-        before, d1 = d1, 1 / e / (cost.t() @ d0 + 1e-8)
-        if not (d1 - before).abs().mean() > tolerance:                   # also where it is not a number
-            break
-    return d0.unsqueeze(1) * cost * d1
+    d1, now = cost.new_ones(e), 1.0
+    while True:
+        for _ in range(most):
+            d0 = 1 / n / (cost @ d1 + TINY)
+            before, d1 = d1, 1 / e / (cost.t() @ d0 + TINY)
+            if not ((d1 - before).abs() / d1).mean() > tolerance:        # also where it is not a number
+                break
+        if now <= temperature:
+            return d0.unsqueeze(1) * cost * d1
+        power = min(2.0, now / temperature)
+        cost, d1, now = cost ** power, d1 ** power, now / power
 
 
 class Router(nn.Module):
@@ -61,7 +69,7 @@ class Router(nn.Module):
     def __init__(self, config: gpt.GPTConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        self.k, self.aux_loss, self.z_loss = config.router_topk, config.aux_loss, config.z_loss
+        self.k, self.temperature, self.aux_loss, self.z_loss = config.router_topk, config.router_temperature, config.aux_loss, config.z_loss
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [b, s, h] -> [b, s, E]"""
@@ -93,7 +101,7 @@ class SinkhornRouter(Router):
     """Training takes the largest of the balanced plan, evaluation of the raw logits."""
 
     def choose(self, logits: Tensor, training: bool) -> Tensor:
-        return super().choose(sinkhorn(logits) if training else logits, training)
+        return super().choose(sinkhorn(logits, self.temperature, 1e-2) if training else logits, training)
 
     def gates(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """As TopKRouter's; the sigmoid for k = 1, else the softmax over all experts, as in Megatron-LM."""

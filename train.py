@@ -204,7 +204,7 @@ class Trainer:
 
     def load(self, path: Path, weights_only: bool = False) -> dict:
         """Continue from a checkpoint, or start from its weights. Returns its index. Raises CheckpointError, naming the fields in which its model differs."""
-        free = ("dropout", "attention", "capacity_factor", "aux_loss", "z_loss") + ("seq_length",) * self.model_config.llama                # rotary positions have no table
+        free = ("dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss") + ("seq_length",) * self.model_config.llama                # rotary positions have no table
         shape = {k: v for k, v in dataclasses.asdict(self.model_config).items() if k not in free}
         tensors = self.optimizer.tensors()
         index = checkpoint.load(path, {n: t for n, t in tensors.items() if n.startswith("model.") or not weights_only}, shape)
