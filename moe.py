@@ -76,9 +76,9 @@ class Router(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(wide), self.weight.to(wide))
 
-    def choose(self, logits: Tensor, training: bool) -> Tensor:
-        """The experts of each token, the first choice first. logits: [n, E] -> [n, k]"""
-        return logits.topk(self.k).indices
+    def scores(self, logits: Tensor, training: bool) -> Tensor:
+        """A token goes where these are largest. logits: [n, E] -> [n, E]"""
+        return logits
 
     def losses(self, logits: Tensor, share: Tensor) -> Tensor:
         """Sums over these tokens of their parts of the load-balancing loss, E Σ_e f_e P_e, and the z-loss, (log Σ exp z)², each with its coefficient.
@@ -100,8 +100,8 @@ class TopKRouter(Router):
 class SinkhornRouter(Router):
     """Training takes the largest of the balanced plan, evaluation of the raw logits."""
 
-    def choose(self, logits: Tensor, training: bool) -> Tensor:
-        return super().choose(sinkhorn(logits, self.temperature, 1e-2) if training else logits, training)
+    def scores(self, logits: Tensor, training: bool) -> Tensor:
+        return sinkhorn(logits, self.temperature, 1e-2) if training else logits
 
     def gates(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """As TopKRouter's; the sigmoid for k = 1, else the softmax over all experts, as in Megatron-LM."""
@@ -132,9 +132,9 @@ class Decision(nn.Module):
     """From logits to a plan, and the router's statistics. There is no gradient in it; recompute.py lets it run once: `decides`."""
     decides = True
 
-    def __init__(self, choose, config: gpt.GPTConfig):
+    def __init__(self, scores, config: gpt.GPTConfig):
         super().__init__()
-        self.choose, self.capacity_factor = choose, config.capacity_factor
+        self.scores, self.k, self.capacity_factor = scores, config.router_topk, config.capacity_factor
         self.group: dist.ProcessGroup | None = None                      # of expert parallelism
         self.statistics: Tensor | None = None                            # [E + 3] sums over training tokens: choices of each expert, dropped, entropy, tokens
 
@@ -142,7 +142,7 @@ class Decision(nn.Module):
     def forward(self, logits: Tensor) -> Plan:
         """logits: [n, E], of the whole micro-batch"""
         n, e = logits.shape
-        chosen = self.choose(logits, self.training)
+        chosen = self.scores(logits, self.training).topk(self.k).indices
         flat = chosen.t().flatten()                                      # [k n]: all first choices first
         counts = flat.bincount(minlength=e)
         share, order = counts.to(logits.dtype) / len(flat), flat.argsort(stable=True)
@@ -174,7 +174,7 @@ class Decision(nn.Module):
 
 def take(x: Tensor, order: Tensor) -> Tensor:
     """Rows of tokens, in the order of assignments. x: [n, h] -> [m, h]"""
-    return x.index_select(0, order if len(order) <= len(x) else order % len(x))
+    return x.index_select(0, order % max(1, len(x)))
 
 
 def put(rows: Tensor, place: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ class MoE(nn.Module):
         super().__init__()
         h, ffn, e = config.hidden_size, config.ffn_hidden_size, config.num_experts
         self.router = (SinkhornRouter if config.router == "sinkhorn" else TopKRouter)(config)
-        self.decision = Decision(self.router.choose, config)
+        self.decision = Decision(self.router.scores, config)
         self.gate = Experts(e, h, ffn) if config.llama else None
         self.up = Experts(e, h, ffn)
         self.activation = gpt.SwiGLU() if config.llama else gpt.GELU()

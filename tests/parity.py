@@ -5,8 +5,9 @@
 `train` runs a few steps of any configuration on `world` ranks, on synthetic data with unequal loss masks, and returns loss,
 every gradient and every parameter under global names, gathered through the sharding record.
 """
+import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ class Result:
     norms: list[float]                             # global gradient norm, before clipping
     gradients: dict[str, torch.Tensor]             # of the first step, before clipping
     parameters: dict[str, torch.Tensor]            # after the last
+    margin: float = math.inf                       # the smallest difference, as a share, of an expert that was chosen to the next one that was not
 
 
 def on_rank(rank: int, world: int, variants: list[dict], steps: int, mutate) -> list[Result]:
@@ -73,6 +75,8 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
         return found
     dataset = Synthetic(t.model_config.seq_length, t.model_config.vocab_size)
     result = Result([], [], {}, {})
+    for layer in t.expert_layers.values():
+        layer.decision.scores = partial(scores_with_margin, result, layer.decision, original=layer.decision.scores)
     for step in range(1, steps + 1):
         loss = t.forward_backward(step, dataset)
         if world > 1:
@@ -83,6 +87,15 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
         result.norms.append(t.update(step)[0])
     result.parameters = whole(lambda p: p.detach())
     return result
+
+
+def scores_with_margin(result: Result, decision, logits, training, *, original):
+    """What decision.scores gives, and how near it came to another choice."""
+    scores = original(logits, training)
+    if decision.k < scores.shape[1]:
+        largest = scores.sort(descending=True).values[:, decision.k - 1:decision.k + 1]
+        result.margin = min(result.margin, ((largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)).min().item())
+    return scores
 
 
 def train(world: int = 1, steps: int = 3, mutate=None, base: dict = SMALL, **flags) -> Result:
@@ -118,6 +131,7 @@ def difference(a: Result, b: Result) -> dict[str, float]:
 def same(a: Result, b: Result, tolerance: float = 1e-10) -> None:
     """In float32 (a wider tolerance) the gate is about loss and gradients: Adam makes steps of rounding noise."""
     worst = difference(a, b)
+    assert b.margin > 10 * tolerance, f"a token's routing is {b.margin:.1e} from a tie"
     if tolerance > 1e-10:
         del worst["parameter"]
     assert all(x <= tolerance for x in worst.values()), worst

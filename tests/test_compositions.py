@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import fsdp
 import gpt
+import moe
 import optimizer
 import pipeline_parallel
 import random_layouts
@@ -465,6 +466,137 @@ def half_a_tied_sum():
 @pytest.mark.parametrize("mutate", [no_tied_sum, half_a_tied_sum])
 def test_gate_sees_tied_embeddings(mutate):
     differs(train(2, pp=2, mutate=mutate), train())
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------------
+
+# Routing depends on the micro-batch, so one device has the same ones. Four experts in every layer, or in every other of four with tokens dropped.
+EXPERTS = {"sinkhorn": SMALL | dict(num_experts=4, micro_batch_size=2),
+           "topk": LLAMA | dict(num_experts=4, micro_batch_size=2, router="topk", router_topk=2, aux_loss=0.1, z_loss=0.1, num_layers=4, expert_every=2, capacity_factor=1.2)}
+OVER_EXPERTS = [(1, [dict(recompute="full"), dict(recompute="selective")]), (2, [dict(), dict(ep=2), dict(tp=2), dict(tp=2, sequence_parallel=True), dict(pp=2)]),
+                (4, [dict(ep=4), dict(ep=2), dict(ep=2, recompute="full"), dict(tp=2, ep=2), dict(tp=2, sequence_parallel=True, ep=2),
+                     dict(tp=2, sequence_parallel=True, ep=2, recompute="full"), dict(pp=2, ep=2), dict(pp=2, ep=2, schedule="zb-h1"), dict(pp=2, ep=2, schedule="gpipe", recompute="full")]),
+                (4, [dict(ep=ep, zero_stage=stage, recompute=recompute) for ep, recompute in ((2, "none"), (4, "full")) for stage in (1, 2, 3)]),
+                (8, [dict(pp=2, tp=2, sequence_parallel=True, ep=2, zero_stage=3, recompute="full")])]
+
+
+@pytest.mark.parametrize("base", EXPERTS)
+@pytest.mark.parametrize("world, variants", OVER_EXPERTS, ids=["1", "2", "4", "4 sharded", "8"])
+def test_experts(base, world, variants):
+    for result in train_each(world, variants, base=EXPERTS[base]):
+        same(result, train(base=EXPERTS[base]))
+
+
+def test_experts_interleaved():
+    base = EXPERTS["topk"]
+    same(train(4, base=base, pp=2, virtual_stages=2, ep=2), train(base=base))
+
+
+def test_experts_float32():
+    base = EXPERTS["topk"] | dict(precision="fp32")
+    for result in train_each(4, [dict(ep=2), dict(ep=4, zero_stage=3), dict(tp=2, sequence_parallel=True, ep=2)], base=base, steps=1):
+        same(result, train(base=base, steps=1), 1e-5)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
+def test_experts_compiled():
+    base = EXPERTS["sinkhorn"] | dict(num_layers=1)
+    same(train(2, base=base, steps=1, ep=2, compile=True), train(base=base, steps=1))
+
+
+def experts_divided_by_ep():
+    """As if the gradient of an expert were a mean over the ranks whose tokens it has seen."""
+    original = fsdp.DataParallel.accumulate
+
+    def accumulate(self, p):
+        if len(sharding.of(p).shape) == 3 and p.grad is not None:
+            p.grad /= 2
+        original(self, p)
+    fsdp.DataParallel.accumulate = accumulate
+
+
+def experts_summed_over_all():
+    """Experts reduced like everything else, with other ranks' other experts."""
+    fsdp.spread = lambda p, group: False
+
+
+def no_second_exchange():
+    """Rows stay with the experts' rank, as many as would have come home."""
+    forward, calls = moe._Exchange.forward, []
+
+    def skip(ctx, rows, sent, received, group):
+        calls.append(1)
+        if len(calls) % 2:
+            return forward(ctx, rows, sent, received, group)
+        ctx.arguments = received, sent, group
+        return rows.repeat(3, 1)[:sum(received)] if len(rows) else rows.new_zeros(sum(received), rows.shape[1])
+    moe._Exchange.forward = staticmethod(skip)
+
+
+def no_way_back_for_gradients():
+    """Tokens travel, their gradients do not."""
+    moe._Exchange.backward = staticmethod(lambda ctx, grad: (grad.new_zeros(sum(ctx.arguments[1]), grad.shape[1]), None, None, None))
+
+
+def gates_of_others():
+    """Rows come home to another order than they left in."""
+    moe.combine = lambda rows, gates, plan, group, original=moe.combine: original(rows, gates.flip(0), plan, group)
+
+
+@pytest.mark.parametrize("mutate", [experts_divided_by_ep, experts_summed_over_all, no_second_exchange, no_way_back_for_gradients, gates_of_others])
+def test_gate_sees_experts(mutate):
+    base = EXPERTS["sinkhorn"]
+    differs(train(4, base=base, ep=2, mutate=mutate), train(base=base))
+
+
+def routed_by_slice():
+    """Each tensor-parallel rank balances its own slice of the sequence."""
+    forward = moe.Decision.forward
+
+    def by_slice(self, logits):
+        scores = self.scores
+        b = len(logits) // 16                                            # s = 16
+        self.scores = lambda logits, training: torch.cat([scores(half.flatten(0, 1), training).view(b, 8, -1)
+                                                          for half in logits.view(b, 16, -1).chunk(2, 1)], 1).flatten(0, 1)
+        plan = forward(self, logits)
+        self.scores = scores
+        return plan
+    moe.Decision.forward = by_slice
+
+
+def router_losses_of_every_rank():
+    """The router's losses, of all tokens, on each tensor-parallel rank."""
+    losses = moe.Router.losses
+    moe.Router.losses = lambda self, logits, share: 2 * losses(self, logits, share)
+
+
+def no_f_around_experts():
+    tensor_parallel.copy_to_ranks = lambda x, group: x
+
+
+def no_gradient_of_the_router_across():
+    """The slices of the router's logits are gathered, their gradients are each rank's own."""
+    def gather(x, group, original=sequence_parallel.gather_sequence):
+        if x.shape[-1] != 4:                                             # E
+            return original(x, group)
+        whole = original(x.detach(), group)
+        return torch.cat([x if i == group.rank() else part for i, part in enumerate(whole.chunk(2, 1))], 1)
+    sequence_parallel.gather_sequence = gather
+
+
+@pytest.mark.parametrize("mutate, flags", [(routed_by_slice, dict(sequence_parallel=True)), (no_gradient_of_the_router_across, dict(sequence_parallel=True)), (no_f_around_experts, dict())])
+def test_gate_sees_experts_under_tensor_parallelism(mutate, flags):
+    base = EXPERTS["sinkhorn"]
+    differs(train(2, base=base, tp=2, mutate=mutate, **flags), train(base=base))
+
+
+def test_gate_sees_the_routers_losses():
+    """That they are there, once, by the share of the micro-batch, and not again in recomputation."""
+    base = EXPERTS["topk"]
+    one = train(base=base)
+    differs(train(2, base=base, tp=2, sequence_parallel=True, mutate=router_losses_of_every_rank), one)
+    differs(train(base=base, aux_loss=0.0), one)
+    differs(train(base=base, z_loss=0.0), one)
 
 
 def test_random_layouts():
