@@ -49,7 +49,7 @@ class Config:
     expert_every: int | None = flag(None, "every so many layers, the last of them has experts: 2 is every other layer")
     router: str | None = flag(None, "sinkhorn balances each micro-batch by a plan; topk by a loss", ("sinkhorn", "topk"))
     router_topk: int | None = flag(None, "experts that a token goes through")
-    router_temperature: float | None = flag(None, "of sinkhorn's plan, from 0.001 to 1: the lower, the evener the load; 0.05 unless told, 1 is Megatron-LM's")
+    router_temperature: float | None = flag(None, "of sinkhorn's plan, from 0.001 to 1: the lower, the evener the load; 0.02 unless told, 1 is Megatron-LM's")
     capacity_factor: float | None = flag(None, "an expert takes so many times its even share of a micro-batch, and the rest of its tokens is dropped; 0: all are taken")
     aux_loss: float | None = flag(None, "coefficient of the load-balancing loss; the default is 0.01 with topk, 0 with sinkhorn")
     z_loss: float | None = flag(None, "coefficient of the router's z-loss; the default is 0.001 with topk, 0 with sinkhorn")

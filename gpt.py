@@ -54,7 +54,7 @@ class GPTConfig:
     expert_every: int = 1            # every so many layers, the last of them has experts
     router: str = "sinkhorn"         # or topk
     router_topk: int = 1             # experts of a token
-    router_temperature: float = 0.05 # of sinkhorn's plan: the lower, the evener the load; 1 as in Megatron-LM
+    router_temperature: float = 0.02 # of sinkhorn's plan: the lower, the evener the load; 1 as in Megatron-LM
     capacity_factor: float = 0.0     # an expert takes so many times its even share of a micro-batch's tokens, no more; 0: all that come
     aux_loss: float | None = None    # coefficient of the load-balancing loss; the default is 0.01 with router topk, else 0
     z_loss: float | None = None      # .. of the router's z-loss; 0.001 with router topk, else 0

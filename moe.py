@@ -380,3 +380,53 @@ def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
         for experts in (layer.gate, layer.up, layer.down):
             if experts is not None:
                 sharding.keep_part(experts, "weight", Cut(0, group))     # [E / ep, out, in]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _lesson(rank: int, world: int):
+    """A step of a GPT with experts in both layers; on two ranks each has half of the batch and half of the experts."""
+    import fsdp
+    import ranks
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=32, vocab_size=257, num_experts=4))
+    if world > 1:
+        parallelize(model, dist.group.WORLD)
+    sharding.init(model, 0, "cpu", torch.float64)
+    alone = next(group for group in [dist.new_group([r]) for r in range(world)] if group != dist.GroupMember.NON_GROUP_MEMBER)    # nobody else has these experts
+    gradients = fsdp.shard(model, dist.group.WORLD, expert_group=alone)
+    tokens = torch.randint(257, (8, 33), generator=torch.Generator().manual_seed(0)).chunk(2)  # two micro-batches
+    gradients.last_backward()
+    with ranks.Collectives() as forward:
+        losses = [model(part[:, :-1], part[:, 1:]).sum() for k, part in enumerate(tokens) if k % world == rank]
+    with ranks.Collectives() as backward:
+        torch.autograd.backward(losses, [torch.tensor(1 / (8 * 32), dtype=torch.float64)] * len(losses))
+        gradients.reduce_gradients()
+    layer = layers(model)[0]
+    held = {n: sharding.gather(p.main_grad, sharding.of(p)) for n, p in sharding.named_parameters(model)}
+    return held, sum(p.numel() for p in model.parameters()), forward.calls, backward.calls, layer.decision.statistics[:4].tolist()
+
+
+def main():
+    import ranks
+    example = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]])
+    plan = sinkhorn(example)
+    print(f"four tokens, two experts, logits {example.tolist()}:\nthe plan's rows {[[round(x, 3) for x in row] for row in plan.tolist()]} sum to 1/4 each, its columns to "
+          f"{plan.sum(0)[0]:.3f} and {plan.sum(1).sum() - plan.sum(0)[0]:.3f};\nlargest in each row: {plan.argmax(1).tolist()}; at temperature 0.05: {sinkhorn(example, 0.05).argmax(1).tolist()}")
+    logits = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)) + torch.linspace(-2, 2, 8)
+    print("\n4096 tokens, 8 experts, logits with a slope: largest load over the mean")
+    for name, scores in (("raw logits", logits), *((f"plan at temperature {t}", sinkhorn(logits, t, 1e-2)) for t in (1.0, 0.3, 0.05))):
+        print(f"  {name:<24}{scores.argmax(1).bincount(minlength=8).max() / 512:.2f}")
+    (one, whole, *_, loads), (two, part, forward, backward, _) = ranks.run(_lesson, 1, 1)[0], ranks.run(_lesson, 2, 2)[0]
+    worst = max(((one[n] - two[n]).abs().max() / one[n].abs().max()).item() for n in one if not n.endswith("key.bias"))         # exactly 0 there
+    print(f"\na GPT (h 64, L 2, V 257, 4 experts in each layer, float64), two micro-batches on one rank, or one on each of two ranks with half of the experts:\n"
+          f"largest relative difference of a gradient {worst:.1e}; parameters {whole:,} and {part:,} on a rank; choices of layer 0: {[int(x) for x in loads]} of {4 * 32 * 2}")
+    sent = 4 * 32 * 64 * 8
+    print(f"a micro-batch is b s h = 4 x 32 x 64 elements of 8 bytes, {sent:,} bytes; with k = 1 about that much goes out and comes home in each layer, and again in backward")
+    for name, calls in (("forward", forward), ("backward", backward)):
+        print(f"counted {name:>9}: " + ", ".join(f"{kind} {size:,}" for kind, size in calls if "all-to-all" in kind))
+
+
+if __name__ == "__main__":
+    import moe                                                           # the module whose MoE gpt.py builds, not this copy of it
+    moe.main()

@@ -21,8 +21,8 @@ def _llama2(num_layers, hidden_size, num_heads, ffn_hidden_size, **fields):
 PRESETS: dict[str, tuple[dict, float]] = {
     # bytes and an end-of-text token; Llama's block, because it learns faster than GPT-2's in the first minutes
     "tiny": (dict(num_layers=4, hidden_size=256, num_heads=8, ffn_hidden_size=688, seq_length=128, vocab_size=257, llama=True), 0),
-    # the same with 8 experts in every layer: the same FLOPs, four times the parameters
-    "tiny-moe": (dict(num_layers=4, hidden_size=256, num_heads=8, ffn_hidden_size=688, seq_length=128, vocab_size=257, llama=True, num_experts=8), 0),
+    # the same with 8 experts in every other layer: the same FLOPs, three times the parameters
+    "tiny-moe": (dict(num_layers=4, hidden_size=256, num_heads=8, ffn_hidden_size=688, seq_length=128, vocab_size=257, llama=True, num_experts=8, expert_every=2), 0),
     # Radford et al. 2019, as released
     "gpt2": (_gpt(12, 768, 12, 1024, 50257), 124_439_808),
     "gpt2-medium": (_gpt(24, 1024, 16, 1024, 50257), 354_823_168),

@@ -101,7 +101,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
-            kinds = {"allreduce": "all-reduce", "allgather": "all-gather", "reduce_scatter": "reduce-scatter"}
+            kinds = {"allreduce": "all-reduce", "allgather": "all-gather", "reduce_scatter": "reduce-scatter", "alltoall": "all-to-all"}
             name = str(function.overloadpacket).split(".")[-1]
             size = max((x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)), default=0)
             self.calls.append((next((kind for key, kind in kinds.items() if key in name), name), size))

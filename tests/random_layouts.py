@@ -1,4 +1,4 @@
-"""Parity of layouts drawn at random: pipelines, tensor, sequence and (sharded) data parallelism, recomputation, on up to 8 ranks.
+"""Parity of layouts drawn at random: pipelines, tensor, sequence, expert and (sharded) data parallelism, recomputation, on up to 8 ranks.
 
     python tests/random_layouts.py [--count 200] [--first 0]
 
@@ -41,6 +41,11 @@ def draw(seed: int) -> dict:
     model["global_batch_size"] = micro * m * dp
     if dp > 1:
         layout["zero_stage"] = random.Random(-1 - seed).randrange(4)     # of its own: the other draws stay what they were
+    g_experts = random.Random(-10**6 - seed)
+    if g_experts.random() < 0.4:                                         # who goes where depends on the micro-batch, so one device takes the same ones
+        model |= dict(num_experts=12 * g_experts.choice([1, 2]), router=g_experts.choice(["sinkhorn", "topk"]), router_topk=g_experts.choice([1, 2]),
+                      expert_every=g_experts.randint(1, model["num_layers"]), capacity_factor=g_experts.choice([0.0, 1.0]), micro_batch_size=micro)
+        layout["ep"] = g_experts.choice([n for n in range(1, dp + 1) if dp % n == 0])
     base = SMALL if g.random() < 0.5 else LLAMA | dict(num_kv_heads=4 if tp == 4 else 2)
     return {"world": pp * tp * dp, "model": base | model, "layout": layout}
 

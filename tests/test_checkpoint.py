@@ -460,7 +460,7 @@ def trained(rank, world, precision, flags, load_from, save_to, steps):
     from parity import SMALL, Synthetic
     from world import Groups
     config = train.Config(**SMALL | dict(num_layers=4, global_batch_size=12, micro_batch_size=1, precision=precision) | flags)
-    groups, found = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups(), []
+    groups, found = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups(), []
     for folder in load_from:
         t = train.Trainer(config, torch.device("cpu"), groups)
         start, losses = t.load(checkpoint.find(folder))["step"] if folder else 0, []
@@ -477,17 +477,22 @@ def trained(rank, world, precision, flags, load_from, save_to, steps):
     return found
 
 
+EXPERTS = {"one": (1, {}), "ep 2": (2, dict(ep=2)), "dp 2": (2, {}), "ep 4, stage 3": (4, dict(ep=4, zero_stage=3)), "dp 4, ep 2, stage 2": (4, dict(ep=2, zero_stage=2)),
+           "tp 2, ep 2": (4, dict(tp=2, sequence_parallel=True, ep=2)), "pp 2, ep 2": (4, dict(pp=2, ep=2))}
+
 if "EVERY_PAIR" not in os.environ:               # all 64, in both precisions, take 4 minutes: EVERY_PAIR=1 make test ARGS="-k pairs"
     MATRIX = {name: MATRIX[name] for name in ("one", "dp 3, stage 3", "pp 2, dp 2, stage 3")}
+    EXPERTS = {name: EXPERTS[name] for name in ("ep 2", "ep 4, stage 3")}
 
 
 @pytest.mark.parametrize("precision, tolerance", [("fp64", 1e-10), ("fp32", 1e-6)][:1 + ("EVERY_PAIR" in os.environ)])
-def test_pairs_of_layouts(tmp_path, precision, tolerance):
-    """Saved after two steps under each of eight layouts, loaded under each: the next three losses are those of one device that was never stopped."""
-    whole = ranks.run(trained, 1, 1, precision, {}, [None], None, 5)[0][0]
-    folders = [str(tmp_path / name) for name in MATRIX]
-    for folder, (world, flags) in zip(folders, MATRIX.values()):
-        ranks.run(trained, world, world, precision, flags, [None], folder, 2)
-    for name, (world, flags) in MATRIX.items():
-        for source, losses in zip(MATRIX, ranks.run(trained, world, world, precision, flags, folders, None, 3)[0], strict=True):
+@pytest.mark.parametrize("matrix, model", [(MATRIX, {}), (EXPERTS, dict(num_experts=4))], ids=["dense", "experts"])
+def test_pairs_of_layouts(tmp_path, matrix, model, precision, tolerance):
+    """Saved after two steps under each of eight layouts (seven with experts), loaded under each: the next three losses are those of one device that was never stopped."""
+    whole = ranks.run(trained, 1, 1, precision, model, [None], None, 5)[0][0]
+    folders = [str(tmp_path / name) for name in matrix]
+    for folder, (world, flags) in zip(folders, matrix.values()):
+        ranks.run(trained, world, world, precision, model | flags, [None], folder, 2)
+    for name, (world, flags) in matrix.items():
+        for source, losses in zip(matrix, ranks.run(trained, world, world, precision, model | flags, folders, None, 3)[0], strict=True):
             assert losses == pytest.approx(whole[2:], rel=tolerance), (source, name)

@@ -100,6 +100,14 @@ def test_on_a_gpu(world, flags):
     same(train(world, device="cuda", **flags), train())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("world, flags", [(1, dict()), (1, dict(recompute="full")), (2, dict(ep=2)), (2, dict(tp=2, sequence_parallel=True))], ids=str)
+def test_experts_on_a_gpu(world, flags):
+    for base in EXPERTS.values():
+        same(train(world, base=base, device="cuda", **flags), train(base=base))
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled():
     same(train(2, steps=1, tp=2, sequence_parallel=True, recompute="full", compile=True), train(steps=1))
@@ -502,6 +510,19 @@ def test_experts_float32():
 def test_experts_compiled():
     base = EXPERTS["sinkhorn"] | dict(num_layers=1)
     same(train(2, base=base, steps=1, ep=2, compile=True), train(base=base, steps=1))
+
+
+def small_loss_scale():
+    trainer.LossScaler = lambda: optimizer.LossScaler(2.0**12)
+
+
+def test_experts_float16():
+    """The loss scale is in the router's losses too. (All experts chosen: in 16 bits others would be.)"""
+    base = EXPERTS["topk"] | dict(num_experts=2, z_loss=3.0, capacity_factor=0.0, dropout=0.0)
+    one = train(base=base, steps=1)
+    half = train(base=base, steps=1, precision="fp16", mutate=small_loss_scale)
+    for name in (name for name in one.gradients if "router" in name):
+        assert (half.gradients[name] - one.gradients[name]).abs().max() < 0.03 * one.gradients[name].abs().max()
 
 
 def experts_divided_by_ep():
