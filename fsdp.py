@@ -10,7 +10,7 @@ stage stops replicating one more thing. Ψ parameters, N ranks, bytes in mixed p
     3      parameters / N    (2 + 4 + 12)/N Ψ         3 m      .. parameters gathered for forward, and again for backward
 
 (Between steps. In stage 3 two units of parameters, and in stages 2 and 3 two of gradients, come and go.) What one collective moves is a unit: the parameters of one layer (the embedding and the head are layers too), side by side in one flat [N, T]
-tensor whose row r is rank r's part of each. A parameter is cut along its first dimension of size N or more (or its largest), padded where N does not divide it.
+tensor whose row r is rank r's part of each. (A layer's experts, where they are spread over some of the ranks, are a second unit: fewer ranks hold the same ones.) A parameter is cut along its first dimension of size N or more (or its largest), padded where N does not divide it.
 
     stage 3    compute        | block 0 | block 1 | block 2 |        Forward gathers a unit while the one before it computes, and drops it after use;
     forward    all-gather  0  |    1    |    2    |   ..             backward does the same in reverse, and sends a unit's gradients

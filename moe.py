@@ -19,7 +19,7 @@ number of tokens in the whole global batch, so there is nothing else to divide b
 Who goes where depends on the micro-batch, for a plan balances one: on nothing else. Under tensor parallelism every rank sees the whole micro-batch's logits, also where its tokens
 are sliced along the sequence, and holds a slice of each expert's inner dimension. Evaluation takes the raw logits, each token for itself.
 
-    python moe.py      a plan by hand; experts against a loop over tokens; two ranks with half of the experts each
+    python moe.py      a plan by hand; what temperature does to the load; two ranks with half of the experts each: gradients, bytes
 
 Experts have no biases. What Megatron-LM adds: all-to-alls that overlap with computation; under tensor parallelism only a slice of the tokens on each
 rank's all-to-all (here tokens are gathered along the sequence first, as for a dense layer, so each of t ranks sends them all); shared experts; biases of the router.
@@ -46,7 +46,7 @@ def sinkhorn(logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, 
 
     The plan is balanced; the largest entries of its rows need not be: a token that is split 6 to 4 goes one way whole. The lower the temperature, the less is split, and the
     more is there to balance. So the way down is gradual: C and d1 are squared, which halves the temperature, and d1 is nearly right already.
-    logits: [N, E], of any size: the largest of each row is subtracted, and d0 makes up for it. Returns [N, E], float64: exp(-20 / 0.05) is no float32."""
+    logits: [N, E], of any size: the largest of each row is subtracted, and d0 makes up for it. Returns [N, E], float64: exp(-20 / 0.02) is no float32."""
     logits = logits.double()
     cost = (logits - logits.amax(1, keepdim=True)).exp()
     n, e = cost.shape
@@ -409,20 +409,21 @@ def _lesson(rank: int, world: int):
 
 def main():
     import ranks
-    example = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]])
+    example = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]], dtype=torch.float64)
     plan = sinkhorn(example)
-    print(f"four tokens, two experts, logits {example.tolist()}:\nthe plan's rows {[[round(x, 3) for x in row] for row in plan.tolist()]} sum to 1/4 each, its columns to "
-          f"{plan.sum(0)[0]:.3f} and {plan.sum(1).sum() - plan.sum(0)[0]:.3f};\nlargest in each row: {plan.argmax(1).tolist()}; at temperature 0.05: {sinkhorn(example, 0.05).argmax(1).tolist()}")
-    logits = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)) + torch.linspace(-2, 2, 8)
-    print("\n4096 tokens, 8 experts, logits with a slope: largest load over the mean")
-    for name, scores in (("raw logits", logits), *((f"plan at temperature {t}", sinkhorn(logits, t, 1e-2)) for t in (1.0, 0.3, 0.05))):
-        print(f"  {name:<24}{scores.argmax(1).bincount(minlength=8).max() / 512:.2f}")
+    print(f"four tokens, two experts, logits {example.tolist()}:\nthe plan's rows {[[round(x, 3) for x in row] for row in plan.tolist()]} sum to 1/4, its columns to 1/2;\n"
+          f"largest in each row: {plan.argmax(1).tolist()}; at temperature 0.02: {sinkhorn(example, 0.02).argmax(1).tolist()}")
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(4096, 3, generator=g) @ torch.randn(3, 8, generator=g)
+    print("\n4096 tokens from 3 dimensions, 8 experts: largest load over the mean")
+    for name, scores in (("raw logits", logits), *((f"plan at temperature {t}", sinkhorn(logits, t, 1e-2)) for t in (1.0, 0.3, 0.1, 0.02))):
+        print(f"  {name:<26}{scores.argmax(1).bincount(minlength=8).max() / 512:.2f}")
     (one, whole, *_, loads), (two, part, forward, backward, _) = ranks.run(_lesson, 1, 1)[0], ranks.run(_lesson, 2, 2)[0]
     worst = max(((one[n] - two[n]).abs().max() / one[n].abs().max()).item() for n in one if not n.endswith("key.bias"))         # exactly 0 there
     print(f"\na GPT (h 64, L 2, V 257, 4 experts in each layer, float64), two micro-batches on one rank, or one on each of two ranks with half of the experts:\n"
           f"largest relative difference of a gradient {worst:.1e}; parameters {whole:,} and {part:,} on a rank; choices of layer 0: {[int(x) for x in loads]} of {4 * 32 * 2}")
-    sent = 4 * 32 * 64 * 8
-    print(f"a micro-batch is b s h = 4 x 32 x 64 elements of 8 bytes, {sent:,} bytes; with k = 1 about that much goes out and comes home in each layer, and again in backward")
+    print(f"a micro-batch is b s h = 4 x 32 x 64 elements of 8 bytes, {4 * 32 * 64 * 8:,} bytes; with k = 1 about that much goes out and comes home in each layer, and again in "
+          "backward (a few bytes more: how many rows will come)")
     for name, calls in (("forward", forward), ("backward", backward)):
         print(f"counted {name:>9}: " + ", ".join(f"{kind} {size:,}" for kind, size in calls if "all-to-all" in kind))
 

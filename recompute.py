@@ -7,7 +7,7 @@
 
 How: run the function without recording, keep its inputs; in backward run it again with recording, and go back through that.
 Dropout needs no care: its masks are hashes of who an element is, so the second run makes the same ones (a generator's state
-would have to be kept and put back). Parameters get their gradients in the inner backward, where a data-parallel bucket or
+would have to be kept and put back). What a module with the attribute `decides` gives, a router's plan, is kept: nothing is decided, or counted, twice. Parameters get their gradients in the inner backward, where a data-parallel bucket or
 anything else that waits for them sees them as always.
 
 Under tensor parallelism `full` repeats a layer's two all-reduces as well (with sequence parallelism its four collectives); `selective` repeats

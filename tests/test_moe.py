@@ -51,7 +51,7 @@ def test_sinkhorn_by_hand():
     assert len(calls) == 6
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.05])
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 0.02])
 @pytest.mark.parametrize("n, e", [(4096, 64), (7, 3), (1, 1), (2, 5)])
 def test_sinkhorn_is_doubly_balanced(n, e, temperature):
     g = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ def test_sinkhorn_is_the_formula():
         torch.testing.assert_close(moe.sinkhorn(logits, temperature, 1e-13, 100000), d0.unsqueeze(1) * cost * d1, rtol=1e-8, atol=1e-14)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.05, 0.001])
+@pytest.mark.parametrize("temperature", [1.0, 0.02, 0.001])
 def test_large_logits(temperature):
     for g in map(torch.Generator().manual_seed, range(3)):
         logits = torch.rand(512, 8, generator=g) * 2e4 - 1e4
@@ -88,7 +88,7 @@ def test_a_low_temperature_balances_the_choices():
 
     def load(scores):
         return scores.argmax(1).bincount(minlength=8).max().item() / 512
-    raw, paper, low = load(logits), load(moe.sinkhorn(logits)), load(moe.sinkhorn(logits, 0.05))
+    raw, paper, low = load(logits), load(moe.sinkhorn(logits)), load(moe.sinkhorn(logits, 0.02))
     assert raw > 3 and low < 1.05 < paper < raw
 
 
