@@ -14,6 +14,14 @@ import takes a view of their tensor there, export fills the same view. In float3
 GPT-2's Conv1D computes y = x W where ours is y = x Wᵀ, with query, key and value side by side in one matrix. Llama's rotary pairs are (i, i + d/2) on
 both sides, so rows keep their order (Meta's own files interleave them). Dropout is one number here and up to three there: the largest counts.
 
+MixtralForCausalLM is LlamaForCausalLM with experts in every layer. Their matrices are one tensor here, one for each expert e there:
+
+    blocks.N.mlp.router       [E, h]       model.layers.N.block_sparse_moe.gate                  [E, h]
+    blocks.N.mlp.gate         [E, ffn, h]  model.layers.N.block_sparse_moe.experts.e.w1          [ffn, h]; up is w3, down w2
+
+Of the routers only topk with router_topk >= 2 is Mixtral's. aux_loss keeps its number, not its weight: with even load each layer's is 1 here, all
+layers' together k there. Capacity and z-loss have no field there. transformers 5 fuses experts in memory; in files only if told to: not read here.
+
     python huggingface.py                                     a small GPT-2 there and back: names, bits, logits
     python huggingface.py import HF_DIR CKPT                  then: python generate.py --checkpoint CKPT
     python huggingface.py export CKPT HF_DIR --dtype bf16     CKPT may be a run's folder: its newest checkpoint
@@ -61,7 +69,7 @@ class HuggingFaceError(Exception):
 
 class Place(NamedTuple):
     """Where our tensor lies in theirs. A module's weight and bias go together."""
-    module: str                          # * is the number of the layer
+    module: str                          # * is the number of the layer; #, of an expert: a tensor for each, together [E, ..]
     transposed: bool = False             # Conv1D: [in, out]
     third: int | None = None             # of its columns: query, key or value
 
@@ -77,6 +85,11 @@ class Place(NamedTuple):
         return [*rest, last if self.third is None else 3 * last]
 
 
+def split(name: str, theirs: Tensor) -> dict[str, Tensor]:
+    """By the names in their files: where # stands for the number of an expert, one for each. [..] -> {name: [..]}; [E, ..] -> E of them"""
+    return {name.replace("#", str(e)): t for e, t in enumerate(theirs)} if "#" in name else {name: theirs}
+
+
 @dataclass(frozen=True)
 class Architecture:
     name: str                            # of the class in transformers
@@ -86,6 +99,7 @@ class Architecture:
     computed: dict[str, tuple]           # fields of config.json -> the values for which gpt.py computes the same; the first is the default
     modules: dict[str, Place]            # ours -> theirs
     ignored: str                         # a pattern: tensors that are computed or tied, without prefix
+    missing: dict[str, float]            # what a field means that config.json does not have
 
 
 GPT2 = Architecture(
@@ -103,7 +117,8 @@ GPT2 = Architecture(
         "blocks.*.attention.output": Place("transformer.h.*.attn.c_proj", transposed=True),
         "blocks.*.mlp.up": Place("transformer.h.*.mlp.c_fc", transposed=True),
         "blocks.*.mlp.down": Place("transformer.h.*.mlp.c_proj", transposed=True)},
-    ignored=r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight")
+    ignored=r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight",
+    missing={"n_inner": 0, "layer_norm_epsilon": 1e-5, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1})
 
 LLAMA = Architecture(
     "LlamaForCausalLM", "llama", "model.",
@@ -118,11 +133,21 @@ LLAMA = Architecture(
         "blocks.*.attention.value": Place("model.layers.*.self_attn.v_proj"), "blocks.*.attention.output": Place("model.layers.*.self_attn.o_proj"),
         "blocks.*.mlp.gate": Place("model.layers.*.mlp.gate_proj"), "blocks.*.mlp.up": Place("model.layers.*.mlp.up_proj"),
         "blocks.*.mlp.down": Place("model.layers.*.mlp.down_proj")},
-    ignored=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+    ignored=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+    missing={"num_key_value_heads": 0, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_dropout": 0.0})
 
-ARCHITECTURES = {False: GPT2, True: LLAMA}                                 # by GPTConfig.llama
-MISSING = {"n_inner": 0, "num_key_value_heads": 0, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "embd_pdrop": 0.1,
-           "attn_pdrop": 0.1, "resid_pdrop": 0.1, "attention_dropout": 0.0}      # what a field means that config.json does not have
+MIXTRAL = dataclasses.replace(
+    LLAMA, name="MixtralForCausalLM", model_type="mixtral",
+    fields=LLAMA.fields | {"num_local_experts": "num_experts", "num_experts_per_tok": "router_topk", "router_aux_loss_coef": "aux_loss"},
+    computed=LLAMA.computed | {"sliding_window": (None,), "router_jitter_noise": (0.0,)},
+    modules=LLAMA.modules | {
+        "blocks.*.mlp.router": Place("model.layers.*.block_sparse_moe.gate"), "blocks.*.mlp.gate": Place("model.layers.*.block_sparse_moe.experts.#.w1"),
+        "blocks.*.mlp.up": Place("model.layers.*.block_sparse_moe.experts.#.w3"), "blocks.*.mlp.down": Place("model.layers.*.block_sparse_moe.experts.#.w2")},
+    missing=LLAMA.missing | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001})
+
+
+def architecture_of(config: GPTConfig) -> Architecture:
+    return (MIXTRAL if config.num_experts else LLAMA) if config.llama else GPT2
 
 
 def empty_model(config: GPTConfig) -> GPT:
@@ -132,7 +157,7 @@ def empty_model(config: GPTConfig) -> GPT:
 
 def layout(config: GPTConfig) -> dict[str, tuple[list[int], dict[str, Place]]]:
     """Their name -> (its shape, {our name: where in it}), in the order of the model."""
-    architecture, found = ARCHITECTURES[config.llama], {}
+    architecture, found = architecture_of(config), {}
     for name, parameter in empty_model(config).named_parameters():
         module, kind = name.rsplit(".", 1)
         layer = (re.findall(r"\d+", module) or [""])[0]
@@ -146,10 +171,10 @@ def layout(config: GPTConfig) -> dict[str, tuple[list[int], dict[str, Place]]]:
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
-def number(hf_config: dict, field: str, kind: type) -> float:
+def number(hf_config: dict, field: str, kind: type, missing: dict[str, float]) -> float:
     """A field, checked. Raises HuggingFaceError."""
     value = hf_config.get(field)
-    value = MISSING.get(field) if value is None else value
+    value = missing.get(field) if value is None else value
     if value is None:
         raise HuggingFaceError(f"{field} is missing")
     if type(value) not in (int, kind) or not 0 <= value < 1e30:            # NaN and true fail too
@@ -157,33 +182,46 @@ def number(hf_config: dict, field: str, kind: type) -> float:
     return kind(value)
 
 
-def rotary_base(hf_config: dict) -> float:
+def rotary_base(hf_config: dict, missing: dict[str, float]) -> float:
     """rope_theta, where transformers 4 (top level, rope_scaling) or 5 (rope_parameters) writes it. Raises HuggingFaceError."""
     field = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
     rope = hf_config.get(field) or {}
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
         raise HuggingFaceError(f"{field} is {json.dumps(rope)}; gpt.py has only the default rotary positions, without scaling")
-    return number({"rope_theta": hf_config.get("rope_theta")} | rope, "rope_theta", float)
+    return number({"rope_theta": hf_config.get("rope_theta")} | rope, "rope_theta", float, missing)
+
+
+def check_experts(config: GPTConfig) -> None:
+    """Raises HuggingFaceError for a model with experts that a Mixtral does not compute."""
+    for field, same, why in (("router", config.router == "topk", "a Mixtral's gates are the softmax over the chosen logits, those of router topk"),
+                             ("router_topk", config.router_topk > 1, "a Mixtral with num_experts_per_tok 1 has gate 1, where here it is the probability"),
+                             ("expert_every", config.expert_every == 1, "a Mixtral has experts in every layer")):
+        if not same:
+            raise HuggingFaceError(f"{field} {getattr(config, field)}: {why}")
 
 
 def to_gpt_config(hf_config: dict) -> GPTConfig:
     """The model that a config.json describes. Raises HuggingFaceError, naming the field, for what gpt.py does not compute."""
     names = hf_config.get("architectures")
-    architecture = next((a for a in (GPT2, LLAMA) if names == [a.name]), None)
+    architecture = next((a for a in (GPT2, LLAMA, MIXTRAL) if names == [a.name]), None)
     if architecture is None:
-        raise HuggingFaceError(f"architectures is {json.dumps(names)}; gpt.py has {GPT2.name} and {LLAMA.name}")
+        raise HuggingFaceError(f"architectures is {json.dumps(names)}; gpt.py has {GPT2.name}, {LLAMA.name} and {MIXTRAL.name}")
     for field, values in architecture.computed.items():
         if hf_config.get(field, values[0]) not in values:
             raise HuggingFaceError(f"{field} is {json.dumps(hf_config[field])}; gpt.py has only {' or '.join(json.dumps(v) for v in values)}")
-    kinds, fields = {f.name: f.type for f in dataclasses.fields(GPTConfig)}, {}
+    kinds, fields = {f.name: int if f.type is int else float for f in dataclasses.fields(GPTConfig)}, {}
     for theirs, ours in architecture.fields.items():
-        fields[ours] = max(number(hf_config, theirs, kinds[ours]), fields.get(ours, 0))
-    if architecture is LLAMA:
-        fields |= {"llama": True, "rotary_base": rotary_base(hf_config)}
+        fields[ours] = max(number(hf_config, theirs, kinds[ours], architecture.missing), fields.get(ours, 0))
+    if architecture is not GPT2:
+        fields |= {"llama": True, "rotary_base": rotary_base(hf_config, architecture.missing)}
+    if architecture is MIXTRAL:
+        fields |= {"router": "topk", "z_loss": 0.0}
     try:
         config = GPTConfig(**fields)
     except ValueError as e:
         raise HuggingFaceError(str(e)) from None
+    if architecture is MIXTRAL:
+        check_experts(config)
     if config.llama and hf_config.get("head_dim") not in (None, config.head_dim):
         raise HuggingFaceError(f"head_dim is {json.dumps(hf_config['head_dim'])}; gpt.py has only hidden_size / num_attention_heads = {config.head_dim}")
     return config
@@ -191,7 +229,9 @@ def to_gpt_config(hf_config: dict) -> GPTConfig:
 
 def to_hf_config(config: GPTConfig) -> dict:
     """config.json, for transformers 4 and 5. Raises HuggingFaceError for a model that it cannot describe."""
-    architecture = ARCHITECTURES[config.llama]
+    architecture = architecture_of(config)
+    if architecture is MIXTRAL:
+        check_experts(config)
     if not config.llama and config.num_kv_heads != config.num_heads:
         raise HuggingFaceError(f"num_kv_heads {config.num_kv_heads} of num_heads {config.num_heads}: {GPT2.name} has no grouped-query attention")
     eot = {257: 256, 50257: 50256}.get(config.vocab_size)                  # of bytes, of GPT-2's tokens
@@ -251,25 +291,28 @@ def read_tensor(file: Path, name: str) -> Tensor:
         return f.get_tensor(name)
 
 
-def match(folder: Path, config: GPTConfig) -> dict[str, tuple[Path, str, Place]]:
-    """Our name -> (file, their name, where in it). Raises HuggingFaceError, naming the tensors that are missing, left over, or of another shape."""
-    architecture, wrong, found = ARCHITECTURES[config.llama], [], {}
+def match(folder: Path, config: GPTConfig) -> dict[str, tuple[list[tuple[Path, str]], Place]]:
+    """Our name -> ([(file, their name)], one for each expert; where in it). Raises HuggingFaceError, naming what is missing, left over or different."""
+    architecture, wrong, found = architecture_of(config), [], {}
     there = {name.removeprefix(architecture.prefix): (name, *rest) for name, rest in read_headers(folder).items()}
     head = there.get("lm_head.weight")
     there = {short: entry for short, entry in there.items() if not re.fullmatch(architecture.ignored, short)}
-    for name, (shape, places) in layout(config).items():
-        theirs, file, stored, dtype = there.pop(name.removeprefix(architecture.prefix), (name, None, None, None))
-        if file is None:
-            wrong.append(f"{name} is missing")
-        elif stored != shape or dtype not in STORED:
-            wrong.append(f"{name} is {dtype} {stored} there, and {' or '.join(STORED)} {shape} in gpt.py")
-        found |= {ours: (file, theirs, place) for ours, place in places.items()}
+    for whole, (shape, places) in layout(config).items():
+        sources = []
+        for name, part in split(whole, torch.empty(shape, device="meta")).items():
+            theirs, file, stored, dtype = there.pop(name.removeprefix(architecture.prefix), (name, None, None, None))
+            if file is None:
+                wrong.append(f"{name} is missing")
+            elif stored != list(part.shape) or dtype not in STORED:
+                wrong.append(f"{name} is {dtype} {stored} there, and {' or '.join(STORED)} {list(part.shape)} in gpt.py")
+            sources.append((file, theirs))
+        found |= {ours: (sources, place) for ours, place in places.items()}
     wrong += [f"{name} is not in gpt.py" for name, *_ in there.values()]
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise HuggingFaceError(f"{folder} holds another model than its config.json: {'; '.join(wrong[:3])}{more}")
     if head and not config.llama:                                          # transformers would use a second copy that differs
-        one, other = read_tensor(head[1], head[0]), read_tensor(*found["embedding.tokens.weight"][:2])
+        one, other = read_tensor(head[1], head[0]), read_tensor(*found["embedding.tokens.weight"][0][0])
         if one.dtype != other.dtype or not torch.equal(one, other):
             raise HuggingFaceError(f"{folder}: lm_head.weight differs from transformer.wte.weight; in gpt.py a GPT-2 has one tensor for both")
     return found
@@ -304,18 +347,25 @@ def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
     except HuggingFaceError as e:
         raise HuggingFaceError(f"{hf_dir}/config.json: {e}") from None
     found = match(hf_dir, config)
+    parameters = {f"model.{n}": p.detach() for n, p in empty_model(config).named_parameters()}
 
     def read(name: str) -> Tensor:
-        file, theirs, place = found[name.removeprefix("model.")]
-        return place.view(read_tensor(file, theirs)).contiguous().float()
+        sources, place = found[name.removeprefix("model.")]
+        if "#" not in place.module:
+            return place.view(read_tensor(*sources[0])).contiguous().float()
+        ours = torch.empty(parameters[name].shape)                       # [E, ..]
+        for expert, source in zip(ours, sources, strict=True):
+            expert.copy_(read_tensor(*source))
+        return ours
     with building(path) as folder:
         tokenizer = {50257: "gpt2", 257: "bytes"}.get(config.vocab_size)
         if (hf_dir / "tokenizer.json").is_file() or not tokenizer:       # where there is none, who needs it is told so
             tokenizer = str(Path(path).resolve() / "tokenizer.json")
         flags = {k: v for k, v in dataclasses.asdict(config).items() if k in MODEL_FLAGS}
-        run = Config(model="llama2-7b" if config.llama else "gpt2", tokenizer=tokenizer, **flags)
+        preset = {"gpt2": "gpt2", "llama": "llama2-7b", "mixtral": "mixtral-8x7b"}[architecture_of(config).model_type]
+        run = Config(model=preset, tokenizer=tokenizer, **flags)
         state = {"config": dataclasses.asdict(run), "model": dataclasses.asdict(config), "tokens": 0, "corpus": None, "optimizer": None}
-        checkpoint.write(folder, 0, {f"model.{n}": p.detach() for n, p in empty_model(config).named_parameters()}, state, read)
+        checkpoint.write(folder, 0, parameters, state, read)
         if (hf_dir / "tokenizer.json").is_file():
             FileTokenizer(str(hf_dir / "tokenizer.json"))                # whether it can be read
             shutil.copyfile(hf_dir / "tokenizer.json", folder / "tokenizer.json")
@@ -325,7 +375,7 @@ def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
 # --- export ----------------------------------------------------------------------------------------------------------
 
 def shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """Names in order, in files of at most `limit` bytes; a larger tensor has one of its own."""
+    """Names in order, in files of at most `limit` bytes; a larger tensor has one of its own, and so do experts that together are larger."""
     found, room = [], 0
     for name, size in sizes.items():
         if size > room or not found:
@@ -336,14 +386,16 @@ def shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
     return found
 
 
-def write_shard(path: Path, file: Path, theirs: dict[str, tuple[list[int], dict[str, Place]]], dtype: torch.dtype) -> None:
-    """Some of their tensors, filled from a checkpoint through the views that import takes; gone from memory before the next shard."""
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, _) in theirs.items()}
-    checkpoint.read(path, {f"model.{ours}": place.view(tensors[name]) for name, (_, places) in theirs.items() for ours, place in places.items()})
+def write_shard(path: Path, file: Path, theirs: dict[str, tuple[list[int], dict[str, Place]]], dtype: torch.dtype) -> list[str]:
+    """Some of their tensors, filled from a checkpoint through the views that import takes; gone from memory before the next shard. Returns the names."""
+    filled = {name: torch.empty(shape, dtype=dtype) for name, (shape, _) in theirs.items()}
+    checkpoint.read(path, {f"model.{ours}": place.view(filled[name]) for name, (_, places) in theirs.items() for ours, place in places.items()})
+    tensors = {name: t for whole in filled for name, t in split(whole, filled[whole]).items()}
     infinite = [name for name, t in tensors.items() if t.isinf().any()] if dtype == torch.float16 else []
     if infinite:
         raise HuggingFaceError(f"{path}: {infinite[0]} has values beyond 65504, the largest in fp16; --dtype bf16 has them")
     save_file(tensors, file, {"format": "pt"})
+    return list(tensors)
 
 
 def export_folder(path: Path, hf_dir: Path, dtype: str = "fp32", max_shard_bytes: int = 5 * 10**9) -> GPTConfig:
@@ -362,8 +414,7 @@ def export_folder(path: Path, hf_dir: Path, dtype: str = "fp32", max_shard_bytes
         checkpoint.verify(path)
         for k, names in enumerate(files, 1):
             file = f"model-{k:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-            write_shard(path, folder / file, {name: theirs[name] for name in names}, DTYPES[dtype])
-            weight_map |= dict.fromkeys(names, file)
+            weight_map |= dict.fromkeys(write_shard(path, folder / file, {name: theirs[name] for name in names}, DTYPES[dtype]), file)
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
@@ -437,7 +488,7 @@ def main(argv: list[str]) -> int:
     except (HuggingFaceError, checkpoint.CheckpointError) as e:
         print(f"huggingface.py: {e}", file=sys.stderr)
         return 2
-    print(f"{args.target}: {ARCHITECTURES[config.llama].name}, {num_parameters(empty_model(config)):,} parameters")
+    print(f"{args.target}: {architecture_of(config).name}, {num_parameters(empty_model(config)):,} parameters")
     return 0
 
 

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -17,13 +18,15 @@ from torch.utils._pytree import tree_leaves
 import checkpoint
 import generate
 import huggingface
+import moe
 import pipeline_parallel
 import ranks
 import sharding
 import tensor_parallel
 from checkpoint import CheckpointError
 from gpt import GPTConfig
-from huggingface import GPT2, LLAMA, HuggingFaceError, Place, export_folder, import_folder, to_gpt_config, to_hf_config
+from huggingface import GPT2, LLAMA, MIXTRAL, HuggingFaceError, Place, export_folder, import_folder, to_gpt_config, to_hf_config
+from presets import PRESETS
 from test_gpt import build
 from world import Groups
 
@@ -33,7 +36,9 @@ transformers.utils.logging.set_verbosity_error()
 
 SHAPES = {"gpt2": dict(num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=72, seq_length=16, vocab_size=61),
           "llama": dict(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=56, seq_length=16, vocab_size=61, llama=True,
-                        norm_eps=1e-6, rotary_base=500.0)}
+                        norm_eps=1e-6, rotary_base=500.0),
+          "mixtral": dict(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=36, seq_length=16, vocab_size=61, llama=True,
+                          norm_eps=1e-6, rotary_base=500.0, num_experts=4, router="topk", router_topk=2, aux_loss=0.03, z_loss=0.0)}
 FAMILIES = list(SHAPES)
 TOKENS = torch.randint(61, (3, 16), generator=torch.Generator().manual_seed(0))
 STATE = {"config": {"tokenizer": "bytes"}, "tokens": 0, "corpus": None, "optimizer": None}
@@ -53,9 +58,12 @@ def theirs(family):
     if family == "gpt2":
         config = transformers.GPT2Config(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4, n_inner=72, bos_token_id=60, eos_token_id=60)
         return shaken(transformers.GPT2LMHeadModel(config))
-    return shaken(transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
-        rope_theta=500.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0})))        # as transformers 4 and 5 take it
+    llama = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+                 rms_norm_eps=1e-6, rope_theta=500.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0})      # as transformers 4 and 5 take it
+    if family == "llama":
+        return shaken(transformers.LlamaForCausalLM(transformers.LlamaConfig(intermediate_size=56, **llama)))
+    return shaken(transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        intermediate_size=36, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.03, **llama)))
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +72,10 @@ def saved(tmp_path_factory):
     found = {}
     for family in FAMILIES:
         folder, model = tmp_path_factory.mktemp("saved") / family, theirs(family)
-        model.save_pretrained(folder, **({"max_shard_size": "20KB"} if family == "llama" else {}))
+        model.save_pretrained(folder, **({} if family == "gpt2" else {"max_shard_size": "20KB"}))
         with torch.no_grad():
             found[family] = folder, model(TOKENS).logits
-    assert len(list(found["llama"][0].glob("*.safetensors"))) > 2
+    assert all(len(list(found[family][0].glob("*.safetensors"))) > 2 for family in ("llama", "mixtral"))
     return found
 
 
@@ -125,6 +133,7 @@ def test_imports_what_transformers_wrote(saved, tmp_path, family):
     assert config == GPTConfig(**SHAPES[family], dropout=0.1 if family == "gpt2" else 0.0)
     assert close(our_logits(tmp_path / "ckpt"), expected)
     index = checkpoint.read_index(tmp_path / "ckpt")
+    assert index["config"]["model"] == {"gpt2": "gpt2", "llama": "llama2-7b", "mixtral": "mixtral-8x7b"}[family]
     assert index["step"] == 0 and index["config"]["tokenizer"].endswith("ckpt/tokenizer.json") and all(n.startswith("model.") and d == "float32" for n, (d, _) in index["tensors"].items())
 
 
@@ -168,14 +177,15 @@ def test_there_and_back(saved, tmp_path, family):
 
 
 SWAPS = {"query and key": ("gpt2", "attention.query", "attention.key"), "gate and up": ("llama", "mlp.gate", "mlp.up"),
-         "the norms": ("gpt2", "attention_norm", "mlp_norm"), "the norms of Llama": ("llama", "attention_norm", "mlp_norm")}
+         "the norms": ("gpt2", "attention_norm", "mlp_norm"), "the norms of Llama": ("llama", "attention_norm", "mlp_norm"),
+         "gate and up of experts": ("mixtral", "mlp.gate", "mlp.up")}
 
 
 @pytest.mark.parametrize("mistake", [*SWAPS, "not transposed"])
 def test_a_wrong_table_shows(saved, tmp_path, monkeypatch, mistake):
     """In logits: a round trip, which reads the same wrong table twice, sees nothing."""
     family, one, other = SWAPS.get(mistake, ("gpt2", "attention.output", None))
-    table = {"gpt2": GPT2, "llama": LLAMA}[family].modules
+    table = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}[family].modules
     one, other = (f"blocks.*.{name}" for name in (one, other))
     if mistake == "not transposed":
         monkeypatch.setitem(table, one, table[one]._replace(transposed=False))
@@ -195,17 +205,20 @@ def test_place_by_hand():
     assert Place("", True, 1).view(both).tolist() == [[2, 8], [3, 9]] and Place("", True, 1).shape(torch.Size([2, 2])) == [2, 6]
     assert Place("", True, 2).view(both[0]).tolist() == [4, 5] and Place("", True, 2).shape(torch.Size([2])) == [6]
     assert Place("", True).shape(torch.Size([5, 3])) == [3, 5] and Place("").shape(torch.Size([5, 3])) == [5, 3]
+    assert {name: t.tolist() for name, t in huggingface.split("e.#.w", both).items()} == {"e.0.w": [0, 1, 2, 3, 4, 5], "e.1.w": [6, 7, 8, 9, 10, 11]}
 
 
 # --- any layout ------------------------------------------------------------------------------------------------------------
 
-def load_and_save(rank, folder, tp, pp):
+def load_and_save(rank, folder, families, tp, pp, ep):
     """Build this rank's part of each family's model, load it from the import, save it as a run saves it; returns its logits."""
-    groups, logits = Groups.make("cpu", 2, tp, pp), {}
-    for family in FAMILIES:
+    groups, logits = Groups.make("cpu", 2, tp, pp, ep=ep), {}
+    for family in families:
         config = GPTConfig(**checkpoint.read_index(folder / family)["model"])
         chunks = pipeline_parallel.split(config, groups.pp.rank(), pp) if groups.pp else [huggingface.empty_model(config)]
         for chunk in chunks:
+            if groups.ep:
+                moe.parallelize(chunk, groups.ep)
             if groups.tp:
                 tensor_parallel.parallelize(chunk, groups.tp)
             sharding.materialise(chunk, "cpu", torch.float32)
@@ -218,13 +231,13 @@ def load_and_save(rank, folder, tp, pp):
     return logits
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2, pp=1), dict(tp=1, pp=2)], ids=["tp 2", "pp 2"])
-def test_under_a_layout(saved, tmp_path, layout):
+@pytest.mark.parametrize("families, layout", [(FAMILIES, (2, 1, 1)), (FAMILIES, (1, 2, 1)), (["mixtral"], (1, 1, 2))], ids=["tp 2", "pp 2", "ep 2"])
+def test_under_a_layout(saved, tmp_path, families, layout):
     """An import loads under it with the same logits; what a run saved under it exports to the same folder, byte for byte."""
-    for family in FAMILIES:
+    for family in families:
         import_folder(saved[family][0], tmp_path / family)
-    logits = ranks.run(load_and_save, 2, tmp_path, *layout.values())
-    for family in FAMILIES:
+    logits = ranks.run(load_and_save, 2, tmp_path, families, *layout)
+    for family in families:
         assert all(close(on_rank[family], saved[family][1]) for on_rank in logits)
         for source in (family, f"{family} run"):
             export_folder(tmp_path / source, tmp_path / f"from {source}", max_shard_bytes=20_000)
@@ -253,7 +266,8 @@ class Alive(TorchDispatchMode):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_more_than_a_file_is_in_memory(tmp_path, monkeypatch, family):
     """Both ways: the tensors of one file, and one tensor on its way there. With files of any size the same meter sees the whole model."""
-    path, model = our_checkpoint(tmp_path / "ckpt", **SHAPES[family] | dict(num_layers=12, hidden_size=64, num_heads=8, ffn_hidden_size=256))
+    ffn = 128 if family == "mixtral" else 256                    # times 4 experts
+    path, model = our_checkpoint(tmp_path / "ckpt", **SHAPES[family] | dict(num_layers=12, hidden_size=64, num_heads=8, ffn_hidden_size=ffn))
     whole = sum(p.nbytes for p in model.parameters())
     largest = max(torch.Size(shape).numel() * 4 for shape, _ in huggingface.layout(model.config).values())
     for limit, bound in ((200_000, 210_000 + largest), (10**9, None)):
@@ -273,6 +287,10 @@ def test_no_more_than_a_file_is_in_memory(tmp_path, monkeypatch, family):
 LLAMA_4 = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
            "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61, "torch_dtype": "bfloat16", "transformers_version": "4.31.0"}
 OURS_4 = dict(num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=56, seq_length=16, vocab_size=61, llama=True, norm_eps=1e-6)
+MIXTRAL_8X7B = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+                "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+                "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6, "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000}
 GPT2_4 = {"architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "n_ctx": 16, "vocab_size": 61, "n_inner": None}
 
 
@@ -281,6 +299,9 @@ GPT2_4 = {"architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 32, "n_h
     (LLAMA_4 | {"rope_theta": 500000, "rope_scaling": None, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}, OURS_4 | dict(rotary_base=5e5, num_kv_heads=2, norm_eps=1e-5)),
     (LLAMA_4 | {"rope_parameters": {"rope_theta": 700.0, "rope_type": "default"}, "head_dim": 8}, OURS_4 | dict(rotary_base=700.0)),
     (LLAMA_4 | {"rope_scaling": {"type": "default"}, "rope_theta": 300.0, "attention_dropout": 0.25}, OURS_4 | dict(rotary_base=300.0, dropout=0.25)),
+    (MIXTRAL_8X7B, PRESETS["mixtral-8x7b"][0]),
+    ({k: v for k, v in MIXTRAL_8X7B.items() if k not in ("rms_norm_eps", "rope_theta", "num_experts_per_tok", "router_aux_loss_coef", "sliding_window")},
+     PRESETS["mixtral-8x7b"][0] | dict(aux_loss=0.001)),
     (GPT2_4, dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61, dropout=0.1)),
     (GPT2_4 | {"n_inner": 70, "resid_pdrop": 0.1, "attn_pdrop": 0.2, "embd_pdrop": 0, "layer_norm_epsilon": 1e-6, "activation_function": "gelu_pytorch_tanh",
                "reorder_and_upcast_attn": True}, dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61, ffn_hidden_size=70, dropout=0.2, norm_eps=1e-6))])
@@ -292,6 +313,16 @@ def test_configurations_of_older_versions(there, here):
 def test_grouped_queries_have_no_place_in_gpt2(tmp_path):
     path, _ = our_checkpoint(tmp_path / "ckpt", **SHAPES["gpt2"] | dict(num_kv_heads=2))
     with pytest.raises(HuggingFaceError, match="num_kv_heads 2 of num_heads 4"):
+        export_folder(path, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("shape, words", [
+    (dict(router="sinkhorn"), "router sinkhorn: a Mixtral's gates"), (dict(router_topk=1), "router_topk 1: .* num_experts_per_tok 1"),
+    (dict(expert_every=2), "expert_every 2: .* every layer"), (dict(llama=False, num_kv_heads=4), "blocks.0.mlp.router.weight has no place in a GPT2LMHeadModel")])
+def test_experts_that_are_not_a_mixtral(tmp_path, shape, words):
+    path, _ = our_checkpoint(tmp_path / "ckpt", **SHAPES["mixtral"] | shape)
+    with pytest.raises(HuggingFaceError, match=words):
         export_folder(path, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
@@ -318,6 +349,21 @@ def test_rotary_frequencies_are_accepted(copy, saved, tmp_path):
     assert close(our_logits(tmp_path / "ckpt"), saved["llama"][1])
 
 
+def test_experts_of_a_layer_in_several_files(copy, saved, tmp_path):
+    """As transformers 4 and Mixtral's authors saved them, in the order of experts; transformers 5 keeps a layer's in one file."""
+    folder = copy("mixtral")
+    tensors, files = tensors_in(folder), {}
+    for name in tensors:
+        files.setdefault(f"model-{(re.findall(r'experts.([0-9])', name) or ['x'])[0]}.safetensors", []).append(name)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    for file, names in files.items():
+        save_file({n: tensors[n] for n in names}, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {n: file for file, names in files.items() for n in names}}))
+    import_folder(folder, tmp_path / "ckpt")
+    assert len(files) == 5 and close(our_logits(tmp_path / "ckpt"), saved["mixtral"][1])
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------------
 
 def change(folder, changes):
@@ -335,7 +381,7 @@ def refused(folder, target, words):
 
 
 @pytest.mark.parametrize("family, changes, words", [
-    ("gpt2", {"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "GPT2LMHeadModel and LlamaForCausalLM"]), ("gpt2", {"architectures": ...}, ["architectures is null"]),
+    ("gpt2", {"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "GPT2LMHeadModel, LlamaForCausalLM and MixtralForCausalLM"]), ("gpt2", {"architectures": ...}, ["architectures is null"]),
     ("gpt2", {"n_layer": ...}, ["n_layer is missing"]), ("gpt2", {"n_embd": "32"}, ['n_embd is "32"', "an integer"]), ("gpt2", {"n_head": 4.0}, ["n_head is 4.0", "an integer"]),
     ("gpt2", {"n_head": True}, ["n_head is true"]), ("gpt2", {"layer_norm_epsilon": float("nan")}, ["layer_norm_epsilon is NaN", "a number"]),
     ("gpt2", {"n_head": 5}, ["num_heads 5", "divide"]), ("gpt2", {"n_layer": 0}, ["num_layers 0"]), ("gpt2", {"n_layer": -1}, ["n_layer is -1"]),
@@ -347,6 +393,12 @@ def refused(folder, target, words):
     ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters", "llama3", "without scaling"]),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "linear"]), ("llama", {"rope_scaling": "x"}, ["rope_scaling"]),
     ("llama", {"rope_parameters": {"rope_theta": "x"}}, ["rope_theta"]), ("llama", {"attention_dropout": 1.0}, ["dropout 1.0"]),
+    ("mixtral", {"num_experts_per_tok": 1}, ["router_topk 1", "num_experts_per_tok 1"]), ("mixtral", {"num_experts_per_tok": 5}, ["router_topk 5"]),
+    ("mixtral", {"sliding_window": 8}, ["sliding_window is 8"]), ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise is 0.1"]),
+    ("mixtral", {"router_aux_loss_coef": "x"}, ["router_aux_loss_coef", "a number"]), ("mixtral", {"num_local_experts": 0}, ["router_topk 2", "num_experts"]),
+    ("mixtral", {"num_local_experts": 5}, ["model.layers.0.block_sparse_moe.gate.weight is F32 [4, 32] there", "experts.4.w1.weight is missing", "; and 5 more"]),
+    ("mixtral", {"num_local_experts": 3}, ["gate.weight is F32 [4, 32] there", "experts.3.w2.weight is not in gpt.py", "; and 5 more"]),
+    ("mixtral", {"intermediate_size": 40}, ["experts.0.w1.weight is F32 [36, 32] there", "[40, 32] in gpt.py"]),
     ("llama", {"num_hidden_layers": 3}, ["model.layers.2.input_layernorm.weight is missing", "; and 6 more"]),
     ("llama", {"num_hidden_layers": 1}, ["model.layers.1.", "is not in gpt.py", "; and 6 more"]),
     ("llama", {"vocab_size": 62}, ["model.embed_tokens.weight is F32 [61, 32] there", "[62, 32] in gpt.py"])])
@@ -354,6 +406,11 @@ def test_a_model_that_gpt_py_does_not_have(copy, tmp_path, family, changes, word
     folder = copy(family)
     change(folder, changes)
     refused(folder, tmp_path / "ckpt", words)
+
+
+def test_fused_experts(tmp_path):
+    theirs("mixtral").save_pretrained(tmp_path / "hf", save_original_format=False)
+    refused(tmp_path / "hf", tmp_path / "ckpt", ["block_sparse_moe.gate.weight is missing", "experts.0.w1.weight is missing", "; and 29 more"])
 
 
 def damage(folder, how):
