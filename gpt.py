@@ -94,7 +94,9 @@ class GPTConfig:
             raise ValueError(f"num_experts {self.num_experts}: must be at least 0 and below 2^16; 0 is one MLP for all tokens")
         if self.router not in ("sinkhorn", "topk"):
             raise ValueError(f"router {self.router}: must be sinkhorn or topk")
-        for field, most, what in (("expert_every", self.num_layers, "num_layers"), ("router_topk", max(1, self.num_experts), "num_experts")):
+        if not self.num_experts and self.router_topk != 1:
+            raise ValueError(f"router_topk {self.router_topk}: needs num_experts {max(2, self.router_topk)} or more")
+        for field, most, what in (("expert_every", self.num_layers, "num_layers"), ("router_topk", self.num_experts or 1, "num_experts")):
             if not 1 <= getattr(self, field) <= most:
                 raise ValueError(f"{field} {getattr(self, field)}: must be from 1 to {what} {most}")
         if not 1e-3 <= self.router_temperature <= 1:

@@ -23,9 +23,10 @@ import pipeline_parallel
 import ranks
 import sharding
 import tensor_parallel
+from architectures import GPT2, LLAMA, MIXTRAL, HuggingFaceError, Place, to_gpt_config, to_hf_config
 from checkpoint import CheckpointError
 from gpt import GPTConfig
-from huggingface import GPT2, LLAMA, MIXTRAL, HuggingFaceError, Place, export_folder, import_folder, to_gpt_config, to_hf_config
+from huggingface import export_folder, import_folder
 from presets import PRESETS
 from test_gpt import build
 from world import Groups

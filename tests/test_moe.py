@@ -308,6 +308,7 @@ def test_evaluation_routes_each_token_for_itself():
     (dict(ep=2), 2, ["--ep 2", "no experts", "--num-experts"]),
     (dict(num_experts=4, router_topk=5), 1, ["--router-topk 5", "--num-experts 4"]),
     (dict(num_experts=4, router_topk=0), 1, ["--router-topk 0"]),
+    (dict(router_topk=2), 1, ["--router-topk 2", "needs --num-experts 2"]),
     (dict(num_experts=4, expert_every=5), 1, ["--expert-every 5", "--num-layers 4"]),
     (dict(num_experts=-1), 1, ["--num-experts -1"]),
     (dict(num_experts=4, capacity_factor=-1.0), 1, ["--capacity-factor -1.0"]),
