@@ -265,16 +265,13 @@ class Pipeline:
         return [order] * self.p
 
     def evaluate(self, batches: list, result) -> None:
-        """Run batches (of any sizes) forward; the last stage hands each to result(batch, loss of each token [b, s])."""
-        for size in sorted({len(b.tokens) for b in batches}):
-            some = [b for b in batches if len(b.tokens) == size]
-
-            def forward(chunk, k, x, some=some):
-                y = self.chunks[chunk](some[k].tokens, some[k].labels, None, x)
-                if self.chunks[chunk].head is not None:
-                    result(some[k], y)
-                return y
-            self.run(self.forward_only(len(some)), forward, size, some[0].tokens.shape[1])
+        """Run batches of one size forward; the last stage hands each to result(batch, loss of each token [b, s])."""
+        def forward(chunk, k, x):
+            y = self.chunks[chunk](batches[k].tokens, batches[k].labels, None, x)
+            if self.chunks[chunk].head is not None:
+                result(batches[k], y)
+            return y
+        self.run(self.forward_only(len(batches)), forward, *batches[0].tokens.shape)
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -177,10 +177,11 @@ class Trainer:
         batches = []
         for chunk in self.chunks:
             chunk.eval()                                                 # routers take raw logits
-        for start in range(0, sequences, self.dp * self.micro):          # all ranks take as many batches: their forwards may be collectives
-            mine = start + self.dp_rank * self.micro
-            batch = dataset.batch(range(mine, min(mine + self.micro, sequences)) or range(1)).to(self.device)
-            batches.append(batch if mine < sequences else batch._replace(loss_mask=torch.zeros_like(batch.loss_mask)))
+        for start in range(0, sequences, self.dp * self.micro):          # all ranks take as many batches, of one size: their forwards may be collectives
+            mine = range(start + self.dp_rank * self.micro, start + (self.dp_rank + 1) * self.micro)
+            batch = dataset.batch([min(n, sequences - 1) for n in mine])
+            counts = torch.tensor([n < sequences for n in mine])
+            batches.append(batch._replace(loss_mask=batch.loss_mask & counts.unsqueeze(1)).to(self.device))
 
         def add(batch, losses):
             total.add_((losses * batch.loss_mask).sum())
