@@ -36,7 +36,7 @@ def flag(default, help, choices=None, metavar=None):
 class Config:
     # model
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
-    num_layers: int | None = flag(None, "instead of the preset's, as with the next seven")
+    num_layers: int | None = flag(None, "instead of the preset's, as with all up to z-loss")
     hidden_size: int | None = flag(None, "h")
     num_heads: int | None = flag(None, "attention heads")
     num_kv_heads: int | None = flag(None, "fewer than heads: grouped-query attention")
@@ -104,6 +104,8 @@ class Config:
         if self.load:
             path = checkpoint.find(self.load)
             shape = checkpoint.read_index(path)["model"] | {"attention": ""}
+        if "router" in given:                                            # another router has other losses
+            shape = {k: v for k, v in shape.items() if k not in ("aux_loss", "z_loss")}
         with as_flags():
             try:
                 return GPTConfig(**{**shape, **given})
@@ -146,6 +148,9 @@ class Config:
                 sequence_parallel.check(model, self.tp)
             pipeline_parallel.layer_split(model.num_layers, self.pp, self.virtual_stages, self.layer_split)
         dp = world // self.tp // self.pp
+        for name in ("expert_every", "router", "router_topk", "router_temperature", "capacity_factor", "aux_loss", "z_loss"):
+            if getattr(self, name) is not None and not model.num_experts:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: this model has no experts; --num-experts 8, for example, would give it some")
         with as_flags():
             moe.check(model, self.ep, dp)
         if self.global_batch_size % dp:

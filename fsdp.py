@@ -352,6 +352,8 @@ def shard(model: nn.Module, group: dist.ProcessGroup, stage: int = 0, scaler: Lo
             init(names)
             seen.update(layer.parameters())                              # they are other objects now
         parameters = [model.get_parameter(name) for name in names]
+        if expert_group is None and any(spread(p, group) for p in parameters):
+            raise ValueError("parameters of this model are spread over ranks of the group: hand over expert_group, the ranks that hold the same ones")
         for some, replicas in (([p for p in parameters if not spread(p, group)], group), ([p for p in parameters if spread(p, group)], expert_group)):
             if some:
                 units.append(Unit(some, replicas, stage))

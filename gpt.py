@@ -12,7 +12,7 @@ The techniques in the other files are functions applied to this finished model f
 these concessions: embedding, blocks and head can be separated; `blocks.7...` is the layer's number in the whole model,
 whichever blocks are present; the number of heads is read off the tensors (`view(b, s, -1, head_dim)`); query, key, value,
 gate and up are separate parameters, and what reads one input is called together (`SharedInput`); and core attention, the
-activation, and bias + dropout + residual are submodules.
+activation, and bias + dropout + residual are submodules. The MLPs with experts are in moe.py.
 
 Shapes: b micro-batch, s sequence, h hidden, a heads, d = h / a, L layers, V vocabulary.
 
@@ -95,7 +95,7 @@ class GPTConfig:
         if self.router not in ("sinkhorn", "topk"):
             raise ValueError(f"router {self.router}: must be sinkhorn or topk")
         if not self.num_experts and self.router_topk != 1:
-            raise ValueError(f"router_topk {self.router_topk}: needs num_experts {max(2, self.router_topk)} or more")
+            raise ValueError(f"router_topk {self.router_topk}: needs num_experts {max(2, self.router_topk)} or more; without experts router_topk 1 would fit")
         for field, most, what in (("expert_every", self.num_layers, "num_layers"), ("router_topk", self.num_experts or 1, "num_experts")):
             if not 1 <= getattr(self, field) <= most:
                 raise ValueError(f"{field} {getattr(self, field)}: must be from 1 to {what} {most}")
@@ -104,6 +104,8 @@ class GPTConfig:
         for field in ("capacity_factor", "aux_loss", "z_loss"):
             if not 0 <= getattr(self, field) < math.inf:
                 raise ValueError(f"{field} {getattr(self, field)}: must be at least 0 and finite")
+        if self.router == "sinkhorn" and self.aux_loss:
+            raise ValueError(f"aux_loss {self.aux_loss}: router sinkhorn evens the load by its plan, and this loss hardly has a gradient there; aux_loss 0 would fit, or router topk")
 
     @property
     def head_dim(self) -> int:

@@ -6,7 +6,8 @@ A line of metrics.jsonl is one step, floats in full precision, so that two runs 
      "tflops_per_device": 0.11, "peak_memory_bytes": 570425344}
 
 and now and then `eval_loss`, `loss_scale` (fp16) and `skipped_steps` (those whose gradients were not finite). With experts also `expert_load` (for
-each layer that has them, how many choices fell on each expert, over an even share), `router_entropy` (nats, for each layer) and `dropped_share`.
+each layer that has them, how many choices fell on each expert, over an even share) and, each with a number for each layer, `dropped_share` (of choices), `router_entropy`
+(nats), `load_balancing_loss` and `z_loss` (before their coefficients; `loss` is without them).
 
     python metrics.py runs/default       draws runs/default/loss.png again
 """

@@ -1,29 +1,40 @@
-"""Mixture of experts: many MLPs, of which each token goes through one or a few (BASE layers, arXiv 2103.16716; Switch, arXiv 2101.03961).
+"""Mixture of experts: many MLPs, of which each token goes through one or a few (arXiv 1701.06538; one: BASE layers, 2103.16716, and Switch, 2101.03961).
 
 The parameters of a layer grow with the number of experts E, its FLOPs do not: a token pays for the k experts that it goes to. Who goes where is
 the router's choice, from x W_rᵀ, a logit for each expert. Left alone it sends everybody to a few experts, so it is balanced, in one of two ways:
 
-    sinkhorn    each expert gets the same mass of a transport plan between tokens and experts (S-BASE, arXiv 2202.01169), and each token goes where
-                the plan has most of it. The plan has no gradient; the gate, by which an expert's output is multiplied, is from the raw logits.
+    sinkhorn    a transport plan between tokens and experts, in which each expert gets the same mass (S-BASE, arXiv 2202.01169). Each token goes where the plan
+                has most of it; that evens the load, the more so the lower the plan's temperature. The plan has no gradient: the gate, by which an
+                expert's output is multiplied, is from the raw logits.
     topk        the largest logits; a loss pulls towards even load (Switch, eq. 4-6), another keeps logits small (ST-MoE, arXiv 2202.08906, eq. 5)
 
     tokens 0 1 2 3 4 5    dispatch: sorted by expert      all-to-all         experts            all-to-all, combine
     chosen 2 0 3 0 2 1    1 3 | 5 | 0 4 | 2         --->  rank 0: 0, 1  -->  one grouped   --->  back where they came from,
                           e0    e1  e2    e3              rank 1: 2, 3       matmul each         times the gate, summed over k
 
-Expert parallelism spreads the experts over `ep` of the data-parallel ranks, each of which has as many; tokens travel to their experts, and home again. No token is
-dropped unless a capacity is set. Dispatch and combine are one pair of adjoints (`take`, `put`), the all-to-all is its own. The gradient of an expert is the sum
-over all tokens of its expert-parallel group by then, so fsdp.py sums it only over the ranks that hold the same experts; the loss is divided by the
-number of tokens in the whole global batch, so there is nothing else to divide by.
+    x = enter(x);  routes = decide(router(x));  y = combine(experts(dispatch(x, routes)), gates, routes);  leave(y)          (`MoE.forward`)
 
-Who goes where depends on the micro-batch, for a plan balances one: on nothing else. Under tensor parallelism every rank sees the whole micro-batch's logits, also where its tokens
-are sliced along the sequence, and holds a slice of each expert's inner dimension. Evaluation takes the raw logits, each token for itself.
+Expert parallelism (GShard, arXiv 2006.16668): each group of `ep` data-parallel ranks has every expert once, E / ep on a rank; tokens travel to their experts, and home
+again. No token is dropped unless a capacity is set. `take` and `put` are each other's adjoint, an all-to-all's is the all-to-all back, and combine is dispatch's adjoint with the
+gates as weights. When backward reaches an expert's weights, tokens of all ep ranks have gone through it, so fsdp.py sums its gradient only over the ranks that
+hold the same experts; the loss is divided by the number of tokens in the whole global batch, so there is nothing else to divide by.
+
+Sinkhorn, a capacity and the load-balancing loss look at all tokens of one micro-batch of one data-parallel rank: they alone make a result depend on how a batch is cut
+into micro-batches. Under tensor parallelism every rank sees the whole micro-batch's logits, also where its tokens are sliced along the sequence, and holds a slice of
+each expert's inner dimension. A plan, then, looks at later tokens and at other sequences: training with it is not strictly causal. Evaluation takes the raw
+logits, each token for itself, and routes some tokens otherwise than training did.
 
     python moe.py      a plan by hand; what temperature does to the load; two ranks with half of the experts each: gradients, bytes
 
-Experts have no biases. What Megatron-LM adds: all-to-alls that overlap with computation; under tensor parallelism only a slice of the tokens on each
-rank's all-to-all (here tokens are gathered along the sequence first, as for a dense layer, so each of t ranks sends them all); shared experts; biases of the router.
+What it costs beyond a dense layer: under tensor parallelism one more all-reduce of b s E in backward (with sequence parallelism an all-gather forward and a reduce-scatter backward),
+and the gathered rows are kept, where a dense layer keeps its slice and gathers again; full recomputation repeats the all-to-alls; ZB-H1 computes experts' weight
+gradients in I; on a GPU the host waits for each of Sinkhorn's iterations, and once for the counts.
+
+Experts have no biases; `expert_every` n puts them in layers n - 1, 2n - 1, .. (Megatron's moe_layer_freq in 0, n, ..). What Megatron-LM adds: all-to-alls that overlap
+with computation, and send only a slice of the tokens from each of t ranks (here tokens are gathered along the sequence first, and each sends them all); tensor-parallel
+sizes of experts other than attention's; shared experts; router biases, groups and jitter; other drop policies.
 """
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -36,31 +47,29 @@ import gpt
 import sharding
 from sharding import Cut
 
-TINY = 1e-100                            # added to what is divided by
-
 # --- who goes where -------------------------------------------------------------------------------------------------
 
 def sinkhorn(logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, most: int = 1000) -> Tensor:
-    """The plan d0 C d1 with C = exp(logits / temperature), whose rows sum to 1/N and columns to 1/E (arXiv 2202.01169, section 3.1): scale rows, scale columns,
-    until d1 changes by no more than a share `tolerance` of it on average, or `most` times.
+    """The plan d0 C d1 with C = exp(logits / temperature), in which each row sums to 1/N and each column to 1/E (arXiv 2202.01169, section 3.1): scale rows, scale columns, until
+    d1 changes by no more than a share `tolerance` of it on average, or `most` times. Columns come last and are exact, rows as near as that.
 
-    The plan is balanced; the largest entries of its rows need not be: a token that is split 6 to 4 goes one way whole. The lower the temperature, the less is split, and the
-    more is there to balance. So the way down is gradual: C and d1 are squared, which halves the temperature, and d1 is nearly right already.
-    logits: [N, E], of any size: the largest of each row is subtracted, and d0 makes up for it. Returns [N, E], float64: exp(-20 / 0.02) is no float32."""
-    logits = logits.double()
-    cost = (logits - logits.amax(1, keepdim=True)).exp()
-    n, e = cost.shape
-    d1, now = cost.new_ones(e), 1.0
+    With d1 = exp(f / temperature), the rows of C d1, scaled, are a softmax, so no logit is too large. The plan is balanced; the largest entries of its rows need not be: a token that
+    is split 6 to 4 goes one way whole. The lower the temperature, the less is split, and the longer it takes; so it is halved step by step, and f, a handicap for each expert in
+    units of logits, is nearly right each time.
+    logits: [N, E]. Returns [N, E], float64."""
+    logits, now = logits.double(), 1.0
+    n, e = logits.shape
+    f = logits.new_zeros(e)
     while True:
         for _ in range(most):
-            d0 = 1 / n / (cost @ d1 + TINY)
-            before, d1 = d1, 1 / e / (cost.t() @ d0 + TINY)
-            if not ((d1 - before).abs() / d1).mean() > tolerance:        # also where it is not a number
+            plan = ((logits + f) / now).softmax(1) / n                   # d0 C d1
+            load = (e * plan.sum(0)).clamp(min=1e-300)                   # of an expert, over its even share; no handicap is infinite
+            f = f - now * load.log()
+            if not (1 - load).abs().mean() > tolerance:                  # also where it is not a number
                 break
         if now <= temperature:
-            return d0.unsqueeze(1) * cost * d1
-        power = min(2.0, now / temperature)
-        cost, d1, now = cost ** power, d1 ** power, now / power
+            return plan / load
+        now = max(now / 2, temperature)
 
 
 class Router(nn.Module):
@@ -81,8 +90,9 @@ class Router(nn.Module):
         return logits
 
     def losses(self, logits: Tensor, share: Tensor) -> Tensor:
-        """Sums over these tokens of their parts of the load-balancing loss, E Σ_e f_e P_e, and the z-loss, (log Σ exp z)², each with its coefficient.
-        logits: [.., E] of any part of a micro-batch; share: [E], f_e, the share of all choices in the micro-batch that fell on each. Scalar."""
+        """Sums over these tokens of their parts of the load-balancing loss, E Σ_e f_e P_e, and the z-loss, (log Σ exp z)², each with its coefficient. f_e: the share of the
+        micro-batch's choices that fell on e, before any is dropped; P_e: the mean probability of e; even load gives 1.
+        logits: [.., E] of any part of a micro-batch; share: [E], f. Scalar."""
         balance = self.aux_loss * len(share) * (logits.softmax(-1) @ share).sum() if self.aux_loss else 0.0
         return balance + (self.z_loss * logits.logsumexp(-1).square().sum() if self.z_loss else 0.0)
 
@@ -108,13 +118,14 @@ class SinkhornRouter(Router):
         return (logits.sigmoid() if self.k == 1 else logits.softmax(-1)).gather(1, chosen)
 
 
-class Plan(NamedTuple):
-    """Where rows go and come from; n tokens, k choices each. Assignment a is choice a // n of token a % n."""
+class Routes(NamedTuple):
+    """Where rows go and come from; n tokens, k choices each. Assignment a is choice a // n of token a % n. For the picture above (k = 1): chosen [[2], [0], [3], [0], [2], [1]],
+    order [1, 3, 5, 0, 4, 2], place [[3, 0, 5, 1, 4, 2]]."""
     chosen: Tensor                       # [n, k] expert
     share: Tensor                        # [E] of all choices
     order: Tensor                        # [m] assignments sorted by expert, the dropped ones left out
     place: Tensor                        # [k, n] where each assignment is in `order`; m: dropped
-    rows: Tensor                         # [E / ep] for each expert of this rank
+    counts: Tensor                       # [E / ep] rows for each expert of this rank
     sent: list[int]                      # rows to each expert-parallel rank; empty without them
     received: list[int]
     by_expert: Tensor | None             # [sum of received] which of the received rows, in the order of experts
@@ -128,19 +139,23 @@ def positions(order: Tensor, size: int) -> Tensor:
     return place
 
 
+SUMS = ("tokens", "dropped_share", "router_entropy", "load_balancing_loss", "z_loss")         # all but the first are told as means over tokens (or choices)
+
+
 class Decision(nn.Module):
-    """From logits to a plan, and the router's statistics. There is no gradient in it; recompute.py lets it run once: `decides`."""
+    """From logits to routes, and the router's statistics. There is no gradient in it, and recompute.py, which looks for `decides`, lets it run once."""
     decides = True
 
     def __init__(self, scores, config: gpt.GPTConfig):
         super().__init__()
         self.scores, self.k, self.capacity_factor = scores, config.router_topk, config.capacity_factor
         self.group: dist.ProcessGroup | None = None                      # of expert parallelism
-        self.statistics: Tensor | None = None                            # [E + 3] sums over training tokens: choices of each expert, dropped, entropy, tokens
+        self.statistics: Tensor | None = None                            # [E + 5] sums over training tokens: choices of each expert, then SUMS
 
     @torch.no_grad()
-    def forward(self, logits: Tensor) -> Plan:
-        """logits: [n, E], of the whole micro-batch"""
+    def forward(self, logits: Tensor) -> Routes:
+        """logits: [n, E], of the whole micro-batch. With a capacity, an expert's last choices are dropped: second choices before first ones, later tokens before earlier. For those
+        a token gets zeros, so the residual alone goes on; its other gates stay as they are."""
         n, e = logits.shape
         chosen = self.scores(logits, self.training).topk(self.k).indices
         flat = chosen.t().flatten()                                      # [k n]: all first choices first
@@ -151,14 +166,16 @@ class Decision(nn.Module):
             rank_in_expert = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
             order = order[rank_in_expert < capacity]
         if self.training:
-            entropy = -(logits.log_softmax(-1) * logits.softmax(-1)).sum()
-            new = torch.cat((counts.double(), counts.new_tensor([len(flat) - len(order)]).double(), entropy.double().view(1), counts.new_tensor([n]).double()))
+            p, z = logits.double().softmax(-1), logits.double().logsumexp(-1)
+            sums = n, len(flat) - len(order), torch.special.entr(p).sum(), e * (p @ share.double()).sum(), z.square().sum()
+            new = torch.cat((counts.double(), torch.stack([torch.as_tensor(x, dtype=torch.float64, device=flat.device) for x in sums])))
             self.statistics = new if self.statistics is None else self.statistics + new
-        counts = counts if len(order) == len(flat) else counts.clamp(max=capacity)
-        return Plan(chosen, share, order, positions(order, len(flat)).view(-1, n), *self.across(counts))
+        if len(order) < len(flat):
+            counts = counts.clamp(max=capacity)
+        return Routes(chosen, share, order, positions(order, len(flat)).view(-1, n), *self.across(counts))
 
     def across(self, counts: Tensor):
-        """Tell the others how many rows will come. counts: [E]. Returns a Plan's last fields."""
+        """Tell the others how many rows will come. counts: [E]. Returns the last fields of Routes."""
         if self.group is None:
             return counts, [], [], None, None
         ep = self.group.size()
@@ -218,22 +235,22 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, *ctx.arguments), None, None, None
 
 
-def dispatch(x: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
+def dispatch(x: Tensor, routes: Routes, group: dist.ProcessGroup | None) -> Tensor:
     """Tokens to the ranks of their experts, in the order of experts. x: [n, h] -> [rows for the experts of this rank, h]"""
-    rows = _Rows.apply(x, take, put, plan.order, plan.place)
+    rows = _Rows.apply(x, take, put, routes.order, routes.place)
     if group is None:
         return rows
-    rows = _Exchange.apply(rows, plan.sent, plan.received, group)        # in the order (rank, expert)
-    return _Rows.apply(rows, take, put, plan.by_expert, plan.by_rank.unsqueeze(0))
+    rows = _Exchange.apply(rows, routes.sent, routes.received, group)        # in the order (rank, expert)
+    return _Rows.apply(rows, take, put, routes.by_expert, routes.by_rank.unsqueeze(0))
 
 
-def combine(rows: Tensor, gates: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
+def combine(rows: Tensor, gates: Tensor, routes: Routes, group: dist.ProcessGroup | None) -> Tensor:
     """dispatch undone; a token's rows are summed, each times its gate. rows: [.., h] as dispatch gave them; gates: [n, k] -> [n, h]"""
     if group is not None:
-        rows = _Rows.apply(rows, take, put, plan.by_rank, plan.by_expert.unsqueeze(0))
-        rows = _Exchange.apply(rows, plan.received, plan.sent, group)
-    rows = rows * gates.t().flatten()[plan.order].unsqueeze(1).to(rows.dtype)
-    return _Rows.apply(rows, put, take, plan.place, plan.order)
+        rows = _Rows.apply(rows, take, put, routes.by_rank, routes.by_expert.unsqueeze(0))
+        rows = _Exchange.apply(rows, routes.received, routes.sent, group)
+    rows = rows * gates.t().flatten()[routes.order].unsqueeze(1).to(rows.dtype)
+    return _Rows.apply(rows, put, take, routes.place, routes.order)
 
 
 # --- the experts ----------------------------------------------------------------------------------------------------
@@ -265,15 +282,21 @@ class _Grouped(torch.autograd.Function):
         return dx, None, *d_weights
 
 
+def grouped_by_library(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
+    """The same by torch's kernel."""
+    ends = counts.cumsum(0, dtype=torch.int32)
+    return [F.grouped_mm(x, w.transpose(1, 2), offs=ends) for w in weights]
+
+
 def grouped_linear(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
     """x: [rows, in] in the order of experts, counts: [E] of them for each; weights: [E, out, in] each -> [rows, out] each. On a GPU, in bf16, one kernel for all
-    experts; elsewhere a matrix multiplication for each, which on a CPU costs no more."""
-    if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
-        return [F.grouped_mm(x, w.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32)) for w in weights]
+    experts (its rows are whole numbers of 16 bytes); elsewhere a matrix multiplication for each: on CPUs the library's is the same loop."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and len(x) and not any(size % 8 for w in weights for size in w.shape[1:]):
+        return grouped_by_library(x, counts, *weights)
     return list(_Grouped.apply(x, counts.tolist(), *weights))
 
 
-class Experts(nn.Module):
+class ExpertLinear(nn.Module):
     """One matrix of every expert. weight: [E, out, in]"""
 
     def __init__(self, num_experts: int, n_in: int, n_out: int):
@@ -283,7 +306,7 @@ class Experts(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """y, and in backward a gradient of 1 for a loss that goes with it."""
+    """Adds a loss that the loop never sees, for a pipeline hands on y alone: in backward it gets a gradient of 1. Its weight, the loss scale included, is in it already."""
 
     @staticmethod
     def forward(ctx, y, loss):
@@ -308,13 +331,13 @@ class MoE(nn.Module):
         h, ffn, e = config.hidden_size, config.ffn_hidden_size, config.num_experts
         self.router = (SinkhornRouter if config.router == "sinkhorn" else TopKRouter)(config)
         self.decision = Decision(self.router.scores, config)
-        self.gate = Experts(e, h, ffn) if config.llama else None
-        self.up = Experts(e, h, ffn)
+        self.gate = ExpertLinear(e, h, ffn) if config.llama else None
+        self.up = ExpertLinear(e, h, ffn)
         self.activation = gpt.SwiGLU() if config.llama else gpt.GELU()
-        self.down = Experts(e, ffn, h)
+        self.down = ExpertLinear(e, ffn, h)
         self.enter = self.leave = unchanged
         self.group: dist.ProcessGroup | None = None                      # of expert parallelism
-        self.token_weight: float | None = None                           # of a token in the router's losses; None: 1 over those of the micro-batch
+        self.token_weight: float | None = None                           # of a position in the router's losses; None: 1 over those of the micro-batch
 
     def experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [rows, h] in the order of experts, counts: [E / ep] -> [rows, h]"""
@@ -329,11 +352,11 @@ class MoE(nn.Module):
         """x: [b, s, h] -> [b, s, h]"""
         logits = self.router(x)                                                                # [b, s, E], or a slice of the sequence
         x, all_logits = self.enter(x), self.enter(logits).flatten(0, 1)                        # of the micro-batch: [b, s, h], [b s, E]
-        plan = self.decision(all_logits.detach())
-        rows = self.experts(dispatch(x.flatten(0, 1), plan, self.group), plan.rows)
-        y = self.leave(combine(rows, self.router.gates(all_logits, plan.chosen), plan, self.group).view(x.shape))
+        routes = self.decision(all_logits.detach())
+        rows = self.experts(dispatch(x.flatten(0, 1), routes, self.group), routes.counts)
+        y = self.leave(combine(rows, self.router.gates(all_logits, routes.chosen), routes, self.group).view(x.shape))
         if self.training and torch.is_grad_enabled() and (self.router.aux_loss or self.router.z_loss):
-            y = _WithLoss.apply(y, self.router.losses(logits, plan.share) * (self.token_weight or 1 / len(all_logits)))
+            y = _WithLoss.apply(y, self.router.losses(logits, routes.share) * (self.token_weight or 1 / len(all_logits)))
         return y
 
 
@@ -345,28 +368,28 @@ def layers(*models: nn.Module) -> dict[int, MoE]:
 
 
 def statistics(config: gpt.GPTConfig, found: dict[int, MoE], groups: list[dist.ProcessGroup], device) -> dict:
-    """Of the training forwards since each `decision.statistics` was None, over the ranks of all `groups` (those with other tokens, and with other layers; a collective):
-    expert_load: each expert's choices over an even share, a list for each layer with experts; router_entropy: of the router's probabilities, the mean in nats, for
-    each layer; dropped_share: of all choices."""
-    table = torch.zeros(len(config.expert_layers), config.num_experts + 3, dtype=torch.float64, device=device)
+    """Of the training forwards since each `decision.statistics` was None, over the ranks of all `groups` (those with other tokens, and with other layers; a collective). Each is a list
+    with an entry for each layer with experts. expert_load: each expert's choices over an even share; dropped_share: of choices; router_entropy: of a token's probabilities,
+    in nats; load_balancing_loss, 1 where load is even, and z_loss: before their coefficients."""
+    table = torch.zeros(len(config.expert_layers), config.num_experts + len(SUMS), dtype=torch.float64, device=device)
     for row, number in zip(table, config.expert_layers):
         if number in found:
             row.copy_(found[number].decision.statistics)
     for group in groups:
         dist.all_reduce(table, group=group)
-    choices, (dropped, entropy, tokens) = table[:, :-3], table[:, -3:].t()
-    return {"expert_load": (choices / choices.mean(1, keepdim=True)).tolist(), "router_entropy": (entropy / tokens).tolist(),
-            "dropped_share": (dropped.sum() / choices.sum()).item()}
+    choices, (tokens, *sums) = table[:, :config.num_experts], table[:, config.num_experts:].t()
+    sums[0] = sums[0] / config.router_topk                               # dropped choices, of k a token
+    return {"expert_load": (choices / choices.mean(1, keepdim=True)).tolist()} | {name: (x / tokens).tolist() for name, x in zip(SUMS[1:], sums)}
 
 
 def check(config: gpt.GPTConfig, ep: int, dp: int) -> None:
     """Raises ValueError, naming what to change, if ep of dp data-parallel ranks cannot share the experts."""
     if ep > 1 and not config.num_experts:
         raise ValueError(f"ep {ep}: this model has no experts; num_experts {ep} would give it one for each rank")
+    fit = gpt.divisors(gcd(config.num_experts, dp), ep)
     if dp % ep:
-        raise ValueError(f"ep {ep}: must divide the {dp} data-parallel ranks; {gpt.divisors(dp, ep)} would fit")
+        raise ValueError(f"ep {ep}: must divide the {dp} data-parallel ranks; {fit} would fit")
     if config.num_experts % ep:
-        fit = [d for d in range(1, ep + 1) if config.num_experts % d == 0 and dp % d == 0]
         raise ValueError(f"ep {ep}: must divide num_experts {config.num_experts}, so that all ranks hold equally many; {fit} would fit")
 
 
@@ -422,8 +445,8 @@ def main():
     worst = max(((one[n] - two[n]).abs().max() / one[n].abs().max()).item() for n in one if not n.endswith("key.bias"))         # exactly 0 there
     print(f"\na GPT (h 64, L 2, V 257, 4 experts in each layer, float64), two micro-batches on one rank, or one on each of two ranks with half of the experts:\n"
           f"largest relative difference of a gradient {worst:.1e}; parameters {whole:,} and {part:,} on a rank; choices of layer 0: {[int(x) for x in loads]} of {4 * 32 * 2}")
-    print(f"a micro-batch is b s h = 4 x 32 x 64 elements of 8 bytes, {4 * 32 * 64 * 8:,} bytes; with k = 1 about that much goes out and comes home in each layer, and again in "
-          "backward (a few bytes more: how many rows will come)")
+    print(f"a micro-batch is b s = 4 x 32 rows of h = 64 elements of 8 bytes, {4 * 32 * 64 * 8:,} bytes. In each layer, with k = 1: 4 counts, then so many rows go out, about half of them to the other\n"
+          "rank, and as many as the experts here were given come home; in backward the same in reverse. Counted are bytes of the larger side, sent or received, a rank's own rows included:")
     for name, calls in (("forward", forward), ("backward", backward)):
         print(f"counted {name:>9}: " + ", ".join(f"{kind} {size:,}" for kind, size in calls if "all-to-all" in kind))
 

@@ -10,8 +10,8 @@ Dropout needs no care: its masks are hashes of who an element is, so the second 
 would have to be kept and put back). What a module with the attribute `decides` gives, a router's plan, is kept: nothing is decided, or counted, twice. Parameters get their gradients in the inner backward, where a data-parallel bucket or
 anything else that waits for them sees them as always.
 
-Under tensor parallelism `full` repeats a layer's two all-reduces as well (with sequence parallelism its four collectives); `selective` repeats
-none, for core attention has none.
+Under tensor parallelism `full` repeats a layer's two all-reduces as well (with sequence parallelism its four collectives), and with experts on other ranks their
+all-to-alls; `selective` repeats none, for core attention has none.
 
 Fused attention keeps no s² matrix: FlashAttention (arXiv 2205.14135) is selective recomputation inside one kernel. So
 `selective` leaves a fused core as it is: running it a second time would save nothing but its output, which the projection after it

@@ -13,6 +13,7 @@ The flags are in config.py, or `--help`. A run leaves in `--out`:
 The layout changes nothing but speed and memory. Initial weights depend on (seed, name); the samples of a step on (seed, step);
 dropout masks on (seed, step, sample, layer, position); and the loss is the sum of per-token losses divided by the number of
 counted tokens in the global batch, a number known before the first forward, with gradients summed over ranks and micro-batches.
+(With experts: for the same --micro-batch-size, for routers balance within a micro-batch.)
 """
 import dataclasses
 import json
@@ -136,7 +137,7 @@ class Trainer:
             loss.add_(total.detach() / count)
             return total
 
-        for layer in self.expert_layers.values():                        # sums over all positions, so the whole batch's mean is one number by another
+        for layer in self.expert_layers.values():                        # the router's losses are means over all positions of the global batch, masked ones too
             layer.decision.statistics, layer.token_weight = None, (self.scaler.scale if self.scaler else 1.0) / (len(samples) * self.model_config.seq_length)
         for gradients in self.gradients:
             gradients.zero()
@@ -372,6 +373,8 @@ def run(config: Config, world: World) -> None:
               f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
     if config.zero_stage and not world.groups.dp:
         world.say(f"--zero-stage {config.zero_stage}: there is one data-parallel rank, and nobody to share with")
+    if trainer.model_config.num_experts and config.micro_batch_size is None:
+        world.say(f"experts are balanced within a micro-batch, here of {trainer.micro} sequences: for the same result on another number of ranks give --micro-batch-size {trainer.micro}")
     if config.recompute == "selective" and trainer.model_config.attention == "fused":
         world.say("--recompute selective: fused attention keeps no s x s scores, so there is nothing to recompute")
     begin = time.perf_counter()

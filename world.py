@@ -36,8 +36,8 @@ def keep_freed_memory() -> None:
 class Groups:
     """The process groups of this rank, None where there is one rank in a group; nccl: the pipeline's communicators on GPUs."""
     dp: dist.ProcessGroup | None = None
-    ep: dist.ProcessGroup | None = None                                  # of the dp ranks, those that share a set of experts
-    edp: dist.ProcessGroup | None = None                                 # .. and those that hold the same ones; a rank alone, maybe
+    ep: dist.ProcessGroup | None = None                                  # of the dp ranks, those that have every expert once between them
+    edp: dist.ProcessGroup | None = None                                 # .. those that hold replicas of the same experts; a rank alone, maybe
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
     nccl: dict | None = None

@@ -108,6 +108,16 @@ def test_experts_on_a_gpu(world, flags):
         same(train(world, base=base, device="cuda", **flags), train(base=base))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_experts_on_a_gpu_in_bfloat16():
+    """The library's grouped matrix multiplication. All experts are chosen, for in 16 bits others would be."""
+    base = LLAMA | dict(num_experts=2, router="topk", router_topk=2, precision="bf16", dropout=0.0)
+    one, gpu = train(base=base, steps=1), train(base=base, steps=1, device="cuda")
+    for name, gradient in one.gradients.items():
+        assert (gpu.gradients[name] - gradient).abs().max() < 0.05 * gradient.abs().max(), name
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled():
     same(train(2, steps=1, tp=2, sequence_parallel=True, recompute="full", compile=True), train(steps=1))
@@ -560,7 +570,7 @@ def no_way_back_for_gradients():
 
 
 def gates_of_others():
-    """Rows come home to another order than they left in."""
+    """Each token's experts are weighted by another token's gates."""
     moe.combine = lambda rows, gates, plan, group, original=moe.combine: original(rows, gates.flip(0), plan, group)
 
 
@@ -612,12 +622,19 @@ def test_gate_sees_experts_under_tensor_parallelism(mutate, flags):
 
 
 def test_gate_sees_the_routers_losses():
-    """That they are there, once, by the share of the micro-batch, and not again in recomputation."""
+    """That they are there, and once."""
     base = EXPERTS["topk"]
     one = train(base=base)
     differs(train(2, base=base, tp=2, sequence_parallel=True, mutate=router_losses_of_every_rank), one)
     differs(train(base=base, aux_loss=0.0), one)
     differs(train(base=base, z_loss=0.0), one)
+
+
+def test_router_losses_are_means_over_the_global_batch():
+    """Where nothing depends on the micro-batch (all experts are chosen), the z-loss does not either."""
+    base = LLAMA | dict(num_experts=2, router="topk", router_topk=2, z_loss=1.0)
+    same(train(base=base, micro_batch_size=2), train(base=base))
+    differs(train(base=base, z_loss=0.0), train(base=base))
 
 
 def test_random_layouts():
