@@ -53,23 +53,29 @@ def sinkhorn(logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, 
     """The plan d0 C d1 with C = exp(logits / temperature), in which each row sums to 1/N and each column to 1/E (arXiv 2202.01169, section 3.1): scale rows, scale columns, until
     d1 changes by no more than a share `tolerance` of it on average, or `most` times. Columns come last and are exact, rows as near as that.
 
-    With d1 = exp(f / temperature), the rows of C d1, scaled, are a softmax, so no logit is too large. The plan is balanced; the largest entries of its rows need not be: a token that
-    is split 6 to 4 goes one way whole. The lower the temperature, the less is split, and the longer it takes; so it is halved step by step, and f, a handicap for each expert in
-    units of logits, is nearly right each time.
+    The plan is balanced; the largest entries of its rows need not be: a token that is split 6 to 4 goes one way whole. The lower the temperature, the less is split, and the longer
+    it takes; so it is halved step by step. What is kept from step to step is f, a handicap for each expert in units of logits, which is nearly right each time; it takes
+    d1 = exp(f / temperature) in, also whenever d1 becomes too large or too small for a float. Of each row only differences matter: its largest is 0.
     logits: [N, E]. Returns [N, E], float64."""
     logits, now = logits.double(), 1.0
     n, e = logits.shape
     f = logits.new_zeros(e)
-    while True:
+    for _ in range(most):
+        z = (logits + f) / now
+        cost, d1, settled = (z - z.amax(1, keepdim=True)).exp(), torch.ones_like(f), True
         for _ in range(most):
-            plan = ((logits + f) / now).softmax(1) / n                   # d0 C d1
-            load = (e * plan.sum(0)).clamp(min=1e-300)                   # of an expert, over its even share; no handicap is infinite
-            f = f - now * load.log()
+            d0 = 1 / n / (cost @ d1)
+            load = (e * d1 * (cost.t() @ d0)).clamp(min=1e-100)          # of an expert, over its even share
+            d1 = d1 / load
             if not (1 - load).abs().mean() > tolerance:                  # also where it is not a number
                 break
-        if now <= temperature:
-            return plan / load
-        now = max(now / 2, temperature)
+            if d1.log().abs().amax() > 200:
+                settled = False
+                break
+        if settled and now <= temperature:
+            break
+        f, now = f + now * d1.log(), max(now / 2, temperature) if settled else now
+    return d0.unsqueeze(1) * cost * d1
 
 
 class Router(nn.Module):
