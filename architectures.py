@@ -189,6 +189,8 @@ def to_gpt_config(hf_config: dict) -> GPTConfig:
         fields |= {"llama": True, "rotary_base": rotary_base(hf_config, architecture.missing)}
     if architecture is MIXTRAL:
         fields |= {"router": "topk", "z_loss": 0.0}
+        if not fields["num_experts"]:
+            raise HuggingFaceError(f"num_local_experts is 0; a {MIXTRAL.name} has experts")
     try:
         config = GPTConfig(**fields)
     except ValueError as e:
@@ -205,6 +207,8 @@ def to_hf_config(config: GPTConfig) -> dict:
     architecture = architecture_of(config)
     if architecture is MIXTRAL:
         check_experts(config)
+    if config.num_experts and not config.llama:
+        raise HuggingFaceError(f"num_experts {config.num_experts}: {GPT2.name} has none; only models of Llama's kind have, as {MIXTRAL.name}")
     if not config.llama and config.num_kv_heads != config.num_heads:
         raise HuggingFaceError(f"num_kv_heads {config.num_kv_heads} of num_heads {config.num_heads}: {GPT2.name} has no grouped-query attention")
     eot = {257: 256, 50257: 50256}.get(config.vocab_size)                  # of bytes, of GPT-2's tokens

@@ -370,7 +370,7 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
     """Verify a checkpoint, fill `tensors` in place and return the index; all ranks call this together. Raises CheckpointError, on all ranks, when the
     checkpoint is damaged (Damaged), or is of another model: naming the tensors that differ, or, of the fields in `model`, those that do."""
     index = verify(path)
-    differ = [f"{k} is {index['model'].get(k)} there and {v} here" for k, v in (model or {}).items() if index["model"].get(k) != v]
+    differ = [f"{k} is {index['model'][k]} there and {v} here" for k, v in (model or {}).items() if index["model"].get(k, v) != v]       # it may be older than a field
     if differ:
         raise CheckpointError(f"{path} holds another model: {'; '.join(differ)}")
     saved = {n: tuple(shape) for n, (_, shape) in index["tensors"].items()}

@@ -21,7 +21,7 @@ import recompute
 import schedules
 import sequence_parallel
 import tensor_parallel
-from gpt import GPTConfig, PRESETS, divisors
+from gpt import EXPERT_FIELDS, GPTConfig, PRESETS, divisors
 
 
 class ConfigError(ValueError):
@@ -148,7 +148,7 @@ class Config:
                 sequence_parallel.check(model, self.tp)
             pipeline_parallel.layer_split(model.num_layers, self.pp, self.virtual_stages, self.layer_split)
         dp = world // self.tp // self.pp
-        for name in ("expert_every", "router", "router_topk", "router_temperature", "capacity_factor", "aux_loss", "z_loss"):
+        for name in EXPERT_FIELDS:
             if getattr(self, name) is not None and not model.num_experts:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: this model has no experts; --num-experts 8, for example, would give it some")
         with as_flags():
@@ -162,6 +162,9 @@ class Config:
         if share % micro:
             raise ConfigError(f"--micro-batch-size {micro}: must divide each rank's {share} sequences (--global-batch-size "
                               f"{self.global_batch_size} over {dp} data-parallel ranks); {divisors(share, micro)} would fit")
+        if model.num_experts and model.router == "sinkhorn" and micro * model.seq_length < model.num_experts:
+            raise ConfigError(f"--num-experts {model.num_experts}: more than the {micro * model.seq_length} tokens of a micro-batch, among which no plan of --router sinkhorn is even; "
+                              "fewer experts, a larger --micro-batch-size or --router topk would do")
         group = self.pp * micro * dp                                     # sequences in p micro-batches of every pipeline
         if self.pipeline_schedule == "interleaved" and self.global_batch_size % group:
             low = self.global_batch_size // group * group

@@ -174,7 +174,7 @@ class DataParallel(GradientAccumulator):
         for p in set(unit.parameters) - unit.arrived:                    # not used this time
             unit.rows(unit.gradients, p).zero_()
         unit.missing, unit.arrived = set(unit.trainable), set()
-        x = unit.gradients.to(self.reduce_dtype)                         # itself, where that is its type
+        x = unit.gradients.to(self.reduce_dtype if unit.group.size() > 1 else self.sum_dtype)  # itself, where that is its type
         mine = x[unit.rank]
         if self.stage > 1:
             mine, unit.gradients = torch.empty_like(mine), None          # the next micro-batch's go elsewhere

@@ -40,13 +40,15 @@ def generate(model: GPT, prompt: list[int], max_tokens: int, temperature=1.0, to
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
-    """One token id from logits [V]."""
+    """One token id from logits [V]. Raises FloatingPointError for a model that has diverged."""
     if temperature == 0:
         return int(logits.argmax())
     ordered, ids = (logits / temperature).sort(descending=True, stable=True)
     if top_k:
         ordered[top_k:] = -torch.inf
     probabilities = ordered.softmax(0)
+    if not probabilities.isfinite().all():
+        raise FloatingPointError("the model's logits are not finite")
     probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0            # the likeliest always stays
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
 

@@ -35,6 +35,9 @@ def divisors(n: int, near: int) -> list[int]:
     return sorted(sorted((d for d in range(1, min(n, 4096) + 1) if n % d == 0), key=lambda d: abs(d - near))[:3])
 
 
+EXPERT_FIELDS = ("expert_every", "router", "router_topk", "router_temperature", "capacity_factor", "aux_loss", "z_loss")
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """The shape of a model. Raises ValueError, naming the field, for shapes that cannot be built."""
@@ -64,6 +67,9 @@ class GPTConfig:
                                ("attention", "explicit" if self.dropout else "fused")):
             if not getattr(self, field):
                 object.__setattr__(self, field, default)
+        if not self.num_experts:                                         # what has no meaning is as if it had not been said
+            for field in EXPERT_FIELDS:
+                object.__setattr__(self, field, type(self).__dataclass_fields__[field].default)
         for field, default in (("aux_loss", 0.01), ("z_loss", 0.001)):
             if getattr(self, field) is None:
                 object.__setattr__(self, field, default if self.num_experts and self.router == "topk" else 0.0)
@@ -94,8 +100,6 @@ class GPTConfig:
             raise ValueError(f"num_experts {self.num_experts}: must be at least 0 and below 2^16; 0 is one MLP for all tokens")
         if self.router not in ("sinkhorn", "topk"):
             raise ValueError(f"router {self.router}: must be sinkhorn or topk")
-        if not self.num_experts and self.router_topk != 1:
-            raise ValueError(f"router_topk {self.router_topk}: needs num_experts {max(2, self.router_topk)} or more; without experts router_topk 1 would fit")
         for field, most, what in (("expert_every", self.num_layers, "num_layers"), ("router_topk", self.num_experts or 1, "num_experts")):
             if not 1 <= getattr(self, field) <= most:
                 raise ValueError(f"{field} {getattr(self, field)}: must be from 1 to {what} {most}")

@@ -107,6 +107,8 @@ def match(folder: Path, config: GPTConfig) -> dict[str, tuple[list[tuple[Path, s
             sources.append((file, theirs))
         found |= {ours: (sources, place) for ours, place in places.items()}
     wrong += [f"{name} is not in gpt.py" for name, *_ in there.values()]
+    if any("experts.gate_up_proj" in name for name in there):
+        raise HuggingFaceError(f"{folder}: its experts are fused (gate_up_proj); transformers writes them one by one with save_pretrained(folder, save_original_format=True)")
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise HuggingFaceError(f"{folder} holds another model than its config.json: {'; '.join(wrong[:3])}{more}")

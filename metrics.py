@@ -21,6 +21,13 @@ from pathlib import Path
 import torch
 
 
+def finite(x):
+    """The same with None for what JSON has no number for, in lists too."""
+    if isinstance(x, list):
+        return [finite(y) for y in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
 class Metrics:
     """metrics.jsonl: one line a step, flushed before any checkpoint of that step. Rank 0 has it."""
 
@@ -39,7 +46,7 @@ class Metrics:
         self.file = open(path, "a")
 
     def add(self, line: dict) -> None:
-        line = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in line.items()}
+        line = {k: finite(v) for k, v in line.items()}
         self.lines.append(line)
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()

@@ -34,7 +34,7 @@ Experts have no biases; `expert_every` n puts them in layers n - 1, 2n - 1, .. (
 with computation, and send only a slice of the tokens from each of t ranks (here tokens are gathered along the sequence first, and each sends them all); tensor-parallel
 sizes of experts other than attention's; shared experts; router biases, groups and jitter; other drop policies.
 """
-from math import gcd
+import math
 from typing import NamedTuple
 
 import torch
@@ -49,14 +49,15 @@ from sharding import Cut
 
 # --- who goes where -------------------------------------------------------------------------------------------------
 
-def sinkhorn(logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, most: int = 1000) -> Tensor:
-    """The plan d0 C d1 with C = exp(logits / temperature), in which each row sums to 1/N and each column to 1/E (arXiv 2202.01169, section 3.1): scale rows, scale columns, until
+def balance(logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, most: int = 1000) -> tuple[Tensor, Tensor]:
+    """(plan, f): the plan d0 C d1 with C = exp(logits / temperature), in which each row sums to 1/N and each column to 1/E (arXiv 2202.01169, section 3.1): scale rows, scale columns, until
     d1 changes by no more than a share `tolerance` of it on average, or `most` times. Columns come last and are exact, rows as near as that.
 
     The plan is balanced; the largest entries of its rows need not be: a token that is split 6 to 4 goes one way whole. The lower the temperature, the less is split, and the longer
     it takes; so it is halved step by step. What is kept from step to step is f, a handicap for each expert in units of logits, which is nearly right each time; it takes
-    d1 = exp(f / temperature) in, also whenever d1 becomes too large or too small for a float. Of each row only differences matter: its largest is 0.
-    logits: [N, E]. Returns [N, E], float64."""
+    d1 = exp(f / temperature) in, also whenever d1 becomes too large or too small for a float. Of each row only differences matter: its largest is 0. (Equal tokens go together at
+    any temperature; of fewer tokens than experts no plan makes sense.)
+    logits: [N, E]. Returns float64 [N, E], and [E]: logits + f are in each row in the plan's order, also where the plan is too small for a float."""
     logits, now = logits.double(), 1.0
     n, e = logits.shape
     f = logits.new_zeros(e)
@@ -72,10 +73,16 @@ def sinkhorn(logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, 
             if d1.log().abs().amax() > 200:
                 settled = False
                 break
+        f = f + now * d1.log()
         if settled and now <= temperature:
             break
-        f, now = f + now * d1.log(), max(now / 2, temperature) if settled else now
-    return d0.unsqueeze(1) * cost * d1
+        now = max(now / 2, temperature) if settled else now
+    return d0.unsqueeze(1) * cost * d1, f
+
+
+def sinkhorn(logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, most: int = 1000) -> Tensor:
+    """The balanced plan of `balance`. logits: [N, E], of any size. Returns [N, E], float64."""
+    return balance(logits, temperature, tolerance, most)[0]
 
 
 class Router(nn.Module):
@@ -117,7 +124,7 @@ class SinkhornRouter(Router):
     """Training takes the largest of the balanced plan, evaluation of the raw logits."""
 
     def scores(self, logits: Tensor, training: bool) -> Tensor:
-        return sinkhorn(logits, self.temperature, 1e-2) if training else logits
+        return logits + balance(logits, self.temperature, 1e-2)[1] if training else logits
 
     def gates(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """As TopKRouter's; the sigmoid for k = 1, else the softmax over all experts, as in Megatron-LM."""
@@ -168,7 +175,7 @@ class Decision(nn.Module):
         counts = flat.bincount(minlength=e)
         share, order = counts.to(logits.dtype) / len(flat), flat.argsort(stable=True)
         if self.capacity_factor and self.training:                       # evaluation drops nothing
-            capacity = -int(-self.capacity_factor * len(flat) // e)      # ceil
+            capacity = math.ceil(round(min(self.capacity_factor, e) * len(flat) / e, 6))
             rank_in_expert = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
             order = order[rank_in_expert < capacity]
         if self.training:
@@ -390,11 +397,11 @@ def statistics(config: gpt.GPTConfig, found: dict[int, MoE], groups: list[dist.P
 
 def check(config: gpt.GPTConfig, ep: int, dp: int) -> None:
     """Raises ValueError, naming what to change, if ep of dp data-parallel ranks cannot share the experts."""
-    if ep > 1 and not config.num_experts:
-        raise ValueError(f"ep {ep}: this model has no experts; num_experts {ep} would give it one for each rank")
-    fit = gpt.divisors(gcd(config.num_experts, dp), ep)
+    fit = gpt.divisors(math.gcd(config.num_experts, dp), ep)
     if dp % ep:
         raise ValueError(f"ep {ep}: must divide the {dp} data-parallel ranks; {fit} would fit")
+    if ep > 1 and not config.num_experts:
+        raise ValueError(f"ep {ep}: this model has no experts; num_experts {ep} would give it one for each rank")
     if config.num_experts % ep:
         raise ValueError(f"ep {ep}: must divide num_experts {config.num_experts}, so that all ranks hold equally many; {fit} would fit")
 

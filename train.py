@@ -206,7 +206,8 @@ class Trainer:
 
     def load(self, path: Path, weights_only: bool = False) -> dict:
         """Continue from a checkpoint, or start from its weights. Returns its index. Raises CheckpointError, naming the fields in which its model differs."""
-        free = ("dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss") + ("seq_length",) * self.model_config.llama                # rotary positions have no table
+        free = ("dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss") + ("router", "router_topk") * weights_only \
+            + ("seq_length",) * self.model_config.llama                  # rotary positions have no table
         shape = {k: v for k, v in dataclasses.asdict(self.model_config).items() if k not in free}
         tensors = self.optimizer.tensors()
         index = checkpoint.load(path, {n: t for n, t in tensors.items() if n.startswith("model.") or not weights_only}, shape)
@@ -369,7 +370,7 @@ def run(config: Config, world: World) -> None:
         metrics = Metrics(out / "metrics.jsonl", start)
     told = ("tp", "pp", "ep", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "zero_stage", "reduce_dtype", "recompute", "recompute_layers", "optimizer_state")
     layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in told if getattr(config, name) != getattr(Config(), name))
-    world.say(f"{config.model}: {trainer.num_parameters:,} parameters, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
+    world.say(f"{config.load or config.model}: {trainer.num_parameters:,} parameters, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
               f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
     if config.zero_stage and not world.groups.dp:
         world.say(f"--zero-stage {config.zero_stage}: there is one data-parallel rank, and nobody to share with")
@@ -385,7 +386,10 @@ def run(config: Config, world: World) -> None:
         chunk.eval()
     seconds, prompt = time.perf_counter() - begin, [int(i) for i in tokenizer.encode("def ")]
     ids = generate.generate(trainer.model, prompt, 300, temperature=0.8, seed=config.seed, eot=tokenizer.eot, multiple_of=config.tp if config.sequence_parallel else 1)
-    text = tokenizer.decode(prompt + list(ids))                          # tensor-parallel ranks draw the same tokens
+    try:
+        text = tokenizer.decode(prompt + list(ids))                      # tensor-parallel ranks draw the same tokens
+    except FloatingPointError as e:
+        text = f"no sample: {e}"
     if world.rank == 0:
         plot_loss(metrics.lines, f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}", out / "loss.png")
         (out / "sample.txt").write_text(text)

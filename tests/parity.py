@@ -119,7 +119,7 @@ def difference(a: Result, b: Result) -> dict[str, float]:
     key bias: softmax does not see a shift) is measured against the largest gradient of the model."""
     assert a.gradients.keys() == b.gradients.keys() and a.parameters.keys() == b.parameters.keys()
     largest = max(g.abs().max().item() for g in b.gradients.values())
-    scale = {n: largest if n.endswith("key.bias") else g.abs().max().item() for n, g in b.gradients.items()}
+    scale = {n: not n.endswith("key.bias") and g.abs().max().item() or largest for n, g in b.gradients.items()}
     return {
         "loss": max(abs(x - y) / abs(y) for x, y in zip(a.losses, b.losses, strict=True)),
         "norm": max(abs(x - y) / abs(y) for x, y in zip(a.norms, b.norms, strict=True)),

@@ -67,8 +67,7 @@ def test_zero_stage_3_compiled():
 TENSOR = {"gpt": SMALL | dict(vocab_size=257), "llama": LLAMA | dict(vocab_size=257, num_heads=8, num_kv_heads=4)}
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp, dp", [(2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("base", TENSOR)
 def test_tensor_parallel(base, tp, dp):
     """With and without sequence parallelism, times every way to recompute."""

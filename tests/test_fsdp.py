@@ -129,6 +129,11 @@ def test_shapes_that_do_not_divide(n):
     assert ranks.run(cut_and_put_together, n, n) == [[]] * n
 
 
+class Two:
+    """A group of two ranks, as rank 0 sees it."""
+    size, rank = staticmethod(lambda: 2), staticmethod(lambda: 0)
+
+
 def test_the_cut_by_hand():
     """Five rows over two ranks: three, and two with one of padding. A [1, 4] weight is cut along its second dimension."""
     unit = fsdp.Unit([nn.Parameter(torch.arange(10.0).view(5, 2)), nn.Parameter(torch.arange(4.0).view(1, 4))], Two(), 1)
