@@ -411,7 +411,7 @@ def under_flags(rank, world, folder, steps, flags):
 LAYOUTS = [(1, {}), (2, dict(tp=2)), (4, dict(tp=4, sequence_parallel=True)), (4, dict(tp=2))]
 
 
-@pytest.mark.parametrize("world, flags", LAYOUTS[1:], ids=str)
+@pytest.mark.parametrize("world, flags", LAYOUTS[3:], ids=str)
 def test_saved_under_one_layout_loads_under_any(tmp_path, world, flags):
     """Weights, masters and moments, bit for bit, of a vocabulary that the ranks do not divide."""
     saved = ranks.run(under_flags, world, world, str(tmp_path), 2, flags)[0]
@@ -421,6 +421,13 @@ def test_saved_under_one_layout_loads_under_any(tmp_path, world, flags):
     assert exact < payload < exact + 40_000 * world              # headers; no padding, and nothing twice
     for other, its in LAYOUTS:
         assert equal(saved, ranks.run(under_flags, other, other, str(tmp_path), 0, its)[0]), (other, its)
+
+
+def test_an_index_that_is_older_than_a_field(tmp_path):
+    path = checkpoint.write(tmp_path / "step-000001", 1, {"model.a": torch.ones(2)}, {"config": {}, "model": {"h": 1}})
+    checkpoint.load(path, {"model.a": torch.zeros(2)}, {"h": 1, "later": 2})
+    with pytest.raises(CheckpointError, match="h is 1 there and 2 here"):
+        checkpoint.load(path, {"model.a": torch.zeros(2)}, {"h": 2, "later": 2})
 
 
 def test_a_missing_slice_is_found(tmp_path):
@@ -481,8 +488,8 @@ EXPERTS = {"one": (1, {}), "ep 2": (2, dict(ep=2)), "dp 2": (2, {}), "ep 4, stag
            "tp 2, ep 2": (4, dict(tp=2, sequence_parallel=True, ep=2)), "pp 2, ep 2": (4, dict(pp=2, ep=2))}
 
 if "EVERY_PAIR" not in os.environ:               # all 64, in both precisions, take 4 minutes: EVERY_PAIR=1 make test ARGS="-k pairs"
-    MATRIX = {name: MATRIX[name] for name in ("one", "dp 3, stage 3", "pp 2, dp 2, stage 3")}
-    EXPERTS = {name: EXPERTS[name] for name in ("ep 2", "ep 4, stage 3")}
+    MATRIX = {name: MATRIX[name] for name in ("dp 3, stage 3", "pp 2, dp 2, stage 3")}
+    EXPERTS = {name: EXPERTS[name] for name in ("one", "ep 4, stage 3")}
 
 
 @pytest.mark.parametrize("precision, tolerance", [("fp64", 1e-10), ("fp32", 1e-6)][:1 + ("EVERY_PAIR" in os.environ)])

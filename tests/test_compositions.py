@@ -41,7 +41,7 @@ OVER = [(4, dict(tp=2, micro_batch_size=1)), (4, dict(tp=2, sequence_parallel=Tr
         (4, dict(pp=2, virtual_stages=2, layer_split=[0, 0, 1, 1])), (8, dict(pp=2, tp=2, sequence_parallel=True, recompute="selective")), (6, dict(pp=2, layer_split=[2, 0], global_batch_size=12))]
 
 
-@pytest.mark.parametrize("base, world, flags", [(SMALL, *over) for over in OVER] + [(LLAMA, *over) for over in OVER[1:3]], ids=str)
+@pytest.mark.parametrize("base, world, flags", [(SMALL, *over) for over in OVER[:1] + OVER[2:]] + [(LLAMA, *OVER[1])], ids=str)
 def test_zero_stages_over_other_techniques(base, world, flags):
     model = {k: v for k, v in flags.items() if k in ("num_layers", "global_batch_size")}
     for result in train_each(world, [dict(zero_stage=stage) for stage in (1, 2, 3)], base=base | flags):
@@ -423,9 +423,8 @@ FOUR = [dict(schedule="gpipe"), dict(schedule="1f1b"), dict(schedule="zb-h1"), d
 EIGHT = [dict(schedule="1f1b"), dict(schedule="zb-h1"), dict(virtual_stages=2)]               # tp 2 x pp 2 x dp 2
 
 
-@pytest.mark.parametrize("base", PIPELINE)
-@pytest.mark.parametrize("world, variants, flags", [(2, TWO, dict(pp=2)), (4, FOUR, dict(pp=4)),
-                                                    (8, EIGHT, dict(pp=2, tp=2, num_layers=4, sequence_parallel=True, recompute="selective"))], ids=["2", "4", "2x2x2"])
+@pytest.mark.parametrize("base, world, variants, flags", [("gpt", 2, TWO, dict(pp=2)), ("llama", 2, TWO[1:5], dict(pp=2)), ("gpt", 4, FOUR, dict(pp=4)),
+                                                          ("gpt", 8, EIGHT, dict(pp=2, tp=2, num_layers=4, sequence_parallel=True, recompute="selective"))], ids=str)
 def test_pipeline(base, world, variants, flags):
     """Every schedule, even and uneven splits, tied embeddings (GPT)."""
     for variant, result in zip(variants, train_each(world, variants, base=PIPELINE[base], **flags)):
@@ -493,12 +492,11 @@ EXPERTS = {"sinkhorn": SMALL | dict(num_experts=4, micro_batch_size=2),
 OVER_EXPERTS = [(1, [dict(recompute="full"), dict(recompute="selective")]), (2, [dict(), dict(ep=2), dict(tp=2), dict(tp=2, sequence_parallel=True), dict(pp=2)]),
                 (4, [dict(ep=4), dict(ep=2), dict(ep=2, recompute="full"), dict(tp=2, ep=2), dict(tp=2, sequence_parallel=True, ep=2),
                      dict(tp=2, sequence_parallel=True, ep=2, recompute="full"), dict(pp=2, ep=2), dict(pp=2, ep=2, schedule="zb-h1"), dict(pp=2, ep=2, schedule="gpipe", recompute="full")]),
-                (4, [dict(ep=ep, zero_stage=stage, recompute=recompute) for ep, recompute in ((2, "none"), (4, "full")) for stage in (1, 2, 3)]),
+                (4, [dict(ep=2, zero_stage=1), dict(ep=2, zero_stage=2), dict(ep=2, zero_stage=3), dict(ep=4, zero_stage=1), dict(ep=4, zero_stage=3, recompute="full")]),
                 (8, [dict(pp=2, tp=2, sequence_parallel=True, ep=2, zero_stage=3, recompute="full")])]
 
 
-@pytest.mark.parametrize("base", EXPERTS)
-@pytest.mark.parametrize("world, variants", OVER_EXPERTS, ids=["1", "2", "4", "4 sharded", "8"])
+@pytest.mark.parametrize("base, world, variants", [("sinkhorn", *over) for over in OVER_EXPERTS] + [("topk", *over) for over in OVER_EXPERTS[1:3]], ids=str)
 def test_experts(base, world, variants):
     for result in train_each(world, variants, base=EXPERTS[base]):
         same(result, train(base=EXPERTS[base]))
@@ -638,5 +636,5 @@ def test_router_losses_are_means_over_the_global_batch():
 
 def test_random_layouts():
     """A few of `python tests/random_layouts.py`."""
-    for seed in (1, 2, 83):
+    for seed in (2, 83):
         random_layouts.check(random_layouts.draw(seed))

@@ -79,3 +79,8 @@ def test_bad_input(argv, words, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         generate.main()
     assert e.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_model_that_diverged():
+    with pytest.raises(FloatingPointError, match="not finite"):
+        generate.choose(torch.full((5,), torch.nan), 0.8, 0, 1.0, torch.Generator())

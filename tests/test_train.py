@@ -1,5 +1,6 @@
 """The command: what a person types, what comes out, what happens when things go wrong."""
 import json
+import math
 import os
 import random
 import re
@@ -18,6 +19,7 @@ import data
 import generate
 import killed_ranks
 import train
+from metrics import Metrics
 from tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -422,3 +424,8 @@ def test_sbatch(here, text):
     assert (here / "log").read_text().split("\n")[:2] == ["--signal=TERM 7", "requeue 7"]
     (step, path), = checkpoint.steps("run/checkpoints").items()
     checkpoint.verify(path)
+
+
+def test_metrics_are_json_when_a_run_diverges(tmp_path):
+    Metrics(tmp_path / "metrics.jsonl", 0).add({"step": 1, "loss": math.nan, "router_entropy": [1.0, math.inf]})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda x: pytest.fail(x)) == {"step": 1, "loss": None, "router_entropy": [1.0, None]}
