@@ -15,6 +15,7 @@ figures: .venv/installed
 	.venv/bin/python comparisons/pipeline.py
 	.venv/bin/python comparisons/zero_memory.py
 	.venv/bin/python comparisons/fsdp.py
+	.venv/bin/python comparisons/moe.py training                         # half an hour of this
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv

@@ -31,7 +31,7 @@ SHARDED = [dict(), dict(micro_batch_size=1), dict(micro_batch_size=1, recompute=
 @pytest.mark.parametrize("world, base", [(2, SMALL), (2, LLAMA), (3, SMALL), (4, LLAMA)], ids=["2 gpt", "2 llama", "3 gpt", "4 llama"])
 def test_zero_stages(world, base):
     """Stages 1 to 3; 3 and 4 divide hardly a size in the model. Accumulation, and recomputation, which gathers again what it needs again."""
-    variants = [dict(flags, zero_stage=stage) for stage in (1, 2, 3) for flags in (SHARDED if world == 2 else SHARDED[1:3])]
+    variants = [dict(flags, zero_stage=stage) for stage in (1, 2, 3) for flags in (SHARDED if world == 2 else SHARDED[1:2])]
     for result in train_each(world, variants, base=base, global_batch_size=12 * (1 + (world == 4)), vocab_size=61):
         same(result, train(base=base, global_batch_size=12 * (1 + (world == 4)), vocab_size=61))
 
@@ -58,17 +58,11 @@ def test_zero_stages_float32():
         same(in_16_bits, one, 2e-2)
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
-def test_zero_stage_3_compiled():
-    same(train(2, steps=1, num_layers=1, zero_stage=3, compile=True), train(steps=1, num_layers=1))
-
-
 # A vocabulary that no t divides, heads that 4 divides, grouped-query attention. For GPT the embeddings are tied.
 TENSOR = {"gpt": SMALL | dict(vocab_size=257), "llama": LLAMA | dict(vocab_size=257, num_heads=8, num_kv_heads=4)}
 
 
-@pytest.mark.parametrize("tp, dp", [(2, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("base", TENSOR)
+@pytest.mark.parametrize("base, tp, dp", [("gpt", 2, 1), ("gpt", 2, 2), ("gpt", 4, 1), ("llama", 2, 2)])
 def test_tensor_parallel(base, tp, dp):
     """With and without sequence parallelism, times every way to recompute."""
     variants = [dict(sequence_parallel=sequence, recompute=recompute) for sequence in (False, True) for recompute in ("none", "selective", "full")]
@@ -515,8 +509,9 @@ def test_experts_float32():
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_experts_compiled():
+    """And stage 3."""
     base = EXPERTS["sinkhorn"] | dict(num_layers=1)
-    same(train(2, base=base, steps=1, ep=2, compile=True), train(base=base, steps=1))
+    same(train(2, base=base, steps=1, ep=2, zero_stage=3, compile=True), train(base=base, steps=1))
 
 
 def small_loss_scale():
@@ -636,5 +631,5 @@ def test_router_losses_are_means_over_the_global_batch():
 
 def test_random_layouts():
     """A few of `python tests/random_layouts.py`."""
-    for seed in (2, 83):
+    for seed in (83,):
         random_layouts.check(random_layouts.draw(seed))
