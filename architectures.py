@@ -1,7 +1,7 @@
 """What each of our tensors and fields is called in a model of `transformers`: GPT-2, Llama, Mixtral.
 
 One table for each architecture says where each of our tensors lies in which of theirs, and which fields of their config.json are which of GPTConfig's.
-huggingface.py reads and writes folders by it. What gpt.py does not compute is refused by name, never ignored.
+huggingface.py reads and writes folders by it (`python huggingface.py` prints one layer's names). What gpt.py does not compute is refused by name, never ignored.
 
     gpt.py                           GPT2LMHeadModel                              LlamaForCausalLM
     embedding.tokens                 transformer.wte                              model.embed_tokens

@@ -253,7 +253,7 @@ def dispatch(x: Tensor, routes: Routes, group: dist.ProcessGroup | None) -> Tens
     rows = _Rows.apply(x, take, put, routes.order, routes.place)
     if group is None:
         return rows
-    rows = _Exchange.apply(rows, routes.sent, routes.received, group)        # in the order (rank, expert)
+    rows = _Exchange.apply(rows, routes.sent, routes.received, group)    # in the order (rank, expert)
     return _Rows.apply(rows, take, put, routes.by_expert, routes.by_rank.unsqueeze(0))
 
 
@@ -276,7 +276,7 @@ class _Grouped(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.counts = counts
         ys = [x.new_empty(len(x), w.shape[1]) for w in weights]
-        for e, (rows, *parts) in enumerate(zip(*(t.split(counts) for t in (x, *ys)))):
+        for e, (rows, *parts) in enumerate(zip(*(t.split(counts) for t in (x, *ys)))):         # views: y is filled in place
             for w, y in zip(weights, parts):
                 torch.mm(rows, w[e].t(), out=y)
         return tuple(ys)
