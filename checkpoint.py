@@ -82,6 +82,13 @@ def find(path: str | Path) -> Path:
     return Path(path)
 
 
+def tokenizer_of(path: Path) -> str:
+    """The name or file of the tokenizer that a checkpoint's model was trained with."""
+    path = Path(path)                                                    # train.py keeps a copy in the run's folder
+    beside = next((f / "tokenizer.json" for f in (path, path.parent.parent) if (f / "tokenizer.json").exists()), None)
+    return str(beside or read_index(path)["config"].get("tokenizer"))
+
+
 def gather(x, group: dist.ProcessGroup | None) -> list:
     """Every rank's object, on every rank. Without process groups there is one rank."""
     if not dist.is_initialized():

@@ -30,7 +30,7 @@ backward is over: the lookup's backward does not read it.
 import time
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 import torch.distributed as dist
@@ -271,7 +271,9 @@ class FullySharded(DataParallel):
 
     def complete(self, unit: Unit) -> None:
         if unit in self.needs[0] and not self.chained:                   # nothing comes before the first layer to say that it is done
-            self.free(unit)
+            for other in self.needs[0]:
+                if other is unit or not other.trainable:
+                    self.free(other)
         super().complete(unit)
 
     def gather(self, now: list[Unit], soon: list[Unit]) -> None:
@@ -354,8 +356,10 @@ def shard(model: nn.Module, group: dist.ProcessGroup, stage: int = 0, scaler: Lo
         parameters = [model.get_parameter(name) for name in names]
         if expert_group is None and any(spread(p, group) for p in parameters):
             raise ValueError("parameters of this model are spread over ranks of the group: hand over expert_group, the ranks that hold the same ones")
-        for some, replicas in (([p for p in parameters if not spread(p, group)], group), ([p for p in parameters if spread(p, group)], expert_group)):
-            if some:
+        for learns, spread_out in product((True, False), repeat=2):      # of what is frozen there are no gradients to sum: only stage 3 cuts it
+            some = [p for p in parameters if p.requires_grad == learns and spread(p, group) == spread_out]
+            replicas = expert_group if spread_out else group
+            if some and (learns or stage == 3):
                 units.append(Unit(some, replicas, stage))
                 if stage:
                     cut_unit(units[-1], stage)

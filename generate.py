@@ -1,108 +1,469 @@
-"""Text from a checkpoint, one token at a time.
+"""Text from a trained model: prefill, then one token at a time with a key-value cache.
 
+    prompts    a b c d       prefill: every prompt at once, as in training;     keys, values  [b, a, S, d]
+               e f . .       its keys and values stay                              row 0  a b c d x . .
+                                                                                   row 1  e f y . . . .
+    decode     x             each step runs the newest token of each row alone:    column j of a row is position j of its context
+               y             it attends to the columns up to its own
+
+Without the cache, token n costs a forward pass over all n; with it, over one. Rows stand at the left: a shorter prompt has free columns at
+its end, nobody looks at a column beyond their own position, and so a token's position is the one that it had in training.
+
+A token is drawn from softmax(logits / temperature), after all but the `top_k` likeliest tokens, or all but the smallest set whose probability
+reaches `top_p` (nucleus sampling, arXiv 1904.09751), have been left out. The random number is a hash of (seed, prompt, position): the same prompt
+gives the same text in any batch, in any order, under any layout. (Equal prompts are told apart by their order.)
+
+When a text outgrows the context, it goes on from its last half, prefilled anew: a cache of absolute positions cannot be shifted.
+
+Pipeline stages work at once, each on another part of the batch, and what is chosen at the end goes round to the first stage:
+
+    stage 0   a0 b0 a1 b1 a2 b2             a, b: halves of the batch; a1 is the token that a0 gave
+    stage 1      a0 b0 a1 b1 a2 b2
+
+    python generate.py                                                        a small model: with and without cache
     python generate.py --checkpoint runs/default --prompt "def "
+    python generate.py --checkpoint runs/default --prompt-file prompts.jsonl > answers.jsonl        {"prompt": ".."} a line
+    torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 
-Each new token is drawn from softmax(logits / temperature), after everything but the `top_k` likeliest tokens, or but the
-smallest set whose probability reaches `top_p` (nucleus sampling, arXiv 1904.09751), has been left out. Temperature 0 takes the
-likeliest. There is no key-value cache: every step runs the whole sequence again, which is simple, and slow for long ones.
+What a serving system adds: a cache in pages, so that rows of any length share memory (vLLM, arXiv 2309.06180); new prompts joining a batch that is
+decoding; speculative decoding; quantised weights.
 """
-import argparse
+import contextlib
+import hashlib
+import itertools
 import sys
-from pathlib import Path
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-import checkpoint
-import sharding
+import gpt
+import moe
+import pipeline_parallel
 from gpt import GPT, GPTConfig
-from tokenizer import TokenizerError, make_tokenizer
+
+DIVERGED = -1                    # in the place of a token, where logits are not finite
 
 
-@torch.no_grad()
-def generate(model: GPT, prompt: list[int], max_tokens: int, temperature=1.0, top_k=0, top_p=1.0, seed=0, eot: int | None = None,
-             multiple_of: int = 1):
-    """Yield up to `max_tokens` token ids after `prompt` (at least one id; the last seq_length count). Stops before `eot`.
-    multiple_of: t for a sequence-parallel model, which takes lengths that t divides; all of its ranks call this with the same arguments."""
-    device = next(model.parameters()).device
-    ids = torch.tensor([prompt], dtype=torch.long, device=device)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(max_tokens):
-        recent = ids[:, -model.config.seq_length:]
-        padded = F.pad(recent, (0, -recent.shape[1] % multiple_of))      # at the end, where no token before can see it
-        logits = model(padded)[0, recent.shape[1] - 1]
-        token = choose(logits.float().cpu(), temperature, top_k, top_p, generator)
-        if token == eot:
-            return
-        yield token
-        ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+def uniform(keys: Tensor, positions: Tensor) -> Tensor:
+    """A number in [0, 1) for each row, from (its key, the position of the token to come). keys: [b] int32; positions: [b] -> [b] float64"""
+    x = gpt.mix(keys ^ (positions * 0x9E3779B1 & 0x7FFFFFFF).int())
+    return (x.double() + 2**31) / 2**32
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
-    """One token id from logits [V]. Raises FloatingPointError for a model that has diverged."""
+def keys_of(prompts: list[list[int]], seed: int) -> list[int]:
+    """A 32-bit key for each prompt: a hash of the seed, its tokens, and how many equal ones come before it."""
+    keys, seen = [], {}
+    for prompt in map(tuple, prompts):
+        seen[prompt] = seen.get(prompt, -1) + 1
+        digest = hashlib.blake2b(repr((seed, seen[prompt], prompt)).encode(), digest_size=4).digest()
+        keys.append(int.from_bytes(digest, "big", signed=True))
+    return keys
+
+
+def choose(logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """The token where the cumulative probability passes u. logits: [b, V]; u: [b] in [0, 1) -> [b] int64; DIVERGED where logits are not finite."""
+    largest, likeliest = logits.max(-1)
     if temperature == 0:
-        return int(logits.argmax())
-    ordered, ids = (logits / temperature).sort(descending=True, stable=True)
-    if top_k:
-        ordered[top_k:] = -torch.inf
-    probabilities = ordered.softmax(0)
-    if not probabilities.isfinite().all():
-        raise FloatingPointError("the model's logits are not finite")
-    probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0            # the likeliest always stays
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+        return likeliest.where(largest.isfinite(), DIVERGED)
+    x = (logits.to(torch.promote_types(logits.dtype, torch.float32)) - largest.unsqueeze(-1)) / temperature
+    if 0 < top_k < x.shape[-1]:
+        x = x.masked_fill(x < x.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        ordered, ids = x.sort(descending=True, stable=True)
+        p = ordered.softmax(-1)
+        x = x.masked_fill(torch.zeros_like(x, dtype=torch.bool).scatter(-1, ids, p.cumsum(-1) - p >= top_p), -torch.inf)       # the likeliest always stays
+    reached = x.softmax(-1).cumsum(-1)                                   # [b, V]
+    total = reached[:, -1:]
+    target = torch.minimum(u.to(x.dtype).unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))       # below it, so that someone passes it
+    return torch.searchsorted(reached, target, right=True).squeeze(-1).where(total.squeeze(-1).isfinite(), DIVERGED)
 
 
-def load_model(path: Path, device="cpu", dtype=torch.float32) -> tuple[GPT, dict]:
-    """The model of a checkpoint, and the checkpoint's index. Raises CheckpointError."""
-    index = checkpoint.read_index(path)
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+class Cache:
+    """Keys and values of the tokens so far, of each layer [b, a_kv, columns, d], and where the tokens of the forward that runs belong."""
+
+    def __init__(self, columns: int):
+        self.columns, self.keys, self.values = columns, {}, {}
+        self.positions: Tensor | None = None                             # [b] of the tokens to decode; None: prefill, of the columns from 0 on
+        self.at: int | None = None                                       # the same, where it is one number for all rows
+        self.mask: Tensor | None = None                                  # [b, 1, 1, used] 0 or -inf; None: all of `used` are seen
+        self.used = 0                                                    # columns that anybody looks at
+
+    def attend(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]"""
+        if self.positions is None:
+            for store, x in ((self.keys, k), (self.values, v)) if self.columns else ():
+                if layer not in store:
+                    store[layer] = x.new_zeros(*x.shape[:2], self.columns, x.shape[3])         # zeros: 0 times what was never written is 0
+                store[layer][:, :, :x.shape[2]] = x
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            return context.transpose(1, 2).flatten(2)
+        keys, values = self.keys[layer], self.values[layer]
+        for store, x in ((keys, k), (values, v)):
+            if self.at is not None:
+                store[:, :, self.at] = x[:, :, 0]
+            else:
+                store[torch.arange(len(x), device=x.device), :, self.positions] = x[:, :, 0]
+        q = q.reshape(*k.shape[:2], -1, k.shape[3])                                            # [b, a_kv, a / a_kv, d]: heads that share a key are rows
+        context = F.scaled_dot_product_attention(q, keys[:, :, :self.used], values[:, :, :self.used], self.mask)
+        return context.flatten(1).unsqueeze(1)                                                 # [b, 1, a d]
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these rows go on."""
+        for store in (self.keys, self.values):
+            for layer, x in store.items():
+                store[layer] = x[rows]
+
+
+@dataclass
+class Place:
+    """Whose cache the modules below read and write."""
+    cache: Cache | None = None
+
+
+class CachedAttention(nn.Module):
+    """Stands where the core attention stood."""
+
+    def __init__(self, layer: str, place: Place):
+        super().__init__()
+        self.layer, self.place = layer, place
+
+    @torch.compiler.disable
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key: None) -> Tensor:
+        return self.place.cache.attend(self.layer, q, k, v)
+
+
+class PositionsOfRows(nn.Module):
+    """x + a vector for each token's position. x: [b, s, h]"""
+
+    def __init__(self, positions: gpt.LearnedPositions, place: Place):
+        super().__init__()
+        self.weight, self.place = positions.weight, place
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = self.place.cache.positions
+        return x + (self.weight[:x.shape[1]] if at is None else self.weight[at].unsqueeze(1))
+
+
+@contextlib.contextmanager
+def caching(chunks: list[GPT], place: Place):
+    """Meanwhile these chunks evaluate, and their attention goes through the cache."""
+    replaced, training = [], [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+        if chunk.embedding is not None and chunk.embedding.positions is not None:
+            replaced.append((chunk.embedding, "positions", chunk.embedding.positions, PositionsOfRows(chunk.embedding.positions, place)))
+        for layer, block in chunk.blocks.items():
+            replaced.append((block.attention, "core", block.attention.core, CachedAttention(layer, place)))
     try:
-        with torch.device("meta"):
-            model = GPT(GPTConfig(**index["model"]))
-    except (TypeError, ValueError) as e:
-        raise checkpoint.CheckpointError(f"{path}/index.json does not describe a model of this project ({e})") from None
-    sharding.materialise(model, device, dtype)
-    checkpoint.load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
-    return model.eval(), index
+        for module, name, _, new in replaced:
+            setattr(module, name, new)
+        yield
+    finally:
+        for module, name, old, _ in replaced:
+            setattr(module, name, old)
+        for chunk, before in zip(chunks, training):
+            chunk.train(before)
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Continue a prompt with a trained model.")
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or the folder of a run")
-    parser.add_argument("--prompt", default="", help="empty: start a new document")
-    parser.add_argument("--max-tokens", type=int, default=300)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest tokens that make up probability P")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokenizer", help="if the one that the model was trained with has moved")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    if not 0 <= args.temperature < float("inf") or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_tokens < 0 or not 0 <= args.seed < 2**63:
-        parser.error("--temperature, --top-k, --max-tokens and --seed must be at least 0 and finite, --top-p above 0 and at most 1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: this machine has no usable CUDA device")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    try:
-        path = checkpoint.find(args.checkpoint)
-        model, index = load_model(path, device)
-        beside = path.parent.parent / "tokenizer.json"                   # train.py keeps a copy in the run's folder
-        tokenizer = make_tokenizer(args.tokenizer or (str(beside) if beside.exists() else str(index["config"].get("tokenizer"))))
-    except (checkpoint.CheckpointError, TokenizerError) as e:
-        print(f"generate.py: {e}", file=sys.stderr)
-        sys.exit(2)
-    prompt = list(tokenizer.encode(args.prompt))
-    ids, shown = [int(i) for i in prompt], args.prompt
-    print(shown, end="", flush=True)
-    for token in generate(model, ids or [tokenizer.eot], args.max_tokens, args.temperature, args.top_k, args.top_p, args.seed,
-                          tokenizer.eot):
-        ids.append(token)
-        text = tokenizer.decode(ids)                                     # of everything: a token may be part of a character
-        if not text.endswith("\ufffd"):                                  # half a character: wait for the rest
-            print(text[len(shown):], end="", flush=True)
-            shown = text
-    print()
+# --- a batch on its way -----------------------------------------------------------------------------------------------
+
+def window(n: int, seq_length: int) -> int:
+    """Where the context of token n (the n tokens before it) begins: at 0 until they outgrow seq_length, then at a multiple of its half."""
+    half = max(1, seq_length // 2)
+    return max(0, -(-(n - seq_length) // half) * half)
+
+
+@dataclass
+class Row:
+    """A prompt and what came of it."""
+    number: int                  # among the prompts
+    ids: list[int]
+    key: int
+    prompt_length: int = field(init=False)
+    finish: str | None = None    # `end of text`, `stop` or `length`, once it is finished
+
+    def __post_init__(self):
+        self.prompt_length = len(self.ids)
+
+
+class Piece(NamedTuple):
+    """What a step gives a row: a token, or none with the finish `end of text`."""
+    number: int
+    token: int | None
+    finish: str | None
+
+
+class Batch:
+    """Rows that go forward together, on this rank."""
+
+    def __init__(self, rows: list[Row], config: GPTConfig, max_tokens: int, cached: bool, device, capture: bool):
+        self.rows, self.config, self.max_tokens, self.device, self.capture = rows, config, max_tokens, device, capture
+        self.begins: list[int] = []                                      # of the windows in the cache
+        self.graphs: dict[tuple, Captured] = {}
+        most = max(row.prompt_length for row in rows) + max_tokens
+        self.cache = Cache(min(most, config.seq_length) if cached else 0)
+
+    def arrange(self) -> Tensor:
+        """Prepare the next forward: prefill, where a window has moved, or decode. Returns its tokens [b, s]."""
+        begins = [window(len(row.ids), self.config.seq_length) for row in self.rows]
+        lengths = [len(row.ids) - begin for row, begin in zip(self.rows, begins)]
+        cache = self.cache
+        if begins != self.begins or not cache.columns:
+            self.begins, cache.positions, s = begins, None, max(lengths)
+            tokens = [row.ids[begin:] + [0] * (s - n) for row, begin, n in zip(self.rows, begins, lengths)]
+            self.last = torch.tensor(lengths, device=self.device) - 1
+        else:
+            tokens = [row.ids[-1:] for row in self.rows]
+            cache.used, cache.positions = max(lengths), torch.tensor(lengths, device=self.device) - 1
+            cache.at, self.last = lengths[0] - 1 if min(lengths) == cache.used else None, None
+            if self.capture:                                             # a graph has one shape: the next power of two
+                cache.used, cache.at = min(cache.columns, 1 << (max(64, cache.used) - 1).bit_length()), None
+        return torch.tensor(tokens, device=self.device)
+
+    def advance(self, tokens: list[int], eot: int | None, stopped) -> list[Piece]:
+        """Give each row its token."""
+        pieces = []
+        for row, token in zip(self.rows, tokens):
+            if row.finish:
+                continue
+            if token == eot:
+                row.finish = "end of text"
+            else:
+                row.ids.append(token)
+                new = len(row.ids) - row.prompt_length
+                row.finish = "stop" if stopped and stopped(row.number, row.ids[-new:]) else "length" if new == self.max_tokens else None
+            pieces.append(Piece(row.number, None if token == eot else token, row.finish))
+        live = [i for i, row in enumerate(self.rows) if not row.finish]
+        if live and 2 * len(live) <= len(self.rows):                     # the finished half need not go on
+            self.rows, self.begins = [self.rows[i] for i in live], [self.begins[i] for i in live]
+            self.cache.keep(live)
+            self.graphs.clear()
+        return pieces
+
+    @property
+    def live(self) -> bool:
+        return any(not row.finish for row in self.rows)
+
+
+class Captured:
+    """A function of tensors as a CUDA graph: all its kernels in one launch. Its result is overwritten by the next call."""
+
+    def __init__(self, function, *inputs: Tensor):
+        self.inputs = [x.clone() for x in inputs]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):                                  # what is set up in a first call must not be captured
+            for _ in range(3):
+                function(*self.inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.result = function(*self.inputs)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        for mine, x in zip(self.inputs, inputs):
+            mine.copy_(x)
+        self.graph.replay()
+        return self.result
+
+
+class Runner:
+    """Forward passes of this rank's chunks."""
+
+    def __init__(self, chunks: list[GPT], place: Place):
+        self.chunks, self.place = chunks, place
+        self.config, parameter = chunks[0].config, next(p for chunk in chunks for p in chunk.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.rotary = gpt.rotary_table(self.config, self.config.seq_length, parameter) if self.config.llama else None
+        groups = [module.group for chunk in chunks for module in chunk.modules() if getattr(module, "group", None)]
+        self.capture = (self.device.type == "cuda" and not moe.layers(*chunks)                 # routing waits for the host, and so does gloo
+                        and all(dist.get_backend(group) == "nccl" for group in groups))
+
+    @torch.inference_mode()
+    def forward(self, c: int, batch: Batch, tokens: Tensor, x: Tensor | None) -> Tensor:
+        """Chunk c. tokens: [b, s]; x: [b, s, h] from the stage before. Returns [b, s, h], or of the last chunk logits [b, V] of the next token."""
+        cache, first = batch.cache, tokens if x is None else x
+        self.place.cache = cache
+        if cache.positions is None or not self.capture:
+            return self.compute(c, cache, first, batch.last)
+        if (c, cache.used) not in batch.graphs:
+            def function(first, positions):
+                cache.positions = positions
+                return self.compute(c, cache, first, None)
+            batch.graphs[c, cache.used] = Captured(function, first, cache.positions)
+        return batch.graphs[c, cache.used](first, cache.positions)
+
+    def compute(self, c: int, cache: Cache, x: Tensor, last: Tensor | None) -> Tensor:
+        """x: tokens or activations; last: [b], of a prefill the last token of each row."""
+        chunk, at, rotary = self.chunks[c], cache.positions, None
+        cache.mask = None
+        if at is not None and cache.at is None:
+            unseen = torch.arange(cache.used, device=self.device) > at[:, None, None, None]
+            cache.mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device).masked_fill_(unseen, -torch.inf)
+        if self.rotary:
+            rotary = tuple(t[:x.shape[1]] if at is None else t[at][:, None, None] for t in self.rotary)
+        if chunk.embedding is not None:
+            x = chunk.embedding(x)                                       # [b, s, h]
+        for block in chunk.blocks.values():
+            x = block(x, None, rotary)
+        if chunk.head is None:
+            return x
+        if last is not None:
+            x = x[torch.arange(len(x), device=x.device), last].unsqueeze(1)
+        return chunk.head(x)[:, 0]
+
+
+# --- a pipeline of them -----------------------------------------------------------------------------------------------
+
+class Ring:
+    """Stages one after the other, and from the last back to the first. Messages between two ranks arrive in the order in which they were sent."""
+
+    def __init__(self, channels: pipeline_parallel.Channels):
+        self.channels, self.rank, self.p = channels, channels.group.rank(), channels.group.size()
+        self.sent = deque()                                              # (work, tensor), until it has arrived
+
+    def send(self, x: Tensor) -> None:
+        x = x.contiguous()
+        self.sent.append((self.channels.send(x, (self.rank + 1) % self.p, "F", 0), x))
+        while len(self.sent) > 4 * self.p:                               # by now the oldest has been answered
+            self.sent.popleft()[0].wait()
+
+    def receive(self, x: Tensor) -> Tensor:
+        self.channels.receive(x, (self.rank - 1) % self.p, "F", 0).wait()
+        return x
+
+    def finish(self) -> None:
+        while self.sent:
+            self.sent.popleft()[0].wait()
+
+
+def most_of(number: int, group: dist.ProcessGroup | None, device) -> int:
+    """The largest of the ranks' numbers. A collective, where there is a group."""
+    if group is None:
+        return number
+    x = torch.tensor([number], device=device)
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    return int(x)
+
+
+def stream(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]], max_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+           seed: int = 0, eot: int | None = None, stopped=None, cached: bool = True, together: dist.ProcessGroup | None = None, keys: list[int] | None = None):
+    """Yield, after each step, the `Piece`s of a part of the batch, on every rank that holds a part of the model; all of these call it with the same arguments.
+
+    prompts: token ids, at least one and at most seq_length for each. eot: the token that ends a text, and is not yielded. stopped(number, new ids) -> bool:
+    whether prompt `number` is finished. cached False: every step runs the whole context again. together: ranks with prompts of their own (or none)
+    whose forward passes are collectives of all of them: experts spread over them, or parameters (ZeRO stage 3). keys: of the random numbers of each prompt,
+    where the prompts are some of many; otherwise `keys_of(prompts, seed)`.
+    Raises ValueError for a prompt or option that cannot be; FloatingPointError for a model that has diverged."""
+    chunks, ring = ([model], None) if isinstance(model, GPT) else (model.chunks, Ring(model.channels))
+    config = chunks[0].config
+    check(config, prompts, max_tokens, temperature, top_k, top_p)
+    place = Place()
+    runner = Runner(chunks, place)
+    device, p, rank, v = runner.device, *((ring.p, ring.rank) if ring else (1, 0)), len(chunks)
+    rows = [Row(n, list(prompt), key) for n, (prompt, key) in enumerate(zip(prompts, keys or keys_of(prompts, seed)))]
+    parts = min(p, most_of(len(rows), together, device))
+    if not parts or not max_tokens:
+        return
+    rows += [Row(-1, [0], 0, "length") for _ in range(parts - len(rows))]                      # a rank without prompts goes along
+    batches = [Batch(rows[n::parts], config, max_tokens, cached, device, runner.capture) for n in range(parts)]
+    chosen: dict[int, Tensor] = {}                                       # batch -> tokens [b], on the last rank, and on the first where they have arrived
+
+    def next_token(batch: Batch, logits: Tensor) -> Tensor:
+        keys, at = (torch.tensor(x, device=device) for x in ([row.key for row in batch.rows], [len(row.ids) for row in batch.rows]))
+        return choose(logits, uniform(keys.int(), at) if temperature else keys, temperature, top_k, top_p)
+
+    with caching(chunks, place):
+        begun, going, inputs = False, set(range(parts)), {}
+        while going:
+            for c in range(v):
+                for n in sorted(going):
+                    batch = batches[n]
+                    if c == 0:
+                        if begun:
+                            tokens = chosen.pop(n) if rank == p - 1 else ring.receive(torch.empty(len(batch.rows), dtype=torch.long, device=device))
+                            if ring and rank < p - 2:
+                                ring.send(tokens)
+                            tokens = tokens.tolist()
+                            diverged = DIVERGED in tokens
+                            pieces = [] if diverged else batch.advance(tokens, eot, stopped)
+                            state = most_of(2 * diverged + (batch.live and not diverged), together, device)
+                            if state == 2:
+                                raise FloatingPointError("the model's logits are not finite")
+                            if pieces:
+                                yield pieces
+                            if not state:
+                                going.discard(n)
+                                continue
+                        inputs[n] = batch.arrange()
+                    first, last = c == 0 and rank == 0, c == v - 1 and rank == p - 1
+                    x = None if first else ring.receive(torch.empty(*inputs[n].shape, config.hidden_size, dtype=runner.dtype, device=device))
+                    y = runner.forward(c, batch, inputs[n], x)
+                    if last:
+                        y = chosen[n] = next_token(batch, y)
+                    if ring:
+                        ring.send(y)
+            begun = True
+        if ring:
+            ring.finish()
+
+
+def generate(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
+    """The token ids that follow each prompt. Everything as in `stream`."""
+    ids = [[] for _ in prompts]
+    for piece in itertools.chain.from_iterable(stream(model, prompts, max_tokens, **options)):
+        if piece.token is not None:
+            ids[piece.number].append(piece.token)
+    return ids
+
+
+def check(config: GPTConfig, prompts: list[list[int]], max_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+    """Raises ValueError, naming what to change."""
+    for name, value, fits, rule in (("temperature", temperature, 0 <= temperature < float("inf"), "at least 0 and finite"), ("top_k", top_k, top_k >= 0, "at least 0"),
+                                    ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"), ("max_tokens", max_tokens, max_tokens >= 0, "at least 0")):
+        if not fits:
+            raise ValueError(f"{name} {value}: must be {rule}")
+    for n, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {n} is empty: a model continues at least one token, for a new text the end-of-text token")
+        if len(prompt) > config.seq_length:
+            raise ValueError(f"prompt {n} has {len(prompt)} tokens, and the model's context holds {config.seq_length}: cut it")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def lesson():
+    import sharding
+    with torch.device("meta"):
+        model = GPT(GPTConfig(num_layers=4, hidden_size=256, num_heads=8, ffn_hidden_size=688, seq_length=512, vocab_size=257, llama=True))
+    sharding.init(model, 0, "cpu", torch.float64)
+    prompts = [list(range(1, n)) for n in (5, 40, 17)]
+    print("a Llama (h 256, L 4) with random weights, float64, three prompts of 4, 39 and 16 tokens, drawn at temperature 1:")
+    with_cache, without = generate(model, prompts, 24), generate(model, prompts, 24, cached=False)
+    alone = [generate(model, [prompt], 24)[0] for prompt in prompts]
+    print(f"  24 tokens each, with a cache and without: {'equal' if with_cache == without else 'different'}; each prompt by itself: {'equal' if with_cache == alone else 'different'}")
+    model.float()
+    print(f"{'context':>10}{'tokens/s with':>16}{'without':>10}{'cache, bytes':>15}   2 L h per token, of 4 bytes")
+    for n in (32, 128, 448):
+        speed = []
+        for cached in (True, False):
+            times = [time.perf_counter() for _ in stream(model, [[1] * n], 12, temperature=0, cached=cached)]
+            speed.append((len(times) - 1) / (times[-1] - times[0]))
+        print(f"{n:>10}{speed[0]:>16,.0f}{speed[1]:>10,.0f}{2 * 4 * 256 * 4 * n:>15,}")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:]:
+        import completions
+        sys.exit(completions.main(sys.argv[1:]))
+    lesson()

@@ -137,8 +137,14 @@ def building(target: Path):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
-    """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no moments. Raises HuggingFaceError."""
+def is_folder(path: "Path | str") -> bool:
+    """Whether this is a Hugging Face folder, not a checkpoint or a run of this project (which has a config.json of its own)."""
+    path = Path(path)
+    return (path / "config.json").is_file() and not (path / "index.json").is_file() and not (path / "checkpoints").is_dir()
+
+
+def open_folder(hf_dir: Path):
+    """(the model's configuration, read(our name) -> that parameter, whole, in float32; the name of its tokenizer). Raises HuggingFaceError."""
     hf_dir = Path(hf_dir)
     if not (hf_dir / "config.json").is_file():
         raise HuggingFaceError(f"{hf_dir} is not a folder with a config.json, as save_pretrained writes it")
@@ -148,28 +154,37 @@ def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
     except HuggingFaceError as e:
         raise HuggingFaceError(f"{hf_dir}/config.json: {e}") from None
     found = match(hf_dir, config)
-    parameters = {f"model.{n}": p.detach() for n, p in empty_model(config).named_parameters()}
 
     def read(name: str) -> Tensor:
-        sources, place = found[name.removeprefix("model.")]
+        sources, place = found[name]
         if "#" not in place.module:
             return place.view(read_tensor(*sources[0])).contiguous().float()
-        ours = torch.empty(parameters[name].shape)                       # [E, ..]
-        for expert, source in zip(ours, sources, strict=True):
+        experts = torch.empty(len(sources), *read_tensor(*sources[0]).shape)                   # [E, ..]
+        for expert, source in zip(experts, sources):
             expert.copy_(read_tensor(*source))
-        return ours
+        return experts
+    tokenizer = {50257: "gpt2", 257: "bytes"}.get(config.vocab_size)
+    if (hf_dir / "tokenizer.json").is_file() or not tokenizer:           # where there is none, who needs it is told so
+        tokenizer = str(hf_dir.resolve() / "tokenizer.json")
+    return config, read, tokenizer
+
+
+def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
+    """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no moments. Raises HuggingFaceError."""
+    config, read, tokenizer = open_folder(hf_dir)
+    parameters = {f"model.{n}": p.detach() for n, p in empty_model(config).named_parameters()}
     with building(path) as folder:
-        tokenizer = {50257: "gpt2", 257: "bytes"}.get(config.vocab_size)
-        if (hf_dir / "tokenizer.json").is_file() or not tokenizer:       # where there is none, who needs it is told so
+        source = Path(tokenizer)
+        if source.name == "tokenizer.json":
             tokenizer = str(Path(path).resolve() / "tokenizer.json")
         flags = {k: v for k, v in dataclasses.asdict(config).items() if k in MODEL_FLAGS}
         preset = {"gpt2": "gpt2", "llama": "llama2-7b", "mixtral": "mixtral-8x7b"}[architecture_of(config).model_type]
         run = Config(model=preset, tokenizer=tokenizer, **flags)
         state = {"config": dataclasses.asdict(run), "model": dataclasses.asdict(config), "tokens": 0, "corpus": None, "optimizer": None}
-        checkpoint.write(folder, 0, parameters, state, read)
-        if (hf_dir / "tokenizer.json").is_file():
-            FileTokenizer(str(hf_dir / "tokenizer.json"))                # whether it can be read
-            shutil.copyfile(hf_dir / "tokenizer.json", folder / "tokenizer.json")
+        checkpoint.write(folder, 0, parameters, state, lambda name: read(name.removeprefix("model.")))
+        if source.is_file():
+            FileTokenizer(str(source))                                   # whether it can be read
+            shutil.copyfile(source, folder / "tokenizer.json")
     return config
 
 

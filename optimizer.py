@@ -41,7 +41,7 @@ class GradientAccumulator:
     """
 
     def __init__(self, model: nn.Module, scaler: "LossScaler | None" = None):
-        self.parameters, self.scaler = list(model.parameters()), scaler
+        self.parameters, self.scaler = [p for p in model.parameters() if p.requires_grad], scaler
         self.zero()
         self.listen()
 
@@ -80,7 +80,8 @@ def global_norm(parameters, stages: dist.ProcessGroup | None = None) -> Tensor:
     """The 2-norm of all gradients of the whole model, the same on every rank: each slice counts once, read off the sharding
     record. stages: the ranks that hold the pipeline's other layers. Returns a float64 scalar, non-finite if any gradient on any rank is."""
     parameters = list(parameters)
-    device = parameters[0].device
+    on_gpu = parameters[0].is_cuda if parameters else stages is not None and dist.get_backend(stages) == "nccl"                # a stage may have nothing that learns
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     squares = defaultdict(list)                                          # the groups that cut a parameter: its sum of squares
     for p in parameters:
         if p.main_grad is not None and not sharding.of(p).copy_of:
@@ -199,7 +200,7 @@ class AdamW:
         finite = math.isfinite(norm)
         if finite:
             gradients = {name: p.main_grad for name, p in self.parameters.items() if p.main_grad is not None}
-            if self.clip and norm > self.clip:
+            if self.clip and norm > self.clip and gradients:
                 torch._foreach_mul_(list(gradients.values()), self.clip / norm)
             self.updates += 1
             for decay, names in ((self.weight_decay, [n for n in gradients if self.parameters[n].dim() >= 2]),

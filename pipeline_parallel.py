@@ -273,27 +273,12 @@ class Pipeline:
             return y
         self.run(self.forward_only(len(batches)), forward, *batches[0].tokens.shape)
 
-    @torch.no_grad()
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits [b, s, V] of tokens [b, s], on every stage: for generation."""
-        (b, s), found = tokens.shape, []
-
-        def forward(chunk, k, x):
-            y = self.chunks[chunk](tokens, None, None, x)
-            if self.chunks[chunk].head is not None:
-                found.append(y)
-            return y
-        self.run(self.forward_only(1), forward, b, s)
-        logits = found[0].contiguous() if found else next(self.parameters()).new_empty(b, s, self.config.vocab_size)
-        dist.broadcast(logits, self.channels.ranks[-1], group=self.channels.group)
-        return logits
-
     def sum_tied(self) -> None:
         """Add the gradients of the two copies of a tied embedding, on both stages alike (a + b is b + a to the last bit). After the data-parallel sum."""
         mine = [p for _, p in sharding.named_parameters(*self.chunks) if sharding.of(p).copy_of] if self.rank == self.p - 1 else []
         if self.rank == 0 and not self.config.llama:
             mine = [sharding.own(self.chunks[0].embedding.tokens.weight)]
-        for p in mine:
+        for p in (p for p in mine if p.requires_grad):
             peer, other = self.p - 1 - self.rank, torch.empty_like(p.main_grad)
             sending = self.channels.send(p.main_grad.contiguous(), peer, "B", 0)
             self.channels.receive(other, peer, "B", 0).wait()

@@ -125,9 +125,9 @@ class _CopyWeights(torch.autograd.Function):
 
 
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the parameters in `module` that are not cut, which see a slice of the sequence, pass through identity | all-reduce, together,
+    """Let the parameters in `module` that learn and are not cut, which see a slice of the sequence, pass through identity | all-reduce, together,
     whenever it runs: while its forward runs, their places hold the copies."""
-    places = [(m, name) for m in module.modules() for name, p in m._parameters.items() if p is not None and not sharding.of(p).cuts]
+    places = [(m, name) for m in module.modules() for name, p in m._parameters.items() if p is not None and p.requires_grad and not sharding.of(p).cuts]
     forward = module.forward
 
     @torch.compiler.disable
@@ -161,6 +161,19 @@ def check(config: gpt.GPTConfig, t: int) -> None:
                          f"{f'{low} or ' if low else ''}{low + t} would fit")
 
 
+def cut_sequence(model: gpt.GPT, group: dist.ProcessGroup, cut: bool = True) -> None:
+    """g and ḡ around each tensor-parallel region; or, with cut False, f and its partner again: to generate, for a step of one token has nothing to cut."""
+    column, enter, leave = ((ColumnParallelLinear, gather_sequence, scatter_sequence) if cut else
+                            (tensor_parallel.ColumnParallelLinear, tensor_parallel.copy_to_ranks, tensor_parallel.reduce_from_ranks))
+    for module in model.modules():
+        if isinstance(module, (tensor_parallel.RowParallelLinear, tensor_parallel.VocabParallelEmbedding)):
+            module.reduce = leave                                        # ḡ instead of the all-reduce
+        if hasattr(module, "project"):
+            module.project = column(group)
+        if hasattr(module, "enter"):                                     # experts
+            module.enter, module.leave = partial(enter, group=group), partial(leave, group=group)
+
+
 def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     """Turn a model that `tensor_parallel.parallelize` has cut over the same group into a sequence-parallel one, in place. It takes
     tokens [b, s] with s divisible by t. Raises ValueError as `check`, or for a model that is not cut."""
@@ -173,19 +186,14 @@ def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
         raise ValueError("this model is sequence parallel already")
     if any("forward" in vars(block) for block in model.blocks.values()):
         raise ValueError("this model recomputes already: recompute.apply comes after sequence_parallel.parallelize, to run what it adds again too")
+    cut_sequence(model, group)
     for module in model.modules():
-        if isinstance(module, (tensor_parallel.RowParallelLinear, tensor_parallel.VocabParallelEmbedding)):
-            module.reduce = scatter_sequence                             # ḡ instead of the all-reduce
-        elif isinstance(module, gpt.BiasDropoutAdd):
+        if isinstance(module, gpt.BiasDropoutAdd):
             module.dropout.slice[1] = group.rank()                       # of the sequence
         elif isinstance(module, gpt.Embedding):
             module.dropout.slice[1] = group.rank()
             if module.positions is not None:
                 module.positions = SlicedPositions(module.positions, group.rank(), group.size())
-        if hasattr(module, "project"):
-            module.project = ColumnParallelLinear(group)
-        if hasattr(module, "enter"):                                     # experts
-            module.enter, module.leave = partial(gather_sequence, group=group), partial(scatter_sequence, group=group)
     for part in parts:
         synchronise(part, group)
 

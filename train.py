@@ -35,6 +35,7 @@ import fsdp
 import generate
 import moe
 import pipeline_parallel
+import prompt_tuning
 import recompute
 import schedules
 import sequence_parallel
@@ -43,6 +44,7 @@ import tensor_parallel
 from config import Config, ConfigError, parse
 from gpt import GPT, dropout_key, flops_per_token, num_parameters
 from metrics import Metrics, duration, peak_memory, plot_loss, progress
+from prompt_data import PromptConfig, PromptError
 from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
 from tokenizer import FileTokenizer, TokenizerError, make_tokenizer
 from world import Groups, World
@@ -76,9 +78,12 @@ class Trainer:
         self.num_parameters = num_parameters(self.chunks[0])             # of the whole
         if groups.pp:
             self.chunks = pipeline_parallel.split(self.model_config, groups.pp.rank(), groups.pp.size(), config.virtual_stages, config.layer_split)
+        self.prompts = PromptConfig.read(config.prompts) if config.prompts else None
+        self.frozen = self.prompts is not None and self.prompts.learned  # only prompts learn
         self.scaler = LossScaler() if self.precision == "fp16" else None
         self.gradients = [self.prepare(chunk) for chunk in self.chunks]
-        self.optimizer = AdamW(sharding.named_parameters(*self.chunks), config.weight_decay, clip=config.grad_clip, scaler=self.scaler,
+        learned = ((name, p) for name, p in sharding.named_parameters(*self.chunks) if p.requires_grad)
+        self.optimizer = AdamW(learned, config.weight_decay, clip=config.grad_clip, scaler=self.scaler,
                                stages=groups.pp, state_dtype=torch.bfloat16 if config.optimizer_state == "bf16" else None)
         self.model, self.schedule = self.chunks[0], None                 # model: what evaluates and generates
         if groups.pp:
@@ -92,12 +97,16 @@ class Trainer:
     def prepare(self, chunk: GPT) -> GradientAccumulator:
         """Everything that is done to a chunk, in order. Returns what collects its gradients."""
         config, groups = self.config, self.groups
+        if self.frozen:
+            chunk.requires_grad_(False).eval()                           # the model is frozen: no dropout, and routers take raw logits
         if groups.ep:
             moe.parallelize(chunk, groups.ep)
         if groups.tp:
             tensor_parallel.parallelize(chunk, groups.tp)
         if config.sequence_parallel:
             sequence_parallel.parallelize(chunk, groups.tp)
+        if self.frozen:
+            prompt_tuning.attach(chunk, self.prompts, groups.tp)
         if groups.pp and config.pipeline_schedule == "zb-h1":
             pipeline_parallel.defer_weights(chunk)
         if config.compile:
@@ -138,7 +147,7 @@ class Trainer:
             return total
 
         for layer in self.expert_layers.values():                        # the router's losses are means over all positions of the global batch, masked ones too
-            layer.decision.statistics, layer.token_weight = None, (self.scaler.scale if self.scaler else 1.0) / (len(samples) * self.model_config.seq_length)
+            layer.decision.statistics, layer.token_weight = None, (self.scaler.scale if self.scaler else 1.0) / (len(samples) * dataset.s)
         for gradients in self.gradients:
             gradients.zero()
         if self.schedule is None:
@@ -148,7 +157,7 @@ class Trainer:
                 forward(0, k).backward(seed)
         else:
             last = {a.chunk: a for a in self.schedule[self.groups.pp.rank()] if a.op == "B"}    # with I and W no one backward is the last
-            self.model.run(self.schedule, forward, self.micro, self.model_config.seq_length, seed,
+            self.model.run(self.schedule, forward, self.micro, dataset.s, seed,
                            lambda a: self.gradients[a.chunk].last_backward() if last.get(a.chunk) == a else None)
         for gradients in self.gradients:
             gradients.reduce_gradients()
@@ -167,7 +176,7 @@ class Trainer:
 
     def routing(self) -> dict:
         """The routers' statistics of the step, for metrics.jsonl. A collective."""
-        if not self.model_config.num_experts:
+        if not self.model_config.num_experts or self.frozen:
             return {}
         return moe.statistics(self.model_config, self.expert_layers, [group for group in (self.groups.dp, self.groups.pp) if group], self.device)
 
@@ -175,7 +184,7 @@ class Trainer:
     def evaluate(self, dataset, sequences: int) -> float:
         """Mean loss per token over the first `sequences` samples of a held-out dataset."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        batches = []
+        batches, training = [], self.chunks[0].training
         for chunk in self.chunks:
             chunk.eval()                                                 # routers take raw logits
         for start in range(0, sequences, self.dp * self.micro):          # all ranks take as many batches, of one size: their forwards may be collectives
@@ -192,7 +201,7 @@ class Trainer:
         else:
             self.model.evaluate(batches, add)
         for chunk in self.chunks:
-            chunk.train()
+            chunk.train(training)
         for group in (self.groups.dp, self.groups.pp):
             if group:
                 dist.all_reduce(total, group=group)
@@ -206,14 +215,9 @@ class Trainer:
 
     def load(self, path: Path, weights_only: bool = False) -> dict:
         """Continue from a checkpoint, or start from its weights. Returns its index. Raises CheckpointError, naming the fields in which its model differs."""
-        free = ("dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss") + ("router", "router_topk") * weights_only \
-            + ("seq_length",) * self.model_config.llama                  # rotary positions have no table
-        shape = {k: v for k, v in dataclasses.asdict(self.model_config).items() if k not in free}
-        tensors = self.optimizer.tensors()
+        shape, tensors = self.shape(weights_only), self.optimizer.tensors()
         index = checkpoint.load(path, {n: t for n, t in tensors.items() if n.startswith("model.") or not weights_only}, shape)
-        self.optimizer.restore(tensors)
-        for gradients in self.gradients:
-            gradients.gather_parameters()
+        self.set(tensors)
         if weights_only:
             return index
         try:
@@ -221,6 +225,38 @@ class Trainer:
             return index | {"tokens": int(index["tokens"])}
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
             raise checkpoint.CheckpointError(f"{path}/index.json lacks what training goes on from ({type(e).__name__}: {e})") from None
+
+    def load_frozen(self, path: Path, tokenizer) -> None:
+        """The model that prompts are learned for, and the prompts' first values. Raises CheckpointError or PromptError."""
+        frozen = {f"model.{name}": p for name, p in sharding.named_parameters(*self.chunks) if not p.requires_grad and not name.startswith(prompt_tuning.WHERE)}
+        checkpoint.load(path, frozen, self.shape(weights_only=True))
+        self.identity = prompt_tuning.fingerprint(path, self.model_config)
+        values, tensors = prompt_tuning.first_values(self.prompts, path, self.model_config, self.config.seed, tokenizer, self.identity), self.optimizer.tensors()
+        for name, p in sharding.named_parameters(*self.chunks):
+            if name.startswith(prompt_tuning.WHERE):
+                target = tensors.get(f"model.{name}", p)                 # a master, or an existing task's table
+                target.copy_(sharding.cut(values[name.removeprefix(prompt_tuning.WHERE)], sharding.of(p)))
+        self.set(tensors)
+
+    def save_prompts(self, path: Path) -> None:
+        """Write the prompt file: what was learned, and the existing tasks as they were. A collective of the ranks that hold the embedding."""
+        values = {name.removeprefix(f"model.{prompt_tuning.WHERE}"): sharding.gather(t, sharding.of(t)) for name, t in self.optimizer.tensors().items() if name.startswith("model.")}
+        if values and (not dist.is_initialized() or dist.get_rank() == 0):
+            found = prompt_tuning.restored(self.prompts, self.identity) | prompt_tuning.tables(self.prompts, self.model_config.hidden_size, values)
+            prompt_tuning.save(path, self.prompts, {task: found[task] for task in self.prompts.tasks}, self.identity)
+
+    @torch.no_grad()
+    def set(self, tensors: dict[str, torch.Tensor]) -> None:
+        """What `optimizer.tensors()` gave has other values now."""
+        self.optimizer.restore(tensors)
+        for gradients in self.gradients:
+            gradients.gather_parameters()
+
+    def shape(self, weights_only: bool) -> dict:
+        """The fields of the model that a checkpoint must agree with."""
+        free = ("dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss") + ("router", "router_topk") * weights_only \
+            + ("seq_length",) * self.model_config.llama                  # rotary positions have no table
+        return {k: v for k, v in dataclasses.asdict(self.model_config).items() if k not in free}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,7 +279,10 @@ def check_out(config: Config, world: World) -> Path:
 
 def open_tokenizer(config: Config):
     """Raises ConfigError or TokenizerError."""
-    tokenizer, shape = make_tokenizer(config.tokenizer), config.model_config()
+    shape, name = config.model_config(), config.tokenizer
+    if config.prompts and name == "bytes":                               # the one that the model was trained with
+        name = checkpoint.tokenizer_of(checkpoint.find(config.load))
+    tokenizer = make_tokenizer(name)
     if tokenizer.vocab_size > shape.vocab_size:
         raise ConfigError(f"--tokenizer {config.tokenizer}: its ids go up to {tokenizer.vocab_size - 1}, beyond --vocab-size "
                           f"{shape.vocab_size}; --vocab-size {tokenizer.vocab_size} would fit")
@@ -252,14 +291,20 @@ def open_tokenizer(config: Config):
 
 def open_data(config: Config, world: World, tokenizer):
     """(training set, held-out set), the corpus tokenised first if need be. Raises DataError."""
+    if config.prompts:
+        *sets, told = prompt_tuning.open_data(PromptConfig.read(config.prompts), config.model_config(), tokenizer, config.seed, config.tp if config.sequence_parallel else 1)
+        world.say(told)
+        return sets
     s = config.model_config().seq_length
     folder = data.prepare(config.data, tokenizer, exchange=world.gather, rank=world.rank, world=world.size, workers=world.cores)
     return data.Corpus(folder, s, config.seed), data.Corpus(folder, s, None, "held-out")
 
 
-def restore(trainer: Trainer, world: World, corpus: str) -> tuple[int, int]:
+def restore(trainer: Trainer, world: World, corpus: str, tokenizer) -> tuple[int, int]:
     """Continue from the newest whole checkpoint of `--out` if asked to. Returns (steps, tokens) behind us."""
     config = trainer.config
+    if trainer.frozen:                                                   # checkpoints hold the prompts alone
+        trainer.load_frozen(checkpoint.find(config.load), tokenizer)
     found = checkpoint.steps(Path(config.out) / "checkpoints") if config.resume else {}
     damage = []
     for path in reversed(found.values()):
@@ -279,7 +324,7 @@ def restore(trainer: Trainer, world: World, corpus: str) -> tuple[int, int]:
         raise checkpoint.CheckpointError(f"--resume: no checkpoint in {config.out} is whole: {'; '.join(damage)}. Put one back, or train into another folder")
     if config.resume:
         world.say(f"--resume: no checkpoint in {config.out} yet, starting from step 1")
-    if config.load:
+    if config.load and not trainer.frozen:
         path = checkpoint.find(config.load)
         trainer.load(path, weights_only=True)
         world.say(f"starting from the weights of {path}")
@@ -292,7 +337,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
     before = {number: signal.signal(number, lambda number, frame: stop.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
     config, begin, step = trainer.config, time.perf_counter(), start
     out = Path(config.out)
-    flops = flops_per_token(trainer.model_config)
+    flops = flops_per_token(trainer.model_config) * (2 / 3 if trainer.frozen else 1)           # a frozen matrix has no weight gradient
     bytes_per_token = train_set.index["bytes"] / train_set.index["tokens"]
     profiler, first = torch.profiler.profile() if config.profile else None, min(start + 3, config.steps)
     try:
@@ -307,9 +352,9 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
             if any(failed):
                 trainer.saver.wait()                                     # raises, on all ranks
             seconds, count, stopping = time.perf_counter() - step_begin, train_set.counted_tokens(trainer.samples(step)), any(stops)
-            tokens += count
+            tokens, processed = tokens + count, config.global_batch_size * train_set.s
             line = {"step": step, "loss": sum(losses), "grad_norm": norm, "lr": lr, "tokens": tokens, "step_seconds": seconds,
-                    "tokens_per_second": count / seconds, "tflops_per_device": count * flops / seconds / world.size / 1e12,
+                    "tokens_per_second": processed / seconds, "tflops_per_device": processed * flops / seconds / world.size / 1e12,
                     "peak_memory_bytes": int(max(peaks))}
             line |= trainer.routing()
             if trainer.scaler:
@@ -362,7 +407,7 @@ def run(config: Config, world: World) -> None:
         raise RunError(f"rank {world.rank}: there is no room for this model on {world.device} ({str(e).split(chr(10))[0]}); a smaller one, or more ranks with "
                        "--tp, --pp or --zero-stage 3, would need less of each") from None
     out, metrics, corpus = Path(config.out), None, train_set.index["corpus"]
-    start, tokens = restore(trainer, world, corpus)
+    start, tokens = restore(trainer, world, corpus, tokenizer)
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
         if isinstance(tokenizer, FileTokenizer) and not (out / "tokenizer.json").exists():
@@ -370,7 +415,9 @@ def run(config: Config, world: World) -> None:
         metrics = Metrics(out / "metrics.jsonl", start)
     told = ("tp", "pp", "ep", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "zero_stage", "reduce_dtype", "recompute", "recompute_layers", "optimizer_state")
     layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in told if getattr(config, name) != getattr(Config(), name))
-    world.say(f"{config.load or config.model}: {trainer.num_parameters:,} parameters, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
+    learned = sum(torch.Size(sharding.of(p).shape).numel() for p in trainer.optimizer.parameters.values())
+    learned = f", of which nothing changes, and {learned:,} prompt parameters" if trainer.frozen else ""
+    world.say(f"{config.load or config.model}: {trainer.num_parameters:,} parameters{learned}, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
               f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
     if config.zero_stage and not world.groups.dp:
         world.say(f"--zero-stage {config.zero_stage}: there is one data-parallel rank, and nobody to share with")
@@ -380,14 +427,19 @@ def run(config: Config, world: World) -> None:
         world.say("--recompute selective: fused attention keeps no s x s scores, so there is nothing to recompute")
     begin = time.perf_counter()
     stopped = loop(trainer, world, train_set, held_out, metrics, start, tokens)
+    if trainer.frozen and not stopped:
+        trainer.save_prompts(out / "prompts.safetensors")
+        if world.rank == 0:
+            plot_loss(metrics.lines, f"{config.prompts}, prompts for {config.load}", out / "loss.png")
+        return world.say(f"{out}: prompts.safetensors, loss.png, metrics.jsonl, checkpoints")
     if stopped or trainer.dp_rank > 0 and config.zero_stage < 3 and config.ep == 1:            # a model whose parameters are spread runs on all ranks
         return
-    for chunk in trainer.chunks:
-        chunk.eval()
+    for chunk in trainer.chunks if config.sequence_parallel else []:
+        sequence_parallel.cut_sequence(chunk, world.groups.tp, False)
     seconds, prompt = time.perf_counter() - begin, [int(i) for i in tokenizer.encode("def ")]
-    ids = generate.generate(trainer.model, prompt, 300, temperature=0.8, seed=config.seed, eot=tokenizer.eot, multiple_of=config.tp if config.sequence_parallel else 1)
     try:
-        text = tokenizer.decode(prompt + list(ids))                      # tensor-parallel ranks draw the same tokens
+        ids, = generate.generate(trainer.model, [prompt], 300, temperature=0.8, seed=config.seed, eot=tokenizer.eot)
+        text = tokenizer.decode(prompt + ids)                            # tensor-parallel ranks draw the same tokens
     except FloatingPointError as e:
         text = f"no sample: {e}"
     if world.rank == 0:
@@ -408,7 +460,7 @@ def main(argv: list[str]) -> int:
             check_out(config, world)
         config.resume |= world.restarts > 0
         run(config, world)
-    except (ConfigError, data.DataError, TokenizerError, checkpoint.CheckpointError) as e:
+    except (ConfigError, data.DataError, PromptError, TokenizerError, checkpoint.CheckpointError) as e:
         status, message = 2, e
     except RunError as e:
         status, message = 1, e

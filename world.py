@@ -9,6 +9,7 @@ Experts are spread over --ep of the dp ranks, neighbours again: dp = (edp, ep).
 import ctypes
 import gc
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -135,6 +136,11 @@ class World:
         """Progress, for the watchdog; None: nothing to watch until the next."""
         if self.watchdog:
             self.watchdog.beat(where) if where else self.watchdog.pause()
+
+    def say_aside(self, *words) -> None:
+        """For people, where standard output is for programs."""
+        if self.rank == 0:
+            print(*words, file=sys.stderr, flush=True)
 
     def say(self, *words) -> None:
         if self.rank == 0:

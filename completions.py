@@ -1,0 +1,332 @@
+"""Prompts in, text out: what `python generate.py` does with flags.
+
+Loads a checkpoint, a run or a Hugging Face folder under any layout, streams one continuation to the terminal, continues a file of prompts (JSON
+lines in and out), or answers line by line. generate.py has the technique; prompt_tuning.py has commands of the same kind.
+
+    python generate.py --checkpoint runs/default --prompt "def "
+    python generate.py --checkpoint runs/default --prompt-file prompts.jsonl --stop $'\\n\\n' > answers.jsonl
+    torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
+"""
+import argparse
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import gpt
+import huggingface
+import moe
+import pipeline_parallel
+import sharding
+import tensor_parallel
+from config import ConfigError, as_flags
+from generate import Piece, check, keys_of, stream
+from gpt import GPT, GPTConfig
+from tokenizer import TokenizerError, make_tokenizer
+from world import Groups, World
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+def load_model(path: "Path | str", device="cpu", dtype: torch.dtype = torch.float32, groups: Groups = Groups(), layer_split: list[int] | None = None):
+    """(model, index) from a checkpoint, the folder of a run (its newest), or a Hugging Face folder, cut as `groups` says: a GPT or, over pipeline stages, a Pipeline. index: of a
+    checkpoint, what it says; of a Hugging Face folder, the same keys. All ranks call this together. Raises CheckpointError, HuggingFaceError, or ValueError for a layout that cannot be."""
+    if huggingface.is_folder(path):
+        config, read, tokenizer = huggingface.open_folder(Path(path))
+        index = {"model": None, "config": {"tokenizer": tokenizer}, "step": 0}
+    else:
+        path = checkpoint.find(path)
+        index, read = checkpoint.read_index(path), None
+        try:
+            config = GPTConfig(**index["model"])
+        except (TypeError, ValueError) as e:
+            raise checkpoint.CheckpointError(f"{path}/index.json does not describe a model of this project ({e})") from None
+    chunks = cut(config, groups, layer_split)
+    parameters = {}
+    for chunk in chunks:
+        sharding.materialise(chunk, device, dtype)
+        chunk.requires_grad_(False).eval()
+        parameters |= dict(sharding.named_parameters(chunk))
+    if read:
+        for name, p in parameters.items():
+            p.copy_(sharding.cut(read(name), sharding.of(p)))
+    else:
+        checkpoint.load(path, {f"model.{name}": p for name, p in parameters.items()})
+    if not groups.pp:
+        return chunks[0], index
+    return pipeline_parallel.Pipeline(chunks, pipeline_parallel.Channels(groups.pp, groups.nccl)), index
+
+
+def cut(config: GPTConfig, groups: Groups, layer_split: list[int] | None = None) -> list[GPT]:
+    """This rank's chunks of a model, on the meta device. Sequence parallelism has nothing to cut in a step of one token."""
+    with torch.device("meta"):
+        chunks = pipeline_parallel.split(config, groups.pp.rank(), groups.pp.size(), 1, layer_split) if groups.pp else [GPT(config)]
+    for chunk in chunks:
+        if groups.ep:
+            moe.parallelize(chunk, groups.ep)
+        if groups.tp:
+            tensor_parallel.parallelize(chunk, groups.tp)
+    return chunks
+
+
+def find_tokenizer(path: "Path | str", index: dict, given: str | None = None):
+    """The tokenizer that a model was trained with: `given`, or beside it, or by name. Raises TokenizerError."""
+    return make_tokenizer(given or (str(index["config"]["tokenizer"]) if huggingface.is_folder(path) else checkpoint.tokenizer_of(checkpoint.find(path))))
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+class Clock:
+    """What a person wants to know of a generation."""
+
+    def __init__(self):
+        self.begin, self.first, self.last, self.tokens, self.firsts = time.perf_counter(), None, None, 0, 0
+
+    def tick(self, pieces: list[Piece]) -> None:
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+        new = sum(piece.token is not None for piece in pieces)
+        self.firsts += new if self.first == self.last else 0             # these are prefill's
+        self.tokens += new
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return "no tokens"
+        text = f"{self.tokens} tokens, the first after {self.first - self.begin:.3f} s"
+        return text + (f", then {(self.tokens - self.firsts) / (self.last - self.first):,.1f} tokens/s" if self.tokens > self.firsts else "")
+
+
+class Texts:
+    """What comes of prompts, as text. Stop strings are looked for in the text, and cut off."""
+
+    def __init__(self, tokenizer, prompts: list[list[int]], stop: list[str] = ()):
+        self.tokenizer, self.prompts, self.stop = tokenizer, prompts, list(stop)
+
+    def text(self, number: int, ids: list[int]) -> str:
+        """Of the new ids, up to the first stop string. Decoded with the prompt: a token may be part of a character, or lose its space at the start."""
+        before = self.tokenizer.decode(self.prompts[number])
+        text = self.tokenizer.decode(self.prompts[number] + ids)[len(before):]
+        ends = [at for stop in self.stop if (at := text.find(stop)) >= 0]
+        return text[:min(ends)] if ends else text
+
+    def stopped(self, number: int, ids: list[int]) -> bool:
+        return bool(self.stop) and any(stop in self.tokenizer.decode(self.prompts[number] + ids)[len(self.tokenizer.decode(self.prompts[number])):] for stop in self.stop)
+
+
+def show(model, tokenizer, prompt: list[int], stop: list[str], out, **options) -> Clock:
+    """Stream the continuation of one prompt to a file like sys.stdout, or to nobody (None)."""
+    texts, ids, shown, clock = Texts(tokenizer, [prompt], stop), [], 0, Clock()
+    held = max((len(s) for s in stop), default=1) - 1                    # characters that may be the beginning of a stop string
+    for pieces in stream(model, [prompt], stopped=texts.stopped, **options):
+        clock.tick(pieces)
+        ids += [piece.token for piece in pieces if piece.token is not None]
+        text, finished = texts.text(0, ids), pieces[-1].finish is not None
+        if finished or not text.endswith("\ufffd"):                      # half a character: wait for the rest
+            ready = len(text) if finished else len(text) - held
+            if out and ready > shown:
+                print(text[shown:ready], end="", flush=True, file=out)
+            shown = max(shown, ready)
+    return clock
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be; the message says which."""
+
+
+def read_prompts(path: str, tokenizer, seq_length: int) -> list[tuple[dict, list[int]]]:
+    """(the line, its prompt's ids) of a JSON-lines file, `-` for standard input. Raises PromptError, naming the line."""
+    found = []
+    try:
+        with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as f:
+            lines = f.read().split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise PromptError(f"--prompt-file {path}: cannot be read ({e})") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            raise PromptError(f"--prompt-file {path}, line {number}: not JSON ({e})") from None
+        if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+            raise PromptError(f'--prompt-file {path}, line {number}: not an object with a "prompt" that is text')
+        try:
+            found.append((record, encode(record["prompt"], tokenizer, seq_length)))
+        except PromptError as e:
+            raise PromptError(f"--prompt-file {path}, line {number}: {e}") from None
+    if not found:
+        raise PromptError(f"--prompt-file {path}: no prompts in it")
+    return found
+
+
+def encode(text: str, tokenizer, seq_length: int) -> list[int]:
+    """Raises PromptError."""
+    try:
+        ids = [int(i) for i in tokenizer.encode(text)]
+    except UnicodeEncodeError:
+        raise PromptError("the prompt is not text: it has half a surrogate pair in it") from None
+    if not ids:
+        raise PromptError("the prompt is empty")
+    if len(ids) > seq_length:
+        raise PromptError(f"the prompt has {len(ids)} tokens, and the model's context holds {seq_length}: cut it")
+    return ids
+
+
+def answer_file(world: World, model, tokenizer, requests: list[tuple[dict, list[int]]], batch_size: int, stop: list[str], together, write, **options) -> str:
+    """Continue all prompts, `batch_size` at a time on each of the data-parallel ranks; write(line, text, piece) gets them in order, on rank 0, as batches are finished. Returns what the clock says."""
+    groups, clock = world.groups, Clock()
+    dp, rank = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
+    keys = keys_of([ids for _, ids in requests], options.pop("seed"))
+    for start in range(0, len(requests), dp * batch_size):
+        numbers = range(start, min(start + dp * batch_size, len(requests)))
+        mine = list(numbers)[rank::dp]
+        texts = Texts(tokenizer, [requests[n][1] for n in mine], stop)
+        ids, ends = {n: [] for n in mine}, {}
+        for pieces in stream(model, texts.prompts, stopped=texts.stopped, together=together, keys=[keys[n] for n in mine], **options):
+            clock.tick(pieces)
+            for piece in pieces:
+                if piece.token is not None:
+                    ids[mine[piece.number]].append(piece.token)
+                ends[mine[piece.number]] = piece.finish
+        done = {n: (texts.text(i, ids[n]), len(ids[n]), ends.get(n, "length")) for i, n in enumerate(mine)}
+        everywhere = {n: answer for one in world.gather(done) for n, answer in one.items()}
+        for n in numbers if world.rank == 0 else ():
+            write(requests[n][0], *everywhere[n])
+    return f"{len(requests)} prompts: {clock}" + (f" on each of {dp} data-parallel ranks" if dp > 1 else "")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What every command that generates takes."""
+    parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint, the folder of a run, or a Hugging Face folder")
+    parser.add_argument("--max-tokens", type=int, default=300, help="of a continuation (default: 300)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens; 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest tokens that make up probability P")
+    parser.add_argument("--seed", type=int, default=0, help="with the same seed a prompt has the same continuation")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given more than once")
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts of a file that a rank continues at a time (default: 16)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel ranks; the rest of the ranks is data parallel")
+    parser.add_argument("--ep", type=int, default=1, help="of the data-parallel ranks, so many share the experts")
+    parser.add_argument("--layer-split", type=int, nargs="+", metavar="N", help="layers of each pipeline stage; the default is an even split")
+    parser.add_argument("--precision", choices=tuple(DTYPES), help="the default is bf16 on CUDA and fp32 on CPUs")
+    parser.add_argument("--tokenizer", help="if the one that the model was trained with has moved")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+
+def check_flags(args, world: World) -> GPTConfig:
+    """What can be known before any rank talks to another. Returns the model's configuration. Raises ConfigError, CheckpointError or HuggingFaceError."""
+    for name, least in (("batch_size", 1), ("seed", 0), ("tp", 1), ("pp", 1), ("ep", 1)):
+        if not least <= getattr(args, name) < 2**31:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least} and below 2^31")
+    if "" in args.stop:
+        raise ConfigError("--stop '': is in every text; name one that is not empty")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
+    config = (huggingface.open_folder(Path(args.checkpoint))[0] if huggingface.is_folder(args.checkpoint)
+              else GPTConfig(**checkpoint.read_index(checkpoint.find(args.checkpoint))["model"]))
+    with as_flags():
+        try:
+            check(config, [], args.max_tokens, args.temperature, args.top_k, args.top_p)
+        except ValueError as e:
+            raise ConfigError("--" + str(e).replace("_", "-", 1)) from None
+        if world.size % (args.tp * args.pp):
+            raise ConfigError(f"--tp {args.tp} --pp {args.pp}: their product must divide the {world.size} ranks; {gpt.divisors(world.size, args.tp * args.pp)} would")
+        tensor_parallel.check(config, args.tp, world.size)
+        if args.pp > 1:
+            pipeline_parallel.layer_split(config.num_layers, args.pp, 1, args.layer_split)
+        elif args.layer_split:
+            raise ConfigError(f"--layer-split {args.layer_split}: needs --pp 2 or more")
+        moe.check(config, args.ep, world.size // args.tp // args.pp)
+    return config
+
+
+def connect(args, world: World, timeout: float = 1800.0):
+    """Meet the other ranks, and load. Returns (model, tokenizer, together)."""
+    world.connect(args.device, args.tp, args.pp, timeout, args.ep)
+    precision = args.precision or ("bf16" if world.device.type == "cuda" else "fp32")
+    model, index = load_model(args.checkpoint, world.device, DTYPES[precision], world.groups, args.layer_split)
+    return model, find_tokenizer(args.checkpoint, index, args.tokenizer), world.groups.dp if args.ep > 1 else None
+
+
+def run(args, world: World) -> None:
+    config = check_flags(args, world)
+    if sum((args.prompt is not None, args.prompt_file is not None, args.interactive)) > 1:
+        raise ConfigError("--prompt, --prompt-file, --interactive: one of them")
+    model, tokenizer, together = connect(args, world, 30 * 86400.0 if args.interactive else 1800.0)
+    options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, eot=tokenizer.eot)
+    out = sys.stdout if world.rank == 0 else None
+    if args.prompt_file:
+        requests = read_prompts(args.prompt_file, tokenizer, config.seq_length)
+
+        def write(line: dict, text: str, tokens: int, finish: str) -> None:
+            print(json.dumps(line | {"text": text, "tokens": tokens, "finish": finish}, ensure_ascii=False), flush=True)
+        told = answer_file(world, model, tokenizer, requests, args.batch_size, args.stop, together, write, **options)
+    elif args.interactive:
+        return converse(world, model, tokenizer, config, args.stop, out, **options)
+    else:
+        prompt = [tokenizer.eot] if args.prompt is None else encode(args.prompt, tokenizer, config.seq_length)
+        if out:
+            print(args.prompt or "", end="", flush=True)
+        told = show(model, tokenizer, prompt, args.stop, out, **options)
+        if out:
+            print(flush=True)
+    if world.rank == 0:
+        print(told, file=sys.stderr)
+
+
+def converse(world: World, model, tokenizer, config: GPTConfig, stop: list[str], out, **options) -> None:
+    """A prompt a line, until the end of input."""
+    while True:
+        line = None
+        if world.rank == 0:
+            try:
+                line = input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                pass
+        line = world.gather(line)[0]
+        if line is None:
+            return
+        try:
+            prompt = encode(line, tokenizer, config.seq_length)
+        except PromptError as e:
+            world.say(e)
+            continue
+        clock = show(model, tokenizer, prompt, stop, out, **options)
+        world.say(f"\n[{clock}]")
+
+
+def command(name: str, work, argv: list[str], parser: argparse.ArgumentParser) -> int:
+    """work(args, world) under a launcher or without one. Exit status: 0; 2 with one message for what cannot be; 130 for Ctrl-C."""
+    world = World.from_launcher()
+    if world.rank:
+        parser.error = lambda message: sys.exit(2)                       # rank 0 says it
+    args = parser.parse_args(argv)
+    status, message = 0, None
+    try:
+        work(args, world)
+    except (ConfigError, PromptError, checkpoint.CheckpointError, huggingface.HuggingFaceError, TokenizerError) as e:
+        status, message = 2, str(e)
+    except FloatingPointError as e:
+        status, message = 1, f"{e}: this model has diverged"
+    except KeyboardInterrupt:
+        status = 130
+    if message and world.rank == 0:
+        print(f"{name}: {message}", file=sys.stderr, flush=True)
+    world.disconnect()
+    return status
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Continue prompts with a trained model.")
+    add_flags(parser)
+    parser.add_argument("--prompt", help="without it, a new text is begun")
+    parser.add_argument("--prompt-file", metavar="FILE", help='JSON lines with a "prompt"; out come the same lines with "text", "tokens" and "finish"; - is standard input')
+    parser.add_argument("--interactive", action="store_true", help="a prompt a line")
+    return command("generate.py", run, argv, parser)

@@ -1,0 +1,341 @@
+"""Templates and JSON lines to examples with virtual tokens in them: the data of prompt learning, with NeMo's names.
+
+    {"taskname": "sentiment", "sentence": "good fun", "label": "positive"}                              a line of data
+    "<|VIRTUAL_PROMPT_0|>{sentence} sentiment:<|VIRTUAL_PROMPT_1|>{label}", virtual_token_splits [3, 2]  the template of its task
+
+    V V V g o o d _ f u n _ s e n t i m e n t : V V p o s i t i v e <end of text>
+                                                    `--- the loss, with answer_only_loss ---´
+
+A virtual token is an id beyond the vocabulary, V + j; prompt_tuning.py says what vector stands for it. It is never a label. Literal text and fields are
+tokenised one by one, so that the prompt of an answer is the beginning of the example that it was trained on. What is too long loses the end of its `truncate_field`,
+or is skipped where that is null.
+
+    python prompt_data.py       an example, token by token
+"""
+import dataclasses
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from data import Batch
+
+STYLES = ("prompt-tuning", "p-tuning", "inference", "fine-tuning")
+ENCODERS = ("mlp", "lstm", "tpmlp")
+MARKER = re.compile(r"<\|VIRTUAL_PROMPT_(\d+)\|>")
+
+
+class PromptError(ValueError):
+    """A template, a configuration or a line of data that cannot be used; the message says which, and what would fit."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """One entry of `task_templates`. Raises PromptError."""
+    taskname: str
+    prompt_template: str
+    total_virtual_tokens: int
+    virtual_token_splits: list[int]
+    truncate_field: str | None = None                                    # null: what is too long is skipped
+    answer_only_loss: bool = False
+    answer_field: str | None = None
+    pieces: list[str] = field(init=False, compare=False, repr=False)     # literal text, {fields} and markers, in order
+
+    def __post_init__(self):
+        def wrong(problem):
+            raise PromptError(f"task_templates, {self.taskname!r}: {problem}")
+        for name, kinds in (("taskname", str), ("prompt_template", str), ("total_virtual_tokens", int), ("virtual_token_splits", list),
+                            ("truncate_field", str | None), ("answer_only_loss", bool), ("answer_field", str | None)):
+            if not isinstance(getattr(self, name), kinds):
+                wrong(f"{name} {getattr(self, name)!r} is not {getattr(kinds, '__name__', 'text or null')}")
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", self.taskname):
+            wrong("the name of a task is made of letters, digits, _ and -")
+        object.__setattr__(self, "pieces", [x for x in re.split(r"(<\|VIRTUAL_PROMPT_\d+\|>|\{\w+\})", self.prompt_template) if x])
+        markers = [int(n) for n in MARKER.findall(self.prompt_template)]
+        splits = self.virtual_token_splits
+        if sorted(markers) != list(range(len(splits))):
+            wrong(f"the markers <|VIRTUAL_PROMPT_i|> have the numbers {markers}, and virtual_token_splits {splits} asks for {list(range(len(splits)))}, each once")
+        if not all(isinstance(n, int) and n >= 1 for n in splits) or sum(splits) != self.total_virtual_tokens:
+            wrong(f"virtual_token_splits {splits} must be numbers from 1 on that add up to total_virtual_tokens {self.total_virtual_tokens}, not to {sum(splits)}")
+        for name in ("truncate_field", "answer_field"):
+            if getattr(self, name) is not None and getattr(self, name) not in self.fields:
+                wrong(f"{name} {getattr(self, name)!r} is not a field of the template, which has {self.fields}")
+        if len(set(self.fields)) < len(self.fields):
+            wrong(f"a field stands twice in the template: {self.fields}")
+        if self.answer_only_loss and self.answer_field is None:
+            wrong("answer_only_loss needs an answer_field")
+        if self.answer_field is not None and self.pieces[-1] != f"{{{self.answer_field}}}":
+            wrong(f"answer_field {self.answer_field!r} must end the template, which ends with {self.pieces[-1]!r}")
+        if self.answer_field is not None and self.answer_field == self.truncate_field:
+            wrong(f"answer_field {self.answer_field!r} is also the truncate_field; name another one, or null")
+
+    @property
+    def fields(self) -> list[str]:
+        return [x[1:-1] for x in self.pieces if re.fullmatch(r"\{\w+\}", x)]
+
+    def fill(self, record: dict, tokenizer, first_virtual: int, limit: int, answer: bool = True) -> "Example | None":
+        """The example of one record, at most `limit` tokens long; None where it cannot be that short. first_virtual: id of the task's first virtual token. answer: with the
+        answer and an end-of-text token; without, the prompt that asks for it. Raises PromptError for a field that is missing or too many."""
+        wanted = [name for name in self.fields if answer or name != self.answer_field]
+        missing, more = [n for n in wanted if n not in record], [n for n in record if n not in self.fields and n != "taskname"]
+        if missing or more:
+            raise PromptError(f"the template of {self.taskname!r} has the fields {self.fields}; the line " + (f"lacks {missing}" if missing else f"also has {more}"))
+        wrong = [n for n in wanted if not isinstance(record[n], str | int | float)]
+        if wrong:
+            raise PromptError(f"field {wrong[0]!r} is neither text nor a number")
+        starts = np.cumsum([0, *self.virtual_token_splits])
+        parts = []                                                       # (field or None, ids)
+        for piece in self.pieces:
+            marker, name = MARKER.fullmatch(piece), piece[1:-1]
+            if marker:
+                n = int(marker[1])
+                parts.append((None, list(range(first_virtual + int(starts[n]), first_virtual + int(starts[n + 1])))))
+            elif name in self.fields and piece == f"{{{name}}}":
+                if answer or name != self.answer_field:
+                    parts.append((name, [int(i) for i in tokenizer.encode(str(record[name]))]))
+            else:
+                parts.append((None, [int(i) for i in tokenizer.encode(piece)]))
+        if answer:
+            parts.append(("end of text", [tokenizer.eot]))
+        excess, cut = sum(len(ids) for _, ids in parts) - limit, False
+        if excess > 0:
+            kept = {name: len(ids) - excess for name, ids in parts if name == self.truncate_field and name is not None}
+            if not kept or min(kept.values()) < 0:
+                return None
+            parts, cut = [(name, ids[:kept[name]] if name in kept else ids) for name, ids in parts], True
+        ids = [i for _, part in parts for i in part]
+        behind = sum(len(part) for name, part in parts if name in (self.answer_field, "end of text"))
+        return Example(self.taskname, ids, len(ids) - behind if self.answer_only_loss else 0, cut, str(record.get(self.answer_field, "")))
+
+
+class Example(NamedTuple):
+    taskname: str
+    ids: list[int]               # text and virtual tokens
+    loss_from: int               # tokens from here on count as labels, if they are text
+    truncated: bool
+    answer: str
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+@dataclass
+class PromptTuning:
+    """How new tables begin: one entry for each new task."""
+    new_prompt_init_methods: list[str] = field(default_factory=list)     # text: the embeddings of a text, over and over to fill the table; random
+    new_prompt_init_text: list[str | None] = field(default_factory=list)
+
+
+@dataclass
+class PTuning:
+    encoder_type: str = "mlp"
+    encoder_hidden: int = 0              # e; 0: h
+    num_layers: int = 2                  # of the lstm
+    dropout: float = 0.0
+    init_std: float = 1.0                # of the encoder's inputs
+
+
+@dataclass
+class Data:
+    train_ds: list[str] = field(default_factory=list)
+    validation_ds: list[str] = field(default_factory=list)
+    max_seq_length: int | None = None    # null: the model's context
+    shuffle: bool = True
+
+
+@dataclass
+class PromptConfig:
+    """What a JSON file with NeMo's names says. Raises PromptError."""
+    task_templates: list[Template]
+    virtual_prompt_style: str = "p-tuning"                               # fine-tuning, which NeMo has elsewhere: no virtual tokens, the whole model learns
+    language_model_path: str | None = None
+    restore_path: str | None = None                                      # a prompt file, with the existing tasks
+    existing_tasks: list[str] = field(default_factory=list)
+    new_tasks: list[str] = field(default_factory=list)
+    prompt_tuning: PromptTuning = field(default_factory=PromptTuning)
+    p_tuning: PTuning = field(default_factory=PTuning)
+    data: Data = field(default_factory=Data)
+
+    @classmethod
+    def read(cls, path: "str | Path") -> "PromptConfig":
+        try:
+            return cls.of(json.loads(Path(path).read_text()))
+        except (OSError, ValueError, RecursionError) as e:
+            raise PromptError(f"--prompts {path}: {e}") from None
+
+    @classmethod
+    def of(cls, content: dict) -> "PromptConfig":
+        if not isinstance(content, dict) or not isinstance(content.get("task_templates"), list):
+            raise PromptError("the configuration is an object with a list of task_templates")
+        made = make(cls, content | {"task_templates": [make(Template, x, f"task_templates, number {i}") for i, x in enumerate(content["task_templates"])]}, "the configuration")
+        for name, kind in (("prompt_tuning", PromptTuning), ("p_tuning", PTuning), ("data", Data)):
+            if isinstance(getattr(made, name), dict):
+                setattr(made, name, make(kind, getattr(made, name), name))
+        made.check()
+        return made
+
+    @property
+    def templates(self) -> dict[str, Template]:
+        return {t.taskname: t for t in self.task_templates}
+
+    @property
+    def tasks(self) -> list[str]:
+        return [*self.existing_tasks, *self.new_tasks]
+
+    @property
+    def learned(self) -> bool:
+        """Whether prompts are learned, of a frozen model."""
+        return self.virtual_prompt_style in ("prompt-tuning", "p-tuning")
+
+    def first_ids(self, vocab_size: int) -> dict[str, int]:
+        """The id of each task's first virtual token."""
+        sizes = [self.templates[task].total_virtual_tokens for task in self.tasks]
+        return {task: vocab_size + sum(sizes[:n]) for n, task in enumerate(self.tasks)}
+
+    def check(self) -> None:
+        def wrong(problem):
+            raise PromptError(problem)
+        if self.virtual_prompt_style not in STYLES:
+            wrong(f"virtual_prompt_style {self.virtual_prompt_style!r}: must be one of {', '.join(STYLES)}")
+        if len(self.templates) < len(self.task_templates):
+            wrong("task_templates: two have the same taskname")
+        for name in ("existing_tasks", "new_tasks"):
+            for task in getattr(self, name):
+                if task not in self.templates:
+                    wrong(f"{name}: {task!r} has no template; there are {sorted(self.templates)}")
+        if len(set(self.tasks)) < len(self.tasks):
+            wrong(f"existing_tasks {self.existing_tasks}, new_tasks {self.new_tasks}: a task stands there twice")
+        for task in self.tasks:
+            if self.learned != bool(self.templates[task].total_virtual_tokens) and self.virtual_prompt_style != "inference":
+                wrong(f"{task!r} has {self.templates[task].total_virtual_tokens} virtual tokens, and virtual_prompt_style is {self.virtual_prompt_style}")
+        if not self.new_tasks:
+            wrong("new_tasks is empty: name the tasks to learn")
+        if self.existing_tasks and not self.restore_path:
+            wrong(f"existing_tasks {self.existing_tasks}: restore_path must name the prompt file that has them")
+        methods, texts = self.prompt_tuning.new_prompt_init_methods, self.prompt_tuning.new_prompt_init_text
+        if self.virtual_prompt_style == "prompt-tuning":
+            if len(methods) != len(self.new_tasks) or any(m not in ("text", "random") for m in methods):
+                wrong(f"prompt_tuning.new_prompt_init_methods {methods}: one of text and random for each of new_tasks {self.new_tasks}")
+            for n, method in enumerate(methods):
+                if method == "text" and not (n < len(texts) and texts[n]):
+                    wrong(f"prompt_tuning.new_prompt_init_text {texts}: {self.new_tasks[n]!r} begins from a text, and none stands in its place")
+        p = self.p_tuning
+        if p.encoder_type not in ENCODERS:
+            wrong(f"p_tuning.encoder_type {p.encoder_type!r}: must be one of {', '.join(ENCODERS)}")
+        if p.dropout:
+            wrong(f"p_tuning.dropout {p.dropout}: must be 0; the encoder sees no data, and a few vectors are soon learned")
+        if p.encoder_hidden < 0 or p.num_layers < 1 or not 0 < p.init_std < float("inf"):
+            wrong("p_tuning: encoder_hidden must be at least 0 (0: h), num_layers at least 1, init_std above 0")
+
+
+def make(kind, content, where: str):
+    """A dataclass from JSON. Raises PromptError for names that it does not have, or lacks."""
+    names = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    if not isinstance(content, dict):
+        raise PromptError(f"{where}: not an object")
+    unknown = [n for n in content if n not in names]
+    missing = [n for n, f in names.items() if n not in content and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    if unknown or missing:
+        raise PromptError(f"{where} " + (f"has {unknown}, which means nothing here; it may have {list(names)}" if unknown else f"lacks {missing}"))
+    return kind(**content)
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+def read_lines(paths: list[str]):
+    """(path, line number, object) of JSON-lines files. Raises PromptError, naming the line."""
+    for path in paths:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as e:
+            raise PromptError(f"{path}: cannot be read ({e})") from None
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError) as e:
+                    raise PromptError(f"{path}, line {number}: not JSON ({e})") from None
+                if not isinstance(record, dict):
+                    raise PromptError(f"{path}, line {number}: not an object")
+                yield path, number, record
+
+
+def read_examples(paths: list[str], templates: dict[str, Template], first_virtual: dict[str, int], tokenizer, limit: int, answer: bool = True) -> tuple[list, list[dict], str]:
+    """(examples, their records, what was truncated or skipped, as a sentence) of JSON-lines files. templates, first_virtual: of the tasks that may come. Raises PromptError."""
+    examples, records, skipped = [], [], 0
+    for path, number, record in read_lines(paths):
+        task = record.get("taskname")
+        if task not in templates:
+            raise PromptError(f"{path}, line {number}: taskname {task!r} is none of the tasks here, {sorted(templates)}")
+        try:
+            example = templates[task].fill(record, tokenizer, first_virtual[task], limit, answer)
+        except PromptError as e:
+            raise PromptError(f"{path}, line {number}: {e}") from None
+        if example is None:
+            skipped += 1
+        else:
+            examples.append(example)
+            records.append(record)
+    truncated = sum(example.truncated for example in examples)
+    if not examples:
+        raise PromptError(f"{', '.join(paths) or 'no file'}: no examples" + (f"; {skipped} are longer than {limit} tokens and were skipped" if skipped else ""))
+    told = [f"{truncated} truncated"] * bool(truncated) + [f"{skipped} skipped"] * bool(skipped)
+    return examples, records, f"{len(examples)} examples" + (f", {' and '.join(told)} (longer than {limit} tokens)" if told else "")
+
+
+class PromptData:
+    """Examples as data.Corpus gives windows: sample number n is an example of epoch 0, then 1, ..; all padded to one length."""
+
+    def __init__(self, examples: list[Example], vocab_size: int, seed: int | None, multiple_of: int = 1):
+        """seed None: in order. multiple_of: what the padded length must be divisible by (sequence parallelism)."""
+        self.examples, self.vocab_size, self.seed, self.epoch = examples, vocab_size, seed, None
+        longest = max(len(example.ids) for example in examples) - 1
+        self.s, self.windows = -(-longest // multiple_of) * multiple_of, len(examples)
+        text = json.dumps([example.ids for example in examples])
+        self.index = {"tokens": sum(len(example.ids) for example in examples), "bytes": sum(len(example.ids) for example in examples),
+                      "corpus": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
+    def example(self, sample: int) -> Example:
+        epoch, n = divmod(int(sample), self.windows)
+        if self.seed is None:
+            return self.examples[n]
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.windows)
+        return self.examples[self.order[n]]
+
+    def batch(self, samples) -> Batch:
+        """samples: b global sample numbers."""
+        tokens, labels, mask = [], [], []
+        for example in map(self.example, samples):
+            pad = self.s + 1 - len(example.ids)
+            ids = example.ids + [0] * pad
+            counts = [n >= example.loss_from and i < self.vocab_size for n, i in enumerate(example.ids)] + [False] * pad
+            tokens.append(ids[:-1])
+            labels.append([i if c else 0 for i, c in zip(ids, counts)][1:])
+            mask.append(counts[1:])
+        return Batch(torch.tensor(tokens), torch.tensor(labels), torch.tensor(mask), torch.as_tensor(list(samples)))
+
+    def counted_tokens(self, samples) -> int:
+        """How many labels of these samples count: known before any forward."""
+        return sum(n >= max(example.loss_from, 1) and i < self.vocab_size for example in map(self.example, samples) for n, i in enumerate(example.ids))
+
+
+def main():
+    from tokenizer import ByteTokenizer
+    tokenizer = ByteTokenizer()
+    template = Template("sentiment", "<|VIRTUAL_PROMPT_0|>{sentence} sentiment:<|VIRTUAL_PROMPT_1|>{label}", 5, [3, 2], "sentence", True, "label")
+    record = {"taskname": "sentiment", "sentence": "good fun", "label": "positive"}
+    for limit in (64, 30, 20):
+        example = template.fill(record, tokenizer, tokenizer.vocab_size, limit)
+        print(f"at most {limit} tokens: " + ("skipped" if example is None else " ".join(f"V{i - 257}" if i > 256 else "<end>" if i == 256 else repr(chr(i))[1:-1] for i in example.ids)))
+        if example:
+            batch = PromptData([example], tokenizer.vocab_size, None).batch([0])
+            print(f"    {len(example.ids)} tokens; the loss is taken on {[tokenizer.decode([i]) or '<end>' for i in batch.labels[batch.loss_mask].tolist()]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,405 @@
+"""Prompt learning: a frozen model learns tasks, each as a few vectors in front of the text (prompt tuning, arXiv 2104.08691; p-tuning, arXiv 2103.10385).
+
+    tokens       V0 V1 V2 | g o o d _ f u n ..          an id V + j beyond the vocabulary is virtual token j
+    vectors      e0 e1 e2 | E[g] E[o] E[o] ..           looked up in a table [T, h] that is learned; the model is never altered
+
+Prompt tuning learns the table itself. P-tuning learns an encoder that computes it, from vectors that are learned too, because a table alone moves slowly:
+
+    mlp      Linear(h, e)  ReLU  Linear(e, e)  ReLU  Linear(e, h)              table = encoder(inputs),   inputs [T, h]
+    lstm     two-layer bidirectional LSTM(h, e)  Linear(2e, 2e)  ReLU  Linear(2e, h)
+    tpmlp    Linear(h, e) by columns  GELU  Linear(e, h) by rows: tensor parallel (Megatron-LM, section 3)
+
+after which the encoder is dropped and the table kept: for the tasks of one model a prompt file of T h numbers each. New tasks are added later; the tables of
+the existing ones stay as they are, bit for bit. The gradient of a table comes through the whole model, but only prompts have gradients kept,
+optimizer state or a place in checkpoints. Under tensor parallelism it is the same on every rank (f sums what comes back); under
+sequence parallelism each rank sees a slice of the tokens, so the table goes through identity | all-reduce; in a pipeline the first stage has it.
+
+    python prompt_tuning.py                                                                   a small model learns two tasks, one after the other
+    python prompt_tuning.py train --config prompts.json --out runs/prompts --lr 0.03          train.py's flags, under torchrun too
+    python prompt_tuning.py generate --prompts runs/prompts/prompts.safetensors --checkpoint runs/default --data lines.jsonl
+    python prompt_tuning.py evaluate --prompts runs/prompts/prompts.safetensors --checkpoint runs/default --data lines.jsonl
+
+The configuration has NeMo's names (`PromptConfig`). NeMo adds the same for T5, and an encoder's state to go on from; here a task that has been learned is a table.
+"""
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import checkpoint
+import gpt
+import huggingface
+import sharding
+import tensor_parallel
+from prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template, read_examples
+from sharding import Cut
+
+WHERE = "embedding.tokens.prompts."                                      # global names of prompt parameters begin so
+
+
+# --- prompts in a model -----------------------------------------------------------------------------------------------
+
+class MLPEncoder(nn.Module):
+    """inputs: [T, h] -> [T, h]"""
+
+    def __init__(self, h: int, config: PTuning):
+        super().__init__()
+        e = config.encoder_hidden or h
+        self.layers = nn.Sequential(nn.Linear(h, e), nn.ReLU(), nn.Linear(e, e), nn.ReLU(), nn.Linear(e, h))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+
+class LSTMEncoder(nn.Module):
+    """inputs: [T, h] -> [T, h]"""
+
+    def __init__(self, h: int, config: PTuning):
+        super().__init__()
+        e = config.encoder_hidden or h
+        self.lstm = nn.LSTM(h, e, config.num_layers, bidirectional=True, batch_first=True)
+        self.layers = nn.Sequential(nn.Linear(2 * e, 2 * e), nn.ReLU(), nn.Linear(2 * e, h))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(self.lstm(inputs.unsqueeze(0))[0]).squeeze(0)
+
+
+class TensorParallelMLPEncoder(nn.Module):
+    """inputs: [T, h] -> [T, h]. On one rank an MLP; `parallelize` cuts it."""
+
+    def __init__(self, h: int, config: PTuning):
+        super().__init__()
+        e = config.encoder_hidden or h
+        self.project, self.up, self.activation, self.down = gpt.SharedInput(), gpt.DeferredBiasLinear(h, e), gpt.GELU(), gpt.DeferredBiasLinear(e, h)
+
+    def parallelize(self, group: dist.ProcessGroup) -> None:
+        if self.up.out_features % group.size():
+            raise PromptError(f"p_tuning.encoder_hidden {self.up.out_features}: must be divisible by tp {group.size()} for the encoder tpmlp")
+        sharding.keep_part(self.up, "weight", Cut(0, group))
+        sharding.keep_part(self.up, "bias", Cut(0, group))
+        self.project, self.down = tensor_parallel.ColumnParallelLinear(group), tensor_parallel.RowParallelLinear(self.down, group)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inner = self.activation(*self.project(inputs.unsqueeze(0), self.up), self.up.bias)     # [1, T, e / t]
+        return (self.down(inner) + self.down.bias).squeeze(0)
+
+
+ENCODERS = {"mlp": MLPEncoder, "lstm": LSTMEncoder, "tpmlp": TensorParallelMLPEncoder}
+
+
+class VirtualPrompts(nn.Module):
+    """The tables of all tasks, one under the other, in the order of `tasks`."""
+
+    def __init__(self, config: PromptConfig, h: int):
+        super().__init__()
+        self.tables, self.inputs, self.encoder, self.first, rows = nn.ParameterDict(), nn.ParameterDict(), None, {}, 0
+        for task in config.tasks:
+            T = config.templates[task].total_virtual_tokens
+            learned = task in config.new_tasks and config.virtual_prompt_style != "inference"
+            where = self.inputs if learned and config.virtual_prompt_style == "p-tuning" else self.tables
+            where[task] = nn.Parameter(torch.empty(T, h), requires_grad=learned)
+            self.first[task], rows = rows, rows + T                      # task -> its first row
+        if self.inputs:
+            self.encoder = ENCODERS[config.p_tuning.encoder_type](h, config.p_tuning)
+
+    def table(self, task: str) -> Tensor:
+        """[T, h]"""
+        return self.encoder(self.inputs[task]) if task in self.inputs else self.tables[task]
+
+    def forward(self) -> Tensor:
+        return torch.cat([self.table(task) for task in self.first])
+
+
+class PromptedEmbedding(nn.Module):
+    """The embedding of tokens, for ids from V on a row of the prompts. tokens: [b, s] -> [b, s, h], or a slice of the sequence"""
+
+    def __init__(self, embedding: nn.Module, prompts: VirtualPrompts, vocab_size: int, slices: dist.ProcessGroup | None):
+        super().__init__()
+        self.weight, self.inner, self.prompts, self.vocab_size, self.slices = embedding.weight, embedding, prompts, vocab_size, slices
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, table = self.inner(tokens.masked_fill(tokens >= self.vocab_size, 0)), self.prompts()
+        if x.shape[1] < tokens.shape[1]:                                 # sequence parallel
+            tokens, table = tokens.chunk(self.slices.size(), dim=1)[self.slices.rank()], tensor_parallel.copy_to_ranks(table, self.slices)
+        rows = tokens - self.vocab_size
+        return torch.where((rows >= 0).unsqueeze(-1), F.embedding(rows.clamp(min=0), table), x)
+
+
+def attach(model: gpt.GPT, config: PromptConfig, group: dist.ProcessGroup | None = None) -> VirtualPrompts | None:
+    """Give a model, or the chunk of a pipeline that has the embedding, the prompts of config's tasks; ids from vocab_size on are theirs. After tensor and sequence
+    parallelism over `group`; on the device of the model, which may be meta. Freeze the model first: `requires_grad_(False)`. Raises PromptError."""
+    if model.embedding is None:
+        return None
+    with model.embedding.tokens.weight.device:
+        prompts = VirtualPrompts(config, model.config.hidden_size)
+    if group and isinstance(prompts.encoder, TensorParallelMLPEncoder):
+        prompts.encoder.parallelize(group)
+    model.embedding.tokens = PromptedEmbedding(model.embedding.tokens, prompts, model.config.vocab_size, group)
+    return prompts
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+def initial_values(config: PromptConfig, h: int, seed: int, tokenizer=None, embedding: Tensor | None = None, existing: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The whole float32 value of each prompt parameter, by its name in VirtualPrompts, the same under every layout. embedding: [V, h], for tables that begin from a
+    text; existing: the tables of the existing tasks."""
+    prompts, values = VirtualPrompts(config, h), {}
+    begin = dict(zip(config.new_tasks, config.prompt_tuning.new_prompt_init_text)) if config.virtual_prompt_style == "prompt-tuning" else {}
+    for name, p in prompts.named_parameters():
+        g, (kind, task) = sharding.generator(seed, WHERE + name), name.split(".", 1)
+        if kind == "tables" and not p.requires_grad:
+            values[name] = existing[task].float()
+        elif kind == "tables" and config.prompt_tuning.new_prompt_init_methods[config.new_tasks.index(task)] == "text":
+            ids = [int(i) for i in tokenizer.encode(begin[task])]
+            values[name] = embedding[(ids * len(p))[:len(p)]].float()    # over and over, or its beginning
+        elif kind == "tables":
+            values[name] = torch.randn(p.shape, generator=g) * 0.02
+        elif kind == "inputs":
+            values[name] = torch.randn(p.shape, generator=g) * config.p_tuning.init_std
+        else:                                                            # as torch begins Linear and LSTM
+            fan = prompts.encoder.lstm.hidden_size if "lstm" in name else prompts.get_parameter(name.replace("bias", "weight")).shape[1]
+            values[name] = (torch.rand(p.shape, generator=g) * 2 - 1) / fan ** 0.5
+    return values
+
+
+def first_values(config: PromptConfig, path: "str | Path", model: gpt.GPTConfig, seed: int, tokenizer, identity: str) -> dict[str, Tensor]:
+    """`initial_values` for the model at `path`, whose fingerprint is `identity`. All ranks call this together. Raises PromptError."""
+    texts = "text" in config.prompt_tuning.new_prompt_init_methods and config.virtual_prompt_style == "prompt-tuning"
+    name = "embedding.tokens.weight"
+    embedding = read_base(path, [name])[name] if texts else None
+    return initial_values(config, model.hidden_size, seed, tokenizer, embedding, restored(config, identity))
+
+
+def restored(config: PromptConfig, identity: str) -> dict[str, Tensor]:
+    """The tables of the existing tasks. Raises PromptError."""
+    if not config.existing_tasks:
+        return {}
+    there, found = load(config.restore_path, identity)
+    for task in config.existing_tasks:
+        if task not in found:
+            raise PromptError(f"existing_tasks: {task!r} is not in {config.restore_path}, which has {there.tasks}")
+        if there.templates[task] != config.templates[task]:
+            raise PromptError(f"existing_tasks: {task!r} was learned with another template: {there.templates[task]}")
+    return found
+
+
+def open_data(config: PromptConfig, model: gpt.GPTConfig, tokenizer, seed: int, multiple_of: int = 1) -> tuple[PromptData, PromptData, str]:
+    """(training set, held-out set, what was truncated or skipped). Raises PromptError."""
+    limit = min(model.seq_length, config.data.max_seq_length or model.seq_length) // multiple_of * multiple_of + 1         # one more: the first is no label
+    if not config.data.validation_ds:
+        raise PromptError("data.validation_ds is empty: name JSON lines that are not trained on")
+    templates, ids, sets, told = {task: config.templates[task] for task in config.new_tasks}, config.first_ids(model.vocab_size), [], []
+    for what, paths, order in (("train_ds", config.data.train_ds, seed if config.data.shuffle else None), ("validation_ds", config.data.validation_ds, None)):
+        examples, _, said = read_examples(paths, templates, ids, tokenizer, limit)
+        sets.append(PromptData(examples, model.vocab_size, order, multiple_of))
+        told.append(f"{what}: {said}")
+    return *sets, "; ".join(told)
+
+
+@torch.no_grad()
+def tables(config: PromptConfig, h: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The table of each new task, [T, h] float32, from the whole values of the prompt parameters: what remains of an encoder."""
+    prompts = VirtualPrompts(config, h)
+    for name, p in prompts.named_parameters():
+        if p.requires_grad:
+            p.copy_(values[name])
+    return {task: prompts.table(task).clone() for task in config.new_tasks}
+
+
+def read_base(path: "str | Path", names: list[str]) -> dict[str, Tensor]:
+    """Some whole parameters of a checkpoint or a Hugging Face folder, float32. All ranks call this together."""
+    if huggingface.is_folder(path):
+        _, read, _ = huggingface.open_folder(Path(path))
+        return {name: read(name) for name in names}
+    shapes = checkpoint.read_index(checkpoint.find(path))["tensors"]
+    found = {f"model.{name}": torch.zeros(shapes[f"model.{name}"][1]) for name in names}
+    checkpoint.read(checkpoint.find(path), found)
+    return {name.removeprefix("model."): t for name, t in found.items()}
+
+
+def fingerprint(path: "str | Path", config: gpt.GPTConfig) -> str:
+    """Which model this is: a hash of its shape and of the weights of its norms, in whatever layout it was saved. All ranks call this together."""
+    free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
+    digest = hashlib.sha256(json.dumps({k: v for k, v in dataclasses.asdict(config).items() if k not in free}, sort_keys=True).encode())
+    names = [f"blocks.{layer}.{name}.weight" for layer in range(config.num_layers) for name in ("attention_norm", "mlp_norm")] + ["head.norm.weight"]
+    for name, weight in read_base(path, names).items():
+        digest.update(name.encode() + weight.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def save(path: "str | Path", config: PromptConfig, found: dict[str, Tensor], model: str) -> None:
+    """Write a prompt file: the table of each task, their templates, and the fingerprint of the model that they belong to."""
+    described = {"templates": [{f.name: getattr(config.templates[task], f.name) for f in dataclasses.fields(Template) if f.init} for task in found], "model": model}
+    temporary = Path(path).with_suffix(".tmp")
+    save_file({task: t.contiguous() for task, t in found.items()}, temporary, {"prompts": json.dumps(described)})
+    temporary.replace(path)
+
+
+def load(path: "str | Path", model: str | None = None) -> tuple[PromptConfig, dict[str, Tensor]]:
+    """(a configuration for inference, the tables) of a prompt file. model: the fingerprint of the model to be used with it. Raises PromptError for another model's."""
+    try:
+        with safe_open(path, "pt") as f:
+            described = json.loads((f.metadata() or {})["prompts"])
+            found = {task: f.get_tensor(task) for task in f.keys()}
+        config = PromptConfig.of({"task_templates": described["templates"], "virtual_prompt_style": "inference", "new_tasks": [t["taskname"] for t in described["templates"]]})
+        if set(found) != set(config.tasks) or any(found[t].dim() != 2 or len(found[t]) != config.templates[t].total_virtual_tokens for t in config.tasks):
+            raise PromptError("its tables and its templates do not fit")
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
+        raise PromptError(f"{path} is not a prompt file, or damaged ({type(e).__name__}: {e})") from None
+    if model is not None and model != described["model"]:
+        raise PromptError(f"{path} belongs to another model: its prompts were learned for {described['model']}, and this one is {model}")
+    return config, {task: found[task] for task in config.tasks}
+
+
+def attach_tables(model: gpt.GPT, config: PromptConfig, found: dict[str, Tensor]) -> dict[str, int]:
+    """Give a model the tables of a prompt file, for inference. Returns each task's first virtual id. Raises PromptError."""
+    prompts = attach(model, config)
+    for task, p in prompts.tables.items() if prompts is not None else ():
+        if found[task].shape != p.shape:
+            raise PromptError(f"task {task!r} has vectors of {found[task].shape[1]} numbers, and this model's have {p.shape[1]}")
+        p.data.copy_(found[task])
+    return config.first_ids(model.config.vocab_size)
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+def answers(world, model, config: PromptConfig, found: dict[str, Tensor], tokenizer, args, together) -> list[tuple[dict, str, str]]:
+    """(record, generated answer, why it ended) of each line of --data, on every rank. Raises PromptError."""
+    import completions
+    chunks, shape = getattr(model, "chunks", [model]), getattr(model, "config", None) or model.chunks[0].config
+    ids = [attach_tables(chunk, config, found) for chunk in chunks][0] if found else dict.fromkeys(config.tasks, shape.vocab_size)
+    examples, records, told = read_examples(args.data, config.templates, ids, tokenizer, shape.seq_length, answer=False)
+    world.say_aside(f"{', '.join(args.data)}: {told}")
+    collected = []
+
+    def write(record: dict, text: str, tokens: int, finish: str) -> None:
+        collected.append((record, text, finish))
+    options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, eot=tokenizer.eot)
+    requests = [(record, example.ids) for record, example in zip(records, examples)]
+    told = completions.answer_file(world, model, tokenizer, requests, args.batch_size, args.stop, together, write, **options)
+    world.say_aside(told)
+    return collected
+
+
+def infer(args, world) -> None:
+    """`generate` and `evaluate`."""
+    import completions
+    shape = completions.check_flags(args, world)
+    model, tokenizer, together = completions.connect(args, world)
+    config, found = load(args.prompts, fingerprint(args.checkpoint, shape))
+    out = answers(world, model, config, found, tokenizer, args, together)
+    if args.command == "generate":
+        for record, text, finish in out:
+            world.say(json.dumps(record | {"text": text, "finish": finish}, ensure_ascii=False))
+    elif world.rank == 0:
+        print(json.dumps(accuracy(config, out), indent=1))
+
+
+def accuracy(config: PromptConfig, out: list[tuple[dict, str, str]]) -> dict:
+    """Of each task, how many answers are the record's to the letter. Raises PromptError where there is none to compare with."""
+    results = {}
+    for record, text, _ in out:
+        template = config.templates[record["taskname"]]
+        if template.answer_field is None or template.answer_field not in record:
+            raise PromptError(f"task {template.taskname!r}: to evaluate, it takes an answer_field, and lines that have it")
+        entry = results.setdefault(template.taskname, {"examples": 0, "correct": 0})
+        entry["examples"] += 1
+        entry["correct"] += text == str(record[template.answer_field])
+    return {task: entry | {"accuracy": entry["correct"] / entry["examples"]} for task, entry in results.items()}
+
+
+def main(argv: list[str]) -> int:
+    if not argv:
+        return lesson()
+    if argv[0] == "train":
+        import train
+        if "--config" in argv:
+            argv[argv.index("--config")] = "--prompts"
+        if "--prompts" in argv[:-1] and "--load" not in argv:            # what the configuration says
+            try:
+                base = PromptConfig.read(argv[argv.index("--prompts") + 1]).language_model_path
+            except PromptError:                                          # train.py will say it
+                base = None
+            argv += ["--load", base] if base else []
+        return train.main(argv[1:])
+    import argparse
+
+    import completions
+    parser = argparse.ArgumentParser(description="Prompt learning: train (train.py's flags), generate, evaluate.")
+    parser.add_argument("command", choices=("train", "generate", "evaluate"))
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="what train wrote")
+    parser.add_argument("--data", required=True, nargs="+", metavar="FILE", help="JSON lines with a taskname and the fields of its template; the answer may be missing to generate")
+    completions.add_flags(parser)
+    parser.set_defaults(temperature=0.0)
+    return completions.command("prompt_tuning.py", infer, argv, parser)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def lesson() -> int:
+    """A small model that has read this file learns two tasks, one after the other."""
+    import generate
+    from optimizer import AdamW, GradientAccumulator
+    from tokenizer import ByteTokenizer
+    tokenizer, h = ByteTokenizer(), 128
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=h, num_heads=4, ffn_hidden_size=344, seq_length=64, vocab_size=257, llama=True))
+    sharding.init(model, 0, "cpu", torch.float32)
+
+    def learn(steps: int, lr: float, loss_of) -> tuple[int, float, float]:
+        learned, losses = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
+        gradients, optimizer = GradientAccumulator(model), AdamW(learned.items(), 0.0)
+        for step in range(steps):
+            gradients.zero()
+            losses.append(loss_of(step))
+            losses[-1].backward()
+            optimizer.step(lr * (1 - step / steps))
+        return sum(p.numel() for p in learned.values()), losses[0].item(), losses[-1].item()
+    ids = [i for line in Path(__file__).read_text().split("\n") for i in (*tokenizer.encode(line.strip()), tokenizer.eot)]       # each line a text
+    text = torch.tensor(ids).unfold(0, 65, 1)
+
+    def reading(step):
+        rows = text[torch.randint(len(text), (16,), generator=torch.Generator().manual_seed(step))]
+        return model(rows[:, :-1], rows[:, 1:]).mean()
+    size, first, last = learn(300, 5e-3, reading)
+    print(f"a Llama (h 128, L 2) reads this file: {size:,} parameters learned, loss {first:.2f} -> {last:.2f} nats per byte")
+    model.requires_grad_(False).eval()
+    before, embedding, kept = {name: p.clone() for name, p in model.named_parameters()}, model.embedding.tokens, {}
+    words = {"colour": {"sky": "b", "snow": "w", "coal": "k"}, "count": {"hands": "2", "wheels": "4", "fingers": "5"}}
+    template = {"prompt_template": "<|VIRTUAL_PROMPT_0|>{question}?<|VIRTUAL_PROMPT_1|>{answer}", "total_virtual_tokens": 8, "virtual_token_splits": [4, 4], "answer_only_loss": True,
+                "answer_field": "answer"}
+    templates = {"task_templates": [template | {"taskname": name} for name in words]}
+    for task, existing in (("colour", []), ("count", ["colour"])):
+        config = PromptConfig.of(templates | {"existing_tasks": existing, "restore_path": "-", "new_tasks": [task], "p_tuning": {"encoder_hidden": 32}})
+        model.embedding.tokens = embedding
+        prompts, first_id = attach(model, config), config.first_ids(257)[task]
+        for name, value in initial_values(config, h, 0, existing=kept).items():
+            prompts.get_parameter(name).data.copy_(value)
+        data = PromptData([config.templates[task].fill({"question": q, "answer": a}, tokenizer, first_id, 64) for q, a in words[task].items()], 257, None)
+        batch = data.batch(range(len(words[task])))
+        size, first, last = learn(400, 3e-2, lambda step: (model(batch.tokens, batch.labels) * batch.loss_mask).sum() / batch.loss_mask.sum())
+        print(f"{task}: {size:,} parameters learned for 8 virtual tokens, of which a table of {8 * h:,} is kept; loss {first:.2f} -> {last:.4f}")
+        for old in existing:
+            print(f"    the table of {old} meanwhile: {'bit for bit as it was' if torch.equal(prompts.tables[old], kept[old]) else 'changed'}")
+        kept |= tables(config, h, {name: p.detach() for name, p in prompts.named_parameters()})
+    model.embedding.tokens = embedding
+    same = all(torch.equal(x, model.get_parameter(name)) for name, x in before.items())
+    print(f"the model's weights: {'bit for bit as they were' if same else 'changed'}; what it says with both tables:")
+    config = PromptConfig.of(templates | {"virtual_prompt_style": "inference", "new_tasks": list(words)})
+    ids, asked = attach_tables(model, config, kept), [(task, q) for task in words for q in words[task]]
+    asked.append(("colour", "fingers"))
+    prompts = [config.templates[task].fill({"question": q}, tokenizer, ids[task], 64, answer=False).ids for task, q in asked]
+    print("    " + ", ".join(f"{task}: {q}? {tokenizer.decode(new)}" for (task, q), new in zip(asked, generate.generate(model, prompts, 8, temperature=0, eot=256))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
