@@ -1,0 +1,183 @@
+"""A frozen model learns to tell languages apart: accuracy before, with prompt tuning, with p-tuning, and with full fine-tuning as the ceiling.
+
+    python train.py --seq-length 256 --steps 2400 --warmup-steps 100 --eval-every 600 --out runs/base      # the model: Python's library, 20 to 40 minutes on 2 cores
+    python comparisons/prompt_tuning.py --base runs/base [--seeds 0 1 2]                                    # an hour and a half
+
+The task: which language is a snippet of 64 characters in? Python from the standard library; C++, CMake, SVG and English (package descriptions) from the packages that
+requirements.txt installs. The model has read only Python. Files are split, so that no test snippet comes from a file that was trained on; as many snippets
+of each language. The answer is a letter and an end of text, generated greedily, and right when it is equal. The untuned model, which does not know that letters are
+asked for, is given the choice: the likeliest of the five letters counts as its answer.
+
+`--toy` runs all of it in a minute, for a look.
+"""
+import argparse
+import json
+import random
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+import completions
+import data
+import generate
+import prompt_data
+import prompt_tuning
+import report
+import train
+
+SITE = Path(torch.__file__).parent.parent
+LANGUAGES = {                                                            # letter: (folder, files)
+    "P": (Path(sysconfig.get_path("stdlib")), "*.py"), "C": (SITE / "torch" / "include", "*.h"), "M": (SITE / "torch" / "share", "*.cmake"),
+    "S": (SITE / "matplotlib", "*.svg"), "E": (SITE, "*.dist-info/METADATA")}
+LENGTH, TRAIN, TEST = 64, 2000, 300
+TEXT, QUESTION = "{snippet}", "\n# language: "
+
+
+def snippets(seed: int = 0) -> tuple[list[dict], list[dict]]:
+    """(training, test) lines. The files of a language, 200 at most, are split 3 to 1; a file is drawn by its size, up to 20,000 characters of it."""
+    g, sets = random.Random(seed), ([], [])
+    for letter, (folder, pattern) in LANGUAGES.items():
+        files = data.standard_library() if letter == "P" else sorted(folder.rglob(pattern))
+        files = [f for f in files if f.stat().st_size > 800]
+        g.shuffle(files)
+        texts = [f.read_text(errors="ignore")[:20000] for f in files[:200]]
+        for lines, some, n in ((sets[0], [t for i, t in enumerate(texts) if i % 4], TRAIN // 5), (sets[1], texts[::4], TEST // 5)):
+            while n:
+                text = g.choices(some, [len(t) for t in some])[0]
+                begin = text.rfind("\n", 0, g.randrange(max(1, len(text) - LENGTH))) + 1
+                snippet = text[begin:begin + LENGTH]
+                if len(snippet.strip()) >= 0.6 * LENGTH:
+                    lines.append({"taskname": "language", "snippet": snippet, "label": letter})
+                    n -= 1
+    for lines in sets:
+        g.shuffle(lines)
+    return sets
+
+
+def write(path: Path, lines: list[dict]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def template(tokens: int) -> dict:
+    return {"taskname": "language", "prompt_template": TEXT + QUESTION + "<|VIRTUAL_PROMPT_0|>" * bool(tokens) + "{label}", "total_virtual_tokens": tokens,
+            "virtual_token_splits": [tokens] * bool(tokens), "truncate_field": "snippet", "answer_only_loss": True, "answer_field": "label"}
+
+
+def configuration(style: str, tokens: int, train_file: str, test_file: str) -> dict:
+    return {"virtual_prompt_style": style, "new_tasks": ["language"], "task_templates": [template(tokens)], "data": {"train_ds": [train_file], "validation_ds": [test_file]},
+            "prompt_tuning": {"new_prompt_init_methods": ["text"], "new_prompt_init_text": ["Python, C++, CMake, SVG or English? "]},
+            "p_tuning": {"encoder_type": "mlp", "encoder_hidden": HIDDEN, "init_std": INIT}}
+
+
+HIDDEN, INIT = 32, 0.3
+STEPS = {"p-tuning": 600, "prompt-tuning": 600, "fine-tuning": 200}
+RATES = {"p-tuning": 0.03, "prompt-tuning": 0.1, "fine-tuning": 1e-3}
+
+
+def learn(folder: Path, base: str, style: str, seed: int, tokens: int, lines: list[dict], test: list[dict], steps: int | None = None) -> tuple[float, int]:
+    """(accuracy, parameters learned), by train.py and generate.py."""
+    out, steps = folder / f"{style}-{seed}-{tokens}-{len(lines)}", steps or STEPS[style]
+    settings = folder / "prompts.json"
+    settings.write_text(json.dumps(configuration(style, tokens, write(folder / "train.jsonl", lines), write(folder / "test.jsonl", test))))
+    status = train.main(["--prompts", str(settings), "--load", base, "--out", str(out), "--seed", str(seed), "--steps", str(steps), "--lr", str(RATES[style]), "--warmup-steps", "20",
+                         "--global-batch-size", "32", "--weight-decay", "0.01", "--save-every", "0", "--eval-every", "0", "--device", DEVICE])
+    if status:
+        sys.exit(status)
+    model, index = completions.load_model(out if style == "fine-tuning" else base, DEVICE)
+    tokenizer = completions.find_tokenizer(base, index)
+    if style == "fine-tuning":
+        config, first, learned = prompt_data.PromptConfig.read(settings), model.config.vocab_size, train.num_parameters(model)
+    else:
+        config, tables = prompt_tuning.load(out / "prompts.safetensors", prompt_tuning.fingerprint(base, model.config))
+        first = prompt_tuning.attach_tables(model, config, tables)["language"]
+        values = prompt_tuning.initial_values(prompt_data.PromptConfig.read(settings), model.config.hidden_size, 0, tokenizer, torch.zeros(model.config.vocab_size, model.config.hidden_size))
+        learned = sum(x.numel() for x in values.values())
+    prompts = [config.templates["language"].fill(line, tokenizer, first, model.config.seq_length, answer=False).ids for line in test]
+    correct = 0
+    for start in range(0, len(test), 100):
+        for line, ids in zip(test[start:start + 100], generate.generate(model, prompts[start:start + 100], 3, temperature=0, eot=tokenizer.eot)):
+            correct += tokenizer.decode(ids) == line["label"]
+    return correct / len(test), learned
+
+
+@torch.no_grad()
+def untuned(base: str, test: list[dict]) -> tuple[float, float]:
+    """(accuracy of the likeliest letter, accuracy of what is generated)."""
+    model, index = completions.load_model(base, DEVICE)
+    tokenizer, letters, among, free = completions.find_tokenizer(base, index), list(LANGUAGES), 0, 0
+    ids = [int(tokenizer.encode(letter)[0]) for letter in letters]
+    for line in test:
+        prompt = [int(i) for i in tokenizer.encode(line["snippet"] + QUESTION)]
+        logits = model(torch.tensor([prompt], device=DEVICE))[0, -1]
+        among += letters[int(logits[ids].argmax())] == line["label"]
+        free += tokenizer.decode(generate.generate(model, [prompt], 3, temperature=0, eot=tokenizer.eot)[0]) == line["label"]
+    return among / len(test), free / len(test)
+
+
+def draw(results: dict, path: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
+    for ax, name, label in ((axes[0], "by_tokens", "virtual tokens"), (axes[1], "by_examples", "training examples")):
+        for style, colour in (("p-tuning", "tab:blue"), ("prompt-tuning", "tab:green")):
+            points = sorted((int(n), r) for n, r in results[name].get(style, {}).items())
+            if points:
+                ax.plot([n for n, _ in points], [r["median"] for _, r in points], "o-", color=colour, label=style)
+                ax.fill_between([n for n, _ in points], [r["min"] for _, r in points], [r["max"] for _, r in points], color=colour, alpha=0.15)
+        for what, style in (("fine-tuning", "--"), ("untuned", ":")):
+            level = results["accuracy"][what]
+            ax.axhline(level["median"] if isinstance(level, dict) else level, color="gray", linestyle=style, label={"fine-tuning": "full fine-tuning"}.get(what, what))
+        ax.set(xlabel=label, xscale="log", xticks=[n for n, _ in points], xticklabels=[n for n, _ in points], ylim=(0, 1))
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("accuracy on unseen files")
+    axes[1].legend(loc="lower right", fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    global TRAIN, TEST, DEVICE
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", required=True, metavar="DIR", help="the run or checkpoint of the model, with the byte tokenizer")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 10, 30])
+    parser.add_argument("--examples", nargs="+", type=int, default=[100, 500, 2000])
+    parser.add_argument("--curve-seeds", nargs="+", type=int, default=[0], help="seeds of the two curves")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--toy", action="store_true")
+    args = parser.parse_args()
+    DEVICE = args.device
+    if args.toy:
+        TRAIN, TEST, args.seeds, args.tokens, args.examples = 100, 25, args.seeds[:1], [10], [100]
+        STEPS.update(dict.fromkeys(STEPS, 5))
+    lines, test = snippets()
+    results = {"accuracy": {}, "parameters": {}, "by_tokens": {}, "by_examples": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        results["accuracy"]["untuned"], results["accuracy"]["untuned, freely generated"] = untuned(args.base, test)
+        print(f"untuned {results['accuracy']['untuned']:.3f}", flush=True)
+        for style in ("p-tuning", "fine-tuning", "prompt-tuning"):
+            runs = [learn(Path(folder), args.base, style, seed, 10 * (style != "fine-tuning"), lines, test) for seed in args.seeds]
+            results["accuracy"][style], results["parameters"][style] = report.spread([accuracy for accuracy, _ in runs]), runs[0][1]
+            print(style, results["accuracy"][style], f"{runs[0][1]:,} parameters", flush=True)
+        before, ceiling = results["accuracy"]["untuned"], results["accuracy"]["fine-tuning"]["median"]
+        for style in ("p-tuning", "prompt-tuning"):
+            results[f"way of {style}"] = (results["accuracy"][style]["median"] - before) / (ceiling - before)
+            curve = {n: [learn(Path(folder), args.base, style, seed, n, lines, test)[0] for seed in args.curve_seeds] for n in args.tokens if n != 10}
+            results["by_tokens"][style] = {n: report.spread(found) for n, found in curve.items()} | {10: results["accuracy"][style]}
+            curve = {n: [learn(Path(folder), args.base, style, seed, 10, lines[:n], test)[0] for seed in args.curve_seeds] for n in args.examples if n < len(lines)}
+            results["by_examples"][style] = {n: report.spread(found) for n, found in curve.items()} | {len(lines): results["accuracy"][style]}
+            print(style, results["by_tokens"][style], results["by_examples"][style], f"{results[f'way of {style}']:.2f} of the way", flush=True)
+    if not args.toy:
+        report.save("prompt_tuning", results)
+        draw(results, report.FIGURES / "prompt_tuning.png")
+
+
+if __name__ == "__main__":
+    main()
