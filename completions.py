@@ -231,18 +231,18 @@ def check_flags(args, world: World) -> GPTConfig:
         raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
     config = (huggingface.open_folder(Path(args.checkpoint))[0] if huggingface.is_folder(args.checkpoint)
               else GPTConfig(**checkpoint.read_index(checkpoint.find(args.checkpoint))["model"]))
+    try:
+        check(config, [], args.max_tokens, args.temperature, args.top_k, args.top_p)
+    except ValueError as e:
+        raise ConfigError("--" + str(e).replace("_", "-", 1)) from None
+    if world.size % (args.tp * args.pp):
+        raise ConfigError(f"--tp {args.tp} --pp {args.pp}: their product must divide the {world.size} ranks; {gpt.divisors(world.size, args.tp * args.pp)} would")
+    if args.layer_split and args.pp == 1:
+        raise ConfigError(f"--layer-split {args.layer_split}: needs --pp 2 or more")
     with as_flags():
-        try:
-            check(config, [], args.max_tokens, args.temperature, args.top_k, args.top_p)
-        except ValueError as e:
-            raise ConfigError("--" + str(e).replace("_", "-", 1)) from None
-        if world.size % (args.tp * args.pp):
-            raise ConfigError(f"--tp {args.tp} --pp {args.pp}: their product must divide the {world.size} ranks; {gpt.divisors(world.size, args.tp * args.pp)} would")
         tensor_parallel.check(config, args.tp, world.size)
         if args.pp > 1:
             pipeline_parallel.layer_split(config.num_layers, args.pp, 1, args.layer_split)
-        elif args.layer_split:
-            raise ConfigError(f"--layer-split {args.layer_split}: needs --pp 2 or more")
         moe.check(config, args.ep, world.size // args.tp // args.pp)
     return config
 

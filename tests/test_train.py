@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 import checkpoint
+import completions
 import data
 import generate
 import killed_ranks
@@ -113,8 +114,8 @@ def test_tensor_parallel_end_to_end(here, text):
     assert [x["tokens"] for x in lines("two")] == [x["tokens"] for x in lines("one")]
     assert in_process(text, "--out", "two", *flags, "--steps", "10", "--resume") == 0
     assert [x["step"] for x in lines("two")] == list(range(1, 11)) and lines("two")[-1]["loss"] < lines("two")[0]["loss"]
-    model, index = generate.load_model(checkpoint.find("two"))
-    assert index["step"] == 10 and len(list(generate.generate(model, [1, 2], 5))) == 5
+    model, index = completions.load_model("two")
+    assert index["step"] == 10 and len(generate.generate(model, [[1, 2]], 5)[0]) == 5
 
 
 def test_resume_is_bit_for_bit(here, text, capfd):
