@@ -26,6 +26,7 @@ import tensor_parallel
 from config import ConfigError, as_flags
 from generate import Piece, check, keys_of, stream
 from gpt import GPT, GPTConfig
+from prompt_data import PromptError
 from tokenizer import TokenizerError, make_tokenizer
 from world import Groups, World
 
@@ -133,10 +134,6 @@ def show(model, tokenizer, prompt: list[int], stop: list[str], out, **options) -
                 print(text[shown:ready], end="", flush=True, file=out)
             shown = max(shown, ready)
     return clock
-
-
-class PromptError(ValueError):
-    """A prompt that cannot be; the message says which."""
 
 
 def read_prompts(path: str, tokenizer, seq_length: int) -> list[tuple[dict, list[int]]]:

@@ -139,7 +139,7 @@ def attach(model: gpt.GPT, config: PromptConfig, group: dist.ProcessGroup | None
     if model.embedding is None:
         return None
     with model.embedding.tokens.weight.device:
-        prompts = VirtualPrompts(config, model.config.hidden_size)
+        prompts = VirtualPrompts(config, model.config.hidden_size).to(model.embedding.tokens.weight.dtype)
     if group and isinstance(prompts.encoder, TensorParallelMLPEncoder):
         prompts.encoder.parallelize(group)
     model.embedding.tokens = PromptedEmbedding(model.embedding.tokens, prompts, model.config.vocab_size, group)

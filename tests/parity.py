@@ -43,6 +43,23 @@ class Synthetic:
         return int(self.batch(samples).loss_mask.sum())
 
 
+class Prompted(Synthetic):
+    """The same with a task's virtual tokens in the middle, so that sequence-parallel ranks share them; the tasks in turn."""
+
+    def __init__(self, seq_length: int, vocab_size: int, prompts):
+        super().__init__(seq_length, vocab_size)
+        first = prompts.first_ids(vocab_size)
+        self.virtual = [list(range(first[task], first[task] + prompts.templates[task].total_virtual_tokens)) for task in prompts.tasks]
+
+    def batch(self, samples) -> data.Batch:
+        tokens, labels, mask, numbers = (x.clone() for x in super().batch(samples))
+        for row, n in enumerate(numbers.tolist()):
+            virtual, at = torch.tensor(self.virtual[n % len(self.virtual)]), self.s // 2 - 2
+            tokens[row, at:at + len(virtual)] = virtual
+            mask[row, at - 1:at - 1 + len(virtual)] = False
+        return data.Batch(tokens, labels, mask, numbers)
+
+
 @dataclass
 class Result:
     losses: list[float]                            # of each step
@@ -64,7 +81,7 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
 
     def whole(part) -> dict[str, torch.Tensor]:
         """part(parameter), put together from all ranks that hold something of the model, under global names."""
-        mine = {n: sharding.gather(part(p), sharding.of(p)).cpu().clone() for n, p in sharding.named_parameters(*t.chunks)}
+        mine = {n: sharding.gather(part(p), sharding.of(p)).cpu().clone() for n, p in sharding.named_parameters(*t.chunks) if p.requires_grad}
         if not groups.pp:
             return mine
         stages = [None] * groups.pp.size()
@@ -73,7 +90,8 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
         for n, x in (item for stage in stages for item in stage.items()):
             found[n] = x if n not in found or torch.equal(x, found[n]) else torch.full_like(x, torch.inf)      # two copies of a tied embedding
         return found
-    dataset = Synthetic(t.model_config.seq_length, t.model_config.vocab_size)
+    sizes = t.model_config.seq_length, t.model_config.vocab_size
+    dataset = Prompted(*sizes, t.prompts) if t.prompts else Synthetic(*sizes)
     result = Result([], [], {}, {})
     for layer in t.expert_layers.values():
         layer.decision.scores = partial(scores_with_margin, result, layer.decision, original=layer.decision.scores)
