@@ -24,7 +24,7 @@ import pipeline_parallel
 import sharding
 import tensor_parallel
 from config import ConfigError, as_flags
-from generate import Piece, check, keys_of, stream
+from generate import Piece, check, keys_of, pack, stream
 from gpt import GPT, GPTConfig
 from prompt_data import PromptError
 from tokenizer import TokenizerError, make_tokenizer
@@ -249,6 +249,8 @@ def connect(args, world: World, timeout: float = 1800.0):
     world.connect(args.device, args.tp, args.pp, timeout, args.ep)
     precision = args.precision or ("bf16" if world.device.type == "cuda" else "fp32")
     model, index = load_model(args.checkpoint, world.device, DTYPES[precision], world.groups, args.layer_split)
+    for chunk in getattr(model, "chunks", [model]):
+        pack(chunk)
     return model, find_tokenizer(args.checkpoint, index, args.tokenizer), world.groups.dp if args.ep > 1 else None
 
 

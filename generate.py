@@ -137,7 +137,6 @@ class CachedAttention(nn.Module):
         super().__init__()
         self.layer, self.place = layer, place
 
-    @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key: None) -> Tensor:
         return self.place.cache.attend(self.layer, q, k, v)
 
@@ -173,6 +172,54 @@ def caching(chunks: list[GPT], place: Place):
             setattr(module, name, old)
         for chunk, before in zip(chunks, training):
             chunk.train(before)
+
+
+class Packed(nn.Module):
+    """Linear layers that read one input, as one matrix, stored by columns; biases that were deferred are added here too. x: [.., in] -> [.., out] each"""
+    bias = None                                                          # none is left for what follows
+
+    def __init__(self, linears: list[nn.Linear], together: bool):
+        super().__init__()
+        self.sizes, self.together = [len(linear.weight) for linear in linears], together
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self.register_buffer("matrix", torch.cat([linear.weight.detach() for linear in linears]).t().contiguous().t())        # [sum of out, in]
+        self.register_buffer("added", torch.cat(biases) if biases else None)
+        for linear in linears:
+            linear.weight = linear.bias = None
+
+    def forward(self, x: Tensor, *linears: nn.Linear):
+        y = F.linear(x, self.matrix, self.added)
+        return y.split(self.sizes, -1) if self.together else y
+
+
+class PackedRMSNorm(nn.Module):
+    """x w / √(mean x² + ε) in four operations, with √h in the weight: torch's has no kernel of its own on CPUs. x: [.., h] -> [.., h]"""
+
+    def __init__(self, norm: nn.RMSNorm):
+        super().__init__()
+        h = norm.weight.numel()
+        self.register_buffer("scaled", norm.weight.detach() * h ** 0.5)
+        self.register_buffer("floor", norm.weight.new_tensor((norm.eps * h) ** 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(self.floor) * self.scaled
+
+
+def pack(model: GPT) -> None:
+    """Lay the matrices of a model out for decoding, once and for all: afterwards it only generates. Query, key and value become one matrix, and so do gate and up; and a CPU multiplies a
+    few rows with a matrix stored by columns faster (GPT-2 124M, 4 rows: by a third). What is cut over ranks, or has experts, stays as it is."""
+    for parent in list(model.modules()):
+        for name, norm in parent.named_children():
+            if isinstance(norm, nn.RMSNorm) and norm.weight.device.type == "cpu" and norm.weight.dtype in (torch.float32, torch.float64):
+                setattr(parent, name, PackedRMSNorm(norm))
+    if type(model.head) is gpt.Head:
+        model.head.output = Packed([model.head.output], False)
+    for block in model.blocks.values():
+        attention, mlp = block.attention, block.mlp
+        if type(attention.project) is gpt.SharedInput:
+            attention.project, attention.output = Packed([attention.query, attention.key, attention.value], True), Packed([attention.output], False)
+        if isinstance(mlp, gpt.MLP) and type(mlp.project) is gpt.SharedInput:
+            mlp.project, mlp.down = Packed([linear for linear in (mlp.gate, mlp.up) if linear is not None], True), Packed([mlp.down], False)
 
 
 # --- a batch on its way -----------------------------------------------------------------------------------------------
@@ -290,6 +337,7 @@ class Runner:
                         and all(dist.get_backend(group) == "nccl" for group in groups))
 
     @torch.inference_mode()
+    @torch.compiler.set_stance("force_eager")                            # a compiled block would be compiled again for every length
     def forward(self, c: int, batch: Batch, tokens: Tensor, x: Tensor | None) -> Tensor:
         """Chunk c. tokens: [b, s]; x: [b, s, h] from the stage before. Returns [b, s, h], or of the last chunk logits [b, V] of the next token."""
         cache, first = batch.cache, tokens if x is None else x

@@ -187,6 +187,21 @@ def test_ends():
     assert generate.generate(model, prompts, 0) == [[]] * 5 and generate.generate(model, [], 5) == []
 
 
+@pytest.mark.parametrize("shape", [*GPT_SHAPES, LLAMA_SHAPES[1], EXPERTS], ids=lambda s: f"h{s['hidden_size']}")
+def test_packed(shape):
+    """Laid out for decoding, biases folded in: the same tokens."""
+    model = loud(build(torch.float64, **shape))
+    with torch.no_grad():
+        for name, p in model.named_parameters():                         # biases and norms that do something
+            if p.dim() == 1:
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
+    prompts = ragged(model.config.vocab_size)
+    logits, expected = model.eval()(torch.tensor([prompts[2]])), generate.generate(model, prompts, 24, **SAMPLED)
+    generate.pack(model)
+    assert (model(torch.tensor([prompts[2]])) - logits).abs().max() < 1e-12 * logits.abs().max()
+    assert generate.generate(model, prompts, 24, **SAMPLED) == expected
+
+
 def test_training_goes_on_afterwards():
     model = build(torch.float32, **GPT_SHAPES[0] | dict(dropout=0.1)).train()
     before = dict(model.named_modules())
