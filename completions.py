@@ -24,9 +24,11 @@ import pipeline_parallel
 import sharding
 import tensor_parallel
 from config import ConfigError, as_flags
-from generate import Piece, check, keys_of, pack, stream
+from generate import Piece, check, stream
 from gpt import GPT, GPTConfig
+from packing import pack
 from prompt_data import PromptError
+from sampling import keys_of
 from tokenizer import TokenizerError, make_tokenizer
 from world import Groups, World
 
@@ -244,13 +246,13 @@ def check_flags(args, world: World) -> GPTConfig:
     return config
 
 
-def connect(args, world: World, timeout: float = 1800.0):
-    """Meet the other ranks, and load. Returns (model, tokenizer, together)."""
+def connect(args, world: World, batch: int, timeout: float = 1800.0):
+    """Meet the other ranks, and load, to continue `batch` texts at a time. Returns (model, tokenizer, together)."""
     world.connect(args.device, args.tp, args.pp, timeout, args.ep)
     precision = args.precision or ("bf16" if world.device.type == "cuda" else "fp32")
     model, index = load_model(args.checkpoint, world.device, DTYPES[precision], world.groups, args.layer_split)
     for chunk in getattr(model, "chunks", [model]):
-        pack(chunk)
+        pack(chunk, batch)
     return model, find_tokenizer(args.checkpoint, index, args.tokenizer), world.groups.dp if args.ep > 1 else None
 
 
@@ -258,7 +260,7 @@ def run(args, world: World) -> None:
     config = check_flags(args, world)
     if sum((args.prompt is not None, args.prompt_file is not None, args.interactive)) > 1:
         raise ConfigError("--prompt, --prompt-file, --interactive: one of them")
-    model, tokenizer, together = connect(args, world, 30 * 86400.0 if args.interactive else 1800.0)
+    model, tokenizer, together = connect(args, world, args.batch_size if args.prompt_file else 1, 30 * 86400.0 if args.interactive else 1800.0)
     options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, eot=tokenizer.eot)
     out = sys.stdout if world.rank == 0 else None
     if args.prompt_file:

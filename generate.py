@@ -9,9 +9,7 @@
 Without the cache, token n costs a forward pass over all n; with it, over one. Rows stand at the left: a shorter prompt has free columns at
 its end, nobody looks at a column beyond their own position, and so a token's position is the one that it had in training.
 
-A token is drawn from softmax(logits / temperature), after all but the `top_k` likeliest tokens, or all but the smallest set whose probability
-reaches `top_p` (nucleus sampling, arXiv 1904.09751), have been left out. The random number is a hash of (seed, prompt, position): the same prompt
-gives the same text in any batch, in any order, under any layout. (Equal prompts are told apart by their order.)
+Tokens are drawn by sampling.py, with random numbers that depend on (seed, prompt, position) alone: a prompt has the same text in any batch, under any layout.
 
 When a text outgrows the context, it goes on from its last half, prefilled anew: a cache of absolute positions cannot be shifted.
 
@@ -29,7 +27,6 @@ What a serving system adds: a cache in pages, so that rows of any length share m
 decoding; speculative decoding; quantised weights.
 """
 import contextlib
-import hashlib
 import itertools
 import sys
 import time
@@ -46,45 +43,7 @@ import gpt
 import moe
 import pipeline_parallel
 from gpt import GPT, GPTConfig
-
-DIVERGED = -1                    # in the place of a token, where logits are not finite
-
-
-# --- choosing ---------------------------------------------------------------------------------------------------------
-
-def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """A number in [0, 1) for each row, from (its key, the position of the token to come). keys: [b] int32; positions: [b] -> [b] float64"""
-    x = gpt.mix(keys ^ (positions * 0x9E3779B1 & 0x7FFFFFFF).int())
-    return (x.double() + 2**31) / 2**32
-
-
-def keys_of(prompts: list[list[int]], seed: int) -> list[int]:
-    """A 32-bit key for each prompt: a hash of the seed, its tokens, and how many equal ones come before it."""
-    keys, seen = [], {}
-    for prompt in map(tuple, prompts):
-        seen[prompt] = seen.get(prompt, -1) + 1
-        digest = hashlib.blake2b(repr((seed, seen[prompt], prompt)).encode(), digest_size=4).digest()
-        keys.append(int.from_bytes(digest, "big", signed=True))
-    return keys
-
-
-def choose(logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """The token where the cumulative probability passes u. logits: [b, V]; u: [b] in [0, 1) -> [b] int64; DIVERGED where logits are not finite."""
-    largest, likeliest = logits.max(-1)
-    if temperature == 0:
-        return likeliest.where(largest.isfinite(), DIVERGED)
-    x = (logits.to(torch.promote_types(logits.dtype, torch.float32)) - largest.unsqueeze(-1)) / temperature
-    if 0 < top_k < x.shape[-1]:
-        x = x.masked_fill(x < x.topk(top_k).values[:, -1:], -torch.inf)
-    if top_p < 1:
-        ordered, ids = x.sort(descending=True, stable=True)
-        p = ordered.softmax(-1)
-        x = x.masked_fill(torch.zeros_like(x, dtype=torch.bool).scatter(-1, ids, p.cumsum(-1) - p >= top_p), -torch.inf)       # the likeliest always stays
-    reached = x.softmax(-1).cumsum(-1)                                   # [b, V]
-    total = reached[:, -1:]
-    target = torch.minimum(u.to(x.dtype).unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))       # below it, so that someone passes it
-    return torch.searchsorted(reached, target, right=True).squeeze(-1).where(total.squeeze(-1).isfinite(), DIVERGED)
-
+from sampling import DIVERGED, choose, keys_of, uniform
 
 # --- the cache --------------------------------------------------------------------------------------------------------
 
@@ -172,54 +131,6 @@ def caching(chunks: list[GPT], place: Place):
             setattr(module, name, old)
         for chunk, before in zip(chunks, training):
             chunk.train(before)
-
-
-class Packed(nn.Module):
-    """Linear layers that read one input, as one matrix, stored by columns; biases that were deferred are added here too. x: [.., in] -> [.., out] each"""
-    bias = None                                                          # none is left for what follows
-
-    def __init__(self, linears: list[nn.Linear], together: bool):
-        super().__init__()
-        self.sizes, self.together = [len(linear.weight) for linear in linears], together
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        self.register_buffer("matrix", torch.cat([linear.weight.detach() for linear in linears]).t().contiguous().t())        # [sum of out, in]
-        self.register_buffer("added", torch.cat(biases) if biases else None)
-        for linear in linears:
-            linear.weight = linear.bias = None
-
-    def forward(self, x: Tensor, *linears: nn.Linear):
-        y = F.linear(x, self.matrix, self.added)
-        return y.split(self.sizes, -1) if self.together else y
-
-
-class PackedRMSNorm(nn.Module):
-    """x w / √(mean x² + ε) in four operations, with √h in the weight: torch's has no kernel of its own on CPUs. x: [.., h] -> [.., h]"""
-
-    def __init__(self, norm: nn.RMSNorm):
-        super().__init__()
-        h = norm.weight.numel()
-        self.register_buffer("scaled", norm.weight.detach() * h ** 0.5)
-        self.register_buffer("floor", norm.weight.new_tensor((norm.eps * h) ** 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(self.floor) * self.scaled
-
-
-def pack(model: GPT) -> None:
-    """Lay the matrices of a model out for decoding, once and for all: afterwards it only generates. Query, key and value become one matrix, and so do gate and up; and a CPU multiplies a
-    few rows with a matrix stored by columns faster (GPT-2 124M, 4 rows: by a third). What is cut over ranks, or has experts, stays as it is."""
-    for parent in list(model.modules()):
-        for name, norm in parent.named_children():
-            if isinstance(norm, nn.RMSNorm) and norm.weight.device.type == "cpu" and norm.weight.dtype in (torch.float32, torch.float64):
-                setattr(parent, name, PackedRMSNorm(norm))
-    if type(model.head) is gpt.Head:
-        model.head.output = Packed([model.head.output], False)
-    for block in model.blocks.values():
-        attention, mlp = block.attention, block.mlp
-        if type(attention.project) is gpt.SharedInput:
-            attention.project, attention.output = Packed([attention.query, attention.key, attention.value], True), Packed([attention.output], False)
-        if isinstance(mlp, gpt.MLP) and type(mlp.project) is gpt.SharedInput:
-            mlp.project, mlp.down = Packed([linear for linear in (mlp.gate, mlp.up) if linear is not None], True), Packed([mlp.down], False)
 
 
 # --- a batch on its way -----------------------------------------------------------------------------------------------

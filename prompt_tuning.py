@@ -293,7 +293,7 @@ def infer(args, world) -> None:
     """`generate` and `evaluate`."""
     import completions
     shape = completions.check_flags(args, world)
-    model, tokenizer, together = completions.connect(args, world)
+    model, tokenizer, together = completions.connect(args, world, args.batch_size)
     config, found = load(args.prompts, fingerprint(args.checkpoint, shape))
     out = answers(world, model, config, found, tokenizer, args, together)
     if args.command == "generate":

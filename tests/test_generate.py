@@ -12,10 +12,11 @@ import torch.distributed as dist
 import checkpoint
 import completions
 import generate
+import packing
 import ranks
 import sequence_parallel
 import train
-from generate import choose, keys_of, uniform
+from sampling import DIVERGED, choose, keys_of, uniform
 from gpt import GPT
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 from tokenizer import ByteTokenizer
@@ -79,7 +80,7 @@ def test_logits_that_are_not_finite():
     logits = torch.zeros(3, 5)
     logits[1, 2], logits[2] = torch.nan, -torch.inf
     for temperature in (0.0, 1.0):
-        assert choose(logits, torch.full((3,), 0.5), temperature).tolist()[1:] == [generate.DIVERGED] * 2
+        assert choose(logits, torch.full((3,), 0.5), temperature).tolist()[1:] == [DIVERGED] * 2
     model = build(torch.float64, **GPT_SHAPES[0])
     with torch.no_grad():
         model.head.norm.weight.fill_(torch.nan)
@@ -188,7 +189,8 @@ def test_ends():
 
 
 @pytest.mark.parametrize("shape", [*GPT_SHAPES, LLAMA_SHAPES[1], EXPERTS], ids=lambda s: f"h{s['hidden_size']}")
-def test_packed(shape):
+@pytest.mark.parametrize("texts", [1, 16])
+def test_packed(shape, texts):
     """Laid out for decoding, biases folded in: the same tokens."""
     model = loud(build(torch.float64, **shape))
     with torch.no_grad():
@@ -197,7 +199,7 @@ def test_packed(shape):
                 p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
     prompts = ragged(model.config.vocab_size)
     logits, expected = model.eval()(torch.tensor([prompts[2]])), generate.generate(model, prompts, 24, **SAMPLED)
-    generate.pack(model)
+    packing.pack(model, texts)
     assert (model(torch.tensor([prompts[2]])) - logits).abs().max() < 1e-12 * logits.abs().max()
     assert generate.generate(model, prompts, 24, **SAMPLED) == expected
 

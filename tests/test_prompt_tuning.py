@@ -8,7 +8,6 @@ import torch
 
 import checkpoint
 import completions
-import generate
 import parity
 import prompt_data
 import prompt_tuning
@@ -18,7 +17,7 @@ from gpt import GPT, GPTConfig, num_parameters
 from prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template
 from prompt_tuning import VirtualPrompts, attach, attach_tables, initial_values
 from test_generate import loud
-from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
+from test_gpt import LLAMA_SHAPES, build
 from tokenizer import ByteTokenizer
 
 V = 257
@@ -202,8 +201,7 @@ def settings(tmp_path_factory):
     (4, "tpmlp", [dict(tp=2, sequence_parallel=True, zero_stage=3), dict(tp=2, pp=2, schedule="zb-h1"), dict(pp=2, zero_stage=1)])], ids=str)
 def test_gradients_of_one_device(settings, world, kind, flags):
     """Float64, 1e-10: loss, norm, every gradient of a prompt parameter, their values after three steps; several micro-batches, two tasks in each, GPT (tied, pads its vocabulary)."""
-    base = parity.SMALL | dict(prompts=settings[kind], dropout=0.0, micro_batch_size=2, load="unused")
-    base = base | dict(load=None)
+    base = parity.SMALL | dict(prompts=settings[kind], dropout=0.0, micro_batch_size=2)
     one = parity.train(base=base)
     assert one.gradients and all(name.startswith(prompt_tuning.WHERE) for name in one.gradients)
     for found in parity.train_each(world, flags, base=base):
@@ -238,16 +236,15 @@ def test_the_gate_sees(settings, mutate, kind, flags):
 
 
 def test_only_prompts_have_gradients_and_state(settings):
-    for zero_stage, groups in ((0, train.Groups()),):
-        c = train.Config(**parity.SMALL | dict(prompts=settings["table"], dropout=0.0))
-        trainer = train.Trainer(c, torch.device("cpu"), groups)
-        trainer.forward_backward(1, parity.Prompted(16, 61, trainer.prompts))
-        learned = {n for n, p in trainer.chunks[0].named_parameters() if p.requires_grad}
-        assert learned == {prompt_tuning.WHERE + "tables.a", prompt_tuning.WHERE + "tables.b"}
-        for name, p in trainer.chunks[0].named_parameters():
-            assert p.grad is None and (getattr(p, "main_grad", None) is not None) == (name in learned)
-        state = trainer.optimizer.tensors()
-        assert {n.split(".", 1)[1] for n in state} == learned and sum(t.nbytes for n, t in state.items() if n.startswith("exp")) == 2 * 8 * 10 * 32
+    """Nothing is kept for what is frozen: 2 tables [5, 32], a gradient and two moments each, in float64."""
+    trainer = train.Trainer(train.Config(**parity.SMALL | dict(prompts=settings["table"], dropout=0.0)), torch.device("cpu"), train.Groups())
+    trainer.forward_backward(1, parity.Prompted(16, 61, trainer.prompts))
+    learned = {n for n, p in trainer.chunks[0].named_parameters() if p.requires_grad}
+    assert learned == {prompt_tuning.WHERE + "tables.a", prompt_tuning.WHERE + "tables.b"}
+    for name, p in trainer.chunks[0].named_parameters():
+        assert p.grad is None and (getattr(p, "main_grad", None) is not None) == (name in learned)
+    state = trainer.optimizer.tensors()
+    assert {n.split(".", 1)[1] for n in state} == learned and sum(t.nbytes for n, t in state.items() if n.startswith("exp")) == 2 * 8 * 10 * 32
 
 
 # --- from a checkpoint to a prompt file and back --------------------------------------------------------------------------
