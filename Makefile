@@ -16,6 +16,8 @@ figures: .venv/installed
 	.venv/bin/python comparisons/zero_memory.py
 	.venv/bin/python comparisons/fsdp.py
 	.venv/bin/python comparisons/moe.py training                         # half an hour of this
+	.venv/bin/pip install --quiet transformers
+	.venv/bin/python comparisons/generation.py
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
