@@ -8,7 +8,7 @@ requirements.txt installs. The model has read only Python. Files are split, so t
 of each language. The answer is a letter and an end of text, generated greedily, and right when it is equal. The untuned model, which does not know that letters are
 asked for, is given the choice: the likeliest of the five letters counts as its answer.
 
-`--toy` runs all of it in a minute, for a look.
+Each result is kept as soon as it is there, and a run that was stopped goes on. `--toy` runs all of it in a minute, for a look.
 """
 import argparse
 import json
@@ -151,6 +151,7 @@ def main():
     parser.add_argument("--examples", nargs="+", type=int, default=[100, 500, 2000])
     parser.add_argument("--curve-seeds", nargs="+", type=int, default=[0], help="seeds of the two curves")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--fresh", action="store_true", help="measure again what comparisons/prompt_tuning.json has already")
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
     DEVICE = args.device
@@ -158,24 +159,40 @@ def main():
         TRAIN, TEST, args.seeds, args.tokens, args.examples = 100, 25, args.seeds[:1], [10], [100]
         STEPS.update(dict.fromkeys(STEPS, 5))
     lines, test = snippets()
+    saved = report.HERE / "prompt_tuning.json"
     results = {"accuracy": {}, "parameters": {}, "by_tokens": {}, "by_examples": {}}
+    if saved.exists() and not args.fresh and not args.toy:
+        results = {k: v for k, v in json.loads(saved.read_text()).items() if k != "environment"}
+
+    def note(table: dict, key, measure) -> None:
+        """Measure what is not there yet, and keep it."""
+        if str(key) not in table:
+            table[str(key)] = measure()
+            print(key, table[str(key)], flush=True)
+            if not args.toy:
+                report.save("prompt_tuning", results)
+
     with tempfile.TemporaryDirectory() as folder:
-        results["accuracy"]["untuned"], results["accuracy"]["untuned, freely generated"] = untuned(args.base, test)
-        print(f"untuned {results['accuracy']['untuned']:.3f}", flush=True)
+        def spread(style, seeds, tokens, some):
+            runs = [learn(Path(folder), args.base, style, seed, tokens, some, test) for seed in seeds]
+            results["parameters"].setdefault(style, runs[0][1])
+            return report.spread([accuracy for accuracy, _ in runs])
+        for key, i in (("untuned", 0), ("untuned, freely generated", 1)):
+            note(results["accuracy"], key, lambda: untuned(args.base, test)[i])
         for style in ("p-tuning", "fine-tuning", "prompt-tuning"):
-            runs = [learn(Path(folder), args.base, style, seed, 10 * (style != "fine-tuning"), lines, test) for seed in args.seeds]
-            results["accuracy"][style], results["parameters"][style] = report.spread([accuracy for accuracy, _ in runs]), runs[0][1]
-            print(style, results["accuracy"][style], f"{runs[0][1]:,} parameters", flush=True)
-        before, ceiling = results["accuracy"]["untuned"], results["accuracy"]["fine-tuning"]["median"]
+            note(results["accuracy"], style, lambda: spread(style, args.seeds, 10 * (style != "fine-tuning"), lines))
         for style in ("p-tuning", "prompt-tuning"):
-            results[f"way of {style}"] = (results["accuracy"][style]["median"] - before) / (ceiling - before)
-            curve = {n: [learn(Path(folder), args.base, style, seed, n, lines, test)[0] for seed in args.curve_seeds] for n in args.tokens if n != 10}
-            results["by_tokens"][style] = {n: report.spread(found) for n, found in curve.items()} | {10: results["accuracy"][style]}
-            curve = {n: [learn(Path(folder), args.base, style, seed, 10, lines[:n], test)[0] for seed in args.curve_seeds] for n in args.examples if n < len(lines)}
-            results["by_examples"][style] = {n: report.spread(found) for n, found in curve.items()} | {len(lines): results["accuracy"][style]}
-            print(style, results["by_tokens"][style], results["by_examples"][style], f"{results[f'way of {style}']:.2f} of the way", flush=True)
+            by_tokens, by_examples = results["by_tokens"].setdefault(style, {}), results["by_examples"].setdefault(style, {})
+            by_tokens["10"] = by_examples[str(len(lines))] = results["accuracy"][style]
+            for n in args.tokens:
+                note(by_tokens, n, lambda: spread(style, args.curve_seeds, n, lines))
+            for n in args.examples:
+                note(by_examples, n, lambda: spread(style, args.curve_seeds, 10, lines[:n]))
+    before, ceiling = results["accuracy"]["untuned"], results["accuracy"]["fine-tuning"]["median"]
+    for style in ("p-tuning", "prompt-tuning"):
+        way = (results["accuracy"][style]["median"] - before) / (ceiling - before or 1)
+        print(f"{style}: {results['accuracy'][style]['median']:.3f}, {way:.2f} of the way from {before:.3f} to {ceiling:.3f}, {results['parameters'][style]:,} parameters learned")
     if not args.toy:
-        report.save("prompt_tuning", results)
         draw(results, report.FIGURES / "prompt_tuning.png")
 
 
