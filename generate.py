@@ -336,43 +336,57 @@ def stream(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]], 
         return
     rows += [Row(-1, [0], 0, "length") for _ in range(parts - len(rows))]                      # a rank without prompts goes along
     batches = [Batch(rows[n::parts], config, max_tokens, cached, device, runner.capture) for n in range(parts)]
-    chosen: dict[int, Tensor] = {}                                       # batch -> tokens [b], on the last rank, and on the first where they have arrived
+    chosen, inputs = {}, {}                                              # batch -> tokens [b] on the last rank; batch -> what goes into this step
 
-    def next_token(batch: Batch, logits: Tensor) -> Tensor:
+    def choose_next(batch: Batch, logits: Tensor) -> Tensor:
         keys, at = (torch.tensor(x, device=device) for x in ([row.key for row in batch.rows], [len(row.ids) for row in batch.rows]))
         return choose(logits, uniform(keys.int(), at) if temperature else keys, temperature, top_k, top_p)
 
+    def arrived(n: int) -> list[int]:
+        """The tokens that a batch was given, from the last rank round to all."""
+        if rank == p - 1:
+            return chosen.pop(n).tolist()
+        tokens = ring.receive(torch.empty(len(batches[n].rows), dtype=torch.long, device=device))
+        if rank < p - 2:
+            ring.send(tokens)
+        return tokens.tolist()
+
+    def advance(n: int) -> tuple[list[Piece], bool]:
+        """(what a batch was given, whether any rank goes on with it)"""
+        tokens = arrived(n)
+        diverged = DIVERGED in tokens
+        pieces = [] if diverged else batches[n].advance(tokens, eot, stopped)
+        state = most_of(2 if diverged else int(batches[n].live), together, device)
+        if state == 2:
+            raise FloatingPointError("the model's logits are not finite")
+        return pieces, bool(state)
+
+    def run(c: int, n: int) -> None:
+        """A batch through a chunk, from the rank before to the rank after."""
+        x = None if rank == c == 0 else ring.receive(torch.empty(*inputs[n].shape, config.hidden_size, dtype=runner.dtype, device=device))
+        y = runner.forward(c, batches[n], inputs[n], x)
+        if rank == p - 1 and c == v - 1:
+            y = chosen[n] = choose_next(batches[n], y)
+        if ring:
+            ring.send(y)
+
     with caching(chunks, place):
-        begun, going, inputs = False, set(range(parts)), {}
-        while going:
-            for c in range(v):
-                for n in sorted(going):
-                    batch = batches[n]
-                    if c == 0:
-                        if begun:
-                            tokens = chosen.pop(n) if rank == p - 1 else ring.receive(torch.empty(len(batch.rows), dtype=torch.long, device=device))
-                            if ring and rank < p - 2:
-                                ring.send(tokens)
-                            tokens = tokens.tolist()
-                            diverged = DIVERGED in tokens
-                            pieces = [] if diverged else batch.advance(tokens, eot, stopped)
-                            state = most_of(2 * diverged + (batch.live and not diverged), together, device)
-                            if state == 2:
-                                raise FloatingPointError("the model's logits are not finite")
-                            if pieces:
-                                yield pieces
-                            if not state:
-                                going.discard(n)
-                                continue
-                        inputs[n] = batch.arrange()
-                    first, last = c == 0 and rank == 0, c == v - 1 and rank == p - 1
-                    x = None if first else ring.receive(torch.empty(*inputs[n].shape, config.hidden_size, dtype=runner.dtype, device=device))
-                    y = runner.forward(c, batch, inputs[n], x)
-                    if last:
-                        y = chosen[n] = next_token(batch, y)
-                    if ring:
-                        ring.send(y)
-            begun = True
+        going = list(range(parts))
+        for step in itertools.count():
+            for n in list(going):
+                pieces, goes_on = advance(n) if step else ([], True)
+                if pieces:
+                    yield pieces
+                if not goes_on:
+                    going.remove(n)
+                    continue
+                inputs[n] = batches[n].arrange()
+                run(0, n)
+            for c in range(1, v):
+                for n in going:
+                    run(c, n)
+            if not going:
+                break
         if ring:
             ring.finish()
 
