@@ -312,7 +312,8 @@ def read_index(path: Path) -> dict:
     try:
         text, checksum = (path / "index.json").read_bytes(), (path / "index.json.sha256").read_bytes()
     except FileNotFoundError as e:
-        raise Damaged(f"{path} is not a checkpoint of this project, or damaged: it has no {Path(e.filename).name}") from None
+        hint = "; python huggingface.py import makes one of a Hugging Face folder" if (path / "config.json").exists() else ""
+        raise Damaged(f"{path} is not a checkpoint of this project, or damaged: it has no {Path(e.filename).name}{hint}") from None
     except OSError as e:
         raise Damaged(f"{path}/index.json cannot be read ({e})") from None
     if checksum != f"{hashlib.sha256(text).hexdigest()}  index.json\n".encode():

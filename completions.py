@@ -10,6 +10,7 @@ lines in and out), or answers line by line. generate.py has the technique; promp
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
+def read_config(path: "Path | str") -> GPTConfig:
+    """The shape of the model of a checkpoint, a run or a Hugging Face folder. Raises CheckpointError or HuggingFaceError."""
+    if huggingface.is_folder(path):
+        return huggingface.open_folder(Path(path))[0]
+    path = checkpoint.find(path)
+    index = checkpoint.read_index(path)
+    if "model.embedding.tokens.weight" not in index["tensors"]:
+        raise checkpoint.CheckpointError(f"{path} holds prompts alone; name the model that they were learned for, and give the prompt file to prompt_tuning.py")
+    try:
+        return GPTConfig(**index["model"])
+    except (TypeError, ValueError) as e:
+        raise checkpoint.CheckpointError(f"{path}/index.json does not describe a model of this project ({e})") from None
+
+
 def load_model(path: "Path | str", device="cpu", dtype: torch.dtype = torch.float32, groups: Groups = Groups(), layer_split: list[int] | None = None):
     """(model, index) from a checkpoint, the folder of a run (its newest), or a Hugging Face folder, cut as `groups` says: a GPT or, over pipeline stages, a Pipeline. index: of a
     checkpoint, what it says; of a Hugging Face folder, the same keys. All ranks call this together. Raises CheckpointError, HuggingFaceError, or ValueError for a layout that cannot be."""
@@ -46,10 +61,7 @@ def load_model(path: "Path | str", device="cpu", dtype: torch.dtype = torch.floa
     else:
         path = checkpoint.find(path)
         index, read = checkpoint.read_index(path), None
-        try:
-            config = GPTConfig(**index["model"])
-        except (TypeError, ValueError) as e:
-            raise checkpoint.CheckpointError(f"{path}/index.json does not describe a model of this project ({e})") from None
+        config = read_config(path)
     chunks = cut(config, groups, layer_split)
     parameters = {}
     for chunk in chunks:
@@ -155,6 +167,8 @@ def read_prompts(path: str, tokenizer, seq_length: int) -> list[tuple[dict, list
             raise PromptError(f"--prompt-file {path}, line {number}: not JSON ({e})") from None
         if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
             raise PromptError(f'--prompt-file {path}, line {number}: not an object with a "prompt" that is text')
+        if taken := {"text", "tokens", "finish"} & record.keys():
+            raise PromptError(f"--prompt-file {path}, line {number}: {sorted(taken)} would be overwritten by what is generated; give it another name")
         try:
             found.append((record, encode(record["prompt"], tokenizer, seq_length)))
         except PromptError as e:
@@ -162,6 +176,24 @@ def read_prompts(path: str, tokenizer, seq_length: int) -> list[tuple[dict, list
     if not found:
         raise PromptError(f"--prompt-file {path}: no prompts in it")
     return found
+
+
+def on_rank_0(world: World, work):
+    """What work() gives on rank 0, on every rank; so does a PromptError. A collective."""
+    result = error = None
+    try:
+        result = work() if world.rank == 0 else None
+    except PromptError as e:
+        error = e
+    result, error = world.gather((result, error))[0]
+    if error:
+        raise error
+    return result
+
+
+def as_json(line: dict) -> str:
+    text = json.dumps(line, ensure_ascii=False)
+    return text if text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text) else json.dumps(line)      # half a surrogate pair is no UTF-8
 
 
 def encode(text: str, tokenizer, seq_length: int) -> list[int]:
@@ -202,12 +234,12 @@ def answer_file(world: World, model, tokenizer, requests: list[tuple[dict, list[
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What every command that generates takes."""
-    parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint, the folder of a run, or a Hugging Face folder")
+    parser.add_argument("--checkpoint", metavar="DIR", required=True, help="a checkpoint, the folder of a run, or a Hugging Face folder")
     parser.add_argument("--max-tokens", type=int, default=300, help="of a continuation (default: 300)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens; 0: all")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest tokens that make up probability P")
-    parser.add_argument("--seed", type=int, default=0, help="with the same seed a prompt has the same continuation")
+    parser.add_argument("--seed", type=int, default=0, help="with the same seed a prompt has the same continuation, but for rounding")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given more than once")
     parser.add_argument("--batch-size", type=int, default=16, help="prompts of a file that a rank continues at a time (default: 16)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
@@ -228,8 +260,7 @@ def check_flags(args, world: World) -> GPTConfig:
         raise ConfigError("--stop '': is in every text; name one that is not empty")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
-    config = (huggingface.open_folder(Path(args.checkpoint))[0] if huggingface.is_folder(args.checkpoint)
-              else GPTConfig(**checkpoint.read_index(checkpoint.find(args.checkpoint))["model"]))
+    config = read_config(args.checkpoint)
     try:
         check(config, [], args.max_tokens, args.temperature, args.top_k, args.top_p)
     except ValueError as e:
@@ -253,21 +284,24 @@ def connect(args, world: World, batch: int, timeout: float = 1800.0):
     model, index = load_model(args.checkpoint, world.device, DTYPES[precision], world.groups, args.layer_split)
     for chunk in getattr(model, "chunks", [model]):
         pack(chunk, batch)
-    return model, find_tokenizer(args.checkpoint, index, args.tokenizer), world.groups.dp if args.ep > 1 else None
+    tokenizer, config = find_tokenizer(args.checkpoint, index, args.tokenizer), read_config(args.checkpoint)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise TokenizerError(f"--tokenizer {args.tokenizer or tokenizer.name}: its ids go up to {tokenizer.vocab_size - 1}, and the model knows {config.vocab_size}; name the one that it was trained with")
+    return model, tokenizer, world.groups.dp if args.ep > 1 else None
 
 
 def run(args, world: World) -> None:
     config = check_flags(args, world)
     if sum((args.prompt is not None, args.prompt_file is not None, args.interactive)) > 1:
         raise ConfigError("--prompt, --prompt-file, --interactive: one of them")
-    model, tokenizer, together = connect(args, world, args.batch_size if args.prompt_file else 1, 30 * 86400.0 if args.interactive else 1800.0)
+    model, tokenizer, together = connect(args, world, args.batch_size if args.prompt_file is not None else 1, 30 * 86400.0 if args.interactive else 1800.0)
     options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, eot=tokenizer.eot)
     out = sys.stdout if world.rank == 0 else None
-    if args.prompt_file:
-        requests = read_prompts(args.prompt_file, tokenizer, config.seq_length)
+    if args.prompt_file is not None:
+        requests = on_rank_0(world, lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length))
 
         def write(line: dict, text: str, tokens: int, finish: str) -> None:
-            print(json.dumps(line | {"text": text, "tokens": tokens, "finish": finish}, ensure_ascii=False), flush=True)
+            print(as_json(line | {"text": text, "tokens": tokens, "finish": finish}), flush=True)
         told = answer_file(world, model, tokenizer, requests, args.batch_size, args.stop, together, write, **options)
     elif args.interactive:
         return converse(world, model, tokenizer, config, args.stop, out, **options)
@@ -300,7 +334,8 @@ def converse(world: World, model, tokenizer, config: GPTConfig, stop: list[str],
             world.say(e)
             continue
         clock = show(model, tokenizer, prompt, stop, out, **options)
-        world.say(f"\n[{clock}]")
+        world.say("")
+        world.say_aside(clock)
 
 
 def command(name: str, work, argv: list[str], parser: argparse.ArgumentParser) -> int:
@@ -318,6 +353,11 @@ def command(name: str, work, argv: list[str], parser: argparse.ArgumentParser) -
         status, message = 1, f"{e}: this model has diverged"
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError:                                              # who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    if status == 1 and not message and world.size > 1:
+        os._exit(1)                                                      # peers wait in a collective
     if message and world.rank == 0:
         print(f"{name}: {message}", file=sys.stderr, flush=True)
     world.disconnect()
@@ -331,3 +371,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prompt-file", metavar="FILE", help='JSON lines with a "prompt"; out come the same lines with "text", "tokens" and "finish"; - is standard input')
     parser.add_argument("--interactive", action="store_true", help="a prompt a line")
     return command("generate.py", run, argv, parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -90,7 +90,7 @@ class Config:
     save_every: int = flag(200, "steps between checkpoints; 0 for only the last")
     keep: int = flag(2, "how many checkpoints remain; 0 for all")
     resume: bool = flag(False, "go on from the newest checkpoint in OUT, if there is one; ranks that torchrun starts again do so anyway")
-    prompts: str | None = flag(None, "a JSON file with NeMo's names (prompt_tuning.py): learn prompts for the model that --load names, which stays as it is", metavar="FILE")
+    prompt_config: str | None = flag(None, "a JSON file with NeMo's names (prompt_tuning.py): learn prompts for the model that --load names, which stays as it is", metavar="FILE")
     load: str | None = flag(None, "start from the weights of this checkpoint or run, and its shape: what huggingface.py imported, for example; with --resume, only where OUT has no checkpoint", metavar="CKPT")
     eval_every: int = flag(100, "steps between evaluations on held-out text; 0 for only the last")
     seed: int = flag(0, "of weights, sample order and dropout")
@@ -105,7 +105,7 @@ class Config:
         shape = PRESETS[self.model][0]
         if self.load:
             path = checkpoint.find(self.load)
-            shape = checkpoint.read_index(path)["model"] | {"attention": ""} | ({"dropout": 0.0} if self.prompts else {})
+            shape = checkpoint.read_index(path)["model"] | {"attention": ""} | ({"dropout": 0.0} if self.prompt_config else {})
         if "router" in given:                                            # another router has other losses
             shape = {k: v for k, v in shape.items() if k not in ("aux_loss", "z_loss")}
         with as_flags():
@@ -172,10 +172,13 @@ class Config:
             low = self.global_batch_size // group * group
             raise ConfigError(f"--global-batch-size {self.global_batch_size}: makes {share // micro} micro-batches for each pipeline, and interleaved needs "
                               f"a multiple of --pp {self.pp}; {f'{low} or ' if low else ''}{low + group} would fit")
-        if self.prompts:
-            prompt_data.PromptConfig.read(self.prompts)
+        if self.prompt_config:
+            if prompt_data.PromptConfig.read(self.prompt_config).virtual_prompt_style == "inference":
+                raise ConfigError(f"--prompt-config {self.prompt_config}: virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and fine-tuning do")
+            if self.data:
+                raise ConfigError(f"--data {' '.join(self.data)}: prompts are learned from what data.train_ds in --prompt-config names")
             if not self.load:
-                raise ConfigError(f"--prompts {self.prompts}: for which model? --load CKPT names it")
+                raise ConfigError(f"--prompt-config {self.prompt_config}: for which model? --load CKPT names it")
         if self.optimizer_state == "bf16" and self.precision == "fp16":
             raise ConfigError("--optimizer-state bf16: the upper half of an fp32 master is a bf16 number; --precision bf16 would fit, or --optimizer-state fp32")
         if self.device == "cuda" and not torch.cuda.is_available():

@@ -9,7 +9,8 @@
 Without the cache, token n costs a forward pass over all n; with it, over one. Rows stand at the left: a shorter prompt has free columns at
 its end, nobody looks at a column beyond their own position, and so a token's position is the one that it had in training.
 
-Tokens are drawn by sampling.py, with random numbers that depend on (seed, prompt, position) alone: a prompt has the same text in any batch, under any layout.
+Tokens are drawn by sampling.py, with random numbers that depend on (seed, prompt, position) alone: a prompt has the same text in any batch, under any layout, but for what rounding decides
+(nothing in float64, little in float32; in 16 bits texts part after some dozens of tokens).
 
 When a text outgrows the context, it goes on from its last half, prefilled anew: a cache of absolute positions cannot be shifted.
 
@@ -240,7 +241,7 @@ class Runner:
 
     def __init__(self, chunks: list[GPT], place: Place):
         self.chunks, self.place = chunks, place
-        self.config, parameter = chunks[0].config, next(p for chunk in chunks for p in chunk.parameters())
+        self.config, parameter = chunks[0].config, next(x for chunk in chunks for x in (*chunk.parameters(), *chunk.buffers()))      # packed ones are buffers
         self.device, self.dtype = parameter.device, parameter.dtype
         self.rotary = gpt.rotary_table(self.config, self.config.seq_length, parameter) if self.config.llama else None
         groups = [module.group for chunk in chunks for module in chunk.modules() if getattr(module, "group", None)]
@@ -327,10 +328,14 @@ def stream(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]], 
     chunks, ring = ([model], None) if isinstance(model, GPT) else (model.chunks, Ring(model.channels))
     config = chunks[0].config
     check(config, prompts, max_tokens, temperature, top_k, top_p)
+    if keys is not None and len(keys) != len(prompts):
+        raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: one for each")
+    if not ring and not hasattr(model.embedding.tokens, "prompts") and (largest := max((max(prompt) for prompt in prompts), default=0)) >= config.vocab_size:
+        raise ValueError(f"token {largest} is none of the model's {config.vocab_size}")
     place = Place()
     runner = Runner(chunks, place)
     device, p, rank, v = runner.device, *((ring.p, ring.rank) if ring else (1, 0)), len(chunks)
-    rows = [Row(n, list(prompt), key) for n, (prompt, key) in enumerate(zip(prompts, keys or keys_of(prompts, seed)))]
+    rows = [Row(n, list(prompt), key) for n, (prompt, key) in enumerate(zip(prompts, keys_of(prompts, seed) if keys is None else keys))]
     parts = min(p, most_of(len(rows), together, device))
     if not parts or not max_tokens:
         return
@@ -402,13 +407,15 @@ def generate(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]]
 
 def check(config: GPTConfig, prompts: list[list[int]], max_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
     """Raises ValueError, naming what to change."""
-    for name, value, fits, rule in (("temperature", temperature, 0 <= temperature < float("inf"), "at least 0 and finite"), ("top_k", top_k, top_k >= 0, "at least 0"),
+    for name, value, fits, rule in (("temperature", temperature, temperature == 0 or 0.001 <= temperature < float("inf"), "0, or at least 0.001 and finite"), ("top_k", top_k, top_k >= 0, "at least 0"),
                                     ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"), ("max_tokens", max_tokens, max_tokens >= 0, "at least 0")):
         if not fits:
             raise ValueError(f"{name} {value}: must be {rule}")
     for n, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {n} is empty: a model continues at least one token, for a new text the end-of-text token")
+        if min(prompt) < 0:
+            raise ValueError(f"prompt {n} has token {min(prompt)}: ids begin at 0")
         if len(prompt) > config.seq_length:
             raise ValueError(f"prompt {n} has {len(prompt)} tokens, and the model's context holds {config.seq_length}: cut it")
 
@@ -426,7 +433,7 @@ def lesson():
     alone = [generate(model, [prompt], 24)[0] for prompt in prompts]
     print(f"  24 tokens each, with a cache and without: {'equal' if with_cache == without else 'different'}; each prompt by itself: {'equal' if with_cache == alone else 'different'}")
     model.float()
-    print(f"{'context':>10}{'tokens/s with':>16}{'without':>10}{'cache, bytes':>15}   2 L h per token, of 4 bytes")
+    print(f"{'context':>10}{'tokens/s with':>16}{'without':>10}{'cache, bytes':>15} (2 L h numbers of 4 bytes per token)")
     for n in (32, 128, 448):
         speed = []
         for cached in (True, False):

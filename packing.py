@@ -47,7 +47,7 @@ class PackedRMSNorm(nn.Module):
 
 def pack(model: gpt.GPT, texts: int = 1) -> None:
     """Lay the matrices of a model out for decoding so many texts at a time, once and for all. What is cut over ranks, or has experts, stays as it is."""
-    on_cpu = next(model.parameters()).device.type == "cpu"
+    on_cpu = all(x.device.type == "cpu" for x in model.parameters())
     for parent in list(model.modules()):
         for name, norm in parent.named_children():
             if isinstance(norm, nn.RMSNorm) and on_cpu and norm.weight.dtype in (torch.float32, torch.float64):

@@ -7,8 +7,8 @@
                                                     `--- the loss, with answer_only_loss ---´
 
 A virtual token is an id beyond the vocabulary, V + j; prompt_tuning.py says what vector stands for it. It is never a label. Literal text and fields are
-tokenised one by one, so that the prompt of an answer is the beginning of the example that it was trained on. What is too long loses the end of its `truncate_field`,
-or is skipped where that is null.
+tokenised one by one, so that the prompt of an answer is the beginning of the example that it was trained on. What is too long, the answer included, loses the end of its
+`truncate_field`, or is skipped where that is null.
 
     python prompt_data.py       an example, token by token
 """
@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -53,18 +54,22 @@ class Template:
                             ("truncate_field", str | None), ("answer_only_loss", bool), ("answer_field", str | None)):
             if not isinstance(getattr(self, name), kinds):
                 wrong(f"{name} {getattr(self, name)!r} is not {getattr(kinds, '__name__', 'text or null')}")
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", self.taskname):
-            wrong("the name of a task is made of letters, digits, _ and -")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", self.taskname):
+            wrong("the name of a task is made of letters, digits, _ and -, and does not begin with one of the last two")
+        if any("\ud800" <= c <= "\udfff" for c in self.prompt_template):
+            wrong("the template has half a surrogate pair in it, which is not text")
         object.__setattr__(self, "pieces", [x for x in re.split(r"(<\|VIRTUAL_PROMPT_\d+\|>|\{\w+\})", self.prompt_template) if x])
         markers = [int(n) for n in MARKER.findall(self.prompt_template)]
         splits = self.virtual_token_splits
         if sorted(markers) != list(range(len(splits))):
             wrong(f"the markers <|VIRTUAL_PROMPT_i|> have the numbers {markers}, and virtual_token_splits {splits} asks for {list(range(len(splits)))}, each once")
-        if not all(isinstance(n, int) and n >= 1 for n in splits) or sum(splits) != self.total_virtual_tokens:
-            wrong(f"virtual_token_splits {splits} must be numbers from 1 on that add up to total_virtual_tokens {self.total_virtual_tokens}, not to {sum(splits)}")
+        if not all(fits(n, int) and 1 <= n < 2**16 for n in splits) or sum(splits) != self.total_virtual_tokens:
+            wrong(f"virtual_token_splits {splits} must be numbers from 1 on, and below 65536, that add up to total_virtual_tokens {self.total_virtual_tokens}, not to {sum(splits)}")
         for name in ("truncate_field", "answer_field"):
             if getattr(self, name) is not None and getattr(self, name) not in self.fields:
                 wrong(f"{name} {getattr(self, name)!r} is not a field of the template, which has {self.fields}")
+        if taken := {"taskname", "prediction", "finish"} & set(self.fields):
+            wrong(f"fields may not be called {sorted(taken)}: these are the names of something else")
         if len(set(self.fields)) < len(self.fields):
             wrong(f"a field stands twice in the template: {self.fields}")
         if self.answer_only_loss and self.answer_field is None:
@@ -165,7 +170,7 @@ class PromptConfig:
         try:
             return cls.of(json.loads(Path(path).read_text()))
         except (OSError, ValueError, RecursionError) as e:
-            raise PromptError(f"--prompts {path}: {e}") from None
+            raise PromptError(f"--prompt-config {path}: {e}") from None
 
     @classmethod
     def of(cls, content: dict) -> "PromptConfig":
@@ -223,6 +228,10 @@ class PromptConfig:
             for n, method in enumerate(methods):
                 if method == "text" and not (n < len(texts) and texts[n]):
                     wrong(f"prompt_tuning.new_prompt_init_text {texts}: {self.new_tasks[n]!r} begins from a text, and none stands in its place")
+        if any("\ud800" <= c <= "\udfff" for text in texts if text for c in text):
+            wrong("prompt_tuning.new_prompt_init_text has half a surrogate pair in it, which is not text")
+        if self.data.max_seq_length is not None and self.data.max_seq_length < 1:
+            wrong(f"data.max_seq_length {self.data.max_seq_length}: must be at least 1, or null for the model's context")
         p = self.p_tuning
         if p.encoder_type not in ENCODERS:
             wrong(f"p_tuning.encoder_type {p.encoder_type!r}: must be one of {', '.join(ENCODERS)}")
@@ -241,7 +250,22 @@ def make(kind, content, where: str):
     missing = [n for n, f in names.items() if n not in content and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
     if unknown or missing:
         raise PromptError(f"{where} " + (f"has {unknown}, which means nothing here; it may have {list(names)}" if unknown else f"lacks {missing}"))
+    for name, value in content.items():
+        if not fits(value, names[name].type):
+            raise PromptError(f"{where}: {name} {value!r} is not {getattr(names[name].type, '__name__', names[name].type) if not typing.get_args(names[name].type) else names[name].type}")
     return kind(**content)
+
+
+def fits(value, kind) -> bool:
+    """Whether JSON has the type of a field. (What is a dataclass there is an object here.)"""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is list:
+        return isinstance(value, list) and all(fits(x, arguments[0]) for x in value)
+    if arguments:                                                        # X | None
+        return any(fits(value, one) for one in arguments)
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, dict | kind)
+    return isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -265,8 +289,8 @@ def read_lines(paths: list[str]):
 
 
 def read_examples(paths: list[str], templates: dict[str, Template], first_virtual: dict[str, int], tokenizer, limit: int, answer: bool = True) -> tuple[list, list[dict], str]:
-    """(examples, their records, what was truncated or skipped, as a sentence) of JSON-lines files. templates, first_virtual: of the tasks that may come. Raises PromptError."""
-    examples, records, skipped = [], [], 0
+    """(examples, None where one is too long; the records of all lines; what was truncated or skipped, as a sentence) of JSON-lines files. templates, first_virtual: of the tasks that may come. Raises PromptError."""
+    examples, records = [], []
     for path, number, record in read_lines(paths):
         task = record.get("taskname")
         if task not in templates:
@@ -275,16 +299,14 @@ def read_examples(paths: list[str], templates: dict[str, Template], first_virtua
             example = templates[task].fill(record, tokenizer, first_virtual[task], limit, answer)
         except PromptError as e:
             raise PromptError(f"{path}, line {number}: {e}") from None
-        if example is None:
-            skipped += 1
-        else:
-            examples.append(example)
-            records.append(record)
-    truncated = sum(example.truncated for example in examples)
-    if not examples:
+        examples.append(example)
+        records.append(record)
+    whole = [example for example in examples if example]
+    skipped, truncated = len(examples) - len(whole), sum(example.truncated for example in whole)
+    if not whole:
         raise PromptError(f"{', '.join(paths) or 'no file'}: no examples" + (f"; {skipped} are longer than {limit} tokens and were skipped" if skipped else ""))
     told = [f"{truncated} truncated"] * bool(truncated) + [f"{skipped} skipped"] * bool(skipped)
-    return examples, records, f"{len(examples)} examples" + (f", {' and '.join(told)} (longer than {limit} tokens)" if told else "")
+    return examples, records, f"{len(whole)} examples" + (f", {' and '.join(told)} (longer than {limit} tokens)" if told else "")
 
 
 class PromptData:

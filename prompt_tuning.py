@@ -95,6 +95,11 @@ class TensorParallelMLPEncoder(nn.Module):
 ENCODERS = {"mlp": MLPEncoder, "lstm": LSTMEncoder, "tpmlp": TensorParallelMLPEncoder}
 
 
+def key(task: str) -> str:
+    """A task's name in a ParameterDict, which has attributes of its own."""
+    return f"task-{task}"
+
+
 class VirtualPrompts(nn.Module):
     """The tables of all tasks, one under the other, in the order of `tasks`."""
 
@@ -105,14 +110,14 @@ class VirtualPrompts(nn.Module):
             T = config.templates[task].total_virtual_tokens
             learned = task in config.new_tasks and config.virtual_prompt_style != "inference"
             where = self.inputs if learned and config.virtual_prompt_style == "p-tuning" else self.tables
-            where[task] = nn.Parameter(torch.empty(T, h), requires_grad=learned)
+            where[key(task)] = nn.Parameter(torch.empty(T, h), requires_grad=learned)
             self.first[task], rows = rows, rows + T                      # task -> its first row
         if self.inputs:
             self.encoder = ENCODERS[config.p_tuning.encoder_type](h, config.p_tuning)
 
     def table(self, task: str) -> Tensor:
         """[T, h]"""
-        return self.encoder(self.inputs[task]) if task in self.inputs else self.tables[task]
+        return self.encoder(self.inputs[key(task)]) if key(task) in self.inputs else self.tables[key(task)]
 
     def forward(self) -> Tensor:
         return torch.cat([self.table(task) for task in self.first])
@@ -154,7 +159,7 @@ def initial_values(config: PromptConfig, h: int, seed: int, tokenizer=None, embe
     prompts, values = VirtualPrompts(config, h), {}
     begin = dict(zip(config.new_tasks, config.prompt_tuning.new_prompt_init_text)) if config.virtual_prompt_style == "prompt-tuning" else {}
     for name, p in prompts.named_parameters():
-        g, (kind, task) = sharding.generator(seed, WHERE + name), name.split(".", 1)
+        g, kind, task = sharding.generator(seed, WHERE + name), name.split(".")[0], name.partition(".task-")[2]
         if kind == "tables" and not p.requires_grad:
             values[name] = existing[task].float()
         elif kind == "tables" and config.prompt_tuning.new_prompt_init_methods[config.new_tasks.index(task)] == "text":
@@ -199,7 +204,7 @@ def open_data(config: PromptConfig, model: gpt.GPTConfig, tokenizer, seed: int, 
     templates, ids, sets, told = {task: config.templates[task] for task in config.new_tasks}, config.first_ids(model.vocab_size), [], []
     for what, paths, order in (("train_ds", config.data.train_ds, seed if config.data.shuffle else None), ("validation_ds", config.data.validation_ds, None)):
         examples, _, said = read_examples(paths, templates, ids, tokenizer, limit)
-        sets.append(PromptData(examples, model.vocab_size, order, multiple_of))
+        sets.append(PromptData([example for example in examples if example], model.vocab_size, order, multiple_of))
         told.append(f"{what}: {said}")
     return *sets, "; ".join(told)
 
@@ -226,18 +231,23 @@ def read_base(path: "str | Path", names: list[str]) -> dict[str, Tensor]:
 
 
 def fingerprint(path: "str | Path", config: gpt.GPTConfig) -> str:
-    """Which model this is: a hash of its shape and of the weights of its norms, in whatever layout it was saved. All ranks call this together."""
-    free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
+    """Which model this is: a hash of its shape, its embedding and its norms, in whatever layout it was saved. All ranks call this together."""
+    free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"} | ({"seq_length"} if config.llama else set())           # as Trainer.shape
     digest = hashlib.sha256(json.dumps({k: v for k, v in dataclasses.asdict(config).items() if k not in free}, sort_keys=True).encode())
-    names = [f"blocks.{layer}.{name}.weight" for layer in range(config.num_layers) for name in ("attention_norm", "mlp_norm")] + ["head.norm.weight"]
+    names = ["embedding.tokens.weight"] + [f"blocks.{layer}.{name}.weight" for layer in range(config.num_layers) for name in ("attention_norm", "mlp_norm")] + ["head.norm.weight"]
     for name, weight in read_base(path, names).items():
         digest.update(name.encode() + weight.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
+def digest(found: dict[str, Tensor]) -> str:
+    return hashlib.sha256(b"".join(task.encode() + t.contiguous().numpy().tobytes() for task, t in sorted(found.items()))).hexdigest()
+
+
 def save(path: "str | Path", config: PromptConfig, found: dict[str, Tensor], model: str) -> None:
     """Write a prompt file: the table of each task, their templates, and the fingerprint of the model that they belong to."""
-    described = {"templates": [{f.name: getattr(config.templates[task], f.name) for f in dataclasses.fields(Template) if f.init} for task in found], "model": model}
+    described = {"templates": [{f.name: getattr(config.templates[task], f.name) for f in dataclasses.fields(Template) if f.init} for task in found], "model": model,
+                 "sha256": digest(found)}
     temporary = Path(path).with_suffix(".tmp")
     save_file({task: t.contiguous() for task, t in found.items()}, temporary, {"prompts": json.dumps(described)})
     temporary.replace(path)
@@ -252,17 +262,21 @@ def load(path: "str | Path", model: str | None = None) -> tuple[PromptConfig, di
         config = PromptConfig.of({"task_templates": described["templates"], "virtual_prompt_style": "inference", "new_tasks": [t["taskname"] for t in described["templates"]]})
         if set(found) != set(config.tasks) or any(found[t].dim() != 2 or len(found[t]) != config.templates[t].total_virtual_tokens for t in config.tasks):
             raise PromptError("its tables and its templates do not fit")
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
+        belongs = described["model"]
+        if described["sha256"] != digest(found):
+            raise PromptError("its tables are not what was written")
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as e:
         raise PromptError(f"{path} is not a prompt file, or damaged ({type(e).__name__}: {e})") from None
-    if model is not None and model != described["model"]:
-        raise PromptError(f"{path} belongs to another model: its prompts were learned for {described['model']}, and this one is {model}")
+    if model is not None and model != belongs:
+        raise PromptError(f"{path} belongs to another model: its prompts were learned for {belongs}, and this one is {model}")
     return config, {task: found[task] for task in config.tasks}
 
 
 def attach_tables(model: gpt.GPT, config: PromptConfig, found: dict[str, Tensor]) -> dict[str, int]:
     """Give a model the tables of a prompt file, for inference. Returns each task's first virtual id. Raises PromptError."""
     prompts = attach(model, config)
-    for task, p in prompts.tables.items() if prompts is not None else ():
+    for task in config.tasks if prompts is not None else ():
+        p = prompts.tables[key(task)]
         if found[task].shape != p.shape:
             raise PromptError(f"task {task!r} has vectors of {found[task].shape[1]} numbers, and this model's have {p.shape[1]}")
         p.data.copy_(found[task])
@@ -271,22 +285,26 @@ def attach_tables(model: gpt.GPT, config: PromptConfig, found: dict[str, Tensor]
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
-def answers(world, model, config: PromptConfig, found: dict[str, Tensor], tokenizer, args, together) -> list[tuple[dict, str, str]]:
-    """(record, generated answer, why it ended) of each line of --data, on every rank. Raises PromptError."""
+def answers(world, model, config: PromptConfig, found: dict[str, Tensor], tokenizer, args, together) -> list[tuple[dict, str | None, str]]:
+    """(record, generated answer, why it ended) of each line of --data, in order, on rank 0; of what is too long, no answer. Raises PromptError."""
     import completions
     chunks, shape = getattr(model, "chunks", [model]), getattr(model, "config", None) or model.chunks[0].config
     ids = [attach_tables(chunk, config, found) for chunk in chunks][0] if found else dict.fromkeys(config.tasks, shape.vocab_size)
-    examples, records, told = read_examples(args.data, config.templates, ids, tokenizer, shape.seq_length, answer=False)
+    room = max(1, shape.seq_length + 1 - args.max_tokens)                # so that the answer fits behind
+    examples, records, told = completions.on_rank_0(world, lambda: read_examples(args.data, config.templates, ids, tokenizer, room, answer=False))
+    if args.command == "evaluate":
+        check_answers(config, records)
     world.say_aside(f"{', '.join(args.data)}: {told}")
     collected = []
 
     def write(record: dict, text: str, tokens: int, finish: str) -> None:
         collected.append((record, text, finish))
     options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, eot=tokenizer.eot)
-    requests = [(record, example.ids) for record, example in zip(records, examples)]
+    requests = [(record, example.ids) for record, example in zip(records, examples) if example]
     told = completions.answer_file(world, model, tokenizer, requests, args.batch_size, args.stop, together, write, **options)
     world.say_aside(told)
-    return collected
+    done = iter(collected)
+    return [next(done) if example else (record, None, "too long") for record, example in zip(records, examples)] if world.rank == 0 else []
 
 
 def infer(args, world) -> None:
@@ -294,25 +312,37 @@ def infer(args, world) -> None:
     import completions
     shape = completions.check_flags(args, world)
     model, tokenizer, together = completions.connect(args, world, args.batch_size)
-    config, found = load(args.prompts, fingerprint(args.checkpoint, shape))
+    if args.prompts.endswith(".json"):                                   # a fine-tuned model has no prompts, only templates
+        config, found = PromptConfig.read(args.prompts), {}
+        if config.virtual_prompt_style != "fine-tuning":
+            raise PromptError(f"--prompts {args.prompts}: give prompts.safetensors, which train wrote; a configuration alone is enough for virtual_prompt_style fine-tuning")
+    else:
+        config, found = load(args.prompts, fingerprint(args.checkpoint, shape))
     out = answers(world, model, config, found, tokenizer, args, together)
     if args.command == "generate":
         for record, text, finish in out:
-            world.say(json.dumps(record | {"text": text, "finish": finish}, ensure_ascii=False))
+            world.say(completions.as_json(record | {"prediction": text, "finish": finish}))
     elif world.rank == 0:
         print(json.dumps(accuracy(config, out), indent=1))
 
 
-def accuracy(config: PromptConfig, out: list[tuple[dict, str, str]]) -> dict:
-    """Of each task, how many answers are the record's to the letter. Raises PromptError where there is none to compare with."""
-    results = {}
-    for record, text, _ in out:
+def check_answers(config: PromptConfig, records: list[dict]) -> None:
+    """Raises PromptError where there is nothing to compare with."""
+    for record in records:
         template = config.templates[record["taskname"]]
         if template.answer_field is None or template.answer_field not in record:
             raise PromptError(f"task {template.taskname!r}: to evaluate, it takes an answer_field, and lines that have it")
-        entry = results.setdefault(template.taskname, {"examples": 0, "correct": 0})
+
+
+def accuracy(config: PromptConfig, out: list[tuple[dict, str, str]]) -> dict:
+    """Of each task, how many answers are the record's to the letter; what was too long has none."""
+    results = {}
+    for record, text, _ in out:
+        template = config.templates[record["taskname"]]
+        entry = results.setdefault(template.taskname, {"examples": 0, "correct": 0, "too_long": 0})
         entry["examples"] += 1
         entry["correct"] += text == str(record[template.answer_field])
+        entry["too_long"] += text is None
     return {task: entry | {"accuracy": entry["correct"] / entry["examples"]} for task, entry in results.items()}
 
 
@@ -321,83 +351,89 @@ def main(argv: list[str]) -> int:
         return lesson()
     if argv[0] == "train":
         import train
-        if "--config" in argv:
-            argv[argv.index("--config")] = "--prompts"
-        if "--prompts" in argv[:-1] and "--load" not in argv:            # what the configuration says
+        argv = [x for word in argv[1:] for x in (word.split("=", 1) if word.startswith("--config=") else [word])]
+        if "--config" not in argv[:-1] and "--help" not in argv:
+            print("prompt_tuning.py: train needs --config FILE, a JSON file with NeMo's names", file=sys.stderr)
+            return 2
+        if "--config" in argv[:-1] and not any(word.split("=")[0] == "--load" for word in argv):             # what the configuration says
             try:
-                base = PromptConfig.read(argv[argv.index("--prompts") + 1]).language_model_path
+                base = PromptConfig.read(argv[argv.index("--config") + 1]).language_model_path
             except PromptError:                                          # train.py will say it
                 base = None
             argv += ["--load", base] if base else []
-        return train.main(argv[1:])
+        return train.main(["--prompt-config" if word == "--config" else word for word in argv])
     import argparse
 
     import completions
     parser = argparse.ArgumentParser(description="Prompt learning: train (train.py's flags), generate, evaluate.")
     parser.add_argument("command", choices=("train", "generate", "evaluate"))
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="what train wrote")
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="prompts.safetensors, which train wrote; for a fine-tuned model its configuration")
     parser.add_argument("--data", required=True, nargs="+", metavar="FILE", help="JSON lines with a taskname and the fields of its template; the answer may be missing to generate")
     completions.add_flags(parser)
-    parser.set_defaults(temperature=0.0)
+    parser.set_defaults(temperature=0.0, max_tokens=16)
     return completions.command("prompt_tuning.py", infer, argv, parser)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 def lesson() -> int:
-    """A small model that has read this file learns two tasks, one after the other."""
+    """A small model that can do two things with a word, when it is told which, learns two tasks without being told: the prompts find out."""
     import generate
     from optimizer import AdamW, GradientAccumulator
     from tokenizer import ByteTokenizer
-    tokenizer, h = ByteTokenizer(), 128
+    tokenizer, h = ByteTokenizer(), 64
     with torch.device("meta"):
-        model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=h, num_heads=4, ffn_hidden_size=344, seq_length=64, vocab_size=257, llama=True))
+        model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=h, num_heads=4, ffn_hidden_size=172, seq_length=32, vocab_size=257, llama=True))
     sharding.init(model, 0, "cpu", torch.float32)
 
-    def learn(steps: int, lr: float, loss_of) -> tuple[int, float, float]:
+    def word(g) -> str:
+        return "".join(chr(97 + i) for i in torch.randint(8, (4,), generator=g).tolist())
+
+    def learn(steps: int, lr: float, batch_of) -> tuple[int, float, float]:
         learned, losses = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
         gradients, optimizer = GradientAccumulator(model), AdamW(learned.items(), 0.0)
         for step in range(steps):
             gradients.zero()
-            losses.append(loss_of(step))
+            batch = batch_of(torch.Generator().manual_seed(step))
+            losses.append((model(batch.tokens, batch.labels) * batch.loss_mask).sum() / batch.loss_mask.sum())
             losses[-1].backward()
-            optimizer.step(lr * (1 - step / steps))
+            optimizer.step(lr * min(1, (step + 1) / 20) * (1 - step / steps))
         return sum(p.numel() for p in learned.values()), losses[0].item(), losses[-1].item()
-    ids = [i for line in Path(__file__).read_text().split("\n") for i in (*tokenizer.encode(line.strip()), tokenizer.eot)]       # each line a text
-    text = torch.tensor(ids).unfold(0, 65, 1)
+    reads = Template("read", "{which}{word}={answer}", 0, [], None, True, "answer")
+    answer = {"first": lambda w: w[0], "last": lambda w: w[-1]}
 
-    def reading(step):
-        rows = text[torch.randint(len(text), (16,), generator=torch.Generator().manual_seed(step))]
-        return model(rows[:, :-1], rows[:, 1:]).mean()
-    size, first, last = learn(300, 5e-3, reading)
-    print(f"a Llama (h 128, L 2) reads this file: {size:,} parameters learned, loss {first:.2f} -> {last:.2f} nats per byte")
+    def reading(g):
+        words = [word(g) for _ in range(64)]
+        lines = [{"which": name[0].upper(), "word": w, "answer": answer[name](w)} for w, name in zip(words, ["first", "last"] * 32)]
+        return PromptData([reads.fill(line, tokenizer, 257, 32) for line in lines], 257, None).batch(range(64))
+    size, first, last = learn(400, 1e-2, reading)
+    print(f"a Llama (h {h}, L 2) reads lines like Fabcd=a and Labcd=d: {size:,} parameters learned, loss {first:.2f} -> {last:.4f}. From here on it is frozen.")
     model.requires_grad_(False).eval()
     before, embedding, kept = {name: p.clone() for name, p in model.named_parameters()}, model.embedding.tokens, {}
-    words = {"colour": {"sky": "b", "snow": "w", "coal": "k"}, "count": {"hands": "2", "wheels": "4", "fingers": "5"}}
-    template = {"prompt_template": "<|VIRTUAL_PROMPT_0|>{question}?<|VIRTUAL_PROMPT_1|>{answer}", "total_virtual_tokens": 8, "virtual_token_splits": [4, 4], "answer_only_loss": True,
-                "answer_field": "answer"}
-    templates = {"task_templates": [template | {"taskname": name} for name in words]}
-    for task, existing in (("colour", []), ("count", ["colour"])):
-        config = PromptConfig.of(templates | {"existing_tasks": existing, "restore_path": "-", "new_tasks": [task], "p_tuning": {"encoder_hidden": 32}})
+    template = {"prompt_template": "<|VIRTUAL_PROMPT_0|>{word}={answer}", "total_virtual_tokens": 2, "virtual_token_splits": [2], "answer_only_loss": True, "answer_field": "answer"}
+    templates = {"task_templates": [template | {"taskname": name} for name in answer]}
+    for task, existing in (("first", []), ("last", ["first"])):
+        config = PromptConfig.of(templates | {"existing_tasks": existing, "restore_path": "-", "new_tasks": [task], "p_tuning": {"encoder_hidden": 16}})
         model.embedding.tokens = embedding
         prompts, first_id = attach(model, config), config.first_ids(257)[task]
         for name, value in initial_values(config, h, 0, existing=kept).items():
             prompts.get_parameter(name).data.copy_(value)
-        data = PromptData([config.templates[task].fill({"question": q, "answer": a}, tokenizer, first_id, 64) for q, a in words[task].items()], 257, None)
-        batch = data.batch(range(len(words[task])))
-        size, first, last = learn(400, 3e-2, lambda step: (model(batch.tokens, batch.labels) * batch.loss_mask).sum() / batch.loss_mask.sum())
-        print(f"{task}: {size:,} parameters learned for 8 virtual tokens, of which a table of {8 * h:,} is kept; loss {first:.2f} -> {last:.4f}")
+
+        def examples(g):
+            lines = [{"word": w, "answer": answer[task](w)} for w in (word(g) for _ in range(32))]
+            return PromptData([config.templates[task].fill(line, tokenizer, first_id, 32) for line in lines], 257, None).batch(range(32))
+        size, first, last = learn(200, 1e-2, examples)
+        print(f"task {task}: {size:,} parameters learned, of which a table of 2 x {h} is kept; loss {first:.2f} -> {last:.4f}")
         for old in existing:
-            print(f"    the table of {old} meanwhile: {'bit for bit as it was' if torch.equal(prompts.tables[old], kept[old]) else 'changed'}")
+            print(f"    the table of {old} meanwhile: {'bit for bit as it was' if torch.equal(prompts.table(old), kept[old]) else 'changed'}")
         kept |= tables(config, h, {name: p.detach() for name, p in prompts.named_parameters()})
     model.embedding.tokens = embedding
     same = all(torch.equal(x, model.get_parameter(name)) for name, x in before.items())
-    print(f"the model's weights: {'bit for bit as they were' if same else 'changed'}; what it says with both tables:")
-    config = PromptConfig.of(templates | {"virtual_prompt_style": "inference", "new_tasks": list(words)})
-    ids, asked = attach_tables(model, config, kept), [(task, q) for task in words for q in words[task]]
-    asked.append(("colour", "fingers"))
-    prompts = [config.templates[task].fill({"question": q}, tokenizer, ids[task], 64, answer=False).ids for task, q in asked]
-    print("    " + ", ".join(f"{task}: {q}? {tokenizer.decode(new)}" for (task, q), new in zip(asked, generate.generate(model, prompts, 8, temperature=0, eot=256))))
+    print(f"the model's weights: {'bit for bit as they were' if same else 'changed'}; new words, with both tables:")
+    config = PromptConfig.of(templates | {"virtual_prompt_style": "inference", "new_tasks": list(answer)})
+    ids, asked = attach_tables(model, config, kept), [(task, w) for w in ("hgfe", "badc", "ccgh") for task in answer]
+    prompts = [config.templates[task].fill({"word": w}, tokenizer, ids[task], 32, answer=False).ids for task, w in asked]
+    print("    " + ", ".join(f"{task} of {w}: {tokenizer.decode(new)}" for (task, w), new in zip(asked, generate.generate(model, prompts, 8, temperature=0, eot=256))))
     return 0
 
 

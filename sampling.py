@@ -4,7 +4,7 @@ A token is drawn from softmax(logits / temperature), after all but the `top_k` l
 sampling, arXiv 1904.09751), have been left out. Temperature 0 takes the likeliest.
 
 The random number is no generator's next one: it is a hash of (seed, prompt, position), and the token is the one in which the cumulative probability passes it. So a prompt has
-the same text in any batch, in any order, under any layout, and with equal seeds again. (Equal prompts are told apart by their order.)
+the same text in any batch, under any layout, and with equal seeds again, up to what rounding of the logits decides. (Equal prompts are told apart by their order.)
 
     python sampling.py        four tokens' probabilities, and how often each is drawn
 """
@@ -45,7 +45,9 @@ def choose(logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0, 
     if top_p < 1:
         ordered, ids = x.sort(descending=True, stable=True)
         p = ordered.softmax(-1)
-        x = x.masked_fill(torch.zeros_like(x, dtype=torch.bool).scatter(-1, ids, p.cumsum(-1) - p >= top_p), -torch.inf)       # the likeliest always stays
+        beyond = p.cumsum(-1) - p >= top_p
+        beyond[:, 0] = False                                             # the likeliest always stays
+        x = x.masked_fill(torch.zeros_like(beyond).scatter(-1, ids, beyond), -torch.inf)
     reached = x.softmax(-1).cumsum(-1)                                   # [b, V]
     total = reached[:, -1:]
     target = torch.minimum(u.to(x.dtype).unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))       # below it, so that someone passes it

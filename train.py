@@ -78,7 +78,7 @@ class Trainer:
         self.num_parameters = num_parameters(self.chunks[0])             # of the whole
         if groups.pp:
             self.chunks = pipeline_parallel.split(self.model_config, groups.pp.rank(), groups.pp.size(), config.virtual_stages, config.layer_split)
-        self.prompts = PromptConfig.read(config.prompts) if config.prompts else None
+        self.prompts = PromptConfig.read(config.prompt_config) if config.prompt_config else None
         self.frozen = self.prompts is not None and self.prompts.learned  # only prompts learn
         self.scaler = LossScaler() if self.precision == "fp16" else None
         self.gradients = [self.prepare(chunk) for chunk in self.chunks]
@@ -229,7 +229,7 @@ class Trainer:
     def load_frozen(self, path: Path, tokenizer) -> None:
         """The model that prompts are learned for, and the prompts' first values. Raises CheckpointError or PromptError."""
         frozen = {f"model.{name}": p for name, p in sharding.named_parameters(*self.chunks) if not p.requires_grad and not name.startswith(prompt_tuning.WHERE)}
-        checkpoint.load(path, frozen, self.shape(weights_only=True))
+        checkpoint.load(path, frozen, self.shape(weights_only=False))
         self.identity = prompt_tuning.fingerprint(path, self.model_config)
         values, tensors = prompt_tuning.first_values(self.prompts, path, self.model_config, self.config.seed, tokenizer, self.identity), self.optimizer.tensors()
         for name, p in sharding.named_parameters(*self.chunks):
@@ -280,7 +280,7 @@ def check_out(config: Config, world: World) -> Path:
 def open_tokenizer(config: Config):
     """Raises ConfigError or TokenizerError."""
     shape, name = config.model_config(), config.tokenizer
-    if config.prompts and name == "bytes":                               # the one that the model was trained with
+    if config.prompt_config and name == "bytes":                               # the one that the model was trained with
         name = checkpoint.tokenizer_of(checkpoint.find(config.load))
     tokenizer = make_tokenizer(name)
     if tokenizer.vocab_size > shape.vocab_size:
@@ -291,8 +291,8 @@ def open_tokenizer(config: Config):
 
 def open_data(config: Config, world: World, tokenizer):
     """(training set, held-out set), the corpus tokenised first if need be. Raises DataError."""
-    if config.prompts:
-        *sets, told = prompt_tuning.open_data(PromptConfig.read(config.prompts), config.model_config(), tokenizer, config.seed, config.tp if config.sequence_parallel else 1)
+    if config.prompt_config:
+        *sets, told = prompt_tuning.open_data(PromptConfig.read(config.prompt_config), config.model_config(), tokenizer, config.seed, config.tp if config.sequence_parallel else 1)
         world.say(told)
         return sets
     s = config.model_config().seq_length
@@ -430,7 +430,7 @@ def run(config: Config, world: World) -> None:
     if trainer.frozen and not stopped:
         trainer.save_prompts(out / "prompts.safetensors")
         if world.rank == 0:
-            plot_loss(metrics.lines, f"{config.prompts}, prompts for {config.load}", out / "loss.png")
+            plot_loss(metrics.lines, f"{config.prompt_config}, prompts for {config.load}", out / "loss.png")
         return world.say(f"{out}: prompts.safetensors, loss.png, metrics.jsonl, checkpoints")
     if stopped or trainer.dp_rank > 0 and config.zero_stage < 3 and config.ep == 1:            # a model whose parameters are spread runs on all ranks
         return

@@ -42,7 +42,7 @@ def main():
         for style, tokens in (("prompt-tuning", 100), ("fine-tuning", 0)):
             path, out = Path(folder) / f"{style}.json", Path(folder) / style
             path.write_text(json.dumps(settings(Path(folder), style, tokens)))
-            subprocess.run([sys.executable, Path(__file__).parent.parent / "train.py", "--prompts", path, "--load", base, "--out", out, "--steps", "2", "--global-batch-size", "2", "--micro-batch-size", "1"],
+            subprocess.run([sys.executable, Path(__file__).parent.parent / "train.py", "--prompt-config", path, "--load", base, "--out", out, "--steps", "2", "--global-batch-size", "2", "--micro-batch-size", "1"],
                            check=True, stdout=subprocess.DEVNULL)
             learned = sum(torch.Size(shape).numel() for name, (_, shape) in checkpoint.read_index(checkpoint.find(out))["tensors"].items() if name.startswith("model."))
             results[style] = {"parameters": learned, "peak_memory_bytes": json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["peak_memory_bytes"],

@@ -85,7 +85,7 @@ def learn(folder: Path, base: str, style: str, seed: int, tokens: int, lines: li
     out, steps = folder / f"{style}-{seed}-{tokens}-{len(lines)}", steps or STEPS[style]
     settings = folder / "prompts.json"
     settings.write_text(json.dumps(configuration(style, tokens, write(folder / "train.jsonl", lines), write(folder / "test.jsonl", test))))
-    status = train.main(["--prompts", str(settings), "--load", base, "--out", str(out), "--seed", str(seed), "--steps", str(steps), "--lr", str(RATES[style]), "--warmup-steps", "20",
+    status = train.main(["--prompt-config", str(settings), "--load", base, "--out", str(out), "--seed", str(seed), "--steps", str(steps), "--lr", str(RATES[style]), "--warmup-steps", "20",
                          "--global-batch-size", "32", "--weight-decay", "0.01", "--save-every", "0", "--eval-every", "0", "--device", DEVICE])
     if status:
         sys.exit(status)

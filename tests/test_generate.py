@@ -68,7 +68,7 @@ def test_choose_by_hand():
     assert shares(p) == pytest.approx(p, abs=1e-3)
     assert shares(p, top_k=2) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=1e-3)
     assert shares(p, top_p=0.69) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=1e-3)               # 0.4 is not enough, 0.7 is
-    assert shares(p, top_p=0.4) == shares(p, top_p=1e-9) == shares(p, temperature=0) == shares(p, top_k=1) == [0, 1, 0, 0]
+    assert shares(p, top_p=0.4) == shares(p, top_p=1e-9) == shares(p, top_p=1e-300) == shares(p, temperature=0) == shares(p, top_k=1) == [0, 1, 0, 0]
     assert shares(p, temperature=0.5) == pytest.approx([x * x / 0.3 for x in p], abs=1e-3)
     assert shares(p, top_k=9) == shares(p)
     assert choose(torch.zeros(2, 5), torch.tensor([0.0, 1 - 2**-32])).tolist() == [0, 4]       # 1 - 2^-32 is 1 in float32
@@ -228,6 +228,8 @@ def on_layouts(rank, path, layouts, requests):
         split = layout.pop("layer_split", None)
         groups = Groups.make("cpu", 4, **layout)
         model, _ = completions.load_model(path, dtype=torch.float64, groups=groups, layer_split=split)
+        for chunk in getattr(model, "chunks", [model]):                  # as the command does
+            packing.pack(chunk)
         dp, mine = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
         for prompts, options in requests:
             numbers, keys = list(range(len(prompts)))[mine::dp], keys_of(prompts, options.get("seed", 0))
@@ -274,8 +276,9 @@ def test_from_a_model_in_training(flags):
 # --- bad input, and the command -------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("prompts, options, words", [
-    ([[1], []], {}, "prompt 1 is empty"), ([[1] * 33], {}, "prompt 0 has 33 tokens, and the model's context holds 32"), ([[1]], dict(temperature=-1), "temperature -1: must be at least 0"),
-    ([[1]], dict(temperature=math.inf), "finite"), ([[1]], dict(top_p=0), "top_p 0: must be above 0"), ([[1]], dict(top_k=-1), "top_k -1")])
+    ([[1], []], {}, "prompt 1 is empty"), ([[1] * 33], {}, "prompt 0 has 33 tokens, and the model's context holds 32"), ([[1]], dict(temperature=-1), "temperature -1: must be 0, or at least 0.001"),
+    ([[1]], dict(temperature=math.inf), "finite"), ([[1]], dict(top_p=0), "top_p 0: must be above 0"), ([[1]], dict(top_k=-1), "top_k -1"),
+    ([[1]], dict(temperature=1e-50), "0, or at least 0.001"), ([[97]], {}, "token 97 is none of the model's 97"), ([[1, -1]], {}, "prompt 0 has token -1"), ([[1]], dict(keys=[]), "0 keys for 1 prompts")])
 def test_bad_arguments(prompts, options, words):
     with pytest.raises(ValueError, match=words):
         generate.generate(build(**GPT_SHAPES[0]), prompts, 4, **options)
@@ -284,6 +287,12 @@ def test_bad_arguments(prompts, options, words):
 def save(folder, model):
     return checkpoint.save(folder / "checkpoints", 1, {f"model.{n}": p.detach() for n, p in model.named_parameters()},
                            {"config": {"tokenizer": "bytes"}, "model": asdict(model.config)})
+
+
+def test_half_a_character_in_a_line(saved, capsys, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "note": "\\ud800 é"}')
+    status, out, err = command(saved, capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--max-tokens", "2")
+    assert status == 0 and json.loads(out)["note"] == "\ud800 é"
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +348,7 @@ def test_prompt_file(saved, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize("content, words", [
     ('{"prompt": "a"}\n\n{"prompt": 3}\n', 'line 3: not an object with a "prompt"'), ('{"prompt": "a"}\n{oh\n', "line 2: not JSON"), ('{"prompt": ""}', "line 1: the prompt is empty"),
     (json.dumps({"prompt": "x" * 65}), "line 1: the prompt has 65 tokens, and the model's context holds 64"), ("\n", "no prompts in it"), ("[1]", "line 1: not an object"),
-    ('{"prompt": "\\ud800"}', "line 1: the prompt is not text")])
+    ('{"prompt": "\\ud800"}', "line 1: the prompt is not text"), ('{"prompt": "a", "text": "b"}', "['text'] would be overwritten")])
 def test_bad_lines(content, words, saved, capsys, tmp_path):
     (tmp_path / "p.jsonl").write_text(content)
     status, out, err = command(saved, capsys, "--prompt-file", str(tmp_path / "p.jsonl"))
@@ -347,7 +356,7 @@ def test_bad_lines(content, words, saved, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["--top-p", "0"], "--top-p 0.0: must be above 0"), (["--temperature", "-1"], "--temperature -1.0: must be at least 0"), (["--prompt", ""], "the prompt is empty"),
+    (["--top-p", "0"], "--top-p 0.0: must be above 0"), (["--temperature", "-1"], "--temperature -1.0: must be 0, or at least"), (["--prompt", ""], "the prompt is empty"),
     (["--prompt", "x" * 65], "has 65 tokens"), (["--tp", "2"], "--tp 2 --pp 1: their product must divide the 1 ranks"), (["--stop", ""], "--stop ''"), (["--batch-size", "0"], "--batch-size 0"),
     (["--prompt", "a", "--interactive"], "one of them"), (["--layer-split", "1", "1"], "needs --pp 2"), (["--ep", "2"], "--ep 2: must divide the 1 data-parallel ranks"),
     (["--prompt-file", "nowhere"], "nowhere: cannot be read"), (["--tokenizer", "nowhere"], "--tokenizer nowhere")])

@@ -80,7 +80,7 @@ def test_epochs_are_permutations():
     (dict(splits=(3,)), "markers .* have the numbers \\[0, 1\\]"), (dict(total_virtual_tokens=9), "add up to total_virtual_tokens 9, not to 5"), (dict(virtual_token_splits=[5, 0]), "numbers from 1 on"),
     (dict(truncate_field="nope"), "truncate_field 'nope' is not a field"), (dict(answer_field="text", truncate_field=None), "must end the template"), (dict(answer_field=None), "needs an answer_field"),
     (dict(truncate_field="label"), "also the truncate_field"), (dict(text="<|VIRTUAL_PROMPT_0|>{text}{text}<|VIRTUAL_PROMPT_1|>{label}"), "stands twice"),
-    (dict(text="<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_0|>{text}{label}"), "numbers \\[0, 0\\]"), (dict(name="a.b"), "letters, digits"), (dict(total_virtual_tokens="5"), "is not int")])
+    (dict(text="<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_0|>{text}{label}"), "numbers \\[0, 0\\]"), (dict(name="a.b"), "letters, digits"), (dict(name="__metadata__"), "does not begin"), (dict(text="<|VIRTUAL_PROMPT_0|>{prediction}<|VIRTUAL_PROMPT_1|>{text}{label}"), "may not be called \\['prediction'\\]"), (dict(splits=(3, True)), "numbers from 1 on"), (dict(total_virtual_tokens="5"), "is not int")])
 def test_bad_templates(fields, words):
     with pytest.raises(PromptError, match=words):
         Template(**template(**fields))
@@ -91,7 +91,8 @@ def test_bad_templates(fields, words):
     (config(style="tuning"), "virtual_prompt_style 'tuning'"), (config(colour=1), "has \\['colour'\\]"), (config(new=("a", "a")), "two have the same taskname"), (config(new=()), "new_tasks is empty"),
     (config(prompt_tuning=dict(new_prompt_init_methods=["text"] * 2)), "begins from a text, and none"), (config(prompt_tuning={}), "one of text and random for each"),
     (config(style="p-tuning", p_tuning=dict(encoder_type="gru")), "encoder_type 'gru': must be one of mlp, lstm, tpmlp"), (config(style="p-tuning", p_tuning=dict(dropout=0.1)), "dropout 0.1: must be 0"),
-    (config(data=dict(train=[])), "data has \\['train'\\]"), ({}, "task_templates"), (config(task_templates=[{}]), "number 0 lacks"), (config(style="fine-tuning"), "has 5 virtual tokens")])
+    (config(data=dict(train=[])), "data has \\['train'\\]"), ({}, "task_templates"), (config(task_templates=[{}]), "number 0 lacks"), (config(new_tasks="a"), "new_tasks 'a' is not list\\[str\\]"), (config(data=dict(shuffle="no")), "shuffle 'no' is not bool"),
+    (config(data=None), "data None is not Data"), (config(p_tuning=dict(encoder_hidden=8.5)), "encoder_hidden 8.5 is not int"), (config(data=dict(max_seq_length=-3)), "at least 1"), (config(style="fine-tuning"), "has 5 virtual tokens")])
 def test_bad_configurations(content, words):
     with pytest.raises(PromptError, match=words):
         PromptConfig.of(content)
@@ -113,7 +114,7 @@ def test_what_is_too_long_is_counted(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps(dict(taskname=task, text="x" * n, label="y")) + "\n" for task in "ab" for n in (5, 50, 60)))
     examples, records, told = prompt_data.read_examples([str(path)], c.templates, c.first_ids(V), ByteTokenizer(), 32)
-    assert told == "4 examples, 2 truncated and 2 skipped (longer than 32 tokens)" and len(records) == 4 and max(len(e.ids) for e in examples) == 32
+    assert told == "4 examples, 2 truncated and 2 skipped (longer than 32 tokens)" and len(records) == len(examples) == 6 and max(len(e.ids) for e in examples if e) == 32
     with pytest.raises(PromptError, match="no examples; 6 are longer than 5 tokens"):
         prompt_data.read_examples([str(path)], c.templates, c.first_ids(V), ByteTokenizer(), 5)
 
@@ -170,14 +171,14 @@ def test_values_at_the_start():
     embedding = torch.arange(V * 8.0).view(V, 8)
     c = PromptConfig.of(config(prompt_tuning=dict(new_prompt_init_methods=["text", "random"], new_prompt_init_text=["ab", None])))
     values = initial_values(c, 8, 0, ByteTokenizer(), embedding)
-    assert torch.equal(values["tables.a"], embedding[[97, 98, 97, 98, 97]]) and 0.01 < values["tables.b"].std() < 0.03
+    assert torch.equal(values["tables.task-a"], embedding[[97, 98, 97, 98, 97]]) and 0.01 < values["tables.task-b"].std() < 0.03
     longer = PromptConfig.of(config(prompt_tuning=dict(new_prompt_init_methods=["text", "random"], new_prompt_init_text=["abcdefgh", None])))
-    assert torch.equal(initial_values(longer, 8, 0, ByteTokenizer(), embedding)["tables.a"], embedding[97:102])
+    assert torch.equal(initial_values(longer, 8, 0, ByteTokenizer(), embedding)["tables.task-a"], embedding[97:102])
     for kind in prompt_tuning.ENCODERS:
         c = PromptConfig.of(config(style="p-tuning", p_tuning=dict(encoder_type=kind, encoder_hidden=6, init_std=0.5)))
         values = initial_values(c, 8, 0)
         assert values.keys() == dict(VirtualPrompts(c, 8).named_parameters()).keys() and all(x.abs().max() > 0 for x in values.values())
-        assert not torch.equal(values["inputs.a"], values["inputs.b"]) and torch.equal(initial_values(c, 8, 0)["inputs.a"], values["inputs.a"])
+        assert not torch.equal(values["inputs.task-a"], values["inputs.task-b"]) and torch.equal(initial_values(c, 8, 0)["inputs.task-a"], values["inputs.task-a"])
 
 
 # --- under every layout: gradients of one device --------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def settings(tmp_path_factory):
     (4, "tpmlp", [dict(tp=2, sequence_parallel=True, zero_stage=3), dict(tp=2, pp=2, schedule="zb-h1"), dict(pp=2, zero_stage=1)])], ids=str)
 def test_gradients_of_one_device(settings, world, kind, flags):
     """Float64, 1e-10: loss, norm, every gradient of a prompt parameter, their values after three steps; several micro-batches, two tasks in each, GPT (tied, pads its vocabulary)."""
-    base = parity.SMALL | dict(prompts=settings[kind], dropout=0.0, micro_batch_size=2)
+    base = parity.SMALL | dict(prompt_config=settings[kind], dropout=0.0, micro_batch_size=2)
     one = parity.train(base=base)
     assert one.gradients and all(name.startswith(prompt_tuning.WHERE) for name in one.gradients)
     for found in parity.train_each(world, flags, base=base):
@@ -210,7 +211,7 @@ def test_gradients_of_one_device(settings, world, kind, flags):
 
 def test_gradients_of_llama_and_experts(settings):
     for base in (parity.LLAMA, parity.LLAMA | dict(num_experts=4)):
-        base = base | dict(prompts=settings["mlp"], dropout=0.0, micro_batch_size=2)
+        base = base | dict(prompt_config=settings["mlp"], dropout=0.0, micro_batch_size=2)
         flags = [dict(tp=2, sequence_parallel=True)] + ([dict(ep=2)] if "num_experts" in base else [dict(pp=2)])
         for found in parity.train_each(2, flags, base=base):
             parity.same(found, parity.train(base=base))
@@ -231,16 +232,16 @@ def a_table_for_all_tasks():
 @pytest.mark.parametrize("mutate, kind, flags", [
     (no_sum_of_slices, "mlp", dict(tp=2, sequence_parallel=True)), (no_sum_of_encoder_parts, "tpmlp", dict(tp=2)), (a_table_for_all_tasks, "table", dict())], ids=str)
 def test_the_gate_sees(settings, mutate, kind, flags):
-    base = parity.SMALL | dict(prompts=settings[kind], dropout=0.0, micro_batch_size=2)
+    base = parity.SMALL | dict(prompt_config=settings[kind], dropout=0.0, micro_batch_size=2)
     parity.differs(parity.train(2, mutate=mutate, base=base, **flags), parity.train(base=base))
 
 
 def test_only_prompts_have_gradients_and_state(settings):
     """Nothing is kept for what is frozen: 2 tables [5, 32], a gradient and two moments each, in float64."""
-    trainer = train.Trainer(train.Config(**parity.SMALL | dict(prompts=settings["table"], dropout=0.0)), torch.device("cpu"), train.Groups())
+    trainer = train.Trainer(train.Config(**parity.SMALL | dict(prompt_config=settings["table"], dropout=0.0)), torch.device("cpu"), train.Groups())
     trainer.forward_backward(1, parity.Prompted(16, 61, trainer.prompts))
     learned = {n for n, p in trainer.chunks[0].named_parameters() if p.requires_grad}
-    assert learned == {prompt_tuning.WHERE + "tables.a", prompt_tuning.WHERE + "tables.b"}
+    assert learned == {prompt_tuning.WHERE + "tables.task-a", prompt_tuning.WHERE + "tables.task-b"}
     for name, p in trainer.chunks[0].named_parameters():
         assert p.grad is None and (getattr(p, "main_grad", None) is not None) == (name in learned)
     state = trainer.optimizer.tensors()
@@ -332,6 +333,9 @@ def test_fine_tuning_by_the_same_templates(base, tmp_path, capsys):
     """The ceiling of comparisons/prompt_tuning.py: no virtual tokens, and the whole model learns."""
     content = for_base(base, style="fine-tuning") | dict(task_templates=[template(name, (), "{text} is {label}") for name in "ab"])
     assert learn(base, tmp_path / "tuned", content) == 0
+    capsys.readouterr()
+    status, out, err = infer("evaluate", tmp_path / "tuned.json", tmp_path / "tuned", base / "test.jsonl", capsys)
+    assert status == 0 and json.loads(out)["a"]["examples"] == 6
     assert len(checkpoint.read_index(checkpoint.find(tmp_path / "tuned"))["tensors"]) == 3 * len(checkpoint.read_index(checkpoint.find(base))["tensors"])
 
 
@@ -346,6 +350,11 @@ def test_another_model(base, tmp_path, capsys):
     assert status == 2 and "belongs to another model" in err and not out
     status, out, err = infer("generate", base / "test.jsonl", base, base / "test.jsonl", capsys)
     assert status == 2 and "is not a prompt file" in err
+    whole = bytearray((tmp_path / "a" / "prompts.safetensors").read_bytes())
+    whole[-9] ^= 1
+    (tmp_path / "flipped.safetensors").write_bytes(whole)
+    status, out, err = infer("generate", tmp_path / "flipped.safetensors", base, base / "test.jsonl", capsys)
+    assert status == 2 and "not what was written" in err
     (tmp_path / "z.jsonl").write_text('{"taskname": "z", "text": "x"}\n')
     status, out, err = infer("generate", tmp_path / "a" / "prompts.safetensors", base, tmp_path / "z.jsonl", capsys)
     assert status == 2 and "z.jsonl, line 1: taskname 'z' is none of the tasks here, ['a', 'b']" in err
@@ -356,9 +365,30 @@ def test_another_model(base, tmp_path, capsys):
     assert learn(base, tmp_path / "b", content) == 2 and "another template" in capsys.readouterr().err
 
 
+def test_names_and_lengths(base, tmp_path, capsys):
+    """Tasks named like attributes of modules; a shorter context for training; lines that are too long, answers in the order of the lines."""
+    content = for_base(base, "a", task_templates=[template("train", truncate_field=None)]) | dict(new_tasks=["train"])
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(dict(taskname="train", text="x" * n, label="y")) + "\n" for n in (3, 40, 5)))
+    content["data"] = dict(train_ds=[str(tmp_path / "train.jsonl")], validation_ds=[str(tmp_path / "test.jsonl")])
+    assert learn(base, tmp_path / "t", content, "--seq-length", "32") == 0
+    assert "train_ds: 2 examples, 1 skipped (longer than 33 tokens)" in capsys.readouterr().out
+    status, out, err = infer("generate", tmp_path / "t" / "prompts.safetensors", base, tmp_path / "test.jsonl", capsys)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and [len(line["text"]) for line in found] == [3, 40, 5] and [line["prediction"] is None for line in found] == [False, True, False] and found[1]["finish"] == "too long"
+    status, out, err = infer("evaluate", tmp_path / "t" / "prompts.safetensors", base, tmp_path / "test.jsonl", capsys)
+    assert json.loads(out)["train"]["examples"] == 3 and json.loads(out)["train"]["too_long"] == 1
+
+
+@pytest.mark.parametrize("argv, words", [([], "train needs --config"), (["--config=nowhere"], "--prompt-config nowhere"), (["--config"], "needs --config FILE")])
+def test_train_needs_a_configuration(argv, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert prompt_tuning.main(["train", *argv]) == 2 and words in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("change, words", [
-    (dict(new_tasks=["z"]), "--prompts"), (dict(data=dict(train_ds=["nowhere"], validation_ds=["nowhere"])), "nowhere: cannot be read"), (dict(data=dict(train_ds=["nowhere"])), "validation_ds is empty"),
-    (dict(language_model_path="nowhere"), "nowhere: no such folder"), (dict(language_model_path=None), "for which model? --load")])
+    (dict(new_tasks=["z"]), "--prompt-config"), (dict(data=dict(train_ds=["nowhere"], validation_ds=["nowhere"])), "nowhere: cannot be read"), (dict(data=dict(train_ds=["nowhere"])), "validation_ds is empty"),
+    (dict(language_model_path="nowhere"), "nowhere: no such folder"), (dict(language_model_path=None), "for which model? --load"), (dict(virtual_prompt_style="inference"), "learns nothing")])
 def test_runs_that_cannot_be(base, tmp_path, capsys, change, words):
     assert learn(base, tmp_path / "x", for_base(base) | change) == 2
     assert words in capsys.readouterr().err
