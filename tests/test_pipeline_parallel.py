@@ -173,23 +173,17 @@ def evaluation(rank, world, flags):
     config = train.Config(**SMALL | dict(num_layers=4, dropout=0.0) | flags)
     groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
     t = train.Trainer(config, torch.device("cpu"), groups)
-    loss = t.evaluate(Synthetic(16, 61), 7)                      # 7 sequences: some ranks have less to do than others
-    for chunk in t.chunks:
-        chunk.eval()
-    with torch.no_grad():
-        return loss, t.model(torch.arange(16)[None])
+    return t.evaluate(Synthetic(16, 61), 7)                      # 7 sequences: some ranks have less to do than others
 
 
 @pytest.mark.parametrize("model", [{}, dict(num_experts=4)], ids=["dense", "experts"])
-def test_evaluation_and_logits(model):
+def test_evaluation(model):
     """Also where ranks exchange parameters or tokens while they evaluate."""
-    (loss, logits), = ranks.run(evaluation, 1, 1, model)
+    loss, = ranks.run(evaluation, 1, 1, model)
     across = dict(ep=2) if model else dict(zero_stage=3)
     for world, flags in ((2, dict(pp=2)), (4, dict(pp=2, virtual_stages=2, micro_batch_size=2) | across), (4, dict(pp=2, tp=2, sequence_parallel=True, schedule="zb-h1"))):
         flags |= model
-        for same_loss, same_logits in ranks.run(evaluation, world, world, flags):
-            assert abs(same_loss - loss) < 1e-12
-            torch.testing.assert_close(same_logits, logits, rtol=1e-10, atol=1e-10)
+        assert all(abs(same - loss) < 1e-12 for same in ranks.run(evaluation, world, world, flags))
 
 
 def test_lesson(capsys):

@@ -407,5 +407,5 @@ def test_layouts_learn_and_answer_alike(base, tmp_path, capsys):
     assert all((one[task] - two[task]).abs().max() < 1e-4 * one[task].abs().max() for task in one)
     capsys.readouterr()
     expected = infer("generate", tmp_path / "one" / "prompts.safetensors", base, base / "test.jsonl", capsys)[1]
-    found = run("generate", "--prompts", tmp_path / "one" / "prompts.safetensors", "--checkpoint", base, "--data", base / "test.jsonl", "--device", "cpu", "--max-tokens", "6", "--tp", "2")
+    found = run("generate", "--prompts", tmp_path / "one" / "prompts.safetensors", "--checkpoint", base, "--data", base / "test.jsonl", "--device", "cpu", "--max-tokens", "6", "--pp", "2")
     assert found.returncode == 0 and found.stdout == expected and len(expected.splitlines()) == 12
