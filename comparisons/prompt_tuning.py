@@ -126,6 +126,7 @@ def draw(results: dict, path: Path) -> None:
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
     for ax, name, label in ((axes[0], "by_tokens", "virtual tokens"), (axes[1], "by_examples", "training examples")):
+        ticks = sorted({int(n) for found in results[name].values() for n in found})
         for style, colour in (("p-tuning", "tab:blue"), ("prompt-tuning", "tab:green")):
             points = sorted((int(n), r) for n, r in results[name].get(style, {}).items())
             if points:
@@ -134,7 +135,7 @@ def draw(results: dict, path: Path) -> None:
         for what, style in (("fine-tuning", "--"), ("untuned", ":")):
             level = results["accuracy"][what]
             ax.axhline(level["median"] if isinstance(level, dict) else level, color="gray", linestyle=style, label={"fine-tuning": "full fine-tuning"}.get(what, what))
-        ax.set(xlabel=label, xscale="log", xticks=[n for n, _ in points], xticklabels=[n for n, _ in points], ylim=(0, 1))
+        ax.set(xlabel=label, xscale="log", xticks=ticks, xticklabels=ticks, ylim=(0, 1))
         ax.minorticks_off()
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("accuracy on unseen files")
