@@ -8,7 +8,7 @@ lines in and out), or answers line by line. generate.py has the technique; promp
     torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 """
 import argparse
-import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -24,44 +24,38 @@ import moe
 import pipeline_parallel
 import sharding
 import tensor_parallel
-from config import ConfigError, as_flags
-from generate import Piece, check, stream
+from config import DTYPES, ConfigError, as_flags
+from generate import Piece, check_options, chunks_of, stream
 from gpt import GPT, GPTConfig
 from packing import pack
-from prompt_data import PromptError
+from prompt_data import PromptError, read_lines
 from sampling import keys_of
 from tokenizer import TokenizerError, make_tokenizer
 from world import Groups, World
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
-def read_config(path: "Path | str") -> GPTConfig:
-    """The shape of the model of a checkpoint, a run or a Hugging Face folder. Raises CheckpointError or HuggingFaceError."""
+def open_model(path: "Path | str"):
+    """(configuration, index, read) of the model of a checkpoint, a run or a Hugging Face folder: of this one read(name) gives a parameter, otherwise it is None. index: of a checkpoint, what
+    it says; of a Hugging Face folder, the same keys. Raises CheckpointError or HuggingFaceError."""
     if huggingface.is_folder(path):
-        return huggingface.open_folder(Path(path))[0]
+        config, read, tokenizer = huggingface.open_folder(Path(path))
+        return config, {"model": dataclasses.asdict(config), "config": {"tokenizer": tokenizer}, "step": 0}, read
     path = checkpoint.find(path)
     index = checkpoint.read_index(path)
     if "model.embedding.tokens.weight" not in index["tensors"]:
         raise checkpoint.CheckpointError(f"{path} holds prompts alone; name the model that they were learned for, and give the prompt file to prompt_tuning.py")
     try:
-        return GPTConfig(**index["model"])
+        return GPTConfig(**index["model"]), index, None
     except (TypeError, ValueError) as e:
         raise checkpoint.CheckpointError(f"{path}/index.json does not describe a model of this project ({e})") from None
 
 
 def load_model(path: "Path | str", device="cpu", dtype: torch.dtype = torch.float32, groups: Groups = Groups(), layer_split: list[int] | None = None):
-    """(model, index) from a checkpoint, the folder of a run (its newest), or a Hugging Face folder, cut as `groups` says: a GPT or, over pipeline stages, a Pipeline. index: of a
-    checkpoint, what it says; of a Hugging Face folder, the same keys. All ranks call this together. Raises CheckpointError, HuggingFaceError, or ValueError for a layout that cannot be."""
-    if huggingface.is_folder(path):
-        config, read, tokenizer = huggingface.open_folder(Path(path))
-        index = {"model": None, "config": {"tokenizer": tokenizer}, "step": 0}
-    else:
-        path = checkpoint.find(path)
-        index, read = checkpoint.read_index(path), None
-        config = read_config(path)
+    """(model, index) from a checkpoint, the folder of a run (its newest), or a Hugging Face folder, cut as `groups` says: a GPT or, over pipeline stages, a Pipeline. index: as
+    in `open_model`. All ranks call this together. Raises CheckpointError, HuggingFaceError, or ValueError for a layout that cannot be."""
+    config, index, read = open_model(path)
     chunks = cut(config, groups, layer_split)
     parameters = {}
     for chunk in chunks:
@@ -72,7 +66,7 @@ def load_model(path: "Path | str", device="cpu", dtype: torch.dtype = torch.floa
         for name, p in parameters.items():
             p.copy_(sharding.cut(read(name), sharding.of(p)))
     else:
-        checkpoint.load(path, {f"model.{name}": p for name, p in parameters.items()})
+        checkpoint.load(checkpoint.find(path), {f"model.{name}": p for name, p in parameters.items()})
     if not groups.pp:
         return chunks[0], index
     return pipeline_parallel.Pipeline(chunks, pipeline_parallel.Channels(groups.pp, groups.nccl)), index
@@ -122,6 +116,7 @@ class Texts:
 
     def __init__(self, tokenizer, prompts: list[list[int]], stop: list[str] = ()):
         self.tokenizer, self.prompts, self.stop = tokenizer, prompts, list(stop)
+        self.tail = 8 + max((len(s.encode(errors="replace")) for s in stop), default=0)        # of the newest tokens, which have a byte each: a stop string that is just complete lies in them
 
     def text(self, number: int, ids: list[int]) -> str:
         """Of the new ids, up to the first stop string. Decoded with the prompt: a token may be part of a character, or lose its space at the start."""
@@ -131,7 +126,7 @@ class Texts:
         return text[:min(ends)] if ends else text
 
     def stopped(self, number: int, ids: list[int]) -> bool:
-        return bool(self.stop) and any(stop in self.tokenizer.decode(self.prompts[number] + ids)[len(self.tokenizer.decode(self.prompts[number])):] for stop in self.stop)
+        return bool(self.stop) and any(stop in self.tokenizer.decode(ids[-self.tail:]) for stop in self.stop)
 
 
 def show(model, tokenizer, prompt: list[int], stop: list[str], out, **options) -> Clock:
@@ -153,26 +148,15 @@ def show(model, tokenizer, prompt: list[int], stop: list[str], out, **options) -
 def read_prompts(path: str, tokenizer, seq_length: int) -> list[tuple[dict, list[int]]]:
     """(the line, its prompt's ids) of a JSON-lines file, `-` for standard input. Raises PromptError, naming the line."""
     found = []
-    try:
-        with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as f:
-            lines = f.read().split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise PromptError(f"--prompt-file {path}: cannot be read ({e})") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, record in read_lines(path):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            raise PromptError(f"--prompt-file {path}, line {number}: not JSON ({e})") from None
-        if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-            raise PromptError(f'--prompt-file {path}, line {number}: not an object with a "prompt" that is text')
-        if taken := {"text", "tokens", "finish"} & record.keys():
-            raise PromptError(f"--prompt-file {path}, line {number}: {sorted(taken)} would be overwritten by what is generated; give it another name")
-        try:
+            if not isinstance(record.get("prompt"), str):
+                raise PromptError('not an object with a "prompt" that is text')
+            if taken := {"text", "tokens", "finish"} & record.keys():
+                raise PromptError(f"{sorted(taken)} would be overwritten by what is generated; give it another name")
             found.append((record, encode(record["prompt"], tokenizer, seq_length)))
         except PromptError as e:
-            raise PromptError(f"--prompt-file {path}, line {number}: {e}") from None
+            raise PromptError(f"{path}, line {number}: {e}") from None
     if not found:
         raise PromptError(f"--prompt-file {path}: no prompts in it")
     return found
@@ -260,9 +244,9 @@ def check_flags(args, world: World) -> GPTConfig:
         raise ConfigError("--stop '': is in every text; name one that is not empty")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
-    config = read_config(args.checkpoint)
+    config, *_ = open_model(args.checkpoint)
     try:
-        check(config, [], args.max_tokens, args.temperature, args.top_k, args.top_p)
+        check_options(args.max_tokens, args.temperature, args.top_k, args.top_p)
     except ValueError as e:
         raise ConfigError("--" + str(e).replace("_", "-", 1)) from None
     if world.size % (args.tp * args.pp):
@@ -282,9 +266,9 @@ def connect(args, world: World, batch: int, timeout: float = 1800.0):
     world.connect(args.device, args.tp, args.pp, timeout, args.ep)
     precision = args.precision or ("bf16" if world.device.type == "cuda" else "fp32")
     model, index = load_model(args.checkpoint, world.device, DTYPES[precision], world.groups, args.layer_split)
-    for chunk in getattr(model, "chunks", [model]):
+    for chunk in chunks_of(model):
         pack(chunk, batch)
-    tokenizer, config = find_tokenizer(args.checkpoint, index, args.tokenizer), read_config(args.checkpoint)
+    tokenizer, config = find_tokenizer(args.checkpoint, index, args.tokenizer), chunks_of(model)[0].config
     if tokenizer.vocab_size > config.vocab_size:
         raise TokenizerError(f"--tokenizer {args.tokenizer or tokenizer.name}: its ids go up to {tokenizer.vocab_size - 1}, and the model knows {config.vocab_size}; name the one that it was trained with")
     return model, tokenizer, world.groups.dp if args.ep > 1 else None

@@ -25,6 +25,9 @@ import tensor_parallel
 from gpt import EXPERT_FIELDS, GPTConfig, PRESETS, divisors
 
 
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run: the flag, its value, the rule and what would fit."""
 
@@ -173,16 +176,19 @@ class Config:
             raise ConfigError(f"--global-batch-size {self.global_batch_size}: makes {share // micro} micro-batches for each pipeline, and interleaved needs "
                               f"a multiple of --pp {self.pp}; {f'{low} or ' if low else ''}{low + group} would fit")
         if self.prompt_config:
-            if prompt_data.PromptConfig.read(self.prompt_config).virtual_prompt_style == "inference":
-                raise ConfigError(f"--prompt-config {self.prompt_config}: virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and fine-tuning do")
-            if self.data:
-                raise ConfigError(f"--data {' '.join(self.data)}: prompts are learned from what data.train_ds in --prompt-config names")
-            if not self.load:
-                raise ConfigError(f"--prompt-config {self.prompt_config}: for which model? --load CKPT names it")
+            self.validate_prompts()
         if self.optimizer_state == "bf16" and self.precision == "fp16":
             raise ConfigError("--optimizer-state bf16: the upper half of an fp32 master is a bf16 number; --precision bf16 would fit, or --optimizer-state fp32")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
+
+    def validate_prompts(self) -> None:
+        if prompt_data.PromptConfig.read(self.prompt_config).virtual_prompt_style == "inference":
+            raise ConfigError(f"--prompt-config {self.prompt_config}: virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and fine-tuning do")
+        if self.data:
+            raise ConfigError(f"--data {' '.join(self.data)}: prompts are learned from what data.train_ds in --prompt-config names")
+        if not self.load:
+            raise ConfigError(f"--prompt-config {self.prompt_config}: for which model? --load CKPT names it")
 
 
 MODEL_FLAGS = {f.name for f in dataclasses.fields(GPTConfig)} & {f.name for f in dataclasses.fields(Config)}

@@ -6,8 +6,7 @@
     decode     x             each step runs the newest token of each row alone:    column j of a row is position j of its context
                y             it attends to the columns up to its own
 
-Without the cache, token n costs a forward pass over all n; with it, over one. Rows stand at the left: a shorter prompt has free columns at
-its end, nobody looks at a column beyond their own position, and so a token's position is the one that it had in training.
+Without the cache (kv_cache.py), token n costs a forward pass over all n; with it, over one. Rows stand at the left, so a token's position is the one that it had in training.
 
 Tokens are drawn by sampling.py, with random numbers that depend on (seed, prompt, position) alone: a prompt has the same text in any batch, under any layout, but for what rounding decides
 (nothing in float64, little in float32; in 16 bits texts part after some dozens of tokens).
@@ -24,10 +23,8 @@ Pipeline stages work at once, each on another part of the batch, and what is cho
     python generate.py --checkpoint runs/default --prompt-file prompts.jsonl > answers.jsonl        {"prompt": ".."} a line
     torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 
-What a serving system adds: a cache in pages, so that rows of any length share memory (vLLM, arXiv 2309.06180); new prompts joining a batch that is
-decoding; speculative decoding; quantised weights.
+What a serving system adds: new prompts joining a batch that is decoding; speculative decoding; quantised weights.
 """
-import contextlib
 import itertools
 import sys
 import time
@@ -37,102 +34,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import gpt
 import moe
 import pipeline_parallel
 from gpt import GPT, GPTConfig
+from kv_cache import Cache, Place, caching
 from sampling import DIVERGED, choose, keys_of, uniform
-
-# --- the cache --------------------------------------------------------------------------------------------------------
-
-class Cache:
-    """Keys and values of the tokens so far, of each layer [b, a_kv, columns, d], and where the tokens of the forward that runs belong."""
-
-    def __init__(self, columns: int):
-        self.columns, self.keys, self.values = columns, {}, {}
-        self.positions: Tensor | None = None                             # [b] of the tokens to decode; None: prefill, of the columns from 0 on
-        self.at: int | None = None                                       # the same, where it is one number for all rows
-        self.mask: Tensor | None = None                                  # [b, 1, 1, used] 0 or -inf; None: all of `used` are seen
-        self.used = 0                                                    # columns that anybody looks at
-
-    def attend(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]"""
-        if self.positions is None:
-            for store, x in ((self.keys, k), (self.values, v)) if self.columns else ():
-                if layer not in store:
-                    store[layer] = x.new_zeros(*x.shape[:2], self.columns, x.shape[3])         # zeros: 0 times what was never written is 0
-                store[layer][:, :, :x.shape[2]] = x
-            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-            return context.transpose(1, 2).flatten(2)
-        keys, values = self.keys[layer], self.values[layer]
-        for store, x in ((keys, k), (values, v)):
-            if self.at is not None:
-                store[:, :, self.at] = x[:, :, 0]
-            else:
-                store[torch.arange(len(x), device=x.device), :, self.positions] = x[:, :, 0]
-        q = q.reshape(*k.shape[:2], -1, k.shape[3])                                            # [b, a_kv, a / a_kv, d]: heads that share a key are rows
-        context = F.scaled_dot_product_attention(q, keys[:, :, :self.used], values[:, :, :self.used], self.mask)
-        return context.flatten(1).unsqueeze(1)                                                 # [b, 1, a d]
-
-    def keep(self, rows: list[int]) -> None:
-        """Only these rows go on."""
-        for store in (self.keys, self.values):
-            for layer, x in store.items():
-                store[layer] = x[rows]
-
-
-@dataclass
-class Place:
-    """Whose cache the modules below read and write."""
-    cache: Cache | None = None
-
-
-class CachedAttention(nn.Module):
-    """Stands where the core attention stood."""
-
-    def __init__(self, layer: str, place: Place):
-        super().__init__()
-        self.layer, self.place = layer, place
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key: None) -> Tensor:
-        return self.place.cache.attend(self.layer, q, k, v)
-
-
-class PositionsOfRows(nn.Module):
-    """x + a vector for each token's position. x: [b, s, h]"""
-
-    def __init__(self, positions: gpt.LearnedPositions, place: Place):
-        super().__init__()
-        self.weight, self.place = positions.weight, place
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = self.place.cache.positions
-        return x + (self.weight[:x.shape[1]] if at is None else self.weight[at].unsqueeze(1))
-
-
-@contextlib.contextmanager
-def caching(chunks: list[GPT], place: Place):
-    """Meanwhile these chunks evaluate, and their attention goes through the cache."""
-    replaced, training = [], [chunk.training for chunk in chunks]
-    for chunk in chunks:
-        chunk.eval()
-        if chunk.embedding is not None and chunk.embedding.positions is not None:
-            replaced.append((chunk.embedding, "positions", chunk.embedding.positions, PositionsOfRows(chunk.embedding.positions, place)))
-        for layer, block in chunk.blocks.items():
-            replaced.append((block.attention, "core", block.attention.core, CachedAttention(layer, place)))
-    try:
-        for module, name, _, new in replaced:
-            setattr(module, name, new)
-        yield
-    finally:
-        for module, name, old, _ in replaced:
-            setattr(module, name, old)
-        for chunk, before in zip(chunks, training):
-            chunk.train(before)
-
 
 # --- a batch on its way -----------------------------------------------------------------------------------------------
 
@@ -316,6 +225,79 @@ def most_of(number: int, group: dist.ProcessGroup | None, device) -> int:
     return int(x)
 
 
+class Decoder:
+    """Parts of a batch on their way through this rank's chunks, as many parts as there are stages."""
+
+    def __init__(self, runner: Runner, ring: Ring | None, batches: list[Batch], sampling: tuple[float, int, float], together: dist.ProcessGroup | None):
+        """sampling: temperature, top_k, top_p. together: as in `stream`."""
+        self.runner, self.ring, self.batches, self.sampling, self.together = runner, ring, batches, sampling, together
+        self.p, self.rank = (ring.p, ring.rank) if ring else (1, 0)
+        self.last = self.rank == self.p - 1
+        self.chosen: dict[int, Tensor] = {}                              # part -> its newest tokens [b], on the last rank
+        self.inputs: dict[int, Tensor] = {}                              # part -> what goes into this step
+
+    def steps(self, eot: int | None, stopped):
+        """Until all rows are finished."""
+        going = list(range(len(self.batches)))
+        for step in itertools.count():
+            for n in list(going):
+                pieces, goes_on = self.advance(n, eot, stopped) if step else ([], True)
+                if pieces:
+                    yield pieces
+                if goes_on:
+                    self.inputs[n] = self.batches[n].arrange()
+                    self.run(0, n)
+                else:
+                    going.remove(n)
+            for c in range(1, len(self.runner.chunks)):
+                for n in going:
+                    self.run(c, n)
+            if not going:
+                break
+        if self.ring:
+            self.ring.finish()
+
+    def run(self, c: int, n: int) -> None:
+        """Part n through chunk c, from the rank before to the rank after."""
+        runner, batch, x = self.runner, self.batches[n], None
+        if not self.rank == c == 0:
+            x = self.ring.receive(torch.empty(*self.inputs[n].shape, runner.config.hidden_size, dtype=runner.dtype, device=runner.device))
+        y = runner.forward(c, batch, self.inputs[n], x)
+        if self.last and c == len(runner.chunks) - 1:
+            y = self.chosen[n] = self.choose(batch, y)
+        if self.ring:
+            self.ring.send(y)
+
+    def choose(self, batch: Batch, logits: Tensor) -> Tensor:
+        """logits: [b, V] -> tokens [b]"""
+        keys, at = (torch.tensor(x, device=logits.device) for x in ([row.key for row in batch.rows], [len(row.ids) for row in batch.rows]))
+        return choose(logits, uniform(keys.int(), at) if self.sampling[0] else keys, *self.sampling)       # the likeliest needs no random number
+
+    def arrived(self, n: int) -> list[int]:
+        """The tokens that part n was given, from the last rank round to all."""
+        if self.last:
+            return self.chosen.pop(n).tolist()
+        tokens = self.ring.receive(torch.empty(len(self.batches[n].rows), dtype=torch.long, device=self.runner.device))
+        if self.rank < self.p - 2:
+            self.ring.send(tokens)
+        return tokens.tolist()
+
+    def advance(self, n: int, eot: int | None, stopped) -> tuple[list[Piece], bool]:
+        """(what part n was given, whether any rank goes on with it)"""
+        tokens = self.arrived(n)
+        diverged = DIVERGED in tokens
+        pieces = [] if diverged else self.batches[n].advance(tokens, eot, stopped)
+        state = most_of(2 if diverged else int(self.batches[n].live), self.together, self.runner.device)
+        if state == 2:
+            raise FloatingPointError("the model's logits are not finite")
+        return pieces, bool(state)
+
+
+def chunks_of(model: "GPT | pipeline_parallel.Pipeline") -> list[GPT]:
+    """A whole model is a chunk too."""
+    return [model] if isinstance(model, GPT) else model.chunks
+
+
 def stream(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]], max_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
            seed: int = 0, eot: int | None = None, stopped=None, cached: bool = True, together: dist.ProcessGroup | None = None, keys: list[int] | None = None):
     """Yield, after each step, the `Piece`s of a part of the batch, on every rank that holds a part of the model; all of these call it with the same arguments.
@@ -325,75 +307,20 @@ def stream(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]], 
     whose forward passes are collectives of all of them: experts spread over them, or parameters (ZeRO stage 3). keys: of the random numbers of each prompt,
     where the prompts are some of many; otherwise `keys_of(prompts, seed)`.
     Raises ValueError for a prompt or option that cannot be; FloatingPointError for a model that has diverged."""
-    chunks, ring = ([model], None) if isinstance(model, GPT) else (model.chunks, Ring(model.channels))
-    config = chunks[0].config
-    check(config, prompts, max_tokens, temperature, top_k, top_p)
+    chunks, ring = chunks_of(model), None if isinstance(model, GPT) else Ring(model.channels)
+    check(chunks[0], prompts, max_tokens, temperature, top_k, top_p)
     if keys is not None and len(keys) != len(prompts):
         raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: one for each")
-    if not ring and not hasattr(model.embedding.tokens, "prompts") and (largest := max((max(prompt) for prompt in prompts), default=0)) >= config.vocab_size:
-        raise ValueError(f"token {largest} is none of the model's {config.vocab_size}")
     place = Place()
     runner = Runner(chunks, place)
-    device, p, rank, v = runner.device, *((ring.p, ring.rank) if ring else (1, 0)), len(chunks)
     rows = [Row(n, list(prompt), key) for n, (prompt, key) in enumerate(zip(prompts, keys_of(prompts, seed) if keys is None else keys))]
-    parts = min(p, most_of(len(rows), together, device))
+    parts = min(ring.p if ring else 1, most_of(len(rows), together, runner.device))
     if not parts or not max_tokens:
         return
     rows += [Row(-1, [0], 0, "length") for _ in range(parts - len(rows))]                      # a rank without prompts goes along
-    batches = [Batch(rows[n::parts], config, max_tokens, cached, device, runner.capture) for n in range(parts)]
-    chosen, inputs = {}, {}                                              # batch -> tokens [b] on the last rank; batch -> what goes into this step
-
-    def choose_next(batch: Batch, logits: Tensor) -> Tensor:
-        keys, at = (torch.tensor(x, device=device) for x in ([row.key for row in batch.rows], [len(row.ids) for row in batch.rows]))
-        return choose(logits, uniform(keys.int(), at) if temperature else keys, temperature, top_k, top_p)
-
-    def arrived(n: int) -> list[int]:
-        """The tokens that a batch was given, from the last rank round to all."""
-        if rank == p - 1:
-            return chosen.pop(n).tolist()
-        tokens = ring.receive(torch.empty(len(batches[n].rows), dtype=torch.long, device=device))
-        if rank < p - 2:
-            ring.send(tokens)
-        return tokens.tolist()
-
-    def advance(n: int) -> tuple[list[Piece], bool]:
-        """(what a batch was given, whether any rank goes on with it)"""
-        tokens = arrived(n)
-        diverged = DIVERGED in tokens
-        pieces = [] if diverged else batches[n].advance(tokens, eot, stopped)
-        state = most_of(2 if diverged else int(batches[n].live), together, device)
-        if state == 2:
-            raise FloatingPointError("the model's logits are not finite")
-        return pieces, bool(state)
-
-    def run(c: int, n: int) -> None:
-        """A batch through a chunk, from the rank before to the rank after."""
-        x = None if rank == c == 0 else ring.receive(torch.empty(*inputs[n].shape, config.hidden_size, dtype=runner.dtype, device=device))
-        y = runner.forward(c, batches[n], inputs[n], x)
-        if rank == p - 1 and c == v - 1:
-            y = chosen[n] = choose_next(batches[n], y)
-        if ring:
-            ring.send(y)
-
+    batches = [Batch(rows[n::parts], runner.config, max_tokens, cached, runner.device, runner.capture) for n in range(parts)]
     with caching(chunks, place):
-        going = list(range(parts))
-        for step in itertools.count():
-            for n in list(going):
-                pieces, goes_on = advance(n) if step else ([], True)
-                if pieces:
-                    yield pieces
-                if not goes_on:
-                    going.remove(n)
-                    continue
-                inputs[n] = batches[n].arrange()
-                run(0, n)
-            for c in range(1, v):
-                for n in going:
-                    run(c, n)
-            if not going:
-                break
-        if ring:
-            ring.finish()
+        yield from Decoder(runner, ring, batches, (temperature, top_k, top_p), together).steps(eot, stopped)
 
 
 def generate(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
@@ -405,19 +332,26 @@ def generate(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]]
     return ids
 
 
-def check(config: GPTConfig, prompts: list[list[int]], max_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+def check(model: GPT, prompts: list[list[int]], max_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+    """model: or a chunk of one. Raises ValueError, naming what to change."""
+    check_options(max_tokens, temperature, top_k, top_p)
+    known = model.config.vocab_size + getattr(model, "virtual_tokens", 0)                      # prompt_tuning.attach
+    for n, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {n} is empty: a model continues at least one token, for a new text the end-of-text token")
+        if len(prompt) > model.config.seq_length:
+            raise ValueError(f"prompt {n} has {len(prompt)} tokens, and the model's context holds {model.config.seq_length}: cut it")
+        wrong = [i for i in (min(prompt), max(prompt)) if not 0 <= i < known]
+        if wrong:
+            raise ValueError(f"prompt {n} has token {wrong[0]}, and the model knows 0 to {known - 1}")
+
+
+def check_options(max_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
     """Raises ValueError, naming what to change."""
     for name, value, fits, rule in (("temperature", temperature, temperature == 0 or 0.001 <= temperature < float("inf"), "0, or at least 0.001 and finite"), ("top_k", top_k, top_k >= 0, "at least 0"),
                                     ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"), ("max_tokens", max_tokens, max_tokens >= 0, "at least 0")):
         if not fits:
             raise ValueError(f"{name} {value}: must be {rule}")
-    for n, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {n} is empty: a model continues at least one token, for a new text the end-of-text token")
-        if min(prompt) < 0:
-            raise ValueError(f"prompt {n} has token {min(prompt)}: ids begin at 0")
-        if len(prompt) > config.seq_length:
-            raise ValueError(f"prompt {n} has {len(prompt)} tokens, and the model's context holds {config.seq_length}: cut it")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

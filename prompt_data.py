@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import sys
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,10 +51,9 @@ class Template:
     def __post_init__(self):
         def wrong(problem):
             raise PromptError(f"task_templates, {self.taskname!r}: {problem}")
-        for name, kinds in (("taskname", str), ("prompt_template", str), ("total_virtual_tokens", int), ("virtual_token_splits", list),
-                            ("truncate_field", str | None), ("answer_only_loss", bool), ("answer_field", str | None)):
-            if not isinstance(getattr(self, name), kinds):
-                wrong(f"{name} {getattr(self, name)!r} is not {getattr(kinds, '__name__', 'text or null')}")
+        for f in dataclasses.fields(self):
+            if f.init and not fits(getattr(self, f.name), f.type):
+                wrong(f"{f.name} {getattr(self, f.name)!r} is not {kind_name(f.type)}")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", self.taskname):
             wrong("the name of a task is made of letters, digits, _ and -, and does not begin with one of the last two")
         if any("\ud800" <= c <= "\udfff" for c in self.prompt_template):
@@ -63,7 +63,7 @@ class Template:
         splits = self.virtual_token_splits
         if sorted(markers) != list(range(len(splits))):
             wrong(f"the markers <|VIRTUAL_PROMPT_i|> have the numbers {markers}, and virtual_token_splits {splits} asks for {list(range(len(splits)))}, each once")
-        if not all(fits(n, int) and 1 <= n < 2**16 for n in splits) or sum(splits) != self.total_virtual_tokens:
+        if not all(1 <= n < 2**16 for n in splits) or sum(splits) != self.total_virtual_tokens:
             wrong(f"virtual_token_splits {splits} must be numbers from 1 on, and below 65536, that add up to total_virtual_tokens {self.total_virtual_tokens}, not to {sum(splits)}")
         for name in ("truncate_field", "answer_field"):
             if getattr(self, name) is not None and getattr(self, name) not in self.fields:
@@ -115,7 +115,7 @@ class Template:
             parts, cut = [(name, ids[:kept[name]] if name in kept else ids) for name, ids in parts], True
         ids = [i for _, part in parts for i in part]
         behind = sum(len(part) for name, part in parts if name in (self.answer_field, "end of text"))
-        return Example(self.taskname, ids, len(ids) - behind if self.answer_only_loss else 0, cut, str(record.get(self.answer_field, "")))
+        return Example(self.taskname, ids, len(ids) - behind if self.answer_only_loss else 0, cut)
 
 
 class Example(NamedTuple):
@@ -123,7 +123,6 @@ class Example(NamedTuple):
     ids: list[int]               # text and virtual tokens
     loss_from: int               # tokens from here on count as labels, if they are text
     truncated: bool
-    answer: str
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -252,8 +251,12 @@ def make(kind, content, where: str):
         raise PromptError(f"{where} " + (f"has {unknown}, which means nothing here; it may have {list(names)}" if unknown else f"lacks {missing}"))
     for name, value in content.items():
         if not fits(value, names[name].type):
-            raise PromptError(f"{where}: {name} {value!r} is not {getattr(names[name].type, '__name__', names[name].type) if not typing.get_args(names[name].type) else names[name].type}")
+            raise PromptError(f"{where}: {name} {value!r} is not {kind_name(names[name].type)}")
     return kind(**content)
+
+
+def kind_name(kind) -> str:
+    return str(kind) if typing.get_args(kind) else kind.__name__
 
 
 def fits(value, kind) -> bool:
@@ -270,28 +273,27 @@ def fits(value, kind) -> bool:
 
 # --- lines ------------------------------------------------------------------------------------------------------------
 
-def read_lines(paths: list[str]):
-    """(path, line number, object) of JSON-lines files. Raises PromptError, naming the line."""
-    for path in paths:
-        try:
-            lines = Path(path).read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as e:
-            raise PromptError(f"{path}: cannot be read ({e})") from None
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError) as e:
-                    raise PromptError(f"{path}, line {number}: not JSON ({e})") from None
-                if not isinstance(record, dict):
-                    raise PromptError(f"{path}, line {number}: not an object")
-                yield path, number, record
+def read_lines(path: str):
+    """(line number, object) of a JSON-lines file, `-` for standard input. Raises PromptError, naming the line."""
+    try:
+        lines = (sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")).split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise PromptError(f"{path}: cannot be read ({e})") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                raise PromptError(f"{path}, line {number}: not JSON ({e})") from None
+            if not isinstance(record, dict):
+                raise PromptError(f"{path}, line {number}: not an object")
+            yield number, record
 
 
 def read_examples(paths: list[str], templates: dict[str, Template], first_virtual: dict[str, int], tokenizer, limit: int, answer: bool = True) -> tuple[list, list[dict], str]:
     """(examples, None where one is too long; the records of all lines; what was truncated or skipped, as a sentence) of JSON-lines files. templates, first_virtual: of the tasks that may come. Raises PromptError."""
     examples, records = [], []
-    for path, number, record in read_lines(paths):
+    for path, number, record in ((path, *entry) for path in paths for entry in read_lines(path)):
         task = record.get("taskname")
         if task not in templates:
             raise PromptError(f"{path}, line {number}: taskname {task!r} is none of the tasks here, {sorted(templates)}")

@@ -21,8 +21,6 @@ sequence parallelism each rank sees a slice of the tokens, so the table goes thr
 
 The configuration has NeMo's names (`PromptConfig`). NeMo adds the same for T5, and an encoder's state to go on from; here a task that has been learned is a table.
 """
-import dataclasses
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -30,16 +28,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import checkpoint
 import gpt
-import huggingface
 import sharding
 import tensor_parallel
 from prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template, read_examples
+from prompt_file import fingerprint, load, read_base
 from sharding import Cut
 
 WHERE = "embedding.tokens.prompts."                                      # global names of prompt parameters begin so
@@ -141,6 +136,7 @@ class PromptedEmbedding(nn.Module):
 def attach(model: gpt.GPT, config: PromptConfig, group: dist.ProcessGroup | None = None) -> VirtualPrompts | None:
     """Give a model, or the chunk of a pipeline that has the embedding, the prompts of config's tasks; ids from vocab_size on are theirs. After tensor and sequence
     parallelism over `group`; on the device of the model, which may be meta. Freeze the model first: `requires_grad_(False)`. Raises PromptError."""
+    model.virtual_tokens = sum(config.templates[task].total_virtual_tokens for task in config.tasks)       # known on every stage
     if model.embedding is None:
         return None
     with model.embedding.tokens.weight.device:
@@ -219,59 +215,6 @@ def tables(config: PromptConfig, h: int, values: dict[str, Tensor]) -> dict[str,
     return {task: prompts.table(task).clone() for task in config.new_tasks}
 
 
-def read_base(path: "str | Path", names: list[str]) -> dict[str, Tensor]:
-    """Some whole parameters of a checkpoint or a Hugging Face folder, float32. All ranks call this together."""
-    if huggingface.is_folder(path):
-        _, read, _ = huggingface.open_folder(Path(path))
-        return {name: read(name) for name in names}
-    shapes = checkpoint.read_index(checkpoint.find(path))["tensors"]
-    found = {f"model.{name}": torch.zeros(shapes[f"model.{name}"][1]) for name in names}
-    checkpoint.read(checkpoint.find(path), found)
-    return {name.removeprefix("model."): t for name, t in found.items()}
-
-
-def fingerprint(path: "str | Path", config: gpt.GPTConfig) -> str:
-    """Which model this is: a hash of its shape, its embedding and its norms, in whatever layout it was saved. All ranks call this together."""
-    free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"} | ({"seq_length"} if config.llama else set())           # as Trainer.shape
-    digest = hashlib.sha256(json.dumps({k: v for k, v in dataclasses.asdict(config).items() if k not in free}, sort_keys=True).encode())
-    names = ["embedding.tokens.weight"] + [f"blocks.{layer}.{name}.weight" for layer in range(config.num_layers) for name in ("attention_norm", "mlp_norm")] + ["head.norm.weight"]
-    for name, weight in read_base(path, names).items():
-        digest.update(name.encode() + weight.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def digest(found: dict[str, Tensor]) -> str:
-    return hashlib.sha256(b"".join(task.encode() + t.contiguous().numpy().tobytes() for task, t in sorted(found.items()))).hexdigest()
-
-
-def save(path: "str | Path", config: PromptConfig, found: dict[str, Tensor], model: str) -> None:
-    """Write a prompt file: the table of each task, their templates, and the fingerprint of the model that they belong to."""
-    described = {"templates": [{f.name: getattr(config.templates[task], f.name) for f in dataclasses.fields(Template) if f.init} for task in found], "model": model,
-                 "sha256": digest(found)}
-    temporary = Path(path).with_suffix(".tmp")
-    save_file({task: t.contiguous() for task, t in found.items()}, temporary, {"prompts": json.dumps(described)})
-    temporary.replace(path)
-
-
-def load(path: "str | Path", model: str | None = None) -> tuple[PromptConfig, dict[str, Tensor]]:
-    """(a configuration for inference, the tables) of a prompt file. model: the fingerprint of the model to be used with it. Raises PromptError for another model's."""
-    try:
-        with safe_open(path, "pt") as f:
-            described = json.loads((f.metadata() or {})["prompts"])
-            found = {task: f.get_tensor(task) for task in f.keys()}
-        config = PromptConfig.of({"task_templates": described["templates"], "virtual_prompt_style": "inference", "new_tasks": [t["taskname"] for t in described["templates"]]})
-        if set(found) != set(config.tasks) or any(found[t].dim() != 2 or len(found[t]) != config.templates[t].total_virtual_tokens for t in config.tasks):
-            raise PromptError("its tables and its templates do not fit")
-        belongs = described["model"]
-        if described["sha256"] != digest(found):
-            raise PromptError("its tables are not what was written")
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as e:
-        raise PromptError(f"{path} is not a prompt file, or damaged ({type(e).__name__}: {e})") from None
-    if model is not None and model != belongs:
-        raise PromptError(f"{path} belongs to another model: its prompts were learned for {belongs}, and this one is {model}")
-    return config, {task: found[task] for task in config.tasks}
-
-
 def attach_tables(model: gpt.GPT, config: PromptConfig, found: dict[str, Tensor]) -> dict[str, int]:
     """Give a model the tables of a prompt file, for inference. Returns each task's first virtual id. Raises PromptError."""
     prompts = attach(model, config)
@@ -288,7 +231,9 @@ def attach_tables(model: gpt.GPT, config: PromptConfig, found: dict[str, Tensor]
 def answers(world, model, config: PromptConfig, found: dict[str, Tensor], tokenizer, args, together) -> list[tuple[dict, str | None, str]]:
     """(record, generated answer, why it ended) of each line of --data, in order, on rank 0; of what is too long, no answer. Raises PromptError."""
     import completions
-    chunks, shape = getattr(model, "chunks", [model]), getattr(model, "config", None) or model.chunks[0].config
+    import generate
+    chunks = generate.chunks_of(model)
+    shape = chunks[0].config
     ids = [attach_tables(chunk, config, found) for chunk in chunks][0] if found else dict.fromkeys(config.tasks, shape.vocab_size)
     room = max(1, shape.seq_length + 1 - args.max_tokens)                # so that the answer fits behind
     examples, records, told = completions.on_rank_0(world, lambda: read_examples(args.data, config.templates, ids, tokenizer, room, answer=False))

@@ -35,13 +35,14 @@ import fsdp
 import generate
 import moe
 import pipeline_parallel
+import prompt_file
 import prompt_tuning
 import recompute
 import schedules
 import sequence_parallel
 import sharding
 import tensor_parallel
-from config import Config, ConfigError, parse
+from config import DTYPES, Config, ConfigError, parse
 from gpt import GPT, dropout_key, flops_per_token, num_parameters
 from metrics import Metrics, duration, peak_memory, plot_loss, progress
 from prompt_data import PromptConfig, PromptError
@@ -49,7 +50,6 @@ from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype
 from tokenizer import FileTokenizer, TokenizerError, make_tokenizer
 from world import Groups, World
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EVAL_SEQUENCES = 64              # of held-out text, the first of them, at every evaluation
 
 
@@ -230,7 +230,7 @@ class Trainer:
         """The model that prompts are learned for, and the prompts' first values. Raises CheckpointError or PromptError."""
         frozen = {f"model.{name}": p for name, p in sharding.named_parameters(*self.chunks) if not p.requires_grad and not name.startswith(prompt_tuning.WHERE)}
         checkpoint.load(path, frozen, self.shape(weights_only=False))
-        self.identity = prompt_tuning.fingerprint(path, self.model_config)
+        self.identity = prompt_file.fingerprint(path, self.model_config)
         values, tensors = prompt_tuning.first_values(self.prompts, path, self.model_config, self.config.seed, tokenizer, self.identity), self.optimizer.tensors()
         for name, p in sharding.named_parameters(*self.chunks):
             if name.startswith(prompt_tuning.WHERE):
@@ -243,7 +243,7 @@ class Trainer:
         values = {name.removeprefix(f"model.{prompt_tuning.WHERE}"): sharding.gather(t, sharding.of(t)) for name, t in self.optimizer.tensors().items() if name.startswith("model.")}
         if values and (not dist.is_initialized() or dist.get_rank() == 0):
             found = prompt_tuning.restored(self.prompts, self.identity) | prompt_tuning.tables(self.prompts, self.model_config.hidden_size, values)
-            prompt_tuning.save(path, self.prompts, {task: found[task] for task in self.prompts.tasks}, self.identity)
+            prompt_file.save(path, self.prompts, {task: found[task] for task in self.prompts.tasks}, self.identity)
 
     @torch.no_grad()
     def set(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -280,7 +280,7 @@ def check_out(config: Config, world: World) -> Path:
 def open_tokenizer(config: Config):
     """Raises ConfigError or TokenizerError."""
     shape, name = config.model_config(), config.tokenizer
-    if config.prompt_config and name == "bytes":                               # the one that the model was trained with
+    if config.prompt_config and name == "bytes":                         # the one that the model was trained with
         name = checkpoint.tokenizer_of(checkpoint.find(config.load))
     tokenizer = make_tokenizer(name)
     if tokenizer.vocab_size > shape.vocab_size:
@@ -397,6 +397,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
 def run(config: Config, world: World) -> None:
     """One training run on this rank."""
     tokenizer = open_tokenizer(config)
+    config.tokenizer = tokenizer.name                                    # of prompts, that of their model
     world.connect(config.device, config.tp, config.pp, config.timeout, config.ep)
     train_set, held_out = open_data(config, world, tokenizer)
     try:
@@ -411,7 +412,7 @@ def run(config: Config, world: World) -> None:
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
         if isinstance(tokenizer, FileTokenizer) and not (out / "tokenizer.json").exists():
-            shutil.copyfile(config.tokenizer, out / "tokenizer.json")    # generate.py finds it there
+            shutil.copyfile(tokenizer.name, out / "tokenizer.json")    # generate.py finds it there
         metrics = Metrics(out / "metrics.jsonl", start)
     told = ("tp", "pp", "ep", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "zero_stage", "reduce_dtype", "recompute", "recompute_layers", "optimizer_state")
     layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in told if getattr(config, name) != getattr(Config(), name))

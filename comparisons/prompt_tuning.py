@@ -26,6 +26,7 @@ import completions
 import data
 import generate
 import prompt_data
+import prompt_file
 import prompt_tuning
 import report
 import train
@@ -94,7 +95,7 @@ def learn(folder: Path, base: str, style: str, seed: int, tokens: int, lines: li
     if style == "fine-tuning":
         config, first, learned = prompt_data.PromptConfig.read(settings), model.config.vocab_size, train.num_parameters(model)
     else:
-        config, tables = prompt_tuning.load(out / "prompts.safetensors", prompt_tuning.fingerprint(base, model.config))
+        config, tables = prompt_file.load(out / "prompts.safetensors", prompt_file.fingerprint(base, model.config))
         first = prompt_tuning.attach_tables(model, config, tables)["language"]
         values = prompt_tuning.initial_values(prompt_data.PromptConfig.read(settings), model.config.hidden_size, 0, tokenizer, torch.zeros(model.config.vocab_size, model.config.hidden_size))
         learned = sum(x.numel() for x in values.values())

@@ -12,8 +12,10 @@ import torch.distributed as dist
 import checkpoint
 import completions
 import generate
+import kv_cache
 import packing
 import ranks
+import sampling
 import sequence_parallel
 import train
 from sampling import DIVERGED, choose, keys_of, uniform
@@ -121,10 +123,10 @@ def test_the_plain_model_sees(breakage, monkeypatch):
     prompts = ragged(97)
     expected = naive(model.eval(), prompts, 12, **SAMPLED)
     if breakage == "positions":                                          # rows that are as far as the longest
-        monkeypatch.setattr(generate.PositionsOfRows, "forward", lambda self, x: x + self.weight[:x.shape[1]])
+        monkeypatch.setattr(kv_cache.PositionsOfRows, "forward", lambda self, x: x + self.weight[:x.shape[1]])
     elif breakage == "mask":
-        original = generate.Cache.attend
-        monkeypatch.setattr(generate.Cache, "attend", lambda self, *args: (setattr(self, "mask", None), original(self, *args))[1])
+        original = kv_cache.Cache.attend
+        monkeypatch.setattr(kv_cache.Cache, "attend", lambda self, *args: (setattr(self, "mask", None), original(self, *args))[1])
     elif breakage == "rows":                                             # the new key goes to one column for all
         arrange = generate.Batch.arrange
 
@@ -278,7 +280,7 @@ def test_from_a_model_in_training(flags):
 @pytest.mark.parametrize("prompts, options, words", [
     ([[1], []], {}, "prompt 1 is empty"), ([[1] * 33], {}, "prompt 0 has 33 tokens, and the model's context holds 32"), ([[1]], dict(temperature=-1), "temperature -1: must be 0, or at least 0.001"),
     ([[1]], dict(temperature=math.inf), "finite"), ([[1]], dict(top_p=0), "top_p 0: must be above 0"), ([[1]], dict(top_k=-1), "top_k -1"),
-    ([[1]], dict(temperature=1e-50), "0, or at least 0.001"), ([[97]], {}, "token 97 is none of the model's 97"), ([[1, -1]], {}, "prompt 0 has token -1"), ([[1]], dict(keys=[]), "0 keys for 1 prompts")])
+    ([[1]], dict(temperature=1e-50), "0, or at least 0.001"), ([[97]], {}, "prompt 0 has token 97, and the model knows 0 to 96"), ([[1, -1]], {}, "prompt 0 has token -1"), ([[1]], dict(keys=[]), "0 keys for 1 prompts")])
 def test_bad_arguments(prompts, options, words):
     with pytest.raises(ValueError, match=words):
         generate.generate(build(**GPT_SHAPES[0]), prompts, 4, **options)
@@ -380,6 +382,13 @@ def test_under_torchrun(saved, tmp_path):
     one = subprocess.run([sys.executable, "generate.py", *flags], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert two.returncode == one.returncode == 0, two.stderr
     assert two.stdout == one.stdout and len(one.stdout.splitlines()) == 3
+
+
+def test_lessons(capsys):
+    generate.lesson()
+    sampling.main()
+    out = capsys.readouterr().out
+    assert out.count(": equal") == 2 and "0.000  1.000  0.000  0.000" in out
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------------

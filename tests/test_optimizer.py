@@ -227,10 +227,11 @@ def curve(precision, steps=200, device="cpu", **flags):
 
 
 def test_bf16_follows_fp32():
-    """Within 1% of the fp32 curve over 200 steps, both smoothed over 20 steps as a person would look at them."""
-    fp32, bf16 = curve("fp32")[0].unfold(0, 20, 20).mean(1), curve("bf16")[0].unfold(0, 20, 20).mean(1)
+    """Within 0.5% of the fp32 curve over 200 steps, both smoothed over 20 steps as a person would look at them. (At three times the rate this model is at the edge of stability, and the
+    number of threads, which changes how sums are rounded, moves either curve by percents.)"""
+    fp32, bf16 = (curve(precision, lr=1e-3)[0].unfold(0, 20, 20).mean(1) for precision in ("fp32", "bf16"))
     assert fp32[-1] < 0.6 * fp32[0]                              # something was learned
-    assert ((bf16 - fp32).abs() / fp32).max() < 0.01
+    assert ((bf16 - fp32).abs() / fp32).max() < 0.005
 
 
 @pytest.mark.gpu

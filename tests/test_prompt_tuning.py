@@ -10,6 +10,7 @@ import checkpoint
 import completions
 import parity
 import prompt_data
+import prompt_file
 import prompt_tuning
 import tensor_parallel
 import train
@@ -80,7 +81,7 @@ def test_epochs_are_permutations():
     (dict(splits=(3,)), "markers .* have the numbers \\[0, 1\\]"), (dict(total_virtual_tokens=9), "add up to total_virtual_tokens 9, not to 5"), (dict(virtual_token_splits=[5, 0]), "numbers from 1 on"),
     (dict(truncate_field="nope"), "truncate_field 'nope' is not a field"), (dict(answer_field="text", truncate_field=None), "must end the template"), (dict(answer_field=None), "needs an answer_field"),
     (dict(truncate_field="label"), "also the truncate_field"), (dict(text="<|VIRTUAL_PROMPT_0|>{text}{text}<|VIRTUAL_PROMPT_1|>{label}"), "stands twice"),
-    (dict(text="<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_0|>{text}{label}"), "numbers \\[0, 0\\]"), (dict(name="a.b"), "letters, digits"), (dict(name="__metadata__"), "does not begin"), (dict(text="<|VIRTUAL_PROMPT_0|>{prediction}<|VIRTUAL_PROMPT_1|>{text}{label}"), "may not be called \\['prediction'\\]"), (dict(splits=(3, True)), "numbers from 1 on"), (dict(total_virtual_tokens="5"), "is not int")])
+    (dict(text="<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_0|>{text}{label}"), "numbers \\[0, 0\\]"), (dict(name="a.b"), "letters, digits"), (dict(name="__metadata__"), "does not begin"), (dict(text="<|VIRTUAL_PROMPT_0|>{prediction}<|VIRTUAL_PROMPT_1|>{text}{label}"), "may not be called \\['prediction'\\]"), (dict(splits=(3, True)), "is not list\\[int\\]"), (dict(total_virtual_tokens="5"), "is not int")])
 def test_bad_templates(fields, words):
     with pytest.raises(PromptError, match=words):
         Template(**template(**fields))
@@ -313,7 +314,7 @@ def test_tasks_one_after_the_other(base, tmp_path, capsys):
     assert before == {f.name: f.read_bytes() for f in sorted((base / "checkpoints").rglob("*")) if f.is_file()}
     with_a, with_b = (completions.load_model(base)[0] for _ in range(2))                       # logits of task a with one table, and with two
     for model, name in ((with_a, "a"), (with_b, "b")):
-        attach_tables(model, *prompt_tuning.load(tmp_path / name / "prompts.safetensors"))
+        attach_tables(model, *prompt_file.load(tmp_path / name / "prompts.safetensors"))
     ids = torch.tensor([[*range(V, V + 5), 1, 2]])
     assert torch.equal(with_a(ids), with_b(ids))
 
@@ -337,6 +338,35 @@ def test_fine_tuning_by_the_same_templates(base, tmp_path, capsys):
     status, out, err = infer("evaluate", tmp_path / "tuned.json", tmp_path / "tuned", base / "test.jsonl", capsys)
     assert status == 0 and json.loads(out)["a"]["examples"] == 6
     assert len(checkpoint.read_index(checkpoint.find(tmp_path / "tuned"))["tensors"]) == 3 * len(checkpoint.read_index(checkpoint.find(base))["tensors"])
+
+
+def test_the_tokenizer_of_the_model(tmp_path, capsys):
+    """A tokenizer of its own, beside the model: prompts are learned, and answer, with it; so does what is fine-tuned."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", "x", "is", "yes", "no", "</s>"])}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    (tmp_path / "checkpoints").mkdir()
+    model = loud(build(**LLAMA_SHAPES[1]))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    checkpoint.save(tmp_path / "checkpoints", 1, {f"model.{n}": p.detach() for n, p in model.named_parameters()}, {"config": {"tokenizer": "moved.json"}, "model": asdict(model.config)})
+    (tmp_path / "d.jsonl").write_text('{"taskname": "a", "text": "x x", "label": "yes"}\n{"taskname": "a", "text": "x", "label": "no"}\n')
+    for style, splits, text in (("p-tuning", (2,), "<|VIRTUAL_PROMPT_0|>{text} is {label}"), ("fine-tuning", (), "{text} is {label}")):
+        content = config(("a",), style=style, task_templates=[template("a", splits, text)], language_model_path=str(tmp_path),
+                         data=dict(train_ds=[str(tmp_path / "d.jsonl")], validation_ds=[str(tmp_path / "d.jsonl")]))
+        out = tmp_path / style
+        assert learn(tmp_path, out, content, "--global-batch-size", "2", "--steps", "60") == 0 and (out / "tokenizer.json").exists()
+        capsys.readouterr()
+        prompts, base = (out / "prompts.safetensors", tmp_path) if splits else (out.with_suffix(".json"), out)
+        status, said, err = infer("evaluate", prompts, base, tmp_path / "d.jsonl", capsys)
+        assert status == 0 and json.loads(said)["a"]["examples"] == 2, err
+
+
+def test_lessons(capsys):
+    prompt_tuning.lesson()
+    out = capsys.readouterr().out
+    assert out.count("bit for bit") == 2 and "first of hgfe: h, last of hgfe: e, first of badc: b, last of badc: c, first of ccgh: c, last of ccgh: h" in out
+    prompt_data.main()
+    assert "['p', 'o', 's', 'i', 't', 'i', 'v', 'e', '<end>']" in capsys.readouterr().out
 
 
 def test_another_model(base, tmp_path, capsys):
