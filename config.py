@@ -71,6 +71,7 @@ class Config:
     recompute: str = flag("none", "what backward computes again instead of keeping: explicit attention (selective) or whole layers (full)", ("none", "selective", "full"))
     recompute_layers: int | None = flag(None, "only the first so many layers; the default is all")
     attention: str | None = flag(None, "fused never writes the s x s scores; the default where dropout is 0", ("explicit", "fused"))
+    kernels: str = flag("auto", "auto: fused CUDA operations where the device has them (kernels.py)", ("auto", "off"))
     compile: bool = flag(False, "torch.compile each block")
     profile: bool = flag(False, "write OUT/trace-RANK.json for chrome://tracing or Perfetto, the third step to the fifth")
     # batch

@@ -11,8 +11,8 @@ RMSNorm, SwiGLU, rotary positions and grouped-query attention make a Llama (Touv
 The techniques in the other files are functions applied to this finished model from outside. The model makes them only
 these concessions: embedding, blocks and head can be separated; `blocks.7...` is the layer's number in the whole model,
 whichever blocks are present; the number of heads is read off the tensors (`view(b, s, -1, head_dim)`); query, key, value,
-gate and up are separate parameters, and what reads one input is called together (`SharedInput`); and core attention, the
-activation, and bias + dropout + residual are submodules. The MLPs with experts are in moe.py.
+gate and up are separate parameters, and what reads one input is called together (`SharedInput`); and core attention, its
+probabilities, the rotation, the activation, and bias + dropout + residual are submodules. The MLPs with experts are in moe.py.
 
 Shapes: b micro-batch, s sequence, h hidden, a heads, d = h / a, L layers, V vocabulary.
 
@@ -215,6 +215,15 @@ class BiasDropoutAdd(nn.Module):
         return residual + self.dropout(x, drop_key)
 
 
+class CausalProbabilities(nn.Module):
+    """softmax(q kᵀ / √d + causal mask). q, k: [n, s, d] -> [n, s, s]"""
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        s, d = q.shape[1:]
+        causal = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu(1)          # 0 on and below the diagonal
+        return torch.baddbmm(causal, q, k.transpose(1, 2), alpha=d ** -0.5).softmax(-1)
+
+
 class ExplicitAttention(nn.Module):
     """softmax(q kᵀ / √d + causal mask) v as the papers write it; dropout acts on the probabilities.
 
@@ -223,14 +232,13 @@ class ExplicitAttention(nn.Module):
 
     def __init__(self, p: float, salt: int):
         super().__init__()
+        self.probabilities = CausalProbabilities()
         self.dropout = Dropout(p, salt)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key: Tensor | None) -> Tensor:
         b, a, s, d = q.shape
         k, v = (x.repeat_interleave(a // x.shape[1], dim=1) for x in (k, v))                    # [b, a, s, d]
-        causal = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu(1)          # 0 on and below the diagonal
-        scores = torch.baddbmm(causal, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=d ** -0.5)     # [b a, s, s]
-        probabilities = self.dropout(scores.softmax(-1).view(b, a, s, s), drop_key)
+        probabilities = self.dropout(self.probabilities(q.flatten(0, 1), k.flatten(0, 1)).view(b, a, s, s), drop_key)
         return (probabilities @ v).transpose(1, 2).flatten(2)
 
 
@@ -256,6 +264,13 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return x * rotary[0] + torch.cat((-high, low), dim=-1) * rotary[1]
 
 
+class Rotary(nn.Module):
+    """Queries and keys, rotated. q: [b, a, s, d]; k: [b, a_kv, s, d]"""
+
+    def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return rotate(q, table), rotate(k, table)
+
+
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -265,6 +280,7 @@ class Attention(nn.Module):
         self.query = nn.Linear(h, h, bias)
         self.key = nn.Linear(h, kv, bias)
         self.value = nn.Linear(h, kv, bias)
+        self.rotary = Rotary()
         self.core = FusedAttention() if config.attention == "fused" else ExplicitAttention(config.dropout, 1)
         self.output = DeferredBiasLinear(h, h, bias)
 
@@ -272,7 +288,7 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)                        # [b, a, s, d]
                    for y in self.project(x, self.query, self.key, self.value))
         if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            q, k = self.rotary(q, k, rotary)
         return self.output(self.core(q, k, v, drop_key))                                             # [b, s, h]
 
 
@@ -359,7 +375,10 @@ class Head(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """x: [b, s, h]; labels: [b, s] int64 -> loss of each token [b, s]; without labels, logits [b, s, V]"""
         logits = self.output(self.norm(x))
-        return logits if labels is None else cross_entropy(logits, labels)
+        return logits if labels is None else self.loss(logits, labels)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits, labels)
 
 
 class GPT(nn.Module):

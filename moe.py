@@ -248,22 +248,32 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, *ctx.arguments), None, None, None
 
 
-def dispatch(x: Tensor, routes: Routes, group: dist.ProcessGroup | None) -> Tensor:
+def taken(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    """`take`, with a gradient. place: [k, n], the inverse of order."""
+    return _Rows.apply(x, take, put, order, place)
+
+
+def put_home(rows: Tensor, gates: Tensor, place: Tensor, order: Tensor) -> Tensor:
+    """`put` of rows times their gates, [n, k], with a gradient."""
+    rows = rows * gates.t().flatten()[order].unsqueeze(1).to(rows.dtype)
+    return _Rows.apply(rows, put, take, place, order)
+
+
+def dispatch(x: Tensor, routes: Routes, group: dist.ProcessGroup | None, take=taken) -> Tensor:
     """Tokens to the ranks of their experts, in the order of experts. x: [n, h] -> [rows for the experts of this rank, h]"""
-    rows = _Rows.apply(x, take, put, routes.order, routes.place)
+    rows = take(x, routes.order, routes.place)
     if group is None:
         return rows
     rows = _Exchange.apply(rows, routes.sent, routes.received, group)    # in the order (rank, expert)
-    return _Rows.apply(rows, take, put, routes.by_expert, routes.by_rank.unsqueeze(0))
+    return take(rows, routes.by_expert, routes.by_rank.unsqueeze(0))
 
 
-def combine(rows: Tensor, gates: Tensor, routes: Routes, group: dist.ProcessGroup | None) -> Tensor:
+def combine(rows: Tensor, gates: Tensor, routes: Routes, group: dist.ProcessGroup | None, take=taken, put=put_home) -> Tensor:
     """dispatch undone; a token's rows are summed, each times its gate. rows: [.., h] as dispatch gave them; gates: [n, k] -> [n, h]"""
     if group is not None:
-        rows = _Rows.apply(rows, take, put, routes.by_rank, routes.by_expert.unsqueeze(0))
+        rows = take(rows, routes.by_rank, routes.by_expert.unsqueeze(0))
         rows = _Exchange.apply(rows, routes.received, routes.sent, group)
-    rows = rows * gates.t().flatten()[routes.order].unsqueeze(1).to(rows.dtype)
-    return _Rows.apply(rows, put, take, routes.place, routes.order)
+    return put(rows, gates, routes.place, routes.order)
 
 
 # --- the experts ----------------------------------------------------------------------------------------------------
@@ -338,6 +348,7 @@ def unchanged(x: Tensor) -> Tensor:
 
 class MoE(nn.Module):
     """Stands where gpt.MLP stood. `enter` and `leave` are what tensor and sequence parallelism do around it: f and its partner."""
+    take, put = staticmethod(taken), staticmethod(put_home)
 
     def __init__(self, config: gpt.GPTConfig):
         super().__init__()
@@ -366,8 +377,8 @@ class MoE(nn.Module):
         logits = self.router(x)                                                                # [b, s, E], or a slice of the sequence
         x, all_logits = self.enter(x), self.enter(logits).flatten(0, 1)                        # of the micro-batch: [b, s, h], [b s, E]
         routes = self.decision(all_logits.detach())
-        rows = self.experts(dispatch(x.flatten(0, 1), routes, self.group), routes.counts)
-        y = self.leave(combine(rows, self.router.gates(all_logits, routes.chosen), routes, self.group).view(x.shape))
+        rows = self.experts(dispatch(x.flatten(0, 1), routes, self.group, self.take), routes.counts)
+        y = self.leave(combine(rows, self.router.gates(all_logits, routes.chosen), routes, self.group, self.take, self.put).view(x.shape))
         if self.training and torch.is_grad_enabled() and (self.router.aux_loss or self.router.z_loss):
             y = _WithLoss.apply(y, self.router.losses(logits, routes.share) * (self.token_weight or 1 / len(all_logits)))
         return y

@@ -172,16 +172,16 @@ class AdamW:
     """
 
     def __init__(self, named_parameters, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip=0.0, scaler: LossScaler | None = None,
-                 stages: dist.ProcessGroup | None = None, state_dtype: torch.dtype | None = None):
+                 stages: dist.ProcessGroup | None = None, state_dtype: torch.dtype | None = None, fused=None):
         """clip: the largest global gradient norm, 0 for none. stages: as in `global_norm`. state_dtype: torch.bfloat16, or None for at least
-        float32. Raises ValueError for bf16 state of fp16 weights, whose masters do not split, or with a β2 so near to 1 that v (1 - β2) is below half of
+        float32. fused: kernels.adamw, which updates a parameter with 16 bits in it in one pass, or None. Raises ValueError for bf16 state of fp16 weights, whose masters do not split, or with a β2 so near to 1 that v (1 - β2) is below half of
         bf16's last place of v, and v can never shrink."""
         if state_dtype and betas[1] > 0.99:
             raise ValueError(f"optimizer_state bf16: with β2 {betas[1]} second moments in bf16 would never shrink; 0.99 and below do, as does optimizer_state fp32")
         self.parameters = dict(named_parameters)                         # global name: parameter, or this rank's shard of it
         self.weight_decay, self.betas, self.eps, self.clip = weight_decay, betas, eps, clip
         self.scaler, self.stages, self.updates, self.skipped = scaler, stages, 0, 0
-        self.masters, self.low = {}, {}                                  # in full; or the low half of it
+        self.masters, self.low, self.fused = {}, {}, fused               # in full; or the low half of it
         for name, p in self.parameters.items():
             if state_dtype and p.dtype == torch.float16:
                 raise ValueError("optimizer_state bf16: the upper half of an fp32 master is a bf16 number, not an fp16 one; use precision bf16, or optimizer_state fp32")
@@ -200,9 +200,12 @@ class AdamW:
         finite = math.isfinite(norm)
         if finite:
             gradients = {name: p.main_grad for name, p in self.parameters.items() if p.main_grad is not None}
-            if self.clip and norm > self.clip and gradients:
-                torch._foreach_mul_(list(gradients.values()), self.clip / norm)
+            scale = self.clip / norm if self.clip and norm > self.clip else 1.0
             self.updates += 1
+            for name in [name for name in gradients if self.in_one_pass(name)]:
+                self.update_in_one_pass(lr, name, gradients.pop(name), scale)
+            if scale != 1 and gradients:
+                torch._foreach_mul_(list(gradients.values()), scale)
             for decay, names in ((self.weight_decay, [n for n in gradients if self.parameters[n].dim() >= 2]),
                                  (0.0, [n for n in gradients if self.parameters[n].dim() < 2])):
                 if self.wide:
@@ -211,7 +214,7 @@ class AdamW:
                 else:
                     for name in names:
                         self.update_in_pieces(lr, decay, name, gradients[name])
-            self.weights_from_masters()
+            self.weights_from_masters(gradients)
         self.skipped += not finite
         if self.scaler:
             self.scaler.update(finite)
@@ -222,6 +225,18 @@ class AdamW:
             before = torch.full((len(masters),), self.updates - 1.0, device=masters[0].device)          # the function counts this one itself
             adamw(masters, gradients, exp_avg, exp_avg_sq, [], list(before.unbind()), fused=True, amsgrad=False, maximize=False,
                   beta1=self.betas[0], beta2=self.betas[1], eps=self.eps, lr=lr, weight_decay=decay)
+
+    def in_one_pass(self, name: str) -> bool:
+        """Whether `fused` takes it: a 16-bit weight with its master, or 16-bit moments. All in float32 is one pass already."""
+        p = self.parameters[name]
+        return bool(self.fused) and p.dtype != torch.float64 and p.is_contiguous() and (p.dtype != torch.float32 or not self.wide)
+
+    def update_in_one_pass(self, lr: float, name: str, gradient: Tensor, scale: float) -> None:
+        """One parameter; `scale` clips the gradient on its way."""
+        p = self.parameters[name]
+        master = self.masters.get(name)
+        self.fused(p.detach(), self.low.get(name), None if master is None or master.dtype == p.dtype else master, gradient, self.exp_avg[name], self.exp_avg_sq[name],
+                   lr, self.weight_decay if p.dim() >= 2 else 0.0, *self.betas, self.eps, self.updates, scale)
 
     def update_in_pieces(self, lr: float, decay: float, name: str, gradient: Tensor) -> None:
         """One parameter, whose state is wide only while it is updated."""
@@ -237,9 +252,9 @@ class AdamW:
                 split(master, weight, low)
 
     @torch.no_grad()
-    def weights_from_masters(self) -> None:
+    def weights_from_masters(self, names=None) -> None:
         for name, master in self.masters.items():
-            if master.dtype != self.parameters[name].dtype:
+            if master.dtype != self.parameters[name].dtype and (names is None or name in names):
                 self.parameters[name].copy_(master)
 
     @torch.no_grad()

@@ -188,6 +188,9 @@ class VocabParallelHead(nn.Module):
         logits, = self.project(self.norm(x), self.output)                # [b, s, V / t]
         if labels is None:
             return sharding.gather(logits.detach(), sharding.Sharding((*logits.shape[:-1], self.vocab_size), (Cut(logits.dim() - 1, self.group),)))
+        return self.loss(logits, labels)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.group)
 
 

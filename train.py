@@ -33,6 +33,7 @@ import checkpoint
 import data
 import fsdp
 import generate
+import kernels
 import moe
 import pipeline_parallel
 import prompt_file
@@ -80,11 +81,12 @@ class Trainer:
             self.chunks = pipeline_parallel.split(self.model_config, groups.pp.rank(), groups.pp.size(), config.virtual_stages, config.layer_split)
         self.prompts = PromptConfig.read(config.prompt_config) if config.prompt_config else None
         self.frozen = self.prompts is not None and self.prompts.learned  # only prompts learn
+        self.no_kernels = "off"                                          # or why they do not run here, or "", where they do
         self.scaler = LossScaler() if self.precision == "fp16" else None
         self.gradients = [self.prepare(chunk) for chunk in self.chunks]
         learned = ((name, p) for name, p in sharding.named_parameters(*self.chunks) if p.requires_grad)
         self.optimizer = AdamW(learned, config.weight_decay, clip=config.grad_clip, scaler=self.scaler,
-                               stages=groups.pp, state_dtype=torch.bfloat16 if config.optimizer_state == "bf16" else None)
+                               stages=groups.pp, state_dtype=torch.bfloat16 if config.optimizer_state == "bf16" else None, fused=None if self.no_kernels else kernels.adamw)
         self.model, self.schedule = self.chunks[0], None                 # model: what evaluates and generates
         if groups.pp:
             channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
@@ -116,6 +118,8 @@ class Trainer:
 
         def init(names=None) -> None:
             sharding.init(chunk, config.seed, self.device, DTYPES[self.precision], names)
+        if config.kernels == "auto":
+            self.no_kernels = kernels.apply(chunk, self.device)
         if groups.dp:
             return fsdp.shard(chunk, groups.dp, config.zero_stage, self.scaler, DTYPES.get(config.reduce_dtype), init, groups.edp)
         init()
@@ -424,6 +428,8 @@ def run(config: Config, world: World) -> None:
         world.say(f"--zero-stage {config.zero_stage}: there is one data-parallel rank, and nobody to share with")
     if trainer.model_config.num_experts and config.micro_batch_size is None:
         world.say(f"experts are balanced within a micro-batch, here of {trainer.micro} sequences: for the same result on another number of ranks give --micro-batch-size {trainer.micro}")
+    if config.kernels == "auto" and trainer.no_kernels and trainer.device.type == "cuda":
+        world.say(f"--kernels auto: {trainer.no_kernels}; PyTorch's own operations run")
     if config.recompute == "selective" and trainer.model_config.attention == "fused":
         world.say("--recompute selective: fused attention keeps no s x s scores, so there is nothing to recompute")
     begin = time.perf_counter()

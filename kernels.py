@@ -1,0 +1,1970 @@
+"""Fused CUDA operations: one pass over memory where PyTorch makes several.
+
+Between its matrix multiplications a transformer adds, scales, normalises: few operations on each number, so the time is that of moving the numbers. A GPU that multiplies 800 TFLOP/s copies 4 TB/s: an element of 2 bytes
+that is read and written could have had 800 multiplications meanwhile. PyTorch reads and writes memory once for each small operation; a kernel that does them all reads each input once and writes each output once, and
+cannot be faster than that. Bytes an element, 16 bits, forward + backward (`python kernels.py` counts both):
+
+    operation             one pass    what it does                                                          source
+    rms_norm              4 + 6       x / √(mean x² + ε) w                                                  arXiv 1910.07467
+    layer_norm            4 + 6       (x - mean) / √(variance + ε) w + b                                    arXiv 1607.06450
+    rotary                4 + 4       each pair turned by its position's angle, of queries and keys         arXiv 2104.09864
+    swiglu                6 + 10      silu(gate) up                                                         arXiv 2002.05202
+    bias_gelu             4 + 6       gelu(x + b), tanh form                                                arXiv 1606.08415
+    bias_dropout_add      6 + 4       residual + dropout(x + b), its mask a hash: nothing is kept           gpt.dropped
+    causal_softmax        3 + 4       softmax(scale x + causal mask); half of the matrix is never read
+    cross_entropy         2 + 4       log Σ exp z - z_label; the gradient takes the place of the logits     online softmax, arXiv 1805.02867
+    take, put             4 + 4       rows to their experts and home again, times their gates               moe.py
+    adamw                 20          a parameter's update, moments in bf16, master split                   optimizer.py
+
+Each operation stands here three times: as CUDA, as plain PyTorch (`reference`: what runs on CPUs, in float64, and where there is no compiler), and as shapes alone, for torch.compile and the meta device. Matrix multiplications
+stay with cuBLAS, attention with scaled_dot_product_attention.
+
+How a memory-bound kernel gets near the limit: whole vectors of 16 bytes an instruction; several loads on their way before the first is used; neighbouring threads at neighbouring addresses; sums in registers and shuffles; each number
+read once. The comments in the CUDA below say where each is decided, and why. 16-bit inputs are computed in float, and rounded once.
+
+`apply(model)` puts them into a finished model from outside: it changes the class of a module (nn.RMSNorm becomes RMSNorm below), so that names, parameters, hooks and whatever other techniques did stay as they are.
+
+    python kernels.py                  which run here; bytes by one pass and by PyTorch's operations; what a rounding less is worth
+    python comparisons/kernels.py      on a GPU: time, and the share of the copy bandwidth
+
+What production adds (Transformer Engine, Apex, Liger): FP8 and its scales, norms fused with the cast or the matrix multiplication, the loss fused with the last matrix multiplication, kernels tuned for each card and size.
+"""
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import math
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+import gpt
+import moe
+import optimizer
+import tensor_parallel
+
+# --- the kernels ----------------------------------------------------------------------------------------------------
+
+COMMON = r"""
+// Launchers take addresses and numbers, so that nothing here needs PyTorch's headers: a build takes seconds, and any C++ compiler can read it.
+#include <cuda_runtime.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cassert>
+#include <cstdint>
+#include <stdexcept>
+
+// What one load or store instruction moves. The widest is 16 bytes, 8 numbers of 16 bits: a quarter of the instructions of 4 bytes each, and four times
+// the bytes on their way. The memory answers after some 700 ns, so 4 TB/s need 4e12 x 700e-9 = 3 MB on their way at any time, 21 KB for each of 132
+// multiprocessors: 2048 threads with one vector each have 32 KB, 512 threads need three vectors each before they use the first.
+template <typename T, int W> struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) Vector { T at[W]; };
+template <typename T> constexpr int WIDE = 16 / sizeof(T);
+
+template <int W, typename T> __device__ __forceinline__ Vector<T, W> read(const T* from) { return *reinterpret_cast<const Vector<T, W>*>(from); }
+template <int W, typename T> __device__ __forceinline__ void write(T* to, const Vector<T, W>& v) { *reinterpret_cast<Vector<T, W>*>(to) = v; }
+
+__device__ __forceinline__ float wide(float x) { return x; }
+__device__ __forceinline__ float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float wide(__half x) { return __half2float(x); }
+template <typename T> __device__ __forceinline__ T narrow(float x);                // rounds to the nearest
+template <> __device__ __forceinline__ float narrow<float>(float x) { return x; }
+template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16(x); }
+template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half(x); }
+
+// e^x: two instructions where the result is rounded to 16 bits anyway, the accurate function in float.
+template <typename T> __device__ __forceinline__ float exp_for(float x) {
+    if constexpr (sizeof(T) == 2) return __expf(x); else return expf(x);
+}
+template <typename T> __device__ __forceinline__ float over(float x, float y) {
+    if constexpr (sizeof(T) == 2) return __fdividef(x, y); else return x / y;
+}
+template <typename T> __device__ __forceinline__ float sigmoid(float x) {          // by e^-|x|, which never overflows (__fdividef gives 0 for divisors above 2^126)
+    float e = exp_for<T>(-fabsf(x)), s = over<T>(1.f, 1.f + e);
+    return x < 0 ? e * s : s;
+}
+
+// N sums, or maxima, over the threads of one row, for all of them: 32 lanes of a warp exchange registers, 5 steps; several warps go through shared memory. A row is blockDim.x threads;
+// a block has blockDim.y rows, and all its threads come here together.
+struct Sum { static __device__ float of(float a, float b) { return a + b; } };
+struct Max { static __device__ float of(float a, float b) { return fmaxf(a, b); } };
+
+template <typename OF, int N> __device__ __forceinline__ void over_row(float (&x)[N]) {
+    #pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2)
+        #pragma unroll
+        for (int n = 0; n < N; n++) x[n] = OF::of(x[n], __shfl_xor_sync(0xffffffffu, x[n], lane));
+    int warps = blockDim.x / 32;
+    if (warps == 1) return;
+    __shared__ float of_warp[32][N];
+    int first = threadIdx.y * warps;
+    if (threadIdx.x % 32 == 0)
+        #pragma unroll
+        for (int n = 0; n < N; n++) of_warp[first + threadIdx.x / 32][n] = x[n];
+    __syncthreads();
+    #pragma unroll
+    for (int n = 0; n < N; n++) {
+        x[n] = of_warp[first][n];
+        for (int w = 1; w < warps; w++) x[n] = OF::of(x[n], of_warp[first + w][n]);            // all lanes read one address: a broadcast
+    }
+    __syncthreads();                                                               // the next one may write now
+}
+
+// --- launching ---
+
+inline void check_launch() {
+    if (cudaError_t error = cudaGetLastError()) throw std::runtime_error(cudaGetErrorString(error));
+}
+
+int64_t multiprocessors() {
+    int device = 0, count = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
+}
+
+template <typename T> T* as(int64_t address) { return reinterpret_cast<T*>(address); }
+inline cudaStream_t on(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+inline int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
+inline bool aligned(int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0, int64_t e = 0) { return (a | b | c | d | e) % 16 == 0; }
+
+template <typename F> void with_type(int64_t dtype, F launch) {
+    if (dtype == 0) launch(float()); else if (dtype == 1) launch(__nv_bfloat16()); else launch(__half());
+}
+
+// One thread for each vector of W numbers, and one for each number that is left over at the end. f.run<W>(at) does those from `at` on.
+template <int W, typename F> __global__ void __launch_bounds__(256) each(int64_t n, F f) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, vectors = n / W;
+    if (i < vectors) f.template run<W>(i * W);
+    else if (i < vectors + n % W) f.template run<1>(vectors * W + i - vectors);
+}
+
+template <int W, typename F> void launch_each(int64_t n, F f, int64_t stream, bool wide = true) {
+    if (n == 0) return;
+    dim3 grid(pieces(wide ? n / W + n % W : n, 256)), block(256);
+    if (wide) each<W, F><<<grid, block, 0, on(stream)>>>(n, f);
+    else each<1, F><<<grid, block, 0, on(stream)>>>(n, f);
+    check_launch();
+}
+
+// How a row of n numbers is spread: `threads` threads with at most K vectors each, which stay in registers from the first pass over the row to the last. One warp where 4 vectors a lane are enough,
+// if the kernel has registers to spare: then no thread ever waits for another warp. `launch` gets (W, K, most threads of a block) as types. Rows of more than 2048 vectors do not fit (`fits` below).
+template <int N> struct Number { static constexpr int value = N; };
+inline int64_t row_threads(int64_t vectors, int K) { return pieces(pieces(vectors, K), 32) * 32; }
+
+template <typename T, bool SPARE, typename F> void with_row(int64_t n, F launch) {
+    constexpr int W = WIDE<T>;
+    bool wide = n % W == 0;
+    if constexpr (SPARE) if (wide && n <= 128 * W) return launch(Number<W>(), Number<4>(), Number<256>(), row_threads(n / W, 4));
+    if (wide && n <= 1024 * W) launch(Number<W>(), Number<2>(), Number<512>(), row_threads(n / W, 2));
+    else if (wide) launch(Number<W>(), Number<4>(), Number<512>(), row_threads(n / W, 4));
+    else launch(Number<1>(), Number<16>(), Number<512>(), row_threads(n, 16));
+}
+
+// Partial sums [parts, n] of some columns, added up: out[column] = sum over parts. 32 x 32 threads take 32 columns; neighbours read neighbours.
+template <typename T> __global__ void sum_parts(const float* __restrict__ parts, T* __restrict__ out, int count, int n) {
+    __shared__ float sums[32][33];                                                 // 33: so that a column lies in 32 different banks
+    int column = blockIdx.x * 32 + threadIdx.x;
+    float sum = 0;
+    if (column < n)
+        for (int part = threadIdx.y; part < count; part += 32) sum += parts[int64_t(part) * n + column];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    sum = sums[threadIdx.x][threadIdx.y];                                          // turned round: a warp has one column now
+    for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+    column = blockIdx.x * 32 + threadIdx.y;
+    if (threadIdx.x == 0 && column < n) out[column] = narrow<T>(sum);
+}
+
+template <typename T> void launch_sum_parts(const float* parts, T* out, int64_t count, int64_t n, int64_t stream) {
+    dim3 grid(pieces(n, 32)), block(32, 32);
+    sum_parts<T><<<grid, block, 0, on(stream)>>>(parts, out, count, n);
+    check_launch();
+}
+"""
+
+NORMS = r"""
+// RMSNorm and LayerNorm. Bytes: forward reads x and writes y; backward reads dy and x and writes dx. The row stays in registers between its sum and its use; the mean and the
+// reciprocal of the deviation, two floats a row, are all that forward leaves.
+//
+// Weight gradients are sums over all rows. Each thread keeps those of its columns in registers while it walks over rows, so a block has one partial sum for each column when it ends;
+// with two blocks for each multiprocessor, [blocks, h] floats are written and added up by sum_parts: some percent of the traffic, and the same result every time (atomics would add in any order).
+template <typename T, int W, int K, int MOST, bool MEAN>
+__global__ void __launch_bounds__(MOST) norm_forward(const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ y,
+                                                     float* __restrict__ means, float* __restrict__ rstds, int64_t rows, int h, float eps) {
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {      // the same number of turns for all threads: they meet in sums
+        int64_t row = first + threadIdx.y;
+        float v[K][W] = {}, sum[1] = {0.f}, mean = 0;
+        #pragma unroll
+        for (int k = 0; k < K; k++) {
+            int column = (k * blockDim.x + threadIdx.x) * W;
+            if (row < rows && column < h) {
+                Vector<T, W> in = read<W>(x + row * h + column);
+                #pragma unroll
+                for (int w = 0; w < W; w++) v[k][w] = wide(in.at[w]);
+            }
+        }
+        if constexpr (MEAN) {
+            #pragma unroll
+            for (int k = 0; k < K; k++)
+                #pragma unroll
+                for (int w = 0; w < W; w++) sum[0] += v[k][w];
+            over_row<Sum>(sum);
+            mean = sum[0] / h;
+            sum[0] = 0;
+        }
+        #pragma unroll
+        for (int k = 0; k < K; k++)
+            #pragma unroll
+            for (int w = 0; w < W; w++) {
+                v[k][w] -= mean;                                                   // second pass over registers: no difference of large squares
+                if (int((k * blockDim.x + threadIdx.x) * W) < h) sum[0] += v[k][w] * v[k][w];
+            }
+        over_row<Sum>(sum);
+        float rstd = rsqrtf(sum[0] / h + eps);
+        if (row < rows && threadIdx.x == 0) {
+            if constexpr (MEAN) means[row] = mean;
+            rstds[row] = rstd;
+        }
+        #pragma unroll
+        for (int k = 0; k < K; k++) {
+            int column = (k * blockDim.x + threadIdx.x) * W;
+            if (row < rows && column < h) {
+                Vector<T, W> scale = read<W>(weight + column), shift = MEAN ? read<W>(bias + column) : Vector<T, W>(), out;      // from the caches after the first rows
+                #pragma unroll
+                for (int w = 0; w < W; w++) out.at[w] = narrow<T>(v[k][w] * rstd * wide(scale.at[w]) + (MEAN ? wide(shift.at[w]) : 0.f));
+                write<W>(y + row * h + column, out);
+            }
+        }
+    }
+}
+
+// x' = (x - mean) rstd;  g = dy w;  dx = rstd (g - x' mean(g x') - mean(g)), the last term of LayerNorm alone;  dw = sum of dy x', db = sum of dy
+template <typename T, int W, int K, int MOST, bool MEAN>
+__global__ void __launch_bounds__(MOST) norm_backward(const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ weight, const float* __restrict__ means, const float* __restrict__ rstds,
+                                                      T* __restrict__ dx, float* __restrict__ dw_parts, float* __restrict__ db_parts, int64_t rows, int h) {
+    float dw[K][W] = {}, db[K][W] = {};
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {
+        int64_t row = first + threadIdx.y;
+        bool live = row < rows;
+        Vector<T, W> in[K], grad[K];                                               // as they came: 16 bits each, half the registers of floats
+        #pragma unroll
+        for (int k = 0; k < K; k++) {                                              // 2 K loads before the first is used
+            int column = (k * blockDim.x + threadIdx.x) * W;
+            if (live && column < h) {
+                in[k] = read<W>(x + row * h + column);
+                grad[k] = read<W>(dy + row * h + column);
+            }
+        }
+        float rstd = live ? rstds[row] : 0.f, mean = MEAN && live ? means[row] : 0.f, sums[2] = {0.f, 0.f};
+        #pragma unroll
+        for (int k = 0; k < K; k++) {
+            int column = (k * blockDim.x + threadIdx.x) * W;
+            if (live && column < h) {
+                Vector<T, W> scale = read<W>(weight + column);
+                #pragma unroll
+                for (int w = 0; w < W; w++) {
+                    float unit = (wide(in[k].at[w]) - mean) * rstd, d = wide(grad[k].at[w]), g = d * wide(scale.at[w]);
+                    sums[0] += g * unit;
+                    sums[1] += g;
+                    dw[k][w] += d * unit;
+                    if constexpr (MEAN) db[k][w] += d;
+                }
+            }
+        }
+        over_row<Sum>(sums);
+        float along = sums[0] / h, shift = MEAN ? sums[1] / h : 0.f;
+        #pragma unroll
+        for (int k = 0; k < K; k++) {
+            int column = (k * blockDim.x + threadIdx.x) * W;
+            if (live && column < h) {
+                Vector<T, W> scale = read<W>(weight + column), out;
+                #pragma unroll
+                for (int w = 0; w < W; w++)
+                    out.at[w] = narrow<T>(rstd * (wide(grad[k].at[w]) * wide(scale.at[w]) - (wide(in[k].at[w]) - mean) * rstd * along - shift));
+                write<W>(dx + row * h + column, out);
+            }
+        }
+    }
+    __shared__ float sums[4096];                                                   // the rows of a block, added up; with more than one row h is at most this (launch_norm_backward)
+    #pragma unroll
+    for (int which = 0; which < (MEAN ? 2 : 1); which++) {
+        float (&mine)[K][W] = which ? db : dw;
+        float* parts = (which ? db_parts : dw_parts) + int64_t(blockIdx.x) * h;
+        for (int turn = 0; turn < int(blockDim.y); turn++) {
+            #pragma unroll
+            for (int k = 0; k < K; k++)
+                #pragma unroll
+                for (int w = 0; w < W; w++) {
+                    int column = (k * blockDim.x + threadIdx.x) * W + w;
+                    if (int(threadIdx.y) == turn && column < h) {
+                        float sum = (turn ? sums[column] : 0.f) + mine[k][w];
+                        if (turn + 1 == int(blockDim.y)) parts[column] = sum; else sums[column] = sum;
+                    }
+                }
+            __syncthreads();
+        }
+    }
+}
+
+template <bool MEAN> void launch_norm_forward(int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t bias, int64_t y, int64_t mean, int64_t rstd, int64_t rows, int64_t h, double eps) {
+    if (rows == 0) return;
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        with_row<T, true>(h, [&](auto W, auto K, auto MOST, int64_t threads) {
+            dim3 block(threads, threads < 256 ? 256 / threads : 1);
+            int64_t resident = multiprocessors() * (2048 / (block.x * block.y)), wanted = pieces(rows, block.y);
+            dim3 grid(wanted < resident ? wanted : resident);
+            norm_forward<T, W.value, K.value, MOST.value, MEAN><<<grid, block, 0, on(stream)>>>(as<T>(x), as<T>(weight), as<T>(bias), as<T>(y), as<float>(mean), as<float>(rstd), rows, h, eps);
+            check_launch();
+        });
+    });
+}
+
+int64_t norm_parts() { return 2 * multiprocessors(); }
+
+// parts: [1 or 2, norm_parts(), h] floats.
+template <bool MEAN> void launch_norm_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t mean, int64_t rstd, int64_t dx, int64_t dw, int64_t db, int64_t parts,
+                                               int64_t rows, int64_t h) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        int64_t count = norm_parts();
+        float *dw_parts = as<float>(parts), *db_parts = dw_parts + count * h;
+        with_row<T, false>(h, [&](auto W, auto K, auto MOST, int64_t threads) {
+            int64_t columns = threads * K.value * W.value;
+            dim3 block(threads, columns <= 4096 ? MOST.value / threads : 1), grid(count);
+            norm_backward<T, W.value, K.value, MOST.value, MEAN><<<grid, block, 0, on(stream)>>>(as<T>(dy), as<T>(x), as<T>(weight), as<float>(mean), as<float>(rstd), as<T>(dx), dw_parts, db_parts, rows, h);
+            check_launch();
+        });
+        launch_sum_parts<T>(dw_parts, as<T>(dw), count, h, stream);
+        if (MEAN) launch_sum_parts<T>(db_parts, as<T>(db), count, h, stream);
+    });
+}
+
+void rms_norm(int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t y, int64_t rstd, int64_t rows, int64_t h, double eps) {
+    launch_norm_forward<false>(stream, dtype, x, weight, 0, y, 0, rstd, rows, h, eps);
+}
+void rms_norm_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t rstd, int64_t dx, int64_t dw, int64_t parts, int64_t rows, int64_t h) {
+    launch_norm_backward<false>(stream, dtype, dy, x, weight, 0, rstd, dx, dw, 0, parts, rows, h);
+}
+void layer_norm(int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t bias, int64_t y, int64_t mean, int64_t rstd, int64_t rows, int64_t h, double eps) {
+    launch_norm_forward<true>(stream, dtype, x, weight, bias, y, mean, rstd, rows, h, eps);
+}
+void layer_norm_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t mean, int64_t rstd, int64_t dx, int64_t dw, int64_t db, int64_t parts, int64_t rows, int64_t h) {
+    launch_norm_backward<true>(stream, dtype, dy, x, weight, mean, rstd, dx, dw, db, parts, rows, h);
+}
+"""
+
+ROTARY = r"""
+// Rotary embedding of queries and keys in one launch: y = x cos + (-x_high, x_low) sin. Bytes: q and k in, q and k out; the table is small and stays in the caches. A block is a token:
+// threadIdx.x says which W pairs of a head, threadIdx.y which heads, so a thread reads its cosines once, for all its heads. The angles of a head's halves are equal, so half of the table
+// is read. Turning back, by -angle, is its own gradient.
+template <typename T, int W>
+__global__ void rotary_kernel(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ cosine, const T* __restrict__ sine, T* __restrict__ q_out, T* __restrict__ k_out,
+                              int64_t q_batch, int64_t q_head, int64_t q_position, int64_t k_batch, int64_t k_head, int64_t k_position,       // strides: q and k are views [b, a, s, d] of anything
+                              int q_heads, int k_heads, int s, int d, float sign) {
+    int64_t token = blockIdx.x, b = token / s, position = token % s;
+    int low = threadIdx.x * W, high = low + d / 2;
+    Vector<T, W> c = read<W>(cosine + position * d + low), n = read<W>(sine + position * d + low);
+    for (int head = threadIdx.y; head < q_heads + k_heads; head += blockDim.y) {
+        bool is_q = head < q_heads;
+        int h = is_q ? head : head - q_heads;
+        const T* x = is_q ? q + b * q_batch + h * q_head + position * q_position : k + b * k_batch + h * k_head + position * k_position;
+        T* y = is_q ? q_out + (token * q_heads + h) * d : k_out + (token * k_heads + h) * d;                                                  // [b, s, a, d], as the projections' outputs
+        Vector<T, W> first = read<W>(x + low), second = read<W>(x + high), out_first, out_second;
+        #pragma unroll
+        for (int w = 0; w < W; w++) {
+            float x1 = wide(first.at[w]), x2 = wide(second.at[w]), cos_w = wide(c.at[w]), sin_w = sign * wide(n.at[w]);
+            out_first.at[w] = narrow<T>(x1 * cos_w - x2 * sin_w);
+            out_second.at[w] = narrow<T>(x2 * cos_w + x1 * sin_w);
+        }
+        write<W>(y + low, out_first);
+        write<W>(y + high, out_second);
+    }
+}
+
+void rotary(int64_t stream, int64_t dtype, int64_t q, int64_t k, int64_t cosine, int64_t sine, int64_t q_out, int64_t k_out, int64_t q_batch, int64_t q_head, int64_t q_position,
+            int64_t k_batch, int64_t k_head, int64_t k_position, int64_t b, int64_t q_heads, int64_t k_heads, int64_t s, int64_t d, double sign) {
+    if (b * s == 0) return;
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        auto launch = [&](auto W) {
+            int64_t pairs = d / 2 / W.value;
+            dim3 grid(b * s), block(pairs, pairs < 256 ? 256 / pairs : 1);
+            rotary_kernel<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(q), as<T>(k), as<T>(cosine), as<T>(sine), as<T>(q_out), as<T>(k_out), q_batch, q_head, q_position,
+                                                                      k_batch, k_head, k_position, q_heads, k_heads, s, d, sign);
+            check_launch();
+        };
+        bool strides = (q_batch | q_head | q_position | k_batch | k_head | k_position) % WIDE<T> == 0;
+        if (strides && d / 2 % WIDE<T> == 0 && aligned(q, k, cosine, sine) && aligned(q_out, k_out)) launch(Number<WIDE<T>>()); else launch(Number<1>());
+    });
+}
+"""
+
+SWIGLU = r"""
+// SwiGLU: y = silu(gate) up. Bytes: two in, one out; backward three in, two out. No number meets another, so each thread takes a vector and leaves: enough blocks are resident to keep
+// the memory busy, and a thread with 2 or 3 loads of 16 bytes needs few registers.
+template <typename T> struct SwiGLU {
+    const T *gate, *up;
+    T* y;
+    template <int W> __device__ void run(int64_t at) const {
+        Vector<T, W> g = read<W>(gate + at), u = read<W>(up + at), out;
+        #pragma unroll
+        for (int w = 0; w < W; w++) {
+            float x = wide(g.at[w]);
+            out.at[w] = narrow<T>(x * sigmoid<T>(x) * wide(u.at[w]));
+        }
+        write<W>(y + at, out);
+    }
+};
+
+// silu'(x) = s + x s (1 - s)
+template <typename T> struct SwiGLUBackward {
+    const T *dy, *gate, *up;
+    T *d_gate, *d_up;
+    template <int W> __device__ void run(int64_t at) const {
+        Vector<T, W> d = read<W>(dy + at), g = read<W>(gate + at), u = read<W>(up + at), out_g, out_u;
+        #pragma unroll
+        for (int w = 0; w < W; w++) {
+            float x = wide(g.at[w]), s = sigmoid<T>(x), silu = x * s, grad = wide(d.at[w]);
+            out_u.at[w] = narrow<T>(grad * silu);
+            out_g.at[w] = narrow<T>(grad * wide(u.at[w]) * (s + silu * sigmoid<T>(-x)));                      // 1 - s = sigmoid(-x), without the difference
+        }
+        write<W>(d_gate + at, out_g);
+        write<W>(d_up + at, out_u);
+    }
+};
+
+void swiglu(int64_t stream, int64_t dtype, int64_t gate, int64_t up, int64_t y, int64_t n) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        launch_each<WIDE<T>>(n, SwiGLU<T>{as<T>(gate), as<T>(up), as<T>(y)}, stream);
+    });
+}
+void swiglu_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t gate, int64_t up, int64_t d_gate, int64_t d_up, int64_t n) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        launch_each<WIDE<T>>(n, SwiGLUBackward<T>{as<T>(dy), as<T>(gate), as<T>(up), as<T>(d_gate), as<T>(d_up)}, stream);
+    });
+}
+"""
+
+COLUMNS = r"""
+// Bias + GELU, and bias + dropout + residual. A thread owns W columns: it reads their bias once and walks down the rows, FEW at a time so that several loads are on their way; neighbours
+// own neighbouring columns. In backward it adds up its columns' bias gradient on the way, in registers: no pass of its own over dx, which a sum over rows would be.
+// Bytes: forward x (and the residual) in, y out; backward dy (and x) in, dx out; the partial sums [gridDim.y, h] are some percent.
+constexpr int FEW = 4;
+
+template <int W, typename F> __global__ void __launch_bounds__(128) down_columns(int64_t rows, int h, F f, float* __restrict__ parts) {
+    int column = (blockIdx.x * blockDim.x + threadIdx.x) * W;
+    bool live = column < h;
+    typename F::template Column<W> mine(f, live ? column : 0);
+    float sum[W] = {};
+    for (int64_t first = int64_t(blockIdx.y) * FEW; first < rows; first += int64_t(gridDim.y) * FEW) {
+        typename F::template Loaded<W> loaded[FEW];
+        #pragma unroll
+        for (int r = 0; r < FEW; r++) if (live && first + r < rows) loaded[r].load(f, (first + r) * h + column);
+        mine.arrive(f, first, rows);                                               // by all lanes
+        #pragma unroll
+        for (int r = 0; r < FEW; r++) if (live && first + r < rows) mine.run(f, r, (first + r) * h + column, loaded[r], sum);
+    }
+    if (parts && live)
+        #pragma unroll
+        for (int w = 0; w < W; w++) parts[int64_t(blockIdx.y) * h + column + w] = sum[w];
+}
+
+// How many parts down_columns is cut in, over rows: about 8 blocks of 128 threads for each multiprocessor, and at least 4 FEW rows for each.
+int64_t column_parts(int64_t rows, int64_t h, int64_t dtype) {
+    int64_t across = pieces(h, 128 * (dtype == 0 ? 4 : 8)), most = pieces(rows, 4 * FEW), parts = pieces(multiprocessors() * 8, across);
+    parts = parts < most ? parts : most;
+    return parts > 1 ? parts : 1;                                                  // of no rows: one, of zeros
+}
+
+template <typename T, typename F> void launch_columns(int64_t dtype, int64_t rows, int64_t h, F f, int64_t parts, int64_t d_bias, int64_t stream) {
+    int64_t count = column_parts(rows, h, dtype);
+    auto launch = [&](auto W) {
+        dim3 grid(pieces(h, 128 * W.value), count), block(128);
+        down_columns<W.value, F><<<grid, block, 0, on(stream)>>>(rows, h, f, as<float>(parts));
+        check_launch();
+    };
+    if (h % WIDE<T> == 0) launch(Number<WIDE<T>>()); else launch(Number<1>());
+    if (parts) launch_sum_parts<T>(as<float>(parts), as<T>(d_bias), count, h, stream);
+}
+
+template <typename T, int W> struct Bias {                                         // of W columns, 0 where there is none
+    float at[W];
+    __device__ Bias(const T* bias, int column) {
+        #pragma unroll
+        for (int w = 0; w < W; w++) at[w] = 0.f;
+        if (bias) {
+            Vector<T, W> v = read<W>(bias + column);
+            #pragma unroll
+            for (int w = 0; w < W; w++) at[w] = wide(v.at[w]);
+        }
+    }
+};
+
+// gelu(u) = u / 2 (1 + tanh z), z = sqrt(2/pi) (u + 0.044715 u^3)  =  u sigmoid(2 z)
+template <typename T> struct Gelu {
+    const T *x, *bias;
+    T* y;
+    template <int W> struct Loaded {
+        Vector<T, W> x;
+        __device__ void load(const Gelu& f, int64_t at) { x = read<W>(f.x + at); }
+    };
+    template <int W> struct Column {
+        Bias<T, W> bias;
+        __device__ Column(const Gelu& f, int column) : bias(f.bias, column) {}
+        __device__ void arrive(const Gelu&, int64_t, int64_t) {}
+        __device__ void run(const Gelu& f, int, int64_t at, const Loaded<W>& in, float (&)[W]) {
+            Vector<T, W> out;
+            #pragma unroll
+            for (int w = 0; w < W; w++) {
+                float u = wide(in.x.at[w]) + bias.at[w];
+                out.at[w] = narrow<T>(u * sigmoid<T>(1.5957691216057308f * (u + 0.044715f * u * u * u)));
+            }
+            write<W>(f.y + at, out);
+        }
+    };
+};
+
+template <typename T> struct GeluBackward {
+    const T *dy, *x, *bias;
+    T* dx;
+    template <int W> struct Loaded {
+        Vector<T, W> dy, x;
+        __device__ void load(const GeluBackward& f, int64_t at) { dy = read<W>(f.dy + at); x = read<W>(f.x + at); }
+    };
+    template <int W> struct Column {
+        Bias<T, W> bias;
+        __device__ Column(const GeluBackward& f, int column) : bias(f.bias, column) {}
+        __device__ void arrive(const GeluBackward&, int64_t, int64_t) {}
+        __device__ void run(const GeluBackward& f, int, int64_t at, const Loaded<W>& in, float (&sum)[W]) {
+            Vector<T, W> out;
+            #pragma unroll
+            for (int w = 0; w < W; w++) {
+                float u = wide(in.x.at[w]) + bias.at[w], z2 = 1.5957691216057308f * (u + 0.044715f * u * u * u);
+                float s = sigmoid<T>(z2), slope = 1.5957691216057308f * (1.f + 3.f * 0.044715f * u * u);
+                float d = wide(in.dy.at[w]) * (s + u * s * sigmoid<T>(-z2) * slope);
+                out.at[w] = narrow<T>(d);
+                sum[w] += d;
+            }
+            write<W>(f.dx + at, out);
+        }
+    };
+};
+
+void bias_gelu(int64_t stream, int64_t dtype, int64_t x, int64_t bias, int64_t y, int64_t rows, int64_t h) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        launch_columns<T>(dtype, rows, h, Gelu<T>{as<T>(x), as<T>(bias), as<T>(y)}, 0, 0, stream);
+    });
+}
+void bias_gelu_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t bias, int64_t dx, int64_t d_bias, int64_t parts, int64_t rows, int64_t h) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        launch_columns<T>(dtype, rows, h, GeluBackward<T>{as<T>(dy), as<T>(x), as<T>(bias), as<T>(dx)}, parts, d_bias, stream);
+    });
+}
+
+// The mask is gpt.dropped's, bit for bit: a hash of (key of the sample, site, position, column). Nothing is stored; backward hashes again. Per number: two multiplications, three shifts and
+// a comparison of integers, which fit beside the loads.
+__device__ __forceinline__ uint32_t mix(uint32_t x) {
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x *= 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+__device__ __forceinline__ uint32_t spread(int64_t n) { return uint32_t(n) * 0x9E3779B1u & 0x7FFFFFFFu; }
+
+struct Mask {
+    const int32_t* keys;                                                           // one for each sample; null: nothing is dropped
+    int64_t s, start;                                                              // positions of a sample here, and the first one's number in the whole sequence
+    uint32_t salt, limit;                                                          // dropped below it, on the scale from 0 to 2^32
+    float scale;
+};
+
+// What a thread knows of the mask: the hashes of its columns, and of the FEW rows that it is at. A row's hash needs a division and three rounds, so the first FEW lanes make one each, and the
+// others take it from their registers.
+template <int W> struct Hashes {
+    uint32_t of_column[W], of_row[FEW];
+    __device__ Hashes(int column) {
+        #pragma unroll
+        for (int w = 0; w < W; w++) of_column[w] = spread(column + w + 1);
+    }
+    __device__ void arrive(const Mask& mask, int64_t first, int64_t rows) {
+        if (!mask.keys) return;
+        uint32_t row = first + threadIdx.x % FEW, hash = 0;
+        if (row < rows) hash = mix(mix(uint32_t(mask.keys[row / uint32_t(mask.s)]) ^ mask.salt) ^ spread(row % uint32_t(mask.s) + 1 + mask.start));
+        #pragma unroll
+        for (int r = 0; r < FEW; r++) of_row[r] = __shfl_sync(0xffffffffu, hash, r);
+    }
+    __device__ float apply(const Mask& mask, int r, int w, float x) const {
+        return !mask.keys ? x : (mix(of_row[r] ^ of_column[w]) ^ 0x80000000u) < mask.limit ? 0.f : x * mask.scale;
+    }
+};
+
+template <typename T> struct DropoutAdd {
+    const T *x, *bias, *residual;
+    T* y;
+    Mask mask;
+    template <int W> struct Loaded {
+        Vector<T, W> x, residual;
+        __device__ void load(const DropoutAdd& f, int64_t at) { x = read<W>(f.x + at); residual = read<W>(f.residual + at); }
+    };
+    template <int W> struct Column {
+        Bias<T, W> bias;
+        Hashes<W> hashes;
+        __device__ Column(const DropoutAdd& f, int column) : bias(f.bias, column), hashes(column) {}
+        __device__ void arrive(const DropoutAdd& f, int64_t first, int64_t rows) { hashes.arrive(f.mask, first, rows); }
+        __device__ void run(const DropoutAdd& f, int r, int64_t at, const Loaded<W>& in, float (&)[W]) {
+            Vector<T, W> out;
+            #pragma unroll
+            for (int w = 0; w < W; w++)
+                out.at[w] = narrow<T>(wide(in.residual.at[w]) + hashes.apply(f.mask, r, w, wide(in.x.at[w]) + bias.at[w]));
+            write<W>(f.y + at, out);
+        }
+    };
+};
+
+template <typename T> struct DropoutAddBackward {
+    const T* dy;
+    T* dx;
+    Mask mask;
+    template <int W> struct Loaded {
+        Vector<T, W> dy;
+        __device__ void load(const DropoutAddBackward& f, int64_t at) { dy = read<W>(f.dy + at); }
+    };
+    template <int W> struct Column {
+        Hashes<W> hashes;
+        __device__ Column(const DropoutAddBackward&, int column) : hashes(column) {}
+        __device__ void arrive(const DropoutAddBackward& f, int64_t first, int64_t rows) { hashes.arrive(f.mask, first, rows); }
+        __device__ void run(const DropoutAddBackward& f, int r, int64_t at, const Loaded<W>& in, float (&sum)[W]) {
+            Vector<T, W> out;
+            #pragma unroll
+            for (int w = 0; w < W; w++) {
+                float d = hashes.apply(f.mask, r, w, wide(in.dy.at[w]));
+                out.at[w] = narrow<T>(d);
+                sum[w] += d;
+            }
+            write<W>(f.dx + at, out);
+        }
+    };
+};
+
+void bias_dropout_add(int64_t stream, int64_t dtype, int64_t x, int64_t bias, int64_t residual, int64_t keys, int64_t y, int64_t rows, int64_t h, int64_t s, int64_t start, int64_t salt, int64_t limit, double scale) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        Mask mask{as<int32_t>(keys), s, start, uint32_t(salt), uint32_t(limit), float(scale)};
+        launch_columns<T>(dtype, rows, h, DropoutAdd<T>{as<T>(x), as<T>(bias), as<T>(residual), as<T>(y), mask}, 0, 0, stream);
+    });
+}
+void bias_dropout_add_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t keys, int64_t dx, int64_t d_bias, int64_t parts, int64_t rows, int64_t h, int64_t s, int64_t start, int64_t salt, int64_t limit, double scale) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        Mask mask{as<int32_t>(keys), s, start, uint32_t(salt), uint32_t(limit), float(scale)};
+        launch_columns<T>(dtype, rows, h, DropoutAddBackward<T>{as<T>(dy), as<T>(dx), mask}, parts, d_bias, stream);
+    });
+}
+"""
+
+SOFTMAX = r"""
+// Causal softmax of scale x scores, [.., s, s]: row i sees columns 0 .. i. Bytes: the lower triangle in, the whole matrix out (zeros above the diagonal are written, not read); the mask is
+// never a tensor. The row stays in registers between its maximum, its sum and its use.
+template <typename T, int W, int K, int MOST>
+__global__ void __launch_bounds__(MOST) softmax_forward(const T* __restrict__ scores, T* __restrict__ y, int64_t rows, int s, float scale) {
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {
+        int64_t row = first + threadIdx.y;
+        int last = row < rows ? int(uint32_t(row) % uint32_t(s)) : -1;
+        float v[K][W], largest[1] = {-INFINITY}, sum[1] = {0.f};
+        #pragma unroll
+        for (int k = 0; k < K; k++) {
+            int column = (k * blockDim.x + threadIdx.x) * W;
+            Vector<T, W> in;
+            if (column <= last) in = read<W>(scores + row * s + column);
+            #pragma unroll
+            for (int w = 0; w < W; w++) {
+                v[k][w] = column + w <= last ? scale * wide(in.at[w]) : -INFINITY;
+                largest[0] = fmaxf(largest[0], v[k][w]);
+            }
+        }
+        over_row<Max>(largest);
+        #pragma unroll
+        for (int k = 0; k < K; k++)
+            #pragma unroll
+            for (int w = 0; w < W; w++) {
+                v[k][w] = last < 0 ? 0.f : exp_for<T>(v[k][w] - largest[0]);
+                sum[0] += v[k][w];
+            }
+        over_row<Sum>(sum);
+        float share = 1.f / sum[0];
+        #pragma unroll
+        for (int k = 0; k < K; k++) {
+            int column = (k * blockDim.x + threadIdx.x) * W;
+            if (row < rows && column < s) {
+                Vector<T, W> out;
+                #pragma unroll
+                for (int w = 0; w < W; w++) out.at[w] = narrow<T>(v[k][w] * share);
+                write<W>(y + row * s + column, out);
+            }
+        }
+    }
+}
+
+// d scores = scale p (dp - sum of dp p)
+template <typename T, int W, int K, int MOST>
+__global__ void __launch_bounds__(MOST) softmax_backward(const T* __restrict__ dp, const T* __restrict__ p, T* __restrict__ out, int64_t rows, int s, float scale) {
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {
+        int64_t row = first + threadIdx.y;
+        int last = row < rows ? int(uint32_t(row) % uint32_t(s)) : -1;
+        Vector<T, W> grad[K], in[K];
+        #pragma unroll
+        for (int k = 0; k < K; k++) {
+            int column = (k * blockDim.x + threadIdx.x) * W;
+            if (column <= last) {
+                grad[k] = read<W>(dp + row * s + column);
+                in[k] = read<W>(p + row * s + column);
+            }
+        }
+        float sum[1] = {0.f};
+        #pragma unroll
+        for (int k = 0; k < K; k++)
+            #pragma unroll
+            for (int w = 0; w < W; w++)
+                if (int((k * blockDim.x + threadIdx.x) * W) + w <= last) sum[0] += wide(grad[k].at[w]) * wide(in[k].at[w]);
+        over_row<Sum>(sum);
+        #pragma unroll
+        for (int k = 0; k < K; k++) {
+            int column = (k * blockDim.x + threadIdx.x) * W;
+            if (row < rows && column < s) {
+                Vector<T, W> d;
+                #pragma unroll
+                for (int w = 0; w < W; w++) d.at[w] = narrow<T>(column + w <= last ? scale * wide(in[k].at[w]) * (wide(grad[k].at[w]) - sum[0]) : 0.f);
+                write<W>(out + row * s + column, d);
+            }
+        }
+    }
+}
+
+template <typename T, typename F> void with_softmax(int64_t rows, int64_t s, F launch) {
+    with_row<T, true>(s, [&](auto W, auto K, auto MOST, int64_t threads) {
+        dim3 block(threads, threads < 256 ? 256 / threads : 1);
+        int64_t resident = multiprocessors() * (2048 / (block.x * block.y)), wanted = pieces(rows, block.y);
+        launch(W, K, MOST, dim3(wanted < resident ? wanted : resident), block);
+    });
+}
+
+void causal_softmax(int64_t stream, int64_t dtype, int64_t scores, int64_t y, int64_t rows, int64_t s, double scale) {
+    if (rows == 0) return;
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        with_softmax<T>(rows, s, [&](auto W, auto K, auto MOST, dim3 grid, dim3 block) {
+            softmax_forward<T, W.value, K.value, MOST.value><<<grid, block, 0, on(stream)>>>(as<T>(scores), as<T>(y), rows, s, scale);
+            check_launch();
+        });
+    });
+}
+void causal_softmax_backward(int64_t stream, int64_t dtype, int64_t dp, int64_t p, int64_t out, int64_t rows, int64_t s, double scale) {
+    if (rows == 0) return;
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        with_softmax<T>(rows, s, [&](auto W, auto K, auto MOST, dim3 grid, dim3 block) {
+            softmax_backward<T, W.value, K.value, MOST.value><<<grid, block, 0, on(stream)>>>(as<T>(dp), as<T>(p), as<T>(out), rows, s, scale);
+            check_launch();
+        });
+    });
+}
+"""
+
+CROSS_ENTROPY = r"""
+// Cross entropy over a wide vocabulary. loss = log sum exp z - z_label, d z = (softmax z - onehot) dloss. Bytes: forward reads the logits once, backward reads them once and writes the gradient
+// in their place; three floats a row go in between. (Eager PyTorch makes a float copy, its exponentials, .. ; a log-softmax kept for backward would be a second tensor as large.)
+// A block is a row. Maximum and sum come from one pass (online softmax, arXiv 1805.02867): where a larger number appears, what was summed is scaled down.
+
+constexpr int64_t ELSEWHERE = -100;                                                // label of a row whose word is in another rank's columns
+
+// f(at, Number<n>) for n numbers from `at` on, over a row that may begin anywhere (V need not be a multiple of W): single numbers up to the first whole vector, FOUR vectors at a time, the rest.
+template <typename T, typename F> __device__ __forceinline__ void along_row(const T* row, int n, F f) {
+    constexpr int W = WIDE<T>;
+    int head = int((16 - reinterpret_cast<uintptr_t>(row) % 16) % 16 / sizeof(T));
+    head = head < n ? head : n;
+    int vectors = (n - head) / W, tail = head + vectors * W;
+    if (int(threadIdx.x) < head) f(int(threadIdx.x), Number<1>());
+    #pragma unroll 4
+    for (int v = threadIdx.x; v < vectors; v += blockDim.x) f(head + v * W, Number<W>());
+    if (tail + int(threadIdx.x) < n) f(tail + int(threadIdx.x), Number<1>());
+}
+
+template <typename T>
+__global__ void __launch_bounds__(512) cross_entropy_forward(const T* __restrict__ logits, const int64_t* __restrict__ labels, float* __restrict__ largest, float* __restrict__ total,
+                                                             float* __restrict__ label_z, int V, int valid) {
+    const T* row = logits + int64_t(blockIdx.x) * V;
+    float most = -INFINITY, sum = 0;
+    along_row(row, valid, [&](int at, auto W) {
+        Vector<T, W.value> z = read<W.value>(row + at);
+        float here = wide(z.at[0]);
+        #pragma unroll
+        for (int w = 1; w < W.value; w++) here = fmaxf(here, wide(z.at[w]));
+        if (here > most) {
+            sum *= exp_for<T>(most - here);                                        // the first time exp(-inf) = 0
+            most = here;
+        }
+        #pragma unroll
+        for (int w = 0; w < W.value; w++) sum += most == -INFINITY ? 0.f : exp_for<T>(wide(z.at[w]) - most);
+    });
+    float all[1] = {most};
+    over_row<Max>(all);
+    float sums[1] = {most == -INFINITY ? 0.f : sum * exp_for<T>(most - all[0])};
+    over_row<Sum>(sums);
+    if (threadIdx.x == 0) {
+        int64_t label = labels[blockIdx.x];
+        assert(label == ELSEWHERE || label >= 0 && label < valid);                 // not a word of this vocabulary
+        largest[blockIdx.x] = all[0];
+        total[blockIdx.x] = sums[0];
+        label_z[blockIdx.x] = label == ELSEWHERE ? 0.f : wide(row[label]);
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(512) cross_entropy_backward(T* __restrict__ logits, const int64_t* __restrict__ labels, const float* __restrict__ largest, const float* __restrict__ total,
+                                                              const float* __restrict__ grad, int V, int valid) {
+    T* row = logits + int64_t(blockIdx.x) * V;
+    float down = largest[blockIdx.x], d = grad[blockIdx.x], share = d / total[blockIdx.x];                  // not exp(z - log sum exp): that logarithm is large, and so is its rounding
+    int64_t label = labels[blockIdx.x];
+    along_row(row, V, [&](int at, auto W) {
+        Vector<T, W.value> z = read<W.value>(row + at);
+        #pragma unroll
+        for (int w = 0; w < W.value; w++) {
+            float p = at + w < valid ? exp_for<T>(wide(z.at[w]) - down) : 0.f;
+            z.at[w] = narrow<T>(p * share - (at + w == label ? d : 0.f));
+        }
+        write<W.value>(row + at, z);
+    });
+}
+
+void cross_entropy_statistics(int64_t stream, int64_t dtype, int64_t logits, int64_t labels, int64_t largest, int64_t total, int64_t label_z, int64_t rows, int64_t V, int64_t valid) {
+    if (rows == 0) return;
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        dim3 grid(rows), block(512);
+        cross_entropy_forward<T><<<grid, block, 0, on(stream)>>>(as<T>(logits), as<int64_t>(labels), as<float>(largest), as<float>(total), as<float>(label_z), V, valid);
+        check_launch();
+    });
+}
+void cross_entropy_gradient(int64_t stream, int64_t dtype, int64_t logits, int64_t labels, int64_t largest, int64_t total, int64_t grad, int64_t rows, int64_t V, int64_t valid) {
+    if (rows == 0) return;
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        dim3 grid(rows), block(512);
+        cross_entropy_backward<T><<<grid, block, 0, on(stream)>>>(as<T>(logits), as<int64_t>(labels), as<float>(largest), as<float>(total), as<float>(grad), V, valid);
+        check_launch();
+    });
+}
+"""
+
+PERMUTATION = r"""
+// The token permutation of a mixture of experts (moe.py). Rows are copied whole, a row of threads for each. Bytes: take reads and writes m rows; put reads up to k n rows and writes n, with the
+// gates multiplied in and the sum over k kept in registers; the backward of that reads m rows twice (a row's gradient may be in the cache from its token's other choice) and writes m.
+template <typename T, int W> __global__ void __launch_bounds__(256) take_rows(const T* __restrict__ x, const int64_t* __restrict__ order, T* __restrict__ y, int64_t m, int64_t n, int h) {
+    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+    if (row >= m) return;
+    const T* from = x + int64_t(uint32_t(order[row]) % uint32_t(n)) * h;
+    #pragma unroll 4
+    for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) write<W>(y + row * h + column, read<W>(from + column));
+}
+
+template <typename T, int W>
+__global__ void __launch_bounds__(256) put_rows(const T* __restrict__ rows, const int64_t* __restrict__ place, const float* __restrict__ gates, T* __restrict__ y, int64_t m, int64_t n, int k, int h) {
+    int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+    if (token >= n) return;
+    for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
+        float sum[W] = {};
+        #pragma unroll 1
+        for (int choice = 0; choice < k; choice++) {
+            int64_t row = place[choice * n + token];
+            if (row < m) {                                                         // otherwise it was dropped
+                float gate = gates ? gates[token * k + choice] : 1.f;
+                Vector<T, W> in = read<W>(rows + row * h + column);
+                #pragma unroll
+                for (int w = 0; w < W; w++) sum[w] += gate * wide(in.at[w]);
+            }
+        }
+        Vector<T, W> out;
+        #pragma unroll
+        for (int w = 0; w < W; w++) out.at[w] = narrow<T>(sum[w]);
+        write<W>(y + token * h + column, out);
+    }
+}
+
+// d rows = gate dy[token],  d gate = rows . dy[token]
+template <typename T, int W>
+__global__ void __launch_bounds__(256) put_rows_backward(const T* __restrict__ dy, const T* __restrict__ rows, const int64_t* __restrict__ order, const float* __restrict__ gates, T* __restrict__ d_rows,
+                                                         float* __restrict__ d_gates, int64_t m, int64_t n, int k, int h) {
+    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, token = 0, at = 0;
+    float dot[1] = {0.f}, gate = 0;
+    if (row < m) {
+        token = order[row] % n, at = token * k + order[row] / n, gate = gates[at];
+        for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
+            Vector<T, W> grad = read<W>(dy + token * h + column), in = read<W>(rows + row * h + column), out;
+            #pragma unroll
+            for (int w = 0; w < W; w++) {
+                dot[0] += wide(grad.at[w]) * wide(in.at[w]);
+                out.at[w] = narrow<T>(gate * wide(grad.at[w]));
+            }
+            write<W>(d_rows + row * h + column, out);
+        }
+    }
+    over_row<Sum>(dot);
+    if (row < m && threadIdx.x == 0) d_gates[at] = dot[0];
+}
+
+template <typename T, typename F> void with_rows(int64_t rows, int64_t h, F launch) {
+    auto go = [&](auto W) {
+        int64_t threads = pieces(h, W.value) < 256 ? row_threads(pieces(h, W.value), 1) : 256;
+        dim3 block(threads, 256 / threads);
+        launch(W, dim3(pieces(rows, block.y)), block);
+    };
+    if (rows == 0) return;
+    if (h % WIDE<T> == 0) go(Number<WIDE<T>>()); else go(Number<1>());
+}
+
+void take(int64_t stream, int64_t dtype, int64_t x, int64_t order, int64_t y, int64_t m, int64_t n, int64_t h) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        with_rows<T>(m, h, [&](auto W, dim3 grid, dim3 block) {
+            take_rows<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(x), as<int64_t>(order), as<T>(y), m, n, h);
+            check_launch();
+        });
+    });
+}
+void put(int64_t stream, int64_t dtype, int64_t rows, int64_t place, int64_t gates, int64_t y, int64_t m, int64_t n, int64_t k, int64_t h) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        with_rows<T>(n, h, [&](auto W, dim3 grid, dim3 block) {
+            put_rows<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(rows), as<int64_t>(place), as<float>(gates), as<T>(y), m, n, k, h);
+            check_launch();
+        });
+    });
+}
+void put_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t rows, int64_t order, int64_t gates, int64_t d_rows, int64_t d_gates, int64_t m, int64_t n, int64_t k, int64_t h) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        with_rows<T>(m, h, [&](auto W, dim3 grid, dim3 block) {
+            put_rows_backward<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(dy), as<T>(rows), as<int64_t>(order), as<float>(gates), as<T>(d_rows), as<float>(d_gates), m, n, k, h);
+            check_launch();
+        });
+    });
+}
+"""
+
+ADAMW = r"""
+// AdamW in one pass, state in 16 bits and a master that is split between the bf16 weight and 16 more bits (optimizer.py). Bytes for a parameter: in 2 + 2 + 4 + 2 + 2, out 2 + 2 + 2 + 2, 20 in all;
+// with a float master and float moments 4 + 4 + 4 + 4 in and 4 + 2 + 4 + 4 out, 30. Everything is computed in float.
+enum Master { ITSELF, SPLIT, BESIDE };
+
+template <typename T, typename S, Master MASTER> struct AdamW {
+    T* weight;
+    int16_t* low;
+    float* master;
+    const float* gradient;
+    S *exp_avg, *exp_avg_sq;
+    float fresh, beta2, fresh2, eps, keep, step_size, root, scale;                 // fresh: 1 - beta1; fresh2: 1 - beta2; keep: 1 - lr decay; step_size: lr / (1 - beta1^t); root: sqrt(1 - beta2^t)
+    template <int W> __device__ void run(int64_t at) const {
+        Vector<T, W> weights;
+        Vector<int16_t, W> lows;
+        Vector<float, W> masters, g = read<W>(gradient + at);
+        Vector<S, W> m = read<W>(exp_avg + at), v = read<W>(exp_avg_sq + at);
+        if constexpr (MASTER != BESIDE) weights = read<W>(weight + at);
+        if constexpr (MASTER == SPLIT) lows = read<W>(low + at);
+        if constexpr (MASTER == BESIDE) masters = read<W>(master + at);
+        #pragma unroll
+        for (int w = 0; w < W; w++) {
+            float x, grad = g.at[w] * scale, avg = wide(m.at[w]), sq = wide(v.at[w]);
+            if constexpr (MASTER == ITSELF) x = wide(weights.at[w]);
+            if constexpr (MASTER == SPLIT) x = __uint_as_float((unsigned(__bfloat16_as_ushort(weights.at[w])) << 16) + unsigned(int(lows.at[w])));
+            if constexpr (MASTER == BESIDE) x = masters.at[w];
+            avg += fresh * (grad - avg);
+            sq = beta2 * sq + fresh2 * grad * grad;
+            x = x * keep - step_size * avg / (sqrtf(sq) / root + eps);
+            m.at[w] = narrow<S>(avg), v.at[w] = narrow<S>(sq);
+            if constexpr (MASTER == ITSELF) weights.at[w] = narrow<T>(x);
+            if constexpr (MASTER == SPLIT) {
+                unsigned bits = __float_as_uint(x), high = bits + 0x8000u >> 16;
+                weights.at[w] = __ushort_as_bfloat16(uint16_t(high));
+                lows.at[w] = int16_t(bits - (high << 16));
+            }
+            if constexpr (MASTER == BESIDE) masters.at[w] = x, weights.at[w] = narrow<T>(x);
+        }
+        write<W>(weight + at, weights);
+        if constexpr (MASTER == SPLIT) write<W>(low + at, lows);
+        if constexpr (MASTER == BESIDE) write<W>(master + at, masters);
+        write<W>(exp_avg + at, m);
+        write<W>(exp_avg_sq + at, v);
+    }
+};
+
+void adamw(int64_t stream, int64_t dtype, int64_t weight, int64_t low, int64_t master, int64_t gradient, int64_t exp_avg, int64_t exp_avg_sq, int64_t n,
+           double beta1, double beta2, double eps, double keep, double step_size, double root, double scale) {
+    bool wide = aligned(weight, low, master, gradient) && aligned(exp_avg, exp_avg_sq);
+    auto launch = [&](auto zero, auto state, auto kind) {
+        using T = decltype(zero);
+        using S = decltype(state);
+        AdamW<T, S, Master(decltype(kind)::value)> f{as<T>(weight), as<int16_t>(low), as<float>(master), as<float>(gradient), as<S>(exp_avg), as<S>(exp_avg_sq),
+                                                     float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(keep), float(step_size), float(root), float(scale)};
+        launch_each<8>(n, f, stream, wide);
+    };
+    if (low) launch(__nv_bfloat16(), __nv_bfloat16(), Number<SPLIT>());
+    else if (!master) launch(float(), __nv_bfloat16(), Number<ITSELF>());
+    else if (dtype == 1) launch(__nv_bfloat16(), float(), Number<BESIDE>());
+    else launch(__half(), float(), Number<BESIDE>());
+}
+"""
+
+CUDA = COMMON + NORMS + ROTARY + SWIGLU + COLUMNS + SOFTMAX + CROSS_ENTROPY + PERMUTATION + ADAMW
+FUNCTIONS = dict(re.findall(r"^((?:void|int64_t) (\w+)\([^)]*\)) \{", CUDA, re.M))                         # declaration: name
+BINDINGS = "#include <pybind11/pybind11.h>\n" + "".join(f"{declaration};\n" for declaration in FUNCTIONS)
+VECTOR, LONGEST = 16, 2048               # bytes of a vector; vectors of a row that stays in registers
+
+
+# --- building -------------------------------------------------------------------------------------------------------
+
+def build(name: str, folder: Path, capability: tuple[int, int]):
+    """Compile the kernels for this card into folder/NAME.so, and import that. Raises RuntimeError where the compiler fails."""
+    from torch.utils import cpp_extension
+    scratch = folder / "build"
+    shutil.rmtree(scratch, ignore_errors=True)                           # of a build that was killed: its lock would be waited for
+    scratch.mkdir()
+    path, arch = os.environ["PATH"], "".join(map(str, capability))
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"                    # where pip puts ninja
+    try:
+        cpp_extension.load_inline(name, [BINDINGS], [CUDA], functions=list(FUNCTIONS.values()), build_directory=str(scratch), no_implicit_headers=True, with_pytorch_error_handling=False,
+                                  extra_cflags=["-O1"], extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"])
+    finally:
+        os.environ["PATH"] = path
+    os.replace(scratch / f"{name}.so", folder / f"{name}.so")            # whole, or not there
+
+
+def once(folder: Path, file: str, make) -> None:
+    """Call make(), which makes folder/file, unless that is there: in one process of a machine at a time, while the others wait. The system drops the lock of a process that is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / file).exists():
+            make()
+
+
+def import_file(name: str, path: Path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def load():
+    """(the compiled kernels, "") for this process's GPU; or (None, why not). Compiled at the first use, and kept in TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions."""
+    if not torch.cuda.is_available():
+        return None, "no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return None, f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and they need 8.0"
+    digest = hashlib.sha256(repr((CUDA, BINDINGS, torch.__version__, torch.version.cuda, sys.version, capability)).encode()).hexdigest()[:16]
+    name = f"fused_{digest}"
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / name
+    try:
+        once(folder, f"{name}.so", lambda: build(name, folder, capability))
+        return import_file(name, folder / f"{name}.so"), ""
+    except (OSError, RuntimeError, ImportError) as e:
+        lines = str(e).splitlines()
+        said = next((line for line in lines if "error" in line.lower() and "Error building" not in line), lines[0] if lines else "no reason given")
+        return None, f"the build failed: {said.strip()}"
+
+
+# --- registering ----------------------------------------------------------------------------------------------------
+
+LIBRARY = torch.library.Library("fused", "DEF")
+OPERATIONS = {}                          # name: its class
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOATS = (*CODES, torch.float64)
+
+
+def operation(schema: str):
+    """Register a class as torch.ops.fused.NAME. It has: empty(*arguments), which checks them and makes the outputs (None for an operation that changes its arguments); reference(*arguments), plain PyTorch;
+    kernel(outputs, *arguments), which launches; and perhaps fits(*arguments), false where only the reference can."""
+    def register(cls):
+        name = schema.split("(")[0]
+
+        def on_cpu(*args):
+            cls.empty(*args)
+            return cls.reference(*args)
+
+        def on_cuda(*args):
+            outputs = cls.empty(*args)
+            if args[0].dtype not in CODES or not cls.fits(*args) or load()[0] is None:
+                return cls.reference(*args)
+            cls.kernel(outputs, *args)
+            return outputs
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for key, function in (("CPU", on_cpu), ("CUDA", on_cuda), ("Meta", cls.empty)):
+            LIBRARY.impl(name, function, key)
+        cls.on_cuda = staticmethod(on_cuda)
+        OPERATIONS[name] = cls
+        return cls
+    return register
+
+
+class Operation:
+    def __init_subclass__(cls):
+        for name in ("empty", "reference", "kernel", "fits"):
+            if name in vars(cls):
+                setattr(cls, name, staticmethod(vars(cls)[name]))
+
+    @staticmethod
+    def fits(*args) -> bool:
+        return True
+
+
+def launch(name: str, *args) -> None:
+    """Call a launcher with the addresses of tensors (0 for None), on the stream of now. Its dtype is the first tensor's."""
+    first = next(a for a in args if isinstance(a, Tensor))
+    numbers = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
+    if not first.is_cuda:
+        return getattr(load()[0], name)(0, CODES[first.dtype], *numbers)
+    with torch.cuda.device(first.device):
+        getattr(load()[0], name)(torch.cuda.current_stream().cuda_stream, CODES[first.dtype], *numbers)
+
+
+def expect(operation: str, first: Tensor, **arguments) -> None:
+    """Raise ValueError, naming operation, argument, got and expected. Each argument: (tensor or None, dtypes that fit, shape)."""
+    for name, (t, dtypes, shape) in arguments.items():
+        if t is None:
+            continue
+        if t.device != first.device:
+            raise ValueError(f"{operation}: {name} is on {t.device}, expected {first.device}, where the first argument is")
+        if t.dtype not in dtypes:
+            raise ValueError(f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
+        if tuple(t.shape) != tuple(shape):
+            raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected {list(shape)}")
+
+
+def need(operation: str, name: str, t: Tensor, least: int, dtypes=FLOATS) -> None:
+    """The first argument: its dtype, and at least so many dimensions."""
+    if t.dtype not in dtypes:
+        raise ValueError(f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if t.dim() < least:
+        raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected at least {least} dimensions")
+
+
+def dense(t: Tensor | None) -> Tensor | None:
+    """t itself where its numbers lie one after the other from a multiple of 16 bytes on, else a copy that does."""
+    if t is None:
+        return None
+    t = t.contiguous()
+    return t if t.data_ptr() % VECTOR == 0 else t.clone()
+
+
+def contiguous(t: Tensor) -> Tensor:
+    """An output like t, without its strides."""
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def wide_dtype(t: Tensor) -> torch.dtype:
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+def rows_of(t: Tensor) -> int:
+    return math.prod(t.shape[:-1])
+
+
+def row_fits(t: Tensor) -> bool:
+    """Whether threads can hold a row in registers: up to 2048 vectors, or 8192 numbers that do not make whole vectors."""
+    n, w = t.shape[-1], VECTOR // t.element_size()
+    return 0 < n <= (LONGEST * w if n % w == 0 else 8192) and rows_of(t) < 2**31
+
+
+def parts_for(count: int, h: int, like: Tensor) -> Tensor:
+    return torch.empty(count, h, dtype=torch.float32, device=like.device)
+
+
+# --- RMSNorm --------------------------------------------------------------------------------------------------------
+
+@operation("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+class _RMSNorm(Operation):
+    """x: [.., h]; weight: [h] -> y [.., h], 1/√(mean x² + ε) [..] in at least float32"""
+
+    def empty(x, weight, eps):
+        need("rms_norm", "x", x, 1)
+        expect("rms_norm", x, weight=(weight, (x.dtype,), x.shape[-1:]))
+        return contiguous(x), x.new_empty(x.shape[:-1], dtype=wide_dtype(x))
+
+    def reference(x, weight, eps):
+        z = wide(x)
+        rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (z * rstd * wide(weight)).to(x.dtype).contiguous(), rstd.squeeze(-1).contiguous()
+
+    def fits(x, weight, eps):
+        return row_fits(x)
+
+    def kernel(outputs, x, weight, eps):
+        launch("rms_norm", dense(x), dense(weight), *outputs, rows_of(x), x.shape[-1], eps)
+
+
+@operation("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)")
+class _RMSNormBackward(Operation):
+    """-> dx [.., h], dweight [h]"""
+
+    def empty(dy, x, weight, rstd):
+        need("rms_norm_backward", "dy", dy, 1)
+        expect("rms_norm_backward", dy, x=(x, (dy.dtype,), dy.shape), weight=(weight, (dy.dtype,), dy.shape[-1:]), rstd=(rstd, (wide_dtype(dy),), dy.shape[:-1]))
+        return contiguous(x), contiguous(weight)
+
+    def reference(dy, x, weight, rstd):
+        d, unit = wide(dy), wide(x) * rstd.unsqueeze(-1)
+        g = d * wide(weight)
+        dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True))
+        return dx.to(x.dtype).contiguous(), (d * unit).flatten(0, -2).sum(0).to(x.dtype) if x.dim() > 1 else (d * unit).to(x.dtype)
+
+    def fits(dy, *_):
+        return row_fits(dy)
+
+    def kernel(outputs, dy, x, weight, rstd):
+        h = x.shape[-1]
+        launch("rms_norm_backward", *map(dense, (dy, x, weight, rstd)), *outputs, parts_for(load()[0].norm_parts(), h, x), rows_of(x), h)
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, rstd = torch.ops.fused.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return *torch.ops.fused.rms_norm_backward(dy, *ctx.saved_tensors), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """x / √(mean x² + ε) weight, over the last dimension (arXiv 1910.07467, eq. 4). x: [.., h]; weight: [h], of one dtype -> [.., h]. Raises ValueError where they do not fit, as all of these."""
+    return _RMSNormFunction.apply(x, weight, eps)
+
+
+# --- LayerNorm ------------------------------------------------------------------------------------------------------
+
+@operation("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
+class _LayerNorm(Operation):
+    """x: [.., h]; weight, bias: [h] -> y [.., h], mean [..], 1/√(variance + ε) [..]"""
+
+    def empty(x, weight, bias, eps):
+        need("layer_norm", "x", x, 1)
+        expect("layer_norm", x, weight=(weight, (x.dtype,), x.shape[-1:]), bias=(bias, (x.dtype,), x.shape[-1:]))
+        mean = x.new_empty(x.shape[:-1], dtype=wide_dtype(x))
+        return contiguous(x), mean, torch.empty_like(mean)
+
+    def reference(x, weight, bias, eps):
+        z = wide(x)
+        mean = z.mean(-1, keepdim=True)
+        z = z - mean
+        rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (z * rstd * wide(weight) + wide(bias)).to(x.dtype).contiguous(), mean.squeeze(-1).contiguous(), rstd.squeeze(-1).contiguous()
+
+    def fits(x, *_):
+        return row_fits(x)
+
+    def kernel(outputs, x, weight, bias, eps):
+        launch("layer_norm", dense(x), dense(weight), dense(bias), *outputs, rows_of(x), x.shape[-1], eps)
+
+
+@operation("layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)")
+class _LayerNormBackward(Operation):
+    """-> dx [.., h], dweight [h], dbias [h]"""
+
+    def empty(dy, x, weight, mean, rstd):
+        need("layer_norm_backward", "dy", dy, 1)
+        of_rows = (wide_dtype(dy),), dy.shape[:-1]
+        expect("layer_norm_backward", dy, x=(x, (dy.dtype,), dy.shape), weight=(weight, (dy.dtype,), dy.shape[-1:]), mean=(mean, *of_rows), rstd=(rstd, *of_rows))
+        return contiguous(x), contiguous(weight), contiguous(weight)
+
+    def reference(dy, x, weight, mean, rstd):
+        d, unit = wide(dy), (wide(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+        g = d * wide(weight)
+        dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True) - g.mean(-1, keepdim=True))
+        return dx.to(x.dtype).contiguous(), *(t.reshape(-1, x.shape[-1]).sum(0).to(x.dtype) for t in (d * unit, d))
+
+    def fits(dy, *_):
+        return row_fits(dy)
+
+    def kernel(outputs, dy, x, weight, mean, rstd):
+        h = x.shape[-1]
+        launch("layer_norm_backward", *map(dense, (dy, x, weight, mean, rstd)), *outputs, parts_for(2 * load()[0].norm_parts(), h, x), rows_of(x), h)
+
+
+class _LayerNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, mean, rstd = torch.ops.fused.layer_norm(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return *torch.ops.fused.layer_norm_backward(dy, *ctx.saved_tensors), None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """(x - mean) / √(variance + ε) weight + bias, over the last dimension (arXiv 1607.06450). x: [.., h]; weight, bias: [h] -> [.., h]"""
+    return _LayerNormFunction.apply(x, weight, bias, eps)
+
+
+# --- rotary embedding -----------------------------------------------------------------------------------------------
+
+def heads_inside(t: Tensor) -> Tensor:
+    """An output [b, a, s, d] that lies in memory as [b, s, a, d], as a projection's output does."""
+    b, a, s, d = t.shape
+    return t.new_empty(b, s, a, d).transpose(1, 2)
+
+
+@operation("rotary(Tensor q, Tensor k, Tensor cosine, Tensor sine, float sign) -> (Tensor, Tensor)")
+class _Rotary(Operation):
+    """q: [b, a, s, d]; k: [b, a_kv, s, d]; cosine, sine: [s, d], whose second halves are their first again; sign 1, or -1 to turn back"""
+
+    def empty(q, k, cosine, sine, sign):
+        need("rotary", "q", q, 4)
+        b, _, s, d = q.shape
+        need("rotary", "k", k, 4)
+        expect("rotary", q, k=(k, (q.dtype,), (b, k.shape[1], s, d)), cosine=(cosine, (q.dtype,), (s, d)), sine=(sine, (q.dtype,), (s, d)))
+        if d % 2:
+            raise ValueError(f"rotary: q has shape {list(q.shape)}, expected an even last dimension")
+        return heads_inside(q), heads_inside(k)
+
+    def reference(q, k, cosine, sine, sign):
+        table = wide(cosine), wide(sine) * sign
+        return tuple(heads_inside(t).copy_(gpt.rotate(wide(t), table)) for t in (q, k))
+
+    def fits(q, *_):
+        return q.shape[-1] // 2 <= 1024
+
+    def kernel(outputs, q, k, cosine, sine, sign):
+        q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
+        b, a, s, d = q.shape
+        launch("rotary", q, k, dense(cosine), dense(sine), *outputs, *q.stride()[:3], *k.stride()[:3], b, a, k.shape[1], s, d, sign)
+
+
+class _RotaryFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cosine, sine):
+        ctx.save_for_backward(cosine, sine)
+        return torch.ops.fused.rotary(q, k, cosine, sine, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk):
+        return *torch.ops.fused.rotary(dq, dk, *ctx.saved_tensors, -1.0), None, None
+
+
+def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """gpt.rotate of queries and keys together (arXiv 2104.09864, eq. 34). q: [b, a, s, d]; k: [b, a_kv, s, d], of any strides; cosine, sine: [s, d] from gpt.rotary_table -> the same shapes"""
+    return _RotaryFunction.apply(q, k, cosine, sine)
+
+
+# --- SwiGLU ---------------------------------------------------------------------------------------------------------
+
+@operation("swiglu(Tensor gate, Tensor up) -> Tensor")
+class _SwiGLU(Operation):
+    """of one shape, any"""
+
+    def empty(gate, up):
+        need("swiglu", "gate", gate, 0)
+        expect("swiglu", gate, up=(up, (gate.dtype,), gate.shape))
+        return contiguous(gate)
+
+    def reference(gate, up):
+        return (F.silu(wide(gate)) * wide(up)).to(gate.dtype).contiguous()
+
+    def kernel(y, gate, up):
+        launch("swiglu", dense(gate), dense(up), y, y.numel())
+
+
+@operation("swiglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+class _SwiGLUBackward(Operation):
+    """-> dgate, dup"""
+
+    def empty(dy, gate, up):
+        need("swiglu_backward", "dy", dy, 0)
+        expect("swiglu_backward", dy, gate=(gate, (dy.dtype,), dy.shape), up=(up, (dy.dtype,), dy.shape))
+        return contiguous(gate), contiguous(up)
+
+    def reference(dy, gate, up):
+        d, x = wide(dy), wide(gate)
+        s = x.sigmoid()
+        return (d * wide(up) * (s + x * s * (-x).sigmoid())).to(gate.dtype).contiguous(), (d * x * s).to(up.dtype).contiguous()
+
+    def kernel(outputs, dy, gate, up):
+        launch("swiglu_backward", dense(dy), dense(gate), dense(up), *outputs, dy.numel())
+
+
+class _SwiGLUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.ops.fused.swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return torch.ops.fused.swiglu_backward(dy, *ctx.saved_tensors)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) up (arXiv 2002.05202, eq. 6). Of one shape, any -> the same"""
+    return _SwiGLUFunction.apply(gate, up)
+
+
+# --- bias + GELU ----------------------------------------------------------------------------------------------------
+
+def few_rows(t: Tensor, *_) -> bool:
+    return t.shape[-1] > 0 and rows_of(t) < 2**31
+
+
+@operation("bias_gelu(Tensor x, Tensor? bias) -> Tensor")
+class _BiasGELU(Operation):
+    """x: [.., h]; bias: [h] or None"""
+    fits = few_rows
+
+    def empty(x, bias):
+        need("bias_gelu", "x", x, 1)
+        expect("bias_gelu", x, bias=(bias, (x.dtype,), x.shape[-1:]))
+        return contiguous(x)
+
+    def reference(x, bias):
+        return F.gelu(wide(x) if bias is None else wide(x) + wide(bias), approximate="tanh").to(x.dtype).contiguous()
+
+    def kernel(y, x, bias):
+        launch("bias_gelu", dense(x), dense(bias), y, rows_of(x), x.shape[-1])
+
+
+@operation("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)")
+class _BiasGELUBackward(Operation):
+    """-> dx [.., h], dbias [h], empty without a bias"""
+    fits = few_rows
+
+    def empty(dy, x, bias):
+        need("bias_gelu_backward", "dy", dy, 1)
+        expect("bias_gelu_backward", dy, x=(x, (dy.dtype,), dy.shape), bias=(bias, (dy.dtype,), dy.shape[-1:]))
+        return contiguous(x), x.new_empty(0 if bias is None else x.shape[-1])
+
+    def reference(dy, x, bias):
+        u = wide(x) if bias is None else wide(x) + wide(bias)
+        z2 = 2 * math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)
+        slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * u * u)
+        d = wide(dy) * (z2.sigmoid() + u * z2.sigmoid() * (-z2).sigmoid() * slope)             # gelu(u) = u sigmoid(2z)
+        return d.to(x.dtype).contiguous(), x.new_empty(0) if bias is None else d.reshape(-1, x.shape[-1]).sum(0).to(x.dtype)
+
+    def kernel(outputs, dy, x, bias):
+        dx, d_bias = outputs
+        rows, h = rows_of(x), x.shape[-1]
+        parts = None if bias is None else parts_for(load()[0].column_parts(rows, h, CODES[x.dtype]), h, x)
+        launch("bias_gelu_backward", dense(dy), dense(x), dense(bias), dx, d_bias, parts, rows, h)
+
+
+class _BiasGELUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias):
+        ctx.save_for_backward(x, bias)
+        return torch.ops.fused.bias_gelu(x, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, bias = ctx.saved_tensors
+        dx, d_bias = torch.ops.fused.bias_gelu_backward(dy, x, bias)
+        return dx, None if bias is None else d_bias
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
+    """gelu(x + bias) in the tanh form (arXiv 1606.08415, section 2). x: [.., h]; bias: [h] or None -> [.., h]"""
+    return _BiasGELUFunction.apply(x, bias)
+
+
+# --- bias + dropout + residual --------------------------------------------------------------------------------------
+
+def numbers_of_mask(p: float, start: int, s: int, salt: int) -> tuple:
+    return s, start, salt, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
+
+
+def check_keys(operation: str, t: Tensor, key: Tensor | None, p: float) -> None:
+    if key is not None:
+        if t.dim() != 3:
+            raise ValueError(f"{operation}: x has shape {list(t.shape)}, expected [b, s, h], whose coordinates are hashed")
+        expect(operation, t, key=(key, (torch.int32,), t.shape[:1]))
+    if not 0 <= p < 1:
+        raise ValueError(f"{operation}: p is {p}, expected at least 0 and below 1")
+
+
+def dropped_out(x: Tensor, key: Tensor | None, salt: int, start: int, p: float) -> Tensor:
+    return x if key is None else x.masked_fill(gpt.dropped(key, salt, x.shape, {1: start}, p), 0.0) * (1 / (1 - p))
+
+
+@operation("bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, Tensor? key, int salt, int start, float p) -> Tensor")
+class _BiasDropoutAdd(Operation):
+    """x, residual: [.., h], with a key [b, s, h]; bias: [h] or None; key: [b] int32, or None to drop nothing; start: the first position's number in the whole sequence"""
+    fits = few_rows
+
+    def empty(x, bias, residual, key, salt, start, p):
+        need("bias_dropout_add", "x", x, 1)
+        expect("bias_dropout_add", x, bias=(bias, (x.dtype,), x.shape[-1:]), residual=(residual, (x.dtype,), x.shape))
+        check_keys("bias_dropout_add", x, key, p)
+        return contiguous(x)
+
+    def reference(x, bias, residual, key, salt, start, p):
+        z = wide(x) if bias is None else wide(x) + wide(bias)
+        return (wide(residual) + dropped_out(z, key, salt, start, p)).to(x.dtype).contiguous()
+
+    def kernel(y, x, bias, residual, key, salt, start, p):
+        launch("bias_dropout_add", dense(x), dense(bias), dense(residual), dense(key), y, rows_of(x), x.shape[-1], *numbers_of_mask(p, start, x.shape[-2] if key is not None else 1, salt))
+
+
+@operation("bias_dropout_add_backward(Tensor dy, Tensor key, int salt, int start, float p, bool bias) -> (Tensor, Tensor)")
+class _BiasDropoutAddBackward(Operation):
+    """dy: [b, s, h] -> dx, dbias [h], empty without a bias"""
+    fits = few_rows
+
+    def empty(dy, key, salt, start, p, bias):
+        need("bias_dropout_add_backward", "dy", dy, 1)
+        check_keys("bias_dropout_add_backward", dy, key, p)
+        return contiguous(dy), dy.new_empty(dy.shape[-1] if bias else 0)
+
+    def reference(dy, key, salt, start, p, bias):
+        d = dropped_out(wide(dy), key, salt, start, p)
+        return d.to(dy.dtype).contiguous(), d.flatten(0, 1).sum(0).to(dy.dtype) if bias else dy.new_empty(0)
+
+    def kernel(outputs, dy, key, salt, start, p, bias):
+        rows, h = rows_of(dy), dy.shape[-1]
+        parts = parts_for(load()[0].column_parts(rows, h, CODES[dy.dtype]), h, dy) if bias else None
+        launch("bias_dropout_add_backward", dense(dy), dense(key), *outputs, parts, rows, h, *numbers_of_mask(p, start, dy.shape[1], salt))
+
+
+class _BiasDropoutAddFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, residual, key, salt, start, p):
+        ctx.save_for_backward(key)
+        ctx.bias, ctx.rest = bias is not None, (salt, start, p)
+        return torch.ops.fused.bias_dropout_add(x, bias, residual, key, salt, start, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        key, = ctx.saved_tensors
+        if key is None:                                                  # nothing was dropped: dx is dy itself
+            dx, d_bias = dy, dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.bias else None
+        else:
+            dx, d_bias = torch.ops.fused.bias_dropout_add_backward(dy, key, *ctx.rest, ctx.bias)
+        return dx, d_bias if ctx.bias else None, dy, None, None, None, None
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, salt: int, start: int, p: float) -> Tensor:
+    """residual + dropout(x + bias), with gpt.dropped's mask. x, residual: [b, s, h]; bias: [h] or None; key: [b] from gpt.layer_key, None for no dropout; start: number of the first position here -> [b, s, h]"""
+    return _BiasDropoutAddFunction.apply(x, bias, residual, key if p else None, salt, start, p)
+
+
+# --- causal softmax -------------------------------------------------------------------------------------------------
+
+def check_square(operation: str, name: str, t: Tensor) -> None:
+    need(operation, name, t, 2)
+    if t.shape[-1] != t.shape[-2]:
+        raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected [.., s, s]")
+
+
+@operation("causal_softmax(Tensor scores, float scale) -> Tensor")
+class _CausalSoftmax(Operation):
+    """[.., s, s] -> the same"""
+
+    def empty(scores, scale):
+        check_square("causal_softmax", "scores", scores)
+        return contiguous(scores)
+
+    def reference(scores, scale):
+        s = scores.shape[-1]
+        above = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
+        return (wide(scores) * scale).masked_fill(above, -math.inf).softmax(-1).to(scores.dtype).contiguous()
+
+    def fits(scores, *_):
+        return row_fits(scores)
+
+    def kernel(y, scores, scale):
+        launch("causal_softmax", dense(scores), y, rows_of(y), y.shape[-1], scale)
+
+
+@operation("causal_softmax_backward(Tensor dp, Tensor p, float scale) -> Tensor")
+class _CausalSoftmaxBackward(Operation):
+    """-> gradient of the scores"""
+
+    def empty(dp, p, scale):
+        check_square("causal_softmax_backward", "dp", dp)
+        expect("causal_softmax_backward", dp, p=(p, (dp.dtype,), dp.shape))
+        return contiguous(p)
+
+    def reference(dp, p, scale):
+        d, q = wide(dp), wide(p)
+        d = d.masked_fill(torch.ones_like(d[..., :, :], dtype=torch.bool).triu(1), 0)          # never looked at: p is 0 there
+        return (scale * q * (d - (d * q).sum(-1, keepdim=True))).to(p.dtype).contiguous()
+
+    def fits(dp, *_):
+        return row_fits(dp)
+
+    def kernel(out, dp, p, scale):
+        launch("causal_softmax_backward", dense(dp), dense(p), out, rows_of(p), p.shape[-1], scale)
+
+
+class _CausalSoftmaxFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, scale):
+        p = torch.ops.fused.causal_softmax(scores, scale)
+        ctx.save_for_backward(p)
+        ctx.scale = scale
+        return p
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dp):
+        return torch.ops.fused.causal_softmax_backward(dp, *ctx.saved_tensors, ctx.scale), None
+
+
+def causal_softmax(scores: Tensor, scale: float) -> Tensor:
+    """softmax(scale scores) of which row i sees columns 0 .. i. scores: [.., s, s] -> the same, 0 above the diagonal"""
+    return _CausalSoftmaxFunction.apply(scores, scale)
+
+
+# --- cross entropy --------------------------------------------------------------------------------------------------
+
+ELSEWHERE = -100                         # as in the kernel
+
+
+@operation("cross_entropy_statistics(Tensor logits, Tensor labels, int valid) -> (Tensor, Tensor, Tensor)")
+class _CrossEntropyStatistics(Operation):
+    """logits: [.., V], of which the first `valid` columns count; labels: [..] int64, ELSEWHERE: not among these columns -> largest [..], Σ exp(z - largest), z_label (0 for ELSEWHERE), in at least float32"""
+
+    def empty(logits, labels, valid):
+        need("cross_entropy_statistics", "logits", logits, 1)
+        expect("cross_entropy_statistics", logits, labels=(labels, (torch.int64,), logits.shape[:-1]))
+        if not 0 <= valid <= logits.shape[-1]:
+            raise ValueError(f"cross_entropy_statistics: valid is {valid}, expected 0 to {logits.shape[-1]}")
+        largest = logits.new_empty(logits.shape[:-1], dtype=wide_dtype(logits))
+        return largest, torch.empty_like(largest), torch.empty_like(largest)
+
+    def reference(logits, labels, valid):
+        z = wide(logits[..., :valid])
+        largest = z.amax(-1) if valid else logits.new_full(labels.shape, -math.inf, dtype=wide_dtype(logits))
+        total = (z - largest.unsqueeze(-1)).exp().sum(-1)
+        elsewhere = labels == ELSEWHERE
+        label_z = z.gather(-1, labels.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0) if valid else torch.zeros_like(largest)
+        return largest, total, label_z
+
+    def fits(logits, *_):
+        return 0 < logits.shape[-1] < 2**31 and rows_of(logits) < 2**31
+
+    def kernel(outputs, logits, labels, valid):
+        launch("cross_entropy_statistics", logits.contiguous(), labels.contiguous(), *outputs, labels.numel(), logits.shape[-1], valid)
+
+
+@operation("cross_entropy_gradient(Tensor(a!) logits, Tensor labels, Tensor largest, Tensor total, Tensor grad, int valid) -> ()")
+class _CrossEntropyGradient(Operation):
+    """logits become their gradient, grad (exp(z - largest) / total - onehot(label)), 0 beyond the valid columns. largest, total: [..], of the whole row; grad: [..], in at least float32"""
+
+    def empty(logits, labels, largest, total, grad, valid):
+        need("cross_entropy_gradient", "logits", logits, 1)
+        of_rows = (wide_dtype(logits),), logits.shape[:-1]
+        expect("cross_entropy_gradient", logits, labels=(labels, (torch.int64,), logits.shape[:-1]), largest=(largest, *of_rows), total=(total, *of_rows), grad=(grad, *of_rows))
+
+    def reference(logits, labels, largest, total, grad, valid):
+        p = (wide(logits) - largest.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
+        p[..., valid:] = 0
+        elsewhere = (labels == ELSEWHERE).unsqueeze(-1)
+        p.scatter_add_(-1, labels.unsqueeze(-1).masked_fill(elsewhere, 0), elsewhere.to(p.dtype) - 1)
+        logits.copy_(p.mul_(grad.unsqueeze(-1)))
+
+    def fits(logits, *_):
+        return 0 < logits.shape[-1] < 2**31 and rows_of(logits) < 2**31
+
+    def kernel(outputs, logits, labels, largest, total, grad, valid):
+        z = logits.contiguous()
+        launch("cross_entropy_gradient", z, *(t.contiguous() for t in (labels, largest, total, grad)), labels.numel(), z.shape[-1], valid)
+        if z is not logits:
+            logits.copy_(z)
+        else:
+            torch.autograd.graph.increment_version(logits)
+
+
+class _CrossEntropyFunction(torch.autograd.Function):
+    """Whole rows where `group` is None; with it, this rank's columns of them: maxima and sums are reduced."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, vocab_size, group):
+        n = logits.shape[-1]
+        if group is None:
+            local, valid = labels, n
+        else:
+            local, elsewhere = tensor_parallel.local_ids(labels, n, vocab_size, group)
+            local, valid = local.masked_fill(elsewhere & (local >= 0), ELSEWHERE), min(n, max(0, vocab_size - group.rank() * n))
+        largest, total, label_z = torch.ops.fused.cross_entropy_statistics(logits, local, valid)
+        if group is not None:
+            most = largest.clone()
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            sums = torch.stack((total * (largest - most).exp(), label_z))
+            dist.all_reduce(sums, group=group)
+            largest, (total, label_z) = most, sums
+        ctx.save_for_backward(logits, local, largest, total)
+        ctx.valid = valid
+        return total.log() + (largest - label_z)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        logits, *rest = ctx.saved_tensors
+        gradient = logits.detach()
+        torch.ops.fused.cross_entropy_gradient(gradient, *rest, grad, ctx.valid)
+        return gradient, None, None, None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """log Σ exp z - z_label of each row, in at least float32. logits: [.., V], which backward **overwrites** with their gradient (so it can run once); labels: [..] int64 -> [..]"""
+    return _CrossEntropyFunction.apply(logits, labels, logits.shape[-1], None)
+
+
+@torch.compiler.disable
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
+    """The same of logits [.., V / t] that are cut by words (tensor_parallel.vocab_parallel_cross_entropy): the statistics are reduced, 3 numbers a row."""
+    return _CrossEntropyFunction.apply(logits, labels, vocab_size, group)
+
+
+# --- the permutation of a mixture of experts ------------------------------------------------------------------------
+
+INDEX = (torch.int64,)
+
+
+@operation("take(Tensor x, Tensor order) -> Tensor")
+class _Take(Operation):
+    """x: [n, h]; order: [m], assignments, of token a % n -> [m, h]"""
+
+    def empty(x, order):
+        need("take", "x", x, 2)
+        expect("take", x, order=(order, INDEX, (order.numel(),)))
+        return x.new_empty(len(order), x.shape[1])
+
+    def reference(x, order):
+        return moe.take(x, order)
+
+    def fits(x, order):
+        return x.numel() > 0 and len(order) < 2**31
+
+    def kernel(y, x, order):
+        launch("take", dense(x), order.contiguous(), y, len(y), len(x), x.shape[1])
+
+
+@operation("put(Tensor rows, Tensor place, Tensor? gates) -> Tensor")
+class _Put(Operation):
+    """rows: [m, h]; place: [k, n], of each token's choices in rows, m where it was dropped; gates: [n, k] float32, or None for 1 -> [n, h], each token's rows summed"""
+
+    def empty(rows, place, gates):
+        need("put", "rows", rows, 2)
+        need("put", "place", place, 2, INDEX)
+        expect("put", rows, place=(place, INDEX, place.shape), gates=(gates, (wide_dtype(rows),), place.t().shape))
+        return rows.new_empty(place.shape[1], rows.shape[1])
+
+    def reference(rows, place, gates):
+        if gates is None:
+            return moe.put(rows, place)
+        kept = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+        return sum(wide(kept[at]) * gate.unsqueeze(1) for at, gate in zip(place, gates.t())).to(rows.dtype)
+
+    def fits(rows, *_):
+        return rows.numel() > 0
+
+    def kernel(y, rows, place, gates):
+        launch("put", dense(rows), place.contiguous(), None if gates is None else gates.contiguous(), y, len(rows), *place.t().shape, rows.shape[1])
+
+
+@operation("put_backward(Tensor dy, Tensor rows, Tensor order, Tensor gates) -> (Tensor, Tensor)")
+class _PutBackward(Operation):
+    """dy: [n, h]; rows: [m, h]; order: [m]; gates: [n, k] -> drows [m, h], dgates [n, k], 0 for what was dropped"""
+
+    def empty(dy, rows, order, gates):
+        need("put_backward", "dy", dy, 2)
+        need("put_backward", "rows", rows, 2)
+        expect("put_backward", dy, rows=(rows, (dy.dtype,), (len(order), dy.shape[1])), order=(order, INDEX, (len(order),)), gates=(gates, (wide_dtype(dy),), (len(dy), gates.shape[-1])))
+        return contiguous(rows), contiguous(gates)
+
+    def reference(dy, rows, order, gates):
+        token, d_gates = order % max(1, len(dy)), gates.new_zeros(gates.shape)
+        at = token * gates.shape[1] + order // max(1, len(dy))           # in gates, [n, k]
+        d = wide(dy)[token]
+        d_gates.view(-1)[at] = (d * wide(rows)).sum(-1)
+        return (d * gates.flatten()[at].unsqueeze(1)).to(rows.dtype), d_gates
+
+    def fits(dy, rows, *_):
+        return rows.numel() > 0
+
+    def kernel(outputs, dy, rows, order, gates):
+        launch("put_backward", dense(dy), dense(rows), order.contiguous(), gates.contiguous(), outputs[0], outputs[1].zero_(), len(rows), *gates.shape, rows.shape[1])
+
+
+class _TakeFunction(torch.autograd.Function):
+    """take forward and put backward; each is the other's adjoint."""
+
+    @staticmethod
+    def forward(ctx, x, order, place):
+        ctx.save_for_backward(place)
+        return torch.ops.fused.take(x, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return torch.ops.fused.put(dy, *ctx.saved_tensors, None), None, None
+
+
+class _PutFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, gates, place, order):
+        ctx.save_for_backward(rows, order, gates)
+        return torch.ops.fused.put(rows, place, gates)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return *torch.ops.fused.put_backward(dy, *ctx.saved_tensors), None, None
+
+
+def take(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    """Rows of tokens in the order of assignments (moe.Routes). x: [n, h]; order: [m]; place: [k, n], order's inverse -> [m, h]"""
+    return _TakeFunction.apply(x, order, place)
+
+
+def put(rows: Tensor, gates: Tensor, place: Tensor, order: Tensor) -> Tensor:
+    """Each token's rows, times their gates, summed. rows: [m, h]; gates: [n, k] in at least float32; place: [k, n]; order: [m] -> [n, h]"""
+    return _PutFunction.apply(rows, gates, place, order)
+
+
+# --- AdamW ----------------------------------------------------------------------------------------------------------
+
+@operation("adamw(Tensor(a!) weight, Tensor(b!)? low, Tensor(c!)? master, Tensor gradient, Tensor(d!) exp_avg, Tensor(e!) exp_avg_sq, "
+           "float lr, float decay, float beta1, float beta2, float eps, int step, float scale) -> ()")
+class _AdamW(Operation):
+    """All of one shape and contiguous. weight: bf16 with low, int16, of a split master; float32, itself the master; or 16 bits with a float32 master beside it. gradient: float32, multiplied by scale first"""
+
+    def empty(weight, low, master, gradient, exp_avg, exp_avg_sq, *_):
+        shape, state = weight.shape, (torch.float32,) if master is not None else (torch.bfloat16,)
+        needed = torch.bfloat16, torch.float16
+        need("adamw", "weight", weight, 0, (torch.bfloat16,) if low is not None else needed if master is not None else (torch.float32,))
+        expect("adamw", weight, low=(low, (torch.int16,), shape), master=(master, (torch.float32,), shape), gradient=(gradient, (torch.float32,), shape),
+               exp_avg=(exp_avg, state, shape), exp_avg_sq=(exp_avg_sq, state, shape))
+        for name, t in dict(weight=weight, low=low, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq).items():
+            if t is not None and not t.is_contiguous():
+                raise ValueError(f"adamw: {name} has strides {list(t.stride())}, expected contiguous numbers, which are changed where they are")
+
+    def reference(weight, low, master, gradient, exp_avg, exp_avg_sq, lr, decay, beta1, beta2, eps, step, scale):
+        x = master if master is not None else weight.clone() if low is None else optimizer.join(weight, low)
+        g = gradient * scale
+        m, v = exp_avg.float().lerp_(g, 1 - beta1), exp_avg_sq.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        x.mul_(1 - lr * decay).addcdiv_(m, v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps), value=-lr / (1 - beta1**step))
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
+        if low is not None:
+            optimizer.split(x, weight, low)
+        else:
+            weight.copy_(x)
+
+    def kernel(outputs, weight, low, master, gradient, exp_avg, exp_avg_sq, lr, decay, beta1, beta2, eps, step, scale):
+        launch("adamw", weight, low, master, gradient.contiguous(), exp_avg, exp_avg_sq, weight.numel(), beta1, beta2, eps, 1 - lr * decay, lr / (1 - beta1**step), math.sqrt(1 - beta2**step), scale)
+        for t in (weight, low, master, exp_avg, exp_avg_sq):
+            if t is not None:
+                torch.autograd.graph.increment_version(t)
+
+
+def adamw(*args, **options) -> None:
+    """optimizer.AdamW's update of one parameter, in place, in one pass over its bytes (arXiv 1711.05101, algorithm 2). Arguments as _AdamW's schema; step counts from 1."""
+    torch.ops.fused.adamw(*args, **options)
+
+
+# --- in a model -----------------------------------------------------------------------------------------------------
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Rotary(gpt.Rotary):
+    def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return rotary(q, k, *table) if table[0].dim() == 2 else super().forward(q, k, table)               # to decode, each row has its own position
+
+
+class SwiGLU(gpt.SwiGLU):
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return swiglu(gate, up)
+
+
+class GELU(gpt.GELU):
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return bias_gelu(x, bias)
+
+
+class BiasDropoutAdd(gpt.BiasDropoutAdd):
+    def forward(self, x: Tensor, bias: Tensor | None, residual: Tensor, drop_key: Tensor | None) -> Tensor:
+        if bias is None and (drop_key is None or self.dropout.p == 0):
+            return residual + x                                          # one pass already
+        return bias_dropout_add(x, bias, residual, drop_key, self.dropout.salt, self.dropout.slice.get(1, 0) * x.shape[1], self.dropout.p)
+
+
+class CausalProbabilities(gpt.CausalProbabilities):
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return causal_softmax(q @ k.transpose(1, 2), q.shape[-1] ** -0.5)
+
+
+class Head(gpt.Head):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits, labels)
+
+
+class VocabParallelHead(tensor_parallel.VocabParallelHead):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.group)
+
+
+class MoE(moe.MoE):
+    take, put = staticmethod(take), staticmethod(put)
+
+
+FUSED = {nn.RMSNorm: RMSNorm, nn.LayerNorm: LayerNorm, gpt.Rotary: Rotary, gpt.SwiGLU: SwiGLU, gpt.GELU: GELU, gpt.BiasDropoutAdd: BiasDropoutAdd,
+         gpt.CausalProbabilities: CausalProbabilities, gpt.Head: Head, tensor_parallel.VocabParallelHead: VocabParallelHead, moe.MoE: MoE}
+
+
+def swap(model: nn.Module) -> None:
+    """Let modules compute by the operations above, on any device."""
+    for module in model.modules():
+        module.__class__ = FUSED.get(type(module), type(module))
+
+
+def apply(model: nn.Module, device: torch.device) -> str:
+    """`swap` where the kernels run, after everything else that changes what modules are. Returns "", or why they do not run on this device: then the model stays as it is."""
+    why_not = load()[1] if device.type == "cuda" else "no CUDA device"
+    if not why_not:
+        swap(model)
+    return why_not

@@ -1,0 +1,165 @@
+"""CUDA kernels on the CPU, so that their arithmetic, indexing and barriers are tested where there is no GPU.
+
+The source is compiled as C++ by the host's compiler, with the header below in place of CUDA's: the threads of a block are fibers of one thread, which run until they wait, for a barrier or for the other lanes of
+their warp. They run in any order that is asked for, so a missing barrier is seen. Speed, alignment of vectors and what different blocks do at the same time are not.
+
+    kernels = build(kernels.CUDA, kernels.FUNCTIONS);  kernels.set_order(2);  kernels.rms_norm(0, dtype, address, ..)
+"""
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+
+from torch.utils.cpp_extension import load_inline
+
+HEADER = r"""
+#include <pybind11/pybind11.h>
+#include <ucontext.h>
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <vector>
+#include <cuda_runtime.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#undef __shared__
+#undef __launch_bounds__
+#define __shared__ static
+#define __launch_bounds__(...)
+#define threadIdx emulator::thread
+#define blockIdx emulator::block
+#define blockDim emulator::block_size
+#define gridDim emulator::grid_size
+#define cudaGetLastError() cudaSuccess
+#define cudaGetErrorString(e) ""
+#define cudaGetDevice(device) (*(device) = 0)
+#define cudaDeviceGetAttribute(value, attribute, device) (*(value) = emulator::multiprocessors)
+
+namespace emulator {
+int multiprocessors = 2, order = 0;
+uint3 thread, block;
+dim3 block_size, grid_size;
+
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack{new char[1 << 16]};
+    uint3 index;
+    bool done;
+};
+std::vector<std::unique_ptr<Fiber>> fibers;
+ucontext_t scheduler;
+Fiber* now;
+const std::function<void()>* kernel;
+bool moved;                                                                        // since the last round over all fibers, did any come further
+
+struct Barrier { int arrived = 0, generation = 0; } of_block, of_warp[32];
+uint64_t slots[32][2][32];                                                         // what lanes of a warp exchange; two, so that a fast one does not overwrite what a slow one has yet to read
+
+void wait(Barrier& barrier, int all) {
+    int mine = barrier.generation;
+    moved = true;
+    if (++barrier.arrived == all) { barrier.arrived = 0; barrier.generation++; return; }
+    while (barrier.generation == mine) {
+        Fiber* self = now;
+        swapcontext(&self->context, &scheduler);
+    }
+}
+
+int number() { return thread.x + block_size.x * (thread.y + block_size.y * thread.z); }
+
+template <typename T> T exchange(T value, int from) {
+    int warp = number() / 32, lane = number() % 32, parity = of_warp[warp].generation % 2;
+    memcpy(&slots[warp][parity][lane], &value, sizeof(T));
+    wait(of_warp[warp], 32);
+    memcpy(&value, &slots[warp][parity][from], sizeof(T));
+    return value;
+}
+
+void enter() {
+    (*kernel)();
+    now->done = moved = true;
+    swapcontext(&now->context, &scheduler);
+}
+
+template <typename T> void arrange(std::vector<T>& items) {
+    static std::mt19937 generator(0);
+    if (order == 1) std::reverse(items.begin(), items.end());
+    if (order == 2) std::shuffle(items.begin(), items.end(), generator);
+}
+
+void run_block(int threads) {
+    while (int(fibers.size()) < threads) fibers.emplace_back(new Fiber);
+    of_block = Barrier();
+    for (auto& barrier : of_warp) barrier = Barrier();
+    std::vector<Fiber*> running;
+    for (int i = 0; i < threads; i++) {
+        Fiber& f = *fibers[i];
+        f.index = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
+        f.done = false;
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = f.stack.get();
+        f.context.uc_stack.ss_size = 1 << 16;
+        makecontext(&f.context, enter, 0);
+        running.push_back(&f);
+    }
+    for (int left = threads; left > 0;) {
+        moved = false;
+        arrange(running);
+        for (Fiber* f : running) {
+            if (f->done) continue;
+            now = f;
+            thread = f->index;
+            swapcontext(&scheduler, &f->context);
+            left -= f->done;
+        }
+        if (!moved) throw std::runtime_error("threads of a block wait for others that never come");
+    }
+}
+
+void run(dim3 grid, dim3 size, std::function<void()> f) {
+    if (grid.x == 0 || grid.y == 0 || size.x * size.y * size.z > 1024) throw std::runtime_error("invalid configuration of a launch");
+    grid_size = grid, block_size = size, kernel = &f;
+    std::vector<uint3> blocks;
+    for (unsigned y = 0; y < grid.y; y++) for (unsigned x = 0; x < grid.x; x++) blocks.push_back({x, y, 0});
+    arrange(blocks);
+    for (uint3 b : blocks) {
+        block = b;
+        run_block(size.x * size.y * size.z);
+    }
+}
+}  // namespace emulator
+
+#define __syncthreads() emulator::wait(emulator::of_block, emulator::block_size.x * emulator::block_size.y * emulator::block_size.z)
+#define __shfl_xor_sync(mask, value, lane) emulator::exchange(value, emulator::number() % 32 ^ (lane))
+#define __shfl_sync(mask, value, lane) emulator::exchange(value, lane)
+inline float __expf(float x) { return expf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
+inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
+void set_order(int64_t order, int64_t multiprocessors) { emulator::order = order; emulator::multiprocessors = multiprocessors; }
+"""
+
+
+def include_folder() -> Path | None:
+    """Where CUDA's headers are, whose 16-bit numbers work on the host too; None without nvcc."""
+    nvcc = shutil.which("nvcc")
+    places = [Path(nvcc).resolve().parent.parent / "include"] if nvcc else []
+    return next((p for p in [*places, Path("/usr/local/cuda/include")] if (p / "cuda_bf16.h").exists()), None)
+
+
+def translated(source: str) -> str:
+    """kernel<T><<<grid, block, 0, stream>>>(..); becomes a call of the scheduler."""
+    source = "\n".join(line for line in source.splitlines() if not line.startswith("#include <cuda"))
+    return re.sub(r"([\w:]+(?:<[^;{}]*?>)?)<<<(\w+), (\w+), 0, on\(stream\)>>>(\(.*?\));", r"emulator::run(\2, \3, [=] { \1\4; });", source, flags=re.DOTALL)
+
+
+@cache
+def build(source: str, functions: tuple[str, ...]):
+    """A Python module with these launchers, and set_order(0 ascending | 1 descending | 2 random, number of multiprocessors)."""
+    return load_inline("fused_on_cpu", [HEADER + translated(source)], functions=[*functions, "set_order"], no_implicit_headers=True, with_pytorch_error_handling=False,
+                       extra_cflags=["-O1", "-Wno-unknown-pragmas", "-Wno-attributes"], extra_include_paths=[str(include_folder())])
