@@ -2,18 +2,18 @@
 
 Between its matrix multiplications a transformer adds, scales, normalises: few operations on each number, so the time is that of moving the numbers. A GPU that multiplies 800 TFLOP/s copies 4 TB/s: an element of 2 bytes
 that is read and written could have had 800 multiplications meanwhile. PyTorch reads and writes memory once for each small operation; a kernel that does them all reads each input once and writes each output once, and
-cannot be faster than that. Bytes an element, 16 bits, forward + backward (`python kernels.py` counts both):
+cannot be faster than that. Bytes for each number of the first argument, 16 bits, forward + backward (`python kernels.py` counts them, and PyTorch's):
 
     operation             one pass    what it does                                                          source
     rms_norm              4 + 6       x / √(mean x² + ε) w                                                  arXiv 1910.07467
     layer_norm            4 + 6       (x - mean) / √(variance + ε) w + b                                    arXiv 1607.06450
-    rotary                4 + 4       each pair turned by its position's angle, of queries and keys         arXiv 2104.09864
+    rotary                8 + 8       each pair turned by its position's angle, of queries and keys         arXiv 2104.09864
     swiglu                6 + 10      silu(gate) up                                                         arXiv 2002.05202
     bias_gelu             4 + 6       gelu(x + b), tanh form                                                arXiv 1606.08415
     bias_dropout_add      6 + 4       residual + dropout(x + b), its mask a hash: nothing is kept           gpt.dropped
-    causal_softmax        3 + 4       softmax(scale x + causal mask); half of the matrix is never read
+    causal_softmax        3 + 4       softmax(scale x + causal mask); half of the matrix is never read      (whole tensors: 4 + 6)
     cross_entropy         2 + 4       log Σ exp z - z_label; the gradient takes the place of the logits     online softmax, arXiv 1805.02867
-    take, put             4 + 4       rows to their experts and home again, times their gates               moe.py
+    take, put             6 + 6       rows to two experts of a token each, and home again, times gates      moe.py
     adamw                 20          a parameter's update, moments in bf16, master split                   optimizer.py
 
 Each operation stands here three times: as CUDA, as plain PyTorch (`reference`: what runs on CPUs, in float64, and where there is no compiler), and as shapes alone, for torch.compile and the meta device. Matrix multiplications
@@ -24,7 +24,7 @@ read once. The comments in the CUDA below say where each is decided, and why. 16
 
 `apply(model)` puts them into a finished model from outside: it changes the class of a module (nn.RMSNorm becomes RMSNorm below), so that names, parameters, hooks and whatever other techniques did stay as they are.
 
-    python kernels.py                  which run here; bytes by one pass and by PyTorch's operations; what a rounding less is worth
+    python kernels.py                  do they run here; bytes in one pass and by PyTorch's operations; errors of both
     python comparisons/kernels.py      on a GPU: time, and the share of the copy bandwidth
 
 What production adds (Transformer Engine, Apex, Liger): FP8 and its scales, norms fused with the cast or the matrix multiplication, the loss fused with the last matrix multiplication, kernels tuned for each card and size.
@@ -1968,3 +1968,89 @@ def apply(model: nn.Module, device: torch.device) -> str:
     if not why_not:
         swap(model)
     return why_not
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the bytes that PyTorch's operations have to move: of each, every tensor that it reads or writes, once; of one that it changes, twice. Views move nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        schema = function._schema
+        if any(r.alias_info and not r.alias_info.is_write for r in schema.returns) or function in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default):
+            return outputs
+        flat = torch.utils._pytree.tree_leaves((args, kwargs, outputs))
+        tensors = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in flat if isinstance(t, Tensor) and t.numel()}
+        changed = [a for a, described in zip(args, schema.arguments) if isinstance(a, Tensor) and described.alias_info and described.alias_info.is_write]
+        self.bytes += sum(tensors.values()) + sum(t.numel() * t.element_size() for t in changed)
+        return outputs
+
+
+def examples(b: int, s: int, h: int, ffn: int, vocab_size: int, heads: int = 8, device="cpu", dtype=torch.bfloat16) -> dict:
+    """Every operation at a size: name: (arguments, fused, PyTorch's own, which arguments have gradients)."""
+    def new(*shape):
+        return torch.randn(shape, device=device, dtype=dtype)
+    n, d = b * s, h // heads
+    config = gpt.GPTConfig(num_layers=1, hidden_size=h, num_heads=heads, seq_length=s, llama=True)
+    table, key = gpt.rotary_table(config, s, new(1)), gpt.dropout_key(0, 1, torch.arange(b, device=device))
+    dropout, gelu, swiglu_, causal = gpt.BiasDropoutAdd(0.1, 2), gpt.GELU(), gpt.SwiGLU(), gpt.CausalProbabilities()
+    decision = moe.Decision(lambda logits, training: logits, gpt.GPTConfig(num_layers=1, hidden_size=8, num_heads=1, num_experts=8, router="topk", router_topk=2))
+    routes = decision(torch.rand(n, 8, device=device))
+    size = ffn * h
+    weight, low = new(size), torch.zeros(size, dtype=torch.int16, device=device)
+    state = weight, low, None, torch.randn(size, device=device), new(size), new(size).abs(), 1e-3, 0.1, 0.9, 0.95, 1e-8, 10, 1.0
+    mask = torch.full((s, s), -math.inf, dtype=dtype, device=device).triu(1)
+    return {
+        "rms_norm": ((new(b, s, h), new(h)), rms_norm, lambda x, w: F.rms_norm(x, (h,), w, 1e-5), (0, 1)),
+        "layer_norm": ((new(b, s, h), new(h), new(h)), layer_norm, lambda x, w, bias: F.layer_norm(x, (h,), w, bias, 1e-5), (0, 1, 2)),
+        "rotary": ((new(b, s, heads, d).transpose(1, 2), new(b, s, heads, d).transpose(1, 2), *table), rotary, lambda q, k, *t: (gpt.rotate(q, t), gpt.rotate(k, t)), (0, 1)),
+        "swiglu": ((new(b, s, ffn), new(b, s, ffn)), swiglu, swiglu_, (0, 1)),
+        "bias_gelu": ((new(b, s, ffn), new(ffn)), bias_gelu, lambda x, bias: F.gelu(x + bias, approximate="tanh"), (0, 1)),
+        "bias_dropout_add": ((new(b, s, h), new(h), new(b, s, h), key), lambda x, bias, r, k: bias_dropout_add(x, bias, r, k, 2, 0, 0.1), dropout, (0, 1, 2)),
+        "causal_softmax": ((new(b * heads, s, s),), lambda scores: causal_softmax(scores, d ** -0.5), lambda scores: (scores * d ** -0.5 + mask).softmax(-1), (0,)),
+        "cross_entropy": ((new(n, vocab_size), torch.randint(vocab_size, (n,), device=device)), cross_entropy, gpt.cross_entropy, (0,)),
+        "take": ((new(n, h), routes.order, routes.place), take, moe.taken, (0,)),
+        "put": ((new(len(routes.order), h), torch.rand(n, 2, device=device), routes.place, routes.order), put, moe.put_home, (0, 1)),
+        "adamw": (state, adamw, _AdamW.reference, ()),
+    }
+
+
+def there_and_back(function, args: tuple, wanted: tuple, numbers: torch.dtype | None = None):
+    """(bytes moved forward, and backward where something has a gradient; outputs and gradients) of one call, with floating-point arguments as they are or as `numbers`."""
+    args = [a.detach().to(numbers or a.dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    copies = [a.clone().requires_grad_(i in wanted) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
+    if wanted:
+        copies = [c * 1 if i in wanted else c for i, c in enumerate(copies)]                   # no leaves: what overwrites its input may
+    with Traffic() as forward:
+        outputs = function(*copies)
+    if not wanted:
+        return [forward.bytes], []
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    downstream = [torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(o) for o in outputs]
+    with Traffic() as backward:
+        gradients = torch.autograd.grad(outputs, [copies[i] for i in wanted], downstream)
+    return [forward.bytes, backward.bytes], [*outputs, *gradients]
+
+
+def main():
+    library, why_not = load()
+    print(f"compiled for {torch.cuda.get_device_name()}" if library else f"not compiled here ({why_not}): the references run")
+    device = "cuda" if library else "cpu"
+    print(f"bytes moved for each number of the first argument, bf16, forward + backward: in one pass over memory, and by PyTorch's operations on this device ({device}), one after the other;\n"
+          f"and the largest error of an output or a gradient against float64\n\n{'':>18}{'one pass':>14}{'PyTorch':>16}{'ratio':>7}{'error: one pass':>18}{'PyTorch':>9}")
+    torch.manual_seed(0)
+    for name, (args, fused, own, wanted) in examples(2, 256, 512, 1408, 4096, device=device).items():
+        (one_pass, ours), (several, theirs) = (there_and_back(function, args, wanted) for function in (fused, own))
+        exact = there_and_back(own, args, wanted, torch.float64)[1] if wanted else []
+        errors = [f"{max(((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact)):.1e}" if wanted else "" for found in (ours, theirs)]
+        counts = [" + ".join(f"{m / args[0].numel():.1f}" for m in moved) for moved in (one_pass, several)]
+        print(f"{name:>18}{counts[0]:>14}{counts[1]:>16}{sum(several) / sum(one_pass):>7.1f}{errors[0]:>18}{errors[1]:>9}")
+
+
+if __name__ == "__main__":
+    main()
