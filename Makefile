@@ -1,4 +1,4 @@
-# make train · make test · make figures: each sets up .venv by itself
+# make train · make test · make figures · make gpu-figures: each sets up .venv by itself
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
@@ -18,6 +18,11 @@ figures: .venv/installed
 	.venv/bin/python comparisons/moe.py training                         # half an hour of this
 	.venv/bin/pip install --quiet transformers
 	.venv/bin/python comparisons/generation.py
+	.venv/bin/python comparisons/layouts.py
+
+gpu-figures: .venv/installed                                                 # on a GPU
+	.venv/bin/python comparisons/kernels.py
+	.venv/bin/python comparisons/training_step.py
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
@@ -30,4 +35,4 @@ figures: .venv/installed
 	.venv/bin/pip install --quiet -r tests/requirements.txt
 	touch $@
 
-.PHONY: train test figures
+.PHONY: train test figures gpu-figures

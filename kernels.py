@@ -1036,20 +1036,18 @@ VECTOR, LONGEST = 16, 2048               # bytes of a vector; vectors of a row t
 
 # --- building -------------------------------------------------------------------------------------------------------
 
-def build(name: str, folder: Path, capability: tuple[int, int]):
-    """Compile the kernels for this card into folder/NAME.so, and import that. Raises RuntimeError where the compiler fails."""
+def compile_inline(name: str, folder: Path, cpp: str, cuda: str | None = None, **options):
+    """torch's load_inline, in a fresh folder/build; afterwards folder/NAME.so is there, whole. Raises RuntimeError where a compiler fails, OSError where there is none."""
     from torch.utils import cpp_extension
-    scratch = folder / "build"
+    scratch, path = folder / "build", os.environ["PATH"]
     shutil.rmtree(scratch, ignore_errors=True)                           # of a build that was killed: its lock would be waited for
     scratch.mkdir()
-    path, arch = os.environ["PATH"], "".join(map(str, capability))
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"                    # where pip puts ninja
     try:
-        cpp_extension.load_inline(name, [BINDINGS], [CUDA], functions=list(FUNCTIONS.values()), build_directory=str(scratch), no_implicit_headers=True, with_pytorch_error_handling=False,
-                                  extra_cflags=["-O1"], extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"])
+        cpp_extension.load_inline(name, [cpp], cuda and [cuda], build_directory=str(scratch), no_implicit_headers=True, with_pytorch_error_handling=False, **options)
     finally:
         os.environ["PATH"] = path
-    os.replace(scratch / f"{name}.so", folder / f"{name}.so")            # whole, or not there
+    os.replace(scratch / f"{name}.so", folder / f"{name}.so")
 
 
 def once(folder: Path, file: str, make) -> None:
@@ -1059,6 +1057,10 @@ def once(folder: Path, file: str, make) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / file).exists():
             make()
+
+
+def cache_folder(name: str) -> Path:
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / name
 
 
 def import_file(name: str, path: Path):
@@ -1078,9 +1080,11 @@ def load():
         return None, f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and they need 8.0"
     digest = hashlib.sha256(repr((CUDA, BINDINGS, torch.__version__, torch.version.cuda, sys.version, capability)).encode()).hexdigest()[:16]
     name = f"fused_{digest}"
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / name
+    folder = cache_folder(name)
     try:
-        once(folder, f"{name}.so", lambda: build(name, folder, capability))
+        arch = "".join(map(str, capability))
+        once(folder, f"{name}.so", lambda: compile_inline(name, folder, BINDINGS, CUDA, functions=list(FUNCTIONS.values()), extra_cflags=["-O1"],
+                                                          extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"]))
         return import_file(name, folder / f"{name}.so"), ""
     except (OSError, RuntimeError, ImportError) as e:
         lines = str(e).splitlines()

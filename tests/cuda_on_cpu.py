@@ -5,12 +5,13 @@ their warp. They run in any order that is asked for, so a missing barrier is see
 
     kernels = build(kernels.CUDA, kernels.FUNCTIONS);  kernels.set_order(2);  kernels.rms_norm(0, dtype, address, ..)
 """
+import hashlib
 import re
 import shutil
 from functools import cache
 from pathlib import Path
 
-from torch.utils.cpp_extension import load_inline
+import kernels
 
 HEADER = r"""
 #include <pybind11/pybind11.h>
@@ -161,5 +162,9 @@ def translated(source: str) -> str:
 @cache
 def build(source: str, functions: tuple[str, ...]):
     """A Python module with these launchers, and set_order(0 ascending | 1 descending | 2 random, number of multiprocessors)."""
-    return load_inline("fused_on_cpu", [HEADER + translated(source)], functions=[*functions, "set_order"], no_implicit_headers=True, with_pytorch_error_handling=False,
-                       extra_cflags=["-O1", "-Wno-unknown-pragmas", "-Wno-attributes"], extra_include_paths=[str(include_folder())])
+    text = HEADER + translated(source)
+    name = f"fused_on_cpu_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    folder = kernels.cache_folder(name)
+    kernels.once(folder, f"{name}.so", lambda: kernels.compile_inline(name, folder, text, functions=[*functions, "set_order"], extra_include_paths=[str(include_folder())],
+                                                                      extra_cflags=["-O1", "-Wno-unknown-pragmas", "-Wno-attributes"]))
+    return kernels.import_file(name, folder / f"{name}.so")
