@@ -1070,6 +1070,12 @@ def import_file(name: str, path: Path):
     return module
 
 
+def compile_kernels(name: str, folder: Path, capability: tuple[int, int]) -> None:
+    print(f"kernels.py: compiling CUDA kernels, about half a minute; they are kept in {folder}", file=sys.stderr, flush=True)
+    arch = "".join(map(str, capability))
+    compile_inline(name, folder, BINDINGS, CUDA, functions=list(FUNCTIONS.values()), extra_cflags=["-O1"], extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"])
+
+
 @functools.cache
 def load():
     """(the compiled kernels, "") for this process's GPU; or (None, why not). Compiled at the first use, and kept in TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions."""
@@ -1082,9 +1088,7 @@ def load():
     name = f"fused_{digest}"
     folder = cache_folder(name)
     try:
-        arch = "".join(map(str, capability))
-        once(folder, f"{name}.so", lambda: compile_inline(name, folder, BINDINGS, CUDA, functions=list(FUNCTIONS.values()), extra_cflags=["-O1"],
-                                                          extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"]))
+        once(folder, f"{name}.so", lambda: compile_kernels(name, folder, capability))
         return import_file(name, folder / f"{name}.so"), ""
     except (OSError, RuntimeError, ImportError) as e:
         lines = str(e).splitlines()
@@ -1360,7 +1364,7 @@ class _Rotary(Operation):
         return tuple(heads_inside(t).copy_(gpt.rotate(wide(t), table)) for t in (q, k))
 
     def fits(q, *_):
-        return q.shape[-1] // 2 <= 1024
+        return 0 < q.shape[-1] <= 2048
 
     def kernel(outputs, q, k, cosine, sine, sign):
         q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
