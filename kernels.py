@@ -54,6 +54,11 @@ import tensor_parallel
 # --- the kernels ----------------------------------------------------------------------------------------------------
 
 COMMON = r"""
+// For a reader who has never written a kernel. A kernel is a function that very many threads run, each on its own numbers: blockIdx and threadIdx say who it is. 32 threads are a warp: they execute one instruction
+// together, can look into each other's registers (shuffles), and their loads of neighbouring addresses become one. Up to 1024 threads are a block: it stays on one multiprocessor, shares 'shared memory' there,
+// and can wait for itself (__syncthreads). A multiprocessor keeps up to 2048 threads resident, as far as its 65,536 registers go round, and runs whichever warps have their numbers: that is how it
+// works while others wait for memory. Blocks know nothing of each other.
+//
 // Launchers take addresses and numbers, so that nothing here needs PyTorch's headers: a build takes seconds, and any C++ compiler can read it.
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
