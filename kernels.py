@@ -29,6 +29,7 @@ read once. The comments in the CUDA below say where each is decided, and why. 16
 
 What production adds (Transformer Engine, Apex, Liger): FP8 and its scales, norms fused with the cast or the matrix multiplication, the loss fused with the last matrix multiplication, kernels tuned for each card and size.
 """
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -64,6 +65,7 @@ COMMON = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cassert>
+#include <cfloat>
 #include <cstdint>
 #include <stdexcept>
 
@@ -77,23 +79,46 @@ template <int W, typename T> __device__ __forceinline__ Vector<T, W> read(const 
 template <int W, typename T> __device__ __forceinline__ void write(T* to, const Vector<T, W>& v) { *reinterpret_cast<Vector<T, W>*>(to) = v; }
 
 __device__ __forceinline__ float wide(float x) { return x; }
-__device__ __forceinline__ float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float wide(__nv_bfloat16 x) { return __uint_as_float(uint32_t(__bfloat16_as_ushort(x)) << 16); }
 __device__ __forceinline__ float wide(__half x) { return __half2float(x); }
 template <typename T> __device__ __forceinline__ T narrow(float x);                // rounds to the nearest
 template <> __device__ __forceinline__ float narrow<float>(float x) { return x; }
 template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16(x); }
 template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half(x); }
 
-// e^x: two instructions where the result is rounded to 16 bits anyway, the accurate function in float.
+// One instruction each; __expf and __fdividef take some more, for results below 2^-126, which are 0 here.
+__device__ __forceinline__ float exp2_fast(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+__device__ __forceinline__ float reciprocal_fast(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return 1 / x;
+#endif
+}
+
+// e^x: two instructions where the result is rounded to 16 bits anyway, the accurate function in float. At 4.3 TB/s the 132 multiprocessors of an H200 can execute some 8 instructions a thread for each byte that is moved;
+// kernels that need more wait for their instructions, not for the memory.
 template <typename T> __device__ __forceinline__ float exp_for(float x) {
-    if constexpr (sizeof(T) == 2) return __expf(x); else return expf(x);
+    if constexpr (sizeof(T) == 2) return exp2_fast(1.4426950408889634f * x); else return expf(x);
 }
-template <typename T> __device__ __forceinline__ float over(float x, float y) {
-    if constexpr (sizeof(T) == 2) return __fdividef(x, y); else return x / y;
+template <typename T> __device__ __forceinline__ float exp_for(float x, float less) {                      // e^(x - less)
+    if constexpr (sizeof(T) == 2) return exp2_fast(1.4426950408889634f * (x - less)); else return expf(x - less);
 }
-template <typename T> __device__ __forceinline__ float sigmoid(float x) {          // by e^-|x|, which never overflows (__fdividef gives 0 for divisors above 2^126)
-    float e = exp_for<T>(-fabsf(x)), s = over<T>(1.f, 1.f + e);
-    return x < 0 ? e * s : s;
+struct Sigmoid { float here, there; };                                             // of x and of -x, without the difference 1 - s
+template <typename T> __device__ __forceinline__ Sigmoid sigmoid(float x) {        // by e^-|x|, which never overflows
+    float e = exp_for<T>(-fabsf(x)), s;
+    if constexpr (sizeof(T) == 2) s = reciprocal_fast(1.f + e); else s = 1.f / (1.f + e);
+    return x < 0 ? Sigmoid{e * s, s} : Sigmoid{s, e * s};
 }
 
 // N sums, or maxima, over the threads of one row, for all of them: 32 lanes of a warp exchange registers, 5 steps; several warps go through shared memory. A row is blockDim.x threads;
@@ -159,26 +184,30 @@ template <int W, typename F> void launch_each(int64_t n, F f, int64_t stream, bo
     check_launch();
 }
 
-// How a row of n numbers is spread: `threads` threads with at most K vectors each, which stay in registers from the first pass over the row to the last. One warp where 4 vectors a lane are enough,
-// if the kernel has registers to spare: then no thread ever waits for another warp. `launch` gets (W, K, most threads of a block) as types. Rows of more than 2048 vectors do not fit (`fits` below).
+// How a row of n numbers is spread: `threads` threads with at most K vectors each, which stay in registers from the first pass over the row to the last. One warp where 4 vectors a lane are enough
+// (3, if the kernel has few registers to spare): then no thread ever waits for another warp. `launch` gets (W, K, most threads of a block) as types. Rows of more than 2048 vectors do not fit (`fits` below).
 template <int N> struct Number { static constexpr int value = N; };
 inline int64_t row_threads(int64_t vectors, int K) { return pieces(pieces(vectors, K), 32) * 32; }
 
 template <typename T, bool SPARE, typename F> void with_row(int64_t n, F launch) {
     constexpr int W = WIDE<T>;
     bool wide = n % W == 0;
-    if constexpr (SPARE) if (wide && n <= 128 * W) return launch(Number<W>(), Number<4>(), Number<256>(), row_threads(n / W, 4));
-    if (wide && n <= 1024 * W) launch(Number<W>(), Number<2>(), Number<512>(), row_threads(n / W, 2));
+    constexpr int ONE_WARP = SPARE ? 4 : 3;
+    if (wide && n <= 32 * ONE_WARP * W) launch(Number<W>(), Number<ONE_WARP>(), Number<256>(), 32);
+    else if (wide && n <= 512 * W) launch(Number<W>(), Number<2>(), Number<256>(), row_threads(n / W, 2));
+    else if (wide && n <= 1024 * W) launch(Number<W>(), Number<2>(), Number<512>(), row_threads(n / W, 2));
     else if (wide) launch(Number<W>(), Number<4>(), Number<512>(), row_threads(n / W, 4));
     else launch(Number<1>(), Number<16>(), Number<512>(), row_threads(n, 16));
 }
 
 // Partial sums [parts, n] of some columns, added up: out[column] = sum over parts. 32 x 32 threads take 32 columns; neighbours read neighbours.
-template <typename T> __global__ void sum_parts(const float* __restrict__ parts, T* __restrict__ out, int count, int n) {
+template <typename T> __global__ void sum_parts(const float* __restrict__ parts, T* __restrict__ out, T* __restrict__ second, int count, int n) {
     __shared__ float sums[32][33];                                                 // 33: so that a column lies in 32 different banks
+    if (blockIdx.y) parts += int64_t(count) * n, out = second;                     // a second sum, whose parts follow
     int column = blockIdx.x * 32 + threadIdx.x;
     float sum = 0;
     if (column < n)
+        #pragma unroll 8
         for (int part = threadIdx.y; part < count; part += 32) sum += parts[int64_t(part) * n + column];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
@@ -188,9 +217,9 @@ template <typename T> __global__ void sum_parts(const float* __restrict__ parts,
     if (threadIdx.x == 0 && column < n) out[column] = narrow<T>(sum);
 }
 
-template <typename T> void launch_sum_parts(const float* parts, T* out, int64_t count, int64_t n, int64_t stream) {
-    dim3 grid(pieces(n, 32)), block(32, 32);
-    sum_parts<T><<<grid, block, 0, on(stream)>>>(parts, out, count, n);
+template <typename T> void launch_sum_parts(const float* parts, T* out, T* second, int64_t count, int64_t n, int64_t stream) {
+    dim3 grid(pieces(n, 32), second ? 2 : 1), block(32, 32);
+    sum_parts<T><<<grid, block, 0, on(stream)>>>(parts, out, second, count, n);
     check_launch();
 }
 """
@@ -200,7 +229,7 @@ NORMS = r"""
 // reciprocal of the deviation, two floats a row, are all that forward leaves.
 //
 // Weight gradients are sums over all rows. Each thread keeps those of its columns in registers while it walks over rows, so a block has one partial sum for each column when it ends;
-// with two blocks for each multiprocessor, [blocks, h] floats are written and added up by sum_parts: some percent of the traffic, and the same result every time (atomics would add in any order).
+// with three blocks for each multiprocessor, [blocks, h] floats are written and added up by sum_parts: some percent of the traffic, and the same result every time (atomics would add in any order).
 template <typename T, int W, int K, int MOST, bool MEAN>
 __global__ void __launch_bounds__(MOST) norm_forward(const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ y,
                                                      float* __restrict__ means, float* __restrict__ rstds, int64_t rows, int h, float eps) {
@@ -298,24 +327,27 @@ __global__ void __launch_bounds__(MOST) norm_backward(const T* __restrict__ dy, 
             }
         }
     }
-    __shared__ float sums[4096];                                                   // the rows of a block, added up; with more than one row h is at most this (launch_norm_backward)
+    __shared__ __align__(16) float sums[6144];                                     // [rows of a block, h], where there are several: 256 threads with 24 columns each, at most
     #pragma unroll
     for (int which = 0; which < (MEAN ? 2 : 1); which++) {
         float (&mine)[K][W] = which ? db : dw;
         float* parts = (which ? db_parts : dw_parts) + int64_t(blockIdx.x) * h;
-        for (int turn = 0; turn < int(blockDim.y); turn++) {
+        #pragma unroll
+        for (int k = 0; k < K; k++) {
+            int column = (k * blockDim.x + threadIdx.x) * W;
+            Vector<float, W> out;
             #pragma unroll
-            for (int k = 0; k < K; k++)
-                #pragma unroll
-                for (int w = 0; w < W; w++) {
-                    int column = (k * blockDim.x + threadIdx.x) * W + w;
-                    if (int(threadIdx.y) == turn && column < h) {
-                        float sum = (turn ? sums[column] : 0.f) + mine[k][w];
-                        if (turn + 1 == int(blockDim.y)) parts[column] = sum; else sums[column] = sum;
-                    }
-                }
-            __syncthreads();
+            for (int w = 0; w < W; w++) out.at[w] = mine[k][w];
+            if (column < h) write<W>(blockDim.y == 1 ? parts + column : sums + threadIdx.y * h + column, out);
         }
+        if (blockDim.y == 1) continue;
+        __syncthreads();
+        for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < h; column += blockDim.x * blockDim.y) {
+            float sum = 0;
+            for (int y = 0; y < int(blockDim.y); y++) sum += sums[y * h + column];
+            parts[column] = sum;
+        }
+        __syncthreads();
     }
 }
 
@@ -324,16 +356,14 @@ template <bool MEAN> void launch_norm_forward(int64_t stream, int64_t dtype, int
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         with_row<T, true>(h, [&](auto W, auto K, auto MOST, int64_t threads) {
-            dim3 block(threads, threads < 256 ? 256 / threads : 1);
-            int64_t resident = multiprocessors() * (2048 / (block.x * block.y)), wanted = pieces(rows, block.y);
-            dim3 grid(wanted < resident ? wanted : resident);
+            dim3 block(threads, threads < 256 ? 256 / threads : 1), grid(pieces(rows, block.y));
             norm_forward<T, W.value, K.value, MOST.value, MEAN><<<grid, block, 0, on(stream)>>>(as<T>(x), as<T>(weight), as<T>(bias), as<T>(y), as<float>(mean), as<float>(rstd), rows, h, eps);
             check_launch();
         });
     });
 }
 
-int64_t norm_parts() { return 2 * multiprocessors(); }
+int64_t norm_parts() { return 3 * multiprocessors(); }
 
 // parts: [1 or 2, norm_parts(), h] floats.
 template <bool MEAN> void launch_norm_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t mean, int64_t rstd, int64_t dx, int64_t dw, int64_t db, int64_t parts,
@@ -343,13 +373,11 @@ template <bool MEAN> void launch_norm_backward(int64_t stream, int64_t dtype, in
         int64_t count = norm_parts();
         float *dw_parts = as<float>(parts), *db_parts = dw_parts + count * h;
         with_row<T, false>(h, [&](auto W, auto K, auto MOST, int64_t threads) {
-            int64_t columns = threads * K.value * W.value;
-            dim3 block(threads, columns <= 4096 ? MOST.value / threads : 1), grid(count);
+            dim3 block(threads, threads <= 256 ? 256 / threads : 1), grid(count);
             norm_backward<T, W.value, K.value, MOST.value, MEAN><<<grid, block, 0, on(stream)>>>(as<T>(dy), as<T>(x), as<T>(weight), as<float>(mean), as<float>(rstd), as<T>(dx), dw_parts, db_parts, rows, h);
             check_launch();
         });
-        launch_sum_parts<T>(dw_parts, as<T>(dw), count, h, stream);
-        if (MEAN) launch_sum_parts<T>(db_parts, as<T>(db), count, h, stream);
+        launch_sum_parts<T>(dw_parts, as<T>(dw), as<T>(db), count, h, stream);
     });
 }
 
@@ -375,7 +403,7 @@ template <typename T, int W>
 __global__ void rotary_kernel(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ cosine, const T* __restrict__ sine, T* __restrict__ q_out, T* __restrict__ k_out,
                               int64_t q_batch, int64_t q_head, int64_t q_position, int64_t k_batch, int64_t k_head, int64_t k_position,       // strides: q and k are views [b, a, s, d] of anything
                               int q_heads, int k_heads, int s, int d, float sign) {
-    int64_t token = blockIdx.x, b = token / s, position = token % s;
+    int64_t token = blockIdx.x, b = blockIdx.x / uint32_t(s), position = blockIdx.x % uint32_t(s);
     int low = threadIdx.x * W, high = low + d / 2;
     Vector<T, W> c = read<W>(cosine + position * d + low), n = read<W>(sine + position * d + low);
     for (int head = threadIdx.y; head < q_heads + k_heads; head += blockDim.y) {
@@ -424,7 +452,7 @@ template <typename T> struct SwiGLU {
         #pragma unroll
         for (int w = 0; w < W; w++) {
             float x = wide(g.at[w]);
-            out.at[w] = narrow<T>(x * sigmoid<T>(x) * wide(u.at[w]));
+            out.at[w] = narrow<T>(x * sigmoid<T>(x).here * wide(u.at[w]));
         }
         write<W>(y + at, out);
     }
@@ -438,9 +466,11 @@ template <typename T> struct SwiGLUBackward {
         Vector<T, W> d = read<W>(dy + at), g = read<W>(gate + at), u = read<W>(up + at), out_g, out_u;
         #pragma unroll
         for (int w = 0; w < W; w++) {
-            float x = wide(g.at[w]), s = sigmoid<T>(x), silu = x * s, grad = wide(d.at[w]);
+            float x = wide(g.at[w]), grad = wide(d.at[w]);
+            Sigmoid s = sigmoid<T>(x);
+            float silu = x * s.here;
             out_u.at[w] = narrow<T>(grad * silu);
-            out_g.at[w] = narrow<T>(grad * wide(u.at[w]) * (s + silu * sigmoid<T>(-x)));                      // 1 - s = sigmoid(-x), without the difference
+            out_g.at[w] = narrow<T>(grad * wide(u.at[w]) * (s.here + silu * s.there));                      // 1 - s = sigmoid(-x), without the difference
         }
         write<W>(d_gate + at, out_g);
         write<W>(d_up + at, out_u);
@@ -463,16 +493,17 @@ void swiglu_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t gate, in
 
 COLUMNS = r"""
 // Bias + GELU, and bias + dropout + residual. A thread owns W columns: it reads their bias once and walks down the rows, FEW at a time so that several loads are on their way; neighbours
-// own neighbouring columns. In backward it adds up its columns' bias gradient on the way, in registers: no pass of its own over dx, which a sum over rows would be.
+// own neighbouring columns. In backward it adds up its columns' bias gradient on the way, in registers: no pass of its own over dx, which a sum over rows would be. A block is 128 threads wide, and four
+// of those deep, whose sums are added up in shared memory at the end: the deeper, the fewer parts are left.
 // Bytes: forward x (and the residual) in, y out; backward dy (and x) in, dx out; the partial sums [gridDim.y, h] are some percent.
-constexpr int FEW = 4;
+constexpr int FEW = 4, DEEP = 4;
 
-template <int W, typename F> __global__ void __launch_bounds__(128) down_columns(int64_t rows, int h, F f, float* __restrict__ parts) {
+template <int W, typename F> __global__ void __launch_bounds__(128 * DEEP) down_columns(int64_t rows, int h, F f, float* __restrict__ parts) {
     int column = (blockIdx.x * blockDim.x + threadIdx.x) * W;
     bool live = column < h;
     typename F::template Column<W> mine(f, live ? column : 0);
     float sum[W] = {};
-    for (int64_t first = int64_t(blockIdx.y) * FEW; first < rows; first += int64_t(gridDim.y) * FEW) {
+    for (int64_t first = (int64_t(blockIdx.y) * DEEP + threadIdx.y) * FEW; first < rows; first += int64_t(gridDim.y) * DEEP * FEW) {                  // the same for all lanes of a warp
         typename F::template Loaded<W> loaded[FEW];
         #pragma unroll
         for (int r = 0; r < FEW; r++) if (live && first + r < rows) loaded[r].load(f, (first + r) * h + column);
@@ -480,14 +511,22 @@ template <int W, typename F> __global__ void __launch_bounds__(128) down_columns
         #pragma unroll
         for (int r = 0; r < FEW; r++) if (live && first + r < rows) mine.run(f, r, (first + r) * h + column, loaded[r], sum);
     }
-    if (parts && live)
+    if (!parts) return;
+    __shared__ float sums[DEEP][128 * W];
+    #pragma unroll
+    for (int w = 0; w < W; w++) sums[threadIdx.y][threadIdx.x * W + w] = sum[w];
+    __syncthreads();
+    for (int i = threadIdx.y * 128 + threadIdx.x; i < 128 * W; i += 128 * DEEP) {
+        float all = 0;
         #pragma unroll
-        for (int w = 0; w < W; w++) parts[int64_t(blockIdx.y) * h + column + w] = sum[w];
+        for (int y = 0; y < DEEP; y++) all += sums[y][i];
+        if (blockIdx.x * 128 * W + i < h) parts[int64_t(blockIdx.y) * h + blockIdx.x * 128 * W + i] = all;
+    }
 }
 
-// How many parts down_columns is cut in, over rows: about 8 blocks of 128 threads for each multiprocessor, and at least 4 FEW rows for each.
+// How many parts down_columns is cut in, over rows: two blocks for each multiprocessor, and work for every thread of each.
 int64_t column_parts(int64_t rows, int64_t h, int64_t dtype) {
-    int64_t across = pieces(h, 128 * (dtype == 0 ? 4 : 8)), most = pieces(rows, 4 * FEW), parts = pieces(multiprocessors() * 8, across);
+    int64_t across = pieces(h, 128 * (dtype == 0 ? 4 : 8)), most = pieces(rows, DEEP * FEW), parts = pieces(multiprocessors() * 2, across);
     parts = parts < most ? parts : most;
     return parts > 1 ? parts : 1;                                                  // of no rows: one, of zeros
 }
@@ -495,12 +534,12 @@ int64_t column_parts(int64_t rows, int64_t h, int64_t dtype) {
 template <typename T, typename F> void launch_columns(int64_t dtype, int64_t rows, int64_t h, F f, int64_t parts, int64_t d_bias, int64_t stream) {
     int64_t count = column_parts(rows, h, dtype);
     auto launch = [&](auto W) {
-        dim3 grid(pieces(h, 128 * W.value), count), block(128);
+        dim3 grid(pieces(h, 128 * W.value), count), block(128, DEEP);
         down_columns<W.value, F><<<grid, block, 0, on(stream)>>>(rows, h, f, as<float>(parts));
         check_launch();
     };
     if (h % WIDE<T> == 0) launch(Number<WIDE<T>>()); else launch(Number<1>());
-    if (parts) launch_sum_parts<T>(as<float>(parts), as<T>(d_bias), count, h, stream);
+    if (parts) launch_sum_parts<T>(as<float>(parts), as<T>(d_bias), nullptr, count, h, stream);
 }
 
 template <typename T, int W> struct Bias {                                         // of W columns, 0 where there is none
@@ -533,7 +572,7 @@ template <typename T> struct Gelu {
             #pragma unroll
             for (int w = 0; w < W; w++) {
                 float u = wide(in.x.at[w]) + bias.at[w];
-                out.at[w] = narrow<T>(u * sigmoid<T>(1.5957691216057308f * (u + 0.044715f * u * u * u)));
+                out.at[w] = narrow<T>(u * sigmoid<T>(u * (1.5957691216057308f + 0.07135481282894904f * (u * u))).here);
             }
             write<W>(f.y + at, out);
         }
@@ -555,9 +594,9 @@ template <typename T> struct GeluBackward {
             Vector<T, W> out;
             #pragma unroll
             for (int w = 0; w < W; w++) {
-                float u = wide(in.x.at[w]) + bias.at[w], z2 = 1.5957691216057308f * (u + 0.044715f * u * u * u);
-                float s = sigmoid<T>(z2), slope = 1.5957691216057308f * (1.f + 3.f * 0.044715f * u * u);
-                float d = wide(in.dy.at[w]) * (s + u * s * sigmoid<T>(-z2) * slope);
+                float u = wide(in.x.at[w]) + bias.at[w], square = u * u;
+                Sigmoid s = sigmoid<T>(u * (1.5957691216057308f + 0.07135481282894904f * square));
+                float d = wide(in.dy.at[w]) * (s.here + u * s.here * s.there * (1.5957691216057308f + 0.21406443848684713f * square));
                 out.at[w] = narrow<T>(d);
                 sum[w] += d;
             }
@@ -580,14 +619,15 @@ void bias_gelu_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t x, in
 }
 
 // The mask is gpt.dropped's, bit for bit: a hash of (key of the sample, site, position, column). Nothing is stored; backward hashes again. Per number: two multiplications, three shifts and
-// a comparison of integers, which fit beside the loads.
-__device__ __forceinline__ uint32_t mix(uint32_t x) {
-    x ^= x >> 16;
+// a comparison of integers: about as much as the integer units can do while the numbers come. So what can be done once is: x ^ x >> 16 of a row's hash and a column's is that of each, combined.
+__device__ __forceinline__ uint32_t first_step(uint32_t x) { return x ^ x >> 16; }
+__device__ __forceinline__ uint32_t rest(uint32_t x) {
     x *= 0x7FEB352Du;
     x ^= x >> 15;
     x *= 0x846CA68Bu;
     return x ^ x >> 16;
 }
+__device__ __forceinline__ uint32_t mix(uint32_t x) { return rest(first_step(x)); }
 __device__ __forceinline__ uint32_t spread(int64_t n) { return uint32_t(n) * 0x9E3779B1u & 0x7FFFFFFFu; }
 
 struct Mask {
@@ -603,17 +643,17 @@ template <int W> struct Hashes {
     uint32_t of_column[W], of_row[FEW];
     __device__ Hashes(int column) {
         #pragma unroll
-        for (int w = 0; w < W; w++) of_column[w] = spread(column + w + 1);
+        for (int w = 0; w < W; w++) of_column[w] = first_step(spread(column + w + 1));
     }
     __device__ void arrive(const Mask& mask, int64_t first, int64_t rows) {
         if (!mask.keys) return;
         uint32_t row = first + threadIdx.x % FEW, hash = 0;
         if (row < rows) hash = mix(mix(uint32_t(mask.keys[row / uint32_t(mask.s)]) ^ mask.salt) ^ spread(row % uint32_t(mask.s) + 1 + mask.start));
         #pragma unroll
-        for (int r = 0; r < FEW; r++) of_row[r] = __shfl_sync(0xffffffffu, hash, r);
+        for (int r = 0; r < FEW; r++) of_row[r] = __shfl_sync(0xffffffffu, first_step(hash), r);
     }
     __device__ float apply(const Mask& mask, int r, int w, float x) const {
-        return !mask.keys ? x : (mix(of_row[r] ^ of_column[w]) ^ 0x80000000u) < mask.limit ? 0.f : x * mask.scale;
+        return !mask.keys ? x : (rest(of_row[r] ^ of_column[w]) ^ 0x80000000u) < mask.limit ? 0.f : x * mask.scale;
     }
 };
 
@@ -762,8 +802,7 @@ __global__ void __launch_bounds__(MOST) softmax_backward(const T* __restrict__ d
 template <typename T, typename F> void with_softmax(int64_t rows, int64_t s, F launch) {
     with_row<T, true>(s, [&](auto W, auto K, auto MOST, int64_t threads) {
         dim3 block(threads, threads < 256 ? 256 / threads : 1);
-        int64_t resident = multiprocessors() * (2048 / (block.x * block.y)), wanted = pieces(rows, block.y);
-        launch(W, K, MOST, dim3(wanted < resident ? wanted : resident), block);
+        launch(W, K, MOST, dim3(pieces(rows, block.y)), block);
     });
 }
 
@@ -796,43 +835,50 @@ CROSS_ENTROPY = r"""
 
 constexpr int64_t ELSEWHERE = -100;                                                // label of a row whose word is in another rank's columns
 
-// f(at, Number<n>) for n numbers from `at` on, over a row that may begin anywhere (V need not be a multiple of W): single numbers up to the first whole vector, FOUR vectors at a time, the rest.
+// f(at, vector) for the numbers from `at` on, over a row that may begin anywhere (V need not be a multiple of W): single numbers up to the first whole vector, whole vectors, of which four are asked for before the first
+// is used, the rest.
 template <typename T, typename F> __device__ __forceinline__ void along_row(const T* row, int n, F f) {
     constexpr int W = WIDE<T>;
     int head = int((16 - reinterpret_cast<uintptr_t>(row) % 16) % 16 / sizeof(T));
     head = head < n ? head : n;
-    int vectors = (n - head) / W, tail = head + vectors * W;
-    if (int(threadIdx.x) < head) f(int(threadIdx.x), Number<1>());
-    #pragma unroll 4
-    for (int v = threadIdx.x; v < vectors; v += blockDim.x) f(head + v * W, Number<W>());
-    if (tail + int(threadIdx.x) < n) f(tail + int(threadIdx.x), Number<1>());
+    int vectors = (n - head) / W, tail = head + vectors * W, v = threadIdx.x, step = blockDim.x;
+    if (v < head) f(v, read<1>(row + v));
+    for (; v + 3 * step < vectors; v += 4 * step) {
+        Vector<T, W> z[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) z[i] = read<W>(row + head + (v + i * step) * W);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) f(head + (v + i * step) * W, z[i]);
+    }
+    for (; v < vectors; v += step) f(head + v * W, read<W>(row + head + v * W));
+    if (tail + int(threadIdx.x) < n) f(tail + int(threadIdx.x), read<1>(row + tail + threadIdx.x));
 }
 
 template <typename T>
 __global__ void __launch_bounds__(512) cross_entropy_forward(const T* __restrict__ logits, const int64_t* __restrict__ labels, float* __restrict__ largest, float* __restrict__ total,
                                                              float* __restrict__ label_z, int V, int valid) {
     const T* row = logits + int64_t(blockIdx.x) * V;
-    float most = -INFINITY, sum = 0;
-    along_row(row, valid, [&](int at, auto W) {
-        Vector<T, W.value> z = read<W.value>(row + at);
+    float most = -FLT_MAX, sum = 0;                                                // not -inf: inf - inf is no number
+    along_row(row, valid, [&](int, auto z) {
+        constexpr int W = sizeof(z) / sizeof(T);
         float here = wide(z.at[0]);
         #pragma unroll
-        for (int w = 1; w < W.value; w++) here = fmaxf(here, wide(z.at[w]));
+        for (int w = 1; w < W; w++) here = fmaxf(here, wide(z.at[w]));
         if (here > most) {
-            sum *= exp_for<T>(most - here);                                        // the first time exp(-inf) = 0
+            sum *= exp_for<T>(most - here);
             most = here;
         }
         #pragma unroll
-        for (int w = 0; w < W.value; w++) sum += most == -INFINITY ? 0.f : exp_for<T>(wide(z.at[w]) - most);
+        for (int w = 0; w < W; w++) sum += exp_for<T>(wide(z.at[w]), most);
     });
     float all[1] = {most};
     over_row<Max>(all);
-    float sums[1] = {most == -INFINITY ? 0.f : sum * exp_for<T>(most - all[0])};
+    float sums[1] = {sum * exp_for<T>(most - all[0])};
     over_row<Sum>(sums);
     if (threadIdx.x == 0) {
         int64_t label = labels[blockIdx.x];
         assert(label == ELSEWHERE || label >= 0 && label < valid);                 // not a word of this vocabulary
-        largest[blockIdx.x] = all[0];
+        largest[blockIdx.x] = all[0] == -FLT_MAX ? -INFINITY : all[0];
         total[blockIdx.x] = sums[0];
         label_z[blockIdx.x] = label == ELSEWHERE ? 0.f : wide(row[label]);
     }
@@ -844,15 +890,19 @@ __global__ void __launch_bounds__(512) cross_entropy_backward(T* __restrict__ lo
     T* row = logits + int64_t(blockIdx.x) * V;
     float down = largest[blockIdx.x], d = grad[blockIdx.x], share = d / total[blockIdx.x];                  // not exp(z - log sum exp): that logarithm is large, and so is its rounding
     int64_t label = labels[blockIdx.x];
-    along_row(row, V, [&](int at, auto W) {
-        Vector<T, W.value> z = read<W.value>(row + at);
-        #pragma unroll
-        for (int w = 0; w < W.value; w++) {
-            float p = at + w < valid ? exp_for<T>(wide(z.at[w]) - down) : 0.f;
-            z.at[w] = narrow<T>(p * share - (at + w == label ? d : 0.f));
-        }
-        write<W.value>(row + at, z);
+    float z_label = label >= 0 ? wide(row[label]) : 0.f;                           // before it is overwritten; its column is done last, so that the others need not be compared with it
+    __syncthreads();
+    along_row(row, V, [&](int at, auto z) {
+        constexpr int W = sizeof(z) / sizeof(T);
+        if (at + W <= valid)
+            #pragma unroll
+            for (int w = 0; w < W; w++) z.at[w] = narrow<T>(share * exp_for<T>(wide(z.at[w]), down));
+        else
+            for (int w = 0; w < W; w++) z.at[w] = narrow<T>(at + w < valid ? share * exp_for<T>(wide(z.at[w]), down) : 0.f);
+        write<W>(row + at, z);
     });
+    __syncthreads();
+    if (threadIdx.x == 0 && label >= 0) row[label] = narrow<T>(share * exp_for<T>(z_label, down) - d);
 }
 
 void cross_entropy_statistics(int64_t stream, int64_t dtype, int64_t logits, int64_t labels, int64_t largest, int64_t total, int64_t label_z, int64_t rows, int64_t V, int64_t valid) {
@@ -916,7 +966,8 @@ __global__ void __launch_bounds__(256) put_rows_backward(const T* __restrict__ d
     int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, token = 0, at = 0;
     float dot[1] = {0.f}, gate = 0;
     if (row < m) {
-        token = order[row] % n, at = token * k + order[row] / n, gate = gates[at];
+        uint32_t assignment = order[row];                                          // 32 bits: a division of 64 is a function of a hundred instructions
+        token = assignment % uint32_t(n), at = token * k + assignment / uint32_t(n), gate = gates[at];
         for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
             Vector<T, W> grad = read<W>(dy + token * h + column), in = read<W>(rows + row * h + column), out;
             #pragma unroll
@@ -1207,8 +1258,10 @@ def row_fits(t: Tensor) -> bool:
     return 0 < n <= (LONGEST * w if n % w == 0 else 8192) and rows_of(t) < 2**31
 
 
-def parts_for(count: int, h: int, like: Tensor) -> Tensor:
-    return torch.empty(count, h, dtype=torch.float32, device=like.device)
+def parts_for(counter: str, *args: int, h: int, like: Tensor, times: int = 1) -> Tensor:
+    """Room for the partial sums of as many blocks as the launcher says that it will use on this device."""
+    with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
+        return torch.empty(times * getattr(load()[0], counter)(*args), h, dtype=torch.float32, device=like.device)
 
 
 # --- RMSNorm --------------------------------------------------------------------------------------------------------
@@ -1254,7 +1307,7 @@ class _RMSNormBackward(Operation):
 
     def kernel(outputs, dy, x, weight, rstd):
         h = x.shape[-1]
-        launch("rms_norm_backward", *map(dense, (dy, x, weight, rstd)), *outputs, parts_for(load()[0].norm_parts(), h, x), rows_of(x), h)
+        launch("rms_norm_backward", *map(dense, (dy, x, weight, rstd)), *outputs, parts_for("norm_parts", h=h, like=x), rows_of(x), h)
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -1322,7 +1375,7 @@ class _LayerNormBackward(Operation):
 
     def kernel(outputs, dy, x, weight, mean, rstd):
         h = x.shape[-1]
-        launch("layer_norm_backward", *map(dense, (dy, x, weight, mean, rstd)), *outputs, parts_for(2 * load()[0].norm_parts(), h, x), rows_of(x), h)
+        launch("layer_norm_backward", *map(dense, (dy, x, weight, mean, rstd)), *outputs, parts_for("norm_parts", h=h, like=x, times=2), rows_of(x), h)
 
 
 class _LayerNormFunction(torch.autograd.Function):
@@ -1490,7 +1543,7 @@ class _BiasGELUBackward(Operation):
     def kernel(outputs, dy, x, bias):
         dx, d_bias = outputs
         rows, h = rows_of(x), x.shape[-1]
-        parts = None if bias is None else parts_for(load()[0].column_parts(rows, h, CODES[x.dtype]), h, x)
+        parts = None if bias is None else parts_for("column_parts", rows, h, CODES[x.dtype], h=h, like=x)
         launch("bias_gelu_backward", dense(dy), dense(x), dense(bias), dx, d_bias, parts, rows, h)
 
 
@@ -1567,7 +1620,7 @@ class _BiasDropoutAddBackward(Operation):
 
     def kernel(outputs, dy, key, salt, start, p, bias):
         rows, h = rows_of(dy), dy.shape[-1]
-        parts = parts_for(load()[0].column_parts(rows, h, CODES[dy.dtype]), h, dy) if bias else None
+        parts = parts_for("column_parts", rows, h, CODES[dy.dtype], h=h, like=dy) if bias else None
         launch("bias_dropout_add_backward", dense(dy), dense(key), *outputs, parts, rows, h, *numbers_of_mask(p, start, dy.shape[1], salt))
 
 
@@ -1575,7 +1628,7 @@ class _BiasDropoutAddFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, residual, key, salt, start, p):
         ctx.save_for_backward(key)
-        ctx.bias, ctx.rest = bias is not None, (salt, start, p)
+        ctx.bias, ctx.rest = bias is not None and ctx.needs_input_grad[1], (salt, start, p)
         return torch.ops.fused.bias_dropout_add(x, bias, residual, key, salt, start, p)
 
     @staticmethod

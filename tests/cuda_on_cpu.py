@@ -1,7 +1,7 @@
 """CUDA kernels on the CPU, so that their arithmetic, indexing and barriers are tested where there is no GPU.
 
 The source is compiled as C++ by the host's compiler, with the header below in place of CUDA's: the threads of a block are fibers of one thread, which run until they wait, for a barrier or for the other lanes of
-their warp. They run in any order that is asked for, so a missing barrier is seen. Speed, alignment of vectors and what different blocks do at the same time are not.
+their warp. They run in any order that is asked for, so a missing barrier is seen. A vector that is not aligned, or an index beyond shared memory, ends the process. Speed is not seen, nor what different blocks do to each other at the same time.
 
     kernels = build(kernels.CUDA, kernels.FUNCTIONS);  kernels.set_order(2);  kernels.rms_norm(0, dtype, address, ..)
 """
@@ -166,5 +166,5 @@ def build(source: str, functions: tuple[str, ...]):
     name = f"fused_on_cpu_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     folder = kernels.cache_folder(name)
     kernels.once(folder, f"{name}.so", lambda: kernels.compile_inline(name, folder, text, functions=[*functions, "set_order"], extra_include_paths=[str(include_folder())],
-                                                                      extra_cflags=["-O1", "-Wno-unknown-pragmas", "-Wno-attributes"]))
+                                                                      extra_cflags=["-O1", "-fsanitize=bounds,alignment", "-fsanitize-undefined-trap-on-error", "-Wno-unknown-pragmas", "-Wno-attributes"]))
     return kernels.import_file(name, folder / f"{name}.so")
