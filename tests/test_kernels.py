@@ -540,6 +540,6 @@ def test_not_a_number(place):
     """What PyTorch makes of NaN and of infinities, these do too: a loss that breaks is seen."""
     z, labels, w = torch.randn(4, 4096, device=place), torch.arange(4, device=place), torch.ones(4096, device=place)
     z[0, 8:12], z[1, 5], z[2, 7] = math.nan, math.inf, -math.inf
-    for name, args in {"cross_entropy": (z, labels), "rms_norm": (z, w, 1e-5), "layer_norm": (z, w, w, 1e-5), "bias_gelu": (z, w), "swiglu": (z, z), "causal_softmax": (z[:, 2:6], 1.0)}.items():
+    for name, args in {"cross_entropy": (z, labels), "rms_norm": (z, w, 1e-5), "layer_norm": (z, w, w, 1e-5), "bias_gelu": (z, w), "swiglu": (z, z)}.items():
         _, fused, own = CASES[name]
         torch.testing.assert_close(fused(*args), own(*args), equal_nan=True)
