@@ -16,11 +16,11 @@ cannot be faster than that. Bytes for each number of the first argument, 16 bits
     take, put             6 + 6       rows to two experts of a token each, and home again, times gates      moe.py
     adamw                 20          a parameter's update, moments in bf16, master split                   optimizer.py
 
-Each operation stands here three times: as CUDA, as plain PyTorch (`reference`: what runs on CPUs, in float64, and where there is no compiler), and as shapes alone, for torch.compile and the meta device. Matrix multiplications
-stay with cuBLAS, attention with scaled_dot_product_attention.
+A chapter for each, in which it stands three times: as CUDA, as plain PyTorch (`reference`: what runs on CPUs, in float64, and where there is no compiler), and as shapes alone, for torch.compile and the meta device (`empty`).
+SwiGLU's is the one to read first. Matrix multiplications stay with cuBLAS, attention with scaled_dot_product_attention.
 
 How a memory-bound kernel gets near the limit: whole vectors of 16 bytes an instruction; several loads on their way before the first is used; neighbouring threads at neighbouring addresses; sums in registers and shuffles; each number
-read once. The comments in the CUDA below say where each is decided, and why. 16-bit inputs are computed in float, and rounded once.
+read once. The comments in the CUDA say where each is decided, and why. 16-bit inputs are computed in float, and rounded once.
 
 `apply(model)` puts them into a finished model from outside: it changes the class of a module (nn.RMSNorm becomes RMSNorm below), so that names, parameters, hooks and whatever other techniques did stay as they are.
 
@@ -52,7 +52,7 @@ import moe
 import optimizer
 import tensor_parallel
 
-# --- the kernels ----------------------------------------------------------------------------------------------------
+# --- what all kernels use ----------------------------------------------------------------------------------------------
 
 COMMON = r"""
 // For a reader who has never written a kernel. A kernel is a function that very many threads run, each on its own numbers: blockIdx and threadIdx say who it is. 32 threads are a warp: they execute one instruction
@@ -185,7 +185,7 @@ template <int W, typename F> void launch_each(int64_t n, F f, int64_t stream, bo
 }
 
 // How a row of n numbers is spread: `threads` threads with at most K vectors each, which stay in registers from the first pass over the row to the last. One warp where 4 vectors a lane are enough
-// (3, if the kernel has few registers to spare): then no thread ever waits for another warp. `launch` gets (W, K, most threads of a block) as types. Rows of more than 2048 vectors do not fit (`fits` below).
+// (3, if the kernel has few registers to spare): then no thread ever waits for another warp. `launch` gets (W, K, most threads of a block) as types. Longer rows do not fit (`row_fits`), and PyTorch does them.
 template <int N> struct Number { static constexpr int value = N; };
 inline int64_t row_threads(int64_t vectors, int K) { return pieces(pieces(vectors, K), 32) * 32; }
 
@@ -223,6 +223,184 @@ template <typename T> void launch_sum_parts(const float* parts, T* out, T* secon
     check_launch();
 }
 """
+
+
+# --- building ----------------------------------------------------------------------------------------------------------
+
+def compile_inline(name: str, folder: Path, cpp: str, cuda: str | None = None, **options):
+    """torch's load_inline, in a fresh folder/build; afterwards folder/NAME.so is there, whole. Raises RuntimeError where a compiler fails, OSError where there is none."""
+    from torch.utils import cpp_extension
+    scratch, path = folder / "build", os.environ["PATH"]
+    shutil.rmtree(scratch, ignore_errors=True)                           # of a build that was killed: its lock would be waited for
+    scratch.mkdir()
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"                    # where pip puts ninja
+    try:
+        cpp_extension.load_inline(name, [cpp], cuda and [cuda], build_directory=str(scratch), no_implicit_headers=True, with_pytorch_error_handling=False, **options)
+    finally:
+        os.environ["PATH"] = path
+    os.replace(scratch / f"{name}.so", folder / f"{name}.so")
+
+
+def once(folder: Path, file: str, make) -> None:
+    """Call make(), which makes folder/file, unless that is there: in one process of a machine at a time, while the others wait. The system drops the lock of a process that is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / file).exists():
+            make()
+
+
+def cache_folder(name: str) -> Path:
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / name
+
+
+def import_file(name: str, path: Path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_kernels(name: str, folder: Path, capability: tuple[int, int]) -> None:
+    print(f"kernels.py: compiling CUDA kernels, about half a minute; they are kept in {folder}", file=sys.stderr, flush=True)
+    arch = "".join(map(str, capability))
+    compile_inline(name, folder, BINDINGS, CUDA, functions=list(FUNCTIONS.values()), extra_cflags=["-O1"], extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"])
+
+
+@functools.cache
+def load():
+    """(the compiled kernels, "") for this process's GPU; or (None, why not). Compiled at the first use, and kept in TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions."""
+    if not torch.cuda.is_available():
+        return None, "no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return None, f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and they need 8.0"
+    digest = hashlib.sha256(repr((CUDA, BINDINGS, torch.__version__, torch.version.cuda, sys.version, capability)).encode()).hexdigest()[:16]
+    name = f"fused_{digest}"
+    folder = cache_folder(name)
+    try:
+        once(folder, f"{name}.so", lambda: compile_kernels(name, folder, capability))
+        return import_file(name, folder / f"{name}.so"), ""
+    except (OSError, RuntimeError, ImportError) as e:
+        lines = str(e).splitlines()
+        said = next((line for line in lines if "error" in line.lower() and "Error building" not in line), lines[0] if lines else "no reason given")
+        return None, f"the build failed: {said.strip()}"
+
+
+# --- registering ----------------------------------------------------------------------------------------------------
+
+VECTOR, LONGEST = 16, 2048               # bytes of a vector; vectors of a row that stays in registers
+LIBRARY = torch.library.Library("fused", "DEF")
+OPERATIONS = {}                          # name: its class
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOATS = (*CODES, torch.float64)
+
+
+def operation(schema: str):
+    """Register a class as torch.ops.fused.NAME. It has: empty(*arguments), which checks them and makes the outputs (None for an operation that changes its arguments); reference(*arguments), plain PyTorch;
+    kernel(outputs, *arguments), which launches; and perhaps fits(*arguments), false where only the reference can."""
+    def register(cls):
+        name = schema.split("(")[0]
+
+        def on_cpu(*args):
+            cls.empty(*args)
+            return cls.reference(*args)
+
+        def on_cuda(*args):
+            outputs = cls.empty(*args)
+            if args[0].dtype not in CODES or not cls.fits(*args) or load()[0] is None:
+                return cls.reference(*args)
+            cls.kernel(outputs, *args)
+            return outputs
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for key, function in (("CPU", on_cpu), ("CUDA", on_cuda), ("Meta", cls.empty)):
+            LIBRARY.impl(name, function, key)
+        cls.on_cuda = staticmethod(on_cuda)
+        OPERATIONS[name] = cls
+        return cls
+    return register
+
+
+class Operation:
+    def __init_subclass__(cls):
+        for name in ("empty", "reference", "kernel", "fits"):
+            if name in vars(cls):
+                setattr(cls, name, staticmethod(vars(cls)[name]))
+
+    @staticmethod
+    def fits(*args) -> bool:
+        return True
+
+
+def launch(name: str, *args) -> None:
+    """Call a launcher with the addresses of tensors (0 for None), on the stream of now. Its dtype is the first tensor's."""
+    first = next(a for a in args if isinstance(a, Tensor))
+    numbers = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
+    if not first.is_cuda:
+        return getattr(load()[0], name)(0, CODES[first.dtype], *numbers)
+    with torch.cuda.device(first.device):
+        getattr(load()[0], name)(torch.cuda.current_stream().cuda_stream, CODES[first.dtype], *numbers)
+
+
+def expect(operation: str, first: Tensor, **arguments) -> None:
+    """Raise ValueError, naming operation, argument, got and expected. Each argument: (tensor or None, dtypes that fit, shape)."""
+    for name, (t, dtypes, shape) in arguments.items():
+        if t is None:
+            continue
+        if t.device != first.device:
+            raise ValueError(f"{operation}: {name} is on {t.device}, expected {first.device}, where the first argument is")
+        if t.dtype not in dtypes:
+            raise ValueError(f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
+        if tuple(t.shape) != tuple(shape):
+            raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected {list(shape)}")
+
+
+def need(operation: str, name: str, t: Tensor, least: int, dtypes=FLOATS) -> None:
+    """The first argument: its dtype, and at least so many dimensions."""
+    if t.dtype not in dtypes:
+        raise ValueError(f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if t.dim() < least:
+        raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected at least {least} dimensions")
+
+
+def dense(t: Tensor | None) -> Tensor | None:
+    """t itself where its numbers lie one after the other from a multiple of 16 bytes on, else a copy that does."""
+    if t is None:
+        return None
+    t = t.contiguous()
+    return t if t.data_ptr() % VECTOR == 0 else t.clone()
+
+
+def contiguous(t: Tensor) -> Tensor:
+    """An output like t, without its strides."""
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def wide_dtype(t: Tensor) -> torch.dtype:
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+def rows_of(t: Tensor) -> int:
+    return math.prod(t.shape[:-1])
+
+
+def row_fits(t: Tensor) -> bool:
+    """Whether threads can hold a row in registers: up to 2048 vectors, or 8192 numbers that do not make whole vectors."""
+    n, w = t.shape[-1], VECTOR // t.element_size()
+    return 0 < n <= (LONGEST * w if n % w == 0 else 8192) and rows_of(t) < 2**31
+
+
+def parts_for(counter: str, *args: int, h: int, like: Tensor, times: int = 1) -> Tensor:
+    """Room for the partial sums of as many blocks as the launcher says that it will use on this device."""
+    with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
+        return torch.empty(times * getattr(load()[0], counter)(*args), h, dtype=torch.float32, device=like.device)
+
+
+# --- norms -------------------------------------------------------------------------------------------------------------
 
 NORMS = r"""
 // RMSNorm and LayerNorm. Bytes: forward reads x and writes y; backward reads dy and x and writes dx. The row stays in registers between its sum and its use; the mean and the
@@ -395,6 +573,137 @@ void layer_norm_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t x, i
 }
 """
 
+
+@operation("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+class _RMSNorm(Operation):
+    """x: [.., h]; weight: [h] -> y [.., h], 1/√(mean x² + ε) [..] in at least float32"""
+
+    def empty(x, weight, eps):
+        need("rms_norm", "x", x, 1)
+        expect("rms_norm", x, weight=(weight, (x.dtype,), x.shape[-1:]))
+        return contiguous(x), x.new_empty(x.shape[:-1], dtype=wide_dtype(x))
+
+    def reference(x, weight, eps):
+        z = wide(x)
+        rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (z * rstd * wide(weight)).to(x.dtype).contiguous(), rstd.squeeze(-1).contiguous()
+
+    def fits(x, weight, eps):
+        return row_fits(x)
+
+    def kernel(outputs, x, weight, eps):
+        launch("rms_norm", dense(x), dense(weight), *outputs, rows_of(x), x.shape[-1], eps)
+
+
+@operation("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)")
+class _RMSNormBackward(Operation):
+    """-> dx [.., h], dweight [h]"""
+
+    def empty(dy, x, weight, rstd):
+        need("rms_norm_backward", "dy", dy, 1)
+        expect("rms_norm_backward", dy, x=(x, (dy.dtype,), dy.shape), weight=(weight, (dy.dtype,), dy.shape[-1:]), rstd=(rstd, (wide_dtype(dy),), dy.shape[:-1]))
+        return contiguous(x), contiguous(weight)
+
+    def reference(dy, x, weight, rstd):
+        d, unit = wide(dy), wide(x) * rstd.unsqueeze(-1)
+        g = d * wide(weight)
+        dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True))
+        return dx.to(x.dtype).contiguous(), (d * unit).flatten(0, -2).sum(0).to(x.dtype) if x.dim() > 1 else (d * unit).to(x.dtype)
+
+    def fits(dy, *_):
+        return row_fits(dy)
+
+    def kernel(outputs, dy, x, weight, rstd):
+        h = x.shape[-1]
+        launch("rms_norm_backward", *map(dense, (dy, x, weight, rstd)), *outputs, parts_for("norm_parts", h=h, like=x), rows_of(x), h)
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, rstd = torch.ops.fused.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return *torch.ops.fused.rms_norm_backward(dy, *ctx.saved_tensors), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """x / √(mean x² + ε) weight, over the last dimension (arXiv 1910.07467, eq. 4). x: [.., h]; weight: [h], of one dtype -> [.., h]. Raises ValueError where they do not fit, as all of these."""
+    return _RMSNormFunction.apply(x, weight, eps)
+
+
+@operation("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
+class _LayerNorm(Operation):
+    """x: [.., h]; weight, bias: [h] -> y [.., h], mean [..], 1/√(variance + ε) [..]"""
+
+    def empty(x, weight, bias, eps):
+        need("layer_norm", "x", x, 1)
+        expect("layer_norm", x, weight=(weight, (x.dtype,), x.shape[-1:]), bias=(bias, (x.dtype,), x.shape[-1:]))
+        mean = x.new_empty(x.shape[:-1], dtype=wide_dtype(x))
+        return contiguous(x), mean, torch.empty_like(mean)
+
+    def reference(x, weight, bias, eps):
+        z = wide(x)
+        mean = z.mean(-1, keepdim=True)
+        z = z - mean
+        rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (z * rstd * wide(weight) + wide(bias)).to(x.dtype).contiguous(), mean.squeeze(-1).contiguous(), rstd.squeeze(-1).contiguous()
+
+    def fits(x, *_):
+        return row_fits(x)
+
+    def kernel(outputs, x, weight, bias, eps):
+        launch("layer_norm", dense(x), dense(weight), dense(bias), *outputs, rows_of(x), x.shape[-1], eps)
+
+
+@operation("layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)")
+class _LayerNormBackward(Operation):
+    """-> dx [.., h], dweight [h], dbias [h]"""
+
+    def empty(dy, x, weight, mean, rstd):
+        need("layer_norm_backward", "dy", dy, 1)
+        of_rows = (wide_dtype(dy),), dy.shape[:-1]
+        expect("layer_norm_backward", dy, x=(x, (dy.dtype,), dy.shape), weight=(weight, (dy.dtype,), dy.shape[-1:]), mean=(mean, *of_rows), rstd=(rstd, *of_rows))
+        return contiguous(x), contiguous(weight), contiguous(weight)
+
+    def reference(dy, x, weight, mean, rstd):
+        d, unit = wide(dy), (wide(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+        g = d * wide(weight)
+        dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True) - g.mean(-1, keepdim=True))
+        return dx.to(x.dtype).contiguous(), *(t.reshape(-1, x.shape[-1]).sum(0).to(x.dtype) for t in (d * unit, d))
+
+    def fits(dy, *_):
+        return row_fits(dy)
+
+    def kernel(outputs, dy, x, weight, mean, rstd):
+        h = x.shape[-1]
+        launch("layer_norm_backward", *map(dense, (dy, x, weight, mean, rstd)), *outputs, parts_for("norm_parts", h=h, like=x, times=2), rows_of(x), h)
+
+
+class _LayerNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, mean, rstd = torch.ops.fused.layer_norm(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return *torch.ops.fused.layer_norm_backward(dy, *ctx.saved_tensors), None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """(x - mean) / √(variance + ε) weight + bias, over the last dimension (arXiv 1607.06450). x: [.., h]; weight, bias: [h] -> [.., h]"""
+    return _LayerNormFunction.apply(x, weight, bias, eps)
+
+
+# --- rotary embedding --------------------------------------------------------------------------------------------------
+
 ROTARY = r"""
 // Rotary embedding of queries and keys in one launch: y = x cos + (-x_high, x_low) sin. Bytes: q and k in, q and k out; the table is small and stays in the caches. A block is a token:
 // threadIdx.x says which W pairs of a head, threadIdx.y which heads, so a thread reads its cosines once, for all its heads. The angles of a head's halves are equal, so half of the table
@@ -440,6 +749,58 @@ void rotary(int64_t stream, int64_t dtype, int64_t q, int64_t k, int64_t cosine,
     });
 }
 """
+
+
+def heads_inside(t: Tensor) -> Tensor:
+    """An output [b, a, s, d] that lies in memory as [b, s, a, d], as a projection's output does."""
+    b, a, s, d = t.shape
+    return t.new_empty(b, s, a, d).transpose(1, 2)
+
+
+@operation("rotary(Tensor q, Tensor k, Tensor cosine, Tensor sine, float sign) -> (Tensor, Tensor)")
+class _Rotary(Operation):
+    """q: [b, a, s, d]; k: [b, a_kv, s, d]; cosine, sine: [s, d], whose second halves are their first again; sign 1, or -1 to turn back"""
+
+    def empty(q, k, cosine, sine, sign):
+        need("rotary", "q", q, 4)
+        b, _, s, d = q.shape
+        need("rotary", "k", k, 4)
+        expect("rotary", q, k=(k, (q.dtype,), (b, k.shape[1], s, d)), cosine=(cosine, (q.dtype,), (s, d)), sine=(sine, (q.dtype,), (s, d)))
+        if d % 2:
+            raise ValueError(f"rotary: q has shape {list(q.shape)}, expected an even last dimension")
+        return heads_inside(q), heads_inside(k)
+
+    def reference(q, k, cosine, sine, sign):
+        table = wide(cosine), wide(sine) * sign
+        return tuple(heads_inside(t).copy_(gpt.rotate(wide(t), table)) for t in (q, k))
+
+    def fits(q, *_):
+        return 0 < q.shape[-1] <= 2048
+
+    def kernel(outputs, q, k, cosine, sine, sign):
+        q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
+        b, a, s, d = q.shape
+        launch("rotary", q, k, dense(cosine), dense(sine), *outputs, *q.stride()[:3], *k.stride()[:3], b, a, k.shape[1], s, d, sign)
+
+
+class _RotaryFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cosine, sine):
+        ctx.save_for_backward(cosine, sine)
+        return torch.ops.fused.rotary(q, k, cosine, sine, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk):
+        return *torch.ops.fused.rotary(dq, dk, *ctx.saved_tensors, -1.0), None, None
+
+
+def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """gpt.rotate of queries and keys together (arXiv 2104.09864, eq. 34). q: [b, a, s, d]; k: [b, a_kv, s, d], of any strides; cosine, sine: [s, d] from gpt.rotary_table -> the same shapes"""
+    return _RotaryFunction.apply(q, k, cosine, sine)
+
+
+# --- SwiGLU ------------------------------------------------------------------------------------------------------------
 
 SWIGLU = r"""
 // SwiGLU: y = silu(gate) up. Bytes: two in, one out; backward three in, two out. No number meets another, so each thread takes a vector and leaves: enough blocks are resident to keep
@@ -490,6 +851,60 @@ void swiglu_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t gate, in
     });
 }
 """
+
+
+@operation("swiglu(Tensor gate, Tensor up) -> Tensor")
+class _SwiGLU(Operation):
+    """of one shape, any"""
+
+    def empty(gate, up):
+        need("swiglu", "gate", gate, 0)
+        expect("swiglu", gate, up=(up, (gate.dtype,), gate.shape))
+        return contiguous(gate)
+
+    def reference(gate, up):
+        return (F.silu(wide(gate)) * wide(up)).to(gate.dtype).contiguous()
+
+    def kernel(y, gate, up):
+        launch("swiglu", dense(gate), dense(up), y, y.numel())
+
+
+@operation("swiglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+class _SwiGLUBackward(Operation):
+    """-> dgate, dup"""
+
+    def empty(dy, gate, up):
+        need("swiglu_backward", "dy", dy, 0)
+        expect("swiglu_backward", dy, gate=(gate, (dy.dtype,), dy.shape), up=(up, (dy.dtype,), dy.shape))
+        return contiguous(gate), contiguous(up)
+
+    def reference(dy, gate, up):
+        d, x = wide(dy), wide(gate)
+        s = x.sigmoid()
+        return (d * wide(up) * (s + x * s * (-x).sigmoid())).to(gate.dtype).contiguous(), (d * x * s).to(up.dtype).contiguous()
+
+    def kernel(outputs, dy, gate, up):
+        launch("swiglu_backward", dense(dy), dense(gate), dense(up), *outputs, dy.numel())
+
+
+class _SwiGLUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.ops.fused.swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return torch.ops.fused.swiglu_backward(dy, *ctx.saved_tensors)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) up (arXiv 2002.05202, eq. 6). Of one shape, any -> the same"""
+    return _SwiGLUFunction.apply(gate, up)
+
+
+# --- bias + GELU, bias + dropout + residual ----------------------------------------------------------------------------
 
 COLUMNS = r"""
 // Bias + GELU, and bias + dropout + residual. A thread owns W columns: it reads their bias once and walks down the rows, FEW at a time so that several loads are on their way; neighbours
@@ -721,6 +1136,152 @@ void bias_dropout_add_backward(int64_t stream, int64_t dtype, int64_t dy, int64_
 }
 """
 
+
+def few_rows(t: Tensor, *_) -> bool:
+    return t.shape[-1] > 0 and rows_of(t) < 2**31
+
+
+@operation("bias_gelu(Tensor x, Tensor? bias) -> Tensor")
+class _BiasGELU(Operation):
+    """x: [.., h]; bias: [h] or None"""
+    fits = few_rows
+
+    def empty(x, bias):
+        need("bias_gelu", "x", x, 1)
+        expect("bias_gelu", x, bias=(bias, (x.dtype,), x.shape[-1:]))
+        return contiguous(x)
+
+    def reference(x, bias):
+        return F.gelu(wide(x) if bias is None else wide(x) + wide(bias), approximate="tanh").to(x.dtype).contiguous()
+
+    def kernel(y, x, bias):
+        launch("bias_gelu", dense(x), dense(bias), y, rows_of(x), x.shape[-1])
+
+
+@operation("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)")
+class _BiasGELUBackward(Operation):
+    """-> dx [.., h], dbias [h], empty without a bias"""
+    fits = few_rows
+
+    def empty(dy, x, bias):
+        need("bias_gelu_backward", "dy", dy, 1)
+        expect("bias_gelu_backward", dy, x=(x, (dy.dtype,), dy.shape), bias=(bias, (dy.dtype,), dy.shape[-1:]))
+        return contiguous(x), x.new_empty(0 if bias is None else x.shape[-1])
+
+    def reference(dy, x, bias):
+        u = wide(x) if bias is None else wide(x) + wide(bias)
+        z2 = 2 * math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)
+        slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * u * u)
+        d = wide(dy) * (z2.sigmoid() + u * z2.sigmoid() * (-z2).sigmoid() * slope)             # gelu(u) = u sigmoid(2z)
+        return d.to(x.dtype).contiguous(), x.new_empty(0) if bias is None else d.reshape(-1, x.shape[-1]).sum(0).to(x.dtype)
+
+    def kernel(outputs, dy, x, bias):
+        dx, d_bias = outputs
+        rows, h = rows_of(x), x.shape[-1]
+        parts = None if bias is None else parts_for("column_parts", rows, h, CODES[x.dtype], h=h, like=x)
+        launch("bias_gelu_backward", dense(dy), dense(x), dense(bias), dx, d_bias, parts, rows, h)
+
+
+class _BiasGELUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias):
+        ctx.save_for_backward(x, bias)
+        return torch.ops.fused.bias_gelu(x, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, bias = ctx.saved_tensors
+        dx, d_bias = torch.ops.fused.bias_gelu_backward(dy, x, bias)
+        return dx, None if bias is None else d_bias
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
+    """gelu(x + bias) in the tanh form (arXiv 1606.08415, section 2). x: [.., h]; bias: [h] or None -> [.., h]"""
+    return _BiasGELUFunction.apply(x, bias)
+
+
+def numbers_of_mask(p: float, start: int, s: int, salt: int) -> tuple:
+    return s, start, salt, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
+
+
+def check_keys(operation: str, t: Tensor, key: Tensor | None, p: float) -> None:
+    if key is not None:
+        if t.dim() != 3:
+            raise ValueError(f"{operation}: x has shape {list(t.shape)}, expected [b, s, h], whose coordinates are hashed")
+        expect(operation, t, key=(key, (torch.int32,), t.shape[:1]))
+    if not 0 <= p < 1:
+        raise ValueError(f"{operation}: p is {p}, expected at least 0 and below 1")
+
+
+def dropped_out(x: Tensor, key: Tensor | None, salt: int, start: int, p: float) -> Tensor:
+    return x if key is None else x.masked_fill(gpt.dropped(key, salt, x.shape, {1: start}, p), 0.0) * (1 / (1 - p))
+
+
+@operation("bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, Tensor? key, int salt, int start, float p) -> Tensor")
+class _BiasDropoutAdd(Operation):
+    """x, residual: [.., h], with a key [b, s, h]; bias: [h] or None; key: [b] int32, or None to drop nothing; start: the first position's number in the whole sequence"""
+    fits = few_rows
+
+    def empty(x, bias, residual, key, salt, start, p):
+        need("bias_dropout_add", "x", x, 1)
+        expect("bias_dropout_add", x, bias=(bias, (x.dtype,), x.shape[-1:]), residual=(residual, (x.dtype,), x.shape))
+        check_keys("bias_dropout_add", x, key, p)
+        return contiguous(x)
+
+    def reference(x, bias, residual, key, salt, start, p):
+        z = wide(x) if bias is None else wide(x) + wide(bias)
+        return (wide(residual) + dropped_out(z, key, salt, start, p)).to(x.dtype).contiguous()
+
+    def kernel(y, x, bias, residual, key, salt, start, p):
+        launch("bias_dropout_add", dense(x), dense(bias), dense(residual), dense(key), y, rows_of(x), x.shape[-1], *numbers_of_mask(p, start, x.shape[-2] if key is not None else 1, salt))
+
+
+@operation("bias_dropout_add_backward(Tensor dy, Tensor key, int salt, int start, float p, bool bias) -> (Tensor, Tensor)")
+class _BiasDropoutAddBackward(Operation):
+    """dy: [b, s, h] -> dx, dbias [h], empty without a bias"""
+    fits = few_rows
+
+    def empty(dy, key, salt, start, p, bias):
+        need("bias_dropout_add_backward", "dy", dy, 1)
+        check_keys("bias_dropout_add_backward", dy, key, p)
+        return contiguous(dy), dy.new_empty(dy.shape[-1] if bias else 0)
+
+    def reference(dy, key, salt, start, p, bias):
+        d = dropped_out(wide(dy), key, salt, start, p)
+        return d.to(dy.dtype).contiguous(), d.flatten(0, 1).sum(0).to(dy.dtype) if bias else dy.new_empty(0)
+
+    def kernel(outputs, dy, key, salt, start, p, bias):
+        rows, h = rows_of(dy), dy.shape[-1]
+        parts = parts_for("column_parts", rows, h, CODES[dy.dtype], h=h, like=dy) if bias else None
+        launch("bias_dropout_add_backward", dense(dy), dense(key), *outputs, parts, rows, h, *numbers_of_mask(p, start, dy.shape[1], salt))
+
+
+class _BiasDropoutAddFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, residual, key, salt, start, p):
+        ctx.save_for_backward(key)
+        ctx.bias, ctx.rest = bias is not None and ctx.needs_input_grad[1], (salt, start, p)
+        return torch.ops.fused.bias_dropout_add(x, bias, residual, key, salt, start, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        key, = ctx.saved_tensors
+        if key is None:                                                  # nothing was dropped: dx is dy itself
+            dx, d_bias = dy, dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.bias else None
+        else:
+            dx, d_bias = torch.ops.fused.bias_dropout_add_backward(dy, key, *ctx.rest, ctx.bias)
+        return dx, d_bias if ctx.bias else None, dy, None, None, None, None
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, salt: int, start: int, p: float) -> Tensor:
+    """residual + dropout(x + bias), with gpt.dropped's mask. x, residual: [b, s, h]; bias: [h] or None; key: [b] from gpt.layer_key, None for no dropout; start: number of the first position here -> [b, s, h]"""
+    return _BiasDropoutAddFunction.apply(x, bias, residual, key if p else None, salt, start, p)
+
+
+# --- causal softmax ----------------------------------------------------------------------------------------------------
+
 SOFTMAX = r"""
 // Causal softmax of scale x scores, [.., s, s]: row i sees columns 0 .. i. Bytes: the lower triangle in, the whole matrix out (zeros above the diagonal are written, not read); the mask is
 // never a tensor. The row stays in registers between its maximum, its sum and its use.
@@ -828,6 +1389,75 @@ void causal_softmax_backward(int64_t stream, int64_t dtype, int64_t dp, int64_t 
 }
 """
 
+
+def check_square(operation: str, name: str, t: Tensor) -> None:
+    need(operation, name, t, 2)
+    if t.shape[-1] != t.shape[-2]:
+        raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected [.., s, s]")
+
+
+@operation("causal_softmax(Tensor scores, float scale) -> Tensor")
+class _CausalSoftmax(Operation):
+    """[.., s, s] -> the same"""
+
+    def empty(scores, scale):
+        check_square("causal_softmax", "scores", scores)
+        return contiguous(scores)
+
+    def reference(scores, scale):
+        s = scores.shape[-1]
+        above = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
+        return (wide(scores) * scale).masked_fill(above, -math.inf).softmax(-1).to(scores.dtype).contiguous()
+
+    def fits(scores, *_):
+        return row_fits(scores)
+
+    def kernel(y, scores, scale):
+        launch("causal_softmax", dense(scores), y, rows_of(y), y.shape[-1], scale)
+
+
+@operation("causal_softmax_backward(Tensor dp, Tensor p, float scale) -> Tensor")
+class _CausalSoftmaxBackward(Operation):
+    """-> gradient of the scores"""
+
+    def empty(dp, p, scale):
+        check_square("causal_softmax_backward", "dp", dp)
+        expect("causal_softmax_backward", dp, p=(p, (dp.dtype,), dp.shape))
+        return contiguous(p)
+
+    def reference(dp, p, scale):
+        d, q = wide(dp), wide(p)
+        d = d.masked_fill(torch.ones_like(d[..., :, :], dtype=torch.bool).triu(1), 0)          # never looked at: p is 0 there
+        return (scale * q * (d - (d * q).sum(-1, keepdim=True))).to(p.dtype).contiguous()
+
+    def fits(dp, *_):
+        return row_fits(dp)
+
+    def kernel(out, dp, p, scale):
+        launch("causal_softmax_backward", dense(dp), dense(p), out, rows_of(p), p.shape[-1], scale)
+
+
+class _CausalSoftmaxFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, scale):
+        p = torch.ops.fused.causal_softmax(scores, scale)
+        ctx.save_for_backward(p)
+        ctx.scale = scale
+        return p
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dp):
+        return torch.ops.fused.causal_softmax_backward(dp, *ctx.saved_tensors, ctx.scale), None
+
+
+def causal_softmax(scores: Tensor, scale: float) -> Tensor:
+    """softmax(scale scores) of which row i sees columns 0 .. i. scores: [.., s, s] -> the same, 0 above the diagonal"""
+    return _CausalSoftmaxFunction.apply(scores, scale)
+
+
+# --- cross entropy -----------------------------------------------------------------------------------------------------
+
 CROSS_ENTROPY = r"""
 // Cross entropy over a wide vocabulary. loss = log sum exp z - z_label, d z = (softmax z - onehot) dloss. Bytes: forward reads the logits once, backward reads them once and writes the gradient
 // in their place; three floats a row go in between. (Eager PyTorch makes a float copy, its exponentials, .. ; a log-softmax kept for backward would be a second tensor as large.)
@@ -925,797 +1555,6 @@ void cross_entropy_gradient(int64_t stream, int64_t dtype, int64_t logits, int64
 }
 """
 
-PERMUTATION = r"""
-// The token permutation of a mixture of experts (moe.py). Rows are copied whole, a row of threads for each. Bytes: take reads and writes m rows; put reads up to k n rows and writes n, with the
-// gates multiplied in and the sum over k kept in registers; the backward of that reads m rows twice (a row's gradient may be in the cache from its token's other choice) and writes m.
-template <typename T, int W> __global__ void __launch_bounds__(256) take_rows(const T* __restrict__ x, const int64_t* __restrict__ order, T* __restrict__ y, int64_t m, int64_t n, int h) {
-    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-    if (row >= m) return;
-    const T* from = x + int64_t(uint32_t(order[row]) % uint32_t(n)) * h;
-    #pragma unroll 4
-    for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) write<W>(y + row * h + column, read<W>(from + column));
-}
-
-template <typename T, int W>
-__global__ void __launch_bounds__(256) put_rows(const T* __restrict__ rows, const int64_t* __restrict__ place, const float* __restrict__ gates, T* __restrict__ y, int64_t m, int64_t n, int k, int h) {
-    int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-    if (token >= n) return;
-    for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
-        float sum[W] = {};
-        #pragma unroll 1
-        for (int choice = 0; choice < k; choice++) {
-            int64_t row = place[choice * n + token];
-            if (row < m) {                                                         // otherwise it was dropped
-                float gate = gates ? gates[token * k + choice] : 1.f;
-                Vector<T, W> in = read<W>(rows + row * h + column);
-                #pragma unroll
-                for (int w = 0; w < W; w++) sum[w] += gate * wide(in.at[w]);
-            }
-        }
-        Vector<T, W> out;
-        #pragma unroll
-        for (int w = 0; w < W; w++) out.at[w] = narrow<T>(sum[w]);
-        write<W>(y + token * h + column, out);
-    }
-}
-
-// d rows = gate dy[token],  d gate = rows . dy[token]
-template <typename T, int W>
-__global__ void __launch_bounds__(256) put_rows_backward(const T* __restrict__ dy, const T* __restrict__ rows, const int64_t* __restrict__ order, const float* __restrict__ gates, T* __restrict__ d_rows,
-                                                         float* __restrict__ d_gates, int64_t m, int64_t n, int k, int h) {
-    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, token = 0, at = 0;
-    float dot[1] = {0.f}, gate = 0;
-    if (row < m) {
-        uint32_t assignment = order[row];                                          // 32 bits: a division of 64 is a function of a hundred instructions
-        token = assignment % uint32_t(n), at = token * k + assignment / uint32_t(n), gate = gates[at];
-        for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
-            Vector<T, W> grad = read<W>(dy + token * h + column), in = read<W>(rows + row * h + column), out;
-            #pragma unroll
-            for (int w = 0; w < W; w++) {
-                dot[0] += wide(grad.at[w]) * wide(in.at[w]);
-                out.at[w] = narrow<T>(gate * wide(grad.at[w]));
-            }
-            write<W>(d_rows + row * h + column, out);
-        }
-    }
-    over_row<Sum>(dot);
-    if (row < m && threadIdx.x == 0) d_gates[at] = dot[0];
-}
-
-template <typename T, typename F> void with_rows(int64_t rows, int64_t h, F launch) {
-    auto go = [&](auto W) {
-        int64_t threads = pieces(h, W.value) < 256 ? row_threads(pieces(h, W.value), 1) : 256;
-        dim3 block(threads, 256 / threads);
-        launch(W, dim3(pieces(rows, block.y)), block);
-    };
-    if (rows == 0) return;
-    if (h % WIDE<T> == 0) go(Number<WIDE<T>>()); else go(Number<1>());
-}
-
-void take(int64_t stream, int64_t dtype, int64_t x, int64_t order, int64_t y, int64_t m, int64_t n, int64_t h) {
-    with_type(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        with_rows<T>(m, h, [&](auto W, dim3 grid, dim3 block) {
-            take_rows<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(x), as<int64_t>(order), as<T>(y), m, n, h);
-            check_launch();
-        });
-    });
-}
-void put(int64_t stream, int64_t dtype, int64_t rows, int64_t place, int64_t gates, int64_t y, int64_t m, int64_t n, int64_t k, int64_t h) {
-    with_type(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        with_rows<T>(n, h, [&](auto W, dim3 grid, dim3 block) {
-            put_rows<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(rows), as<int64_t>(place), as<float>(gates), as<T>(y), m, n, k, h);
-            check_launch();
-        });
-    });
-}
-void put_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t rows, int64_t order, int64_t gates, int64_t d_rows, int64_t d_gates, int64_t m, int64_t n, int64_t k, int64_t h) {
-    with_type(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        with_rows<T>(m, h, [&](auto W, dim3 grid, dim3 block) {
-            put_rows_backward<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(dy), as<T>(rows), as<int64_t>(order), as<float>(gates), as<T>(d_rows), as<float>(d_gates), m, n, k, h);
-            check_launch();
-        });
-    });
-}
-"""
-
-ADAMW = r"""
-// AdamW in one pass, state in 16 bits and a master that is split between the bf16 weight and 16 more bits (optimizer.py). Bytes for a parameter: in 2 + 2 + 4 + 2 + 2, out 2 + 2 + 2 + 2, 20 in all;
-// with a float master and float moments 4 + 4 + 4 + 4 in and 4 + 2 + 4 + 4 out, 30. Everything is computed in float.
-enum Master { ITSELF, SPLIT, BESIDE };
-
-template <typename T, typename S, Master MASTER> struct AdamW {
-    T* weight;
-    int16_t* low;
-    float* master;
-    const float* gradient;
-    S *exp_avg, *exp_avg_sq;
-    float fresh, beta2, fresh2, eps, keep, step_size, root, scale;                 // fresh: 1 - beta1; fresh2: 1 - beta2; keep: 1 - lr decay; step_size: lr / (1 - beta1^t); root: sqrt(1 - beta2^t)
-    template <int W> __device__ void run(int64_t at) const {
-        Vector<T, W> weights;
-        Vector<int16_t, W> lows;
-        Vector<float, W> masters, g = read<W>(gradient + at);
-        Vector<S, W> m = read<W>(exp_avg + at), v = read<W>(exp_avg_sq + at);
-        if constexpr (MASTER != BESIDE) weights = read<W>(weight + at);
-        if constexpr (MASTER == SPLIT) lows = read<W>(low + at);
-        if constexpr (MASTER == BESIDE) masters = read<W>(master + at);
-        #pragma unroll
-        for (int w = 0; w < W; w++) {
-            float x, grad = g.at[w] * scale, avg = wide(m.at[w]), sq = wide(v.at[w]);
-            if constexpr (MASTER == ITSELF) x = wide(weights.at[w]);
-            if constexpr (MASTER == SPLIT) x = __uint_as_float((unsigned(__bfloat16_as_ushort(weights.at[w])) << 16) + unsigned(int(lows.at[w])));
-            if constexpr (MASTER == BESIDE) x = masters.at[w];
-            avg += fresh * (grad - avg);
-            sq = beta2 * sq + fresh2 * grad * grad;
-            x = x * keep - step_size * avg / (sqrtf(sq) / root + eps);
-            m.at[w] = narrow<S>(avg), v.at[w] = narrow<S>(sq);
-            if constexpr (MASTER == ITSELF) weights.at[w] = narrow<T>(x);
-            if constexpr (MASTER == SPLIT) {
-                unsigned bits = __float_as_uint(x), high = bits + 0x8000u >> 16;
-                weights.at[w] = __ushort_as_bfloat16(uint16_t(high));
-                lows.at[w] = int16_t(bits - (high << 16));
-            }
-            if constexpr (MASTER == BESIDE) masters.at[w] = x, weights.at[w] = narrow<T>(x);
-        }
-        write<W>(weight + at, weights);
-        if constexpr (MASTER == SPLIT) write<W>(low + at, lows);
-        if constexpr (MASTER == BESIDE) write<W>(master + at, masters);
-        write<W>(exp_avg + at, m);
-        write<W>(exp_avg_sq + at, v);
-    }
-};
-
-void adamw(int64_t stream, int64_t dtype, int64_t weight, int64_t low, int64_t master, int64_t gradient, int64_t exp_avg, int64_t exp_avg_sq, int64_t n,
-           double beta1, double beta2, double eps, double keep, double step_size, double root, double scale) {
-    bool wide = aligned(weight, low, master, gradient) && aligned(exp_avg, exp_avg_sq);
-    auto launch = [&](auto zero, auto state, auto kind) {
-        using T = decltype(zero);
-        using S = decltype(state);
-        AdamW<T, S, Master(decltype(kind)::value)> f{as<T>(weight), as<int16_t>(low), as<float>(master), as<float>(gradient), as<S>(exp_avg), as<S>(exp_avg_sq),
-                                                     float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(keep), float(step_size), float(root), float(scale)};
-        launch_each<8>(n, f, stream, wide);
-    };
-    if (low) launch(__nv_bfloat16(), __nv_bfloat16(), Number<SPLIT>());
-    else if (!master) launch(float(), __nv_bfloat16(), Number<ITSELF>());
-    else if (dtype == 1) launch(__nv_bfloat16(), float(), Number<BESIDE>());
-    else launch(__half(), float(), Number<BESIDE>());
-}
-"""
-
-CUDA = COMMON + NORMS + ROTARY + SWIGLU + COLUMNS + SOFTMAX + CROSS_ENTROPY + PERMUTATION + ADAMW
-FUNCTIONS = dict(re.findall(r"^((?:void|int64_t) (\w+)\([^)]*\)) \{", CUDA, re.M))                         # declaration: name
-BINDINGS = "#include <pybind11/pybind11.h>\n" + "".join(f"{declaration};\n" for declaration in FUNCTIONS)
-VECTOR, LONGEST = 16, 2048               # bytes of a vector; vectors of a row that stays in registers
-
-
-# --- building -------------------------------------------------------------------------------------------------------
-
-def compile_inline(name: str, folder: Path, cpp: str, cuda: str | None = None, **options):
-    """torch's load_inline, in a fresh folder/build; afterwards folder/NAME.so is there, whole. Raises RuntimeError where a compiler fails, OSError where there is none."""
-    from torch.utils import cpp_extension
-    scratch, path = folder / "build", os.environ["PATH"]
-    shutil.rmtree(scratch, ignore_errors=True)                           # of a build that was killed: its lock would be waited for
-    scratch.mkdir()
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"                    # where pip puts ninja
-    try:
-        cpp_extension.load_inline(name, [cpp], cuda and [cuda], build_directory=str(scratch), no_implicit_headers=True, with_pytorch_error_handling=False, **options)
-    finally:
-        os.environ["PATH"] = path
-    os.replace(scratch / f"{name}.so", folder / f"{name}.so")
-
-
-def once(folder: Path, file: str, make) -> None:
-    """Call make(), which makes folder/file, unless that is there: in one process of a machine at a time, while the others wait. The system drops the lock of a process that is killed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / file).exists():
-            make()
-
-
-def cache_folder(name: str) -> Path:
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / name
-
-
-def import_file(name: str, path: Path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def compile_kernels(name: str, folder: Path, capability: tuple[int, int]) -> None:
-    print(f"kernels.py: compiling CUDA kernels, about half a minute; they are kept in {folder}", file=sys.stderr, flush=True)
-    arch = "".join(map(str, capability))
-    compile_inline(name, folder, BINDINGS, CUDA, functions=list(FUNCTIONS.values()), extra_cflags=["-O1"], extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"])
-
-
-@functools.cache
-def load():
-    """(the compiled kernels, "") for this process's GPU; or (None, why not). Compiled at the first use, and kept in TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions."""
-    if not torch.cuda.is_available():
-        return None, "no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
-        return None, f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and they need 8.0"
-    digest = hashlib.sha256(repr((CUDA, BINDINGS, torch.__version__, torch.version.cuda, sys.version, capability)).encode()).hexdigest()[:16]
-    name = f"fused_{digest}"
-    folder = cache_folder(name)
-    try:
-        once(folder, f"{name}.so", lambda: compile_kernels(name, folder, capability))
-        return import_file(name, folder / f"{name}.so"), ""
-    except (OSError, RuntimeError, ImportError) as e:
-        lines = str(e).splitlines()
-        said = next((line for line in lines if "error" in line.lower() and "Error building" not in line), lines[0] if lines else "no reason given")
-        return None, f"the build failed: {said.strip()}"
-
-
-# --- registering ----------------------------------------------------------------------------------------------------
-
-LIBRARY = torch.library.Library("fused", "DEF")
-OPERATIONS = {}                          # name: its class
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FLOATS = (*CODES, torch.float64)
-
-
-def operation(schema: str):
-    """Register a class as torch.ops.fused.NAME. It has: empty(*arguments), which checks them and makes the outputs (None for an operation that changes its arguments); reference(*arguments), plain PyTorch;
-    kernel(outputs, *arguments), which launches; and perhaps fits(*arguments), false where only the reference can."""
-    def register(cls):
-        name = schema.split("(")[0]
-
-        def on_cpu(*args):
-            cls.empty(*args)
-            return cls.reference(*args)
-
-        def on_cuda(*args):
-            outputs = cls.empty(*args)
-            if args[0].dtype not in CODES or not cls.fits(*args) or load()[0] is None:
-                return cls.reference(*args)
-            cls.kernel(outputs, *args)
-            return outputs
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        for key, function in (("CPU", on_cpu), ("CUDA", on_cuda), ("Meta", cls.empty)):
-            LIBRARY.impl(name, function, key)
-        cls.on_cuda = staticmethod(on_cuda)
-        OPERATIONS[name] = cls
-        return cls
-    return register
-
-
-class Operation:
-    def __init_subclass__(cls):
-        for name in ("empty", "reference", "kernel", "fits"):
-            if name in vars(cls):
-                setattr(cls, name, staticmethod(vars(cls)[name]))
-
-    @staticmethod
-    def fits(*args) -> bool:
-        return True
-
-
-def launch(name: str, *args) -> None:
-    """Call a launcher with the addresses of tensors (0 for None), on the stream of now. Its dtype is the first tensor's."""
-    first = next(a for a in args if isinstance(a, Tensor))
-    numbers = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
-    if not first.is_cuda:
-        return getattr(load()[0], name)(0, CODES[first.dtype], *numbers)
-    with torch.cuda.device(first.device):
-        getattr(load()[0], name)(torch.cuda.current_stream().cuda_stream, CODES[first.dtype], *numbers)
-
-
-def expect(operation: str, first: Tensor, **arguments) -> None:
-    """Raise ValueError, naming operation, argument, got and expected. Each argument: (tensor or None, dtypes that fit, shape)."""
-    for name, (t, dtypes, shape) in arguments.items():
-        if t is None:
-            continue
-        if t.device != first.device:
-            raise ValueError(f"{operation}: {name} is on {t.device}, expected {first.device}, where the first argument is")
-        if t.dtype not in dtypes:
-            raise ValueError(f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
-        if tuple(t.shape) != tuple(shape):
-            raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected {list(shape)}")
-
-
-def need(operation: str, name: str, t: Tensor, least: int, dtypes=FLOATS) -> None:
-    """The first argument: its dtype, and at least so many dimensions."""
-    if t.dtype not in dtypes:
-        raise ValueError(f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
-    if t.dim() < least:
-        raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected at least {least} dimensions")
-
-
-def dense(t: Tensor | None) -> Tensor | None:
-    """t itself where its numbers lie one after the other from a multiple of 16 bytes on, else a copy that does."""
-    if t is None:
-        return None
-    t = t.contiguous()
-    return t if t.data_ptr() % VECTOR == 0 else t.clone()
-
-
-def contiguous(t: Tensor) -> Tensor:
-    """An output like t, without its strides."""
-    return torch.empty_like(t, memory_format=torch.contiguous_format)
-
-
-def wide(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32))
-
-
-def wide_dtype(t: Tensor) -> torch.dtype:
-    return torch.promote_types(t.dtype, torch.float32)
-
-
-def rows_of(t: Tensor) -> int:
-    return math.prod(t.shape[:-1])
-
-
-def row_fits(t: Tensor) -> bool:
-    """Whether threads can hold a row in registers: up to 2048 vectors, or 8192 numbers that do not make whole vectors."""
-    n, w = t.shape[-1], VECTOR // t.element_size()
-    return 0 < n <= (LONGEST * w if n % w == 0 else 8192) and rows_of(t) < 2**31
-
-
-def parts_for(counter: str, *args: int, h: int, like: Tensor, times: int = 1) -> Tensor:
-    """Room for the partial sums of as many blocks as the launcher says that it will use on this device."""
-    with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
-        return torch.empty(times * getattr(load()[0], counter)(*args), h, dtype=torch.float32, device=like.device)
-
-
-# --- RMSNorm --------------------------------------------------------------------------------------------------------
-
-@operation("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
-class _RMSNorm(Operation):
-    """x: [.., h]; weight: [h] -> y [.., h], 1/√(mean x² + ε) [..] in at least float32"""
-
-    def empty(x, weight, eps):
-        need("rms_norm", "x", x, 1)
-        expect("rms_norm", x, weight=(weight, (x.dtype,), x.shape[-1:]))
-        return contiguous(x), x.new_empty(x.shape[:-1], dtype=wide_dtype(x))
-
-    def reference(x, weight, eps):
-        z = wide(x)
-        rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return (z * rstd * wide(weight)).to(x.dtype).contiguous(), rstd.squeeze(-1).contiguous()
-
-    def fits(x, weight, eps):
-        return row_fits(x)
-
-    def kernel(outputs, x, weight, eps):
-        launch("rms_norm", dense(x), dense(weight), *outputs, rows_of(x), x.shape[-1], eps)
-
-
-@operation("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)")
-class _RMSNormBackward(Operation):
-    """-> dx [.., h], dweight [h]"""
-
-    def empty(dy, x, weight, rstd):
-        need("rms_norm_backward", "dy", dy, 1)
-        expect("rms_norm_backward", dy, x=(x, (dy.dtype,), dy.shape), weight=(weight, (dy.dtype,), dy.shape[-1:]), rstd=(rstd, (wide_dtype(dy),), dy.shape[:-1]))
-        return contiguous(x), contiguous(weight)
-
-    def reference(dy, x, weight, rstd):
-        d, unit = wide(dy), wide(x) * rstd.unsqueeze(-1)
-        g = d * wide(weight)
-        dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True))
-        return dx.to(x.dtype).contiguous(), (d * unit).flatten(0, -2).sum(0).to(x.dtype) if x.dim() > 1 else (d * unit).to(x.dtype)
-
-    def fits(dy, *_):
-        return row_fits(dy)
-
-    def kernel(outputs, dy, x, weight, rstd):
-        h = x.shape[-1]
-        launch("rms_norm_backward", *map(dense, (dy, x, weight, rstd)), *outputs, parts_for("norm_parts", h=h, like=x), rows_of(x), h)
-
-
-class _RMSNormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, rstd = torch.ops.fused.rms_norm(x, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return *torch.ops.fused.rms_norm_backward(dy, *ctx.saved_tensors), None
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """x / √(mean x² + ε) weight, over the last dimension (arXiv 1910.07467, eq. 4). x: [.., h]; weight: [h], of one dtype -> [.., h]. Raises ValueError where they do not fit, as all of these."""
-    return _RMSNormFunction.apply(x, weight, eps)
-
-
-# --- LayerNorm ------------------------------------------------------------------------------------------------------
-
-@operation("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
-class _LayerNorm(Operation):
-    """x: [.., h]; weight, bias: [h] -> y [.., h], mean [..], 1/√(variance + ε) [..]"""
-
-    def empty(x, weight, bias, eps):
-        need("layer_norm", "x", x, 1)
-        expect("layer_norm", x, weight=(weight, (x.dtype,), x.shape[-1:]), bias=(bias, (x.dtype,), x.shape[-1:]))
-        mean = x.new_empty(x.shape[:-1], dtype=wide_dtype(x))
-        return contiguous(x), mean, torch.empty_like(mean)
-
-    def reference(x, weight, bias, eps):
-        z = wide(x)
-        mean = z.mean(-1, keepdim=True)
-        z = z - mean
-        rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return (z * rstd * wide(weight) + wide(bias)).to(x.dtype).contiguous(), mean.squeeze(-1).contiguous(), rstd.squeeze(-1).contiguous()
-
-    def fits(x, *_):
-        return row_fits(x)
-
-    def kernel(outputs, x, weight, bias, eps):
-        launch("layer_norm", dense(x), dense(weight), dense(bias), *outputs, rows_of(x), x.shape[-1], eps)
-
-
-@operation("layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)")
-class _LayerNormBackward(Operation):
-    """-> dx [.., h], dweight [h], dbias [h]"""
-
-    def empty(dy, x, weight, mean, rstd):
-        need("layer_norm_backward", "dy", dy, 1)
-        of_rows = (wide_dtype(dy),), dy.shape[:-1]
-        expect("layer_norm_backward", dy, x=(x, (dy.dtype,), dy.shape), weight=(weight, (dy.dtype,), dy.shape[-1:]), mean=(mean, *of_rows), rstd=(rstd, *of_rows))
-        return contiguous(x), contiguous(weight), contiguous(weight)
-
-    def reference(dy, x, weight, mean, rstd):
-        d, unit = wide(dy), (wide(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-        g = d * wide(weight)
-        dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True) - g.mean(-1, keepdim=True))
-        return dx.to(x.dtype).contiguous(), *(t.reshape(-1, x.shape[-1]).sum(0).to(x.dtype) for t in (d * unit, d))
-
-    def fits(dy, *_):
-        return row_fits(dy)
-
-    def kernel(outputs, dy, x, weight, mean, rstd):
-        h = x.shape[-1]
-        launch("layer_norm_backward", *map(dense, (dy, x, weight, mean, rstd)), *outputs, parts_for("norm_parts", h=h, like=x, times=2), rows_of(x), h)
-
-
-class _LayerNormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        y, mean, rstd = torch.ops.fused.layer_norm(x, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return *torch.ops.fused.layer_norm_backward(dy, *ctx.saved_tensors), None
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / √(variance + ε) weight + bias, over the last dimension (arXiv 1607.06450). x: [.., h]; weight, bias: [h] -> [.., h]"""
-    return _LayerNormFunction.apply(x, weight, bias, eps)
-
-
-# --- rotary embedding -----------------------------------------------------------------------------------------------
-
-def heads_inside(t: Tensor) -> Tensor:
-    """An output [b, a, s, d] that lies in memory as [b, s, a, d], as a projection's output does."""
-    b, a, s, d = t.shape
-    return t.new_empty(b, s, a, d).transpose(1, 2)
-
-
-@operation("rotary(Tensor q, Tensor k, Tensor cosine, Tensor sine, float sign) -> (Tensor, Tensor)")
-class _Rotary(Operation):
-    """q: [b, a, s, d]; k: [b, a_kv, s, d]; cosine, sine: [s, d], whose second halves are their first again; sign 1, or -1 to turn back"""
-
-    def empty(q, k, cosine, sine, sign):
-        need("rotary", "q", q, 4)
-        b, _, s, d = q.shape
-        need("rotary", "k", k, 4)
-        expect("rotary", q, k=(k, (q.dtype,), (b, k.shape[1], s, d)), cosine=(cosine, (q.dtype,), (s, d)), sine=(sine, (q.dtype,), (s, d)))
-        if d % 2:
-            raise ValueError(f"rotary: q has shape {list(q.shape)}, expected an even last dimension")
-        return heads_inside(q), heads_inside(k)
-
-    def reference(q, k, cosine, sine, sign):
-        table = wide(cosine), wide(sine) * sign
-        return tuple(heads_inside(t).copy_(gpt.rotate(wide(t), table)) for t in (q, k))
-
-    def fits(q, *_):
-        return 0 < q.shape[-1] <= 2048
-
-    def kernel(outputs, q, k, cosine, sine, sign):
-        q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
-        b, a, s, d = q.shape
-        launch("rotary", q, k, dense(cosine), dense(sine), *outputs, *q.stride()[:3], *k.stride()[:3], b, a, k.shape[1], s, d, sign)
-
-
-class _RotaryFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, cosine, sine):
-        ctx.save_for_backward(cosine, sine)
-        return torch.ops.fused.rotary(q, k, cosine, sine, 1.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dq, dk):
-        return *torch.ops.fused.rotary(dq, dk, *ctx.saved_tensors, -1.0), None, None
-
-
-def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """gpt.rotate of queries and keys together (arXiv 2104.09864, eq. 34). q: [b, a, s, d]; k: [b, a_kv, s, d], of any strides; cosine, sine: [s, d] from gpt.rotary_table -> the same shapes"""
-    return _RotaryFunction.apply(q, k, cosine, sine)
-
-
-# --- SwiGLU ---------------------------------------------------------------------------------------------------------
-
-@operation("swiglu(Tensor gate, Tensor up) -> Tensor")
-class _SwiGLU(Operation):
-    """of one shape, any"""
-
-    def empty(gate, up):
-        need("swiglu", "gate", gate, 0)
-        expect("swiglu", gate, up=(up, (gate.dtype,), gate.shape))
-        return contiguous(gate)
-
-    def reference(gate, up):
-        return (F.silu(wide(gate)) * wide(up)).to(gate.dtype).contiguous()
-
-    def kernel(y, gate, up):
-        launch("swiglu", dense(gate), dense(up), y, y.numel())
-
-
-@operation("swiglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)")
-class _SwiGLUBackward(Operation):
-    """-> dgate, dup"""
-
-    def empty(dy, gate, up):
-        need("swiglu_backward", "dy", dy, 0)
-        expect("swiglu_backward", dy, gate=(gate, (dy.dtype,), dy.shape), up=(up, (dy.dtype,), dy.shape))
-        return contiguous(gate), contiguous(up)
-
-    def reference(dy, gate, up):
-        d, x = wide(dy), wide(gate)
-        s = x.sigmoid()
-        return (d * wide(up) * (s + x * s * (-x).sigmoid())).to(gate.dtype).contiguous(), (d * x * s).to(up.dtype).contiguous()
-
-    def kernel(outputs, dy, gate, up):
-        launch("swiglu_backward", dense(dy), dense(gate), dense(up), *outputs, dy.numel())
-
-
-class _SwiGLUFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return torch.ops.fused.swiglu(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return torch.ops.fused.swiglu_backward(dy, *ctx.saved_tensors)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) up (arXiv 2002.05202, eq. 6). Of one shape, any -> the same"""
-    return _SwiGLUFunction.apply(gate, up)
-
-
-# --- bias + GELU ----------------------------------------------------------------------------------------------------
-
-def few_rows(t: Tensor, *_) -> bool:
-    return t.shape[-1] > 0 and rows_of(t) < 2**31
-
-
-@operation("bias_gelu(Tensor x, Tensor? bias) -> Tensor")
-class _BiasGELU(Operation):
-    """x: [.., h]; bias: [h] or None"""
-    fits = few_rows
-
-    def empty(x, bias):
-        need("bias_gelu", "x", x, 1)
-        expect("bias_gelu", x, bias=(bias, (x.dtype,), x.shape[-1:]))
-        return contiguous(x)
-
-    def reference(x, bias):
-        return F.gelu(wide(x) if bias is None else wide(x) + wide(bias), approximate="tanh").to(x.dtype).contiguous()
-
-    def kernel(y, x, bias):
-        launch("bias_gelu", dense(x), dense(bias), y, rows_of(x), x.shape[-1])
-
-
-@operation("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)")
-class _BiasGELUBackward(Operation):
-    """-> dx [.., h], dbias [h], empty without a bias"""
-    fits = few_rows
-
-    def empty(dy, x, bias):
-        need("bias_gelu_backward", "dy", dy, 1)
-        expect("bias_gelu_backward", dy, x=(x, (dy.dtype,), dy.shape), bias=(bias, (dy.dtype,), dy.shape[-1:]))
-        return contiguous(x), x.new_empty(0 if bias is None else x.shape[-1])
-
-    def reference(dy, x, bias):
-        u = wide(x) if bias is None else wide(x) + wide(bias)
-        z2 = 2 * math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)
-        slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * u * u)
-        d = wide(dy) * (z2.sigmoid() + u * z2.sigmoid() * (-z2).sigmoid() * slope)             # gelu(u) = u sigmoid(2z)
-        return d.to(x.dtype).contiguous(), x.new_empty(0) if bias is None else d.reshape(-1, x.shape[-1]).sum(0).to(x.dtype)
-
-    def kernel(outputs, dy, x, bias):
-        dx, d_bias = outputs
-        rows, h = rows_of(x), x.shape[-1]
-        parts = None if bias is None else parts_for("column_parts", rows, h, CODES[x.dtype], h=h, like=x)
-        launch("bias_gelu_backward", dense(dy), dense(x), dense(bias), dx, d_bias, parts, rows, h)
-
-
-class _BiasGELUFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias):
-        ctx.save_for_backward(x, bias)
-        return torch.ops.fused.bias_gelu(x, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, bias = ctx.saved_tensors
-        dx, d_bias = torch.ops.fused.bias_gelu_backward(dy, x, bias)
-        return dx, None if bias is None else d_bias
-
-
-def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
-    """gelu(x + bias) in the tanh form (arXiv 1606.08415, section 2). x: [.., h]; bias: [h] or None -> [.., h]"""
-    return _BiasGELUFunction.apply(x, bias)
-
-
-# --- bias + dropout + residual --------------------------------------------------------------------------------------
-
-def numbers_of_mask(p: float, start: int, s: int, salt: int) -> tuple:
-    return s, start, salt, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
-
-
-def check_keys(operation: str, t: Tensor, key: Tensor | None, p: float) -> None:
-    if key is not None:
-        if t.dim() != 3:
-            raise ValueError(f"{operation}: x has shape {list(t.shape)}, expected [b, s, h], whose coordinates are hashed")
-        expect(operation, t, key=(key, (torch.int32,), t.shape[:1]))
-    if not 0 <= p < 1:
-        raise ValueError(f"{operation}: p is {p}, expected at least 0 and below 1")
-
-
-def dropped_out(x: Tensor, key: Tensor | None, salt: int, start: int, p: float) -> Tensor:
-    return x if key is None else x.masked_fill(gpt.dropped(key, salt, x.shape, {1: start}, p), 0.0) * (1 / (1 - p))
-
-
-@operation("bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, Tensor? key, int salt, int start, float p) -> Tensor")
-class _BiasDropoutAdd(Operation):
-    """x, residual: [.., h], with a key [b, s, h]; bias: [h] or None; key: [b] int32, or None to drop nothing; start: the first position's number in the whole sequence"""
-    fits = few_rows
-
-    def empty(x, bias, residual, key, salt, start, p):
-        need("bias_dropout_add", "x", x, 1)
-        expect("bias_dropout_add", x, bias=(bias, (x.dtype,), x.shape[-1:]), residual=(residual, (x.dtype,), x.shape))
-        check_keys("bias_dropout_add", x, key, p)
-        return contiguous(x)
-
-    def reference(x, bias, residual, key, salt, start, p):
-        z = wide(x) if bias is None else wide(x) + wide(bias)
-        return (wide(residual) + dropped_out(z, key, salt, start, p)).to(x.dtype).contiguous()
-
-    def kernel(y, x, bias, residual, key, salt, start, p):
-        launch("bias_dropout_add", dense(x), dense(bias), dense(residual), dense(key), y, rows_of(x), x.shape[-1], *numbers_of_mask(p, start, x.shape[-2] if key is not None else 1, salt))
-
-
-@operation("bias_dropout_add_backward(Tensor dy, Tensor key, int salt, int start, float p, bool bias) -> (Tensor, Tensor)")
-class _BiasDropoutAddBackward(Operation):
-    """dy: [b, s, h] -> dx, dbias [h], empty without a bias"""
-    fits = few_rows
-
-    def empty(dy, key, salt, start, p, bias):
-        need("bias_dropout_add_backward", "dy", dy, 1)
-        check_keys("bias_dropout_add_backward", dy, key, p)
-        return contiguous(dy), dy.new_empty(dy.shape[-1] if bias else 0)
-
-    def reference(dy, key, salt, start, p, bias):
-        d = dropped_out(wide(dy), key, salt, start, p)
-        return d.to(dy.dtype).contiguous(), d.flatten(0, 1).sum(0).to(dy.dtype) if bias else dy.new_empty(0)
-
-    def kernel(outputs, dy, key, salt, start, p, bias):
-        rows, h = rows_of(dy), dy.shape[-1]
-        parts = parts_for("column_parts", rows, h, CODES[dy.dtype], h=h, like=dy) if bias else None
-        launch("bias_dropout_add_backward", dense(dy), dense(key), *outputs, parts, rows, h, *numbers_of_mask(p, start, dy.shape[1], salt))
-
-
-class _BiasDropoutAddFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias, residual, key, salt, start, p):
-        ctx.save_for_backward(key)
-        ctx.bias, ctx.rest = bias is not None and ctx.needs_input_grad[1], (salt, start, p)
-        return torch.ops.fused.bias_dropout_add(x, bias, residual, key, salt, start, p)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        key, = ctx.saved_tensors
-        if key is None:                                                  # nothing was dropped: dx is dy itself
-            dx, d_bias = dy, dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.bias else None
-        else:
-            dx, d_bias = torch.ops.fused.bias_dropout_add_backward(dy, key, *ctx.rest, ctx.bias)
-        return dx, d_bias if ctx.bias else None, dy, None, None, None, None
-
-
-def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, salt: int, start: int, p: float) -> Tensor:
-    """residual + dropout(x + bias), with gpt.dropped's mask. x, residual: [b, s, h]; bias: [h] or None; key: [b] from gpt.layer_key, None for no dropout; start: number of the first position here -> [b, s, h]"""
-    return _BiasDropoutAddFunction.apply(x, bias, residual, key if p else None, salt, start, p)
-
-
-# --- causal softmax -------------------------------------------------------------------------------------------------
-
-def check_square(operation: str, name: str, t: Tensor) -> None:
-    need(operation, name, t, 2)
-    if t.shape[-1] != t.shape[-2]:
-        raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected [.., s, s]")
-
-
-@operation("causal_softmax(Tensor scores, float scale) -> Tensor")
-class _CausalSoftmax(Operation):
-    """[.., s, s] -> the same"""
-
-    def empty(scores, scale):
-        check_square("causal_softmax", "scores", scores)
-        return contiguous(scores)
-
-    def reference(scores, scale):
-        s = scores.shape[-1]
-        above = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
-        return (wide(scores) * scale).masked_fill(above, -math.inf).softmax(-1).to(scores.dtype).contiguous()
-
-    def fits(scores, *_):
-        return row_fits(scores)
-
-    def kernel(y, scores, scale):
-        launch("causal_softmax", dense(scores), y, rows_of(y), y.shape[-1], scale)
-
-
-@operation("causal_softmax_backward(Tensor dp, Tensor p, float scale) -> Tensor")
-class _CausalSoftmaxBackward(Operation):
-    """-> gradient of the scores"""
-
-    def empty(dp, p, scale):
-        check_square("causal_softmax_backward", "dp", dp)
-        expect("causal_softmax_backward", dp, p=(p, (dp.dtype,), dp.shape))
-        return contiguous(p)
-
-    def reference(dp, p, scale):
-        d, q = wide(dp), wide(p)
-        d = d.masked_fill(torch.ones_like(d[..., :, :], dtype=torch.bool).triu(1), 0)          # never looked at: p is 0 there
-        return (scale * q * (d - (d * q).sum(-1, keepdim=True))).to(p.dtype).contiguous()
-
-    def fits(dp, *_):
-        return row_fits(dp)
-
-    def kernel(out, dp, p, scale):
-        launch("causal_softmax_backward", dense(dp), dense(p), out, rows_of(p), p.shape[-1], scale)
-
-
-class _CausalSoftmaxFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, scores, scale):
-        p = torch.ops.fused.causal_softmax(scores, scale)
-        ctx.save_for_backward(p)
-        ctx.scale = scale
-        return p
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dp):
-        return torch.ops.fused.causal_softmax_backward(dp, *ctx.saved_tensors, ctx.scale), None
-
-
-def causal_softmax(scores: Tensor, scale: float) -> Tensor:
-    """softmax(scale scores) of which row i sees columns 0 .. i. scores: [.., s, s] -> the same, 0 above the diagonal"""
-    return _CausalSoftmaxFunction.apply(scores, scale)
-
-
-# --- cross entropy --------------------------------------------------------------------------------------------------
 
 ELSEWHERE = -100                         # as in the kernel
 
@@ -1817,7 +1656,104 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
     return _CrossEntropyFunction.apply(logits, labels, vocab_size, group)
 
 
-# --- the permutation of a mixture of experts ------------------------------------------------------------------------
+# --- the permutation of a mixture of experts ---------------------------------------------------------------------------
+
+PERMUTATION = r"""
+// The token permutation of a mixture of experts (moe.py). Rows are copied whole, a row of threads for each. Bytes: take reads and writes m rows; put reads up to k n rows and writes n, with the
+// gates multiplied in and the sum over k kept in registers; the backward of that reads m rows twice (a row's gradient may be in the cache from its token's other choice) and writes m.
+template <typename T, int W> __global__ void __launch_bounds__(256) take_rows(const T* __restrict__ x, const int64_t* __restrict__ order, T* __restrict__ y, int64_t m, int64_t n, int h) {
+    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+    if (row >= m) return;
+    const T* from = x + int64_t(uint32_t(order[row]) % uint32_t(n)) * h;
+    #pragma unroll 4
+    for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) write<W>(y + row * h + column, read<W>(from + column));
+}
+
+template <typename T, int W>
+__global__ void __launch_bounds__(256) put_rows(const T* __restrict__ rows, const int64_t* __restrict__ place, const float* __restrict__ gates, T* __restrict__ y, int64_t m, int64_t n, int k, int h) {
+    int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+    if (token >= n) return;
+    for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
+        float sum[W] = {};
+        #pragma unroll 1
+        for (int choice = 0; choice < k; choice++) {
+            int64_t row = place[choice * n + token];
+            if (row < m) {                                                         // otherwise it was dropped
+                float gate = gates ? gates[token * k + choice] : 1.f;
+                Vector<T, W> in = read<W>(rows + row * h + column);
+                #pragma unroll
+                for (int w = 0; w < W; w++) sum[w] += gate * wide(in.at[w]);
+            }
+        }
+        Vector<T, W> out;
+        #pragma unroll
+        for (int w = 0; w < W; w++) out.at[w] = narrow<T>(sum[w]);
+        write<W>(y + token * h + column, out);
+    }
+}
+
+// d rows = gate dy[token],  d gate = rows . dy[token]
+template <typename T, int W>
+__global__ void __launch_bounds__(256) put_rows_backward(const T* __restrict__ dy, const T* __restrict__ rows, const int64_t* __restrict__ order, const float* __restrict__ gates, T* __restrict__ d_rows,
+                                                         float* __restrict__ d_gates, int64_t m, int64_t n, int k, int h) {
+    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, token = 0, at = 0;
+    float dot[1] = {0.f}, gate = 0;
+    if (row < m) {
+        uint32_t assignment = order[row];                                          // 32 bits: a division of 64 is a function of a hundred instructions
+        token = assignment % uint32_t(n), at = token * k + assignment / uint32_t(n), gate = gates[at];
+        for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
+            Vector<T, W> grad = read<W>(dy + token * h + column), in = read<W>(rows + row * h + column), out;
+            #pragma unroll
+            for (int w = 0; w < W; w++) {
+                dot[0] += wide(grad.at[w]) * wide(in.at[w]);
+                out.at[w] = narrow<T>(gate * wide(grad.at[w]));
+            }
+            write<W>(d_rows + row * h + column, out);
+        }
+    }
+    over_row<Sum>(dot);
+    if (row < m && threadIdx.x == 0) d_gates[at] = dot[0];
+}
+
+template <typename T, typename F> void with_rows(int64_t rows, int64_t h, F launch) {
+    auto go = [&](auto W) {
+        int64_t threads = pieces(h, W.value) < 256 ? row_threads(pieces(h, W.value), 1) : 256;
+        dim3 block(threads, 256 / threads);
+        launch(W, dim3(pieces(rows, block.y)), block);
+    };
+    if (rows == 0) return;
+    if (h % WIDE<T> == 0) go(Number<WIDE<T>>()); else go(Number<1>());
+}
+
+void take(int64_t stream, int64_t dtype, int64_t x, int64_t order, int64_t y, int64_t m, int64_t n, int64_t h) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        with_rows<T>(m, h, [&](auto W, dim3 grid, dim3 block) {
+            take_rows<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(x), as<int64_t>(order), as<T>(y), m, n, h);
+            check_launch();
+        });
+    });
+}
+void put(int64_t stream, int64_t dtype, int64_t rows, int64_t place, int64_t gates, int64_t y, int64_t m, int64_t n, int64_t k, int64_t h) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        with_rows<T>(n, h, [&](auto W, dim3 grid, dim3 block) {
+            put_rows<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(rows), as<int64_t>(place), as<float>(gates), as<T>(y), m, n, k, h);
+            check_launch();
+        });
+    });
+}
+void put_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t rows, int64_t order, int64_t gates, int64_t d_rows, int64_t d_gates, int64_t m, int64_t n, int64_t k, int64_t h) {
+    with_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        with_rows<T>(m, h, [&](auto W, dim3 grid, dim3 block) {
+            put_rows_backward<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(dy), as<T>(rows), as<int64_t>(order), as<float>(gates), as<T>(d_rows), as<float>(d_gates), m, n, k, h);
+            check_launch();
+        });
+    });
+}
+"""
+
 
 INDEX = (torch.int64,)
 
@@ -1924,7 +1860,71 @@ def put(rows: Tensor, gates: Tensor, place: Tensor, order: Tensor) -> Tensor:
     return _PutFunction.apply(rows, gates, place, order)
 
 
-# --- AdamW ----------------------------------------------------------------------------------------------------------
+# --- AdamW -------------------------------------------------------------------------------------------------------------
+
+ADAMW = r"""
+// AdamW in one pass, state in 16 bits and a master that is split between the bf16 weight and 16 more bits (optimizer.py). Bytes for a parameter: in 2 + 2 + 4 + 2 + 2, out 2 + 2 + 2 + 2, 20 in all;
+// with a float master and float moments 4 + 4 + 4 + 4 in and 4 + 2 + 4 + 4 out, 30. Everything is computed in float.
+enum Master { ITSELF, SPLIT, BESIDE };
+
+template <typename T, typename S, Master MASTER> struct AdamW {
+    T* weight;
+    int16_t* low;
+    float* master;
+    const float* gradient;
+    S *exp_avg, *exp_avg_sq;
+    float fresh, beta2, fresh2, eps, keep, step_size, root, scale;                 // fresh: 1 - beta1; fresh2: 1 - beta2; keep: 1 - lr decay; step_size: lr / (1 - beta1^t); root: sqrt(1 - beta2^t)
+    template <int W> __device__ void run(int64_t at) const {
+        Vector<T, W> weights;
+        Vector<int16_t, W> lows;
+        Vector<float, W> masters, g = read<W>(gradient + at);
+        Vector<S, W> m = read<W>(exp_avg + at), v = read<W>(exp_avg_sq + at);
+        if constexpr (MASTER != BESIDE) weights = read<W>(weight + at);
+        if constexpr (MASTER == SPLIT) lows = read<W>(low + at);
+        if constexpr (MASTER == BESIDE) masters = read<W>(master + at);
+        #pragma unroll
+        for (int w = 0; w < W; w++) {
+            float x, grad = g.at[w] * scale, avg = wide(m.at[w]), sq = wide(v.at[w]);
+            if constexpr (MASTER == ITSELF) x = wide(weights.at[w]);
+            if constexpr (MASTER == SPLIT) x = __uint_as_float((unsigned(__bfloat16_as_ushort(weights.at[w])) << 16) + unsigned(int(lows.at[w])));
+            if constexpr (MASTER == BESIDE) x = masters.at[w];
+            avg += fresh * (grad - avg);
+            sq = beta2 * sq + fresh2 * grad * grad;
+            x = x * keep - step_size * avg / (sqrtf(sq) / root + eps);
+            m.at[w] = narrow<S>(avg), v.at[w] = narrow<S>(sq);
+            if constexpr (MASTER == ITSELF) weights.at[w] = narrow<T>(x);
+            if constexpr (MASTER == SPLIT) {
+                unsigned bits = __float_as_uint(x), high = bits + 0x8000u >> 16;
+                weights.at[w] = __ushort_as_bfloat16(uint16_t(high));
+                lows.at[w] = int16_t(bits - (high << 16));
+            }
+            if constexpr (MASTER == BESIDE) masters.at[w] = x, weights.at[w] = narrow<T>(x);
+        }
+        write<W>(weight + at, weights);
+        if constexpr (MASTER == SPLIT) write<W>(low + at, lows);
+        if constexpr (MASTER == BESIDE) write<W>(master + at, masters);
+        write<W>(exp_avg + at, m);
+        write<W>(exp_avg_sq + at, v);
+    }
+};
+
+void adamw(int64_t stream, int64_t dtype, int64_t weight, int64_t low, int64_t master, int64_t gradient, int64_t exp_avg, int64_t exp_avg_sq, int64_t n,
+           double beta1, double beta2, double eps, double keep, double step_size, double root, double scale) {
+    bool wide = aligned(weight, low, master, gradient) && aligned(exp_avg, exp_avg_sq);
+    auto launch = [&](auto zero, auto state, auto kind) {
+        using T = decltype(zero);
+        using S = decltype(state);
+        AdamW<T, S, Master(decltype(kind)::value)> f{as<T>(weight), as<int16_t>(low), as<float>(master), as<float>(gradient), as<S>(exp_avg), as<S>(exp_avg_sq),
+                                                     float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(keep), float(step_size), float(root), float(scale)};
+        launch_each<8>(n, f, stream, wide);
+    };
+    if (low) launch(__nv_bfloat16(), __nv_bfloat16(), Number<SPLIT>());
+    else if (!master) launch(float(), __nv_bfloat16(), Number<ITSELF>());
+    else if (dtype == 1) launch(__nv_bfloat16(), float(), Number<BESIDE>());
+    else launch(__half(), float(), Number<BESIDE>());
+}
+"""
+
 
 @operation("adamw(Tensor(a!) weight, Tensor(b!)? low, Tensor(c!)? master, Tensor gradient, Tensor(d!) exp_avg, Tensor(e!) exp_avg_sq, "
            "float lr, float decay, float beta1, float beta2, float eps, int step, float scale) -> ()")
@@ -1965,7 +1965,14 @@ def adamw(*args, **options) -> None:
     torch.ops.fused.adamw(*args, **options)
 
 
-# --- in a model -----------------------------------------------------------------------------------------------------
+# --- all of the source -------------------------------------------------------------------------------------------------
+
+CUDA = COMMON + NORMS + ROTARY + SWIGLU + COLUMNS + SOFTMAX + CROSS_ENTROPY + PERMUTATION + ADAMW
+FUNCTIONS = dict(re.findall(r"^((?:void|int64_t) (\w+)\([^)]*\)) \{", CUDA, re.M))                         # declaration: name
+BINDINGS = "#include <pybind11/pybind11.h>\n" + "".join(f"{declaration};\n" for declaration in FUNCTIONS)
+
+
+# --- in a model --------------------------------------------------------------------------------------------------------
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
