@@ -1,7 +1,7 @@
 """Fused CUDA operations: one pass over memory where PyTorch makes several.
 
-Between its matrix multiplications a transformer adds, scales, normalises: few operations on each number, so the time is that of moving the numbers. A GPU that multiplies 800 TFLOP/s copies 4 TB/s: an element of 2 bytes
-that is read and written could have had 800 multiplications meanwhile. PyTorch reads and writes memory once for each small operation; a kernel that does them all reads each input once and writes each output once, and
+Between its matrix multiplications a transformer adds, scales, normalises: few operations on each number, so the time is that of moving the numbers. A GPU that multiplies 800 TFLOP/s copies 4 TB/s: a number of 2 bytes
+that is read and written could have had 400 multiplications and additions meanwhile. PyTorch reads and writes memory once for each small operation; a kernel that does them all reads each input once and writes each output once, and
 cannot be faster than that. Bytes for each number of the first argument, 16 bits, forward + backward (`python kernels.py` counts them, and PyTorch's):
 
     operation             one pass    what it does                                                          source
@@ -13,7 +13,8 @@ cannot be faster than that. Bytes for each number of the first argument, 16 bits
     bias_dropout_add      6 + 4       residual + dropout(x + b), its mask a hash: nothing is kept           gpt.dropped
     causal_softmax        3 + 4       softmax(scale x + causal mask); half of the matrix is never read      (whole tensors: 4 + 6)
     cross_entropy         2 + 4       log Σ exp z - z_label; the gradient takes the place of the logits     online softmax, arXiv 1805.02867
-    take, put             6 + 6       rows to two experts of a token each, and home again, times gates      moe.py
+    take                  6 + 6       rows of tokens to two experts each                                    moe.py
+    put                   3 + 5       home again, times gates, and summed                                   moe.py
     adamw                 20          a parameter's update, moments in bf16, master split                   optimizer.py
 
 A chapter for each, in which it stands three times: as CUDA, as plain PyTorch (`reference`: what runs on CPUs, in float64, and where there is no compiler), and as shapes alone, for torch.compile and the meta device (`empty`).
@@ -57,8 +58,10 @@ import tensor_parallel
 COMMON = r"""
 // For a reader who has never written a kernel. A kernel is a function that very many threads run, each on its own numbers: blockIdx and threadIdx say who it is. 32 threads are a warp: they execute one instruction
 // together, can look into each other's registers (shuffles), and their loads of neighbouring addresses become one. Up to 1024 threads are a block: it stays on one multiprocessor, shares 'shared memory' there,
-// and can wait for itself (__syncthreads). A multiprocessor keeps up to 2048 threads resident, as far as its 65,536 registers go round, and runs whichever warps have their numbers: that is how it
-// works while others wait for memory. Blocks know nothing of each other.
+// and can wait for itself (__syncthreads). A multiprocessor keeps up to 2048 threads on it ('resident'), as far as its 65,536 registers go round, and runs whichever warps have their numbers: that is how it
+// works while others wait for memory. Blocks know nothing of each other, and all of them are the grid. kernel<<<grid, block, 0, stream>>>(..) launches one; what is launched on one stream runs in turn.
+// __launch_bounds__ promises the compiler that a block has no more threads than that, so that it may use more registers for each; __restrict__, that nothing else points there. Shared memory has 32
+// banks, and takes longer where the lanes of a warp want different numbers of one bank.
 //
 // Launchers take addresses and numbers, so that nothing here needs PyTorch's headers: a build takes seconds, and any C++ compiler can read it.
 #include <cuda_runtime.h>
@@ -73,18 +76,18 @@ COMMON = r"""
 // the bytes on their way. The memory answers after some 700 ns, so 4 TB/s need 4e12 x 700e-9 = 3 MB on their way at any time, 21 KB for each of 132
 // multiprocessors: 2048 threads with one vector each have 32 KB, 512 threads need three vectors each before they use the first.
 template <typename T, int W> struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) Vector { T at[W]; };
-template <typename T> constexpr int WIDE = 16 / sizeof(T);
+template <typename T> constexpr int PER_VECTOR = 16 / sizeof(T);
 
 template <int W, typename T> __device__ __forceinline__ Vector<T, W> read(const T* from) { return *reinterpret_cast<const Vector<T, W>*>(from); }
 template <int W, typename T> __device__ __forceinline__ void write(T* to, const Vector<T, W>& v) { *reinterpret_cast<Vector<T, W>*>(to) = v; }
 
-__device__ __forceinline__ float wide(float x) { return x; }
-__device__ __forceinline__ float wide(__nv_bfloat16 x) { return __uint_as_float(uint32_t(__bfloat16_as_ushort(x)) << 16); }
-__device__ __forceinline__ float wide(__half x) { return __half2float(x); }
-template <typename T> __device__ __forceinline__ T narrow(float x);                // rounds to the nearest
-template <> __device__ __forceinline__ float narrow<float>(float x) { return x; }
-template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16(x); }
-template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half(x); }
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __uint_as_float(uint32_t(__bfloat16_as_ushort(x)) << 16); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+template <typename T> __device__ __forceinline__ T from_float(float x);                // rounds to the nearest
+template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16(x); }
+template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half(x); }
 
 // One instruction each; __expf and __fdividef take some more, for results below 2^-126, which are 0 here.
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -176,10 +179,10 @@ template <int W, typename F> __global__ void __launch_bounds__(256) each(int64_t
     else if (i < vectors + n % W) f.template run<1>(vectors * W + i - vectors);
 }
 
-template <int W, typename F> void launch_each(int64_t n, F f, int64_t stream, bool wide = true) {
+template <int W, typename F> void launch_each(int64_t n, F f, int64_t stream, bool whole = true) {
     if (n == 0) return;
-    dim3 grid(pieces(wide ? n / W + n % W : n, 256)), block(256);
-    if (wide) each<W, F><<<grid, block, 0, on(stream)>>>(n, f);
+    dim3 grid(pieces(whole ? n / W + n % W : n, 256)), block(256);
+    if (whole) each<W, F><<<grid, block, 0, on(stream)>>>(n, f);
     else each<1, F><<<grid, block, 0, on(stream)>>>(n, f);
     check_launch();
 }
@@ -190,13 +193,13 @@ template <int N> struct Number { static constexpr int value = N; };
 inline int64_t row_threads(int64_t vectors, int K) { return pieces(pieces(vectors, K), 32) * 32; }
 
 template <typename T, bool SPARE, typename F> void with_row(int64_t n, F launch) {
-    constexpr int W = WIDE<T>;
-    bool wide = n % W == 0;
+    constexpr int W = PER_VECTOR<T>;
+    bool whole = n % W == 0;
     constexpr int ONE_WARP = SPARE ? 4 : 3;
-    if (wide && n <= 32 * ONE_WARP * W) launch(Number<W>(), Number<ONE_WARP>(), Number<256>(), 32);
-    else if (wide && n <= 512 * W) launch(Number<W>(), Number<2>(), Number<256>(), row_threads(n / W, 2));
-    else if (wide && n <= 1024 * W) launch(Number<W>(), Number<2>(), Number<512>(), row_threads(n / W, 2));
-    else if (wide) launch(Number<W>(), Number<4>(), Number<512>(), row_threads(n / W, 4));
+    if (whole && n <= 32 * ONE_WARP * W) launch(Number<W>(), Number<ONE_WARP>(), Number<256>(), 32);
+    else if (whole && n <= 512 * W) launch(Number<W>(), Number<2>(), Number<256>(), row_threads(n / W, 2));
+    else if (whole && n <= 1024 * W) launch(Number<W>(), Number<2>(), Number<512>(), row_threads(n / W, 2));
+    else if (whole) launch(Number<W>(), Number<4>(), Number<512>(), row_threads(n / W, 4));
     else launch(Number<1>(), Number<16>(), Number<512>(), row_threads(n, 16));
 }
 
@@ -214,7 +217,7 @@ template <typename T> __global__ void sum_parts(const float* __restrict__ parts,
     sum = sums[threadIdx.x][threadIdx.y];                                          // turned round: a warp has one column now
     for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
     column = blockIdx.x * 32 + threadIdx.y;
-    if (threadIdx.x == 0 && column < n) out[column] = narrow<T>(sum);
+    if (threadIdx.x == 0 && column < n) out[column] = from_float<T>(sum);
 }
 
 template <typename T> void launch_sum_parts(const float* parts, T* out, T* second, int64_t count, int64_t n, int64_t stream) {
@@ -261,10 +264,14 @@ def import_file(name: str, path: Path):
     return module
 
 
+def nvcc_flags(capability: tuple[int, int]) -> list[str]:
+    arch = "".join(map(str, capability))
+    return ["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+
+
 def compile_kernels(name: str, folder: Path, capability: tuple[int, int]) -> None:
     print(f"kernels.py: compiling CUDA kernels, about half a minute; they are kept in {folder}", file=sys.stderr, flush=True)
-    arch = "".join(map(str, capability))
-    compile_inline(name, folder, BINDINGS, CUDA, functions=list(FUNCTIONS.values()), extra_cflags=["-O1"], extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"])
+    compile_inline(name, folder, BINDINGS, CUDA, functions=list(FUNCTIONS.values()), extra_cflags=["-O1"], extra_cuda_cflags=nvcc_flags(capability))
 
 
 @functools.cache
@@ -275,7 +282,7 @@ def load():
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         return None, f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and they need 8.0"
-    digest = hashlib.sha256(repr((CUDA, BINDINGS, torch.__version__, torch.version.cuda, sys.version, capability)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((CUDA, BINDINGS, torch.__version__, torch.version.cuda, sys.version, nvcc_flags(capability))).encode()).hexdigest()[:16]
     name = f"fused_{digest}"
     folder = cache_folder(name)
     try:
@@ -384,6 +391,10 @@ def wide_dtype(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
+def column_sums(t: Tensor) -> Tensor:
+    return t.sum(tuple(range(t.dim() - 1))) if t.dim() > 1 else t.clone()
+
+
 def rows_of(t: Tensor) -> int:
     return math.prod(t.shape[:-1])
 
@@ -420,7 +431,7 @@ __global__ void __launch_bounds__(MOST) norm_forward(const T* __restrict__ x, co
             if (row < rows && column < h) {
                 Vector<T, W> in = read<W>(x + row * h + column);
                 #pragma unroll
-                for (int w = 0; w < W; w++) v[k][w] = wide(in.at[w]);
+                for (int w = 0; w < W; w++) v[k][w] = to_float(in.at[w]);
             }
         }
         if constexpr (MEAN) {
@@ -451,7 +462,7 @@ __global__ void __launch_bounds__(MOST) norm_forward(const T* __restrict__ x, co
             if (row < rows && column < h) {
                 Vector<T, W> scale = read<W>(weight + column), shift = MEAN ? read<W>(bias + column) : Vector<T, W>(), out;      // from the caches after the first rows
                 #pragma unroll
-                for (int w = 0; w < W; w++) out.at[w] = narrow<T>(v[k][w] * rstd * wide(scale.at[w]) + (MEAN ? wide(shift.at[w]) : 0.f));
+                for (int w = 0; w < W; w++) out.at[w] = from_float<T>(v[k][w] * rstd * to_float(scale.at[w]) + (MEAN ? to_float(shift.at[w]) : 0.f));
                 write<W>(y + row * h + column, out);
             }
         }
@@ -483,7 +494,7 @@ __global__ void __launch_bounds__(MOST) norm_backward(const T* __restrict__ dy, 
                 Vector<T, W> scale = read<W>(weight + column);
                 #pragma unroll
                 for (int w = 0; w < W; w++) {
-                    float unit = (wide(in[k].at[w]) - mean) * rstd, d = wide(grad[k].at[w]), g = d * wide(scale.at[w]);
+                    float unit = (to_float(in[k].at[w]) - mean) * rstd, d = to_float(grad[k].at[w]), g = d * to_float(scale.at[w]);
                     sums[0] += g * unit;
                     sums[1] += g;
                     dw[k][w] += d * unit;
@@ -500,7 +511,7 @@ __global__ void __launch_bounds__(MOST) norm_backward(const T* __restrict__ dy, 
                 Vector<T, W> scale = read<W>(weight + column), out;
                 #pragma unroll
                 for (int w = 0; w < W; w++)
-                    out.at[w] = narrow<T>(rstd * (wide(grad[k].at[w]) * wide(scale.at[w]) - (wide(in[k].at[w]) - mean) * rstd * along - shift));
+                    out.at[w] = from_float<T>(rstd * (to_float(grad[k].at[w]) * to_float(scale.at[w]) - (to_float(in[k].at[w]) - mean) * rstd * along - shift));
                 write<W>(dx + row * h + column, out);
             }
         }
@@ -608,7 +619,7 @@ class _RMSNormBackward(Operation):
         d, unit = wide(dy), wide(x) * rstd.unsqueeze(-1)
         g = d * wide(weight)
         dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True))
-        return dx.to(x.dtype).contiguous(), (d * unit).flatten(0, -2).sum(0).to(x.dtype) if x.dim() > 1 else (d * unit).to(x.dtype)
+        return dx.to(x.dtype).contiguous(), column_sums(d * unit).to(x.dtype)
 
     def fits(dy, *_):
         return row_fits(dy)
@@ -674,7 +685,7 @@ class _LayerNormBackward(Operation):
         d, unit = wide(dy), (wide(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
         g = d * wide(weight)
         dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True) - g.mean(-1, keepdim=True))
-        return dx.to(x.dtype).contiguous(), *(t.reshape(-1, x.shape[-1]).sum(0).to(x.dtype) for t in (d * unit, d))
+        return dx.to(x.dtype).contiguous(), *(column_sums(t).to(x.dtype) for t in (d * unit, d))
 
     def fits(dy, *_):
         return row_fits(dy)
@@ -723,9 +734,9 @@ __global__ void rotary_kernel(const T* __restrict__ q, const T* __restrict__ k, 
         Vector<T, W> first = read<W>(x + low), second = read<W>(x + high), out_first, out_second;
         #pragma unroll
         for (int w = 0; w < W; w++) {
-            float x1 = wide(first.at[w]), x2 = wide(second.at[w]), cos_w = wide(c.at[w]), sin_w = sign * wide(n.at[w]);
-            out_first.at[w] = narrow<T>(x1 * cos_w - x2 * sin_w);
-            out_second.at[w] = narrow<T>(x2 * cos_w + x1 * sin_w);
+            float x1 = to_float(first.at[w]), x2 = to_float(second.at[w]), cos_w = to_float(c.at[w]), sin_w = sign * to_float(n.at[w]);
+            out_first.at[w] = from_float<T>(x1 * cos_w - x2 * sin_w);
+            out_second.at[w] = from_float<T>(x2 * cos_w + x1 * sin_w);
         }
         write<W>(y + low, out_first);
         write<W>(y + high, out_second);
@@ -744,8 +755,8 @@ void rotary(int64_t stream, int64_t dtype, int64_t q, int64_t k, int64_t cosine,
                                                                       k_batch, k_head, k_position, q_heads, k_heads, s, d, sign);
             check_launch();
         };
-        bool strides = (q_batch | q_head | q_position | k_batch | k_head | k_position) % WIDE<T> == 0;
-        if (strides && d / 2 % WIDE<T> == 0 && aligned(q, k, cosine, sine) && aligned(q_out, k_out)) launch(Number<WIDE<T>>()); else launch(Number<1>());
+        bool strides = (q_batch | q_head | q_position | k_batch | k_head | k_position) % PER_VECTOR<T> == 0;
+        if (strides && d / 2 % PER_VECTOR<T> == 0 && aligned(q, k, cosine, sine) && aligned(q_out, k_out)) launch(Number<PER_VECTOR<T>>()); else launch(Number<1>());
     });
 }
 """
@@ -812,8 +823,8 @@ template <typename T> struct SwiGLU {
         Vector<T, W> g = read<W>(gate + at), u = read<W>(up + at), out;
         #pragma unroll
         for (int w = 0; w < W; w++) {
-            float x = wide(g.at[w]);
-            out.at[w] = narrow<T>(x * sigmoid<T>(x).here * wide(u.at[w]));
+            float x = to_float(g.at[w]);
+            out.at[w] = from_float<T>(x * sigmoid<T>(x).here * to_float(u.at[w]));
         }
         write<W>(y + at, out);
     }
@@ -827,11 +838,11 @@ template <typename T> struct SwiGLUBackward {
         Vector<T, W> d = read<W>(dy + at), g = read<W>(gate + at), u = read<W>(up + at), out_g, out_u;
         #pragma unroll
         for (int w = 0; w < W; w++) {
-            float x = wide(g.at[w]), grad = wide(d.at[w]);
+            float x = to_float(g.at[w]), grad = to_float(d.at[w]);
             Sigmoid s = sigmoid<T>(x);
             float silu = x * s.here;
-            out_u.at[w] = narrow<T>(grad * silu);
-            out_g.at[w] = narrow<T>(grad * wide(u.at[w]) * (s.here + silu * s.there));                      // 1 - s = sigmoid(-x), without the difference
+            out_u.at[w] = from_float<T>(grad * silu);
+            out_g.at[w] = from_float<T>(grad * to_float(u.at[w]) * (s.here + silu * s.there));                      // 1 - s = sigmoid(-x), without the difference
         }
         write<W>(d_gate + at, out_g);
         write<W>(d_up + at, out_u);
@@ -841,13 +852,13 @@ template <typename T> struct SwiGLUBackward {
 void swiglu(int64_t stream, int64_t dtype, int64_t gate, int64_t up, int64_t y, int64_t n) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
-        launch_each<WIDE<T>>(n, SwiGLU<T>{as<T>(gate), as<T>(up), as<T>(y)}, stream);
+        launch_each<PER_VECTOR<T>>(n, SwiGLU<T>{as<T>(gate), as<T>(up), as<T>(y)}, stream);
     });
 }
 void swiglu_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t gate, int64_t up, int64_t d_gate, int64_t d_up, int64_t n) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
-        launch_each<WIDE<T>>(n, SwiGLUBackward<T>{as<T>(dy), as<T>(gate), as<T>(up), as<T>(d_gate), as<T>(d_up)}, stream);
+        launch_each<PER_VECTOR<T>>(n, SwiGLUBackward<T>{as<T>(dy), as<T>(gate), as<T>(up), as<T>(d_gate), as<T>(d_up)}, stream);
     });
 }
 """
@@ -953,7 +964,7 @@ template <typename T, typename F> void launch_columns(int64_t dtype, int64_t row
         down_columns<W.value, F><<<grid, block, 0, on(stream)>>>(rows, h, f, as<float>(parts));
         check_launch();
     };
-    if (h % WIDE<T> == 0) launch(Number<WIDE<T>>()); else launch(Number<1>());
+    if (h % PER_VECTOR<T> == 0) launch(Number<PER_VECTOR<T>>()); else launch(Number<1>());
     if (parts) launch_sum_parts<T>(as<float>(parts), as<T>(d_bias), nullptr, count, h, stream);
 }
 
@@ -965,7 +976,7 @@ template <typename T, int W> struct Bias {                                      
         if (bias) {
             Vector<T, W> v = read<W>(bias + column);
             #pragma unroll
-            for (int w = 0; w < W; w++) at[w] = wide(v.at[w]);
+            for (int w = 0; w < W; w++) at[w] = to_float(v.at[w]);
         }
     }
 };
@@ -986,8 +997,8 @@ template <typename T> struct Gelu {
             Vector<T, W> out;
             #pragma unroll
             for (int w = 0; w < W; w++) {
-                float u = wide(in.x.at[w]) + bias.at[w];
-                out.at[w] = narrow<T>(u * sigmoid<T>(u * (1.5957691216057308f + 0.07135481282894904f * (u * u))).here);
+                float u = to_float(in.x.at[w]) + bias.at[w];
+                out.at[w] = from_float<T>(u * sigmoid<T>(u * (1.5957691216057308f + 0.07135481282894904f * (u * u))).here);
             }
             write<W>(f.y + at, out);
         }
@@ -1009,10 +1020,10 @@ template <typename T> struct GeluBackward {
             Vector<T, W> out;
             #pragma unroll
             for (int w = 0; w < W; w++) {
-                float u = wide(in.x.at[w]) + bias.at[w], square = u * u;
+                float u = to_float(in.x.at[w]) + bias.at[w], square = u * u;
                 Sigmoid s = sigmoid<T>(u * (1.5957691216057308f + 0.07135481282894904f * square));
-                float d = wide(in.dy.at[w]) * (s.here + u * s.here * s.there * (1.5957691216057308f + 0.21406443848684713f * square));
-                out.at[w] = narrow<T>(d);
+                float d = to_float(in.dy.at[w]) * (s.here + u * s.here * s.there * (1.5957691216057308f + 0.21406443848684713f * square));
+                out.at[w] = from_float<T>(d);
                 sum[w] += d;
             }
             write<W>(f.dx + at, out);
@@ -1089,7 +1100,7 @@ template <typename T> struct DropoutAdd {
             Vector<T, W> out;
             #pragma unroll
             for (int w = 0; w < W; w++)
-                out.at[w] = narrow<T>(wide(in.residual.at[w]) + hashes.apply(f.mask, r, w, wide(in.x.at[w]) + bias.at[w]));
+                out.at[w] = from_float<T>(to_float(in.residual.at[w]) + hashes.apply(f.mask, r, w, to_float(in.x.at[w]) + bias.at[w]));
             write<W>(f.y + at, out);
         }
     };
@@ -1111,8 +1122,8 @@ template <typename T> struct DropoutAddBackward {
             Vector<T, W> out;
             #pragma unroll
             for (int w = 0; w < W; w++) {
-                float d = hashes.apply(f.mask, r, w, wide(in.dy.at[w]));
-                out.at[w] = narrow<T>(d);
+                float d = hashes.apply(f.mask, r, w, to_float(in.dy.at[w]));
+                out.at[w] = from_float<T>(d);
                 sum[w] += d;
             }
             write<W>(f.dx + at, out);
@@ -1137,14 +1148,15 @@ void bias_dropout_add_backward(int64_t stream, int64_t dtype, int64_t dy, int64_
 """
 
 
-def few_rows(t: Tensor, *_) -> bool:
+def rows_fit(t: Tensor, *_) -> bool:
+    """Rows are counted in 32 bits."""
     return t.shape[-1] > 0 and rows_of(t) < 2**31
 
 
 @operation("bias_gelu(Tensor x, Tensor? bias) -> Tensor")
 class _BiasGELU(Operation):
     """x: [.., h]; bias: [h] or None"""
-    fits = few_rows
+    fits = rows_fit
 
     def empty(x, bias):
         need("bias_gelu", "x", x, 1)
@@ -1161,7 +1173,7 @@ class _BiasGELU(Operation):
 @operation("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)")
 class _BiasGELUBackward(Operation):
     """-> dx [.., h], dbias [h], empty without a bias"""
-    fits = few_rows
+    fits = rows_fit
 
     def empty(dy, x, bias):
         need("bias_gelu_backward", "dy", dy, 1)
@@ -1173,7 +1185,7 @@ class _BiasGELUBackward(Operation):
         z2 = 2 * math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)
         slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * u * u)
         d = wide(dy) * (z2.sigmoid() + u * z2.sigmoid() * (-z2).sigmoid() * slope)             # gelu(u) = u sigmoid(2z)
-        return d.to(x.dtype).contiguous(), x.new_empty(0) if bias is None else d.reshape(-1, x.shape[-1]).sum(0).to(x.dtype)
+        return d.to(x.dtype).contiguous(), x.new_empty(0) if bias is None else column_sums(d).to(x.dtype)
 
     def kernel(outputs, dy, x, bias):
         dx, d_bias = outputs
@@ -1221,7 +1233,7 @@ def dropped_out(x: Tensor, key: Tensor | None, salt: int, start: int, p: float) 
 @operation("bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, Tensor? key, int salt, int start, float p) -> Tensor")
 class _BiasDropoutAdd(Operation):
     """x, residual: [.., h], with a key [b, s, h]; bias: [h] or None; key: [b] int32, or None to drop nothing; start: the first position's number in the whole sequence"""
-    fits = few_rows
+    fits = rows_fit
 
     def empty(x, bias, residual, key, salt, start, p):
         need("bias_dropout_add", "x", x, 1)
@@ -1240,7 +1252,7 @@ class _BiasDropoutAdd(Operation):
 @operation("bias_dropout_add_backward(Tensor dy, Tensor key, int salt, int start, float p, bool bias) -> (Tensor, Tensor)")
 class _BiasDropoutAddBackward(Operation):
     """dy: [b, s, h] -> dx, dbias [h], empty without a bias"""
-    fits = few_rows
+    fits = rows_fit
 
     def empty(dy, key, salt, start, p, bias):
         need("bias_dropout_add_backward", "dy", dy, 1)
@@ -1249,7 +1261,7 @@ class _BiasDropoutAddBackward(Operation):
 
     def reference(dy, key, salt, start, p, bias):
         d = dropped_out(wide(dy), key, salt, start, p)
-        return d.to(dy.dtype).contiguous(), d.flatten(0, 1).sum(0).to(dy.dtype) if bias else dy.new_empty(0)
+        return d.to(dy.dtype).contiguous(), column_sums(d).to(dy.dtype) if bias else dy.new_empty(0)
 
     def kernel(outputs, dy, key, salt, start, p, bias):
         rows, h = rows_of(dy), dy.shape[-1]
@@ -1269,7 +1281,7 @@ class _BiasDropoutAddFunction(torch.autograd.Function):
     def backward(ctx, dy):
         key, = ctx.saved_tensors
         if key is None:                                                  # nothing was dropped: dx is dy itself
-            dx, d_bias = dy, dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.bias else None
+            dx, d_bias = dy, column_sums(dy) if ctx.bias else None
         else:
             dx, d_bias = torch.ops.fused.bias_dropout_add_backward(dy, key, *ctx.rest, ctx.bias)
         return dx, d_bias if ctx.bias else None, dy, None, None, None, None
@@ -1298,7 +1310,7 @@ __global__ void __launch_bounds__(MOST) softmax_forward(const T* __restrict__ sc
             if (column <= last) in = read<W>(scores + row * s + column);
             #pragma unroll
             for (int w = 0; w < W; w++) {
-                v[k][w] = column + w <= last ? scale * wide(in.at[w]) : -INFINITY;
+                v[k][w] = column + w <= last ? scale * to_float(in.at[w]) : -INFINITY;
                 largest[0] = fmaxf(largest[0], v[k][w]);
             }
         }
@@ -1318,7 +1330,7 @@ __global__ void __launch_bounds__(MOST) softmax_forward(const T* __restrict__ sc
             if (row < rows && column < s) {
                 Vector<T, W> out;
                 #pragma unroll
-                for (int w = 0; w < W; w++) out.at[w] = narrow<T>(v[k][w] * share);
+                for (int w = 0; w < W; w++) out.at[w] = from_float<T>(v[k][w] * share);
                 write<W>(y + row * s + column, out);
             }
         }
@@ -1345,7 +1357,7 @@ __global__ void __launch_bounds__(MOST) softmax_backward(const T* __restrict__ d
         for (int k = 0; k < K; k++)
             #pragma unroll
             for (int w = 0; w < W; w++)
-                if (int((k * blockDim.x + threadIdx.x) * W) + w <= last) sum[0] += wide(grad[k].at[w]) * wide(in[k].at[w]);
+                if (int((k * blockDim.x + threadIdx.x) * W) + w <= last) sum[0] += to_float(grad[k].at[w]) * to_float(in[k].at[w]);
         over_row<Sum>(sum);
         #pragma unroll
         for (int k = 0; k < K; k++) {
@@ -1353,7 +1365,7 @@ __global__ void __launch_bounds__(MOST) softmax_backward(const T* __restrict__ d
             if (row < rows && column < s) {
                 Vector<T, W> d;
                 #pragma unroll
-                for (int w = 0; w < W; w++) d.at[w] = narrow<T>(column + w <= last ? scale * wide(in[k].at[w]) * (wide(grad[k].at[w]) - sum[0]) : 0.f);
+                for (int w = 0; w < W; w++) d.at[w] = from_float<T>(column + w <= last ? scale * to_float(in[k].at[w]) * (to_float(grad[k].at[w]) - sum[0]) : 0.f);
                 write<W>(out + row * s + column, d);
             }
         }
@@ -1463,12 +1475,12 @@ CROSS_ENTROPY = r"""
 // in their place; three floats a row go in between. (Eager PyTorch makes a float copy, its exponentials, .. ; a log-softmax kept for backward would be a second tensor as large.)
 // A block is a row. Maximum and sum come from one pass (online softmax, arXiv 1805.02867): where a larger number appears, what was summed is scaled down.
 
-constexpr int64_t ELSEWHERE = -100;                                                // label of a row whose word is in another rank's columns
+constexpr int64_t ELSEWHERE = -(int64_t(1) << 62);                                                // label of a row whose word is in another rank's columns
 
 // f(at, vector) for the numbers from `at` on, over a row that may begin anywhere (V need not be a multiple of W): single numbers up to the first whole vector, whole vectors, of which four are asked for before the first
 // is used, the rest.
 template <typename T, typename F> __device__ __forceinline__ void along_row(const T* row, int n, F f) {
-    constexpr int W = WIDE<T>;
+    constexpr int W = PER_VECTOR<T>;
     int head = int((16 - reinterpret_cast<uintptr_t>(row) % 16) % 16 / sizeof(T));
     head = head < n ? head : n;
     int vectors = (n - head) / W, tail = head + vectors * W, v = threadIdx.x, step = blockDim.x;
@@ -1491,15 +1503,15 @@ __global__ void __launch_bounds__(512) cross_entropy_forward(const T* __restrict
     float most = -FLT_MAX, sum = 0;                                                // not -inf: inf - inf is no number
     along_row(row, valid, [&](int, auto z) {
         constexpr int W = sizeof(z) / sizeof(T);
-        float here = wide(z.at[0]);
+        float here = to_float(z.at[0]);
         #pragma unroll
-        for (int w = 1; w < W; w++) here = fmaxf(here, wide(z.at[w]));
+        for (int w = 1; w < W; w++) here = fmaxf(here, to_float(z.at[w]));
         if (here > most) {
             sum *= exp_for<T>(most - here);
             most = here;
         }
         #pragma unroll
-        for (int w = 0; w < W; w++) sum += exp_for<T>(wide(z.at[w]), most);
+        for (int w = 0; w < W; w++) sum += exp_for<T>(to_float(z.at[w]), most);
     });
     float all[1] = {most};
     over_row<Max>(all);
@@ -1510,7 +1522,7 @@ __global__ void __launch_bounds__(512) cross_entropy_forward(const T* __restrict
         assert(label == ELSEWHERE || label >= 0 && label < valid);                 // not a word of this vocabulary
         largest[blockIdx.x] = all[0] == -FLT_MAX ? -INFINITY : all[0];
         total[blockIdx.x] = sums[0];
-        label_z[blockIdx.x] = label == ELSEWHERE ? 0.f : wide(row[label]);
+        label_z[blockIdx.x] = label == ELSEWHERE ? 0.f : to_float(row[label]);
     }
 }
 
@@ -1520,19 +1532,19 @@ __global__ void __launch_bounds__(512) cross_entropy_backward(T* __restrict__ lo
     T* row = logits + int64_t(blockIdx.x) * V;
     float down = largest[blockIdx.x], d = grad[blockIdx.x], share = d / total[blockIdx.x];                  // not exp(z - log sum exp): that logarithm is large, and so is its rounding
     int64_t label = labels[blockIdx.x];
-    float z_label = label >= 0 ? wide(row[label]) : 0.f;                           // before it is overwritten; its column is done last, so that the others need not be compared with it
+    float z_label = label >= 0 ? to_float(row[label]) : 0.f;                           // before it is overwritten; its column is done last, so that the others need not be compared with it
     __syncthreads();
     along_row(row, V, [&](int at, auto z) {
         constexpr int W = sizeof(z) / sizeof(T);
         if (at + W <= valid)
             #pragma unroll
-            for (int w = 0; w < W; w++) z.at[w] = narrow<T>(share * exp_for<T>(wide(z.at[w]), down));
+            for (int w = 0; w < W; w++) z.at[w] = from_float<T>(share * exp_for<T>(to_float(z.at[w]), down));
         else
-            for (int w = 0; w < W; w++) z.at[w] = narrow<T>(at + w < valid ? share * exp_for<T>(wide(z.at[w]), down) : 0.f);
+            for (int w = 0; w < W; w++) z.at[w] = from_float<T>(at + w < valid ? share * exp_for<T>(to_float(z.at[w]), down) : 0.f);
         write<W>(row + at, z);
     });
     __syncthreads();
-    if (threadIdx.x == 0 && label >= 0) row[label] = narrow<T>(share * exp_for<T>(z_label, down) - d);
+    if (threadIdx.x == 0 && label >= 0) row[label] = from_float<T>(share * exp_for<T>(z_label, down) - d);
 }
 
 void cross_entropy_statistics(int64_t stream, int64_t dtype, int64_t logits, int64_t labels, int64_t largest, int64_t total, int64_t label_z, int64_t rows, int64_t V, int64_t valid) {
@@ -1556,7 +1568,7 @@ void cross_entropy_gradient(int64_t stream, int64_t dtype, int64_t logits, int64
 """
 
 
-ELSEWHERE = -100                         # as in the kernel
+ELSEWHERE = -2**62                       # as in the kernel; no label that anybody has
 
 
 @operation("cross_entropy_statistics(Tensor logits, Tensor labels, int valid) -> (Tensor, Tensor, Tensor)")
@@ -1682,12 +1694,12 @@ __global__ void __launch_bounds__(256) put_rows(const T* __restrict__ rows, cons
                 float gate = gates ? gates[token * k + choice] : 1.f;
                 Vector<T, W> in = read<W>(rows + row * h + column);
                 #pragma unroll
-                for (int w = 0; w < W; w++) sum[w] += gate * wide(in.at[w]);
+                for (int w = 0; w < W; w++) sum[w] += gate * to_float(in.at[w]);
             }
         }
         Vector<T, W> out;
         #pragma unroll
-        for (int w = 0; w < W; w++) out.at[w] = narrow<T>(sum[w]);
+        for (int w = 0; w < W; w++) out.at[w] = from_float<T>(sum[w]);
         write<W>(y + token * h + column, out);
     }
 }
@@ -1705,8 +1717,8 @@ __global__ void __launch_bounds__(256) put_rows_backward(const T* __restrict__ d
             Vector<T, W> grad = read<W>(dy + token * h + column), in = read<W>(rows + row * h + column), out;
             #pragma unroll
             for (int w = 0; w < W; w++) {
-                dot[0] += wide(grad.at[w]) * wide(in.at[w]);
-                out.at[w] = narrow<T>(gate * wide(grad.at[w]));
+                dot[0] += to_float(grad.at[w]) * to_float(in.at[w]);
+                out.at[w] = from_float<T>(gate * to_float(grad.at[w]));
             }
             write<W>(d_rows + row * h + column, out);
         }
@@ -1722,7 +1734,7 @@ template <typename T, typename F> void with_rows(int64_t rows, int64_t h, F laun
         launch(W, dim3(pieces(rows, block.y)), block);
     };
     if (rows == 0) return;
-    if (h % WIDE<T> == 0) go(Number<WIDE<T>>()); else go(Number<1>());
+    if (h % PER_VECTOR<T> == 0) go(Number<PER_VECTOR<T>>()); else go(Number<1>());
 }
 
 void take(int64_t stream, int64_t dtype, int64_t x, int64_t order, int64_t y, int64_t m, int64_t n, int64_t h) {
@@ -1884,21 +1896,21 @@ template <typename T, typename S, Master MASTER> struct AdamW {
         if constexpr (MASTER == BESIDE) masters = read<W>(master + at);
         #pragma unroll
         for (int w = 0; w < W; w++) {
-            float x, grad = g.at[w] * scale, avg = wide(m.at[w]), sq = wide(v.at[w]);
-            if constexpr (MASTER == ITSELF) x = wide(weights.at[w]);
+            float x, grad = g.at[w] * scale, avg = to_float(m.at[w]), sq = to_float(v.at[w]);
+            if constexpr (MASTER == ITSELF) x = to_float(weights.at[w]);
             if constexpr (MASTER == SPLIT) x = __uint_as_float((unsigned(__bfloat16_as_ushort(weights.at[w])) << 16) + unsigned(int(lows.at[w])));
             if constexpr (MASTER == BESIDE) x = masters.at[w];
             avg += fresh * (grad - avg);
             sq = beta2 * sq + fresh2 * grad * grad;
             x = x * keep - step_size * avg / (sqrtf(sq) / root + eps);
-            m.at[w] = narrow<S>(avg), v.at[w] = narrow<S>(sq);
-            if constexpr (MASTER == ITSELF) weights.at[w] = narrow<T>(x);
+            m.at[w] = from_float<S>(avg), v.at[w] = from_float<S>(sq);
+            if constexpr (MASTER == ITSELF) weights.at[w] = from_float<T>(x);
             if constexpr (MASTER == SPLIT) {
                 unsigned bits = __float_as_uint(x), high = bits + 0x8000u >> 16;
                 weights.at[w] = __ushort_as_bfloat16(uint16_t(high));
                 lows.at[w] = int16_t(bits - (high << 16));
             }
-            if constexpr (MASTER == BESIDE) masters.at[w] = x, weights.at[w] = narrow<T>(x);
+            if constexpr (MASTER == BESIDE) masters.at[w] = x, weights.at[w] = from_float<T>(x);
         }
         write<W>(weight + at, weights);
         if constexpr (MASTER == SPLIT) write<W>(low + at, lows);
@@ -1910,13 +1922,13 @@ template <typename T, typename S, Master MASTER> struct AdamW {
 
 void adamw(int64_t stream, int64_t dtype, int64_t weight, int64_t low, int64_t master, int64_t gradient, int64_t exp_avg, int64_t exp_avg_sq, int64_t n,
            double beta1, double beta2, double eps, double keep, double step_size, double root, double scale) {
-    bool wide = aligned(weight, low, master, gradient) && aligned(exp_avg, exp_avg_sq);
+    bool whole = aligned(weight, low, master, gradient) && aligned(exp_avg, exp_avg_sq);
     auto launch = [&](auto zero, auto state, auto kind) {
         using T = decltype(zero);
         using S = decltype(state);
         AdamW<T, S, Master(decltype(kind)::value)> f{as<T>(weight), as<int16_t>(low), as<float>(master), as<float>(gradient), as<S>(exp_avg), as<S>(exp_avg_sq),
                                                      float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(keep), float(step_size), float(root), float(scale)};
-        launch_each<8>(n, f, stream, wide);
+        launch_each<8>(n, f, stream, whole);
     };
     if (low) launch(__nv_bfloat16(), __nv_bfloat16(), Number<SPLIT>());
     else if (!master) launch(float(), __nv_bfloat16(), Number<ITSELF>());
@@ -2030,8 +2042,10 @@ FUSED = {nn.RMSNorm: RMSNorm, nn.LayerNorm: LayerNorm, gpt.Rotary: Rotary, gpt.S
 
 
 def swap(model: nn.Module) -> None:
-    """Let modules compute by the operations above, on any device."""
+    """Let modules compute by the operations above, on any device. After tensor_parallel.parallelize and whatever else puts new modules in. Their dtypes must agree: not under autocast."""
     for module in model.modules():
+        if isinstance(module, nn.RMSNorm | nn.LayerNorm) and (len(module.normalized_shape) > 1 or module.weight is None or module.eps is None or getattr(module, "bias", module) is None):
+            continue                                                     # other norms than the model's
         module.__class__ = FUSED.get(type(module), type(module))
 
 
@@ -2113,9 +2127,10 @@ def there_and_back(function, args: tuple, wanted: tuple, numbers: torch.dtype | 
 def main():
     library, why_not = load()
     print(f"compiled for {torch.cuda.get_device_name()}" if library else f"not compiled here ({why_not}): the references run")
-    device = "cuda" if library else "cpu"
-    print(f"bytes moved for each number of the first argument, bf16, forward + backward: in one pass over memory, and by PyTorch's operations on this device ({device}), one after the other;\n"
-          f"and the largest error of an output or a gradient against float64\n\n{'':>18}{'one pass':>14}{'PyTorch':>16}{'ratio':>7}{'error: one pass':>18}{'PyTorch':>9}")
+    device, ours = ("cuda", "kernel") if library else ("cpu", "reference")
+    print(f"bytes for each number of the first argument, bf16, forward + backward: of each operation's arguments and outputs once, which is what one pass moves, and counted over PyTorch's own\n"
+          f"operations on this device ({device}), one after the other; and the largest error of an output or a gradient against float64, of the {ours} and of PyTorch's own\n\n"
+          f"{'':>18}{'one pass':>14}{'PyTorch':>16}{'ratio':>7}{'error: ' + ours:>18}{'PyTorch':>9}")
     torch.manual_seed(0)
     for name, (args, fused, own, wanted) in examples(2, 256, 512, 1408, 4096, device=device).items():
         (one_pass, ours), (several, theirs) = (there_and_back(function, args, wanted) for function in (fused, own))

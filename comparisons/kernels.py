@@ -142,6 +142,8 @@ def main():
     args = parser.parse_args()
     if unknown := set(args.only) - kernels.examples(1, 8, 8, 8, 8, 1).keys():
         parser.error(f"--only {' '.join(unknown)}: no such operation; there are {', '.join(kernels.examples(1, 8, 8, 8, 8, 1))}")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: must be at least 1")
     library, why_not = kernels.load()
     if not library and not args.toy:
         sys.exit(f"comparisons/kernels.py: the kernels do not run here ({why_not}); --toy runs the references at tiny sizes")

@@ -1,7 +1,8 @@
 """CUDA kernels on the CPU, so that their arithmetic, indexing and barriers are tested where there is no GPU.
 
 The source is compiled as C++ by the host's compiler, with the header below in place of CUDA's: the threads of a block are fibers of one thread, which run until they wait, for a barrier or for the other lanes of
-their warp. They run in any order that is asked for, so a missing barrier is seen. A vector that is not aligned, or an index beyond shared memory, ends the process. Speed is not seen, nor what different blocks do to each other at the same time.
+their warp. They run in any order that is asked for; in order 2 a warp may also stand still until the others cannot go on without it, so that a missing barrier is seen, before a read or before the next write. A vector that is not
+aligned, or an index beyond shared memory, ends the process. Not seen: speed, indices beyond a tensor's end, what different blocks do to each other at the same time, and what stands behind #ifdef __CUDA_ARCH__.
 
     kernels = build(kernels.CUDA, kernels.FUNCTIONS);  kernels.set_order(2);  kernels.rms_norm(0, dtype, address, ..)
 """
@@ -107,17 +108,21 @@ void run_block(int threads) {
         makecontext(&f.context, enter, 0);
         running.push_back(&f);
     }
+    static std::mt19937 chance(1);
+    int starved = -1;                                                              // a warp that stands still
     for (int left = threads; left > 0;) {
         moved = false;
         arrange(running);
         for (Fiber* f : running) {
-            if (f->done) continue;
+            if (f->done || starved >= 0 && int(f->index.x + block_size.x * f->index.y) / 32 == starved) continue;
             now = f;
             thread = f->index;
             swapcontext(&scheduler, &f->context);
             left -= f->done;
         }
-        if (!moved) throw std::runtime_error("threads of a block wait for others that never come");
+        if (order == 2 && moved && starved < 0) starved = chance() % (threads / 32 + 1);
+        if (!moved && starved < 0) throw std::runtime_error("threads of a block wait for others that never come");
+        if (!moved) starved = -1;
     }
 }
 
@@ -137,8 +142,6 @@ void run(dim3 grid, dim3 size, std::function<void()> f) {
 #define __syncthreads() emulator::wait(emulator::of_block, emulator::block_size.x * emulator::block_size.y * emulator::block_size.z)
 #define __shfl_xor_sync(mask, value, lane) emulator::exchange(value, emulator::number() % 32 ^ (lane))
 #define __shfl_sync(mask, value, lane) emulator::exchange(value, lane)
-inline float __expf(float x) { return expf(x); }
-inline float __fdividef(float x, float y) { return x / y; }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 
 import cuda_on_cpu
+import generate
 import gpt
 import kernels
 import moe
 import optimizer
+import sharding
 import train as trainer
 from parity import LLAMA, SMALL, differs, same, train
 
@@ -38,41 +40,39 @@ def emulate(set_attribute, order: int = 2, multiprocessors: int = 2) -> None:
 @pytest.fixture
 def place(request, monkeypatch):
     if request.param == "emulated":
-        emulate(monkeypatch.setattr, random.randrange(3), random.choice([1, 2, 5]))
+        r = random.Random(request.node.name)
+        emulate(monkeypatch.setattr, r.randrange(3), r.choice([1, 2, 5]))
     if request.param == "gpu":
-        assert kernels.load() != (None, kernels.load()[1]), kernels.load()[1]
+        assert kernels.load()[0], kernels.load()[1]
     return "cuda" if request.param == "gpu" else "cpu"
 
 
 # --- what there is to compare ---------------------------------------------------------------------------------------
 
-def norm_shape(r):
-    return [r.choice([1, 2, 5]), r.choice([0, 1, 7, 40])], r.choice([1, 8, 33, 64, 96, 264, 1000, 2056, 4104])
-
-
 def of_norm(r, new):
-    rows, h = norm_shape(r)
+    h = r.choice([1, 8, 33, 64, 96, 264, 1000, 1001, 2056, 4104, 8191, 8193, 16392])         # the last two: no row that fits, in fp32 or at all
+    rows = [r.choice([1, 2, 5]), r.choice([0, 1, 7, 40])] if h < 4096 else [r.choice([1, 3])]
     return [new(*rows, h), new(h), new(h)]
 
 
 def of_rotary(r, new):
-    b, a, kv, s, d = r.choice([1, 3]), r.choice([1, 4, 9]), r.choice([1, 2]), r.choice([1, 5, 16]), r.choice([2, 6, 16, 64, 128])
+    b, a, kv, s, d = r.choice([1, 3]), r.choice([1, 4, 9]), r.choice([1, 2]), r.choice([1, 5, 16]), r.choice([2, 6, 16, 64, 128, 512, 4096])
     config = gpt.GPTConfig(num_layers=1, hidden_size=a * d, num_heads=a, seq_length=s, llama=True)
     table = gpt.rotary_table(config, s, new(1))
     if r.random() < 0.5:
         return [new(b, s, a, d).transpose(1, 2), new(b, s, kv, d).transpose(1, 2), *table]
-    joined = new(b, s, a + 2 * kv, d)                                    # as if one matrix gave them all
+    joined = strange(new(b, s, a + 2 * kv, d), r)                        # as if one matrix gave them all
     return [joined[:, :, :a].transpose(1, 2), joined[:, :, a:a + kv].transpose(1, 2), *table]
 
 
 def of_pair(r, new):
     shape = r.choice([(3, 5, 16), (0, 4), (1,), (2, 3, 7), (1025,), ()])
-    return [new(*shape), new(*shape)]
+    return [new(*shape) * r.choice([1, 30]), new(*shape)]
 
 
 def of_gelu(r, new):
     rows, h = [r.choice([1, 3]), r.choice([0, 1, 4, 67])], r.choice([1, 7, 48, 1032])
-    return [new(*rows, h), new(h) if r.random() < 0.7 else None]
+    return [new(*rows, h) * r.choice([1, 5]), new(h) if r.random() < 0.7 else None]
 
 
 def of_dropout(r, new):
@@ -82,13 +82,14 @@ def of_dropout(r, new):
 
 
 def of_softmax(r, new):
-    s = r.choice([1, 5, 8, 64, 100, 264])
-    return [new(r.choice([0, 1, 3]), s, s) * 3, r.choice([1.0, 0.125])]
+    s = r.choice([1, 5, 8, 64, 100, 264, 513, 1032])
+    return [new(r.choice([0, 1, 3]) if s < 500 else 1, s, s) * r.choice([3, 100]), r.choice([1.0, 0.125])]
 
 
 def of_loss(r, new):
-    rows, v = r.choice([(3, 5), (0,), (7,)]), r.choice([1, 2, 7, 61, 512, 5003])
-    return [new(*rows, v) * r.choice([1, 10]), torch.randint(v, rows, device=new(1).device)]
+    rows, v = r.choice([(3, 5), (0,), (7,)]), r.choice([1, 2, 7, 61, 512, 5003, 12301, 40001])
+    rows = rows if v < 9000 else (2,)
+    return [new(*rows, v) * r.choice([1, 10]) - r.choice([0, 200]), torch.randint(v, rows, device=new(1).device)]
 
 
 def of_experts(r, new, k=None):
@@ -193,7 +194,10 @@ def test_error_against_float64(place, name, dtype):
                 assert ours is None
                 continue
             assert ours.shape == exact.shape and ours.dtype == theirs.dtype
-            limit = 2 * max(error(theirs, exact), error(exact.to(ours.dtype), exact)) + 2**-23             # where PyTorch happens to be exact: one place of a float
+            rounding = error(exact.to(ours.dtype), exact)
+            limit = 2 * max(error(theirs, exact), rounding) + 2**-23     # where PyTorch happens to be exact: one place of a float
+            if ours.dtype != torch.float32 and name != "causal_softmax":   # computed in float, and rounded once (the softmax goes back from its rounded probabilities)
+                limit = min(limit, 1.05 * rounding + torch.finfo(ours.dtype).eps / 64)
             if name in ("rms_norm", "layer_norm") and exact.shape[-1:] == (1,):                # x - mean = 0: only rounding is left
                 limit += 10 * torch.finfo(ours.dtype).eps / math.sqrt(1e-5)
             assert error(ours, exact) <= limit, (trial, [a.shape if isinstance(a, torch.Tensor) else a for a in args], error(ours, exact), error(theirs, exact))
@@ -241,6 +245,12 @@ def test_adamw(place, kind):
             torch.testing.assert_close(end.double(), exact, rtol=1e-6, atol=1e-7)
             if master is not None:
                 assert torch.equal(weight, master.to(weight.dtype))
+            if decay == 0 and scale < 1:                                 # no gradient, no second moment: ε alone is below, and outside the root
+                still = [None if a is None else torch.zeros_like(a) if i > 2 else a.clone() for i, a in enumerate(args)]
+                still[4] = torch.full_like(still[4], 1e-3)
+                kernels.adamw(*still, 1e-2, 0.0, 0.9, 0.95, 1e-2, 1000, 1.0)
+                moved = (optimizer.join(still[0], still[1]) if low is not None else still[0] if master is None else still[2]).double() - end.double()
+                torch.testing.assert_close(moved, -still[4].double(), rtol=0.02, atol=1e-6)
             for x, y in ((m, exact_m), (v, exact_v)):
                 torch.testing.assert_close(x.double(), y, rtol=0.51 * torch.finfo(x.dtype).eps + 1e-6, atol=1e-7)
 
@@ -266,20 +276,22 @@ def test_any_order_of_threads(monkeypatch):
 
 
 @by_emulator
-def test_a_missing_barrier_is_seen(monkeypatch):
-    """Without the barrier between writing and reading what warps exchange, some order of threads gives another sum."""
-    barrier = "        for (int n = 0; n < N; n++) of_warp[first + threadIdx.x / 32][n] = x[n];\n    __syncthreads();\n"
-    assert kernels.CUDA.count(barrier) == 1
+@pytest.mark.parametrize("marker, offset", [("of_warp[first + threadIdx.x / 32][n] = x[n];", 1), ("// the next one may write now", 0)], ids=["before reading", "before the next writing"])
+def test_a_missing_barrier_is_seen(monkeypatch, marker, offset):
+    """Without a barrier where warps exchange what they have, some order of threads gives another sum."""
     source = kernels.COMMON + kernels.NORMS
     functions = tuple(name for declaration, name in kernels.FUNCTIONS.items() if f"{declaration} {{" in source)
-    broken = cuda_on_cpu.build(source.replace(barrier, barrier.replace("    __syncthreads();\n", "")), functions)
+    lines = source.split("\n")
+    at = next(i for i, line in enumerate(lines) if marker in line) + offset
+    assert lines.pop(at).strip().startswith("__syncthreads();")
+    broken = cuda_on_cpu.build("\n".join(lines), functions)
     monkeypatch.setattr(kernels, "load", lambda: (broken, ""))
-    x, w = torch.randn(6, 2048), torch.ones(2048)
-    right, wrong = kernels.OPERATIONS["rms_norm"].reference(x, w, 1e-5)[0], 0
+    x, w = torch.randn(40, 2048), torch.ones(2048)
+    right, errors = kernels.OPERATIONS["layer_norm"].reference(x, w, w, 1e-5)[0], []
     for order in (0, 1, 2):
         broken.set_order(order, 2)
-        wrong = max(wrong, error(kernels.OPERATIONS["rms_norm"].on_cuda(x, w, 1e-5)[0], right.double()))
-    assert wrong > 1e-3
+        errors.append(error(kernels.OPERATIONS["layer_norm"].on_cuda(x, w, w, 1e-5)[0], right.double()))
+    assert not max(errors, key=lambda e: math.inf if math.isnan(e) else e) < 1e-3, errors
 
 
 # --- PyTorch's own checks -------------------------------------------------------------------------------------------
@@ -342,7 +354,7 @@ def test_compiled():
     def function(x, w, b, gate, logits, labels):
         y = kernels.swiglu(kernels.layer_norm(kernels.rms_norm(x, w), w, b), gate)
         y = kernels.bias_dropout_add(kernels.bias_gelu(y, b), b, x, gpt.dropout_key(1, 1, labels[:, 0]), 2, 0, 0.3)
-        q, k = kernels.rotary(y[:, None], y[:, None], w.expand(5, 24), b.expand(5, 24))
+        q, k = kernels.rotary(y[:, None], y[:, None], w[:12].repeat(5, 2), b[:12].repeat(5, 2))
         return kernels.causal_softmax((q @ k.transpose(2, 3))[:, 0], 0.5).sum() + kernels.cross_entropy(logits * 1.0, labels).sum() + q.square().sum()
     torch.manual_seed(0)
     args = [torch.randn(2, 5, 24), torch.randn(24), torch.randn(24), torch.randn(2, 5, 24), torch.randn(2, 5, 24), torch.randint(24, (2, 5))]
@@ -382,6 +394,7 @@ I32, I64 = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int6
     (lambda: kernels.cross_entropy(X, I64[:1]), r"cross_entropy_statistics: labels has shape \[1, 5\], expected \[2, 5\]"),
     (lambda: kernels.cross_entropy(X, I64.int()), "cross_entropy_statistics: labels is torch.int32, expected torch.int64"),
     (lambda: kernels.cross_entropy(X, I64 + 24), "index"),
+    (lambda: kernels.cross_entropy(X, I64 - 100), "index"),
     (lambda: kernels.take(X[0], I64[0].int(), I64), "take: order is torch.int32, expected torch.int64"),
     (lambda: kernels.put(X[0], torch.zeros(5, 3), I64, I64[0]), r"put: gates has shape \[5, 3\], expected \[5, 2\]"),
     (lambda: kernels.adamw(X[0].t(), None, None, X[0].t(), X[0].t().bfloat16(), X[0].t().bfloat16(), 1, 0, 0, 0, 0, 1, 1), "adamw: weight has strides"),
@@ -455,7 +468,50 @@ def test_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "load", lambda: (None, "no nvcc"))
     assert kernels.apply(model, torch.device("cuda")) == "no nvcc" and [type(m) for m in model.modules()] == before
     kernels.swap(model)
-    assert not {type(m) for m in model.modules()} & kernels.FUSED.keys() and type(model.head) is kernels.Head
+    kernels.swap(model)                                                  # a second time: nothing more
+    found = {type(m) for m in model.modules() if type(m).__module__ == "kernels"}
+    assert found == {kernels.LayerNorm, kernels.Rotary, kernels.GELU, kernels.BiasDropoutAdd, kernels.Head}
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=8, num_heads=1, seq_length=8, vocab_size=8, llama=True, attention="explicit", num_experts=2))
+    kernels.swap(model)
+    found = {type(m) for m in model.modules() if type(m).__module__ == "kernels"}
+    assert found == {kernels.RMSNorm, kernels.Rotary, kernels.SwiGLU, kernels.BiasDropoutAdd, kernels.CausalProbabilities, kernels.Head, kernels.MoE}
+    others = torch.nn.ModuleList([torch.nn.LayerNorm(8, bias=False), torch.nn.LayerNorm((4, 8)), torch.nn.RMSNorm(8), torch.nn.LayerNorm(8, elementwise_affine=False)])
+    kernels.swap(others)
+    assert all(type(m).__module__ != "kernels" for m in others)
+
+
+@by_emulator
+def test_backward_runs_once(monkeypatch):
+    """A loss whose logits have become their gradient says so the second time; none has a second derivative."""
+    emulate(monkeypatch.setattr)
+    logits = torch.randn(3, 40, requires_grad=True)
+    loss = kernels.cross_entropy(logits * 1, torch.arange(3)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    weight, low, *rest = adamw_state("split", (8,), "cpu")
+    versions = [t._version for t in (weight, low)]
+    kernels.adamw(weight, low, *rest, 1e-2, 0.1, 0.9, 0.95, 1e-8, 1, 1.0)
+    assert all(t._version > v for t, v in zip((weight, low), versions))
+    for name in ("swiglu", "rms_norm", "bias_gelu"):
+        args = leaves(arguments(name, torch.float32, "cpu", 2), torch.float32)
+        y = CASES[name][1](*args)
+        first, = torch.autograd.grad(y.square().sum(), args[0], create_graph=True)
+        with pytest.raises(RuntimeError):
+            torch.autograd.grad(first.sum(), args[0])
+
+
+def test_a_swapped_model_generates():
+    """As training's sample does: with the cache, whose rows have positions of their own."""
+    texts = []
+    for change in (lambda model: None, kernels.swap):
+        with torch.device("meta"):
+            model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=32, vocab_size=40, llama=True))
+        sharding.init(model, 0, "cpu", torch.float64)
+        change(model)
+        texts.append(generate.generate(model, [[1, 2, 3], [4, 5, 6, 7, 8]], 12, temperature=0))
+    assert texts[0] == texts[1]
 
 
 # --- in a model -----------------------------------------------------------------------------------------------------
@@ -537,7 +593,7 @@ def test_sanitizer(tool):
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_not_a_number(place):
-    """What PyTorch makes of NaN and of infinities, these do too: a loss that breaks is seen."""
+    """What PyTorch makes of NaN and of infinities, these do too: a loss that breaks is seen. (Not causal softmax: PyTorch's lets in what stands above the diagonal.)"""
     z, labels, w = torch.randn(4, 4096, device=place), torch.arange(4, device=place), torch.ones(4096, device=place)
     z[0, 8:12], z[1, 5], z[2, 7] = math.nan, math.inf, -math.inf
     for name, args in {"cross_entropy": (z, labels), "rms_norm": (z, w, 1e-5), "layer_norm": (z, w, w, 1e-5), "bias_gelu": (z, w), "swiglu": (z, z)}.items():
