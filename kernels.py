@@ -424,7 +424,7 @@ __global__ void __launch_bounds__(MOST) norm_forward(const T* __restrict__ x, co
                                                      float* __restrict__ means, float* __restrict__ rstds, int64_t rows, int h, float eps) {
     for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {      // the same number of turns for all threads: they meet in sums
         int64_t row = first + threadIdx.y;
-        float v[K][W] = {}, sum[1] = {0.f}, mean = 0;
+        float v[K][W] = {}, sum[1] = {0.f}, mean = 0, rest = 0, sums[MEAN ? 2 : 1] = {};       // rest: what rounding left of the mean
         #pragma unroll
         for (int k = 0; k < K; k++) {
             int column = (k * blockDim.x + threadIdx.x) * W;
@@ -441,19 +441,22 @@ __global__ void __launch_bounds__(MOST) norm_forward(const T* __restrict__ x, co
                 for (int w = 0; w < W; w++) sum[0] += v[k][w];
             over_row<Sum>(sum);
             mean = sum[0] / h;
-            sum[0] = 0;
         }
         #pragma unroll
         for (int k = 0; k < K; k++)
             #pragma unroll
             for (int w = 0; w < W; w++) {
                 v[k][w] -= mean;                                                   // second pass over registers: no difference of large squares
-                if (int((k * blockDim.x + threadIdx.x) * W) < h) sum[0] += v[k][w] * v[k][w];
+                if (int((k * blockDim.x + threadIdx.x) * W) < h) {
+                    sums[0] += v[k][w] * v[k][w];
+                    if constexpr (MEAN) sums[1] += v[k][w];
+                }
             }
-        over_row<Sum>(sum);
-        float rstd = rsqrtf(sum[0] / h + eps);
+        over_row<Sum>(sums);
+        if constexpr (MEAN) rest = sums[1] / h;
+        float rstd = rsqrtf(sums[0] / h - rest * rest + eps);
         if (row < rows && threadIdx.x == 0) {
-            if constexpr (MEAN) means[row] = mean;
+            if constexpr (MEAN) means[row] = mean + rest;
             rstds[row] = rstd;
         }
         #pragma unroll
@@ -462,7 +465,7 @@ __global__ void __launch_bounds__(MOST) norm_forward(const T* __restrict__ x, co
             if (row < rows && column < h) {
                 Vector<T, W> scale = read<W>(weight + column), shift = MEAN ? read<W>(bias + column) : Vector<T, W>(), out;      // from the caches after the first rows
                 #pragma unroll
-                for (int w = 0; w < W; w++) out.at[w] = from_float<T>(v[k][w] * rstd * to_float(scale.at[w]) + (MEAN ? to_float(shift.at[w]) : 0.f));
+                for (int w = 0; w < W; w++) out.at[w] = from_float<T>((v[k][w] - rest) * rstd * to_float(scale.at[w]) + (MEAN ? to_float(shift.at[w]) : 0.f));
                 write<W>(y + row * h + column, out);
             }
         }
