@@ -216,12 +216,12 @@ class BiasDropoutAdd(nn.Module):
 
 
 class CausalProbabilities(nn.Module):
-    """softmax(q kᵀ / √d + causal mask). q, k: [n, s, d] -> [n, s, s]"""
+    """softmax(q kᵀ / √d + causal mask). q, k: [b, a, s, d] -> [b, a, s, s]"""
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        s, d = q.shape[1:]
+        b, a, s, d = q.shape
         causal = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu(1)          # 0 on and below the diagonal
-        return torch.baddbmm(causal, q, k.transpose(1, 2), alpha=d ** -0.5).softmax(-1)
+        return torch.baddbmm(causal, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=d ** -0.5).softmax(-1).view(b, a, s, s)
 
 
 class ExplicitAttention(nn.Module):
@@ -236,9 +236,8 @@ class ExplicitAttention(nn.Module):
         self.dropout = Dropout(p, salt)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key: Tensor | None) -> Tensor:
-        b, a, s, d = q.shape
-        k, v = (x.repeat_interleave(a // x.shape[1], dim=1) for x in (k, v))                    # [b, a, s, d]
-        probabilities = self.dropout(self.probabilities(q.flatten(0, 1), k.flatten(0, 1)).view(b, a, s, s), drop_key)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))           # [b, a, s, d]
+        probabilities = self.dropout(self.probabilities(q, k), drop_key)
         return (probabilities @ v).transpose(1, 2).flatten(2)
 
 

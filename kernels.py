@@ -2023,7 +2023,7 @@ class BiasDropoutAdd(gpt.BiasDropoutAdd):
 
 class CausalProbabilities(gpt.CausalProbabilities):
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        return causal_softmax(q @ k.transpose(1, 2), q.shape[-1] ** -0.5)
+        return causal_softmax(q @ k.transpose(2, 3), q.shape[-1] ** -0.5)
 
 
 class Head(gpt.Head):

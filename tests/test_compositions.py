@@ -563,7 +563,7 @@ def no_way_back_for_gradients():
 
 def gates_of_others():
     """Each token's experts are weighted by another token's gates."""
-    moe.combine = lambda rows, gates, plan, group, original=moe.combine: original(rows, gates.flip(0), plan, group)
+    moe.combine = lambda rows, gates, *rest, original=moe.combine: original(rows, gates.flip(0), *rest)
 
 
 @pytest.mark.parametrize("mutate", [experts_divided_by_ep, experts_summed_over_all, no_second_exchange, no_way_back_for_gradients, gates_of_others])
