@@ -67,18 +67,28 @@ def name(step: int) -> str:
 
 
 def steps(folder: Path) -> dict[int, Path]:
-    """The checkpoints in a folder, by step, the newest last. Unfinished ones have another name."""
-    found = {int(m[1]): p for p in Path(folder).glob("step-*") if (m := re.fullmatch(r"step-(\d{6,})", p.name))}
+    """The checkpoints in a folder, by step, the newest last. Unfinished ones have another name. Raises CheckpointError
+    for a folder that is there and cannot be read: it is not an empty one."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{folder}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
+    found = {int(m[1]): Path(folder) / name for name in names if (m := re.fullmatch(r"step-(\d{6,18})", name))}
     return dict(sorted(found.items()))
 
 
 def find(path: str | Path) -> Path:
     """A checkpoint's folder, or the newest one in the folder of a run. Raises CheckpointError."""
+    try:
+        if not Path(path).is_dir():
+            raise CheckpointError(f"{path}: no such folder")
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
     for folder in (Path(path), Path(path) / "checkpoints"):
         if found := steps(folder):
             return list(found.values())[-1]
-    if not Path(path).is_dir():
-        raise CheckpointError(f"{path}: no such folder")
     return Path(path)
 
 
@@ -202,7 +212,7 @@ def write(path: Path, step: int, tensors: dict[str, Tensor], state: dict, read=N
         (building / "index.json.sha256").write_text(f"{describe(building / 'index.json')['sha256']}  index.json\n")
         for file in (building / "index.json.sha256", building):
             sync(file)
-        if path.exists():                                                # until the next line the one before is the newest
+        if os.path.lexists(path):                                        # until the next line the one before is the newest
             os.rename(path, aside)
         os.rename(building, path)
         sync(path.parent)
@@ -236,8 +246,8 @@ def describe(file: Path) -> dict:
 
 
 def remove(path: Path) -> None:
-    """A folder, or what stands in its place, if there is one."""
-    if path.is_dir():
+    """A folder, or what stands in its place, if there is one. Of a link the link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -296,10 +306,13 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep:
 def remove_old(folder: Path, step: int, keep: int) -> None:
     """Of the checkpoints up to `step`, which was just written, all but the newest `keep`; and what killed runs left. A later one is damaged, or
     the run would have gone on from it: it is no reason to remove a whole one."""
-    with contextlib.suppress(OSError):                                   # what cannot be removed stays
-        for old in [path for s, path in steps(folder).items() if s <= step][:-keep] if keep else []:
-            os.rename(old, old.with_name(f".{old.name}.removing"))       # gone at once, even when killed while deleting
-        for leftover in folder.glob(".step-*"):
+    for old in [path for s, path in steps(folder).items() if s <= step][:-keep] if keep else []:
+        with contextlib.suppress(OSError):                               # what cannot be removed stays, and hinders no other
+            aside = old.with_name(f".{old.name}.removing")
+            remove(aside)
+            os.rename(old, aside)                                        # gone at once, even when killed while deleting
+    for leftover in folder.glob(".step-*"):
+        with contextlib.suppress(OSError):
             remove(leftover)
 
 
