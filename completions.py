@@ -43,13 +43,7 @@ def open_model(path: "Path | str"):
         config, read, tokenizer = huggingface.open_folder(Path(path))
         return config, {"model": dataclasses.asdict(config), "config": {"tokenizer": tokenizer}, "step": 0}, read
     path = checkpoint.find(path)
-    index = checkpoint.read_index(path)
-    if "model.embedding.tokens.weight" not in index["tensors"]:
-        raise checkpoint.CheckpointError(f"{path} holds prompts alone; name the model that they were learned for, and give the prompt file to prompt_tuning.py")
-    try:
-        return GPTConfig(**index["model"]), index, None
-    except (TypeError, ValueError) as e:
-        raise checkpoint.CheckpointError(f"{path}/index.json does not describe a model of this project ({e})") from None
+    return *checkpoint.read_model(path), None
 
 
 def load_model(path: "Path | str", device="cpu", dtype: torch.dtype = torch.float32, groups: Groups = Groups(), layer_split: list[int] | None = None):

@@ -118,7 +118,7 @@ class Config:
         shape = PRESETS[self.model][0]
         if self.load:
             path = checkpoint.find(self.load)
-            shape = checkpoint.read_index(path)["model"] | {"attention": ""} | ({"dropout": 0.0} if self.prompt_config else {})
+            shape = checkpoint.read_model(path)[1]["model"] | {"attention": ""} | ({"dropout": 0.0} if self.prompt_config else {})
         if "router" in given:                                            # another router has other losses
             shape = {k: v for k, v in shape.items() if k not in ("aux_loss", "z_loss")}
         with as_flags():
