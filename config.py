@@ -94,7 +94,9 @@ class Config:
     precision: str | None = flag(None, "of compute; the default is bf16 on CUDA and fp32 on CPUs (fp64: for tests)", ("fp32", "bf16", "fp16", "fp64"))
     optimizer_state: str = flag("fp32", "bf16: both moments in bf16, and of a bf16 weight's master only the low half; 8 bytes a parameter instead of 14", ("fp32", "bf16"))
     # data
-    data: list[str] = flag([], "text files, .jsonl files with a text field, either gzipped, or folders; the default is Python's library", metavar="PATH")
+    data: list[str] = flag([], "text files, .jsonl files with a text field, either gzipped, or folders; or corpora with weights, as 0.7:A 0.3:B; the last twentieth is held out; the default is Python's library", metavar="PATH")
+    val_data: list[str] = flag([], "text to evaluate on, named as with --data; then nothing of --data is held out, and all of it is trained on", metavar="PATH")
+    cache: str = flag("cache", "the folder of tokenized text, kept for other runs on the same text; it may be deleted, moved or shared", metavar="DIR")
     tokenizer: str = flag("bytes", "bytes, gpt2, or a JSON file of the tokenizers library", metavar="{bytes,gpt2,FILE}")
     # run
     out: str = flag("runs/default", "the folder of this run", metavar="DIR")
@@ -220,8 +222,8 @@ class Config:
     def validate_prompts(self) -> None:
         if prompt_data.PromptConfig.read(self.prompt_config).virtual_prompt_style == "inference":
             raise ConfigError(f"--prompt-config {self.prompt_config}: virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and fine-tuning do")
-        if self.data:
-            raise ConfigError(f"--data {' '.join(self.data)}: prompts are learned from what data.train_ds in --prompt-config names")
+        if self.data or self.val_data:
+            raise ConfigError(f"--{'data' if self.data else 'val-data'} {' '.join(self.data or self.val_data)}: prompts are learned from what data.train_ds in --prompt-config names")
         if not self.load:
             raise ConfigError(f"--prompt-config {self.prompt_config}: for which model? --load CKPT names it")
 

@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import blend
 import checkpoint
 import data
 import fsdp
@@ -319,8 +320,12 @@ def open_data(config: Config, world: World, tokenizer):
         world.say(told)
         return sets
     s = config.model_config().seq_length
-    folder = data.prepare(config.data, tokenizer, exchange=world.gather, rank=world.rank, world=world.size, workers=world.cores)
-    return data.Corpus(folder, s, config.seed), data.Corpus(folder, s, None, "held-out")
+    share = {"cache": config.cache, "exchange": world.gather, "rank": world.rank, "world": world.size, "workers": world.cores}
+    parts = blend.prepare(config.data, tokenizer, **share)
+    if not config.val_data:
+        return blend.open_parts(parts, s, config.seed), blend.open_parts(parts, s, None, "held-out")
+    val_parts = blend.prepare(config.val_data, tokenizer, "--val-data", **share)
+    return blend.open_parts(parts, s, config.seed, "all"), blend.open_parts(val_parts, s, None, "all")
 
 
 def restore(trainer: Trainer, world: World, corpus: str, tokenizer) -> tuple[int, int]:
@@ -365,7 +370,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
     config, begin, step = trainer.config, time.perf_counter(), start
     out = Path(config.out)
     flops = flops_per_token(trainer.model_config) * (2 / 3 if trainer.frozen else 1)           # a frozen matrix has no weight gradient
-    bytes_per_token = train_set.index["bytes"] / train_set.index["tokens"]
+    bytes_per_token = held_out.index["bytes"] / held_out.index["tokens"]
     profiler, first = torch.profiler.profile() if config.profile else None, min(start + 3, config.steps)
     curves = Curves(out / "tensorboard", start) if config.tensorboard and metrics else None
     try:
