@@ -53,6 +53,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 import json_files
 import sharding
 from gpt import GPTConfig, least_parameters
+from tokenizer import BUILT_IN, TRAVELS
 
 FORMAT = 2
 FILE_BYTES = 2**30               # of a file, about
@@ -98,11 +99,55 @@ def find(path: str | Path) -> Path:
     return Path(path)
 
 
+def beside(path: Path, name: str) -> Path | None:
+    """A file that travels with a checkpoint: in its folder, or in that of its run."""
+    path = Path(path)
+    folders = (path, path.parent.parent) if path.parent.name == "checkpoints" else (path,)
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
 def tokenizer_of(path: Path) -> str:
-    """The name or file of the tokenizer that a checkpoint's model was trained with."""
-    path = Path(path)                                                    # train.py keeps a copy in the run's folder
-    beside = next((f / "tokenizer.json" for f in (path, path.parent.parent) if (f / "tokenizer.json").exists()), None)
-    return str(beside or read_index(path)["config"].get("tokenizer"))
+    """The name or file of the tokenizer that a checkpoint's model was trained with. Raises
+    CheckpointError, where the file has another content now."""
+    index = read_index(Path(path))
+    name = str(index["config"].get("tokenizer") or "bytes")
+    if name in BUILT_IN:
+        return name
+    found = verify_tokenizer(path, index)
+    return str(found.get("tokenizer.json", name))
+
+
+def tokenizer_record(path: Path, index: dict) -> dict:
+    """What an index says of the tokenizer, as tokenizer.record made it; empty where it is older."""
+    where = f"{path}/index.json: tokenizer"
+    try:
+        found = json_files.convert(index.get("tokenizer", {}), dict[str, str | dict[str, str]], where)
+        files = json_files.convert(found.get("files", {}), dict[str, str], where)
+    except json_files.JSONError as e:
+        raise CheckpointError(str(e)) from None
+    return found | {"files": {k: v for k, v in files.items() if k in TRAVELS}}
+
+
+def verify_tokenizer(path: Path, index: dict) -> dict[str, Path]:
+    """The tokenizer's files: beside the checkpoint or, where there is no tokenizer.json, at the path
+    that it was trained with. Raises CheckpointError for one that has another content than then."""
+    recorded, found = tokenizer_record(path, index)["files"], {}
+    trained_with = Path(str(index["config"].get("tokenizer")))
+    for name in TRAVELS:
+        try:
+            file = beside(path, name)
+            if name == "tokenizer.json" and not file and trained_with.is_file():
+                file = trained_with
+            content = file.read_bytes() if file else None
+        except OSError as e:
+            raise CheckpointError(f"{path}: its {name} cannot be read ({e.strerror})") from None
+        if content is None:
+            continue
+        found[name] = file
+        if name in recorded and hashlib.sha256(content).hexdigest() != recorded[name]:
+            raise CheckpointError(f"{file} is altered: the model in {path} was trained with another content. "
+                                  "Put that back, or name a tokenizer with --tokenizer")
+    return found
 
 
 def gather(x, group: dist.ProcessGroup | None) -> list:
@@ -558,6 +603,8 @@ def main():
     try:
         path = find(sys.argv[2])
         index = read_index(path) if sys.argv[1] == "show" else verify(path)
+        if sys.argv[1] == "verify":
+            verify_tokenizer(path, index)
     except CheckpointError as e:
         print(f"checkpoint.py: {e}", file=sys.stderr)
         sys.exit(2)

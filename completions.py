@@ -30,7 +30,7 @@ from gpt import GPT, GPTConfig
 from packing import pack
 from prompt_data import PromptError, read_lines
 from sampling import keys_of
-from tokenizer import TokenizerError, make_tokenizer
+from tokenizer import TokenizerError, begin, make_tokenizer
 from world import Groups, World
 
 
@@ -79,8 +79,21 @@ def cut(config: GPTConfig, groups: Groups, layer_split: list[int] | None = None)
 
 
 def find_tokenizer(path: "Path | str", index: dict, given: str | None = None):
-    """The tokenizer that a model was trained with: `given`, or beside it, or by name. Raises TokenizerError."""
-    return make_tokenizer(given or (str(index["config"]["tokenizer"]) if huggingface.is_folder(path) else checkpoint.tokenizer_of(checkpoint.find(path))))
+    """The tokenizer that a model was trained with: `given`, or beside it, or by name. Raises
+    TokenizerError; CheckpointError where the file beside it is not the one of training."""
+    if given is None and huggingface.is_folder(path):
+        given = str(index["config"]["tokenizer"])
+    return make_tokenizer(checkpoint.tokenizer_of(checkpoint.find(path)) if given is None else given)
+
+
+def fit(tokenizer, given: str | None, vocab_size: int) -> None:
+    """Hold a tokenizer to a model's vocabulary. Raises TokenizerError."""
+    if tokenizer.vocab_size == vocab_size + 1 and tokenizer.eot == vocab_size:
+        # The end of text that was added to a vocabulary without one: the model cannot say it.
+        tokenizer.vocab_size, tokenizer.eot, tokenizer.stop_ids = vocab_size, None, ()
+    if tokenizer.vocab_size > vocab_size:
+        raise TokenizerError(f"--tokenizer {given or tokenizer.name}: its ids go up to {tokenizer.vocab_size - 1}, "
+                             f"and the model knows {vocab_size}; name the one that it was trained with")
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
@@ -180,8 +193,11 @@ def encode(text: str, tokenizer, seq_length: int) -> list[int]:
         ids = [int(i) for i in tokenizer.encode(text)]
     except UnicodeEncodeError:
         raise PromptError("the prompt is not text: it has half a surrogate pair in it") from None
+    except TokenizerError as e:
+        raise PromptError(f"the prompt cannot be encoded ({e})") from None
     if not ids:
         raise PromptError("the prompt is empty")
+    ids = begin(tokenizer, text)
     if len(ids) > seq_length:
         raise PromptError(f"the prompt has {len(ids)} tokens, and the model's context holds {seq_length}: cut it")
     return ids
@@ -263,8 +279,7 @@ def connect(args, world: World, batch: int, timeout: float = 1800.0):
     for chunk in chunks_of(model):
         pack(chunk, batch)
     tokenizer, config = find_tokenizer(args.checkpoint, index, args.tokenizer), chunks_of(model)[0].config
-    if tokenizer.vocab_size > config.vocab_size:
-        raise TokenizerError(f"--tokenizer {args.tokenizer or tokenizer.name}: its ids go up to {tokenizer.vocab_size - 1}, and the model knows {config.vocab_size}; name the one that it was trained with")
+    fit(tokenizer, args.tokenizer, config.vocab_size)
     return model, tokenizer, world.groups.dp if args.ep > 1 else None
 
 
@@ -273,7 +288,7 @@ def run(args, world: World) -> None:
     if sum((args.prompt is not None, args.prompt_file is not None, args.interactive)) > 1:
         raise ConfigError("--prompt, --prompt-file, --interactive: one of them")
     model, tokenizer, together = connect(args, world, args.batch_size if args.prompt_file is not None else 1, 30 * 86400.0 if args.interactive else 1800.0)
-    options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, eot=tokenizer.eot)
+    options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, eot=tokenizer.stop_ids)
     out = sys.stdout if world.rank == 0 else None
     if args.prompt_file is not None:
         requests = on_rank_0(world, lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length))
@@ -284,7 +299,9 @@ def run(args, world: World) -> None:
     elif args.interactive:
         return converse(world, model, tokenizer, config, args.stop, out, **options)
     else:
-        prompt = [tokenizer.eot] if args.prompt is None else encode(args.prompt, tokenizer, config.seq_length)
+        prompt = begin(tokenizer, "") if args.prompt is None else encode(args.prompt, tokenizer, config.seq_length)
+        if not prompt:
+            raise PromptError("a new text begins with a begin or an end token, and this tokenizer has neither that the model knows; give --prompt")
         if out:
             print(args.prompt or "", end="", flush=True)
         told = show(model, tokenizer, prompt, args.stop, out, **options)

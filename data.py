@@ -202,7 +202,9 @@ def tokenise_part(pieces, tokenizer_name: str, target: str) -> int:
     for path, start, stop in pieces:
         for text in documents(path, start, stop):
             if text:
-                ids = np.append(np.asarray(tokenizer.encode(text), dtype=dtype), dtype(tokenizer.eot))
+                begin = [] if tokenizer.bos is None else [tokenizer.bos]
+                document = begin, tokenizer.encode(text), [tokenizer.eot]
+                ids = np.concatenate([np.asarray(part, dtype=dtype) for part in document])
                 raw = text.encode("utf-8")
                 streams.append(ids)
                 rows.append((int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big"), len(ids), len(raw)))

@@ -98,19 +98,19 @@ class Batch:
                 cache.used, cache.at = min(cache.columns, 1 << (max(64, cache.used) - 1).bit_length()), None
         return torch.tensor(tokens, device=self.device)
 
-    def advance(self, tokens: list[int], eot: int | None, stopped) -> list[Piece]:
-        """Give each row its token."""
+    def advance(self, tokens: list[int], eot: tuple[int, ...], stopped) -> list[Piece]:
+        """Give each row its token; one of `eot` ends it."""
         pieces = []
         for row, token in zip(self.rows, tokens):
             if row.finish:
                 continue
-            if token == eot:
+            if token in eot:
                 row.finish = "end of text"
             else:
                 row.ids.append(token)
                 new = len(row.ids) - row.prompt_length
                 row.finish = "stop" if stopped and stopped(row.number, row.ids[-new:]) else "length" if new == self.max_tokens else None
-            pieces.append(Piece(row.number, None if token == eot else token, row.finish))
+            pieces.append(Piece(row.number, None if token in eot else token, row.finish))
         live = [i for i, row in enumerate(self.rows) if not row.finish]
         if live and 2 * len(live) <= len(self.rows):                     # the finished half need not go on
             self.rows, self.begins = [self.rows[i] for i in live], [self.begins[i] for i in live]
@@ -236,7 +236,7 @@ class Decoder:
         self.chosen: dict[int, Tensor] = {}                              # part -> its newest tokens [b], on the last rank
         self.inputs: dict[int, Tensor] = {}                              # part -> what goes into this step
 
-    def steps(self, eot: int | None, stopped):
+    def steps(self, eot: tuple[int, ...], stopped):
         """Until all rows are finished."""
         going = list(range(len(self.batches)))
         for step in itertools.count():
@@ -282,7 +282,7 @@ class Decoder:
             self.ring.send(tokens)
         return tokens.tolist()
 
-    def advance(self, n: int, eot: int | None, stopped) -> tuple[list[Piece], bool]:
+    def advance(self, n: int, eot: tuple[int, ...], stopped) -> tuple[list[Piece], bool]:
         """(what part n was given, whether any rank goes on with it)"""
         tokens = self.arrived(n)
         diverged = DIVERGED in tokens
@@ -299,10 +299,10 @@ def chunks_of(model: "GPT | pipeline_parallel.Pipeline") -> list[GPT]:
 
 
 def stream(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]], max_tokens: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-           seed: int = 0, eot: int | None = None, stopped=None, cached: bool = True, together: dist.ProcessGroup | None = None, keys: list[int] | None = None):
+           seed: int = 0, eot: "int | tuple[int, ...] | None" = None, stopped=None, cached: bool = True, together: dist.ProcessGroup | None = None, keys: list[int] | None = None):
     """Yield, after each step, the `Piece`s of a part of the batch, on every rank that holds a part of the model; all of these call it with the same arguments.
 
-    prompts: token ids, at least one and at most seq_length for each. eot: the token that ends a text, and is not yielded. stopped(number, new ids) -> bool:
+    prompts: token ids, at least one and at most seq_length for each. eot: the token that ends a text, and is not yielded, or several such. stopped(number, new ids) -> bool:
     whether prompt `number` is finished. cached False: every step runs the whole context again. together: ranks with prompts of their own (or none)
     whose forward passes are collectives of all of them: experts spread over them, or parameters (ZeRO stage 3). keys: of the random numbers of each prompt,
     where the prompts are some of many; otherwise `keys_of(prompts, seed)`.
@@ -320,7 +320,7 @@ def stream(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]], 
     rows += [Row(-1, [0], 0, "length") for _ in range(parts - len(rows))]                      # a rank without prompts goes along
     batches = [Batch(rows[n::parts], runner.config, max_tokens, cached, runner.device, runner.capture) for n in range(parts)]
     with caching(chunks, place):
-        yield from Decoder(runner, ring, batches, (temperature, top_k, top_p), together).steps(eot, stopped)
+        yield from Decoder(runner, ring, batches, (temperature, top_k, top_p), together).steps((eot,) if isinstance(eot, int) else eot or (), stopped)
 
 
 def generate(model: "GPT | pipeline_parallel.Pipeline", prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:

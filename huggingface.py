@@ -38,7 +38,7 @@ import sharding
 from architectures import HuggingFaceError, Place, architecture_of, empty_model, layout, split, to_gpt_config, to_hf_config
 from config import MODEL_FLAGS, Config
 from gpt import GPTConfig, num_parameters
-from tokenizer import FileTokenizer, TokenizerError
+from tokenizer import BUILT_IN, FileTokenizer, TokenizerError, record
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STORED = ("F32", "BF16", "F16")                                            # the same, as safetensors calls them
@@ -182,21 +182,36 @@ def open_folder(hf_dir: Path):
 
 def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
     """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no moments. Raises HuggingFaceError."""
-    config, read, tokenizer = open_folder(hf_dir)
+    config, read, name = open_folder(hf_dir)
+    tokenizer = open_its_tokenizer(name, config)
     parameters = {f"model.{n}": p.detach() for n, p in empty_model(config).named_parameters()}
     with building(path) as folder:
-        source = Path(tokenizer)
-        if source.name == "tokenizer.json":
-            tokenizer = str(Path(path).resolve() / "tokenizer.json")
+        if Path(name).name == "tokenizer.json":
+            name = str(Path(path).resolve() / "tokenizer.json")
         flags = {k: v for k, v in dataclasses.asdict(config).items() if k in MODEL_FLAGS}
         preset = {"gpt2": "gpt2", "llama": "llama2-7b", "mixtral": "mixtral-8x7b"}[architecture_of(config).model_type]
-        run = Config(model=preset, tokenizer=tokenizer, **flags)
+        run = Config(model=preset, tokenizer=name, **flags)
         state = {"config": dataclasses.asdict(run), "model": dataclasses.asdict(config), "tokens": 0, "corpus": None, "optimizer": None}
+        state |= {"tokenizer": record(tokenizer)} if tokenizer else {}
         checkpoint.write(folder, 0, parameters, state, lambda name: read(name.removeprefix("model.")))
-        if source.is_file():
-            FileTokenizer(str(source))                                   # whether it can be read
-            shutil.copyfile(source, folder / "tokenizer.json")
+        if tokenizer:
+            tokenizer.save(folder)
     return config
+
+
+def open_its_tokenizer(name: str, config: GPTConfig) -> FileTokenizer | None:
+    """The tokenizer.json of a folder, where it has one. Raises HuggingFaceError."""
+    if not Path(name).is_file():
+        return None
+    try:
+        tokenizer = FileTokenizer(name)
+    except TokenizerError as e:
+        raise HuggingFaceError(str(e).removeprefix("--tokenizer ")) from None
+    largest = max(tokenizer.vocabulary.values())
+    if largest >= config.vocab_size:
+        raise HuggingFaceError(f"{name}: its ids go up to {largest}, and the model of config.json has "
+                               f"vocab_size {config.vocab_size}: they do not belong together")
+    return tokenizer
 
 
 # --- export ----------------------------------------------------------------------------------------------------------
@@ -242,13 +257,22 @@ def export_folder(path: Path, hf_dir: Path, dtype: str = "fp32", max_shard_bytes
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        run = path.parent.parent if path.parent.name == "checkpoints" else path      # train.py keeps a copy in the run's folder
-        if tokenizer := next((f / "tokenizer.json" for f in (path, run) if (f / "tokenizer.json").is_file()), None):
-            shutil.copyfile(tokenizer, folder / "tokenizer.json")
-            eot = FileTokenizer(str(tokenizer)).eot
-            hf_config |= {"bos_token_id": eot, "eos_token_id": eot} if eot < config.vocab_size else {}
+        hf_config |= export_tokenizer(path, folder, config)
         (folder / "config.json").write_text(json.dumps(hf_config, indent=1))
     return config
+
+
+def export_tokenizer(path: Path, folder: Path, config: GPTConfig) -> dict:
+    """Copy the files of a checkpoint's tokenizer. Returns the fields of config.json that say the same
+    as they. Raises CheckpointError or TokenizerError."""
+    name = checkpoint.tokenizer_of(path)
+    if name in BUILT_IN or not Path(name).is_file():
+        return {}
+    tokenizer = FileTokenizer(name)
+    tokenizer.save(folder)
+    ids = tokenizer.special_ids()
+    largest = max([tokenizer.eot, *tokenizer.stop_ids, ids["bos_token_id"]])
+    return ids if largest < config.vocab_size else {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

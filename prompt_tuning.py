@@ -244,7 +244,7 @@ def answers(world, model, config: PromptConfig, found: dict[str, Tensor], tokeni
 
     def write(record: dict, text: str, tokens: int, finish: str) -> None:
         collected.append((record, text, finish))
-    options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, eot=tokenizer.eot)
+    options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, eot=tokenizer.stop_ids)
     requests = [(record, example.ids) for record, example in zip(records, examples) if example]
     told = completions.answer_file(world, model, tokenizer, requests, args.batch_size, args.stop, together, write, **options)
     world.say_aside(told)
