@@ -25,6 +25,12 @@ is ours; torch.distributed.checkpoint's own metadata file is a pickle, and is ne
 
 What a production system adds: files per node instead of per rank, parallel writes from one rank, copies kept in other nodes' memory.
 """
+import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
 import contextlib
 import hashlib
 import json
@@ -596,6 +602,7 @@ def lesson():
 
 
 def main():
+    terminal.prepare()
     if len(sys.argv) == 1:
         return lesson()
     if len(sys.argv) != 3 or sys.argv[1] not in ("show", "verify"):

@@ -16,6 +16,12 @@ Without `--data` the corpus is the source of Python's standard library, which ev
 is not masked between documents of one window, as in GPT-3. Several corpora with weights: blend.py. Megatron-LM keeps an index
 of documents and samples per epoch on disk; a permutation of windows is all that is needed here.
 """
+import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
 import contextlib
 import dataclasses
 import fcntl
@@ -24,6 +30,7 @@ import hashlib
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import sysconfig
 import time
@@ -342,7 +349,8 @@ def build(files: list[Path], corpus: str, tokenizer, folder: Path, lockstep: Loc
                 for job in jobs:
                     progress.add(tokenise_part(*job))
             else:
-                with ProcessPoolExecutor(min(workers, len(jobs)), multiprocessing.get_context("spawn")) as pool:
+                # Ctrl-C goes to the workers as well: they end without a traceback each
+                with ProcessPoolExecutor(min(workers, len(jobs)), multiprocessing.get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
                     for future in as_completed([pool.submit(tokenise_part, *job) for job in jobs]):
                         progress.add(future.result())
 
@@ -434,6 +442,7 @@ def main():
     import argparse
 
     import blend
+    terminal.prepare()
     parser = argparse.ArgumentParser(description="Prepare a corpus and show a few samples of it.")
     parser.add_argument("--data", nargs="+", default=[], metavar="PATH", help="text files or folders; or several corpora, each WEIGHT:PATH")
     parser.add_argument("--tokenizer", default="bytes")

@@ -13,6 +13,12 @@ pytorch_model.bin is a pickle, and loading it executes what it says. What gpt.py
 Megatron Bridge adds dozens of architectures, scaled rotary positions, and conversion on GPUs, each rank its slices; a checkpoint here loads under
 any layout, so one process is enough.
 """
+import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
 import argparse
 import contextlib
 import dataclasses
@@ -318,6 +324,7 @@ def size(text: str) -> int:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0, or 2 with one message."""
+    terminal.prepare()
     if not argv:
         lesson()
         return 0

@@ -16,18 +16,14 @@ import os
 import torch
 
 import fsdp
-from gpt import GPTConfig
+from gpt import GPTConfig, least_parameters
 
 
 def parameters(model: GPTConfig) -> tuple[int, int]:
     """(dense, of experts): how many numbers the matrices have."""
-    h, ffn = model.hidden_size, model.ffn_hidden_size
-    mlp = (3 if model.llama else 2) * h * ffn
-    attention = 2 * h * h + 2 * h * model.num_kv_heads * model.head_dim
-    with_experts = len(model.expert_layers)
-    embeddings = model.vocab_size * h * (2 if model.llama else 1)
-    dense = embeddings + model.num_layers * attention + (model.num_layers - with_experts) * mlp
-    return dense, with_experts * model.num_experts * mlp
+    mlp = (3 if model.llama else 2) * model.hidden_size * model.ffn_hidden_size
+    experts = len(model.expert_layers) * model.num_experts * mlp
+    return least_parameters(model) - experts, experts
 
 
 def state_bytes(model: GPTConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]) -> int:

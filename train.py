@@ -18,7 +18,8 @@ counted tokens in the global batch, a number known before the first forward, wit
 import terminal
 
 if __name__ == "__main__":
-    terminal.quiet_interrupts()                                          # PyTorch takes seconds to import
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
 
 import dataclasses
 import json
