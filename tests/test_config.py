@@ -73,7 +73,7 @@ def test_memory_bounds_are_lower_bounds():
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--num-experts", "65535"], ["--num-experts 65535", "GiB", "--zero-stage 3"]),
+    (["--num-experts", "65535", "--router", "topk"], ["--num-experts 65535", "GiB", "--zero-stage 3"]),
     (["--num-layers", "65535", "--hidden-size", "8192"], ["--num-layers 65535", "GiB"]),
     (["--global-batch-size", "1048576"], ["--micro-batch-size 1048576", "--micro-batch-size 1 would"]),
 ])

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-STEPS = 200
+STEPS = 100
 FLAGS = ["--device", "cpu", "--num-layers", "1", "--hidden-size", "32", "--num-heads", "4", "--ffn-hidden-size", "64"]
 FLAGS += ["--seq-length", "32", "--global-batch-size", "2", "--eval-every", "0", "--save-every", "50", "--log-every", "50"]
 
