@@ -8,6 +8,7 @@ and what would fit. Each technique knows its own rules (`tensor_parallel.check`,
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import re
 import sys
 import tomllib
@@ -201,6 +202,8 @@ class Config:
             self.validate_prompts()
         if self.optimizer_state == "bf16" and self.precision == "fp16":
             raise ConfigError("--optimizer-state bf16: the upper half of an fp32 master is a bf16 number; --precision bf16 would fit, or --optimizer-state fp32")
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError("--tensorboard: needs the package tensorboard (pip install tensorboard)")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
 

@@ -330,6 +330,23 @@ def test_resume_goes_on_bit_for_bit(base, tmp_path, capsys):
     assert (tmp_path / "whole" / "prompts.safetensors").read_bytes() == (tmp_path / "parts" / "prompts.safetensors").read_bytes()
 
 
+def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
+    """The prompts were learned for another model: their values would mean nothing."""
+    model = tmp_path / "model"
+    shutil.copytree(base, model)
+    content = for_base(base) | dict(language_model_path=str(model))
+    assert learn(base, tmp_path / "run", content) == 0
+    trained = completions.load_model(model)[0]
+    trained.head.norm.weight.data.add_(0.01)
+    parameters = {f"model.{n}": p.detach() for n, p in trained.named_parameters()}
+    checkpoint.save(model / "checkpoints", 2, parameters, {"config": {"tokenizer": "bytes"}, "model": asdict(trained.config)})
+    capsys.readouterr()
+    assert learn(base, tmp_path / "run", content, "--steps", "6", "--resume") == 2
+    error = capsys.readouterr().err
+    assert f"--load {model}: is not the model that the prompts in" in error and error.count("\n") == 1
+    assert learn(base, tmp_path / "run", content, "--steps", "6", "--resume", "--load", str(model / "checkpoints/step-000001")) == 0
+
+
 def test_fine_tuning_by_the_same_templates(base, tmp_path, capsys):
     """The ceiling of comparisons/prompt_tuning.py: no virtual tokens, and the whole model learns."""
     content = for_base(base, style="fine-tuning") | dict(task_templates=[template(name, (), "{text} is {label}") for name in "ab"])
