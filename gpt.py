@@ -425,7 +425,7 @@ class GPT(nn.Module):
         A part of a model, whose embedding or head is None, takes x [b, s, h] instead, or returns it.
         Raises ValueError for a longer sequence, and on a CPU for a token that is not in the vocabulary."""
         if tokens.shape[1] > self.config.seq_length:
-            raise ValueError(f"a sequence of {tokens.shape[1]} tokens: must be at most seq_length {self.config.seq_length}")
+            raise ValueError(f"a sequence of {tokens.shape[1]} tokens is longer than seq_length {self.config.seq_length}")
         if self.embedding is not None:
             x = self.embedding(tokens, drop_key)
         rotary = rotary_table(self.config, tokens.shape[1], x) if self.config.llama else None

@@ -261,7 +261,7 @@ def test_a_model_in_a_script_starts_as_in_training(shape):
 def test_what_is_no_text_of_this_model_is_named(shape):
     model = build(**shape)
     s, v = model.config.seq_length, model.config.vocab_size
-    with pytest.raises(ValueError, match=f"a sequence of {s + 1} tokens: must be at most seq_length {s}$"):
+    with pytest.raises(ValueError, match=f"a sequence of {s + 1} tokens is longer than seq_length {s}$"):
         model(tokens(model, extra=1))
     for wrong in (v, v + 100, -1, -100):
         x = tokens(model)
