@@ -244,6 +244,32 @@ def test_tied_embeddings_are_one_parameter():
     assert "head.output.weight" in dict(build(**LLAMA_SHAPES[0]).named_parameters())
 
 
+@pytest.mark.parametrize("shape", [GPT_SHAPES[0], LLAMA_SHAPES[1], LLAMA_SHAPES[0] | dict(num_experts=4)], ids=["gpt", "llama", "experts"])
+def test_a_model_in_a_script_starts_as_in_training(shape):
+    """Not with torch's initial values, with which a tied embedding's first loss is 40. Those of seed 0, under any other default device too."""
+    torch.manual_seed(1)
+    plain, trained = GPT(GPTConfig(**shape)), build(**shape)
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), trained.parameters(), strict=True))
+    x = tokens(plain, batch=8, extra=1)
+    loss = plain(x[:, :-1], x[:, 1:]).mean()
+    assert abs(loss.item() - math.log(plain.config.vocab_size)) < 0.1
+    with torch.device("meta"):
+        assert trained.draw("head.output.weight", (3, 2), gpt.generator(0, "head.output.weight")).device.type == "cpu"
+
+
+@pytest.mark.parametrize("shape", [GPT_SHAPES[0], LLAMA_SHAPES[1]], ids=["gpt", "llama"])
+def test_what_is_no_text_of_this_model_is_named(shape):
+    model = build(**shape)
+    s, v = model.config.seq_length, model.config.vocab_size
+    with pytest.raises(ValueError, match=f"a sequence of {s + 1} tokens is longer than seq_length {s}$"):
+        model(tokens(model, extra=1))
+    for wrong in (v, v + 100, -1, -100):
+        x = tokens(model)
+        x[1, 3] = wrong
+        with pytest.raises(ValueError, match=f"token id {wrong}: must be from 0 to {v - 1}, for vocab_size is {v}$"):
+            model(x)
+
+
 @pytest.mark.parametrize("fields, words", [
     (dict(num_heads=5), ["num_heads 5", "hidden_size 48", "[3, 4, 6] would"]),
     (dict(num_kv_heads=3), ["num_kv_heads 3", "num_heads 4", "[1, 2, 4] would"]),

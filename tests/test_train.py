@@ -138,6 +138,37 @@ def test_resume_is_bit_for_bit(here, text, capfd):
     assert exact("parts") == exact("whole")
 
 
+def exploding(step, *args):
+    return 1e30 if step == 6 else 1e-3
+
+
+def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatch, capfd):
+    """Step 6 ruins the weights, which is seen from step 7 on: the checkpoint of step 4 is good, that of step 6 is not."""
+    monkeypatch.setattr(train, "learning_rate", exploding)
+    flags = ("--save-every", "2", "--keep", "2", "--max-bad-steps", "3")
+    assert in_process(text, "--out", "run", *flags) == 1
+    assert [x["step"] for x in lines("run")] == list(range(1, 10))
+    assert list(checkpoint.steps("run/checkpoints")) == [4, 6]
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith("train.py: step 9: the run has diverged") and "last 3 steps" in said
+    assert "--max-bad-steps 3" in said and "remove the later step-000006" in said and "a lower --lr" in said
+    assert "the last good checkpoint is run/checkpoints/step-000004" in said
+
+
+def test_without_a_limit_no_older_checkpoint_is_removed(here, text, monkeypatch):
+    """Saves wait while steps are skipped; the last one, at the end of the run, removes nothing."""
+    monkeypatch.setattr(train, "learning_rate", exploding)
+    assert in_process(text, "--out", "run", "--save-every", "2", "--keep", "2", "--max-bad-steps", "0") == 0
+    assert list(checkpoint.steps("run/checkpoints")) == [4, 6, 12]
+
+
+def test_the_search_for_the_first_loss_scale_is_no_divergence(here, text):
+    flags = ("--precision", "fp16", "--steps", "8", "--save-every", "1", "--keep", "0", "--max-bad-steps", "1")
+    assert in_process(text, "--out", "run", *flags) == 0
+    skipped = lines("run")[-1]["skipped_steps"]
+    assert 1 <= skipped <= 4 and list(checkpoint.steps("run/checkpoints")) == list(range(skipped + 1, 9))
+
+
 def kill_and_resume(text, folder, delays, flags, world=1):
     """Start, SIGKILL the launcher and its ranks after each delay past the first step, and let the last run end."""
     for delay in [*delays, None]:
