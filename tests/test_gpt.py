@@ -275,6 +275,10 @@ def test_what_is_no_text_of_this_model_is_named(shape):
     (dict(num_kv_heads=3), ["num_kv_heads 3", "num_heads 4", "[1, 2, 4] would"]),
     (dict(num_layers=0), ["num_layers 0"]), (dict(dropout=1.0), ["dropout 1.0"]), (dict(vocab_size=-1), ["vocab_size -1"]),
     (dict(dropout=0.1, attention="fused"), ["fused", "explicit"]), (dict(attention="flash"), ["flash", "explicit or fused"]),
+    (dict(num_layers=2.0), ["num_layers 2.0", "an integer"]), (dict(num_layers=True), ["num_layers True"]), (dict(norm_eps="x"), ["norm_eps 'x'", "a number"]),
+    (dict(norm_eps=0), ["norm_eps 0", "1e-30"]), (dict(norm_eps=float("nan")), ["norm_eps nan"]), (dict(rotary_base=0), ["rotary_base 0"]), (dict(rotary_base=float("inf")), ["rotary_base inf"]),
+    (dict(rotary_base=None), ["rotary_base None"]), (dict(llama=1), ["llama 1", "true or false"]), (dict(attention=None), ["attention None", "text"]), (dict(dropout=float("nan")), ["dropout nan"]),
+    (dict(num_experts=2, router="topk", aux_loss="x"), ["aux_loss 'x'", "or null"]), (dict(num_experts=2, capacity_factor=float("inf")), ["capacity_factor inf"]),
     (dict(num_heads=16, llama=True), ["even", "3"])])
 def test_impossible_shapes_name_what_to_change(fields, words):
     with pytest.raises(ValueError) as e:

@@ -132,6 +132,14 @@ def test_parameters_by_the_paper():
     assert sum(p.numel() for p in model.parameters()) == num_parameters(model)                 # the embedding counts once
 
 
+def test_an_encoder_beyond_memory_is_refused(monkeypatch):
+    """65,536 wide it has 4 10^9 numbers: not one of them is allocated."""
+    monkeypatch.setattr(checkpoint.os, "sysconf", lambda name: {"SC_PHYS_PAGES": 2**23, "SC_PAGE_SIZE": 2**12}[name])
+    config_ = PromptConfig.of(config(style="p-tuning", p_tuning=dict(encoder_hidden=2**16)))
+    with pytest.raises(checkpoint.CheckpointError, match="p_tuning.encoder_hidden 65536: takes 68,.* bytes, and cpu has 34,359,738,368"):
+        prompt_tuning.VirtualPrompts(config_, 8)
+
+
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
 def test_encoders_equal_peft(kind):
     """PEFT's PromptEncoder with the same weights: the same structure, so the same numbers. (Its MLP and ours have three layers, NeMo's may have more; ours keeps a sequence [T, h], theirs a batch of it.)"""
