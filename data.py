@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import io
 import multiprocessing
 import os
 import shutil
@@ -95,8 +96,10 @@ def tokenise_part(pieces, tokenizer_name: str, target: str) -> int:
     table = np.array(rows, np.uint64).reshape(-1, 3)
     with token_cache.using(Path(target).parent.parent):
         for suffix, array in (("tokens", np.concatenate(streams)), ("documents", table)):
-            with open(f"{target}.{suffix}.npy", "wb") as f:
-                np.save(f, array, allow_pickle=False)
+            # np.save into a file does not say why it failed
+            buffer = io.BytesIO()
+            np.save(buffer, array, allow_pickle=False)
+            Path(f"{target}.{suffix}.npy").write_bytes(buffer.getbuffer())
         Path(f"{target}.sha256").write_text(part_hashes(target))
     return sum(size for _, _, size in rows)
 

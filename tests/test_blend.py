@@ -222,6 +222,27 @@ def test_too_short_names_the_corpus(here):
         open_data("--data", "a.jsonl", "--val-data", "short.txt")
 
 
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--data", ""], "--data ''"),
+        (["--data", "x" * 300], "File name too long"),
+        (["--val-data", "nowhere"], "--val-data nowhere: no such file or folder"),
+        (["--cache", "a.jsonl"], "--cache a.jsonl"),
+        (["--data", "0.5:a.jsonl", "a.jsonl"], "--data a.jsonl: has no weight"),
+    ],
+)
+def test_train_refuses_in_one_line(here, capsys, flags, words):
+    data_flag = ["--data", "a.jsonl"] if flags[0] != "--data" else []
+    assert train.main([*data_flag, *flags, "--seq-length", "16", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert (
+        words in said[-1]
+        and said[-1].startswith("train.py: ")
+        and all(line.startswith("data: ") for line in said[:-1] if line)
+    )
+
+
 def test_training_on_a_blend_resumes_exactly(here):
     flags = [
         "--data",

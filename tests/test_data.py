@@ -19,7 +19,6 @@ import torch.distributed as dist
 import data
 import ranks
 import token_cache
-import train
 from data import Corpus, DataError, prepare
 from tokenizer import ByteTokenizer, TokenizerError, make_tokenizer
 
@@ -564,39 +563,6 @@ def test_a_cache_without_room_or_permission(here, monkeypatch):
             lambda *args, **more: (_ for _ in ()).throw(PermissionError(13, "Permission denied")),
         )
         assert prepare([path], ByteTokenizer(), "whole") == whole
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--data", ""], "--data ''"),
-        (["--data", "x" * 300], "File name too long"),
-        (["--val-data", "nowhere"], "--val-data nowhere: no such file or folder"),
-        (["--cache", "a.jsonl"], "--cache a.jsonl"),
-        (["--data", "0.5:a.jsonl", "a.jsonl"], "--data a.jsonl: has no weight"),
-    ],
-)
-def test_train_refuses_in_one_line(here, capsys, flags, words):
-    write_jsonl(here / "a.jsonl")
-    assert (
-        train.main(
-            [
-                *(["--data", "a.jsonl"] if flags[0] != "--data" else []),
-                *flags,
-                "--seq-length",
-                "16",
-                "--device",
-                "cpu",
-            ]
-        )
-        == 2
-    )
-    said = capsys.readouterr().err.splitlines()
-    assert (
-        words in said[-1]
-        and said[-1].startswith("train.py: ")
-        and all(line.startswith("data: ") for line in said[:-1] if line)
-    )
 
 
 def test_data_py_refuses_in_one_line(here, monkeypatch, capsys):
