@@ -229,7 +229,7 @@ def build(files: list[Path], corpus: str, tokenizer, folder: Path, lockstep: Loc
     targets = [str(parts_folder / f"{i:06d}") for i in range(len(parts))]
     if lockstep.rank == 0:
         count = f"{len(files)} file{'s' * (len(files) > 1)}"
-        what = f"{fault and fault + '; '}tokenizing {count} into {shown(folder)}"
+        what = f"{fault and fault + '; '}tokenized text of {count} goes into {shown(folder)}"
         print(f"data: {what} (--cache DIR puts it elsewhere)", file=sys.stderr, flush=True)
 
     def tokenise():
