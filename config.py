@@ -46,7 +46,7 @@ class Config:
     num_kv_heads: int | None = flag(None, "fewer than heads: grouped-query attention")
     ffn_hidden_size: int | None = flag(None, "inner size of the MLP")
     seq_length: int | None = flag(None, "tokens in a sequence")
-    vocab_size: int | None = flag(None, "at least the tokenizer's")
+    vocab_size: int | None = flag(None, "at least the tokenizer's; where the preset's is smaller, the default is the tokenizer's")
     dropout: float | None = flag(None, "probability, at embedding, attention and both residual branches")
     # experts
     num_experts: int | None = flag(None, "MLPs in a layer with experts, of which each token goes through some; 0: none")
@@ -88,7 +88,7 @@ class Config:
     optimizer_state: str = flag("fp32", "bf16: both moments in bf16, and of a bf16 weight's master only the low half; 8 bytes a parameter instead of 14", ("fp32", "bf16"))
     # data
     data: list[str] = flag([], "text files, .jsonl files with a text field, either gzipped, or folders; the default is Python's library", metavar="PATH")
-    tokenizer: str = flag("bytes", "bytes, gpt2, or a JSON file of the tokenizers library", metavar="{bytes,gpt2,FILE}")
+    tokenizer: str | None = flag(None, "bytes, gpt2, or a JSON file of the tokenizers library; the default is bytes, or with --load the checkpoint's", metavar="{bytes,gpt2,FILE}")
     # run
     out: str = flag("runs/default", "the folder of this run", metavar="DIR")
     save_every: int = flag(200, "steps between checkpoints; 0 for only the last")
@@ -97,6 +97,7 @@ class Config:
     prompt_config: str | None = flag(None, "a JSON file with NeMo's names (prompt_tuning.py): learn prompts for the model that --load names, which stays as it is", metavar="FILE")
     load: str | None = flag(None, "start from the weights of this checkpoint or run, and its shape: what huggingface.py imported, for example; with --resume, only where OUT has no checkpoint", metavar="CKPT")
     eval_every: int = flag(100, "steps between evaluations on held-out text; 0 for only the last")
+    sample_prompt: str = flag("def ", "what the sample at the end of training continues, at most the context's last tokens of it; an empty one begins a new text", metavar="TEXT")
     seed: int = flag(0, "of weights, sample order and dropout")
     timeout: float = flag(1800.0, "seconds without progress after which a run in which a rank hangs is ended")
     device: str = flag("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
