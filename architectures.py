@@ -165,12 +165,15 @@ def rotary_base(hf_config: dict, missing: dict[str, float]) -> float:
 
 
 def check_experts(config: GPTConfig) -> None:
-    """Raises HuggingFaceError for a model with experts that a Mixtral does not compute."""
+    """Raises HuggingFaceError for a model with experts that a Mixtral does not compute, naming all that differs."""
+    wrong = []
     for field, same, why in (("router", config.router == "topk", "a Mixtral's gates are the softmax over the chosen logits, those of router topk"),
                              ("router_topk", config.router_topk > 1, "a Mixtral with num_experts_per_tok 1 has gate 1, where here it is the probability"),
                              ("expert_every", config.expert_every == 1, "a Mixtral has experts in every layer")):
         if not same:
-            raise HuggingFaceError(f"{field} {getattr(config, field)}: {why}")
+            wrong.append(f"{field} {getattr(config, field)}: {why}")
+    if wrong:
+        raise HuggingFaceError("; ".join(wrong))
 
 
 def to_gpt_config(hf_config: dict) -> GPTConfig:
@@ -202,13 +205,24 @@ def to_gpt_config(hf_config: dict) -> GPTConfig:
     return config
 
 
+def check_export_of_experts(config: GPTConfig) -> None:
+    """Raises HuggingFaceError for experts that no class of transformers has, naming the flags of a training whose would be exported."""
+    if not config.num_experts:
+        return
+    if not config.llama:
+        raise HuggingFaceError(f"num_experts {config.num_experts}: {GPT2.name} has none; only models of Llama's kind have, as {MIXTRAL.name}: "
+                               "train with --model tiny-moe, llama2-7b or mixtral-8x7b")
+    try:
+        check_experts(config)
+    except HuggingFaceError as e:
+        fit = f"--router topk --router-topk {max(2, config.router_topk)} --expert-every 1"
+        raise HuggingFaceError(f"{e}; a model trained with {fit} could be exported") from None
+
+
 def to_hf_config(config: GPTConfig) -> dict:
     """config.json, for transformers 4 and 5. Raises HuggingFaceError for a model that it cannot describe."""
     architecture = architecture_of(config)
-    if architecture is MIXTRAL:
-        check_experts(config)
-    if config.num_experts and not config.llama:
-        raise HuggingFaceError(f"num_experts {config.num_experts}: {GPT2.name} has none; only models of Llama's kind have, as {MIXTRAL.name}")
+    check_export_of_experts(config)
     if not config.llama and config.num_kv_heads != config.num_heads:
         raise HuggingFaceError(f"num_kv_heads {config.num_kv_heads} of num_heads {config.num_heads}: {GPT2.name} has no grouped-query attention")
     eot = {257: 256, 50257: 50256}.get(config.vocab_size)                  # of bytes, of GPT-2's tokens

@@ -59,7 +59,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 import json_files
 import sharding
 from gpt import GPTConfig, least_parameters
-from tokenizer import BUILT_IN, TRAVELS
+from tokenizer import BUILT_IN, TRAVELS, TokenizerRecord
 
 FORMAT = 2
 FILE_BYTES = 2**30               # of a file, about
@@ -123,21 +123,18 @@ def tokenizer_of(path: Path) -> str:
     return str(found.get("tokenizer.json", name))
 
 
-def tokenizer_record(path: Path, index: dict) -> dict:
-    """What an index says of the tokenizer, as tokenizer.record made it; empty where it is older."""
-    where = f"{path}/index.json: tokenizer"
+def tokenizer_record(path: Path, index: dict) -> TokenizerRecord:
+    """What an index says of the tokenizer. Raises CheckpointError."""
     try:
-        found = json_files.convert(index.get("tokenizer", {}), dict[str, str | dict[str, str]], where)
-        files = json_files.convert(found.get("files", {}), dict[str, str], where)
+        return json_files.convert(index.get("tokenizer", {}), TokenizerRecord, f"{path}/index.json: tokenizer")
     except json_files.JSONError as e:
         raise CheckpointError(str(e)) from None
-    return found | {"files": {k: v for k, v in files.items() if k in TRAVELS}}
 
 
 def verify_tokenizer(path: Path, index: dict) -> dict[str, Path]:
     """The tokenizer's files: beside the checkpoint or, where there is no tokenizer.json, at the path
     that it was trained with. Raises CheckpointError for one that has another content than then."""
-    recorded, found = tokenizer_record(path, index)["files"], {}
+    recorded, found = tokenizer_record(path, index).files, {}
     trained_with = Path(str(index["config"].get("tokenizer")))
     for name in TRAVELS:
         try:

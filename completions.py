@@ -36,7 +36,7 @@ from gpt import GPT, GPTConfig
 from packing import pack
 from prompt_data import PromptError, read_lines
 from sampling import keys_of
-from tokenizer import TokenizerError, begin, make_tokenizer
+from tokenizer import TokenizerError, make_tokenizer, prompt_ids
 from world import Groups, World, WorldError
 
 
@@ -204,7 +204,7 @@ def encode(text: str, tokenizer, seq_length: int) -> list[int]:
         raise PromptError(f"the prompt cannot be encoded ({e})") from None
     if not ids:
         raise PromptError("the prompt is empty")
-    ids = begin(tokenizer, text)
+    ids = prompt_ids(tokenizer, text)
     if len(ids) > seq_length:
         raise PromptError(f"the prompt has {len(ids)} tokens, and the model's context holds {seq_length}: cut it")
     return ids
@@ -306,7 +306,7 @@ def run(args, world: World) -> None:
     elif args.interactive:
         return converse(world, model, tokenizer, config, args.stop, out, **options)
     else:
-        prompt = begin(tokenizer, "") if args.prompt is None else encode(args.prompt, tokenizer, config.seq_length)
+        prompt = prompt_ids(tokenizer, "") if args.prompt is None else encode(args.prompt, tokenizer, config.seq_length)
         if not prompt:
             raise PromptError("a new text begins with a begin or an end token, and this tokenizer has neither that the model knows; give --prompt")
         if out:

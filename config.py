@@ -54,7 +54,7 @@ class Config:
     num_kv_heads: int | None = flag(None, "fewer than heads: grouped-query attention")
     ffn_hidden_size: int | None = flag(None, "inner size of the MLP")
     seq_length: int | None = flag(None, "tokens in a sequence")
-    vocab_size: int | None = flag(None, "at least the tokenizer's")
+    vocab_size: int | None = flag(None, "at least the tokenizer's; where the preset's is smaller, the default is the tokenizer's")
     dropout: float | None = flag(None, "probability, at embedding, attention and both residual branches")
     # experts
     num_experts: int | None = flag(None, "MLPs in a layer with experts, of which each token goes through some; 0: none")
@@ -100,7 +100,7 @@ class Config:
     data: list[str] = flag([], "text files, .jsonl files with a text field, either gzipped, or folders; or corpora with weights, as 0.7:A 0.3:B; the last twentieth is held out; the default is Python's library", metavar="PATH")
     val_data: list[str] = flag([], "text to evaluate on, named as with --data; then nothing of --data is held out, and all of it is trained on", metavar="PATH")
     cache: str = flag("cache", "the folder of tokenized text, kept for other runs on the same text; it may be deleted, moved or shared", metavar="DIR")
-    tokenizer: str = flag("bytes", "bytes, gpt2, or a JSON file of the tokenizers library", metavar="{bytes,gpt2,FILE}")
+    tokenizer: str | None = flag(None, "bytes, gpt2, or a JSON file of the tokenizers library; the default is bytes, or with --load the checkpoint's", metavar="{bytes,gpt2,FILE}")
     # run
     out: str = flag("runs/default", "the folder of this run", metavar="DIR")
     save_every: int = flag(200, "steps between checkpoints; 0 for only the last")
@@ -109,6 +109,7 @@ class Config:
     prompt_config: str | None = flag(None, "a JSON file with NeMo's names (prompt_tuning.py): learn prompts for the model that --load names, which stays as it is", metavar="FILE")
     load: str | None = flag(None, "start from the weights of this checkpoint or run, and its shape: what huggingface.py imported, for example; with --resume, only where OUT has no checkpoint", metavar="CKPT")
     eval_every: int = flag(100, "steps between evaluations on held-out text; 0 for only the last")
+    sample_prompt: str = flag("def ", "what the sample at the end of training continues, at most the context's last tokens of it; an empty one begins a new text", metavar="TEXT")
     seed: int = flag(0, "of weights, sample order and dropout")
     log_every: int = flag(1, "steps between lines on the screen; metrics.jsonl has every step")
     tensorboard: bool = flag(False, "write curves for TensorBoard to OUT/tensorboard too (pip install tensorboard)")

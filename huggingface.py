@@ -198,7 +198,7 @@ def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
         preset = {"gpt2": "gpt2", "llama": "llama2-7b", "mixtral": "mixtral-8x7b"}[architecture_of(config).model_type]
         run = Config(model=preset, tokenizer=name, **flags)
         state = {"config": dataclasses.asdict(run), "model": dataclasses.asdict(config), "tokens": 0, "corpus": None, "optimizer": None}
-        state |= {"tokenizer": record(tokenizer)} if tokenizer else {}
+        state |= {"tokenizer": dataclasses.asdict(record(tokenizer))} if tokenizer else {}
         checkpoint.write(folder, 0, parameters, state, lambda name: read(name.removeprefix("model.")))
         if tokenizer:
             tokenizer.save(folder)
@@ -207,7 +207,7 @@ def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
 
 def open_its_tokenizer(name: str, config: GPTConfig) -> FileTokenizer | None:
     """The tokenizer.json of a folder, where it has one. Raises HuggingFaceError."""
-    if not Path(name).is_file():
+    if name in BUILT_IN or not Path(name).is_file():
         return None
     try:
         tokenizer = FileTokenizer(name)

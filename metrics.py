@@ -48,7 +48,7 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
     lines, damaged = [], []
     for number, text in enumerate(raw, 1):
         try:
-            line = json_files.parse(text, Line)
+            json_files.parse(text, Line)
             lines.append(json_files.parse(text, dict))
         except json_files.JSONError:
             if text.strip() and number < len(raw):

@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -227,7 +228,7 @@ def make_tokenizer(name: str):
     return BUILT_IN.get(name, lambda: FileTokenizer(name))()
 
 
-def begin(tokenizer, text: str) -> list[int]:
+def prompt_ids(tokenizer, text: str) -> list[int]:
     """The ids of a text that a model is to continue; of an empty one, those that begin a new text."""
     ids = [int(i) for i in tokenizer.encode(text)]
     if tokenizer.bos is not None:
@@ -235,10 +236,17 @@ def begin(tokenizer, text: str) -> list[int]:
     return ids or [i for i in (tokenizer.eot,) if i is not None]
 
 
-def record(tokenizer) -> dict:
-    """What a checkpoint remembers of the tokenizer: {"fingerprint": .., "files": {name: SHA-256}}."""
-    return {"fingerprint": tokenizer.fingerprint,
-            "files": {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()}}
+@dataclass
+class TokenizerRecord:
+    """What a checkpoint remembers of the tokenizer; empty in one that is older."""
+    fingerprint: str = ""
+    # Name -> SHA-256.
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def record(tokenizer) -> TokenizerRecord:
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()}
+    return TokenizerRecord(tokenizer.fingerprint, hashes)
 
 
 def model_ids(folder: Path) -> dict:

@@ -21,11 +21,11 @@ if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
     terminal.quiet_interrupts()
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -35,6 +35,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import architectures
 import blend
 import checkpoint
 import data
@@ -56,7 +57,7 @@ from gpt import GPT, dropout_key, flops_per_token, num_parameters
 from metrics import Curves, Metrics, MetricsError, duration, mfu, peak_memory, plot_loss, progress
 from prompt_data import PromptConfig, PromptError
 from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
-from tokenizer import FileTokenizer, TokenizerError, make_tokenizer
+from tokenizer import FileTokenizer, TokenizerError, TokenizerRecord, make_tokenizer, prompt_ids, record
 from run_folder import RunFolder, RunFolderError, launcher_name
 from world import Groups, World, WorldError
 
@@ -105,6 +106,7 @@ class Trainer:
             self.schedule = schedules.make(config.pipeline_schedule, groups.pp.size(), m, config.virtual_stages)
         self.expert_layers = moe.layers(*self.chunks)
         self.saver = checkpoint.Saver(groups.files)
+        self.tokenizer = TokenizerRecord()                               # for checkpoints
 
     def prepare(self, chunk: GPT) -> GradientAccumulator:
         """Everything that is done to a chunk, in order. Returns what collects its gradients."""
@@ -226,7 +228,7 @@ class Trainer:
         # a run that may have diverged removes no older checkpoint
         keep = 0 if self.optimizer.skipped_in_a_row else self.config.keep
         self.saver.save(folder, step, self.optimizer.tensors(), keep=keep, state={
-            "tokens": tokens, "corpus": corpus, "optimizer": self.optimizer.state_dict(), **({"base": self.identity} if self.frozen else {}),
+            "tokens": tokens, "corpus": corpus, "tokenizer": dataclasses.asdict(self.tokenizer), "optimizer": self.optimizer.state_dict(), **({"base": self.identity} if self.frozen else {}),
             "config": dataclasses.asdict(self.config), "model": dataclasses.asdict(self.model_config)})
 
     def load(self, path: Path, weights_only: bool = False) -> dict:
@@ -304,16 +306,55 @@ def check_room(config: Config, world: World) -> None:
                           f"{room.complaint('take', needs, has)}; --micro-batch-size 1 would need the least")
 
 
-def open_tokenizer(config: Config):
-    """Raises ConfigError or TokenizerError."""
-    shape, name = config.model_config(), config.tokenizer
-    if config.prompt_config and name == "bytes":                         # the one that the model was trained with
-        name = checkpoint.tokenizer_of(checkpoint.find(config.load))
-    tokenizer = make_tokenizer(name)
+def default_tokenizer(config: Config) -> str:
+    """The tokenizer where --tokenizer is not given: that of the run that goes on, or of --load."""
+    for path in reversed(checkpoint.steps(Path(config.out) / "checkpoints").values()) if config.resume else ():
+        # The one before it may be whole; `restore` says what is wrong.
+        with contextlib.suppress(checkpoint.Damaged):
+            return checkpoint.tokenizer_of(path)
+    return checkpoint.tokenizer_of(checkpoint.find(config.load)) if config.load else "bytes"
+
+
+def open_tokenizer(config: Config, world: World):
+    """The tokenizer of --tokenizer, or the default one. Where its vocabulary is larger than the
+    preset's, it sets --vocab-size. Raises ConfigError, TokenizerError or CheckpointError."""
+    name = default_tokenizer(config) if config.tokenizer is None else config.tokenizer
+    tokenizer, shape = make_tokenizer(name), config.model_config()
     if tokenizer.vocab_size > shape.vocab_size:
-        raise ConfigError(f"--tokenizer {config.tokenizer}: its ids go up to {tokenizer.vocab_size - 1}, beyond --vocab-size "
-                          f"{shape.vocab_size}; --vocab-size {tokenizer.vocab_size} would fit")
+        what = f"--tokenizer {name}: its ids go up to {tokenizer.vocab_size - 1}, beyond "
+        if config.vocab_size is not None:
+            raise ConfigError(f"{what}--vocab-size {shape.vocab_size}; --vocab-size {tokenizer.vocab_size} would fit")
+        if config.load:
+            raise ConfigError(f"{what}the {shape.vocab_size} of the model in --load {config.load}; the tokenizer that "
+                              "it was trained with would fit")
+        config.vocab_size = tokenizer.vocab_size
+        world.say(f"--vocab-size {config.vocab_size}: as many as --tokenizer {name} has")
+    elif tokenizer.vocab_size < 0.9 * shape.vocab_size:
+        world.say(f"--tokenizer {name}: fills {tokenizer.vocab_size:,} of the model's {shape.vocab_size:,} ids; the "
+                  "others never occur in this run")
+    sample_ids(config, tokenizer)
     return tokenizer
+
+
+def sample_ids(config: Config, tokenizer) -> list[int]:
+    """What --sample-prompt is in ids. Raises ConfigError for what is not text."""
+    try:
+        return prompt_ids(tokenizer, config.sample_prompt)[-config.model_config().seq_length:]
+    except (UnicodeEncodeError, TokenizerError) as e:
+        raise ConfigError(f"--sample-prompt {config.sample_prompt!r}: cannot be encoded ({e})") from None
+
+
+def check_resumed_tokenizer(trainer: Trainer, path: Path, index: dict) -> str:
+    """What to say where another tokenizer was named. Raises ConfigError where the file of that name
+    has another content than when the checkpoint at `path` was written."""
+    before, now = checkpoint.tokenizer_record(path, index).fingerprint, trainer.tokenizer.fingerprint
+    config = trainer.config
+    if before in ("", now):
+        return ""
+    if os.path.abspath(str(index["config"].get("tokenizer"))) != os.path.abspath(str(config.tokenizer)):
+        return f"tokenizer {before[:16]} -> {now[:16]}"
+    raise ConfigError(f"--tokenizer {config.tokenizer}: has another content than when {path} was written; put that back, "
+                      f"or name the run's copy: --tokenizer {config.out}/tokenizer.json would fit")
 
 
 def open_data(config: Config, world: World, tokenizer):
@@ -351,7 +392,8 @@ def restore(trainer: Trainer, world: World, corpus: str, tokenizer) -> tuple[int
             raise checkpoint.CheckpointError(f"--load {config.load}: is not the model that the prompts in {path} were learned for; it has changed since. "
                                              "Name the checkpoint that they were begun with (CKPT/checkpoints/step-..), or begin anew with another --out")
         changed = [f"--{k.replace('_', '-')} {index['config'].get(k)} -> {v}" for k, v in dataclasses.asdict(config).items()
-                   if index["config"].get(k) != v and k not in ("resume", "out")]
+                   if index["config"].get(k, v) != v and k not in ("resume", "out", "cache", "log_every", "tensorboard")]
+        changed += [said for said in [check_resumed_tokenizer(trainer, path, index)] if said]
         changed += [f"corpus {index.get('corpus')} -> {corpus}"] if index.get("corpus") != corpus else []
         world.say(f"resuming after step {index['step']}" + (f", with {', '.join(changed)}" if changed else ""))
         return index["step"], index["tokens"]
@@ -463,7 +505,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
 
 def run(config: Config, world: World) -> None:
     """One training run on this rank."""
-    tokenizer = open_tokenizer(config)
+    tokenizer = open_tokenizer(config, world)
     config.tokenizer = tokenizer.name                                    # of prompts, that of their model
     check_room(config, world)
     world.connect(config.device, config.tp, config.pp, config.timeout, config.ep)
@@ -480,8 +522,8 @@ def begin_files(config: Config, out: Path, tokenizer, start: int) -> Metrics:
     """What a run leaves from its start: config.json, its tokenizer, metrics.jsonl. On rank 0. Raises RunFolderError or MetricsError."""
     try:
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1), encoding="utf-8")
-        if isinstance(tokenizer, FileTokenizer) and not (out / "tokenizer.json").exists():
-            shutil.copyfile(tokenizer.name, out / "tokenizer.json")    # generate.py finds it there
+        if isinstance(tokenizer, FileTokenizer):
+            tokenizer.save(out)                                          # generate.py finds it there
     except OSError as e:
         raise RunFolderError(f"--out {out}: cannot be written ({e.strerror})") from None
     return Metrics(out / "metrics.jsonl", start)
@@ -497,6 +539,7 @@ def train(config: Config, world: World, tokenizer) -> None:
             raise
         raise RunError(f"rank {world.rank}: there is no room for this model on {world.device} ({str(e).split(chr(10))[0]}); a smaller one, or more ranks with "
                        "--tp, --pp or --zero-stage 3, would need less of each") from None
+    trainer.tokenizer = record(tokenizer)
     out, opened, corpus = Path(config.out), [], train_set.index["corpus"]
     start, tokens = restore(trainer, world, corpus, tokenizer)
     done = world.on_rank_0(lambda: start >= config.steps and (out / ("prompts.safetensors" if trainer.frozen else "sample.txt")).exists(), ())
@@ -519,6 +562,10 @@ def train(config: Config, world: World, tokenizer) -> None:
         world.say(f"--zero-stage {config.zero_stage}: there is one data-parallel rank, and nobody to share with")
     if trainer.model_config.num_experts and config.micro_batch_size is None:
         world.say(f"experts are balanced within a micro-batch, here of {trainer.micro} sequences: for the same result on another number of ranks give --micro-batch-size {trainer.micro}")
+    try:
+        architectures.check_export_of_experts(trainer.model_config)
+    except architectures.HuggingFaceError as e:
+        world.say(f"no Hugging Face class has such experts, and huggingface.py will not export them: {e}")
     if config.kernels == "auto" and trainer.no_kernels and trainer.device.type == "cuda":
         world.say(f"--kernels auto: {trainer.no_kernels}; PyTorch's own operations run")
     if config.recompute == "selective" and trainer.model_config.attention == "fused":
@@ -535,9 +582,9 @@ def train(config: Config, world: World, tokenizer) -> None:
         return
     for chunk in trainer.chunks if config.sequence_parallel else []:
         sequence_parallel.cut_sequence(chunk, world.groups.tp, False)
-    seconds, prompt = time.perf_counter() - begin, [int(i) for i in tokenizer.encode("def ")]
+    seconds, prompt = time.perf_counter() - begin, sample_ids(config, tokenizer)
     try:
-        ids, = generate.generate(trainer.model, [prompt], 300, temperature=0.8, seed=config.seed, eot=tokenizer.eot)
+        ids, = generate.generate(trainer.model, [prompt], 300, temperature=0.8, seed=config.seed, eot=tokenizer.stop_ids)
         text = tokenizer.decode(prompt + ids)                            # tensor-parallel ranks draw the same tokens
     except FloatingPointError as e:
         text = f"no sample: {e}"
