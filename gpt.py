@@ -488,7 +488,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     their place (backward can run once). labels: [...] int64. Returns [...]."""
     if not logits.requires_grad:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+        # ignore_index: -100, torch's default, is no label here either; in training it is refused
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-2**63).view(labels.shape)
     return _CrossEntropy.apply(logits, labels)
 
 

@@ -421,8 +421,8 @@ def diverged(config: Config, step: int, bad_steps: int) -> RunError:
         again = f"remove the later {' and '.join(later)}, then {again}"
     precision = ", or --precision bf16 (the loss scale is at its lowest, 1)" if config.precision == "fp16" else ""
     return RunError(f"step {step}: the run has diverged: the gradients of the last {bad_steps} steps were not finite, and all "
-                    f"were skipped (--max-bad-steps {config.max_bad_steps}); {where}; {again} and a lower --lr (now {config.lr:g}), "
-                    f"a longer --warmup-steps (now {config.warmup_steps}){precision}", everywhere=True)
+                    f"were skipped (--max-bad-steps {config.max_bad_steps}); {where}; {again}, with a lower --lr (now {config.lr:g}) "
+                    f"or a longer --warmup-steps (now {config.warmup_steps}){precision}", everywhere=True)
 
 
 def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics | None, start: int, tokens: int) -> bool:

@@ -207,6 +207,13 @@ def test_cross_entropy(dtype):
         torch.testing.assert_close(gpt.cross_entropy(logits.clone(), labels).double(), expected, rtol=exact, atol=exact)
 
 
+@pytest.mark.parametrize("wrong", [13, -1, -100])
+@pytest.mark.parametrize("trained", [True, False])
+def test_cross_entropy_refuses_what_is_no_label(wrong, trained):
+    with pytest.raises((IndexError, RuntimeError), match=f"{wrong} is out of bounds"):
+        gpt.cross_entropy(torch.randn(2, 13, requires_grad=trained) * 1, torch.tensor([0, wrong]))
+
+
 def test_cross_entropy_refuses_a_second_backward():
     loss = gpt.cross_entropy(torch.randn(2, 5, requires_grad=True) * 1, torch.tensor([0, 4])).sum()
     loss.backward(retain_graph=True)
