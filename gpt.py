@@ -119,8 +119,8 @@ class GPTConfig:
         if not 1e-3 <= self.router_temperature <= 1:
             raise ValueError(f"router_temperature {self.router_temperature}: must be from 0.001 to 1")
         for field in ("capacity_factor", "aux_loss", "z_loss"):
-            if not 0 <= getattr(self, field) < 2**31:
-                raise ValueError(f"{field} {getattr(self, field)}: must be at least 0 and below 2^31")
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ValueError(f"{field} {getattr(self, field)}: must be at least 0 and finite")
         if self.router == "sinkhorn" and self.aux_loss:
             raise ValueError(f"aux_loss {self.aux_loss}: router sinkhorn evens the load by its plan, and this loss hardly has a gradient there; aux_loss 0 would fit, or router topk")
 
