@@ -25,6 +25,12 @@ is ours; torch.distributed.checkpoint's own metadata file is a pickle, and is ne
 
 What a production system adds: files per node instead of per rank, parallel writes from one rank, copies kept in other nodes' memory.
 """
+import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
 import contextlib
 import hashlib
 import json
@@ -36,11 +42,15 @@ import sys
 import threading
 import warnings
 from collections import Counter
+from math import prod
 from pathlib import Path
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from msgspec import Meta
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -48,6 +58,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 import json_files
 import sharding
+from gpt import GPTConfig, least_parameters
 from tokenizer import BUILT_IN, TRAVELS, TokenizerRecord
 
 FORMAT = 2
@@ -69,18 +80,28 @@ def name(step: int) -> str:
 
 
 def steps(folder: Path) -> dict[int, Path]:
-    """The checkpoints in a folder, by step, the newest last. Unfinished ones have another name."""
-    found = {int(m[1]): p for p in Path(folder).glob("step-*") if (m := re.fullmatch(r"step-(\d{6,})", p.name))}
+    """The checkpoints in a folder, by step, the newest last. Unfinished ones have another name. Raises CheckpointError
+    for a folder that is there and cannot be read: it is not an empty one."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{folder}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
+    found = {int(m[1]): Path(folder) / name for name in names if (m := re.fullmatch(r"step-(\d{6,18})", name))}
     return dict(sorted(found.items()))
 
 
 def find(path: str | Path) -> Path:
     """A checkpoint's folder, or the newest one in the folder of a run. Raises CheckpointError."""
+    try:
+        if not Path(path).is_dir():
+            raise CheckpointError(f"{path}: no such folder")
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
     for folder in (Path(path), Path(path) / "checkpoints"):
         if found := steps(folder):
             return list(found.values())[-1]
-    if not Path(path).is_dir():
-        raise CheckpointError(f"{path}: no such folder")
     return Path(path)
 
 
@@ -245,7 +266,7 @@ def write(path: Path, step: int, tensors: dict[str, Tensor], state: dict, read=N
         (building / "index.json.sha256").write_text(f"{describe(building / 'index.json')['sha256']}  index.json\n")
         for file in (building / "index.json.sha256", building):
             sync(file)
-        if path.exists():                                                # until the next line the one before is the newest
+        if os.path.lexists(path):                                        # until the next line the one before is the newest
             os.rename(path, aside)
         os.rename(building, path)
         sync(path.parent)
@@ -279,8 +300,8 @@ def describe(file: Path) -> dict:
 
 
 def remove(path: Path) -> None:
-    """A folder, or what stands in its place, if there is one."""
-    if path.is_dir():
+    """A folder, or what stands in its place, if there is one. Of a link the link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -339,10 +360,13 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep:
 def remove_old(folder: Path, step: int, keep: int) -> None:
     """Of the checkpoints up to `step`, which was just written, all but the newest `keep`; and what killed runs left. A later one is damaged, or
     the run would have gone on from it: it is no reason to remove a whole one."""
-    with contextlib.suppress(OSError):                                   # what cannot be removed stays
-        for old in [path for s, path in steps(folder).items() if s <= step][:-keep] if keep else []:
-            os.rename(old, old.with_name(f".{old.name}.removing"))       # gone at once, even when killed while deleting
-        for leftover in folder.glob(".step-*"):
+    for old in [path for s, path in steps(folder).items() if s <= step][:-keep] if keep else []:
+        with contextlib.suppress(OSError):                               # what cannot be removed stays, and hinders no other
+            aside = old.with_name(f".{old.name}.removing")
+            remove(aside)
+            os.rename(old, aside)                                        # gone at once, even when killed while deleting
+    for leftover in folder.glob(".step-*"):
+        with contextlib.suppress(OSError):
             remove(leftover)
 
 
@@ -362,11 +386,10 @@ def read_index(path: Path) -> dict:
     if checksum != f"{hashlib.sha256(text).hexdigest()}  index.json\n".encode():
         raise Damaged(f"{path}/index.json, or index.json.sha256 beside it, is damaged: they do not fit")
     try:
-        index = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise Damaged(f"{path}/index.json cannot be read ({e})") from None
-    if not is_index(index):
-        raise CheckpointError(f"{path}/index.json is not the index of a checkpoint of this project (format {FORMAT})")
+        index = json_files.parse(text, dict[str, Any], f"{path}/index.json")
+    except json_files.JSONError as e:
+        raise Damaged(str(e)) from None
+    check_index(index, f"{path}/index.json")
     for file, is_there in index["files"].items():
         found = (path / file).stat().st_size if (path / file).is_file() else None
         if found != is_there["bytes"]:
@@ -378,15 +401,113 @@ def read_index(path: Path) -> dict:
     return index
 
 
-def is_index(x) -> bool:
-    """Whether JSON has the shape of our index."""
-    kinds = {"format": int, "step": int, "tensors": dict, "files": dict, "config": dict, "model": dict}
-    return (isinstance(x, dict) and x.get("format") == FORMAT and all(isinstance(x.get(k), kind) for k, kind in kinds.items())
-            and all(isinstance(t, list) and len(t) == 2 and isinstance(t[0], str) and isinstance(t[1], list) and all(isinstance(n, int) for n in t[1])
-                    for t in x["tensors"].values())
-            and x["step"] >= 0
-            and all(isinstance(f, dict) and isinstance(f.get("bytes"), int) and isinstance(f.get("sha256"), str) and "/" not in file and len(file) < 256
-                    for file, f in x["files"].items()))
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class FileRecord(TypedDict):
+    bytes: Count
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class ScalerRecord(TypedDict):
+    scale: Annotated[float, Meta(ge=1)]
+    good_steps: Count
+    tolerance: Count
+
+
+class OptimizerRecord(TypedDict):
+    updates: Count
+    skipped: Count
+    scaler: NotRequired[ScalerRecord | None]
+
+
+class RunRecord(TypedDict):
+    tokenizer: NotRequired[str | None]
+
+
+class Index(TypedDict):
+    """What the code relies on in an index.json. More may stand there; `model` is checked by GPTConfig."""
+    format: int
+    step: Count
+    tensors: dict[str, tuple[str, list[Count]]]
+    files: dict[Annotated[str, Meta(max_length=255, pattern="^[^/]+$")], FileRecord]
+    config: RunRecord
+    model: dict[str, Any]
+    tokens: NotRequired[Count | None]
+    corpus: NotRequired[str | None]
+    optimizer: NotRequired[OptimizerRecord | None]
+
+
+# as an index and as safetensors call it
+DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def check_index(index: dict, where: str) -> None:
+    """Types, ranges, and tensors that are no larger than the files. Raises CheckpointError."""
+    if index.get("format") != FORMAT or not {"tensors", "files", "model"} <= index.keys():
+        raise CheckpointError(f"{where} is not the index of a checkpoint of this project (format {FORMAT})")
+    try:
+        json_files.convert(index, Index, where)
+        if index["model"]:
+            GPTConfig(**index["model"])
+    except json_files.JSONError as e:
+        raise CheckpointError(str(e)) from None
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"{where} does not describe a model of this project ({json_files.one_line(e)})") from None
+    strange = [f"{n} is {dtype}" for n, (dtype, _) in index["tensors"].items() if dtype not in DTYPES]
+    if strange:
+        raise CheckpointError(f"{where}: {strange[0]}; a checkpoint has {', '.join(DTYPES)}")
+    size = sum(prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in index["tensors"].values())
+    if size > (room := sum(file["bytes"] for file in index["files"].values())):
+        raise CheckpointError(f"{where}: its tensors would have {size:,} bytes, and its files have {room:,}")
+
+
+def read_model(path: Path) -> tuple[GPTConfig, dict]:
+    """(configuration, index) of a checkpoint that holds a whole model, its sizes held to its tensors. Raises CheckpointError."""
+    index = read_index(path)
+    weights = {n: shape for n, (_, shape) in index["tensors"].items() if n.startswith("model.")}
+    if "model.embedding.tokens.weight" not in weights:
+        raise CheckpointError(f"{path} holds prompts alone; name the model that they were learned for, and give the prompt file to prompt_tuning.py")
+    try:
+        config = GPTConfig(**index["model"])
+        check_sizes(config, weights)
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"{path}/index.json does not describe a model of this project ({json_files.one_line(e)})") from None
+    return config, index
+
+
+def check_sizes(config: GPTConfig, shapes: dict[str, list[int]]) -> None:
+    """Whether a configuration can be that of tensors that are there, before anything is built of its size. shapes: name -> shape; the first number
+    in a name is its layer, in our names as in Hugging Face's. What differs by less is found, tensor by tensor, when they are matched. Raises ValueError."""
+    layers = 1 + max((int(found[1]) for n in shapes if (found := re.search(r"\.(\d{1,6})\.", n))), default=-1)
+    if config.num_layers != layers:
+        raise ValueError(f"num_layers {config.num_layers}: there are tensors of {layers} layers")
+    needed, there = least_parameters(config), sum(map(prod, shapes.values()))
+    if needed > 2 * there:
+        sizes = ", ".join(f"{field} {getattr(config, field)}" for field in ("hidden_size", "ffn_hidden_size", "vocab_size", "seq_length", "num_experts"))
+        raise ValueError(f"{sizes}: a model of {needed:,} parameters or more, and its tensors have {there:,}")
+
+
+def read_header(file: Path) -> dict[str, tuple[str, list[int], list[int]]]:
+    """Tensor -> (dtype as safetensors calls it, shape, where in the whole tensor it begins) of one file. Raises CheckpointError."""
+    try:
+        with safe_open(file, "pt") as f:
+            offsets = (f.metadata() or {}).get("DCP_SHARDING_INFO")
+            slices = {name: f.get_slice(name) for name in f.keys()}
+            found = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
+        starts = json_files.parse(offsets.encode(), dict[str, dict[str, list[Count]]], str(file)) if offsets else {}
+        return {name: (*x, starts[name]["saved_offsets"] if offsets else [0] * len(x[1])) for name, x in found.items()}
+    except (SafetensorError, OSError, KeyError, json_files.JSONError) as e:
+        raise CheckpointError(f"{file} cannot be loaded: damaged, or not safetensors ({json_files.one_line(e)})") from None
+
+
+def check_slices(file: Path, index: dict) -> None:
+    """Whether the slices in one file are of the index's tensors: torch would convert other numbers without a word. Raises CheckpointError."""
+    for name, (dtype, shape, start) in read_header(file).items():
+        whole, sizes = index["tensors"].get(name, (None, []))
+        fits = len(start) == len(shape) == len(sizes) and all(o + n <= size for o, n, size in zip(start, shape, sizes))
+        if dtype != DTYPES.get(whole) or not fits:
+            raise CheckpointError(f"{file} cannot be loaded: {name} is {dtype} {shape} from {start} on there, and {whole} {sizes} in the index")
 
 
 def verify(path: Path) -> dict:
@@ -400,6 +521,7 @@ def verify(path: Path) -> dict:
             with open(path / file, "rb") as f:
                 if hashlib.file_digest(f, "sha256").hexdigest() != index["files"][file]["sha256"]:
                     raise Damaged(f"{path / file} is damaged: its SHA-256 is not that of the index")
+            check_slices(path / file, index)
     except CheckpointError as e:
         error = e
     except OSError as e:
@@ -477,6 +599,7 @@ def lesson():
 
 
 def main():
+    terminal.prepare()
     if len(sys.argv) == 1:
         return lesson()
     if len(sys.argv) != 3 or sys.argv[1] not in ("show", "verify"):

@@ -7,6 +7,12 @@ lines in and out), or answers line by line. generate.py has the technique; promp
     python generate.py --checkpoint runs/default --prompt-file prompts.jsonl --stop $'\\n\\n' > answers.jsonl
     torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 """
+import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
 import argparse
 import dataclasses
 import json
@@ -31,7 +37,7 @@ from packing import pack
 from prompt_data import PromptError, read_lines
 from sampling import keys_of
 from tokenizer import TokenizerError, make_tokenizer, prompt_ids
-from world import Groups, World
+from world import Groups, World, WorldError
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -43,13 +49,7 @@ def open_model(path: "Path | str"):
         config, read, tokenizer = huggingface.open_folder(Path(path))
         return config, {"model": dataclasses.asdict(config), "config": {"tokenizer": tokenizer}, "step": 0}, read
     path = checkpoint.find(path)
-    index = checkpoint.read_index(path)
-    if "model.embedding.tokens.weight" not in index["tensors"]:
-        raise checkpoint.CheckpointError(f"{path} holds prompts alone; name the model that they were learned for, and give the prompt file to prompt_tuning.py")
-    try:
-        return GPTConfig(**index["model"]), index, None
-    except (TypeError, ValueError) as e:
-        raise checkpoint.CheckpointError(f"{path}/index.json does not describe a model of this project ({e})") from None
+    return *checkpoint.read_model(path), None
 
 
 def load_model(path: "Path | str", device="cpu", dtype: torch.dtype = torch.float32, groups: Groups = Groups(), layer_split: list[int] | None = None):
@@ -341,15 +341,16 @@ def converse(world: World, model, tokenizer, config: GPTConfig, stop: list[str],
 
 def command(name: str, work, argv: list[str], parser: argparse.ArgumentParser) -> int:
     """work(args, world) under a launcher or without one. Exit status: 0; 2 with one message for what cannot be; 130 for Ctrl-C."""
+    terminal.prepare()
     world = World.from_launcher()
     if world.rank:
         parser.error = lambda message: sys.exit(2)                       # rank 0 says it
     args = parser.parse_args(argv)
-    status, message = 0, None
+    status, message, alone = 0, None, False
     try:
         work(args, world)
-    except (ConfigError, PromptError, checkpoint.CheckpointError, huggingface.HuggingFaceError, TokenizerError) as e:
-        status, message = 2, str(e)
+    except (ConfigError, WorldError, PromptError, checkpoint.CheckpointError, huggingface.HuggingFaceError, TokenizerError) as e:
+        status, message, alone = 2, str(e), isinstance(e, WorldError)
     except FloatingPointError as e:
         status, message = 1, f"{e}: this model has diverged"
     except KeyboardInterrupt:
@@ -359,8 +360,8 @@ def command(name: str, work, argv: list[str], parser: argparse.ArgumentParser) -
         status = 1
     if status == 1 and not message and world.size > 1:
         os._exit(1)                                                      # peers wait in a collective
-    if message and world.rank == 0:
-        print(f"{name}: {message}", file=sys.stderr, flush=True)
+    if message and (world.rank == 0 or alone):
+        terminal.say(f"{name}: {message}", error=True)
     world.disconnect()
     return status
 

@@ -10,11 +10,14 @@ import contextlib
 import dataclasses
 import re
 import sys
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 import checkpoint
+import json_files
 import moe
 import pipeline_parallel
 import prompt_data
@@ -22,9 +25,13 @@ import recompute
 import schedules
 import sequence_parallel
 import tensor_parallel
+import terminal
 from gpt import EXPERT_FIELDS, GPTConfig, PRESETS, divisors
 
 
+# Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
+MOST_SEQUENCES = 2**20
+LAYOUT = ("tp", "pp", "ep", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "zero_stage")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -87,18 +94,22 @@ class Config:
     precision: str | None = flag(None, "of compute; the default is bf16 on CUDA and fp32 on CPUs (fp64: for tests)", ("fp32", "bf16", "fp16", "fp64"))
     optimizer_state: str = flag("fp32", "bf16: both moments in bf16, and of a bf16 weight's master only the low half; 8 bytes a parameter instead of 14", ("fp32", "bf16"))
     # data
-    data: list[str] = flag([], "text files, .jsonl files with a text field, either gzipped, or folders; the default is Python's library", metavar="PATH")
+    data: list[str] = flag([], "text files, .jsonl files with a text field, either gzipped, or folders; or corpora with weights, as 0.7:A 0.3:B; the last twentieth is held out; the default is Python's library", metavar="PATH")
+    val_data: list[str] = flag([], "text to evaluate on, named as with --data; then nothing of --data is held out, and all of it is trained on", metavar="PATH")
+    cache: str = flag("cache", "the folder of tokenized text, kept for other runs on the same text; it may be deleted, moved or shared", metavar="DIR")
     tokenizer: str | None = flag(None, "bytes, gpt2, or a JSON file of the tokenizers library; the default is bytes, or with --load the checkpoint's", metavar="{bytes,gpt2,FILE}")
     # run
     out: str = flag("runs/default", "the folder of this run", metavar="DIR")
     save_every: int = flag(200, "steps between checkpoints; 0 for only the last")
     keep: int = flag(2, "how many checkpoints remain; 0 for all")
-    resume: bool = flag(False, "go on from the newest checkpoint in OUT, if there is one; ranks that torchrun starts again do so anyway")
+    resume: bool = flag(False, "go on from the newest checkpoint in OUT, if there is one, with the flags in OUT/config.json where none are given (of the layout, tp to zero-stage, all or none); ranks that torchrun starts again do so anyway")
     prompt_config: str | None = flag(None, "a JSON file with NeMo's names (prompt_tuning.py): learn prompts for the model that --load names, which stays as it is", metavar="FILE")
     load: str | None = flag(None, "start from the weights of this checkpoint or run, and its shape: what huggingface.py imported, for example; with --resume, only where OUT has no checkpoint", metavar="CKPT")
     eval_every: int = flag(100, "steps between evaluations on held-out text; 0 for only the last")
     sample_prompt: str = flag("def ", "what the sample at the end of training continues, at most the context's last tokens of it; an empty one begins a new text", metavar="TEXT")
     seed: int = flag(0, "of weights, sample order and dropout")
+    log_every: int = flag(1, "steps between lines on the screen; metrics.jsonl has every step")
+    tensorboard: bool = flag(False, "write curves for TensorBoard to OUT/tensorboard too (pip install tensorboard)")
     timeout: float = flag(1800.0, "seconds without progress after which a run in which a rank hangs is ended")
     device: str = flag("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
 
@@ -110,7 +121,7 @@ class Config:
         shape = PRESETS[self.model][0]
         if self.load:
             path = checkpoint.find(self.load)
-            shape = checkpoint.read_index(path)["model"] | {"attention": ""} | ({"dropout": 0.0} if self.prompt_config else {})
+            shape = checkpoint.read_model(path)[1]["model"] | {"attention": ""} | ({"dropout": 0.0} if self.prompt_config else {})
         if "router" in given:                                            # another router has other losses
             shape = {k: v for k, v in shape.items() if k not in ("aux_loss", "z_loss")}
         with as_flags():
@@ -129,13 +140,23 @@ class Config:
 
     def validate(self, world: int) -> None:
         """Everything that can be known before a process group exists. world: how many ranks. Raises ConfigError."""
+        self.check_types()
         model = self.model_config()
-        for name, least in (("global_batch_size", 1), ("steps", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
+        for name, least in (("global_batch_size", 1), ("steps", 1), ("log_every", 1), ("num_kv_heads", 1), ("ffn_hidden_size", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
                             ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1), ("tp", 1), ("pp", 1),
                             ("virtual_stages", 1), ("ep", 1), ("timeout", 1)):
             value = getattr(self, name)
             if value is not None and not least <= value < 2**31:         # NaN and infinity fail too
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least} and below 2^31")
+        if self.global_batch_size > MOST_SEQUENCES:
+            raise ConfigError(f"--global-batch-size {self.global_batch_size}: must be at most {MOST_SEQUENCES:,} sequences; "
+                              "published runs take some thousands")
+        if self.min_lr is not None and self.min_lr > self.lr:
+            raise ConfigError(f"--min-lr {self.min_lr}: must be at most --lr {self.lr}, from which the cosine comes down")
+        if world == 1 and self.tp * self.pp * self.ep > 1:
+            name = next(name for name in ("tp", "pp", "ep") if getattr(self, name) > 1)
+            raise ConfigError(f"--{name} {getattr(self, name)}: this is one rank alone; start several with torchrun "
+                              f"--nproc-per-node {self.tp * self.pp * self.ep} train.py ..., or give --{name} 1")
         if world % self.tp:
             fit = divisors(tensor_parallel.sizes_that_fit(model, world), self.tp)
             raise ConfigError(f"--tp {self.tp}: must divide the {world} ranks; {fit} would fit")
@@ -184,11 +205,26 @@ class Config:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
 
+    def check_types(self) -> None:
+        """What the command line's parser has checked already, for flags that come from a file. Raises ConfigError."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            try:
+                json_files.convert(value, field.type, "")
+            except json_files.JSONError as e:
+                raise ConfigError(f"--{field.name.replace('_', '-')} {value!r}{e}") from None
+            choices = field.metadata["choices"]
+            if value is not None and choices and value not in choices:
+                raise ConfigError(f"--{field.name.replace('_', '-')} {value!r}: must be one of {', '.join(map(str, choices))}")
+            words = value if isinstance(value, list) else [value]
+            if any(isinstance(word, str) and not is_text(word) for word in words):
+                raise ConfigError(f"--{field.name.replace('_', '-')} {value!r}: has bytes that are not UTF-8 text, or a zero byte")
+
     def validate_prompts(self) -> None:
         if prompt_data.PromptConfig.read(self.prompt_config).virtual_prompt_style == "inference":
             raise ConfigError(f"--prompt-config {self.prompt_config}: virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and fine-tuning do")
-        if self.data:
-            raise ConfigError(f"--data {' '.join(self.data)}: prompts are learned from what data.train_ds in --prompt-config names")
+        if self.data or self.val_data:
+            raise ConfigError(f"--{'data' if self.data else 'val-data'} {' '.join(self.data or self.val_data)}: prompts are learned from what data.train_ds in --prompt-config names")
         if not self.load:
             raise ConfigError(f"--prompt-config {self.prompt_config}: for which model? --load CKPT names it")
 
@@ -206,24 +242,80 @@ def as_flags():
         raise ConfigError(re.sub(rf"\b({'|'.join(names)})\b", lambda m: "--" + m[1].replace("_", "-"), str(e))) from None
 
 
+def is_text(word: str) -> bool:
+    try:
+        return b"\0" not in word.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+
+
 def parse(argv: list[str], rank: int) -> Config:
-    """Configuration from flags. Only rank 0 says what is wrong."""
+    """The configuration: flags, over `--config FILE`, over OUT/config.json with --resume, over the defaults. Raises
+    ConfigError for a file; for flags that argparse refuses, SystemExit with status 2, said by rank 0 alone."""
+    given = vars(make_parser(rank).parse_args(argv))
+    values = read_toml(given.pop("config")) if "config" in given else {}
+    values |= given
+    if values.get("resume"):
+        saved = saved_flags(Path(values.get("out", Config().out)))
+        # Another layout is given whole: --tp 4 does not keep the --pp 2 that the run had.
+        if any(name in values for name in LAYOUT):
+            saved = {name: value for name, value in saved.items() if name not in LAYOUT}
+        values = saved | values
+    try:
+        return Config(**values)
+    except TypeError as e:
+        raise ConfigError(f"--config: {e}") from None
+
+
+def make_parser(rank: int) -> argparse.ArgumentParser:
+    """Flags from the fields of Config. A flag that is not given is not in the result."""
     class Parser(argparse.ArgumentParser):
         def error(self, message):
             if rank == 0:
-                print(f"train.py: {message}; --help lists the flags", file=sys.stderr)
+                terminal.say(f"train.py: {message}; --help lists the flags", error=True)
             sys.exit(2)
 
-    parser = Parser(description="Train a GPT.", allow_abbrev=False)
+    parser = Parser(description="Train a GPT.", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="a TOML file of flags (num-layers = 4); the command line's flags go over it")
     for field in dataclasses.fields(Config):
         name, default = f"--{field.name.replace('_', '-')}", field.default_factory()
         help = field.metadata["help"] + ("" if default in (None, [], False) else f" (default: {default})")
         if field.type is bool:
-            parser.add_argument(name, action="store_true", help=help)
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, help=help)
         elif field.type in (list[str], list[int] | None):
-            parser.add_argument(name, nargs="+", type=str if field.type == list[str] else int, default=default, help=help, metavar=field.metadata["metavar"])
+            parser.add_argument(name, nargs="+", type=str if field.type == list[str] else int, help=help, metavar=field.metadata["metavar"])
         else:
             kind = field.type if isinstance(field.type, type) else field.type.__args__[0]          # int | None: int
-            parser.add_argument(name, type=kind, default=default, help=help, choices=field.metadata["choices"],
+            parser.add_argument(name, type=kind, help=help, choices=field.metadata["choices"],
                                 metavar=field.metadata["metavar"] or (None if field.metadata["choices"] else kind.__name__.upper()))
-    return Config(**vars(parser.parse_args(argv)))
+    return parser
+
+
+def read_toml(path: str) -> dict:
+    """Flags from a TOML file, as fields of Config; tables only group them. Raises ConfigError."""
+    try:
+        content = tomllib.loads(Path(path).read_bytes().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise ConfigError(f"--config {path}: {getattr(e, 'strerror', None) or e}") from None
+    flat = {}
+    for key, value in content.items():
+        flat |= value if isinstance(value, dict) else {key: value}
+    fields = {name.replace("-", "_"): value for name, value in flat.items()}
+    unknown = [name for name in fields if name not in {f.name for f in dataclasses.fields(Config)}]
+    if unknown:
+        raise ConfigError(f"--config {path}: {unknown[0].replace('_', '-')} is no flag; --help lists the flags")
+    return fields
+
+
+def saved_flags(out: Path) -> dict:
+    """The flags of the run in a folder, {} where there is none. Raises ConfigError."""
+    try:
+        if not (out / "config.json").exists():
+            return {}
+        saved = json_files.read(out / "config.json", dict)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--resume: {getattr(e, 'strerror', None) or e}; to go on all the same, delete {out}/config.json "
+                          "and give the flags of the run") from None
+    # Of another version of this project there may be flags that this one does not have.
+    known = {field.name: field for field in dataclasses.fields(Config)}
+    return {name: value for name, value in saved.items() if name in known and name not in ("resume", "out")}

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sharding
-from optimizer import GradientAccumulator, LossScaler, accumulation_dtype
+from optimizer import GradientAccumulator, LossScaler, accumulation_dtype, sum_uses_apart
 from sharding import Cut
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor           # their names from torch 2.13 on
@@ -365,6 +365,7 @@ def shard(model: nn.Module, group: dist.ProcessGroup, stage: int = 0, scaler: Lo
                     cut_unit(units[-1], stage)
     if not units:                                                        # a pipeline's chunk may be empty
         return GradientAccumulator(model, scaler)
+    sum_uses_apart(model)
     return FullySharded(list(layers.values()), units, scaler, reduce_dtype) if stage == 3 else DataParallel(units, stage, scaler, reduce_dtype)
 
 

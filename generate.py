@@ -25,6 +25,12 @@ Pipeline stages work at once, each on another part of the batch, and what is cho
 
 What a serving system adds: new prompts joining a batch that is decoding; speculative decoding; quantised weights.
 """
+import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
 import itertools
 import sys
 import time

@@ -21,7 +21,7 @@ Shapes: b micro-batch, s sequence, h hidden, a heads, d = h / a, L layers, V voc
 Left out, and found in Megatron-LM: ALiBi and T5 positions, sliding windows, packed variable-length sequences.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,9 @@ def divisors(n: int, near: int) -> list[int]:
     return sorted(sorted((d for d in range(1, min(n, 4096) + 1) if n % d == 0), key=lambda d: abs(d - near))[:3])
 
 
+# what the value of a field may be, and how a message says it
+KINDS = {int: (int, "an integer"), float: (float | int, "a number"), bool: (bool, "true or false"),
+         str: (str, "text"), float | None: (float | int | None, "a number, or null")}
 EXPERT_FIELDS = ("expert_every", "router", "router_topk", "router_temperature", "capacity_factor", "aux_loss", "z_loss")
 
 
@@ -63,6 +66,11 @@ class GPTConfig:
     z_loss: float | None = None      # .. of the router's z-loss; 0.001 with router topk, else 0
 
     def __post_init__(self):
+        for field in fields(self):
+            value, (kind, said) = getattr(self, field.name), KINDS[field.type]
+            # Python's bool is an int
+            if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+                raise ValueError(f"{field.name} {value!r}: must be {said}")
         for field, default in (("num_kv_heads", self.num_heads), ("ffn_hidden_size", 4 * self.hidden_size),
                                ("attention", "explicit" if self.dropout else "fused")):
             if not getattr(self, field):
@@ -88,6 +96,10 @@ class GPTConfig:
                              f"not hidden_size / num_heads = {self.head_dim}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout {self.dropout}: must be at least 0 and below 1")
+        # beyond these a float32 is 0 or infinite somewhere in the model; NaN fails too
+        for field, least, most in (("norm_eps", 1e-30, 1), ("rotary_base", 1, 1e30)):
+            if not least <= getattr(self, field) <= most:
+                raise ValueError(f"{field} {getattr(self, field)}: must be from {least:g} to {most:g}")
         if self.attention not in ("explicit", "fused"):
             raise ValueError(f"attention {self.attention}: must be explicit or fused")
         if self.attention == "fused" and self.dropout > 0:
@@ -106,8 +118,8 @@ class GPTConfig:
         if not 1e-3 <= self.router_temperature <= 1:
             raise ValueError(f"router_temperature {self.router_temperature}: must be from 0.001 to 1")
         for field in ("capacity_factor", "aux_loss", "z_loss"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise ValueError(f"{field} {getattr(self, field)}: must be at least 0 and finite")
+            if not 0 <= getattr(self, field) < 2**31:
+                raise ValueError(f"{field} {getattr(self, field)}: must be at least 0 and below 2^31")
         if self.router == "sinkhorn" and self.aux_loss:
             raise ValueError(f"aux_loss {self.aux_loss}: router sinkhorn evens the load by its plan, and this loss hardly has a gradient there; aux_loss 0 would fit, or router topk")
 
@@ -450,6 +462,16 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def num_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())                                          # a tied weight counts once
+
+
+def least_parameters(config: GPTConfig) -> int:
+    """The numbers in a model's matrices, norms and biases left out, without building it: an exact integer for any shape."""
+    h, kv, experts = config.hidden_size, config.num_kv_heads * config.head_dim, len(config.expert_layers)
+    mlps = config.num_layers - experts + experts * config.num_experts
+    blocks = config.num_layers * (2 * h * h + 2 * h * kv) + mlps * (3 if config.llama else 2) * h * config.ffn_hidden_size
+    # a GPT has one embedding for tokens and one for positions, a Llama one and an output
+    ends = h * config.vocab_size + h * (config.vocab_size if config.llama else config.seq_length)
+    return blocks + experts * h * config.num_experts + ends
 
 
 def flops_per_token(config: GPTConfig) -> float:

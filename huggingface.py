@@ -13,6 +13,12 @@ pytorch_model.bin is a pickle, and loading it executes what it says. What gpt.py
 Megatron Bridge adds dozens of architectures, scaled rotary positions, and conversion on GPUs, each rank its slices; a checkpoint here loads under
 any layout, so one process is enough.
 """
+import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
 import argparse
 import contextlib
 import dataclasses
@@ -24,13 +30,16 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Annotated, Any, TypedDict
 
 import torch
+from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 import checkpoint
+import json_files
 import sharding
 from architectures import HuggingFaceError, Place, architecture_of, empty_model, layout, split, to_gpt_config, to_hf_config
 from config import MODEL_FLAGS, Config
@@ -43,14 +52,17 @@ STORED = ("F32", "BF16", "F16")                                            # the
 
 # --- import ----------------------------------------------------------------------------------------------------------
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path, kind=dict[str, Any]):
+    """The content of a JSON file as `kind`. Raises HuggingFaceError."""
     try:
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict):
-            raise ValueError("it is not an object")
-    except (OSError, ValueError, RecursionError) as e:
-        raise HuggingFaceError(f"{path} cannot be read as JSON ({e})") from None
-    return content
+        return json_files.read(path, kind)
+    except json_files.JSONError as e:
+        raise HuggingFaceError(str(e)) from None
+
+
+class ShardIndex(TypedDict):
+    """model.safetensors.index.json: which file beside it holds each tensor."""
+    weight_map: dict[str, Annotated[str, Meta(max_length=255, pattern="^[^/]+$")]]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -59,10 +71,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if index.is_file():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
-            raise HuggingFaceError(f"{index} has no weight_map from tensors to files beside it")
-        return [folder / n for n in sorted(set(names.values()))]
+        return [folder / n for n in sorted(set(read_json(index, ShardIndex)["weight_map"].values()))]
     if any(folder.glob("pytorch_model*.bin")):
         raise HuggingFaceError(f"{folder} has only a pytorch_model.bin, a pickle, which is never opened here; if you trust it, load it with transformers "
                                "and save_pretrained(folder, safe_serialization=True)")
@@ -73,14 +82,12 @@ def read_headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
     """Each tensor's (file, shape, dtype), without its values. Raises HuggingFaceError."""
     found = {}
     for file in weight_files(folder):
+        if not file.is_file():
+            raise HuggingFaceError(f"{file} is missing, and model.safetensors.index.json names it")
         try:
-            with safe_open(file, "pt") as f:
-                slices = {name: f.get_slice(name) for name in f.keys()}
-                found |= {name: (file, s.get_shape(), s.get_dtype()) for name, s in slices.items()}
-        except FileNotFoundError:
-            raise HuggingFaceError(f"{file} is missing, and model.safetensors.index.json names it") from None
-        except (SafetensorError, OSError) as e:
-            raise HuggingFaceError(f"{file} is damaged, or not safetensors ({e})") from None
+            found |= {name: (file, shape, dtype) for name, (dtype, shape, _) in checkpoint.read_header(file).items()}
+        except checkpoint.CheckpointError as e:
+            raise HuggingFaceError(str(e)) from None
     return found
 
 
@@ -96,6 +103,10 @@ def match(folder: Path, config: GPTConfig) -> dict[str, tuple[list[tuple[Path, s
     there = {name.removeprefix(architecture.prefix): (name, *rest) for name, rest in read_headers(folder).items()}
     head = there.get("lm_head.weight")
     there = {short: entry for short, entry in there.items() if not re.fullmatch(architecture.ignored, short)}
+    try:
+        checkpoint.check_sizes(config, {f".{short}": shape for short, (_, _, shape, _) in there.items()})
+    except ValueError as e:
+        raise HuggingFaceError(f"{folder} holds another model than its config.json: {e}") from None
     for whole, (shape, places) in layout(config).items():
         sources = []
         for name, part in split(whole, torch.empty(shape, device="meta")).items():
@@ -140,14 +151,20 @@ def building(target: Path):
 def is_folder(path: "Path | str") -> bool:
     """Whether this is a Hugging Face folder, not a checkpoint or a run of this project (which has a config.json of its own)."""
     path = Path(path)
-    return (path / "config.json").is_file() and not (path / "index.json").is_file() and not (path / "checkpoints").is_dir()
+    try:
+        return (path / "config.json").is_file() and not (path / "index.json").is_file() and not (path / "checkpoints").is_dir()
+    except OSError:                                                      # a name that is too long, a folder without permission
+        return False
 
 
 def open_folder(hf_dir: Path):
     """(the model's configuration, read(our name) -> that parameter, whole, in float32; the name of its tokenizer). Raises HuggingFaceError."""
     hf_dir = Path(hf_dir)
-    if not (hf_dir / "config.json").is_file():
-        raise HuggingFaceError(f"{hf_dir} is not a folder with a config.json, as save_pretrained writes it")
+    try:
+        if not (hf_dir / "config.json").is_file():
+            raise HuggingFaceError(f"{hf_dir} is not a folder with a config.json, as save_pretrained writes it")
+    except OSError as e:
+        raise HuggingFaceError(f"{hf_dir} cannot be opened ({e.strerror})") from None
     hf_config = read_json(hf_dir / "config.json")
     try:
         config = to_gpt_config(hf_config)
@@ -234,10 +251,7 @@ def export_folder(path: Path, hf_dir: Path, dtype: str = "fp32", max_shard_bytes
     if not Path(path).is_dir():
         raise HuggingFaceError(f"{path} is not a folder")
     path = checkpoint.find(path)
-    try:
-        config = GPTConfig(**checkpoint.read_index(path)["model"])
-    except (TypeError, ValueError) as e:
-        raise HuggingFaceError(f"{path}/index.json does not describe a model of this project ({e})") from None
+    config, _ = checkpoint.read_model(path)
     hf_config, theirs = to_hf_config(config) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}, layout(config)
     sizes = {name: torch.Size(shape).numel() * DTYPES[dtype].itemsize for name, (shape, _) in theirs.items()}
     files, weight_map = shards(sizes, max_shard_bytes), {}
@@ -310,6 +324,7 @@ def size(text: str) -> int:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0, or 2 with one message."""
+    terminal.prepare()
     if not argv:
         lesson()
         return 0

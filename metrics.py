@@ -5,7 +5,7 @@ A line of metrics.jsonl is one step, floats in full precision, so that two runs 
     {"step": 1, "loss": 5.56, "grad_norm": 3.2, "lr": 6e-05, "tokens": 2048, "step_seconds": 0.2, "tokens_per_second": 10240.0,
      "tflops_per_device": 0.11, "peak_memory_bytes": 570425344}
 
-and now and then `eval_loss`, `loss_scale` (fp16) and `skipped_steps` (those whose gradients were not finite). With experts also `expert_load` (for
+and now and then `mfu` (on GPUs whose peak is known), `eval_loss`, `loss_scale` (fp16) and `skipped_steps` (those whose gradients were not finite). With experts also `expert_load` (for
 each layer that has them, how many choices fell on each expert, over an even share) and, each with a number for each layer, `dropped_share` (of choices), `router_entropy`
 (nats), `load_balancing_loss` and `z_loss` (before their coefficients; `loss` is without them).
 
@@ -15,10 +15,14 @@ import json
 import math
 import os
 import resource
+import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+import json_files
 
 
 def finite(x):
@@ -28,28 +32,99 @@ def finite(x):
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
+class MetricsError(RuntimeError):
+    """metrics.jsonl cannot be read or written; the message says why."""
+
+
+def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
+    """(the lines of a metrics.jsonl, the numbers of those that cannot be read). Half a line at the end, which a kill
+    leaves, counts as neither. Raises MetricsError."""
+    try:
+        raw = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    except OSError as e:
+        raise MetricsError(f"{path}: cannot be read ({e.strerror})") from None
+    lines, damaged = [], []
+    for number, text in enumerate(raw, 1):
+        try:
+            line = json_files.parse(text, Line)
+            lines.append(json_files.parse(text, dict))
+        except json_files.JSONError:
+            if text.strip() and number < len(raw):
+                damaged.append(number)
+    return lines, damaged
+
+
+@dataclass
+class Line:
+    """What every line of metrics.jsonl has; numbers that were not finite are null."""
+    step: int
+    loss: float | None
+    eval_loss: float | None = None
+
+
 class Metrics:
     """metrics.jsonl: one line a step, flushed before any checkpoint of that step. Rank 0 has it."""
 
     def __init__(self, path: Path, last_step: int):
-        """Lines beyond `last_step`, which a killed run wrote after its last checkpoint, are cut; so is half a line."""
-        lines = []
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            try:
-                lines += [json.loads(line)]
-            except ValueError:
-                break
-        self.lines = [line for line in lines if isinstance(line, dict) and line.get("step", math.inf) <= last_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
-        os.replace(temporary, path)
-        self.file = open(path, "a")
+        """Lines beyond `last_step`, which a killed run wrote after its last checkpoint, are cut; so is half a line at
+        the end. Where other lines cannot be read, the file as it was is kept beside, as metrics.jsonl.damaged, and
+        `self.notice` says so. Raises MetricsError."""
+        lines, damaged = read_metrics(path)
+        self.path, self.notice = path, ""
+        self.lines = [line for line in lines if line["step"] <= last_step]
+        try:
+            if damaged:
+                shutil.copyfile(path, f"{path}.damaged")
+                self.notice = (f"{path}: line {', '.join(map(str, damaged))} cannot be read and is left out; the file as "
+                               f"it was is {path}.damaged")
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+            os.replace(temporary, path)
+            self.file = open(path, "a", encoding="utf-8")
+        except OSError as e:
+            raise MetricsError(f"{path}: cannot be written ({e.strerror})") from None
 
     def add(self, line: dict) -> None:
+        """Raises MetricsError."""
         line = {k: finite(v) for k, v in line.items()}
         self.lines.append(line)
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
+        except OSError as e:
+            raise MetricsError(f"{self.path}: cannot be written ({e.strerror})") from None
+
+
+class Curves:
+    """The numbers of each step for TensorBoard: `tensorboard --logdir runs`."""
+
+    def __init__(self, folder: Path, last_step: int):
+        """Curves beyond `last_step` are hidden. Raises MetricsError where the package is missing."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise MetricsError("--tensorboard: needs the package tensorboard (pip install tensorboard)") from None
+        self.writer = SummaryWriter(folder, purge_step=last_step + 1)
+
+    def add(self, line: dict) -> None:
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float):
+                self.writer.add_scalar(name, value, line["step"])
+        self.writer.flush()
+
+
+# FLOP/s of dense matrix multiplication in 16 bits, from NVIDIA's data sheets (the sparse numbers are twice as high).
+PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
+
+
+def mfu(tflops: float, device: torch.device, precision: str) -> dict:
+    """{"mfu": share of the device's peak}, or {} where the peak is not known: on CPUs, other GPUs, in fp32."""
+    if device.type != "cuda" or precision not in ("bf16", "fp16"):
+        return {}
+    name = torch.cuda.get_device_name(device)
+    return next(({"mfu": tflops * 1e12 / peak} for gpu, peak in PEAK.items() if gpu in name), {})
 
 
 def plot_loss(lines: list[dict], title: str, path: Path) -> None:
@@ -72,6 +147,8 @@ def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float
     text = (f"step {line['step']:>{len(str(steps))}}/{steps}  loss {line['loss']:.4f}  grad {line['grad_norm']:.2f}  "
             f"lr {line['lr']:.1e}  {line['tokens_per_second']:,.0f} tok/s  {line['tflops_per_device']:.3f} TFLOP/s per device  "
             f"{line['peak_memory_bytes'] / 2**30:.2f} GiB  {duration(seconds_left)} left")
+    if "mfu" in line:
+        text += f"  MFU {line['mfu']:.1%}"
     if not math.isfinite(line["grad_norm"]):
         text += "  not finite: skipped"
     if "expert_load" in line:
@@ -97,7 +174,13 @@ def main():
     if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.jsonl").exists():
         sys.exit("usage: python metrics.py RUN, a folder with a metrics.jsonl")
     out = Path(sys.argv[1])
-    plot_loss([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()], str(out), out / "loss.png")
+    try:
+        lines, damaged = read_metrics(out / "metrics.jsonl")
+        plot_loss(lines, str(out), out / "loss.png")
+    except (MetricsError, OSError) as e:
+        sys.exit(f"metrics.py: {e}")
+    if damaged:
+        print(f"metrics.jsonl: line {', '.join(map(str, damaged))} cannot be read and is left out", file=sys.stderr)
     print(out / "loss.png")
 
 

@@ -8,7 +8,8 @@ Compute may be bf16 or fp16; what is remembered from step to step is not (mixed 
 
 With fp16 the loss is multiplied by a scale before backward, so that small gradients do not vanish, and each micro-batch's
 gradient is divided by it on its way into `main_grad`: `main_grad` is always in true units. Where a gradient overflows, all
-ranks see a non-finite norm, the step is skipped and counted, and the scale shrinks.
+ranks see a non-finite norm, the step is skipped and counted, and the scale shrinks. A run whose steps are all skipped has
+diverged, once there is no lower scale to try (`AdamW.diverged`).
 
 `GradientAccumulator` fills `main_grad` on one device; fsdp.py's sums it over ranks.
 
@@ -18,7 +19,7 @@ Left out, and found in Megatron-LM: other optimizers, other schedules, parameter
 """
 import math
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,15 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def sum_uses_apart(model: nn.Module) -> None:
+    """Let autograd sum the gradients of a weight that the model uses more than once, a tied embedding, in at least
+    float32. They are summed before any hook sees them, by default in the weight's own type: in fp16 the sum can overflow
+    where neither part does, and a pipeline, whose two stages hold a copy each, sums the parts in float32."""
+    uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    for p in (p for p, n in uses.items() if n > 1 and p.requires_grad):
+        p.grad_dtype = accumulation_dtype(p.dtype)
+
+
 class GradientAccumulator:
     """After each backward, adds `parameter.grad` to `parameter.main_grad`, in at least float32, and drops it.
 
@@ -42,6 +52,7 @@ class GradientAccumulator:
 
     def __init__(self, model: nn.Module, scaler: "LossScaler | None" = None):
         self.parameters, self.scaler = [p for p in model.parameters() if p.requires_grad], scaler
+        sum_uses_apart(model)
         self.zero()
         self.listen()
 
@@ -101,14 +112,24 @@ def global_norm(parameters, stages: dist.ProcessGroup | None = None) -> Tensor:
 
 class LossScaler:
     """Dynamic loss scaling with NeMo's constants. The `hysteresis`-th overflow and every later one halve the scale; `interval`
-    steps in a row without one double it and restore the hysteresis."""
+    steps in a row without one double it and restore the hysteresis.
+
+    Before that, the first scale is searched for: until a step is finite, each overflow divides the scale by 2^8. NeMo's start
+    of 2^32 suits batches of millions of tokens, by whose number the loss is divided. A batch of 2,000 tokens fits at 2^16:
+    that is 2 skipped steps, and 17 by halves."""
 
     def __init__(self, scale=2.0**32, interval=1000, hysteresis=2):
         self.scale, self.interval, self.hysteresis = scale, interval, hysteresis
         self.good_steps, self.tolerance = 0, hysteresis
+        # searching: no step has been finite yet. exhausted: the latest one overflowed at scale 1, the lowest there is
+        self.searching, self.exhausted = True, False
 
     def update(self, finite: bool) -> None:
-        if finite:
+        self.searching &= not finite
+        self.exhausted = not finite and self.scale <= 1
+        if self.searching:
+            self.scale = max(self.scale / 2**8, 1.0)
+        elif finite:
             self.good_steps += 1
             if self.good_steps == self.interval:
                 self.scale, self.good_steps, self.tolerance = self.scale * 2, 0, self.hysteresis
@@ -118,13 +139,15 @@ class LossScaler:
                 self.scale = max(self.scale / 2, 1.0)
 
     def state_dict(self) -> dict:
-        return {"scale": self.scale, "good_steps": self.good_steps, "tolerance": self.tolerance}
+        return {"scale": self.scale, "good_steps": self.good_steps, "tolerance": self.tolerance, "searching": self.searching}
 
     def load_state_dict(self, state: dict) -> None:
         scale, good_steps, tolerance = (state[key] for key in ("scale", "good_steps", "tolerance"))
-        if not (isinstance(good_steps, int) and isinstance(tolerance, int) and math.isfinite(scale) and scale >= 1):
+        # checkpoints from before there was a search do not have it: they go on by halves
+        searching = state.get("searching", False)
+        if not (isinstance(good_steps, int) and isinstance(tolerance, int) and isinstance(searching, bool) and math.isfinite(scale) and scale >= 1):
             raise ValueError(f"not the state of a loss scaler: {state}")
-        self.scale, self.good_steps, self.tolerance = float(scale), good_steps, tolerance
+        self.scale, self.good_steps, self.tolerance, self.searching = float(scale), good_steps, tolerance, searching
 
 
 def learning_rate(step: int, peak: float, minimum: float, warmup: int, total: int) -> float:
@@ -181,6 +204,8 @@ class AdamW:
         self.parameters = dict(named_parameters)                         # global name: parameter, or this rank's shard of it
         self.weight_decay, self.betas, self.eps, self.clip = weight_decay, betas, eps, clip
         self.scaler, self.stages, self.updates, self.skipped = scaler, stages, 0, 0
+        # steps skipped since the last one that was taken; a run that goes on from a checkpoint counts anew
+        self.skipped_in_a_row = 0
         self.masters, self.low, self.fused = {}, {}, fused               # in full; or the low half of it
         for name, p in self.parameters.items():
             if state_dtype and p.dtype == torch.float16:
@@ -216,9 +241,15 @@ class AdamW:
                         self.update_in_pieces(lr, decay, name, gradients[name])
             self.weights_from_masters(gradients)
         self.skipped += not finite
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if self.scaler:
             self.scaler.update(finite)
         return norm
+
+    def diverged(self, most: int) -> bool:
+        """Whether the last `most` steps, or more, were all skipped; never for 0. With fp16 not while the loss scale falls:
+        the next step may fit, and from any scale to the lowest it takes 33 steps at most."""
+        return 0 < most <= self.skipped_in_a_row and (self.scaler is None or self.scaler.exhausted)
 
     def update(self, lr: float, decay: float, masters: list[Tensor], gradients: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor]) -> None:
         if masters:

@@ -12,19 +12,17 @@ tokenised one by one, so that the prompt of an answer is the beginning of the ex
 
     python prompt_data.py       an example, token by token
 """
-import dataclasses
 import hashlib
 import json
 import re
-import sys
-import typing
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+from msgspec import Meta, Struct, field
 
+import json_files
 from data import Batch
 
 STYLES = ("prompt-tuning", "p-tuning", "inference", "fine-tuning")
@@ -36,35 +34,27 @@ class PromptError(ValueError):
     """A template, a configuration or a line of data that cannot be used; the message says which, and what would fit."""
 
 
-@dataclass(frozen=True)
-class Template:
-    """One entry of `task_templates`. Raises PromptError."""
+class Template(Struct, forbid_unknown_fields=True, frozen=True):
+    """One entry of `task_templates`. Raises PromptError; json_files.convert also checks the types."""
     taskname: str
     prompt_template: str
-    total_virtual_tokens: int
-    virtual_token_splits: list[int]
+    total_virtual_tokens: Annotated[int, Meta(ge=0, lt=2**16)]
+    virtual_token_splits: list[Annotated[int, Meta(ge=1, lt=2**16)]]
     truncate_field: str | None = None                                    # null: what is too long is skipped
     answer_only_loss: bool = False
     answer_field: str | None = None
-    pieces: list[str] = field(init=False, compare=False, repr=False)     # literal text, {fields} and markers, in order
 
     def __post_init__(self):
         def wrong(problem):
             raise PromptError(f"task_templates, {self.taskname!r}: {problem}")
-        for f in dataclasses.fields(self):
-            if f.init and not fits(getattr(self, f.name), f.type):
-                wrong(f"{f.name} {getattr(self, f.name)!r} is not {kind_name(f.type)}")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", self.taskname):
             wrong("the name of a task is made of letters, digits, _ and -, and does not begin with one of the last two")
-        if any("\ud800" <= c <= "\udfff" for c in self.prompt_template):
-            wrong("the template has half a surrogate pair in it, which is not text")
-        object.__setattr__(self, "pieces", [x for x in re.split(r"(<\|VIRTUAL_PROMPT_\d+\|>|\{\w+\})", self.prompt_template) if x])
         markers = [int(n) for n in MARKER.findall(self.prompt_template)]
         splits = self.virtual_token_splits
         if sorted(markers) != list(range(len(splits))):
             wrong(f"the markers <|VIRTUAL_PROMPT_i|> have the numbers {markers}, and virtual_token_splits {splits} asks for {list(range(len(splits)))}, each once")
-        if not all(1 <= n < 2**16 for n in splits) or sum(splits) != self.total_virtual_tokens:
-            wrong(f"virtual_token_splits {splits} must be numbers from 1 on, and below 65536, that add up to total_virtual_tokens {self.total_virtual_tokens}, not to {sum(splits)}")
+        if sum(splits) != self.total_virtual_tokens:
+            wrong(f"virtual_token_splits {splits} must add up to total_virtual_tokens {self.total_virtual_tokens}, not to {sum(splits)}")
         for name in ("truncate_field", "answer_field"):
             if getattr(self, name) is not None and getattr(self, name) not in self.fields:
                 wrong(f"{name} {getattr(self, name)!r} is not a field of the template, which has {self.fields}")
@@ -78,6 +68,11 @@ class Template:
             wrong(f"answer_field {self.answer_field!r} must end the template, which ends with {self.pieces[-1]!r}")
         if self.answer_field is not None and self.answer_field == self.truncate_field:
             wrong(f"answer_field {self.answer_field!r} is also the truncate_field; name another one, or null")
+
+    @property
+    def pieces(self) -> list[str]:
+        """Literal text, {fields} and markers, in order."""
+        return [x for x in re.split(r"(<\|VIRTUAL_PROMPT_\d+\|>|\{\w+\})", self.prompt_template) if x]
 
     @property
     def fields(self) -> list[str]:
@@ -127,32 +122,28 @@ class Example(NamedTuple):
 
 # --- configuration ----------------------------------------------------------------------------------------------------
 
-@dataclass
-class PromptTuning:
+class PromptTuning(Struct, forbid_unknown_fields=True):
     """How new tables begin: one entry for each new task."""
     new_prompt_init_methods: list[str] = field(default_factory=list)     # text: the embeddings of a text, over and over to fill the table; random
     new_prompt_init_text: list[str | None] = field(default_factory=list)
 
 
-@dataclass
-class PTuning:
+class PTuning(Struct, forbid_unknown_fields=True):
     encoder_type: str = "mlp"
-    encoder_hidden: int = 0              # e; 0: h
-    num_layers: int = 2                  # of the lstm
+    encoder_hidden: Annotated[int, Meta(ge=0, le=2**16)] = 0             # e; 0: h
+    num_layers: Annotated[int, Meta(ge=1, le=64)] = 2                    # of the lstm
     dropout: float = 0.0
-    init_std: float = 1.0                # of the encoder's inputs
+    init_std: Annotated[float, Meta(gt=0, le=1000)] = 1.0                # of the encoder's inputs
 
 
-@dataclass
-class Data:
+class Data(Struct, forbid_unknown_fields=True):
     train_ds: list[str] = field(default_factory=list)
     validation_ds: list[str] = field(default_factory=list)
-    max_seq_length: int | None = None    # null: the model's context
+    max_seq_length: Annotated[int, Meta(ge=1, lt=2**31)] | None = None   # null: the model's context
     shuffle: bool = True
 
 
-@dataclass
-class PromptConfig:
+class PromptConfig(Struct, forbid_unknown_fields=True):
     """What a JSON file with NeMo's names says. Raises PromptError."""
     task_templates: list[Template]
     virtual_prompt_style: str = "p-tuning"                               # fine-tuning, which NeMo has elsewhere: no virtual tokens, the whole model learns
@@ -167,20 +158,16 @@ class PromptConfig:
     @classmethod
     def read(cls, path: "str | Path") -> "PromptConfig":
         try:
-            return cls.of(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, RecursionError) as e:
-            raise PromptError(f"--prompt-config {path}: {e}") from None
+            return json_files.read(path, cls)
+        except json_files.JSONError as e:
+            raise PromptError(f"--prompt-config {e}") from None
 
     @classmethod
     def of(cls, content: dict) -> "PromptConfig":
-        if not isinstance(content, dict) or not isinstance(content.get("task_templates"), list):
-            raise PromptError("the configuration is an object with a list of task_templates")
-        made = make(cls, content | {"task_templates": [make(Template, x, f"task_templates, number {i}") for i, x in enumerate(content["task_templates"])]}, "the configuration")
-        for name, kind in (("prompt_tuning", PromptTuning), ("p_tuning", PTuning), ("data", Data)):
-            if isinstance(getattr(made, name), dict):
-                setattr(made, name, make(kind, getattr(made, name), name))
-        made.check()
-        return made
+        try:
+            return json_files.convert(content, cls, "the configuration")
+        except json_files.JSONError as e:
+            raise PromptError(str(e)) from None
 
     @property
     def templates(self) -> dict[str, Template]:
@@ -200,7 +187,7 @@ class PromptConfig:
         sizes = [self.templates[task].total_virtual_tokens for task in self.tasks]
         return {task: vocab_size + sum(sizes[:n]) for n, task in enumerate(self.tasks)}
 
-    def check(self) -> None:
+    def __post_init__(self):
         def wrong(problem):
             raise PromptError(problem)
         if self.virtual_prompt_style not in STYLES:
@@ -227,48 +214,11 @@ class PromptConfig:
             for n, method in enumerate(methods):
                 if method == "text" and not (n < len(texts) and texts[n]):
                     wrong(f"prompt_tuning.new_prompt_init_text {texts}: {self.new_tasks[n]!r} begins from a text, and none stands in its place")
-        if any("\ud800" <= c <= "\udfff" for text in texts if text for c in text):
-            wrong("prompt_tuning.new_prompt_init_text has half a surrogate pair in it, which is not text")
-        if self.data.max_seq_length is not None and self.data.max_seq_length < 1:
-            wrong(f"data.max_seq_length {self.data.max_seq_length}: must be at least 1, or null for the model's context")
         p = self.p_tuning
         if p.encoder_type not in ENCODERS:
             wrong(f"p_tuning.encoder_type {p.encoder_type!r}: must be one of {', '.join(ENCODERS)}")
         if p.dropout:
             wrong(f"p_tuning.dropout {p.dropout}: must be 0; the encoder sees no data, and a few vectors are soon learned")
-        if p.encoder_hidden < 0 or p.num_layers < 1 or not 0 < p.init_std < float("inf"):
-            wrong("p_tuning: encoder_hidden must be at least 0 (0: h), num_layers at least 1, init_std above 0")
-
-
-def make(kind, content, where: str):
-    """A dataclass from JSON. Raises PromptError for names that it does not have, or lacks."""
-    names = {f.name: f for f in dataclasses.fields(kind) if f.init}
-    if not isinstance(content, dict):
-        raise PromptError(f"{where}: not an object")
-    unknown = [n for n in content if n not in names]
-    missing = [n for n, f in names.items() if n not in content and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
-    if unknown or missing:
-        raise PromptError(f"{where} " + (f"has {unknown}, which means nothing here; it may have {list(names)}" if unknown else f"lacks {missing}"))
-    for name, value in content.items():
-        if not fits(value, names[name].type):
-            raise PromptError(f"{where}: {name} {value!r} is not {kind_name(names[name].type)}")
-    return kind(**content)
-
-
-def kind_name(kind) -> str:
-    return str(kind) if typing.get_args(kind) else kind.__name__
-
-
-def fits(value, kind) -> bool:
-    """Whether JSON has the type of a field. (What is a dataclass there is an object here.)"""
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is list:
-        return isinstance(value, list) and all(fits(x, arguments[0]) for x in value)
-    if arguments:                                                        # X | None
-        return any(fits(value, one) for one in arguments)
-    if dataclasses.is_dataclass(kind):
-        return isinstance(value, dict | kind)
-    return isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -276,18 +226,9 @@ def fits(value, kind) -> bool:
 def read_lines(path: str):
     """(line number, object) of a JSON-lines file, `-` for standard input. Raises PromptError, naming the line."""
     try:
-        lines = (sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")).split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise PromptError(f"{path}: cannot be read ({e})") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as e:
-                raise PromptError(f"{path}, line {number}: not JSON ({e})") from None
-            if not isinstance(record, dict):
-                raise PromptError(f"{path}, line {number}: not an object")
-            yield number, record
+        yield from json_files.read_lines(path)
+    except json_files.JSONError as e:
+        raise PromptError(str(e)) from None
 
 
 def read_examples(paths: list[str], templates: dict[str, Template], first_virtual: dict[str, int], tokenizer, limit: int, answer: bool = True) -> tuple[list, list[dict], str]:
@@ -295,7 +236,7 @@ def read_examples(paths: list[str], templates: dict[str, Template], first_virtua
     examples, records = [], []
     for path, number, record in ((path, *entry) for path in paths for entry in read_lines(path)):
         task = record.get("taskname")
-        if task not in templates:
+        if not isinstance(task, str) or task not in templates:
             raise PromptError(f"{path}, line {number}: taskname {task!r} is none of the tasks here, {sorted(templates)}")
         try:
             example = templates[task].fill(record, tokenizer, first_virtual[task], limit, answer)

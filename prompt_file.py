@@ -18,12 +18,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from msgspec import Struct, to_builtins
 from safetensors.torch import save_file
 from torch import Tensor
 
 import checkpoint
 import gpt
 import huggingface
+import json_files
 from prompt_data import PromptConfig, PromptError, Template
 
 
@@ -52,10 +54,16 @@ def digest(found: dict[str, Tensor]) -> str:
     return hashlib.sha256(b"".join(task.encode() + t.contiguous().numpy().tobytes() for task, t in sorted(found.items()))).hexdigest()
 
 
+class Described(Struct):
+    """What stands beside the tables."""
+    templates: list[Template]
+    model: str                           # its fingerprint
+    sha256: str                          # of the tables
+
+
 def save(path: "str | Path", config: PromptConfig, found: dict[str, Tensor], model: str) -> None:
     """Write a prompt file: the table of each task, their templates, and the fingerprint of the model that they belong to."""
-    described = {"templates": [{f.name: getattr(config.templates[task], f.name) for f in dataclasses.fields(Template) if f.init} for task in found], "model": model,
-                 "sha256": digest(found)}
+    described = to_builtins(Described([config.templates[task] for task in found], model, digest(found)))
     temporary = Path(path).with_suffix(".tmp")
     save_file({task: t.contiguous() for task, t in found.items()}, temporary, {"prompts": json.dumps(described)})
     temporary.replace(path)
@@ -65,18 +73,20 @@ def load(path: "str | Path", model: str | None = None) -> tuple[PromptConfig, di
     """(a configuration for inference, the tables) of a prompt file. model: the fingerprint of the model to be used with it. Raises PromptError for another model's."""
     try:
         with safe_open(path, "pt") as f:
-            described = json.loads((f.metadata() or {})["prompts"])
+            text = (f.metadata() or {})["prompts"]
             found = {task: f.get_tensor(task) for task in f.keys()}
-        config = PromptConfig.of({"task_templates": described["templates"], "virtual_prompt_style": "inference", "new_tasks": [t["taskname"] for t in described["templates"]]})
-        if set(found) != set(config.tasks) or any(found[t].dim() != 2 or len(found[t]) != config.templates[t].total_virtual_tokens for t in config.tasks):
+        described = json_files.parse(text.encode(), Described, "its description")
+        templates = described.templates
+        config = PromptConfig(templates, virtual_prompt_style="inference", new_tasks=[t.taskname for t in templates])
+        fits = {t.taskname: found[t.taskname].dim() == 2 and len(found[t.taskname]) == t.total_virtual_tokens for t in templates}
+        if found.keys() != fits.keys() or not all(fits.values()) or any(t.dtype != torch.float32 for t in found.values()):
             raise PromptError("its tables and its templates do not fit")
-        belongs = described["model"]
-        if described["sha256"] != digest(found):
+        if described.sha256 != digest(found):
             raise PromptError("its tables are not what was written")
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as e:
-        raise PromptError(f"{path} is not a prompt file, or damaged ({type(e).__name__}: {e})") from None
-    if model is not None and model != belongs:
-        raise PromptError(f"{path} belongs to another model: its prompts were learned for {belongs}, and this one is {model}")
+    except (OSError, SafetensorError, KeyError, ValueError) as e:
+        raise PromptError(f"{path} is not a prompt file, or damaged ({type(e).__name__}: {json_files.one_line(e)})") from None
+    if model is not None and model != described.model:
+        raise PromptError(f"{path} belongs to another model: its prompts were learned for {described.model}, and this one is {model}")
     return config, {task: found[task] for task in config.tasks}
 
 
@@ -86,7 +96,8 @@ def main():
     try:
         config, found = load(sys.argv[1])
     except PromptError as e:
-        sys.exit(f"prompt_file.py: {e}")
+        print(f"prompt_file.py: {e}", file=sys.stderr)
+        sys.exit(2)
     for task, table in found.items():
         print(f"{task}: {len(table)} vectors of {table.shape[1]} numbers; {config.templates[task].prompt_template!r}")
 

@@ -21,6 +21,12 @@ sequence parallelism each rank sees a slice of the tokens, so the table goes thr
 
 The configuration has NeMo's names (`PromptConfig`). NeMo adds the same for T5, and an encoder's state to go on from; here a task that has been learned is a table.
 """
+import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
 import json
 import sys
 from pathlib import Path

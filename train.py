@@ -15,6 +15,12 @@ dropout masks on (seed, step, sample, layer, position); and the loss is the sum 
 counted tokens in the global batch, a number known before the first forward, with gradients summed over ranks and micro-batches.
 (With experts: for the same --micro-batch-size, for routers balance within a micro-batch.)
 """
+import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
 import contextlib
 import dataclasses
 import json
@@ -30,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 import architectures
+import blend
 import checkpoint
 import data
 import fsdp
@@ -40,18 +47,21 @@ import pipeline_parallel
 import prompt_file
 import prompt_tuning
 import recompute
+import room
 import schedules
 import sequence_parallel
 import sharding
 import tensor_parallel
 from config import DTYPES, Config, ConfigError, parse
 from gpt import GPT, dropout_key, flops_per_token, num_parameters
-from metrics import Metrics, duration, peak_memory, plot_loss, progress
+from metrics import Curves, Metrics, MetricsError, duration, mfu, peak_memory, plot_loss, progress
 from prompt_data import PromptConfig, PromptError
 from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
-from tokenizer import FileTokenizer, TokenizerError, TokenizerRecord, make_tokenizer, prompt_ids, record
-from world import Groups, World
+from tokenizer import BUILT_IN, FileTokenizer, TokenizerError, TokenizerRecord, make_tokenizer, prompt_ids, record
+from run_folder import RunFolder, RunFolderError, launcher_name
+from world import Groups, World, WorldError
 
+REFUSED = (ConfigError, RunFolderError, MetricsError, data.DataError, PromptError, TokenizerError, checkpoint.CheckpointError)
 EVAL_SEQUENCES = 64              # of held-out text, the first of them, at every evaluation
 
 
@@ -216,7 +226,7 @@ class Trainer:
     def save(self, folder: Path, step: int, tokens: int, corpus: str) -> None:
         """Start to write a checkpoint; `saver.wait()` for its end."""
         self.saver.save(folder, step, self.optimizer.tensors(), keep=self.config.keep, state={
-            "tokens": tokens, "corpus": corpus, "tokenizer": dataclasses.asdict(self.tokenizer), "optimizer": self.optimizer.state_dict(),
+            "tokens": tokens, "corpus": corpus, "tokenizer": dataclasses.asdict(self.tokenizer), "optimizer": self.optimizer.state_dict(), **({"base": self.identity} if self.frozen else {}),
             "config": dataclasses.asdict(self.config), "model": dataclasses.asdict(self.model_config)})
 
     def load(self, path: Path, weights_only: bool = False) -> dict:
@@ -267,20 +277,31 @@ class Trainer:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def check_out(config: Config, world: World) -> Path:
-    """The run's folder. Raises ConfigError when it holds another run: one that neither --resume names nor this launch has begun."""
-    out = Path(config.out)
-    launch = out / ".launch"                                             # who began the run: the launcher, which starts ranks again
-    mine = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.environ.get('SLURM_JOB_ID') or os.getppid()}"
-    begun_here = world.restarts and launch.exists() and launch.read_text() == mine
-    if not config.resume and not begun_here and any((out / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints")):
-        raise ConfigError(f"--out {out}: holds another run; continue it with --resume, or name another folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        launch.write_text(mine)
-    except OSError as e:
-        raise ConfigError(f"--out {out}: cannot be written ({e.strerror})") from None
-    return out
+def open_out(config: Config, world: World) -> RunFolder | None:
+    """The run's folder, locked by rank 0 for all. A collective: what is wrong there is refused by every rank. Raises
+    RunFolderError."""
+    opened = []
+    world.on_rank_0(lambda: opened.append(RunFolder(config.out, config.resume, world.restarts, launcher_name())), (RunFolderError,))
+    return opened[0] if world.rank == 0 else None
+
+
+def check_room(config: Config, world: World) -> None:
+    """Raises ConfigError for a run that the memory of a rank can never hold."""
+    model, dp = config.model_config(), world.size // config.tp // config.pp
+    ranks = {"tp": config.tp, "pp": config.pp, "dp": dp, "ep": config.ep}
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    precision = config.precision or ("bf16" if device == "cuda" else "fp32")
+    has, learns = room.memory(device, world.local_size), not config.prompt_config
+    needs = room.state_bytes(model, precision, config.optimizer_state, config.zero_stage, ranks) if learns else 0
+    if needs > has:
+        raise ConfigError(f"--hidden-size {model.hidden_size} --num-layers {model.num_layers} --num-experts {model.num_experts} --vocab-size "
+                          f"{model.vocab_size}: weights, gradients and optimizer state of this model {room.complaint('take', needs, has)}; a smaller "
+                          "model, or more ranks with --tp, --pp or --zero-stage 3, would need less of each")
+    micro = config.micro_batch(dp)
+    needs = room.activation_bytes(model, precision, micro, ranks)
+    if needs > has:
+        raise ConfigError(f"--micro-batch-size {micro}: the activations of so many sequences of {model.seq_length} tokens "
+                          f"{room.complaint('take', needs, has)}; --micro-batch-size 1 would need the least")
 
 
 def default_tokenizer(config: Config) -> str:
@@ -295,7 +316,10 @@ def default_tokenizer(config: Config) -> str:
 def open_tokenizer(config: Config, world: World):
     """The tokenizer of --tokenizer, or the default one. Where its vocabulary is larger than the
     preset's, it sets --vocab-size. Raises ConfigError, TokenizerError or CheckpointError."""
-    name = default_tokenizer(config) if config.tokenizer is None else config.tokenizer
+    name = config.tokenizer
+    # The file of a run that goes on may have moved: the run has a copy.
+    if name is None or config.resume and name not in BUILT_IN and not os.path.exists(name):
+        name = default_tokenizer(config)
     tokenizer, shape = make_tokenizer(name), config.model_config()
     if tokenizer.vocab_size > shape.vocab_size:
         what = f"--tokenizer {name}: its ids go up to {tokenizer.vocab_size - 1}, beyond "
@@ -341,8 +365,12 @@ def open_data(config: Config, world: World, tokenizer):
         world.say(told)
         return sets
     s = config.model_config().seq_length
-    folder = data.prepare(config.data, tokenizer, exchange=world.gather, rank=world.rank, world=world.size, workers=world.cores)
-    return data.Corpus(folder, s, config.seed), data.Corpus(folder, s, None, "held-out")
+    share = {"cache": config.cache, "exchange": world.gather, "rank": world.rank, "world": world.size, "workers": world.cores}
+    parts = blend.prepare(config.data, tokenizer, **share)
+    if not config.val_data:
+        return blend.open_parts(parts, s, config.seed), blend.open_parts(parts, s, None, "held-out")
+    val_parts = blend.prepare(config.val_data, tokenizer, "--val-data", **share)
+    return blend.open_parts(parts, s, config.seed, "all"), blend.open_parts(val_parts, s, None, "all")
 
 
 def restore(trainer: Trainer, world: World, corpus: str, tokenizer) -> tuple[int, int]:
@@ -350,8 +378,9 @@ def restore(trainer: Trainer, world: World, corpus: str, tokenizer) -> tuple[int
     config = trainer.config
     if trainer.frozen:                                                   # checkpoints hold the prompts alone
         trainer.load_frozen(checkpoint.find(config.load), tokenizer)
-    found = checkpoint.steps(Path(config.out) / "checkpoints") if config.resume else {}
-    damage = []
+    found, damage = {}, []
+    if config.resume:
+        found = world.on_rank_0(lambda: checkpoint.steps(Path(config.out) / "checkpoints"), (checkpoint.CheckpointError,))
     for path in reversed(found.values()):
         try:
             index = trainer.load(path)
@@ -360,6 +389,9 @@ def restore(trainer: Trainer, world: World, corpus: str, tokenizer) -> tuple[int
             continue
         for said in damage:
             world.say(f"{said}; going back to the one before")
+        if trainer.frozen and index.get("base", trainer.identity) != trainer.identity:
+            raise checkpoint.CheckpointError(f"--load {config.load}: is not the model that the prompts in {path} were learned for; it has changed since. "
+                                             "Name the checkpoint that they were begun with (CKPT/checkpoints/step-..), or begin anew with another --out")
         changed = [f"--{k.replace('_', '-')} {index['config'].get(k)} -> {v}" for k, v in dataclasses.asdict(config).items()
                    if index["config"].get(k, v) != v and k not in ("resume", "out")]
         changed += [said for said in [check_resumed_tokenizer(trainer, path, index)] if said]
@@ -384,8 +416,9 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
     config, begin, step = trainer.config, time.perf_counter(), start
     out = Path(config.out)
     flops = flops_per_token(trainer.model_config) * (2 / 3 if trainer.frozen else 1)           # a frozen matrix has no weight gradient
-    bytes_per_token = train_set.index["bytes"] / train_set.index["tokens"]
+    bytes_per_token = held_out.index["bytes"] / held_out.index["tokens"]
     profiler, first = torch.profiler.profile() if config.profile else None, min(start + 3, config.steps)
+    curves = Curves(out / "tensorboard", start) if config.tensorboard and metrics else None
     try:
         for step in range(start + 1, config.steps + 1):
             if profiler and step == first:
@@ -402,6 +435,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
             line = {"step": step, "loss": sum(losses), "grad_norm": norm, "lr": lr, "tokens": tokens, "step_seconds": seconds,
                     "tokens_per_second": processed / seconds, "tflops_per_device": processed * flops / seconds / world.size / 1e12,
                     "peak_memory_bytes": int(max(peaks))}
+            line |= mfu(line["tflops_per_device"], trainer.device, trainer.precision)
             line |= trainer.routing()
             if trainer.scaler:
                 line["loss_scale"] = trainer.scaler.scale
@@ -413,7 +447,10 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
                 line["eval_loss"] = trainer.evaluate(held_out, min(held_out.windows, EVAL_SEQUENCES))
             if metrics:
                 metrics.add(line)
-            world.say(progress(line, config.steps, (time.perf_counter() - begin) / (step - start) * (config.steps - step), bytes_per_token))
+            if curves:
+                curves.add(line)
+            if last or step % config.log_every == 0 or "eval_loss" in line:
+                world.say(progress(line, config.steps, (time.perf_counter() - begin) / (step - start) * (config.steps - step), bytes_per_token))
             world.beat(f"the save after step {step}")
             if last or config.save_every and step % config.save_every == 0:
                 trainer.save(out / "checkpoints", step, tokens, train_set.index["corpus"])
@@ -430,6 +467,8 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
         whole = list(checkpoint.steps(out / "checkpoints").values())
         raise RunError(f"after step {step}: {e}; " + (f"{whole[-1]} is whole; " if whole else "") + "make room, then continue with --resume",
                        everywhere=True) from None
+    except MetricsError as e:                                            # on rank 0 alone: the others are ended
+        raise RunError(f"after step {step}: {e}; make room, then continue from the newest checkpoint with --resume") from None
     except Exception as e:
         raise RunError(f"rank {world.rank}, step {step}: {type(e).__name__}: {e}\n{traceback.format_exc()}"
                        f"train.py: rank {world.rank} failed in step {step}; continue from the newest checkpoint with --resume") from e
@@ -444,7 +483,30 @@ def run(config: Config, world: World) -> None:
     """One training run on this rank."""
     tokenizer = open_tokenizer(config, world)
     config.tokenizer = tokenizer.name                                    # of prompts, that of their model
+    check_room(config, world)
     world.connect(config.device, config.tp, config.pp, config.timeout, config.ep)
+    folder = open_out(config, world)
+    config.resume |= world.restarts > 0
+    try:
+        train(config, world, tokenizer)
+    finally:
+        if folder:
+            folder.close()
+
+
+def begin_files(config: Config, out: Path, tokenizer, start: int) -> Metrics:
+    """What a run leaves from its start: config.json, its tokenizer, metrics.jsonl. On rank 0. Raises RunFolderError or MetricsError."""
+    try:
+        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1), encoding="utf-8")
+        if isinstance(tokenizer, FileTokenizer):
+            tokenizer.save(out)                                          # generate.py finds it there
+    except OSError as e:
+        raise RunFolderError(f"--out {out}: cannot be written ({e.strerror})") from None
+    return Metrics(out / "metrics.jsonl", start)
+
+
+def train(config: Config, world: World, tokenizer) -> None:
+    """The run, in a folder that is its own."""
     train_set, held_out = open_data(config, world, tokenizer)
     try:
         trainer = Trainer(config, world.device, world.groups)
@@ -454,13 +516,18 @@ def run(config: Config, world: World) -> None:
         raise RunError(f"rank {world.rank}: there is no room for this model on {world.device} ({str(e).split(chr(10))[0]}); a smaller one, or more ranks with "
                        "--tp, --pp or --zero-stage 3, would need less of each") from None
     trainer.tokenizer = record(tokenizer)
-    out, metrics, corpus = Path(config.out), None, train_set.index["corpus"]
+    out, opened, corpus = Path(config.out), [], train_set.index["corpus"]
     start, tokens = restore(trainer, world, corpus, tokenizer)
-    if world.rank == 0:
-        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
-        if isinstance(tokenizer, FileTokenizer):
-            tokenizer.save(out)                                          # generate.py finds it there
-        metrics = Metrics(out / "metrics.jsonl", start)
+    done = world.on_rank_0(lambda: start >= config.steps and (out / ("prompts.safetensors" if trainer.frozen else "sample.txt")).exists(), ())
+    if done:
+        return world.say(f"{out}: step {start} of --steps {config.steps} is done, and there is nothing to do; with more --steps the run goes on")
+    if config.warmup_steps > config.steps:
+        world.say(f"--warmup-steps {config.warmup_steps}: longer than --steps {config.steps}, so the learning rate ends at "
+                  f"{learning_rate(config.steps, config.lr, 0, config.warmup_steps, config.steps):.1e}, below --lr {config.lr}")
+    world.on_rank_0(lambda: opened.append(begin_files(config, out, tokenizer, start)), (RunFolderError, MetricsError))
+    metrics = opened[0] if world.rank == 0 else None
+    if metrics and metrics.notice:
+        world.say(metrics.notice)
     told = ("tp", "pp", "ep", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "zero_stage", "reduce_dtype", "recompute", "recompute_layers", "optimizer_state")
     layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in told if getattr(config, name) != getattr(Config(), name))
     learned = sum(torch.Size(sharding.of(p).shape).numel() for p in trainer.optimizer.parameters.values())
@@ -481,10 +548,11 @@ def run(config: Config, world: World) -> None:
         world.say("--recompute selective: fused attention keeps no s x s scores, so there is nothing to recompute")
     begin = time.perf_counter()
     stopped = loop(trainer, world, train_set, held_out, metrics, start, tokens)
+    title = f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}"
     if trainer.frozen and not stopped:
         trainer.save_prompts(out / "prompts.safetensors")
         if world.rank == 0:
-            plot_loss(metrics.lines, f"{config.prompt_config}, prompts for {config.load}", out / "loss.png")
+            leave(world, out / "loss.png", lambda path: plot_loss(metrics.lines, f"{config.prompt_config}, prompts for {config.load}", path))
         return world.say(f"{out}: prompts.safetensors, loss.png, metrics.jsonl, checkpoints")
     if stopped or trainer.dp_rank > 0 and config.zero_stage < 3 and config.ep == 1:            # a model whose parameters are spread runs on all ranks
         return
@@ -497,32 +565,43 @@ def run(config: Config, world: World) -> None:
     except FloatingPointError as e:
         text = f"no sample: {e}"
     if world.rank == 0:
-        plot_loss(metrics.lines, f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}", out / "loss.png")
-        (out / "sample.txt").write_text(text)
+        leave(world, out / "loss.png", lambda path: plot_loss(metrics.lines, title, path))
+        leave(world, out / "sample.txt", lambda path: path.write_text(text, encoding="utf-8", errors="replace"))
         world.say(f"\na sample (generate.py makes more):\n\n{text}\n\n{out}: loss.png, metrics.jsonl, sample.txt, checkpoints; "
                   f"{duration(seconds)} of training")
 
 
+def leave(world: World, path: Path, write) -> None:
+    """write(path), for what can be made again: where there is no room for it, the run is done all the same."""
+    try:
+        write(path)
+    except OSError as e:
+        world.say(f"{path}: cannot be written ({e.strerror}); the checkpoints are whole")
+
+
 def main(argv: list[str]) -> int:
     """Exit status: 0; 2 for what cannot run, 1 for what fails while running, each with one message; 130 for Ctrl-C before the first step."""
+    terminal.prepare()
     world = World.from_launcher()
-    config = parse(argv, world.rank)
     status, message = 0, None
     try:
+        config = parse(argv, world.rank)
         config.validate(world.size)
-        if world.rank == 0:
-            check_out(config, world)
-        config.resume |= world.restarts > 0
         run(config, world)
-    except (ConfigError, data.DataError, PromptError, TokenizerError, checkpoint.CheckpointError) as e:
+    except REFUSED as e:
         status, message = 2, e
-    except RunError as e:
+    except (RunError, WorldError) as e:
         status, message = 1, e
     except KeyboardInterrupt:
         status = 130
-    if message and (world.rank == 0 or status == 1 and not message.everywhere):
-        print(f"train.py: {message}", file=sys.stderr, flush=True)
-    if status == 1 and not message.everywhere and world.size > 1:
+    except Exception as e:
+        status = 1
+        message = RunError(f"rank {world.rank}, before the first step: {type(e).__name__}: {e}\n{traceback.format_exc()}"
+                           f"train.py: rank {world.rank} failed before the first step or after the last")
+    alone = status == 1 and not getattr(message, "everywhere", False)
+    if message and (world.rank == 0 or alone):
+        terminal.say(f"train.py: {message}", error=True)
+    if alone and world.size > 1:
         os._exit(1)                                                      # peers may wait for this rank in a collective: no goodbye
     message = None                                                       # its traceback holds groups
     world.disconnect()

@@ -43,17 +43,31 @@ class Watchdog:
         while not self.gone.wait(min(1, self.seconds / 10)):
             last = self.last
             if last is not None and time.monotonic() - last > self.seconds:
-                try:
-                    self.store.set(f"waits {self.rank}", f"{self.where}, in {self.line()}")
-                    self.gone.wait(min(10, self.seconds))                # the others' time is up a little earlier or later
-                    if self.last != last:                                # it was slow, and goes on
-                        self.store.delete_key(f"waits {self.rank}")
-                        continue
-                    self.report()
-                except Exception as e:                                   # the rank that holds the store may be gone
-                    print(f"train.py: rank {self.rank}: no progress for {self.seconds:.0f} s in {self.where}, and no word of the others ({e})", file=sys.stderr, flush=True)
-                if not self.gone.is_set():
+                # In a thread of its own: the store may be on a machine that is gone, or in a process that is
+                # stopped, and then each word to it waits for ever.
+                speaker = threading.Thread(target=self.speak, args=(last,), daemon=True)
+                speaker.start()
+                speaker.join(min(10, self.seconds) + min(10, self.seconds))
+                if speaker.is_alive():
+                    self.say_alone("the store does not answer")
+                if self.last == last and not self.gone.is_set():
                     self.end(1)
+
+    def speak(self, last: float) -> None:
+        """Tell the others where this rank is; if it does not go on meanwhile, report. last: its last heartbeat."""
+        try:
+            self.store.set(f"waits {self.rank}", f"{self.where}, in {self.line()}")
+            self.gone.wait(min(10, self.seconds))                        # the others' time is up a little earlier or later
+            if self.last != last:                                        # it was slow, and goes on
+                self.store.delete_key(f"waits {self.rank}")
+            else:
+                self.report()
+        except Exception as e:                                           # the rank that holds the store may be gone
+            self.say_alone(e)
+
+    def say_alone(self, why) -> None:
+        print(f"train.py: rank {self.rank}: no progress for {self.seconds:.0f} s in {self.where}, and no word of the "
+              f"others ({why})", file=sys.stderr, flush=True)
 
     def line(self) -> str:
         """Where the watched thread is: the innermost line outside of torch."""

@@ -9,7 +9,6 @@ Experts are spread over --ep of the dp ranks, neighbours again: dp = (edp, ep).
 import ctypes
 import gc
 import os
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,7 +17,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import pipeline_parallel
+import terminal
 from watchdog import Watchdog
+
+
+class WorldError(RuntimeError):
+    """The ranks did not meet; the message says which rank waited, for how long, and for whom."""
 
 
 def keep_freed_memory() -> None:
@@ -93,14 +97,29 @@ class World:
                 torch.set_num_threads(self.cores)
         if self.size > 1:
             shared = self.device.type == "cpu" or self.local_size > torch.cuda.device_count()      # NCCL wants a device for each rank
-            store, rank, size = next(dist.rendezvous("env://"))
-            store = dist.PrefixStore(f"start {self.restarts}", store)    # torchrun may keep it over restarts, with dead ranks' addresses
-            dist.init_process_group("gloo" if shared else "nccl", store=dist.PrefixStore("ranks", store), rank=rank, world_size=size,
+            store = dist.PrefixStore(f"start {self.restarts}", self.meet(timeout))                     # torchrun may keep it over restarts, with dead ranks' addresses
+            self.watchdog = Watchdog(dist.PrefixStore("watchdog", store.clone()), self.rank, self.size, timeout)     # with a connection of its own
+            self.beat("the start, where the ranks meet")
+            dist.init_process_group("gloo" if shared else "nccl", store=dist.PrefixStore("ranks", store), rank=self.rank, world_size=self.size,
                                     timeout=timedelta(seconds=timeout + 60), device_id=None if shared else self.device)
-            self.watchdog = Watchdog(dist.PrefixStore("watchdog", store.clone()), rank, size, timeout)        # with a connection of its own
             self.groups = Groups.make(self.device.type, self.size, tp, pp, timedelta(seconds=timeout + 60), ep)
+            self.beat(None)
         else:
             self.groups = Groups()
+
+    def meet(self, timeout: float) -> dist.Store:
+        """The store through which the ranks find each other. timeout: seconds to wait for the others, on every rank.
+        Raises WorldError."""
+        try:
+            store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+            store.set_timeout(timedelta(seconds=timeout))
+            return store
+        except (dist.DistError, ValueError, OSError) as e:
+            why = str(e).split(chr(10))[0]
+            raise WorldError(
+                f"rank {self.rank}: the {self.size} ranks did not meet within {timeout:.0f} s ({why}); start all of them, "
+                "with the same MASTER_ADDR and MASTER_PORT, or give them more time with --timeout"
+            ) from None
 
     @property
     def cores(self) -> int:
@@ -124,6 +143,18 @@ class World:
             dist.all_gather_object(gathered, x)
         return gathered
 
+    def on_rank_0(self, work, errors: tuple):
+        """What work() gives on rank 0, on every rank; an exception of `errors` is raised on every rank. A collective."""
+        result = error = None
+        try:
+            result = work() if self.rank == 0 else None
+        except errors as e:
+            error = e
+        result, error = self.gather((result, error))[0]
+        if error:
+            raise error
+        return result
+
     def gather_numbers(self, *numbers: torch.Tensor | float) -> list[tuple]:
         """For each number, its values on all ranks: one small collective a step."""
         row = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=self.device) for n in numbers])
@@ -140,8 +171,8 @@ class World:
     def say_aside(self, *words) -> None:
         """For people, where standard output is for programs."""
         if self.rank == 0:
-            print(*words, file=sys.stderr, flush=True)
+            terminal.say(*words, error=True)
 
     def say(self, *words) -> None:
         if self.rank == 0:
-            print(*words, flush=True)
+            terminal.say(*words)

@@ -1,9 +1,11 @@
+import dataclasses
 import hashlib
 import json
 import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import struct
 import threading
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
+import gpt
 import ranks
 from checkpoint import CheckpointError
 
@@ -200,8 +203,8 @@ def damage(path, how):
 
 @pytest.mark.parametrize("how, words", [
     ("truncated", ["safetensors is", "bytes long", "damaged"]), ("missing", ["is missing", "damaged"]), ("no index", ["is not a checkpoint", "no index.json"]), ("no checksum", ["damaged", "no index.json.sha256"]),
-    ("another file", ["more.safetensors is not in the checkpoint's index"]), ("half an index", ["do not fit"]), ("half an index, signed", ["index.json cannot be read"]), ("foreign index", ["not the index of a checkpoint"]),
-    ("list", ["not the index of a checkpoint"]), ("header", ["cannot be loaded"])])
+    ("another file", ["more.safetensors is not in the checkpoint's index"]), ("half an index", ["do not fit"]), ("half an index, signed", ["index.json: not JSON"]), ("foreign index", ["not the index of a checkpoint"]),
+    ("list", ["index.json: Expected `object`, got `array`"]), ("header", ["cannot be loaded"])])
 def test_damage_is_named(tmp_path, how, words):
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
     damage(path, how)
@@ -264,6 +267,80 @@ def test_a_deceiving_index_is_an_error_of_ours(tmp_path):
         except CheckpointError:
             refused += 1
     assert refused > 150
+
+
+def change_index(path, change):
+    """Change the parsed index in place, with its checksum made to fit."""
+    index = json.loads((path / "index.json").read_text())
+    change(index)
+    (path / "index.json").write_text(json.dumps(index))
+    sign_index(path)
+
+
+@pytest.fixture(scope="module")
+def whole_model(tmp_path_factory):
+    """The checkpoint of a model of two layers, as a run leaves it."""
+    import sharding
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=32))
+    sharding.init(model, 0, "cpu", torch.float32)
+    optimizer = {"updates": 3, "skipped": 0, "scaler": None}
+    state = {"tokens": 96, "corpus": "c", "optimizer": optimizer, "config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(model.config)}
+    return checkpoint.save(tmp_path_factory.mktemp("whole"), 3, {f"model.{n}": p.detach() for n, p in model.named_parameters()}, state)
+
+
+@pytest.mark.parametrize("field, value, words", [
+    ("model.num_layers", 2.0, "num_layers 2.0: must be an integer"), ("model.num_layers", True, "num_layers True: must be an integer"), ("model.norm_eps", "x", "norm_eps 'x': must be a number"),
+    ("model.norm_eps", 0, "norm_eps 0: must be from 1e-30 to 1"), ("model.norm_eps", float("nan"), "index.json: not JSON .*NaN"), ("model.rotary_base", None, "rotary_base None: must be a number"),
+    ("model.rotary_base", 0.5, "rotary_base 0.5: must be from 1"), ("model.llama", "no", "llama 'no': must be true or false"), ("model.colour", 1, "does not describe a model .*'colour'"),
+    ("model", {"num_layers": 2}, "missing 2 required"), ("model", [], "Expected `object`, got `array` - at `\\$.model`"),
+    ("model.num_layers", 60000, "num_layers 60000: there are tensors of 2 layers"), ("model.vocab_size", 2**31 - 1, "vocab_size 2147483647.* parameters or more, and its tensors have"),
+    ("model.hidden_size", 2**31 - 8, "hidden_size 2147483640"), ("model.num_experts", 65535, "num_experts 65535"), ("model.ffn_hidden_size", 2**30, "ffn_hidden_size 1073741824"),
+    ("step", -1, "Expected `int` >= 0 - at `\\$.step`"), ("step", 10**30, "Expected `int` <= .* - at `\\$.step`"), ("tokens", "x", "Expected `int \\| null`, got `str`"), ("optimizer.updates", 2.5, "updates`"),
+    ("optimizer.scaler", {"scale": 0.5, "good_steps": 0, "tolerance": 1}, "Expected `float` >= 1"), ("config.tokenizer", [], "Expected `str \\| null`, got `array`"),
+    ("tensors.model.head.norm.weight", ["int32", [16]], "model.head.norm.weight is int32; a checkpoint has float64, float32"),
+    ("tensors.model.head.norm.weight", ["float32", [2**40]], "its tensors would have .* bytes, and its files have")])
+def test_an_index_is_typed_and_held_to_its_files(whole_model, tmp_path, field, value, words):
+    """Before anything is built: each of these would take minutes or gigabytes, or a traceback, later."""
+    path = shutil.copytree(whole_model, tmp_path / "c")
+
+    def change(index):
+        *outer, last = field.split(".", 1) if field.startswith("tensors.") else field.split(".")
+        for name in outer:
+            index = index[name]
+        index[last] = value
+    change_index(path, change)
+    with pytest.raises(CheckpointError, match=words) as e:
+        checkpoint.read_model(path)
+    assert str(path) in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_model_of_an_older_index(whole_model, tmp_path):
+    """A field that it does not have yet is what it was by default."""
+    path = shutil.copytree(whole_model, tmp_path / "c")
+    change_index(path, lambda index: [index["model"].pop(name) for name in ("z_loss", "num_experts", "capacity_factor")] + [index.pop("optimizer")])
+    assert checkpoint.read_model(path)[0] == checkpoint.read_model(whole_model)[0]
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda t: t.view(torch.int32), "model.a is I32 \\[5, 3\\] from \\[0, 0\\] on there, and float32 \\[5, 3\\] in the index"), (lambda t: t.double(), "model.a is F64"),
+    (lambda t: t.repeat(2, 1), "model.a is F32 \\[10, 3\\]"), (lambda t: t.flatten(), "model.a is F32 \\[15\\]"), (None, "damaged, or not safetensors")])
+def test_a_file_that_holds_other_tensors_than_the_index_says(tmp_path, capfd, change, words):
+    """int32 would load as other numbers without a word. One line, and nothing printed before it."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    path = checkpoint.save(tmp_path, 1, tensors(), STATE)
+    file = next(path.glob("*.safetensors"))
+    if change:
+        with safe_open(file, "pt") as f:
+            found, metadata = {n: f.get_tensor(n) for n in f.keys()}, f.metadata()
+        save_file(found | {"model.a": change(found["model.a"])}, file, metadata)
+    else:
+        file.write_bytes(b"\xff" * 200)
+    sign(path)
+    with pytest.raises(CheckpointError, match=words) as e:
+        checkpoint.load(path, empty())
+    assert "\n" not in str(e.value) and capfd.readouterr() == ("", "")
 
 
 def test_another_model(tmp_path):
@@ -424,10 +501,10 @@ def test_saved_under_one_layout_loads_under_any(tmp_path, world, flags):
 
 
 def test_an_index_that_is_older_than_a_field(tmp_path):
-    path = checkpoint.write(tmp_path / "step-000001", 1, {"model.a": torch.ones(2)}, {"config": {}, "model": {"h": 1}})
-    checkpoint.load(path, {"model.a": torch.zeros(2)}, {"h": 1, "later": 2})
-    with pytest.raises(CheckpointError, match="h is 1 there and 2 here"):
-        checkpoint.load(path, {"model.a": torch.zeros(2)}, {"h": 2, "later": 2})
+    path = checkpoint.write(tmp_path / "step-000001", 1, {"model.a": torch.ones(2)}, {"config": {}, "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1}})
+    checkpoint.load(path, {"model.a": torch.zeros(2)}, {"num_layers": 1, "later": 2})
+    with pytest.raises(CheckpointError, match="num_layers is 1 there and 2 here"):
+        checkpoint.load(path, {"model.a": torch.zeros(2)}, {"num_layers": 2, "later": 2})
 
 
 def test_a_missing_slice_is_found(tmp_path):

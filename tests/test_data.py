@@ -100,7 +100,7 @@ def test_ranks_share_the_work_and_the_errors(here):
     with open(path, "a") as f:
         f.write('{"text": 3}\n')
     errors = ranks.run(on_rank, 3, path, str(here / "c3"))
-    assert errors == [f'--data {path}, line 61: no "text" field that is a string'] * 3
+    assert errors == [f'--data {path}, line 61: Expected `str`, got `int` - at `$.text`; {{"text": "..."}} would fit'] * 3
 
 
 def prepare_in_process(path, cache, queue):
@@ -209,12 +209,12 @@ def test_byte_tokenizer_round_trip():
     ("empty.txt", b"", ["empty.txt", "empty"]),
     ("binary.txt", b"text\0more", ["binary.txt", "not UTF-8", "0x00", "offset 4"]),
     ("latin.txt", b"caf\xe9 x", ["latin.txt", "not UTF-8", "0xe9", "offset 3"]),
-    ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', ["bad.jsonl, line 3", "malformed JSON"]),
-    ("nofield.jsonl", b'{"txt": "a"}\n', ["nofield.jsonl, line 1", '"text"']),
+    ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', ["bad.jsonl, line 3", "not JSON"]),
+    ("nofield.jsonl", b'{"txt": "a"}\n', ["nofield.jsonl, line 1", "missing", '{"text": "..."} would fit']),
     ("half.jsonl", b'{"text": "a\\ud800b"}\n', ["half.jsonl, line 1", "surrogate"]),
     ("utf8.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', ["utf8.jsonl, line 2", "not UTF-8", "0xe9"]),
     ("deep.jsonl", b"[" * 200_000, ["deep.jsonl, line 1"]), ("long.jsonl", b'{"text": ' + b"1" * 5000 + b"}", ["long.jsonl, line 1"]),
-    ("list.jsonl", b'["a"]\n', ["list.jsonl, line 1", '"text"']),
+    ("list.jsonl", b'["a"]\n', ["list.jsonl, line 1", "got `array`"]),
     ("broken.txt.gz", b"not gzip", ["broken.txt.gz", "cannot be read"]),
     ("blank.jsonl", b'{"text": ""}\n', ["no text"]),
 ])
@@ -235,7 +235,7 @@ def test_bad_folders_lines_and_lengths(here, monkeypatch):
     write_jsonl(here / "long.jsonl", TEXTS[:20])
     with open(here / "long.jsonl", "a") as f:
         f.write("{\n")
-    with pytest.raises(DataError, match="long.jsonl, line 21: malformed JSON"):
+    with pytest.raises(DataError, match="long.jsonl, line 21: not JSON"):
         prepare(["long.jsonl"], ByteTokenizer())
     (here / "short.txt").write_text("a few words")
     with pytest.raises(DataError, match="too short.*--seq-length of at most 1"):

@@ -394,7 +394,7 @@ def refused(folder, target, words):
 @pytest.mark.parametrize("family, changes, words", [
     ("gpt2", {"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "GPT2LMHeadModel, LlamaForCausalLM and MixtralForCausalLM"]), ("gpt2", {"architectures": ...}, ["architectures is null"]),
     ("gpt2", {"n_layer": ...}, ["n_layer is missing"]), ("gpt2", {"n_embd": "32"}, ['n_embd is "32"', "an integer"]), ("gpt2", {"n_head": 4.0}, ["n_head is 4.0", "an integer"]),
-    ("gpt2", {"n_head": True}, ["n_head is true"]), ("gpt2", {"layer_norm_epsilon": float("nan")}, ["layer_norm_epsilon is NaN", "a number"]),
+    ("gpt2", {"n_head": True}, ["n_head is true"]), ("gpt2", {"layer_norm_epsilon": float("nan")}, ["not JSON", "NaN"]),
     ("gpt2", {"n_head": 5}, ["num_heads 5", "divide"]), ("gpt2", {"n_layer": 0}, ["num_layers 0"]), ("gpt2", {"n_layer": -1}, ["n_layer is -1"]),
     ("gpt2", {"activation_function": "relu"}, ['activation_function is "relu"', "gelu_new"]), ("gpt2", {"activation_function": ["gelu"]}, ["activation_function"]),
     ("gpt2", {"tie_word_embeddings": False}, ["tie_word_embeddings is false"]), ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
@@ -410,8 +410,12 @@ def refused(folder, target, words):
     ("mixtral", {"num_local_experts": 5}, ["model.layers.0.block_sparse_moe.gate.weight is F32 [4, 32] there", "experts.4.w1.weight is missing", "; and 5 more"]),
     ("mixtral", {"num_local_experts": 3}, ["gate.weight is F32 [4, 32] there", "experts.3.w2.weight is not in gpt.py", "; and 5 more"]),
     ("mixtral", {"intermediate_size": 40}, ["experts.0.w1.weight is F32 [36, 32] there", "[40, 32] in gpt.py"]),
-    ("llama", {"num_hidden_layers": 3}, ["model.layers.2.input_layernorm.weight is missing", "; and 6 more"]),
-    ("llama", {"num_hidden_layers": 1}, ["model.layers.1.", "is not in gpt.py", "; and 6 more"]),
+    ("llama", {"num_hidden_layers": 3}, ["num_layers 3: there are tensors of 2 layers"]),
+    ("llama", {"num_hidden_layers": 1}, ["num_layers 1: there are tensors of 2 layers"]), ("llama", {"num_hidden_layers": 60000}, ["num_layers 60000"]),
+    ("llama", {"rope_theta": 0, "rope_parameters": ...}, ["rotary_base 0.0: must be from 1 to 1e+30"]), ("llama", {"rope_theta": "x", "rope_parameters": ...}, ['rope_theta is "x"']),
+    ("llama", {"rms_norm_eps": 0}, ["norm_eps 0.0: must be from 1e-30 to 1"]), ("llama", {"rms_norm_eps": [1e-5]}, ["rms_norm_eps is [1e-05]"]),
+    ("gpt2", {"vocab_size": 2**31 - 1}, ["vocab_size 2147483647", "parameters or more, and its tensors have"]), ("gpt2", {"n_positions": 2**31 - 1}, ["seq_length 2147483647"]),
+    ("llama", {"hidden_size": 2**31 - 8, "head_dim": ...}, ["hidden_size 2147483640"]), ("mixtral", {"num_local_experts": 65535}, ["num_experts 65535"]),
     ("llama", {"vocab_size": 62}, ["model.embed_tokens.weight is F32 [61, 32] there", "[62, 32] in gpt.py"])])
 def test_a_model_that_gpt_py_does_not_have(copy, tmp_path, family, changes, words):
     folder = copy(family)
@@ -431,7 +435,7 @@ def damage(folder, how):
     elif how == "not JSON":
         (folder / "config.json").write_text("{")
     elif how == "deep JSON":
-        (folder / "config.json").write_text("[" * 100_000)
+        (folder / "config.json").write_text('{"a": ' + "[" * 100_000)
     elif how == "not an object":
         (folder / "config.json").write_text("[]")
     elif how == "no weights":
@@ -461,12 +465,12 @@ class Malice:
 
 
 @pytest.mark.parametrize("family, how, words", [
-    ("gpt2", "no config", ["is not a folder with a config.json"]), ("gpt2", "not JSON", ["config.json cannot be read as JSON"]), ("gpt2", "deep JSON", ["cannot be read as JSON"]),
-    ("gpt2", "not an object", ["config.json cannot be read as JSON", "not an object"]), ("gpt2", "no weights", ["neither model.safetensors nor"]),
-    ("gpt2", "pickle", ["pickle", "never opened", "save_pretrained"]), ("gpt2", "pickle under another name", ["model.safetensors is damaged, or not safetensors"]),
-    ("gpt2", "truncated", ["model.safetensors is damaged"]), ("gpt2", "header", ["model.safetensors is damaged"]),
+    ("gpt2", "no config", ["is not a folder with a config.json"]), ("gpt2", "not JSON", ["config.json: not JSON", "line 1, column 2"]), ("gpt2", "deep JSON", ["nested too deeply"]),
+    ("gpt2", "not an object", ["config.json: Expected `object`, got `array`"]), ("gpt2", "no weights", ["neither model.safetensors nor"]),
+    ("gpt2", "pickle", ["pickle", "never opened", "save_pretrained"]), ("gpt2", "pickle under another name", ["model.safetensors cannot be loaded: damaged, or not safetensors"]),
+    ("gpt2", "truncated", ["model.safetensors cannot be loaded: damaged"]), ("gpt2", "header", ["model.safetensors cannot be loaded: damaged"]),
     ("gpt2", "64 bits", ["is F64 [61, 32] there", "F32 or BF16 or F16"]),
-    ("llama", "missing shard", ["model-00002-of-", "is missing"]), ("llama", "no map", ["no weight_map"]), ("llama", "map to elsewhere", ["files beside it"])])
+    ("llama", "missing shard", ["model-00002-of-", "is missing"]), ("llama", "no map", ["index.json: Object missing required field `weight_map`"]), ("llama", "map to elsewhere", ["index.json: Expected `str` matching regex"])])
 def test_damage_is_named(copy, tmp_path, monkeypatch, family, how, words):
     monkeypatch.chdir(tmp_path)
     folder = copy(family)

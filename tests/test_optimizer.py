@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.adamw import adamw
 
+import fsdp
 import parity
 import ranks
 import sharding
@@ -64,6 +65,51 @@ def test_gradients_are_summed_in_float32(dtype):
         model(x).sum().backward(torch.tensor(scaler.scale if scaler else 1, dtype=dtype))
     assert model.weight.main_grad.dtype == torch.float32
     assert model.weight.main_grad.item() == pytest.approx(100 + 100 / 128, rel=1e-6)
+
+
+class TiedTwice(nn.Module):
+    """y = (a + b) w, where w is one weight under two names, with the gradients a and b."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 1, bias=False, dtype=dtype), nn.Linear(1, 1, bias=False, dtype=dtype)
+        self.second.weight = self.first.weight
+
+    def forward(self, a, b):
+        return self.first(a) + self.second(b)
+
+
+def one_tied_gradient(rank, stage, dtype, a, b):
+    model = TiedTwice(dtype)
+    gradients = GradientAccumulator(model) if stage is None else fsdp.shard(model, dist.group.WORLD, stage)
+    for last in (False, True):
+        if last:
+            gradients.last_backward()
+        model(torch.full((1, 1), a, dtype=dtype), torch.full((1, 1), b, dtype=dtype)).sum().backward()
+    gradients.reduce_gradients()
+    return sharding.own(model.first.weight).main_grad.item()
+
+
+@pytest.mark.parametrize("stage", [None, 0, 2], ids=str)
+@pytest.mark.parametrize("dtype, a, b", [(torch.float16, 60000.0, 50016.0), (torch.bfloat16, 256.0, 1.0)], ids=["overflow", "rounding"])
+def test_a_tied_weight_sums_its_uses_in_float32(stage, dtype, a, b):
+    """110016 is infinite in fp16, 257 is 256 in bf16. Of two micro-batches."""
+    found, = ranks.run(one_tied_gradient, 1, stage, dtype, a, b)
+    assert found == 2 * (a + b)
+
+
+def scale_that_fits():
+    trainer.LossScaler = lambda: LossScaler(2.0**12)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_pipelines_have_the_gradients_of_one_device_in_16_bits(precision):
+    """Matrix multiplications are the same ones; what is left is how float32 sums are rounded."""
+    flags = dict(precision=precision, mutate=scale_that_fits, steps=1, micro_batch_size=1)
+    one = parity.train(**flags)
+    for world, layout in ((2, dict(pp=2)), (4, dict(pp=2, zero_stage=3))):
+        worst = parity.difference(parity.train(world, **layout, **flags), one)
+        assert worst["gradient"] < 1e-6 and worst["norm"] < 1e-6, worst
 
 
 def test_masters_remember_what_bf16_cannot():
@@ -173,10 +219,12 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
 
 
 def test_loss_scaler_by_hand():
-    """NeMo's constants; hysteresis 2: the first overflow is forgiven, each further one halves, a good interval restores."""
+    """NeMo's constants; hysteresis 2: the first overflow is forgiven, each further one halves, a good interval restores. (The
+    first step is good: before one, the scale is searched for.)"""
     scaler = LossScaler()
     assert (scaler.scale, scaler.interval, scaler.hysteresis) == (2**32, 1000, 2)
     scaler = LossScaler(scale=16.0, interval=3)
+    scaler.update(True)
     scales = []
     for finite in (False, False, False, True, True, True, False, False):
         scaler.update(finite)
@@ -185,6 +233,50 @@ def test_loss_scaler_by_hand():
     other = LossScaler()
     other.load_state_dict(scaler.state_dict())
     assert other.__dict__ | {"interval": 3} == scaler.__dict__
+
+
+def test_the_first_scale_is_found_in_a_few_steps():
+    """By 2^8 at a time, down to 1, until a step is finite; then hysteresis is whole, and halves are NeMo's."""
+    scaler, scales = LossScaler(), []
+    for finite in (False, False, True, False, False):
+        scaler.update(finite)
+        scales.append(math.log2(scaler.scale))
+    assert scales == [24, 16, 16, 16, 15]
+    scaler = LossScaler()
+    exhausted = []
+    for _ in range(5):
+        scaler.update(False)
+        exhausted.append(scaler.exhausted)
+    assert scaler.scale == 1 and exhausted == [False] * 4 + [True]
+
+
+def test_a_loss_scaler_of_an_older_checkpoint():
+    """It has no search in it, and goes on by halves. What is searching goes on to search."""
+    scaler = LossScaler()
+    scaler.load_state_dict({"scale": 2.0**20, "good_steps": 0, "tolerance": 1})
+    scaler.update(False)
+    assert scaler.scale == 2**19
+    half_way, resumed = LossScaler(), LossScaler()
+    half_way.update(False)
+    resumed.load_state_dict(half_way.state_dict())
+    resumed.update(False)
+    assert resumed.scale == 2**16
+    with pytest.raises(ValueError, match="not the state of a loss scaler"):
+        scaler.load_state_dict({"scale": 2.0**20, "good_steps": 0, "tolerance": 1, "searching": "no"})
+
+
+@pytest.mark.parametrize("scale, first", [(None, 6), (64.0, 9)], ids=["fp32", "fp16"])
+def test_divergence(scale, first):
+    """At the third skipped step in a row; with fp16 when also scale 1 has overflowed: 32 | 16, 8, 4, 2, 1, 1."""
+    model = nn.Linear(2, 2)
+    optimizer, diverged = AdamW(model.named_parameters(), scaler=LossScaler(scale) if scale else None), []
+    for bad in (False, True, True, False, *[True] * 8):
+        for p in model.parameters():
+            p.main_grad = torch.full(p.shape, math.nan if bad else 1.0)
+        optimizer.step(1e-3)
+        diverged.append(optimizer.diverged(3))
+        assert not optimizer.diverged(0)
+    assert diverged == [False] * first + [True] * (12 - first)
 
 
 def test_learning_rate_by_hand():
@@ -239,12 +331,12 @@ def test_bf16_follows_fp32():
 def test_fp16_follows_fp32_and_survives_its_first_scale():
     fp32, _ = curve("fp32", device="cuda")
     fp16, t = curve("fp16", device="cuda")
-    assert 5 < t.optimizer.skipped < 40 and t.scaler.scale < 2**32
+    assert 1 <= t.optimizer.skipped < 10 and t.scaler.scale < 2**32
     assert abs(fp16[-20:].mean() - fp32[-20:].mean()) < 0.05 * fp32[0]
 
 
 def test_fp16_scale_finds_its_place_on_the_cpu():
-    """The scale of 2^32 overflows at first; steps are skipped and counted until it fits, then the model learns."""
+    """The scale of 2^32 overflows at first; steps are skipped and counted until it fits, a few at most, then the model learns."""
     losses, t = curve("fp16", steps=60)
-    assert 3 <= t.optimizer.skipped < 40 and 1 < t.scaler.scale < 2**32
+    assert 1 <= t.optimizer.skipped <= 5 and 1 < t.scaler.scale < 2**32
     assert losses[-1] < losses[0] - 0.3 and torch.isfinite(losses).all()

@@ -78,29 +78,29 @@ def test_epochs_are_permutations():
 
 
 @pytest.mark.parametrize("fields, words", [
-    (dict(splits=(3,)), "markers .* have the numbers \\[0, 1\\]"), (dict(total_virtual_tokens=9), "add up to total_virtual_tokens 9, not to 5"), (dict(virtual_token_splits=[5, 0]), "numbers from 1 on"),
+    (dict(splits=(3,)), "markers .* have the numbers \\[0, 1\\]"), (dict(total_virtual_tokens=9), "add up to total_virtual_tokens 9, not to 5"), (dict(virtual_token_splits=[5, 0]), "Expected `int` >= 1 - at `\\$.task_templates\\[0\\].virtual_token_splits"), (dict(taskname=[]), "Expected `str`, got `array`"), (dict(total_virtual_tokens=10**30), "Expected `int` <= 65535"),
     (dict(truncate_field="nope"), "truncate_field 'nope' is not a field"), (dict(answer_field="text", truncate_field=None), "must end the template"), (dict(answer_field=None), "needs an answer_field"),
     (dict(truncate_field="label"), "also the truncate_field"), (dict(text="<|VIRTUAL_PROMPT_0|>{text}{text}<|VIRTUAL_PROMPT_1|>{label}"), "stands twice"),
-    (dict(text="<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_0|>{text}{label}"), "numbers \\[0, 0\\]"), (dict(name="a.b"), "letters, digits"), (dict(name="__metadata__"), "does not begin"), (dict(text="<|VIRTUAL_PROMPT_0|>{prediction}<|VIRTUAL_PROMPT_1|>{text}{label}"), "may not be called \\['prediction'\\]"), (dict(splits=(3, True)), "is not list\\[int\\]"), (dict(total_virtual_tokens="5"), "is not int")])
+    (dict(text="<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_0|>{text}{label}"), "numbers \\[0, 0\\]"), (dict(name="a.b"), "letters, digits"), (dict(name="__metadata__"), "does not begin"), (dict(text="<|VIRTUAL_PROMPT_0|>{prediction}<|VIRTUAL_PROMPT_1|>{text}{label}"), "may not be called \\['prediction'\\]"), (dict(splits=(3, True)), "Expected `int`, got `bool`"), (dict(total_virtual_tokens="5"), "Expected `int`, got `str`")])
 def test_bad_templates(fields, words):
     with pytest.raises(PromptError, match=words):
-        Template(**template(**fields))
+        PromptConfig.of(dict(task_templates=[template(**fields)], new_tasks=["t"]))
 
 
 @pytest.mark.parametrize("content, words", [
     (config(new=("a", "c")) | dict(task_templates=[template("a")]), "new_tasks: 'c' has no template; there are \\['a'\\]"), (config(existing=("c",)), "restore_path must name"),
-    (config(style="tuning"), "virtual_prompt_style 'tuning'"), (config(colour=1), "has \\['colour'\\]"), (config(new=("a", "a")), "two have the same taskname"), (config(new=()), "new_tasks is empty"),
+    (config(style="tuning"), "virtual_prompt_style 'tuning'"), (config(colour=1), "unknown field `colour`"), (config(new=("a", "a")), "two have the same taskname"), (config(new=()), "new_tasks is empty"),
     (config(prompt_tuning=dict(new_prompt_init_methods=["text"] * 2)), "begins from a text, and none"), (config(prompt_tuning={}), "one of text and random for each"),
     (config(style="p-tuning", p_tuning=dict(encoder_type="gru")), "encoder_type 'gru': must be one of mlp, lstm, tpmlp"), (config(style="p-tuning", p_tuning=dict(dropout=0.1)), "dropout 0.1: must be 0"),
-    (config(data=dict(train=[])), "data has \\['train'\\]"), ({}, "task_templates"), (config(task_templates=[{}]), "number 0 lacks"), (config(new_tasks="a"), "new_tasks 'a' is not list\\[str\\]"), (config(data=dict(shuffle="no")), "shuffle 'no' is not bool"),
-    (config(data=None), "data None is not Data"), (config(p_tuning=dict(encoder_hidden=8.5)), "encoder_hidden 8.5 is not int"), (config(data=dict(max_seq_length=-3)), "at least 1"), (config(style="fine-tuning"), "has 5 virtual tokens")])
+    (config(data=dict(train=[])), "unknown field `train` - at `\\$.data`"), ({}, "task_templates"), (config(task_templates=[{}]), "missing required field `taskname`"), (config(new_tasks="a"), "Expected `array`, got `str` - at `\\$.new_tasks`"), (config(data=dict(shuffle="no")), "Expected `bool`, got `str`"),
+    (config(data=None), "got `null` - at `\\$.data`"), (config(p_tuning=dict(encoder_hidden=8.5)), "Expected `int`, got `float` - at `\\$.p_tuning.encoder_hidden`"), (config(p_tuning=dict(encoder_hidden=10**30)), "Expected `int` <= 65536"), (config(p_tuning=dict(num_layers=10**9)), "Expected `int` <= 64"), (config(data=dict(max_seq_length=-3)), "Expected `int` >= 1"), (config(style="fine-tuning"), "has 5 virtual tokens")])
 def test_bad_configurations(content, words):
     with pytest.raises(PromptError, match=words):
         PromptConfig.of(content)
 
 
 @pytest.mark.parametrize("line, words", [
-    ('{"taskname": "a", "text": "x"}', "line 3: the template of 'a' has the fields \\['text', 'label'\\]; the line lacks \\['label'\\]"), ("{oh", "line 3: not JSON"), ("[]", "line 3: not an object"),
+    ('{"taskname": "a", "text": "x"}', "line 3: the template of 'a' has the fields \\['text', 'label'\\]; the line lacks \\['label'\\]"), ("{oh", "line 3: not JSON"), ("[]", "line 3: Expected `object`, got `array`"), ('{"taskname": []}', "line 3: taskname \\[\\] is none"), ('{"taskname": "\\ud800"}', "line 3: not JSON .*half of a surrogate"),
     ('{"taskname": "a", "text": "x", "label": "y", "more": 1}', "line 3: .* also has \\['more'\\]"), ('{"taskname": "z", "text": "x", "label": "y"}', "line 3: taskname 'z' is none of the tasks here, \\['a', 'b'\\]"),
     ('{"taskname": "a", "text": ["x"], "label": "y"}', "line 3: field 'text' is neither")])
 def test_bad_lines(line, words, tmp_path):

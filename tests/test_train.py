@@ -112,7 +112,7 @@ def test_tensor_parallel_end_to_end(here, text):
     for key in ("loss", "grad_norm", "eval_loss"):
         assert [x[key] for x in lines("two") if key in x] == pytest.approx([x[key] for x in lines("one") if key in x], rel=1e-5)
     assert [x["tokens"] for x in lines("two")] == [x["tokens"] for x in lines("one")]
-    assert in_process(text, "--out", "two", *flags, "--steps", "10", "--resume") == 0
+    assert in_process(text, "--out", "two", *flags, "--steps", "10", "--resume", "--tp", "1") == 0         # another layout is given whole
     assert [x["step"] for x in lines("two")] == list(range(1, 11)) and lines("two")[-1]["loss"] < lines("two")[0]["loss"]
     model, index = completions.load_model("two")
     assert index["step"] == 10 and len(generate.generate(model, [[1, 2]], 5)[0]) == 5
@@ -188,7 +188,7 @@ def test_signal_saves_and_stops(here, text, number, world):
     (["--data", "missing.txt"], ["--data missing.txt", "no such file"]),
     (["--seq-length", "100000"], ["too short", "--seq-length"]),
     (["--vocab-size", "100"], ["--tokenizer bytes", "--vocab-size 100", "--vocab-size 257 would fit"]),
-    (["--tp", "2"], ["--tp 2: must divide the 1 ranks", "[1] would fit"]), (["--tp", "0"], ["--tp 0"]), (["--sequence-parallel"], ["--sequence-parallel", "--tp 2"]),
+    (["--tp", "2"], ["--tp 2: this is one rank alone", "torchrun --nproc-per-node 2"]), (["--tp", "0"], ["--tp 0"]), (["--sequence-parallel"], ["--sequence-parallel", "--tp 2"]),
     (["--recompute", "full", "--recompute-layers", "3"], ["--recompute-layers 3", "--num-layers 2"]),
     (["--recompute-layers", "1"], ["--recompute-layers 1: needs --recompute selective or full"]),
     (["--precision", "fp16", "--optimizer-state", "bf16"], ["--optimizer-state bf16", "--precision bf16 would fit"]), (["--timeout", "0"], ["--timeout 0"]),

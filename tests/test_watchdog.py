@@ -1,4 +1,11 @@
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -58,3 +65,70 @@ def test_without_the_store_the_rank_ends_all_the_same(capfd):
     time.sleep(1)
     dog.stop()
     assert ended and "no word of the others" in capfd.readouterr().err
+
+
+class Blocked(dist.HashStore):
+    """The process that held the store is stopped: whoever asks waits."""
+    def check(self, keys):
+        time.sleep(60)
+
+
+def test_a_store_that_does_not_answer_holds_nobody(capfd):
+    dog, ended = watched(store=Blocked())
+    dog.beat("step 3")
+    time.sleep(2)
+    dog.stop()
+    assert ended and "no word of the others (the store does not answer)" in capfd.readouterr().err
+
+
+# --- ranks that were started without a launcher ----------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen:
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("".join(f"x{random.Random(n).randrange(99)} = {n}\n" for n in range(3000)))
+    environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+                                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    small = ["--num-layers", "1", "--hidden-size", "32", "--num-heads", "4", "--seq-length", "32", "--global-batch-size", "2"]
+    command = [sys.executable, str(ROOT / "train.py"), *small, "--device", "cpu", "--data", str(text), *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment)
+
+
+def test_a_rank_alone_does_not_wait_for_ever(tmp_path):
+    both = [start(rank, free_port(), tmp_path, "--timeout", "3") for rank in range(2)]       # each with a port of its own
+    for rank, process in enumerate(both):
+        error = process.communicate(timeout=60)[1]
+        assert process.returncode == 1 and "Traceback" not in error
+        assert f"train.py: rank {rank}: the 2 ranks did not meet within 3 s" in error
+
+
+def test_a_folder_that_rank_0_refuses_ends_all_ranks(tmp_path):
+    port = free_port()
+    both = [start(rank, port, tmp_path, "--out", "/proc/run") for rank in range(2)]
+    ended = [(process.communicate(timeout=60)[1], process.returncode) for process in both]
+    assert [status for _, status in ended] == [2, 2]
+    assert "--out /proc/run: cannot be written" in ended[0][0] and "train.py" not in ended[1][0]
+
+
+def test_rank_0_is_stopped_and_holds_the_store(tmp_path):
+    port = free_port()
+    both = [start(rank, port, tmp_path, "--steps", "100000", "--timeout", "4", "--out", "run") for rank in range(2)]
+    try:
+        for line in both[0].stdout:
+            if line.startswith("step "):
+                break
+        both[0].send_signal(signal.SIGSTOP)
+        error = both[1].communicate(timeout=60)[1]
+        assert both[1].returncode == 1 and "rank 1: no progress for 4 s" in error
+    finally:
+        both[0].kill()
+        both[0].communicate()

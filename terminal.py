@@ -1,0 +1,61 @@
+"""What a command says to people, on streams that may be closed, full, or only know ASCII.
+
+A run must not end because nobody reads its lines any more: `python train.py | head` closes the pipe after ten lines,
+a log file's disk fills up. From then on the lines are dropped, one line on standard error says so, and the run goes on;
+metrics.jsonl has every step.
+
+    terminal.prepare()        first thing in a command
+    terminal.say("step 1")    a line on standard output, flushed
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+
+
+def prepare() -> None:
+    """Make standard input, output and error usable. A closed one becomes /dev/null: otherwise the next file that is
+    opened would get its number, and what a library prints would land in a checkpoint."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is this one: those below are open by now.
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal does not have is shown by its number, never an exception.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def say(*words, error: bool = False) -> None:
+    """Print a line, flushed; where the stream is gone, drop this line and the ones to come."""
+    stream = sys.stderr if error else sys.stdout
+    try:
+        print(*words, file=stream, flush=True)
+    except OSError as e:
+        mute(stream)
+        if not error:
+            say(f"standard output is gone ({e.strerror or e}): the run goes on without it", error=True)
+
+
+def mute(stream) -> None:
+    """What is written to this stream from now on goes nowhere, the rest of its buffer too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def quiet_interrupts() -> None:
+    """Ctrl-C ends this process at once, with status 130 and without a traceback: for the seconds in which PyTorch is
+    imported, and for every moment in which there is nothing to save. Call it where a file is run as a command."""
+
+    def end(number, frame):
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, end)

@@ -1,0 +1,136 @@
+"""A folder belongs to one run: locked, refused, taken over; what is in it is never dropped without a word."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import checkpoint
+import two_runs
+from metrics import Metrics, MetricsError, read_metrics
+from run_folder import RunFolder, RunFolderError
+
+
+def test_a_second_run_is_refused_and_told_by_whom(tmp_path):
+    first = RunFolder(tmp_path / "run", resume=False)
+    for resume in (False, True):
+        with pytest.raises(RunFolderError, match=rf"process {os.getpid()} on \S+, since .* trains into it"):
+            RunFolder(tmp_path / "run", resume)
+    first.close()
+    RunFolder(tmp_path / "run", resume=False).close()
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    code = f"import run_folder, time; f = run_folder.RunFolder({str(tmp_path)!r}, False); print('locked', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "locked\n"
+    with pytest.raises(RunFolderError, match=f"process {process.pid} "):
+        RunFolder(tmp_path, resume=False)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    RunFolder(tmp_path, resume=False).close()
+
+
+def test_a_restarted_rank_waits_for_the_one_before(tmp_path):
+    held = RunFolder(tmp_path, resume=False, launcher="7 1")
+    code = f"import run_folder; run_folder.RunFolder({str(tmp_path)!r}, False, restarts=1, launcher='7 1'); print('in', flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    time.sleep(0.5)
+    (tmp_path / "config.json").touch()
+    held.close()
+    assert process.communicate(timeout=20)[0] == "in\n"
+
+
+def test_another_run_in_the_folder(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "a file server that does not answer")
+    with pytest.raises(RunFolderError, match="holds another run; continue it with --resume"):
+        RunFolder(tmp_path, resume=False, launcher="1 1")
+    assert not (tmp_path / "config.json").exists()
+    RunFolder(tmp_path, resume=True).close()
+
+
+@pytest.mark.parametrize("name", ["/proc/run", "x" * 300, "a\0b"])
+def test_names_that_cannot_be(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFolderError, match="--out .*cannot be written"):
+        RunFolder(name, resume=False)
+
+
+def test_two_runs_into_one_folder():
+    assert two_runs.main(["--times", "2"]) == 0
+
+
+# --- metrics.jsonl ---------------------------------------------------------------------------------------------------
+
+LINES = [json.dumps({"step": n, "loss": 5.0 - n}) for n in range(1, 7)]
+
+
+def test_one_bad_byte_costs_one_line_and_is_said(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    raw = "\n".join(LINES).encode() + b"\n"
+    path.write_bytes(raw.replace(b'"step": 2', b'"st\xffp": 2'))
+    damaged = path.read_bytes()
+    metrics = Metrics(path, last_step=5)
+    assert [line["step"] for line in metrics.lines] == [1, 3, 4, 5]
+    assert "line 2 cannot be read" in metrics.notice and str(tmp_path) in metrics.notice
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damaged
+    assert [line["step"] for line in read_metrics(path)[0]] == [1, 3, 4, 5]
+
+
+def test_half_a_line_at_the_end_is_what_a_kill_leaves(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(LINES) + '\n{"step": 7, "lo')
+    metrics = Metrics(path, last_step=7)
+    assert len(metrics.lines) == 6 and not metrics.notice and not (tmp_path / "metrics.jsonl.damaged").exists()
+
+
+@pytest.mark.parametrize("bad", ['{"step": "2", "loss": 1}', '{"step": 2, "loss": NaN}', "[2]", '{"loss": 3}', "[" * 9999])
+def test_lines_of_other_types(tmp_path, bad):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join([LINES[0], bad, LINES[2]]) + "\n")
+    lines, damaged = read_metrics(path)
+    assert [line["step"] for line in lines] == [1, 3] and damaged == [2]
+
+
+def test_metrics_on_a_full_disk(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl", 0)
+    metrics.file = open("/dev/full", "w")
+    with pytest.raises(MetricsError, match="No space left"):
+        metrics.add({"step": 1, "loss": 2.0})
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_not_empty(tmp_path, monkeypatch):
+    assert checkpoint.steps(tmp_path / "missing") == {}
+    (tmp_path / "file").touch()
+    with pytest.raises(checkpoint.CheckpointError, match="cannot be read"):
+        checkpoint.steps(tmp_path / "file")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(checkpoint.CheckpointError, match="Permission denied"):
+        checkpoint.find(tmp_path)
+
+
+def test_links_do_not_stop_the_clean_up(tmp_path):
+    """A step folder that is a link, and a link where the next save is built: the links go, what they lead to stays."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "step-000001").symlink_to(elsewhere)
+    (folder / ".step-000003.saving").symlink_to(elsewhere)
+    (folder / ".step-000009.saving").symlink_to(tmp_path / "nowhere")
+    for step in (2, 3, 4):
+        checkpoint.save(folder, step, {}, {"config": {}, "model": {}}, keep=2)
+    assert sorted(p.name for p in folder.iterdir()) == ["step-000003", "step-000004"]
+    assert (elsewhere / "kept").exists()

@@ -1,0 +1,98 @@
+"""A run does not depend on who reads its lines, nor on when Ctrl-C comes."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import terminal
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--num-layers", "1", "--hidden-size", "32", "--num-heads", "4", "--ffn-hidden-size", "64", "--seq-length", "32"]
+SMALL += ["--global-batch-size", "2", "--device", "cpu", "--steps", "30", "--warmup-steps", "5", "--eval-every", "0"]
+
+
+@pytest.fixture
+def command(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("if x in y: déjà vu\n" * 2000, encoding="utf-8")
+    return [sys.executable, str(ROOT / "train.py"), *SMALL, "--data", str(text), "--out", str(tmp_path / "run")]
+
+
+def steps(folder: Path) -> int:
+    return len((folder / "run/metrics.jsonl").read_text().splitlines())
+
+
+def shell(tmp_path, command, text, **environment):
+    line = " ".join(command) + text
+    return subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+
+
+def test_whoever_stops_reading_does_not_stop_the_run(tmp_path, command):
+    done = shell(tmp_path, command, " | head -n 2; exit ${PIPESTATUS[0]}")
+    assert done.returncode == 0 and steps(tmp_path) == 30
+    assert "Traceback" not in done.stderr and "standard output is gone (Broken pipe)" in done.stderr
+
+
+def test_closed_input_full_output_and_ascii(tmp_path, command):
+    done = shell(tmp_path, command, " <&- > /dev/full", PYTHONIOENCODING="ascii", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert done.returncode == 0 and steps(tmp_path) == 30
+    assert "Traceback" not in done.stderr and "No space left on device" in done.stderr
+    assert (tmp_path / "run/sample.txt").exists()
+
+
+def test_characters_that_the_terminal_does_not_have(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    terminal.prepare()
+    terminal.say("déjà vu")
+    assert stream.buffer.getvalue() == b"d\\xe9j\\xe0 vu\n"
+
+
+def test_closed_streams_keep_their_numbers(tmp_path):
+    """Without it the first file that is opened is number 1, and gets what is printed."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import terminal; terminal.prepare(); f = open({str(tmp_path / 'file')!r}, 'w'); import os; os.write(1, b'words'); sys.exit(f.fileno())"
+    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" <&- >&- 2>&-'])
+    assert done.returncode > 2 and (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize("delay", [0.3, 1.0, 1.8])
+def test_ctrl_c_while_pytorch_is_imported(tmp_path, command, delay):
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "Traceback" not in output, output
+
+
+def test_each_command_is_quiet_when_it_is_interrupted():
+    """The handler is set before anything that takes long is imported."""
+    for name in ("train.py", "generate.py", "prompt_tuning.py", "huggingface.py", "checkpoint.py", "data.py"):
+        source = (ROOT / name).read_text()
+        assert source.index("terminal.quiet_interrupts()") < source.index("import torch"), name
+
+
+def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, capfd):
+    import metrics
+    import train
+
+    class Full(metrics.Metrics):
+        def add(self, line):
+            if line["step"] == 4:
+                self.file = open("/dev/full", "w")
+            super().add(line)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "Metrics", Full)
+    assert train.main([*command[2:], "--save-every", "2"]) == 1
+    error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("train.py")]
+    assert len(error) == 1 and "after step 4" in error[0] and "No space left" in error[0] and "--resume" in error[0]
+    monkeypatch.setattr(train, "Metrics", metrics.Metrics)
+    assert train.main([*command[2:], "--resume"]) == 0
+    assert [json.loads(line)["step"] for line in open("run/metrics.jsonl")] == list(range(1, 31))
