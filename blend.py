@@ -1,23 +1,27 @@
-"""Several corpora with weights, as one: `--data 0.7:A 0.3:B` draws seven samples in ten from A and three from B.
+"""Several corpora with weights, as one.
 
-Sample number n of a blend is sample m of one of its corpora, and which, depends on n and the weights alone. Sample m = 0, 1, ...
-of corpus k, of weight w_k, is due at (m + 1/2) / w_k, and the blend takes the samples as they are due:
+`--data 0.7:A 0.3:B` draws seven samples in ten from corpus A and three from B. Which corpus gives
+sample number n of the blend, and which of its own samples it gives, depends on n and the weights
+alone. Sample m = 0, 1, ... of corpus k, of weight w_k, is due at time (m + 1/2) / w_k, and the
+blend takes the samples as they are due:
 
-    0.7:A 0.3:B     due A 0.71  B 1.67  A 2.14  A 3.57  A, B 5.0  A 6.43  A 7.86  B 8.33  A 9.29     so  A B A A A B A A B A
+    0.7:A 0.3:B     A 0.71   B 1.67   A 2.14   A 3.57   A, B 5.0   A 6.43   A 7.86   B 8.33   A 9.29
 
-By time t corpus k has given floor(w_k t + 1/2) samples: never far from its share, and so known at any t without a walk from
-the start. Sample 2^50 costs as much as sample 0, and a resume needs no state. Weights are exact fractions, so that no
-machine rounds another order. Each corpus keeps its own epochs, a new permutation each, and its own token cache.
+By time t corpus k has given floor(w_k t + 1/2) samples. This is always close to its share, and
+known at any t without a walk from the start. Sample 2^50 costs as much as sample 0, and a resume
+needs no state. Weights are exact fractions, so that no machine rounds another order. Each corpus
+keeps its own epochs, a new permutation each, and its own token cache.
 
-    python blend.py 0.7:A 0.3:B       the order of the first samples, and how often each corpus comes; reads no files
+    python blend.py 0.7:A 0.3:B       the order of the first samples, and each corpus's count
 
-Megatron-LM takes the corpus that is furthest behind its share, and stores the choice for every sample of the run.
+Megatron-LM takes the corpus that is furthest behind its share, and stores this choice for every
+sample of the run. Both follow the weights within about one sample.
 """
+
 import hashlib
 import heapq
 import math
 import os
-import re
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -32,44 +36,57 @@ from token_cache import shown
 
 class Part(NamedTuple):
     """One corpus of a blend."""
+
     weight: Fraction | None      # None: it is the only one
     where: str                   # what named it, for messages
     folder: Path                 # in the token cache
 
 
 def parse_weights(names: list[str]) -> list[tuple[Fraction | None, list[str]]]:
-    """WEIGHT:PATH ... as (weight, [path]) each; names without weights are one corpus: (None, names). A file or folder whose name
-    looks like a weight is taken for what it is. Raises DataError."""
-    found = [None if os.path.lexists(name.replace("\0", "")) else re.fullmatch(r"([^:]*):(.*)", name, re.DOTALL) for name in names]
-    weights = [match and number(match[1]) for match in found]
-    if all(weight is None for weight in weights):
+    """(weight, [path]) for each WEIGHT:PATH; names without weights are one corpus, (None, names).
+    Raises DataError."""
+    pairs = [split_weight(name) for name in names]
+    if all(weight is None for weight, _ in pairs):
         return [(None, names)]
-    for name, weight in zip(names, weights):
+    for name, (weight, _) in zip(names, pairs):
         if weight is None:
-            raise DataError(f"{shown(name)}: has no weight; either all corpora have one, as 0.5:{shown(name)}, or none")
+            raise DataError(
+                f"{shown(name)}: has no weight; give one to all corpora, as 0.5:PATH, or to none"
+            )
         if not 0 < weight < math.inf:
             raise DataError(f"{shown(name)}: a weight must be above 0 and finite, as in 0.7:PATH")
-    return [(Fraction(repr(weight)), [match[2]]) for weight, match in zip(weights, found)]
+    return [(Fraction(repr(weight)), [path]) for weight, path in pairs]
 
 
-def number(text: str) -> float | None:
+def split_weight(name: str) -> tuple[float | None, str]:
+    """(0.7, A) for 0.7:A. (None, name) for what exists under its whole name, or has no weight."""
+    number, colon, path = name.partition(":")
     try:
-        return float(text)
+        exists = os.path.lexists(name)
+    except ValueError:  # a zero byte in the name
+        exists = False
+    try:
+        return (float(number), path) if colon and not exists else (None, name)
     except ValueError:
-        return None
+        return None, name
 
 
 def prepare(names: list[str], tokenizer, flag: str = "--data", **share) -> list[Part]:
-    """Every corpus that `names` names, tokenised (`data.prepare`, which also says what `share` is). Raises DataError."""
+    """Every corpus of `names`, tokenised. share: goes on to data.prepare. Raises DataError."""
     try:
         corpora = parse_weights(names)
     except DataError as e:
         raise DataError(f"{flag} {e}") from None
-    wheres = [flag if weight is None else f"{flag} {shown(paths[0])}" for weight, paths in corpora]
-    return [Part(weight, where, data.prepare(paths, tokenizer, flag=flag, **share)) for (weight, paths), where in zip(corpora, wheres)]
+    parts = []
+    for weight, paths in corpora:
+        where = flag if weight is None else f"{flag} {shown(paths[0])}"
+        parts.append(Part(weight, where, data.prepare(paths, tokenizer, flag=flag, **share)))
+    return parts
 
 
-def open_parts(parts: list[Part], seq_length: int, seed: int | None, split: str = "train") -> "Corpus | Blend":
+def open_parts(
+    parts: list[Part], seq_length: int, seed: int | None, split: str = "train"
+) -> "Corpus | Blend":
     """The windows of one corpus, or of the blend of several. Raises DataError."""
     corpora = [Corpus(part.folder, seq_length, seed, split, part.where) for part in parts]
     return corpora[0] if len(parts) == 1 else Blend(corpora, [part.weight for part in parts])
@@ -81,17 +98,19 @@ class Interleave:
     def __init__(self, weights: list[Fraction]):
         """weights: positive; only their ratios count."""
         scale = math.lcm(*(w.denominator for w in weights))
-        self.shares = [int(w * scale) for w in weights]                  # w_k = shares[k] / total
+        self.shares = [int(w * scale) for w in weights]  # w_k = shares[k] / total
         self.total = sum(self.shares)
         common = math.lcm(*self.shares)
-        self.steps = [common // share for share in self.shares]          # between two samples of a corpus: 1 / w_k in whole numbers
+        # the time between two samples of a corpus, 1 / w_k, in whole numbers
+        self.steps = [common // share for share in self.shares]
 
     def __call__(self, n: int) -> tuple[int, int]:
         """(k, m): sample n of the blend is sample m of corpus k."""
-        # floor(w t + 1/2) summed over K corpora is within K / 2 of t: at this time at most n samples have been due
+        # floor(w_k t + 1/2), summed over K corpora, is within K / 2 of t: at most n are due
         time = max(0, n - (len(self.shares) + 1) // 2)
         taken = [(2 * share * time + self.total) // (2 * self.total) for share in self.shares]
-        due = [((2 * m + 1) * step, k) for k, (m, step) in enumerate(zip(taken, self.steps))]       # (m + 1/2) / w_k
+        # in units of 1 / (2 common): (m + 1/2) / w_k
+        due = [((2 * m + 1) * step, k) for k, (m, step) in enumerate(zip(taken, self.steps))]
         heapq.heapify(due)
         for _ in range(n - sum(taken)):
             when, k = due[0]
@@ -108,11 +127,18 @@ class Blend:
         self.corpora, self.locate = corpora, Interleave(weights)
         self.s, self.windows = corpora[0].s, sum(c.windows for c in corpora)
         shares = [Fraction(share, self.locate.total) for share in self.locate.shares]
-        made_of = " ".join(f"{share}:{c.index['corpus']}" for share, c in zip(shares, corpora))
-        tokens = sum(c.index["tokens"] for c in corpora)
-        per_token = sum(share * Fraction(c.index["bytes"], c.index["tokens"]) for share, c in zip(shares, corpora))
-        # bytes: so that bytes / tokens is that of a sample of the blend
-        self.index = {"corpus": hashlib.sha256(made_of.encode()).hexdigest()[:16], "tokens": tokens, "bytes": round(tokens * per_token)}
+        indices = [c.index for c in corpora]
+        made_of = " ".join(f"{share}:{index['corpus']}" for share, index in zip(shares, indices))
+        tokens = sum(index["tokens"] for index in indices)
+        per_token = sum(
+            share * Fraction(i["bytes"], i["tokens"]) for share, i in zip(shares, indices)
+        )
+        # bytes: bytes / tokens is that of the blend's samples
+        self.index = {
+            "corpus": hashlib.sha256(made_of.encode()).hexdigest()[:16],
+            "tokens": tokens,
+            "bytes": round(tokens * per_token),
+        }
 
     def batch(self, samples) -> Batch:
         """samples: b global sample numbers."""
@@ -134,10 +160,10 @@ def main():
         return print("no weights: one corpus of all files")
     locate = Interleave([weight for weight, _ in corpora])
     for start in (0, 2**50):
-        order = [locate(n) for n in range(start, start + 1000)]
-        print(f"samples {start}, ...: " + " ".join(corpora[k][1][0] for k, _ in order[:20]))
-        print("    of a thousand: " + ", ".join(f"{sum(k == j for k, _ in order)} of {paths[0]}, from its number {next((m for k, m in order if k == j), '-')} on"
-                                              for j, (_, paths) in enumerate(corpora)))
+        order = [locate(n)[0] for n in range(start, start + 1000)]
+        counts = [f"{order.count(k)} of {paths[0]}" for k, (_, paths) in enumerate(corpora)]
+        print(f"samples {start}, ...: " + " ".join(corpora[k][1][0] for k in order[:20]))
+        print("    of a thousand: " + ", ".join(counts))
 
 
 if __name__ == "__main__":

@@ -488,6 +488,17 @@ def check_sizes(config: GPTConfig, shapes: dict[str, list[int]]) -> None:
         raise ValueError(f"{sizes}: a model of {needed:,} parameters or more, and its tensors have {there:,}")
 
 
+def check_room(what: str, needed: int, device) -> None:
+    """Whether a device could hold so many bytes at all, before they are allocated: on the CPU the end comes later, and to any process. Raises CheckpointError."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+    else:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > room:
+        raise CheckpointError(f"{what}: takes {needed:,} bytes, and {device} has {room:,} in all")
+
+
 def read_header(file: Path) -> dict[str, tuple[str, list[int], list[int]]]:
     """Tensor -> (dtype as safetensors calls it, shape, where in the whole tensor it begins) of one file. Raises CheckpointError."""
     try:

@@ -58,6 +58,7 @@ def load_model(path: "Path | str", device="cpu", dtype: torch.dtype = torch.floa
     config, index, read = open_model(path)
     chunks = cut(config, groups, layer_split)
     parameters = {}
+    checkpoint.check_room(str(path), sum(p.numel() for chunk in chunks for p in chunk.parameters()) * dtype.itemsize, device)
     for chunk in chunks:
         sharding.materialise(chunk, device, dtype)
         chunk.requires_grad_(False).eval()

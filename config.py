@@ -8,6 +8,7 @@ and what would fit. Each technique knows its own rules (`tensor_parallel.check`,
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import re
 import sys
 import tomllib
@@ -91,6 +92,8 @@ class Config:
     warmup_steps: int = flag(50, "steps of linear warmup")
     weight_decay: float = flag(0.1, "on matrices only")
     grad_clip: float = flag(1.0, "largest global gradient norm; 0 for none")
+    max_bad_steps: int = flag(50, "the run ends with exit status 1 after so many steps in a row whose gradients were not finite, with fp16 once the loss scale cannot fall; 0: never. "
+                                  "Meanwhile a save waits for the next good step, and no older checkpoint is removed")
     precision: str | None = flag(None, "of compute; the default is bf16 on CUDA and fp32 on CPUs (fp64: for tests)", ("fp32", "bf16", "fp16", "fp64"))
     optimizer_state: str = flag("fp32", "bf16: both moments in bf16, and of a bf16 weight's master only the low half; 8 bytes a parameter instead of 14", ("fp32", "bf16"))
     # data
@@ -143,7 +146,7 @@ class Config:
         self.check_types()
         model = self.model_config()
         for name, least in (("global_batch_size", 1), ("steps", 1), ("log_every", 1), ("num_kv_heads", 1), ("ffn_hidden_size", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
-                            ("seed", 0), ("lr", 0), ("min_lr", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1), ("tp", 1), ("pp", 1),
+                            ("seed", 0), ("lr", 0), ("min_lr", 0), ("max_bad_steps", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1), ("tp", 1), ("pp", 1),
                             ("virtual_stages", 1), ("ep", 1), ("timeout", 1)):
             value = getattr(self, name)
             if value is not None and not least <= value < 2**31:         # NaN and infinity fail too
@@ -202,6 +205,8 @@ class Config:
             self.validate_prompts()
         if self.optimizer_state == "bf16" and self.precision == "fp16":
             raise ConfigError("--optimizer-state bf16: the upper half of an fp32 master is a bf16 number; --precision bf16 would fit, or --optimizer-state fp32")
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError("--tensorboard: needs the package tensorboard (pip install tensorboard)")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
 

@@ -25,18 +25,15 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import fcntl
-import gzip
 import hashlib
+import io
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
-import sysconfig
 import time
-import zlib
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,14 +41,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import json_files
 import token_cache
-from token_cache import CacheError, DataError, cause, check_name, shown
+from documents import DataError, check_name, documents, find_files, reading, shown
+from token_cache import CacheError
 from tokenizer import TokenizerError, make_tokenizer
 
 FORMAT = "3"                     # part of the cache key: raise it when the same text would be cached differently
 PART_BYTES = 16 * 2**20          # text that one process tokenises at a time
-MISSING = "not there yet"        # the state of a corpus that was never built
 HELD_OUT = 20                    # the last 1/20 of the stream is never trained on
 
 
@@ -66,113 +62,7 @@ class Batch(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files to documents
-
-def standard_library() -> list[Path]:
-    """Python's own source files, without tests and installed packages."""
-    root = Path(sysconfig.get_path("stdlib"))
-    skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = sorted(p for p in root.rglob("*.py") if not skip.intersection(p.relative_to(root).parts))
-    if not files:
-        raise DataError(f"{root}: no source files of the standard library here; name text files with --data")
-    return files
-
-
-@contextlib.contextmanager
-def reading(path):
-    """What the system refuses inside becomes one line about the file. Raises DataError."""
-    try:
-        yield
-    except DataError:
-        raise
-    except (OSError, ValueError, EOFError, zlib.error) as e:
-        file = shown(getattr(e, "filename", None) or path)
-        raise DataError(f"{file}: cannot be read ({cause(e)}); mend this, or leave it out") from None
-
-
-def find_files(paths: list[str]) -> list[Path]:
-    """The files that `paths` name, and all text files in the folders that they name. Raises DataError."""
-    if not paths:
-        return standard_library()
-    files = []
-    for name in paths:
-        path = Path(name)
-        with reading(name):
-            check_name(name)
-            if path.is_dir():
-                files += text_files(path)
-            elif not path.exists():
-                raise DataError(f"{shown(path)}: no such file or folder")
-            elif not path.is_file():
-                raise DataError(f"{shown(path)}: neither a file nor a folder; write its text into a file first")
-            elif not path.stat().st_size:
-                raise DataError(f"{shown(path)}: the file is empty")
-            else:
-                files.append(path)
-    return files
-
-
-def text_files(folder: Path) -> list[Path]:
-    """All text files below a folder whose names do not begin with a dot. A folder that cannot be read is an error, not empty."""
-    def refuse(error: OSError):
-        raise error
-    found = []
-    for where, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(where, name) for name in names if not name.startswith(".")]
-    found = sorted(path for path in found if path.is_file())
-    text = [path for path in found if is_text(path)]
-    if not text:
-        raise DataError(f"{shown(folder)}: no text in this folder ({len(found)} other files)")
-    if len(text) < len(found):
-        print(f"data: {shown(folder)}: {len(found) - len(text)} of {len(found)} files are empty or not text, and left out", file=sys.stderr)
-    return text
-
-
-def is_text(path: Path) -> bool:
-    with reading(path), open(path, "rb") as f:
-        start = f.read(4096)
-    return bool(start) and (path.suffix == ".gz" or b"\0" not in start)
-
-
-def text_of(raw: bytes, where: str, offset: int = 0) -> str:
-    """where: what the message of an error begins with; offset: of `raw` in its file. Raises DataError, for a zero byte too."""
-    try:
-        if (position := raw.find(b"\0")) >= 0:
-            raise UnicodeDecodeError("utf-8", raw, position, position + 1, "a zero byte")
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise DataError(f"{where}: not UTF-8 text (byte 0x{raw[e.start]:02x} at offset {offset + e.start})") from None
-
-
-@dataclass
-class Record:
-    """A line of a `.jsonl` file; its other fields are not read."""
-    text: str
-
-
-def documents(path: Path, start: int, stop: int | None):
-    """The documents of one file between two offsets: one a line in `.jsonl`, otherwise the text itself. Raises DataError."""
-    zipped = path.suffix == ".gz"
-    with reading(path), (gzip.open if zipped else open)(path, "rb") as f:
-        f.seek(start)
-        raw = f.read(-1 if stop is None else stop - start)
-    if Path(path.stem if zipped else path).suffix != ".jsonl":
-        yield text_of(raw, shown(path), start)
-        return
-    for number, line in enumerate(raw.split(b"\n"), 1):
-        if line.strip():
-            try:
-                text_of(line, "")
-                text = json_files.parse(line, Record, "").text
-            except (DataError, json_files.JSONError) as e:
-                if not zipped:                                           # `raw` began at `start`
-                    with reading(path), open(path, "rb") as f:
-                        number += f.read(start).count(b"\n")
-                fit = '; {"text": "..."} would fit' if isinstance(e, json_files.JSONError) else ""
-                raise DataError(f"{shown(path)}, line {number}{e}{fit}") from None
-            yield text
-
+# Documents to a cached stream of token ids
 
 def split_parts(files: list[Path]) -> list[list[tuple[Path, int, int | None]]]:
     """Pieces (path, start, stop) of about PART_BYTES a part. A longer file is cut at line ends: a long text becomes several
@@ -197,31 +87,30 @@ def split_parts(files: list[Path]) -> list[list[tuple[Path, int, int | None]]]:
     return parts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Documents to a cached stream of token ids
-
 def tokenise_part(pieces, tokenizer_name: str, target: str) -> int:
-    """Write `target`.tokens.npy, `target`.documents.npy, rows (hash, tokens, bytes), and then `target`.sha256, the hashes of
-    both. Returns the bytes of text."""
+    """Write `target`.tokens.npy; `target`.documents.npy, rows (hash, tokens, bytes); and at the end
+    `target`.sha256, the hashes of both. Returns the bytes of text."""
     tokenizer = make_tokenizer(tokenizer_name)
     dtype = token_cache.token_type(tokenizer.vocab_size)
-    streams, rows = [], []
+    streams, rows = [np.zeros(0, dtype)], []
     for path, start, stop in pieces:
-        for text in documents(path, start, stop):
-            if text:
-                begin = [] if tokenizer.bos is None else [tokenizer.bos]
-                document = begin, tokenizer.encode(text), [tokenizer.eot]
-                ids = np.concatenate([np.asarray(part, dtype=dtype) for part in document])
-                raw = text.encode("utf-8")
-                streams.append(ids)
-                rows.append((int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big"), len(ids), len(raw)))
+        for text in filter(None, documents(path, start, stop)):
+            begin = [] if tokenizer.bos is None else [tokenizer.bos]
+            document = begin, tokenizer.encode(text), [tokenizer.eot]
+            ids = np.concatenate([np.asarray(part, dtype=dtype) for part in document])
+            raw = text.encode("utf-8")
+            order = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
+            streams.append(ids)
+            rows.append((order, len(ids), len(raw)))
+    table = np.array(rows, np.uint64).reshape(-1, 3)
     with token_cache.using(Path(target).parent.parent):
-        for suffix, array in (("tokens", np.concatenate(streams) if streams else np.zeros(0, dtype)),
-                              ("documents", np.array(rows, dtype=np.uint64).reshape(-1, 3))):
-            with open(f"{target}.{suffix}.npy", "wb") as f:
-                np.save(f, array, allow_pickle=False)
+        for suffix, array in (("tokens", np.concatenate(streams)), ("documents", table)):
+            # np.save into a file does not say why it failed
+            buffer = io.BytesIO()
+            np.save(buffer, array, allow_pickle=False)
+            Path(f"{target}.{suffix}.npy").write_bytes(buffer.getbuffer())
         Path(f"{target}.sha256").write_text(part_hashes(target))
-    return sum(int(row[2]) for row in rows)
+    return sum(size for _, _, size in rows)
 
 
 def part_hashes(target: str) -> str:
@@ -232,16 +121,15 @@ def part_is_whole(target: str) -> bool:
     """Whether an earlier run wrote this part to its end, and nothing has changed it since."""
     try:
         return Path(f"{target}.sha256").read_text() == part_hashes(target)
-    except (DataError, OSError, ValueError):
+    except (OSError, ValueError):
         return False
 
 
-def merge_parts(parts_folder: Path, count: int, folder: Path, **made_of) -> None:
-    """All documents in the order of their hashes, as one file, renamed into place when it is whole."""
-    names = [parts_folder / f"{i:06d}" for i in range(count)]
-    tokens = [np.load(f"{name}.tokens.npy", mmap_mode="r", allow_pickle=False) for name in names]
-    rows = [np.load(f"{name}.documents.npy", allow_pickle=False) for name in names]
-    part = np.repeat(np.arange(count), [len(r) for r in rows])
+def merge_parts(targets: list[str], folder: Path, **made_of) -> None:
+    """All documents in the order of their hashes, as one file, renamed when it is whole."""
+    tokens = [np.load(f"{t}.tokens.npy", mmap_mode="r", allow_pickle=False) for t in targets]
+    rows = [np.load(f"{t}.documents.npy", allow_pickle=False) for t in targets]
+    part = np.repeat(np.arange(len(targets)), [len(r) for r in rows])
     starts = np.concatenate([np.cumsum(r[:, 1]) - r[:, 1] for r in rows]).astype(np.int64)
     hashes, lengths, sizes = (np.concatenate([r[:, column] for r in rows]) for column in range(3))
     total = int(lengths.sum())
@@ -250,13 +138,15 @@ def merge_parts(parts_folder: Path, count: int, folder: Path, **made_of) -> None
     building = folder.with_name(folder.name + ".building")
     remove(building)
     building.mkdir()
-    with open(building / "tokens.npy", "wb") as f:                       # not by memory map: a full disk would end the process
+    # written, not mapped: on a full disk a store into a map ends the process without a word
+    with open(building / "tokens.npy", "wb") as f:
         f.write(token_cache.header(tokens[0].dtype, total))
         for i in np.argsort(hashes, kind="stable"):
             f.write(tokens[part[i]][starts[i]:starts[i] + int(lengths[i])].data)
+    blocks = token_cache.block_hashes(building / "tokens.npy", workers=4)
+    counts = {"tokens": total, "documents": len(hashes), "bytes": int(sizes.sum())}
     token_cache.write_index(building, token_cache.Index(
-        key=folder.name, tokens=total, documents=len(hashes), bytes=int(sizes.sum()), held_out_from=total - total // HELD_OUT,
-        blocks=token_cache.block_hashes(building / "tokens.npy", workers=4), **made_of))
+        key=folder.name, held_out_from=total - total // HELD_OUT, blocks=blocks, **counts, **made_of))
     remove(folder)
     os.rename(building, folder)
 
@@ -270,13 +160,14 @@ def remove(folder: Path) -> None:
 
 
 class Lockstep:
-    """Work that all ranks do at the same time, each its share. An error on one rank is every rank's error."""
+    """Work that all ranks do at the same time, each its share. An error on one rank is an error on
+    every rank, the same one: no rank waits for one that has left."""
 
     def __init__(self, exchange, rank: int, world: int, flag: str):
         self.exchange, self.rank, self.world, self.flag = exchange, rank, world, flag
 
     def __call__(self, work) -> list:
-        """What `work()` returned on each rank. Raises the first rank's DataError, with the flag in front, the same one everywhere."""
+        """What `work()` returned on each rank. Raises the first rank's error, with the flag."""
         result = error = None
         try:
             result = work()
@@ -284,7 +175,7 @@ class Lockstep:
             error = e
         except DataError as e:
             error = DataError(f"{self.flag} {e}")
-        except Exception as e:                                           # peers would wait for this rank
+        except Exception as e:
             error = e
         outcomes = self.exchange((result, error))
         for _, error in outcomes:
@@ -292,95 +183,117 @@ class Lockstep:
                 raise error
         return [result for result, _ in outcomes]
 
-    def share(self, items: list) -> list:
-        """(number, item) of this rank."""
-        return [(i, item) for i, item in enumerate(items) if i % self.world == self.rank]
+    def on_first(self, work):
+        """What `work()` returned on rank 0, which alone does it."""
+        return self(lambda: work() if self.rank == 0 else None)[0]
+
+    def each(self, work, items: list) -> list:
+        """[work(item) for item in items], on every rank; each rank does its share."""
+        shares = self(lambda: [work(item) for item in items[self.rank::self.world]])
+        return [shares[i % self.world][i // self.world] for i in range(len(items))]
 
 
-def prepare(paths: list[str], tokenizer, cache="cache", exchange=lambda x: [x], rank=0, world=1, workers=1, flag="--data") -> Path:
+def prepare(paths: list[str], tokenizer, cache="cache", exchange=lambda x: [x], rank=0, world=1,
+            workers=1, flag="--data") -> Path:
     """The folder of the tokenised corpus, built if the cache does not hold it whole.
 
-    exchange(object): every rank's object, on every rank (`all_gather_object`), which also makes the ranks wait for each
-    other. All ranks call this together. flag: what named the paths. Raises DataError, the same one on every rank.
+    exchange(object): every rank's object, on every rank (`all_gather_object`), which also makes the
+    ranks wait for each other. All ranks call this together. flag: what named the paths, for
+    messages. Raises DataError, the same one on every rank.
     """
     with token_cache.using(cache):
         check_name(str(cache))
-    lockstep, cache = Lockstep(exchange, rank, world, flag), Path(cache)
-    files = lockstep(lambda: find_files(paths) if rank == 0 else None)[0]
-    hashes = [h for _, h in sorted(sum(lockstep(lambda: [(i, file_hash(f)) for i, f in lockstep.share(files)]), []))]
+    lockstep = Lockstep(exchange, rank, world, flag)
+    files = lockstep.on_first(lambda: find_files(paths))
+    hashes = lockstep.each(file_hash, files)
     corpus = hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:16]
-    key = hashlib.sha256(f"{corpus} {tokenizer.fingerprint} {FORMAT} {PART_BYTES}".encode()).hexdigest()[:16]
-    folder, locks = cache / key, []                                      # locks: given back by the kernel if this process dies
+    made_of = f"{corpus} {tokenizer.fingerprint} {FORMAT} {PART_BYTES}"
+    folder = Path(cache) / hashlib.sha256(made_of.encode()).hexdigest()[:16]
 
-    def find_fault() -> str | None:                                      # the same answer on every rank; None: whole
-        return next(filter(None, lockstep(lambda: fault_in(folder, rank, world, workers))), None)
+    def find_fault() -> str | None:
+        """What is wrong with the cached corpus, the same on every rank; None: it is whole."""
+        faults = lockstep(lambda: token_cache.check(folder, rank, world, workers))
+        return next((fault for fault in faults if fault is not None), None)
+
+    locks = []
     try:
-        if find_fault():
-            lockstep(lambda: rank == 0 and locks.append(take_lock(cache, key)))
-            if fault := find_fault():                                    # still, once the lock is ours
-                said = f"{fault}; " * (fault != MISSING)
-                build([file for _, file in sorted(zip(hashes, files))], corpus, tokenizer, folder, lockstep, workers, said)
+        if find_fault() is not None:
+            lockstep.on_first(lambda: locks.append(take_lock(folder)))
+            # another run may have built it meanwhile
+            if (fault := find_fault()) is not None:
+                in_order = [file for _, file in sorted(zip(hashes, files))]
+                build(in_order, corpus, tokenizer, folder, lockstep, workers, fault)
     finally:
         for lock in locks:
             lock.close()
     return folder
 
 
-def fault_in(folder: Path, rank: int, world: int, workers: int) -> str | None:
-    with token_cache.using(folder.parent):
-        return token_cache.check(folder, rank, world, workers) if folder.exists() else MISSING
-
-
-def build(files: list[Path], corpus: str, tokenizer, folder: Path, lockstep: Lockstep, workers: int, said: str) -> None:
-    """Tokenise all parts, each rank its share, and merge them into `folder`. Parts of an earlier run that are whole are kept."""
-    parts = lockstep(lambda: split_parts(files) if lockstep.rank == 0 else None)[0]
-    parts_folder, count = folder.with_name(folder.name + ".parts"), f"{len(files)} file{'s' * (len(files) > 1)}"
+def build(files: list[Path], corpus: str, tokenizer, folder: Path, lockstep: Lockstep, workers: int,
+          fault: str) -> None:
+    """Tokenise all parts, each rank its share, and merge them into `folder`. Whole parts of an
+    earlier run are kept. fault: what was wrong with the folder; empty: it was not there."""
+    parts = lockstep.on_first(lambda: split_parts(files))
+    parts_folder = folder.with_name(folder.name + ".parts")
+    targets = [str(parts_folder / f"{i:06d}") for i in range(len(parts))]
     if lockstep.rank == 0:
-        print(f"data: {said}the text of {count} is tokenized into {shown(folder)} (--cache DIR puts it elsewhere)", file=sys.stderr, flush=True)
+        count = f"{len(files)} file{'s' * (len(files) > 1)}"
+        what = f"{fault and fault + '; '}tokenized text of {count} goes into {shown(folder)}"
+        print(f"data: {what} (--cache DIR puts it elsewhere)", file=sys.stderr, flush=True)
 
     def tokenise():
         with token_cache.using(folder.parent):
             parts_folder.mkdir(exist_ok=True)
-        jobs = [(pieces, tokenizer.name, str(parts_folder / f"{i:06d}")) for i, pieces in lockstep.share(parts)]
-        jobs = [job for job in jobs if not part_is_whole(job[-1])]
-        progress = Progress(len(jobs), lockstep.rank)
-        with contextlib.closing(progress):
-            if len(jobs) < 2 or workers < 2:
-                for job in jobs:
-                    progress.add(tokenise_part(*job))
-            else:
-                # Ctrl-C goes to the workers as well: they end without a traceback each
-                with ProcessPoolExecutor(min(workers, len(jobs)), multiprocessing.get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
-                    for future in as_completed([pool.submit(tokenise_part, *job) for job in jobs]):
-                        progress.add(future.result())
+        mine = list(zip(parts, targets))[lockstep.rank::lockstep.world]
+        jobs = [(pieces, tokenizer.name, t) for pieces, t in mine if not part_is_whole(t)]
+        with contextlib.closing(Progress(len(jobs), lockstep.rank)) as progress:
+            for size in run_jobs(jobs, workers):
+                progress.add(size)
 
     def merge():
-        if lockstep.rank == 0:
-            with token_cache.using(folder.parent):
-                merge_parts(parts_folder, len(parts), folder, corpus=corpus, tokenizer=shown(tokenizer.name),
-                            vocab_size=tokenizer.vocab_size, eot=tokenizer.eot)
-                remove(parts_folder)
+        with token_cache.using(folder.parent):
+            merge_parts(targets, folder, corpus=corpus, tokenizer=shown(tokenizer.name),
+                        vocab_size=tokenizer.vocab_size, eot=tokenizer.eot)
+            remove(parts_folder)
     lockstep(tokenise)
-    lockstep(merge)
+    lockstep.on_first(merge)
+
+
+def run_jobs(jobs: list[tuple], workers: int):
+    """Yield what `tokenise_part` returns for each job, in the order in which they end."""
+    if len(jobs) < 2 or workers < 2:
+        for job in jobs:
+            yield tokenise_part(*job)
+        return
+    context = multiprocessing.get_context("spawn")
+    # Ctrl-C goes to the workers as well: they end without a traceback each.
+    quiet = signal.signal, (signal.SIGINT, signal.SIG_DFL)
+    with ProcessPoolExecutor(min(workers, len(jobs)), context, *quiet) as pool:
+        for future in as_completed([pool.submit(tokenise_part, *job) for job in jobs]):
+            yield future.result()
 
 
 def file_hash(path: Path) -> str:
-    digest = hashlib.sha256("".join(path.suffixes[-2:]).encode() if path.suffix in (".gz", ".jsonl") else b"")
+    """Of a file's content, and of how it is read. Raises DataError."""
+    suffixes = "".join(path.suffixes[-2:]) if path.suffix in (".gz", ".jsonl") else ""
+    digest = hashlib.sha256(suffixes.encode())
     with reading(path), open(path, "rb") as f:
         while block := f.read(2**20):
             digest.update(block)
     return digest.hexdigest()
 
 
-def take_lock(cache: Path, key: str):
-    """An open file, locked until it is closed: one run builds a corpus at a time. Raises CacheError."""
-    with token_cache.using(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = open(cache / f"{key}.lock", "w")
+def take_lock(folder: Path):
+    """An open file, locked until it is closed or this process ends: one run builds a corpus at a
+    time. Raises CacheError."""
+    with token_cache.using(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(folder.with_name(folder.name + ".lock"), "w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("data: waiting for another run that is tokenizing the same text", file=sys.stderr, flush=True)
+            waiting = "data: waiting for another run that is tokenizing the same text"
+            print(waiting, file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         return lock
 
@@ -407,8 +320,9 @@ class Corpus:
     """Windows of a prepared stream. Sample number n is window n of epoch 0, then 1, ...; training epochs are shuffled."""
 
     def __init__(self, folder: Path, seq_length: int, seed: int | None, split: str = "train", where: str = "--data"):
-        """seed None: in order. split: `train`, `held-out`, or `all` of it. where: what named the text, for messages.
-        Raises DataError when there is not one whole window, CacheError when the cache is damaged (`prepare` mends it)."""
+        """seed None: in order. split: `train`, `held-out`, or `all` of it. where: what named the text.
+        Raises DataError when there is not one whole window, CacheError when the cache is damaged
+        (`prepare` builds it again)."""
         index, stream = token_cache.read(folder)
         self.index, at = dataclasses.asdict(index), index.held_out_from
         self.stream = {"train": stream[:at], "held-out": stream[at:], "all": stream}[split]
@@ -444,9 +358,17 @@ def main():
     import blend
     terminal.prepare()
     parser = argparse.ArgumentParser(description="Prepare a corpus and show a few samples of it.")
-    parser.add_argument("--data", nargs="+", default=[], metavar="PATH", help="text files or folders; or several corpora, each WEIGHT:PATH")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="text files or folders; or several corpora, each WEIGHT:PATH",
+    )
     parser.add_argument("--tokenizer", default="bytes")
-    parser.add_argument("--cache", default="cache", metavar="DIR", help="the folder of tokenised text")
+    parser.add_argument(
+        "--cache", default="cache", metavar="DIR", help="the folder of tokenised text"
+    )
     parser.add_argument("--seq-length", type=int, default=64)
     args = parser.parse_args()
     try:
@@ -458,8 +380,12 @@ def main():
         sys.exit(2)
     for part in parts:
         index, _ = token_cache.read(part.folder)
-        print(f"{shown(part.folder)}: {index.tokens:,} tokens of {index.tokenizer} in {index.documents:,} documents, {index.bytes:,} bytes")
-    print(f"{corpus.windows} windows of {args.seq_length} tokens to train on; the first three samples with seed 0:")
+        print(
+            f"{shown(part.folder)}: {index.tokens:,} tokens of {index.tokenizer} in {index.documents:,} documents, {index.bytes:,} bytes"
+        )
+    print(
+        f"{corpus.windows} windows of {args.seq_length} tokens to train on; the first three samples with seed 0:"
+    )
     for row in corpus.batch(range(3)).tokens:
         print("   ", repr(tokenizer.decode(row.tolist())))
 

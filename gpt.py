@@ -20,6 +20,7 @@ Shapes: b micro-batch, s sequence, h hidden, a heads, d = h / a, L layers, V voc
 
 Left out, and found in Megatron-LM: ALiBi and T5 positions, sliding windows, packed variable-length sequences.
 """
+import hashlib
 import math
 from dataclasses import dataclass, fields
 
@@ -355,6 +356,19 @@ class Block(nn.Module):
         return self.mlp_residual(self.mlp(self.mlp_norm(x)), self.mlp.down.bias, x, drop_key)
 
 
+class TokenEmbedding(nn.Embedding):
+    """A vector for each token. tokens: [b, s] -> [b, s, h]. Raises ValueError for an id that is not in the vocabulary; on a
+    GPU, where that would wait for the device, it stays CUDA's assertion."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        try:
+            return super().forward(tokens)
+        except IndexError:
+            wrong = tokens[(tokens < 0) | (tokens >= self.num_embeddings)][0].item()
+            raise ValueError(f"token id {wrong}: must be from 0 to {self.num_embeddings - 1}, "
+                             f"for vocab_size is {self.num_embeddings}") from None
+
+
 class LearnedPositions(nn.Embedding):
     """x + a vector for each position. x: [b, s, h]"""
 
@@ -365,7 +379,7 @@ class LearnedPositions(nn.Embedding):
 class Embedding(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.tokens = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.positions = None if config.llama else LearnedPositions(config.seq_length, config.hidden_size)
         self.dropout = Dropout(config.dropout, 0)
 
@@ -392,8 +406,15 @@ class Head(nn.Module):
         return cross_entropy(logits, labels)
 
 
+def generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on (seed, global name) alone: for the initial value of that parameter."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)      # a seed is below 2^63
+
+
 class GPT(nn.Module):
-    """Build it under `torch.device("meta")` and fill it with `sharding.init` or `checkpoint.load`."""
+    """A whole model, with the initial values of seed 0. Built under `torch.device("meta")` it has none, and is filled by
+    `sharding.init` or `checkpoint.load`."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -407,11 +428,16 @@ class GPT(nn.Module):
         self.head = Head(config)
         if not config.llama:
             self.head.output.weight = self.embedding.tokens.weight                             # tied (arXiv 1608.05859)
+        if not self.embedding.tokens.weight.is_meta:
+            self.init(seed=0)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, drop_key: Tensor | None = None, x: Tensor | None = None) -> Tensor:
         """tokens, labels: [b, s] int64, s at most seq_length; drop_key: [b] from `dropout_key`, None for no dropout
         -> loss of each token [b, s], in at least float32; without labels, logits [b, s, V].
-        A part of a model, whose embedding or head is None, takes x [b, s, h] instead, or returns it."""
+        A part of a model, whose embedding or head is None, takes x [b, s, h] instead, or returns it.
+        Raises ValueError for a longer sequence, and on a CPU for a token that is not in the vocabulary."""
+        if tokens.shape[1] > self.config.seq_length:
+            raise ValueError(f"a sequence of {tokens.shape[1]} tokens is longer than seq_length {self.config.seq_length}")
         if self.embedding is not None:
             x = self.embedding(tokens, drop_key)
         rotary = rotary_table(self.config, tokens.shape[1], x) if self.config.llama else None
@@ -419,16 +445,22 @@ class GPT(nn.Module):
             x = block(x, layer_key(drop_key, int(layer)), rotary)
         return x if self.head is None else self.head(x, labels)
 
+    @torch.no_grad()
+    def init(self, seed: int) -> None:
+        """Give every parameter its initial value, the one that `sharding.init` cuts."""
+        for name, p in self.named_parameters():
+            p.copy_(self.draw(name, p.shape, generator(seed, name)))
+
     def draw(self, name: str, shape, generator: torch.Generator) -> Tensor:
         """The initial value of one whole parameter, float32 on the CPU: normal with standard deviation 0.02, or
         0.02 / √(2L) for the projections into the residual stream (GPT-2); biases 0, norms 1."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.ones(shape, device="cpu")
         if name.endswith("bias"):
-            return torch.zeros(shape)
+            return torch.zeros(shape, device="cpu")
         residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
         std = 0.02 / math.sqrt(2 * self.config.num_layers) if residual else 0.02
-        return torch.randn(shape, generator=generator) * std
+        return torch.randn(shape, generator=generator, device="cpu") * std
 
 
 class _CrossEntropy(torch.autograd.Function):

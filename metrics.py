@@ -48,7 +48,7 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
     lines, damaged = [], []
     for number, text in enumerate(raw, 1):
         try:
-            line = json_files.parse(text, Line)
+            json_files.parse(text, Line)
             lines.append(json_files.parse(text, dict))
         except json_files.JSONError:
             if text.strip() and number < len(raw):
@@ -101,11 +101,9 @@ class Curves:
     """The numbers of each step for TensorBoard: `tensorboard --logdir runs`."""
 
     def __init__(self, folder: Path, last_step: int):
-        """Curves beyond `last_step` are hidden. Raises MetricsError where the package is missing."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise MetricsError("--tensorboard: needs the package tensorboard (pip install tensorboard)") from None
+        """Curves beyond `last_step` are hidden. Needs the package tensorboard."""
+        from torch.utils.tensorboard import SummaryWriter
+
         self.writer = SummaryWriter(folder, purge_step=last_step + 1)
 
     def add(self, line: dict) -> None:

@@ -36,6 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import checkpoint
 import gpt
 import sharding
 import tensor_parallel
@@ -114,6 +115,10 @@ class VirtualPrompts(nn.Module):
             where[key(task)] = nn.Parameter(torch.empty(T, h), requires_grad=learned)
             self.first[task], rows = rows, rows + T                      # task -> its first row
         if self.inputs:
+            with torch.device("meta"):
+                size = gpt.num_parameters(ENCODERS[config.p_tuning.encoder_type](h, config.p_tuning))
+            # the weights, their gradients and two moments, each float32
+            checkpoint.check_room(f"p_tuning.encoder_hidden {config.p_tuning.encoder_hidden}", 16 * size, "cpu")
             self.encoder = ENCODERS[config.p_tuning.encoder_type](h, config.p_tuning)
 
     def table(self, task: str) -> Tensor:
@@ -165,7 +170,9 @@ def initial_values(config: PromptConfig, h: int, seed: int, tokenizer=None, embe
         if kind == "tables" and not p.requires_grad:
             values[name] = existing[task].float()
         elif kind == "tables" and config.prompt_tuning.new_prompt_init_methods[config.new_tasks.index(task)] == "text":
-            ids = [int(i) for i in tokenizer.encode(begin[task])]
+            ids = [int(i) for i in tokenizer.encode(begin[task])][:len(p)]
+            if not ids:
+                raise PromptError(f"prompt_tuning.new_prompt_init_text {begin[task]!r}: has no tokens to begin {task!r} from")
             values[name] = embedding[(ids * len(p))[:len(p)]].float()    # over and over, or its beginning
         elif kind == "tables":
             values[name] = torch.randn(p.shape, generator=g) * 0.02

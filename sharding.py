@@ -18,12 +18,13 @@ parameters sharded by fsdp.py, one whole layer).
 Megatron-LM instead seeds each tensor-parallel rank differently, so a new layout is a new model; DTensor records the same
 cuts as placements over a mesh, at the price of a tensor subclass in every operation.
 """
-import hashlib
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from gpt import generator
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,6 @@ def gather(part: Tensor, sharding: Sharding) -> Tensor:
         dist.all_gather(parts, part.contiguous(), group=c.group)
         part = torch.cat(parts, c.dim).narrow(c.dim, 0, size)
     return part
-
-
-def generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator that depends on (seed, global name) alone."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)      # a seed is below 2^63
 
 
 def init(model: nn.Module, seed: int, device, dtype: torch.dtype, names: list[str] | None = None) -> None:

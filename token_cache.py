@@ -1,14 +1,17 @@
 """The tokenised corpus on disk, and how it is known to be what was written.
 
-    CACHE/KEY/tokens.npy     every document's token ids, one after the other: uint16, or uint32 for a large vocabulary
-    CACHE/KEY/index.json     what it was made of, its counts, and the SHA-256 of each 64 MiB of tokens.npy
+    CACHE/KEY/tokens.npy     every document's token ids, one after the other: uint16, or uint32
+    CACHE/KEY/index.json     what it was made of, its counts, and the SHA-256 of each 64 MiB of it
 
-A token that changed on disk would train without a word. So whoever opens the cache hashes it first: the ranks share the
-blocks, and each rank's threads share its blocks. One core hashes half a GB to 2 GB a second, as it does with the text,
-whose hash is the key and is computed at every start too. index.json carries a hash of itself, and the name of its folder.
+A token that changed on disk would train without a word. So all of tokens.npy is hashed whenever
+it is opened: the ranks share the blocks, and the threads of a rank share its blocks. This costs
+0.5 to 2 seconds per GB on one core, as much as the hash of the text, which is computed at every
+start too, because it is the key. 16 cores check 100 GB in 3 to 12 seconds, if the disk can.
+index.json holds a hash of itself, and the name of its folder.
 
     python token_cache.py FOLDER        checks one corpus
 """
+
 import contextlib
 import dataclasses
 import hashlib
@@ -23,12 +26,9 @@ from pathlib import Path
 import numpy as np
 
 import json_files
+from documents import DataError, cause, shown
 
-BLOCK_BYTES = 64 * 2**20         # of tokens.npy, that one SHA-256 covers
-
-
-class DataError(ValueError):
-    """The data cannot be used; the message says which file, and where in it."""
+BLOCK_BYTES = 64 * 2**20  # of tokens.npy, that one SHA-256 covers
 
 
 class CacheError(DataError):
@@ -38,38 +38,18 @@ class CacheError(DataError):
 @dataclass
 class Index:
     """index.json, as it has to be."""
-    key: str                     # the folder's name
-    corpus: str                  # fingerprint of the text
+
+    key: str  # the folder's name
+    corpus: str  # fingerprint of the text
     tokenizer: str
     vocab_size: int
     eot: int
     tokens: int
     documents: int
-    bytes: int                   # of text, as UTF-8
-    held_out_from: int           # the first token that belongs to the held-out text
-    blocks: list[str]            # SHA-256 of each BLOCK_BYTES of tokens.npy
-    sha256: str = ""             # of all the above
-
-
-def shown(path) -> str:
-    """A path for a message of one line: quoted, with escapes, if it has characters in it that do not print."""
-    return str(path) if str(path).isprintable() and str(path) else repr(str(path))
-
-
-def check_name(name: str) -> None:
-    """Raises ValueError for what no file can be called, or no config.json can hold."""
-    if not name:
-        raise ValueError("an empty name")
-    if "\0" in name:
-        raise ValueError("a zero byte in the name")
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError("the name is not UTF-8") from None
-
-
-def cause(error: Exception) -> str:
-    return getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+    bytes: int  # of text, as UTF-8
+    held_out_from: int  # the first token that belongs to the held-out text
+    blocks: list[str]  # SHA-256 of each BLOCK_BYTES of tokens.npy
+    sha256: str = ""  # of all the above
 
 
 @contextlib.contextmanager
@@ -80,7 +60,8 @@ def using(cache):
     except DataError:
         raise
     except (OSError, ValueError) as e:
-        raise CacheError(f"--cache {shown(cache)}: cannot be used ({cause(e)}); make room or name another folder") from None
+        why = f"cannot be used ({cause(e)}); make room or name another folder"
+        raise CacheError(f"--cache {shown(cache)}: {why}") from None
 
 
 def token_type(vocab_size: int):
@@ -90,7 +71,9 @@ def token_type(vocab_size: int):
 def header(dtype, count: int) -> bytes:
     """The first bytes of the .npy file of a vector: numpy's, byte for byte."""
     buffer, descr = io.BytesIO(), np.lib.format.dtype_to_descr(np.dtype(dtype))
-    np.lib.format.write_array_header_1_0(buffer, {"descr": descr, "fortran_order": False, "shape": (count,)})
+    np.lib.format.write_array_header_1_0(
+        buffer, {"descr": descr, "fortran_order": False, "shape": (count,)}
+    )
     return buffer.getvalue()
 
 
@@ -107,6 +90,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 def block_hashes(path: Path, rank: int = 0, world: int = 1, workers: int = 1) -> list[str]:
     """SHA-256 of this rank's blocks of a file: number rank, rank + world, ..."""
+
     def hash_block(start: int) -> str:
         digest = hashlib.sha256()
         with open(path, "rb") as f:
@@ -114,33 +98,49 @@ def block_hashes(path: Path, rank: int = 0, world: int = 1, workers: int = 1) ->
             for _ in range(0, BLOCK_BYTES, 2**20):
                 digest.update(f.read(min(2**20, BLOCK_BYTES)))
         return digest.hexdigest()
-    with ThreadPoolExecutor(workers) as pool:                            # hashlib computes outside Python's global lock
-        return list(pool.map(hash_block, range(rank * BLOCK_BYTES, os.path.getsize(path), world * BLOCK_BYTES)))
+
+    starts = range(rank * BLOCK_BYTES, os.path.getsize(path), world * BLOCK_BYTES)
+    # threads are enough: hashlib does not hold Python's global lock
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(hash_block, starts))
 
 
 def read(folder: Path) -> tuple[Index, np.ndarray]:
-    """A corpus's index, and its token ids [tokens], mapped from disk. Raises CacheError where names, counts or types do not agree;
-    only `check` looks at every token."""
+    """A corpus's index, and its token ids [tokens], mapped from disk. Only `check` looks at every
+    token. Raises CacheError where names, counts or types do not agree."""
     folder = Path(folder)
     try:
         index = json_files.read(folder / "index.json", Index)
         if index.sha256 != index_hash(index) or index.key != folder.name:
             raise ValueError("index.json is not what was written here")
-        head, dtype = header(token_type(index.vocab_size), index.tokens), np.dtype(token_type(index.vocab_size))
+        dtype = np.dtype(token_type(index.vocab_size))
+        head = header(dtype, index.tokens)
+        size = len(head) + index.tokens * dtype.itemsize
         with open(folder / "tokens.npy", "rb") as f:
-            if f.read(len(head)) != head or os.fstat(f.fileno()).st_size != len(head) + index.tokens * dtype.itemsize:
+            if f.read(len(head)) != head or os.fstat(f.fileno()).st_size != size:
                 raise ValueError(f"tokens.npy does not hold {index.tokens} ids of type {dtype}")
-        return index, np.memmap(folder / "tokens.npy", dtype, "r", offset=len(head), shape=(index.tokens,))
+        tokens = np.memmap(
+            folder / "tokens.npy", dtype, "r", offset=len(head), shape=(index.tokens,)
+        )
+        return index, tokens
     except (OSError, ValueError) as e:
-        raise CacheError(f"{shown(folder)}: the cached corpus is damaged ({cause(e)})") from None
+        raise damaged(folder, cause(e)) from None
+
+
+def damaged(folder: Path, why: str) -> CacheError:
+    return CacheError(f"{shown(folder)}: the cached corpus is damaged ({why})")
 
 
 def check(folder: Path, rank: int = 0, world: int = 1, workers: int = 1) -> str | None:
-    """What is wrong with this rank's share of a cached corpus; None if nothing is."""
+    """What is wrong with this rank's share of a cached corpus: None if nothing is, and the empty
+    string if there is no such folder. Raises CacheError where the system does not even say that."""
+    with using(folder.parent):
+        if not folder.exists():
+            return ""
     try:
         index, _ = read(folder)
         if block_hashes(folder / "tokens.npy", rank, world, workers) != index.blocks[rank::world]:
-            return f"{shown(folder)}: the cached corpus is damaged (tokens in it have changed)"
+            raise damaged(folder, "tokens in it have changed")
     except (CacheError, OSError) as e:
         return str(e)
     return None
@@ -151,11 +151,12 @@ def main():
         sys.exit("usage: python token_cache.py FOLDER, one with an index.json")
     folder = Path(sys.argv[1]).resolve()
     fault = check(folder, workers=os.cpu_count())
-    if fault:
-        print(f"token_cache.py: {fault}", file=sys.stderr)
+    if fault is not None:
+        print(f"token_cache.py: {fault or f'{folder}: no such folder'}", file=sys.stderr)
         sys.exit(2)
     index = read(folder)[0]
-    print(f"{sys.argv[1]}: whole; {index.tokens:,} tokens of {index.tokenizer} in {index.documents:,} documents")
+    count = f"{index.tokens:,} tokens of {index.tokenizer} in {index.documents:,} documents"
+    print(f"{sys.argv[1]}: whole; {count}")
 
 
 if __name__ == "__main__":

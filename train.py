@@ -225,7 +225,9 @@ class Trainer:
 
     def save(self, folder: Path, step: int, tokens: int, corpus: str) -> None:
         """Start to write a checkpoint; `saver.wait()` for its end."""
-        self.saver.save(folder, step, self.optimizer.tensors(), keep=self.config.keep, state={
+        # a run that may have diverged removes no older checkpoint
+        keep = 0 if self.optimizer.skipped_in_a_row else self.config.keep
+        self.saver.save(folder, step, self.optimizer.tensors(), keep=keep, state={
             "tokens": tokens, "corpus": corpus, "tokenizer": dataclasses.asdict(self.tokenizer), "optimizer": self.optimizer.state_dict(), **({"base": self.identity} if self.frozen else {}),
             "config": dataclasses.asdict(self.config), "model": dataclasses.asdict(self.model_config)})
 
@@ -393,7 +395,7 @@ def restore(trainer: Trainer, world: World, corpus: str, tokenizer) -> tuple[int
             raise checkpoint.CheckpointError(f"--load {config.load}: is not the model that the prompts in {path} were learned for; it has changed since. "
                                              "Name the checkpoint that they were begun with (CKPT/checkpoints/step-..), or begin anew with another --out")
         changed = [f"--{k.replace('_', '-')} {index['config'].get(k)} -> {v}" for k, v in dataclasses.asdict(config).items()
-                   if index["config"].get(k, v) != v and k not in ("resume", "out")]
+                   if index["config"].get(k, v) != v and k not in ("resume", "out", "cache", "log_every", "tensorboard")]
         changed += [said for said in [check_resumed_tokenizer(trainer, path, index)] if said]
         changed += [f"corpus {index.get('corpus')} -> {corpus}"] if index.get("corpus") != corpus else []
         world.say(f"resuming after step {index['step']}" + (f", with {', '.join(changed)}" if changed else ""))
@@ -409,6 +411,23 @@ def restore(trainer: Trainer, world: World, corpus: str, tokenizer) -> tuple[int
     return 0, 0
 
 
+def diverged(config: Config, step: int, bad_steps: int) -> RunError:
+    """What is said when a run ends after `bad_steps` skipped steps in a row, the last of them `step`.
+
+    A checkpoint of step k is good if step k + 1 was taken: then its weights still had finite gradients."""
+    found = checkpoint.steps(Path(config.out) / "checkpoints")
+    good = [path for k, path in found.items() if k < step - bad_steps]
+    later = [path.name for k, path in found.items() if k >= step - bad_steps]
+    where = f"the last good checkpoint is {good[-1]}" if good else f"there is no good checkpoint in {config.out}"
+    again = "go on from it with --resume" if good else "start again in another folder"
+    if good and later:
+        again = f"remove the later {' and '.join(later)}, then {again}"
+    precision = ", or --precision bf16 (the loss scale is at its lowest, 1)" if config.precision == "fp16" else ""
+    return RunError(f"step {step}: the run has diverged: the gradients of the last {bad_steps} steps were not finite, and all "
+                    f"were skipped (--max-bad-steps {config.max_bad_steps}); {where}; {again} and a lower --lr (now {config.lr:g}), "
+                    f"a longer --warmup-steps (now {config.warmup_steps}){precision}", everywhere=True)
+
+
 def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics | None, start: int, tokens: int) -> bool:
     """Steps start + 1 to the last. Returns whether a signal to any rank ended it early, with a checkpoint. Raises RunError."""
     stop = []                                                            # signals: from here on there is something to save
@@ -419,6 +438,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
     bytes_per_token = held_out.index["bytes"] / held_out.index["tokens"]
     profiler, first = torch.profiler.profile() if config.profile else None, min(start + 3, config.steps)
     curves = Curves(out / "tensorboard", start) if config.tensorboard and metrics else None
+    save_due = False
     try:
         for step in range(start + 1, config.steps + 1):
             if profiler and step == first:
@@ -452,7 +472,12 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
             if last or step % config.log_every == 0 or "eval_loss" in line:
                 world.say(progress(line, config.steps, (time.perf_counter() - begin) / (step - start) * (config.steps - step), bytes_per_token))
             world.beat(f"the save after step {step}")
-            if last or config.save_every and step % config.save_every == 0:
+            if trainer.optimizer.diverged(config.max_bad_steps):
+                trainer.saver.wait()
+                raise diverged(config, step, trainer.optimizer.skipped_in_a_row)
+            save_due |= bool(config.save_every) and step % config.save_every == 0
+            if last or save_due and not trainer.optimizer.skipped_in_a_row:
+                save_due = False
                 trainer.save(out / "checkpoints", step, tokens, train_set.index["corpus"])
             if last:
                 trainer.saver.wait()
@@ -469,6 +494,8 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
                        everywhere=True) from None
     except MetricsError as e:                                            # on rank 0 alone: the others are ended
         raise RunError(f"after step {step}: {e}; make room, then continue from the newest checkpoint with --resume") from None
+    except RunError:
+        raise
     except Exception as e:
         raise RunError(f"rank {world.rank}, step {step}: {type(e).__name__}: {e}\n{traceback.format_exc()}"
                        f"train.py: rank {world.rank} failed in step {step}; continue from the newest checkpoint with --resume") from e

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import completions
-import data
+import documents
 import generate
 import prompt_data
 import prompt_file
@@ -43,7 +43,7 @@ def snippets(seed: int = 0) -> tuple[list[dict], list[dict]]:
     """(training, test) lines. The files of a language, 200 at most, are split 3 to 1; a file is drawn by its size, up to 20,000 characters of it."""
     g, sets = random.Random(seed), ([], [])
     for letter, (folder, pattern) in LANGUAGES.items():
-        files = data.standard_library() if letter == "P" else sorted(folder.rglob(pattern))
+        files = documents.standard_library() if letter == "P" else sorted(folder.rglob(pattern))
         files = [f for f in files if f.stat().st_size > 800]
         g.shuffle(files)
         texts = [f.read_text(errors="ignore")[:20000] for f in files[:200]]

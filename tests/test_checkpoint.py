@@ -315,6 +315,16 @@ def test_an_index_is_typed_and_held_to_its_files(whole_model, tmp_path, field, v
     assert str(path) in str(e.value) and "\n" not in str(e.value)
 
 
+def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch, capsys):
+    """Of a machine with 4 KiB; generating says so, in one line."""
+    import completions
+    checkpoint.check_room("x", 4096, "cpu")
+    monkeypatch.setattr(checkpoint.os, "sysconf", lambda name: {"SC_PHYS_PAGES": 4, "SC_PAGE_SIZE": 1024}[name])
+    status = completions.main(["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"])
+    err = capsys.readouterr().err
+    assert status == 2 and "bytes, and cpu has 4,096 in all" in err and len(err.splitlines()) == 1
+
+
 def test_a_model_of_an_older_index(whole_model, tmp_path):
     """A field that it does not have yet is what it was by default."""
     path = shutil.copytree(whole_model, tmp_path / "c")

@@ -1,7 +1,10 @@
 import gzip
+import io
 import json
 import multiprocessing
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 import data
 import ranks
+import token_cache
 from data import Corpus, DataError, prepare
 from tokenizer import ByteTokenizer, TokenizerError, make_tokenizer
 
@@ -255,3 +259,329 @@ def test_gpt2_tokenizer_without_network(monkeypatch, tmp_path):
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network")))
     with pytest.raises(TokenizerError, match="could not fetch its vocabulary"):
         make_tokenizer("gpt2")
+
+
+# The cache is what was written, or is not trained on
+
+
+def npy(array, **options):
+    buffer = io.BytesIO()
+    np.save(buffer, array, **options)
+    return buffer.getvalue()
+
+
+def mutate_bytes(g, content: bytes) -> bytes:
+    """A flipped bit, another byte, a shorter or longer file, a piece twice, or nothing at all."""
+    at, kind = g.randrange(len(content)), g.randrange(6)
+    flipped = content[:at] + bytes([content[at] ^ 1 << g.randrange(8)]) + content[at + 1 :]
+    return (
+        flipped,
+        flipped,
+        content[:at],
+        content + bytes(g.randrange(1, 9)),
+        content[:at] + content[at // 2 :],
+        b"",
+    )[kind]
+
+
+def mutate_index(g, content: bytes) -> bytes:
+    """A field of another type or value, a field less, another document, or other bytes."""
+    index, kind = json.loads(content), g.randrange(4)
+    field = g.choice(sorted(index))
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**63,
+        10**40,
+        1.5,
+        "",
+        "x",
+        [],
+        {},
+        [None],
+        index["tokens"] - 1,
+        index["blocks"] * 2,
+    ]
+    if kind == 0:
+        return mutate_bytes(g, content)
+    if kind == 1:
+        return g.choice(
+            [
+                b"null",
+                b"[]",
+                b"3",
+                b"{}",
+                b'"text"',
+                b"[" * 10_000,
+                b"NaN",
+                b"\xff",
+                b'{"key": "\\ud800"}',
+            ]
+        )
+    if kind == 2:
+        del index[field]
+        return json.dumps(index).encode()
+    return json.dumps(index | {field: g.choice([v for v in values if v != index[field]])}).encode()
+
+
+def mutate_tokens(g, content: bytes) -> bytes:
+    """Nearly the same ids, or in another type or shape; objects, as numpy pickles them; other bytes."""
+    ids = np.load(io.BytesIO(content))
+    archive = io.BytesIO()
+    np.savez(archive, tokens=ids)
+    return g.choice(
+        [
+            lambda: mutate_bytes(g, content),
+            lambda: npy(ids.astype(g.choice(["<u4", "<i8", "<f4", ">u2", "<i2"]))),
+            lambda: npy(ids[None]),
+            lambda: npy(ids[:0]),
+            lambda: npy(ids[0]),
+            lambda: npy(ids.astype(object), allow_pickle=True),
+            archive.getvalue,
+            lambda: npy(np.append(ids, ids[:1])),
+            lambda: npy(np.where(ids == ids[9], 999, ids)),
+        ]
+    )()
+
+
+def test_200_mutations_of_a_cached_corpus(here, capsys):
+    path, g = str(write_jsonl(here / "a.jsonl", TEXTS[:12])), random.Random(0)
+    folder = prepare([path], ByteTokenizer())
+    shutil.copytree(folder, here / "whole")
+    files = {name: (here / "whole" / name).read_bytes() for name in ("index.json", "tokens.npy")}
+    (reference, ids), rebuilt = token_cache.read(folder), 0
+    reference_ids = ids.tolist()  # a copy: `ids` is the file
+    for _ in range(200):
+        name = g.choice(sorted(files))
+        changed = (mutate_index if name == "index.json" else mutate_tokens)(g, files[name])
+        (folder / name).write_bytes(changed)
+        fault = token_cache.check(folder)
+        assert fault is None or "\n" not in fault and str(folder) in fault
+        assert (
+            fault
+            or changed == files[name]
+            or name == "index.json"
+            and json.loads(changed) == json.loads(files[name])
+        ), changed
+        capsys.readouterr()
+        assert prepare([path], ByteTokenizer()) == folder
+        said = capsys.readouterr().err
+        assert said.split("\r")[0].count("\n") == bool(fault) and (fault or "") in said
+        index, ids = token_cache.read(folder)
+        assert index == reference and ids.tolist() == reference_ids and ids.dtype == np.uint16
+        rebuilt += fault is not None
+    assert rebuilt > 180
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "tokens.npy").unlink(),
+        lambda folder: (folder / "index.json").unlink(),
+        lambda folder: ((folder / "index.json").unlink(), (folder / "index.json").mkdir()),
+        lambda folder: (shutil.rmtree(folder), folder.write_text("a file")),
+        lambda folder: (folder / "index.json").write_text(
+            json.dumps(json.loads((folder / "index.json").read_text()) | {"held_out_from": 0})
+        ),
+    ],
+)
+def test_a_damaged_cache_is_refused_or_rebuilt(here, damage):
+    path = str(write_jsonl(here / "a.jsonl"))
+    folder = prepare([path], ByteTokenizer())
+    reference = stream(folder)
+    damage(folder)
+    with pytest.raises(DataError, match="the cached corpus is damaged"):
+        Corpus(folder, 16, 0)
+    assert prepare([path], ByteTokenizer()) == folder and stream(folder) == reference
+
+
+def test_another_corpus_under_this_name(here):
+    first, second = (
+        prepare([str(write_jsonl(here / f"{name}.jsonl", texts))], ByteTokenizer())
+        for name, texts in (("a", TEXTS), ("b", TEXTS[:30]))
+    )
+    reference = stream(first)
+    shutil.rmtree(first)
+    shutil.copytree(second, first)
+    assert stream(prepare([str(here / "a.jsonl")], ByteTokenizer())) == reference
+
+
+def check_on_rank(rank, path, cache):
+    token_cache.BLOCK_BYTES = 512
+    return on_rank(rank, path, cache)
+
+
+def test_ranks_share_the_check(here, monkeypatch):
+    """A byte that one rank of three looks at: all build again."""
+    monkeypatch.setattr(data, "PART_BYTES", 700)
+    monkeypatch.setattr(token_cache, "BLOCK_BYTES", 512)
+    path = str(write_jsonl(here / "a.jsonl"))
+    folder = prepare([path], ByteTokenizer(), here / "cache")
+    reference, content = stream(folder), bytearray((folder / "tokens.npy").read_bytes())
+    assert len(token_cache.read(folder)[0].blocks) == -(-len(content) // 512) > 9
+    content[512 * 4 + 100] ^= 1
+    (folder / "tokens.npy").write_bytes(content)
+    assert [token_cache.check(folder, rank, 3) is None for rank in range(3)] == [True, False, True]
+    assert ranks.run(check_on_rank, 3, path, str(here / "cache")) == [reference] * 3
+
+
+def test_damaged_parts_of_a_killed_run_are_done_again(here, monkeypatch):
+    path = str(write_jsonl(here / "a.jsonl"))
+    monkeypatch.setattr(data, "PART_BYTES", 700)
+    reference = stream(prepare([path], ByteTokenizer(), "c1"))
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(
+            data, "merge_parts", lambda *args, **more: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        prepare([path], ByteTokenizer(), "c2")
+    g = random.Random(0)
+    for file in sorted(here.glob("c2/*.parts/*"))[::2]:
+        file.write_bytes(mutate_bytes(g, file.read_bytes()))
+    done = []
+    work = data.tokenise_part
+    monkeypatch.setattr(data, "tokenise_part", lambda *job: done.append(job[-1]) or work(*job))
+    assert stream(prepare([path], ByteTokenizer(), "c2")) == reference
+    assert (
+        0 < len(done) < len(data.split_parts([Path(path)]))
+        or len(list(here.glob("c2/*.parts/*"))) == 0
+    )
+
+
+# Names, files and folders that cannot be used
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("", ["--data ''", "empty name"]),
+        ("x" * 300, ["x" * 300, "File name too long"]),
+        ("a\0b", ["'a\\x00b'", "zero byte"]),
+        ("caf\udce9", ["'caf\\udce9'", "not UTF-8"]),
+        ("pipe", ["--data pipe", "neither a file nor a folder"]),
+        ("two\nlines", ["'two\\nlines'", "no such file"]),
+        ("folder/x" * 40, ["no such file"]),
+    ],
+)
+def test_unusable_names(here, name, words):
+    os.mkfifo("pipe")
+    (here / "some.txt").write_text("text")
+    with pytest.raises(DataError) as e:
+        prepare([name], ByteTokenizer())
+    assert all(word in str(e.value) for word in words) and "\n" not in str(e.value), str(e.value)
+
+
+def refuse(monkeypatch, module, name, target, error=PermissionError(13, "Permission denied")):
+    """`module.name(target)` fails as the system lets it fail, for anyone but root."""
+    call = getattr(module, name)
+
+    def refusing(path=".", *args, **more):
+        if str(path).endswith(target):
+            raise type(error)(*error.args, str(path))
+        return call(path, *args, **more)
+
+    monkeypatch.setattr(module, name, refusing, raising=False)
+
+
+@pytest.mark.parametrize(
+    "what, target", [("scandir", "texts"), ("scandir", "deep"), ("open", "a.txt")]
+)
+def test_without_permission(here, monkeypatch, what, target):
+    (here / "texts" / "deep").mkdir(parents=True)
+    (here / "texts" / "a.txt").write_text("some text")
+    (here / "texts" / "deep" / "b.txt").write_text("some text")
+    import builtins
+
+    refuse(monkeypatch, os if what == "scandir" else builtins, what, target)
+    with pytest.raises(DataError) as e:
+        prepare(["texts"], ByteTokenizer())
+    path = {"texts": "texts", "deep": "texts/deep", "a.txt": "texts/a.txt"}[target]
+    assert (
+        str(e.value)
+        == f"--data {path}: cannot be read (Permission denied); mend this, or leave it out"
+    )
+
+
+@pytest.mark.parametrize("last_call", ["find_files", "file_hash", "split_parts"])
+def test_a_file_that_vanishes(here, monkeypatch, last_call):
+    path, call = write_jsonl(here / "a.jsonl"), getattr(data, last_call)
+
+    def and_then(*args):
+        result = call(*args)
+        path.unlink(missing_ok=True)
+        return result
+
+    monkeypatch.setattr(data, last_call, and_then)
+    with pytest.raises(DataError) as e:
+        prepare(["a.jsonl"], ByteTokenizer())
+    assert (
+        str(e.value)
+        == "--data a.jsonl: cannot be read (No such file or directory); mend this, or leave it out"
+    )
+
+
+@pytest.mark.parametrize(
+    "cache, words",
+    [
+        ("", ["--cache ''", "empty name"]),
+        ("a.jsonl", ["--cache a.jsonl", "exists"]),
+        ("a.jsonl/cache", ["--cache a.jsonl/cache", "Not a directory"]),
+        ("x" * 300, ["File name too long"]),
+        ("a\0b", ["zero byte"]),
+        ("caf\udce9", ["not UTF-8"]),
+    ],
+)
+def test_unusable_caches(here, cache, words):
+    path = str(write_jsonl(here / "a.jsonl"))
+    with pytest.raises(DataError) as e:
+        prepare([path], ByteTokenizer(), cache)
+    assert all(word in str(e.value) for word in words) and "\n" not in str(e.value), str(e.value)
+
+
+def test_a_cache_without_room_or_permission(here, monkeypatch):
+    path = str(write_jsonl(here / "a.jsonl"))
+    whole = prepare([path], ByteTokenizer(), "whole")
+    for target, call in (("mkdir", Path), ("save", np)):
+        with monkeypatch.context() as m, pytest.raises(DataError) as e:
+            m.setattr(
+                call,
+                target,
+                lambda *args, **more: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+            )
+            prepare([path], ByteTokenizer(), "full")
+        assert (
+            str(e.value)
+            == "--cache full: cannot be used (No space left on device); "
+            "make room or name another folder"
+        )
+    with monkeypatch.context() as m:  # what is there already needs no permission to write
+        m.setattr(
+            Path,
+            "mkdir",
+            lambda *args, **more: (_ for _ in ()).throw(PermissionError(13, "Permission denied")),
+        )
+        assert prepare([path], ByteTokenizer(), "whole") == whole
+
+
+def test_data_py_refuses_in_one_line(here, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["data.py", "--data", "missing"])
+    with pytest.raises(SystemExit) as e:
+        data.main()
+    assert (
+        e.value.code == 2
+        and capsys.readouterr().err == "data.py: --data missing: no such file or folder\n"
+    )
+
+
+def test_huge_sample_numbers(here):
+    """2^31 steps of 2^20 samples: an epoch is found without the ones before."""
+    folder = prepare([str(write_jsonl(here / "a.jsonl"))], ByteTokenizer())
+    corpus = Corpus(folder, 16, 2**31 - 1)
+    n, last = corpus.windows, 2**51
+    epoch = [corpus.window(i) for i in range(last // n * n, (last // n + 1) * n)]
+    assert sorted(epoch) == list(range(n)) and corpus.window(last - 1) == Corpus(
+        folder, 16, 2**31 - 1
+    ).window(last - 1)
+    assert corpus.batch([last - 1, np.int64(last)]).samples.tolist() == [last - 1, last]

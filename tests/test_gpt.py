@@ -244,11 +244,41 @@ def test_tied_embeddings_are_one_parameter():
     assert "head.output.weight" in dict(build(**LLAMA_SHAPES[0]).named_parameters())
 
 
+@pytest.mark.parametrize("shape", [GPT_SHAPES[0], LLAMA_SHAPES[1], LLAMA_SHAPES[0] | dict(num_experts=4)], ids=["gpt", "llama", "experts"])
+def test_a_model_in_a_script_starts_as_in_training(shape):
+    """Not with torch's initial values, with which a tied embedding's first loss is 40. Those of seed 0, under any other default device too."""
+    torch.manual_seed(1)
+    plain, trained = GPT(GPTConfig(**shape)), build(**shape)
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), trained.parameters(), strict=True))
+    x = tokens(plain, batch=8, extra=1)
+    loss = plain(x[:, :-1], x[:, 1:]).mean()
+    assert abs(loss.item() - math.log(plain.config.vocab_size)) < 0.1
+    with torch.device("meta"):
+        assert trained.draw("head.output.weight", (3, 2), gpt.generator(0, "head.output.weight")).device.type == "cpu"
+
+
+@pytest.mark.parametrize("shape", [GPT_SHAPES[0], LLAMA_SHAPES[1]], ids=["gpt", "llama"])
+def test_what_is_no_text_of_this_model_is_named(shape):
+    model = build(**shape)
+    s, v = model.config.seq_length, model.config.vocab_size
+    with pytest.raises(ValueError, match=f"a sequence of {s + 1} tokens is longer than seq_length {s}$"):
+        model(tokens(model, extra=1))
+    for wrong in (v, v + 100, -1, -100):
+        x = tokens(model)
+        x[1, 3] = wrong
+        with pytest.raises(ValueError, match=f"token id {wrong}: must be from 0 to {v - 1}, for vocab_size is {v}$"):
+            model(x)
+
+
 @pytest.mark.parametrize("fields, words", [
     (dict(num_heads=5), ["num_heads 5", "hidden_size 48", "[3, 4, 6] would"]),
     (dict(num_kv_heads=3), ["num_kv_heads 3", "num_heads 4", "[1, 2, 4] would"]),
     (dict(num_layers=0), ["num_layers 0"]), (dict(dropout=1.0), ["dropout 1.0"]), (dict(vocab_size=-1), ["vocab_size -1"]),
     (dict(dropout=0.1, attention="fused"), ["fused", "explicit"]), (dict(attention="flash"), ["flash", "explicit or fused"]),
+    (dict(num_layers=2.0), ["num_layers 2.0", "an integer"]), (dict(num_layers=True), ["num_layers True"]), (dict(norm_eps="x"), ["norm_eps 'x'", "a number"]),
+    (dict(norm_eps=0), ["norm_eps 0", "1e-30"]), (dict(norm_eps=float("nan")), ["norm_eps nan"]), (dict(rotary_base=0), ["rotary_base 0"]), (dict(rotary_base=float("inf")), ["rotary_base inf"]),
+    (dict(rotary_base=None), ["rotary_base None"]), (dict(llama=1), ["llama 1", "true or false"]), (dict(attention=None), ["attention None", "text"]), (dict(dropout=float("nan")), ["dropout nan"]),
+    (dict(num_experts=2, router="topk", aux_loss="x"), ["aux_loss 'x'", "or null"]), (dict(num_experts=2, capacity_factor=float("inf")), ["capacity_factor inf"]),
     (dict(num_heads=16, llama=True), ["even", "3"])])
 def test_impossible_shapes_name_what_to_change(fields, words):
     with pytest.raises(ValueError) as e:

@@ -132,6 +132,14 @@ def test_parameters_by_the_paper():
     assert sum(p.numel() for p in model.parameters()) == num_parameters(model)                 # the embedding counts once
 
 
+def test_an_encoder_beyond_memory_is_refused(monkeypatch):
+    """65,536 wide it has 4 10^9 numbers: not one of them is allocated."""
+    monkeypatch.setattr(checkpoint.os, "sysconf", lambda name: {"SC_PHYS_PAGES": 2**23, "SC_PAGE_SIZE": 2**12}[name])
+    config_ = PromptConfig.of(config(style="p-tuning", p_tuning=dict(encoder_hidden=2**16)))
+    with pytest.raises(checkpoint.CheckpointError, match="p_tuning.encoder_hidden 65536: takes 68,.* bytes, and cpu has 34,359,738,368"):
+        prompt_tuning.VirtualPrompts(config_, 8)
+
+
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
 def test_encoders_equal_peft(kind):
     """PEFT's PromptEncoder with the same weights: the same structure, so the same numbers. (Its MLP and ours have three layers, NeMo's may have more; ours keeps a sequence [T, h], theirs a batch of it.)"""
@@ -328,6 +336,23 @@ def test_resume_goes_on_bit_for_bit(base, tmp_path, capsys):
     assert learn(base, tmp_path / "parts", content, "--steps", "6", "--resume") == 0
     assert "resuming after step 3" in capsys.readouterr().out
     assert (tmp_path / "whole" / "prompts.safetensors").read_bytes() == (tmp_path / "parts" / "prompts.safetensors").read_bytes()
+
+
+def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
+    """The prompts were learned for another model: their values would mean nothing."""
+    model = tmp_path / "model"
+    shutil.copytree(base, model)
+    content = for_base(base) | dict(language_model_path=str(model))
+    assert learn(base, tmp_path / "run", content) == 0
+    trained = completions.load_model(model)[0]
+    trained.head.norm.weight.data.add_(0.01)
+    parameters = {f"model.{n}": p.detach() for n, p in trained.named_parameters()}
+    checkpoint.save(model / "checkpoints", 2, parameters, {"config": {"tokenizer": "bytes"}, "model": asdict(trained.config)})
+    capsys.readouterr()
+    assert learn(base, tmp_path / "run", content, "--steps", "6", "--resume") == 2
+    error = capsys.readouterr().err
+    assert f"--load {model}: is not the model that the prompts in" in error and error.count("\n") == 1
+    assert learn(base, tmp_path / "run", content, "--steps", "6", "--resume", "--load", str(model / "checkpoints/step-000001")) == 0
 
 
 def test_fine_tuning_by_the_same_templates(base, tmp_path, capsys):

@@ -1,4 +1,5 @@
 """The command: what a person types, what comes out, what happens when things go wrong."""
+import importlib.util
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ import completions
 import data
 import generate
 import killed_ranks
+import metrics
 import train
 from metrics import Metrics
 from tokenizer import ByteTokenizer
@@ -135,6 +138,37 @@ def test_resume_is_bit_for_bit(here, text, capfd):
     assert exact("parts") == exact("whole")
 
 
+def exploding(step, *args):
+    return 1e30 if step == 6 else 1e-3
+
+
+def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatch, capfd):
+    """Step 6 ruins the weights, which is seen from step 7 on: the checkpoint of step 4 is good, that of step 6 is not."""
+    monkeypatch.setattr(train, "learning_rate", exploding)
+    flags = ("--save-every", "2", "--keep", "2", "--max-bad-steps", "3")
+    assert in_process(text, "--out", "run", *flags) == 1
+    assert [x["step"] for x in lines("run")] == list(range(1, 10))
+    assert list(checkpoint.steps("run/checkpoints")) == [4, 6]
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith("train.py: step 9: the run has diverged") and "last 3 steps" in said
+    assert "--max-bad-steps 3" in said and "remove the later step-000006" in said and "a lower --lr" in said
+    assert "the last good checkpoint is run/checkpoints/step-000004" in said
+
+
+def test_without_a_limit_no_older_checkpoint_is_removed(here, text, monkeypatch):
+    """Saves wait while steps are skipped; the last one, at the end of the run, removes nothing."""
+    monkeypatch.setattr(train, "learning_rate", exploding)
+    assert in_process(text, "--out", "run", "--save-every", "2", "--keep", "2", "--max-bad-steps", "0") == 0
+    assert list(checkpoint.steps("run/checkpoints")) == [4, 6, 12]
+
+
+def test_the_search_for_the_first_loss_scale_is_no_divergence(here, text):
+    flags = ("--precision", "fp16", "--steps", "8", "--save-every", "1", "--keep", "0", "--max-bad-steps", "1")
+    assert in_process(text, "--out", "run", *flags) == 0
+    skipped = lines("run")[-1]["skipped_steps"]
+    assert 1 <= skipped <= 4 and list(checkpoint.steps("run/checkpoints")) == list(range(skipped + 1, 9))
+
+
 def kill_and_resume(text, folder, delays, flags, world=1):
     """Start, SIGKILL the launcher and its ranks after each delay past the first step, and let the last run end."""
     for delay in [*delays, None]:
@@ -199,7 +233,7 @@ def test_refusals(here, text, more, words, capfd):
     assert in_process(text, *more) == 2
     out, err = capfd.readouterr()
     assert all(word in err for word in words), err
-    said = [line for line in err.splitlines() if line and not line.startswith("data: tokenized")]
+    said = [line for line in err.splitlines() if line and not line.startswith("data: ")]
     assert len(said) == 1 and said[0].startswith("train.py: ")
 
 
@@ -430,3 +464,49 @@ def test_sbatch(here, text):
 def test_metrics_are_json_when_a_run_diverges(tmp_path):
     Metrics(tmp_path / "metrics.jsonl", 0).add({"step": 1, "loss": math.nan, "router_entropy": [1.0, math.inf]})
     assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda x: pytest.fail(x)) == {"step": 1, "loss": None, "router_entropy": [1.0, None]}
+
+
+def test_a_finished_run_has_nothing_to_do(here, text, capfd):
+    assert in_process(text, "--out", "run", "--steps", "3") == 0
+    assert "--warmup-steps 50: longer than --steps 3" in capfd.readouterr().out
+    Path("run/sample.txt").write_text("as it was")
+    assert train.main(["--resume", "--out", "run"]) == 0                 # the other flags are the run's
+    assert "step 3 of --steps 3 is done, and there is nothing to do" in capfd.readouterr().out
+    assert Path("run/sample.txt").read_text() == "as it was"
+    assert train.main(["--resume", "--out", "run", "--steps", "5", "--log-every", "2"]) == 0
+    out = capfd.readouterr().out
+    assert [x["step"] for x in lines("run")] == [1, 2, 3, 4, 5]
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == ["4/5", "5/5"]
+    assert json.loads(Path("run/config.json").read_text())["hidden_size"] == 32
+
+
+def test_tensorboard_is_an_optional_package(here, text, capfd, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert in_process(text, "--out", "run", "--tensorboard") == 2
+    assert "--tensorboard: needs the package tensorboard" in capfd.readouterr().err
+
+    class Writer:
+        written = []
+
+        def __init__(self, folder, purge_step):
+            self.written.append((str(folder), purge_step))
+
+        def add_scalar(self, name, value, step):
+            self.written.append((name, value, step))
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    assert in_process(text, "--out", "run", "--tensorboard", "--steps", "2") == 0
+    assert Writer.written[0] == ("run/tensorboard", 1)
+    assert ("loss", lines("run")[1]["loss"], 2) in Writer.written
+
+
+def test_mfu_is_against_the_dense_peak_of_a_known_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert metrics.mfu(494.5, torch.device("cuda"), "bf16") == {"mfu": 0.5}
+    assert metrics.mfu(494.5, torch.device("cuda"), "fp32") == metrics.mfu(1.0, torch.device("cpu"), "bf16") == {}
+    line = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 1.0, "tflops_per_device": 1.0, "peak_memory_bytes": 1, "mfu": 0.5}
+    assert "MFU 50.0%" in metrics.progress(line, 1, 0.0, 1.0)

@@ -1,0 +1,302 @@
+"""Files from outside, changed at random: whoever reads one says what is wrong in one line, or is not affected.
+
+    python tests/bad_files.py [--count 200] [--first 0] [--kind index config prompts tokenizer metrics tokens]
+
+Case n of a kind is drawn from seed n: a valid folder is copied, one of its files is changed (bytes flipped, a file cut off, a JSON value of another
+type, huge, negative, NaN, nested or half a character, a key removed or added), and one of the commands that read it runs in this process. Of
+index.json the checksum beside it is made to fit in half of the cases, so that its content is looked at. The command must end with status 2
+and one line on stderr, or with status 0, within 20 seconds, and no exception may escape.
+"""
+import argparse
+import contextlib
+import faulthandler
+import functools
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+SECONDS = 20
+DEEP = "nested-without-end"
+VALUES = [None, True, False, -1, 0, 1, 3, 2.0, 0.5, -0.5, 1e-320, 1e300, 10**30, 2**31 - 1, 2**31, 2**53, 2**63, 60000, float("nan"), float("inf"), "", "x", "2", "\ud800",
+          "a" * 300, "../..", "\0", [], {}, [["x"]], {"x": 1}, DEEP]
+TEXT = "def f(x):\n    return x + 1\n" * 40
+SHAPE = dict(num_layers=2, hidden_size=16, num_heads=2, ffn_hidden_size=24, seq_length=16)
+TRAIN = ["--data", "text.txt", "--device", "cpu", "--global-batch-size", "2", "--warmup-steps", "0", "--eval-every", "0",
+         *(x for name, value in SHAPE.items() for x in (f"--{name.replace('_', '-')}", str(value)))]
+ANSWER = ["--max-tokens", "2", "--device", "cpu"]
+TEMPLATE = {"taskname": "t", "prompt_template": "<|VIRTUAL_PROMPT_0|>{text}={label}", "total_virtual_tokens": 2, "virtual_token_splits": [2], "truncate_field": "text",
+            "answer_only_loss": True, "answer_field": "label"}
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+def changed_bytes(data: bytes, g: random.Random) -> bytes:
+    at, n = g.randrange(len(data)), g.choice([1, 1, 4, 40])
+    ways = [data[:at], data[:at] + data[at + n:], data[:at] + data[at:at + n] + data[at:], data[:at] + bytes(n) + data[at + n:], b""]
+    flipped = data[:at] + bytes(b ^ g.randrange(1, 256) for b in data[at:at + n]) + data[at + n:]
+    return g.choice([flipped] * 4 + ways)
+
+
+def place(content, g: random.Random) -> tuple:
+    """(object or list, key) of some value in JSON: every key of an object is as likely, however much it holds."""
+    while True:
+        key = g.choice(list(content) if isinstance(content, dict) else range(len(content)))
+        if not isinstance(content[key], dict | list) or not content[key] or g.random() < 0.2:
+            return content, key
+        content = content[key]
+
+
+def changed_json(data: bytes, g: random.Random) -> bytes:
+    content = json.loads(data)
+    for _ in range(g.choice([1, 1, 1, 2])):
+        if content:
+            outer, key = place(content, g)
+            way = g.random()
+            if way < 0.7 or isinstance(outer, list):
+                outer[key] = g.choice(VALUES)
+            elif way < 0.85:
+                del outer[key]
+            else:
+                outer[g.choice(["x", "", "\ud800", "type", "dtype"])] = g.choice(VALUES)
+    depth = g.choice([900, 100_000])
+    return json.dumps(content).replace(f'"{DEEP}"', "[" * depth + "]" * depth).encode()
+
+
+def changed_line(data: bytes, g: random.Random) -> bytes:
+    lines = data.splitlines(keepends=True)
+    n = g.randrange(len(lines))
+    lines[n] = changed_json(lines[n], g) + b"\n"
+    return b"".join(lines)
+
+
+def changed_header(data: bytes, g: random.Random) -> bytes:
+    """Of a safetensors file: the length of its header, or the JSON in it."""
+    size = int.from_bytes(data[:8], "little")
+    if g.random() < 0.2:
+        return g.choice([0, 1, size - 1, size + 1, 2**40, 2**63]).to_bytes(8, "little") + data[8:]
+    header = changed_json(data[8:8 + size], g)
+    return len(header).to_bytes(8, "little") + header + data[8 + size:]
+
+
+# --- valid folders ----------------------------------------------------------------------------------------------------
+
+def quiet(command, *argv) -> None:
+    status, _, said = run(command, argv)
+    assert status == 0, (argv, said)
+
+
+def make_run() -> None:
+    import train
+    quiet(train.main, *TRAIN, "--steps", "2", "--out", "run")
+
+
+def make_folder() -> None:
+    """Hugging Face folders: gpt2, llama, mixtral."""
+    import dataclasses
+
+    import torch
+
+    import checkpoint
+    import huggingface
+    import sharding
+    from architectures import empty_model
+    from gpt import GPTConfig
+    for name, fields in (("gpt2", {}), ("llama", dict(llama=True)), ("mixtral", dict(llama=True, num_experts=2, router="topk", router_topk=2, z_loss=0.0))):
+        model = empty_model(GPTConfig(**SHAPE, vocab_size=257, **fields))
+        sharding.init(model, 0, "cpu", torch.float32)
+        state = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(model.config)}
+        checkpoint.write(Path(f"{name}-ckpt"), 0, {f"model.{n}": p.detach() for n, p in model.named_parameters()}, state)
+        huggingface.export_folder(Path(f"{name}-ckpt"), Path(name))
+        shutil.rmtree(f"{name}-ckpt")
+
+
+def make_prompts() -> None:
+    import prompt_tuning
+    make_run()
+    Path("lines.jsonl").write_text("".join(json.dumps({"taskname": "t", "text": "ab"[n % 2], "label": "xy"[n % 2]}) + "\n" for n in range(4)))
+    config = {"task_templates": [TEMPLATE], "virtual_prompt_style": "p-tuning", "language_model_path": "run", "existing_tasks": [], "new_tasks": ["t"],
+              "p_tuning": {"encoder_type": "mlp", "encoder_hidden": 8, "num_layers": 1, "dropout": 0.0, "init_std": 1.0},
+              "data": {"train_ds": ["lines.jsonl"], "validation_ds": ["lines.jsonl"], "max_seq_length": 16, "shuffle": True}}
+    Path("prompts.json").write_text(json.dumps(config))
+    quiet(prompt_tuning.main, "train", "--config", "prompts.json", "--out", "prompts", "--steps", "2", "--global-batch-size", "2", "--device", "cpu")
+
+
+def make_tokenizer() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    make_run()
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=40, special_tokens=["<unk>", "</s>"], show_progress=False))
+    tokenizer.save("tokenizer.json")
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+def program(module: str) -> Callable[[list[str]], int | None]:
+    """main() of a file whose arguments are sys.argv."""
+    def main(argv):
+        before, sys.argv = sys.argv, [f"{module}.py", *argv]
+        try:
+            return __import__(module).main()
+        finally:
+            sys.argv = before
+    return main
+
+
+def command(module: str) -> Callable[[list[str]], int]:
+    return lambda argv: __import__(module).main(argv)
+
+
+RESUME = (command("train"), [*TRAIN, "--steps", "3", "--out", "run", "--resume"])
+INFER = ["--prompts", "prompts/prompts.safetensors", "--checkpoint", "run", "--data", "lines.jsonl", *ANSWER]
+
+
+class Reading(NamedTuple):
+    """Of a kind: which file (a pattern), how it may be changed, and the commands that read it."""
+    file: str
+    changes: list[Callable]
+    commands: list[tuple[Callable, list[str]]]
+
+
+def generate_from(checkpoint: str) -> tuple:
+    return command("completions"), ["--checkpoint", checkpoint, "--prompt", "de", *ANSWER]
+
+
+JSON = [changed_json, changed_json, changed_bytes]
+LEARN = (command("prompt_tuning"), ["train", "--config", "prompts.json", "--out", "new", "--steps", "1", "--global-batch-size", "2", "--device", "cpu"])
+ANSWERS = [(command("prompt_tuning"), [word, *INFER]) for word in ("generate", "evaluate")]
+# kind -> (what makes a valid folder, the files in it)
+KINDS = {
+    "index": (make_run, [Reading("run/checkpoints/*/index.json", JSON, [
+        generate_from("run"), (command("huggingface"), ["export", "run", "hf"]), (program("checkpoint"), ["verify", "run"]), (program("checkpoint"), ["show", "run"]),
+        (command("train"), ["--load", "run", "--data", "text.txt", "--device", "cpu", "--global-batch-size", "2", "--steps", "1", "--out", "new"]), RESUME])]),
+    "config": (make_folder, [Reading(file, changes, [(command("huggingface"), ["import", "{}", "ckpt"]), generate_from("{}")])
+                             for file, changes in (("{}/config.json", JSON), ("{}/config.json", JSON), ("{}/model.safetensors", [changed_header]))]),
+    "prompts": (make_prompts, [Reading("prompts.json", JSON, [LEARN]), Reading("prompts/prompts.safetensors", [changed_header, changed_bytes], ANSWERS),
+                               Reading("lines.jsonl", [changed_line, changed_bytes], [LEARN, *ANSWERS])]),
+    "tokenizer": (make_tokenizer, [Reading("tokenizer.json", JSON, [
+        (program("tokenizer"), ["def f", "tokenizer.json"]), (command("completions"), ["--checkpoint", "run", "--tokenizer", "tokenizer.json", "--prompt", "def f", *ANSWER])])]),
+    "metrics": (make_run, [Reading("run/metrics.jsonl", [changed_line, changed_bytes], [(program("metrics"), ["run"]), RESUME])]),
+    "tokens": (make_run, [Reading(file, changes, [(command("train"), [*TRAIN, "--steps", "1", "--out", "new"])])
+                          for file, changes in (("cache/*/index.json", JSON), ("cache/*/tokens.npy", [changed_bytes]))])}
+
+
+# --- one case ---------------------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def inside(folder: Path):
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@functools.cache
+def valid(kind: str) -> tempfile.TemporaryDirectory:
+    """The folder that the cases of a kind are copies of; goes with the process."""
+    folder = tempfile.TemporaryDirectory()
+    with inside(folder.name):
+        Path("text.txt").write_text(TEXT)
+        KINDS[kind][0]()
+    return folder
+
+
+def late(number, frame):
+    raise TimeoutError(f"not finished after {SECONDS} s")
+
+
+def run(main: Callable, argv) -> tuple[int | str, str, str]:
+    """(exit status, or the exception that escaped; stdout; stderr) of a command in this process, that of libraries included."""
+    with tempfile.TemporaryFile("w+", errors="surrogateescape") as out, tempfile.TemporaryFile("w+", errors="surrogateescape") as err:
+        kept, before = [os.dup(1), os.dup(2)], signal.signal(signal.SIGALRM, late)
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        signal.alarm(SECONDS)
+        # where C code never comes back to Python
+        faulthandler.dump_traceback_later(6 * SECONDS, exit=True, file=kept[1])
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                status = main(list(argv)) or 0
+        except SystemExit as e:
+            status = e.code or 0
+            if isinstance(status, str):
+                print(status, file=err)
+                status = 1
+        except BaseException as e:
+            status = f"{type(e).__name__}: {e}"
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+            faulthandler.cancel_dump_traceback_later()
+            for number, fd in enumerate(kept, 1):
+                os.dup2(fd, number)
+                os.close(fd)
+        for file in (out, err):
+            file.flush()
+            file.seek(0)
+        return status, out.read(), err.read()
+
+
+def check(kind: str, seed: int) -> tuple[bool, str | None]:
+    """(whether the change was refused; what is wrong with the answer to it) of one case."""
+    g = random.Random(f"{kind} {seed}")
+    family, reading = g.choice(["gpt2", "llama", "mixtral"]), g.choice(KINDS[kind][1])
+    main, argv = g.choice(reading.commands)
+    argv = [word.format(family) for word in argv]
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(valid(kind).name, folder, dirs_exist_ok=True)
+        with inside(folder):
+            file = g.choice(sorted(Path().glob(reading.file.format(family))))
+            change = g.choice(reading.changes)
+            file.write_bytes(change(file.read_bytes(), g))
+            if kind == "index" and seed % 2:
+                checksum = hashlib.sha256(file.read_bytes()).hexdigest()
+                file.with_name("index.json.sha256").write_text(f"{checksum}  index.json\n")
+            begin = time.perf_counter()
+            status, _, err = run(main, argv)
+    lines, seconds = err.splitlines(), time.perf_counter() - begin
+    case = f"{kind} {seed}: {change.__name__} of {file}; {argv}: "
+    if status == 0 and "Traceback" not in err:
+        return False, None
+    if status == 2 and len(lines) == 1 and seconds < SECONDS:
+        return True, None
+    return status == 2, case + (f"status {status}, {seconds:.0f} s, {len(lines)} lines on stderr: {err[-1500:]}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="of each kind")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
+    args = parser.parse_args()
+    # what a file makes us allocate is an error here, and not the end of this machine
+    resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, resource.RLIM_INFINITY))
+    failed = 0
+    for kind in args.kind:
+        begin, wrong, refused = time.time(), [], 0
+        for seed in range(args.first, args.first + args.count):
+            said_no, problem = check(kind, seed)
+            refused += said_no
+            if problem:
+                wrong.append(seed)
+                print(problem, flush=True)
+        failed += len(wrong)
+        print(f"{kind}: {args.count - len(wrong)} of {args.count} held, {refused} refused; {time.time() - begin:.0f} s; wrong: {wrong}", flush=True)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
