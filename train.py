@@ -57,7 +57,7 @@ from gpt import GPT, dropout_key, flops_per_token, num_parameters
 from metrics import Curves, Metrics, MetricsError, duration, mfu, peak_memory, plot_loss, progress
 from prompt_data import PromptConfig, PromptError
 from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
-from tokenizer import FileTokenizer, TokenizerError, TokenizerRecord, make_tokenizer, prompt_ids, record
+from tokenizer import BUILT_IN, FileTokenizer, TokenizerError, TokenizerRecord, make_tokenizer, prompt_ids, record
 from run_folder import RunFolder, RunFolderError, launcher_name
 from world import Groups, World, WorldError
 
@@ -318,7 +318,10 @@ def default_tokenizer(config: Config) -> str:
 def open_tokenizer(config: Config, world: World):
     """The tokenizer of --tokenizer, or the default one. Where its vocabulary is larger than the
     preset's, it sets --vocab-size. Raises ConfigError, TokenizerError or CheckpointError."""
-    name = default_tokenizer(config) if config.tokenizer is None else config.tokenizer
+    name = config.tokenizer
+    # The file of a run that goes on may have moved: the run has a copy.
+    if name is None or config.resume and name not in BUILT_IN and not os.path.exists(name):
+        name = default_tokenizer(config)
     tokenizer, shape = make_tokenizer(name), config.model_config()
     if tokenizer.vocab_size > shape.vocab_size:
         what = f"--tokenizer {name}: its ids go up to {tokenizer.vocab_size - 1}, beyond "

@@ -372,7 +372,7 @@ def test_sample_prompt(here, flags, begins):
 
 def test_a_sample_prompt_that_is_no_text(here, capfd):
     assert run("--out", "run", "--steps", "1", "--sample-prompt", "\ud800") == 2
-    assert "--sample-prompt '\\ud800': cannot be encoded" in capfd.readouterr().err and not Path("run/metrics.jsonl").exists()
+    assert "--sample-prompt '\\ud800': " in capfd.readouterr().err and not Path("run/metrics.jsonl").exists()
 
 
 def test_experts_that_cannot_be_exported(here, capfd):
