@@ -334,29 +334,34 @@ def main(argv: list[str]) -> int:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def lesson() -> int:
-    """A small model that can do two things with a word, when it is told which, learns two tasks without being told: the prompts find out."""
+def lesson(seed: int = 0, steps: tuple[int, int] = (300, 200)) -> int:
+    """A small model that can do two things with a word, when it is told which, learns two tasks without being told: the prompts find out. steps: of the model, of each
+    prompt. Returns the exit status: 1 where a loss stayed above 0.05 or an answer is wrong.
+
+    The rate of 3e-3 matters: at 1e-2 the frozen model's logits, or the prompts' vectors, grow so large that the loss hangs on how a processor rounds."""
     import generate
     from optimizer import AdamW, GradientAccumulator
     from tokenizer import ByteTokenizer
     tokenizer, h = ByteTokenizer(), 64
     with torch.device("meta"):
         model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=h, num_heads=4, ffn_hidden_size=172, seq_length=32, vocab_size=257, llama=True))
-    sharding.init(model, 0, "cpu", torch.float32)
+    sharding.init(model, seed, "cpu", torch.float32)
 
     def word(g) -> str:
         return "".join(chr(97 + i) for i in torch.randint(8, (4,), generator=g).tolist())
 
-    def learn(steps: int, lr: float, batch_of) -> tuple[int, float, float]:
+    def learn(steps: int, batch_of) -> tuple[int, float, float]:
+        """(parameters learned, the first loss, the mean of the last 20)"""
         learned, losses = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
         gradients, optimizer = GradientAccumulator(model), AdamW(learned.items(), 0.0)
         for step in range(steps):
             gradients.zero()
-            batch = batch_of(torch.Generator().manual_seed(step))
+            batch = batch_of(torch.Generator().manual_seed(1000 * seed + step))
             losses.append((model(batch.tokens, batch.labels) * batch.loss_mask).sum() / batch.loss_mask.sum())
             losses[-1].backward()
-            optimizer.step(lr * min(1, (step + 1) / 20) * (1 - step / steps))
-        return sum(p.numel() for p in learned.values()), losses[0].item(), losses[-1].item()
+            optimizer.step(3e-3 * min(1, (step + 1) / 20) * (1 - step / steps))
+        last = losses[-20:]
+        return sum(p.numel() for p in learned.values()), losses[0].item(), sum(x.item() for x in last) / len(last)
     reads = Template("read", "{which}{word}={answer}", 0, [], None, True, "answer")
     answer = {"first": lambda w: w[0], "last": lambda w: w[-1]}
 
@@ -364,7 +369,8 @@ def lesson() -> int:
         words = [word(g) for _ in range(64)]
         lines = [{"which": name[0].upper(), "word": w, "answer": answer[name](w)} for w, name in zip(words, ["first", "last"] * 32)]
         return PromptData([reads.fill(line, tokenizer, 257, 32) for line in lines], 257, None).batch(range(64))
-    size, first, last = learn(400, 1e-2, reading)
+    size, first, last = learn(steps[0], reading)
+    final = {"the model": last}
     print(f"a Llama (h {h}, L 2) reads lines like Fabcd=a and Labcd=d: {size:,} parameters learned, loss {first:.2f} -> {last:.4f}. From here on it is frozen.")
     model.requires_grad_(False).eval()
     before, embedding, kept = {name: p.clone() for name, p in model.named_parameters()}, model.embedding.tokens, {}
@@ -374,13 +380,14 @@ def lesson() -> int:
         config = PromptConfig.of(templates | {"existing_tasks": existing, "restore_path": "-", "new_tasks": [task], "p_tuning": {"encoder_hidden": 16}})
         model.embedding.tokens = embedding
         prompts, first_id = attach(model, config), config.first_ids(257)[task]
-        for name, value in initial_values(config, h, 0, existing=kept).items():
+        for name, value in initial_values(config, h, seed, existing=kept).items():
             prompts.get_parameter(name).data.copy_(value)
 
         def examples(g):
             lines = [{"word": w, "answer": answer[task](w)} for w in (word(g) for _ in range(32))]
             return PromptData([config.templates[task].fill(line, tokenizer, first_id, 32) for line in lines], 257, None).batch(range(32))
-        size, first, last = learn(200, 1e-2, examples)
+        size, first, last = learn(steps[1], examples)
+        final[f"task {task}"] = last
         print(f"task {task}: {size:,} parameters learned, of which a table of 2 x {h} is kept; loss {first:.2f} -> {last:.4f}")
         for old in existing:
             print(f"    the table of {old} meanwhile: {'bit for bit as it was' if torch.equal(prompts.table(old), kept[old]) else 'changed'}")
@@ -391,8 +398,13 @@ def lesson() -> int:
     config = PromptConfig.of(templates | {"virtual_prompt_style": "inference", "new_tasks": list(answer)})
     ids, asked = attach_tables(model, config, kept), [(task, w) for w in ("hgfe", "badc", "ccgh") for task in answer]
     prompts = [config.templates[task].fill({"word": w}, tokenizer, ids[task], 32, answer=False).ids for task, w in asked]
-    print("    " + ", ".join(f"{task} of {w}: {tokenizer.decode(new)}" for (task, w), new in zip(asked, generate.generate(model, prompts, 8, temperature=0, eot=256))))
-    return 0
+    found = [tokenizer.decode(new) for new in generate.generate(model, prompts, 8, temperature=0, eot=256)]
+    print("    " + ", ".join(f"{task} of {w}: {text}" for (task, w), text in zip(asked, found)))
+    wrong = [f"{what} has a loss of {loss:.2f}" for what, loss in final.items() if not loss < 0.05]
+    wrong += [f"{task} of {w} is not {text!r}" for (task, w), text in zip(asked, found) if text != answer[task](w)]
+    if wrong:
+        print(f"prompt_tuning.py: not learned: {'; '.join(wrong)}", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

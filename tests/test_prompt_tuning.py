@@ -387,11 +387,17 @@ def test_the_tokenizer_of_the_model(tmp_path, capsys):
 
 
 def test_lessons(capsys):
-    prompt_tuning.lesson()
+    assert prompt_tuning.lesson() == 0
     out = capsys.readouterr().out
     assert out.count("bit for bit") == 2 and "first of hgfe: h, last of hgfe: e, first of badc: b, last of badc: c, first of ccgh: c, last of ccgh: h" in out
     prompt_data.main()
     assert "['p', 'o', 's', 'i', 't', 'i', 'v', 'e', '<end>']" in capsys.readouterr().out
+
+
+def test_a_lesson_that_has_not_learned_says_so(capsys):
+    assert prompt_tuning.lesson(steps=(2, 2)) == 1
+    err = capsys.readouterr().err
+    assert "not learned: the model has a loss of" in err and "first of hgfe is not" in err and err.count("\n") == 1
 
 
 def test_another_model(base, tmp_path, capsys):
