@@ -28,11 +28,11 @@ gpu-figures: .venv/installed                                                 # o
 	$(PYTHON) -m venv .venv
 
 .venv/installed: requirements.txt | .venv/bin/pip
-	.venv/bin/pip install --quiet -r requirements.txt
+	.venv/bin/pip install -r requirements.txt
 	touch $@
 
 .venv/tests-installed: tests/requirements.txt .venv/installed
-	.venv/bin/pip install --quiet -r tests/requirements.txt
+	.venv/bin/pip install -r tests/requirements.txt
 	touch $@
 
 .PHONY: train test figures gpu-figures
