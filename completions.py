@@ -176,19 +176,6 @@ def read_prompts(path: str, tokenizer, seq_length: int) -> list[tuple[dict, list
     return found
 
 
-def on_rank_0(world: World, work):
-    """What work() gives on rank 0, on every rank; so does a PromptError. A collective."""
-    result = error = None
-    try:
-        result = work() if world.rank == 0 else None
-    except PromptError as e:
-        error = e
-    result, error = world.gather((result, error))[0]
-    if error:
-        raise error
-    return result
-
-
 def as_json(line: dict) -> str:
     text = json.dumps(line, ensure_ascii=False)
     return text if text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text) else json.dumps(line)      # half a surrogate pair is no UTF-8
@@ -298,7 +285,7 @@ def run(args, world: World) -> None:
     options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, eot=tokenizer.stop_ids)
     out = sys.stdout if world.rank == 0 else None
     if args.prompt_file is not None:
-        requests = on_rank_0(world, lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length))
+        requests = world.on_rank_0(lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length), (PromptError,))
 
         def write(line: dict, text: str, tokens: int, finish: str) -> None:
             print(as_json(line | {"text": text, "tokens": tokens, "finish": finish}), flush=True)

@@ -249,7 +249,7 @@ def answers(world, model, config: PromptConfig, found: dict[str, Tensor], tokeni
     shape = chunks[0].config
     ids = [attach_tables(chunk, config, found) for chunk in chunks][0] if found else dict.fromkeys(config.tasks, shape.vocab_size)
     room = max(1, shape.seq_length + 1 - args.max_tokens)                # so that the answer fits behind
-    examples, records, told = completions.on_rank_0(world, lambda: read_examples(args.data, config.templates, ids, tokenizer, room, answer=False))
+    examples, records, told = world.on_rank_0(lambda: read_examples(args.data, config.templates, ids, tokenizer, room, answer=False), (PromptError,))
     if args.command == "evaluate":
         check_answers(config, records)
     world.say_aside(f"{', '.join(args.data)}: {told}")
