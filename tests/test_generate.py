@@ -349,7 +349,7 @@ def test_prompt_file(saved, capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content, words", [
     ('{"prompt": "a"}\n\n{"prompt": 3}\n', 'line 3: not an object with a "prompt"'), ('{"prompt": "a"}\n{oh\n', "line 2: not JSON"), ('{"prompt": ""}', "line 1: the prompt is empty"),
-    (json.dumps({"prompt": "x" * 65}), "line 1: the prompt has 65 tokens, and the model's context holds 64"), ("\n", "no prompts in it"), ("[1]", "line 1: not an object"),
+    (json.dumps({"prompt": "x" * 65}), "line 1: the prompt has 65 tokens, and the model's context holds 64"), ("\n", "no prompts in it"), ("[1]", "line 1: Expected `object`"),
     ('{"prompt": "\\ud800"}', "line 1: not JSON (it has NaN, Infinity or half of a surrogate pair in it)"), ('{"prompt": "a", "text": "b"}', "['text'] would be overwritten")])
 def test_bad_lines(content, words, saved, capsys, tmp_path):
     (tmp_path / "p.jsonl").write_text(content)
