@@ -57,6 +57,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 import json_files
+import room
 import sharding
 from gpt import GPTConfig, least_parameters
 from tokenizer import BUILT_IN, TRAVELS, TokenizerRecord
@@ -491,12 +492,9 @@ def check_sizes(config: GPTConfig, shapes: dict[str, list[int]]) -> None:
 def check_room(what: str, needed: int, device) -> None:
     """Whether a device could hold so many bytes at all, before they are allocated: on the CPU the end comes later, and to any process. Raises CheckpointError."""
     device = torch.device(device)
-    if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
-    else:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > room:
-        raise CheckpointError(f"{what}: takes {needed:,} bytes, and {device} has {room:,} in all")
+    has = room.memory(device.type, 1)
+    if needed > has:
+        raise CheckpointError(f"{what}: takes {needed:,} bytes, and {device} has {has:,} in all")
 
 
 def read_header(file: Path) -> dict[str, tuple[str, list[int], list[int]]]:

@@ -29,7 +29,6 @@ from pathlib import Path
 import numpy as np
 
 import json_files
-from json_files import JSONError
 
 # End-of-text tokens by the names that published models give them, for a file that stands alone.
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")

@@ -319,7 +319,7 @@ def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch
     """Of a machine with 4 KiB; generating says so, in one line."""
     import completions
     checkpoint.check_room("x", 4096, "cpu")
-    monkeypatch.setattr(checkpoint.os, "sysconf", lambda name: {"SC_PHYS_PAGES": 4, "SC_PAGE_SIZE": 1024}[name])
+    monkeypatch.setattr(checkpoint.room, "memory", lambda device, ranks: 4096)
     status = completions.main(["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"])
     err = capsys.readouterr().err
     assert status == 2 and "bytes, and cpu has 4,096 in all" in err and len(err.splitlines()) == 1

@@ -134,7 +134,7 @@ def test_parameters_by_the_paper():
 
 def test_an_encoder_beyond_memory_is_refused(monkeypatch):
     """65,536 wide it has 4 10^9 numbers: not one of them is allocated."""
-    monkeypatch.setattr(checkpoint.os, "sysconf", lambda name: {"SC_PHYS_PAGES": 2**23, "SC_PAGE_SIZE": 2**12}[name])
+    monkeypatch.setattr(checkpoint.room, "memory", lambda device, ranks: 2**35)
     config_ = PromptConfig.of(config(style="p-tuning", p_tuning=dict(encoder_hidden=2**16)))
     with pytest.raises(checkpoint.CheckpointError, match="p_tuning.encoder_hidden 65536: takes 68,.* bytes, and cpu has 34,359,738,368"):
         prompt_tuning.VirtualPrompts(config_, 8)
