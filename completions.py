@@ -177,8 +177,13 @@ def read_prompts(path: str, tokenizer, seq_length: int) -> list[tuple[dict, list
 
 
 def as_json(line: dict) -> str:
+    """One line of JSON. Characters as they are where the output can show them, as \\u.... where it cannot."""
     text = json.dumps(line, ensure_ascii=False)
-    return text if text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text) else json.dumps(line)      # half a surrogate pair is no UTF-8
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return json.dumps(line)
+    return text
 
 
 def encode(text: str, tokenizer, seq_length: int) -> list[int]:
@@ -344,12 +349,15 @@ def command(name: str, work, argv: list[str], parser: argparse.ArgumentParser) -
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:                                              # who reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        terminal.mute(sys.stdout)
         status = 1
-    if status == 1 and not message and world.size > 1:
-        os._exit(1)                                                      # peers wait in a collective
+    except OSError as e:
+        terminal.mute(sys.stdout)
+        status, message, alone = 1, f"{e.filename or 'standard output'}: {e.strerror or e}; the rest of the answers is lost", True
     if message and (world.rank == 0 or alone):
         terminal.say(f"{name}: {message}", error=True)
+    if status == 1 and world.size > 1 and (alone or not message):
+        os._exit(1)                                                      # peers wait in a collective
     world.disconnect()
     return status
 

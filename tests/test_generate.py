@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import subprocess
@@ -402,3 +403,19 @@ def test_captured(shape):
     prompts = ragged(model.config.vocab_size)
     expected = generate.generate(model, prompts, 60, eot=5, **SAMPLED)
     assert generate.generate(model.cuda(), prompts, 60, eot=5, **SAMPLED) == expected
+
+
+def test_an_output_that_is_full_or_ascii(saved, capsys, tmp_path, monkeypatch):
+    """On a full disk the answers are lost, and that is said; where only ASCII can be shown, JSON stays JSON."""
+    import terminal
+    assert json.loads(completions.as_json({"text": "déjà"})) == {"text": "déjà"}
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert completions.as_json({"text": "déjà"}) == '{"text": "d\\u00e9j\\u00e0"}'
+    full, muted = open("/dev/full", "w"), []
+    # Muting it for good would mute the tests' own output.
+    monkeypatch.setattr(terminal, "mute", muted.append)
+    monkeypatch.setattr(sys, "stdout", full)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    status = completions.main(["--checkpoint", str(saved), "--prompt-file", str(tmp_path / "p.jsonl"), "--max-tokens", "2", "--device", "cpu"])
+    assert status == 1 and muted == [full] and "standard output: No space left on device" in capsys.readouterr().err
