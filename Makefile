@@ -2,6 +2,8 @@
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
+# where figures and gpu-figures write; to try them: make figures ARGS=--toy RESULTS='--out runs/toy'
+RESULTS ?= --out comparisons --figures figures
 
 train: .venv/installed
 	.venv/bin/torchrun --nproc-per-node $(RANKS) train.py $(ARGS)
@@ -10,19 +12,19 @@ test: .venv/tests-installed
 	.venv/bin/python -m pytest $(ARGS)
 
 figures: .venv/installed
-	.venv/bin/python comparisons/activation_memory.py
-	.venv/bin/python comparisons/recompute_overhead.py
-	.venv/bin/python comparisons/pipeline.py
-	.venv/bin/python comparisons/zero_memory.py
-	.venv/bin/python comparisons/fsdp.py
-	.venv/bin/python comparisons/moe.py training                         # half an hour of this
+	.venv/bin/python comparisons/activation_memory.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/recompute_overhead.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/pipeline.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/zero_memory.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/fsdp.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/moe.py training $(RESULTS) $(ARGS)             # half an hour of this
 	.venv/bin/pip install --quiet transformers
-	.venv/bin/python comparisons/generation.py
-	.venv/bin/python comparisons/layouts.py
+	.venv/bin/python comparisons/generation.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/layouts.py $(RESULTS) $(ARGS)
 
 gpu-figures: .venv/installed                                                 # on a GPU
-	.venv/bin/python comparisons/kernels.py
-	.venv/bin/python comparisons/training_step.py
+	.venv/bin/python comparisons/kernels.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/training_step.py $(RESULTS) $(ARGS)
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv

@@ -114,9 +114,13 @@ def _lesson(rank: int):
     return x.item()
 
 
-if __name__ == "__main__":
+def main():
     run(_lesson, 1)                                                      # starts the server
     for n in (2, 4, 8):
         start = time.perf_counter()
         total = run(_lesson, n)[0]
         print(f"{n} ranks: the sum of their numbers is {total:.0f}, {time.perf_counter() - start:.2f} s from launch to exit")
+
+
+if __name__ == "__main__":
+    main()

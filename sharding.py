@@ -147,8 +147,12 @@ def _lesson(rank: int):
     return part, torch.equal(gather(part, record), whole)
 
 
-if __name__ == "__main__":
+def main():
     import ranks
     print("a [6, 3] weight, cut over 2 tensor-parallel ranks, then over 2 data-parallel ranks:")
     for rank, (part, same) in enumerate(ranks.run(_lesson, 4)):
         print(f"rank {rank} (dp {rank // 2}, tp {rank % 2}) holds {part.tolist()}; gathered equals whole: {same}")
+
+
+if __name__ == "__main__":
+    main()

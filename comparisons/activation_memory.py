@@ -1,6 +1,6 @@
 """The activation memory of one layer, by the paper's formula and as autograd holds it (arXiv 2205.05198, table 2 and figure 7).
 
-    python comparisons/activation_memory.py
+    python comparisons/activation_memory.py [--toy] [--out DIR]
 
 For each row of the table, t = 1, 2, 4 tensor-parallel ranks, and layers whose 5as/h is that of the paper's 22B and 175B models and of
 two others (LayerNorm, GELU, dropout 0.1, explicit attention, bf16): formula, measured bytes of rank 0, difference. Then the formulas on
@@ -24,16 +24,17 @@ import tensor_parallel
 
 SHAPES = {"as 22B": dict(s=2048, b=1, h=768, a=8), "as 175B": dict(s=2048, b=1, h=1024, a=8),       # 5as/h of 106.7 and 80
           "short": dict(s=512, b=4, h=512, a=8), "odd": dict(s=300, b=3, h=480, a=12)}
+TOY = {"tiny": dict(s=32, b=1, h=64, a=4)}
 # FACTS of table 3: a, h, L, t, p, v, micro-batch
 MODELS = {"22B": (64, 6144, 48, 8, 1, 1, 4), "175B": (96, 12288, 96, 8, 8, 3, 1),
           "530B": (128, 20480, 105, 8, 35, 3, 1), "1T": (160, 25600, 128, 8, 64, 1, 1)}
 
 
-def measure(rank: int) -> dict:
+def measure(rank: int, shapes: dict) -> dict:
     """{(shape, row): bytes that one layer keeps on this rank}"""
     group, found = dist.group.WORLD, {}
     t = group.size()
-    for name, shape in SHAPES.items():
+    for name, shape in shapes.items():
         for row, (sequence, granularity) in recompute.ROWS.items():
             if row == "no parallelism" and t > 1:
                 continue
@@ -59,7 +60,7 @@ def first_stage(model: str, sequence: bool, granularity: str) -> float:
     return recompute.layer_bytes(2048, b, h, a, t, sequence, granularity) * recompute.first_stage_layers(L, p, v) / 2**30
 
 
-def draw(measured: list[dict], path: Path) -> None:
+def draw(measured: list[dict], shapes: dict, path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -71,13 +72,13 @@ def draw(measured: list[dict], path: Path) -> None:
         percent = [100 * first_stage(model, *recompute.ROWS[row]) / first_stage(model, *recompute.ROWS["tensor"]) for model in MODELS]
         bars = left.bar([j + 0.2 * (i - 1.5) for j in range(len(MODELS))], percent, 0.18, label=row)
         left.bar_label(bars, [f"{x:.0f}" for x in percent], fontsize=8)
-        percent, formula = ([100 * here[s, row][kind] / here[s, "tensor"][kind] for s in SHAPES] for kind in ("measured", "formula"))
-        places = [j + 0.2 * (i - 1.5) for j in range(len(SHAPES))]
+        percent, formula = ([100 * here[s, row][kind] / here[s, "tensor"][kind] for s in shapes] for kind in ("measured", "formula"))
+        places = [j + 0.2 * (i - 1.5) for j in range(len(shapes))]
         right.bar_label(right.bar(places, percent, 0.18), [f"{x:.0f}" for x in percent], fontsize=8, padding=3)
         right.plot(places, formula, "k_", markersize=11, label="by formula" if i == 0 else None)
     left.set_xticks(range(len(MODELS)), MODELS)
     left.set(ylabel="% of tensor parallelism alone", title="The paper's models by its formulas, t = 8 (arXiv 2205.05198, figure 7)", ylim=(0, 100))
-    right.set_xticks(range(len(SHAPES)), [f"{name}\nh {x['h']}, a {x['a']}, s {x['s']}" for name, x in SHAPES.items()], fontsize=8)
+    right.set_xticks(range(len(shapes)), [f"{name}\nh {x['h']}, a {x['a']}, s {x['s']}" for name, x in shapes.items()], fontsize=8)
     right.set_title(f"Measured: what autograd holds for one layer, t = {t}")
     for axes in (left, right):
         axes.legend(fontsize=8)
@@ -86,11 +87,13 @@ def draw(measured: list[dict], path: Path) -> None:
 
 
 def main():
+    args = report.parse(report.arguments(__doc__))
+    shapes = TOY if args.toy else SHAPES
     results, worst = [], 0.0
     print(f"{'layer':<9}{'t':>2}  {'row':<30}{'formula':>14}{'measured':>14}{'difference':>12}")
-    for t in (1, 2, 4):
-        for (name, row), measured in ranks.run(measure, t)[0].items():
-            formula = recompute.layer_bytes(**SHAPES[name], t=t, sequence_parallel=recompute.ROWS[row][0], recompute=recompute.ROWS[row][1])
+    for t in (1, 2) if args.toy else (1, 2, 4):
+        for (name, row), measured in ranks.run(measure, t, shapes)[0].items():
+            formula = recompute.layer_bytes(**shapes[name], t=t, sequence_parallel=recompute.ROWS[row][0], recompute=recompute.ROWS[row][1])
             results.append({"layer": name, "t": t, "row": row, "formula": formula, "measured": measured, "ratio": measured / formula})
             worst = max(worst, abs(measured / formula - 1))
             print(f"{name:<9}{t:>2}  {row:<30}{formula:>14,.0f}{measured:>14,}{100 * (measured / formula - 1):>11.3f}%")
@@ -99,9 +102,8 @@ def main():
     print(f"\nGiB of activations on the first stage:\n{'row':<30}" + "".join(f"{model:>10}" for model in MODELS))
     for row in list(recompute.ROWS)[1:]:
         print(f"{row:<30}" + "".join(f"{predicted[model][row]:>10.2f}" for model in MODELS))
-    report.save("activation_memory", {"largest_difference": worst, "layers": results, "shapes": SHAPES, "first_stage_GiB": predicted})
-    draw(results, report.FIGURES / "activation_memory.png")
-    print(report.FIGURES / "activation_memory.png")
+    report.save("activation_memory", {"largest_difference": worst, "layers": results, "shapes": shapes, "first_stage_GiB": predicted}, args)
+    draw(results, shapes, args.figures / "activation_memory.png")
 
 
 if __name__ == "__main__":

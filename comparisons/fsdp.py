@@ -1,13 +1,12 @@
 """Stage 3 beside torch.distributed.fsdp.fully_shard: the same model, batches and optimizer on the same two ranks, in turn, in one run.
 
-    python comparisons/fsdp.py [--rounds 25]
+    python comparisons/fsdp.py [--rounds 25] [--toy] [--out DIR]
 
 Every layer, the embedding and the head are units in both, and are dropped after forward. Step: forward, backward, clipping by the global norm, AdamW. Peak bytes
 are those that PyTorch's allocator handed out for tensors, by its profiler, each kind in processes of its own, from building the model to the
 end of the second step; what gloo allocates inside is in neither. The figure is of one of our steps on rank 0.
 (Llama's block, h 512, L 6, a 8, ffn 1376, s 256, V 8192, 4 sequences a rank, fp32, one thread a rank)
 """
-import argparse
 import json
 import sys
 import tempfile
@@ -31,14 +30,15 @@ from single_device import Random
 from world import Groups, keep_freed_memory
 
 SHAPE = dict(model="llama2-7b", num_layers=6, hidden_size=512, num_heads=8, ffn_hidden_size=1376, seq_length=256, vocab_size=8192, precision="fp32")
+TOY = SHAPE | dict(num_layers=2, hidden_size=64, ffn_hidden_size=176, seq_length=32, vocab_size=512)
 SEQUENCES = 4                                                            # a rank
 
 
 class Ours:
-    def __init__(self):
-        config = train.Config(**SHAPE, zero_stage=3, global_batch_size=2 * SEQUENCES, warmup_steps=0, steps=10**9)
+    def __init__(self, shape: dict):
+        config = train.Config(**shape, zero_stage=3, global_batch_size=2 * SEQUENCES, warmup_steps=0, steps=10**9)
         self.trainer = train.Trainer(config, torch.device("cpu"), Groups(dp=dist.group.WORLD))
-        self.dataset = Random(2 * SEQUENCES, SHAPE["seq_length"], SHAPE["vocab_size"])
+        self.dataset = Random(2 * SEQUENCES, shape["seq_length"], shape["vocab_size"])
 
     def step(self) -> float:
         loss = self.trainer.forward_backward(1, self.dataset)
@@ -49,8 +49,8 @@ class Ours:
 class Theirs:
     """The same steps, by torch's own parts."""
 
-    def __init__(self):
-        config = train.Config(**SHAPE)
+    def __init__(self, shape: dict):
+        config = train.Config(**shape)
         with torch.device("meta"):
             model = gpt.GPT(config.model_config())
         sharding.init(model, 0, "cpu", torch.float32)
@@ -59,7 +59,7 @@ class Theirs:
         groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays} for decays in (True, False)]
         self.model, self.optimizer = model, torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
         rank = dist.get_rank()
-        self.batch = Random(2 * SEQUENCES, SHAPE["seq_length"], SHAPE["vocab_size"]).batch(range(rank * SEQUENCES, (rank + 1) * SEQUENCES))
+        self.batch = Random(2 * SEQUENCES, shape["seq_length"], shape["vocab_size"]).batch(range(rank * SEQUENCES, (rank + 1) * SEQUENCES))
 
     def step(self) -> float:
         loss = self.model(self.batch.tokens, self.batch.labels).mean()   # theirs averages over ranks
@@ -73,10 +73,10 @@ class Theirs:
 KINDS = {"ours": Ours, "theirs": Theirs}
 
 
-def peak_bytes(rank: int, kind: str) -> int:
+def peak_bytes(rank: int, kind: str, shape: dict) -> int:
     """The most that was allocated for tensors at any time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        trainer = KINDS[kind]()
+        trainer = KINDS[kind](shape)
         for _ in range(2):
             trainer.step()
     with tempfile.TemporaryDirectory() as folder:
@@ -85,9 +85,9 @@ def peak_bytes(rank: int, kind: str) -> int:
     return max(e["args"]["Total Allocated"] for e in events if e["name"] == "[memory]")
 
 
-def on_rank(rank: int, rounds: int):
+def on_rank(rank: int, rounds: int, shape: dict):
     keep_freed_memory()
-    trainers = {kind: make() for kind, make in KINDS.items()}
+    trainers = {kind: make(shape) for kind, make in KINDS.items()}
     losses = {kind: [] for kind in KINDS}
 
     def step(kind: str) -> float:
@@ -152,7 +152,7 @@ def hidden(events, what: str) -> float:
     return sum(max(0, min(e, end) - max(s, start)) for s, e in flights for start, end in computing) / sum(e - s for s, e in flights)
 
 
-def draw(events) -> None:
+def draw(events, path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -166,23 +166,24 @@ def draw(events) -> None:
                 axes.barh(-y, (end - start) * 1e3, left=start * 1e3, height=0.7, color=colours[what], edgecolor="white", linewidth=0.5)
                 axes.text((start + end) / 2 * 1e3, -y, "E" if unit == 0 else "H" if unit == last else unit - 1, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set(yticks=[-y for y in range(len(rows))], yticklabels=rows, xlabel="ms", title="A stage-3 step on rank 0: E embedding, 0 .. blocks, H head")
-    figure.savefig(report.FIGURES / "fsdp_time_line.png", dpi=150)
+    figure.savefig(path, dpi=150)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=25)
-    args = parser.parse_args()
-    peaks = {kind: max(ranks.run(peak_bytes, 2, kind)) for kind in KINDS}
-    times, losses, events = ranks.run(on_rank, 2, args.rounds)[0]
+    args = report.parse(parser)
+    shape, rounds = (TOY, 1) if args.toy else (SHAPE, args.rounds)
+    peaks = {kind: max(ranks.run(peak_bytes, 2, kind, shape)) for kind in KINDS}
+    times, losses, events = ranks.run(on_rank, 2, rounds, shape)[0]
     torch.set_num_threads(1)                                             # what the ranks had, for the record
     results = {"step_seconds": {kind: spread([t[kind] for t in times]) for kind in KINDS},
                "step_time_over_fully_shard": spread([t["ours"] / t["theirs"] for t in times]),
                "peak_tensor_bytes": peaks, "peak_over_fully_shard": peaks["ours"] / peaks["theirs"],
                "first_and_last_loss": {kind: (x[0], x[-1]) for kind, x in losses.items()},
                "in_flight_while_computing": {what: hidden(events, what) for what in ("all-gather", "reduce-scatter")}}
-    report.save("fsdp", results | {"time_line": events})
-    draw(events)
+    report.save("fsdp", results | {"time_line": events}, args)
+    draw(events, args.figures / "fsdp_time_line.png")
     for name, value in results.items():
         print(f"{name}: {value}")
 

@@ -1,13 +1,12 @@
 """Tokens per second of decoding: with and without the key-value cache, and beside Hugging Face transformers' `generate` with the same weights, in turn, in one run.
 
-    python comparisons/generation.py [--threads 1] [--rounds 7] [--cases small gpt2-124m]
+    python comparisons/generation.py [--threads 1] [--rounds 7] [--cases small gpt2-124m] [--toy] [--out DIR]
 
 Greedy, float32 on CPUs. Decoding is measured as the time of a prompt of 32 tokens and 48 new ones, less that of the same prompt and 1 new one: prefill is left out, on both
 sides. transformers runs as it comes (sdpa, its dynamic cache, stopping criteria off), from the folder that huggingface.py exports. Ratios are medians over rounds of (their
 seconds / our seconds); tokens are compared too. Both read all weights for each step, so the larger the model, the nearer both come to the speed of the memory, measured here as a
 matrix times a vector of the size of the largest matrix.
 """
-import argparse
 import copy
 import dataclasses
 import sys
@@ -32,6 +31,10 @@ CASES = {
     "small": gpt.GPTConfig(num_layers=4, hidden_size=256, num_heads=8, seq_length=1024, vocab_size=257),
     "small llama": gpt.GPTConfig(num_layers=4, hidden_size=256, num_heads=8, ffn_hidden_size=688, seq_length=1024, vocab_size=257, llama=True),
     "gpt2-124m": gpt.GPTConfig(num_layers=12, hidden_size=768, num_heads=12, seq_length=1024, vocab_size=50257),
+}
+TOY = {
+    "toy": gpt.GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257),
+    "toy llama": gpt.GPTConfig(num_layers=2, hidden_size=64, num_heads=4, ffn_hidden_size=176, seq_length=128, vocab_size=257, llama=True),
 }
 PROMPT, NEW = 32, 48
 
@@ -124,23 +127,25 @@ def draw(results: dict, path: Path) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512, 960])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dry-run", action="store_true", help="write nothing")
-    args = parser.parse_args()
+    args = report.parse(parser)
+    cases = TOY if args.toy else {name: CASES[name] for name in args.cases}
+    if args.toy:
+        args.rounds, args.batches, args.lengths = 1, [1, 16], [8, 40]
     torch.set_num_threads(args.threads)
     if args.device == "cpu":
         keep_freed_memory()                                              # for both
     results = {}
-    for name in args.cases:
-        model, for_many, other = build(CASES[name], args.device)
+    for name, config in cases.items():
+        model, for_many, other = build(config, args.device)
         weights = sum(p.nbytes for n, p in (*model.blocks.named_buffers(), *model.head.named_buffers()))
-        speed = memory_speed(CASES[name], args.device)
+        speed = memory_speed(config, args.device)
         results[name] = {"by_batch": {}, "by_length": by_length(model, args.lengths, args.rounds), "bytes_of_weights": weights, "memory_bytes_per_second": speed}
         print(f"{name}: {weights / 1e6:.0f} MB of weights a step; memory {speed / 1e9:.1f} GB/s, so at most {speed / weights:,.0f} steps/s", flush=True)
         for length, found in results[name]["by_length"].items():
@@ -149,9 +154,8 @@ def main():
             r = results[name]["by_batch"][batch] = against_transformers(model if batch <= 8 else for_many, other, batch, args.rounds)
             print(f"  batch {batch:>3}: {r['tokens_per_second']:>9,.1f} tokens/s, transformers {r['transformers_tokens_per_second']:>9,.1f}, ratio {r['ratio']['median']:.2f} "
                   f"({r['ratio']['min']:.2f} to {r['ratio']['max']:.2f}), same tokens: {r['same_tokens']}", flush=True)
-    if not args.dry_run:
-        report.save("generation", {"results": results})
-        draw(results, report.FIGURES / "generation.png")
+    report.save("generation", {"results": results}, args)
+    draw(results, args.figures / "generation.png")
 
 
 if __name__ == "__main__":

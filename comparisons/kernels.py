@@ -1,13 +1,12 @@
 """Every operation of kernels.py at training sizes: time, and the share of the copy bandwidth that its bytes came at, beside PyTorch's own operations and `torch.compile` of those.
 
     python comparisons/kernels.py [--rounds 20] [--only swiglu rotary]        on a GPU
-    python comparisons/kernels.py --toy                                       anywhere: the same code at sizes that say nothing
+    python comparisons/kernels.py --toy                                       anywhere: the same code at sizes that say nothing, and nothing compiled
 
 Bytes: those of one pass (kernels.Traffic; of causal_softmax half of what is read, for it is never looked at), for all kinds alike, so a kind that moves more has a smaller share. Copy bandwidth: of one large tensor to another in
 the same run, bytes read and written. On a GPU many calls are captured in a graph and its replays timed with events, so that no launch is waited for; the calls take turns among sets of
 arguments that together are larger than the cache. Forward and backward are timed apart. Medians.
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -97,7 +96,7 @@ def minimum(name: str, way: str, fused, args: tuple, wanted: tuple) -> int:
     return moved
 
 
-def measure(name: str, size: dict, device: str, rounds: int, sets: int | None) -> list[dict]:
+def measure(name: str, size: dict, device: str, rounds: int, sets: int | None, backend: str) -> list[dict]:
     torch.manual_seed(0)
     args, fused, own, wanted = kernels.examples(**size, device=device)[name]
     if name == "cross_entropy":                                          # gpt.py's overwrites the logits, and goes back once
@@ -107,7 +106,7 @@ def measure(name: str, size: dict, device: str, rounds: int, sets: int | None) -
         bytes_ = minimum(name, way, fused, args, wanted)
         count = sets or min(8, max(1, -(-CACHE // bytes_)))
         timers = {}
-        for kind, function in {"fused": fused, "PyTorch": own, "compiled": torch.compile(own)}.items():
+        for kind, function in {"fused": fused, "PyTorch": own, "compiled": torch.compile(own, backend=backend)}.items():
             copies = [tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args) for _ in range(count)]
             timers[kind] = Timer([calls(name, kind, function, c, wanted, way) for c in copies], device)
         times = report.in_turn(timers, rounds)
@@ -117,7 +116,7 @@ def measure(name: str, size: dict, device: str, rounds: int, sets: int | None) -
     return rows
 
 
-def draw(found: dict, bandwidth: float) -> None:
+def draw(found: dict, bandwidth: float, path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -129,27 +128,25 @@ def draw(found: dict, bandwidth: float) -> None:
         axes.barh([-y - 0.27 * i for y in range(len(rows))], shares, height=0.25, color=colour, label=kind)
     axes.axvline(90, color="#333333", linewidth=0.8, linestyle=":")
     axes.set(yticks=[-y - 0.27 for y in range(len(rows))], yticklabels=[f"{row['operation']} {row['pass']}" for row in rows], xlabel="bytes of one pass over the time, % of the copy bandwidth",
-             title=f"Sizes of {size}, {torch.cuda.get_device_name()}, bf16")
+             title=f"Sizes of {size}, {report.environment()['device']}, bf16")
     axes.legend(frameon=False)
-    figure.savefig(report.FIGURES / "kernels.png", dpi=150)
+    figure.savefig(path, dpi=150)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="+", metavar="OPERATION", default=list(kernels.examples(1, 8, 8, 8, 8, 1)))
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, on any device; nothing is saved")
-    args = parser.parse_args()
+    args = report.parse(parser)
     if unknown := set(args.only) - kernels.examples(1, 8, 8, 8, 8, 1).keys():
-        parser.error(f"--only {' '.join(unknown)}: no such operation; there are {', '.join(kernels.examples(1, 8, 8, 8, 8, 1))}")
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: must be at least 1")
+        report.refuse(parser, f"--only {' '.join(unknown)}: no such operation; there are {', '.join(kernels.examples(1, 8, 8, 8, 8, 1))}")
     library, why_not = kernels.load()
     if not library and not args.toy:
         sys.exit(f"comparisons/kernels.py: the kernels do not run here ({why_not}); --toy runs the references at tiny sizes")
+    rounds, backend = (1, "aot_eager") if args.toy else (args.rounds, "inductor")
     device = "cuda" if library else "cpu"
     torch._functorch.config.donated_buffer = False                       # a compiled backward, too, goes back many times
-    bandwidth = copy_bandwidth(device, 2**31 if device == "cuda" else 2**26, args.rounds)
+    bandwidth = copy_bandwidth(device, 2**31 if device == "cuda" else 2**26, rounds)
     print(f"copy: {bandwidth / 1e12:.3f} TB/s, bytes read and written\n{'':>46}{'% of the copy bandwidth':>34}{'time of compiled':>18}\n"
           f"{'':>30}{'MiB':>8}{'fused µs':>10}{'fused':>10}{'compiled':>10}{'PyTorch':>10}{'over fused':>18}")
     found = {}
@@ -157,7 +154,7 @@ def main():
         found[title] = []
         print(title)
         for name in args.only:
-            for row in measure(name, size, device, args.rounds, 1 if args.toy else None):
+            for row in measure(name, size, device, rounds, 1 if args.toy else None, backend):
                 shares = {kind: row["bytes"] / row["seconds"][kind]["median"] / bandwidth for kind in row["seconds"]}
                 found[title].append(row | {"share of copy bandwidth": shares})
                 print(f"{name:>20} {row['pass']:<9}{row['bytes'] / 2**20:>8.1f}{row['seconds']['fused']['median'] * 1e6:>10.1f}" + "".join(f"{100 * shares[k]:>9.1f}%" for k in ("fused", "compiled", "PyTorch"))
@@ -165,9 +162,8 @@ def main():
             if device == "cuda":
                 torch.cuda.empty_cache()
             torch._dynamo.reset()
-    if not args.toy:
-        report.save("kernels", {"copy_bandwidth": bandwidth, "sizes": SIZES, "results": found})
-        draw(found, bandwidth)
+    report.save("kernels", {"copy_bandwidth": bandwidth, "sizes": TOY if args.toy else SIZES, "results": found}, args)
+    draw(found, bandwidth, args.figures / "kernels.png")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The same training run under every layout: tokens/s, peak memory, and one loss.
 
-    python comparisons/layouts.py [--ranks 4] [--rounds 3] [--steps 8]      --toy: smaller, to see that all of it runs; writes nothing
+    python comparisons/layouts.py [--ranks 4] [--rounds 3] [--steps 8] [--out DIR]      --toy: a few layouts of a small model, to see that all of it runs
     python comparisons/layouts.py -- --hidden-size 768                      what follows -- goes to every train.py
 
 `torchrun train.py` on N ranks (GPUs where there are so many, else CPU ranks that share the cores) with one model, one global batch in micro-batches of one
@@ -14,7 +14,6 @@ buffers hide the layout: there, in the first round, a profiler of allocations lo
 The losses of all steps must be those of one device, to 1e-4 in fp32. Two kinds of rows are another computation, and marked: experts, which are compared among
 themselves, and moments in bf16, which are not compared. Figure: figures/layouts.png.
 """
-import argparse
 import itertools
 import json
 import re
@@ -141,24 +140,23 @@ def draw(rows: list[dict], title: str, path: Path) -> None:
 def main() -> int:
     if sys.argv[1:2] == ["--on-rank"]:
         return on_rank(sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--precision", choices=list(TOLERANCE), help="the default is bf16 on GPUs and fp32 on CPUs")
-    parser.add_argument("--toy", action="store_true")
     parser.add_argument("flags", nargs="*", help="after --, more flags for every train.py")
-    args = parser.parse_args()
+    args = report.parse(parser)
     device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
     precision = args.precision or {"cuda": "bf16", "cpu": "fp32"}[device]
     rounds, steps, shape = (1, WARMUP + 1, SHAPES["toy"]) if args.toy else (args.rounds, args.steps, SHAPES[device])
     common = [*ALWAYS.split(), *shape.split(), "--device", device, "--precision", precision, *args.flags]
     if steps <= WARMUP:
-        parser.error(f"--steps {steps}: the first {WARMUP} do not count")
+        report.refuse(parser, f"--steps {steps}: the first {WARMUP} do not count")
 
     todo, runs, failed = layouts(args.ranks), {}, {}
     if args.toy:
-        todo = dict(list(todo.items())[::3])
+        todo = dict(list(todo.items())[:2])
     for i in range(rounds):
         script = [f"{HERE}/comparisons/layouts.py", "--on-rank"] if device == "cpu" and i == 0 else ["train.py"]
         for name, (ranks, flags) in todo.items():
@@ -194,12 +192,8 @@ def main() -> int:
         print(f"the loss is another, by more than {TOLERANCE[precision]:.0e}: {'; '.join(wrong)}", file=sys.stderr)
     shape = {name: re.findall(rf"--{name} (\d+)", " ".join(common))[-1] for name in ("num-layers", "hidden-size", "seq-length", "global-batch-size", "micro-batch-size")}
     title = f"The same {steps} steps on {args.ranks} {'GPUs' if device == 'cuda' else 'CPU ranks'}, {precision} ({', '.join(f'{name} {n}' for name, n in shape.items())})"
-    if args.toy:
-        with tempfile.TemporaryDirectory() as folder:
-            draw(rows, title, Path(folder) / "layouts.png")
-    else:
-        report.save("layouts", {"ranks": args.ranks, "steps": steps, "flags": common, "rows": rows, "failed": failed})
-        draw(rows, title, report.FIGURES / "layouts.png")
+    report.save("layouts", {"ranks": args.ranks, "steps": steps, "flags": common, "rows": rows, "failed": failed}, args)
+    draw(rows, title, args.figures / "layouts.png")
     return 1 if failed or wrong else 0
 
 

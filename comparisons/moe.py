@@ -1,7 +1,7 @@
 """What routers do to the load, what experts do to the loss, and what both cost.
 
-    python comparisons/moe.py training [--seeds 3] [--steps 1500]     figures/moe_load.png, figures/moe_loss.png; half an hour on 2 cores
-    python comparisons/moe.py speed [--rounds 15]
+    python comparisons/moe.py training [--seeds 3] [--steps 1500] [--toy] [--out DIR]     moe_load.png, moe_loss.png; half an hour on 2 cores
+    python comparisons/moe.py speed [--rounds 15] [--toy] [--out DIR]
 
 training: a small Llama (h 64, L 2, ffn 256, s 128, V 257, 32 sequences a step, fp32) on the default corpus, dense and with experts in layer 1, each token
 through one: Sinkhorn with 4 and 8, and with 8 at temperature 1; the raw logits (router topk without its losses); and with the losses. All see the same samples, so
@@ -11,7 +11,6 @@ speed: the expert layer (8 experts, Sinkhorn, one for each token) beside a dense
 thread; on two ranks, half of the experts each beside all of them on both, gradients summed where they have to be; and the time that a training step of
 the preset tiny-moe spends in all-to-alls.
 """
-import argparse
 import json
 import multiprocessing
 import sys
@@ -43,15 +42,21 @@ KINDS = {"dense": {}, "sinkhorn, 4 experts": dict(num_experts=4), "sinkhorn, 8 e
          "raw top-1, 8 experts": dict(num_experts=8, router="topk", aux_loss=0.0, z_loss=0.0),
          "top-1 with losses, 8 experts": dict(num_experts=8, router="topk")}
 EVERY = 100                              # steps between evaluations
+SETTLED = 200                            # steps after which loads are looked at
+TOY = dict(hidden_size=32, ffn_hidden_size=64, seq_length=32, global_batch_size=8)
 
 
-def one_training(arguments: tuple[str, int, int]) -> dict:
+def settled(steps: int) -> int:
+    return SETTLED if steps > SETTLED else steps // 2
+
+
+def one_training(arguments: tuple[str, int, int, dict]) -> dict:
     """A run on one thread: training losses, held-out losses, and the largest load over the mean of every layer and step, of the raw logits and of what was chosen."""
-    kind, seed, steps = arguments
+    kind, seed, steps, shape = arguments
     torch.set_num_threads(1)
     keep_freed_memory()
-    trainer = train.Trainer(train.Config(**SMALL, **KINDS[kind], expert_every=2, seed=seed, steps=steps), torch.device("cpu"), Groups())
-    folder, s = data.prepare([], ByteTokenizer()), SMALL["seq_length"]
+    trainer = train.Trainer(train.Config(**shape, **KINDS[kind], expert_every=2, seed=seed, steps=steps), torch.device("cpu"), Groups())
+    folder, s = data.prepare([], ByteTokenizer()), shape["seq_length"]
     train_set, held_out = data.Corpus(folder, s, seed), data.Corpus(folder, s, None, "held-out")
     raw = {}
 
@@ -63,7 +68,7 @@ def one_training(arguments: tuple[str, int, int]) -> dict:
         decision.scores = scores
     for number, layer in trainer.expert_layers.items():
         watch(number, layer.decision, layer.decision.scores)
-    found = {"kind": kind, "seed": seed, "loss": [], "held_out": {}, "raw": [], "chosen": [], "flops_per_step": 32 * s * gpt.flops_per_token(trainer.model_config)}
+    found = {"kind": kind, "seed": seed, "loss": [], "held_out": {}, "raw": [], "chosen": [], "flops_per_step": shape["global_batch_size"] * s * gpt.flops_per_token(trainer.model_config)}
     for step in range(1, steps + 1):
         found["loss"].append(trainer.forward_backward(step, train_set).item())
         trainer.update(step)
@@ -71,7 +76,7 @@ def one_training(arguments: tuple[str, int, int]) -> dict:
             found["raw"].append([raw[number].tolist() for number in trainer.expert_layers])
             found["chosen"].append(trainer.routing()["expert_load"])
         if step % EVERY == 0 or step == steps:
-            found["held_out"][step] = trainer.evaluate(held_out, 512)
+            found["held_out"][step] = trainer.evaluate(held_out, 512 if steps > SETTLED else 8)
     return found
 
 
@@ -84,33 +89,35 @@ def largest(loads: list[list[list[float]]]) -> list[float]:
     return [max(max(layer) for layer in step) for step in loads]
 
 
-def training(seeds: int, steps: int) -> dict:
-    jobs = [(kind, seed, steps) for seed in range(seeds) for kind in KINDS]
+def training(seeds: int, steps: int, shape: dict, figures: Path) -> dict:
+    begin, last = settled(steps), min(100, steps)
+    jobs = [(kind, seed, steps, shape) for seed in range(seeds) for kind in KINDS]
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         runs = []
         for run in pool.imap(one_training, jobs):
             runs.append(run)
-            print(f"{run['kind']}, seed {run['seed']}: training {sum(run['loss'][-100:]) / 100:.4f}, held out {run['held_out'][steps]:.4f}"
-                  + (f", largest load {max(largest(run['chosen'])[200:]):.3f}" if run["chosen"] else ""), flush=True)
-    draw(runs, steps)
+            print(f"{run['kind']}, seed {run['seed']}: training {sum(run['loss'][-last:]) / last:.4f}, held out {run['held_out'][steps]:.4f}"
+                  + (f", largest load {max(largest(run['chosen'])[begin:]):.3f}" if run["chosen"] else ""), flush=True)
+    draw(runs, steps, figures)
     rows = {}
     for kind in KINDS:
         some = [run for run in runs if run["kind"] == kind]
-        rows[kind] = {"training": spread([sum(run["loss"][-100:]) / 100 for run in some]), "held_out": spread([run["held_out"][steps] for run in some]),
+        rows[kind] = {"training": spread([sum(run["loss"][-last:]) / last for run in some]), "held_out": spread([run["held_out"][steps] for run in some]),
                       "flops": some[0]["flops_per_step"] * steps}
         dense = [run for run in runs if run["kind"] == "dense"]
-        at_equal_flops = [sum(run["loss"][int(steps * d["flops_per_step"] / run["flops_per_step"]) - 100:][:100]) / 100 for run, d in zip(some, dense)]
+        ends = [max(last, int(steps * d["flops_per_step"] / run["flops_per_step"])) for run, d in zip(some, dense)]
+        at_equal_flops = [sum(run["loss"][end - last:end]) / last for run, end in zip(some, ends)]
         rows[kind]["training_at_the_flops_of_dense"] = spread(at_equal_flops)
         if some[0]["chosen"]:
-            after = [[max(layer) for step in run["chosen"][200:] for layer in step] for run in some]
+            after = [[max(layer) for step in run["chosen"][begin:] for layer in step] for run in some]
             rows[kind] |= {"load_over_mean_after_200_steps": {
                 "largest_of_any_step_and_layer": spread([max(a) for a in after]), "share_of_steps_and_layers_up_to_1.15": spread([sum(x <= 1.15 for x in a) / len(a) for a in after]),
-                "mean": spread([sum(a) / len(a) for a in after]), "raw_logits_mean": spread([sum(largest(run["raw"])[200:]) / (steps - 200) for run in some]),
-                "over_all_of_these_steps": spread([torch.tensor(run["chosen"][200:]).mean(0).max().item() for run in some])}}
+                "mean": spread([sum(a) / len(a) for a in after]), "raw_logits_mean": spread([sum(largest(run["raw"])[begin:]) / (steps - begin) for run in some]),
+                "over_all_of_these_steps": spread([torch.tensor(run["chosen"][begin:]).mean(0).max().item() for run in some])}}
     return {"steps": steps, "rows": rows}
 
 
-def draw(runs: list[dict], steps: int) -> None:
+def draw(runs: list[dict], steps: int, folder: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -142,8 +149,8 @@ def draw(runs: list[dict], steps: int) -> None:
         bars.bar([x + (i - 3.5) / 10 for i in range(8)], loads, 0.09, color=color[kind], alpha=0.5 if which == "raw" else 1)
     bars.axhline(1, color="gray", linewidth=0.6)
     bars.set_xticks(range(len(shown)), shown)
-    bars.set(ylabel="load over the mean", title=f"each expert, steps {steps - 99} to {steps}, seed 0")
-    figure.savefig(report.FIGURES / "moe_load.png", dpi=120)
+    bars.set(ylabel="load over the mean", title=f"each expert, steps {max(1, steps - 99)} to {steps}, seed 0")
+    figure.savefig(folder / "moe_load.png", dpi=120)
     plt.close(figure)
 
     figure, both = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
@@ -156,19 +163,20 @@ def draw(runs: list[dict], steps: int) -> None:
         axes.set(xlabel="training FLOPs", ylabel="loss, nats per byte", title=title, ylim=(None, 2.0))
         axes.grid(alpha=0.3)
     both[0].legend(fontsize=8)
-    figure.savefig(report.FIGURES / "moe_loss.png", dpi=120)
+    figure.savefig(folder / "moe_loss.png", dpi=120)
     plt.close(figure)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-H, FFN, TOKENS = 512, 1376, (8, 256)     # a Llama's MLP: FFN about 8 h / 3
+SPEED = dict(h=512, ffn=1376, tokens=(8, 256), model={})                 # a Llama's MLP: ffn about 8 h / 3
+TOY_SPEED = dict(h=32, ffn=64, tokens=(2, 32), model=dict(hidden_size=64, ffn_hidden_size=64, seq_length=32))
 
 
-def make(num_experts: int, group: dist.ProcessGroup | None = None, alone: dist.ProcessGroup | None = None):
+def make(size: dict, num_experts: int, group: dist.ProcessGroup | None = None, alone: dist.ProcessGroup | None = None):
     """(a model of one MLP or expert layer, what sums its gradients)."""
     model = nn.Module()
-    model.config = gpt.GPTConfig(1, H, 1, ffn_hidden_size=FFN, llama=True, num_experts=num_experts)
+    model.config = gpt.GPTConfig(1, size["h"], 1, ffn_hidden_size=size["ffn"], llama=True, num_experts=num_experts)
     with torch.device("meta"):
         block = nn.Module()
         block.mlp = moe.MoE(model.config) if num_experts else gpt.MLP(model.config)
@@ -192,20 +200,20 @@ def once(model, gradients, x, grad) -> None:
         gradients.reduce_gradients()
 
 
-def one_rank(rank: int, rounds: int) -> list[dict]:
+def one_rank(rank: int, rounds: int, size: dict) -> list[dict]:
     keep_freed_memory()
     g = torch.Generator().manual_seed(0)
-    x, grad = torch.randn(*TOKENS, H, generator=g).requires_grad_(), torch.randn(*TOKENS, H, generator=g)
-    models = {"dense": make(0), "experts": make(8)}
+    x, grad = torch.randn(*size["tokens"], size["h"], generator=g).requires_grad_(), torch.randn(*size["tokens"], size["h"], generator=g)
+    models = {"dense": make(size, 0), "experts": make(size, 8)}
     return report.in_turn({kind: lambda m=m: timed(lambda: once(*m, x, grad)) for kind, m in models.items()}, rounds)
 
 
-def two_ranks(rank: int, rounds: int):
+def two_ranks(rank: int, rounds: int, size: dict):
     keep_freed_memory()
     world, g = dist.group.WORLD, torch.Generator().manual_seed(rank)
     alone = next(group for group in [dist.new_group([r]) for r in range(2)] if group != dist.GroupMember.NON_GROUP_MEMBER)
-    x, grad = torch.randn(*TOKENS, H, generator=g).requires_grad_(), torch.randn(*TOKENS, H, generator=g)
-    models = {"dense, data parallel": make(0, world), "experts, data parallel": make(8, world), "experts, ep 2": make(8, world, alone)}
+    x, grad = torch.randn(*size["tokens"], size["h"], generator=g).requires_grad_(), torch.randn(*size["tokens"], size["h"], generator=g)
+    models = {"dense, data parallel": make(size, 0, world), "experts, data parallel": make(size, 8, world), "experts, ep 2": make(size, 8, world, alone)}
     all_reduce = dist.all_reduce
 
     def step(m) -> float:
@@ -218,14 +226,15 @@ def two_ranks(rank: int, rounds: int):
         dist.all_reduce = all_reduce
         return seconds
     kinds = {kind: lambda m=m: step(m) for kind, m in models.items()} | {f"{kind}, gradients not summed": lambda m=m: silent(m) for kind, m in models.items()}
-    return report.in_turn(kinds, rounds), training_step(rank, world, alone, rounds)
+    return report.in_turn(kinds, rounds), training_step(rank, world, alone, rounds, size["model"])
 
 
-def training_step(rank: int, world, alone, rounds: int) -> list[tuple[float, float]]:
+def training_step(rank: int, world, alone, rounds: int, fields: dict) -> list[tuple[float, float]]:
     """(seconds of a step of tiny-moe under ep 2, seconds of them in all-to-alls, waiting for the other rank included)."""
-    config = train.Config(model="tiny-moe", ep=2, device="cpu")
+    config = train.Config(model="tiny-moe", ep=2, device="cpu", **fields)
     trainer = train.Trainer(config, torch.device("cpu"), Groups(dp=world, ep=world, edp=alone))
-    dataset, spent, original = Random(16, 128, 257), [0.0], dist.all_to_all_single
+    c = trainer.model_config
+    dataset, spent, original = Random(config.global_batch_size, c.seq_length, c.vocab_size), [0.0], dist.all_to_all_single
 
     def counted(*args, **options):
         start = time.perf_counter()
@@ -244,11 +253,12 @@ def training_step(rank: int, world, alone, rounds: int) -> list[tuple[float, flo
     return times
 
 
-def speed(rounds: int) -> dict:
-    one = ranks.run(one_rank, 1, rounds)[0]
-    two, steps = ranks.run(two_ranks, 2, rounds)[0]
+def speed(rounds: int, size: dict) -> dict:
+    tokens = size["tokens"][0] * size["tokens"][1]
+    one = ranks.run(one_rank, 1, rounds, size)[0]
+    two, steps = ranks.run(two_ranks, 2, rounds, size)[0]
     torch.set_num_threads(1)                                             # what the ranks had, for the record
-    return {"h": H, "ffn": FFN, "tokens": TOKENS[0] * TOKENS[1], "dense_tokens_per_second": spread([2048 / t["dense"] for t in one]), "experts_tokens_per_second": spread([2048 / t["experts"] for t in one]),
+    return {"h": size["h"], "ffn": size["ffn"], "tokens": tokens, "dense_tokens_per_second": spread([tokens / t["dense"] for t in one]), "experts_tokens_per_second": spread([tokens / t["experts"] for t in one]),
             "experts_over_dense": spread([t["experts"] / t["dense"] for t in one]),
             "ep_2_over_data_parallel": spread([t["experts, ep 2"] / t["experts, data parallel"] for t in two]),
             "ep_2_over_data_parallel_without_sums": spread([t["experts, ep 2, gradients not summed"] / t["experts, data parallel, gradients not summed"] for t in two]),
@@ -257,16 +267,21 @@ def speed(rounds: int) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("what", choices=("training", "speed"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
-    if args.steps <= 200:
-        parser.error("--steps: loads are looked at after step 200; 300 would do")
-    results = training(args.seeds, args.steps) if args.what == "training" else speed(args.rounds)
-    report.save(f"moe_{args.what}", results)
+    args = report.parse(parser)
+    if args.toy:
+        args.seeds, args.steps, args.rounds = 1, 4, 1
+    elif args.steps <= SETTLED:
+        report.refuse(parser, f"--steps {args.steps}: loads are looked at after step {SETTLED}; 300 would do")
+    if args.what == "training":
+        results = training(args.seeds, args.steps, SMALL | TOY if args.toy else SMALL, args.figures)
+    else:
+        results = speed(args.rounds, TOY_SPEED if args.toy else SPEED)
+    report.save(f"moe_{args.what}", results, args)
     for name, value in (results["rows"] if args.what == "training" else results).items():
         print(f"{name}: {json.dumps(value)}")
 

@@ -1,13 +1,12 @@
 """Pipeline schedules, measured beside simulated: time lines, bubbles, tokens/s, activations in flight; and beside torch.distributed.pipelining.
 
-    python comparisons/pipeline.py [--rounds 15]
+    python comparisons/pipeline.py [--rounds 15] [--toy] [--out DIR]
 
 Two ranks with one thread each (h 512, L 8, a 8, s 256, V 257, micro-batch 1, fp32). Each round runs, in turn and in the same two processes: a step of
 rank 0 alone on the whole batch, a step of each schedule with m = 8 and m = 4, and PyTorch's Schedule1F1B and ScheduleInterleaved1F1B on the same chunks and
 batches. Ratios are medians over rounds. Then, by simulation alone, the bubble against m for p = 4, 8, 64.
-Figures: figures/pipeline_schedules.png, figures/pipeline_bubble.png.
+Figures: pipeline_schedules.png, pipeline_bubble.png.
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -25,8 +24,9 @@ from schedules import Cost, Event
 from single_device import Random
 from world import Groups, keep_freed_memory
 
-S, V, P = 256, 257, 2
-SHAPE = dict(model="gpt2", dropout=0.0, num_layers=8, hidden_size=512, num_heads=8, seq_length=S, vocab_size=V, precision="fp32", micro_batch_size=1)
+V, P = 257, 2
+SHAPE = dict(model="gpt2", dropout=0.0, num_layers=8, hidden_size=512, num_heads=8, seq_length=256, vocab_size=V, precision="fp32", micro_batch_size=1)
+TOY = SHAPE | dict(hidden_size=64, seq_length=32)
 LAYOUTS = {"gpipe": dict(schedule="gpipe"), "1f1b": dict(schedule="1f1b"), "interleaved v=2": dict(virtual_stages=2),
            "interleaved v=4": dict(virtual_stages=4), "zb-h1": dict(schedule="zb-h1")}
 
@@ -45,7 +45,7 @@ def torch_pipeline(trainer: train.Trainer, m: int, dataset):
             return self.chunk(tokens, None, None, None if self.chunk.embedding is not None else x)
     v, group = len(trainer.chunks), trainer.groups.pp
     batch = dataset.batch(range(m))
-    seed = 1.0 / (m * S)
+    seed = 1.0 / (m * dataset.s)
 
     def loss(logits, labels):
         from gpt import cross_entropy
@@ -67,7 +67,7 @@ def torch_pipeline(trainer: train.Trainer, m: int, dataset):
     return run
 
 
-def on_rank(rank: int, rounds: int) -> dict:
+def on_rank(rank: int, rounds: int, shape: dict) -> dict:
     keep_freed_memory()
     cpu, group = torch.device("cpu"), dist.group.WORLD
     kinds, events, difference, trainers = {}, {}, {}, {}
@@ -76,8 +76,8 @@ def on_rank(rank: int, rounds: int) -> dict:
         dist.barrier()
         return timed(lambda: (run(), dist.barrier()))
     for m in (8, 4):
-        dataset = Random(m, S, V)
-        one = train.Trainer(train.Config(**SHAPE, global_batch_size=m), cpu, Groups())
+        dataset = Random(m, shape["seq_length"], V)
+        one = train.Trainer(train.Config(**shape, global_batch_size=m), cpu, Groups())
 
         def alone(one=one, dataset=dataset) -> float:
             dist.barrier()
@@ -86,7 +86,7 @@ def on_rank(rank: int, rounds: int) -> dict:
             return seconds
         kinds["one", m] = alone
         for name, flags in LAYOUTS.items():
-            t = trainers[name, m] = train.Trainer(train.Config(**SHAPE, global_batch_size=m, pp=P, **flags), cpu, Groups(pp=group))
+            t = trainers[name, m] = train.Trainer(train.Config(**shape, global_batch_size=m, pp=P, **flags), cpu, Groups(pp=group))
 
             def step(t=t, name=name, m=m, dataset=dataset) -> float:
                 seconds = both(lambda: (t.forward_backward(1, dataset), t.update(1)))
@@ -94,7 +94,7 @@ def on_rank(rank: int, rounds: int) -> dict:
                 return seconds
             kinds[name, m] = step
     for name in ("1f1b", "interleaved v=2"):
-        t, dataset = trainers[name, 8], Random(8, S, V)
+        t, dataset = trainers[name, 8], Random(8, shape["seq_length"], V)
         theirs = torch_pipeline(t, 8, dataset)
         loss = theirs()
         expected = [p.main_grad.clone() for chunk in t.chunks for p in chunk.parameters()]
@@ -137,12 +137,12 @@ def bubbles(mine: list[dict], name: str, m: int) -> tuple[float, float]:
     return median([schedules.bubble(events) for events in per_round]), schedules.bubble(schedules.simulate(schedule, costs, v))
 
 
-def draw_bubbles(path: Path) -> None:
+def draw_bubbles(path: Path, stages: tuple[int, ...]) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, panels = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    for axes, p in zip(panels, (4, 8, 64)):
+    figure, panels = plt.subplots(1, len(stages), figsize=(4.3 * len(stages), 3.6), layout="constrained")
+    for axes, p in zip(panels, stages):
         ms = [p * k for k in (1, 2, 4, 8)]
         for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1)):
             values = [schedules.bubble(schedules.simulate(schedules.make(name, p, m, v), Cost(1 / v, 1 / v, 1 / v), v)) for m in ms]
@@ -159,10 +159,11 @@ def draw_bubbles(path: Path) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
-    mine = ranks.run(on_rank, P, args.rounds)
+    args = report.parse(parser)
+    shape, rounds = (TOY, 1) if args.toy else (SHAPE, args.rounds)
+    mine = ranks.run(on_rank, P, rounds, shape)
     times = mine[0]["times"]
     results = {"schedules": {}, "torch": {}}
     print(f"{'schedule':<17}{'m':>2}{'tokens/s':>10}{'over one rank':>24}{'bubble: measured':>18}{'simulated':>11}{'formula':>9}  in flight")
@@ -173,7 +174,7 @@ def main():
             kind = flags.get("schedule", "interleaved")
             over = spread([t["one", m] / t[name, m] for t in times])
             row = results["schedules"][f"{name}, m={m}"] = {
-                "tokens_per_second": m * S / median([t[name, m] for t in times]), "over_one_rank": over,
+                "tokens_per_second": m * shape["seq_length"] / median([t[name, m] for t in times]), "over_one_rank": over,
                 "over_1f1b_step_time": spread([t[name, m] / t["1f1b", m] for t in times]), "bubble_measured": measured, "bubble_simulated": simulated,
                 "bubble_formula": schedules.bubble_formula(kind, P, m, v), "in_flight": schedules.in_flight(schedules.make(kind, P, m, v)), "owed": schedules.owed(schedules.make(kind, P, m, v))}
             print(f"{name:<17}{m:>2}{row['tokens_per_second']:>10,.0f}{over['median']:>10.2f} ({over['min']:.2f} to {over['max']:.2f}){100 * measured:>17.1f}%"
@@ -185,11 +186,11 @@ def main():
         print(f"torch.distributed.pipelining, {name}: our step time over theirs {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}); "
               f"loss and gradients differ by at most {ratio['largest_relative_difference']:.1e}")
     torch.set_num_threads(1)
-    report.save("pipeline", results)
+    report.save("pipeline", results, args)
     panels = {name: rounds_of(mine, name, 8) for name in ("1f1b", "interleaved v=2", "zb-h1")}
     i = typical_round(list(panels.values()))
-    schedules.plot({f"{name}, p = {P}, m = 8, measured": rounds[i] for name, rounds in panels.items()}, report.FIGURES / "pipeline_schedules.png")
-    draw_bubbles(report.FIGURES / "pipeline_bubble.png")
+    schedules.plot({f"{name}, p = {P}, m = 8, measured": panel[i] for name, panel in panels.items()}, args.figures / "pipeline_schedules.png")
+    draw_bubbles(args.figures / "pipeline_bubble.png", (2, 4) if args.toy else (4, 8, 64))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What prompt tuning keeps in memory and on the disk, beside fine-tuning: GPT-2 124M, two tasks of 100 virtual tokens, two steps of train.py each, in processes of their own.
 
-    python comparisons/prompt_memory.py
+    python comparisons/prompt_memory.py [--toy] [--out DIR]
 
 The peak is that of the whole process (or of tensors on a GPU), libraries and the reading of the checkpoint included. Weights are random: memory does not ask.
 """
@@ -32,7 +32,9 @@ def settings(folder: Path, style: str, tokens: int) -> dict:
 
 
 def main():
-    config, results = gpt.GPTConfig(**PRESETS["gpt2"][0]), {}
+    args = report.parse(report.arguments(__doc__))
+    toy = dict(num_layers=2, hidden_size=64, num_heads=4, seq_length=256, vocab_size=257) if args.toy else {}
+    config, results = gpt.GPTConfig(**PRESETS["gpt2"][0] | toy), {}
     with torch.device("meta"):
         model = gpt.GPT(config)
     sharding.init(model, 0, "cpu", torch.float32)
@@ -48,7 +50,7 @@ def main():
             results[style] = {"parameters": learned, "peak_memory_bytes": json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["peak_memory_bytes"],
                               "checkpoint_bytes": sum(f.stat().st_size for f in checkpoint.find(out).iterdir())}
             print(f"{style:>14}: {learned:>12,} parameters learned, peak {results[style]['peak_memory_bytes'] / 2**30:.2f} GiB, a checkpoint of {results[style]['checkpoint_bytes'] / 1e6:,.1f} MB", flush=True)
-    report.save("prompt_memory", {"results": results})
+    report.save("prompt_memory", {"results": results}, args)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ requirements.txt installs. The model has read only Python. Files are split, so t
 of each language. The answer is a letter and an end of text, generated greedily, and right when it is equal. The untuned model, which does not know that letters are
 asked for, is given the choice: the likeliest of the five letters counts as its answer.
 
-Each result is kept as soon as it is there, and a run that was stopped goes on. `--toy` runs all of it in a minute, for a look.
+Each result is kept as soon as it is there, and a run that was stopped goes on. `--toy` runs all of it in seconds, with a tiny model of its own where there is no --base.
 """
-import argparse
 import json
 import random
 import sys
@@ -25,6 +24,7 @@ import torch
 import completions
 import documents
 import generate
+import json_files
 import prompt_data
 import prompt_file
 import prompt_tuning
@@ -107,6 +107,16 @@ def learn(folder: Path, base: str, style: str, seed: int, tokens: int, lines: li
     return correct / len(test), learned
 
 
+def toy_base(folder: Path) -> str:
+    """The run of a tiny model that has learned nothing."""
+    (folder / "text.txt").write_text("def f(x):\n    return x\n" * 500)
+    status = train.main(["--model", "tiny", "--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--ffn-hidden-size", "64", "--seq-length", "256", "--steps", "1",
+                         "--global-batch-size", "2", "--data", str(folder / "text.txt"), "--out", str(folder / "base"), "--device", DEVICE])
+    if status:
+        sys.exit(status)
+    return str(folder / "base")
+
+
 @torch.no_grad()
 def untuned(base: str, test: list[dict]) -> tuple[float, float]:
     """(accuracy of the likeliest letter, accuracy of what is generated)."""
@@ -146,35 +156,40 @@ def draw(results: dict, path: Path) -> None:
 
 def main():
     global TRAIN, TEST, DEVICE
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", required=True, metavar="DIR", help="the run or checkpoint of the model, with the byte tokenizer")
+    parser = report.arguments(__doc__)
+    parser.add_argument("--base", metavar="DIR", help="the run or checkpoint of the model, with the byte tokenizer")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 10, 30])
     parser.add_argument("--examples", nargs="+", type=int, default=[100, 500, 2000])
     parser.add_argument("--curve-seeds", nargs="+", type=int, default=[0], help="seeds of the two curves")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--fresh", action="store_true", help="measure again what comparisons/prompt_tuning.json has already")
-    parser.add_argument("--toy", action="store_true")
-    args = parser.parse_args()
+    parser.add_argument("--fresh", action="store_true", help="measure again what prompt_tuning.json under --out has already")
+    args = report.parse(parser)
     DEVICE = args.device
     if args.toy:
-        TRAIN, TEST, args.seeds, args.tokens, args.examples = 100, 25, args.seeds[:1], [10], [100]
-        STEPS.update(dict.fromkeys(STEPS, 5))
+        TRAIN, TEST, args.seeds, args.tokens, args.examples = 20, 5, args.seeds[:1], [10], [20]
+        STEPS.update(dict.fromkeys(STEPS, 1))
+    elif not args.base:
+        report.refuse(parser, "--base DIR is missing: the run or checkpoint of a model with the byte tokenizer")
     lines, test = snippets()
-    saved = report.HERE / "prompt_tuning.json"
+    saved = args.out / "prompt_tuning.json"
     results = {"accuracy": {}, "parameters": {}, "by_tokens": {}, "by_examples": {}}
     if saved.exists() and not args.fresh and not args.toy:
-        results = {k: v for k, v in json.loads(saved.read_text()).items() if k != "environment"}
+        try:
+            results |= {k: v for k, v in json_files.read(saved, dict).items() if k != "environment"}
+        except json_files.JSONError as e:
+            report.refuse(parser, f"{e}; --fresh measures everything again")
 
     def note(table: dict, key, measure) -> None:
         """Measure what is not there yet, and keep it."""
         if str(key) not in table:
             table[str(key)] = measure()
             print(key, table[str(key)], flush=True)
-            if not args.toy:
-                report.save("prompt_tuning", results)
+            report.save("prompt_tuning", results, args)
 
     with tempfile.TemporaryDirectory() as folder:
+        args.base = args.base or toy_base(Path(folder))
+
         def spread(style, seeds, tokens, some):
             runs = [learn(Path(folder), args.base, style, seed, tokens, some, test) for seed in seeds]
             results["parameters"].setdefault(style, runs[0][1])
@@ -194,8 +209,7 @@ def main():
     for style in ("p-tuning", "prompt-tuning"):
         way = (results["accuracy"][style]["median"] - before) / (ceiling - before or 1)
         print(f"{style}: {results['accuracy'][style]['median']:.3f}, {way:.2f} of the way from {before:.3f} to {ceiling:.3f}, {results['parameters'][style]:,} parameters learned")
-    if not args.toy:
-        draw(results, report.FIGURES / "prompt_tuning.png")
+    draw(results, args.figures / "prompt_tuning.png")
 
 
 if __name__ == "__main__":

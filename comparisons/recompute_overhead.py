@@ -1,12 +1,11 @@
 """What recomputation costs in time: forward and backward of one layer, in the form of table 4 of arXiv 2205.05198.
 
-    python comparisons/recompute_overhead.py [--rounds 15]
+    python comparisons/recompute_overhead.py [--rounds 15] [--toy] [--out DIR]
 
 Two tensor-parallel ranks run one layer whose attention has the same share of the FLOPs as in the paper's 22B model, s / (6h + s) = 5.3%:
 h 768, a 8, s 256, b 4 (on a GPU, with one rank: h 6144, a 64, s 2048, b 4, bf16). Each round runs every configuration in turn; times are
 medians over rounds, overheads medians of the ratio to the first row in the same round. Figure: figures/recompute_overhead.png.
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -31,11 +30,11 @@ ROWS = {                                                     # (sequence paralle
     "selective + sequence": (True, "selective", 7.2, 13.1), "full + sequence": (True, "full", None, None)}
 
 
-def on_rank(rank: int, rounds: int, dropout: float) -> dict:
+def on_rank(rank: int, rounds: int, dropout: float, toy: bool) -> dict:
     keep_freed_memory()
     group, cuda = dist.group.WORLD, torch.cuda.is_available()
     t = group.size()
-    s, b, h, a = (2048, 4, 6144, 64) if cuda else (256, 4, 768, 8)
+    s, b, h, a = (32, 2, 64, 4) if toy else (2048, 4, 6144, 64) if cuda else (256, 4, 768, 8)
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     config = gpt.GPTConfig(num_layers=1, hidden_size=h, num_heads=a, seq_length=s, vocab_size=64, dropout=dropout, attention="explicit")
     key = gpt.dropout_key(0, 1, torch.arange(b, device=device)) if dropout else None
@@ -96,12 +95,12 @@ def draw(tables: dict, path: Path) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
+    args = report.parse(parser)
     results, world = {}, 1 if torch.cuda.is_available() else 2
     for dropout in (0.1, 0.0):
-        measured = ranks.run(on_rank, world, args.rounds, dropout)[0]
+        measured = ranks.run(on_rank, world, 1 if args.toy else args.rounds, dropout, args.toy)[0]
         rows = results[f"dropout {dropout}"] = table(measured)
         print(f"dropout {dropout}; {'':<11}{'forward':>9}{'backward':>10} ms{'overhead':>10}{'more FLOPs':>16}{'formula':>16}{'the paper':>19}")
         for r in rows:
@@ -111,9 +110,8 @@ def main():
             print(f"{r['row']:<24}{r['forward_ms']:>9.1f}{r['backward_ms']:>10.1f}{100 * r['overhead']['median']:>12.0f}%{r['extra_flops']:>16,}"
                   f"{r['extra_flops_formula']:>16,.0f}{paper:>19}")
     torch.set_num_threads(1)                                             # what the ranks had, for the record
-    report.save("recompute_overhead", results)
-    draw({f"{world} ranks here, {name}": rows for name, rows in results.items()}, report.FIGURES / "recompute_overhead.png")
-    print(report.FIGURES / "recompute_overhead.png")
+    report.save("recompute_overhead", results, args)
+    draw({f"{world} ranks here, {name}": rows for name, rows in results.items()}, args.figures / "recompute_overhead.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """What every comparison shares: where and when it ran, medians, and the file that the README's numbers come from."""
+import argparse
 import json
 import platform
 import sys
@@ -9,7 +10,42 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-FIGURES = HERE.parent / "figures"
+SCRATCH = HERE.parent / "runs" / "comparisons"           # git ignores it
+COUNTS = "rounds", "steps", "seeds", "threads", "ranks"  # flags that are at least 1
+
+
+def arguments(doc: str) -> argparse.ArgumentParser:
+    """A parser with the flags that every comparison has: --toy, --out and --figures."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, in seconds, to see that all of it runs; the numbers say nothing")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of NAME.json (default: runs/comparisons, of --toy runs/comparisons/toy)")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="folder of NAME.png (default: that of --out)")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The flags of this process, with the folders made. Exits with status 2, and one line, where a flag cannot be."""
+    args = parser.parse_args()
+    args.out = args.out or (SCRATCH / "toy" if args.toy else SCRATCH)
+    args.figures = args.figures or args.out
+    for name in COUNTS:
+        value = getattr(args, name, 1)
+        if isinstance(value, int) and value < 1:
+            refuse(parser, f"--{name} {value}: must be at least 1")
+    for flag, folder in (("--out", args.out), ("--figures", args.figures)):
+        if args.toy and folder.resolve() in (HERE.resolve(), HERE.resolve().parent / "figures"):
+            refuse(parser, f"{flag} {folder}: --toy does not overwrite measured results; name another folder")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            refuse(parser, f"{flag} {folder}: {e.strerror}; name a folder that can be written")
+    return args
+
+
+def refuse(parser: argparse.ArgumentParser, message: str) -> None:
+    """One line on stderr, exit status 2."""
+    print(f"{parser.prog}: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def environment() -> dict:
@@ -23,9 +59,11 @@ def environment() -> dict:
             "command": f"python comparisons/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()}
 
 
-def save(name: str, results: dict) -> None:
-    """Write comparisons/NAME.json."""
-    (HERE / f"{name}.json").write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
+def save(name: str, results: dict, args: argparse.Namespace) -> None:
+    """Write NAME.json into the folder of --out, and say where."""
+    path = args.out / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
+    print(f"written: {path}", flush=True)
 
 
 def timed(function) -> float:

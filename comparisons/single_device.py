@@ -1,6 +1,6 @@
 """One training step on one device: this project beside Hugging Face transformers' GPT-2, in turn, in one run.
 
-    python comparisons/single_device.py [--threads 2] [--rounds 15]
+    python comparisons/single_device.py [--threads 2] [--rounds 15] [--toy] [--out DIR]
 
 The same shapes, random tokens, fused AdamW, clipping, scaled_dot_product_attention; no dropout. Three processes take turns, a
 step each, while the others wait: ours as train.py runs it; transformers as it comes; and transformers with the setting of the
@@ -8,7 +8,6 @@ memory allocator that train.py makes on CPUs. Ratios are medians over rounds of 
 fp32 masters and moments, and theirs trains in plain bf16, which is less work. The share of the matmul peak, which is measured in
 every round, is model FLOPs (gpt.flops_per_token) over the time of forward and backward; the optimizer's time stands apart.
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -30,6 +29,7 @@ CASES = {
     "small": dict(model="gpt2", num_layers=4, hidden_size=256, num_heads=8, seq_length=256, vocab_size=8192, dropout=0.0, global_batch_size=8),
     "gpt2-124m": dict(model="gpt2", seq_length=256, dropout=0.0, global_batch_size=2),
 }
+TOY = {"toy": dict(model="gpt2", num_layers=2, hidden_size=64, num_heads=4, seq_length=32, vocab_size=512, dropout=0.0, global_batch_size=2)}
 KINDS = {"matrix multiplications": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
          "attention": ("scaled_dot_product", "flash_attention"),
          "GELU": ("gelu",), "norm": ("layer_norm",),
@@ -42,6 +42,7 @@ class Random:
     """Random tokens that are already in memory."""
 
     def __init__(self, batch: int, s: int, v: int):
+        self.s = s
         rows = torch.randint(v, (batch, s + 1), generator=torch.Generator().manual_seed(0))
         self.fixed = data.Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), torch.ones(batch, s, dtype=torch.bool), torch.arange(batch))
 
@@ -83,11 +84,11 @@ def breakdown(step) -> dict[str, float]:
     return {k: v / total for k, v in shares.items()}
 
 
-def on_rank(rank: int, name: str, precision: str, rounds: int, device: str):
+def on_rank(rank: int, fields: dict, precision: str, rounds: int, device: str):
     """Rank 0 is this project, 1 transformers, 2 transformers with our allocator setting. Returns seconds per round."""
     if rank != 1 and device == "cpu":
         keep_freed_memory()
-    config = train.Config(**CASES[name], precision=precision)
+    config = train.Config(**fields, precision=precision)
     c, dtype = config.model_config(), train.DTYPES[precision]
     dataset = Random(config.global_batch_size, c.seq_length, c.vocab_size)
     if rank == 0:
@@ -110,10 +111,10 @@ def on_rank(rank: int, name: str, precision: str, rounds: int, device: str):
     return times[2:], shares
 
 
-def measure(name: str, precision: str, rounds: int, device: str, threads: int) -> dict:
-    (ours, shares), (plain, _), (same, _) = ranks.run(on_rank, 3, name, precision, rounds, device, threads=threads, timeout=300)
-    config = train.Config(**CASES[name]).model_config()
-    tokens = CASES[name]["global_batch_size"] * config.seq_length
+def measure(fields: dict, precision: str, rounds: int, device: str, threads: int) -> dict:
+    (ours, shares), (plain, _), (same, _) = ranks.run(on_rank, 3, fields, precision, rounds, device, threads=threads, timeout=300)
+    config = train.Config(**fields).model_config()
+    tokens = fields["global_batch_size"] * config.seq_length
     flops = tokens * gpt.flops_per_token(config)
     seconds = median([b + u for b, u, _ in ours])
     result = {
@@ -133,25 +134,28 @@ def measure(name: str, precision: str, rounds: int, device: str, threads: int) -
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    args = parser.parse_args()
+    args = report.parse(parser)
+    cases = TOY if args.toy else {name: CASES[name] for name in args.cases}
+    if args.toy:
+        args.rounds, args.threads, args.precisions = 1, 1, ["fp32"]
     torch.set_num_threads(args.threads)
     results = {}
     print(f"{'':<22}{'tokens/s':>10}{'transformers':>14}{'ratio':>8}{'same allocator':>16}{'of matmul peak':>16}{'optimizer':>11}")
-    for name in args.cases:
+    for name, fields in cases.items():
         for precision in args.precisions:
-            r = results[f"{name} {precision}"] = measure(name, precision, args.rounds, args.device, args.threads)
+            r = results[f"{name} {precision}"] = measure(fields, precision, args.rounds, args.device, args.threads)
             print(f"{name + ' ' + precision:<22}{r['tokens_per_second']:>10,.0f}{r['transformers_tokens_per_second']:>14,.0f}{r['ratio']['median']:>8.2f}"
                   f"{r['ratio_with_our_allocator_setting']['median']:>16.2f}"
                   f"{r['share_of_peak_outside_optimizer']['median']:>15.0%} {r['optimizer_share_of_step']:>10.0%}", flush=True)
             if r["breakdown_outside_optimizer"]:
                 print("    " + ", ".join(f"{k} {v:.0%}" for k, v in sorted(r["breakdown_outside_optimizer"].items(), key=lambda kv: -kv[1]) if v >= 0.005))
-    report.save("single_device", {"results": results})
+    report.save("single_device", {"results": results}, args)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Two tensor-parallel ranks with one thread each, beside one rank with one thread; and sequence parallelism beside it.
 
-    python comparisons/tensor_parallel.py [--rounds 15]
+    python comparisons/tensor_parallel.py [--rounds 15] [--toy] [--out DIR]
 
 Each round runs four things in turn, in the same two processes: a step of rank 0 alone, on the whole batch, while rank 1 waits; a step
 of both under `--tp 2`; the same with `--sequence-parallel`; and with the collectives left out. Ratios are medians over rounds.
 (h 512, L 4, a 8, s 256, b 8, V 257, fp32)
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -22,18 +21,17 @@ from report import spread, timed
 from single_device import Random
 from world import Groups, keep_freed_memory
 
-BATCH, S, V = 8, 256, 257
+SHAPE = dict(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=256, vocab_size=257, precision="fp32", global_batch_size=8)
+TOY = SHAPE | dict(num_layers=2, hidden_size=64, seq_length=32)
 
 
-def on_rank(rank: int, rounds: int) -> list[dict]:
+def on_rank(rank: int, rounds: int, shape: dict) -> list[dict]:
     keep_freed_memory()
-    shape = dict(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=S, vocab_size=V, precision="fp32",
-                 global_batch_size=BATCH)
     cpu, group = torch.device("cpu"), dist.group.WORLD
     one = train.Trainer(train.Config(**shape), cpu, Groups())
     tensor = train.Trainer(train.Config(**shape, tp=2), cpu, Groups(tp=group))
     sequence = train.Trainer(train.Config(**shape, tp=2, sequence_parallel=True), cpu, Groups(tp=group))
-    dataset, all_reduce = Random(BATCH, S, V), dist.all_reduce
+    dataset, all_reduce = Random(shape["global_batch_size"], shape["seq_length"], shape["vocab_size"]), dist.all_reduce
 
     def step(trainer):
         trainer.forward_backward(1, dataset)
@@ -59,18 +57,19 @@ def on_rank(rank: int, rounds: int) -> list[dict]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
-    times = ranks.run(on_rank, 2, args.rounds)[0]
+    args = report.parse(parser)
+    shape, rounds = (TOY, 1) if args.toy else (SHAPE, args.rounds)
+    times = ranks.run(on_rank, 2, rounds, shape)[0]
     torch.set_num_threads(1)                                             # what the ranks had, for the record
-    results = {"tokens_per_second": BATCH * S / report.median([t["tensor"] for t in times]),
+    results = {"tokens_per_second": shape["global_batch_size"] * shape["seq_length"] / report.median([t["tensor"] for t in times]),
                "step_seconds": spread([t["tensor"] for t in times]),
                "tensor_over_one_rank": spread([t["one"] / t["tensor"] for t in times]),
                "sequence_over_one_rank": spread([t["one"] / t["sequence"] for t in times]),
                "sequence_over_tensor": spread([t["tensor"] / t["sequence"] for t in times]),
                "tensor_of_no_communication": spread([t["silent"] / t["tensor"] for t in times])}
-    report.save("tensor_parallel", results)
+    report.save("tensor_parallel", results, args)
     for name, value in results.items():
         print(f"{name}: {value:,.0f}" if isinstance(value, float) else f"{name}: {value['median']:.3f} ({value['min']:.3f} to {value['max']:.3f})")
 

@@ -1,7 +1,7 @@
 """One training step on one GPU in bf16: tokens/s, MFU and peak memory with kernels, torch.compile and recomputation, beside published figures.
 
     python comparisons/training_step.py [--models gpt2-124m gpt-1.3b llama2-7b] [--steps 10]
-    python comparisons/training_step.py --toy                       the same at toy size, on any device; writes nothing
+    python comparisons/training_step.py --toy                       the same at toy size, on any device: one case of each model without torch.compile
 
 train.Trainer on random tokens, no dropout, the optimizer's step included; each case in a process of its own, so that peaks are clean and a case that does not
 fit is one line. Selective recomputation is of explicit attention, all else is with fused attention; the small model needs no recomputation. After 3 steps to
@@ -15,7 +15,6 @@ not known, over a large matrix multiplication measured here, and then says so. L
 
 The vocabulary of 50257 is padded to 50304, so that rows of the logits are whole vectors. Figure: figures/training_step.png.
 """
-import argparse
 import itertools
 import json
 import subprocess
@@ -133,12 +132,11 @@ def draw(results: dict, of: str, path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--case", type=json.loads, help="(one case, in a process of its own)")
+    args = report.parse(parser)
     if args.case:
         print(json.dumps(run_case(args.case, args.steps)))
         return 0
@@ -151,9 +149,13 @@ def main() -> int:
         print(f"(fused kernels do not run here, {why_not}: 'kernels auto' is PyTorch's own)")
     print(f"MFU: of {of}\n\n| model | | tokens/s | MFU | peak memory, GiB |\n|---|---|---|---|---|")
     for model in args.models:
-        for name, fields in cases(model).items():
+        todo = cases(model)
+        if args.toy:
+            todo = dict(list(todo.items())[:1])
+        for name, fields in todo.items():
             toy = TOY | (TOY_LLAMA if "llama" in model else {}) if args.toy else {}
-            row = in_process(BF16 | CASES[model] | fields | toy, steps)
+            run = run_case if args.toy and model != args.models[0] else in_process
+            row = run(BF16 | CASES[model] | fields | toy, steps)
             results[model][name] = row
             if "error" not in row:
                 rate = spread(row["tokens_per_second"])
@@ -168,9 +170,8 @@ def main() -> int:
         ran = [row["losses"] for row in rows.values() if "error" not in row]
         if ran:
             print(f"{model}: losses of the first {WARMUP} steps differ by at most {max(abs(a / b - 1) for losses in ran for a, b in zip(losses, ran[0])):.1e} between {len(ran)} cases")
-    if not args.toy:
-        report.save("training_step", {"steps": steps, "peak_flops": flops, "peak": of, "published": PUBLISHED, "results": results})
-        draw(results, of, report.FIGURES / "training_step.png")
+    report.save("training_step", {"steps": steps, "peak_flops": flops, "peak": of, "published": PUBLISHED, "results": results}, args)
+    draw(results, of, args.figures / "training_step.png")
     return int(any(row.get("error", "out of memory") != "out of memory" for rows in results.values() for row in rows.values()))
 
 

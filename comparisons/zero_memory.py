@@ -1,11 +1,10 @@
 """Bytes of a rank in parameters, gradients and optimizer state, and elements sent in a step, for the four ZeRO stages: measured beside the formulas.
 
-    python comparisons/zero_memory.py [--ranks 4]
+    python comparisons/zero_memory.py [--ranks 4] [--toy] [--out DIR]
 
 A GPT (h 256, L 4, a 8, s 64, V 1000; tied) in bf16 with fp32 gradients, masters and moments, and with --optimizer-state bf16; 2 micro-batches. Bytes are those of
 the storages that the rank holds after backward, each once; elements are counted call by call, padding included, an all-reduce as 2.
 """
-import argparse
 import sys
 from pathlib import Path
 
@@ -22,15 +21,16 @@ from single_device import Random
 from world import Groups
 
 SHAPE = dict(model="gpt2", num_layers=4, hidden_size=256, num_heads=8, seq_length=64, vocab_size=1000, dropout=0.0, precision="bf16")
+TOY = SHAPE | dict(num_layers=2, hidden_size=64, seq_length=32)
 M = 2                                                                    # micro-batches
 PARTS = ("parameters", "gradients", "optimizer state")
 
 
-def on_rank(rank: int, n: int, stage: int, state: str):
+def on_rank(rank: int, n: int, stage: int, state: str, shape: dict):
     """({part: bytes}, elements sent over Ψ (N - 1) / N, Ψ)"""
-    config = train.Config(**SHAPE, zero_stage=stage, optimizer_state=state, global_batch_size=M * n, micro_batch_size=1)
+    config = train.Config(**shape, zero_stage=stage, optimizer_state=state, global_batch_size=M * n, micro_batch_size=1)
     trainer = train.Trainer(config, torch.device("cpu"), Groups(dp=dist.group.WORLD))
-    sharder, optimizer, dataset = trainer.gradients[0], trainer.optimizer, Random(M * n, 64, 1000)
+    sharder, optimizer, dataset = trainer.gradients[0], trainer.optimizer, Random(M * n, shape["seq_length"], shape["vocab_size"])
     with ranks.Collectives() as sent:
         trainer.forward_backward(1, dataset)
         held = fsdp.held_bytes(trainer.model, sharder)
@@ -42,7 +42,7 @@ def on_rank(rank: int, n: int, stage: int, state: str):
     return dict(zip(PARTS, (*held, sum(x.nbytes for x in kept)))), elements / padded, trainer.num_parameters
 
 
-def draw(rows: list[dict], n: int) -> None:
+def draw(rows: list[dict], n: int, path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -57,16 +57,17 @@ def draw(rows: list[dict], n: int) -> None:
     axes.set(xticks=range(len(rows)), xticklabels=[f"{row['stage']}" + ("\nbf16 state" if row["state"] == "bf16" else "") for row in rows], xlabel="stage",
              ylabel="bytes per parameter of the model", title=f"A rank's memory, measured, N = {n}, bf16")
     axes.legend(frameon=False)
-    figure.savefig(report.FIGURES / "zero_memory.png", dpi=150)
+    figure.savefig(path, dpi=150)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
-    n, rows = parser.parse_args().ranks, []
+    args = report.parse(parser)
+    n, shape, rows = (2, TOY, []) if args.toy else (args.ranks, SHAPE, [])
     print(f"{n} ranks: bytes per parameter, measured (the rank that has most) / by formula")
     for stage, state in [(stage, state) for state in ("fp32", "bf16") for stage in range(4)]:
-        results = ranks.run(on_rank, n, n, stage, state)
+        results = ranks.run(on_rank, n, n, stage, state, shape)
         psi = results[0][2]
         measured = {part: max(held[part] for held, _, _ in results) / psi for part in PARTS}
         formula = dict(zip(PARTS, fsdp.bytes_per_parameter(stage, n, state=12 if state == "fp32" else 6)))
@@ -76,8 +77,8 @@ def main():
     worst = max(abs(row["measured"][part] / row["formula"][part] - 1) for row in rows for part in PARTS)
     paper = [sum(fsdp.bytes_per_parameter(stage, 64, gradient=2)) * 7.5 for stage in range(4)]
     print(f"largest difference {worst:.2%}; the paper's 7.5 B parameters on 64 devices, its 2-byte gradients, by formula: {', '.join(f'{gb:.1f}' for gb in paper)} GB")
-    report.save("zero_memory", {"ranks": n, "micro_batches": M, "rows": rows, "largest_difference": worst, "paper_7.5B_64_GB": paper})
-    draw(rows, n)
+    report.save("zero_memory", {"ranks": n, "micro_batches": M, "rows": rows, "largest_difference": worst, "paper_7.5B_64_GB": paper}, args)
+    draw(rows, n, args.figures / "zero_memory.png")
 
 
 if __name__ == "__main__":

@@ -322,7 +322,7 @@ def test_bf16_follows_fp32():
     """Within 0.5% of the fp32 curve over 200 steps, both smoothed over 20 steps as a person would look at them. (At three times the rate this model is at the edge of stability, and the
     number of threads, which changes how sums are rounded, moves either curve by percents.)"""
     fp32, bf16 = (curve(precision, lr=1e-3)[0].unfold(0, 20, 20).mean(1) for precision in ("fp32", "bf16"))
-    assert fp32[-1] < 0.6 * fp32[0]                              # something was learned
+    assert fp32[-1] < 0.75 * fp32[0]                             # something was learned: 0.51 to 0.52 for five seeds
     assert ((bf16 - fp32).abs() / fp32).max() < 0.005
 
 
@@ -339,4 +339,4 @@ def test_fp16_scale_finds_its_place_on_the_cpu():
     """The scale of 2^32 overflows at first; steps are skipped and counted until it fits, a few at most, then the model learns."""
     losses, t = curve("fp16", steps=60)
     assert 1 <= t.optimizer.skipped <= 5 and 1 < t.scaler.scale < 2**32
-    assert losses[-1] < losses[0] - 0.3 and torch.isfinite(losses).all()
+    assert losses[-5:].mean() < losses[0] - 1.5 and torch.isfinite(losses).all()
