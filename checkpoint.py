@@ -459,8 +459,9 @@ def check_index(index: dict, where: str) -> None:
     if strange:
         raise CheckpointError(f"{where}: {strange[0]}; a checkpoint has {', '.join(DTYPES)}")
     size = sum(prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in index["tensors"].values())
-    if size > (room := sum(file["bytes"] for file in index["files"].values())):
-        raise CheckpointError(f"{where}: its tensors would have {size:,} bytes, and its files have {room:,}")
+    there = sum(file["bytes"] for file in index["files"].values())
+    if size > there:
+        raise CheckpointError(f"{where}: its tensors would have {size:,} bytes, and its files have {there:,}")
 
 
 def read_model(path: Path) -> tuple[GPTConfig, dict]:
