@@ -43,8 +43,8 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
         raw = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return [], []
-    except OSError as e:
-        raise MetricsError(f"{path}: cannot be read ({e.strerror})") from None
+    except (OSError, ValueError) as e:
+        raise MetricsError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
     lines, damaged = [], []
     for number, text in enumerate(raw, 1):
         try:
@@ -168,19 +168,25 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
 
 
-def main():
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.jsonl").exists():
-        sys.exit("usage: python metrics.py RUN, a folder with a metrics.jsonl")
+def main() -> int:
+    """Exit status: 0, or 2 with one message."""
+    if len(sys.argv) != 2:
+        print("usage: python metrics.py RUN, a folder with a metrics.jsonl", file=sys.stderr)
+        return 2
     out = Path(sys.argv[1])
     try:
         lines, damaged = read_metrics(out / "metrics.jsonl")
+        if not lines:
+            raise MetricsError(f"{out}: has no metrics.jsonl with a step in it")
         plot_loss(lines, str(out), out / "loss.png")
-    except (MetricsError, OSError) as e:
-        sys.exit(f"metrics.py: {e}")
+    except (MetricsError, OSError, ValueError) as e:
+        print(f"metrics.py: {e}", file=sys.stderr)
+        return 2
     if damaged:
         print(f"metrics.jsonl: line {', '.join(map(str, damaged))} cannot be read and is left out", file=sys.stderr)
     print(out / "loss.png")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
