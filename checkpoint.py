@@ -613,7 +613,7 @@ def main():
     if len(sys.argv) == 1:
         return lesson()
     if len(sys.argv) != 3 or sys.argv[1] not in ("show", "verify"):
-        sys.exit("usage: python checkpoint.py show CKPT | verify CKPT; CKPT is a checkpoint, or the folder of a run")
+        terminal.refuse("usage: python checkpoint.py show CKPT | verify CKPT; CKPT is a checkpoint, or the folder of a run")
     try:
         path = find(sys.argv[2])
         index = read_index(path) if sys.argv[1] == "show" else verify(path)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import terminal
 
 
 class JSONError(ValueError):
@@ -88,7 +89,7 @@ def one_line(error: Exception) -> str:
 
 def main():
     if len(sys.argv) != 2:
-        sys.exit("usage: python json_files.py FILE")
+        terminal.refuse("usage: python json_files.py FILE")
     try:
         read(sys.argv[1])
     except JSONError as e:

@@ -27,6 +27,7 @@ import gpt
 import huggingface
 import json_files
 from prompt_data import PromptConfig, PromptError, Template
+import terminal
 
 
 def read_base(path: "str | Path", names: list[str]) -> dict[str, Tensor]:
@@ -92,7 +93,7 @@ def load(path: "str | Path", model: str | None = None) -> tuple[PromptConfig, di
 
 def main():
     if len(sys.argv) != 2:
-        sys.exit("usage: python prompt_file.py FILE")
+        terminal.refuse("usage: python prompt_file.py FILE")
     try:
         config, found = load(sys.argv[1])
     except PromptError as e:

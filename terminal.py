@@ -42,6 +42,12 @@ def say(*words, error: bool = False) -> None:
             say(f"standard output is gone ({e.strerror or e}): the run goes on without it", error=True)
 
 
+def refuse(message: str):
+    """End the process with status 2 and one line on standard error: a command that was called in a way it cannot take."""
+    say(message, error=True)
+    sys.exit(2)
+
+
 def mute(stream) -> None:
     """What is written to this stream from now on goes nowhere, the rest of its buffer too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

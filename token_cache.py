@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 import json_files
+import terminal
 from documents import DataError, cause, shown
 
 BLOCK_BYTES = 64 * 2**20  # of tokens.npy, that one SHA-256 covers
@@ -148,7 +149,7 @@ def check(folder: Path, rank: int = 0, world: int = 1, workers: int = 1) -> str 
 
 def main():
     if len(sys.argv) != 2:
-        sys.exit("usage: python token_cache.py FOLDER, one with an index.json")
+        terminal.refuse("usage: python token_cache.py FOLDER, one with an index.json")
     folder = Path(sys.argv[1]).resolve()
     fault = check(folder, workers=os.cpu_count())
     if fault is not None:

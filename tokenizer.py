@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 import json_files
+import terminal
 
 # End-of-text tokens by the names that published models give them, for a file that stands alone.
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
@@ -283,7 +284,7 @@ def without_reports():
 
 def main():
     if not 2 <= len(sys.argv) <= 3:
-        sys.exit('usage: python tokenizer.py "some text" [bytes | gpt2 | FILE]')
+        terminal.refuse('usage: python tokenizer.py "some text" [bytes | gpt2 | FILE]')
     try:
         tokenizer = make_tokenizer((sys.argv[2:] or ["bytes"])[0])
         ids = [int(i) for i in tokenizer.encode(sys.argv[1])]

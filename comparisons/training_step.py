@@ -30,7 +30,6 @@ import kernels
 import report
 import train
 from metrics import peak_memory
-from report import median, spread, timed
 from single_device import Random
 from world import Groups, keep_freed_memory
 
