@@ -53,6 +53,8 @@ def parse_weights(names: list[str]) -> list[tuple[Fraction | None, list[str]]]:
             raise DataError(
                 f"{shown(name)}: has no weight; give one to all corpora, as 0.5:PATH, or to none"
             )
+        if not name.partition(":")[2]:
+            raise DataError(f"{shown(name)}: names no path behind its weight, as in 0.7:PATH")
         if not 0 < weight < math.inf:
             raise DataError(f"{shown(name)}: a weight must be above 0 and finite, as in 0.7:PATH")
     return [(Fraction(repr(weight)), [path]) for weight, path in pairs]
@@ -101,15 +103,16 @@ class Interleave:
         self.shares = [int(w * scale) for w in weights]  # w_k = shares[k] / total
         self.total = sum(self.shares)
         common = math.lcm(*self.shares)
-        # the time between two samples of a corpus, 1 / w_k, in whole numbers
+        # between two samples of corpus k: 1 / w_k, in units of total / common
         self.steps = [common // share for share in self.shares]
 
     def __call__(self, n: int) -> tuple[int, int]:
         """(k, m): sample n of the blend is sample m of corpus k."""
-        # floor(w_k t + 1/2), summed over K corpora, is within K / 2 of t: at most n are due
+        # Rounding adds at most 1/2 for each of K corpora: at time n - K/2 no more than n samples
+        # were taken. Start there, then take the few that are left one by one.
         time = max(0, n - (len(self.shares) + 1) // 2)
         taken = [(2 * share * time + self.total) // (2 * self.total) for share in self.shares]
-        # in units of 1 / (2 common): (m + 1/2) / w_k
+        # (m + 1/2) / w_k, in units of total / (2 common)
         due = [((2 * m + 1) * step, k) for k, (m, step) in enumerate(zip(taken, self.steps))]
         heapq.heapify(due)
         for _ in range(n - sum(taken)):

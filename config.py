@@ -48,7 +48,7 @@ def flag(default, help, choices=None, metavar=None):
 class Config:
     # model
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
-    num_layers: int | None = flag(None, "instead of the preset's, as with all up to z-loss")
+    num_layers: int | None = flag(None, "number of layers; this and the flags down to --z-loss replace the preset's values")
     hidden_size: int | None = flag(None, "h")
     num_heads: int | None = flag(None, "attention heads")
     num_kv_heads: int | None = flag(None, "fewer than heads: grouped-query attention")
@@ -111,7 +111,7 @@ class Config:
     eval_every: int = flag(100, "steps between evaluations on held-out text; 0 for only the last")
     sample_prompt: str = flag("def ", "what the sample at the end of training continues, at most the context's last tokens of it; an empty one begins a new text", metavar="TEXT")
     seed: int = flag(0, "of weights, sample order and dropout")
-    log_every: int = flag(1, "steps between lines on the screen; metrics.jsonl has every step")
+    log_every: int = flag(1, "steps between lines on the screen, where each evaluation has one too; metrics.jsonl has every step")
     tensorboard: bool = flag(False, "write curves for TensorBoard to OUT/tensorboard too (pip install tensorboard)")
     timeout: float = flag(1800.0, "seconds without progress after which a run in which a rank hangs is ended")
     device: str = flag("auto", "auto is CUDA where there is one", ("auto", "cpu", "cuda"))
@@ -220,7 +220,7 @@ class Config:
                 raise ConfigError(f"--{field.name.replace('_', '-')} {value!r}{e}") from None
             choices = field.metadata["choices"]
             if value is not None and choices and value not in choices:
-                raise ConfigError(f"--{field.name.replace('_', '-')} {value!r}: must be one of {', '.join(map(str, choices))}")
+                raise ConfigError(f"--{field.name.replace('_', '-')} {value}: must be one of {', '.join(map(str, choices))}")
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and not is_text(word) for word in words):
                 raise ConfigError(f"--{field.name.replace('_', '-')} {value!r}: has bytes that are not UTF-8 text, or a zero byte")
@@ -260,8 +260,12 @@ def parse(argv: list[str], rank: int) -> Config:
     given = vars(make_parser(rank).parse_args(argv))
     values = read_toml(given.pop("config")) if "config" in given else {}
     values |= given
-    if values.get("resume"):
-        saved = saved_flags(Path(values.get("out", Config().out)))
+    out = values.get("out", Config().out)
+    # Other types than text are refused by `Config.validate`.
+    if values.get("resume") is True and isinstance(out, str):
+        saved = saved_flags(Path(out))
+        if not saved and set(values) <= {"resume", "out"}:
+            raise ConfigError(f"--resume --out {out}: there is no run in this folder to go on with; give the flags of one to begin it here")
         # Another layout is given whole: --tp 4 does not keep the --pp 2 that the run had.
         if any(name in values for name in LAYOUT):
             saved = {name: value for name, value in saved.items() if name not in LAYOUT}
@@ -302,10 +306,16 @@ def read_toml(path: str) -> dict:
         content = tomllib.loads(Path(path).read_bytes().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"--config {path}: {getattr(e, 'strerror', None) or e}") from None
-    flat = {}
+    flat = []
     for key, value in content.items():
-        flat |= value if isinstance(value, dict) else {key: value}
-    fields = {name.replace("-", "_"): value for name, value in flat.items()}
+        flat += value.items() if isinstance(value, dict) else [(key, value)]
+    fields = {name.replace("-", "_"): value for name, value in flat}
+    if len(fields) < len(flat):
+        names = [name.replace("_", "-") for name, _ in flat]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"--config {path}: {twice} stands there twice")
+    # data = "text.txt" is the list of one file.
+    fields |= {name: [fields[name]] for name in ("data", "val_data") if isinstance(fields.get(name), str)}
     unknown = [name for name in fields if name not in {f.name for f in dataclasses.fields(Config)}]
     if unknown:
         raise ConfigError(f"--config {path}: {unknown[0].replace('_', '-')} is no flag; --help lists the flags")

@@ -243,6 +243,8 @@ def write_shard(path: Path, file: Path, theirs: dict[str, tuple[list[int], dict[
     if infinite:
         raise HuggingFaceError(f"{path}: {infinite[0]} has values beyond 65504, the largest in fp16; --dtype bf16 has them")
     save_file(tensors, file, {"format": "pt"})
+    # safetensors makes files that only their owner can read; these are to be given away.
+    os.chmod(file, 0o644)
     return list(tensors)
 
 

@@ -76,6 +76,12 @@ def run(function, world: int, *args, threads: int = 1, timeout: float = 60, limi
                     processes[rank].join()
                     raise RuntimeError(f"rank {rank} of {world} died with exit code {processes[rank].exitcode}") from None
                 if not finished:
+                    # The cause may be a rank that died a moment ago: then this one only lost its peer.
+                    alive = {p.sentinel: r for r, p in enumerate(processes) if r != rank}
+                    for sentinel in multiprocessing.connection.wait(alive, timeout=1):
+                        died = alive[sentinel]
+                        processes[died].join()
+                        raise RuntimeError(f"rank {died} of {world} died with exit code {processes[died].exitcode}")
                     raise RuntimeError(f"rank {rank} of {world} failed:\n{value}")
                 results[rank] = value
         for pipe in pipes:

@@ -27,7 +27,7 @@ def parameters(model: GPTConfig) -> tuple[int, int]:
 
 
 def state_bytes(model: GPTConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]) -> int:
-    """Weights, gradients and optimizer state on the rank that has least. ranks: how many in tp, pp, dp and ep."""
+    """Weights, gradients and optimizer state: the rank that has most holds at least so much. ranks: how many in tp, pp, dp and ep."""
     dense, experts = parameters(model)
     held = (dense + experts // ranks["ep"]) // (ranks["tp"] * ranks["pp"])
     weight = {"fp64": 8, "fp32": 4}.get(precision, 2)
@@ -40,7 +40,8 @@ def state_bytes(model: GPTConfig, precision: str, optimizer_state: str, zero_sta
 
 
 def activation_bytes(model: GPTConfig, precision: str, micro_batch: int, ranks: dict[str, int]) -> int:
-    """The input of each layer, and without a pipeline the logits, of one micro-batch; on the rank that has least."""
+    """The input of each layer, and without a pipeline the logits, of one micro-batch: the rank that has
+    most holds at least so much."""
     size = {"fp64": 8, "fp32": 4}.get(precision, 2)
     numbers = model.hidden_size * model.num_layers // ranks["pp"]
     if ranks["pp"] == 1:

@@ -7,7 +7,7 @@
 The lock is advisory (`flock`): the kernel gives it back when the process that holds it dies, however it dies. So a
 lock is never stale, and nothing has to be cleaned up by hand. The text in the file is only for the message:
 
-    train.py: --out runs/default: process 4242 on node7 trains into it since 2026-11-22 09:30; ...
+    train.py: --out runs/default: process 4242 on node7 trains into it since 2026-11-22 09:30:15; wait for its end, ...
 
 Rank 0 holds the lock for all ranks of the run.
 """
@@ -19,7 +19,7 @@ import socket
 import time
 from pathlib import Path
 
-CONTENT = ("config.json", "metrics.jsonl", "checkpoints")
+CONTENT = ("config.json", "metrics.jsonl", "checkpoints", "loss.png", "sample.txt", "prompts.safetensors")
 
 
 class RunFolderError(ValueError):
@@ -32,9 +32,11 @@ class RunFolder:
     def __init__(self, out: "str | Path", resume: bool, restarts: int = 0, launcher: str = ""):
         """resume: go on with the run that is in the folder. restarts: how often `launcher` has started these ranks
         again; a restarted rank goes on with what its own launcher began. Raises RunFolderError for a folder that
-        cannot be written, that another process uses, or that holds another run."""
-        self.path, self.file = Path(out), None
+        cannot be written, that another process uses, or that holds another run, or a model. `notice`: what to say."""
+        self.path, self.file, self.notice = Path(out), None, ""
         try:
+            if any(self.path.glob("model*.safetensors")) or (self.path / "index.json").exists():
+                raise RunFolderError(f"--out {out}: holds a model, not a run; name another folder (--load starts from a checkpoint)")
             # Looked for before anything is made: a folder that is refused stays as it is.
             found = any(os.path.lexists(self.path / name) for name in CONTENT)
             self.path.mkdir(parents=True, exist_ok=True)
@@ -64,14 +66,14 @@ class RunFolder:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     self.file.seek(0)
-                    holder = (self.file.read().split("\n") + [""])[1] or "another process"
+                    holder = (self.file.read().split("\n") + [""])[1] or "another process trains into it"
                     raise RunFolderError(
-                        f"--out {self.path}: {holder} trains into it; wait for its end, stop it, or name another folder"
+                        f"--out {self.path}: {holder}; wait for its end, stop it, or name another folder"
                     ) from None
                 time.sleep(0.1)
             except OSError as e:
-                # A file system without locks: the run is not protected, and goes on.
                 if e.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    self.notice = f"--out {self.path}: its file system has no locks; see to it that no other run uses this folder"
                     return None
                 raise
 
@@ -83,7 +85,7 @@ class RunFolder:
 
 def describe_process() -> str:
     """For people: which process this is, where, and since when."""
-    return f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')},"
+    return f"process {os.getpid()} on {socket.gethostname()} trains into it since {time.strftime('%Y-%m-%d %H:%M:%S')}"
 
 
 def launcher_name() -> str:

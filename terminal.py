@@ -8,7 +8,6 @@ metrics.jsonl has every step.
     terminal.say("step 1")    a line on standard output, flushed
 """
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -60,6 +59,9 @@ def quiet_interrupts() -> None:
     imported, and for every moment in which there is nothing to save. Call it where a file is run as a command."""
 
     def end(number, frame):
+        # Imported only by then: it takes time as well, in which Ctrl-C may come.
+        import multiprocessing
+
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(130)

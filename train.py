@@ -513,6 +513,8 @@ def run(config: Config, world: World) -> None:
     check_room(config, world)
     world.connect(config.device, config.tp, config.pp, config.timeout, config.ep)
     folder = open_out(config, world)
+    if folder and folder.notice:
+        world.say(folder.notice)
     config.resume |= world.restarts > 0
     try:
         train(config, world, tokenizer)
@@ -545,10 +547,12 @@ def train(config: Config, world: World, tokenizer) -> None:
     trainer.tokenizer = record(tokenizer)
     out, opened, corpus = Path(config.out), [], train_set.index["corpus"]
     start, tokens = restore(trainer, world, corpus, tokenizer)
+    if start > config.steps:
+        raise ConfigError(f"--steps {config.steps}: the run in {out} is at step {start} already; more than that would go on")
     done = world.on_rank_0(lambda: start >= config.steps and (out / ("prompts.safetensors" if trainer.frozen else "sample.txt")).exists(), ())
     if done:
         return world.say(f"{out}: step {start} of --steps {config.steps} is done, and there is nothing to do; with more --steps the run goes on")
-    if config.warmup_steps > config.steps:
+    if config.warmup_steps > config.steps > start:
         world.say(f"--warmup-steps {config.warmup_steps}: longer than --steps {config.steps}, so the learning rate ends at "
                   f"{learning_rate(config.steps, config.lr, 0, config.warmup_steps, config.steps):.1e}, below --lr {config.lr}")
     world.on_rank_0(lambda: opened.append(begin_files(config, out, tokenizer, start)), (RunFolderError, MetricsError))

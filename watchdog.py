@@ -1,8 +1,8 @@
 """A rank that hangs is named, with its step, and the run ends instead of waiting for ever.
 
 One rank that stops (a GPU that fell off the bus, a file server that does not answer, a deadlock) leaves all the others in a collective that never
-ends. Each rank has a thread that watches its main thread's heartbeat: one at each step, evaluation and save. Where it stops for `seconds`, the rank writes into
-the store that the ranks met where it is; the first of those that can still write reads what all have written, and says so. Then every rank ends,
+ends. Each rank has a thread that watches its main thread's heartbeat: one at each step, evaluation and save. Where it stops for `seconds`, the rank writes its position
+into the store through which the ranks met; the first of those that can still write reads what all have written, and says so. Then every rank ends,
 and the launcher may start them again.
 
     rank 0: step 7, in repository/fsdp.py:186 finish_reductions
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 class Watchdog:
     def __init__(self, store: dist.Store, rank: int, size: int, seconds: float, end=os._exit):
-        """store: of all ranks, and of this alone. end(1) is called where the heartbeat has stopped: nothing else can be relied on then."""
+        """store: a connection to the ranks' common store that only this watchdog uses. end(1) is called where the heartbeat has stopped: nothing else can be relied on then."""
         self.store, self.rank, self.size, self.seconds, self.end = store, rank, size, seconds, end
         self.watched, self.last = threading.get_ident(), None            # last: when the heart beat; None while nobody has to hear it
         self.gone = threading.Event()
@@ -47,7 +47,8 @@ class Watchdog:
                 # stopped, and then each word to it waits for ever.
                 speaker = threading.Thread(target=self.speak, args=(last,), daemon=True)
                 speaker.start()
-                speaker.join(min(10, self.seconds) + min(10, self.seconds))
+                # `speak` waits once for the others; as long again for the store.
+                speaker.join(2 * min(10, self.seconds))
                 if speaker.is_alive():
                     self.say_alone("the store does not answer")
                 if self.last == last and not self.gone.is_set():

@@ -31,7 +31,8 @@ def test_another_layout_is_given_whole(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text, words", [
     ("steps = 2.5", "--steps 2.5"), ("stepps = 2", "stepps is no flag"), ("steps = ", "flags.toml"), ("\udcff", "flags.toml"),
-    ('router = "best"', "--router 'best': must be one of sinkhorn, topk"), ("data = [1]", "--data [1]"), ("resume = 1", "--resume 1"),
+    ('router = "best"', "--router best: must be one of sinkhorn, topk"), ("data = [1]", "--data [1]"), ("resume = 1", "--resume 1"),
+    ("resume = true\nout = 5", "--out 5"), ("steps = 1\n[more]\nsteps = 2", "steps stands there twice"),
 ])
 def test_files_of_flags_that_cannot_be(tmp_path, text, words):
     path = tmp_path / "flags.toml"
@@ -39,6 +40,17 @@ def test_files_of_flags_that_cannot_be(tmp_path, text, words):
     with pytest.raises(ConfigError) as e:
         parse(["--config", str(path)], 0).validate(1)
     assert words in str(e.value)
+
+
+def test_one_file_of_data_needs_no_list(tmp_path):
+    (tmp_path / "flags.toml").write_text('data = "a.txt"')
+    assert parse(["--config", str(tmp_path / "flags.toml")], 0).data == ["a.txt"]
+
+
+def test_a_folder_that_was_misspelled_is_no_run_to_go_on_with(tmp_path):
+    with pytest.raises(ConfigError, match="there is no run in this folder to go on with"):
+        parse(["--resume", "--out", str(tmp_path / "typo")], 0)
+    assert parse(["--resume", "--out", str(tmp_path / "typo"), "--steps", "9"], 0).steps == 9
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"lr": "fast"}', '{"steps": null}', "\xff"])

@@ -18,7 +18,7 @@ from run_folder import RunFolder, RunFolderError
 def test_a_second_run_is_refused_and_told_by_whom(tmp_path):
     first = RunFolder(tmp_path / "run", resume=False)
     for resume in (False, True):
-        with pytest.raises(RunFolderError, match=rf"process {os.getpid()} on \S+, since .* trains into it"):
+        with pytest.raises(RunFolderError, match=rf"process {os.getpid()} on \S+ trains into it since "):
             RunFolder(tmp_path / "run", resume)
     first.close()
     RunFolder(tmp_path / "run", resume=False).close()
@@ -51,6 +51,16 @@ def test_another_run_in_the_folder(tmp_path):
         RunFolder(tmp_path, resume=False, launcher="1 1")
     assert not (tmp_path / "config.json").exists()
     RunFolder(tmp_path, resume=True).close()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "index.json"])
+def test_a_folder_with_a_model_is_no_run(tmp_path, name):
+    """--resume would write config.json over that of an exported model, or hide an imported checkpoint."""
+    (tmp_path / name).touch()
+    for resume in (False, True):
+        with pytest.raises(RunFolderError, match="holds a model, not a run"):
+            RunFolder(tmp_path, resume)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize("name", ["/proc/run", "x" * 300, "a\0b"])

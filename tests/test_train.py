@@ -478,6 +478,8 @@ def test_a_finished_run_has_nothing_to_do(here, text, capfd):
     assert [x["step"] for x in lines("run")] == [1, 2, 3, 4, 5]
     assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == ["4/5", "5/5"]
     assert json.loads(Path("run/config.json").read_text())["hidden_size"] == 32
+    assert train.main(["--resume", "--out", "run", "--steps", "4"]) == 2
+    assert "--steps 4: the run in run is at step 5 already" in capfd.readouterr().err
 
 
 def test_tensorboard_is_an_optional_package(here, text, capfd, monkeypatch):

@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def test_without_the_store_the_rank_ends_all_the_same(capfd):
 class Blocked(dist.HashStore):
     """The process that held the store is stopped: whoever asks waits."""
     def check(self, keys):
-        time.sleep(60)
+        threading.Event().wait()
 
 
 def test_a_store_that_does_not_answer_holds_nobody(capfd):
