@@ -32,6 +32,7 @@ import torch
 import data
 from data import Batch, Corpus, DataError
 from token_cache import shown
+import terminal
 
 
 class Part(NamedTuple):
@@ -170,4 +171,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

@@ -86,6 +86,8 @@ def steps(folder: Path) -> dict[int, Path]:
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
+        if os.path.islink(folder):
+            raise CheckpointError(f"{folder}: a link to what is not there; is a disk not mounted?") from None
         return {}
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{folder}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
@@ -95,6 +97,8 @@ def steps(folder: Path) -> dict[int, Path]:
 
 def find(path: str | Path) -> Path:
     """A checkpoint's folder, or the newest one in the folder of a run. Raises CheckpointError."""
+    if path == "":
+        raise CheckpointError("'': names no folder")
     try:
         if not Path(path).is_dir():
             raise CheckpointError(f"{path}: no such folder")
@@ -142,7 +146,7 @@ def verify_tokenizer(path: Path, index: dict) -> dict[str, Path]:
             file = beside(path, name)
             if name == "tokenizer.json" and not file and trained_with.is_file():
                 file = trained_with
-            content = file.read_bytes() if file else None
+            content = json_files.read_bytes(file) if file else None
         except OSError as e:
             raise CheckpointError(f"{path}: its {name} cannot be read ({e.strerror})") from None
         if content is None:
@@ -338,6 +342,10 @@ class Saver:
         self.thread.start()
 
     @property
+    def busy(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    @property
     def failed(self) -> bool:
         return self.error is not None
 
@@ -378,7 +386,7 @@ def read_index(path: Path) -> dict:
     Raises CheckpointError; where there is damage, Damaged."""
     path = Path(path)
     try:
-        text, checksum = (path / "index.json").read_bytes(), (path / "index.json.sha256").read_bytes()
+        text, checksum = json_files.read_bytes(path / "index.json"), json_files.read_bytes(path / "index.json.sha256")
     except FileNotFoundError as e:
         hint = "; python huggingface.py import makes one of a Hugging Face folder" if (path / "config.json").exists() else ""
         raise Damaged(f"{path} is not a checkpoint of this project, or damaged: it has no {Path(e.filename).name}{hint}") from None
@@ -609,7 +617,6 @@ def lesson():
 
 
 def main():
-    terminal.prepare()
     if len(sys.argv) == 1:
         return lesson()
     if len(sys.argv) != 3 or sys.argv[1] not in ("show", "verify"):
@@ -620,8 +627,7 @@ def main():
         if sys.argv[1] == "verify":
             verify_tokenizer(path, index)
     except CheckpointError as e:
-        print(f"checkpoint.py: {e}", file=sys.stderr)
-        sys.exit(2)
+        terminal.refuse(f"checkpoint.py: {e}")
     if sys.argv[1] == "show":
         for tensor, (dtype, shape) in index.pop("tensors").items():
             print(f"{dtype:>9} {str(shape):>16} {tensor}")
@@ -631,4 +637,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

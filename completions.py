@@ -249,6 +249,8 @@ def check_flags(args, world: World) -> GPTConfig:
     for name, least in (("batch_size", 1), ("seed", 0), ("tp", 1), ("pp", 1), ("ep", 1)):
         if not least <= getattr(args, name) < 2**31:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least} and below 2^31")
+    if not args.checkpoint:
+        raise ConfigError("--checkpoint '': names no folder")
     if "" in args.stop:
         raise ConfigError("--stop '': is in every text; name one that is not empty")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -335,7 +337,11 @@ def converse(world: World, model, tokenizer, config: GPTConfig, stop: list[str],
 def command(name: str, work, argv: list[str], parser: argparse.ArgumentParser) -> int:
     """work(args, world) under a launcher or without one. Exit status: 0; 2 with one message for what cannot be; 130 for Ctrl-C."""
     terminal.prepare()
-    world = World.from_launcher()
+    try:
+        world = World.from_launcher()
+    except WorldError as e:
+        terminal.say(f"{name}: {e}", error=True)
+        return 2
     if world.rank:
         parser.error = lambda message: sys.exit(2)                       # rank 0 says it
     args = parser.parse_args(argv)
@@ -355,7 +361,7 @@ def command(name: str, work, argv: list[str], parser: argparse.ArgumentParser) -
         terminal.mute(sys.stdout)
         status, message, alone = 1, f"{e.filename or 'standard output'}: {e.strerror or e}; the rest of the answers is lost", True
     if message and (world.rank == 0 or alone):
-        terminal.say(f"{name}: {message}", error=True)
+        terminal.say(terminal.one_line(f"{name}: {message}"), error=True)
     if status == 1 and world.size > 1 and (alone or not message):
         os._exit(1)                                                      # peers wait in a collective
     world.disconnect()

@@ -123,7 +123,7 @@ class Config:
         given = {name: getattr(self, name) for name in MODEL_FLAGS if getattr(self, name) is not None}
         shape = PRESETS[self.model][0]
         if self.load:
-            path = checkpoint.find(self.load)
+            path = self.base()
             shape = checkpoint.read_model(path)[1]["model"] | {"attention": ""} | ({"dropout": 0.0} if self.prompt_config else {})
         if "router" in given:                                            # another router has other losses
             shape = {k: v for k, v in shape.items() if k not in ("aux_loss", "z_loss")}
@@ -132,6 +132,17 @@ class Config:
                 return GPTConfig(**{**shape, **given})
             except TypeError as e:
                 raise ConfigError(f"--load {self.load}: does not describe a model of this project ({e})") from None
+
+    def base(self) -> Path:
+        """The checkpoint that --load names. A run that goes on has the model's shape in its own checkpoints too, where the
+        base is gone. Raises CheckpointError."""
+        try:
+            return checkpoint.find(self.load)
+        except checkpoint.CheckpointError as e:
+            own = checkpoint.steps(Path(self.out) / "checkpoints") if self.resume and not self.prompt_config else {}
+            if own:
+                return list(own.values())[-1]
+            raise checkpoint.CheckpointError(f"--load {e}") from None
 
     def micro_batch(self, dp: int) -> int:
         """Sequences in one forward: a rank's whole share, or 1 in a pipeline, unless told otherwise."""
@@ -221,6 +232,8 @@ class Config:
             choices = field.metadata["choices"]
             if value is not None and choices and value not in choices:
                 raise ConfigError(f"--{field.name.replace('_', '-')} {value}: must be one of {', '.join(map(str, choices))}")
+            if value == "" and field.name != "sample_prompt":
+                raise ConfigError(f"--{field.name.replace('_', '-')} '': is empty; leave it out for the default")
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, str) and not is_text(word) for word in words):
                 raise ConfigError(f"--{field.name.replace('_', '-')} {value!r}: has bytes that are not UTF-8 text, or a zero byte")
@@ -303,7 +316,7 @@ def make_parser(rank: int) -> argparse.ArgumentParser:
 def read_toml(path: str) -> dict:
     """Flags from a TOML file, as fields of Config; tables only group them. Raises ConfigError."""
     try:
-        content = tomllib.loads(Path(path).read_bytes().decode("utf-8"))
+        content = tomllib.loads(json_files.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"--config {path}: {getattr(e, 'strerror', None) or e}") from None
     flat = []

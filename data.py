@@ -239,7 +239,7 @@ def build(files: list[Path], corpus: str, tokenizer, folder: Path, lockstep: Loc
     if lockstep.rank == 0:
         count = f"{len(files)} file{'s' * (len(files) > 1)}"
         what = f"{fault and fault + '; '}tokenized text of {count} goes into {shown(folder)}"
-        print(f"data: {what} (--cache DIR puts it elsewhere)", file=sys.stderr, flush=True)
+        terminal.say(f"data: {what} (--cache DIR puts it elsewhere)", error=True)
 
     def tokenise():
         with token_cache.using(folder.parent):
@@ -293,7 +293,7 @@ def take_lock(folder: Path):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             waiting = "data: waiting for another run that is tokenizing the same text"
-            print(waiting, file=sys.stderr, flush=True)
+            terminal.say(waiting, error=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         return lock
 
@@ -306,11 +306,11 @@ class Progress:
         self.done, self.bytes = self.done + 1, self.bytes + size
         if self.show:
             rate = self.bytes / 2**20 / max(time.time() - self.start, 1e-9)
-            print(f"\rdata: tokenized {self.done}/{self.total} parts, {rate:.1f} MiB/s", end="", file=sys.stderr, flush=True)
+            terminal.say(f"\rdata: tokenized {self.done}/{self.total} parts, {rate:.1f} MiB/s", error=True, end="")
 
     def close(self) -> None:
         if self.show and self.done:
-            print(file=sys.stderr, flush=True)
+            terminal.say(error=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -356,7 +356,6 @@ def main():
     import argparse
 
     import blend
-    terminal.prepare()
     parser = argparse.ArgumentParser(description="Prepare a corpus and show a few samples of it.")
     parser.add_argument(
         "--data",
@@ -391,4 +390,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import json_files
+import terminal
 
 
 class DataError(ValueError):
@@ -108,7 +109,7 @@ def text_files(folder: Path) -> list[Path]:
     if len(text) < len(found):
         count = f"{len(found) - len(text)} of {len(found)} files"
         message = f"data: {shown(folder)}: {count} are empty or not text, and left out"
-        print(message, file=sys.stderr)
+        terminal.say(message, error=True)
     return text
 
 
@@ -175,4 +176,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

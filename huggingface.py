@@ -342,12 +342,14 @@ def main(argv: list[str]) -> int:
             config = import_folder(args.source, args.target)
         else:
             config = export_folder(args.source, args.target, args.dtype, args.max_shard_size)
-    except (HuggingFaceError, checkpoint.CheckpointError) as e:
-        print(f"huggingface.py: {e}", file=sys.stderr)
+    except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:
+        if isinstance(e, OSError):
+            e = f"{terminal.one_line(e.filename)[:80]}: {e.strerror}"
+        terminal.say(terminal.one_line(f"huggingface.py: {e}"), error=True)
         return 2
     print(f"{args.target}: {architecture_of(config).name}, {num_parameters(empty_model(config)):,} parameters")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    terminal.run(lambda: main(sys.argv[1:]))

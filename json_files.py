@@ -17,7 +17,10 @@ have; give it a `__post_init__` that raises ValueError for what its types cannot
     python json_files.py FILE        whether a file is JSON, and if not, where it stops to be
 """
 
+import errno
 import json
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,10 +36,17 @@ class JSONError(ValueError):
 def read(path: "str | Path", kind=Any):
     """The content of a JSON file as `kind`, any type that msgspec knows. Raises JSONError."""
     try:
-        data = Path(path).read_bytes()
+        data = read_bytes(path)
     except (OSError, ValueError) as e:
         raise JSONError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
     return parse(data, kind, str(path))
+
+
+def read_bytes(path: "str | Path") -> bytes:
+    """The content of a file. Raises OSError, also for a pipe or a device, which may never end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "a folder, a pipe or a device, not a file")
+    return Path(path).read_bytes()
 
 
 def parse(data: bytes, kind=Any, where: str = "JSON"):
@@ -99,4 +109,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

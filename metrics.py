@@ -11,6 +11,7 @@ each layer that has them, how many choices fell on each expert, over an even sha
 
     python metrics.py runs/default       draws runs/default/loss.png again
 """
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 import torch
 
 import json_files
+import terminal
 
 
 def finite(x):
@@ -40,7 +42,7 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
     """(the lines of a metrics.jsonl, the numbers of those that cannot be read). Half a line at the end, which a kill
     leaves, counts as neither. Raises MetricsError."""
     try:
-        raw = path.read_bytes().split(b"\n")
+        raw = json_files.read_bytes(path).split(b"\n")
     except FileNotFoundError:
         return [], []
     except (OSError, ValueError) as e:
@@ -76,10 +78,14 @@ class Metrics:
         self.lines = [line for line in lines if line["step"] <= last_step]
         try:
             if damaged:
-                shutil.copyfile(path, f"{path}.damaged")
+                kept = next(name for n in itertools.count(1) if not os.path.lexists(name := f"{path}.damaged" + (f".{n}" if n > 1 else "")))
+                shutil.copyfile(path, kept)
                 self.notice = (f"{path}: line {', '.join(map(str, damaged))} cannot be read and is left out; the file as "
-                               f"it was is {path}.damaged")
+                               f"it was is {kept}")
+            elif lines and not last_step:
+                self.notice = f"{path}: begun anew; its {len(lines)} steps are in no checkpoint"
             temporary = path.with_suffix(".tmp")
+            temporary.unlink(missing_ok=True)
             temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
             os.replace(temporary, path)
             self.file = open(path, "a", encoding="utf-8")
@@ -189,4 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    terminal.run(main)

@@ -24,6 +24,7 @@ from msgspec import Meta, Struct, field
 
 import json_files
 from data import Batch
+import terminal
 
 STYLES = ("prompt-tuning", "p-tuning", "inference", "fine-tuning")
 ENCODERS = ("mlp", "lstm", "tpmlp")
@@ -303,4 +304,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

@@ -73,6 +73,8 @@ def save(path: "str | Path", config: PromptConfig, found: dict[str, Tensor], mod
 def load(path: "str | Path", model: str | None = None) -> tuple[PromptConfig, dict[str, Tensor]]:
     """(a configuration for inference, the tables) of a prompt file. model: the fingerprint of the model to be used with it. Raises PromptError for another model's."""
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("a folder, a pipe or a device, not a file")
         with safe_open(path, "pt") as f:
             text = (f.metadata() or {})["prompts"]
             found = {task: f.get_tensor(task) for task in f.keys()}
@@ -104,4 +106,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

@@ -12,6 +12,7 @@ lock is never stale, and nothing has to be cleaned up by hand. The text in the f
 Rank 0 holds the lock for all ranks of the run.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -79,7 +80,9 @@ class RunFolder:
 
     def close(self) -> None:
         if self.file:
-            self.file.close()
+            # What is still to be written, on a full disk, is lost; the lock is given back all the same.
+            with contextlib.suppress(OSError):
+                self.file.close()
             self.file = None
 
 

@@ -24,27 +24,53 @@ def prepare() -> None:
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+    if hasattr(sys.stdin, "reconfigure"):
+        # Bytes that are no text are refused where they are read as a prompt.
+        sys.stdin.reconfigure(errors="surrogateescape")
     for stream in (sys.stdout, sys.stderr):
         # A character that the terminal does not have is shown by its number, never an exception.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def say(*words, error: bool = False) -> None:
+def say(*words, error: bool = False, end: str = "\n") -> None:
     """Print a line, flushed; where the stream is gone, drop this line and the ones to come."""
     stream = sys.stderr if error else sys.stdout
     try:
-        print(*words, file=stream, flush=True)
+        print(*words, file=stream, end=end, flush=True)
     except OSError as e:
         mute(stream)
         if not error:
             say(f"standard output is gone ({e.strerror or e}): the run goes on without it", error=True)
 
 
+def one_line(message) -> str:
+    """A message as one line: line ends and other characters that do not print, which a name may have, by their codes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
+
+
 def refuse(message: str):
     """End the process with status 2 and one line on standard error: a command that was called in a way it cannot take."""
-    say(message, error=True)
+    say(one_line(message), error=True)
     sys.exit(2)
+
+
+def run(main) -> None:
+    """End the process with what main() returns; where standard output is closed or full, with status 1 and no traceback."""
+    prepare()
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        mute(sys.stdout)
+        status = 1
+    except OSError as e:
+        if e.filename is not None:
+            raise
+        mute(sys.stdout)
+        say(f"standard output cannot be written ({e.strerror})", error=True)
+        status = 1
+    sys.exit(status)
 
 
 def mute(stream) -> None:

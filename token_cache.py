@@ -161,4 +161,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

@@ -72,7 +72,7 @@ class FileTokenizer:
         self.name = path
         with without_reports():
             try:
-                content = Path(path).read_bytes()
+                content = json_files.read_bytes(path)
                 declared = json_files.parse(content, dict, path)
                 with library_errors():
                     self.tokenizer = Tokenizer.from_str(content.decode())
@@ -124,7 +124,7 @@ class FileTokenizer:
         if path.name == "tokenizer.json":
             for name in BESIDE:
                 if (folder / name).is_file():
-                    self.files[name] = (folder / name).read_bytes()
+                    self.files[name] = json_files.read_bytes(folder / name)
                     found[name] = json_files.parse(self.files[name], dict, str(folder / name))
             more = model_ids(folder)
         names = found["special_tokens_map.json"] | found["tokenizer_config.json"]
@@ -295,4 +295,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -106,6 +107,8 @@ class Trainer:
             self.schedule = schedules.make(config.pipeline_schedule, groups.pp.size(), m, config.virtual_stages)
         self.expert_layers = moe.layers(*self.chunks)
         self.saver = checkpoint.Saver(groups.files)
+        # the step of a checkpoint whose weights no later step has shown to be good yet
+        self.unproven: int | None = None
         self.tokenizer = TokenizerRecord()                               # for checkpoints
 
     def prepare(self, chunk: GPT) -> GradientAccumulator:
@@ -225,11 +228,22 @@ class Trainer:
 
     def save(self, folder: Path, step: int, tokens: int, corpus: str) -> None:
         """Start to write a checkpoint; `saver.wait()` for its end."""
-        # a run that may have diverged removes no older checkpoint
-        keep = 0 if self.optimizer.skipped_in_a_row else self.config.keep
-        self.saver.save(folder, step, self.optimizer.tensors(), keep=keep, state={
+        self.saver.wait()
+        # Of the checkpoint before: steps were taken since.
+        self.remove_old(folder)
+        self.unproven = step
+        self.saver.save(folder, step, self.optimizer.tensors(), state={
             "tokens": tokens, "corpus": corpus, "tokenizer": dataclasses.asdict(self.tokenizer), "optimizer": self.optimizer.state_dict(), **({"base": self.identity} if self.frozen else {}),
             "config": dataclasses.asdict(self.config), "model": dataclasses.asdict(self.model_config)})
+
+    def remove_old(self, folder: Path, loss: float = 0.0) -> None:
+        """Remove the checkpoints that --keep leaves no room for, once a step from the weights of the newest one was taken,
+        or they gave a finite loss: of a run that diverges the good ones stay."""
+        proven = not self.optimizer.skipped_in_a_row and math.isfinite(loss)
+        if self.unproven is not None and proven and not self.saver.busy:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                checkpoint.remove_old(folder, self.unproven, self.config.keep)
+            self.unproven = None
 
     def load(self, path: Path, weights_only: bool = False) -> dict:
         """Continue from a checkpoint, or start from its weights. Returns its index. Raises CheckpointError, naming the fields in which its model differs."""
@@ -285,6 +299,16 @@ def open_out(config: Config, world: World) -> RunFolder | None:
     opened = []
     world.on_rank_0(lambda: opened.append(RunFolder(config.out, config.resume, world.restarts, launcher_name())), (RunFolderError,))
     return opened[0] if world.rank == 0 else None
+
+
+def check_flags_agree(config: Config, world: World) -> None:
+    """Ranks that were started one by one may have other flags each. A collective. Raises ConfigError, on all ranks."""
+    everywhere = world.gather(dataclasses.asdict(config))
+    for rank, flags in enumerate(everywhere):
+        for name, value in flags.items():
+            if value != everywhere[0][name]:
+                raise ConfigError(f"--{name.replace('_', '-')}: rank {rank} was started with {value}, and rank 0 with {everywhere[0][name]}; "
+                                  "give all ranks the same flags")
 
 
 def check_room(config: Config, world: World) -> None:
@@ -350,12 +374,13 @@ def sample_ids(config: Config, tokenizer) -> list[int]:
 def check_resumed_tokenizer(trainer: Trainer, path: Path, index: dict) -> str:
     """What to say where another tokenizer was named. Raises ConfigError where the file of that name
     has another content than when the checkpoint at `path` was written."""
-    before, now = checkpoint.tokenizer_record(path, index).fingerprint, trainer.tokenizer.fingerprint
+    then = checkpoint.tokenizer_record(path, index)
+    before, now = then.fingerprint, trainer.tokenizer.fingerprint
     config = trainer.config
-    if before in ("", now):
+    if before in ("", now) and then.files in ({}, trainer.tokenizer.files):
         return ""
     if os.path.abspath(str(index["config"].get("tokenizer"))) != os.path.abspath(str(config.tokenizer)):
-        return f"tokenizer {before[:16]} -> {now[:16]}"
+        return f"tokenizer {before[:16]} -> {now[:16]}" if before != now else "another generation_config.json"
     raise ConfigError(f"--tokenizer {config.tokenizer}: has another content than when {path} was written; put that back, "
                       f"or name the run's copy: --tokenizer {config.out}/tokenizer.json would fit")
 
@@ -447,6 +472,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
             world.beat(f"step {step}")
             part = trainer.forward_backward(step, train_set)
             norm, lr = trainer.update(step)
+            trainer.remove_old(out / "checkpoints")
             losses, stops, peaks, failed = world.gather_numbers(part, bool(stop), peak_memory(trainer.device), trainer.saver.failed)
             if any(failed):
                 trainer.saver.wait()                                     # raises, on all ranks
@@ -481,6 +507,7 @@ def loop(trainer: Trainer, world: World, train_set, held_out, metrics: Metrics |
                 trainer.save(out / "checkpoints", step, tokens, train_set.index["corpus"])
             if last:
                 trainer.saver.wait()
+                trainer.remove_old(out / "checkpoints", line.get("eval_loss", line["loss"]))
             if profiler and step >= first and (last or step == first + 2):
                 profiler.stop()
                 profiler.export_chrome_trace(str(out / f"trace-{world.rank}.json"))
@@ -512,6 +539,7 @@ def run(config: Config, world: World) -> None:
     config.tokenizer = tokenizer.name                                    # of prompts, that of their model
     check_room(config, world)
     world.connect(config.device, config.tp, config.pp, config.timeout, config.ep)
+    check_flags_agree(config, world)
     folder = open_out(config, world)
     if folder and folder.notice:
         world.say(folder.notice)
@@ -526,7 +554,9 @@ def run(config: Config, world: World) -> None:
 def begin_files(config: Config, out: Path, tokenizer, start: int) -> Metrics:
     """What a run leaves from its start: config.json, its tokenizer, metrics.jsonl. On rank 0. Raises RunFolderError or MetricsError."""
     try:
-        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1), encoding="utf-8")
+        # Whole or as it was: a full disk must not cut the flags of a run.
+        (out / "config.tmp").write_text(json.dumps(dataclasses.asdict(config), indent=1), encoding="utf-8")
+        os.replace(out / "config.tmp", out / "config.json")
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(out)                                          # generate.py finds it there
     except OSError as e:
@@ -613,7 +643,11 @@ def leave(world: World, path: Path, write) -> None:
 def main(argv: list[str]) -> int:
     """Exit status: 0; 2 for what cannot run, 1 for what fails while running, each with one message; 130 for Ctrl-C before the first step."""
     terminal.prepare()
-    world = World.from_launcher()
+    try:
+        world = World.from_launcher()
+    except WorldError as e:
+        terminal.say(f"train.py: {e}", error=True)
+        return 2
     status, message = 0, None
     try:
         config = parse(argv, world.rank)
@@ -631,7 +665,7 @@ def main(argv: list[str]) -> int:
                            f"train.py: rank {world.rank} failed before the first step or after the last")
     alone = status == 1 and not getattr(message, "everywhere", False)
     if message and (world.rank == 0 or alone):
-        terminal.say(f"train.py: {message}", error=True)
+        terminal.say(f"train.py: {terminal.one_line(message) if status == 2 else message}", error=True)
     if alone and world.size > 1:
         os._exit(1)                                                      # peers may wait for this rank in a collective: no goodbye
     message = None                                                       # its traceback holds groups

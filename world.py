@@ -80,9 +80,16 @@ class World:
 
     @classmethod
     def from_launcher(cls) -> "World":
-        """What torchrun says; without it, one rank."""
-        return cls(*(int(os.environ.get(name, default)) for name, default in
-                     (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("TORCHELASTIC_RESTART_COUNT", 0))))
+        """What torchrun says; without it, one rank. Raises WorldError."""
+        defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
+        said = {name: os.environ.get(name, str(default)) for name, default in defaults.items()}
+        for name, text in said.items():
+            if not text.isdecimal() or (name.endswith("SIZE") and int(text) == 0):
+                raise WorldError(f"{name}={text}: the environment names this rank, and this is no number that it can have; torchrun sets it")
+        world = cls(*map(int, said.values()))
+        if world.rank >= world.size or (world.size > 1 and "RANK" not in os.environ):
+            raise WorldError(f"RANK={os.environ.get('RANK', 'not set')} of WORLD_SIZE={world.size}: ranks are numbered from 0 to {world.size - 1}; torchrun does it")
+        return world
 
     def connect(self, device: str, tp: int, pp: int, timeout: float, ep: int = 1) -> None:
         """Choose the device, and with several ranks make the process groups: one mesh, from which everything else is handed groups.
@@ -114,7 +121,9 @@ class World:
             store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
             store.set_timeout(timedelta(seconds=timeout))
             return store
-        except (dist.DistError, ValueError, OSError) as e:
+        except ValueError as e:
+            raise WorldError(f"rank {self.rank}: the {self.size} ranks cannot meet: {terminal.one_line(e)}") from None
+        except (dist.DistError, OSError) as e:
             why = str(e).split(chr(10))[0]
             raise WorldError(
                 f"rank {self.rank}: the {self.size} ranks did not meet within {timeout:.0f} s ({why}); start all of them, "

@@ -30,6 +30,7 @@ import kernels
 import report
 import train
 from metrics import peak_memory
+from report import spread, timed
 from single_device import Random
 from world import Groups, keep_freed_memory
 

@@ -47,6 +47,28 @@ def test_one_file_of_data_needs_no_list(tmp_path):
     assert parse(["--config", str(tmp_path / "flags.toml")], 0).data == ["a.txt"]
 
 
+def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
+    """They may never end, and nobody would be told."""
+    import os
+
+    import prompt_data
+    import prompt_file
+    import train
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    small = ["--device", "cpu", "--num-layers", "1", "--hidden-size", "32", "--num-heads", "4"]
+    for path in ("pipe", "/dev/zero"):
+        for argv in (["--config", path], [*small, "--tokenizer", path]):
+            assert train.main(argv) == 2
+            assert "not a file" in capfd.readouterr().err
+        for read in (prompt_data.PromptConfig.read, prompt_file.load):
+            with pytest.raises(prompt_data.PromptError, match="not a file"):
+                read(path)
+    os.mkdir("run")
+    os.rename("pipe", "run/config.json")
+    assert train.main(["--resume", "--out", "run"]) == 2
+
+
 def test_a_folder_that_was_misspelled_is_no_run_to_go_on_with(tmp_path):
     with pytest.raises(ConfigError, match="there is no run in this folder to go on with"):
         parse(["--resume", "--out", str(tmp_path / "typo")], 0)

@@ -96,3 +96,16 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, ca
     monkeypatch.setattr(train, "Metrics", metrics.Metrics)
     assert train.main([*command[2:], "--resume"]) == 0
     assert [json.loads(line)["step"] for line in open("run/metrics.jsonl")] == list(range(1, 31))
+
+
+@pytest.mark.parametrize("argv", [["blend.py"], ["tokenizer.py", "a text"], ["json_files.py", "pyproject.toml"]])
+def test_small_commands_with_a_closed_or_full_output(argv):
+    line = f"{sys.executable} {ROOT}/{' '.join(argv)}"
+    for output in ("| true", "> /dev/full"):
+        done = subprocess.run(["bash", "-c", f"{line} {output}"], cwd=ROOT, capture_output=True, text=True)
+        assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+
+
+def test_standard_error_that_is_full_does_not_stop_the_run(tmp_path, command):
+    done = shell(tmp_path, [*command, "--cache", str(tmp_path / "cache")], " 2> /dev/full")
+    assert done.returncode == 0 and steps(tmp_path) == 30

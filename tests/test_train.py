@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def exploding(step, *args):
 def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatch, capfd):
     """Step 6 ruins the weights, which is seen from step 7 on: the checkpoint of step 4 is good, that of step 6 is not."""
     monkeypatch.setattr(train, "learning_rate", exploding)
-    flags = ("--save-every", "2", "--keep", "2", "--max-bad-steps", "3")
+    flags = ("--save-every", "2", "--keep", "1", "--max-bad-steps", "3")
     assert in_process(text, "--out", "run", *flags) == 1
     assert [x["step"] for x in lines("run")] == list(range(1, 10))
     assert list(checkpoint.steps("run/checkpoints")) == [4, 6]
@@ -159,7 +160,7 @@ def test_without_a_limit_no_older_checkpoint_is_removed(here, text, monkeypatch)
     """Saves wait while steps are skipped; the last one, at the end of the run, removes nothing."""
     monkeypatch.setattr(train, "learning_rate", exploding)
     assert in_process(text, "--out", "run", "--save-every", "2", "--keep", "2", "--max-bad-steps", "0") == 0
-    assert list(checkpoint.steps("run/checkpoints")) == [4, 6, 12]
+    assert list(checkpoint.steps("run/checkpoints")) == [2, 4, 6, 12]
 
 
 def test_the_search_for_the_first_loss_scale_is_no_divergence(here, text):
@@ -512,3 +513,53 @@ def test_mfu_is_against_the_dense_peak_of_a_known_gpu(monkeypatch):
     assert metrics.mfu(494.5, torch.device("cuda"), "fp32") == metrics.mfu(1.0, torch.device("cpu"), "bf16") == {}
     line = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 1.0, "tflops_per_device": 1.0, "peak_memory_bytes": 1, "mfu": 0.5}
     assert "MFU 50.0%" in metrics.progress(line, 1, 0.0, 1.0)
+
+
+def test_flags_that_are_empty(here, text, capfd):
+    """As an environment variable that is not set makes them: `--load "$BASE"`."""
+    for flag in ("--load", "--prompt-config", "--out", "--cache"):
+        assert in_process(text, flag, "") == 2
+        assert f"{flag} '': is empty" in capfd.readouterr().err
+    assert completions.main(["--checkpoint", "", "--device", "cpu"]) == 2
+    assert "--checkpoint '': names no folder" in capfd.readouterr().err
+
+
+def test_a_name_of_two_lines_is_shown_in_one(here, text, capfd):
+    assert in_process(text, "--tokenizer", "a\nb\u2028\x1b[2J") == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and "a\\nb\\u2028\\x1b[2J" in error
+
+
+def test_the_flags_of_a_run_survive_a_full_disk(here, text, monkeypatch):
+    assert in_process(text, "--out", "run", "--steps", "2") == 0
+    before = Path("run/config.json").read_text()
+    write = Path.write_text
+
+    def full(path, content, **options):
+        if path.name.startswith("config"):
+            write(path, content[:100], **options)
+            raise OSError(28, "No space left on device")
+        return write(path, content, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert train.main(["--resume", "--out", "run", "--steps", "3"]) == 2
+    assert Path("run/config.json").read_text() == before
+
+
+def test_a_run_whose_base_is_gone_goes_on(here, text, capfd):
+    assert in_process(text, "--out", "base", "--steps", "2") == 0
+    assert train.main(["--data", text, "--device", "cpu", "--load", "base", "--out", "run", "--steps", "2"]) == 0
+    shutil.rmtree("base")
+    assert train.main(["--resume", "--out", "run", "--steps", "4"]) == 0
+    assert [x["step"] for x in lines("run")] == [1, 2, 3, 4]
+    capfd.readouterr()
+    assert train.main(["--data", text, "--device", "cpu", "--load", "base", "--out", "new"]) == 2
+    assert "--load base: no such folder" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name, text_", [("RANK", ""), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "two"), ("RANK", "1"), ("WORLD_SIZE", "2")])
+def test_an_environment_that_names_no_rank(name, text_, monkeypatch, capfd):
+    monkeypatch.setenv(name, text_)
+    assert train.main(["--steps", "1"]) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("train.py: ") and name in error

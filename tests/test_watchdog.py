@@ -133,3 +133,13 @@ def test_rank_0_is_stopped_and_holds_the_store(tmp_path):
     finally:
         both[0].kill()
         both[0].communicate()
+
+
+def test_ranks_with_other_flags_are_refused(tmp_path):
+    """Their replicas would differ, and nobody would see it."""
+    port = free_port()
+    both = [start(rank, port, tmp_path, "--out", "run", "--seed", str(rank)) for rank in range(2)]
+    ended = [(process.communicate(timeout=60)[1], process.returncode) for process in both]
+    assert [status for _, status in ended] == [2, 2]
+    assert "--seed: rank 1 was started with 1, and rank 0 with 0" in ended[0][0] and "train.py" not in ended[1][0]
+    assert not (tmp_path / "run").exists()
