@@ -1,7 +1,8 @@
-"""JSON that comes from outside, read with types: index.json, config.json, prompts.json, lines of examples.
+"""JSON that comes from outside, read with types: index.json, config.json, prompts.json, JSON lines.
 
-A file that somebody sent may hold anything: a word where a number belongs, NaN, nesting that never ends, half of a
-character. Each reader here names the type that it expects, and every failure is one `JSONError` with one line of text:
+A file that somebody sent may hold anything: a word where a number belongs, NaN, nesting that never
+ends, half of a character. Each reader here names the type that it expects, and every failure is one
+`JSONError` with one line of text:
 
     read(path, GPTConfig)        a whole file
     parse(data, dict, where)     bytes that were read already; `where` begins the message
@@ -11,10 +12,11 @@ character. Each reader here names the type that it expects, and every failure is
     >>> parse(b'{"steps": 2.5}', dict[str, int], "run.json")
     JSONError: run.json: Expected `int`, got `float` - at `$.steps`
 
-The parser is msgspec: strict types, no NaN or Infinity, UTF-8 only. A dataclass as type ignores fields that it does not
-have; give it a `__post_init__` that raises ValueError for what its types cannot say, such as ranges.
+The parser is msgspec: strict types, no NaN or Infinity, UTF-8 only. A dataclass as type ignores
+fields that it does not have; give it a `__post_init__` that raises ValueError for what its types
+cannot say, such as ranges.
 
-    python json_files.py FILE        whether a file is JSON, and if not, where it stops to be
+    python json_files.py FILE        whether a file is JSON, and if not, the line and column
 """
 
 import errno
@@ -70,7 +72,8 @@ def convert(value, kind, where: str):
 
 
 def read_lines(path: "str | Path", kind=dict[str, Any]):
-    """Yield (line number from 1, object) for each line that is not empty; `-` is standard input. Raises JSONError."""
+    """Yield (line number from 1, object) for each line that is not empty; `-` is standard input.
+    Raises JSONError."""
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except (OSError, ValueError, AttributeError) as e:

@@ -1,7 +1,8 @@
 """Whether a run can fit into memory at all, known before anything is built.
 
-A lower bound: matrices only, and of the activations only the input of each layer and the logits. What it refuses could
-never have run; what it lets through may still not fit. Bytes for a parameter, mixed precision beside fp32
+A lower bound: matrices only, and of the activations only the input of each layer and the logits.
+What it refuses could never have run; what it lets through may still not fit. Bytes for a parameter,
+mixed precision beside fp32
 (ZeRO, arXiv 1910.02054, section 3.1):
 
                     16 bits    fp32     sharded from ZeRO stage
@@ -26,8 +27,11 @@ def parameters(model: GPTConfig) -> tuple[int, int]:
     return least_parameters(model) - experts, experts
 
 
-def state_bytes(model: GPTConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]) -> int:
-    """Weights, gradients and optimizer state: the rank that has most holds at least so much. ranks: how many in tp, pp, dp and ep."""
+def state_bytes(
+    model: GPTConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]
+) -> int:
+    """Bytes of weights, gradients and optimizer state: the rank that has most holds at least so
+    much. ranks: how many there are in tp, pp, dp and ep."""
     dense, experts = parameters(model)
     held = (dense + experts // ranks["ep"]) // (ranks["tp"] * ranks["pp"])
     weight = {"fp64": 8, "fp32": 4}.get(precision, 2)
@@ -36,12 +40,17 @@ def state_bytes(model: GPTConfig, precision: str, optimizer_state: str, zero_sta
     master = 0
     if weight == 2:
         master = 2 if optimizer_state == "bf16" else 4
-    return int(held * sum(fsdp.bytes_per_parameter(zero_stage, ranks["dp"], weight, gradient, master + moments)))
+    return int(
+        held
+        * sum(fsdp.bytes_per_parameter(zero_stage, ranks["dp"], weight, gradient, master + moments))
+    )
 
 
-def activation_bytes(model: GPTConfig, precision: str, micro_batch: int, ranks: dict[str, int]) -> int:
-    """The input of each layer, and without a pipeline the logits, of one micro-batch: the rank that has
-    most holds at least so much."""
+def activation_bytes(
+    model: GPTConfig, precision: str, micro_batch: int, ranks: dict[str, int]
+) -> int:
+    """Bytes of each layer's input, and without a pipeline of the logits, for one micro-batch: the
+    rank that has most holds at least so much."""
     size = {"fp64": 8, "fp32": 4}.get(precision, 2)
     numbers = model.hidden_size * model.num_layers // ranks["pp"]
     if ranks["pp"] == 1:
@@ -50,7 +59,7 @@ def activation_bytes(model: GPTConfig, precision: str, micro_batch: int, ranks: 
 
 
 def memory(device: str, ranks_on_machine: int) -> int:
-    """Bytes that one rank can have at most: of its GPU, or its share of the machine's memory and swap."""
+    """Bytes that one rank can have: of its GPU, or its share of the machine's memory and swap."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

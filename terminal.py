@@ -1,8 +1,8 @@
 """What a command says to people, on streams that may be closed, full, or only know ASCII.
 
-A run must not end because nobody reads its lines any more: `python train.py | head` closes the pipe after ten lines,
-a log file's disk fills up. From then on the lines are dropped, one line on standard error says so, and the run goes on;
-metrics.jsonl has every step.
+A run must not end because nobody reads its lines any more: `python train.py | head` closes the pipe
+after ten lines, a log file's disk fills up. From then on the lines are dropped, one line on
+standard error says so, and the run goes on; metrics.jsonl has every step.
 
     terminal.prepare()        first thing in a command
     terminal.say("step 1")    a line on standard output, flushed
@@ -14,8 +14,8 @@ import sys
 
 
 def prepare() -> None:
-    """Make standard input, output and error usable. A closed one becomes /dev/null: otherwise the next file that is
-    opened would get its number, and what a library prints would land in a checkpoint."""
+    """Make standard input, output and error usable. A closed one becomes /dev/null: otherwise the
+    next file that is opened would get its number, and a library would print into a checkpoint."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -41,22 +41,28 @@ def say(*words, error: bool = False, end: str = "\n") -> None:
     except OSError as e:
         mute(stream)
         if not error:
-            say(f"standard output is gone ({e.strerror or e}): the run goes on without it", error=True)
+            say(
+                f"standard output is gone ({e.strerror or e}): the run goes on without it",
+                error=True,
+            )
 
 
 def one_line(message) -> str:
-    """A message as one line: line ends and other characters that do not print, which a name may have, by their codes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
+    """A message as one line: line ends and other characters that do not print, by their codes."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message)
+    )
 
 
 def refuse(message: str):
-    """End the process with status 2 and one line on standard error: a command that was called in a way it cannot take."""
+    """End the process with status 2 and one line on standard error."""
     say(one_line(message), error=True)
     sys.exit(2)
 
 
 def run(main) -> None:
-    """End the process with what main() returns; where standard output is closed or full, with status 1 and no traceback."""
+    """End the process with what main() returns, or with status 1, and no traceback, where standard
+    output is closed or full."""
     prepare()
     try:
         status = main()
@@ -81,8 +87,8 @@ def mute(stream) -> None:
 
 
 def quiet_interrupts() -> None:
-    """Ctrl-C ends this process at once, with status 130 and without a traceback: for the seconds in which PyTorch is
-    imported, and for every moment in which there is nothing to save. Call it where a file is run as a command."""
+    """Ctrl-C ends this process at once, with status 130 and without a traceback: while PyTorch is
+    imported, and whenever there is nothing to save. Call it where a file is run as a command."""
 
     def end(number, frame):
         # Imported only by then: it takes time as well, in which Ctrl-C may come.

@@ -7,6 +7,7 @@ type, huge, negative, NaN, nested or half a character, a key removed or added), 
 index.json the checksum beside it is made to fit in half of the cases, so that its content is looked at. The command must end with status 2
 and one line on stderr, or with status 0, within 20 seconds, and no exception may escape.
 """
+
 import argparse
 import contextlib
 import faulthandler
@@ -28,23 +29,80 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 SECONDS = 20
 DEEP = "nested-without-end"
-VALUES = [None, True, False, -1, 0, 1, 3, 2.0, 0.5, -0.5, 1e-320, 1e300, 10**30, 2**31 - 1, 2**31, 2**53, 2**63, 60000, float("nan"), float("inf"), "", "x", "2", "\ud800",
-          "a" * 300, "../..", "\0", [], {}, [["x"]], {"x": 1}, DEEP]
+VALUES = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    3,
+    2.0,
+    0.5,
+    -0.5,
+    1e-320,
+    1e300,
+    10**30,
+    2**31 - 1,
+    2**31,
+    2**53,
+    2**63,
+    60000,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "2",
+    "\ud800",
+    "a" * 300,
+    "../..",
+    "\0",
+    [],
+    {},
+    [["x"]],
+    {"x": 1},
+    DEEP,
+]
 TEXT = "def f(x):\n    return x + 1\n" * 40
 SHAPE = dict(num_layers=2, hidden_size=16, num_heads=2, ffn_hidden_size=24, seq_length=16)
-TRAIN = ["--data", "text.txt", "--device", "cpu", "--global-batch-size", "2", "--warmup-steps", "0", "--eval-every", "0",
-         *(x for name, value in SHAPE.items() for x in (f"--{name.replace('_', '-')}", str(value)))]
+TRAIN = [
+    "--data",
+    "text.txt",
+    "--device",
+    "cpu",
+    "--global-batch-size",
+    "2",
+    "--warmup-steps",
+    "0",
+    "--eval-every",
+    "0",
+    *(x for name, value in SHAPE.items() for x in (f"--{name.replace('_', '-')}", str(value))),
+]
 ANSWER = ["--max-tokens", "2", "--device", "cpu"]
-TEMPLATE = {"taskname": "t", "prompt_template": "<|VIRTUAL_PROMPT_0|>{text}={label}", "total_virtual_tokens": 2, "virtual_token_splits": [2], "truncate_field": "text",
-            "answer_only_loss": True, "answer_field": "label"}
+TEMPLATE = {
+    "taskname": "t",
+    "prompt_template": "<|VIRTUAL_PROMPT_0|>{text}={label}",
+    "total_virtual_tokens": 2,
+    "virtual_token_splits": [2],
+    "truncate_field": "text",
+    "answer_only_loss": True,
+    "answer_field": "label",
+}
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------
 
+
 def changed_bytes(data: bytes, g: random.Random) -> bytes:
     at, n = g.randrange(len(data)), g.choice([1, 1, 4, 40])
-    ways = [data[:at], data[:at] + data[at + n:], data[:at] + data[at:at + n] + data[at:], data[:at] + bytes(n) + data[at + n:], b""]
-    flipped = data[:at] + bytes(b ^ g.randrange(1, 256) for b in data[at:at + n]) + data[at + n:]
+    ways = [
+        data[:at],
+        data[:at] + data[at + n :],
+        data[:at] + data[at : at + n] + data[at:],
+        data[:at] + bytes(n) + data[at + n :],
+        b"",
+    ]
+    flipped = data[:at] + bytes(b ^ g.randrange(1, 256) for b in data[at : at + n]) + data[at + n :]
     return g.choice([flipped] * 4 + ways)
 
 
@@ -85,11 +143,12 @@ def changed_header(data: bytes, g: random.Random) -> bytes:
     size = int.from_bytes(data[:8], "little")
     if g.random() < 0.2:
         return g.choice([0, 1, size - 1, size + 1, 2**40, 2**63]).to_bytes(8, "little") + data[8:]
-    header = changed_json(data[8:8 + size], g)
-    return len(header).to_bytes(8, "little") + header + data[8 + size:]
+    header = changed_json(data[8 : 8 + size], g)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
 # --- valid folders ----------------------------------------------------------------------------------------------------
+
 
 def quiet(command, *argv) -> None:
     status, _, said = run(command, argv)
@@ -98,6 +157,7 @@ def quiet(command, *argv) -> None:
 
 def make_run() -> None:
     import train
+
     quiet(train.main, *TRAIN, "--steps", "2", "--out", "run")
 
 
@@ -112,45 +172,98 @@ def make_folder() -> None:
     import sharding
     from architectures import empty_model
     from gpt import GPTConfig
-    for name, fields in (("gpt2", {}), ("llama", dict(llama=True)), ("mixtral", dict(llama=True, num_experts=2, router="topk", router_topk=2, z_loss=0.0))):
+
+    for name, fields in (
+        ("gpt2", {}),
+        ("llama", dict(llama=True)),
+        ("mixtral", dict(llama=True, num_experts=2, router="topk", router_topk=2, z_loss=0.0)),
+    ):
         model = empty_model(GPTConfig(**SHAPE, vocab_size=257, **fields))
         sharding.init(model, 0, "cpu", torch.float32)
         state = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(model.config)}
-        checkpoint.write(Path(f"{name}-ckpt"), 0, {f"model.{n}": p.detach() for n, p in model.named_parameters()}, state)
+        checkpoint.write(
+            Path(f"{name}-ckpt"),
+            0,
+            {f"model.{n}": p.detach() for n, p in model.named_parameters()},
+            state,
+        )
         huggingface.export_folder(Path(f"{name}-ckpt"), Path(name))
         shutil.rmtree(f"{name}-ckpt")
 
 
 def make_prompts() -> None:
     import prompt_tuning
+
     make_run()
-    Path("lines.jsonl").write_text("".join(json.dumps({"taskname": "t", "text": "ab"[n % 2], "label": "xy"[n % 2]}) + "\n" for n in range(4)))
-    config = {"task_templates": [TEMPLATE], "virtual_prompt_style": "p-tuning", "language_model_path": "run", "existing_tasks": [], "new_tasks": ["t"],
-              "p_tuning": {"encoder_type": "mlp", "encoder_hidden": 8, "num_layers": 1, "dropout": 0.0, "init_std": 1.0},
-              "data": {"train_ds": ["lines.jsonl"], "validation_ds": ["lines.jsonl"], "max_seq_length": 16, "shuffle": True}}
+    Path("lines.jsonl").write_text(
+        "".join(
+            json.dumps({"taskname": "t", "text": "ab"[n % 2], "label": "xy"[n % 2]}) + "\n"
+            for n in range(4)
+        )
+    )
+    config = {
+        "task_templates": [TEMPLATE],
+        "virtual_prompt_style": "p-tuning",
+        "language_model_path": "run",
+        "existing_tasks": [],
+        "new_tasks": ["t"],
+        "p_tuning": {
+            "encoder_type": "mlp",
+            "encoder_hidden": 8,
+            "num_layers": 1,
+            "dropout": 0.0,
+            "init_std": 1.0,
+        },
+        "data": {
+            "train_ds": ["lines.jsonl"],
+            "validation_ds": ["lines.jsonl"],
+            "max_seq_length": 16,
+            "shuffle": True,
+        },
+    }
     Path("prompts.json").write_text(json.dumps(config))
-    quiet(prompt_tuning.main, "train", "--config", "prompts.json", "--out", "prompts", "--steps", "2", "--global-batch-size", "2", "--device", "cpu")
+    quiet(
+        prompt_tuning.main,
+        "train",
+        "--config",
+        "prompts.json",
+        "--out",
+        "prompts",
+        "--steps",
+        "2",
+        "--global-batch-size",
+        "2",
+        "--device",
+        "cpu",
+    )
 
 
 def make_tokenizer() -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
     make_run()
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=40, special_tokens=["<unk>", "</s>"], show_progress=False))
+    tokenizer.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(vocab_size=40, special_tokens=["<unk>", "</s>"], show_progress=False),
+    )
     tokenizer.save("tokenizer.json")
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
+
 def program(module: str) -> Callable[[list[str]], int | None]:
     """main() of a file whose arguments are sys.argv."""
+
     def main(argv):
         before, sys.argv = sys.argv, [f"{module}.py", *argv]
         try:
             return __import__(module).main()
         finally:
             sys.argv = before
+
     return main
 
 
@@ -159,11 +272,20 @@ def command(module: str) -> Callable[[list[str]], int]:
 
 
 RESUME = (command("train"), [*TRAIN, "--steps", "3", "--out", "run", "--resume"])
-INFER = ["--prompts", "prompts/prompts.safetensors", "--checkpoint", "run", "--data", "lines.jsonl", *ANSWER]
+INFER = [
+    "--prompts",
+    "prompts/prompts.safetensors",
+    "--checkpoint",
+    "run",
+    "--data",
+    "lines.jsonl",
+    *ANSWER,
+]
 
 
 class Reading(NamedTuple):
     """Of a kind: which file (a pattern), how it may be changed, and the commands that read it."""
+
     file: str
     changes: list[Callable]
     commands: list[tuple[Callable, list[str]]]
@@ -174,25 +296,130 @@ def generate_from(checkpoint: str) -> tuple:
 
 
 JSON = [changed_json, changed_json, changed_bytes]
-LEARN = (command("prompt_tuning"), ["train", "--config", "prompts.json", "--out", "new", "--steps", "1", "--global-batch-size", "2", "--device", "cpu"])
+LEARN = (
+    command("prompt_tuning"),
+    [
+        "train",
+        "--config",
+        "prompts.json",
+        "--out",
+        "new",
+        "--steps",
+        "1",
+        "--global-batch-size",
+        "2",
+        "--device",
+        "cpu",
+    ],
+)
 ANSWERS = [(command("prompt_tuning"), [word, *INFER]) for word in ("generate", "evaluate")]
 # kind -> (what makes a valid folder, the files in it)
 KINDS = {
-    "index": (make_run, [Reading("run/checkpoints/*/index.json", JSON, [
-        generate_from("run"), (command("huggingface"), ["export", "run", "hf"]), (program("checkpoint"), ["verify", "run"]), (program("checkpoint"), ["show", "run"]),
-        (command("train"), ["--load", "run", "--data", "text.txt", "--device", "cpu", "--global-batch-size", "2", "--steps", "1", "--out", "new"]), RESUME])]),
-    "config": (make_folder, [Reading(file, changes, [(command("huggingface"), ["import", "{}", "ckpt"]), generate_from("{}")])
-                             for file, changes in (("{}/config.json", JSON), ("{}/config.json", JSON), ("{}/model.safetensors", [changed_header]))]),
-    "prompts": (make_prompts, [Reading("prompts.json", JSON, [LEARN]), Reading("prompts/prompts.safetensors", [changed_header, changed_bytes], ANSWERS),
-                               Reading("lines.jsonl", [changed_line, changed_bytes], [LEARN, *ANSWERS])]),
-    "tokenizer": (make_tokenizer, [Reading("tokenizer.json", JSON, [
-        (program("tokenizer"), ["def f", "tokenizer.json"]), (command("completions"), ["--checkpoint", "run", "--tokenizer", "tokenizer.json", "--prompt", "def f", *ANSWER])])]),
-    "metrics": (make_run, [Reading("run/metrics.jsonl", [changed_line, changed_bytes], [(program("metrics"), ["run"]), RESUME])]),
-    "tokens": (make_run, [Reading(file, changes, [(command("train"), [*TRAIN, "--steps", "1", "--out", "new"])])
-                          for file, changes in (("cache/*/index.json", JSON), ("cache/*/tokens.npy", [changed_bytes]))])}
+    "index": (
+        make_run,
+        [
+            Reading(
+                "run/checkpoints/*/index.json",
+                JSON,
+                [
+                    generate_from("run"),
+                    (command("huggingface"), ["export", "run", "hf"]),
+                    (program("checkpoint"), ["verify", "run"]),
+                    (program("checkpoint"), ["show", "run"]),
+                    (
+                        command("train"),
+                        [
+                            "--load",
+                            "run",
+                            "--data",
+                            "text.txt",
+                            "--device",
+                            "cpu",
+                            "--global-batch-size",
+                            "2",
+                            "--steps",
+                            "1",
+                            "--out",
+                            "new",
+                        ],
+                    ),
+                    RESUME,
+                ],
+            )
+        ],
+    ),
+    "config": (
+        make_folder,
+        [
+            Reading(
+                file,
+                changes,
+                [(command("huggingface"), ["import", "{}", "ckpt"]), generate_from("{}")],
+            )
+            for file, changes in (
+                ("{}/config.json", JSON),
+                ("{}/config.json", JSON),
+                ("{}/model.safetensors", [changed_header]),
+            )
+        ],
+    ),
+    "prompts": (
+        make_prompts,
+        [
+            Reading("prompts.json", JSON, [LEARN]),
+            Reading("prompts/prompts.safetensors", [changed_header, changed_bytes], ANSWERS),
+            Reading("lines.jsonl", [changed_line, changed_bytes], [LEARN, *ANSWERS]),
+        ],
+    ),
+    "tokenizer": (
+        make_tokenizer,
+        [
+            Reading(
+                "tokenizer.json",
+                JSON,
+                [
+                    (program("tokenizer"), ["def f", "tokenizer.json"]),
+                    (
+                        command("completions"),
+                        [
+                            "--checkpoint",
+                            "run",
+                            "--tokenizer",
+                            "tokenizer.json",
+                            "--prompt",
+                            "def f",
+                            *ANSWER,
+                        ],
+                    ),
+                ],
+            )
+        ],
+    ),
+    "metrics": (
+        make_run,
+        [
+            Reading(
+                "run/metrics.jsonl",
+                [changed_line, changed_bytes],
+                [(program("metrics"), ["run"]), RESUME],
+            )
+        ],
+    ),
+    "tokens": (
+        make_run,
+        [
+            Reading(file, changes, [(command("train"), [*TRAIN, "--steps", "1", "--out", "new"])])
+            for file, changes in (
+                ("cache/*/index.json", JSON),
+                ("cache/*/tokens.npy", [changed_bytes]),
+            )
+        ],
+    ),
+}
 
 
 # --- one case ---------------------------------------------------------------------------------------------------------
+
 
 @contextlib.contextmanager
 def inside(folder: Path):
@@ -220,7 +447,10 @@ def late(number, frame):
 
 def run(main: Callable, argv) -> tuple[int | str, str, str]:
     """(exit status, or the exception that escaped; stdout; stderr) of a command in this process, that of libraries included."""
-    with tempfile.TemporaryFile("w+", errors="surrogateescape") as out, tempfile.TemporaryFile("w+", errors="surrogateescape") as err:
+    with (
+        tempfile.TemporaryFile("w+", errors="surrogateescape") as out,
+        tempfile.TemporaryFile("w+", errors="surrogateescape") as err,
+    ):
         kept, before = [os.dup(1), os.dup(2)], signal.signal(signal.SIGALRM, late)
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
@@ -273,11 +503,15 @@ def check(kind: str, seed: int) -> tuple[bool, str | None]:
         return False, None
     if status == 2 and len(lines) == 1 and seconds < SECONDS:
         return True, None
-    return status == 2, case + (f"status {status}, {seconds:.0f} s, {len(lines)} lines on stderr: {err[-1500:]}")
+    return status == 2, case + (
+        f"status {status}, {seconds:.0f} s, {len(lines)} lines on stderr: {err[-1500:]}"
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=200, help="of each kind")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
@@ -294,7 +528,10 @@ def main():
                 wrong.append(seed)
                 print(problem, flush=True)
         failed += len(wrong)
-        print(f"{kind}: {args.count - len(wrong)} of {args.count} held, {refused} refused; {time.time() - begin:.0f} s; wrong: {wrong}", flush=True)
+        print(
+            f"{kind}: {args.count - len(wrong)} of {args.count} held, {refused} refused; {time.time() - begin:.0f} s; wrong: {wrong}",
+            flush=True,
+        )
     sys.exit(bool(failed))
 
 

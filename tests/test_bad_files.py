@@ -1,4 +1,5 @@
 """A few cases of each kind; `python tests/bad_files.py` runs 200."""
+
 import random
 
 import pytest
@@ -17,9 +18,17 @@ def test_a_file_that_was_changed_is_refused_in_one_line(kind):
 def test_changes_by_hand():
     """Each case changes something, and the same seed always the same."""
     import json
+
     data = json.dumps({"a": [1, 2], "b": {"c": "x"}}).encode()
     for change in (bad_files.changed_json, bad_files.changed_bytes, bad_files.changed_line):
         found = [change(data, random.Random(seed)) for seed in range(50)]
-        assert found == [change(data, random.Random(seed)) for seed in range(50)] and len(set(found)) > 15 and found.count(data) < 5
+        assert (
+            found == [change(data, random.Random(seed)) for seed in range(50)]
+            and len(set(found)) > 15
+            and found.count(data) < 5
+        )
     header = (2).to_bytes(8, "little") + b"{}" + b"rest"
-    assert all(bad_files.changed_header(header, random.Random(seed)).endswith(b"rest") for seed in range(20))
+    assert all(
+        bad_files.changed_header(header, random.Random(seed)).endswith(b"rest")
+        for seed in range(20)
+    )

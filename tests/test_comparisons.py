@@ -1,4 +1,5 @@
 """Every comparison gets through, at toy size, so that a rename that breaks one is seen; none of them overwrites what was measured."""
+
 import importlib
 import re
 import subprocess
@@ -39,41 +40,70 @@ def main_of(script: str, argv: list[str], monkeypatch):
     monkeypatch.syspath_prepend(str(COMPARISONS))
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr("sys.argv", [str(COMPARISONS / f"{script}.py"), *map(str, argv)])
-    with torch._functorch.config.patch(donated_buffer=torch._functorch.config.donated_buffer):                 # put back what kernels.py changes
+    with torch._functorch.config.patch(
+        donated_buffer=torch._functorch.config.donated_buffer
+    ):  # put back what kernels.py changes
         return importlib.import_module(f"comparisons.{script}").main()
 
 
 def tracked() -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for folder in (COMPARISONS, ROOT / "figures") for path in folder.iterdir() if path.suffix in (".json", ".png")}
+    return {
+        path: path.stat().st_mtime_ns
+        for folder in (COMPARISONS, ROOT / "figures")
+        for path in folder.iterdir()
+        if path.suffix in (".json", ".png")
+    }
 
 
-@pytest.mark.parametrize("script, argv, files", SCRIPTS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
+@pytest.mark.parametrize(
+    "script, argv, files", SCRIPTS, ids=lambda x: x if isinstance(x, str) else "-".join(x)
+)
 def test_toy(script, argv, files, tmp_path, monkeypatch, capfd):
     if script in TRANSFORMERS:
         pytest.importorskip("transformers")
     before = tracked()
     threads = torch.get_num_threads()
     try:
-        assert not main_of(script, [*argv, "--toy", "--out", tmp_path / "out"], monkeypatch), capfd.readouterr()
+        assert not main_of(script, [*argv, "--toy", "--out", tmp_path / "out"], monkeypatch), (
+            capfd.readouterr()
+        )
     finally:
         torch.set_num_threads(threads)
-    assert sorted(files) == sorted(path.name for path in (tmp_path / "out").iterdir()) and tracked() == before
+    assert (
+        sorted(files) == sorted(path.name for path in (tmp_path / "out").iterdir())
+        and tracked() == before
+    )
     assert f"written: {tmp_path / 'out'}" in capfd.readouterr().out
 
 
 def test_none_is_forgotten():
-    assert {path.stem for path in COMPARISONS.glob("*.py")} == {script for script, _, _ in SCRIPTS} | {"report"}
+    assert {path.stem for path in COMPARISONS.glob("*.py")} == {
+        script for script, _, _ in SCRIPTS
+    } | {"report"}
 
 
 def test_as_a_command(tmp_path):
     """As the README has it: the script finds the modules beside it and above it."""
-    done = subprocess.run([sys.executable, COMPARISONS / "optimizer_state.py", "--toy", "--out", tmp_path], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, COMPARISONS / "optimizer_state.py", "--toy", "--out", tmp_path],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0 and (tmp_path / "optimizer_state.json").exists(), done.stderr
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--toy", "--out", "comparisons"], "--toy does not overwrite measured results"), (["--toy", "--figures", "figures"], "--toy does not overwrite"),
-    (["--steps", "0"], "--steps 0: must be at least 1"), (["--out", "Makefile"], "--out Makefile: File exists; name a folder")], ids=str)
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--toy", "--out", "comparisons"], "--toy does not overwrite measured results"),
+        (["--toy", "--figures", "figures"], "--toy does not overwrite"),
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--out", "Makefile"], "--out Makefile: File exists; name a folder"),
+    ],
+    ids=str,
+)
 def test_refusals(argv, words, monkeypatch, capsys):
     before = tracked()
     monkeypatch.chdir(ROOT)
@@ -86,7 +116,9 @@ def test_refusals(argv, words, monkeypatch, capsys):
 
 def test_make_figures_writes_what_is_tracked():
     """The only commands that name comparisons/ and figures/ are those of the Makefile, and each of its lines is tried above."""
-    lines = re.findall(r"\t\.venv/bin/python comparisons/(\w+)\.py(.*)", (ROOT / "Makefile").read_text())
+    lines = re.findall(
+        r"\t\.venv/bin/python comparisons/(\w+)\.py(.*)", (ROOT / "Makefile").read_text()
+    )
     assert len(lines) >= 10 and all("$(RESULTS)" in rest for _, rest in lines)
     known = {script for script, _, _ in SCRIPTS}
     assert {script for script, _ in lines} <= known

@@ -13,27 +13,48 @@ from gpt import GPTConfig
 def test_flags_over_toml_over_the_run_over_defaults(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.json").write_text(json.dumps({"lr": 0.5, "seed": 7, "steps": 9, "min_lr": 0.1, "a-flag-of-another-version": 1}))
+    (tmp_path / "run/config.json").write_text(
+        json.dumps(
+            {"lr": 0.5, "seed": 7, "steps": 9, "min_lr": 0.1, "a-flag-of-another-version": 1}
+        )
+    )
     (tmp_path / "flags.toml").write_text('seed = 8\n[batch]\nsteps = 10\n"global-batch-size" = 4\n')
     found = parse(["--resume", "--out", "run", "--config", "flags.toml", "--steps", "11"], 0)
-    assert (found.lr, found.min_lr, found.seed, found.steps, found.global_batch_size) == (0.5, 0.1, 8, 11, 4)
+    assert (found.lr, found.min_lr, found.seed, found.steps, found.global_batch_size) == (
+        0.5,
+        0.1,
+        8,
+        11,
+        4,
+    )
     assert parse(["--out", "run"], 0).lr == Config().lr
 
 
 def test_another_layout_is_given_whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"tp": 2, "sequence_parallel": True, "lr": 0.5}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"tp": 2, "sequence_parallel": True, "lr": 0.5})
+    )
     same = parse(["--resume", "--out", "."], 0)
     other = parse(["--resume", "--out", ".", "--pp", "2"], 0)
     assert (same.tp, same.sequence_parallel, same.lr) == (2, True, 0.5)
     assert (other.tp, other.sequence_parallel, other.pp, other.lr) == (1, False, 2, 0.5)
 
 
-@pytest.mark.parametrize("text, words", [
-    ("steps = 2.5", "--steps 2.5"), ("stepps = 2", "stepps is no flag"), ("steps = ", "flags.toml"), ("\udcff", "flags.toml"),
-    ('router = "best"', "--router best: must be one of sinkhorn, topk"), ("data = [1]", "--data [1]"), ("resume = 1", "--resume 1"),
-    ("resume = true\nout = 5", "--out 5"), ("steps = 1\n[more]\nsteps = 2", "steps stands there twice"),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("steps = 2.5", "--steps 2.5"),
+        ("stepps = 2", "stepps is no flag"),
+        ("steps = ", "flags.toml"),
+        ("\udcff", "flags.toml"),
+        ('router = "best"', "--router best: must be one of sinkhorn, topk"),
+        ("data = [1]", "--data [1]"),
+        ("resume = 1", "--resume 1"),
+        ("resume = true\nout = 5", "--out 5"),
+        ("steps = 1\n[more]\nsteps = 2", "steps stands there twice"),
+    ],
+)
 def test_files_of_flags_that_cannot_be(tmp_path, text, words):
     path = tmp_path / "flags.toml"
     path.write_text(text, errors="surrogateescape")
@@ -54,6 +75,7 @@ def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
     import prompt_data
     import prompt_file
     import train
+
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     small = ["--device", "cpu", "--num-layers", "1", "--hidden-size", "32", "--num-heads", "4"]
@@ -82,12 +104,23 @@ def test_a_damaged_config_of_the_run(tmp_path, content):
         parse(["--resume", "--out", str(tmp_path)], 0).validate(1)
 
 
-@pytest.mark.parametrize("flags, words", [
-    (dict(tp=2), "torchrun --nproc-per-node 2 train.py"), (dict(tp=2, pp=2), "--nproc-per-node 4"),
-    (dict(min_lr=1.0), "--min-lr 1.0: must be at most --lr"), (dict(num_kv_heads=0), "--num-kv-heads 0: must be at least 1"),
-    (dict(ffn_hidden_size=0), "--ffn-hidden-size 0"), (dict(global_batch_size=2**31 - 1), "--global-batch-size 2147483647: must be at most 1,048,576"),
-    (dict(log_every=0), "--log-every 0"), (dict(out="a\0b"), "--out 'a\\x00b': has bytes that are not UTF-8"), (dict(data=["\udcff"]), "--data"),
-])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (dict(tp=2), "torchrun --nproc-per-node 2 train.py"),
+        (dict(tp=2, pp=2), "--nproc-per-node 4"),
+        (dict(min_lr=1.0), "--min-lr 1.0: must be at most --lr"),
+        (dict(num_kv_heads=0), "--num-kv-heads 0: must be at least 1"),
+        (dict(ffn_hidden_size=0), "--ffn-hidden-size 0"),
+        (
+            dict(global_batch_size=2**31 - 1),
+            "--global-batch-size 2147483647: must be at most 1,048,576",
+        ),
+        (dict(log_every=0), "--log-every 0"),
+        (dict(out="a\0b"), "--out 'a\\x00b': has bytes that are not UTF-8"),
+        (dict(data=["\udcff"]), "--data"),
+    ],
+)
 def test_refusals(flags, words):
     with pytest.raises(ConfigError) as e:
         Config(**flags).validate(1)
@@ -106,13 +139,23 @@ def test_memory_bounds_are_lower_bounds():
     assert room.activation_bytes(model, "bf16", 1, alone) == 4096 * 2 * (4096 * 32 + 32000)
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--num-experts", "65535", "--router", "topk"], ["--num-experts 65535", "GiB", "--zero-stage 3"]),
-    (["--num-layers", "65535", "--hidden-size", "8192"], ["--num-layers 65535", "GiB"]),
-    (["--global-batch-size", "1048576"], ["--micro-batch-size 1048576", "--micro-batch-size 1 would"]),
-])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            ["--num-experts", "65535", "--router", "topk"],
+            ["--num-experts 65535", "GiB", "--zero-stage 3"],
+        ),
+        (["--num-layers", "65535", "--hidden-size", "8192"], ["--num-layers 65535", "GiB"]),
+        (
+            ["--global-batch-size", "1048576"],
+            ["--micro-batch-size 1048576", "--micro-batch-size 1 would"],
+        ),
+    ],
+)
 def test_what_no_memory_can_hold_is_refused_at_once(tmp_path, monkeypatch, capfd, flags, words):
     import train
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(room, "memory", lambda device, ranks: 24 * 2**30)
     assert train.main(["--device", "cpu", *flags]) == 2

@@ -1,4 +1,5 @@
 """`python FILE` of each root module whose own tests do not run it."""
+
 import importlib
 from pathlib import Path
 
@@ -19,21 +20,33 @@ def run(name, argv, monkeypatch, capsys) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name, argv, words", [
-    ("data", ["--seq-length", "16"], "windows of 16 tokens to train on"),
-    ("json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
-    ("kernels", [], "cross_entropy"),
-    ("moe", [], "largest relative difference of a gradient"),
-    ("optimizer", [], "steps, "),
-    ("packing", [], "microseconds, one row"),
-    ("ranks", [], "8 ranks: the sum of their numbers is 28"),
-    ("sharding", [], "gathered equals whole: True"),
-    ("tokenizer", ["some text"], "9 bytes, 9 tokens"),
-], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "name, argv, words",
+    [
+        ("data", ["--seq-length", "16"], "windows of 16 tokens to train on"),
+        ("json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
+        ("kernels", [], "cross_entropy"),
+        ("moe", [], "largest relative difference of a gradient"),
+        ("optimizer", [], "steps, "),
+        ("packing", [], "microseconds, one row"),
+        ("ranks", [], "8 ranks: the sum of their numbers is 28"),
+        ("sharding", [], "gathered equals whole: True"),
+        ("tokenizer", ["some text"], "9 bytes, 9 tokens"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_lesson(name, argv, words, monkeypatch, capsys):
     assert words in run(name, argv, monkeypatch, capsys)
 
 
 def test_metrics(tmp_path, monkeypatch, capsys):
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {5 - i}.0, "lr": 0.1, "tokens": {i}, "grad_norm": 1.0}}\n' for i in (1, 2, 3)))
-    assert str(tmp_path / "loss.png") in run("metrics", [tmp_path], monkeypatch, capsys) and (tmp_path / "loss.png").exists()
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            f'{{"step": {i}, "loss": {5 - i}.0, "lr": 0.1, "tokens": {i}, "grad_norm": 1.0}}\n'
+            for i in (1, 2, 3)
+        )
+    )
+    assert (
+        str(tmp_path / "loss.png") in run("metrics", [tmp_path], monkeypatch, capsys)
+        and (tmp_path / "loss.png").exists()
+    )

@@ -18,7 +18,9 @@ from run_folder import RunFolder, RunFolderError
 def test_a_second_run_is_refused_and_told_by_whom(tmp_path):
     first = RunFolder(tmp_path / "run", resume=False)
     for resume in (False, True):
-        with pytest.raises(RunFolderError, match=rf"process {os.getpid()} on \S+ trains into it since "):
+        with pytest.raises(
+            RunFolderError, match=rf"process {os.getpid()} on \S+ trains into it since "
+        ):
             RunFolder(tmp_path / "run", resume)
     first.close()
     RunFolder(tmp_path / "run", resume=False).close()
@@ -53,7 +55,9 @@ def test_another_run_in_the_folder(tmp_path):
     RunFolder(tmp_path, resume=True).close()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "index.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model-00001-of-00002.safetensors", "index.json"]
+)
 def test_a_folder_with_a_model_is_no_run(tmp_path, name):
     """--resume would write config.json over that of an exported model, or hide an imported checkpoint."""
     (tmp_path / name).touch()
@@ -112,10 +116,17 @@ def test_half_a_line_at_the_end_is_what_a_kill_leaves(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(LINES) + '\n{"step": 7, "lo')
     metrics = Metrics(path, last_step=7)
-    assert len(metrics.lines) == 6 and not metrics.notice and not (tmp_path / "metrics.jsonl.damaged").exists()
+    assert (
+        len(metrics.lines) == 6
+        and not metrics.notice
+        and not (tmp_path / "metrics.jsonl.damaged").exists()
+    )
 
 
-@pytest.mark.parametrize("bad", ['{"step": "2", "loss": 1}', '{"step": 2, "loss": NaN}', "[2]", '{"loss": 3}', "[" * 9999])
+@pytest.mark.parametrize(
+    "bad",
+    ['{"step": "2", "loss": 1}', '{"step": 2, "loss": NaN}', "[2]", '{"loss": 3}', "[" * 9999],
+)
 def test_lines_of_other_types(tmp_path, bad):
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join([LINES[0], bad, LINES[2]]) + "\n")

@@ -14,15 +14,45 @@ import pytest
 import terminal
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--num-layers", "1", "--hidden-size", "32", "--num-heads", "4", "--ffn-hidden-size", "64", "--seq-length", "32"]
-SMALL += ["--global-batch-size", "2", "--device", "cpu", "--steps", "30", "--warmup-steps", "5", "--eval-every", "0"]
+SMALL = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "32",
+    "--num-heads",
+    "4",
+    "--ffn-hidden-size",
+    "64",
+    "--seq-length",
+    "32",
+]
+SMALL += [
+    "--global-batch-size",
+    "2",
+    "--device",
+    "cpu",
+    "--steps",
+    "30",
+    "--warmup-steps",
+    "5",
+    "--eval-every",
+    "0",
+]
 
 
 @pytest.fixture
 def command(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("if x in y: déjà vu\n" * 2000, encoding="utf-8")
-    return [sys.executable, str(ROOT / "train.py"), *SMALL, "--data", str(text), "--out", str(tmp_path / "run")]
+    return [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *SMALL,
+        "--data",
+        str(text),
+        "--out",
+        str(tmp_path / "run"),
+    ]
 
 
 def steps(folder: Path) -> int:
@@ -31,7 +61,14 @@ def steps(folder: Path) -> int:
 
 def shell(tmp_path, command, text, **environment):
     line = " ".join(command) + text
-    return subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+    return subprocess.run(
+        ["bash", "-c", line],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
 
 
 def test_whoever_stops_reading_does_not_stop_the_run(tmp_path, command):
@@ -41,7 +78,15 @@ def test_whoever_stops_reading_does_not_stop_the_run(tmp_path, command):
 
 
 def test_closed_input_full_output_and_ascii(tmp_path, command):
-    done = shell(tmp_path, command, " <&- > /dev/full", PYTHONIOENCODING="ascii", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    done = shell(
+        tmp_path,
+        command,
+        " <&- > /dev/full",
+        PYTHONIOENCODING="ascii",
+        LC_ALL="C",
+        PYTHONUTF8="0",
+        PYTHONCOERCECLOCALE="0",
+    )
     assert done.returncode == 0 and steps(tmp_path) == 30
     assert "Traceback" not in done.stderr and "No space left on device" in done.stderr
     assert (tmp_path / "run/sample.txt").exists()
@@ -73,7 +118,14 @@ def test_ctrl_c_while_pytorch_is_imported(tmp_path, command, delay):
 
 def test_each_command_is_quiet_when_it_is_interrupted():
     """The handler is set before anything that takes long is imported."""
-    for name in ("train.py", "generate.py", "prompt_tuning.py", "huggingface.py", "checkpoint.py", "data.py"):
+    for name in (
+        "train.py",
+        "generate.py",
+        "prompt_tuning.py",
+        "huggingface.py",
+        "checkpoint.py",
+        "data.py",
+    ):
         source = (ROOT / name).read_text()
         assert source.index("terminal.quiet_interrupts()") < source.index("import torch"), name
 
@@ -92,17 +144,26 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, ca
     monkeypatch.setattr(train, "Metrics", Full)
     assert train.main([*command[2:], "--save-every", "2"]) == 1
     error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("train.py")]
-    assert len(error) == 1 and "after step 4" in error[0] and "No space left" in error[0] and "--resume" in error[0]
+    assert (
+        len(error) == 1
+        and "after step 4" in error[0]
+        and "No space left" in error[0]
+        and "--resume" in error[0]
+    )
     monkeypatch.setattr(train, "Metrics", metrics.Metrics)
     assert train.main([*command[2:], "--resume"]) == 0
     assert [json.loads(line)["step"] for line in open("run/metrics.jsonl")] == list(range(1, 31))
 
 
-@pytest.mark.parametrize("argv", [["blend.py"], ["tokenizer.py", "a text"], ["json_files.py", "pyproject.toml"]])
+@pytest.mark.parametrize(
+    "argv", [["blend.py"], ["tokenizer.py", "a text"], ["json_files.py", "pyproject.toml"]]
+)
 def test_small_commands_with_a_closed_or_full_output(argv):
     line = f"{sys.executable} {ROOT}/{' '.join(argv)}"
     for output in ("| true", "> /dev/full"):
-        done = subprocess.run(["bash", "-c", f"{line} {output}"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", f"{line} {output}"], cwd=ROOT, capture_output=True, text=True
+        )
         assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
 
 

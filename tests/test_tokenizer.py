@@ -1,4 +1,5 @@
 """Tokenizer files: what is refused, what begins and ends a text, and that a run remembers their content."""
+
 import json
 import signal
 from dataclasses import asdict
@@ -17,15 +18,40 @@ import train
 from gpt import GPTConfig
 from test_generate import loud, save
 from test_gpt import build
-from tokenizer import ByteTokenizer, FileTokenizer, TokenizerError, make_tokenizer, prompt_ids, record
+from tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    TokenizerError,
+    make_tokenizer,
+    prompt_ids,
+    record,
+)
 
 tokenizers = pytest.importorskip("tokenizers")
 
 TEXT = "if a in b: return a while b for c in a if b\n" * 400
 SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
-LLAMA = dict(num_layers=1, hidden_size=32, num_heads=4, ffn_hidden_size=64, seq_length=32, llama=True)
-SMALL = ["--num-layers", "1", "--hidden-size", "32", "--num-heads", "4", "--ffn-hidden-size", "64", "--seq-length", "32",
-         "--global-batch-size", "4", "--device", "cpu", "--eval-every", "0"]
+LLAMA = dict(
+    num_layers=1, hidden_size=32, num_heads=4, ffn_hidden_size=64, seq_length=32, llama=True
+)
+SMALL = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "32",
+    "--num-heads",
+    "4",
+    "--ffn-hidden-size",
+    "64",
+    "--seq-length",
+    "32",
+    "--global-batch-size",
+    "4",
+    "--device",
+    "cpu",
+    "--eval-every",
+    "0",
+]
 
 
 @pytest.fixture
@@ -34,7 +60,11 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT)
     whole = generate.generate
-    monkeypatch.setattr(generate, "generate", lambda model, prompts, n, **options: whole(model, prompts, min(n, 20), **options))
+    monkeypatch.setattr(
+        generate,
+        "generate",
+        lambda model, prompts, n, **options: whole(model, prompts, min(n, 20), **options),
+    )
     monkeypatch.setattr(train, "EVAL_SEQUENCES", 2)
     monkeypatch.setattr(train, "plot_loss", lambda *_: None)
     return tmp_path
@@ -52,7 +82,9 @@ def run(*flags):
 
 def words(path, vocabulary=("?", "if", "a", "in", "b", "</s>"), **model):
     """A tokenizer of whole words; model: fields that its file has instead."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="?"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="?")
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     content = json.loads(tokenizer.to_str())
     content["model"] |= model
@@ -65,12 +97,18 @@ def bpe(path, specials=SPECIALS, begins=True):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=280, show_progress=False, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=280,
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.add_special_tokens(list(specials))
     if begins:
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", tokenizer.token_to_id("<|begin_of_text|>"))])
+            single="<|begin_of_text|> $A",
+            special_tokens=[("<|begin_of_text|>", tokenizer.token_to_id("<|begin_of_text|>"))],
+        )
     tokenizer.save(str(path))
     return tokenizer
 
@@ -79,38 +117,89 @@ def hf_folder(folder, begins=True, ends=True, **ids):
     """A Llama with a tokenizer like Llama 3's, as transformers saves one. ids: of generation_config.json. Returns the tokenizer."""
     tokenizer = bpe(Path("t.json"), SPECIALS if ends else SPECIALS[:1], begins)
     model = loud(build(vocab_size=tokenizer.get_vocab_size(), **LLAMA))
-    state = {"config": {"tokenizer": "bytes"}, "model": asdict(model.config), "tokens": 0, "corpus": None, "optimizer": None}
-    checkpoint.write(Path("made"), 0, {f"model.{n}": p.detach() for n, p in model.named_parameters()}, state)
+    state = {
+        "config": {"tokenizer": "bytes"},
+        "model": asdict(model.config),
+        "tokens": 0,
+        "corpus": None,
+        "optimizer": None,
+    }
+    checkpoint.write(
+        Path("made"), 0, {f"model.{n}": p.detach() for n, p in model.named_parameters()}, state
+    )
     huggingface.export_folder(Path("made"), folder)
     Path("t.json").rename(folder / "tokenizer.json")
     config = json.loads((folder / "config.json").read_text())
     bos, *eos = (tokenizer.token_to_id(name) for name in SPECIALS)
-    (folder / "config.json").write_text(json.dumps(config | ({"bos_token_id": bos, "eos_token_id": eos} if ends else {})))
+    (folder / "config.json").write_text(
+        json.dumps(config | ({"bos_token_id": bos, "eos_token_id": eos} if ends else {}))
+    )
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6} | ids))
-    names = {"bos_token": SPECIALS[0]} | ({"eos_token": {"__type": "AddedToken", "content": SPECIALS[2], "special": True}} if ends else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | names))
+    names = {"bos_token": SPECIALS[0]} | (
+        {"eos_token": {"__type": "AddedToken", "content": SPECIALS[2], "special": True}}
+        if ends
+        else {}
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | names)
+    )
     return tokenizer
 
 
 # --- files that break --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("model, said", [
-    (dict(vocab={}), "its vocabulary is empty"), (dict(unk_token="<unk>"), "unk_token that its vocabulary has"),
-    (dict(vocab={"?": 0, "a": 2**31}), "its ids go up to 2147483648, and it has 2 tokens"), (dict(vocab={"?": 9}), "go up to 9"),
-    (dict(vocab={"?": 2**40}), "not bytes, gpt2, or a JSON file"), (dict(vocab={"?": -1}), "not bytes, gpt2, or a JSON file"),
-    (dict(vocab=[]), "not bytes, gpt2, or a JSON file"), (dict(vocab={"?": "0"}), "not bytes, gpt2, or a JSON file"),
-    (dict(type="Unigram", vocab=[["a", -1.0]], unk_id=None), "unk_token that its vocabulary has"),
-    (dict(type="BPE", vocab={"?": 0}, merges=[], dropout=0.5), "no text has the same ids twice")])
+
+@pytest.mark.parametrize(
+    "model, said",
+    [
+        (dict(vocab={}), "its vocabulary is empty"),
+        (dict(unk_token="<unk>"), "unk_token that its vocabulary has"),
+        (dict(vocab={"?": 0, "a": 2**31}), "its ids go up to 2147483648, and it has 2 tokens"),
+        (dict(vocab={"?": 9}), "go up to 9"),
+        (dict(vocab={"?": 2**40}), "not bytes, gpt2, or a JSON file"),
+        (dict(vocab={"?": -1}), "not bytes, gpt2, or a JSON file"),
+        (dict(vocab=[]), "not bytes, gpt2, or a JSON file"),
+        (dict(vocab={"?": "0"}), "not bytes, gpt2, or a JSON file"),
+        (
+            dict(type="Unigram", vocab=[["a", -1.0]], unk_id=None),
+            "unk_token that its vocabulary has",
+        ),
+        (
+            dict(type="BPE", vocab={"?": 0}, merges=[], dropout=0.5),
+            "no text has the same ids twice",
+        ),
+    ],
+)
 def test_models_that_cannot_be(here, model, said):
     with pytest.raises(TokenizerError) as e:
         make_tokenizer(words("t.json", **model))
-    assert str(e.value).startswith("--tokenizer t.json: ") and said in str(e.value) and "\n" not in str(e.value)
+    assert (
+        str(e.value).startswith("--tokenizer t.json: ")
+        and said in str(e.value)
+        and "\n" not in str(e.value)
+    )
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"null", b"[" * 10**5, b'{"a": NaN}', b"\xff\xfe{}", b"{}", b'{"version": "1.0", "model": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"null",
+        b"[" * 10**5,
+        b'{"a": NaN}',
+        b"\xff\xfe{}",
+        b"{}",
+        b'{"version": "1.0", "model": 3}',
+    ],
+)
 def test_files_that_are_none(here, content, capfd):
     Path("t.json").write_bytes(content)
-    with pytest.raises(TokenizerError, match="--tokenizer t.json: not bytes, gpt2, or a JSON file of the tokenizers library") as e:
+    with pytest.raises(
+        TokenizerError,
+        match="--tokenizer t.json: not bytes, gpt2, or a JSON file of the tokenizers library",
+    ) as e:
         make_tokenizer("t.json")
     assert "\n" not in str(e.value)
 
@@ -129,22 +218,55 @@ def test_a_panic_of_the_library_is_one_line(here, capfd):
 
 def test_added_tokens_out_of_place(here):
     """The library gives them the next free id, whatever the file says."""
-    added = dict(content="<|eot|>", single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    added = dict(
+        content="<|eot|>",
+        single_word=False,
+        lstrip=False,
+        rstrip=False,
+        normalized=False,
+        special=True,
+    )
     edited(words("t.json"), added_tokens=[added | {"id": 9}])
-    with pytest.raises(TokenizerError, match="its added token '<.eot.>' has id 9, and the library gives it 6"):
+    with pytest.raises(
+        TokenizerError, match="its added token '<.eot.>' has id 9, and the library gives it 6"
+    ):
         make_tokenizer("t.json")
 
 
 def test_texts_are_neither_truncated_nor_padded(here):
-    edited(words("t.json"), truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0})
+    edited(
+        words("t.json"),
+        truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+    )
     assert make_tokenizer("t.json").encode("a a a b") == [2, 2, 2, 4]
-    edited("t.json", truncation=None, padding={"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "?"})
+    edited(
+        "t.json",
+        truncation=None,
+        padding={
+            "strategy": {"Fixed": 9},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "?",
+        },
+    )
     assert make_tokenizer("t.json").encode("a b") == [2, 4]
 
 
-@pytest.mark.parametrize("name, content", [
-    ("generation_config.json", "{"), ("generation_config.json", '{"eos_token_id": "2"}'), ("generation_config.json", '{"eos_token_id": [1.5]}'), ("config.json", "[]"),
-    ("config.json", '{"bos_token_id": true}'), ("tokenizer_config.json", '{"eos_token": 3}'), ("tokenizer_config.json", '{"add_bos_token": "yes"}'), ("special_tokens_map.json", "3")])
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("generation_config.json", "{"),
+        ("generation_config.json", '{"eos_token_id": "2"}'),
+        ("generation_config.json", '{"eos_token_id": [1.5]}'),
+        ("config.json", "[]"),
+        ("config.json", '{"bos_token_id": true}'),
+        ("tokenizer_config.json", '{"eos_token": 3}'),
+        ("tokenizer_config.json", '{"add_bos_token": "yes"}'),
+        ("special_tokens_map.json", "3"),
+    ],
+)
 def test_files_beside_it_that_break(here, name, content):
     words("tokenizer.json")
     Path(name).write_text(content)
@@ -152,22 +274,54 @@ def test_files_beside_it_that_break(here, name, content):
         make_tokenizer(str(here / "tokenizer.json"))
     assert str(here) in str(e.value) and "\n" not in str(e.value)
     words("other.json")
-    assert make_tokenizer("other.json").eot == 5                         # what stands beside another name is not about it
+    assert make_tokenizer("other.json").eot == 5  # what stands beside another name is not about it
 
 
 # --- begin and end --------------------------------------------------------------------------------------------------------
 
+
 def test_ends_without_any_configuration(here):
-    found = FileTokenizer(words("t.json", ("?", "<|im_end|>", "a", "<|end_of_text|>", "<|eot_id|>")))
-    assert found.eot == 3 and sorted(found.stop_ids) == [1, 3, 4] and found.bos is None and found.vocab_size == 5
+    found = FileTokenizer(
+        words("t.json", ("?", "<|im_end|>", "a", "<|end_of_text|>", "<|eot_id|>"))
+    )
+    assert (
+        found.eot == 3
+        and sorted(found.stop_ids) == [1, 3, 4]
+        and found.bos is None
+        and found.vocab_size == 5
+    )
     none = FileTokenizer(words("t.json", ("?", "a")))
     assert none.eot == 2 and none.stop_ids == (2,) and none.vocab_size == 3
 
 
-@pytest.mark.parametrize("beside, eot, stops", [
-    ({"config.json": {"eos_token_id": 3}}, 3, (3,)), ({"config.json": {"eos_token_id": 3}, "generation_config.json": {"eos_token_id": [4, 2]}}, 4, (4, 2)),
-    ({"tokenizer_config.json": {"eos_token": "b"}, "generation_config.json": {"eos_token_id": [3, 4, 99, -1]}}, 4, (4, 3)),
-    ({"special_tokens_map.json": {"eos_token": {"content": "in"}}}, 3, (3,)), ({"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": None}}, 5, (5,))])
+@pytest.mark.parametrize(
+    "beside, eot, stops",
+    [
+        ({"config.json": {"eos_token_id": 3}}, 3, (3,)),
+        (
+            {
+                "config.json": {"eos_token_id": 3},
+                "generation_config.json": {"eos_token_id": [4, 2]},
+            },
+            4,
+            (4, 2),
+        ),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "b"},
+                "generation_config.json": {"eos_token_id": [3, 4, 99, -1]},
+            },
+            4,
+            (4, 3),
+        ),
+        ({"special_tokens_map.json": {"eos_token": {"content": "in"}}}, 3, (3,)),
+        (
+            {"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": None}},
+            5,
+            (5,),
+        ),
+    ],
+)
 def test_ends_that_are_configured(here, beside, eot, stops):
     words("tokenizer.json")
     for name, content in beside.items():
@@ -176,10 +330,15 @@ def test_ends_that_are_configured(here, beside, eot, stops):
     assert (found.eot, found.stop_ids, found.bos) == (eot, stops, None)
 
 
-@pytest.mark.parametrize("adds, begins, expected", [(None, True, True), (None, False, False), (True, False, True), (False, True, False)])
+@pytest.mark.parametrize(
+    "adds, begins, expected",
+    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
+)
 def test_a_begin_token_where_the_model_has_one(here, adds, begins, expected):
     bpe("tokenizer.json", begins=begins)
-    Path("tokenizer_config.json").write_text(json.dumps({"bos_token": "<|begin_of_text|>", "add_bos_token": adds}))
+    Path("tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<|begin_of_text|>", "add_bos_token": adds})
+    )
     found = FileTokenizer("tokenizer.json")
     bos = found.tokenizer.token_to_id("<|begin_of_text|>")
     assert found.bos == (bos if expected else None)
@@ -193,19 +352,28 @@ def test_documents_begin_with_it(here):
     tokenizer = FileTokenizer("tokenizer.json")
     Path("d.jsonl").write_text('{"text": "if a"}\n{"text": "in b"}\n' * 40)
     ids = np.load(data.prepare(["d.jsonl"], tokenizer) / "tokens.npy").tolist()
-    assert ids.count(tokenizer.bos) == ids.count(tokenizer.eot) == 80 and ids[0] == tokenizer.bos and ids[-1] == tokenizer.eot
+    assert (
+        ids.count(tokenizer.bos) == ids.count(tokenizer.eot) == 80
+        and ids[0] == tokenizer.bos
+        and ids[-1] == tokenizer.eot
+    )
 
 
 def test_several_ids_end_a_text():
     model = loud(build(vocab_size=61, **LLAMA))
-    whole, = generate.generate(model, [[1, 2]], 20, temperature=0.9)
+    (whole,) = generate.generate(model, [[1, 2]], 20, temperature=0.9)
     one, other = whole[9], next(i for i in whole[3:] if i not in whole[:3] and i != whole[9])
     ends = min(whole.index(one), whole.index(other))
-    assert generate.generate(model, [[1, 2]], 20, temperature=0.9, eot=(one, other)) == [whole[:ends]]
-    assert generate.generate(model, [[1, 2]], 20, temperature=0.9, eot=one) == [whole[:whole.index(one)]]
+    assert generate.generate(model, [[1, 2]], 20, temperature=0.9, eot=(one, other)) == [
+        whole[:ends]
+    ]
+    assert generate.generate(model, [[1, 2]], 20, temperature=0.9, eot=one) == [
+        whole[: whole.index(one)]
+    ]
 
 
 # --- there and back ---------------------------------------------------------------------------------------------------------
+
 
 def test_llama_3_there_and_back(here, capsys):
     """Imported, it generates, from the ids that its own tokenizer gives; exported, its files say the same; so does what is trained on."""
@@ -215,18 +383,38 @@ def test_llama_3_there_and_back(here, capsys):
     assert huggingface.main(["import", "hf", "ckpt"]) == 0
     for source in ("hf", "ckpt"):
         capsys.readouterr()
-        assert completions.main(["--checkpoint", source, "--prompt", "if a", "--max-tokens", "3", "--device", "cpu"]) == 0
+        assert (
+            completions.main(
+                ["--checkpoint", source, "--prompt", "if a", "--max-tokens", "3", "--device", "cpu"]
+            )
+            == 0
+        )
         assert capsys.readouterr().out.startswith("if a")
-        assert completions.main(["--checkpoint", source, "--max-tokens", "3", "--device", "cpu"]) == 0
+        assert (
+            completions.main(["--checkpoint", source, "--max-tokens", "3", "--device", "cpu"]) == 0
+        )
     ours = FileTokenizer(checkpoint.tokenizer_of(ckpt))
     assert (ours.bos, ours.eot, set(ours.stop_ids)) == (bos, turn_end, {text_end, turn_end})
-    assert completions.encode("if a in", ours, 32) == theirs.encode("if a in").ids and theirs.encode("if a in").ids[0] == bos
-    assert json.loads((ckpt / "generation_config.json").read_text()) == {"temperature": 0.6, "bos_token_id": bos, "eos_token_id": [text_end, turn_end]}
+    assert (
+        completions.encode("if a in", ours, 32) == theirs.encode("if a in").ids
+        and theirs.encode("if a in").ids[0] == bos
+    )
+    assert json.loads((ckpt / "generation_config.json").read_text()) == {
+        "temperature": 0.6,
+        "bos_token_id": bos,
+        "eos_token_id": [text_end, turn_end],
+    }
 
-    assert run("--load", "ckpt", "--out", "run", "--steps", "1") == 0 and Path("run/tokenizer.json").exists()
+    assert (
+        run("--load", "ckpt", "--out", "run", "--steps", "1") == 0
+        and Path("run/tokenizer.json").exists()
+    )
     for source, back in (("ckpt", Path("back")), ("run", Path("trained"))):
         huggingface.export_folder(Path(source), back)
-        assert all((back / name).read_bytes() == (ckpt / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"))
+        assert all(
+            (back / name).read_bytes() == (ckpt / name).read_bytes()
+            for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+        )
         config = json.loads((back / "config.json").read_text())
         assert config["bos_token_id"] == bos and set(config["eos_token_id"]) == {text_end, turn_end}
 
@@ -236,7 +424,10 @@ def test_transformers_gives_the_same_ids(here):
     hf_folder(Path("hf"))
     huggingface.import_folder(Path("hf"), Path("ckpt"))
     huggingface.export_folder(Path("ckpt"), Path("back"))
-    ours, theirs = FileTokenizer("ckpt/tokenizer.json"), transformers.AutoTokenizer.from_pretrained("back")
+    ours, theirs = (
+        FileTokenizer("ckpt/tokenizer.json"),
+        transformers.AutoTokenizer.from_pretrained("back"),
+    )
     for text in ("if a in b: return", "é <|eot_id|> x", "a"):
         assert prompt_ids(ours, text) == theirs(text)["input_ids"]
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos, ours.eot)
@@ -244,22 +435,36 @@ def test_transformers_gives_the_same_ids(here):
 
 def test_a_model_without_an_end_token_generates(here, capsys):
     hf_folder(Path("hf"), ends=False)
-    config = json.loads(Path("hf/config.json").read_text()) | {"bos_token_id": None, "eos_token_id": None}
+    config = json.loads(Path("hf/config.json").read_text()) | {
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     Path("hf/config.json").write_text(json.dumps(config))
     huggingface.import_folder(Path("hf"), Path("ckpt"))
-    assert completions.main(["--checkpoint", "ckpt", "--prompt", "if a", "--max-tokens", "3", "--device", "cpu"]) == 0
-    assert completions.main(["--checkpoint", "ckpt", "--max-tokens", "3", "--device", "cpu"]) == 0     # its begin token begins a text
+    assert (
+        completions.main(
+            ["--checkpoint", "ckpt", "--prompt", "if a", "--max-tokens", "3", "--device", "cpu"]
+        )
+        == 0
+    )
+    assert (
+        completions.main(["--checkpoint", "ckpt", "--max-tokens", "3", "--device", "cpu"]) == 0
+    )  # its begin token begins a text
 
 
 def test_a_tokenizer_beyond_the_model_is_refused(here):
     hf_folder(Path("hf"))
     words("hf/tokenizer.json", ["?", *map(str, range(400))])
-    with pytest.raises(huggingface.HuggingFaceError, match="its ids go up to 400, and the model of config.json has vocab_size"):
+    with pytest.raises(
+        huggingface.HuggingFaceError,
+        match="its ids go up to 400, and the model of config.json has vocab_size",
+    ):
         huggingface.import_folder(Path("hf"), Path("ckpt"))
     assert not Path("ckpt").exists()
 
 
 # --- what a run remembers ------------------------------------------------------------------------------------------------
+
 
 def swap(path):
     """Two tokens change their ids."""
@@ -287,15 +492,23 @@ def test_another_content_under_the_same_path(here, capfd, monkeypatch):
     capfd.readouterr()
     assert run("--out", "run", "--steps", "3", "--tokenizer", "t.json", "--resume") == 2
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("train.py: ")]
-    assert len(said) == 1 and "--tokenizer t.json: has another content than when" in said[0] and "--tokenizer run/tokenizer.json would fit" in said[0]
+    assert (
+        len(said) == 1
+        and "--tokenizer t.json: has another content than when" in said[0]
+        and "--tokenizer run/tokenizer.json would fit" in said[0]
+    )
     assert len(checkpoint.steps("run/checkpoints")) == 1
     assert run("--out", "run", "--steps", "3", "--tokenizer", "run/tokenizer.json", "--resume") == 0
-    assert run("--out", "run", "--steps", "4", "--resume") == 0          # the run's own is the default
+    assert run("--out", "run", "--steps", "4", "--resume") == 0  # the run's own is the default
     words("u.json", ("?", "a", "if", "in", "b", "</s>"))
     capfd.readouterr()
     assert run("--out", "run", "--steps", "5", "--tokenizer", "u.json", "--resume") == 0
     out = capfd.readouterr().out
-    assert "-> u.json" in out and f", tokenizer {FileTokenizer('run/tokenizer.json').fingerprint[:16]}" not in out and ", tokenizer " in out
+    assert (
+        "-> u.json" in out
+        and f", tokenizer {FileTokenizer('run/tokenizer.json').fingerprint[:16]}" not in out
+        and ", tokenizer " in out
+    )
     assert Path("run/tokenizer.json").read_bytes() == Path("u.json").read_bytes() != original
 
 
@@ -312,7 +525,9 @@ def test_an_altered_copy_is_named(here, capfd, monkeypatch):
     assert run("--out", "three", "--steps", "1", "--load", "run") == 2
     assert run("--out", "run", "--steps", "2", "--resume") == 2
     assert huggingface.main(["export", "run", "hf"]) == 2
-    said = [line for line in capfd.readouterr().err.splitlines() if "tokenizer.json is altered" in line]
+    said = [
+        line for line in capfd.readouterr().err.splitlines() if "tokenizer.json is altered" in line
+    ]
     assert len(said) == 5 and all("run/tokenizer.json" in line for line in said)
 
 
@@ -334,6 +549,7 @@ def test_an_index_with_something_else_in_it(here):
 
 # --- train.py ---------------------------------------------------------------------------------------------------------------
 
+
 def test_load_takes_the_tokenizer_of_the_checkpoint(here, capfd):
     words("t.json")
     assert run("--out", "base", "--steps", "1", "--tokenizer", "t.json") == 0
@@ -342,7 +558,10 @@ def test_load_takes_the_tokenizer_of_the_checkpoint(here, capfd):
         assert run("--out", out, "--steps", "1", "--load", "base", *flags) == 0
         assert json.loads(Path(out, "config.json").read_text())["tokenizer"] == expected
     assert json.loads(Path("base/config.json").read_text())["vocab_size"] is None
-    assert run("--out", "bytes", "--steps", "1") == 0 and json.loads(Path("bytes/config.json").read_text())["tokenizer"] == "bytes"
+    assert (
+        run("--out", "bytes", "--steps", "1") == 0
+        and json.loads(Path("bytes/config.json").read_text())["tokenizer"] == "bytes"
+    )
 
 
 def test_a_larger_vocabulary_sets_the_model_s(here, capfd):
@@ -353,7 +572,10 @@ def test_a_larger_vocabulary_sets_the_model_s(here, capfd):
     assert run("--out", "run", "--steps", "2", "--tokenizer", tokenizer, "--resume") == 0
     assert run("--out", "b", "--steps", "1", "--tokenizer", tokenizer, "--vocab-size", "300") == 2
     assert "beyond --vocab-size 300; --vocab-size 402 would fit" in capfd.readouterr().err
-    assert run("--out", "c", "--steps", "1") == 0 and run("--out", "d", "--steps", "1", "--load", "c", "--tokenizer", tokenizer) == 2
+    assert (
+        run("--out", "c", "--steps", "1") == 0
+        and run("--out", "d", "--steps", "1", "--load", "c", "--tokenizer", tokenizer) == 2
+    )
     assert "beyond the 257 of the model in --load c" in capfd.readouterr().err
 
 
@@ -364,7 +586,15 @@ def test_a_vocabulary_that_is_not_filled_is_said(here, capfd):
     assert "fills" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("flags, begins", [([], "def "), (["--sample-prompt", "if a"], "if a"), (["--sample-prompt", ""], ""), (["--sample-prompt", "x" * 99], "x" * 32)])
+@pytest.mark.parametrize(
+    "flags, begins",
+    [
+        ([], "def "),
+        (["--sample-prompt", "if a"], "if a"),
+        (["--sample-prompt", ""], ""),
+        (["--sample-prompt", "x" * 99], "x" * 32),
+    ],
+)
 def test_sample_prompt(here, flags, begins):
     assert run("--out", "run", "--steps", "1", *flags) == 0
     assert Path("run/sample.txt").read_text().startswith(begins)
@@ -372,14 +602,44 @@ def test_sample_prompt(here, flags, begins):
 
 def test_a_sample_prompt_that_is_no_text(here, capfd):
     assert run("--out", "run", "--steps", "1", "--sample-prompt", "\ud800") == 2
-    assert "--sample-prompt '\\ud800': " in capfd.readouterr().err and not Path("run/metrics.jsonl").exists()
+    assert (
+        "--sample-prompt '\\ud800': " in capfd.readouterr().err
+        and not Path("run/metrics.jsonl").exists()
+    )
 
 
 def test_experts_that_cannot_be_exported(here, capfd):
-    assert run("--out", "run", "--steps", "1", "--model", "tiny-moe", "--num-experts", "2", "--num-layers", "2") == 0
-    said = [line for line in capfd.readouterr().out.splitlines() if "huggingface.py will not export" in line]
-    assert len(said) == 1 and all(word in said[0] for word in ("router sinkhorn", "expert_every 2", "--router topk --router-topk 2 --expert-every 1"))
+    assert (
+        run(
+            "--out",
+            "run",
+            "--steps",
+            "1",
+            "--model",
+            "tiny-moe",
+            "--num-experts",
+            "2",
+            "--num-layers",
+            "2",
+        )
+        == 0
+    )
+    said = [
+        line
+        for line in capfd.readouterr().out.splitlines()
+        if "huggingface.py will not export" in line
+    ]
+    assert len(said) == 1 and all(
+        word in said[0]
+        for word in (
+            "router sinkhorn",
+            "expert_every 2",
+            "--router topk --router-topk 2 --expert-every 1",
+        )
+    )
     assert huggingface.main(["export", "run", "hf"]) == 2
     err = capfd.readouterr().err
     assert "--router topk --router-topk 2 --expert-every 1" in err and "Traceback" not in err
-    architectures.check_export_of_experts(GPTConfig(vocab_size=257, num_experts=2, router="topk", router_topk=2, **LLAMA))
+    architectures.check_export_of_experts(
+        GPTConfig(vocab_size=257, num_experts=2, router="topk", router_topk=2, **LLAMA)
+    )

@@ -14,13 +14,46 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 STEPS = 100
-FLAGS = ["--device", "cpu", "--num-layers", "1", "--hidden-size", "32", "--num-heads", "4", "--ffn-hidden-size", "64"]
-FLAGS += ["--seq-length", "32", "--global-batch-size", "2", "--eval-every", "0", "--save-every", "50", "--log-every", "50"]
+FLAGS = [
+    "--device",
+    "cpu",
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "32",
+    "--num-heads",
+    "4",
+    "--ffn-hidden-size",
+    "64",
+]
+FLAGS += [
+    "--seq-length",
+    "32",
+    "--global-batch-size",
+    "2",
+    "--eval-every",
+    "0",
+    "--save-every",
+    "50",
+    "--log-every",
+    "50",
+]
 
 
 def start(text: Path, out: Path, *more: str) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "train.py"), *FLAGS, "--data", str(text), "--out", str(out), *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent)
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *FLAGS,
+        "--data",
+        str(text),
+        "--out",
+        str(out),
+        *more,
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent
+    )
 
 
 def compete(text: Path, out: Path, resume: bool) -> str:
@@ -49,7 +82,9 @@ def compete(text: Path, out: Path, resume: bool) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=20)
     args = parser.parse_args(argv)
     wrong = 0
@@ -59,7 +94,10 @@ def main(argv: list[str]) -> int:
         for n in range(args.times):
             problem = compete(text, Path(folder) / f"run-{n}", resume=bool(n % 2))
             wrong += bool(problem)
-            print(f"{n + 1}: {problem or 'one trained, one was refused, every step is there'}", flush=True)
+            print(
+                f"{n + 1}: {problem or 'one trained, one was refused, every step is there'}",
+                flush=True,
+            )
     print(f"{args.times - wrong} of {args.times} times as it should be")
     return int(wrong > 0)
 
