@@ -343,7 +343,8 @@ def command(name: str, work, argv: list[str], parser: argparse.ArgumentParser) -
         terminal.say(f"{name}: {e}", error=True)
         return 2
     if world.rank:
-        parser.error = lambda message: sys.exit(2)                       # rank 0 says it
+        # Rank 0 says it.
+        parser.error = lambda message: (terminal.let_rank_0_speak(world.rank), sys.exit(2))
     args = parser.parse_args(argv)
     status, message, alone = 0, None, False
     try:
@@ -365,6 +366,8 @@ def command(name: str, work, argv: list[str], parser: argparse.ArgumentParser) -
     if status == 1 and world.size > 1 and (alone or not message):
         os._exit(1)                                                      # peers wait in a collective
     world.disconnect()
+    if status == 2:
+        terminal.let_rank_0_speak(world.rank)
     return status
 
 

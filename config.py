@@ -295,6 +295,7 @@ def make_parser(rank: int) -> argparse.ArgumentParser:
         def error(self, message):
             if rank == 0:
                 terminal.say(f"train.py: {message}; --help lists the flags", error=True)
+            terminal.let_rank_0_speak(rank)
             sys.exit(2)
 
     parser = Parser(description="Train a GPT.", allow_abbrev=False, argument_default=argparse.SUPPRESS)

@@ -11,6 +11,7 @@ standard error says so, and the run goes on; metrics.jsonl has every step.
 import os
 import signal
 import sys
+import time
 
 
 def prepare() -> None:
@@ -52,6 +53,13 @@ def one_line(message) -> str:
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message)
     )
+
+
+def let_rank_0_speak(rank: int) -> None:
+    """Called by a rank that ends because of bad input, which rank 0 alone reports. The launcher ends
+    all ranks as soon as one has ended: for a moment this must not be one that said nothing."""
+    if rank:
+        time.sleep(3)
 
 
 def refuse(message: str):

@@ -670,6 +670,8 @@ def main(argv: list[str]) -> int:
         os._exit(1)                                                      # peers may wait for this rank in a collective: no goodbye
     message = None                                                       # its traceback holds groups
     world.disconnect()
+    if status == 2:
+        terminal.let_rank_0_speak(world.rank)
     return status
 
 

@@ -170,3 +170,18 @@ def test_small_commands_with_a_closed_or_full_output(argv):
 def test_standard_error_that_is_full_does_not_stop_the_run(tmp_path, command):
     done = shell(tmp_path, [*command, "--cache", str(tmp_path / "cache")], " 2> /dev/full")
     assert done.returncode == 0 and steps(tmp_path) == 30
+
+
+def test_a_rank_that_says_nothing_ends_after_rank_0(monkeypatch):
+    """torchrun ends all ranks with the first: rank 0 would be cut off before it has said why."""
+    import train
+
+    waited = []
+    monkeypatch.setattr(terminal.time, "sleep", waited.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert train.main(["--lr", "nan"]) == 2
+        with pytest.raises(SystemExit):
+            train.main(["--no-such-flag"])
+    assert waited == [3, 3]
