@@ -107,13 +107,18 @@ def test_closed_streams_keep_their_numbers(tmp_path):
     assert done.returncode > 2 and (tmp_path / "file").read_text() == ""
 
 
-@pytest.mark.parametrize("delay", [0.3, 1.0, 1.8])
+@pytest.mark.parametrize("delay", [0.0, 0.3, 1.0])
 def test_ctrl_c_while_pytorch_is_imported(tmp_path, command, delay):
+    """From the moment in which its libraries are being loaded."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 130 and "Traceback" not in output, output
+    # A fast machine may have begun to train by now: then there is a checkpoint.
+    saved = process.returncode == 0 and "checkpoint saved" in output
+    assert (process.returncode == 130 or saved) and "Traceback" not in output, output
 
 
 def test_each_command_is_quiet_when_it_is_interrupted():
