@@ -156,17 +156,7 @@ class Config:
         """Everything that can be known before a process group exists. world: how many ranks. Raises ConfigError."""
         self.check_types()
         model = self.model_config()
-        for name, least in (("global_batch_size", 1), ("steps", 1), ("log_every", 1), ("num_kv_heads", 1), ("ffn_hidden_size", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
-                            ("seed", 0), ("lr", 0), ("min_lr", 0), ("max_bad_steps", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1), ("tp", 1), ("pp", 1),
-                            ("virtual_stages", 1), ("ep", 1), ("timeout", 1)):
-            value = getattr(self, name)
-            if value is not None and not least <= value < 2**31:         # NaN and infinity fail too
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least} and below 2^31")
-        if self.global_batch_size > MOST_SEQUENCES:
-            raise ConfigError(f"--global-batch-size {self.global_batch_size}: must be at most {MOST_SEQUENCES:,} sequences; "
-                              "published runs take some thousands")
-        if self.min_lr is not None and self.min_lr > self.lr:
-            raise ConfigError(f"--min-lr {self.min_lr}: must be at most --lr {self.lr}, from which the cosine comes down")
+        self.check_numbers()
         if world == 1 and self.tp * self.pp * self.ep > 1:
             name = next(name for name in ("tp", "pp", "ep") if getattr(self, name) > 1)
             raise ConfigError(f"--{name} {getattr(self, name)}: this is one rank alone; start several with torchrun "
@@ -220,6 +210,20 @@ class Config:
             raise ConfigError("--tensorboard: needs the package tensorboard (pip install tensorboard)")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda: this machine has no usable CUDA device; --device cpu would run")
+
+    def check_numbers(self) -> None:
+        """Ranges that no other flag decides. Raises ConfigError."""
+        for name, least in (("global_batch_size", 1), ("steps", 1), ("log_every", 1), ("num_kv_heads", 1), ("ffn_hidden_size", 1), ("warmup_steps", 0), ("save_every", 0), ("keep", 0), ("eval_every", 0),
+                            ("seed", 0), ("lr", 0), ("min_lr", 0), ("max_bad_steps", 0), ("weight_decay", 0), ("grad_clip", 0), ("micro_batch_size", 1), ("tp", 1), ("pp", 1),
+                            ("virtual_stages", 1), ("ep", 1), ("timeout", 1)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < 2**31:         # NaN and infinity fail too
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least} and below 2^31")
+        if self.global_batch_size > MOST_SEQUENCES:
+            raise ConfigError(f"--global-batch-size {self.global_batch_size}: must be at most {MOST_SEQUENCES:,} sequences; "
+                              "published runs take some thousands")
+        if self.min_lr is not None and self.min_lr > self.lr:
+            raise ConfigError(f"--min-lr {self.min_lr}: must be at most --lr {self.lr}, from which the cosine comes down")
 
     def check_types(self) -> None:
         """What the command line's parser has checked already, for flags that come from a file. Raises ConfigError."""

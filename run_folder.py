@@ -11,6 +11,8 @@ message:
     --out runs/default: process 4242 on node7 trains into it since 2026-11-22 09:30:15; wait for ...
 
 Rank 0 holds the lock for all ranks of the run.
+
+    python tests/two_runs.py --times 2        two runs started into one folder
 """
 
 import contextlib

@@ -564,6 +564,29 @@ def begin_files(config: Config, out: Path, tokenizer, start: int) -> Metrics:
     return Metrics(out / "metrics.jsonl", start)
 
 
+def announce(trainer: Trainer, world: World, index: dict) -> None:
+    """What runs, on what, under which layout; and what of it may be a surprise. index: of the training text."""
+    config = trainer.config
+    told = ("tp", "pp", "ep", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "zero_stage", "reduce_dtype", "recompute", "recompute_layers", "optimizer_state")
+    layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in told if getattr(config, name) != getattr(Config(), name))
+    learned = sum(torch.Size(sharding.of(p).shape).numel() for p in trainer.optimizer.parameters.values())
+    learned = f", of which nothing changes, and {learned:,} prompt parameters" if trainer.frozen else ""
+    world.say(f"{config.load or config.model}: {trainer.num_parameters:,} parameters{learned}, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
+              f"corpus {index['corpus']} (Python {sys.version.split()[0]}): {index['tokens']:,} tokens")
+    if config.zero_stage and not world.groups.dp:
+        world.say(f"--zero-stage {config.zero_stage}: there is one data-parallel rank, and nobody to share with")
+    if trainer.model_config.num_experts and config.micro_batch_size is None:
+        world.say(f"experts are balanced within a micro-batch, here of {trainer.micro} sequences: for the same result on another number of ranks give --micro-batch-size {trainer.micro}")
+    try:
+        architectures.check_export_of_experts(trainer.model_config)
+    except architectures.HuggingFaceError as e:
+        world.say(f"no Hugging Face class has such experts, and huggingface.py will not export them: {e}")
+    if config.kernels == "auto" and trainer.no_kernels and trainer.device.type == "cuda":
+        world.say(f"--kernels auto: {trainer.no_kernels}; PyTorch's own operations run")
+    if config.recompute == "selective" and trainer.model_config.attention == "fused":
+        world.say("--recompute selective: fused attention keeps no s x s scores, so there is nothing to recompute")
+
+
 def train(config: Config, world: World, tokenizer) -> None:
     """The run, in a folder that is its own."""
     train_set, held_out = open_data(config, world, tokenizer)
@@ -589,24 +612,7 @@ def train(config: Config, world: World, tokenizer) -> None:
     metrics = opened[0] if world.rank == 0 else None
     if metrics and metrics.notice:
         world.say(metrics.notice)
-    told = ("tp", "pp", "ep", "virtual_stages", "schedule", "layer_split", "sequence_parallel", "zero_stage", "reduce_dtype", "recompute", "recompute_layers", "optimizer_state")
-    layout = "".join(f", {name.replace('_', '-')} {getattr(config, name)}" for name in told if getattr(config, name) != getattr(Config(), name))
-    learned = sum(torch.Size(sharding.of(p).shape).numel() for p in trainer.optimizer.parameters.values())
-    learned = f", of which nothing changes, and {learned:,} prompt parameters" if trainer.frozen else ""
-    world.say(f"{config.load or config.model}: {trainer.num_parameters:,} parameters{learned}, {trainer.precision} on {world.size} x {world.device.type}{layout}; "
-              f"corpus {corpus} (Python {sys.version.split()[0]}): {train_set.index['tokens']:,} tokens")
-    if config.zero_stage and not world.groups.dp:
-        world.say(f"--zero-stage {config.zero_stage}: there is one data-parallel rank, and nobody to share with")
-    if trainer.model_config.num_experts and config.micro_batch_size is None:
-        world.say(f"experts are balanced within a micro-batch, here of {trainer.micro} sequences: for the same result on another number of ranks give --micro-batch-size {trainer.micro}")
-    try:
-        architectures.check_export_of_experts(trainer.model_config)
-    except architectures.HuggingFaceError as e:
-        world.say(f"no Hugging Face class has such experts, and huggingface.py will not export them: {e}")
-    if config.kernels == "auto" and trainer.no_kernels and trainer.device.type == "cuda":
-        world.say(f"--kernels auto: {trainer.no_kernels}; PyTorch's own operations run")
-    if config.recompute == "selective" and trainer.model_config.attention == "fused":
-        world.say("--recompute selective: fused attention keeps no s x s scores, so there is nothing to recompute")
+    announce(trainer, world, train_set.index)
     begin = time.perf_counter()
     stopped = loop(trainer, world, train_set, held_out, metrics, start, tokens)
     title = f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}"

@@ -84,8 +84,9 @@ class World:
         defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
         said = {name: os.environ.get(name, str(default)) for name, default in defaults.items()}
         for name, text in said.items():
-            if not text.isdecimal() or (name.endswith("SIZE") and int(text) == 0):
-                raise WorldError(f"{name}={text}: the environment names this rank, and this is no number that it can have; torchrun sets it")
+            least = int(name.endswith("SIZE"))
+            if not text.isdecimal() or int(text) < least:
+                raise WorldError(f"{name}={text}: must be a whole number, at least {least}; torchrun sets it")
         world = cls(*map(int, said.values()))
         if world.rank >= world.size or (world.size > 1 and "RANK" not in os.environ):
             raise WorldError(f"RANK={os.environ.get('RANK', 'not set')} of WORLD_SIZE={world.size}: ranks are numbered from 0 to {world.size - 1}; torchrun does it")
