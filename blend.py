@@ -30,17 +30,20 @@ from typing import NamedTuple
 import torch
 
 import data
+import terminal
 from data import Batch, Corpus, DataError
 from token_cache import shown
-import terminal
 
 
 class Part(NamedTuple):
     """One corpus of a blend."""
 
-    weight: Fraction | None      # None: it is the only one
-    where: str                   # what named it, for messages
-    folder: Path                 # in the token cache
+    # None: it is the only one
+    weight: Fraction | None
+    # what named it, for messages
+    where: str
+    # in the token cache
+    folder: Path
 
 
 def parse_weights(names: list[str]) -> list[tuple[Fraction | None, list[str]]]:
@@ -66,7 +69,8 @@ def split_weight(name: str) -> tuple[float | None, str]:
     number, colon, path = name.partition(":")
     try:
         exists = os.path.lexists(name)
-    except ValueError:  # a zero byte in the name
+    # a zero byte in the name
+    except ValueError:
         exists = False
     try:
         return (float(number), path) if colon and not exists else (None, name)
@@ -101,7 +105,8 @@ class Interleave:
     def __init__(self, weights: list[Fraction]):
         """weights: positive; only their ratios count."""
         scale = math.lcm(*(w.denominator for w in weights))
-        self.shares = [int(w * scale) for w in weights]  # w_k = shares[k] / total
+        # w_k = shares[k] / total
+        self.shares = [int(w * scale) for w in weights]
         self.total = sum(self.shares)
         common = math.lcm(*self.shares)
         # between two samples of corpus k: 1 / w_k, in units of total / common
@@ -128,8 +133,10 @@ class Blend:
     """Corpora as one `data.Corpus`: sample number n is the same under every layout."""
 
     def __init__(self, corpora: list[Corpus], weights: list[Fraction]):
-        self.corpora, self.locate = corpora, Interleave(weights)
-        self.s, self.windows = corpora[0].s, sum(c.windows for c in corpora)
+        self.corpora = corpora
+        self.locate = Interleave(weights)
+        self.s = corpora[0].s
+        self.windows = sum(c.windows for c in corpora)
         shares = [Fraction(share, self.locate.total) for share in self.locate.shares]
         indices = [c.index for c in corpora]
         made_of = " ".join(f"{share}:{index['corpus']}" for share, index in zip(shares, indices))

@@ -1,21 +1,28 @@
 """Text to token ids to batches: the same batches under every layout.
 
-    files -> documents -> token ids, each document closed by an end-of-text token -> one memory-mapped file -> windows of s + 1
+    files -> documents -> token ids, each document closed by an end-of-text token -> one
+    memory-mapped file -> windows of s + 1
 
-- Documents stand in the order of a hash of their text, a shuffle that does not depend on where or in what order the files
+- Documents stand in the order of a hash of their text, a shuffle that does not depend on where or
+in what order the files
   lie. The last twentieth of the stream is held out and never trained on.
-- The tokenised stream is cached (token_cache.py) under a key of the files' contents, the tokenizer and this format. Building
-  it is spread over ranks and processes, in parts that survive a kill; a file lock keeps a second run waiting until the first
-  is done. What has changed in the cache since is built again from the text.
-- Sample number n of a training run is a window of the stream that depends on (seed, n) alone: every epoch is a new
-  permutation. Step k = 1, 2, ... trains on samples (k - 1) B .. k B - 1, whichever rank holds which of them.
+- The tokenised stream is cached (token_cache.py) under a key of the files' contents, the tokenizer
+and this format. Building
+  it is spread over ranks and processes, in parts that survive a kill; a file lock keeps a second
+  run waiting until the first is done. What has changed in the cache since is built again from the
+  text.
+- Sample number n of a training run is a window of the stream that depends on (seed, n) alone: every
+epoch is a new
+  permutation. Step k = 1, 2, ... trains on samples (k - 1) B .. k B - 1, whichever rank holds which
+  of them.
 
     python data.py [--data PATH ...] [--tokenizer bytes] [--cache DIR]       prepares a corpus and shows a few samples of it
 
-Without `--data` the corpus is the source of Python's standard library, which every machine that can run this has. Attention
-is not masked between documents of one window, as in GPT-3. Several corpora with weights: blend.py. Megatron-LM keeps an index
-of documents and samples per epoch on disk; a permutation of windows is all that is needed here.
-"""
+Without `--data` the corpus is the source of Python's standard library, which every machine that can
+run this has. Attention is not masked between documents of one window, as in GPT-3. Several corpora
+with weights: blend.py. Megatron-LM keeps an index of documents and samples per epoch on disk; a
+permutation of windows is all that is needed here."""
+
 import terminal
 
 if __name__ == "__main__":
@@ -46,31 +53,38 @@ from documents import DataError, check_name, documents, find_files, reading, sho
 from token_cache import CacheError
 from tokenizer import TokenizerError, make_tokenizer
 
-FORMAT = "3"                     # part of the cache key: raise it when the same text would be cached differently
-PART_BYTES = 16 * 2**20          # text that one process tokenises at a time
-HELD_OUT = 20                    # the last 1/20 of the stream is never trained on
+# part of the cache key: raise it when the same text would be cached differently
+FORMAT = "3"
+# text that one process tokenises at a time
+PART_BYTES = 16 * 2**20
+# the last 1/20 of the stream is never trained on
+HELD_OUT = 20
 
 
 class Batch(NamedTuple):
-    tokens: Tensor               # [b, s] int64
-    labels: Tensor               # [b, s] int64: the next token
-    loss_mask: Tensor            # [b, s] bool: the labels that count
-    samples: Tensor              # [b] int64: global sample numbers, for the dropout key
+    tokens: Tensor  # [b, s] int64
+    labels: Tensor  # [b, s] int64: the next token
+    loss_mask: Tensor  # [b, s] bool: the labels that count
+    # [b] int64: global sample numbers, for the dropout key
+    samples: Tensor
 
     def to(self, device) -> "Batch":
         return Batch(*(t.to(device) for t in self))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Documents to a cached stream of token ids
 
+
 def split_parts(files: list[Path]) -> list[list[tuple[Path, int, int | None]]]:
-    """Pieces (path, start, stop) of about PART_BYTES a part. A longer file is cut at line ends: a long text becomes several
-    documents. A zipped file is one piece."""
-    parts, room = [[]], PART_BYTES
+    """Pieces (path, start, stop) of about PART_BYTES a part. A longer file is cut at line ends: a
+    long text becomes several documents. A zipped file is one piece."""
+    parts = [[]]
+    room = PART_BYTES
     for path in files:
         with reading(path):
-            size, start = path.stat().st_size, 0
+            size = path.stat().st_size
+            start = 0
         while start < size:
             stop = size
             if path.suffix != ".gz" and size - start > PART_BYTES:
@@ -92,7 +106,8 @@ def tokenise_part(pieces, tokenizer_name: str, target: str) -> int:
     `target`.sha256, the hashes of both. Returns the bytes of text."""
     tokenizer = make_tokenizer(tokenizer_name)
     dtype = token_cache.token_type(tokenizer.vocab_size)
-    streams, rows = [np.zeros(0, dtype)], []
+    streams = [np.zeros(0, dtype)]
+    rows = []
     for path, start, stop in pieces:
         for text in filter(None, documents(path, start, stop)):
             begin = [] if tokenizer.bos is None else [tokenizer.bos]
@@ -142,11 +157,19 @@ def merge_parts(targets: list[str], folder: Path, **made_of) -> None:
     with open(building / "tokens.npy", "wb") as f:
         f.write(token_cache.header(tokens[0].dtype, total))
         for i in np.argsort(hashes, kind="stable"):
-            f.write(tokens[part[i]][starts[i]:starts[i] + int(lengths[i])].data)
+            f.write(tokens[part[i]][starts[i] : starts[i] + int(lengths[i])].data)
     blocks = token_cache.block_hashes(building / "tokens.npy", workers=4)
     counts = {"tokens": total, "documents": len(hashes), "bytes": int(sizes.sum())}
-    token_cache.write_index(building, token_cache.Index(
-        key=folder.name, held_out_from=total - total // HELD_OUT, blocks=blocks, **counts, **made_of))
+    token_cache.write_index(
+        building,
+        token_cache.Index(
+            key=folder.name,
+            held_out_from=total - total // HELD_OUT,
+            blocks=blocks,
+            **counts,
+            **made_of,
+        ),
+    )
     remove(folder)
     os.rename(building, folder)
 
@@ -164,7 +187,10 @@ class Lockstep:
     every rank, the same one: no rank waits for one that has left."""
 
     def __init__(self, exchange, rank: int, world: int, flag: str):
-        self.exchange, self.rank, self.world, self.flag = exchange, rank, world, flag
+        self.exchange = exchange
+        self.rank = rank
+        self.world = world
+        self.flag = flag
 
     def __call__(self, work) -> list:
         """What `work()` returned on each rank. Raises the first rank's error, with the flag."""
@@ -189,12 +215,20 @@ class Lockstep:
 
     def each(self, work, items: list) -> list:
         """[work(item) for item in items], on every rank; each rank does its share."""
-        shares = self(lambda: [work(item) for item in items[self.rank::self.world]])
+        shares = self(lambda: [work(item) for item in items[self.rank :: self.world]])
         return [shares[i % self.world][i // self.world] for i in range(len(items))]
 
 
-def prepare(paths: list[str], tokenizer, cache="cache", exchange=lambda x: [x], rank=0, world=1,
-            workers=1, flag="--data") -> Path:
+def prepare(
+    paths: list[str],
+    tokenizer,
+    cache="cache",
+    exchange=lambda x: [x],
+    rank=0,
+    world=1,
+    workers=1,
+    flag="--data",
+) -> Path:
     """The folder of the tokenised corpus, built if the cache does not hold it whole.
 
     exchange(object): every rank's object, on every rank (`all_gather_object`), which also makes the
@@ -229,8 +263,15 @@ def prepare(paths: list[str], tokenizer, cache="cache", exchange=lambda x: [x], 
     return folder
 
 
-def build(files: list[Path], corpus: str, tokenizer, folder: Path, lockstep: Lockstep, workers: int,
-          fault: str) -> None:
+def build(
+    files: list[Path],
+    corpus: str,
+    tokenizer,
+    folder: Path,
+    lockstep: Lockstep,
+    workers: int,
+    fault: str,
+) -> None:
     """Tokenise all parts, each rank its share, and merge them into `folder`. Whole parts of an
     earlier run are kept. fault: what was wrong with the folder; empty: it was not there."""
     parts = lockstep.on_first(lambda: split_parts(files))
@@ -244,7 +285,7 @@ def build(files: list[Path], corpus: str, tokenizer, folder: Path, lockstep: Loc
     def tokenise():
         with token_cache.using(folder.parent):
             parts_folder.mkdir(exist_ok=True)
-        mine = list(zip(parts, targets))[lockstep.rank::lockstep.world]
+        mine = list(zip(parts, targets))[lockstep.rank :: lockstep.world]
         jobs = [(pieces, tokenizer.name, t) for pieces, t in mine if not part_is_whole(t)]
         with contextlib.closing(Progress(len(jobs), lockstep.rank)) as progress:
             for size in run_jobs(jobs, workers):
@@ -252,9 +293,16 @@ def build(files: list[Path], corpus: str, tokenizer, folder: Path, lockstep: Loc
 
     def merge():
         with token_cache.using(folder.parent):
-            merge_parts(targets, folder, corpus=corpus, tokenizer=shown(tokenizer.name),
-                        vocab_size=tokenizer.vocab_size, eot=tokenizer.eot)
+            merge_parts(
+                targets,
+                folder,
+                corpus=corpus,
+                tokenizer=shown(tokenizer.name),
+                vocab_size=tokenizer.vocab_size,
+                eot=tokenizer.eot,
+            )
             remove(parts_folder)
+
     lockstep(tokenise)
     lockstep.on_first(merge)
 
@@ -300,52 +348,86 @@ def take_lock(folder: Path):
 
 class Progress:
     def __init__(self, total: int, rank: int):
-        self.total, self.done, self.bytes, self.start, self.show = total, 0, 0, time.time(), rank == 0 and total
+        self.total = total
+        self.done = 0
+        self.bytes = 0
+        self.start = time.time()
+        self.show = rank == 0 and total
 
     def add(self, size: int) -> None:
-        self.done, self.bytes = self.done + 1, self.bytes + size
+        self.done = self.done + 1
+        self.bytes = self.bytes + size
         if self.show:
             rate = self.bytes / 2**20 / max(time.time() - self.start, 1e-9)
-            terminal.say(f"\rdata: tokenized {self.done}/{self.total} parts, {rate:.1f} MiB/s", error=True, end="")
+            terminal.say(
+                f"\rdata: tokenized {self.done}/{self.total} parts, {rate:.1f} MiB/s",
+                error=True,
+                end="",
+            )
 
     def close(self) -> None:
         if self.show and self.done:
             terminal.say(error=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A stream to batches
 
-class Corpus:
-    """Windows of a prepared stream. Sample number n is window n of epoch 0, then 1, ...; training epochs are shuffled."""
 
-    def __init__(self, folder: Path, seq_length: int, seed: int | None, split: str = "train", where: str = "--data"):
-        """seed None: in order. split: `train`, `held-out`, or `all` of it. where: what named the text.
-        Raises DataError when there is not one whole window, CacheError when the cache is damaged
-        (`prepare` builds it again)."""
+class Corpus:
+    """Windows of a prepared stream. Sample number n is window n of epoch 0, then 1, ...; training
+    epochs are shuffled."""
+
+    def __init__(
+        self,
+        folder: Path,
+        seq_length: int,
+        seed: int | None,
+        split: str = "train",
+        where: str = "--data",
+    ):
+        """seed None: in order. split: `train`, `held-out`, or `all` of it. where: what named the
+        text. Raises DataError when there is not one whole window, CacheError when the cache is
+        damaged (`prepare` builds it again)."""
         index, stream = token_cache.read(folder)
-        self.index, at = dataclasses.asdict(index), index.held_out_from
+        self.index = dataclasses.asdict(index)
+        at = index.held_out_from
         self.stream = {"train": stream[:at], "held-out": stream[at:], "all": stream}[split]
-        self.s, self.seed, self.epoch = seq_length, seed, None
+        self.s = seq_length
+        self.seed = seed
+        self.epoch = None
         self.windows = (len(self.stream) - 1) // seq_length
         if self.windows < 1:
             part = "text" if split == "all" else f"{split} part"
-            raise DataError(f"{where}: too short: the {part} has {len(self.stream)} tokens of {index.tokens}, and one "
-                            f"sequence takes {seq_length + 1}; give more text, or a --seq-length of at most {max(1, len(self.stream) - 1)}")
+            raise DataError(
+                f"{where}: too short: the {part} has {len(self.stream)} tokens of {index.tokens},"
+                f" and one sequence takes {seq_length + 1}; give more text, or a --seq-length of at"
+                f" most {max(1, len(self.stream) - 1)}"
+            )
 
     def window(self, sample: int) -> int:
         epoch, n = divmod(int(sample), self.windows)
         if self.seed is None:
             return n
         if epoch != self.epoch:
-            self.epoch, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.windows)
+            self.epoch, self.order = (
+                epoch,
+                np.random.default_rng([self.seed, epoch]).permutation(self.windows),
+            )
         return int(self.order[n])
 
     def batch(self, samples) -> Batch:
         """samples: b global sample numbers."""
         starts = [self.window(n) * self.s for n in samples]
-        rows = torch.from_numpy(np.stack([self.stream[i:i + self.s + 1] for i in starts]).astype(np.int64))     # [b, s + 1]
-        return Batch(rows[:, :-1], rows[:, 1:], torch.ones_like(rows[:, 1:], dtype=torch.bool), torch.as_tensor(list(samples)))
+        rows = torch.from_numpy(
+            np.stack([self.stream[i : i + self.s + 1] for i in starts]).astype(np.int64)
+        )  # [b, s + 1]
+        return Batch(
+            rows[:, :-1],
+            rows[:, 1:],
+            torch.ones_like(rows[:, 1:], dtype=torch.bool),
+            torch.as_tensor(list(samples)),
+        )
 
     def counted_tokens(self, samples) -> int:
         """How many labels of these samples count: known before any forward."""
@@ -356,6 +438,7 @@ def main():
     import argparse
 
     import blend
+
     parser = argparse.ArgumentParser(description="Prepare a corpus and show a few samples of it.")
     parser.add_argument(
         "--data",
@@ -380,10 +463,12 @@ def main():
     for part in parts:
         index, _ = token_cache.read(part.folder)
         print(
-            f"{shown(part.folder)}: {index.tokens:,} tokens of {index.tokenizer} in {index.documents:,} documents, {index.bytes:,} bytes"
+            f"{shown(part.folder)}: {index.tokens:,} tokens of {index.tokenizer} in"
+            f" {index.documents:,} documents, {index.bytes:,} bytes"
         )
     print(
-        f"{corpus.windows} windows of {args.seq_length} tokens to train on; the first three samples with seed 0:"
+        f"{corpus.windows} windows of {args.seq_length} tokens to train on; the first three samples"
+        " with seed 0:"
     )
     for row in corpus.batch(range(3)).tokens:
         print("   ", repr(tokenizer.decode(row.tolist())))

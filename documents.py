@@ -6,6 +6,7 @@ left out in silence: it is one line with the file, the cause and what to do.
 
     python documents.py PATH ...        how many documents and characters these files hold
 """
+
 import contextlib
 import gzip
 import os
@@ -168,7 +169,8 @@ def main():
     try:
         for path in find_files(sys.argv[1:]):
             for text in documents(path, 0, None):
-                texts, characters = texts + 1, characters + len(text)
+                texts = texts + 1
+                characters = characters + len(text)
     except DataError as e:
         print(f"documents.py: {e}", file=sys.stderr)
         sys.exit(2)

@@ -1,8 +1,12 @@
 """Fused CUDA operations: one pass over memory where PyTorch makes several.
 
-Between its matrix multiplications a transformer adds, scales, normalises: few operations on each number, so the time is that of moving the numbers. A GPU that multiplies 800 TFLOP/s copies 4 TB/s: a number of 2 bytes
-that is read and written could have had 400 multiplications and additions meanwhile. PyTorch reads and writes memory once for each small operation; a kernel that does them all reads each input once and writes each output once, and
-cannot be faster than that. Bytes for each number of the first argument, 16 bits, forward + backward (`python kernels.py` counts them, and PyTorch's):
+Between its matrix multiplications a transformer adds, scales, normalises: few operations on each
+number, so the time is that of moving the numbers. A GPU that multiplies 800 TFLOP/s copies 4 TB/s:
+a number of 2 bytes that is read and written could have had 400 multiplications and additions
+meanwhile. PyTorch reads and writes memory once for each small operation; a kernel that does them
+all reads each input once and writes each output once, and cannot be faster than that. Bytes for
+each number of the first argument, 16 bits, forward + backward (`python kernels.py` counts them, and
+PyTorch's):
 
     operation             one pass    what it does                                                          source
     rms_norm              4 + 6       x / √(mean x² + ε) w                                                  arXiv 1910.07467
@@ -17,19 +21,27 @@ cannot be faster than that. Bytes for each number of the first argument, 16 bits
     put                   3 + 5       home again, times gates, and summed                                   moe.py
     adamw                 20          a parameter's update, moments in bf16, master split                   optimizer.py
 
-A chapter for each, in which it stands three times: as CUDA, as plain PyTorch (`reference`: what runs on CPUs, in float64, and where there is no compiler), and as shapes alone, for torch.compile and the meta device (`empty`).
-SwiGLU's is the one to read first. Matrix multiplications stay with cuBLAS, attention with scaled_dot_product_attention.
+A chapter for each, in which it stands three times: as CUDA, as plain PyTorch (`reference`: what
+runs on CPUs, in float64, and where there is no compiler), and as shapes alone, for torch.compile
+and the meta device (`empty`). SwiGLU's is the one to read first. Matrix multiplications stay with
+cuBLAS, attention with scaled_dot_product_attention.
 
-How a memory-bound kernel gets near the limit: whole vectors of 16 bytes an instruction; several loads on their way before the first is used; neighbouring threads at neighbouring addresses; sums in registers and shuffles; each number
-read once. The comments in the CUDA say where each is decided, and why. 16-bit inputs are computed in float, and rounded once.
+How a memory-bound kernel gets near the limit: whole vectors of 16 bytes an instruction; several
+loads on their way before the first is used; neighbouring threads at neighbouring addresses; sums in
+registers and shuffles; each number read once. The comments in the CUDA say where each is decided,
+and why. 16-bit inputs are computed in float, and rounded once.
 
-`apply(model)` puts them into a finished model from outside: it changes the class of a module (nn.RMSNorm becomes RMSNorm below), so that names, parameters, hooks and whatever other techniques did stay as they are.
+`apply(model)` puts them into a finished model from outside: it changes the class of a module
+(nn.RMSNorm becomes RMSNorm below), so that names, parameters, hooks and whatever other techniques
+did stay as they are.
 
     python kernels.py                  do they run here; bytes in one pass and by PyTorch's operations; errors of both
     python comparisons/kernels.py      on a GPU: time, and the share of the copy bandwidth
 
-What production adds (Transformer Engine, Apex, Liger): FP8 and its scales, norms fused with the cast or the matrix multiplication, the loss fused with the last matrix multiplication, kernels tuned for each card and size.
-"""
+What production adds (Transformer Engine, Apex, Liger): FP8 and its scales, norms fused with the
+cast or the matrix multiplication, the loss fused with the last matrix multiplication, kernels tuned
+for each card and size."""
+
 import contextlib
 import fcntl
 import functools
@@ -53,7 +65,7 @@ import moe
 import optimizer
 import tensor_parallel
 
-# --- what all kernels use ----------------------------------------------------------------------------------------------
+# --- what all kernels use -------------------------------------------------------------------------
 
 COMMON = r"""
 // For a reader who has never written a kernel. A kernel is a function that very many threads run, each on its own numbers: blockIdx and threadIdx say who it is. 32 threads are a warp: they execute one instruction
@@ -228,24 +240,39 @@ template <typename T> void launch_sum_parts(const float* parts, T* out, T* secon
 """
 
 
-# --- building ----------------------------------------------------------------------------------------------------------
+# --- building -------------------------------------------------------------------------------------
+
 
 def compile_inline(name: str, folder: Path, cpp: str, cuda: str | None = None, **options):
-    """torch's load_inline, in a fresh folder/build; afterwards folder/NAME.so is there, whole. Raises RuntimeError where a compiler fails, OSError where there is none."""
+    """torch's load_inline, in a fresh folder/build; afterwards folder/NAME.so is there, whole.
+    Raises RuntimeError where a compiler fails, OSError where there is none."""
     from torch.utils import cpp_extension
-    scratch, path = folder / "build", os.environ["PATH"]
-    shutil.rmtree(scratch, ignore_errors=True)                           # of a build that was killed: its lock would be waited for
+
+    scratch = folder / "build"
+    path = os.environ["PATH"]
+    # of a build that was killed: its lock would be waited for
+    shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"                    # where pip puts ninja
+    # where pip puts ninja
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     try:
-        cpp_extension.load_inline(name, [cpp], cuda and [cuda], build_directory=str(scratch), no_implicit_headers=True, with_pytorch_error_handling=False, **options)
+        cpp_extension.load_inline(
+            name,
+            [cpp],
+            cuda and [cuda],
+            build_directory=str(scratch),
+            no_implicit_headers=True,
+            with_pytorch_error_handling=False,
+            **options,
+        )
     finally:
         os.environ["PATH"] = path
     os.replace(scratch / f"{name}.so", folder / f"{name}.so")
 
 
 def once(folder: Path, file: str, make) -> None:
-    """Call make(), which makes folder/file, unless that is there: in one process of a machine at a time, while the others wait. The system drops the lock of a process that is killed."""
+    """Call make(), which makes folder/file, unless that is there: in one process of a machine at a
+    time, while the others wait. The system drops the lock of a process that is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -254,7 +281,10 @@ def once(folder: Path, file: str, make) -> None:
 
 
 def cache_folder(name: str) -> Path:
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / name
+    return (
+        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+        / name
+    )
 
 
 def import_file(name: str, path: Path):
@@ -270,19 +300,46 @@ def nvcc_flags(capability: tuple[int, int]) -> list[str]:
 
 
 def compile_kernels(name: str, folder: Path, capability: tuple[int, int]) -> None:
-    print(f"kernels.py: compiling CUDA kernels, about half a minute; they are kept in {folder}", file=sys.stderr, flush=True)
-    compile_inline(name, folder, BINDINGS, CUDA, functions=list(FUNCTIONS.values()), extra_cflags=["-O1"], extra_cuda_cflags=nvcc_flags(capability))
+    print(
+        f"kernels.py: compiling CUDA kernels, about half a minute; they are kept in {folder}",
+        file=sys.stderr,
+        flush=True,
+    )
+    compile_inline(
+        name,
+        folder,
+        BINDINGS,
+        CUDA,
+        functions=list(FUNCTIONS.values()),
+        extra_cflags=["-O1"],
+        extra_cuda_cflags=nvcc_flags(capability),
+    )
 
 
 @functools.cache
 def load():
-    """(the compiled kernels, "") for this process's GPU; or (None, why not). Compiled at the first use, and kept in TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions."""
+    """(the compiled kernels, "") for this process's GPU; or (None, why not). Compiled at the first
+    use, and kept in TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions."""
     if not torch.cuda.is_available():
         return None, "no CUDA device"
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
-        return None, f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and they need 8.0"
-    digest = hashlib.sha256(repr((CUDA, BINDINGS, torch.__version__, torch.version.cuda, sys.version, nvcc_flags(capability))).encode()).hexdigest()[:16]
+        return (
+            None,
+            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and they need 8.0",
+        )
+    digest = hashlib.sha256(
+        repr(
+            (
+                CUDA,
+                BINDINGS,
+                torch.__version__,
+                torch.version.cuda,
+                sys.version,
+                nvcc_flags(capability),
+            )
+        ).encode()
+    ).hexdigest()[:16]
     name = f"fused_{digest}"
     folder = cache_folder(name)
     try:
@@ -290,22 +347,31 @@ def load():
         return import_file(name, folder / f"{name}.so"), ""
     except (OSError, RuntimeError, ImportError) as e:
         lines = str(e).splitlines()
-        said = next((line for line in lines if "error" in line.lower() and "Error building" not in line), lines[0] if lines else "no reason given")
+        said = next(
+            (line for line in lines if "error" in line.lower() and "Error building" not in line),
+            lines[0] if lines else "no reason given",
+        )
         return None, f"the build failed: {said.strip()}"
 
 
-# --- registering ----------------------------------------------------------------------------------------------------
+# --- registering ----------------------------------------------------------------------------------
 
-VECTOR, LONGEST = 16, 2048               # bytes of a vector; vectors of a row that stays in registers
+# bytes of a vector; vectors of a row that stays in registers
+VECTOR = 16
+LONGEST = 2048
 LIBRARY = torch.library.Library("fused", "DEF")
-OPERATIONS = {}                          # name: its class
+# name: its class
+OPERATIONS = {}
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOATS = (*CODES, torch.float64)
 
 
 def operation(schema: str):
-    """Register a class as torch.ops.fused.NAME. It has: empty(*arguments), which checks them and makes the outputs (None for an operation that changes its arguments); reference(*arguments), plain PyTorch;
-    kernel(outputs, *arguments), which launches; and perhaps fits(*arguments), false where only the reference can."""
+    """Register a class as torch.ops.fused.NAME. It has: empty(*arguments), which checks them and
+    makes the outputs (None for an operation that changes its arguments); reference(*arguments),
+    plain PyTorch; kernel(outputs, *arguments), which launches; and perhaps fits(*arguments), false
+    where only the reference can."""
+
     def register(cls):
         name = schema.split("(")[0]
 
@@ -319,12 +385,14 @@ def operation(schema: str):
                 return cls.reference(*args)
             cls.kernel(outputs, *args)
             return outputs
+
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key, function in (("CPU", on_cpu), ("CUDA", on_cuda), ("Meta", cls.empty)):
             LIBRARY.impl(name, function, key)
         cls.on_cuda = staticmethod(on_cuda)
         OPERATIONS[name] = cls
         return cls
+
     return register
 
 
@@ -340,38 +408,53 @@ class Operation:
 
 
 def launch(name: str, *args) -> None:
-    """Call a launcher with the addresses of tensors (0 for None), on the stream of now. Its dtype is the first tensor's."""
+    """Call a launcher with the addresses of tensors (0 for None), on the stream of now. Its dtype
+    is the first tensor's."""
     first = next(a for a in args if isinstance(a, Tensor))
     numbers = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
     if not first.is_cuda:
         return getattr(load()[0], name)(0, CODES[first.dtype], *numbers)
     with torch.cuda.device(first.device):
-        getattr(load()[0], name)(torch.cuda.current_stream().cuda_stream, CODES[first.dtype], *numbers)
+        getattr(load()[0], name)(
+            torch.cuda.current_stream().cuda_stream, CODES[first.dtype], *numbers
+        )
 
 
 def expect(operation: str, first: Tensor, **arguments) -> None:
-    """Raise ValueError, naming operation, argument, got and expected. Each argument: (tensor or None, dtypes that fit, shape)."""
+    """Raise ValueError, naming operation, argument, got and expected. Each argument: (tensor or
+    None, dtypes that fit, shape)."""
     for name, (t, dtypes, shape) in arguments.items():
         if t is None:
             continue
         if t.device != first.device:
-            raise ValueError(f"{operation}: {name} is on {t.device}, expected {first.device}, where the first argument is")
+            raise ValueError(
+                f"{operation}: {name} is on {t.device}, expected {first.device}, where the first argument is"
+            )
         if t.dtype not in dtypes:
-            raise ValueError(f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
+            raise ValueError(
+                f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}"
+            )
         if tuple(t.shape) != tuple(shape):
-            raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected {list(shape)}")
+            raise ValueError(
+                f"{operation}: {name} has shape {list(t.shape)}, expected {list(shape)}"
+            )
 
 
 def need(operation: str, name: str, t: Tensor, least: int, dtypes=FLOATS) -> None:
     """The first argument: its dtype, and at least so many dimensions."""
     if t.dtype not in dtypes:
-        raise ValueError(f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
+        raise ValueError(
+            f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}"
+        )
     if t.dim() < least:
-        raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected at least {least} dimensions")
+        raise ValueError(
+            f"{operation}: {name} has shape {list(t.shape)}, expected at least {least} dimensions"
+        )
 
 
 def dense(t: Tensor | None) -> Tensor | None:
-    """t itself where its numbers lie one after the other from a multiple of 16 bytes on, else a copy that does."""
+    """t itself where its numbers lie one after the other from a multiple of 16 bytes on, else a
+    copy that does."""
     if t is None:
         return None
     t = t.contiguous()
@@ -400,18 +483,23 @@ def rows_of(t: Tensor) -> int:
 
 
 def row_fits(t: Tensor) -> bool:
-    """Whether threads can hold a row in registers: up to 2048 vectors, or 8192 numbers that do not make whole vectors."""
-    n, w = t.shape[-1], VECTOR // t.element_size()
+    """Whether threads can hold a row in registers: up to 2048 vectors, or 8192 numbers that do not
+    make whole vectors."""
+    n = t.shape[-1]
+    w = VECTOR // t.element_size()
     return 0 < n <= (LONGEST * w if n % w == 0 else 8192) and rows_of(t) < 2**31
 
 
 def parts_for(counter: str, *args: int, h: int, like: Tensor, times: int = 1) -> Tensor:
-    """Room for the partial sums of as many blocks as the launcher says that it will use on this device."""
+    """Room for the partial sums of as many blocks as the launcher says that it will use on this
+    device."""
     with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
-        return torch.empty(times * getattr(load()[0], counter)(*args), h, dtype=torch.float32, device=like.device)
+        return torch.empty(
+            times * getattr(load()[0], counter)(*args), h, dtype=torch.float32, device=like.device
+        )
 
 
-# --- norms -------------------------------------------------------------------------------------------------------------
+# --- norms ----------------------------------------------------------------------------------------
 
 NORMS = r"""
 // RMSNorm and LayerNorm. Bytes: forward reads x and writes y; backward reads dy and x and writes dx. The row stays in registers between its sum and its use; the mean and the
@@ -615,11 +703,18 @@ class _RMSNormBackward(Operation):
 
     def empty(dy, x, weight, rstd):
         need("rms_norm_backward", "dy", dy, 1)
-        expect("rms_norm_backward", dy, x=(x, (dy.dtype,), dy.shape), weight=(weight, (dy.dtype,), dy.shape[-1:]), rstd=(rstd, (wide_dtype(dy),), dy.shape[:-1]))
+        expect(
+            "rms_norm_backward",
+            dy,
+            x=(x, (dy.dtype,), dy.shape),
+            weight=(weight, (dy.dtype,), dy.shape[-1:]),
+            rstd=(rstd, (wide_dtype(dy),), dy.shape[:-1]),
+        )
         return contiguous(x), contiguous(weight)
 
     def reference(dy, x, weight, rstd):
-        d, unit = wide(dy), wide(x) * rstd.unsqueeze(-1)
+        d = wide(dy)
+        unit = wide(x) * rstd.unsqueeze(-1)
         g = d * wide(weight)
         dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True))
         return dx.to(x.dtype).contiguous(), column_sums(d * unit).to(x.dtype)
@@ -629,7 +724,14 @@ class _RMSNormBackward(Operation):
 
     def kernel(outputs, dy, x, weight, rstd):
         h = x.shape[-1]
-        launch("rms_norm_backward", *map(dense, (dy, x, weight, rstd)), *outputs, parts_for("norm_parts", h=h, like=x), rows_of(x), h)
+        launch(
+            "rms_norm_backward",
+            *map(dense, (dy, x, weight, rstd)),
+            *outputs,
+            parts_for("norm_parts", h=h, like=x),
+            rows_of(x),
+            h,
+        )
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -646,17 +748,26 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """x / √(mean x² + ε) weight, over the last dimension (arXiv 1910.07467, eq. 4). x: [.., h]; weight: [h], of one dtype -> [.., h]. Raises ValueError where they do not fit, as all of these."""
+    """x / √(mean x² + ε) weight, over the last dimension (arXiv 1910.07467, eq. 4). x: [.., h];
+    weight: [h], of one dtype -> [.., h]. Raises ValueError where they do not fit, as all of
+    these."""
     return _RMSNormFunction.apply(x, weight, eps)
 
 
-@operation("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
+@operation(
+    "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)"
+)
 class _LayerNorm(Operation):
     """x: [.., h]; weight, bias: [h] -> y [.., h], mean [..], 1/√(variance + ε) [..]"""
 
     def empty(x, weight, bias, eps):
         need("layer_norm", "x", x, 1)
-        expect("layer_norm", x, weight=(weight, (x.dtype,), x.shape[-1:]), bias=(bias, (x.dtype,), x.shape[-1:]))
+        expect(
+            "layer_norm",
+            x,
+            weight=(weight, (x.dtype,), x.shape[-1:]),
+            bias=(bias, (x.dtype,), x.shape[-1:]),
+        )
         mean = x.new_empty(x.shape[:-1], dtype=wide_dtype(x))
         return contiguous(x), mean, torch.empty_like(mean)
 
@@ -665,29 +776,54 @@ class _LayerNorm(Operation):
         mean = z.mean(-1, keepdim=True)
         z = z - mean
         rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return (z * rstd * wide(weight) + wide(bias)).to(x.dtype).contiguous(), mean.squeeze(-1).contiguous(), rstd.squeeze(-1).contiguous()
+        return (
+            (z * rstd * wide(weight) + wide(bias)).to(x.dtype).contiguous(),
+            mean.squeeze(-1).contiguous(),
+            rstd.squeeze(-1).contiguous(),
+        )
 
     def fits(x, *_):
         return row_fits(x)
 
     def kernel(outputs, x, weight, bias, eps):
-        launch("layer_norm", dense(x), dense(weight), dense(bias), *outputs, rows_of(x), x.shape[-1], eps)
+        launch(
+            "layer_norm",
+            dense(x),
+            dense(weight),
+            dense(bias),
+            *outputs,
+            rows_of(x),
+            x.shape[-1],
+            eps,
+        )
 
 
-@operation("layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)")
+@operation(
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)"
+)
 class _LayerNormBackward(Operation):
     """-> dx [.., h], dweight [h], dbias [h]"""
 
     def empty(dy, x, weight, mean, rstd):
         need("layer_norm_backward", "dy", dy, 1)
         of_rows = (wide_dtype(dy),), dy.shape[:-1]
-        expect("layer_norm_backward", dy, x=(x, (dy.dtype,), dy.shape), weight=(weight, (dy.dtype,), dy.shape[-1:]), mean=(mean, *of_rows), rstd=(rstd, *of_rows))
+        expect(
+            "layer_norm_backward",
+            dy,
+            x=(x, (dy.dtype,), dy.shape),
+            weight=(weight, (dy.dtype,), dy.shape[-1:]),
+            mean=(mean, *of_rows),
+            rstd=(rstd, *of_rows),
+        )
         return contiguous(x), contiguous(weight), contiguous(weight)
 
     def reference(dy, x, weight, mean, rstd):
-        d, unit = wide(dy), (wide(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+        d = wide(dy)
+        unit = (wide(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
         g = d * wide(weight)
-        dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True) - g.mean(-1, keepdim=True))
+        dx = rstd.unsqueeze(-1) * (
+            g - unit * (g * unit).mean(-1, keepdim=True) - g.mean(-1, keepdim=True)
+        )
         return dx.to(x.dtype).contiguous(), *(column_sums(t).to(x.dtype) for t in (d * unit, d))
 
     def fits(dy, *_):
@@ -695,7 +831,14 @@ class _LayerNormBackward(Operation):
 
     def kernel(outputs, dy, x, weight, mean, rstd):
         h = x.shape[-1]
-        launch("layer_norm_backward", *map(dense, (dy, x, weight, mean, rstd)), *outputs, parts_for("norm_parts", h=h, like=x, times=2), rows_of(x), h)
+        launch(
+            "layer_norm_backward",
+            *map(dense, (dy, x, weight, mean, rstd)),
+            *outputs,
+            parts_for("norm_parts", h=h, like=x, times=2),
+            rows_of(x),
+            h,
+        )
 
 
 class _LayerNormFunction(torch.autograd.Function):
@@ -712,11 +855,12 @@ class _LayerNormFunction(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / √(variance + ε) weight + bias, over the last dimension (arXiv 1607.06450). x: [.., h]; weight, bias: [h] -> [.., h]"""
+    """(x - mean) / √(variance + ε) weight + bias, over the last dimension (arXiv 1607.06450). x:
+    [.., h]; weight, bias: [h] -> [.., h]"""
     return _LayerNormFunction.apply(x, weight, bias, eps)
 
 
-# --- rotary embedding --------------------------------------------------------------------------------------------------
+# --- rotary embedding -----------------------------------------------------------------------------
 
 ROTARY = r"""
 // Rotary embedding of queries and keys in one launch: y = x cos + (-x_high, x_low) sin. Bytes: q and k in, q and k out; the table is small and stays in the caches. A block is a token:
@@ -773,15 +917,24 @@ def heads_inside(t: Tensor) -> Tensor:
 
 @operation("rotary(Tensor q, Tensor k, Tensor cosine, Tensor sine, float sign) -> (Tensor, Tensor)")
 class _Rotary(Operation):
-    """q: [b, a, s, d]; k: [b, a_kv, s, d]; cosine, sine: [s, d], whose second halves are their first again; sign 1, or -1 to turn back"""
+    """q: [b, a, s, d]; k: [b, a_kv, s, d]; cosine, sine: [s, d], whose second halves are their
+    first again; sign 1, or -1 to turn back"""
 
     def empty(q, k, cosine, sine, sign):
         need("rotary", "q", q, 4)
         b, _, s, d = q.shape
         need("rotary", "k", k, 4)
-        expect("rotary", q, k=(k, (q.dtype,), (b, k.shape[1], s, d)), cosine=(cosine, (q.dtype,), (s, d)), sine=(sine, (q.dtype,), (s, d)))
+        expect(
+            "rotary",
+            q,
+            k=(k, (q.dtype,), (b, k.shape[1], s, d)),
+            cosine=(cosine, (q.dtype,), (s, d)),
+            sine=(sine, (q.dtype,), (s, d)),
+        )
         if d % 2:
-            raise ValueError(f"rotary: q has shape {list(q.shape)}, expected an even last dimension")
+            raise ValueError(
+                f"rotary: q has shape {list(q.shape)}, expected an even last dimension"
+            )
         return heads_inside(q), heads_inside(k)
 
     def reference(q, k, cosine, sine, sign):
@@ -794,7 +947,22 @@ class _Rotary(Operation):
     def kernel(outputs, q, k, cosine, sine, sign):
         q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
         b, a, s, d = q.shape
-        launch("rotary", q, k, dense(cosine), dense(sine), *outputs, *q.stride()[:3], *k.stride()[:3], b, a, k.shape[1], s, d, sign)
+        launch(
+            "rotary",
+            q,
+            k,
+            dense(cosine),
+            dense(sine),
+            *outputs,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            b,
+            a,
+            k.shape[1],
+            s,
+            d,
+            sign,
+        )
 
 
 class _RotaryFunction(torch.autograd.Function):
@@ -810,11 +978,12 @@ class _RotaryFunction(torch.autograd.Function):
 
 
 def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """gpt.rotate of queries and keys together (arXiv 2104.09864, eq. 34). q: [b, a, s, d]; k: [b, a_kv, s, d], of any strides; cosine, sine: [s, d] from gpt.rotary_table -> the same shapes"""
+    """gpt.rotate of queries and keys together (arXiv 2104.09864, eq. 34). q: [b, a, s, d]; k: [b,
+    a_kv, s, d], of any strides; cosine, sine: [s, d] from gpt.rotary_table -> the same shapes"""
     return _RotaryFunction.apply(q, k, cosine, sine)
 
 
-# --- SwiGLU ------------------------------------------------------------------------------------------------------------
+# --- SwiGLU ---------------------------------------------------------------------------------------
 
 SWIGLU = r"""
 // SwiGLU: y = silu(gate) up. Bytes: two in, one out; backward three in, two out. No number meets another, so each thread takes a vector and leaves: enough blocks are resident to keep
@@ -889,13 +1058,21 @@ class _SwiGLUBackward(Operation):
 
     def empty(dy, gate, up):
         need("swiglu_backward", "dy", dy, 0)
-        expect("swiglu_backward", dy, gate=(gate, (dy.dtype,), dy.shape), up=(up, (dy.dtype,), dy.shape))
+        expect(
+            "swiglu_backward",
+            dy,
+            gate=(gate, (dy.dtype,), dy.shape),
+            up=(up, (dy.dtype,), dy.shape),
+        )
         return contiguous(gate), contiguous(up)
 
     def reference(dy, gate, up):
-        d, x = wide(dy), wide(gate)
+        d = wide(dy)
+        x = wide(gate)
         s = x.sigmoid()
-        return (d * wide(up) * (s + x * s * (-x).sigmoid())).to(gate.dtype).contiguous(), (d * x * s).to(up.dtype).contiguous()
+        return (d * wide(up) * (s + x * s * (-x).sigmoid())).to(gate.dtype).contiguous(), (
+            d * x * s
+        ).to(up.dtype).contiguous()
 
     def kernel(outputs, dy, gate, up):
         launch("swiglu_backward", dense(dy), dense(gate), dense(up), *outputs, dy.numel())
@@ -918,7 +1095,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLUFunction.apply(gate, up)
 
 
-# --- bias + GELU, bias + dropout + residual ----------------------------------------------------------------------------
+# --- bias + GELU, bias + dropout + residual -------------------------------------------------------
 
 COLUMNS = r"""
 // Bias + GELU, and bias + dropout + residual. A thread owns W columns: it reads their bias once and walks down the rows, FEW at a time so that several loads are on their way; neighbours
@@ -1159,6 +1336,7 @@ def rows_fit(t: Tensor, *_) -> bool:
 @operation("bias_gelu(Tensor x, Tensor? bias) -> Tensor")
 class _BiasGELU(Operation):
     """x: [.., h]; bias: [h] or None"""
+
     fits = rows_fit
 
     def empty(x, bias):
@@ -1167,7 +1345,11 @@ class _BiasGELU(Operation):
         return contiguous(x)
 
     def reference(x, bias):
-        return F.gelu(wide(x) if bias is None else wide(x) + wide(bias), approximate="tanh").to(x.dtype).contiguous()
+        return (
+            F.gelu(wide(x) if bias is None else wide(x) + wide(bias), approximate="tanh")
+            .to(x.dtype)
+            .contiguous()
+        )
 
     def kernel(y, x, bias):
         launch("bias_gelu", dense(x), dense(bias), y, rows_of(x), x.shape[-1])
@@ -1176,24 +1358,38 @@ class _BiasGELU(Operation):
 @operation("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)")
 class _BiasGELUBackward(Operation):
     """-> dx [.., h], dbias [h], empty without a bias"""
+
     fits = rows_fit
 
     def empty(dy, x, bias):
         need("bias_gelu_backward", "dy", dy, 1)
-        expect("bias_gelu_backward", dy, x=(x, (dy.dtype,), dy.shape), bias=(bias, (dy.dtype,), dy.shape[-1:]))
+        expect(
+            "bias_gelu_backward",
+            dy,
+            x=(x, (dy.dtype,), dy.shape),
+            bias=(bias, (dy.dtype,), dy.shape[-1:]),
+        )
         return contiguous(x), x.new_empty(0 if bias is None else x.shape[-1])
 
     def reference(dy, x, bias):
         u = wide(x) if bias is None else wide(x) + wide(bias)
         z2 = 2 * math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)
         slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * u * u)
-        d = wide(dy) * (z2.sigmoid() + u * z2.sigmoid() * (-z2).sigmoid() * slope)             # gelu(u) = u sigmoid(2z)
-        return d.to(x.dtype).contiguous(), x.new_empty(0) if bias is None else column_sums(d).to(x.dtype)
+        # gelu(u) = u sigmoid(2z)
+        d = wide(dy) * (z2.sigmoid() + u * z2.sigmoid() * (-z2).sigmoid() * slope)
+        return d.to(x.dtype).contiguous(), x.new_empty(0) if bias is None else column_sums(d).to(
+            x.dtype
+        )
 
     def kernel(outputs, dy, x, bias):
         dx, d_bias = outputs
-        rows, h = rows_of(x), x.shape[-1]
-        parts = None if bias is None else parts_for("column_parts", rows, h, CODES[x.dtype], h=h, like=x)
+        rows = rows_of(x)
+        h = x.shape[-1]
+        parts = (
+            None
+            if bias is None
+            else parts_for("column_parts", rows, h, CODES[x.dtype], h=h, like=x)
+        )
         launch("bias_gelu_backward", dense(dy), dense(x), dense(bias), dx, d_bias, parts, rows, h)
 
 
@@ -1212,7 +1408,8 @@ class _BiasGELUFunction(torch.autograd.Function):
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
-    """gelu(x + bias) in the tanh form (arXiv 1606.08415, section 2). x: [.., h]; bias: [h] or None -> [.., h]"""
+    """gelu(x + bias) in the tanh form (arXiv 1606.08415, section 2). x: [.., h]; bias: [h] or None
+    -> [.., h]"""
     return _BiasGELUFunction.apply(x, bias)
 
 
@@ -1223,24 +1420,39 @@ def numbers_of_mask(p: float, start: int, s: int, salt: int) -> tuple:
 def check_keys(operation: str, t: Tensor, key: Tensor | None, p: float) -> None:
     if key is not None:
         if t.dim() != 3:
-            raise ValueError(f"{operation}: x has shape {list(t.shape)}, expected [b, s, h], whose coordinates are hashed")
+            raise ValueError(
+                f"{operation}: x has shape {list(t.shape)}, expected [b, s, h], whose coordinates are hashed"
+            )
         expect(operation, t, key=(key, (torch.int32,), t.shape[:1]))
     if not 0 <= p < 1:
         raise ValueError(f"{operation}: p is {p}, expected at least 0 and below 1")
 
 
 def dropped_out(x: Tensor, key: Tensor | None, salt: int, start: int, p: float) -> Tensor:
-    return x if key is None else x.masked_fill(gpt.dropped(key, salt, x.shape, {1: start}, p), 0.0) * (1 / (1 - p))
+    return (
+        x
+        if key is None
+        else x.masked_fill(gpt.dropped(key, salt, x.shape, {1: start}, p), 0.0) * (1 / (1 - p))
+    )
 
 
-@operation("bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, Tensor? key, int salt, int start, float p) -> Tensor")
+@operation(
+    "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, Tensor? key, int salt, int start, float p) -> Tensor"
+)
 class _BiasDropoutAdd(Operation):
-    """x, residual: [.., h], with a key [b, s, h]; bias: [h] or None; key: [b] int32, or None to drop nothing; start: the first position's number in the whole sequence"""
+    """x, residual: [.., h], with a key [b, s, h]; bias: [h] or None; key: [b] int32, or None to
+    drop nothing; start: the first position's number in the whole sequence"""
+
     fits = rows_fit
 
     def empty(x, bias, residual, key, salt, start, p):
         need("bias_dropout_add", "x", x, 1)
-        expect("bias_dropout_add", x, bias=(bias, (x.dtype,), x.shape[-1:]), residual=(residual, (x.dtype,), x.shape))
+        expect(
+            "bias_dropout_add",
+            x,
+            bias=(bias, (x.dtype,), x.shape[-1:]),
+            residual=(residual, (x.dtype,), x.shape),
+        )
         check_keys("bias_dropout_add", x, key, p)
         return contiguous(x)
 
@@ -1249,12 +1461,25 @@ class _BiasDropoutAdd(Operation):
         return (wide(residual) + dropped_out(z, key, salt, start, p)).to(x.dtype).contiguous()
 
     def kernel(y, x, bias, residual, key, salt, start, p):
-        launch("bias_dropout_add", dense(x), dense(bias), dense(residual), dense(key), y, rows_of(x), x.shape[-1], *numbers_of_mask(p, start, x.shape[-2] if key is not None else 1, salt))
+        launch(
+            "bias_dropout_add",
+            dense(x),
+            dense(bias),
+            dense(residual),
+            dense(key),
+            y,
+            rows_of(x),
+            x.shape[-1],
+            *numbers_of_mask(p, start, x.shape[-2] if key is not None else 1, salt),
+        )
 
 
-@operation("bias_dropout_add_backward(Tensor dy, Tensor key, int salt, int start, float p, bool bias) -> (Tensor, Tensor)")
+@operation(
+    "bias_dropout_add_backward(Tensor dy, Tensor key, int salt, int start, float p, bool bias) -> (Tensor, Tensor)"
+)
 class _BiasDropoutAddBackward(Operation):
     """dy: [b, s, h] -> dx, dbias [h], empty without a bias"""
+
     fits = rows_fit
 
     def empty(dy, key, salt, start, p, bias):
@@ -1267,35 +1492,58 @@ class _BiasDropoutAddBackward(Operation):
         return d.to(dy.dtype).contiguous(), column_sums(d).to(dy.dtype) if bias else dy.new_empty(0)
 
     def kernel(outputs, dy, key, salt, start, p, bias):
-        rows, h = rows_of(dy), dy.shape[-1]
+        rows = rows_of(dy)
+        h = dy.shape[-1]
         parts = parts_for("column_parts", rows, h, CODES[dy.dtype], h=h, like=dy) if bias else None
-        launch("bias_dropout_add_backward", dense(dy), dense(key), *outputs, parts, rows, h, *numbers_of_mask(p, start, dy.shape[1], salt))
+        launch(
+            "bias_dropout_add_backward",
+            dense(dy),
+            dense(key),
+            *outputs,
+            parts,
+            rows,
+            h,
+            *numbers_of_mask(p, start, dy.shape[1], salt),
+        )
 
 
 class _BiasDropoutAddFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, residual, key, salt, start, p):
         ctx.save_for_backward(key)
-        ctx.bias, ctx.rest = bias is not None and ctx.needs_input_grad[1], (salt, start, p)
+        ctx.bias = bias is not None and ctx.needs_input_grad[1]
+        ctx.rest = (salt, start, p)
         return torch.ops.fused.bias_dropout_add(x, bias, residual, key, salt, start, p)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        key, = ctx.saved_tensors
-        if key is None:                                                  # nothing was dropped: dx is dy itself
-            dx, d_bias = dy, column_sums(dy) if ctx.bias else None
+        (key,) = ctx.saved_tensors
+        # nothing was dropped: dx is dy itself
+        if key is None:
+            dx = dy
+            d_bias = column_sums(dy) if ctx.bias else None
         else:
             dx, d_bias = torch.ops.fused.bias_dropout_add_backward(dy, key, *ctx.rest, ctx.bias)
         return dx, d_bias if ctx.bias else None, dy, None, None, None, None
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, salt: int, start: int, p: float) -> Tensor:
-    """residual + dropout(x + bias), with gpt.dropped's mask. x, residual: [b, s, h]; bias: [h] or None; key: [b] from gpt.layer_key, None for no dropout; start: number of the first position here -> [b, s, h]"""
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    key: Tensor | None,
+    salt: int,
+    start: int,
+    p: float,
+) -> Tensor:
+    """residual + dropout(x + bias), with gpt.dropped's mask. x, residual: [b, s, h]; bias: [h] or
+    None; key: [b] from gpt.layer_key, None for no dropout; start: number of the first position here
+    -> [b, s, h]"""
     return _BiasDropoutAddFunction.apply(x, bias, residual, key if p else None, salt, start, p)
 
 
-# --- causal softmax ----------------------------------------------------------------------------------------------------
+# --- causal softmax -------------------------------------------------------------------------------
 
 SOFTMAX = r"""
 // Causal softmax of scale x scores, [.., s, s]: row i sees columns 0 .. i. Bytes: the lower triangle in, the whole matrix out (zeros above the diagonal are written, not read); the mask is
@@ -1422,7 +1670,13 @@ class _CausalSoftmax(Operation):
     def reference(scores, scale):
         s = scores.shape[-1]
         above = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
-        return (wide(scores) * scale).masked_fill(above, -math.inf).softmax(-1).to(scores.dtype).contiguous()
+        return (
+            (wide(scores) * scale)
+            .masked_fill(above, -math.inf)
+            .softmax(-1)
+            .to(scores.dtype)
+            .contiguous()
+        )
 
     def fits(scores, *_):
         return row_fits(scores)
@@ -1441,8 +1695,10 @@ class _CausalSoftmaxBackward(Operation):
         return contiguous(p)
 
     def reference(dp, p, scale):
-        d, q = wide(dp), wide(p)
-        d = d.masked_fill(torch.ones_like(d[..., :, :], dtype=torch.bool).triu(1), 0)          # never looked at: p is 0 there
+        d = wide(dp)
+        q = wide(p)
+        # never looked at: p is 0 there
+        d = d.masked_fill(torch.ones_like(d[..., :, :], dtype=torch.bool).triu(1), 0)
         return (scale * q * (d - (d * q).sum(-1, keepdim=True))).to(p.dtype).contiguous()
 
     def fits(dp, *_):
@@ -1467,11 +1723,12 @@ class _CausalSoftmaxFunction(torch.autograd.Function):
 
 
 def causal_softmax(scores: Tensor, scale: float) -> Tensor:
-    """softmax(scale scores) of which row i sees columns 0 .. i. scores: [.., s, s] -> the same, 0 above the diagonal"""
+    """softmax(scale scores) of which row i sees columns 0 .. i. scores: [.., s, s] -> the same, 0
+    above the diagonal"""
     return _CausalSoftmaxFunction.apply(scores, scale)
 
 
-# --- cross entropy -----------------------------------------------------------------------------------------------------
+# --- cross entropy --------------------------------------------------------------------------------
 
 CROSS_ENTROPY = r"""
 // Cross entropy over a wide vocabulary. loss = log sum exp z - z_label, d z = (softmax z - onehot) dloss. Bytes: forward reads the logits once, backward reads them once and writes the gradient
@@ -1571,50 +1828,89 @@ void cross_entropy_gradient(int64_t stream, int64_t dtype, int64_t logits, int64
 """
 
 
-ELSEWHERE = -2**62                       # as in the kernel; no label that anybody has
+# as in the kernel; no label that anybody has
+ELSEWHERE = -(2**62)
 
 
-@operation("cross_entropy_statistics(Tensor logits, Tensor labels, int valid) -> (Tensor, Tensor, Tensor)")
+@operation(
+    "cross_entropy_statistics(Tensor logits, Tensor labels, int valid) -> (Tensor, Tensor, Tensor)"
+)
 class _CrossEntropyStatistics(Operation):
-    """logits: [.., V], of which the first `valid` columns count; labels: [..] int64, ELSEWHERE: not among these columns -> largest [..], Σ exp(z - largest), z_label (0 for ELSEWHERE), in at least float32"""
+    """logits: [.., V], of which the first `valid` columns count; labels: [..] int64, ELSEWHERE: not
+    among these columns -> largest [..], Σ exp(z - largest), z_label (0 for ELSEWHERE), in at least
+    float32"""
 
     def empty(logits, labels, valid):
         need("cross_entropy_statistics", "logits", logits, 1)
-        expect("cross_entropy_statistics", logits, labels=(labels, (torch.int64,), logits.shape[:-1]))
+        expect(
+            "cross_entropy_statistics", logits, labels=(labels, (torch.int64,), logits.shape[:-1])
+        )
         if not 0 <= valid <= logits.shape[-1]:
-            raise ValueError(f"cross_entropy_statistics: valid is {valid}, expected 0 to {logits.shape[-1]}")
+            raise ValueError(
+                f"cross_entropy_statistics: valid is {valid}, expected 0 to {logits.shape[-1]}"
+            )
         largest = logits.new_empty(logits.shape[:-1], dtype=wide_dtype(logits))
         return largest, torch.empty_like(largest), torch.empty_like(largest)
 
     def reference(logits, labels, valid):
         z = wide(logits[..., :valid])
-        largest = z.amax(-1) if valid else logits.new_full(labels.shape, -math.inf, dtype=wide_dtype(logits))
+        largest = (
+            z.amax(-1)
+            if valid
+            else logits.new_full(labels.shape, -math.inf, dtype=wide_dtype(logits))
+        )
         total = (z - largest.unsqueeze(-1)).exp().sum(-1)
         elsewhere = labels == ELSEWHERE
-        label_z = z.gather(-1, labels.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0) if valid else torch.zeros_like(largest)
+        label_z = (
+            z.gather(-1, labels.masked_fill(elsewhere, 0).unsqueeze(-1))
+            .squeeze(-1)
+            .masked_fill(elsewhere, 0)
+            if valid
+            else torch.zeros_like(largest)
+        )
         return largest, total, label_z
 
     def fits(logits, *_):
         return 0 < logits.shape[-1] < 2**31 and rows_of(logits) < 2**31
 
     def kernel(outputs, logits, labels, valid):
-        launch("cross_entropy_statistics", logits.contiguous(), labels.contiguous(), *outputs, labels.numel(), logits.shape[-1], valid)
+        launch(
+            "cross_entropy_statistics",
+            logits.contiguous(),
+            labels.contiguous(),
+            *outputs,
+            labels.numel(),
+            logits.shape[-1],
+            valid,
+        )
 
 
-@operation("cross_entropy_gradient(Tensor(a!) logits, Tensor labels, Tensor largest, Tensor total, Tensor grad, int valid) -> ()")
+@operation(
+    "cross_entropy_gradient(Tensor(a!) logits, Tensor labels, Tensor largest, Tensor total, Tensor grad, int valid) -> ()"
+)
 class _CrossEntropyGradient(Operation):
-    """logits become their gradient, grad (exp(z - largest) / total - onehot(label)), 0 beyond the valid columns. largest, total: [..], of the whole row; grad: [..], in at least float32"""
+    """logits become their gradient, grad (exp(z - largest) / total - onehot(label)), 0 beyond the
+    valid columns. largest, total: [..], of the whole row; grad: [..], in at least float32"""
 
     def empty(logits, labels, largest, total, grad, valid):
         need("cross_entropy_gradient", "logits", logits, 1)
         of_rows = (wide_dtype(logits),), logits.shape[:-1]
-        expect("cross_entropy_gradient", logits, labels=(labels, (torch.int64,), logits.shape[:-1]), largest=(largest, *of_rows), total=(total, *of_rows), grad=(grad, *of_rows))
+        expect(
+            "cross_entropy_gradient",
+            logits,
+            labels=(labels, (torch.int64,), logits.shape[:-1]),
+            largest=(largest, *of_rows),
+            total=(total, *of_rows),
+            grad=(grad, *of_rows),
+        )
 
     def reference(logits, labels, largest, total, grad, valid):
         p = (wide(logits) - largest.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
         p[..., valid:] = 0
         elsewhere = (labels == ELSEWHERE).unsqueeze(-1)
-        p.scatter_add_(-1, labels.unsqueeze(-1).masked_fill(elsewhere, 0), elsewhere.to(p.dtype) - 1)
+        p.scatter_add_(
+            -1, labels.unsqueeze(-1).masked_fill(elsewhere, 0), elsewhere.to(p.dtype) - 1
+        )
         logits.copy_(p.mul_(grad.unsqueeze(-1)))
 
     def fits(logits, *_):
@@ -1622,7 +1918,14 @@ class _CrossEntropyGradient(Operation):
 
     def kernel(outputs, logits, labels, largest, total, grad, valid):
         z = logits.contiguous()
-        launch("cross_entropy_gradient", z, *(t.contiguous() for t in (labels, largest, total, grad)), labels.numel(), z.shape[-1], valid)
+        launch(
+            "cross_entropy_gradient",
+            z,
+            *(t.contiguous() for t in (labels, largest, total, grad)),
+            labels.numel(),
+            z.shape[-1],
+            valid,
+        )
         if z is not logits:
             logits.copy_(z)
         else:
@@ -1630,23 +1933,27 @@ class _CrossEntropyGradient(Operation):
 
 
 class _CrossEntropyFunction(torch.autograd.Function):
-    """Whole rows where `group` is None; with it, this rank's columns of them: maxima and sums are reduced."""
+    """Whole rows where `group` is None; with it, this rank's columns of them: maxima and sums are
+    reduced."""
 
     @staticmethod
     def forward(ctx, logits, labels, vocab_size, group):
         n = logits.shape[-1]
         if group is None:
-            local, valid = labels, n
+            local = labels
+            valid = n
         else:
             local, elsewhere = tensor_parallel.local_ids(labels, n, vocab_size, group)
-            local, valid = local.masked_fill(elsewhere & (local >= 0), ELSEWHERE), min(n, max(0, vocab_size - group.rank() * n))
+            local = local.masked_fill(elsewhere & (local >= 0), ELSEWHERE)
+            valid = min(n, max(0, vocab_size - group.rank() * n))
         largest, total, label_z = torch.ops.fused.cross_entropy_statistics(logits, local, valid)
         if group is not None:
             most = largest.clone()
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             sums = torch.stack((total * (largest - most).exp(), label_z))
             dist.all_reduce(sums, group=group)
-            largest, (total, label_z) = most, sums
+            largest = most
+            (total, label_z) = sums
         ctx.save_for_backward(logits, local, largest, total)
         ctx.valid = valid
         return total.log() + (largest - label_z)
@@ -1661,17 +1968,21 @@ class _CrossEntropyFunction(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """log Σ exp z - z_label of each row, in at least float32. logits: [.., V], which backward **overwrites** with their gradient (so it can run once); labels: [..] int64 -> [..]"""
+    """log Σ exp z - z_label of each row, in at least float32. logits: [.., V], which backward
+    **overwrites** with their gradient (so it can run once); labels: [..] int64 -> [..]"""
     return _CrossEntropyFunction.apply(logits, labels, logits.shape[-1], None)
 
 
 @torch.compiler.disable
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
-    """The same of logits [.., V / t] that are cut by words (tensor_parallel.vocab_parallel_cross_entropy): the statistics are reduced, 3 numbers a row."""
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, vocab_size: int, group: dist.ProcessGroup
+) -> Tensor:
+    """The same of logits [.., V / t] that are cut by words
+    (tensor_parallel.vocab_parallel_cross_entropy): the statistics are reduced, 3 numbers a row."""
     return _CrossEntropyFunction.apply(logits, labels, vocab_size, group)
 
 
-# --- the permutation of a mixture of experts ---------------------------------------------------------------------------
+# --- the permutation of a mixture of experts ------------------------------------------------------
 
 PERMUTATION = r"""
 // The token permutation of a mixture of experts (moe.py). Rows are copied whole, a row of threads for each. Bytes: take reads and writes m rows; put reads up to k n rows and writes n, with the
@@ -1794,40 +2105,66 @@ class _Take(Operation):
 
 @operation("put(Tensor rows, Tensor place, Tensor? gates) -> Tensor")
 class _Put(Operation):
-    """rows: [m, h]; place: [k, n], of each token's choices in rows, m where it was dropped; gates: [n, k] float32, or None for 1 -> [n, h], each token's rows summed"""
+    """rows: [m, h]; place: [k, n], of each token's choices in rows, m where it was dropped; gates:
+    [n, k] float32, or None for 1 -> [n, h], each token's rows summed"""
 
     def empty(rows, place, gates):
         need("put", "rows", rows, 2)
         need("put", "place", place, 2, INDEX)
-        expect("put", rows, place=(place, INDEX, place.shape), gates=(gates, (wide_dtype(rows),), place.t().shape))
+        expect(
+            "put",
+            rows,
+            place=(place, INDEX, place.shape),
+            gates=(gates, (wide_dtype(rows),), place.t().shape),
+        )
         return rows.new_empty(place.shape[1], rows.shape[1])
 
     def reference(rows, place, gates):
         if gates is None:
             return moe.put(rows, place)
         kept = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-        return sum(wide(kept[at]) * gate.unsqueeze(1) for at, gate in zip(place, gates.t())).to(rows.dtype)
+        return sum(wide(kept[at]) * gate.unsqueeze(1) for at, gate in zip(place, gates.t())).to(
+            rows.dtype
+        )
 
     def fits(rows, *_):
         return rows.numel() > 0
 
     def kernel(y, rows, place, gates):
-        launch("put", dense(rows), place.contiguous(), None if gates is None else gates.contiguous(), y, len(rows), *place.t().shape, rows.shape[1])
+        launch(
+            "put",
+            dense(rows),
+            place.contiguous(),
+            None if gates is None else gates.contiguous(),
+            y,
+            len(rows),
+            *place.t().shape,
+            rows.shape[1],
+        )
 
 
 @operation("put_backward(Tensor dy, Tensor rows, Tensor order, Tensor gates) -> (Tensor, Tensor)")
 class _PutBackward(Operation):
-    """dy: [n, h]; rows: [m, h]; order: [m]; gates: [n, k] -> drows [m, h], dgates [n, k], 0 for what was dropped"""
+    """dy: [n, h]; rows: [m, h]; order: [m]; gates: [n, k] -> drows [m, h], dgates [n, k], 0 for
+    what was dropped"""
 
     def empty(dy, rows, order, gates):
         need("put_backward", "dy", dy, 2)
         need("put_backward", "rows", rows, 2)
-        expect("put_backward", dy, rows=(rows, (dy.dtype,), (len(order), dy.shape[1])), order=(order, INDEX, (len(order),)), gates=(gates, (wide_dtype(dy),), (len(dy), gates.shape[-1])))
+        expect(
+            "put_backward",
+            dy,
+            rows=(rows, (dy.dtype,), (len(order), dy.shape[1])),
+            order=(order, INDEX, (len(order),)),
+            gates=(gates, (wide_dtype(dy),), (len(dy), gates.shape[-1])),
+        )
         return contiguous(rows), contiguous(gates)
 
     def reference(dy, rows, order, gates):
-        token, d_gates = order % max(1, len(dy)), gates.new_zeros(gates.shape)
-        at = token * gates.shape[1] + order // max(1, len(dy))           # in gates, [n, k]
+        token = order % max(1, len(dy))
+        d_gates = gates.new_zeros(gates.shape)
+        # in gates, [n, k]
+        at = token * gates.shape[1] + order // max(1, len(dy))
         d = wide(dy)[token]
         d_gates.view(-1)[at] = (d * wide(rows)).sum(-1)
         return (d * gates.flatten()[at].unsqueeze(1)).to(rows.dtype), d_gates
@@ -1836,7 +2173,18 @@ class _PutBackward(Operation):
         return rows.numel() > 0
 
     def kernel(outputs, dy, rows, order, gates):
-        launch("put_backward", dense(dy), dense(rows), order.contiguous(), gates.contiguous(), outputs[0], outputs[1].zero_(), len(rows), *gates.shape, rows.shape[1])
+        launch(
+            "put_backward",
+            dense(dy),
+            dense(rows),
+            order.contiguous(),
+            gates.contiguous(),
+            outputs[0],
+            outputs[1].zero_(),
+            len(rows),
+            *gates.shape,
+            rows.shape[1],
+        )
 
 
 class _TakeFunction(torch.autograd.Function):
@@ -1866,16 +2214,18 @@ class _PutFunction(torch.autograd.Function):
 
 
 def take(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """Rows of tokens in the order of assignments (moe.Routes). x: [n, h]; order: [m]; place: [k, n], order's inverse -> [m, h]"""
+    """Rows of tokens in the order of assignments (moe.Routes). x: [n, h]; order: [m]; place: [k,
+    n], order's inverse -> [m, h]"""
     return _TakeFunction.apply(x, order, place)
 
 
 def put(rows: Tensor, gates: Tensor, place: Tensor, order: Tensor) -> Tensor:
-    """Each token's rows, times their gates, summed. rows: [m, h]; gates: [n, k] in at least float32; place: [k, n]; order: [m] -> [n, h]"""
+    """Each token's rows, times their gates, summed. rows: [m, h]; gates: [n, k] in at least
+    float32; place: [k, n]; order: [m] -> [n, h]"""
     return _PutFunction.apply(rows, gates, place, order)
 
 
-# --- AdamW -------------------------------------------------------------------------------------------------------------
+# --- AdamW ----------------------------------------------------------------------------------------
 
 ADAMW = r"""
 // AdamW in one pass, state in 16 bits and a master that is split between the bf16 weight and 16 more bits (optimizer.py). Bytes for a parameter: in 2 + 2 + 4 + 2 + 2, out 2 + 2 + 2 + 2, 20 in all;
@@ -1941,26 +2291,75 @@ void adamw(int64_t stream, int64_t dtype, int64_t weight, int64_t low, int64_t m
 """
 
 
-@operation("adamw(Tensor(a!) weight, Tensor(b!)? low, Tensor(c!)? master, Tensor gradient, Tensor(d!) exp_avg, Tensor(e!) exp_avg_sq, "
-           "float lr, float decay, float beta1, float beta2, float eps, int step, float scale) -> ()")
+@operation(
+    "adamw(Tensor(a!) weight, Tensor(b!)? low, Tensor(c!)? master, Tensor gradient, Tensor(d!) exp_avg, Tensor(e!) exp_avg_sq, "
+    "float lr, float decay, float beta1, float beta2, float eps, int step, float scale) -> ()"
+)
 class _AdamW(Operation):
-    """All of one shape and contiguous. weight: bf16 with low, int16, of a split master; float32, itself the master; or 16 bits with a float32 master beside it. gradient: float32, multiplied by scale first"""
+    """All of one shape and contiguous. weight: bf16 with low, int16, of a split master; float32,
+    itself the master; or 16 bits with a float32 master beside it. gradient: float32, multiplied by
+    scale first"""
 
     def empty(weight, low, master, gradient, exp_avg, exp_avg_sq, *_):
-        shape, state = weight.shape, (torch.float32,) if master is not None else (torch.bfloat16,)
+        shape = weight.shape
+        state = (torch.float32,) if master is not None else (torch.bfloat16,)
         needed = torch.bfloat16, torch.float16
-        need("adamw", "weight", weight, 0, (torch.bfloat16,) if low is not None else needed if master is not None else (torch.float32,))
-        expect("adamw", weight, low=(low, (torch.int16,), shape), master=(master, (torch.float32,), shape), gradient=(gradient, (torch.float32,), shape),
-               exp_avg=(exp_avg, state, shape), exp_avg_sq=(exp_avg_sq, state, shape))
-        for name, t in dict(weight=weight, low=low, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq).items():
+        need(
+            "adamw",
+            "weight",
+            weight,
+            0,
+            (torch.bfloat16,)
+            if low is not None
+            else needed
+            if master is not None
+            else (torch.float32,),
+        )
+        expect(
+            "adamw",
+            weight,
+            low=(low, (torch.int16,), shape),
+            master=(master, (torch.float32,), shape),
+            gradient=(gradient, (torch.float32,), shape),
+            exp_avg=(exp_avg, state, shape),
+            exp_avg_sq=(exp_avg_sq, state, shape),
+        )
+        for name, t in dict(
+            weight=weight, low=low, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq
+        ).items():
             if t is not None and not t.is_contiguous():
-                raise ValueError(f"adamw: {name} has strides {list(t.stride())}, expected contiguous numbers, which are changed where they are")
+                raise ValueError(
+                    f"adamw: {name} has strides {list(t.stride())}, expected contiguous numbers, which are changed where they are"
+                )
 
-    def reference(weight, low, master, gradient, exp_avg, exp_avg_sq, lr, decay, beta1, beta2, eps, step, scale):
-        x = master if master is not None else weight.clone() if low is None else optimizer.join(weight, low)
+    def reference(
+        weight,
+        low,
+        master,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        lr,
+        decay,
+        beta1,
+        beta2,
+        eps,
+        step,
+        scale,
+    ):
+        x = (
+            master
+            if master is not None
+            else weight.clone()
+            if low is None
+            else optimizer.join(weight, low)
+        )
         g = gradient * scale
-        m, v = exp_avg.float().lerp_(g, 1 - beta1), exp_avg_sq.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        x.mul_(1 - lr * decay).addcdiv_(m, v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps), value=-lr / (1 - beta1**step))
+        m = exp_avg.float().lerp_(g, 1 - beta1)
+        v = exp_avg_sq.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        x.mul_(1 - lr * decay).addcdiv_(
+            m, v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps), value=-lr / (1 - beta1**step)
+        )
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)
         if low is not None:
@@ -1968,26 +2367,62 @@ class _AdamW(Operation):
         else:
             weight.copy_(x)
 
-    def kernel(outputs, weight, low, master, gradient, exp_avg, exp_avg_sq, lr, decay, beta1, beta2, eps, step, scale):
-        launch("adamw", weight, low, master, gradient.contiguous(), exp_avg, exp_avg_sq, weight.numel(), beta1, beta2, eps, 1 - lr * decay, lr / (1 - beta1**step), math.sqrt(1 - beta2**step), scale)
+    def kernel(
+        outputs,
+        weight,
+        low,
+        master,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        lr,
+        decay,
+        beta1,
+        beta2,
+        eps,
+        step,
+        scale,
+    ):
+        launch(
+            "adamw",
+            weight,
+            low,
+            master,
+            gradient.contiguous(),
+            exp_avg,
+            exp_avg_sq,
+            weight.numel(),
+            beta1,
+            beta2,
+            eps,
+            1 - lr * decay,
+            lr / (1 - beta1**step),
+            math.sqrt(1 - beta2**step),
+            scale,
+        )
         for t in (weight, low, master, exp_avg, exp_avg_sq):
             if t is not None:
                 torch.autograd.graph.increment_version(t)
 
 
 def adamw(*args, **options) -> None:
-    """optimizer.AdamW's update of one parameter, in place, in one pass over its bytes (arXiv 1711.05101, algorithm 2). Arguments as _AdamW's schema; step counts from 1."""
+    """optimizer.AdamW's update of one parameter, in place, in one pass over its bytes (arXiv
+    1711.05101, algorithm 2). Arguments as _AdamW's schema; step counts from 1."""
     torch.ops.fused.adamw(*args, **options)
 
 
-# --- all of the source -------------------------------------------------------------------------------------------------
+# --- all of the source ----------------------------------------------------------------------------
 
 CUDA = COMMON + NORMS + ROTARY + SWIGLU + COLUMNS + SOFTMAX + CROSS_ENTROPY + PERMUTATION + ADAMW
-FUNCTIONS = dict(re.findall(r"^((?:void|int64_t) (\w+)\([^)]*\)) \{", CUDA, re.M))                         # declaration: name
-BINDINGS = "#include <pybind11/pybind11.h>\n" + "".join(f"{declaration};\n" for declaration in FUNCTIONS)
+# declaration: name
+FUNCTIONS = dict(re.findall(r"^((?:void|int64_t) (\w+)\([^)]*\)) \{", CUDA, re.M))
+BINDINGS = "#include <pybind11/pybind11.h>\n" + "".join(
+    f"{declaration};\n" for declaration in FUNCTIONS
+)
 
 
-# --- in a model --------------------------------------------------------------------------------------------------------
+# --- in a model -----------------------------------------------------------------------------------
+
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
@@ -2001,7 +2436,8 @@ class LayerNorm(nn.LayerNorm):
 
 class Rotary(gpt.Rotary):
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return rotary(q, k, *table) if table[0].dim() == 2 else super().forward(q, k, table)               # to decode, each row has its own position
+        # to decode, each row has its own position
+        return rotary(q, k, *table) if table[0].dim() == 2 else super().forward(q, k, table)
 
 
 class SwiGLU(gpt.SwiGLU):
@@ -2015,10 +2451,21 @@ class GELU(gpt.GELU):
 
 
 class BiasDropoutAdd(gpt.BiasDropoutAdd):
-    def forward(self, x: Tensor, bias: Tensor | None, residual: Tensor, drop_key: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, drop_key: Tensor | None
+    ) -> Tensor:
         if bias is None and (drop_key is None or self.dropout.p == 0):
-            return residual + x                                          # one pass already
-        return bias_dropout_add(x, bias, residual, drop_key, self.dropout.salt, self.dropout.slice.get(1, 0) * x.shape[1], self.dropout.p)
+            # one pass already
+            return residual + x
+        return bias_dropout_add(
+            x,
+            bias,
+            residual,
+            drop_key,
+            self.dropout.salt,
+            self.dropout.slice.get(1, 0) * x.shape[1],
+            self.dropout.p,
+        )
 
 
 class CausalProbabilities(gpt.CausalProbabilities):
@@ -2037,33 +2484,54 @@ class VocabParallelHead(tensor_parallel.VocabParallelHead):
 
 
 class MoE(moe.MoE):
-    take, put = staticmethod(take), staticmethod(put)
+    take = staticmethod(take)
+    put = staticmethod(put)
 
 
-FUSED = {nn.RMSNorm: RMSNorm, nn.LayerNorm: LayerNorm, gpt.Rotary: Rotary, gpt.SwiGLU: SwiGLU, gpt.GELU: GELU, gpt.BiasDropoutAdd: BiasDropoutAdd,
-         gpt.CausalProbabilities: CausalProbabilities, gpt.Head: Head, tensor_parallel.VocabParallelHead: VocabParallelHead, moe.MoE: MoE}
+FUSED = {
+    nn.RMSNorm: RMSNorm,
+    nn.LayerNorm: LayerNorm,
+    gpt.Rotary: Rotary,
+    gpt.SwiGLU: SwiGLU,
+    gpt.GELU: GELU,
+    gpt.BiasDropoutAdd: BiasDropoutAdd,
+    gpt.CausalProbabilities: CausalProbabilities,
+    gpt.Head: Head,
+    tensor_parallel.VocabParallelHead: VocabParallelHead,
+    moe.MoE: MoE,
+}
 
 
 def swap(model: nn.Module) -> None:
-    """Let modules compute by the operations above, on any device. After tensor_parallel.parallelize and whatever else puts new modules in. Their dtypes must agree: not under autocast."""
+    """Let modules compute by the operations above, on any device. After tensor_parallel.parallelize
+    and whatever else puts new modules in. Their dtypes must agree: not under autocast."""
     for module in model.modules():
-        if isinstance(module, nn.RMSNorm | nn.LayerNorm) and (len(module.normalized_shape) > 1 or module.weight is None or module.eps is None or getattr(module, "bias", module) is None):
-            continue                                                     # other norms than the model's
+        if isinstance(module, nn.RMSNorm | nn.LayerNorm) and (
+            len(module.normalized_shape) > 1
+            or module.weight is None
+            or module.eps is None
+            or getattr(module, "bias", module) is None
+        ):
+            # other norms than the model's
+            continue
         module.__class__ = FUSED.get(type(module), type(module))
 
 
 def apply(model: nn.Module, device: torch.device) -> str:
-    """`swap` where the kernels run, after everything else that changes what modules are. Returns "", or why they do not run on this device: then the model stays as it is."""
+    """`swap` where the kernels run, after everything else that changes what modules are. Returns
+    "", or why they do not run on this device: then the model stays as it is."""
     why_not = load()[1] if device.type == "cuda" else "no CUDA device"
     if not why_not:
         swap(model)
     return why_not
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+
 
 class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the bytes that PyTorch's operations have to move: of each, every tensor that it reads or writes, once; of one that it changes, twice. Views move nothing."""
+    """Counts the bytes that PyTorch's operations have to move: of each, every tensor that it reads
+    or writes, once; of one that it changes, twice. Views move nothing."""
 
     def __init__(self):
         super().__init__()
@@ -2072,56 +2540,161 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         outputs = function(*args, **(kwargs or {}))
         schema = function._schema
-        if any(r.alias_info and not r.alias_info.is_write for r in schema.returns) or function in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default):
+        if any(r.alias_info and not r.alias_info.is_write for r in schema.returns) or function in (
+            torch.ops.aten.empty.memory_format,
+            torch.ops.aten.empty_like.default,
+            torch.ops.aten.new_empty.default,
+        ):
             return outputs
         flat = torch.utils._pytree.tree_leaves((args, kwargs, outputs))
-        tensors = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in flat if isinstance(t, Tensor) and t.numel()}
-        changed = [a for a, described in zip(args, schema.arguments) if isinstance(a, Tensor) and described.alias_info and described.alias_info.is_write]
+        tensors = {
+            t.untyped_storage().data_ptr(): t.numel() * t.element_size()
+            for t in flat
+            if isinstance(t, Tensor) and t.numel()
+        }
+        changed = [
+            a
+            for a, described in zip(args, schema.arguments)
+            if isinstance(a, Tensor) and described.alias_info and described.alias_info.is_write
+        ]
         self.bytes += sum(tensors.values()) + sum(t.numel() * t.element_size() for t in changed)
         return outputs
 
 
-def examples(b: int, s: int, h: int, ffn: int, vocab_size: int, heads: int = 8, device="cpu", dtype=torch.bfloat16) -> dict:
-    """Every operation at a size: name: (arguments, fused, PyTorch's own, which arguments have gradients)."""
+def examples(
+    b: int,
+    s: int,
+    h: int,
+    ffn: int,
+    vocab_size: int,
+    heads: int = 8,
+    device="cpu",
+    dtype=torch.bfloat16,
+) -> dict:
+    """Every operation at a size: name: (arguments, fused, PyTorch's own, which arguments have
+    gradients)."""
+
     def new(*shape):
         return torch.randn(shape, device=device, dtype=dtype)
-    n, d = b * s, h // heads
+
+    n = b * s
+    d = h // heads
     config = gpt.GPTConfig(num_layers=1, hidden_size=h, num_heads=heads, seq_length=s, llama=True)
-    table, key = gpt.rotary_table(config, s, new(1)), gpt.dropout_key(0, 1, torch.arange(b, device=device))
-    dropout, gelu, swiglu_, causal = gpt.BiasDropoutAdd(0.1, 2), gpt.GELU(), gpt.SwiGLU(), gpt.CausalProbabilities()
-    decision = moe.Decision(lambda logits, training: logits, gpt.GPTConfig(num_layers=1, hidden_size=8, num_heads=1, num_experts=8, router="topk", router_topk=2))
+    table = gpt.rotary_table(config, s, new(1))
+    key = gpt.dropout_key(0, 1, torch.arange(b, device=device))
+    dropout = gpt.BiasDropoutAdd(0.1, 2)
+    gelu = gpt.GELU()
+    swiglu_ = gpt.SwiGLU()
+    causal = gpt.CausalProbabilities()
+    decision = moe.Decision(
+        lambda logits, training: logits,
+        gpt.GPTConfig(
+            num_layers=1, hidden_size=8, num_heads=1, num_experts=8, router="topk", router_topk=2
+        ),
+    )
     routes = decision(torch.rand(n, 8, device=device))
     size = ffn * h
-    weight, low = new(size), torch.zeros(size, dtype=torch.int16, device=device)
-    state = weight, low, None, torch.randn(size, device=device), new(size), new(size).abs(), 1e-3, 0.1, 0.9, 0.95, 1e-8, 10, 1.0
+    weight = new(size)
+    low = torch.zeros(size, dtype=torch.int16, device=device)
+    state = (
+        weight,
+        low,
+        None,
+        torch.randn(size, device=device),
+        new(size),
+        new(size).abs(),
+        1e-3,
+        0.1,
+        0.9,
+        0.95,
+        1e-8,
+        10,
+        1.0,
+    )
     mask = torch.full((s, s), -math.inf, dtype=dtype, device=device).triu(1)
     return {
-        "rms_norm": ((new(b, s, h), new(h)), rms_norm, lambda x, w: F.rms_norm(x, (h,), w, 1e-5), (0, 1)),
-        "layer_norm": ((new(b, s, h), new(h), new(h)), layer_norm, lambda x, w, bias: F.layer_norm(x, (h,), w, bias, 1e-5), (0, 1, 2)),
-        "rotary": ((new(b, s, heads, d).transpose(1, 2), new(b, s, heads, d).transpose(1, 2), *table), rotary, lambda q, k, *t: (gpt.rotate(q, t), gpt.rotate(k, t)), (0, 1)),
+        "rms_norm": (
+            (new(b, s, h), new(h)),
+            rms_norm,
+            lambda x, w: F.rms_norm(x, (h,), w, 1e-5),
+            (0, 1),
+        ),
+        "layer_norm": (
+            (new(b, s, h), new(h), new(h)),
+            layer_norm,
+            lambda x, w, bias: F.layer_norm(x, (h,), w, bias, 1e-5),
+            (0, 1, 2),
+        ),
+        "rotary": (
+            (new(b, s, heads, d).transpose(1, 2), new(b, s, heads, d).transpose(1, 2), *table),
+            rotary,
+            lambda q, k, *t: (gpt.rotate(q, t), gpt.rotate(k, t)),
+            (0, 1),
+        ),
         "swiglu": ((new(b, s, ffn), new(b, s, ffn)), swiglu, swiglu_, (0, 1)),
-        "bias_gelu": ((new(b, s, ffn), new(ffn)), bias_gelu, lambda x, bias: F.gelu(x + bias, approximate="tanh"), (0, 1)),
-        "bias_dropout_add": ((new(b, s, h), new(h), new(b, s, h), key), lambda x, bias, r, k: bias_dropout_add(x, bias, r, k, 2, 0, 0.1), dropout, (0, 1, 2)),
-        "causal_softmax": ((new(b * heads, s, s),), lambda scores: causal_softmax(scores, d ** -0.5), lambda scores: (scores * d ** -0.5 + mask).softmax(-1), (0,)),
-        "cross_entropy": ((new(n, vocab_size), torch.randint(vocab_size, (n,), device=device)), cross_entropy, gpt.cross_entropy, (0,)),
+        "bias_gelu": (
+            (new(b, s, ffn), new(ffn)),
+            bias_gelu,
+            lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+            (0, 1),
+        ),
+        "bias_dropout_add": (
+            (new(b, s, h), new(h), new(b, s, h), key),
+            lambda x, bias, r, k: bias_dropout_add(x, bias, r, k, 2, 0, 0.1),
+            dropout,
+            (0, 1, 2),
+        ),
+        "causal_softmax": (
+            (new(b * heads, s, s),),
+            lambda scores: causal_softmax(scores, d**-0.5),
+            lambda scores: (scores * d**-0.5 + mask).softmax(-1),
+            (0,),
+        ),
+        "cross_entropy": (
+            (new(n, vocab_size), torch.randint(vocab_size, (n,), device=device)),
+            cross_entropy,
+            gpt.cross_entropy,
+            (0,),
+        ),
         "take": ((new(n, h), routes.order, routes.place), take, moe.taken, (0,)),
-        "put": ((new(len(routes.order), h), torch.rand(n, 2, device=device), routes.place, routes.order), put, moe.put_home, (0, 1)),
+        "put": (
+            (
+                new(len(routes.order), h),
+                torch.rand(n, 2, device=device),
+                routes.place,
+                routes.order,
+            ),
+            put,
+            moe.put_home,
+            (0, 1),
+        ),
         "adamw": (state, adamw, _AdamW.reference, ()),
     }
 
 
 def there_and_back(function, args: tuple, wanted: tuple, numbers: torch.dtype | None = None):
-    """(bytes moved forward, and backward where something has a gradient; outputs and gradients) of one call, with floating-point arguments as they are or as `numbers`."""
-    args = [a.detach().to(numbers or a.dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
-    copies = [a.clone().requires_grad_(i in wanted) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
+    """(bytes moved forward, and backward where something has a gradient; outputs and gradients) of
+    one call, with floating-point arguments as they are or as `numbers`."""
+    args = [
+        a.detach().to(numbers or a.dtype) if isinstance(a, Tensor) and a.is_floating_point() else a
+        for a in args
+    ]
+    copies = [
+        a.clone().requires_grad_(i in wanted) if isinstance(a, Tensor) else a
+        for i, a in enumerate(args)
+    ]
     if wanted:
-        copies = [c * 1 if i in wanted else c for i, c in enumerate(copies)]                   # no leaves: what overwrites its input may
+        # no leaves: what overwrites its input may
+        copies = [c * 1 if i in wanted else c for i, c in enumerate(copies)]
     with Traffic() as forward:
         outputs = function(*copies)
     if not wanted:
         return [forward.bytes], []
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    downstream = [torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(o) for o in outputs]
+    downstream = [
+        torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(o)
+        for o in outputs
+    ]
     with Traffic() as backward:
         gradients = torch.autograd.grad(outputs, [copies[i] for i in wanted], downstream)
     return [forward.bytes, backward.bytes], [*outputs, *gradients]
@@ -2129,18 +2702,37 @@ def there_and_back(function, args: tuple, wanted: tuple, numbers: torch.dtype | 
 
 def main():
     library, why_not = load()
-    print(f"compiled for {torch.cuda.get_device_name()}" if library else f"not compiled here ({why_not}): the references run")
+    print(
+        f"compiled for {torch.cuda.get_device_name()}"
+        if library
+        else f"not compiled here ({why_not}): the references run"
+    )
     device, ours = ("cuda", "kernel") if library else ("cpu", "reference")
-    print(f"bytes for each number of the first argument, bf16, forward + backward: of each operation's arguments and outputs once, which is what one pass moves, and counted over PyTorch's own\n"
-          f"operations on this device ({device}), one after the other; and the largest error of an output or a gradient against float64, of the {ours} and of PyTorch's own\n\n"
-          f"{'':>18}{'one pass':>14}{'PyTorch':>16}{'ratio':>7}{'error: ' + ours:>18}{'PyTorch':>9}")
+    print(
+        f"bytes for each number of the first argument, bf16, forward + backward: of each operation's arguments and outputs once, which is what one pass moves, and counted over PyTorch's own\n"
+        f"operations on this device ({device}), one after the other; and the largest error of an output or a gradient against float64, of the {ours} and of PyTorch's own\n\n"
+        f"{'':>18}{'one pass':>14}{'PyTorch':>16}{'ratio':>7}{'error: ' + ours:>18}{'PyTorch':>9}"
+    )
     torch.manual_seed(0)
-    for name, (args, fused, own, wanted) in examples(2, 256, 512, 1408, 4096, device=device).items():
-        (one_pass, ours), (several, theirs) = (there_and_back(function, args, wanted) for function in (fused, own))
+    for name, (args, fused, own, wanted) in examples(
+        2, 256, 512, 1408, 4096, device=device
+    ).items():
+        (one_pass, ours), (several, theirs) = (
+            there_and_back(function, args, wanted) for function in (fused, own)
+        )
         exact = there_and_back(own, args, wanted, torch.float64)[1] if wanted else []
-        errors = [f"{max(((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact)):.1e}" if wanted else "" for found in (ours, theirs)]
-        counts = [" + ".join(f"{m / args[0].numel():.1f}" for m in moved) for moved in (one_pass, several)]
-        print(f"{name:>18}{counts[0]:>14}{counts[1]:>16}{sum(several) / sum(one_pass):>7.1f}{errors[0]:>18}{errors[1]:>9}")
+        errors = [
+            f"{max(((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact)):.1e}"
+            if wanted
+            else ""
+            for found in (ours, theirs)
+        ]
+        counts = [
+            " + ".join(f"{m / args[0].numel():.1f}" for m in moved) for moved in (one_pass, several)
+        ]
+        print(
+            f"{name:>18}{counts[0]:>14}{counts[1]:>16}{sum(several) / sum(one_pass):>7.1f}{errors[0]:>18}{errors[1]:>9}"
+        )
 
 
 if __name__ == "__main__":

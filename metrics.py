@@ -1,16 +1,21 @@
 """What a run tells: `metrics.jsonl` for programs, a line per step and `loss.png` for people.
 
-A line of metrics.jsonl is one step, floats in full precision, so that two runs can be compared bit for bit:
+A line of metrics.jsonl is one step, floats in full precision, so that two runs can be compared bit
+for bit:
 
-    {"step": 1, "loss": 5.56, "grad_norm": 3.2, "lr": 6e-05, "tokens": 2048, "step_seconds": 0.2, "tokens_per_second": 10240.0,
+    {"step": 1, "loss": 5.56, "grad_norm": 3.2, "lr": 6e-05, "tokens": 2048, "step_seconds": 0.2,
+    "tokens_per_second": 10240.0,
      "tflops_per_device": 0.11, "peak_memory_bytes": 570425344}
 
-and now and then `mfu` (on GPUs whose peak is known), `eval_loss`, `loss_scale` (fp16) and `skipped_steps` (those whose gradients were not finite). With experts also `expert_load` (for
-each layer that has them, how many choices fell on each expert, over an even share) and, each with a number for each layer, `dropped_share` (of choices), `router_entropy`
-(nats), `load_balancing_loss` and `z_loss` (before their coefficients; `loss` is without them).
+and now and then `mfu` (on GPUs whose peak is known), `eval_loss`, `loss_scale` (fp16) and
+`skipped_steps` (those whose gradients were not finite). With experts also `expert_load` (for each
+layer that has them, how many choices fell on each expert, over an even share) and, each with a
+number for each layer, `dropped_share` (of choices), `router_entropy` (nats), `load_balancing_loss`
+and `z_loss` (before their coefficients; `loss` is without them).
 
     python metrics.py runs/default       draws runs/default/loss.png again
 """
+
 import itertools
 import json
 import math
@@ -39,15 +44,18 @@ class MetricsError(RuntimeError):
 
 
 def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
-    """(the lines of a metrics.jsonl, the numbers of those that cannot be read). Half a line at the end, which a kill
-    leaves, counts as neither. Raises MetricsError."""
+    """(the lines of a metrics.jsonl, the numbers of those that cannot be read). Half a line at the
+    end, which a kill leaves, counts as neither. Raises MetricsError."""
     try:
         raw = json_files.read_bytes(path).split(b"\n")
     except FileNotFoundError:
         return [], []
     except (OSError, ValueError) as e:
-        raise MetricsError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
-    lines, damaged = [], []
+        raise MetricsError(
+            f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})"
+        ) from None
+    lines = []
+    damaged = []
     for number, text in enumerate(raw, 1):
         try:
             json_files.parse(text, Line)
@@ -61,6 +69,7 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
 @dataclass
 class Line:
     """What every line of metrics.jsonl has; numbers that were not finite are null."""
+
     step: int
     loss: float | None
     eval_loss: float | None = None
@@ -70,23 +79,32 @@ class Metrics:
     """metrics.jsonl: one line a step, flushed before any checkpoint of that step. Rank 0 has it."""
 
     def __init__(self, path: Path, last_step: int):
-        """Lines beyond `last_step`, which a killed run wrote after its last checkpoint, are cut; so is half a line at
-        the end. Where other lines cannot be read, the file as it was is kept beside, as metrics.jsonl.damaged, and
-        `self.notice` says so. Raises MetricsError."""
+        """Lines beyond `last_step`, which a killed run wrote after its last checkpoint, are cut; so
+        is half a line at the end. Where other lines cannot be read, the file as it was is kept
+        beside, as metrics.jsonl.damaged, and `self.notice` says so. Raises MetricsError."""
         lines, damaged = read_metrics(path)
-        self.path, self.notice = path, ""
+        self.path = path
+        self.notice = ""
         self.lines = [line for line in lines if line["step"] <= last_step]
         try:
             if damaged:
-                kept = next(name for n in itertools.count(1) if not os.path.lexists(name := f"{path}.damaged" + (f".{n}" if n > 1 else "")))
+                kept = next(
+                    name
+                    for n in itertools.count(1)
+                    if not os.path.lexists(name := f"{path}.damaged" + (f".{n}" if n > 1 else ""))
+                )
                 shutil.copyfile(path, kept)
-                self.notice = (f"{path}: line {', '.join(map(str, damaged))} cannot be read and is left out; the file as "
-                               f"it was is {kept}")
+                self.notice = (
+                    f"{path}: line {', '.join(map(str, damaged))} cannot be read and is left out;"
+                    f" the file as it was is {kept}"
+                )
             elif lines and not last_step:
                 self.notice = f"{path}: begun anew; its {len(lines)} steps are in no checkpoint"
             temporary = path.with_suffix(".tmp")
             temporary.unlink(missing_ok=True)
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+            temporary.write_text(
+                "".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8"
+            )
             os.replace(temporary, path)
             self.file = open(path, "a", encoding="utf-8")
         except OSError as e:
@@ -119,12 +137,14 @@ class Curves:
         self.writer.flush()
 
 
-# FLOP/s of dense matrix multiplication in 16 bits, from NVIDIA's data sheets (the sparse numbers are twice as high).
+# FLOP/s of dense matrix multiplication in 16 bits, from NVIDIA's data sheets (the sparse numbers
+# are twice as high).
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 
 
 def mfu(tflops: float, device: torch.device, precision: str) -> dict:
-    """{"mfu": share of the device's peak}, or {} where the peak is not known: on CPUs, other GPUs, in fp32."""
+    """{"mfu": share of the device's peak}, or {} where the peak is not known: on CPUs, other GPUs,
+    in fp32."""
     if device.type != "cuda" or precision not in ("bf16", "fp16"):
         return {}
     name = torch.cuda.get_device_name(device)
@@ -133,12 +153,26 @@ def mfu(tflops: float, device: torch.device, precision: str) -> dict:
 
 def plot_loss(lines: list[dict], title: str, path: Path) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([x["step"] for x in lines], [x["loss"] for x in lines], linewidth=0.8, color="tab:blue", label="training")
+    axes.plot(
+        [x["step"] for x in lines],
+        [x["loss"] for x in lines],
+        linewidth=0.8,
+        color="tab:blue",
+        label="training",
+    )
     held_out = [x for x in lines if "eval_loss" in x]
-    axes.plot([x["step"] for x in held_out], [x["eval_loss"] for x in held_out], "o-", color="tab:orange", label="held out")
+    axes.plot(
+        [x["step"] for x in held_out],
+        [x["eval_loss"] for x in held_out],
+        "o-",
+        color="tab:orange",
+        label="held out",
+    )
     axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -148,9 +182,12 @@ def plot_loss(lines: list[dict], title: str, path: Path) -> None:
 
 def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float) -> str:
     """One line for a person."""
-    text = (f"step {line['step']:>{len(str(steps))}}/{steps}  loss {line['loss']:.4f}  grad {line['grad_norm']:.2f}  "
-            f"lr {line['lr']:.1e}  {line['tokens_per_second']:,.0f} tok/s  {line['tflops_per_device']:.3f} TFLOP/s per device  "
-            f"{line['peak_memory_bytes'] / 2**30:.2f} GiB  {duration(seconds_left)} left")
+    text = (
+        f"step {line['step']:>{len(str(steps))}}/{steps}  loss {line['loss']:.4f}  grad"
+        f" {line['grad_norm']:.2f}  lr {line['lr']:.1e}  {line['tokens_per_second']:,.0f} tok/s "
+        f" {line['tflops_per_device']:.3f} TFLOP/s per device "
+        f" {line['peak_memory_bytes'] / 2**30:.2f} GiB  {duration(seconds_left)} left"
+    )
     if "mfu" in line:
         text += f"  MFU {line['mfu']:.1%}"
     if not math.isfinite(line["grad_norm"]):
@@ -158,7 +195,10 @@ def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float
     if "expert_load" in line:
         text += f"  load up to {max(max(layer) for layer in line['expert_load']):.2f}"
     if "eval_loss" in line:
-        text += f"\n    held-out loss {line['eval_loss']:.4f}, {line['eval_loss'] / bytes_per_token:.4f} nats per byte"
+        text += (
+            f"\n    held-out loss {line['eval_loss']:.4f},"
+            f" {line['eval_loss'] / bytes_per_token:.4f} nats per byte"
+        )
     return text
 
 
@@ -166,7 +206,8 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: of tensors on a GPU, of the whole process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024                    # Linux counts in KiB
+    # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def duration(seconds: float) -> str:
@@ -189,7 +230,10 @@ def main() -> int:
         print(f"metrics.py: {e}", file=sys.stderr)
         return 2
     if damaged:
-        print(f"metrics.jsonl: line {', '.join(map(str, damaged))} cannot be read and is left out", file=sys.stderr)
+        print(
+            f"metrics.jsonl: line {', '.join(map(str, damaged))} cannot be read and is left out",
+            file=sys.stderr,
+        )
     print(out / "loss.png")
     return 0
 

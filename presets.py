@@ -1,28 +1,65 @@
-"""The shapes of published models: name -> (fields of gpt.GPTConfig, published parameters, 0 where there is no such number).
+"""The shapes of published models: name -> (fields of gpt.GPTConfig, published parameters, 0 where
+there is no such number).
 
-GPT-2 as released; GPT-3's sizes as NeMo configures them; the models of both Megatron papers' tables (arXiv 2104.04473, table 1, and
-2205.05198, table 3); Llama-2 as released (arXiv 2307.09288), Mixtral 8x7B too (arXiv 2401.04088); and `tiny`, with which everything here runs on a
-laptop.
+GPT-2 as released; GPT-3's sizes as NeMo configures them; the models of both Megatron papers' tables
+(arXiv 2104.04473, table 1, and 2205.05198, table 3); Llama-2 as released (arXiv 2307.09288),
+Mixtral 8x7B too (arXiv 2401.04088); and `tiny`, with which everything here runs on a laptop.
 
     python gpt.py        each, counted
 """
 
 
 def _gpt(num_layers, hidden_size, num_heads, seq_length=2048, vocab_size=51200):
-    return dict(num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads,
-                seq_length=seq_length, vocab_size=vocab_size, dropout=0.1)
+    return dict(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        seq_length=seq_length,
+        vocab_size=vocab_size,
+        dropout=0.1,
+    )
 
 
 def _llama2(num_layers, hidden_size, num_heads, ffn_hidden_size, **fields):
-    return dict(num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, ffn_hidden_size=ffn_hidden_size,
-                **(dict(seq_length=4096, vocab_size=32000, llama=True) | fields))
+    return dict(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        ffn_hidden_size=ffn_hidden_size,
+        **(dict(seq_length=4096, vocab_size=32000, llama=True) | fields),
+    )
 
 
 PRESETS: dict[str, tuple[dict, float]] = {
-    # bytes and an end-of-text token; Llama's block, because it learns faster than GPT-2's in the first minutes
-    "tiny": (dict(num_layers=4, hidden_size=256, num_heads=8, ffn_hidden_size=688, seq_length=128, vocab_size=257, llama=True), 0),
+    # bytes and an end-of-text token; Llama's block, because it learns faster than GPT-2's in the
+    # first minutes
+    "tiny": (
+        dict(
+            num_layers=4,
+            hidden_size=256,
+            num_heads=8,
+            ffn_hidden_size=688,
+            seq_length=128,
+            vocab_size=257,
+            llama=True,
+        ),
+        0,
+    ),
     # the same with 8 experts in every other layer: the same FLOPs, three times the parameters
-    "tiny-moe": (dict(num_layers=4, hidden_size=256, num_heads=8, ffn_hidden_size=688, seq_length=128, vocab_size=257, llama=True, num_experts=8, expert_every=2), 0),
+    "tiny-moe": (
+        dict(
+            num_layers=4,
+            hidden_size=256,
+            num_heads=8,
+            ffn_hidden_size=688,
+            seq_length=128,
+            vocab_size=257,
+            llama=True,
+            num_experts=8,
+            expert_every=2,
+        ),
+        0,
+    ),
     # Radford et al. 2019, as released
     "gpt2": (_gpt(12, 768, 12, 1024, 50257), 124_439_808),
     "gpt2-medium": (_gpt(24, 1024, 16, 1024, 50257), 354_823_168),
@@ -51,6 +88,21 @@ PRESETS: dict[str, tuple[dict, float]] = {
     "llama2-13b": (_llama2(40, 5120, 40, 13824), 13_015_864_320),
     "llama2-70b": (_llama2(80, 8192, 64, 28672, num_kv_heads=8), 68_976_648_192),
     # arXiv 2401.04088, as released
-    "mixtral-8x7b": (_llama2(32, 4096, 32, 14336, num_kv_heads=8, seq_length=32768, rotary_base=1e6, num_experts=8, router="topk", router_topk=2,
-                             aux_loss=0.02, z_loss=0.0), 46_702_792_704),
+    "mixtral-8x7b": (
+        _llama2(
+            32,
+            4096,
+            32,
+            14336,
+            num_kv_heads=8,
+            seq_length=32768,
+            rotary_base=1e6,
+            num_experts=8,
+            router="topk",
+            router_topk=2,
+            aux_loss=0.02,
+            z_loss=0.0,
+        ),
+        46_702_792_704,
+    ),
 }

@@ -5,11 +5,13 @@
         questions     [30, 768]
         metadata      templates, the fingerprint of the model, the SHA-256 of the tables
 
-A fingerprint is a hash of a model's shape, its embedding and its norms: the same in every layout that a checkpoint may have been saved in, and as a Hugging Face folder, and read without
-the rest of the model. Nothing in the file is ever unpickled.
+A fingerprint is a hash of a model's shape, its embedding and its norms: the same in every layout
+that a checkpoint may have been saved in, and as a Hugging Face folder, and read without the rest of
+the model. Nothing in the file is ever unpickled.
 
     python prompt_file.py FILE        the tasks in it
 """
+
 import dataclasses
 import hashlib
 import json
@@ -17,8 +19,8 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from msgspec import Struct, to_builtins
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,12 +28,13 @@ import checkpoint
 import gpt
 import huggingface
 import json_files
-from prompt_data import PromptConfig, PromptError, Template
 import terminal
+from prompt_data import PromptConfig, PromptError, Template
 
 
 def read_base(path: "str | Path", names: list[str]) -> dict[str, Tensor]:
-    """Some whole parameters of a checkpoint or a Hugging Face folder, float32. All ranks call this together."""
+    """Some whole parameters of a checkpoint or a Hugging Face folder, float32. All ranks call this
+    together."""
     if huggingface.is_folder(path):
         _, read, _ = huggingface.open_folder(Path(path))
         return {name: read(name) for name in names}
@@ -42,36 +45,72 @@ def read_base(path: "str | Path", names: list[str]) -> dict[str, Tensor]:
 
 
 def fingerprint(path: "str | Path", config: gpt.GPTConfig) -> str:
-    """Which model this is: a hash of its shape, its embedding and its norms, in whatever layout it was saved. All ranks call this together."""
-    free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"} | ({"seq_length"} if config.llama else set())           # as Trainer.shape
-    digest = hashlib.sha256(json.dumps({k: v for k, v in dataclasses.asdict(config).items() if k not in free}, sort_keys=True).encode())
-    names = ["embedding.tokens.weight"] + [f"blocks.{layer}.{name}.weight" for layer in range(config.num_layers) for name in ("attention_norm", "mlp_norm")] + ["head.norm.weight"]
+    """Which model this is: a hash of its shape, its embedding and its norms, in whatever layout it
+    was saved. All ranks call this together."""
+    # as Trainer.shape
+    free = {
+        "dropout",
+        "attention",
+        "router_temperature",
+        "capacity_factor",
+        "aux_loss",
+        "z_loss",
+    } | ({"seq_length"} if config.llama else set())
+    digest = hashlib.sha256(
+        json.dumps(
+            {k: v for k, v in dataclasses.asdict(config).items() if k not in free}, sort_keys=True
+        ).encode()
+    )
+    names = (
+        ["embedding.tokens.weight"]
+        + [
+            f"blocks.{layer}.{name}.weight"
+            for layer in range(config.num_layers)
+            for name in ("attention_norm", "mlp_norm")
+        ]
+        + ["head.norm.weight"]
+    )
     for name, weight in read_base(path, names).items():
         digest.update(name.encode() + weight.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def digest(found: dict[str, Tensor]) -> str:
-    return hashlib.sha256(b"".join(task.encode() + t.contiguous().numpy().tobytes() for task, t in sorted(found.items()))).hexdigest()
+    return hashlib.sha256(
+        b"".join(
+            task.encode() + t.contiguous().numpy().tobytes() for task, t in sorted(found.items())
+        )
+    ).hexdigest()
 
 
 class Described(Struct):
     """What stands beside the tables."""
+
     templates: list[Template]
-    model: str                           # its fingerprint
-    sha256: str                          # of the tables
+    # its fingerprint
+    model: str
+    # of the tables
+    sha256: str
 
 
 def save(path: "str | Path", config: PromptConfig, found: dict[str, Tensor], model: str) -> None:
-    """Write a prompt file: the table of each task, their templates, and the fingerprint of the model that they belong to."""
-    described = to_builtins(Described([config.templates[task] for task in found], model, digest(found)))
+    """Write a prompt file: the table of each task, their templates, and the fingerprint of the
+    model that they belong to."""
+    described = to_builtins(
+        Described([config.templates[task] for task in found], model, digest(found))
+    )
     temporary = Path(path).with_suffix(".tmp")
-    save_file({task: t.contiguous() for task, t in found.items()}, temporary, {"prompts": json.dumps(described)})
+    save_file(
+        {task: t.contiguous() for task, t in found.items()},
+        temporary,
+        {"prompts": json.dumps(described)},
+    )
     temporary.replace(path)
 
 
 def load(path: "str | Path", model: str | None = None) -> tuple[PromptConfig, dict[str, Tensor]]:
-    """(a configuration for inference, the tables) of a prompt file. model: the fingerprint of the model to be used with it. Raises PromptError for another model's."""
+    """(a configuration for inference, the tables) of a prompt file. model: the fingerprint of the
+    model to be used with it. Raises PromptError for another model's."""
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("a folder, a pipe or a device, not a file")
@@ -80,16 +119,33 @@ def load(path: "str | Path", model: str | None = None) -> tuple[PromptConfig, di
             found = {task: f.get_tensor(task) for task in f.keys()}
         described = json_files.parse(text.encode(), Described, "its description")
         templates = described.templates
-        config = PromptConfig(templates, virtual_prompt_style="inference", new_tasks=[t.taskname for t in templates])
-        fits = {t.taskname: found[t.taskname].dim() == 2 and len(found[t.taskname]) == t.total_virtual_tokens for t in templates}
-        if found.keys() != fits.keys() or not all(fits.values()) or any(t.dtype != torch.float32 for t in found.values()):
+        config = PromptConfig(
+            templates, virtual_prompt_style="inference", new_tasks=[t.taskname for t in templates]
+        )
+        fits = {
+            t.taskname: (
+                found[t.taskname].dim() == 2 and len(found[t.taskname]) == t.total_virtual_tokens
+            )
+            for t in templates
+        }
+        if (
+            found.keys() != fits.keys()
+            or not all(fits.values())
+            or any(t.dtype != torch.float32 for t in found.values())
+        ):
             raise PromptError("its tables and its templates do not fit")
         if described.sha256 != digest(found):
             raise PromptError("its tables are not what was written")
     except (OSError, SafetensorError, KeyError, ValueError) as e:
-        raise PromptError(f"{path} is not a prompt file, or damaged ({type(e).__name__}: {json_files.one_line(e)})") from None
+        raise PromptError(
+            f"{path} is not a prompt file, or damaged ({type(e).__name__}:"
+            f" {json_files.one_line(e)})"
+        ) from None
     if model is not None and model != described.model:
-        raise PromptError(f"{path} belongs to another model: its prompts were learned for {described.model}, and this one is {model}")
+        raise PromptError(
+            f"{path} belongs to another model: its prompts were learned for {described.model}, and"
+            f" this one is {model}"
+        )
     return config, {task: found[task] for task in config.tasks}
 
 
@@ -102,7 +158,10 @@ def main():
         print(f"prompt_file.py: {e}", file=sys.stderr)
         sys.exit(2)
     for task, table in found.items():
-        print(f"{task}: {len(table)} vectors of {table.shape[1]} numbers; {config.templates[task].prompt_template!r}")
+        print(
+            f"{task}: {len(table)} vectors of {table.shape[1]} numbers;"
+            f" {config.templates[task].prompt_template!r}"
+        )
 
 
 if __name__ == "__main__":

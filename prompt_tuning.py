@@ -1,26 +1,33 @@
-"""Prompt learning: a frozen model learns tasks, each as a few vectors in front of the text (prompt tuning, arXiv 2104.08691; p-tuning, arXiv 2103.10385).
+"""Prompt learning: a frozen model learns tasks, each as a few vectors in front of the text (prompt
+tuning, arXiv 2104.08691; p-tuning, arXiv 2103.10385).
 
     tokens       V0 V1 V2 | g o o d _ f u n ..          an id V + j beyond the vocabulary is virtual token j
     vectors      e0 e1 e2 | E[g] E[o] E[o] ..           looked up in a table [T, h] that is learned; the model is never altered
 
-Prompt tuning learns the table itself. P-tuning learns an encoder that computes it, from vectors that are learned too, because a table alone moves slowly:
+Prompt tuning learns the table itself. P-tuning learns an encoder that computes it, from vectors
+that are learned too, because a table alone moves slowly:
 
     mlp      Linear(h, e)  ReLU  Linear(e, e)  ReLU  Linear(e, h)              table = encoder(inputs),   inputs [T, h]
     lstm     two-layer bidirectional LSTM(h, e)  Linear(2e, 2e)  ReLU  Linear(2e, h)
     tpmlp    Linear(h, e) by columns  GELU  Linear(e, h) by rows: tensor parallel (Megatron-LM, section 3)
 
-after which the encoder is dropped and the table kept: for the tasks of one model a prompt file of T h numbers each. New tasks are added later; the tables of
-the existing ones stay as they are, bit for bit. The gradient of a table comes through the whole model, but only prompts have gradients kept,
-optimizer state or a place in checkpoints. Under tensor parallelism it is the same on every rank (f sums what comes back); under
-sequence parallelism each rank sees a slice of the tokens, so the table goes through identity | all-reduce; in a pipeline the first stage has it.
+after which the encoder is dropped and the table kept: for the tasks of one model a prompt file of T
+h numbers each. New tasks are added later; the tables of the existing ones stay as they are, bit for
+bit. The gradient of a table comes through the whole model, but only prompts have gradients kept,
+optimizer state or a place in checkpoints. Under tensor parallelism it is the same on every rank (f
+sums what comes back); under sequence parallelism each rank sees a slice of the tokens, so the table
+goes through identity | all-reduce; in a pipeline the first stage has it.
 
     python prompt_tuning.py                                                                   a small model learns two tasks, one after the other
     python prompt_tuning.py train --config prompts.json --out runs/prompts --lr 0.03          train.py's flags, under torchrun too
-    python prompt_tuning.py generate --prompts runs/prompts/prompts.safetensors --checkpoint runs/default --data lines.jsonl
-    python prompt_tuning.py evaluate --prompts runs/prompts/prompts.safetensors --checkpoint runs/default --data lines.jsonl
+    python prompt_tuning.py generate --prompts runs/prompts/prompts.safetensors --checkpoint
+    runs/default --data lines.jsonl
+    python prompt_tuning.py evaluate --prompts runs/prompts/prompts.safetensors --checkpoint
+    runs/default --data lines.jsonl
 
-The configuration has NeMo's names (`PromptConfig`). NeMo adds the same for T5, and an encoder's state to go on from; here a task that has been learned is a table.
-"""
+The configuration has NeMo's names (`PromptConfig`). NeMo adds the same for T5, and an encoder's
+state to go on from; here a task that has been learned is a table."""
+
 import terminal
 
 if __name__ == "__main__":
@@ -44,10 +51,12 @@ from prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template
 from prompt_file import fingerprint, load, read_base
 from sharding import Cut
 
-WHERE = "embedding.tokens.prompts."                                      # global names of prompt parameters begin so
+# global names of prompt parameters begin so
+WHERE = "embedding.tokens.prompts."
 
 
-# --- prompts in a model -----------------------------------------------------------------------------------------------
+# --- prompts in a model ---------------------------------------------------------------------------
+
 
 class MLPEncoder(nn.Module):
     """inputs: [T, h] -> [T, h]"""
@@ -55,7 +64,9 @@ class MLPEncoder(nn.Module):
     def __init__(self, h: int, config: PTuning):
         super().__init__()
         e = config.encoder_hidden or h
-        self.layers = nn.Sequential(nn.Linear(h, e), nn.ReLU(), nn.Linear(e, e), nn.ReLU(), nn.Linear(e, h))
+        self.layers = nn.Sequential(
+            nn.Linear(h, e), nn.ReLU(), nn.Linear(e, e), nn.ReLU(), nn.Linear(e, h)
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layers(inputs)
@@ -80,17 +91,28 @@ class TensorParallelMLPEncoder(nn.Module):
     def __init__(self, h: int, config: PTuning):
         super().__init__()
         e = config.encoder_hidden or h
-        self.project, self.up, self.activation, self.down = gpt.SharedInput(), gpt.DeferredBiasLinear(h, e), gpt.GELU(), gpt.DeferredBiasLinear(e, h)
+        self.project = gpt.SharedInput()
+        self.up = gpt.DeferredBiasLinear(h, e)
+        self.activation = gpt.GELU()
+        self.down = gpt.DeferredBiasLinear(e, h)
 
     def parallelize(self, group: dist.ProcessGroup) -> None:
         if self.up.out_features % group.size():
-            raise PromptError(f"p_tuning.encoder_hidden {self.up.out_features}: must be divisible by tp {group.size()} for the encoder tpmlp")
+            raise PromptError(
+                f"p_tuning.encoder_hidden {self.up.out_features}: must be divisible by tp"
+                f" {group.size()} for the encoder tpmlp"
+            )
         sharding.keep_part(self.up, "weight", Cut(0, group))
         sharding.keep_part(self.up, "bias", Cut(0, group))
-        self.project, self.down = tensor_parallel.ColumnParallelLinear(group), tensor_parallel.RowParallelLinear(self.down, group)
+        self.project, self.down = (
+            tensor_parallel.ColumnParallelLinear(group),
+            tensor_parallel.RowParallelLinear(self.down, group),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        inner = self.activation(*self.project(inputs.unsqueeze(0), self.up), self.up.bias)     # [1, T, e / t]
+        inner = self.activation(
+            *self.project(inputs.unsqueeze(0), self.up), self.up.bias
+        )  # [1, T, e / t]
         return (self.down(inner) + self.down.bias).squeeze(0)
 
 
@@ -107,89 +129,171 @@ class VirtualPrompts(nn.Module):
 
     def __init__(self, config: PromptConfig, h: int):
         super().__init__()
-        self.tables, self.inputs, self.encoder, self.first, rows = nn.ParameterDict(), nn.ParameterDict(), None, {}, 0
+        self.tables = nn.ParameterDict()
+        self.inputs = nn.ParameterDict()
+        self.encoder = None
+        self.first = {}
+        rows = 0
         for task in config.tasks:
             T = config.templates[task].total_virtual_tokens
             learned = task in config.new_tasks and config.virtual_prompt_style != "inference"
-            where = self.inputs if learned and config.virtual_prompt_style == "p-tuning" else self.tables
+            where = (
+                self.inputs
+                if learned and config.virtual_prompt_style == "p-tuning"
+                else self.tables
+            )
             where[key(task)] = nn.Parameter(torch.empty(T, h), requires_grad=learned)
-            self.first[task], rows = rows, rows + T                      # task -> its first row
+            # task -> its first row
+            self.first[task] = rows
+            rows = rows + T
         if self.inputs:
             with torch.device("meta"):
-                size = gpt.num_parameters(ENCODERS[config.p_tuning.encoder_type](h, config.p_tuning))
+                size = gpt.num_parameters(
+                    ENCODERS[config.p_tuning.encoder_type](h, config.p_tuning)
+                )
             # the weights, their gradients and two moments, each float32
-            checkpoint.check_room(f"p_tuning.encoder_hidden {config.p_tuning.encoder_hidden}", 16 * size, "cpu")
+            checkpoint.check_room(
+                f"p_tuning.encoder_hidden {config.p_tuning.encoder_hidden}", 16 * size, "cpu"
+            )
             self.encoder = ENCODERS[config.p_tuning.encoder_type](h, config.p_tuning)
 
     def table(self, task: str) -> Tensor:
         """[T, h]"""
-        return self.encoder(self.inputs[key(task)]) if key(task) in self.inputs else self.tables[key(task)]
+        return (
+            self.encoder(self.inputs[key(task)])
+            if key(task) in self.inputs
+            else self.tables[key(task)]
+        )
 
     def forward(self) -> Tensor:
         return torch.cat([self.table(task) for task in self.first])
 
 
 class PromptedEmbedding(nn.Module):
-    """The embedding of tokens, for ids from V on a row of the prompts. tokens: [b, s] -> [b, s, h], or a slice of the sequence"""
+    """The embedding of tokens, for ids from V on a row of the prompts. tokens: [b, s] -> [b, s, h],
+    or a slice of the sequence"""
 
-    def __init__(self, embedding: nn.Module, prompts: VirtualPrompts, vocab_size: int, slices: dist.ProcessGroup | None):
+    def __init__(
+        self,
+        embedding: nn.Module,
+        prompts: VirtualPrompts,
+        vocab_size: int,
+        slices: dist.ProcessGroup | None,
+    ):
         super().__init__()
-        self.weight, self.inner, self.prompts, self.vocab_size, self.slices = embedding.weight, embedding, prompts, vocab_size, slices
+        self.weight = embedding.weight
+        self.inner = embedding
+        self.prompts = prompts
+        self.vocab_size = vocab_size
+        self.slices = slices
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, table = self.inner(tokens.masked_fill(tokens >= self.vocab_size, 0)), self.prompts()
-        if x.shape[1] < tokens.shape[1]:                                 # sequence parallel
-            tokens, table = tokens.chunk(self.slices.size(), dim=1)[self.slices.rank()], tensor_parallel.copy_to_ranks(table, self.slices)
+        x = self.inner(tokens.masked_fill(tokens >= self.vocab_size, 0))
+        table = self.prompts()
+        # sequence parallel
+        if x.shape[1] < tokens.shape[1]:
+            tokens = tokens.chunk(self.slices.size(), dim=1)[self.slices.rank()]
+            table = tensor_parallel.copy_to_ranks(table, self.slices)
         rows = tokens - self.vocab_size
         return torch.where((rows >= 0).unsqueeze(-1), F.embedding(rows.clamp(min=0), table), x)
 
 
-def attach(model: gpt.GPT, config: PromptConfig, group: dist.ProcessGroup | None = None) -> VirtualPrompts | None:
-    """Give a model, or the chunk of a pipeline that has the embedding, the prompts of config's tasks; ids from vocab_size on are theirs. After tensor and sequence
-    parallelism over `group`; on the device of the model, which may be meta. Freeze the model first: `requires_grad_(False)`. Raises PromptError."""
-    model.virtual_tokens = sum(config.templates[task].total_virtual_tokens for task in config.tasks)       # known on every stage
+def attach(
+    model: gpt.GPT, config: PromptConfig, group: dist.ProcessGroup | None = None
+) -> VirtualPrompts | None:
+    """Give a model, or the chunk of a pipeline that has the embedding, the prompts of config's
+    tasks; ids from vocab_size on are theirs. After tensor and sequence parallelism over `group`; on
+    the device of the model, which may be meta. Freeze the model first: `requires_grad_(False)`.
+    Raises PromptError."""
+    # known on every stage
+    model.virtual_tokens = sum(config.templates[task].total_virtual_tokens for task in config.tasks)
     if model.embedding is None:
         return None
     with model.embedding.tokens.weight.device:
-        prompts = VirtualPrompts(config, model.config.hidden_size).to(model.embedding.tokens.weight.dtype)
+        prompts = VirtualPrompts(config, model.config.hidden_size).to(
+            model.embedding.tokens.weight.dtype
+        )
     if group and isinstance(prompts.encoder, TensorParallelMLPEncoder):
         prompts.encoder.parallelize(group)
-    model.embedding.tokens = PromptedEmbedding(model.embedding.tokens, prompts, model.config.vocab_size, group)
+    model.embedding.tokens = PromptedEmbedding(
+        model.embedding.tokens, prompts, model.config.vocab_size, group
+    )
     return prompts
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
-def initial_values(config: PromptConfig, h: int, seed: int, tokenizer=None, embedding: Tensor | None = None, existing: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The whole float32 value of each prompt parameter, by its name in VirtualPrompts, the same under every layout. embedding: [V, h], for tables that begin from a
-    text; existing: the tables of the existing tasks."""
-    prompts, values = VirtualPrompts(config, h), {}
-    begin = dict(zip(config.new_tasks, config.prompt_tuning.new_prompt_init_text)) if config.virtual_prompt_style == "prompt-tuning" else {}
+
+def initial_values(
+    config: PromptConfig,
+    h: int,
+    seed: int,
+    tokenizer=None,
+    embedding: Tensor | None = None,
+    existing: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The whole float32 value of each prompt parameter, by its name in VirtualPrompts, the same
+    under every layout. embedding: [V, h], for tables that begin from a text; existing: the tables
+    of the existing tasks."""
+    prompts = VirtualPrompts(config, h)
+    values = {}
+    begin = (
+        dict(zip(config.new_tasks, config.prompt_tuning.new_prompt_init_text))
+        if config.virtual_prompt_style == "prompt-tuning"
+        else {}
+    )
     for name, p in prompts.named_parameters():
-        g, kind, task = sharding.generator(seed, WHERE + name), name.split(".")[0], name.partition(".task-")[2]
+        g = sharding.generator(seed, WHERE + name)
+        kind = name.split(".")[0]
+        task = name.partition(".task-")[2]
         if kind == "tables" and not p.requires_grad:
             values[name] = existing[task].float()
-        elif kind == "tables" and config.prompt_tuning.new_prompt_init_methods[config.new_tasks.index(task)] == "text":
-            ids = [int(i) for i in tokenizer.encode(begin[task])][:len(p)]
+        elif (
+            kind == "tables"
+            and config.prompt_tuning.new_prompt_init_methods[config.new_tasks.index(task)] == "text"
+        ):
+            ids = [int(i) for i in tokenizer.encode(begin[task])][: len(p)]
             if not ids:
-                raise PromptError(f"prompt_tuning.new_prompt_init_text {begin[task]!r}: has no tokens to begin {task!r} from")
-            values[name] = embedding[(ids * len(p))[:len(p)]].float()    # over and over, or its beginning
+                raise PromptError(
+                    f"prompt_tuning.new_prompt_init_text {begin[task]!r}: has no tokens to begin"
+                    f" {task!r} from"
+                )
+            # over and over, or its beginning
+            values[name] = embedding[(ids * len(p))[: len(p)]].float()
         elif kind == "tables":
             values[name] = torch.randn(p.shape, generator=g) * 0.02
         elif kind == "inputs":
             values[name] = torch.randn(p.shape, generator=g) * config.p_tuning.init_std
-        else:                                                            # as torch begins Linear and LSTM
-            fan = prompts.encoder.lstm.hidden_size if "lstm" in name else prompts.get_parameter(name.replace("bias", "weight")).shape[1]
-            values[name] = (torch.rand(p.shape, generator=g) * 2 - 1) / fan ** 0.5
+        # as torch begins Linear and LSTM
+        else:
+            fan = (
+                prompts.encoder.lstm.hidden_size
+                if "lstm" in name
+                else prompts.get_parameter(name.replace("bias", "weight")).shape[1]
+            )
+            values[name] = (torch.rand(p.shape, generator=g) * 2 - 1) / fan**0.5
     return values
 
 
-def first_values(config: PromptConfig, path: "str | Path", model: gpt.GPTConfig, seed: int, tokenizer, identity: str) -> dict[str, Tensor]:
-    """`initial_values` for the model at `path`, whose fingerprint is `identity`. All ranks call this together. Raises PromptError."""
-    texts = "text" in config.prompt_tuning.new_prompt_init_methods and config.virtual_prompt_style == "prompt-tuning"
+def first_values(
+    config: PromptConfig,
+    path: "str | Path",
+    model: gpt.GPTConfig,
+    seed: int,
+    tokenizer,
+    identity: str,
+) -> dict[str, Tensor]:
+    """`initial_values` for the model at `path`, whose fingerprint is `identity`. All ranks call
+    this together. Raises PromptError."""
+    texts = (
+        "text" in config.prompt_tuning.new_prompt_init_methods
+        and config.virtual_prompt_style == "prompt-tuning"
+    )
     name = "embedding.tokens.weight"
     embedding = read_base(path, [name])[name] if texts else None
-    return initial_values(config, model.hidden_size, seed, tokenizer, embedding, restored(config, identity))
+    return initial_values(
+        config, model.hidden_size, seed, tokenizer, embedding, restored(config, identity)
+    )
 
 
 def restored(config: PromptConfig, identity: str) -> dict[str, Tensor]:
@@ -199,28 +303,52 @@ def restored(config: PromptConfig, identity: str) -> dict[str, Tensor]:
     there, found = load(config.restore_path, identity)
     for task in config.existing_tasks:
         if task not in found:
-            raise PromptError(f"existing_tasks: {task!r} is not in {config.restore_path}, which has {there.tasks}")
+            raise PromptError(
+                f"existing_tasks: {task!r} is not in {config.restore_path}, which has {there.tasks}"
+            )
         if there.templates[task] != config.templates[task]:
-            raise PromptError(f"existing_tasks: {task!r} was learned with another template: {there.templates[task]}")
+            raise PromptError(
+                f"existing_tasks: {task!r} was learned with another template:"
+                f" {there.templates[task]}"
+            )
     return found
 
 
-def open_data(config: PromptConfig, model: gpt.GPTConfig, tokenizer, seed: int, multiple_of: int = 1) -> tuple[PromptData, PromptData, str]:
+def open_data(
+    config: PromptConfig, model: gpt.GPTConfig, tokenizer, seed: int, multiple_of: int = 1
+) -> tuple[PromptData, PromptData, str]:
     """(training set, held-out set, what was truncated or skipped). Raises PromptError."""
-    limit = min(model.seq_length, config.data.max_seq_length or model.seq_length) // multiple_of * multiple_of + 1         # one more: the first is no label
+    # one more: the first is no label
+    limit = (
+        min(model.seq_length, config.data.max_seq_length or model.seq_length)
+        // multiple_of
+        * multiple_of
+        + 1
+    )
     if not config.data.validation_ds:
         raise PromptError("data.validation_ds is empty: name JSON lines that are not trained on")
-    templates, ids, sets, told = {task: config.templates[task] for task in config.new_tasks}, config.first_ids(model.vocab_size), [], []
-    for what, paths, order in (("train_ds", config.data.train_ds, seed if config.data.shuffle else None), ("validation_ds", config.data.validation_ds, None)):
+    templates = {task: config.templates[task] for task in config.new_tasks}
+    ids = config.first_ids(model.vocab_size)
+    sets = []
+    told = []
+    for what, paths, order in (
+        ("train_ds", config.data.train_ds, seed if config.data.shuffle else None),
+        ("validation_ds", config.data.validation_ds, None),
+    ):
         examples, _, said = read_examples(paths, templates, ids, tokenizer, limit)
-        sets.append(PromptData([example for example in examples if example], model.vocab_size, order, multiple_of))
+        sets.append(
+            PromptData(
+                [example for example in examples if example], model.vocab_size, order, multiple_of
+            )
+        )
         told.append(f"{what}: {said}")
     return *sets, "; ".join(told)
 
 
 @torch.no_grad()
 def tables(config: PromptConfig, h: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The table of each new task, [T, h] float32, from the whole values of the prompt parameters: what remains of an encoder."""
+    """The table of each new task, [T, h] float32, from the whole values of the prompt parameters:
+    what remains of an encoder."""
     prompts = VirtualPrompts(config, h)
     for name, p in prompts.named_parameters():
         if p.requires_grad:
@@ -229,27 +357,44 @@ def tables(config: PromptConfig, h: int, values: dict[str, Tensor]) -> dict[str,
 
 
 def attach_tables(model: gpt.GPT, config: PromptConfig, found: dict[str, Tensor]) -> dict[str, int]:
-    """Give a model the tables of a prompt file, for inference. Returns each task's first virtual id. Raises PromptError."""
+    """Give a model the tables of a prompt file, for inference. Returns each task's first virtual
+    id. Raises PromptError."""
     prompts = attach(model, config)
     for task in config.tasks if prompts is not None else ():
         p = prompts.tables[key(task)]
         if found[task].shape != p.shape:
-            raise PromptError(f"task {task!r} has vectors of {found[task].shape[1]} numbers, and this model's have {p.shape[1]}")
+            raise PromptError(
+                f"task {task!r} has vectors of {found[task].shape[1]} numbers, and this model's"
+                f" have {p.shape[1]}"
+            )
         p.data.copy_(found[task])
     return config.first_ids(model.config.vocab_size)
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
-def answers(world, model, config: PromptConfig, found: dict[str, Tensor], tokenizer, args, together) -> list[tuple[dict, str | None, str]]:
-    """(record, generated answer, why it ended) of each line of --data, in order, on rank 0; of what is too long, no answer. Raises PromptError."""
+
+def answers(
+    world, model, config: PromptConfig, found: dict[str, Tensor], tokenizer, args, together
+) -> list[tuple[dict, str | None, str]]:
+    """(record, generated answer, why it ended) of each line of --data, in order, on rank 0; of what
+    is too long, no answer. Raises PromptError."""
     import completions
     import generate
+
     chunks = generate.chunks_of(model)
     shape = chunks[0].config
-    ids = [attach_tables(chunk, config, found) for chunk in chunks][0] if found else dict.fromkeys(config.tasks, shape.vocab_size)
-    room = max(1, shape.seq_length + 1 - args.max_tokens)                # so that the answer fits behind
-    examples, records, told = world.on_rank_0(lambda: read_examples(args.data, config.templates, ids, tokenizer, room, answer=False), (PromptError,))
+    ids = (
+        [attach_tables(chunk, config, found) for chunk in chunks][0]
+        if found
+        else dict.fromkeys(config.tasks, shape.vocab_size)
+    )
+    # so that the answer fits behind
+    room = max(1, shape.seq_length + 1 - args.max_tokens)
+    examples, records, told = world.on_rank_0(
+        lambda: read_examples(args.data, config.templates, ids, tokenizer, room, answer=False),
+        (PromptError,),
+    )
     if args.command == "evaluate":
         check_answers(config, records)
     world.say_aside(f"{', '.join(args.data)}: {told}")
@@ -257,23 +402,46 @@ def answers(world, model, config: PromptConfig, found: dict[str, Tensor], tokeni
 
     def write(record: dict, text: str, tokens: int, finish: str) -> None:
         collected.append((record, text, finish))
-    options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed, eot=tokenizer.stop_ids)
+
+    options = dict(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        eot=tokenizer.stop_ids,
+    )
     requests = [(record, example.ids) for record, example in zip(records, examples) if example]
-    told = completions.answer_file(world, model, tokenizer, requests, args.batch_size, args.stop, together, write, **options)
+    told = completions.answer_file(
+        world, model, tokenizer, requests, args.batch_size, args.stop, together, write, **options
+    )
     world.say_aside(told)
     done = iter(collected)
-    return [next(done) if example else (record, None, "too long") for record, example in zip(records, examples)] if world.rank == 0 else []
+    return (
+        [
+            next(done) if example else (record, None, "too long")
+            for record, example in zip(records, examples)
+        ]
+        if world.rank == 0
+        else []
+    )
 
 
 def infer(args, world) -> None:
     """`generate` and `evaluate`."""
     import completions
+
     shape = completions.check_flags(args, world)
     model, tokenizer, together = completions.connect(args, world, args.batch_size)
-    if args.prompts.endswith(".json"):                                   # a fine-tuned model has no prompts, only templates
-        config, found = PromptConfig.read(args.prompts), {}
+    # a fine-tuned model has no prompts, only templates
+    if args.prompts.endswith(".json"):
+        config = PromptConfig.read(args.prompts)
+        found = {}
         if config.virtual_prompt_style != "fine-tuning":
-            raise PromptError(f"--prompts {args.prompts}: give prompts.safetensors, which train wrote; a configuration alone is enough for virtual_prompt_style fine-tuning")
+            raise PromptError(
+                f"--prompts {args.prompts}: give prompts.safetensors, which train wrote; a"
+                " configuration alone is enough for virtual_prompt_style fine-tuning"
+            )
     else:
         config, found = load(args.prompts, fingerprint(args.checkpoint, shape))
     out = answers(world, model, config, found, tokenizer, args, together)
@@ -289,7 +457,10 @@ def check_answers(config: PromptConfig, records: list[dict]) -> None:
     for record in records:
         template = config.templates[record["taskname"]]
         if template.answer_field is None or template.answer_field not in record:
-            raise PromptError(f"task {template.taskname!r}: to evaluate, it takes an answer_field, and lines that have it")
+            raise PromptError(
+                f"task {template.taskname!r}: to evaluate, it takes an answer_field, and lines that"
+                " have it"
+            )
 
 
 def accuracy(config: PromptConfig, out: list[tuple[dict, str, str]]) -> dict:
@@ -301,7 +472,10 @@ def accuracy(config: PromptConfig, out: list[tuple[dict, str, str]]) -> dict:
         entry["examples"] += 1
         entry["correct"] += text == str(record[template.answer_field])
         entry["too_long"] += text is None
-    return {task: entry | {"accuracy": entry["correct"] / entry["examples"]} for task, entry in results.items()}
+    return {
+        task: entry | {"accuracy": entry["correct"] / entry["examples"]}
+        for task, entry in results.items()
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -309,42 +483,84 @@ def main(argv: list[str]) -> int:
         return lesson()
     if argv[0] == "train":
         import train
-        argv = [x for word in argv[1:] for x in (word.split("=", 1) if word.startswith("--config=") else [word])]
+
+        argv = [
+            x
+            for word in argv[1:]
+            for x in (word.split("=", 1) if word.startswith("--config=") else [word])
+        ]
         if "--config" not in argv[:-1] and "--help" not in argv:
-            print("prompt_tuning.py: train needs --config FILE, a JSON file with NeMo's names", file=sys.stderr)
+            print(
+                "prompt_tuning.py: train needs --config FILE, a JSON file with NeMo's names",
+                file=sys.stderr,
+            )
             return 2
-        if "--config" in argv[:-1] and not any(word.split("=")[0] == "--load" for word in argv):             # what the configuration says
+        # what the configuration says
+        if "--config" in argv[:-1] and not any(word.split("=")[0] == "--load" for word in argv):
             try:
                 base = PromptConfig.read(argv[argv.index("--config") + 1]).language_model_path
-            except PromptError:                                          # train.py will say it
+            # train.py will say it
+            except PromptError:
                 base = None
             argv += ["--load", base] if base else []
         return train.main(["--prompt-config" if word == "--config" else word for word in argv])
     import argparse
 
     import completions
-    parser = argparse.ArgumentParser(description="Prompt learning: train (train.py's flags), generate, evaluate.")
+
+    parser = argparse.ArgumentParser(
+        description="Prompt learning: train (train.py's flags), generate, evaluate."
+    )
     parser.add_argument("command", choices=("train", "generate", "evaluate"))
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="prompts.safetensors, which train wrote; for a fine-tuned model its configuration")
-    parser.add_argument("--data", required=True, nargs="+", metavar="FILE", help="JSON lines with a taskname and the fields of its template; the answer may be missing to generate")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        metavar="FILE",
+        help="prompts.safetensors, which train wrote; for a fine-tuned model its configuration",
+    )
+    parser.add_argument(
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help=(
+            "JSON lines with a taskname and the fields of its template; the answer may be missing"
+            " to generate"
+        ),
+    )
     completions.add_flags(parser)
     parser.set_defaults(temperature=0.0, max_tokens=16)
     return completions.command("prompt_tuning.py", infer, argv, parser)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+
 
 def lesson(seed: int = 0, steps: tuple[int, int] = (300, 200)) -> int:
-    """A small model that can do two things with a word, when it is told which, learns two tasks without being told: the prompts find out. steps: of the model, of each
-    prompt. Returns the exit status: 1 where a loss stayed above 0.05 or an answer is wrong.
+    """A small model that can do two things with a word, when it is told which, learns two tasks
+    without being told: the prompts find out. steps: of the model, of each prompt. Returns the exit
+    status: 1 where a loss stayed above 0.05 or an answer is wrong.
 
-    The rate of 3e-3 matters: at 1e-2 the frozen model's logits, or the prompts' vectors, grow so large that the loss hangs on how a processor rounds."""
+    The rate of 3e-3 matters: at 1e-2 the frozen model's logits, or the prompts' vectors, grow so
+    large that the loss hangs on how a processor rounds."""
     import generate
     from optimizer import AdamW, GradientAccumulator
     from tokenizer import ByteTokenizer
-    tokenizer, h = ByteTokenizer(), 64
+
+    tokenizer = ByteTokenizer()
+    h = 64
     with torch.device("meta"):
-        model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=h, num_heads=4, ffn_hidden_size=172, seq_length=32, vocab_size=257, llama=True))
+        model = gpt.GPT(
+            gpt.GPTConfig(
+                num_layers=2,
+                hidden_size=h,
+                num_heads=4,
+                ffn_hidden_size=172,
+                seq_length=32,
+                vocab_size=257,
+                llama=True,
+            )
+        )
     sharding.init(model, seed, "cpu", torch.float32)
 
     def word(g) -> str:
@@ -352,56 +568,118 @@ def lesson(seed: int = 0, steps: tuple[int, int] = (300, 200)) -> int:
 
     def learn(steps: int, batch_of) -> tuple[int, float, float]:
         """(parameters learned, the first loss, the mean of the last 20)"""
-        learned, losses = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
-        gradients, optimizer = GradientAccumulator(model), AdamW(learned.items(), 0.0)
+        learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        losses = []
+        gradients = GradientAccumulator(model)
+        optimizer = AdamW(learned.items(), 0.0)
         for step in range(steps):
             gradients.zero()
             batch = batch_of(torch.Generator().manual_seed(1000 * seed + step))
-            losses.append((model(batch.tokens, batch.labels) * batch.loss_mask).sum() / batch.loss_mask.sum())
+            losses.append(
+                (model(batch.tokens, batch.labels) * batch.loss_mask).sum() / batch.loss_mask.sum()
+            )
             losses[-1].backward()
             optimizer.step(3e-3 * min(1, (step + 1) / 20) * (1 - step / steps))
         last = losses[-20:]
-        return sum(p.numel() for p in learned.values()), losses[0].item(), sum(x.item() for x in last) / len(last)
+        return (
+            sum(p.numel() for p in learned.values()),
+            losses[0].item(),
+            sum(x.item() for x in last) / len(last),
+        )
+
     reads = Template("read", "{which}{word}={answer}", 0, [], None, True, "answer")
     answer = {"first": lambda w: w[0], "last": lambda w: w[-1]}
 
     def reading(g):
         words = [word(g) for _ in range(64)]
-        lines = [{"which": name[0].upper(), "word": w, "answer": answer[name](w)} for w, name in zip(words, ["first", "last"] * 32)]
-        return PromptData([reads.fill(line, tokenizer, 257, 32) for line in lines], 257, None).batch(range(64))
+        lines = [
+            {"which": name[0].upper(), "word": w, "answer": answer[name](w)}
+            for w, name in zip(words, ["first", "last"] * 32)
+        ]
+        return PromptData(
+            [reads.fill(line, tokenizer, 257, 32) for line in lines], 257, None
+        ).batch(range(64))
+
     size, first, last = learn(steps[0], reading)
     final = {"the model": last}
-    print(f"a Llama (h {h}, L 2) reads lines like Fabcd=a and Labcd=d: {size:,} parameters learned, loss {first:.2f} -> {last:.4f}. From here on it is frozen.")
+    print(
+        f"a Llama (h {h}, L 2) reads lines like Fabcd=a and Labcd=d: {size:,} parameters learned,"
+        f" loss {first:.2f} -> {last:.4f}. From here on it is frozen."
+    )
     model.requires_grad_(False).eval()
-    before, embedding, kept = {name: p.clone() for name, p in model.named_parameters()}, model.embedding.tokens, {}
-    template = {"prompt_template": "<|VIRTUAL_PROMPT_0|>{word}={answer}", "total_virtual_tokens": 2, "virtual_token_splits": [2], "answer_only_loss": True, "answer_field": "answer"}
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    embedding = model.embedding.tokens
+    kept = {}
+    template = {
+        "prompt_template": "<|VIRTUAL_PROMPT_0|>{word}={answer}",
+        "total_virtual_tokens": 2,
+        "virtual_token_splits": [2],
+        "answer_only_loss": True,
+        "answer_field": "answer",
+    }
     templates = {"task_templates": [template | {"taskname": name} for name in answer]}
     for task, existing in (("first", []), ("last", ["first"])):
-        config = PromptConfig.of(templates | {"existing_tasks": existing, "restore_path": "-", "new_tasks": [task], "p_tuning": {"encoder_hidden": 16}})
+        config = PromptConfig.of(
+            templates
+            | {
+                "existing_tasks": existing,
+                "restore_path": "-",
+                "new_tasks": [task],
+                "p_tuning": {"encoder_hidden": 16},
+            }
+        )
         model.embedding.tokens = embedding
-        prompts, first_id = attach(model, config), config.first_ids(257)[task]
+        prompts = attach(model, config)
+        first_id = config.first_ids(257)[task]
         for name, value in initial_values(config, h, seed, existing=kept).items():
             prompts.get_parameter(name).data.copy_(value)
 
         def examples(g):
             lines = [{"word": w, "answer": answer[task](w)} for w in (word(g) for _ in range(32))]
-            return PromptData([config.templates[task].fill(line, tokenizer, first_id, 32) for line in lines], 257, None).batch(range(32))
+            return PromptData(
+                [config.templates[task].fill(line, tokenizer, first_id, 32) for line in lines],
+                257,
+                None,
+            ).batch(range(32))
+
         size, first, last = learn(steps[1], examples)
         final[f"task {task}"] = last
-        print(f"task {task}: {size:,} parameters learned, of which a table of 2 x {h} is kept; loss {first:.2f} -> {last:.4f}")
+        print(
+            f"task {task}: {size:,} parameters learned, of which a table of 2 x {h} is kept; loss"
+            f" {first:.2f} -> {last:.4f}"
+        )
         for old in existing:
-            print(f"    the table of {old} meanwhile: {'bit for bit as it was' if torch.equal(prompts.table(old), kept[old]) else 'changed'}")
+            print(
+                f"    the table of {old} meanwhile:"
+                f" {'bit for bit as it was' if torch.equal(prompts.table(old), kept[old]) else 'changed'}"
+            )
         kept |= tables(config, h, {name: p.detach() for name, p in prompts.named_parameters()})
     model.embedding.tokens = embedding
     same = all(torch.equal(x, model.get_parameter(name)) for name, x in before.items())
-    print(f"the model's weights: {'bit for bit as they were' if same else 'changed'}; new words, with both tables:")
-    config = PromptConfig.of(templates | {"virtual_prompt_style": "inference", "new_tasks": list(answer)})
-    ids, asked = attach_tables(model, config, kept), [(task, w) for w in ("hgfe", "badc", "ccgh") for task in answer]
-    prompts = [config.templates[task].fill({"word": w}, tokenizer, ids[task], 32, answer=False).ids for task, w in asked]
-    found = [tokenizer.decode(new) for new in generate.generate(model, prompts, 8, temperature=0, eot=256)]
+    print(
+        f"the model's weights: {'bit for bit as they were' if same else 'changed'}; new words, with"
+        " both tables:"
+    )
+    config = PromptConfig.of(
+        templates | {"virtual_prompt_style": "inference", "new_tasks": list(answer)}
+    )
+    ids = attach_tables(model, config, kept)
+    asked = [(task, w) for w in ("hgfe", "badc", "ccgh") for task in answer]
+    prompts = [
+        config.templates[task].fill({"word": w}, tokenizer, ids[task], 32, answer=False).ids
+        for task, w in asked
+    ]
+    found = [
+        tokenizer.decode(new)
+        for new in generate.generate(model, prompts, 8, temperature=0, eot=256)
+    ]
     print("    " + ", ".join(f"{task} of {w}: {text}" for (task, w), text in zip(asked, found)))
     wrong = [f"{what} has a loss of {loss:.2f}" for what, loss in final.items() if not loss < 0.05]
-    wrong += [f"{task} of {w} is not {text!r}" for (task, w), text in zip(asked, found) if text != answer[task](w)]
+    wrong += [
+        f"{task} of {w} is not {text!r}"
+        for (task, w), text in zip(asked, found)
+        if text != answer[task](w)
+    ]
     if wrong:
         print(f"prompt_tuning.py: not learned: {'; '.join(wrong)}", file=sys.stderr)
     return int(bool(wrong))

@@ -1,29 +1,36 @@
-"""Activation recomputation: keep less for backward, compute it again there (Korthikanti et al., arXiv 2205.05198, sections 4 and 5).
+"""Activation recomputation: keep less for backward, compute it again there (Korthikanti et al.,
+arXiv 2205.05198, sections 4 and 5).
 
     none         everything that backward needs is kept
     selective    core attention alone, softmax(q kᵀ) v with its dropout, is computed again: its 5 a s² b bytes are most of a layer for
                  long sequences, and its 4 b s² h FLOPs are little
     full         a layer's input alone is kept, 2 s b h bytes, and the whole layer is computed again: a third more FLOPs
 
-How: run the function without recording, keep its inputs; in backward run it again with recording, and go back through that.
-Dropout needs no care: its masks are hashes of who an element is, so the second run makes the same ones (a generator's state
-would have to be kept and put back). What a module with the attribute `decides` gives, a router's plan, is kept: nothing is decided, or counted, twice. Parameters get their gradients in the inner backward, where a data-parallel bucket or
+How: run the function without recording, keep its inputs; in backward run it again with recording,
+and go back through that. Dropout needs no care: its masks are hashes of who an element is, so the
+second run makes the same ones (a generator's state would have to be kept and put back). What a
+module with the attribute `decides` gives, a router's plan, is kept: nothing is decided, or counted,
+twice. Parameters get their gradients in the inner backward, where a data-parallel bucket or
 anything else that waits for them sees them as always.
 
-Under tensor parallelism `full` repeats a layer's two all-reduces as well (with sequence parallelism its four collectives), and with experts on other ranks their
-all-to-alls; `selective` repeats none, for core attention has none.
+Under tensor parallelism `full` repeats a layer's two all-reduces as well (with sequence parallelism
+its four collectives), and with experts on other ranks their all-to-alls; `selective` repeats none,
+for core attention has none.
 
-Fused attention keeps no s² matrix: FlashAttention (arXiv 2205.14135) is selective recomputation inside one kernel. So
-`selective` leaves a fused core as it is: running it a second time would save nothing but its output, which the projection after it
-keeps anyway.
+Fused attention keeps no s² matrix: FlashAttention (arXiv 2205.14135) is selective recomputation
+inside one kernel. So `selective` leaves a fused core as it is: running it a second time would save
+nothing but its output, which the projection after it keeps anyway.
 
-The memory formulas of the paper stand below as functions, and `saved_bytes` measures what autograd keeps.
+The memory formulas of the paper stand below as functions, and `saved_bytes` measures what autograd
+keeps.
 
     python recompute.py      one layer, three ways: bytes by formula and measured, FLOPs, same gradients
 
-`torch.utils.checkpoint` (use_reentrant=True) does the same and keeps the generators' state; written out here because it is the technique.
-Like it, this works with `loss.backward()`, not with torch.autograd.grad of parameters inside. What Megatron-LM adds: recomputing the norm, the activation or the MLP alone; kept inputs spread over tensor-parallel ranks.
-"""
+`torch.utils.checkpoint` (use_reentrant=True) does the same and keeps the generators' state; written
+out here because it is the technique. Like it, this works with `loss.backward()`, not with
+torch.autograd.grad of parameters inside. What Megatron-LM adds: recomputing the norm, the
+activation or the MLP alone; kept inputs spread over tensor-parallel ranks."""
+
 import contextlib
 import weakref
 from functools import partial
@@ -34,15 +41,17 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 
-
-_decided = None                          # what was decided in the checkpoint that is running
+# what was decided in the checkpoint that is running
+_decided = None
 
 
 def once(function, *args):
-    """function(*args), which has no gradient: in the second run of a checkpoint, what it gave in the first."""
+    """function(*args), which has no gradient: in the second run of a checkpoint, what it gave in
+    the first."""
     if _decided is None:
         return function(*args)
-    if torch.is_grad_enabled():                                          # the second run records
+    # the second run records
+    if torch.is_grad_enabled():
         return _decided.pop(0)
     _decided.append(function(*args))
     return _decided[-1]
@@ -51,7 +60,8 @@ def once(function, *args):
 @contextlib.contextmanager
 def _deciding(decided: list):
     global _decided
-    before, _decided = _decided, decided
+    before = _decided
+    _decided = decided
     try:
         yield
     finally:
@@ -60,8 +70,10 @@ def _deciding(decided: list):
 
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, function, *args):                                   # recording is off in here, as in every autograd function
-        ctx.function, ctx.decided = function, []
+    # recording is off in here, as in every autograd function
+    def forward(ctx, function, *args):
+        ctx.function = function
+        ctx.decided = []
         ctx.is_tensor = [isinstance(a, Tensor) for a in args]
         ctx.others = [None if isinstance(a, Tensor) else a for a in args]
         ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
@@ -72,22 +84,32 @@ class _Checkpoint(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         tensors = iter(ctx.saved_tensors)
-        args = [next(tensors).detach() if is_tensor else other for is_tensor, other in zip(ctx.is_tensor, ctx.others)]
+        args = [
+            next(tensors).detach() if is_tensor else other
+            for is_tensor, other in zip(ctx.is_tensor, ctx.others)
+        ]
         for a, needed in zip(args, ctx.needs_input_grad[1:]):
             if needed:
                 a.requires_grad_()
         with torch.enable_grad(), _deciding(ctx.decided):
-            output = ctx.function(*args)                                 # again, recording
-        output.backward(grad)                                            # parameters inside get theirs here
-        return None, *(a.grad if needed else None for a, needed in zip(args, ctx.needs_input_grad[1:]))
+            # again, recording
+            output = ctx.function(*args)
+        # parameters inside get theirs here
+        output.backward(grad)
+        return None, *(
+            a.grad if needed else None for a, needed in zip(args, ctx.needs_input_grad[1:])
+        )
 
 
 @torch.compiler.disable
 def checkpoint(function, *args) -> Tensor:
-    """function(*args), of which only the arguments are kept for backward. `function` returns one tensor and is the same when it runs again;
-    a tensor that it uses without being an argument must be a parameter. Where no argument needs a gradient, backward would not
-    come back to it: it runs as it is, recorded, and keeps what it keeps."""
-    if not torch.is_grad_enabled() or not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+    """function(*args), of which only the arguments are kept for backward. `function` returns one
+    tensor and is the same when it runs again; a tensor that it uses without being an argument must
+    be a parameter. Where no argument needs a gradient, backward would not come back to it: it runs
+    as it is, recorded, and keeps what it keeps."""
+    if not torch.is_grad_enabled() or not any(
+        isinstance(a, Tensor) and a.requires_grad for a in args
+    ):
         return function(*args)
     return _Checkpoint.apply(function, *args)
 
@@ -97,31 +119,37 @@ def check(config: gpt.GPTConfig, granularity: str, layers: int | None) -> None:
     if granularity not in ("none", "selective", "full"):
         raise ValueError(f"recompute {granularity}: must be none, selective or full")
     if layers is not None and not 0 <= layers <= config.num_layers:
-        raise ValueError(f"recompute_layers {layers}: must be from 0 to num_layers {config.num_layers}")
+        raise ValueError(
+            f"recompute_layers {layers}: must be from 0 to num_layers {config.num_layers}"
+        )
     if layers is not None and granularity == "none":
         raise ValueError(f"recompute_layers {layers}: needs recompute selective or full")
 
 
 def apply(model: gpt.GPT, granularity: str, layers: int | None = None) -> None:
-    """Make layers 0 .. layers - 1 of the whole model (None: all) recompute. granularity: none, selective or full. After all
-    techniques that change what a layer computes. Raises ValueError as `check`."""
+    """Make layers 0 .. layers - 1 of the whole model (None: all) recompute. granularity: none,
+    selective or full. After all techniques that change what a layer computes. Raises ValueError as
+    `check`."""
     check(model.config, granularity, layers)
     for number, block in model.blocks.items():
-        if granularity == "none" or layers is not None and int(number) >= layers:
+        if granularity == "none" or (layers is not None and int(number) >= layers):
             continue
         if granularity == "full":
             for module in block.modules():
                 if hasattr(module, "decides"):
                     module.forward = partial(once, module.forward)
             block.forward = partial(checkpoint, block.forward)
-        elif isinstance(block.attention.core, gpt.ExplicitAttention):    # fused: nothing to save
+        # fused: nothing to save
+        elif isinstance(block.attention.core, gpt.ExplicitAttention):
             block.attention.core.forward = partial(checkpoint, block.attention.core.forward)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The formulas of the paper, for its model: LayerNorm, GELU with 4h inside, dropout everywhere, 16-bit activations, 1-byte masks.
+# --------------------------------------------------------------------------------------------------
+# The formulas of the paper, for its model: LayerNorm, GELU with 4h inside, dropout everywhere,
+# 16-bit activations, 1-byte masks.
 
-ROWS = {                                                                 # table 2: (sequence parallelism, recompute)
+# table 2: (sequence parallelism, recompute)
+ROWS = {
     "no parallelism": (False, "none"),
     "tensor": (False, "none"),
     "tensor + sequence": (True, "none"),
@@ -131,31 +159,46 @@ ROWS = {                                                                 # table
 }
 
 
-def layer_bytes(s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: bool = False, recompute: str = "none") -> float:
+def layer_bytes(
+    s: int,
+    b: int,
+    h: int,
+    a: int,
+    t: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> float:
     """Bytes of activations that one layer keeps on one rank (table 2).
 
-    attention 11 sbh + 5 a s² b, MLP 19 sbh, two LayerNorms 4 sbh; of the 34 sbh, tensor parallelism cuts 24."""
+    attention 11 sbh + 5 a s² b, MLP 19 sbh, two LayerNorms 4 sbh; of the 34 sbh, tensor parallelism
+    cuts 24."""
     if recompute == "full":
-        return 2 * s * b * h / (t if sequence_parallel else 1)           # its input alone, whole or a slice
-    outside = 10 / t if sequence_parallel else 10                        # the two inputs of matrices, two masks, two LayerNorms
-    scores = 5 * a * s / (h * t) if recompute == "none" else 0           # softmax 2, its mask 1, after dropout 2, times a s² b
+        # its input alone, whole or a slice
+        return 2 * s * b * h / (t if sequence_parallel else 1)
+    # the two inputs of matrices, two masks, two LayerNorms
+    outside = 10 / t if sequence_parallel else 10
+    # softmax 2, its mask 1, after dropout 2, times a s² b
+    scores = 5 * a * s / (h * t) if recompute == "none" else 0
     return s * b * h * (outside + 24 / t + scores)
 
 
 def first_stage_layers(L: int, p: int = 1, v: int = 1) -> float:
-    """How many layers' activations the first of p pipeline stages keeps under 1F1B: L whatever p is (p micro-batches of L / p layers), and
-    1 + (p - 1) / (p v) times that with v interleaved chunks (section 4.2.3)."""
+    """How many layers' activations the first of p pipeline stages keeps under 1F1B: L whatever p is
+    (p micro-batches of L / p layers), and 1 + (p - 1) / (p v) times that with v interleaved chunks
+    (section 4.2.3)."""
     return L * (1 + (p - 1) / (p * v)) if v > 1 else L
 
 
 def outside_layers_bytes(s: int, b: int, h: int, V: int, t: int = 1, p: int = 1) -> float:
-    """Bytes outside the layers on the first stage, sequence-parallel: the mask of the embedding's dropout, and with one stage the final
-    LayerNorm, the head's input and the fp32 logits (section 4.3). For the 22B model the paper says "less than 0.01%"; this, its formula, gives
-    0.57% of the layers' bytes under tensor and sequence parallelism."""
+    """Bytes outside the layers on the first stage, sequence-parallel: the mask of the embedding's
+    dropout, and with one stage the final LayerNorm, the head's input and the fp32 logits (section
+    4.3). For the 22B model the paper says "less than 0.01%"; this, its formula, gives 0.57% of the
+    layers' bytes under tensor and sequence parallelism."""
     return s * b * h * p / t + (4 * s * b * h / t * (1 + V / h) if p == 1 else 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+
 
 class _Kept:
     """What autograd holds of one saved tensor: gone when the graph drops it."""
@@ -165,47 +208,91 @@ class _Kept:
 
 
 def saved_bytes(function, *parameters: Tensor) -> int:
-    """Call `function`, which runs a forward pass and returns what keeps its graph alive. Returns the bytes that autograd holds for the
-    backward pass: each storage once, whole, the storages of `parameters` left out."""
+    """Call `function`, which runs a forward pass and returns what keeps its graph alive. Returns
+    the bytes that autograd holds for the backward pass: each storage once, whole, the storages of
+    `parameters` left out."""
     kept = []
 
     def pack(tensor):
-        holder = _Kept(tensor.detach())                                  # an output itself would keep its own graph alive
+        # an output itself would keep its own graph alive
+        holder = _Kept(tensor.detach())
         kept.append(weakref.ref(holder))
         return holder
+
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        output = function()                                              # noqa: F841, alive until everything is counted
+        output = function()
     left_out = {p.untyped_storage().data_ptr() for p in parameters}
-    storages = {s.data_ptr(): s.nbytes() for ref in kept if (holder := ref()) for s in [holder.tensor.untyped_storage()]}
+    storages = {
+        s.data_ptr(): s.nbytes()
+        for ref in kept
+        if (holder := ref())
+        for s in [holder.tensor.untyped_storage()]
+    }
     return sum(size for address, size in storages.items() if address not in left_out)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+
 
 def main():
-    import sharding
     from torch.utils.flop_counter import FlopCounterMode
-    s, b, h, a = 1024, 2, 512, 8
-    key, first = gpt.dropout_key(0, 1, torch.arange(b)), None
-    print(f"one GPT layer, h {h}, a {a}, s {s}, b {b}, dropout 0.1, bf16: what is kept, what is computed")
-    print(f"{'':>10}{'bytes by formula':>18}{'measured':>12}{'ratio':>8}{'FLOPs':>18}{'more':>16}{'':>3}gradients")
+
+    import sharding
+
+    s = 1024
+    b = 2
+    h = 512
+    a = 8
+    key = gpt.dropout_key(0, 1, torch.arange(b))
+    first = None
+    print(
+        f"one GPT layer, h {h}, a {a}, s {s}, b {b}, dropout 0.1, bf16: what is kept, what is"
+        " computed"
+    )
+    print(
+        f"{'':>10}{'bytes by formula':>18}{'measured':>12}{'ratio':>8}{'FLOPs':>18}{'more':>16}{'':>3}gradients"
+    )
     for granularity in ("none", "selective", "full"):
         with torch.device("meta"):
-            model = gpt.GPT(gpt.GPTConfig(num_layers=1, hidden_size=h, num_heads=a, seq_length=s, vocab_size=64, dropout=0.1))
+            model = gpt.GPT(
+                gpt.GPTConfig(
+                    num_layers=1,
+                    hidden_size=h,
+                    num_heads=a,
+                    seq_length=s,
+                    vocab_size=64,
+                    dropout=0.1,
+                )
+            )
         apply(model, granularity)
         sharding.init(model, 0, "cpu", torch.bfloat16)
         block = model.blocks["0"]
-        x = torch.randn(b, s, h, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
-        measured, formula = saved_bytes(lambda: block(x, key), *block.parameters()), layer_bytes(s, b, h, a, recompute=granularity)
+        x = (
+            torch.randn(b, s, h, generator=torch.Generator().manual_seed(0))
+            .bfloat16()
+            .requires_grad_()
+        )
+        measured = saved_bytes(lambda: block(x, key), *block.parameters())
+        formula = layer_bytes(s, b, h, a, recompute=granularity)
         with FlopCounterMode(display=False) as flops:
             block(x, key).sum().backward()
         gradients = [p.grad for p in block.parameters()]
         first = first or (flops.get_total_flops(), gradients)
-        same = "" if first[1] is gradients else "identical" if all(map(torch.equal, first[1], gradients)) else "differ"
-        print(f"{granularity:>10}{formula:>18,.0f}{measured:>12,}{measured / formula:>8.4f}{flops.get_total_flops():>18,}"
-              f"{flops.get_total_flops() - first[0]:>16,}   {same}")
-    print(f"by the paper: selective 4 b s² h = {4 * b * s * s * h:,} more FLOPs, full one forward pass of the layer, "
-          f"24 b s h² + 4 b s² h = {24 * b * s * h * h + 4 * b * s * s * h:,}")
+        same = (
+            ""
+            if first[1] is gradients
+            else "identical"
+            if all(map(torch.equal, first[1], gradients))
+            else "differ"
+        )
+        print(
+            f"{granularity:>10}{formula:>18,.0f}{measured:>12,}{measured / formula:>8.4f}{flops.get_total_flops():>18,}{flops.get_total_flops() - first[0]:>16,}"
+            f"   {same}"
+        )
+    print(
+        f"by the paper: selective 4 b s² h = {4 * b * s * s * h:,} more FLOPs, full one forward"
+        f" pass of the layer, 24 b s h² + 4 b s² h = {24 * b * s * h * h + 4 * b * s * s * h:,}"
+    )
 
 
 if __name__ == "__main__":

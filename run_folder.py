@@ -45,7 +45,9 @@ class RunFolder:
         started these ranks again; a restarted rank goes on with what its own launcher began.
         `notice`: what to say to the user, or "". Raises RunFolderError for a folder that cannot be
         written, that another process uses, or that holds another run, or a model."""
-        self.path, self.file, self.notice = Path(out), None, ""
+        self.path = Path(out)
+        self.file = None
+        self.notice = ""
         try:
             self.open(resume, restarts, launcher)
         except RunFolderError:

@@ -56,8 +56,8 @@ def one_line(message) -> str:
 
 
 def let_rank_0_speak(rank: int) -> None:
-    """Called by a rank that ends because of bad input, which rank 0 alone reports. The launcher ends
-    all ranks as soon as one has ended: for a moment this must not be one that said nothing."""
+    """Called by a rank that ends because of bad input, which rank 0 alone reports. The launcher
+    ends all ranks as soon as one has ended: for a moment this must not be one that said nothing."""
     if rank:
         time.sleep(3)
 

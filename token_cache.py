@@ -29,7 +29,8 @@ import json_files
 import terminal
 from documents import DataError, cause, shown
 
-BLOCK_BYTES = 64 * 2**20  # of tokens.npy, that one SHA-256 covers
+# of tokens.npy, that one SHA-256 covers
+BLOCK_BYTES = 64 * 2**20
 
 
 class CacheError(DataError):
@@ -40,17 +41,23 @@ class CacheError(DataError):
 class Index:
     """index.json, as it has to be."""
 
-    key: str  # the folder's name
-    corpus: str  # fingerprint of the text
+    # the folder's name
+    key: str
+    # fingerprint of the text
+    corpus: str
     tokenizer: str
     vocab_size: int
     eot: int
     tokens: int
     documents: int
-    bytes: int  # of text, as UTF-8
-    held_out_from: int  # the first token that belongs to the held-out text
-    blocks: list[str]  # SHA-256 of each BLOCK_BYTES of tokens.npy
-    sha256: str = ""  # of all the above
+    # of text, as UTF-8
+    bytes: int
+    # the first token that belongs to the held-out text
+    held_out_from: int
+    # SHA-256 of each BLOCK_BYTES of tokens.npy
+    blocks: list[str]
+    # of all the above
+    sha256: str = ""
 
 
 @contextlib.contextmanager
@@ -71,7 +78,8 @@ def token_type(vocab_size: int):
 
 def header(dtype, count: int) -> bytes:
     """The first bytes of the .npy file of a vector: numpy's, byte for byte."""
-    buffer, descr = io.BytesIO(), np.lib.format.dtype_to_descr(np.dtype(dtype))
+    buffer = io.BytesIO()
+    descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
     np.lib.format.write_array_header_1_0(
         buffer, {"descr": descr, "fortran_order": False, "shape": (count,)}
     )

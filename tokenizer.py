@@ -1,4 +1,5 @@
-"""Text to token ids and back: bytes, GPT-2's byte-pair encoding, or a file of the `tokenizers` library.
+"""Text to token ids and back: bytes, GPT-2's byte-pair encoding, or a file of the `tokenizers`
+library.
 
 Each tokenizer has
 
@@ -18,6 +19,7 @@ eos_token, bos_token and add_bos_token in tokenizer_config.json. `FileTokenizer`
 
     python tokenizer.py "some text" [bytes | gpt2 | FILE]       its ids, and the text again
 """
+
 import contextlib
 import hashlib
 import json
@@ -46,8 +48,14 @@ class TokenizerError(ValueError):
 
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and an end-of-text token."""
-    name, vocab_size, eot, fingerprint = "bytes", 257, 256, "bytes"
-    bos, stop_ids, files = None, (256,), {}
+
+    name = "bytes"
+    vocab_size = 257
+    eot = 256
+    fingerprint = "bytes"
+    bos = None
+    stop_ids = (256,)
+    files = {}
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -67,8 +75,9 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise TokenizerError(f"--tokenizer {path}: needs the package tokenizers "
-                                 "(pip install tokenizers)") from None
+            raise TokenizerError(
+                f"--tokenizer {path}: needs the package tokenizers (pip install tokenizers)"
+            ) from None
         self.name = path
         with without_reports():
             try:
@@ -78,8 +87,10 @@ class FileTokenizer:
                     self.tokenizer = Tokenizer.from_str(content.decode())
             except (OSError, ValueError) as e:
                 why = getattr(e, "strerror", None) or str(e).removeprefix(f"{path}: ")
-                raise TokenizerError(f"--tokenizer {path}: not bytes, gpt2, or a JSON file of the "
-                                     f"tokenizers library ({why})") from None
+                raise TokenizerError(
+                    f"--tokenizer {path}: not bytes, gpt2, or a JSON file of the "
+                    f"tokenizers library ({why})"
+                ) from None
             # What a file says about truncation and padding is for classifiers.
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
@@ -96,22 +107,32 @@ class FileTokenizer:
 
     def check(self, declared: dict) -> None:
         """declared: the file's content. Raises TokenizerError for what cannot encode every text."""
+
         def refuse(why: str):
             raise TokenizerError(f"--tokenizer {self.name}: {why}")
+
         if not self.vocabulary:
             refuse("its vocabulary is empty")
         for added in declared.get("added_tokens") or []:
-            token, number = added["content"], added["id"]
+            token = added["content"]
+            number = added["id"]
             if self.vocabulary.get(token, number) != number:
-                refuse(f"its added token {token!r} has id {number}, and the library gives it "
-                       f"{self.vocabulary[token]}: an id is missing, or two tokens share one")
-        known, largest = len(self.vocabulary), max(self.vocabulary.values())
+                refuse(
+                    f"its added token {token!r} has id {number}, and the library gives it "
+                    f"{self.vocabulary[token]}: an id is missing, or two tokens share one"
+                )
+        known = len(self.vocabulary)
+        largest = max(self.vocabulary.values())
         if 2 * known <= largest:
-            refuse(f"its ids go up to {largest}, and it has {known} tokens: more than half of the "
-                   "ids would be unused; number them from 0")
+            refuse(
+                f"its ids go up to {largest}, and it has {known} tokens: more than half of the "
+                "ids would be unused; number them from 0"
+            )
         if getattr(self.tokenizer.model, "dropout", None):
-            refuse('its model has dropout, so that no text has the same ids twice; "dropout": null '
-                   "would fit")
+            refuse(
+                'its model has dropout, so that no text has the same ids twice; "dropout": null '
+                "would fit"
+            )
         try:
             self.encode(PROBE)
         except TokenizerError as e:
@@ -119,7 +140,9 @@ class FileTokenizer:
 
     def read_beside(self, path: Path) -> None:
         """Set bos, eot and stop_ids, and add to `files`. Raises JSONError or OSError."""
-        folder, found, more = path.parent, dict.fromkeys(BESIDE, {}), {}
+        folder = path.parent
+        found = dict.fromkeys(BESIDE, {})
+        more = {}
         # Files beside any other name are not about this tokenizer.
         if path.name == "tokenizer.json":
             for name in BESIDE:
@@ -136,22 +159,27 @@ class FileTokenizer:
         every_id = set(self.vocabulary.values())
 
         def ids(field: str) -> list[int]:
-            kind, where = int | list[int] | None, f"{folder}/generation_config.json: {field}"
+            kind = int | list[int] | None
+            where = f"{folder}/generation_config.json: {field}"
             value = json_files.convert(generation.get(field), kind, where)
             value = [value] if isinstance(value, int) else value or []
             return [i for i in value if i in every_id]
 
         def named(field: str) -> list[int]:
-            where, value = f"{folder}/tokenizer_config.json: {field}", names.get(field)
+            where = f"{folder}/tokenizer_config.json: {field}"
+            value = names.get(field)
             value = value.get("content") if isinstance(value, dict) else value
             value = json_files.convert(value, str | None, where)
             return [self.vocabulary[value]] if value in self.vocabulary else []
+
         # The first ends documents; a model's list has more at which generation stops.
         ends = named("eos_token") + ids("eos_token_id")
         ends = ends or [self.vocabulary[token] for token in ENDS if token in self.vocabulary]
         if not ends:
-            ends, self.vocab_size = [self.vocab_size], self.vocab_size + 1
-        self.eot, self.stop_ids = ends[0], tuple(dict.fromkeys(ends))
+            ends = [self.vocab_size]
+            self.vocab_size = self.vocab_size + 1
+        self.eot = ends[0]
+        self.stop_ids = tuple(dict.fromkeys(ends))
         self.declared_bos = next(iter(named("bos_token") + ids("bos_token_id")), None)
         where = f"{folder}/tokenizer_config.json: add_bos_token"
         adds = json_files.convert(names.get("add_bos_token"), bool | None, where)
@@ -162,7 +190,7 @@ class FileTokenizer:
         with library_errors():
             plain = self.tokenizer.encode("a", add_special_tokens=False).ids
             whole = self.tokenizer.encode("a", add_special_tokens=True).ids
-        begins = whole[:len(plain)] != plain and whole[1:len(plain) + 1] == plain
+        begins = whole[: len(plain)] != plain and whole[1 : len(plain) + 1] == plain
         return whole[0] if begins else None
 
     def special_ids(self) -> dict[str, int | list[int]]:
@@ -185,7 +213,8 @@ class FileTokenizer:
         return self.tokenizer.decode([i for i in ids if i != self.bos and i not in self.stop_ids])
 
     def save(self, folder: Path) -> None:
-        """Write `files` into a folder, each whole or not at all; another tokenizer's are removed."""
+        """Write `files` into a folder, each whole or not at all; another tokenizer's are
+        removed."""
         for name in TRAVELS:
             target = folder / name
             if name not in self.files:
@@ -198,19 +227,30 @@ class FileTokenizer:
 
 class GPT2Tokenizer:
     """GPT-2's byte-pair encoding, through tiktoken."""
-    name, fingerprint = "gpt2", "gpt2"
-    bos, files = None, {}
+
+    name = "gpt2"
+    fingerprint = "gpt2"
+    bos = None
+    files = {}
 
     def __init__(self):
         try:
             import tiktoken
+
             self.encoding = tiktoken.get_encoding("gpt2")
         except ImportError:
-            raise TokenizerError("--tokenizer gpt2: needs the package tiktoken (pip install tiktoken); bytes needs nothing") from None
+            raise TokenizerError(
+                "--tokenizer gpt2: needs the package tiktoken (pip install tiktoken); bytes needs"
+                " nothing"
+            ) from None
         except Exception as e:
-            raise TokenizerError("--tokenizer gpt2: tiktoken could not fetch its vocabulary; connect once, or point TIKTOKEN_CACHE_DIR "
-                            f"at a copy, or use --tokenizer bytes or a tokenizers JSON file ({type(e).__name__})") from None
-        self.vocab_size, self.eot = self.encoding.n_vocab, self.encoding.eot_token
+            raise TokenizerError(
+                "--tokenizer gpt2: tiktoken could not fetch its vocabulary; connect once, or point"
+                " TIKTOKEN_CACHE_DIR at a copy, or use --tokenizer bytes or a tokenizers JSON file"
+                f" ({type(e).__name__})"
+            ) from None
+        self.vocab_size = self.encoding.n_vocab
+        self.eot = self.encoding.eot_token
         self.stop_ids = (self.eot,)
 
     def encode(self, text: str) -> list[int]:
@@ -229,7 +269,8 @@ def make_tokenizer(name: str):
 
 
 def prompt_ids(tokenizer, text: str) -> list[int]:
-    """The ids of a text that a model is to continue; of an empty one, those that begin a new text."""
+    """The ids of a text that a model is to continue; of an empty one, those that begin a new
+    text."""
     ids = [int(i) for i in tokenizer.encode(text)]
     if tokenizer.bos is not None:
         return [tokenizer.bos, *ids]
@@ -239,18 +280,22 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
 @dataclass
 class TokenizerRecord:
     """What a checkpoint remembers of the tokenizer; empty in one that is older."""
+
     fingerprint: str = ""
     # Name -> SHA-256.
     files: dict[str, str] = field(default_factory=dict)
 
 
 def record(tokenizer) -> TokenizerRecord:
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()}
+    hashes = {
+        name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()
+    }
     return TokenizerRecord(tokenizer.fingerprint, hashes)
 
 
 def model_ids(folder: Path) -> dict:
-    """The begin and end ids in a Hugging Face folder's config.json. (That of a run has none.) Raises JSONError."""
+    """The begin and end ids in a Hugging Face folder's config.json. (That of a run has none.)
+    Raises JSONError."""
     if not (folder / "config.json").is_file() or (folder / "checkpoints").is_dir():
         return {}
     config = json_files.read(folder / "config.json", dict)
@@ -259,7 +304,8 @@ def model_ids(folder: Path) -> dict:
 
 @contextlib.contextmanager
 def library_errors():
-    """Errors of the tokenizers library, bare Exceptions or a panic's BaseException, as ValueError."""
+    """Errors of the tokenizers library, bare Exceptions or a panic's BaseException, as
+    ValueError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -291,7 +337,10 @@ def main():
     except (TokenizerError, UnicodeEncodeError) as e:
         print(f"tokenizer.py: {e}", file=sys.stderr)
         sys.exit(2)
-    print(f"{len(sys.argv[1].encode())} bytes, {len(ids)} tokens of {tokenizer.vocab_size}: {ids}\n{tokenizer.decode(ids)}")
+    print(
+        f"{len(sys.argv[1].encode())} bytes, {len(ids)} tokens of {tokenizer.vocab_size}:"
+        f" {ids}\n{tokenizer.decode(ids)}"
+    )
 
 
 if __name__ == "__main__":

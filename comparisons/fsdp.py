@@ -1,12 +1,15 @@
-"""Stage 3 beside torch.distributed.fsdp.fully_shard: the same model, batches and optimizer on the same two ranks, in turn, in one run.
+"""Stage 3 beside torch.distributed.fsdp.fully_shard: the same model, batches and optimizer on the
+same two ranks, in turn, in one run.
 
     python comparisons/fsdp.py [--rounds 25] [--toy] [--out DIR]
 
-Every layer, the embedding and the head are units in both, and are dropped after forward. Step: forward, backward, clipping by the global norm, AdamW. Peak bytes
-are those that PyTorch's allocator handed out for tensors, by its profiler, each kind in processes of its own, from building the model to the
-end of the second step; what gloo allocates inside is in neither. The figure is of one of our steps on rank 0.
-(Llama's block, h 512, L 6, a 8, ffn 1376, s 256, V 8192, 4 sequences a rank, fp32, one thread a rank)
-"""
+Every layer, the embedding and the head are units in both, and are dropped after forward. Step:
+forward, backward, clipping by the global norm, AdamW. Peak bytes are those that PyTorch's allocator
+handed out for tensors, by its profiler, each kind in processes of its own, from building the model
+to the end of the second step; what gloo allocates inside is in neither. The figure is of one of our
+steps on rank 0. (Llama's block, h 512, L 6, a 8, ffn 1376, s 256, V 8192, 4 sequences a rank, fp32,
+one thread a rank)"""
+
 import json
 import sys
 import tempfile
@@ -15,35 +18,48 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import report
 import torch
 import torch.distributed as dist
+from report import spread, timed
+from single_device import Random
 from torch.distributed.fsdp import fully_shard
 
 import fsdp
 import gpt
 import ranks
-import report
 import sharding
 import train
-from report import spread, timed
-from single_device import Random
 from world import Groups, keep_freed_memory
 
-SHAPE = dict(model="llama2-7b", num_layers=6, hidden_size=512, num_heads=8, ffn_hidden_size=1376, seq_length=256, vocab_size=8192, precision="fp32")
+SHAPE = dict(
+    model="llama2-7b",
+    num_layers=6,
+    hidden_size=512,
+    num_heads=8,
+    ffn_hidden_size=1376,
+    seq_length=256,
+    vocab_size=8192,
+    precision="fp32",
+)
 TOY = SHAPE | dict(num_layers=2, hidden_size=64, ffn_hidden_size=176, seq_length=32, vocab_size=512)
-SEQUENCES = 4                                                            # a rank
+# a rank
+SEQUENCES = 4
 
 
 class Ours:
     def __init__(self, shape: dict):
-        config = train.Config(**shape, zero_stage=3, global_batch_size=2 * SEQUENCES, warmup_steps=0, steps=10**9)
+        config = train.Config(
+            **shape, zero_stage=3, global_batch_size=2 * SEQUENCES, warmup_steps=0, steps=10**9
+        )
         self.trainer = train.Trainer(config, torch.device("cpu"), Groups(dp=dist.group.WORLD))
         self.dataset = Random(2 * SEQUENCES, shape["seq_length"], shape["vocab_size"])
 
     def step(self) -> float:
         loss = self.trainer.forward_backward(1, self.dataset)
         self.trainer.update(1)
-        return loss.item() * 2                                           # this rank's part of the mean
+        # this rank's part of the mean
+        return loss.item() * 2
 
 
 class Theirs:
@@ -56,13 +72,23 @@ class Theirs:
         sharding.init(model, 0, "cpu", torch.float32)
         for layer in (model.embedding, *model.blocks.values(), model.head, model):
             fully_shard(layer, reshard_after_forward=True)
-        groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays} for decays in (True, False)]
-        self.model, self.optimizer = model, torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        groups = [
+            {
+                "params": [p for p in model.parameters() if (p.dim() > 1) == decays],
+                "weight_decay": 0.1 * decays,
+            }
+            for decays in (True, False)
+        ]
+        self.model = model
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
         rank = dist.get_rank()
-        self.batch = Random(2 * SEQUENCES, shape["seq_length"], shape["vocab_size"]).batch(range(rank * SEQUENCES, (rank + 1) * SEQUENCES))
+        self.batch = Random(2 * SEQUENCES, shape["seq_length"], shape["vocab_size"]).batch(
+            range(rank * SEQUENCES, (rank + 1) * SEQUENCES)
+        )
 
     def step(self) -> float:
-        loss = self.model(self.batch.tokens, self.batch.labels).mean()   # theirs averages over ranks
+        # theirs averages over ranks
+        loss = self.model(self.batch.tokens, self.batch.labels).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -75,7 +101,9 @@ KINDS = {"ours": Ours, "theirs": Theirs}
 
 def peak_bytes(rank: int, kind: str, shape: dict) -> int:
     """The most that was allocated for tensors at any time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         trainer = KINDS[kind](shape)
         for _ in range(2):
             trainer.step()
@@ -93,23 +121,31 @@ def on_rank(rank: int, rounds: int, shape: dict):
     def step(kind: str) -> float:
         dist.barrier()
         return timed(lambda: (losses[kind].append(trainers[kind].step()), dist.barrier()))
+
     times = report.in_turn({kind: lambda kind=kind: step(kind) for kind in KINDS}, rounds)
     return times, losses, time_line(trainers["ours"])
 
 
 def time_line(ours: Ours) -> list[tuple[str, int, float, float]]:
-    """(what, unit, start, end) in one step: each layer's forward and backward, from when its parameters are there until the next are asked for;
-    collectives from their call to their end."""
-    sharder, events, asked, unit_of_call = ours.trainer.gradients[0], [], [], []
+    """(what, unit, start, end) in one step: each layer's forward and backward, from when its
+    parameters are there until the next are asked for; collectives from their call to their end."""
+    sharder = ours.trainer.gradients[0]
+    events = []
+    asked = []
+    unit_of_call = []
     number = {unit: i for i, unit in enumerate(sharder.units)}
 
     class Noted:
-        """A collective that notes its end: an all-gather's own; of a reduce-scatter, whose end gloo does not tell, the end of the wait for it."""
+        """A collective that notes its end: an all-gather's own; of a reduce-scatter, whose end gloo
+        does not tell, the end of the wait for it."""
 
         def __init__(self, what, work):
-            self.work, self.event = work, (what, unit_of_call[-1], time.perf_counter())
+            self.work = work
+            self.event = (what, unit_of_call[-1], time.perf_counter())
             if what == "all-gather":
-                work.get_future().add_done_callback(lambda _: events.append((*self.event, time.perf_counter())))
+                work.get_future().add_done_callback(
+                    lambda _: events.append((*self.event, time.perf_counter()))
+                )
 
         def wait(self):
             self.work.wait()
@@ -130,9 +166,16 @@ def time_line(ours: Ours) -> list[tuple[str, int, float, float]]:
     def reduce_gradients(original=sharder.reduce_gradients):
         asked.append((None, time.perf_counter(), None))
         original()
-    changed = {"start": for_unit(sharder.start), "reduce": for_unit(sharder.reduce), "gather": gather, "reduce_gradients": reduce_gradients}
+
+    changed = {
+        "start": for_unit(sharder.start),
+        "reduce": for_unit(sharder.reduce),
+        "gather": gather,
+        "reduce_gradients": reduce_gradients,
+    }
     originals = fsdp.all_gather, fsdp.reduce_scatter
-    fsdp.all_gather, fsdp.reduce_scatter = noted("all-gather", fsdp.all_gather), noted("reduce-scatter", fsdp.reduce_scatter)
+    fsdp.all_gather = noted("all-gather", fsdp.all_gather)
+    fsdp.reduce_scatter = noted("reduce-scatter", fsdp.reduce_scatter)
     sharder.__dict__.update(changed)
     dist.barrier()
     begin = time.perf_counter()
@@ -149,23 +192,57 @@ def hidden(events, what: str) -> float:
     """The share of a collective's time that passed while a layer computed."""
     computing = [(start, end) for kind, _, start, end in events if kind in ("forward", "backward")]
     flights = [(start, end) for kind, _, start, end in events if kind == what]
-    return sum(max(0, min(e, end) - max(s, start)) for s, e in flights for start, end in computing) / sum(e - s for s, e in flights)
+    return sum(
+        max(0, min(e, end) - max(s, start)) for s, e in flights for start, end in computing
+    ) / sum(e - s for s, e in flights)
 
 
 def draw(events, path: Path) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    rows = {"compute": ("forward", "backward"), "all-gather": ("all-gather",), "reduce-scatter": ("reduce-scatter",)}
-    colours = {"forward": "#4c78a8", "backward": "#59a14f", "all-gather": "#f2b447", "reduce-scatter": "#b07aa1"}
+
+    rows = {
+        "compute": ("forward", "backward"),
+        "all-gather": ("all-gather",),
+        "reduce-scatter": ("reduce-scatter",),
+    }
+    colours = {
+        "forward": "#4c78a8",
+        "backward": "#59a14f",
+        "all-gather": "#f2b447",
+        "reduce-scatter": "#b07aa1",
+    }
     last = max(unit for _, unit, _, _ in events)
     figure, axes = plt.subplots(figsize=(10, 2.2), layout="constrained")
     for y, (row, kinds) in enumerate(rows.items()):
         for what, unit, start, end in events:
             if what in kinds:
-                axes.barh(-y, (end - start) * 1e3, left=start * 1e3, height=0.7, color=colours[what], edgecolor="white", linewidth=0.5)
-                axes.text((start + end) / 2 * 1e3, -y, "E" if unit == 0 else "H" if unit == last else unit - 1, ha="center", va="center", fontsize=7, clip_on=True)
-    axes.set(yticks=[-y for y in range(len(rows))], yticklabels=rows, xlabel="ms", title="A stage-3 step on rank 0: E embedding, 0 .. blocks, H head")
+                axes.barh(
+                    -y,
+                    (end - start) * 1e3,
+                    left=start * 1e3,
+                    height=0.7,
+                    color=colours[what],
+                    edgecolor="white",
+                    linewidth=0.5,
+                )
+                axes.text(
+                    (start + end) / 2 * 1e3,
+                    -y,
+                    "E" if unit == 0 else "H" if unit == last else unit - 1,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    clip_on=True,
+                )
+    axes.set(
+        yticks=[-y for y in range(len(rows))],
+        yticklabels=rows,
+        xlabel="ms",
+        title="A stage-3 step on rank 0: E embedding, 0 .. blocks, H head",
+    )
     figure.savefig(path, dpi=150)
 
 
@@ -176,12 +253,18 @@ def main():
     shape, rounds = (TOY, 1) if args.toy else (SHAPE, args.rounds)
     peaks = {kind: max(ranks.run(peak_bytes, 2, kind, shape)) for kind in KINDS}
     times, losses, events = ranks.run(on_rank, 2, rounds, shape)[0]
-    torch.set_num_threads(1)                                             # what the ranks had, for the record
-    results = {"step_seconds": {kind: spread([t[kind] for t in times]) for kind in KINDS},
-               "step_time_over_fully_shard": spread([t["ours"] / t["theirs"] for t in times]),
-               "peak_tensor_bytes": peaks, "peak_over_fully_shard": peaks["ours"] / peaks["theirs"],
-               "first_and_last_loss": {kind: (x[0], x[-1]) for kind, x in losses.items()},
-               "in_flight_while_computing": {what: hidden(events, what) for what in ("all-gather", "reduce-scatter")}}
+    # what the ranks had, for the record
+    torch.set_num_threads(1)
+    results = {
+        "step_seconds": {kind: spread([t[kind] for t in times]) for kind in KINDS},
+        "step_time_over_fully_shard": spread([t["ours"] / t["theirs"] for t in times]),
+        "peak_tensor_bytes": peaks,
+        "peak_over_fully_shard": peaks["ours"] / peaks["theirs"],
+        "first_and_last_loss": {kind: (x[0], x[-1]) for kind, x in losses.items()},
+        "in_flight_while_computing": {
+            what: hidden(events, what) for what in ("all-gather", "reduce-scatter")
+        },
+    }
     report.save("fsdp", results | {"time_line": events}, args)
     draw(events, args.figures / "fsdp_time_line.png")
     for name, value in results.items():

@@ -1,12 +1,15 @@
-"""Files from outside, changed at random: whoever reads one says what is wrong in one line, or is not affected.
+"""Files from outside, changed at random: whoever reads one says what is wrong in one line, or is
+not affected.
 
-    python tests/bad_files.py [--count 200] [--first 0] [--kind index config prompts tokenizer metrics tokens]
+    python tests/bad_files.py [--count 200] [--first 0] [--kind index config prompts tokenizer
+    metrics tokens]
 
-Case n of a kind is drawn from seed n: a valid folder is copied, one of its files is changed (bytes flipped, a file cut off, a JSON value of another
-type, huge, negative, NaN, nested or half a character, a key removed or added), and one of the commands that read it runs in this process. Of
-index.json the checksum beside it is made to fit in half of the cases, so that its content is looked at. The command must end with status 2
-and one line on stderr, or with status 0, within 20 seconds, and no exception may escape.
-"""
+Case n of a kind is drawn from seed n: a valid folder is copied, one of its files is changed (bytes
+flipped, a file cut off, a JSON value of another type, huge, negative, NaN, nested or half a
+character, a key removed or added), and one of the commands that read it runs in this process. Of
+index.json the checksum beside it is made to fit in half of the cases, so that its content is looked
+at. The command must end with status 2 and one line on stderr, or with status 0, within 20 seconds,
+and no exception may escape."""
 
 import argparse
 import contextlib
@@ -22,8 +25,9 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
@@ -90,11 +94,12 @@ TEMPLATE = {
 }
 
 
-# --- changes ----------------------------------------------------------------------------------------------------------
+# --- changes --------------------------------------------------------------------------------------
 
 
 def changed_bytes(data: bytes, g: random.Random) -> bytes:
-    at, n = g.randrange(len(data)), g.choice([1, 1, 4, 40])
+    at = g.randrange(len(data))
+    n = g.choice([1, 1, 4, 40])
     ways = [
         data[:at],
         data[:at] + data[at + n :],
@@ -107,7 +112,8 @@ def changed_bytes(data: bytes, g: random.Random) -> bytes:
 
 
 def place(content, g: random.Random) -> tuple:
-    """(object or list, key) of some value in JSON: every key of an object is as likely, however much it holds."""
+    """(object or list, key) of some value in JSON: every key of an object is as likely, however
+    much it holds."""
     while True:
         key = g.choice(list(content) if isinstance(content, dict) else range(len(content)))
         if not isinstance(content[key], dict | list) or not content[key] or g.random() < 0.2:
@@ -147,7 +153,7 @@ def changed_header(data: bytes, g: random.Random) -> bytes:
     return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
-# --- valid folders ----------------------------------------------------------------------------------------------------
+# --- valid folders --------------------------------------------------------------------------------
 
 
 def quiet(command, *argv) -> None:
@@ -251,14 +257,15 @@ def make_tokenizer() -> None:
     tokenizer.save("tokenizer.json")
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def program(module: str) -> Callable[[list[str]], int | None]:
     """main() of a file whose arguments are sys.argv."""
 
     def main(argv):
-        before, sys.argv = sys.argv, [f"{module}.py", *argv]
+        before = sys.argv
+        sys.argv = [f"{module}.py", *argv]
         try:
             return __import__(module).main()
         finally:
@@ -418,7 +425,7 @@ KINDS = {
 }
 
 
-# --- one case ---------------------------------------------------------------------------------------------------------
+# --- one case -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -446,12 +453,14 @@ def late(number, frame):
 
 
 def run(main: Callable, argv) -> tuple[int | str, str, str]:
-    """(exit status, or the exception that escaped; stdout; stderr) of a command in this process, that of libraries included."""
+    """(exit status, or the exception that escaped; stdout; stderr) of a command in this process,
+    that of libraries included."""
     with (
         tempfile.TemporaryFile("w+", errors="surrogateescape") as out,
         tempfile.TemporaryFile("w+", errors="surrogateescape") as err,
     ):
-        kept, before = [os.dup(1), os.dup(2)], signal.signal(signal.SIGALRM, late)
+        kept = [os.dup(1), os.dup(2)]
+        before = signal.signal(signal.SIGALRM, late)
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
         signal.alarm(SECONDS)
@@ -483,7 +492,8 @@ def run(main: Callable, argv) -> tuple[int | str, str, str]:
 def check(kind: str, seed: int) -> tuple[bool, str | None]:
     """(whether the change was refused; what is wrong with the answer to it) of one case."""
     g = random.Random(f"{kind} {seed}")
-    family, reading = g.choice(["gpt2", "llama", "mixtral"]), g.choice(KINDS[kind][1])
+    family = g.choice(["gpt2", "llama", "mixtral"])
+    reading = g.choice(KINDS[kind][1])
     main, argv = g.choice(reading.commands)
     argv = [word.format(family) for word in argv]
     with tempfile.TemporaryDirectory() as folder:
@@ -497,14 +507,16 @@ def check(kind: str, seed: int) -> tuple[bool, str | None]:
                 file.with_name("index.json.sha256").write_text(f"{checksum}  index.json\n")
             begin = time.perf_counter()
             status, _, err = run(main, argv)
-    lines, seconds = err.splitlines(), time.perf_counter() - begin
+    lines = err.splitlines()
+    seconds = time.perf_counter() - begin
     case = f"{kind} {seed}: {change.__name__} of {file}; {argv}: "
     if status == 0 and "Traceback" not in err:
         return False, None
     if status == 2 and len(lines) == 1 and seconds < SECONDS:
         return True, None
-    return status == 2, case + (
-        f"status {status}, {seconds:.0f} s, {len(lines)} lines on stderr: {err[-1500:]}"
+    return (
+        status == 2,
+        case + f"status {status}, {seconds:.0f} s, {len(lines)} lines on stderr: {err[-1500:]}",
     )
 
 
@@ -520,7 +532,9 @@ def main():
     resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, resource.RLIM_INFINITY))
     failed = 0
     for kind in args.kind:
-        begin, wrong, refused = time.time(), [], 0
+        begin = time.time()
+        wrong = []
+        refused = 0
         for seed in range(args.first, args.first + args.count):
             said_no, problem = check(kind, seed)
             refused += said_no
@@ -529,7 +543,8 @@ def main():
                 print(problem, flush=True)
         failed += len(wrong)
         print(
-            f"{kind}: {args.count - len(wrong)} of {args.count} held, {refused} refused; {time.time() - begin:.0f} s; wrong: {wrong}",
+            f"{kind}: {args.count - len(wrong)} of {args.count} held, {refused} refused;"
+            f" {time.time() - begin:.0f} s; wrong: {wrong}",
             flush=True,
         )
     sys.exit(bool(failed))

@@ -1,11 +1,17 @@
-"""CUDA kernels on the CPU, so that their arithmetic, indexing and barriers are tested where there is no GPU.
+"""CUDA kernels on the CPU, so that their arithmetic, indexing and barriers are tested where there
+is no GPU.
 
-The source is compiled as C++ by the host's compiler, with the header below in place of CUDA's: the threads of a block are fibers of one thread, which run until they wait, for a barrier or for the other lanes of
-their warp. They run in any order that is asked for; in order 2 a warp may also stand still until the others cannot go on without it, so that a missing barrier is seen, before a read or before the next write. A vector that is not
-aligned, or an index beyond shared memory, ends the process. Not seen: speed, indices beyond a tensor's end, what different blocks do to each other at the same time, and what stands behind #ifdef __CUDA_ARCH__.
+The source is compiled as C++ by the host's compiler, with the header below in place of CUDA's: the
+threads of a block are fibers of one thread, which run until they wait, for a barrier or for the
+other lanes of their warp. They run in any order that is asked for; in order 2 a warp may also stand
+still until the others cannot go on without it, so that a missing barrier is seen, before a read or
+before the next write. A vector that is not aligned, or an index beyond shared memory, ends the
+process. Not seen: speed, indices beyond a tensor's end, what different blocks do to each other at
+the same time, and what stands behind #ifdef __CUDA_ARCH__.
 
     kernels = build(kernels.CUDA, kernels.FUNCTIONS);  kernels.set_order(2);  kernels.rms_norm(0, dtype, address, ..)
 """
+
 import hashlib
 import re
 import shutil
@@ -153,21 +159,48 @@ def include_folder() -> Path | None:
     """Where CUDA's headers are, whose 16-bit numbers work on the host too; None without nvcc."""
     nvcc = shutil.which("nvcc")
     places = [Path(nvcc).resolve().parent.parent / "include"] if nvcc else []
-    return next((p for p in [*places, Path("/usr/local/cuda/include")] if (p / "cuda_bf16.h").exists()), None)
+    return next(
+        (p for p in [*places, Path("/usr/local/cuda/include")] if (p / "cuda_bf16.h").exists()),
+        None,
+    )
 
 
 def translated(source: str) -> str:
     """kernel<T><<<grid, block, 0, stream>>>(..); becomes a call of the scheduler."""
-    source = "\n".join(line for line in source.splitlines() if not line.startswith("#include <cuda"))
-    return re.sub(r"([\w:]+(?:<[^;{}]*?>)?)<<<(\w+), (\w+), 0, on\(stream\)>>>(\(.*?\));", r"emulator::run(\2, \3, [=] { \1\4; });", source, flags=re.DOTALL)
+    source = "\n".join(
+        line for line in source.splitlines() if not line.startswith("#include <cuda")
+    )
+    return re.sub(
+        r"([\w:]+(?:<[^;{}]*?>)?)<<<(\w+), (\w+), 0, on\(stream\)>>>(\(.*?\));",
+        r"emulator::run(\2, \3, [=] { \1\4; });",
+        source,
+        flags=re.DOTALL,
+    )
 
 
 @cache
 def build(source: str, functions: tuple[str, ...]):
-    """A Python module with these launchers, and set_order(0 ascending | 1 descending | 2 random, number of multiprocessors)."""
+    """A Python module with these launchers, and set_order(0 ascending | 1 descending | 2 random,
+    number of multiprocessors)."""
     text = HEADER + translated(source)
     name = f"fused_on_cpu_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     folder = kernels.cache_folder(name)
-    kernels.once(folder, f"{name}.so", lambda: kernels.compile_inline(name, folder, text, functions=[*functions, "set_order"], extra_include_paths=[str(include_folder())],
-                                                                      extra_cflags=["-O1", "-fsanitize=bounds,alignment", "-fsanitize-undefined-trap-on-error", "-Wno-unknown-pragmas", "-Wno-attributes"]))
+    kernels.once(
+        folder,
+        f"{name}.so",
+        lambda: kernels.compile_inline(
+            name,
+            folder,
+            text,
+            functions=[*functions, "set_order"],
+            extra_include_paths=[str(include_folder())],
+            extra_cflags=[
+                "-O1",
+                "-fsanitize=bounds,alignment",
+                "-fsanitize-undefined-trap-on-error",
+                "-Wno-unknown-pragmas",
+                "-Wno-attributes",
+            ],
+        ),
+    )
     return kernels.import_file(name, folder / f"{name}.so")

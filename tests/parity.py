@@ -2,9 +2,10 @@
 
     same(train(world=4, micro_batch_size=1), train())
 
-`train` runs a few steps of any configuration on `world` ranks, on synthetic data with unequal loss masks, and returns loss,
-every gradient and every parameter under global names, gathered through the sharding record.
-"""
+`train` runs a few steps of any configuration on `world` ranks, on synthetic data with unequal loss
+masks, and returns loss, every gradient and every parameter under global names, gathered through the
+sharding record."""
+
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -18,55 +19,85 @@ import sharding
 import train as trainer
 from world import Groups
 
-# From real initialisation, dropout on, tied embeddings, a vocabulary that nothing divides, clipping that bites.
-SMALL = dict(model="gpt2", num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61, dropout=0.1, global_batch_size=8,
-             precision="fp64", lr=1e-3, warmup_steps=0, grad_clip=0.5, seed=5, device="cpu")
+# From real initialisation, dropout on, tied embeddings, a vocabulary that nothing divides, clipping
+# that bites.
+SMALL = dict(
+    model="gpt2",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    seq_length=16,
+    vocab_size=61,
+    dropout=0.1,
+    global_batch_size=8,
+    precision="fp64",
+    lr=1e-3,
+    warmup_steps=0,
+    grad_clip=0.5,
+    seed=5,
+    device="cpu",
+)
 LLAMA = SMALL | dict(model="llama2-7b", num_kv_heads=2, ffn_hidden_size=56)
 
 
 class Synthetic:
-    """Sample n is a sequence drawn from seed n, of whose labels about (n mod 4) / 4 or all do not count."""
+    """Sample n is a sequence drawn from seed n, of whose labels about (n mod 4) / 4 or all do not
+    count."""
 
     def __init__(self, seq_length: int, vocab_size: int):
-        self.s, self.v = seq_length, vocab_size
+        self.s = seq_length
+        self.v = vocab_size
 
     def batch(self, samples) -> data.Batch:
-        tokens, mask = [], []
+        tokens = []
+        mask = []
         for n in samples:
             g = torch.Generator().manual_seed(int(n))
             tokens.append(torch.randint(self.v, (self.s + 1,), generator=g))
             mask.append(torch.rand(self.s, generator=g) >= (int(n) % 4) / 4)
         tokens = torch.stack(tokens)
-        return data.Batch(tokens[:, :-1], tokens[:, 1:], torch.stack(mask), torch.tensor(list(samples)))
+        return data.Batch(
+            tokens[:, :-1], tokens[:, 1:], torch.stack(mask), torch.tensor(list(samples))
+        )
 
     def counted_tokens(self, samples) -> int:
         return int(self.batch(samples).loss_mask.sum())
 
 
 class Prompted(Synthetic):
-    """The same with a task's virtual tokens in the middle, so that sequence-parallel ranks share them; the tasks in turn."""
+    """The same with a task's virtual tokens in the middle, so that sequence-parallel ranks share
+    them; the tasks in turn."""
 
     def __init__(self, seq_length: int, vocab_size: int, prompts):
         super().__init__(seq_length, vocab_size)
         first = prompts.first_ids(vocab_size)
-        self.virtual = [list(range(first[task], first[task] + prompts.templates[task].total_virtual_tokens)) for task in prompts.tasks]
+        self.virtual = [
+            list(range(first[task], first[task] + prompts.templates[task].total_virtual_tokens))
+            for task in prompts.tasks
+        ]
 
     def batch(self, samples) -> data.Batch:
         tokens, labels, mask, numbers = (x.clone() for x in super().batch(samples))
         for row, n in enumerate(numbers.tolist()):
-            virtual, at = torch.tensor(self.virtual[n % len(self.virtual)]), self.s // 2 - 2
-            tokens[row, at:at + len(virtual)] = virtual
-            mask[row, at - 1:at - 1 + len(virtual)] = False
+            virtual = torch.tensor(self.virtual[n % len(self.virtual)])
+            at = self.s // 2 - 2
+            tokens[row, at : at + len(virtual)] = virtual
+            mask[row, at - 1 : at - 1 + len(virtual)] = False
         return data.Batch(tokens, labels, mask, numbers)
 
 
 @dataclass
 class Result:
-    losses: list[float]                            # of each step
-    norms: list[float]                             # global gradient norm, before clipping
-    gradients: dict[str, torch.Tensor]             # of the first step, before clipping
-    parameters: dict[str, torch.Tensor]            # after the last
-    margin: float = math.inf                       # the smallest difference, as a share, of an expert that was chosen to the next one that was not
+    # of each step
+    losses: list[float]
+    # global gradient norm, before clipping
+    norms: list[float]
+    # of the first step, before clipping
+    gradients: dict[str, torch.Tensor]
+    # after the last
+    parameters: dict[str, torch.Tensor]
+    # the smallest difference, as a share, of an expert that was chosen to the next one that was not
+    margin: float = math.inf
 
 
 def on_rank(rank: int, world: int, variants: list[dict], steps: int, mutate) -> list[Result]:
@@ -76,25 +107,39 @@ def on_rank(rank: int, world: int, variants: list[dict], steps: int, mutate) -> 
 
 
 def one_run(world: int, config: trainer.Config, steps: int) -> Result:
-    groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups()
-    t = trainer.Trainer(config, torch.device(config.device), groups)                          # on CUDA: gloo still, all ranks on one GPU
+    groups = (
+        Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups()
+    )
+    # on CUDA: gloo still, all ranks on one GPU
+    t = trainer.Trainer(config, torch.device(config.device), groups)
 
     def whole(part) -> dict[str, torch.Tensor]:
-        """part(parameter), put together from all ranks that hold something of the model, under global names."""
-        mine = {n: sharding.gather(part(p), sharding.of(p)).cpu().clone() for n, p in sharding.named_parameters(*t.chunks) if p.requires_grad}
+        """part(parameter), put together from all ranks that hold something of the model, under
+        global names."""
+        mine = {
+            n: sharding.gather(part(p), sharding.of(p)).cpu().clone()
+            for n, p in sharding.named_parameters(*t.chunks)
+            if p.requires_grad
+        }
         if not groups.pp:
             return mine
         stages = [None] * groups.pp.size()
         dist.all_gather_object(stages, mine, group=groups.pp)
         found = {}
         for n, x in (item for stage in stages for item in stage.items()):
-            found[n] = x if n not in found or torch.equal(x, found[n]) else torch.full_like(x, torch.inf)      # two copies of a tied embedding
+            # two copies of a tied embedding
+            found[n] = (
+                x if n not in found or torch.equal(x, found[n]) else torch.full_like(x, torch.inf)
+            )
         return found
+
     sizes = t.model_config.seq_length, t.model_config.vocab_size
     dataset = Prompted(*sizes, t.prompts) if t.prompts else Synthetic(*sizes)
     result = Result([], [], {}, {})
     for layer in t.expert_layers.values():
-        layer.decision.scores = partial(scores_with_margin, result, layer.decision, original=layer.decision.scores)
+        layer.decision.scores = partial(
+            scores_with_margin, result, layer.decision, original=layer.decision.scores
+        )
     for step in range(1, steps + 1):
         loss = t.forward_backward(step, dataset)
         if world > 1:
@@ -111,43 +156,73 @@ def scores_with_margin(result: Result, decision, logits, training, *, original):
     """What decision.scores gives, and how near it came to another choice."""
     scores = original(logits, training)
     if decision.k < scores.shape[1]:
-        largest = scores.sort(descending=True).values[:, decision.k - 1:decision.k + 1]
-        result.margin = min(result.margin, ((largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)).min().item())
+        largest = scores.sort(descending=True).values[:, decision.k - 1 : decision.k + 1]
+        result.margin = min(
+            result.margin, ((largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)).min().item()
+        )
     return scores
 
 
 def train(world: int = 1, steps: int = 3, mutate=None, base: dict = SMALL, **flags) -> Result:
-    """What rank 0 has after `steps` steps. mutate: a function at the top of a module, called first on each rank, that breaks
-    something."""
-    return _train(world, steps, mutate, tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in (base | flags).items())))
+    """What rank 0 has after `steps` steps. mutate: a function at the top of a module, called first
+    on each rank, that breaks something."""
+    return _train(
+        world,
+        steps,
+        mutate,
+        tuple(
+            sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in (base | flags).items())
+        ),
+    )
 
 
-@lru_cache(maxsize=32)                             # one-device references are shared between tests
+# one-device references are shared between tests
+@lru_cache(maxsize=32)
 def _train(world, steps, mutate, flags):
-    return ranks.run(on_rank, world, world, [{k: list(v) if isinstance(v, tuple) else v for k, v in flags}], steps, mutate)[0][0]
+    return ranks.run(
+        on_rank,
+        world,
+        world,
+        [{k: list(v) if isinstance(v, tuple) else v for k, v in flags}],
+        steps,
+        mutate,
+    )[0][0]
 
 
-def train_each(world: int, variants: list[dict], steps: int = 3, base: dict = SMALL, **flags) -> list[Result]:
+def train_each(
+    world: int, variants: list[dict], steps: int = 3, base: dict = SMALL, **flags
+) -> list[Result]:
     """Several runs on the same ranks, one after the other: launching them costs more than a run."""
     return ranks.run(on_rank, world, world, [base | flags | v for v in variants], steps, None)[0]
 
 
 def difference(a: Result, b: Result) -> dict[str, float]:
-    """Largest relative differences of a from the reference b: loss, norm, gradient, parameter. A tensor whose exact gradient is zero (a
-    key bias: softmax does not see a shift) is measured against the largest gradient of the model."""
+    """Largest relative differences of a from the reference b: loss, norm, gradient, parameter. A
+    tensor whose exact gradient is zero (a key bias: softmax does not see a shift) is measured
+    against the largest gradient of the model."""
     assert a.gradients.keys() == b.gradients.keys() and a.parameters.keys() == b.parameters.keys()
     largest = max(g.abs().max().item() for g in b.gradients.values())
-    scale = {n: not n.endswith("key.bias") and g.abs().max().item() or largest for n, g in b.gradients.items()}
+    scale = {
+        n: (not n.endswith("key.bias") and g.abs().max().item()) or largest
+        for n, g in b.gradients.items()
+    }
     return {
         "loss": max(abs(x - y) / abs(y) for x, y in zip(a.losses, b.losses, strict=True)),
         "norm": max(abs(x - y) / abs(y) for x, y in zip(a.norms, b.norms, strict=True)),
-        "gradient": max((a.gradients[n] - g).abs().max().item() / scale[n] for n, g in b.gradients.items()),
-        "parameter": max(((a.parameters[n] - p).abs().max() / max(p.abs().max(), 0.1)).item() for n, p in b.parameters.items()),
-    }                                              # 0.1: at 1e-10 relative, the gate allows 1e-11 absolute
+        "gradient": max(
+            (a.gradients[n] - g).abs().max().item() / scale[n] for n, g in b.gradients.items()
+        ),
+        "parameter": max(
+            ((a.parameters[n] - p).abs().max() / max(p.abs().max(), 0.1)).item()
+            for n, p in b.parameters.items()
+        ),
+        # 0.1: at 1e-10 relative, the gate allows 1e-11 absolute
+    }
 
 
 def same(a: Result, b: Result, tolerance: float = 1e-10) -> None:
-    """In float32 (a wider tolerance) the gate is about loss and gradients: Adam makes steps of rounding noise."""
+    """In float32 (a wider tolerance) the gate is about loss and gradients: Adam makes steps of
+    rounding noise."""
     worst = difference(a, b)
     assert b.margin > 10 * tolerance, f"a token's routing is {b.margin:.1e} from a tie"
     if tolerance > 1e-10:

@@ -1,9 +1,11 @@
-"""Parity of layouts drawn at random: pipelines, tensor, sequence, expert and (sharded) data parallelism, recomputation, on up to 8 ranks.
+"""Parity of layouts drawn at random: pipelines, tensor, sequence, expert and (sharded) data
+parallelism, recomputation, on up to 8 ranks.
 
     python tests/random_layouts.py [--count 200] [--first 0]
 
-Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of parity.py.
-"""
+Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
+parity.py."""
+
 import argparse
 import random
 import sys
@@ -19,32 +21,55 @@ def draw(seed: int) -> dict:
     """{"world", "model", "layout"}: flags that one device runs too, and flags of the layout."""
     g = random.Random(seed)
     while True:
-        pp, tp, dp = g.choice([1, 2, 3, 4, 5, 6, 8]), g.choice([1, 1, 2, 4]), g.choice([1, 1, 2, 3])
+        pp = g.choice([1, 2, 3, 4, 5, 6, 8])
+        tp = g.choice([1, 1, 2, 4])
+        dp = g.choice([1, 1, 2, 3])
         if 1 < pp * tp * dp <= 8:
             break
-    micro, m = g.choice([1, 2]), g.choice([1, 2, 3, 4, 6])
-    model = dict(num_layers=g.randint(pp, pp + 4), num_heads=4, seq_length=4 * g.randint(1, 4), vocab_size=g.choice([5, 61, 257]), dropout=g.choice([0.0, 0.1]),
-                 seed=seed)
-    layout = dict(pp=pp, tp=tp, micro_batch_size=micro, recompute=g.choice(["none", "selective", "full"]))
+    micro = g.choice([1, 2])
+    m = g.choice([1, 2, 3, 4, 6])
+    model = dict(
+        num_layers=g.randint(pp, pp + 4),
+        num_heads=4,
+        seq_length=4 * g.randint(1, 4),
+        vocab_size=g.choice([5, 61, 257]),
+        dropout=g.choice([0.0, 0.1]),
+        seed=seed,
+    )
+    layout = dict(
+        pp=pp, tp=tp, micro_batch_size=micro, recompute=g.choice(["none", "selective", "full"])
+    )
     if tp > 1:
         layout["sequence_parallel"] = g.random() < 0.5
     if pp > 1:
         layout["schedule"] = g.choice(["gpipe", "1f1b", "interleaved", "zb-h1"])
         v = g.choice([1, 2, 3]) if layout["schedule"] == "interleaved" else 1
         if layout["schedule"] == "interleaved":
-            m, layout["virtual_stages"] = pp * g.choice([1, 2]), v
+            m = pp * g.choice([1, 2])
+            layout["virtual_stages"] = v
         while True:
             cuts = sorted(g.randint(0, model["num_layers"]) for _ in range(pp * v - 1))
-            layout["layer_split"] = [b - a for a, b in zip([0, *cuts], [*cuts, model["num_layers"]])]
-            if all(sum(layout["layer_split"][rank::pp]) for rank in range(1, pp - 1)):           # a rank without a parameter is refused
+            layout["layer_split"] = [
+                b - a for a, b in zip([0, *cuts], [*cuts, model["num_layers"]])
+            ]
+            # a rank without a parameter is refused
+            if all(sum(layout["layer_split"][rank::pp]) for rank in range(1, pp - 1)):
                 break
     model["global_batch_size"] = micro * m * dp
     if dp > 1:
-        layout["zero_stage"] = random.Random(-1 - seed).randrange(4)     # of its own: the other draws stay what they were
-    g_experts = random.Random(-10**6 - seed)
-    if g_experts.random() < 0.4:                                         # who goes where depends on the micro-batch, so one device takes the same ones
-        model |= dict(num_experts=12 * g_experts.choice([1, 2]), router=g_experts.choice(["sinkhorn", "topk"]), router_topk=g_experts.choice([1, 2]),
-                      expert_every=g_experts.randint(1, model["num_layers"]), capacity_factor=g_experts.choice([0.0, 1.0]), micro_batch_size=micro)
+        # of its own: the other draws stay what they were
+        layout["zero_stage"] = random.Random(-1 - seed).randrange(4)
+    g_experts = random.Random(-(10**6) - seed)
+    # who goes where depends on the micro-batch, so one device takes the same ones
+    if g_experts.random() < 0.4:
+        model |= dict(
+            num_experts=12 * g_experts.choice([1, 2]),
+            router=g_experts.choice(["sinkhorn", "topk"]),
+            router_topk=g_experts.choice([1, 2]),
+            expert_every=g_experts.randint(1, model["num_layers"]),
+            capacity_factor=g_experts.choice([0.0, 1.0]),
+            micro_batch_size=micro,
+        )
         layout["ep"] = g_experts.choice([n for n in range(1, dp + 1) if dp % n == 0])
     base = SMALL if g.random() < 0.5 else LLAMA | dict(num_kv_heads=4 if tp == 4 else 2)
     return {"world": pp * tp * dp, "model": base | model, "layout": layout}
@@ -52,17 +77,22 @@ def draw(seed: int) -> dict:
 
 def check(drawn: dict) -> dict[str, float]:
     """Raises AssertionError where the layout is not one device."""
-    a, b = train(drawn["world"], base=drawn["model"], **drawn["layout"]), train(base=drawn["model"], recompute="none")
+    a = train(drawn["world"], base=drawn["model"], **drawn["layout"])
+    b = train(base=drawn["model"], recompute="none")
     same(a, b)
     return difference(a, b)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     args = parser.parse_args()
-    failed, worst, start = [], 0.0, time.time()
+    failed = []
+    worst = 0.0
+    start = time.time()
     for seed in range(args.first, args.first + args.count):
         drawn = draw(seed)
         try:
@@ -70,5 +100,8 @@ if __name__ == "__main__":
         except (AssertionError, RuntimeError) as e:
             failed.append(seed)
             print(f"seed {seed}: {drawn}: {str(e)[-600:]}", flush=True)
-    print(f"{args.count - len(failed)} of {args.count} layouts equal one device; largest relative difference {worst:.1e}; {time.time() - start:.0f} s")
+    print(
+        f"{args.count - len(failed)} of {args.count} layouts equal one device; largest relative"
+        f" difference {worst:.1e}; {time.time() - start:.0f} s"
+    )
     sys.exit(bool(failed))

@@ -2,16 +2,16 @@
 
 import random
 
-import pytest
-
 import bad_files
+import pytest
 
 
 @pytest.mark.parametrize("kind", ["index", "config", "prompts", "tokenizer", "metrics", "tokens"])
 def test_a_file_that_was_changed_is_refused_in_one_line(kind):
     found = [bad_files.check(kind, seed) for seed in range(12)]
     assert not [problem for _, problem in found if problem]
-    # A line of metrics that cannot be read is left out and said, a damaged token cache is built again.
+    # A line of metrics that cannot be read is left out and said, a damaged token cache is built
+    # again.
     assert sum(refused for refused, _ in found) >= (3 if kind not in ("metrics", "tokens") else 0)
 
 

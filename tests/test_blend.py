@@ -44,7 +44,9 @@ def make(names, seed=0, split="train"):
 def test_interleave_follows_the_weights(weights):
     """Every corpus's samples come in order, and its count is within one of its share at every n."""
     weights = [Fraction(w) for w in weights]
-    locate, taken, by_due = Interleave(weights), [0] * len(weights), []
+    locate = Interleave(weights)
+    taken = [0] * len(weights)
+    by_due = []
     for n in range(1000):
         k, m = locate(n)
         assert m == taken[k]
@@ -68,7 +70,8 @@ def test_parse_weights(here):
     assert parse_weights(["0.7:a", "3:b:c"]) == [(Fraction(7, 10), ["a"]), (Fraction(3), ["b:c"])]
     assert parse_weights(["C:a"]) == [(None, ["C:a"])]
     Path("0.7:a").mkdir()
-    assert parse_weights(["0.7:a"]) == [(None, ["0.7:a"])]  # what exists is what is meant
+    # what exists is what is meant
+    assert parse_weights(["0.7:a"]) == [(None, ["0.7:a"])]
     assert parse_weights(["1:0.7:a"]) == [(Fraction(1), ["0.7:a"])]
 
 
@@ -101,16 +104,13 @@ def rows(batch):
 
 def test_a_blend_is_its_corpora_interleaved(here):
     """Counts follow the weights; each corpus gives its own samples, every epoch a permutation."""
-    names, weights = (
-        ["a.jsonl", "b.jsonl", "c.jsonl"],
-        [Fraction(1, 2), Fraction(2, 5), Fraction(1, 10)],
-    )
-    mixed, parts = (
-        make([f"{float(w)}:{n}" for w, n in zip(weights, names)]),
-        [make([n]) for n in names],
-    )
+    names = ["a.jsonl", "b.jsonl", "c.jsonl"]
+    weights = [Fraction(1, 2), Fraction(2, 5), Fraction(1, 10)]
+    mixed = make([f"{float(w)}:{n}" for w, n in zip(weights, names)])
+    parts = [make([n]) for n in names]
     n = 10 * max(p.windows for p in parts)
-    samples, of = rows(mixed.batch(range(n))), [Interleave(weights)(i)[0] for i in range(n)]
+    samples = rows(mixed.batch(range(n)))
+    of = [Interleave(weights)(i)[0] for i in range(n)]
     assert [of.count(k) for k in range(3)] == [n // 2, n // 10 * 4, n // 10]
     for k, part in enumerate(parts):
         given = [row for row, j in zip(samples, of) if j == k]
@@ -157,7 +157,9 @@ def test_one_weighted_corpus_is_that_corpus(here):
 
 
 def test_index_of_a_blend(here):
-    a, b, mixed = make(["a.jsonl"]), make(["b.jsonl"]), make(["1:a.jsonl", "3:b.jsonl"])
+    a = make(["a.jsonl"])
+    b = make(["b.jsonl"])
+    mixed = make(["1:a.jsonl", "3:b.jsonl"])
     assert mixed.index["tokens"] == a.index["tokens"] + b.index["tokens"]
     assert mixed.index["bytes"] / mixed.index["tokens"] == pytest.approx(
         0.25 * a.index["bytes"] / a.index["tokens"] + 0.75 * b.index["bytes"] / b.index["tokens"],
@@ -172,7 +174,8 @@ def test_index_of_a_blend(here):
             ["1:a.jsonl", "3:c.jsonl"],
         )
     }
-    assert len(fingerprints) == 3  # only the ratio of the weights counts
+    # only the ratio of the weights counts
+    assert len(fingerprints) == 3
 
 
 def open_data(*flags):

@@ -25,8 +25,11 @@ STATE = {"tokens": 7, "config": {"a": 1}, "model": {}}
 
 def tensors(seed=0):
     g = torch.Generator().manual_seed(seed)
-    return {"model.a": torch.randn(5, 3, generator=g), "model.b": torch.randn(4, generator=g, dtype=torch.float64),
-            "exp_avg.a": torch.randn(5, 3, generator=g).bfloat16()}
+    return {
+        "model.a": torch.randn(5, 3, generator=g),
+        "model.b": torch.randn(4, generator=g, dtype=torch.float64),
+        "exp_avg.a": torch.randn(5, 3, generator=g).bfloat16(),
+    }
 
 
 def empty():
@@ -43,7 +46,8 @@ def test_round_trip(tmp_path):
     loaded = empty()
     index = checkpoint.load(path, loaded)
     assert equal(loaded, tensors()) and index["step"] == 12 and index["tokens"] == 7
-    some = {"model.a": torch.zeros(5, 3)}                        # a part is enough: generate.py leaves the moments
+    # a part is enough: generate.py leaves the moments
+    some = {"model.a": torch.zeros(5, 3)}
     checkpoint.load(path, some)
     assert torch.equal(some["model.a"], tensors()["model.a"])
 
@@ -58,9 +62,12 @@ def save_and_load(rank, folder):
 def test_two_ranks_write_each_tensor_once(tmp_path):
     (same, files), (same_too, _) = ranks.run(save_and_load, 2, str(tmp_path))
     assert same and same_too and "index.json" in files
-    payload = sum(os.path.getsize(tmp_path / "step-000001" / f) for f in files if f.endswith(".safetensors"))
+    payload = sum(
+        os.path.getsize(tmp_path / "step-000001" / f) for f in files if f.endswith(".safetensors")
+    )
     assert payload < 2 * sum(t.numel() * t.element_size() for t in tensors().values()) + 2000
-    loaded = empty()                                             # and one process reads what two wrote
+    # and one process reads what two wrote
+    loaded = empty()
     checkpoint.load(tmp_path / "step-000001", loaded)
     assert equal(loaded, tensors())
 
@@ -69,7 +76,8 @@ def test_keep(tmp_path):
     for step in range(1, 6):
         checkpoint.save(tmp_path, step, tensors(step), STATE, keep=2)
     assert list(checkpoint.steps(tmp_path)) == [4, 5] and len(list(tmp_path.iterdir())) == 2
-    checkpoint.save(tmp_path, 5, tensors(9), STATE, keep=0)      # the same step once more
+    # the same step once more
+    checkpoint.save(tmp_path, 5, tensors(9), STATE, keep=0)
     loaded = empty()
     checkpoint.load(tmp_path / "step-000005", loaded)
     assert equal(loaded, tensors(9)) and list(checkpoint.steps(tmp_path)) == [4, 5]
@@ -90,7 +98,8 @@ def test_steps_ignores_what_is_not_finished(tmp_path):
     (tmp_path / ".step-000004.saving").mkdir()
     (tmp_path / "step-000005.txt").touch()
     assert list(checkpoint.steps(tmp_path)) == [3]
-    checkpoint.save(tmp_path, 6, tensors(), STATE)               # and the leftover is cleared away
+    # and the leftover is cleared away
+    checkpoint.save(tmp_path, 6, tensors(), STATE)
     assert not (tmp_path / ".step-000004.saving").exists()
 
 
@@ -106,8 +115,16 @@ def save_killed(rank, folder, call):
                 os.kill(os.getpid(), signal.SIGKILL)
             count += 1
             return original(*args, **kwargs)
+
         return wrapped
-    for module, name in ((os, "rename"), (os, "fsync"), (checkpoint.dcp, "save"), (checkpoint.shutil, "rmtree"), (json, "dumps")):
+
+    for module, name in (
+        (os, "rename"),
+        (os, "fsync"),
+        (checkpoint.dcp, "save"),
+        (checkpoint.shutil, "rmtree"),
+        (json, "dumps"),
+    ):
         setattr(module, name, killing(getattr(module, name)))
     checkpoint.save(Path(folder), 2, tensors(2), STATE, keep=1)
     return count
@@ -117,7 +134,7 @@ def test_killed_at_every_step_of_a_save(tmp_path):
     for call in range(100):
         folder = tmp_path / str(call)
         try:
-            total, = ranks.run(save_killed, 1, str(folder), call)
+            (total,) = ranks.run(save_killed, 1, str(folder), call)
             assert call >= total > 5
             break
         except RuntimeError as e:
@@ -144,9 +161,12 @@ def save_without_room(rank, folder):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_room(tmp_path, world):
-    """A file-size limit stands in for a full disk. Every rank gets the error; the earlier checkpoint is whole."""
+    """A file-size limit stands in for a full disk. Every rank gets the error; the earlier
+    checkpoint is whole."""
     messages = ranks.run(save_without_room, world, str(tmp_path))
-    assert all("cannot save" in m and "step-000002" in m and "File too large" in m for m in messages), messages
+    assert all(
+        "cannot save" in m and "step-000002" in m and "File too large" in m for m in messages
+    ), messages
     assert list(checkpoint.steps(tmp_path)) == [1]
     loaded = empty()
     checkpoint.load(tmp_path / "step-000001", loaded)
@@ -162,13 +182,18 @@ def test_folder_that_cannot_be_written(tmp_path):
 def sign(path):
     """Make the checksums fit what is there: what somebody who wants to deceive would do."""
     index = json.loads((path / "index.json").read_text())
-    index["files"] = {f.name: {"bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()} for f in path.glob("*.safetensors")}
+    index["files"] = {
+        f.name: {"bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()}
+        for f in path.glob("*.safetensors")
+    }
     (path / "index.json").write_text(json.dumps(index, indent=1))
     sign_index(path)
 
 
 def sign_index(path):
-    (path / "index.json.sha256").write_text(f"{hashlib.sha256((path / 'index.json').read_bytes()).hexdigest()}  index.json\n")
+    (path / "index.json.sha256").write_text(
+        f"{hashlib.sha256((path / 'index.json').read_bytes()).hexdigest()}  index.json\n"
+    )
 
 
 def damage(path, how):
@@ -195,16 +220,28 @@ def damage(path, how):
     elif how == "list":
         index.write_text("[]")
         sign_index(path)
-    elif how == "header":                                        # same length, but the safetensors header is nonsense
+    # same length, but the safetensors header is nonsense
+    elif how == "header":
         with open(file, "r+b") as f:
             f.write(struct.pack("<Q", 2**40))
         sign(path)
 
 
-@pytest.mark.parametrize("how, words", [
-    ("truncated", ["safetensors is", "bytes long", "damaged"]), ("missing", ["is missing", "damaged"]), ("no index", ["is not a checkpoint", "no index.json"]), ("no checksum", ["damaged", "no index.json.sha256"]),
-    ("another file", ["more.safetensors is not in the checkpoint's index"]), ("half an index", ["do not fit"]), ("half an index, signed", ["index.json: not JSON"]), ("foreign index", ["not the index of a checkpoint"]),
-    ("list", ["index.json: Expected `object`, got `array`"]), ("header", ["cannot be loaded"])])
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("truncated", ["safetensors is", "bytes long", "damaged"]),
+        ("missing", ["is missing", "damaged"]),
+        ("no index", ["is not a checkpoint", "no index.json"]),
+        ("no checksum", ["damaged", "no index.json.sha256"]),
+        ("another file", ["more.safetensors is not in the checkpoint's index"]),
+        ("half an index", ["do not fit"]),
+        ("half an index, signed", ["index.json: not JSON"]),
+        ("foreign index", ["not the index of a checkpoint"]),
+        ("list", ["index.json: Expected `object`, got `array`"]),
+        ("header", ["cannot be loaded"]),
+    ],
+)
 def test_damage_is_named(tmp_path, how, words):
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
     damage(path, how)
@@ -214,16 +251,20 @@ def test_damage_is_named(tmp_path, how, words):
 
 
 def test_a_flipped_bit_in_each_file_is_found_and_named(tmp_path):
-    """At 40 places of each file of a checkpoint that two ranks wrote, the index and its checksum included."""
+    """At 40 places of each file of a checkpoint that two ranks wrote, the index and its checksum
+    included."""
     ranks.run(save_and_load, 2, str(tmp_path))
-    path, g = tmp_path / "step-000001", random.Random(0)
+    path = tmp_path / "step-000001"
+    g = random.Random(0)
     checkpoint.verify(path)
     files = sorted(path.iterdir())
     assert len(files) == 4
     for file in files:
         whole = file.read_bytes()
         for at in [0, len(whole) - 1, *(g.randrange(len(whole)) for _ in range(40))]:
-            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << g.randrange(8)]) + whole[at + 1:])
+            file.write_bytes(
+                whole[:at] + bytes([whole[at] ^ 1 << g.randrange(8)]) + whole[at + 1 :]
+            )
             with pytest.raises(checkpoint.Damaged, match=file.name):
                 checkpoint.load(path, empty())
         file.write_bytes(whole)
@@ -232,18 +273,29 @@ def test_a_flipped_bit_in_each_file_is_found_and_named(tmp_path):
 
 def test_100_truncations_and_corruptions_of_the_index(tmp_path):
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
-    whole, g = (path / "index.json").read_bytes(), random.Random(0)
+    whole = (path / "index.json").read_bytes()
+    g = random.Random(0)
     for i in range(100):
-        at, n = g.randrange(len(whole)), g.randrange(1, 5)
-        (path / "index.json").write_bytes(whole[:at] if i % 2 else whole[:at] + bytes(b ^ g.randrange(1, 256) for b in whole[at:at + n]) + whole[at + n:])
+        at = g.randrange(len(whole))
+        n = g.randrange(1, 5)
+        (path / "index.json").write_bytes(
+            whole[:at]
+            if i % 2
+            else whole[:at]
+            + bytes(b ^ g.randrange(1, 256) for b in whole[at : at + n])
+            + whole[at + n :]
+        )
         with pytest.raises(checkpoint.Damaged, match="index.json"):
             checkpoint.load(path, empty())
 
 
 def test_a_deceiving_index_is_an_error_of_ours(tmp_path):
-    """300 seeded changes, of bytes and of values, with the checksum made to fit: loading says CheckpointError, or the change did not matter."""
+    """300 seeded changes, of bytes and of values, with the checksum made to fit: loading says
+    CheckpointError, or the change did not matter."""
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
-    whole, g, refused = (path / "index.json").read_text(), random.Random(0), 0
+    whole = (path / "index.json").read_text()
+    g = random.Random(0)
+    refused = 0
 
     def places(x, found):
         for k in x if isinstance(x, dict) else range(len(x)):
@@ -251,10 +303,13 @@ def test_a_deceiving_index_is_an_error_of_ours(tmp_path):
             if isinstance(x[k], (dict, list)):
                 places(x[k], found)
         return found
+
     for i in range(300):
         if i % 2:
             at = g.randrange(len(whole))
-            text = whole[:at] + g.choice(["", "{", "]", "9", '"', "x"]) + whole[at + g.randrange(3):]
+            text = (
+                whole[:at] + g.choice(["", "{", "]", "9", '"', "x"]) + whole[at + g.randrange(3) :]
+            )
         else:
             index = json.loads(whole)
             x, k = g.choice(places(index, []))
@@ -281,27 +336,76 @@ def change_index(path, change):
 def whole_model(tmp_path_factory):
     """The checkpoint of a model of two layers, as a run leaves it."""
     import sharding
+
     with torch.device("meta"):
-        model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=32))
+        model = gpt.GPT(
+            gpt.GPTConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=32)
+        )
     sharding.init(model, 0, "cpu", torch.float32)
     optimizer = {"updates": 3, "skipped": 0, "scaler": None}
-    state = {"tokens": 96, "corpus": "c", "optimizer": optimizer, "config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(model.config)}
-    return checkpoint.save(tmp_path_factory.mktemp("whole"), 3, {f"model.{n}": p.detach() for n, p in model.named_parameters()}, state)
+    state = {
+        "tokens": 96,
+        "corpus": "c",
+        "optimizer": optimizer,
+        "config": {"tokenizer": "bytes"},
+        "model": dataclasses.asdict(model.config),
+    }
+    return checkpoint.save(
+        tmp_path_factory.mktemp("whole"),
+        3,
+        {f"model.{n}": p.detach() for n, p in model.named_parameters()},
+        state,
+    )
 
 
-@pytest.mark.parametrize("field, value, words", [
-    ("model.num_layers", 2.0, "num_layers 2.0: must be an integer"), ("model.num_layers", True, "num_layers True: must be an integer"), ("model.norm_eps", "x", "norm_eps 'x': must be a number"),
-    ("model.norm_eps", 0, "norm_eps 0: must be from 1e-30 to 1"), ("model.norm_eps", float("nan"), "index.json: not JSON .*NaN"), ("model.rotary_base", None, "rotary_base None: must be a number"),
-    ("model.rotary_base", 0.5, "rotary_base 0.5: must be from 1"), ("model.llama", "no", "llama 'no': must be true or false"), ("model.colour", 1, "does not describe a model .*'colour'"),
-    ("model", {"num_layers": 2}, "missing 2 required"), ("model", [], "Expected `object`, got `array` - at `\\$.model`"),
-    ("model.num_layers", 60000, "num_layers 60000: there are tensors of 2 layers"), ("model.vocab_size", 2**31 - 1, "vocab_size 2147483647.* parameters or more, and its tensors have"),
-    ("model.hidden_size", 2**31 - 8, "hidden_size 2147483640"), ("model.num_experts", 65535, "num_experts 65535"), ("model.ffn_hidden_size", 2**30, "ffn_hidden_size 1073741824"),
-    ("step", -1, "Expected `int` >= 0 - at `\\$.step`"), ("step", 10**30, "Expected `int` <= .* - at `\\$.step`"), ("tokens", "x", "Expected `int \\| null`, got `str`"), ("optimizer.updates", 2.5, "updates`"),
-    ("optimizer.scaler", {"scale": 0.5, "good_steps": 0, "tolerance": 1}, "Expected `float` >= 1"), ("config.tokenizer", [], "Expected `str \\| null`, got `array`"),
-    ("tensors.model.head.norm.weight", ["int32", [16]], "model.head.norm.weight is int32; a checkpoint has float64, float32"),
-    ("tensors.model.head.norm.weight", ["float32", [2**40]], "its tensors would have .* bytes, and its files have")])
+@pytest.mark.parametrize(
+    "field, value, words",
+    [
+        ("model.num_layers", 2.0, "num_layers 2.0: must be an integer"),
+        ("model.num_layers", True, "num_layers True: must be an integer"),
+        ("model.norm_eps", "x", "norm_eps 'x': must be a number"),
+        ("model.norm_eps", 0, "norm_eps 0: must be from 1e-30 to 1"),
+        ("model.norm_eps", float("nan"), "index.json: not JSON .*NaN"),
+        ("model.rotary_base", None, "rotary_base None: must be a number"),
+        ("model.rotary_base", 0.5, "rotary_base 0.5: must be from 1"),
+        ("model.llama", "no", "llama 'no': must be true or false"),
+        ("model.colour", 1, "does not describe a model .*'colour'"),
+        ("model", {"num_layers": 2}, "missing 2 required"),
+        ("model", [], "Expected `object`, got `array` - at `\\$.model`"),
+        ("model.num_layers", 60000, "num_layers 60000: there are tensors of 2 layers"),
+        (
+            "model.vocab_size",
+            2**31 - 1,
+            "vocab_size 2147483647.* parameters or more, and its tensors have",
+        ),
+        ("model.hidden_size", 2**31 - 8, "hidden_size 2147483640"),
+        ("model.num_experts", 65535, "num_experts 65535"),
+        ("model.ffn_hidden_size", 2**30, "ffn_hidden_size 1073741824"),
+        ("step", -1, "Expected `int` >= 0 - at `\\$.step`"),
+        ("step", 10**30, "Expected `int` <= .* - at `\\$.step`"),
+        ("tokens", "x", "Expected `int \\| null`, got `str`"),
+        ("optimizer.updates", 2.5, "updates`"),
+        (
+            "optimizer.scaler",
+            {"scale": 0.5, "good_steps": 0, "tolerance": 1},
+            "Expected `float` >= 1",
+        ),
+        ("config.tokenizer", [], "Expected `str \\| null`, got `array`"),
+        (
+            "tensors.model.head.norm.weight",
+            ["int32", [16]],
+            "model.head.norm.weight is int32; a checkpoint has float64, float32",
+        ),
+        (
+            "tensors.model.head.norm.weight",
+            ["float32", [2**40]],
+            "its tensors would have .* bytes, and its files have",
+        ),
+    ],
+)
 def test_an_index_is_typed_and_held_to_its_files(whole_model, tmp_path, field, value, words):
-    """Before anything is built: each of these would take minutes or gigabytes, or a traceback, later."""
+    """Before anything is built: each of these would take minutes or gigabytes, or a traceback,
+    later."""
     path = shutil.copytree(whole_model, tmp_path / "c")
 
     def change(index):
@@ -309,6 +413,7 @@ def test_an_index_is_typed_and_held_to_its_files(whole_model, tmp_path, field, v
         for name in outer:
             index = index[name]
         index[last] = value
+
     change_index(path, change)
     with pytest.raises(CheckpointError, match=words) as e:
         checkpoint.read_model(path)
@@ -318,9 +423,12 @@ def test_an_index_is_typed_and_held_to_its_files(whole_model, tmp_path, field, v
 def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch, capsys):
     """Of a machine with 4 KiB; generating says so, in one line."""
     import completions
+
     checkpoint.check_room("x", 4096, "cpu")
     monkeypatch.setattr(checkpoint.room, "memory", lambda device, ranks: 4096)
-    status = completions.main(["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"])
+    status = completions.main(
+        ["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"]
+    )
     err = capsys.readouterr().err
     assert status == 2 and "bytes, and cpu has 4,096 in all" in err and len(err.splitlines()) == 1
 
@@ -328,22 +436,43 @@ def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch
 def test_a_model_of_an_older_index(whole_model, tmp_path):
     """A field that it does not have yet is what it was by default."""
     path = shutil.copytree(whole_model, tmp_path / "c")
-    change_index(path, lambda index: [index["model"].pop(name) for name in ("z_loss", "num_experts", "capacity_factor")] + [index.pop("optimizer")])
+    change_index(
+        path,
+        lambda index: (
+            [index["model"].pop(name) for name in ("z_loss", "num_experts", "capacity_factor")]
+            + [index.pop("optimizer")]
+        ),
+    )
     assert checkpoint.read_model(path)[0] == checkpoint.read_model(whole_model)[0]
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda t: t.view(torch.int32), "model.a is I32 \\[5, 3\\] from \\[0, 0\\] on there, and float32 \\[5, 3\\] in the index"), (lambda t: t.double(), "model.a is F64"),
-    (lambda t: t.repeat(2, 1), "model.a is F32 \\[10, 3\\]"), (lambda t: t.flatten(), "model.a is F32 \\[15\\]"), (None, "damaged, or not safetensors")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            lambda t: t.view(torch.int32),
+            (
+                "model.a is I32 \\[5, 3\\] from \\[0, 0\\] on there, and float32 \\[5, 3\\] in the"
+                " index"
+            ),
+        ),
+        (lambda t: t.double(), "model.a is F64"),
+        (lambda t: t.repeat(2, 1), "model.a is F32 \\[10, 3\\]"),
+        (lambda t: t.flatten(), "model.a is F32 \\[15\\]"),
+        (None, "damaged, or not safetensors"),
+    ],
+)
 def test_a_file_that_holds_other_tensors_than_the_index_says(tmp_path, capfd, change, words):
     """int32 would load as other numbers without a word. One line, and nothing printed before it."""
     from safetensors import safe_open
     from safetensors.torch import save_file
+
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
     file = next(path.glob("*.safetensors"))
     if change:
         with safe_open(file, "pt") as f:
-            found, metadata = {n: f.get_tensor(n) for n in f.keys()}, f.metadata()
+            found = {n: f.get_tensor(n) for n in f.keys()}
+            metadata = f.metadata()
         save_file(found | {"model.a": change(found["model.a"])}, file, metadata)
     else:
         file.write_bytes(b"\xff" * 200)
@@ -355,7 +484,12 @@ def test_a_file_that_holds_other_tensors_than_the_index_says(tmp_path, capfd, ch
 
 def test_another_model(tmp_path):
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
-    with pytest.raises(CheckpointError, match=r"another model: model.a is \(5, 3\) there and \(6, 3\) here; model.c is missing there"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"another model: model.a is \(5, 3\) there and \(6, 3\) here; model.c is missing there"
+        ),
+    ):
         checkpoint.load(path, {"model.a": torch.zeros(6, 3), "model.c": torch.zeros(1)})
 
 
@@ -387,35 +521,51 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
 def test_command(tmp_path, capsys, monkeypatch):
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
     for command, words in (("show", '"sha256"'), ("verify", "whole; 1 files")):
-        for given in (path, tmp_path):                           # a checkpoint; a folder of them
+        # a checkpoint; a folder of them
+        for given in (path, tmp_path):
             monkeypatch.setattr("sys.argv", ["checkpoint.py", command, str(given)])
             checkpoint.main()
             assert words in capsys.readouterr().out
     next(path.glob("*.safetensors")).unlink()
-    for argv, words in ((["verify", str(path)], "is missing"), (["show", str(tmp_path / "none")], "no such folder"), (["repair", str(path)], "usage")):
+    for argv, words in (
+        (["verify", str(path)], "is missing"),
+        (["show", str(tmp_path / "none")], "no such folder"),
+        (["repair", str(path)], "usage"),
+    ):
         monkeypatch.setattr("sys.argv", ["checkpoint.py", *argv])
         with pytest.raises(SystemExit) as e:
             checkpoint.main()
-        assert e.value.code not in (0, None) and words in capsys.readouterr().err + str(e.value.code)
+        assert e.value.code not in (0, None) and words in capsys.readouterr().err + str(
+            e.value.code
+        )
 
 
 def test_lesson(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["checkpoint.py"])
     checkpoint.main()
     out = capsys.readouterr().out
-    assert "is not found" not in out and out.count("a bit flipped:") == 4 and "[12.0, 13.0, 14.0]]" in out
+    assert (
+        "is not found" not in out
+        and out.count("a bit flipped:") == 4
+        and "[12.0, 13.0, 14.0]]" in out
+    )
 
 
 def save_in_the_background(rank, folder):
-    saver, part = checkpoint.Saver(dist.new_group(backend="gloo")), tensors()
-    gate, original = threading.Event(), checkpoint.dcp.save
+    saver = checkpoint.Saver(dist.new_group(backend="gloo"))
+    part = tensors()
+    gate = threading.Event()
+    original = checkpoint.dcp.save
 
-    def waiting(*args, **kwargs):                                # the disk is slow
+    # the disk is slow
+    def waiting(*args, **kwargs):
         assert gate.wait(20)
         return original(*args, **kwargs)
+
     checkpoint.dcp.save = waiting
     saver.save(Path(folder), 1, part, STATE)
-    for t in part.values():                                      # training goes on, collectives too
+    # training goes on, collectives too
+    for t in part.values():
         t.zero_()
     total = torch.ones(())
     for _ in range(10):
@@ -434,9 +584,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
 
 def background_failure(rank, folder):
     saver = checkpoint.Saver(dist.new_group(backend="gloo"))
-    if rank == 1:                                                # one rank's disk is full
+    # one rank's disk is full
+    if rank == 1:
+
         def full(*args, **kwargs):
             raise OSError(28, "No space left on device")
+
         checkpoint.describe = full
     saver.save(Path(folder), 1, tensors(), STATE)
     try:
@@ -454,13 +607,19 @@ def test_a_failure_in_the_background_is_everybodys(tmp_path):
 def test_tensors_that_are_read_when_their_file_is_written(tmp_path, monkeypatch):
     """What huggingface.py does: a file at a time is in memory."""
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 1000)
-    values, order = {f"model.{i}": torch.full((100,), float(i)) for i in range(10)}, []
+    values = {f"model.{i}": torch.full((100,), float(i)) for i in range(10)}
+    order = []
 
     def read(name):
         order.append((name, len(list(tmp_path.glob(".*/*.safetensors")))))
         return values[name]
-    path = checkpoint.write(tmp_path / "c", 0, {n: t.to("meta") for n, t in values.items()}, STATE, read)
-    assert [(name, files) for name, files in order] == [(f"model.{i}", 1 + i // 2) for i in range(10)]
+
+    path = checkpoint.write(
+        tmp_path / "c", 0, {n: t.to("meta") for n, t in values.items()}, STATE, read
+    )
+    assert [(name, files) for name, files in order] == [
+        (f"model.{i}", 1 + i // 2) for i in range(10)
+    ]
     loaded = {n: torch.zeros(100) for n in values}
     checkpoint.load(path, loaded)
     assert equal(loaded, values)
@@ -468,18 +627,27 @@ def test_tensors_that_are_read_when_their_file_is_written(tmp_path, monkeypatch)
         checkpoint.write(path, 0, values, STATE)
 
 
-# --- layouts ---------------------------------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------------------
+
 
 def under(rank, world, folder, steps, **flags):
-    """Trains `steps` steps under a layout, from the newest checkpoint in `folder` if there is one; saves; returns all tensors, whole."""
+    """Trains `steps` steps under a layout, from the newest checkpoint in `folder` if there is one;
+    saves; returns all tensors, whole."""
+    from parity import LLAMA, Synthetic
+
     import sharding
     import train
-    from parity import LLAMA, Synthetic
     from world import Groups
-    config = train.Config(**LLAMA | dict(vocab_size=61, num_heads=8, num_kv_heads=4, precision="bf16", micro_batch_size=2) | flags)
+
+    config = train.Config(
+        **LLAMA
+        | dict(vocab_size=61, num_heads=8, num_kv_heads=4, precision="bf16", micro_batch_size=2)
+        | flags
+    )
     groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
     t = train.Trainer(config, torch.device("cpu"), groups)
-    found, start = checkpoint.steps(Path(folder)), 0
+    found = checkpoint.steps(Path(folder))
+    start = 0
     if found:
         start = t.load(list(found.values())[-1])["step"]
     if steps:
@@ -505,13 +673,22 @@ def test_saved_under_one_layout_loads_under_any(tmp_path, world, flags):
     assert saved["model.embedding.tokens.weight"].shape == (61, 32)
     payload = sum(f.stat().st_size for f in tmp_path.glob("*/*.safetensors"))
     exact = sum(t.numel() * t.element_size() for t in saved.values())
-    assert exact < payload < exact + 40_000 * world              # headers; no padding, and nothing twice
+    # headers; no padding, and nothing twice
+    assert exact < payload < exact + 40_000 * world
     for other, its in LAYOUTS:
-        assert equal(saved, ranks.run(under_flags, other, other, str(tmp_path), 0, its)[0]), (other, its)
+        assert equal(saved, ranks.run(under_flags, other, other, str(tmp_path), 0, its)[0]), (
+            other,
+            its,
+        )
 
 
 def test_an_index_that_is_older_than_a_field(tmp_path):
-    path = checkpoint.write(tmp_path / "step-000001", 1, {"model.a": torch.ones(2)}, {"config": {}, "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1}})
+    path = checkpoint.write(
+        tmp_path / "step-000001",
+        1,
+        {"model.a": torch.ones(2)},
+        {"config": {}, "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1}},
+    )
     checkpoint.load(path, {"model.a": torch.zeros(2)}, {"num_layers": 1, "later": 2})
     with pytest.raises(CheckpointError, match="num_layers is 1 there and 2 here"):
         checkpoint.load(path, {"model.a": torch.zeros(2)}, {"num_layers": 2, "later": 2})
@@ -521,11 +698,14 @@ def test_a_missing_slice_is_found(tmp_path):
     """One rank's slice is gone, and the index knows nothing of it."""
     from safetensors import safe_open
     from safetensors.torch import save_file
+
     ranks.run(under_flags, 2, 2, str(tmp_path), 1, dict(tp=2))
-    path, name = tmp_path / "step-000001", "model.blocks.0.mlp.up.weight"
+    path = tmp_path / "step-000001"
+    name = "model.blocks.0.mlp.up.weight"
     file = sorted(path.glob("*.safetensors"))[1]
     with safe_open(file, "pt") as f:
-        kept, metadata = {n: f.get_tensor(n) for n in f.keys() if n != name}, f.metadata()
+        kept = {n: f.get_tensor(n) for n in f.keys() if n != name}
+        metadata = f.metadata()
     save_file(kept, file, metadata)
     index = json.loads((path / "index.json").read_text())
     sign(path)
@@ -540,24 +720,44 @@ def test_resume_under_tensor_parallelism_is_bit_for_bit(tmp_path):
     assert equal(whole, ranks.run(under_flags, 2, 2, str(tmp_path / "parts"), 2, flags)[0])
 
 
-# --- every layout to every other -----------------------------------------------------------------------------------------
+# --- every layout to every other ------------------------------------------------------------------
 
-MATRIX = {"one": (1, {}), "dp 3, stage 3": (3, dict(zero_stage=3)), "dp 4, stage 1": (4, dict(zero_stage=1, recompute="selective")),
-          "tp 2": (2, dict(tp=2, sequence_parallel=True)), "tp 2, dp 2, stage 2": (4, dict(tp=2, zero_stage=2)), "pp 2, v 2": (2, dict(pp=2, virtual_stages=2)),
-          "pp 2, dp 2, stage 3": (4, dict(pp=2, schedule="zb-h1", zero_stage=3, layer_split=[3, 1])),
-          "tp 2, pp 2, dp 2, stage 3": (8, dict(tp=2, pp=2, sequence_parallel=True, zero_stage=3, recompute="full"))}
+MATRIX = {
+    "one": (1, {}),
+    "dp 3, stage 3": (3, dict(zero_stage=3)),
+    "dp 4, stage 1": (4, dict(zero_stage=1, recompute="selective")),
+    "tp 2": (2, dict(tp=2, sequence_parallel=True)),
+    "tp 2, dp 2, stage 2": (4, dict(tp=2, zero_stage=2)),
+    "pp 2, v 2": (2, dict(pp=2, virtual_stages=2)),
+    "pp 2, dp 2, stage 3": (4, dict(pp=2, schedule="zb-h1", zero_stage=3, layer_split=[3, 1])),
+    "tp 2, pp 2, dp 2, stage 3": (
+        8,
+        dict(tp=2, pp=2, sequence_parallel=True, zero_stage=3, recompute="full"),
+    ),
+}
 
 
 def trained(rank, world, precision, flags, load_from, save_to, steps):
-    """For each folder of `load_from` (None: from the start), the losses of the next steps under a layout."""
-    import train
+    """For each folder of `load_from` (None: from the start), the losses of the next steps under a
+    layout."""
     from parity import SMALL, Synthetic
+
+    import train
     from world import Groups
-    config = train.Config(**SMALL | dict(num_layers=4, global_batch_size=12, micro_batch_size=1, precision=precision) | flags)
-    groups, found = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups(), []
+
+    config = train.Config(
+        **SMALL
+        | dict(num_layers=4, global_batch_size=12, micro_batch_size=1, precision=precision)
+        | flags
+    )
+    groups = (
+        Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups()
+    )
+    found = []
     for folder in load_from:
         t = train.Trainer(config, torch.device("cpu"), groups)
-        start, losses = t.load(checkpoint.find(folder))["step"] if folder else 0, []
+        start = t.load(checkpoint.find(folder))["step"] if folder else 0
+        losses = []
         for step in range(start + 1, start + steps + 1):
             loss = t.forward_backward(step, Synthetic(16, 61))
             if world > 1:
@@ -571,22 +771,39 @@ def trained(rank, world, precision, flags, load_from, save_to, steps):
     return found
 
 
-EXPERTS = {"one": (1, {}), "ep 2": (2, dict(ep=2)), "dp 2": (2, {}), "ep 4, stage 3": (4, dict(ep=4, zero_stage=3)), "dp 4, ep 2, stage 2": (4, dict(ep=2, zero_stage=2)),
-           "tp 2, ep 2": (4, dict(tp=2, sequence_parallel=True, ep=2)), "pp 2, ep 2": (4, dict(pp=2, ep=2))}
+EXPERTS = {
+    "one": (1, {}),
+    "ep 2": (2, dict(ep=2)),
+    "dp 2": (2, {}),
+    "ep 4, stage 3": (4, dict(ep=4, zero_stage=3)),
+    "dp 4, ep 2, stage 2": (4, dict(ep=2, zero_stage=2)),
+    "tp 2, ep 2": (4, dict(tp=2, sequence_parallel=True, ep=2)),
+    "pp 2, ep 2": (4, dict(pp=2, ep=2)),
+}
 
-if "EVERY_PAIR" not in os.environ:               # all 64, in both precisions, take 4 minutes: EVERY_PAIR=1 make test ARGS="-k pairs"
+# all 64, in both precisions, take 4 minutes: EVERY_PAIR=1 make test ARGS="-k pairs"
+if "EVERY_PAIR" not in os.environ:
     MATRIX = {name: MATRIX[name] for name in ("dp 3, stage 3", "pp 2, dp 2, stage 3")}
     EXPERTS = {name: EXPERTS[name] for name in ("one", "ep 4, stage 3")}
 
 
-@pytest.mark.parametrize("precision, tolerance", [("fp64", 1e-10), ("fp32", 1e-6)][:1 + ("EVERY_PAIR" in os.environ)])
-@pytest.mark.parametrize("matrix, model", [(MATRIX, {}), (EXPERTS, dict(num_experts=4))], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "precision, tolerance", [("fp64", 1e-10), ("fp32", 1e-6)][: 1 + ("EVERY_PAIR" in os.environ)]
+)
+@pytest.mark.parametrize(
+    "matrix, model", [(MATRIX, {}), (EXPERTS, dict(num_experts=4))], ids=["dense", "experts"]
+)
 def test_pairs_of_layouts(tmp_path, matrix, model, precision, tolerance):
-    """Saved after two steps under each of eight layouts (seven with experts), loaded under each: the next three losses are those of one device that was never stopped."""
+    """Saved after two steps under each of eight layouts (seven with experts), loaded under each:
+    the next three losses are those of one device that was never stopped."""
     whole = ranks.run(trained, 1, 1, precision, model, [None], None, 5)[0][0]
     folders = [str(tmp_path / name) for name in matrix]
     for folder, (world, flags) in zip(folders, matrix.values()):
         ranks.run(trained, world, world, precision, model | flags, [None], folder, 2)
     for name, (world, flags) in matrix.items():
-        for source, losses in zip(matrix, ranks.run(trained, world, world, precision, model | flags, folders, None, 3)[0], strict=True):
+        for source, losses in zip(
+            matrix,
+            ranks.run(trained, world, world, precision, model | flags, folders, None, 3)[0],
+            strict=True,
+        ):
             assert losses == pytest.approx(whole[2:], rel=tolerance), (source, name)

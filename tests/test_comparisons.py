@@ -1,4 +1,5 @@
-"""Every comparison gets through, at toy size, so that a rename that breaks one is seen; none of them overwrites what was measured."""
+"""Every comparison gets through, at toy size, so that a rename that breaks one is seen; none of
+them overwrites what was measured."""
 
 import importlib
 import re
@@ -36,13 +37,15 @@ TRANSFORMERS = "generation", "single_device"
 
 
 def main_of(script: str, argv: list[str], monkeypatch):
-    """Runs a comparison in this process, as a module `comparisons.SCRIPT`, so that its ranks can import it too. Returns what its main returns."""
+    """Runs a comparison in this process, as a module `comparisons.SCRIPT`, so that its ranks can
+    import it too. Returns what its main returns."""
     monkeypatch.syspath_prepend(str(COMPARISONS))
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr("sys.argv", [str(COMPARISONS / f"{script}.py"), *map(str, argv)])
     with torch._functorch.config.patch(
         donated_buffer=torch._functorch.config.donated_buffer
-    ):  # put back what kernels.py changes
+        # put back what kernels.py changes
+    ):
         return importlib.import_module(f"comparisons.{script}").main()
 
 
@@ -115,7 +118,8 @@ def test_refusals(argv, words, monkeypatch, capsys):
 
 
 def test_make_figures_writes_what_is_tracked():
-    """The only commands that name comparisons/ and figures/ are those of the Makefile, and each of its lines is tried above."""
+    """The only commands that name comparisons/ and figures/ are those of the Makefile, and each of
+    its lines is tried above."""
     lines = re.findall(
         r"\t\.venv/bin/python comparisons/(\w+)\.py(.*)", (ROOT / "Makefile").read_text()
     )

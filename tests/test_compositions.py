@@ -1,93 +1,165 @@
 """Every layout gives the loss, the gradients and the parameters of one device."""
+
 import shutil
 import sys
 
 import pytest
+import random_layouts
 import torch
 import torch.distributed as dist
+from parity import LLAMA, SMALL, differs, same, train, train_each
 
 import fsdp
 import gpt
 import moe
 import optimizer
 import pipeline_parallel
-import random_layouts
 import sequence_parallel
 import sharding
 import tensor_parallel
 import train as trainer
-from parity import LLAMA, SMALL, differs, same, train, train_each
 
 
 @pytest.mark.parametrize("base", [SMALL, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("world, micro", [(1, 1), (1, 4), (2, None), (2, 1), (2, 2), (4, None), (4, 1)])
+@pytest.mark.parametrize(
+    "world, micro", [(1, 1), (1, 4), (2, None), (2, 1), (2, 2), (4, None), (4, 1)]
+)
 def test_data_parallel(world, micro, base):
     same(train(world, base=base, micro_batch_size=micro), train(base=base))
 
 
-SHARDED = [dict(), dict(micro_batch_size=1), dict(micro_batch_size=1, recompute="full"), dict(micro_batch_size=2, recompute="selective")]
+SHARDED = [
+    dict(),
+    dict(micro_batch_size=1),
+    dict(micro_batch_size=1, recompute="full"),
+    dict(micro_batch_size=2, recompute="selective"),
+]
 
 
-@pytest.mark.parametrize("world, base", [(2, SMALL), (2, LLAMA), (3, SMALL), (4, LLAMA)], ids=["2 gpt", "2 llama", "3 gpt", "4 llama"])
+@pytest.mark.parametrize(
+    "world, base",
+    [(2, SMALL), (2, LLAMA), (3, SMALL), (4, LLAMA)],
+    ids=["2 gpt", "2 llama", "3 gpt", "4 llama"],
+)
 def test_zero_stages(world, base):
-    """Stages 1 to 3; 3 and 4 divide hardly a size in the model. Accumulation, and recomputation, which gathers again what it needs again."""
-    variants = [dict(flags, zero_stage=stage) for stage in (1, 2, 3) for flags in (SHARDED if world == 2 else SHARDED[1:2])]
-    for result in train_each(world, variants, base=base, global_batch_size=12 * (1 + (world == 4)), vocab_size=61):
+    """Stages 1 to 3; 3 and 4 divide hardly a size in the model. Accumulation, and recomputation,
+    which gathers again what it needs again."""
+    variants = [
+        dict(flags, zero_stage=stage)
+        for stage in (1, 2, 3)
+        for flags in (SHARDED if world == 2 else SHARDED[1:2])
+    ]
+    for result in train_each(
+        world, variants, base=base, global_batch_size=12 * (1 + (world == 4)), vocab_size=61
+    ):
         same(result, train(base=base, global_batch_size=12 * (1 + (world == 4)), vocab_size=61))
 
 
-OVER = [(4, dict(tp=2, micro_batch_size=1)), (4, dict(tp=2, sequence_parallel=True, recompute="selective")), (4, dict(tp=2, sequence_parallel=True, recompute="full")),
-        (4, dict(pp=2, num_layers=4, virtual_stages=2)), (4, dict(pp=2, schedule="zb-h1")), (4, dict(pp=2, schedule="gpipe", recompute="full")),
-        (4, dict(pp=2, virtual_stages=2, layer_split=[0, 0, 1, 1])), (8, dict(pp=2, tp=2, sequence_parallel=True, recompute="selective")), (6, dict(pp=2, layer_split=[2, 0], global_batch_size=12))]
+OVER = [
+    (4, dict(tp=2, micro_batch_size=1)),
+    (4, dict(tp=2, sequence_parallel=True, recompute="selective")),
+    (4, dict(tp=2, sequence_parallel=True, recompute="full")),
+    (4, dict(pp=2, num_layers=4, virtual_stages=2)),
+    (4, dict(pp=2, schedule="zb-h1")),
+    (4, dict(pp=2, schedule="gpipe", recompute="full")),
+    (4, dict(pp=2, virtual_stages=2, layer_split=[0, 0, 1, 1])),
+    (8, dict(pp=2, tp=2, sequence_parallel=True, recompute="selective")),
+    (6, dict(pp=2, layer_split=[2, 0], global_batch_size=12)),
+]
 
 
-@pytest.mark.parametrize("base, world, flags", [(SMALL, *over) for over in OVER[:1] + OVER[2:]] + [(LLAMA, *OVER[1])], ids=str)
+@pytest.mark.parametrize(
+    "base, world, flags",
+    [(SMALL, *over) for over in OVER[:1] + OVER[2:]] + [(LLAMA, *OVER[1])],
+    ids=str,
+)
 def test_zero_stages_over_other_techniques(base, world, flags):
     model = {k: v for k, v in flags.items() if k in ("num_layers", "global_batch_size")}
-    for result in train_each(world, [dict(zero_stage=stage) for stage in (1, 2, 3)], base=base | flags):
+    for result in train_each(
+        world, [dict(zero_stage=stage) for stage in (1, 2, 3)], base=base | flags
+    ):
         same(result, train(base=base | model))
 
 
 def test_zero_stages_float32():
-    """Also with gradients that are sums of 16-bit numbers on their way: as near as 8 bits of mantissa are."""
+    """Also with gradients that are sums of 16-bit numbers on their way: as near as 8 bits of
+    mantissa are."""
     one = train(precision="fp32", steps=1)
     for stage in (0, 1, 2, 3):
         same(train(2, micro_batch_size=2, precision="fp32", steps=1, zero_stage=stage), one, 1e-5)
-        in_16_bits = train(2, micro_batch_size=2, precision="fp32", steps=1, zero_stage=stage, reduce_dtype="bf16")
+        in_16_bits = train(
+            2, micro_batch_size=2, precision="fp32", steps=1, zero_stage=stage, reduce_dtype="bf16"
+        )
         differs(in_16_bits, one, 1e-4)
         same(in_16_bits, one, 2e-2)
 
 
-# A vocabulary that no t divides, heads that 4 divides, grouped-query attention. For GPT the embeddings are tied.
-TENSOR = {"gpt": SMALL | dict(vocab_size=257), "llama": LLAMA | dict(vocab_size=257, num_heads=8, num_kv_heads=4)}
+# A vocabulary that no t divides, heads that 4 divides, grouped-query attention. For GPT the
+# embeddings are tied.
+TENSOR = {
+    "gpt": SMALL | dict(vocab_size=257),
+    "llama": LLAMA | dict(vocab_size=257, num_heads=8, num_kv_heads=4),
+}
 
 
-@pytest.mark.parametrize("base, tp, dp", [("gpt", 2, 1), ("gpt", 2, 2), ("gpt", 4, 1), ("llama", 2, 2)])
+@pytest.mark.parametrize(
+    "base, tp, dp", [("gpt", 2, 1), ("gpt", 2, 2), ("gpt", 4, 1), ("llama", 2, 2)]
+)
 def test_tensor_parallel(base, tp, dp):
     """With and without sequence parallelism, times every way to recompute."""
-    variants = [dict(sequence_parallel=sequence, recompute=recompute) for sequence in (False, True) for recompute in ("none", "selective", "full")]
+    variants = [
+        dict(sequence_parallel=sequence, recompute=recompute)
+        for sequence in (False, True)
+        for recompute in ("none", "selective", "full")
+    ]
     for result in train_each(tp * dp, variants, base=TENSOR[base], tp=tp, micro_batch_size=4 // dp):
         same(result, train(base=TENSOR[base]))
 
 
-@pytest.mark.parametrize("flags", [dict(recompute="full", recompute_layers=1), dict(recompute="selective"),
-                                   dict(dropout=0.0, recompute="selective"), dict(dropout=0.0, recompute="full")], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(recompute="full", recompute_layers=1),
+        dict(recompute="selective"),
+        dict(dropout=0.0, recompute="selective"),
+        dict(dropout=0.0, recompute="full"),
+    ],
+    ids=str,
+)
 def test_recompute(flags):
     """Partly, on one device, and with fused attention (no dropout)."""
     reference = {k: v for k, v in flags.items() if k == "dropout"}
     same(train(micro_batch_size=4, **flags), train(**reference))
-    same(train(2, tp=2, sequence_parallel=True, base=TENSOR["llama"], **flags), train(base=TENSOR["llama"], **reference))
+    same(
+        train(2, tp=2, sequence_parallel=True, base=TENSOR["llama"], **flags),
+        train(base=TENSOR["llama"], **reference),
+    )
 
 
-@pytest.mark.parametrize("flags", [dict(tp=2), dict(tp=2, sequence_parallel=True, recompute="full")], ids=["tensor", "sequence"])
+@pytest.mark.parametrize(
+    "flags",
+    [dict(tp=2), dict(tp=2, sequence_parallel=True, recompute="full")],
+    ids=["tensor", "sequence"],
+)
 def test_tensor_parallel_float32(flags):
     same(train(2, precision="fp32", steps=1, **flags), train(precision="fp32", steps=1), 1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("world, flags", [(1, dict()), (1, dict(recompute="full")), (2, dict(tp=2)), (2, dict(tp=2, sequence_parallel=True, recompute="selective")),
-                                          (2, dict(zero_stage=1)), (2, dict(zero_stage=2, micro_batch_size=1)), (2, dict(zero_stage=3, recompute="full"))], ids=str)
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (1, dict()),
+        (1, dict(recompute="full")),
+        (2, dict(tp=2)),
+        (2, dict(tp=2, sequence_parallel=True, recompute="selective")),
+        (2, dict(zero_stage=1)),
+        (2, dict(zero_stage=2, micro_batch_size=1)),
+        (2, dict(zero_stage=3, recompute="full")),
+    ],
+    ids=str,
+)
 def test_on_a_gpu(world, flags):
     """The CPU's loss and gradients; ranks share the GPU."""
     same(train(world, device="cuda", **flags), train())
@@ -95,7 +167,16 @@ def test_on_a_gpu(world, flags):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("world, flags", [(1, dict()), (1, dict(recompute="full")), (2, dict(ep=2)), (2, dict(tp=2, sequence_parallel=True))], ids=str)
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (1, dict()),
+        (1, dict(recompute="full")),
+        (2, dict(ep=2)),
+        (2, dict(tp=2, sequence_parallel=True)),
+    ],
+    ids=str,
+)
 def test_experts_on_a_gpu(world, flags):
     for base in EXPERTS.values():
         same(train(world, base=base, device="cuda", **flags), train(base=base))
@@ -104,26 +185,39 @@ def test_experts_on_a_gpu(world, flags):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_experts_on_a_gpu_in_bfloat16():
-    """The library's grouped matrix multiplication. All experts are chosen, for in 16 bits others would be."""
+    """The library's grouped matrix multiplication. All experts are chosen, for in 16 bits others
+    would be."""
     base = LLAMA | dict(num_experts=2, router="topk", router_topk=2, precision="bf16", dropout=0.0)
-    one, gpu = train(base=base, steps=1), train(base=base, steps=1, device="cuda")
+    one = train(base=base, steps=1)
+    gpu = train(base=base, steps=1, device="cuda")
     for name, gradient in one.gradients.items():
         assert (gpu.gradients[name] - gradient).abs().max() < 0.05 * gradient.abs().max(), name
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled():
-    same(train(2, steps=1, tp=2, sequence_parallel=True, recompute="full", compile=True), train(steps=1))
+    same(
+        train(2, steps=1, tp=2, sequence_parallel=True, recompute="full", compile=True),
+        train(steps=1),
+    )
 
 
 def test_float32():
-    same(train(2, micro_batch_size=2, precision="fp32", steps=1), train(precision="fp32", steps=1), 1e-5)
+    same(
+        train(2, micro_batch_size=2, precision="fp32", steps=1),
+        train(precision="fp32", steps=1),
+        1e-5,
+    )
 
 
-# Each of these removes one thing that parity needs. If a test below fails, the gate has gone blind to it.
+# Each of these removes one thing that parity needs. If a test below fails, the gate has gone blind
+# to it.
+
 
 def no_sum():
-    fsdp.DataParallel.reduce_gradients = fsdp.DataParallel.launch = lambda self, everything=False: None
+    fsdp.DataParallel.reduce_gradients = fsdp.DataParallel.launch = lambda self, everything=False: (
+        None
+    )
 
 
 def no_accumulation():
@@ -133,6 +227,7 @@ def no_accumulation():
     def accumulate(self, p):
         p.main_grad.zero_()
         original(self, p)
+
     fsdp.DataParallel.accumulate = accumulate
 
 
@@ -143,25 +238,30 @@ def early_reduction():
     def zero(self):
         original(self)
         self.last = True
+
     fsdp.DataParallel.zero = zero
 
 
 def local_mean():
     """An average of averages: each rank divides by its own tokens."""
+
     def forward_backward(self, step, dataset, original=trainer.Trainer.forward_backward):
         samples = self.samples(step)
         share = len(samples) // self.dp
-        mine = dataset.counted_tokens(samples[self.dp_rank * share:(self.dp_rank + 1) * share])
+        mine = dataset.counted_tokens(samples[self.dp_rank * share : (self.dp_rank + 1) * share])
         dataset.counted_tokens = lambda s: mine * self.dp
         loss = original(self, step, dataset)
         del dataset.counted_tokens
         return loss
+
     trainer.Trainer.forward_backward = forward_backward
 
 
 def local_dropout():
     """Masks by the row in this rank's batch, not by the global sample."""
-    trainer.dropout_key = lambda seed, step, samples: gpt.dropout_key(seed, step, torch.arange(len(samples)))
+    trainer.dropout_key = lambda seed, step, samples: gpt.dropout_key(
+        seed, step, torch.arange(len(samples))
+    )
 
 
 def wrong_samples():
@@ -183,18 +283,31 @@ def local_clip():
         for p in self.parameters:
             p.main_grad.mul_(min(1.0, 0.5 / norm))
         original(self)
+
     fsdp.DataParallel.reduce_gradients = reduce_gradients
     fsdp.DataParallel.last_backward = lambda self: None
 
 
-@pytest.mark.parametrize("mutate", [no_sum, no_accumulation, early_reduction, local_mean, local_dropout, wrong_samples, weights_by_rank,
-                                    local_clip])
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        no_sum,
+        no_accumulation,
+        early_reduction,
+        local_mean,
+        local_dropout,
+        wrong_samples,
+        weights_by_rank,
+        local_clip,
+    ],
+)
 def test_gate_sees(mutate):
     differs(train(2, micro_batch_size=2, mutate=mutate), train())
 
 
 class Lost:
     """A collective that never was."""
+
     def wait(self):
         pass
 
@@ -206,8 +319,10 @@ def no_reduce_scatter():
 
 def wrong_part():
     """Each rank gets another's part of the sum."""
+
     def reduce_scatter(mine, x, original=fsdp.reduce_scatter, **options):
         return original(mine, x.view(2, -1).flip(0).reshape(-1), **options)
+
     fsdp.reduce_scatter = reduce_scatter
 
 
@@ -223,10 +338,12 @@ def old_parameters():
 
 def own_part_alone():
     """Stage 3 finds zeros for what the other rank has."""
+
     def all_gather(whole, mine, group, async_op):
         whole.view(2, -1)[1 - group.rank()] = 0
         whole.view(2, -1)[group.rank()] = mine
         return Lost()
+
     fsdp.all_gather = all_gather
 
 
@@ -238,15 +355,28 @@ def last_micro_batch_alone():
         for unit in self.sending:
             unit.sum = None
         original(self)
+
     fsdp.DataParallel.finish_reductions = finish_reductions
 
 
 def norm_of_one_shard():
-    optimizer.dist.all_reduce = lambda x, group=None, original=dist.all_reduce: None if x.dim() == 0 else original(x, group=group)
+    optimizer.dist.all_reduce = lambda x, group=None, original=dist.all_reduce: (
+        None if x.dim() == 0 else original(x, group=group)
+    )
 
 
-@pytest.mark.parametrize("stages, mutate", [((1, 2, 3), no_reduce_scatter), ((1, 2, 3), wrong_part), ((1, 2), no_gather_after_the_step), ((3,), old_parameters),
-                                            ((3,), own_part_alone), ((2, 3), last_micro_batch_alone), ((1, 2, 3), norm_of_one_shard)])
+@pytest.mark.parametrize(
+    "stages, mutate",
+    [
+        ((1, 2, 3), no_reduce_scatter),
+        ((1, 2, 3), wrong_part),
+        ((1, 2), no_gather_after_the_step),
+        ((3,), old_parameters),
+        ((3,), own_part_alone),
+        ((2, 3), last_micro_batch_alone),
+        ((1, 2, 3), norm_of_one_shard),
+    ],
+)
 def test_gate_sees_sharding(stages, mutate):
     for stage in stages:
         differs(train(2, micro_batch_size=2, zero_stage=stage, mutate=mutate), train())
@@ -262,6 +392,7 @@ def test_gate_sees_the_step_in_the_mask():
 
 # What tensor and sequence parallelism need.
 
+
 def no_f():
     """The input gradient of column-parallel layers is each rank's part."""
     tensor_parallel.ColumnParallelLinear.on_gradient = staticmethod(tensor_parallel.start_nothing)
@@ -274,24 +405,38 @@ def no_g():
 
 def clones():
     """Every rank starts from rank 0's weights."""
+
     class First:
-        def __init__(self, group): self.size = group.size
-        def rank(self): return 0
+        def __init__(self, group):
+            self.size = group.size
+
+        def rank(self):
+            return 0
 
     def cut(whole, record, original=sharding.cut):
-        return original(whole, sharding.Sharding(record.shape, tuple(sharding.Cut(c.dim, First(c.group)) for c in record.cuts)))
+        return original(
+            whole,
+            sharding.Sharding(
+                record.shape, tuple(sharding.Cut(c.dim, First(c.group)) for c in record.cuts)
+            ),
+        )
+
     sharding.cut = cut
 
 
 def without_all_reduce(op):
     """Cross entropy without one of its two reductions."""
-    forward, all_reduce = tensor_parallel._VocabParallelCrossEntropy.forward, dist.all_reduce
+    forward = tensor_parallel._VocabParallelCrossEntropy.forward
+    all_reduce = dist.all_reduce
 
     def silent(ctx, *args):
-        dist.all_reduce = lambda x, o=dist.ReduceOp.SUM, **options: None if o == op else all_reduce(x, o, **options)
+        dist.all_reduce = lambda x, o=dist.ReduceOp.SUM, **options: (
+            None if o == op else all_reduce(x, o, **options)
+        )
         result = forward(ctx, *args)
         dist.all_reduce = all_reduce
         return result
+
     tensor_parallel._VocabParallelCrossEntropy.forward = staticmethod(silent)
 
 
@@ -308,10 +453,12 @@ def dropout_without(dims):
     original = gpt.Dropout.forward
 
     def forward(self, x, drop_key):
-        kept, self.slice = self.slice, {} if x.dim() == dims else self.slice
+        kept = self.slice
+        self.slice = {} if x.dim() == dims else self.slice
         y = original(self, x, drop_key)
         self.slice = kept
         return y
+
     gpt.Dropout.forward = forward
 
 
@@ -323,7 +470,9 @@ def dropout_without_sequence():
     dropout_without(3)
 
 
-@pytest.mark.parametrize("mutate", [no_f, no_g, clones, no_vocabulary_maximum, no_vocabulary_sums, dropout_without_heads])
+@pytest.mark.parametrize(
+    "mutate", [no_f, no_g, clones, no_vocabulary_maximum, no_vocabulary_sums, dropout_without_heads]
+)
 def test_gate_sees_tensor(mutate):
     differs(train(2, tp=2, mutate=mutate), train())
 
@@ -334,12 +483,16 @@ def mine(x, group):
 
 def no_sum_in_g():
     """The input gradient of column-parallel layers is a slice of each rank's part."""
-    sequence_parallel.ColumnParallelLinear.on_gradient = staticmethod(lambda x, group: lambda: mine(x, group))
+    sequence_parallel.ColumnParallelLinear.on_gradient = staticmethod(
+        lambda x, group: lambda: mine(x, group)
+    )
 
 
 def no_gather_in_g():
     """Every rank takes its own slice for the others' too."""
-    sequence_parallel.ColumnParallelLinear.on_input = staticmethod(lambda x, group: lambda: x.repeat(1, group.size(), 1))
+    sequence_parallel.ColumnParallelLinear.on_input = staticmethod(
+        lambda x, group: lambda: x.repeat(1, group.size(), 1)
+    )
 
 
 def old_input():
@@ -347,10 +500,12 @@ def old_input():
     seen = {}
 
     def on_input(x, group, original=sequence_parallel.start_gather):
-        finish, again = original(x, group), seen.pop(x.data_ptr(), False)
+        finish = original(x, group)
+        again = seen.pop(x.data_ptr(), False)
         if not again:
             seen[x.data_ptr()] = True
         return (lambda: 2 * finish()) if again else finish
+
     sequence_parallel.ColumnParallelLinear.on_input = staticmethod(on_input)
 
 
@@ -360,9 +515,15 @@ def no_sum_in_g_bar():
 
 def no_gather_in_g_bar():
     """The gradient of a row-parallel layer's output is zero outside of this rank's slice."""
+
     def back(grad, group):
-        return lambda: torch.cat([grad if i == group.rank() else torch.zeros_like(grad) for i in range(group.size())], 1)
-    sequence_parallel.scatter_sequence = lambda x, group: sequence_parallel._Pair.apply(x, group, sequence_parallel.start_scatter, back)
+        return lambda: torch.cat(
+            [grad if i == group.rank() else torch.zeros_like(grad) for i in range(group.size())], 1
+        )
+
+    sequence_parallel.scatter_sequence = lambda x, group: sequence_parallel._Pair.apply(
+        x, group, sequence_parallel.start_scatter, back
+    )
 
 
 def no_norm_gradients():
@@ -371,11 +532,25 @@ def no_norm_gradients():
 
 def positions_from_0():
     original = sequence_parallel.SlicedPositions.__init__
-    sequence_parallel.SlicedPositions.__init__ = lambda self, positions, n, t: original(self, positions, 0, t)
+    sequence_parallel.SlicedPositions.__init__ = lambda self, positions, n, t: original(
+        self, positions, 0, t
+    )
 
 
-@pytest.mark.parametrize("mutate", [no_sum_in_g, no_gather_in_g, old_input, no_sum_in_g_bar, no_gather_in_g_bar, no_norm_gradients, positions_from_0,
-                                    dropout_without_sequence, dropout_without_heads])
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        no_sum_in_g,
+        no_gather_in_g,
+        old_input,
+        no_sum_in_g_bar,
+        no_gather_in_g_bar,
+        no_norm_gradients,
+        positions_from_0,
+        dropout_without_sequence,
+        dropout_without_heads,
+    ],
+)
 def test_gate_sees_sequence(mutate):
     differs(train(2, tp=2, sequence_parallel=True, mutate=mutate), train())
 
@@ -388,7 +563,9 @@ def masks_of_the_moment():
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_gate_sees_other_masks_in_recomputation(recompute):
     torch.manual_seed(0)
-    differs(train(recompute=recompute, mutate=masks_of_the_moment), train(mutate=masks_of_the_moment))
+    differs(
+        train(recompute=recompute, mutate=masks_of_the_moment), train(mutate=masks_of_the_moment)
+    )
 
 
 def every_rank_counts():
@@ -396,10 +573,12 @@ def every_rank_counts():
     original = trainer.Trainer.forward_backward
 
     def forward_backward(self, *args):
-        group, self.groups.tp = self.groups.tp, None
+        group = self.groups.tp
+        self.groups.tp = None
         loss = original(self, *args)
         self.groups.tp = group
         return loss
+
     trainer.Trainer.forward_backward = forward_backward
 
 
@@ -407,35 +586,87 @@ def test_gate_sees_every_rank_counting():
     differs(train(2, tp=2, mutate=every_rank_counts), train())
 
 
-# --- pipelines -------------------------------------------------------------------------------------------------------------
+# --- pipelines ------------------------------------------------------------------------------------
 
-PIPELINE = {"gpt": SMALL | dict(num_layers=12, vocab_size=257), "llama": LLAMA | dict(num_layers=12, vocab_size=257)}
-TWO = [dict(schedule="gpipe"), dict(schedule="1f1b"), dict(schedule="zb-h1"), dict(virtual_stages=2), dict(virtual_stages=3),
-       dict(layer_split=[5, 7], micro_batch_size=2), dict(layer_split=[12, 0], schedule="zb-h1"), dict(layer_split=[4, 0, 7, 1], virtual_stages=2)]
-FOUR = [dict(schedule="gpipe"), dict(schedule="1f1b"), dict(schedule="zb-h1"), dict(virtual_stages=3), dict(layer_split=[2, 4, 4, 2], schedule="zb-h1"),
-        dict(layer_split=[1, 2, 2, 2, 2, 2, 1, 0], virtual_stages=2)]
-EIGHT = [dict(schedule="1f1b"), dict(schedule="zb-h1"), dict(virtual_stages=2)]               # tp 2 x pp 2 x dp 2
+PIPELINE = {
+    "gpt": SMALL | dict(num_layers=12, vocab_size=257),
+    "llama": LLAMA | dict(num_layers=12, vocab_size=257),
+}
+TWO = [
+    dict(schedule="gpipe"),
+    dict(schedule="1f1b"),
+    dict(schedule="zb-h1"),
+    dict(virtual_stages=2),
+    dict(virtual_stages=3),
+    dict(layer_split=[5, 7], micro_batch_size=2),
+    dict(layer_split=[12, 0], schedule="zb-h1"),
+    dict(layer_split=[4, 0, 7, 1], virtual_stages=2),
+]
+FOUR = [
+    dict(schedule="gpipe"),
+    dict(schedule="1f1b"),
+    dict(schedule="zb-h1"),
+    dict(virtual_stages=3),
+    dict(layer_split=[2, 4, 4, 2], schedule="zb-h1"),
+    dict(layer_split=[1, 2, 2, 2, 2, 2, 1, 0], virtual_stages=2),
+]
+# tp 2 x pp 2 x dp 2
+EIGHT = [dict(schedule="1f1b"), dict(schedule="zb-h1"), dict(virtual_stages=2)]
 
 
-@pytest.mark.parametrize("base, world, variants, flags", [("gpt", 2, TWO, dict(pp=2)), ("llama", 2, TWO[1:5], dict(pp=2)), ("gpt", 4, FOUR, dict(pp=4)),
-                                                          ("gpt", 8, EIGHT, dict(pp=2, tp=2, num_layers=4, sequence_parallel=True, recompute="selective"))], ids=str)
+@pytest.mark.parametrize(
+    "base, world, variants, flags",
+    [
+        ("gpt", 2, TWO, dict(pp=2)),
+        ("llama", 2, TWO[1:5], dict(pp=2)),
+        ("gpt", 4, FOUR, dict(pp=4)),
+        (
+            "gpt",
+            8,
+            EIGHT,
+            dict(pp=2, tp=2, num_layers=4, sequence_parallel=True, recompute="selective"),
+        ),
+    ],
+    ids=str,
+)
 def test_pipeline(base, world, variants, flags):
     """Every schedule, even and uneven splits, tied embeddings (GPT)."""
     for variant, result in zip(variants, train_each(world, variants, base=PIPELINE[base], **flags)):
-        same(result, train(base=PIPELINE[base] | {k: v for k, v in flags.items() if k == "num_layers"}))
+        same(
+            result,
+            train(base=PIPELINE[base] | {k: v for k, v in flags.items() if k == "num_layers"}),
+        )
 
 
 def wrong_loss_scale():
     """As if each micro-batch were divided by its own number of micro-batches once more."""
-    def run(self, schedule, forward, b, s, backward_of_loss=None, *args, original=pipeline_parallel.Pipeline.run):
+
+    def run(
+        self,
+        schedule,
+        forward,
+        b,
+        s,
+        backward_of_loss=None,
+        *args,
+        original=pipeline_parallel.Pipeline.run,
+    ):
         return original(self, schedule, forward, b, s, backward_of_loss / 8, *args)
+
     pipeline_parallel.Pipeline.run = run
 
 
 def wrong_micro_batch():
     """The last stage takes the labels of the next micro-batch."""
+
     def run(self, schedule, forward, *args, original=pipeline_parallel.Pipeline.run):
-        return original(self, schedule, lambda chunk, k, x: forward(chunk, (k + (self.chunks[chunk].head is not None)) % 8, x), *args)
+        return original(
+            self,
+            schedule,
+            lambda chunk, k, x: forward(chunk, (k + (self.chunks[chunk].head is not None)) % 8, x),
+            *args,
+        )
+
     pipeline_parallel.Pipeline.run = run
 
 
@@ -445,17 +676,31 @@ def norm_of_one_stage():
 
 
 def norm_counts_both_copies():
-    sharding.Sharding.__getattribute__ = lambda self, name: None if name == "copy_of" and sys._getframe(1).f_code.co_name == "global_norm" \
+    sharding.Sharding.__getattribute__ = lambda self, name: (
+        None
+        if name == "copy_of" and sys._getframe(1).f_code.co_name == "global_norm"
         else object.__getattribute__(self, name)
+    )
 
 
 def forgotten_weights():
     """The weight gradients that ZB-H1 owes at the end of the step are never computed."""
     original = pipeline_parallel.lower
-    pipeline_parallel.lower = lambda *args: [[x for x in program if x[0] != "W" or x.micro_batch < 7] for program in original(*args)]
+    pipeline_parallel.lower = lambda *args: [
+        [x for x in program if x[0] != "W" or x.micro_batch < 7] for program in original(*args)
+    ]
 
 
-@pytest.mark.parametrize("mutate", [wrong_loss_scale, wrong_micro_batch, norm_of_one_stage, norm_counts_both_copies, forgotten_weights])
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        wrong_loss_scale,
+        wrong_micro_batch,
+        norm_of_one_stage,
+        norm_counts_both_copies,
+        forgotten_weights,
+    ],
+)
 def test_gate_sees_pipeline(mutate):
     differs(train(2, pp=2, schedule="zb-h1", mutate=mutate), train())
 
@@ -466,10 +711,14 @@ def no_tied_sum():
 
 def half_a_tied_sum():
     """Both copies agree, on the first stage's part."""
+
     def sum_tied(self):
         for p in self.parameters():
-            if sharding.of(p).copy_of or self.rank == 0 and p is self.chunks[0].embedding.tokens.weight:
+            if sharding.of(p).copy_of or (
+                self.rank == 0 and p is self.chunks[0].embedding.tokens.weight
+            ):
                 dist.broadcast(p.main_grad, 0)
+
     pipeline_parallel.Pipeline.sum_tied = sum_tied
 
 
@@ -478,19 +727,64 @@ def test_gate_sees_tied_embeddings(mutate):
     differs(train(2, pp=2, mutate=mutate), train())
 
 
-# --- experts ---------------------------------------------------------------------------------------------------------------
+# --- experts --------------------------------------------------------------------------------------
 
-# Routing depends on the micro-batch, so one device has the same ones. Four experts in every layer, or in every other of four with tokens dropped.
-EXPERTS = {"sinkhorn": SMALL | dict(num_experts=4, micro_batch_size=2),
-           "topk": LLAMA | dict(num_experts=4, micro_batch_size=2, router="topk", router_topk=2, aux_loss=0.1, z_loss=0.1, num_layers=4, expert_every=2, capacity_factor=1.2)}
-OVER_EXPERTS = [(1, [dict(recompute="full"), dict(recompute="selective")]), (2, [dict(), dict(ep=2), dict(tp=2), dict(tp=2, sequence_parallel=True), dict(pp=2)]),
-                (4, [dict(ep=4), dict(ep=2), dict(ep=2, recompute="full"), dict(tp=2, ep=2), dict(tp=2, sequence_parallel=True, ep=2),
-                     dict(tp=2, sequence_parallel=True, ep=2, recompute="full"), dict(pp=2, ep=2), dict(pp=2, ep=2, schedule="zb-h1"), dict(pp=2, ep=2, schedule="gpipe", recompute="full")]),
-                (4, [dict(ep=2, zero_stage=1), dict(ep=2, zero_stage=2), dict(ep=2, zero_stage=3), dict(ep=4, zero_stage=1), dict(ep=4, zero_stage=3, recompute="full")]),
-                (8, [dict(pp=2, tp=2, sequence_parallel=True, ep=2, zero_stage=3, recompute="full")])]
+# Routing depends on the micro-batch, so one device has the same ones. Four experts in every layer,
+# or in every other of four with tokens dropped.
+EXPERTS = {
+    "sinkhorn": SMALL | dict(num_experts=4, micro_batch_size=2),
+    "topk": (
+        LLAMA
+        | dict(
+            num_experts=4,
+            micro_batch_size=2,
+            router="topk",
+            router_topk=2,
+            aux_loss=0.1,
+            z_loss=0.1,
+            num_layers=4,
+            expert_every=2,
+            capacity_factor=1.2,
+        )
+    ),
+}
+OVER_EXPERTS = [
+    (1, [dict(recompute="full"), dict(recompute="selective")]),
+    (2, [dict(), dict(ep=2), dict(tp=2), dict(tp=2, sequence_parallel=True), dict(pp=2)]),
+    (
+        4,
+        [
+            dict(ep=4),
+            dict(ep=2),
+            dict(ep=2, recompute="full"),
+            dict(tp=2, ep=2),
+            dict(tp=2, sequence_parallel=True, ep=2),
+            dict(tp=2, sequence_parallel=True, ep=2, recompute="full"),
+            dict(pp=2, ep=2),
+            dict(pp=2, ep=2, schedule="zb-h1"),
+            dict(pp=2, ep=2, schedule="gpipe", recompute="full"),
+        ],
+    ),
+    (
+        4,
+        [
+            dict(ep=2, zero_stage=1),
+            dict(ep=2, zero_stage=2),
+            dict(ep=2, zero_stage=3),
+            dict(ep=4, zero_stage=1),
+            dict(ep=4, zero_stage=3, recompute="full"),
+        ],
+    ),
+    (8, [dict(pp=2, tp=2, sequence_parallel=True, ep=2, zero_stage=3, recompute="full")]),
+]
 
 
-@pytest.mark.parametrize("base, world, variants", [("sinkhorn", *over) for over in OVER_EXPERTS] + [("topk", *over) for over in OVER_EXPERTS[1:3]], ids=str)
+@pytest.mark.parametrize(
+    "base, world, variants",
+    [("sinkhorn", *over) for over in OVER_EXPERTS]
+    + [("topk", *over) for over in OVER_EXPERTS[1:3]],
+    ids=str,
+)
 def test_experts(base, world, variants):
     for result in train_each(world, variants, base=EXPERTS[base]):
         same(result, train(base=EXPERTS[base]))
@@ -503,7 +797,12 @@ def test_experts_interleaved():
 
 def test_experts_float32():
     base = EXPERTS["topk"] | dict(precision="fp32")
-    for result in train_each(4, [dict(ep=2), dict(ep=4, zero_stage=3), dict(tp=2, sequence_parallel=True, ep=2)], base=base, steps=1):
+    for result in train_each(
+        4,
+        [dict(ep=2), dict(ep=4, zero_stage=3), dict(tp=2, sequence_parallel=True, ep=2)],
+        base=base,
+        steps=1,
+    ):
         same(result, train(base=base, steps=1), 1e-5)
 
 
@@ -519,12 +818,15 @@ def small_loss_scale():
 
 
 def test_experts_float16():
-    """The loss scale is in the router's losses too. (All experts chosen: in 16 bits others would be.)"""
+    """The loss scale is in the router's losses too. (All experts chosen: in 16 bits others would
+    be.)"""
     base = EXPERTS["topk"] | dict(num_experts=2, z_loss=3.0, capacity_factor=0.0, dropout=0.0)
     one = train(base=base, steps=1)
     half = train(base=base, steps=1, precision="fp16", mutate=small_loss_scale)
     for name in (name for name in one.gradients if "router" in name):
-        assert (half.gradients[name] - one.gradients[name]).abs().max() < 0.03 * one.gradients[name].abs().max()
+        assert (half.gradients[name] - one.gradients[name]).abs().max() < 0.03 * one.gradients[
+            name
+        ].abs().max()
 
 
 def experts_divided_by_ep():
@@ -535,6 +837,7 @@ def experts_divided_by_ep():
         if len(sharding.of(p).shape) == 3 and p.grad is not None:
             p.grad /= 2
         original(self, p)
+
     fsdp.DataParallel.accumulate = accumulate
 
 
@@ -545,28 +848,47 @@ def experts_summed_over_all():
 
 def no_second_exchange():
     """Rows stay with the experts' rank, as many as would have come home."""
-    forward, calls = moe._Exchange.forward, []
+    forward = moe._Exchange.forward
+    calls = []
 
     def skip(ctx, rows, sent, received, group):
         calls.append(1)
         if len(calls) % 2:
             return forward(ctx, rows, sent, received, group)
         ctx.arguments = received, sent, group
-        return rows.repeat(3, 1)[:sum(received)] if len(rows) else rows.new_zeros(sum(received), rows.shape[1])
+        return (
+            rows.repeat(3, 1)[: sum(received)]
+            if len(rows)
+            else rows.new_zeros(sum(received), rows.shape[1])
+        )
+
     moe._Exchange.forward = staticmethod(skip)
 
 
 def no_way_back_for_gradients():
     """Tokens travel, their gradients do not."""
-    moe._Exchange.backward = staticmethod(lambda ctx, grad: (grad.new_zeros(sum(ctx.arguments[1]), grad.shape[1]), None, None, None))
+    moe._Exchange.backward = staticmethod(
+        lambda ctx, grad: (grad.new_zeros(sum(ctx.arguments[1]), grad.shape[1]), None, None, None)
+    )
 
 
 def gates_of_others():
     """Each token's experts are weighted by another token's gates."""
-    moe.combine = lambda rows, gates, *rest, original=moe.combine: original(rows, gates.flip(0), *rest)
+    moe.combine = lambda rows, gates, *rest, original=moe.combine: original(
+        rows, gates.flip(0), *rest
+    )
 
 
-@pytest.mark.parametrize("mutate", [experts_divided_by_ep, experts_summed_over_all, no_second_exchange, no_way_back_for_gradients, gates_of_others])
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        experts_divided_by_ep,
+        experts_summed_over_all,
+        no_second_exchange,
+        no_way_back_for_gradients,
+        gates_of_others,
+    ],
+)
 def test_gate_sees_experts(mutate):
     base = EXPERTS["sinkhorn"]
     differs(train(4, base=base, ep=2, mutate=mutate), train(base=base))
@@ -578,12 +900,19 @@ def routed_by_slice():
 
     def by_slice(self, logits):
         scores = self.scores
-        b = len(logits) // 16                                            # s = 16
-        self.scores = lambda logits, training: torch.cat([scores(half.flatten(0, 1), training).view(b, 8, -1)
-                                                          for half in logits.view(b, 16, -1).chunk(2, 1)], 1).flatten(0, 1)
+        # s = 16
+        b = len(logits) // 16
+        self.scores = lambda logits, training: torch.cat(
+            [
+                scores(half.flatten(0, 1), training).view(b, 8, -1)
+                for half in logits.view(b, 16, -1).chunk(2, 1)
+            ],
+            1,
+        ).flatten(0, 1)
         plan = forward(self, logits)
         self.scores = scores
         return plan
+
     moe.Decision.forward = by_slice
 
 
@@ -599,15 +928,27 @@ def no_f_around_experts():
 
 def no_gradient_of_the_router_across():
     """The slices of the router's logits are gathered, their gradients are each rank's own."""
+
     def gather(x, group, original=sequence_parallel.gather_sequence):
-        if x.shape[-1] != 4:                                             # E
+        # E
+        if x.shape[-1] != 4:
             return original(x, group)
         whole = original(x.detach(), group)
-        return torch.cat([x if i == group.rank() else part for i, part in enumerate(whole.chunk(2, 1))], 1)
+        return torch.cat(
+            [x if i == group.rank() else part for i, part in enumerate(whole.chunk(2, 1))], 1
+        )
+
     sequence_parallel.gather_sequence = gather
 
 
-@pytest.mark.parametrize("mutate, flags", [(routed_by_slice, dict(sequence_parallel=True)), (no_gradient_of_the_router_across, dict(sequence_parallel=True)), (no_f_around_experts, dict())])
+@pytest.mark.parametrize(
+    "mutate, flags",
+    [
+        (routed_by_slice, dict(sequence_parallel=True)),
+        (no_gradient_of_the_router_across, dict(sequence_parallel=True)),
+        (no_f_around_experts, dict()),
+    ],
+)
 def test_gate_sees_experts_under_tensor_parallelism(mutate, flags):
     base = EXPERTS["sinkhorn"]
     differs(train(2, base=base, tp=2, mutate=mutate, **flags), train(base=base))
@@ -617,13 +958,16 @@ def test_gate_sees_the_routers_losses():
     """That they are there, and once."""
     base = EXPERTS["topk"]
     one = train(base=base)
-    differs(train(2, base=base, tp=2, sequence_parallel=True, mutate=router_losses_of_every_rank), one)
+    differs(
+        train(2, base=base, tp=2, sequence_parallel=True, mutate=router_losses_of_every_rank), one
+    )
     differs(train(base=base, aux_loss=0.0), one)
     differs(train(base=base, z_loss=0.0), one)
 
 
 def test_router_losses_are_means_over_the_global_batch():
-    """Where nothing depends on the micro-batch (all experts are chosen), the z-loss does not either."""
+    """Where nothing depends on the micro-batch (all experts are chosen), the z-loss does not
+    either."""
     base = LLAMA | dict(num_experts=2, router="topk", router_topk=2, z_loss=1.0)
     same(train(base=base, micro_batch_size=2), train(base=base))
     differs(train(base=base, z_loss=0.0), train(base=base))

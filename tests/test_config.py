@@ -1,4 +1,5 @@
-"""Flags: from the command line, a TOML file, or the run that is gone on with; refused in one line."""
+"""Flags: from the command line, a TOML file, or the run that is gone on with; refused in one
+line."""
 
 import json
 
@@ -128,7 +129,8 @@ def test_refusals(flags, words):
 
 
 def test_memory_bounds_are_lower_bounds():
-    """Of a model that is known: Llama-2 7B has 6.74 billion parameters, and takes 18 bytes of each in mixed precision."""
+    """Of a model that is known: Llama-2 7B has 6.74 billion parameters, and takes 18 bytes of each
+    in mixed precision."""
     fields, published = config.PRESETS["llama2-7b"]
     model = GPTConfig(**fields)
     alone = dict(tp=1, pp=1, dp=1, ep=1)

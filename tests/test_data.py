@@ -44,7 +44,8 @@ def stream(folder):
 def test_documents_are_separated_and_complete(here):
     folder = prepare([str(write_jsonl(here / "a.jsonl"))], ByteTokenizer())
     ids = stream(folder)
-    documents, current = [], []
+    documents = []
+    current = []
     for i in ids:
         if i == 256:
             documents.append(bytes(current).decode())
@@ -53,7 +54,9 @@ def test_documents_are_separated_and_complete(here):
             current.append(i)
     assert not current and sorted(documents) == sorted(TEXTS)
     index = json.loads((folder / "index.json").read_text())
-    assert index["documents"] == 60 and index["tokens"] == len(ids) and index["bytes"] == len(ids) - 60
+    assert (
+        index["documents"] == 60 and index["tokens"] == len(ids) and index["bytes"] == len(ids) - 60
+    )
 
 
 def test_every_form_of_the_same_text_gives_the_same_stream(here):
@@ -91,8 +94,11 @@ def on_rank(rank, path, cache):
         gathered = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, x)
         return gathered
+
     try:
-        return stream(prepare([path], ByteTokenizer(), cache, exchange, rank, dist.get_world_size()))
+        return stream(
+            prepare([path], ByteTokenizer(), cache, exchange, rank, dist.get_world_size())
+        )
     except DataError as e:
         return str(e)
 
@@ -104,7 +110,14 @@ def test_ranks_share_the_work_and_the_errors(here):
     with open(path, "a") as f:
         f.write('{"text": 3}\n')
     errors = ranks.run(on_rank, 3, path, str(here / "c3"))
-    assert errors == [f'--data {path}, line 61: Expected `str`, got `int` - at `$.text`; {{"text": "..."}} would fit'] * 3
+    assert (
+        errors
+        == [
+            f'--data {path}, line 61: Expected `str`, got `int` - at `$.text`; {{"text": "..."}}'
+            " would fit"
+        ]
+        * 3
+    )
 
 
 def prepare_in_process(path, cache, queue):
@@ -115,24 +128,43 @@ def test_two_runs_at_once(here):
     path = str(write_jsonl(here / "a.jsonl", TEXTS * 50))
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=prepare_in_process, args=(path, str(here / "cache"), queue)) for _ in range(3)]
+    processes = [
+        context.Process(target=prepare_in_process, args=(path, str(here / "cache"), queue))
+        for _ in range(3)
+    ]
     for p in processes:
         p.start()
     streams = [queue.get(timeout=60) for _ in processes]
     for p in processes:
         p.join()
-    assert streams[0] == streams[1] == streams[2] == stream(prepare([path], ByteTokenizer(), "other"))
-    assert len(list((here / "cache").iterdir())) == 2            # the corpus and its lock: no leftovers
+    assert (
+        streams[0] == streams[1] == streams[2] == stream(prepare([path], ByteTokenizer(), "other"))
+    )
+    # the corpus and its lock: no leftovers
+    assert len(list((here / "cache").iterdir())) == 2
 
 
 def test_killed_half_way(here, monkeypatch):
-    """Parts that were done are kept, the rest is done again, and nothing half-written is ever taken for whole."""
+    """Parts that were done are kept, the rest is done again, and nothing half-written is ever taken
+    for whole."""
     path = str(write_jsonl(here / "a.jsonl", TEXTS * 200))
-    script = f"import data, tokenizer; data.PART_BYTES = 2000; data.prepare([{path!r}], tokenizer.ByteTokenizer())"
+    script = (
+        f"import data, tokenizer; data.PART_BYTES = 2000; data.prepare([{path!r}],"
+        " tokenizer.ByteTokenizer())"
+    )
     for delay in (0.0, 0.15, 0.4):
-        p = subprocess.Popen([sys.executable, "-c", script], cwd=here, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+        p = subprocess.Popen(
+            [sys.executable, "-c", script],
+            cwd=here,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stderr=subprocess.DEVNULL,
+        )
         start = time.monotonic()
-        while not list(here.glob("cache/*.parts/*")) and time.monotonic() - start < 30 and p.poll() is None:
+        while (
+            not list(here.glob("cache/*.parts/*"))
+            and time.monotonic() - start < 30
+            and p.poll() is None
+        ):
             time.sleep(0.01)
         time.sleep(delay)
         p.send_signal(signal.SIGKILL)
@@ -140,14 +172,20 @@ def test_killed_half_way(here, monkeypatch):
     monkeypatch.setattr(data, "PART_BYTES", 2000)
     folder = prepare([path], ByteTokenizer())
     assert stream(folder) == stream(prepare([path], ByteTokenizer(), "other"))
-    assert sorted(x.name for x in (here / "cache").iterdir()) == [folder.name, folder.name + ".lock"]
+    assert sorted(x.name for x in (here / "cache").iterdir()) == [
+        folder.name,
+        folder.name + ".lock",
+    ]
 
 
 def test_cache_follows_contents_and_tokenizer(here):
     path = write_jsonl(here / "a.jsonl")
     first = prepare([str(path)], ByteTokenizer())
     inode = (first / "tokens.npy").stat().st_ino
-    assert prepare([str(path)], ByteTokenizer()) == first and (first / "tokens.npy").stat().st_ino == inode
+    assert (
+        prepare([str(path)], ByteTokenizer()) == first
+        and (first / "tokens.npy").stat().st_ino == inode
+    )
     (here / "moved").mkdir()
     path.rename(here / "moved" / "b.jsonl")
     assert prepare(["moved"], ByteTokenizer()) == first
@@ -157,29 +195,48 @@ def test_cache_follows_contents_and_tokenizer(here):
 
 def test_held_out_text_is_never_trained_on(here):
     folder = prepare([str(write_jsonl(here / "a.jsonl"))], ByteTokenizer())
-    train, held_out = Corpus(folder, 32, 0), Corpus(folder, 32, None, "held-out")
-    everything, at = stream(folder), json.loads((folder / "index.json").read_text())["held_out_from"]
-    assert len(train.stream) == at and held_out.stream.tolist() == everything[at:] and len(everything) - at == len(everything) // 20
+    train = Corpus(folder, 32, 0)
+    held_out = Corpus(folder, 32, None, "held-out")
+    everything = stream(folder)
+    at = json.loads((folder / "index.json").read_text())["held_out_from"]
+    assert (
+        len(train.stream) == at
+        and held_out.stream.tolist() == everything[at:]
+        and len(everything) - at == len(everything) // 20
+    )
     batch = train.batch(range(3 * train.windows))
     starts = {tuple(row) for row in torch.cat((batch.tokens, batch.labels[:, -1:]), 1).tolist()}
-    assert starts == {tuple(everything[i * 32:i * 32 + 33]) for i in range(train.windows)}
+    assert starts == {tuple(everything[i * 32 : i * 32 + 33]) for i in range(train.windows)}
     assert (train.windows - 1) * 32 + 33 <= at
 
 
 def test_order_depends_on_seed_and_sample_alone(here):
     folder = prepare([str(write_jsonl(here / "a.jsonl"))], ByteTokenizer())
-    a, b, other = Corpus(folder, 16, 0), Corpus(folder, 16, 0), Corpus(folder, 16, 1)
+    a = Corpus(folder, 16, 0)
+    b = Corpus(folder, 16, 0)
+    other = Corpus(folder, 16, 1)
     n = a.windows
     whole = a.batch(range(2 * n))
-    assert torch.equal(torch.stack([b.batch([i]).tokens[0] for i in (5, 2 * n - 1, 0, n)]), whole.tokens[[5, 2 * n - 1, 0, n]])
+    assert torch.equal(
+        torch.stack([b.batch([i]).tokens[0] for i in (5, 2 * n - 1, 0, n)]),
+        whole.tokens[[5, 2 * n - 1, 0, n]],
+    )
     epochs = [[a.window(i) for i in range(e * n, (e + 1) * n)] for e in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(n)) and epochs[0] != epochs[1] != [other.window(i) for i in range(n, 2 * n)]
-    assert torch.equal(whole.tokens[:, 1:], whole.labels[:, :-1]) and whole.loss_mask.all() and whole.samples.tolist() == list(range(2 * n))
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(n)) and epochs[0] != epochs[1] != [
+        other.window(i) for i in range(n, 2 * n)
+    ]
+    assert (
+        torch.equal(whole.tokens[:, 1:], whole.labels[:, :-1])
+        and whole.loss_mask.all()
+        and whole.samples.tolist() == list(range(2 * n))
+    )
 
 
 def test_standard_library_is_there():
     files = data.find_files([])
-    assert sum(f.stat().st_size for f in files) > 5e6 and not any("test" in f.parts or "site-packages" in f.parts for f in files)
+    assert sum(f.stat().st_size for f in files) > 5e6 and not any(
+        "test" in f.parts or "site-packages" in f.parts for f in files
+    )
 
 
 def test_tokenizers_file(here):
@@ -187,11 +244,16 @@ def test_tokenizers_file(here):
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, show_progress=False, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
     bpe.train_from_iterator(TEXTS, trainer)
     bpe.save("bpe.json")
     tokenizer = make_tokenizer("bpe.json")
-    assert tokenizer.eot == bpe.get_vocab_size() and tokenizer.vocab_size == tokenizer.eot + 1          # it has none of its own
+    # it has none of its own
+    assert tokenizer.eot == bpe.get_vocab_size() and tokenizer.vocab_size == tokenizer.eot + 1
     assert tokenizer.decode(tokenizer.encode(TEXTS[3])) == TEXTS[3]
     folder = prepare([str(write_jsonl(here / "a.jsonl"))], tokenizer)
     ids = stream(folder)
@@ -208,20 +270,32 @@ def test_byte_tokenizer_round_trip():
     assert t.decode(t.encode("naïve ∑ \n").tolist() + [256]) == "naïve ∑ \n"
 
 
-@pytest.mark.parametrize("name, content, words", [
-    ("missing.txt", None, ["missing.txt", "no such file"]),
-    ("empty.txt", b"", ["empty.txt", "empty"]),
-    ("binary.txt", b"text\0more", ["binary.txt", "not UTF-8", "0x00", "offset 4"]),
-    ("latin.txt", b"caf\xe9 x", ["latin.txt", "not UTF-8", "0xe9", "offset 3"]),
-    ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', ["bad.jsonl, line 3", "not JSON"]),
-    ("nofield.jsonl", b'{"txt": "a"}\n', ["nofield.jsonl, line 1", "missing", '{"text": "..."} would fit']),
-    ("half.jsonl", b'{"text": "a\\ud800b"}\n', ["half.jsonl, line 1", "surrogate"]),
-    ("utf8.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', ["utf8.jsonl, line 2", "not UTF-8", "0xe9"]),
-    ("deep.jsonl", b"[" * 200_000, ["deep.jsonl, line 1"]), ("long.jsonl", b'{"text": ' + b"1" * 5000 + b"}", ["long.jsonl, line 1"]),
-    ("list.jsonl", b'["a"]\n', ["list.jsonl, line 1", "got `array`"]),
-    ("broken.txt.gz", b"not gzip", ["broken.txt.gz", "cannot be read"]),
-    ("blank.jsonl", b'{"text": ""}\n', ["no text"]),
-])
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("missing.txt", None, ["missing.txt", "no such file"]),
+        ("empty.txt", b"", ["empty.txt", "empty"]),
+        ("binary.txt", b"text\0more", ["binary.txt", "not UTF-8", "0x00", "offset 4"]),
+        ("latin.txt", b"caf\xe9 x", ["latin.txt", "not UTF-8", "0xe9", "offset 3"]),
+        ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', ["bad.jsonl, line 3", "not JSON"]),
+        (
+            "nofield.jsonl",
+            b'{"txt": "a"}\n',
+            ["nofield.jsonl, line 1", "missing", '{"text": "..."} would fit'],
+        ),
+        ("half.jsonl", b'{"text": "a\\ud800b"}\n', ["half.jsonl, line 1", "surrogate"]),
+        (
+            "utf8.jsonl",
+            b'{"text": "a"}\n{"text": "caf\xe9"}\n',
+            ["utf8.jsonl, line 2", "not UTF-8", "0xe9"],
+        ),
+        ("deep.jsonl", b"[" * 200_000, ["deep.jsonl, line 1"]),
+        ("long.jsonl", b'{"text": ' + b"1" * 5000 + b"}", ["long.jsonl, line 1"]),
+        ("list.jsonl", b'["a"]\n', ["list.jsonl, line 1", "got `array`"]),
+        ("broken.txt.gz", b"not gzip", ["broken.txt.gz", "cannot be read"]),
+        ("blank.jsonl", b'{"text": ""}\n', ["no text"]),
+    ],
+)
 def test_bad_files(here, name, content, words):
     if content is not None:
         (here / name).write_bytes(content)
@@ -235,7 +309,8 @@ def test_bad_folders_lines_and_lengths(here, monkeypatch):
     (here / "nothing").mkdir()
     with pytest.raises(DataError, match="no text in this folder"):
         prepare(["nothing"], ByteTokenizer())
-    monkeypatch.setattr(data, "PART_BYTES", 300)                 # the line is counted from the start of the file, not of the part
+    # the line is counted from the start of the file, not of the part
+    monkeypatch.setattr(data, "PART_BYTES", 300)
     write_jsonl(here / "long.jsonl", TEXTS[:20])
     with open(here / "long.jsonl", "a") as f:
         f.write("{\n")
@@ -256,7 +331,9 @@ def test_bad_tokenizer_files(here, content):
 
 def test_gpt2_tokenizer_without_network(monkeypatch, tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network")))
+    monkeypatch.setattr(
+        tiktoken, "get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network"))
+    )
     with pytest.raises(TokenizerError, match="could not fetch its vocabulary"):
         make_tokenizer("gpt2")
 
@@ -272,7 +349,8 @@ def npy(array, **options):
 
 def mutate_bytes(g, content: bytes) -> bytes:
     """A flipped bit, another byte, a shorter or longer file, a piece twice, or nothing at all."""
-    at, kind = g.randrange(len(content)), g.randrange(6)
+    at = g.randrange(len(content))
+    kind = g.randrange(6)
     flipped = content[:at] + bytes([content[at] ^ 1 << g.randrange(8)]) + content[at + 1 :]
     return (
         flipped,
@@ -286,7 +364,8 @@ def mutate_bytes(g, content: bytes) -> bytes:
 
 def mutate_index(g, content: bytes) -> bytes:
     """A field of another type or value, a field less, another document, or other bytes."""
-    index, kind = json.loads(content), g.randrange(4)
+    index = json.loads(content)
+    kind = g.randrange(4)
     field = g.choice(sorted(index))
     values = [
         None,
@@ -328,7 +407,8 @@ def mutate_index(g, content: bytes) -> bytes:
 
 
 def mutate_tokens(g, content: bytes) -> bytes:
-    """Nearly the same ids, or in another type or shape; objects, as numpy pickles them; other bytes."""
+    """Nearly the same ids, or in another type or shape; objects, as numpy pickles them; other
+    bytes."""
     ids = np.load(io.BytesIO(content))
     archive = io.BytesIO()
     np.savez(archive, tokens=ids)
@@ -348,23 +428,25 @@ def mutate_tokens(g, content: bytes) -> bytes:
 
 
 def test_200_mutations_of_a_cached_corpus(here, capsys):
-    path, g = str(write_jsonl(here / "a.jsonl", TEXTS[:12])), random.Random(0)
+    path = str(write_jsonl(here / "a.jsonl", TEXTS[:12]))
+    g = random.Random(0)
     folder = prepare([path], ByteTokenizer())
     shutil.copytree(folder, here / "whole")
     files = {name: (here / "whole" / name).read_bytes() for name in ("index.json", "tokens.npy")}
-    (reference, ids), rebuilt = token_cache.read(folder), 0
-    reference_ids = ids.tolist()  # a copy: `ids` is the file
+    reference, ids = token_cache.read(folder)
+    rebuilt = 0
+    # a copy: `ids` is the file
+    reference_ids = ids.tolist()
     for _ in range(200):
         name = g.choice(sorted(files))
         changed = (mutate_index if name == "index.json" else mutate_tokens)(g, files[name])
         (folder / name).write_bytes(changed)
         fault = token_cache.check(folder)
-        assert fault is None or "\n" not in fault and str(folder) in fault
+        assert fault is None or ("\n" not in fault and str(folder) in fault)
         assert (
             fault
             or changed == files[name]
-            or name == "index.json"
-            and json.loads(changed) == json.loads(files[name])
+            or (name == "index.json" and json.loads(changed) == json.loads(files[name]))
         ), changed
         capsys.readouterr()
         assert prepare([path], ByteTokenizer()) == folder
@@ -420,7 +502,8 @@ def test_ranks_share_the_check(here, monkeypatch):
     monkeypatch.setattr(token_cache, "BLOCK_BYTES", 512)
     path = str(write_jsonl(here / "a.jsonl"))
     folder = prepare([path], ByteTokenizer(), here / "cache")
-    reference, content = stream(folder), bytearray((folder / "tokens.npy").read_bytes())
+    reference = stream(folder)
+    content = bytearray((folder / "tokens.npy").read_bytes())
     assert len(token_cache.read(folder)[0].blocks) == -(-len(content) // 512) > 9
     content[512 * 4 + 100] ^= 1
     (folder / "tokens.npy").write_bytes(content)
@@ -506,7 +589,8 @@ def test_without_permission(here, monkeypatch, what, target):
 
 @pytest.mark.parametrize("last_call", ["find_files", "file_hash", "split_parts"])
 def test_a_file_that_vanishes(here, monkeypatch, last_call):
-    path, call = write_jsonl(here / "a.jsonl"), getattr(data, last_call)
+    path = write_jsonl(here / "a.jsonl")
+    call = getattr(data, last_call)
 
     def and_then(*args):
         result = call(*args)
@@ -552,11 +636,11 @@ def test_a_cache_without_room_or_permission(here, monkeypatch):
             )
             prepare([path], ByteTokenizer(), "full")
         assert (
-            str(e.value)
-            == "--cache full: cannot be used (No space left on device); "
+            str(e.value) == "--cache full: cannot be used (No space left on device); "
             "make room or name another folder"
         )
-    with monkeypatch.context() as m:  # what is there already needs no permission to write
+    # what is there already needs no permission to write
+    with monkeypatch.context() as m:
         m.setattr(
             Path,
             "mkdir",
@@ -579,7 +663,8 @@ def test_huge_sample_numbers(here):
     """2^31 steps of 2^20 samples: an epoch is found without the ones before."""
     folder = prepare([str(write_jsonl(here / "a.jsonl"))], ByteTokenizer())
     corpus = Corpus(folder, 16, 2**31 - 1)
-    n, last = corpus.windows, 2**51
+    n = corpus.windows
+    last = 2**51
     epoch = [corpus.window(i) for i in range(last // n * n, (last // n + 1) * n)]
     assert sorted(epoch) == list(range(n)) and corpus.window(last - 1) == Corpus(
         folder, 16, 2**31 - 1

@@ -29,7 +29,9 @@ def units_while_backward_runs(rank, stage):
         def call(*args, **options):
             log.append(f"send {max(x.numel() for x in args if isinstance(x, torch.Tensor))}")
             return original(*args, **options)
+
         return call
+
     fsdp.dist.all_reduce = counted("all_reduce", dist.all_reduce)
     fsdp.reduce_scatter = counted("reduce_scatter", fsdp.reduce_scatter)
     for i, layer in enumerate(model):
@@ -44,26 +46,32 @@ def units_while_backward_runs(rank, stage):
         model(x[i]).square().sum().backward()
         sent_early.append(sum(e.startswith("send") for e in log))
     gradients.reduce_gradients()
-    done = list(log)                                             # what follows is the reference's
+    # what follows is the reference's
+    done = list(log)
     for i in range(3):
         reference(x[i]).square().sum().backward()
     dist.barrier()
     for p, q in zip(model.parameters(), reference.parameters()):
         dist.all_reduce(q.grad)
-        torch.testing.assert_close(sharding.gather(sharding.own(p).main_grad, sharding.of(sharding.own(p))), q.grad)
+        torch.testing.assert_close(
+            sharding.gather(sharding.own(p).main_grad, sharding.of(sharding.own(p))), q.grad
+        )
         assert p.grad is None
     return done, sent_early
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_units_go_while_backward_runs(stage):
-    """A layer's gradients leave before the next layer's backward ends: in stages 0 and 1 on the last micro-batch alone, in 2 and 3 on each."""
+    """A layer's gradients leave before the next layer's backward ends: in stages 0 and 1 on the
+    last micro-batch alone, in 2 and 3 on each."""
     for log, sent_early in ranks.run(units_while_backward_runs, 2, stage):
         assert sent_early == ([0, 0, 5] if stage < 2 else [5, 10, 15])
         last = log[-10:] if stage > 1 else log
         sends = [i for i, e in enumerate(last) if e.startswith("send")][:5]
-        assert all(last[i] == "send 72" for i in sends)                  # 8 x 8 + 8, of both ranks
-        for k, layer in enumerate((3, 2, 1, 0)):                         # the k-th is layer 4 - k's
+        # 8 x 8 + 8, of both ranks
+        assert all(last[i] == "send 72" for i in sends)
+        # the k-th is layer 4 - k's
+        for k, layer in enumerate((3, 2, 1, 0)):
             assert sends[k] < last.index(f"backward {layer}"), last
 
 
@@ -71,13 +79,18 @@ def unused_parameter(rank, stage):
     model = small_model()
     model.extra = nn.Linear(2, 2)
     model.extra.forward = lambda x: x
-    gradients, found = fsdp.shard(model, dist.group.WORLD, stage), []
-    for step in range(2):                                                # used by rank 0 in the first step, by nobody in the second
+    gradients = fsdp.shard(model, dist.group.WORLD, stage)
+    found = []
+    # used by rank 0 in the first step, by nobody in the second
+    for step in range(2):
         gradients.zero()
         gradients.last_backward()
         y = nn.Sequential.forward(model[:5], torch.ones(1, 8)).sum()
         if rank == 0 and step == 0:
-            y = y + nn.functional.linear(torch.ones(1, 2), model.extra.weight, model.extra.bias).sum()
+            y = (
+                y
+                + nn.functional.linear(torch.ones(1, 2), model.extra.weight, model.extra.bias).sum()
+            )
         y.backward()
         gradients.reduce_gradients()
         found.append(sharding.own(model.extra.weight).main_grad.clone())
@@ -99,9 +112,12 @@ def cut_and_put_together(rank, n):
             model = nn.Sequential(nn.Module())
             model[0].weight = nn.Parameter(whole.clone())
             gradients = fsdp.shard(model, dist.group.WORLD, stage)
-            p, unit = model[0].weight, gradients.units[0]
+            p = model[0].weight
+            unit = gradients.units[0]
             record = sharding.of(p.shard)
-            if not torch.equal(sharding.gather(p.shard.detach(), record), whole) or record.cuts[0].dim != fsdp.cut_dim(shape, n):
+            if not torch.equal(sharding.gather(p.shard.detach(), record), whole) or record.cuts[
+                0
+            ].dim != fsdp.cut_dim(shape, n):
                 failures.append((shape, stage, "shards"))
             with torch.no_grad():
                 p.shard.mul_(2)
@@ -131,13 +147,22 @@ def test_shapes_that_do_not_divide(n):
 
 class Two:
     """A group of two ranks, as rank 0 sees it."""
-    size, rank = staticmethod(lambda: 2), staticmethod(lambda: 0)
+
+    size = staticmethod(lambda: 2)
+    rank = staticmethod(lambda: 0)
 
 
 def test_the_cut_by_hand():
-    """Five rows over two ranks: three, and two with one of padding. A [1, 4] weight is cut along its second dimension."""
-    unit = fsdp.Unit([nn.Parameter(torch.arange(10.0).view(5, 2)), nn.Parameter(torch.arange(4.0).view(1, 4))], Two(), 1)
-    assert unit.T == 3 * 2 + 2 and [d for _, d, _ in unit.places.values()] == [0, 1] and unit.padding
+    """Five rows over two ranks: three, and two with one of padding. A [1, 4] weight is cut along
+    its second dimension."""
+    unit = fsdp.Unit(
+        [nn.Parameter(torch.arange(10.0).view(5, 2)), nn.Parameter(torch.arange(4.0).view(1, 4))],
+        Two(),
+        1,
+    )
+    assert (
+        unit.T == 3 * 2 + 2 and [d for _, d, _ in unit.places.values()] == [0, 1] and unit.padding
+    )
     flat = torch.full((2, unit.T), -1.0)
     for p in unit.parameters:
         for there, here in unit.pairs(flat, p, p.detach()):
@@ -145,28 +170,50 @@ def test_the_cut_by_hand():
     assert flat.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1], [6, 7, 8, 9, -1, -1, 2, 3]]
 
 
-# --- what is held, what is sent --------------------------------------------------------------------------------------------
+# --- what is held, what is sent -------------------------------------------------------------------
 
-SHAPES = {"llama": dict(num_layers=3, hidden_size=48, num_heads=4, seq_length=16, vocab_size=61, llama=True),
-          "gpt": dict(num_layers=3, hidden_size=48, num_heads=4, seq_length=16, vocab_size=61)}
+SHAPES = {
+    "llama": dict(
+        num_layers=3, hidden_size=48, num_heads=4, seq_length=16, vocab_size=61, llama=True
+    ),
+    "gpt": dict(num_layers=3, hidden_size=48, num_heads=4, seq_length=16, vocab_size=61),
+}
 
 
 def bytes_and_elements(rank, n, stage, shape, m):
     with torch.device("meta"):
         model = gpt.GPT(gpt.GPTConfig(**SHAPES[shape]))
-    gradients = fsdp.shard(model, dist.group.WORLD, stage, init=lambda names: sharding.init(model, 0, "cpu", torch.float32, names))
-    optimizer, whole = AdamW(sharding.named_parameters(model)), []
+    gradients = fsdp.shard(
+        model,
+        dist.group.WORLD,
+        stage,
+        init=lambda names: sharding.init(model, 0, "cpu", torch.float32, names),
+    )
+    optimizer = AdamW(sharding.named_parameters(model))
+    whole = []
     if stage == 3:
-        counted, originals = [0, 0], (gradients.start, gradients.free)
+        counted = [0, 0]
+        originals = (gradients.start, gradients.free)
 
         def gathered(done):
             """Units that are there or on their way, after each change."""
+
             def call(unit):
                 done(unit)
-                now = sum(bool(u.arriving) + bool(u.whole.untyped_storage().size()) for u in gradients.units if u.T > 1000)
-                size = sum(4 * u.n * u.T for u in gradients.units if u.arriving or u.whole.untyped_storage().size())
+                now = sum(
+                    bool(u.arriving) + bool(u.whole.untyped_storage().size())
+                    for u in gradients.units
+                    if u.T > 1000
+                )
+                size = sum(
+                    4 * u.n * u.T
+                    for u in gradients.units
+                    if u.arriving or u.whole.untyped_storage().size()
+                )
                 counted[:] = max(counted[0], now), max(counted[1], size)
+
             return call
+
         gradients.start, gradients.free = map(gathered, originals)
         whole = counted
     tokens = torch.randint(61, (m, 2, 17), generator=torch.Generator().manual_seed(rank))
@@ -180,21 +227,39 @@ def bytes_and_elements(rank, n, stage, shape, m):
         held = fsdp.held_bytes(model, gradients)
         optimizer.step(1e-3)
         gradients.gather_parameters()
-    state = sum(x.nbytes for kind in (optimizer.exp_avg, optimizer.exp_avg_sq) for x in kind.values())
+    state = sum(
+        x.nbytes for kind in (optimizer.exp_avg, optimizer.exp_avg_sq) for x in kind.values()
+    )
     padded = sum(unit.n * unit.T for unit in gradients.units)
-    elements = sum(size // 4 * (2 if kind == "all-reduce" else 1) for kind, size in sent.calls if size > 256)
+    elements = sum(
+        size // 4 * (2 if kind == "all-reduce" else 1) for kind, size in sent.calls if size > 256
+    )
     calls = len([size for _, size in sent.calls if size > 64])
-    return held, state, elements, padded, calls, list(whole), max(4 * u.n * u.T for u in gradients.units), sum(p.numel() for p in model.parameters())
+    return (
+        held,
+        state,
+        elements,
+        padded,
+        calls,
+        list(whole),
+        max(4 * u.n * u.T for u in gradients.units),
+        sum(p.numel() for p in model.parameters()),
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_and_elements(stage, shape):
-    """Held: within 2% of the formula, on every rank, for sizes that 3 does not divide. Sent: exactly the formula, padding counted, in one
-    collective for each unit. Stage 3 never has more than two units at once (the final norm aside, which is 96 numbers)."""
+    """Held: within 2% of the formula, on every rank, for sizes that 3 does not divide. Sent:
+    exactly the formula, padding counted, in one collective for each unit. Stage 3 never has more
+    than two units at once (the final norm aside, which is 96 numbers)."""
     for n, m in ((2, 1), (3, 2)):
-        for (parameters, held), state, elements, padded, calls, whole, largest, psi in ranks.run(bytes_and_elements, n, n, stage, shape, m):
-            for got, by in zip((parameters, held, state), fsdp.bytes_per_parameter(stage, n, 4, 4, 8)):
+        for (parameters, held), state, elements, padded, calls, whole, largest, psi in ranks.run(
+            bytes_and_elements, n, n, stage, shape, m
+        ):
+            for got, by in zip(
+                (parameters, held, state), fsdp.bytes_per_parameter(stage, n, 4, 4, 8)
+            ):
                 assert got == pytest.approx(psi * by, rel=0.02), (got, psi * by)
             assert elements == fsdp.elements_sent(stage, m) * padded
             assert calls == 5 * {0: 1, 1: 2, 2: m + 1, 3: 3 * m}[stage]
@@ -210,39 +275,61 @@ def test_the_paper():
 
 
 def gathers_in_flight(rank):
-    """For each layer's compute, in both directions, the units that were on their way when it began."""
+    """For each layer's compute, in both directions, the units that were on their way when it
+    began."""
     with torch.device("meta"):
         model = gpt.GPT(gpt.GPTConfig(**SHAPES["llama"]))
     log = []
     layers = [model.embedding, *model.blocks.values(), model.head]
     for i, layer in enumerate(layers):
+
         def forward(*args, i=i, original=layer.forward):
             log.append((i, [k for k, unit in enumerate(gradients.units) if unit.arriving]))
             y = original(*args)
-            y.register_hook(lambda grad: log.append((i, [k for k, unit in enumerate(gradients.units) if unit.arriving])))
+            y.register_hook(
+                lambda grad: log.append(
+                    (i, [k for k, unit in enumerate(gradients.units) if unit.arriving])
+                )
+            )
             return y
+
         layer.forward = forward
-    gradients = fsdp.shard(model, dist.group.WORLD, 3, init=lambda names: sharding.init(model, 0, "cpu", torch.float32, names))
+    gradients = fsdp.shard(
+        model,
+        dist.group.WORLD,
+        3,
+        init=lambda names: sharding.init(model, 0, "cpu", torch.float32, names),
+    )
     tokens = torch.randint(61, (2, 17))
     model(tokens[:, :-1], tokens[:, 1:]).mean().backward()
     return log, [bool(unit.whole.untyped_storage().size()) for unit in gradients.units]
 
 
 def test_the_next_unit_is_on_its_way():
-    """While layer i computes, forward, unit i + 1 is being gathered; backward, unit i - 1. At the end nothing is left. (The hook inside
-    the layer runs before the sharder's, which starts the next gather: so what it sees is the state before.)"""
+    """While layer i computes, forward, unit i + 1 is being gathered; backward, unit i - 1. At the
+    end nothing is left. (The hook inside the layer runs before the sharder's, which starts the next
+    gather: so what it sees is the state before.)"""
     for log, left in ranks.run(gathers_in_flight, 2):
-        forward, backward = log[:5], log[5:]
+        forward = log[:5]
+        backward = log[5:]
         assert forward == [(0, [1]), (1, [2]), (2, [3]), (3, [4]), (4, [])]
-        assert [i for i, _ in backward] == [4, 3, 2, 1, 0] and [arriving for _, arriving in backward] == [[], [3], [2], [1], [0]]
+        assert [i for i, _ in backward] == [4, 3, 2, 1, 0] and [
+            arriving for _, arriving in backward
+        ] == [[], [3], [2], [1], [0]]
         assert not any(left)
 
 
 def forward_without_backward(rank):
-    """A loss that nobody goes back from, after which the tied matrix is still there; then a step that changes it: the next forward has the new one."""
+    """A loss that nobody goes back from, after which the tied matrix is still there; then a step
+    that changes it: the next forward has the new one."""
     with torch.device("meta"):
         model = gpt.GPT(gpt.GPTConfig(**SHAPES["gpt"]))
-    gradients = fsdp.shard(model, dist.group.WORLD, 3, init=lambda names: sharding.init(model, 0, "cpu", torch.float32, names))
+    gradients = fsdp.shard(
+        model,
+        dist.group.WORLD,
+        3,
+        init=lambda names: sharding.init(model, 0, "cpu", torch.float32, names),
+    )
     tokens = torch.zeros(1, 4, dtype=torch.long)
     before = model(tokens, tokens)
     with torch.no_grad():
@@ -250,7 +337,9 @@ def forward_without_backward(rank):
     assert gradients.units[0].whole.untyped_storage().size()
     gradients.gather_parameters()
     with torch.no_grad():
-        first, second = model(tokens, tokens), model(tokens, tokens)     # nothing is left between these two
+        # nothing is left between these two
+        first = model(tokens, tokens)
+        second = model(tokens, tokens)
     return torch.equal(first, second), torch.equal(first, before)
 
 
@@ -261,6 +350,7 @@ def test_nothing_old_is_left_after_a_step():
 def garbage_free(rank, stage):
     """A model that is dropped takes its buffers with it."""
     import weakref
+
     model = small_model()
     gradients = fsdp.shard(model, dist.group.WORLD, stage)
     gone = weakref.ref(gradients)
@@ -282,7 +372,12 @@ def test_lesson(capsys):
     fsdp.main()
     out = capsys.readouterr().out
     rows = re.findall(r"^ +(\d) +(\S+)((?: +[\d,]+ / [\d,]+){3}) +([\d.]+) / (\d)", out, re.M)
-    assert [int(r[0]) for r in rows] == [0, 1, 2, 3] and all(float(r[1]) < 1e-5 and float(r[3]) == float(r[4]) for r in rows)
+    assert [int(r[0]) for r in rows] == [0, 1, 2, 3] and all(
+        float(r[1]) < 1e-5 and float(r[3]) == float(r[4]) for r in rows
+    )
     for row in rows:
-        pairs = [[int(x.replace(",", "")) for x in pair] for pair in re.findall(r"([\d,]+) / ([\d,]+)", row[2])]
+        pairs = [
+            [int(x.replace(",", "")) for x in pair]
+            for pair in re.findall(r"([\d,]+) / ([\d,]+)", row[2])
+        ]
         assert all(got == by for got, by in pairs)

@@ -7,13 +7,37 @@ import torch.nn.functional as F
 
 import gpt
 import sharding
-from gpt import GPT, GPTConfig, PRESETS
+from gpt import GPT, PRESETS, GPTConfig
 
-GPT_SHAPES = [dict(num_layers=2, hidden_size=48, num_heads=4, seq_length=32, vocab_size=97),
-              dict(num_layers=3, hidden_size=64, num_heads=1, ffn_hidden_size=80, seq_length=20, vocab_size=50)]
-LLAMA_SHAPES = [dict(num_layers=2, hidden_size=48, num_heads=4, seq_length=32, vocab_size=97, llama=True),
-                dict(num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=2, ffn_hidden_size=100, seq_length=33, vocab_size=61, llama=True),
-                dict(num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=1, ffn_hidden_size=88, seq_length=8, vocab_size=31, llama=True)]
+GPT_SHAPES = [
+    dict(num_layers=2, hidden_size=48, num_heads=4, seq_length=32, vocab_size=97),
+    dict(
+        num_layers=3, hidden_size=64, num_heads=1, ffn_hidden_size=80, seq_length=20, vocab_size=50
+    ),
+]
+LLAMA_SHAPES = [
+    dict(num_layers=2, hidden_size=48, num_heads=4, seq_length=32, vocab_size=97, llama=True),
+    dict(
+        num_layers=2,
+        hidden_size=64,
+        num_heads=8,
+        num_kv_heads=2,
+        ffn_hidden_size=100,
+        seq_length=33,
+        vocab_size=61,
+        llama=True,
+    ),
+    dict(
+        num_layers=3,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=1,
+        ffn_hidden_size=88,
+        seq_length=8,
+        vocab_size=31,
+        llama=True,
+    ),
+]
 
 
 def build(dtype=torch.float32, seed=0, **fields) -> GPT:
@@ -25,26 +49,55 @@ def build(dtype=torch.float32, seed=0, **fields) -> GPT:
 
 def tokens(model, batch=3, seed=1, extra=0):
     c = model.config
-    return torch.randint(c.vocab_size, (batch, c.seq_length + extra), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        c.vocab_size, (batch, c.seq_length + extra), generator=torch.Generator().manual_seed(seed)
+    )
 
 
-# --- the same function as Hugging Face transformers -------------------------------------------------------------------
+# --- the same function as Hugging Face transformers -----------------------------------------------
+
 
 def as_gpt2(model):
-    """GPT2LMHeadModel with the same weights, and a map from our names to (tensor in it) -> our layout."""
+    """GPT2LMHeadModel with the same weights, and a map from our names to (tensor in it) -> our
+    layout."""
     transformers = pytest.importorskip("transformers")
     c = model.config
-    other = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=c.vocab_size, n_positions=c.seq_length, n_embd=c.hidden_size, n_layer=c.num_layers, n_head=c.num_heads,
-        n_inner=c.ffn_hidden_size, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, attn_implementation="eager"))
-    h, pairs = c.hidden_size, {"embedding.tokens.weight": ("transformer.wte.weight", None), "embedding.positions.weight": ("transformer.wpe.weight", None),
-                               "head.norm.weight": ("transformer.ln_f.weight", None), "head.norm.bias": ("transformer.ln_f.bias", None)}
+    other = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=c.vocab_size,
+            n_positions=c.seq_length,
+            n_embd=c.hidden_size,
+            n_layer=c.num_layers,
+            n_head=c.num_heads,
+            n_inner=c.ffn_hidden_size,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            attn_implementation="eager",
+        )
+    )
+    h = c.hidden_size
+    pairs = {
+        "embedding.tokens.weight": ("transformer.wte.weight", None),
+        "embedding.positions.weight": ("transformer.wpe.weight", None),
+        "head.norm.weight": ("transformer.ln_f.weight", None),
+        "head.norm.bias": ("transformer.ln_f.bias", None),
+    }
     for i in range(c.num_layers):
-        for kind in ("weight", "bias"):                          # its Conv1D keeps weights transposed, q, k and v side by side
+        # its Conv1D keeps weights transposed, q, k and v side by side
+        for kind in ("weight", "bias"):
             for j, name in enumerate(("query", "key", "value")):
-                pairs[f"blocks.{i}.attention.{name}.{kind}"] = (f"transformer.h.{i}.attn.c_attn.{kind}", slice(j * h, (j + 1) * h))
-            for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2"), ("attention.output", "attn.c_proj"),
-                                 ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
+                pairs[f"blocks.{i}.attention.{name}.{kind}"] = (
+                    f"transformer.h.{i}.attn.c_attn.{kind}",
+                    slice(j * h, (j + 1) * h),
+                )
+            for ours, theirs in (
+                ("attention_norm", "ln_1"),
+                ("mlp_norm", "ln_2"),
+                ("attention.output", "attn.c_proj"),
+                ("mlp.up", "mlp.c_fc"),
+                ("mlp.down", "mlp.c_proj"),
+            ):
                 pairs[f"blocks.{i}.{ours}.{kind}"] = (f"transformer.h.{i}.{theirs}.{kind}", None)
     return other, pairs
 
@@ -52,42 +105,70 @@ def as_gpt2(model):
 def as_llama(model):
     transformers = pytest.importorskip("transformers")
     c = model.config
-    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.ffn_hidden_size, num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, max_position_embeddings=c.seq_length,
-        rms_norm_eps=c.norm_eps, attn_implementation="eager", tie_word_embeddings=False))
-    pairs = {"embedding.tokens.weight": ("model.embed_tokens.weight", None), "head.norm.weight": ("model.norm.weight", None),
-             "head.output.weight": ("lm_head.weight", None)}
+    other = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            intermediate_size=c.ffn_hidden_size,
+            num_hidden_layers=c.num_layers,
+            num_attention_heads=c.num_heads,
+            num_key_value_heads=c.num_kv_heads,
+            max_position_embeddings=c.seq_length,
+            rms_norm_eps=c.norm_eps,
+            attn_implementation="eager",
+            tie_word_embeddings=False,
+        )
+    )
+    pairs = {
+        "embedding.tokens.weight": ("model.embed_tokens.weight", None),
+        "head.norm.weight": ("model.norm.weight", None),
+        "head.output.weight": ("lm_head.weight", None),
+    }
     for i in range(c.num_layers):
-        for ours, theirs in (("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm"),
-                             ("attention.query", "self_attn.q_proj"), ("attention.key", "self_attn.k_proj"),
-                             ("attention.value", "self_attn.v_proj"), ("attention.output", "self_attn.o_proj"),
-                             ("mlp.gate", "mlp.gate_proj"), ("mlp.up", "mlp.up_proj"), ("mlp.down", "mlp.down_proj")):
+        for ours, theirs in (
+            ("attention_norm", "input_layernorm"),
+            ("mlp_norm", "post_attention_layernorm"),
+            ("attention.query", "self_attn.q_proj"),
+            ("attention.key", "self_attn.k_proj"),
+            ("attention.value", "self_attn.v_proj"),
+            ("attention.output", "self_attn.o_proj"),
+            ("mlp.gate", "mlp.gate_proj"),
+            ("mlp.up", "mlp.up_proj"),
+            ("mlp.down", "mlp.down_proj"),
+        ):
             pairs[f"blocks.{i}.{ours}.weight"] = (f"model.layers.{i}.{theirs}.weight", None)
     return other, pairs
 
 
 @pytest.mark.parametrize("attention", ["explicit", "fused"])
-@pytest.mark.parametrize("shape", GPT_SHAPES + LLAMA_SHAPES, ids=lambda s: f"{'llama' if 'llama' in s else 'gpt'}-h{s['hidden_size']}-a{s['num_heads']}")
+@pytest.mark.parametrize(
+    "shape",
+    GPT_SHAPES + LLAMA_SHAPES,
+    ids=lambda s: f"{'llama' if 'llama' in s else 'gpt'}-h{s['hidden_size']}-a{s['num_heads']}",
+)
 def test_equals_transformers(shape, attention):
     model = build(**shape, attention=attention)
     with torch.no_grad():
-        for p in model.parameters():                             # norms and biases away from 1 and 0, so that a swap shows
+        # norms and biases away from 1 and 0, so that a swap shows
+        for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
     other, pairs = (as_llama if model.config.llama else as_gpt2)(model)
     theirs = dict(other.named_parameters())
 
-    def layout(tensor, name, columns):                           # their layout to ours
+    # their layout to ours
+    def layout(tensor, name, columns):
         if columns is not None:
             tensor = tensor[..., columns]
         conv1d = not model.config.llama and ".h." in pairs[name][0] and tensor.dim() == 2
         return tensor.t() if conv1d else tensor
+
     with torch.no_grad():
         for name, p in model.named_parameters():
             layout(theirs[pairs[name][0]], name, pairs[name][1]).copy_(p)
 
     x = tokens(model, extra=1)
-    logits, expected = model(x[:, :-1]), other(x[:, :-1]).logits
+    logits = model(x[:, :-1])
+    expected = other(x[:, :-1]).logits
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     loss = gpt.cross_entropy(logits, x[:, 1:]).mean()
     expected_loss = F.cross_entropy(expected.flatten(0, 1), x[:, 1:].flatten())
@@ -102,47 +183,71 @@ def test_equals_transformers(shape, attention):
         assert (p.grad - expected).abs().max() <= 1e-5 * scale, name
 
 
-# --- counted against the published numbers ----------------------------------------------------------------------------
+# --- counted against the published numbers --------------------------------------------------------
+
 
 def test_presets_have_the_published_sizes():
     for name, (fields, published) in PRESETS.items():
         with torch.device("meta"):
             model = GPT(GPTConfig(**fields))
         count = gpt.num_parameters(model)
-        if published and published % 1000:                       # released weights: exact
+        # released weights: exact
+        if published and published % 1000:
             assert count == published, name
-        elif published:                                          # "5B": as far as it is rounded
+        # "5B": as far as it is rounded
+        elif published:
             assert abs(count / published - 1) < 0.03, name
         c = model.config
-        if not c.llama:                                          # 2104.04473, eq. 2, up to the final norm and biases it leaves out
-            L, h, V, s = c.num_layers, c.hidden_size, c.vocab_size, c.seq_length
-            assert count == pytest.approx(12 * L * h * h * (1 + 13 / (12 * h) + (V + s) / (12 * L * h)), abs=2 * h + 1), name
-            assert gpt.flops_per_token(c) == pytest.approx(72 * L * h * h * (1 + s / (6 * h) + V / (12 * h * L)), rel=1e-12), name
+        # 2104.04473, eq. 2, up to the final norm and biases it leaves out
+        if not c.llama:
+            L = c.num_layers
+            h = c.hidden_size
+            V = c.vocab_size
+            s = c.seq_length
+            assert count == pytest.approx(
+                12 * L * h * h * (1 + 13 / (12 * h) + (V + s) / (12 * L * h)), abs=2 * h + 1
+            ), name
+            assert gpt.flops_per_token(c) == pytest.approx(
+                72 * L * h * h * (1 + s / (6 * h) + V / (12 * h * L)), rel=1e-12
+            ), name
 
 
 def test_flops_of_the_papers():
-    """175B: 96 layers of the paper's iteration formula; Llama-2 7B as 6N + 12Lhs per token, where N leaves the embedding out."""
+    """175B: 96 layers of the paper's iteration formula; Llama-2 7B as 6N + 12Lhs per token, where N
+    leaves the embedding out."""
     c = GPTConfig(**PRESETS["megatron-175b"][0])
-    with_recompute = 96 * c.num_layers * c.hidden_size**2 * (1 + 2048 / (6 * c.hidden_size) + 51200 / (16 * c.num_layers * c.hidden_size))
+    with_recompute = (
+        96
+        * c.num_layers
+        * c.hidden_size**2
+        * (1 + 2048 / (6 * c.hidden_size) + 51200 / (16 * c.num_layers * c.hidden_size))
+    )
     layers = gpt.flops_per_token(c) - 6 * c.hidden_size * c.vocab_size
-    assert layers * 4 / 3 + 6 * c.hidden_size * c.vocab_size == pytest.approx(with_recompute, rel=1e-12)
+    assert layers * 4 / 3 + 6 * c.hidden_size * c.vocab_size == pytest.approx(
+        with_recompute, rel=1e-12
+    )
     c = GPTConfig(**PRESETS["llama2-7b"][0])
     matrices = 6_738_415_616 - 32000 * 4096 - (2 * 32 + 1) * 4096
     assert gpt.flops_per_token(c) == 6 * matrices + 12 * 32 * 4096 * 4096
 
 
-# --- dropout -----------------------------------------------------------------------------------------------------------
+# --- dropout --------------------------------------------------------------------------------------
+
 
 def test_hash_by_hand():
     """The same integers as 32-bit unsigned arithmetic in Python."""
+
     def mix(x):
         x ^= x >> 16
         x = x * 0x7FEB352D % 2**32
         x ^= x >> 15
         x = x * 0x846CA68B % 2**32
         return x ^ x >> 16
+
     values = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 0xDEADBEEF]
-    ours = gpt.mix(torch.tensor([v - 2**32 if v >= 2**31 else v for v in values], dtype=torch.int32))
+    ours = gpt.mix(
+        torch.tensor([v - 2**32 if v >= 2**31 else v for v in values], dtype=torch.int32)
+    )
     assert [v % 2**32 for v in ours.tolist()] == [mix(v) for v in values]
 
 
@@ -151,13 +256,23 @@ def test_dropout_mask():
     mask = gpt.dropped(key, 5, (16, 128, 128), {}, 0.1).double()
     sigma = math.sqrt(0.09 / mask.numel())
     assert abs(mask.mean() - 0.1) < 4 * sigma
-    others = {"sample": mask.roll(1, 0), "row": mask.roll(1, 1), "column": mask.roll(1, 2),
-              "site": gpt.dropped(key, 6, mask.shape, {}, 0.1).double(),
-              "step": gpt.dropped(gpt.dropout_key(3, 8, torch.arange(16)), 5, mask.shape, {}, 0.1).double(),
-              "seed": gpt.dropped(gpt.dropout_key(4, 7, torch.arange(16)), 5, mask.shape, {}, 0.1).double()}
-    for name, other in others.items():                           # uncorrelated with every neighbour
+    others = {
+        "sample": mask.roll(1, 0),
+        "row": mask.roll(1, 1),
+        "column": mask.roll(1, 2),
+        "site": gpt.dropped(key, 6, mask.shape, {}, 0.1).double(),
+        "step": (
+            gpt.dropped(gpt.dropout_key(3, 8, torch.arange(16)), 5, mask.shape, {}, 0.1).double()
+        ),
+        "seed": (
+            gpt.dropped(gpt.dropout_key(4, 7, torch.arange(16)), 5, mask.shape, {}, 0.1).double()
+        ),
+    }
+    # uncorrelated with every neighbour
+    for name, other in others.items():
         assert abs(((mask - 0.1) * (other - 0.1)).mean()) < 5 * 0.09 / math.sqrt(mask.numel()), name
-    for dim, sigma in ((0, 0.03), (1, 0.1), (2, 0.1)):           # sums along each dimension scatter as independent draws do
+    # sums along each dimension scatter as independent draws do
+    for dim, sigma in ((0, 0.03), (1, 0.1), (2, 0.1)):
         assert abs(mask.sum(dim).var() / (mask.shape[dim] * 0.09) - 1) < sigma, dim
 
 
@@ -166,45 +281,60 @@ def test_dropout_slice_is_a_slice_of_the_mask():
     whole = gpt.dropped(gpt.dropout_key(0, 1, samples), 3, (3, 6, 8, 10), {}, 0.5)
     part = gpt.dropped(gpt.dropout_key(0, 1, samples[1:]), 3, (2, 3, 8, 5), {1: 3, 3: 5}, 0.5)
     assert torch.equal(part, whole[1:, 3:, :, 5:])
-    assert not torch.equal(whole[0], whole[2])                   # sample numbers beyond 32 bits differ
+    # sample numbers beyond 32 bits differ
+    assert not torch.equal(whole[0], whole[2])
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_dropout_is_the_same():
-    """Bit for bit. (Inductor once turned coordinate × constant into a vector whose lanes overflowed wrongly.)"""
+    """Bit for bit. (Inductor once turned coordinate × constant into a vector whose lanes overflowed
+    wrongly.)"""
     for shape in ((3, 32, 32), (2, 5, 32, 48)):
-        mask = lambda key: gpt.dropped(key, 3, shape, {1: 2}, 0.1)                              # noqa: E731
+        mask = lambda key: gpt.dropped(key, 3, shape, {1: 2}, 0.1)
         key = gpt.dropout_key(0, 1, torch.arange(shape[0]))
         assert torch.equal(torch.compile(mask)(key), mask(key))
 
 
 def test_dropout_keeps_the_mean_and_one_byte():
     saved = []
-    x, module = torch.ones(4, 64, 64, requires_grad=True), gpt.Dropout(0.25, 1)
+    x = torch.ones(4, 64, 64, requires_grad=True)
+    module = gpt.Dropout(0.25, 1)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = module(x, gpt.dropout_key(0, 1, torch.arange(4)))
-    assert sorted(set(y.flatten().tolist())) == pytest.approx([0, 4 / 3]) and abs(y.mean() - 1) < 0.02
+    assert (
+        sorted(set(y.flatten().tolist())) == pytest.approx([0, 4 / 3]) and abs(y.mean() - 1) < 0.02
+    )
     assert sum(t.numel() * t.element_size() for t in saved if t.dim()) == x.numel()
     assert module(x, None) is x
 
 
-# --- parts ---------------------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_cross_entropy(dtype):
     logits = (torch.randn(5, 7, 13, dtype=torch.float64) * 30).to(dtype)
-    labels, weight = torch.randint(13, (5, 7)), torch.rand(5, 7)
-    expected_in, given = logits.double().clone().requires_grad_(), logits.clone().requires_grad_()
-    expected = F.cross_entropy(expected_in.flatten(0, 1), labels.flatten(), reduction="none").view(5, 7)
+    labels = torch.randint(13, (5, 7))
+    weight = torch.rand(5, 7)
+    expected_in = logits.double().clone().requires_grad_()
+    given = logits.clone().requires_grad_()
+    expected = F.cross_entropy(expected_in.flatten(0, 1), labels.flatten(), reduction="none").view(
+        5, 7
+    )
     loss = gpt.cross_entropy(given * 1, labels)
     (expected * weight).sum().backward()
     (loss * weight).sum().backward()
     exact = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}[dtype]
     torch.testing.assert_close(loss.double(), expected, rtol=exact, atol=exact)
-    rounded = 8e-3 if dtype == torch.bfloat16 else exact         # the gradient goes back in the dtype of the logits
-    torch.testing.assert_close(given.grad.double(), expected_in.grad, rtol=rounded, atol=rounded / 100)
+    # the gradient goes back in the dtype of the logits
+    rounded = 8e-3 if dtype == torch.bfloat16 else exact
+    torch.testing.assert_close(
+        given.grad.double(), expected_in.grad, rtol=rounded, atol=rounded / 100
+    )
     with torch.no_grad():
-        torch.testing.assert_close(gpt.cross_entropy(logits.clone(), labels).double(), expected, rtol=exact, atol=exact)
+        torch.testing.assert_close(
+            gpt.cross_entropy(logits.clone(), labels).double(), expected, rtol=exact, atol=exact
+        )
 
 
 @pytest.mark.parametrize("wrong", [13, -1, -100])
@@ -229,17 +359,23 @@ def test_no_token_sees_the_future(shape):
         b = a.clone()
         b[:, 10] += 1
         b %= model.config.vocab_size
-        before, after = model(a), model(b)
-        assert torch.equal(before[:, :10], after[:, :10]) and not torch.equal(before[:, 10], after[:, 10])
+        before = model(a)
+        after = model(b)
+        assert torch.equal(before[:, :10], after[:, :10]) and not torch.equal(
+            before[:, 10], after[:, 10]
+        )
 
 
 def test_rotary_positions_are_relative():
     config = GPTConfig(1, 32, 2, llama=True)
     q, k = torch.randn(2, 1, 1, 8, 16, dtype=torch.float64)
     table = gpt.rotary_table(config, 8, q)
-    score = gpt.rotate(q[:, :, :1].expand(-1, -1, 8, -1), table) @ gpt.rotate(k[:, :, :1].expand(-1, -1, 8, -1), table).transpose(2, 3)
+    score = gpt.rotate(q[:, :, :1].expand(-1, -1, 8, -1), table) @ gpt.rotate(
+        k[:, :, :1].expand(-1, -1, 8, -1), table
+    ).transpose(2, 3)
     score = score[0, 0]
-    for offset in range(-7, 8):                                  # a score depends on the distance alone
+    # a score depends on the distance alone
+    for offset in range(-7, 8):
         diagonal = score.diagonal(offset)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
 
@@ -251,42 +387,76 @@ def test_tied_embeddings_are_one_parameter():
     assert "head.output.weight" in dict(build(**LLAMA_SHAPES[0]).named_parameters())
 
 
-@pytest.mark.parametrize("shape", [GPT_SHAPES[0], LLAMA_SHAPES[1], LLAMA_SHAPES[0] | dict(num_experts=4)], ids=["gpt", "llama", "experts"])
+@pytest.mark.parametrize(
+    "shape",
+    [GPT_SHAPES[0], LLAMA_SHAPES[1], LLAMA_SHAPES[0] | dict(num_experts=4)],
+    ids=["gpt", "llama", "experts"],
+)
 def test_a_model_in_a_script_starts_as_in_training(shape):
-    """Not with torch's initial values, with which a tied embedding's first loss is 40. Those of seed 0, under any other default device too."""
+    """Not with torch's initial values, with which a tied embedding's first loss is 40. Those of
+    seed 0, under any other default device too."""
     torch.manual_seed(1)
-    plain, trained = GPT(GPTConfig(**shape)), build(**shape)
-    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), trained.parameters(), strict=True))
+    plain = GPT(GPTConfig(**shape))
+    trained = build(**shape)
+    assert all(
+        torch.equal(p, q) for p, q in zip(plain.parameters(), trained.parameters(), strict=True)
+    )
     x = tokens(plain, batch=8, extra=1)
     loss = plain(x[:, :-1], x[:, 1:]).mean()
     assert abs(loss.item() - math.log(plain.config.vocab_size)) < 0.1
     with torch.device("meta"):
-        assert trained.draw("head.output.weight", (3, 2), gpt.generator(0, "head.output.weight")).device.type == "cpu"
+        assert (
+            trained.draw(
+                "head.output.weight", (3, 2), gpt.generator(0, "head.output.weight")
+            ).device.type
+            == "cpu"
+        )
 
 
 @pytest.mark.parametrize("shape", [GPT_SHAPES[0], LLAMA_SHAPES[1]], ids=["gpt", "llama"])
 def test_what_is_no_text_of_this_model_is_named(shape):
     model = build(**shape)
-    s, v = model.config.seq_length, model.config.vocab_size
-    with pytest.raises(ValueError, match=f"a sequence of {s + 1} tokens is longer than seq_length {s}$"):
+    s = model.config.seq_length
+    v = model.config.vocab_size
+    with pytest.raises(
+        ValueError, match=f"a sequence of {s + 1} tokens is longer than seq_length {s}$"
+    ):
         model(tokens(model, extra=1))
     for wrong in (v, v + 100, -1, -100):
         x = tokens(model)
         x[1, 3] = wrong
-        with pytest.raises(ValueError, match=f"token id {wrong}: must be from 0 to {v - 1}, for vocab_size is {v}$"):
+        with pytest.raises(
+            ValueError, match=f"token id {wrong}: must be from 0 to {v - 1}, for vocab_size is {v}$"
+        ):
             model(x)
 
 
-@pytest.mark.parametrize("fields, words", [
-    (dict(num_heads=5), ["num_heads 5", "hidden_size 48", "[3, 4, 6] would"]),
-    (dict(num_kv_heads=3), ["num_kv_heads 3", "num_heads 4", "[1, 2, 4] would"]),
-    (dict(num_layers=0), ["num_layers 0"]), (dict(dropout=1.0), ["dropout 1.0"]), (dict(vocab_size=-1), ["vocab_size -1"]),
-    (dict(dropout=0.1, attention="fused"), ["fused", "explicit"]), (dict(attention="flash"), ["flash", "explicit or fused"]),
-    (dict(num_layers=2.0), ["num_layers 2.0", "an integer"]), (dict(num_layers=True), ["num_layers True"]), (dict(norm_eps="x"), ["norm_eps 'x'", "a number"]),
-    (dict(norm_eps=0), ["norm_eps 0", "1e-30"]), (dict(norm_eps=float("nan")), ["norm_eps nan"]), (dict(rotary_base=0), ["rotary_base 0"]), (dict(rotary_base=float("inf")), ["rotary_base inf"]),
-    (dict(rotary_base=None), ["rotary_base None"]), (dict(llama=1), ["llama 1", "true or false"]), (dict(attention=None), ["attention None", "text"]), (dict(dropout=float("nan")), ["dropout nan"]),
-    (dict(num_experts=2, router="topk", aux_loss="x"), ["aux_loss 'x'", "or null"]), (dict(num_experts=2, capacity_factor=float("inf")), ["capacity_factor inf"]),
-    (dict(num_heads=16, llama=True), ["even", "3"])])
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(num_heads=5), ["num_heads 5", "hidden_size 48", "[3, 4, 6] would"]),
+        (dict(num_kv_heads=3), ["num_kv_heads 3", "num_heads 4", "[1, 2, 4] would"]),
+        (dict(num_layers=0), ["num_layers 0"]),
+        (dict(dropout=1.0), ["dropout 1.0"]),
+        (dict(vocab_size=-1), ["vocab_size -1"]),
+        (dict(dropout=0.1, attention="fused"), ["fused", "explicit"]),
+        (dict(attention="flash"), ["flash", "explicit or fused"]),
+        (dict(num_layers=2.0), ["num_layers 2.0", "an integer"]),
+        (dict(num_layers=True), ["num_layers True"]),
+        (dict(norm_eps="x"), ["norm_eps 'x'", "a number"]),
+        (dict(norm_eps=0), ["norm_eps 0", "1e-30"]),
+        (dict(norm_eps=float("nan")), ["norm_eps nan"]),
+        (dict(rotary_base=0), ["rotary_base 0"]),
+        (dict(rotary_base=float("inf")), ["rotary_base inf"]),
+        (dict(rotary_base=None), ["rotary_base None"]),
+        (dict(llama=1), ["llama 1", "true or false"]),
+        (dict(attention=None), ["attention None", "text"]),
+        (dict(dropout=float("nan")), ["dropout nan"]),
+        (dict(num_experts=2, router="topk", aux_loss="x"), ["aux_loss 'x'", "or null"]),
+        (dict(num_experts=2, capacity_factor=float("inf")), ["capacity_factor inf"]),
+        (dict(num_heads=16, llama=True), ["even", "3"]),
+    ],
+)
 def test_impossible_shapes_name_what_to_change(fields, words):
     with pytest.raises(ValueError) as e:
         GPTConfig(**{**GPT_SHAPES[0], **fields})

@@ -1,4 +1,6 @@
-"""Each operation against float64 and against PyTorch's own: plain PyTorch on the CPU, the CUDA source run by an emulator, and on a GPU."""
+"""Each operation against float64 and against PyTorch's own: plain PyTorch on the CPU, the CUDA
+source run by an emulator, and on a GPU."""
+
 import inspect
 import math
 import os
@@ -8,11 +10,12 @@ import shutil
 import subprocess
 import sys
 
+import cuda_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
+from parity import LLAMA, SMALL, differs, same, train
 
-import cuda_on_cpu
 import generate
 import gpt
 import kernels
@@ -20,10 +23,17 @@ import moe
 import optimizer
 import sharding
 import train as trainer
-from parity import LLAMA, SMALL, differs, same, train
 
-GPU = pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
-by_emulator = pytest.mark.skipif(not (cuda_on_cpu.include_folder() and shutil.which("g++")), reason="no CUDA headers or no g++")
+GPU = pytest.param(
+    "gpu",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    ],
+)
+by_emulator = pytest.mark.skipif(
+    not (cuda_on_cpu.include_folder() and shutil.which("g++")), reason="no CUDA headers or no g++"
+)
 PLACES = ["reference", pytest.param("emulated", marks=by_emulator), GPU]
 NUMBERS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -47,22 +57,29 @@ def place(request, monkeypatch):
     return "cuda" if request.param == "gpu" else "cpu"
 
 
-# --- what there is to compare ---------------------------------------------------------------------------------------
+# --- what there is to compare ---------------------------------------------------------------------
+
 
 def of_norm(r, new):
-    h = r.choice([1, 8, 33, 64, 96, 264, 1000, 1001, 2056, 4104, 8191, 8193, 16392])         # the last two: no row that fits, in fp32 or at all
+    # the last two: no row that fits, in fp32 or at all
+    h = r.choice([1, 8, 33, 64, 96, 264, 1000, 1001, 2056, 4104, 8191, 8193, 16392])
     rows = [r.choice([1, 2, 5]), r.choice([0, 1, 7, 40])] if h < 4096 else [r.choice([1, 3])]
     return [new(*rows, h) + r.choice([0, 10]), new(h), new(h)]
 
 
 def of_rotary(r, new):
-    b, a, kv, s, d = r.choice([1, 3]), r.choice([1, 4, 9]), r.choice([1, 2]), r.choice([1, 5, 16]), r.choice([2, 6, 16, 64, 128, 512, 4096])
+    b = r.choice([1, 3])
+    a = r.choice([1, 4, 9])
+    kv = r.choice([1, 2])
+    s = r.choice([1, 5, 16])
+    d = r.choice([2, 6, 16, 64, 128, 512, 4096])
     config = gpt.GPTConfig(num_layers=1, hidden_size=a * d, num_heads=a, seq_length=s, llama=True)
     table = gpt.rotary_table(config, s, new(1))
     if r.random() < 0.5:
         return [new(b, s, a, d).transpose(1, 2), new(b, s, kv, d).transpose(1, 2), *table]
-    joined = strange(new(b, s, a + 2 * kv, d), r)                        # as if one matrix gave them all
-    return [joined[:, :, :a].transpose(1, 2), joined[:, :, a:a + kv].transpose(1, 2), *table]
+    # as if one matrix gave them all
+    joined = strange(new(b, s, a + 2 * kv, d), r)
+    return [joined[:, :, :a].transpose(1, 2), joined[:, :, a : a + kv].transpose(1, 2), *table]
 
 
 def of_pair(r, new):
@@ -71,31 +88,66 @@ def of_pair(r, new):
 
 
 def of_gelu(r, new):
-    rows, h = [r.choice([1, 3]), r.choice([0, 1, 4, 67])], r.choice([1, 7, 48, 1032])
+    rows = [r.choice([1, 3]), r.choice([0, 1, 4, 67])]
+    h = r.choice([1, 7, 48, 1032])
     return [new(*rows, h) * r.choice([1, 5]), new(h) if r.random() < 0.7 else None]
 
 
 def of_dropout(r, new):
-    b, s, h = r.choice([1, 3]), r.choice([0, 1, 6, 41]), r.choice([1, 7, 48, 1032])
-    key = gpt.dropout_key(1, r.randrange(99), torch.arange(b) + 7).to(new(1).device) if r.random() < 0.7 else None
-    return [new(b, s, h), new(h) if r.random() < 0.7 else None, new(b, s, h), key, r.randrange(4), r.choice([0, 11, 2**20]), r.choice([0.1, 0.5, 0.9])]
+    b = r.choice([1, 3])
+    s = r.choice([0, 1, 6, 41])
+    h = r.choice([1, 7, 48, 1032])
+    key = (
+        gpt.dropout_key(1, r.randrange(99), torch.arange(b) + 7).to(new(1).device)
+        if r.random() < 0.7
+        else None
+    )
+    return [
+        new(b, s, h),
+        new(h) if r.random() < 0.7 else None,
+        new(b, s, h),
+        key,
+        r.randrange(4),
+        r.choice([0, 11, 2**20]),
+        r.choice([0.1, 0.5, 0.9]),
+    ]
 
 
 def of_softmax(r, new):
     s = r.choice([1, 5, 8, 64, 100, 264, 513, 1032])
-    return [new(r.choice([0, 1, 3]) if s < 500 else 1, s, s) * r.choice([3, 100]), r.choice([1.0, 0.125])]
+    return [
+        new(r.choice([0, 1, 3]) if s < 500 else 1, s, s) * r.choice([3, 100]),
+        r.choice([1.0, 0.125]),
+    ]
 
 
 def of_loss(r, new):
-    rows, v = r.choice([(3, 5), (0,), (7,)]), r.choice([1, 2, 7, 61, 512, 5003, 12301, 40001])
+    rows = r.choice([(3, 5), (0,), (7,)])
+    v = r.choice([1, 2, 7, 61, 512, 5003, 12301, 40001])
     rows = rows if v < 9000 else (2,)
-    return [new(*rows, v) * r.choice([1, 10]) - r.choice([0, 200]), torch.randint(v, rows, device=new(1).device)]
+    return [
+        new(*rows, v) * r.choice([1, 10]) - r.choice([0, 200]),
+        torch.randint(v, rows, device=new(1).device),
+    ]
 
 
 def of_experts(r, new, k=None):
-    n, k, e, h = r.choice([1, 6, 31]), k or r.choice([1, 2]), 4, r.choice([1, 9, 32, 1032])
-    decision = moe.Decision(lambda logits, training: logits, gpt.GPTConfig(num_layers=1, hidden_size=8, num_heads=1, num_experts=e, router="topk", router_topk=k,
-                                                                          capacity_factor=r.choice([0, 0.6])))
+    n = r.choice([1, 6, 31])
+    k = k or r.choice([1, 2])
+    e = 4
+    h = r.choice([1, 9, 32, 1032])
+    decision = moe.Decision(
+        lambda logits, training: logits,
+        gpt.GPTConfig(
+            num_layers=1,
+            hidden_size=8,
+            num_heads=1,
+            num_experts=e,
+            router="topk",
+            router_topk=k,
+            capacity_factor=r.choice([0, 0.6]),
+        ),
+    )
     routes = decision(torch.rand(n, e).to(new(1).device))
     return n, k, h, routes
 
@@ -108,14 +160,23 @@ def of_take(r, new):
 def of_put(r, new):
     n, k, h, routes = of_experts(r, new)
     gates = torch.rand(n, k, device=new(1).device)
-    return [new(len(routes.order), h), gates.double() if new(1).dtype == torch.float64 else gates, routes.place, routes.order]
+    return [
+        new(len(routes.order), h),
+        gates.double() if new(1).dtype == torch.float64 else gates,
+        routes.place,
+        routes.order,
+    ]
 
 
 def dropout_add(x, bias, residual, key, salt, start, p):
     module = gpt.BiasDropoutAdd(p, salt)
     s = x.shape[1]
     x = x if bias is None else x + bias
-    return residual + (x if key is None else x.masked_fill(gpt.dropped(key, salt, x.shape, {1: start}, p), 0.0) * (1 / (1 - p)))
+    return residual + (
+        x
+        if key is None
+        else x.masked_fill(gpt.dropped(key, salt, x.shape, {1: start}, p), 0.0) * (1 / (1 - p))
+    )
 
 
 def softmax(scores, scale):
@@ -124,44 +185,89 @@ def softmax(scores, scale):
 
 # name: (arguments, fused, PyTorch's own, what has a gradient)
 CASES = {
-    "rms_norm": (lambda r, new: of_norm(r, new)[:2] + [1e-5], kernels.rms_norm, lambda x, w, eps: F.rms_norm(x, w.shape, w, eps)),
-    "layer_norm": (lambda r, new: of_norm(r, new) + [1e-5], kernels.layer_norm, lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps)),
-    "rotary": (of_rotary, kernels.rotary, lambda q, k, *table: (gpt.rotate(q, table), gpt.rotate(k, table))),
+    "rms_norm": (
+        lambda r, new: of_norm(r, new)[:2] + [1e-5],
+        kernels.rms_norm,
+        lambda x, w, eps: F.rms_norm(x, w.shape, w, eps),
+    ),
+    "layer_norm": (
+        lambda r, new: of_norm(r, new) + [1e-5],
+        kernels.layer_norm,
+        lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps),
+    ),
+    "rotary": (
+        of_rotary,
+        kernels.rotary,
+        lambda q, k, *table: (gpt.rotate(q, table), gpt.rotate(k, table)),
+    ),
     "swiglu": (of_pair, kernels.swiglu, lambda gate, up: F.silu(gate) * up),
-    "bias_gelu": (of_gelu, kernels.bias_gelu, lambda x, b: F.gelu(x if b is None else x + b, approximate="tanh")),
+    "bias_gelu": (
+        of_gelu,
+        kernels.bias_gelu,
+        lambda x, b: F.gelu(x if b is None else x + b, approximate="tanh"),
+    ),
     "bias_dropout_add": (of_dropout, kernels.bias_dropout_add, dropout_add),
     "causal_softmax": (of_softmax, kernels.causal_softmax, softmax),
-    "cross_entropy": (of_loss, lambda z, labels: kernels.cross_entropy(z.clone(memory_format=torch.preserve_format), labels), lambda z, labels: gpt.cross_entropy(z.clone(), labels)),
+    "cross_entropy": (
+        of_loss,
+        lambda z, labels: kernels.cross_entropy(
+            z.clone(memory_format=torch.preserve_format), labels
+        ),
+        lambda z, labels: gpt.cross_entropy(z.clone(), labels),
+    ),
     "take": (of_take, kernels.take, moe.taken),
     "put": (of_put, kernels.put, moe.put_home),
 }
 
 
 def leaves(args, dtype) -> list:
-    """Copies that ask for gradients: every floating-point tensor but tables of angles, which have none."""
-    tables = {2, 3} if len(args) == 4 and isinstance(args[3], torch.Tensor) and args[3].is_floating_point() else set()
+    """Copies that ask for gradients: every floating-point tensor but tables of angles, which have
+    none."""
+    tables = (
+        {2, 3}
+        if len(args) == 4 and isinstance(args[3], torch.Tensor) and args[3].is_floating_point()
+        else set()
+    )
     copies = []
     for i, a in enumerate(args):
         if isinstance(a, torch.Tensor) and a.is_floating_point():
-            strided = torch.empty_strided(a.shape, a.stride(), dtype=dtype if a.dtype != torch.float32 or dtype == torch.float64 or a.dtype == dtype else a.dtype, device=a.device)
+            strided = torch.empty_strided(
+                a.shape,
+                a.stride(),
+                dtype=(
+                    dtype
+                    if a.dtype != torch.float32 or dtype == torch.float64 or a.dtype == dtype
+                    else a.dtype
+                ),
+                device=a.device,
+            )
             a = strided.copy_(a).requires_grad_(i not in tables)
         copies.append(a)
     return copies
 
 
 def run(function, args, dtype, numbers):
-    """(outputs, gradients) with random gradients of the outputs that are numbers of a type, the same each time."""
+    """(outputs, gradients) with random gradients of the outputs that are numbers of a type, the
+    same each time."""
     args = leaves(args, dtype)
     outputs = function(*args)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator().manual_seed(1)
     downstream = [torch.randn(o.shape, generator=generator).to(numbers).to(o) for o in outputs]
     wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
-    return [o.detach() for o in outputs], list(torch.autograd.grad(outputs, wanted, downstream, allow_unused=True))
+    return [o.detach() for o in outputs], list(
+        torch.autograd.grad(outputs, wanted, downstream, allow_unused=True)
+    )
 
 
 def error(x, exact) -> float:
-    return ((x.double() - exact).norm() / exact.norm().clamp(min=1e-300)).item() if exact.numel() and exact.norm() > 0 else x.double().abs().max().item() if x.numel() else 0.0
+    return (
+        ((x.double() - exact).norm() / exact.norm().clamp(min=1e-300)).item()
+        if exact.numel() and exact.norm() > 0
+        else x.double().abs().max().item()
+        if x.numel()
+        else 0.0
+    )
 
 
 def strange(x, r):
@@ -180,34 +286,52 @@ def strange(x, r):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_error_against_float64(place, name, dtype):
-    """At most twice that of PyTorch's own operations, forward and backward; or than rounding the exact result once."""
+    """At most twice that of PyTorch's own operations, forward and backward; or than rounding the
+    exact result once."""
     make, fused, own = CASES[name]
     for trial in range(12):
         r = random.Random(f"{name} {dtype} {trial}")
         torch.manual_seed(trial)
         args = make(r, lambda *shape: torch.randn(shape, device=place).to(dtype))
         if name not in ("rotary", "take", "put"):
-            args = [strange(a, r) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-        results = [run(fused, args, dtype, dtype), run(own, args, dtype, dtype), run(own, args, torch.float64, dtype)]
+            args = [
+                strange(a, r) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+                for a in args
+            ]
+        results = [
+            run(fused, args, dtype, dtype),
+            run(own, args, dtype, dtype),
+            run(own, args, torch.float64, dtype),
+        ]
         for ours, theirs, exact in zip(*([*outputs, *gradients] for outputs, gradients in results)):
             if exact is None:
                 assert ours is None
                 continue
             assert ours.shape == exact.shape and ours.dtype == theirs.dtype
             rounding = error(exact.to(ours.dtype), exact)
-            limit = 2 * max(error(theirs, exact), rounding) + 2**-23     # where PyTorch happens to be exact: one place of a float
-            if ours.dtype != torch.float32 and name != "causal_softmax":   # computed in float, and rounded once (the softmax goes back from its rounded probabilities)
+            # where PyTorch happens to be exact: one place of a float
+            limit = 2 * max(error(theirs, exact), rounding) + 2**-23
+            # computed in float, and rounded once (the softmax goes back from its rounded
+            # probabilities)
+            if ours.dtype != torch.float32 and name != "causal_softmax":
                 limit = min(limit, 1.05 * rounding + torch.finfo(ours.dtype).eps / 64)
-            if name in ("rms_norm", "layer_norm") and exact.shape[-1:] == (1,):                # x - mean = 0: only rounding is left
+            # x - mean = 0: only rounding is left
+            if name in ("rms_norm", "layer_norm") and exact.shape[-1:] == (1,):
                 limit += 10 * torch.finfo(ours.dtype).eps / math.sqrt(1e-5)
-            assert error(ours, exact) <= limit, (trial, [a.shape if isinstance(a, torch.Tensor) else a for a in args], error(ours, exact), error(theirs, exact))
+            assert error(ours, exact) <= limit, (
+                trial,
+                [a.shape if isinstance(a, torch.Tensor) else a for a in args],
+                error(ours, exact),
+                error(theirs, exact),
+            )
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_masks_are_those_of_the_model(place):
     """Bit for bit, for any slice of the sequence."""
     for dtype in NUMBERS:
-        x, key = torch.ones(3, 37, 264, device=place, dtype=dtype), gpt.dropout_key(5, 2, torch.arange(3)).to(place)
+        x = torch.ones(3, 37, 264, device=place, dtype=dtype)
+        key = gpt.dropout_key(5, 2, torch.arange(3)).to(place)
         for salt, start, p in ((2, 0, 0.1), (3, 37, 0.5), (0, 2**30, 0.999)):
             y = kernels.bias_dropout_add(x, None, torch.zeros_like(x), key, salt, start, p)
             assert torch.equal(y == 0, gpt.dropped(key, salt, x.shape, {1: start}, p))
@@ -215,56 +339,109 @@ def test_masks_are_those_of_the_model(place):
 
 def adamw_state(kind: str, shape, place):
     g = torch.Generator().manual_seed(3)
-    master, gradient = torch.randn(shape, generator=g).to(place), torch.randn(shape, generator=g).to(place)
-    m, v = (torch.randn(shape, generator=g) * 0.1).to(place), torch.rand(shape, generator=g).to(place)
+    master = torch.randn(shape, generator=g).to(place)
+    gradient = torch.randn(shape, generator=g).to(place)
+    m = (torch.randn(shape, generator=g) * 0.1).to(place)
+    v = torch.rand(shape, generator=g).to(place)
     if kind == "split":
-        weight, low = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+        weight = torch.empty_like(master, dtype=torch.bfloat16)
+        low = torch.empty_like(master, dtype=torch.int16)
         optimizer.split(master, weight, low)
         return [weight, low, None, gradient, m.bfloat16(), v.bfloat16()]
     if kind == "itself":
         return [master, None, None, gradient, m.bfloat16(), v.bfloat16()]
-    return [master.to(torch.bfloat16 if kind == "beside bf16" else torch.float16), None, master, gradient, m, v]
+    return [
+        master.to(torch.bfloat16 if kind == "beside bf16" else torch.float16),
+        None,
+        master,
+        gradient,
+        m,
+        v,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["split", "itself", "beside bf16", "beside fp16"])
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_adamw(place, kind):
-    """Against the update in float64; 16-bit state to one rounding of it. Odd sizes, and a shard that begins between vectors."""
+    """Against the update in float64; 16-bit state to one rounding of it. Odd sizes, and a shard
+    that begins between vectors."""
     for shape in ((1,), (7,), (8,), (3, 333), (0,), (4099,)):
         for decay, scale, step in ((0.1, 1.0, 1), (0.0, 0.25, 1000)):
             args = adamw_state(kind, shape, place)
             if len(shape) == 1 and shape[0] > 8:
-                args = [None if a is None else torch.cat((a[:3], a))[3:] for a in args]        # the same numbers, not aligned
+                # the same numbers, not aligned
+                args = [None if a is None else torch.cat((a[:3], a))[3:] for a in args]
             options = 1e-2, decay, 0.9, 0.95, 1e-8, step, scale
             weight, low, master, gradient, m, v = args
-            start = (optimizer.join(weight, low) if low is not None else weight if master is None else master).double()
-            exact_m, exact_v = m.double() + 0.1 * (gradient.double() * scale - m.double()), 0.95 * v.double() + 0.05 * (gradient.double() * scale).square()
-            exact = start * (1 - 1e-2 * decay) - 1e-2 / (1 - 0.9**step) * exact_m / ((exact_v / (1 - 0.95**step)).sqrt() + 1e-8)
+            start = (
+                optimizer.join(weight, low)
+                if low is not None
+                else weight
+                if master is None
+                else master
+            ).double()
+            exact_m = m.double() + 0.1 * (gradient.double() * scale - m.double())
+            exact_v = 0.95 * v.double() + 0.05 * (gradient.double() * scale).square()
+            exact = start * (1 - 1e-2 * decay) - 1e-2 / (1 - 0.9**step) * exact_m / (
+                (exact_v / (1 - 0.95**step)).sqrt() + 1e-8
+            )
             kernels.adamw(*args, *options)
-            end = optimizer.join(weight, low) if low is not None else weight if master is None else master
+            end = (
+                optimizer.join(weight, low)
+                if low is not None
+                else weight
+                if master is None
+                else master
+            )
             torch.testing.assert_close(end.double(), exact, rtol=1e-6, atol=1e-7)
             if master is not None:
                 assert torch.equal(weight, master.to(weight.dtype))
-            if decay == 0 and scale < 1:                                 # no gradient, no second moment: ε alone is below, and outside the root
-                still = [None if a is None else torch.zeros_like(a) if i > 2 else a.clone() for i, a in enumerate(args)]
+            # no gradient, no second moment: ε alone is below, and outside the root
+            if decay == 0 and scale < 1:
+                still = [
+                    None if a is None else torch.zeros_like(a) if i > 2 else a.clone()
+                    for i, a in enumerate(args)
+                ]
                 still[4] = torch.full_like(still[4], 1e-3)
                 kernels.adamw(*still, 1e-2, 0.0, 0.9, 0.95, 1e-2, 1000, 1.0)
-                moved = (optimizer.join(still[0], still[1]) if low is not None else still[0] if master is None else still[2]).double() - end.double()
+                moved = (
+                    optimizer.join(still[0], still[1])
+                    if low is not None
+                    else still[0]
+                    if master is None
+                    else still[2]
+                ).double() - end.double()
                 torch.testing.assert_close(moved, -still[4].double(), rtol=0.02, atol=1e-6)
             for x, y in ((m, exact_m), (v, exact_v)):
-                torch.testing.assert_close(x.double(), y, rtol=0.51 * torch.finfo(x.dtype).eps + 1e-6, atol=1e-7)
+                torch.testing.assert_close(
+                    x.double(), y, rtol=0.51 * torch.finfo(x.dtype).eps + 1e-6, atol=1e-7
+                )
 
 
 @by_emulator
 def test_any_order_of_threads(monkeypatch):
-    """Blocks and threads in any order, on any number of multiprocessors: the same bits, but for sums over rows, whose parts are others."""
-    x, dy, w, b = torch.randn(9, 520), torch.randn(9, 520), torch.randn(520), torch.randn(520)
-    logits, labels, scores = torch.randn(5, 5003), torch.randint(5003, (5,)), torch.randn(2, 100, 100)
+    """Blocks and threads in any order, on any number of multiprocessors: the same bits, but for
+    sums over rows, whose parts are others."""
+    x = torch.randn(9, 520)
+    dy = torch.randn(9, 520)
+    w = torch.randn(520)
+    b = torch.randn(520)
+    logits = torch.randn(5, 5003)
+    labels = torch.randint(5003, (5,))
+    scores = torch.randn(2, 100, 100)
 
     def everything():
         y, mean, rstd = torch.ops.fused.layer_norm(x, w, b, 1e-5)
-        return [y, mean, rstd, *torch.ops.fused.layer_norm_backward(dy, x, w, mean, rstd), *torch.ops.fused.bias_gelu_backward(dy, x, b), *torch.ops.fused.cross_entropy_statistics(logits, labels, 5003),
-                torch.ops.fused.causal_softmax(scores, 0.5)]
+        return [
+            y,
+            mean,
+            rstd,
+            *torch.ops.fused.layer_norm_backward(dy, x, w, mean, rstd),
+            *torch.ops.fused.bias_gelu_backward(dy, x, b),
+            *torch.ops.fused.cross_entropy_statistics(logits, labels, 5003),
+            torch.ops.fused.causal_softmax(scores, 0.5),
+        ]
+
     found = {}
     for multiprocessors in (1, 3):
         for order in (0, 1, 2):
@@ -272,23 +449,33 @@ def test_any_order_of_threads(monkeypatch):
             found[multiprocessors, order] = everything()
             assert all(map(torch.equal, found[multiprocessors, order], found[multiprocessors, 0]))
     for i, (one, three) in enumerate(zip(found[1, 0], found[3, 0])):
-        assert torch.equal(one, three) or i in (4, 5, 7) and error(one, three.double()) < 1e-6
+        assert torch.equal(one, three) or (i in (4, 5, 7) and error(one, three.double()) < 1e-6)
 
 
 @by_emulator
-@pytest.mark.parametrize("marker, offset", [("of_warp[first + threadIdx.x / 32][n] = x[n];", 1), ("// the next one may write now", 0)], ids=["before reading", "before the next writing"])
+@pytest.mark.parametrize(
+    "marker, offset",
+    [("of_warp[first + threadIdx.x / 32][n] = x[n];", 1), ("// the next one may write now", 0)],
+    ids=["before reading", "before the next writing"],
+)
 def test_a_missing_barrier_is_seen(monkeypatch, marker, offset):
-    """Without a barrier where warps exchange what they have, some order of threads gives another sum."""
+    """Without a barrier where warps exchange what they have, some order of threads gives another
+    sum."""
     source = kernels.COMMON + kernels.NORMS
-    functions = tuple(name for declaration, name in kernels.FUNCTIONS.items() if f"{declaration} {{" in source)
+    functions = tuple(
+        name for declaration, name in kernels.FUNCTIONS.items() if f"{declaration} {{" in source
+    )
     lines = source.split("\n")
     at = next(i for i, line in enumerate(lines) if marker in line) + offset
     assert lines.pop(at).strip().startswith("__syncthreads();")
     broken = cuda_on_cpu.build("\n".join(lines), functions)
     monkeypatch.setattr(kernels, "load", lambda: (broken, ""))
-    x, w = torch.randn(40, 2048), torch.rand(2048)
+    x = torch.randn(40, 2048)
+    w = torch.rand(2048)
     _, mean, rstd = kernels.OPERATIONS["layer_norm"].reference(x, w, w, 1e-5)
-    backward, errors = kernels.OPERATIONS["layer_norm_backward"], []     # which comes there once for each row
+    # which comes there once for each row
+    backward = kernels.OPERATIONS["layer_norm_backward"]
+    errors = []
     right = backward.reference(x, x, w, mean, rstd)[0]
     for order in (0, 1, 2):
         broken.set_order(order, 2)
@@ -296,10 +483,13 @@ def test_a_missing_barrier_is_seen(monkeypatch, marker, offset):
     assert not max(errors, key=lambda e: math.inf if math.isnan(e) else e) < 1e-3, errors
 
 
-# --- PyTorch's own checks -------------------------------------------------------------------------------------------
+# --- PyTorch's own checks -------------------------------------------------------------------------
+
 
 def arguments(name: str, dtype: torch.dtype, place: str, trial: int = 0):
-    return CASES[name][0](random.Random(f"{name} {trial}"), lambda *shape: torch.randn(shape, device=place).to(dtype))
+    return CASES[name][0](
+        random.Random(f"{name} {trial}"), lambda *shape: torch.randn(shape, device=place).to(dtype)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -310,8 +500,11 @@ def test_gradients_by_differences(name):
     for trial in range(40):
         torch.manual_seed(trial)
         args = leaves(arguments(name, torch.float64, "cpu", trial), torch.float64)
-        if max(a.numel() for a in args if isinstance(a, torch.Tensor)) < 400 and not (name in ("rms_norm", "layer_norm") and args[0].shape[-1] == 1):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, torch.clone):           # it goes back many times, and cross entropy's backward overwrites
+        if max(a.numel() for a in args if isinstance(a, torch.Tensor)) < 400 and not (
+            name in ("rms_norm", "layer_norm") and args[0].shape[-1] == 1
+        ):
+            # it goes back many times, and cross entropy's backward overwrites
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, torch.clone):
                 assert torch.autograd.gradcheck(fused, args)
             checked += 1
     assert checked >= 3
@@ -319,26 +512,54 @@ def test_gradients_by_differences(name):
 
 def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
     """Arguments of every operation."""
+
     def new(*shape):
         return torch.randn(shape, device=place).to(dtype)
+
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    x, w, key, labels = new(2, 5, 24), new(24), gpt.dropout_key(1, 1, torch.arange(2)).to(place), torch.tensor([[3, 0, 23, 7, 1], [2, 2, kernels.ELSEWHERE, 5, 9]], device=place)
+    x = new(2, 5, 24)
+    w = new(24)
+    key = gpt.dropout_key(1, 1, torch.arange(2)).to(place)
+    labels = torch.tensor([[3, 0, 23, 7, 1], [2, 2, kernels.ELSEWHERE, 5, 9]], device=place)
     of_rows = new(2, 5).to(wide)
-    order, place_ = torch.tensor([3, 1, 4, 0], device=place), torch.tensor([[3, 1, 4], [0, 2, 4]], device=place)
+    order = torch.tensor([3, 1, 4, 0], device=place)
+    place_ = torch.tensor([[3, 1, 4], [0, 2, 4]], device=place)
     gates = new(3, 2).to(wide)
-    found = {"rms_norm": (x, w, 1e-5), "rms_norm_backward": (x, x, w, of_rows), "layer_norm": (x, w, w, 1e-5), "layer_norm_backward": (x, x, w, of_rows, of_rows),
-             "rotary": (new(2, 5, 3, 8).transpose(1, 2), new(2, 5, 1, 8).transpose(1, 2), new(5, 8), new(5, 8), 1.0), "swiglu": (x, x), "swiglu_backward": (x, x, x),
-             "bias_gelu": (x, w), "bias_gelu_backward": (x, x, None), "bias_dropout_add": (x, w, x, key, 2, 0, 0.3), "bias_dropout_add_backward": (x, key, 2, 0, 0.3, True),
-             "causal_softmax": (new(2, 6, 6), 0.5), "causal_softmax_backward": (new(2, 6, 6), new(2, 6, 6), 0.5), "cross_entropy_statistics": (x, labels, 24),
-             "cross_entropy_gradient": (x.clone(), labels, of_rows, of_rows.exp(), of_rows, 24), "take": (new(3, 8), order), "put": (new(4, 8), place_, gates),
-             "put_backward": (new(3, 8), new(4, 8), order, gates), "adamw": (*adamw_state("split", (5, 7), place), 1e-2, 0.1, 0.9, 0.95, 1e-8, 3, 0.5)}
+    found = {
+        "rms_norm": (x, w, 1e-5),
+        "rms_norm_backward": (x, x, w, of_rows),
+        "layer_norm": (x, w, w, 1e-5),
+        "layer_norm_backward": (x, x, w, of_rows, of_rows),
+        "rotary": (
+            new(2, 5, 3, 8).transpose(1, 2),
+            new(2, 5, 1, 8).transpose(1, 2),
+            new(5, 8),
+            new(5, 8),
+            1.0,
+        ),
+        "swiglu": (x, x),
+        "swiglu_backward": (x, x, x),
+        "bias_gelu": (x, w),
+        "bias_gelu_backward": (x, x, None),
+        "bias_dropout_add": (x, w, x, key, 2, 0, 0.3),
+        "bias_dropout_add_backward": (x, key, 2, 0, 0.3, True),
+        "causal_softmax": (new(2, 6, 6), 0.5),
+        "causal_softmax_backward": (new(2, 6, 6), new(2, 6, 6), 0.5),
+        "cross_entropy_statistics": (x, labels, 24),
+        "cross_entropy_gradient": (x.clone(), labels, of_rows, of_rows.exp(), of_rows, 24),
+        "take": (new(3, 8), order),
+        "put": (new(4, 8), place_, gates),
+        "put_backward": (new(3, 8), new(4, 8), order, gates),
+        "adamw": (*adamw_state("split", (5, 7), place), 1e-2, 0.1, 0.9, 0.95, 1e-8, 3, 0.5),
+    }
     assert found.keys() == kernels.OPERATIONS.keys()
     return found
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=GPU.marks)])
 def test_registrations(place):
-    """torch.library.opcheck: schemas say what is changed, meta tensors have the right shapes and strides, torch.compile agrees."""
+    """torch.library.opcheck: schemas say what is changed, meta tensors have the right shapes and
+    strides, torch.compile agrees."""
     for dtype in (torch.float32, torch.bfloat16):
         for name, args in examples(dtype, place).items():
             torch.library.opcheck(getattr(torch.ops.fused, name).default, args)
@@ -347,19 +568,38 @@ def test_registrations(place):
 def test_meta_tensors():
     for name, args in examples(torch.bfloat16, "meta").items():
         outputs = getattr(torch.ops.fused, name)(*args)
-        assert all(o.is_meta for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o is not None)
+        assert all(
+            o.is_meta
+            for o in (outputs if isinstance(outputs, tuple) else (outputs,))
+            if o is not None
+        )
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled():
     """A function of several of them, forward and backward, in one graph."""
+
     def function(x, w, b, gate, logits, labels):
         y = kernels.swiglu(kernels.layer_norm(kernels.rms_norm(x, w), w, b), gate)
-        y = kernels.bias_dropout_add(kernels.bias_gelu(y, b), b, x, gpt.dropout_key(1, 1, labels[:, 0]), 2, 0, 0.3)
+        y = kernels.bias_dropout_add(
+            kernels.bias_gelu(y, b), b, x, gpt.dropout_key(1, 1, labels[:, 0]), 2, 0, 0.3
+        )
         q, k = kernels.rotary(y[:, None], y[:, None], w[:12].repeat(5, 2), b[:12].repeat(5, 2))
-        return kernels.causal_softmax((q @ k.transpose(2, 3))[:, 0], 0.5).sum() + kernels.cross_entropy(logits * 1.0, labels).sum() + q.square().sum()
+        return (
+            kernels.causal_softmax((q @ k.transpose(2, 3))[:, 0], 0.5).sum()
+            + kernels.cross_entropy(logits * 1.0, labels).sum()
+            + q.square().sum()
+        )
+
     torch.manual_seed(0)
-    args = [torch.randn(2, 5, 24), torch.randn(24), torch.randn(24), torch.randn(2, 5, 24), torch.randn(2, 5, 24), torch.randint(24, (2, 5))]
+    args = [
+        torch.randn(2, 5, 24),
+        torch.randn(24),
+        torch.randn(24),
+        torch.randn(2, 5, 24),
+        torch.randn(2, 5, 24),
+        torch.randint(24, (2, 5)),
+    ]
     results = []
     for f in (function, torch.compile(function, fullgraph=True)):
         leaves_ = [a.clone().requires_grad_() if a.is_floating_point() else a for a in args]
@@ -370,61 +610,171 @@ def test_compiled():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
-X, W = torch.randn(2, 5, 24), torch.randn(24)
-I32, I64 = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int64)
+X = torch.randn(2, 5, 24)
+W = torch.randn(24)
+I32 = torch.zeros(2, dtype=torch.int32)
+I64 = torch.zeros(2, 5, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda: kernels.rms_norm(X.int(), W), "rms_norm: x is torch.int32, expected torch.float32 or"),
-    (lambda: kernels.rms_norm(X, W[:23]), r"rms_norm: weight has shape \[23\], expected \[24\]"),
-    (lambda: kernels.rms_norm(X, W.bfloat16()), "rms_norm: weight is torch.bfloat16, expected torch.float32"),
-    (lambda: kernels.rms_norm(X, W.to("meta")), "rms_norm: weight is on meta, expected cpu"),
-    (lambda: kernels.rms_norm(X.sum(), W), r"rms_norm: x has shape \[\], expected at least 1 dimensions"),
-    (lambda: kernels.layer_norm(X, W, W.double()), "layer_norm: bias is torch.float64, expected torch.float32"),
-    (lambda: kernels.rotary(X, X, W, W), r"rotary: q has shape \[2, 5, 24\], expected at least 4 dimensions"),
-    (lambda: kernels.rotary(X[None], X[None], W.expand(4, 24), W.expand(5, 24)), r"rotary: cosine has shape \[4, 24\], expected \[5, 24\]"),
-    (lambda: kernels.rotary(X[None, ..., :3], X[None, ..., :3], W.expand(5, 24)[:, :3], W.expand(5, 24)[:, :3]), "expected an even last dimension"),
-    (lambda: kernels.swiglu(X, X[:, :4]), r"swiglu: up has shape \[2, 4, 24\], expected \[2, 5, 24\]"),
-    (lambda: kernels.bias_gelu(X, W[:3]), r"bias_gelu: bias has shape \[3\], expected \[24\]"),
-    (lambda: kernels.bias_dropout_add(X, W, X, I32.long(), 1, 0, 0.1), "bias_dropout_add: key is torch.int64, expected torch.int32"),
-    (lambda: kernels.bias_dropout_add(X, W, X, I32[:1], 1, 0, 0.1), r"bias_dropout_add: key has shape \[1\], expected \[2\]"),
-    (lambda: kernels.bias_dropout_add(X[0], W, X[0], I32, 1, 0, 0.1), r"bias_dropout_add: x has shape \[5, 24\], expected \[b, s, h\]"),
-    (lambda: kernels.bias_dropout_add(X, W, X, I32, 1, 0, 1.0), "bias_dropout_add: p is 1.0, expected at least 0 and below 1"),
-    (lambda: kernels.causal_softmax(X, 1.0), r"causal_softmax: scores has shape \[2, 5, 24\], expected \[.., s, s\]"),
-    (lambda: kernels.cross_entropy(X, I64[:1]), r"cross_entropy_statistics: labels has shape \[1, 5\], expected \[2, 5\]"),
-    (lambda: kernels.cross_entropy(X, I64.int()), "cross_entropy_statistics: labels is torch.int32, expected torch.int64"),
-    (lambda: kernels.cross_entropy(X, I64 + 24), "index"),
-    (lambda: kernels.cross_entropy(X, I64 - 100), "index"),
-    (lambda: kernels.take(X[0], I64[0].int(), I64), "take: order is torch.int32, expected torch.int64"),
-    (lambda: kernels.put(X[0], torch.zeros(5, 3), I64, I64[0]), r"put: gates has shape \[5, 3\], expected \[5, 2\]"),
-    (lambda: kernels.adamw(X[0].t(), None, None, X[0].t(), X[0].t().bfloat16(), X[0].t().bfloat16(), 1, 0, 0, 0, 0, 1, 1), "adamw: weight has strides"),
-    (lambda: kernels.adamw(W, None, None, W, W, W, 1, 0, 0, 0, 0, 1, 1), "adamw: exp_avg is torch.float32, expected torch.bfloat16"),
-])
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (
+            lambda: kernels.rms_norm(X.int(), W),
+            "rms_norm: x is torch.int32, expected torch.float32 or",
+        ),
+        (
+            lambda: kernels.rms_norm(X, W[:23]),
+            r"rms_norm: weight has shape \[23\], expected \[24\]",
+        ),
+        (
+            lambda: kernels.rms_norm(X, W.bfloat16()),
+            "rms_norm: weight is torch.bfloat16, expected torch.float32",
+        ),
+        (lambda: kernels.rms_norm(X, W.to("meta")), "rms_norm: weight is on meta, expected cpu"),
+        (
+            lambda: kernels.rms_norm(X.sum(), W),
+            r"rms_norm: x has shape \[\], expected at least 1 dimensions",
+        ),
+        (
+            lambda: kernels.layer_norm(X, W, W.double()),
+            "layer_norm: bias is torch.float64, expected torch.float32",
+        ),
+        (
+            lambda: kernels.rotary(X, X, W, W),
+            r"rotary: q has shape \[2, 5, 24\], expected at least 4 dimensions",
+        ),
+        (
+            lambda: kernels.rotary(X[None], X[None], W.expand(4, 24), W.expand(5, 24)),
+            r"rotary: cosine has shape \[4, 24\], expected \[5, 24\]",
+        ),
+        (
+            lambda: kernels.rotary(
+                X[None, ..., :3], X[None, ..., :3], W.expand(5, 24)[:, :3], W.expand(5, 24)[:, :3]
+            ),
+            "expected an even last dimension",
+        ),
+        (
+            lambda: kernels.swiglu(X, X[:, :4]),
+            r"swiglu: up has shape \[2, 4, 24\], expected \[2, 5, 24\]",
+        ),
+        (lambda: kernels.bias_gelu(X, W[:3]), r"bias_gelu: bias has shape \[3\], expected \[24\]"),
+        (
+            lambda: kernels.bias_dropout_add(X, W, X, I32.long(), 1, 0, 0.1),
+            "bias_dropout_add: key is torch.int64, expected torch.int32",
+        ),
+        (
+            lambda: kernels.bias_dropout_add(X, W, X, I32[:1], 1, 0, 0.1),
+            r"bias_dropout_add: key has shape \[1\], expected \[2\]",
+        ),
+        (
+            lambda: kernels.bias_dropout_add(X[0], W, X[0], I32, 1, 0, 0.1),
+            r"bias_dropout_add: x has shape \[5, 24\], expected \[b, s, h\]",
+        ),
+        (
+            lambda: kernels.bias_dropout_add(X, W, X, I32, 1, 0, 1.0),
+            "bias_dropout_add: p is 1.0, expected at least 0 and below 1",
+        ),
+        (
+            lambda: kernels.causal_softmax(X, 1.0),
+            r"causal_softmax: scores has shape \[2, 5, 24\], expected \[.., s, s\]",
+        ),
+        (
+            lambda: kernels.cross_entropy(X, I64[:1]),
+            r"cross_entropy_statistics: labels has shape \[1, 5\], expected \[2, 5\]",
+        ),
+        (
+            lambda: kernels.cross_entropy(X, I64.int()),
+            "cross_entropy_statistics: labels is torch.int32, expected torch.int64",
+        ),
+        (lambda: kernels.cross_entropy(X, I64 + 24), "index"),
+        (lambda: kernels.cross_entropy(X, I64 - 100), "index"),
+        (
+            lambda: kernels.take(X[0], I64[0].int(), I64),
+            "take: order is torch.int32, expected torch.int64",
+        ),
+        (
+            lambda: kernels.put(X[0], torch.zeros(5, 3), I64, I64[0]),
+            r"put: gates has shape \[5, 3\], expected \[5, 2\]",
+        ),
+        (
+            lambda: kernels.adamw(
+                X[0].t(),
+                None,
+                None,
+                X[0].t(),
+                X[0].t().bfloat16(),
+                X[0].t().bfloat16(),
+                1,
+                0,
+                0,
+                0,
+                0,
+                1,
+                1,
+            ),
+            "adamw: weight has strides",
+        ),
+        (
+            lambda: kernels.adamw(W, None, None, W, W, W, 1, 0, 0, 0, 0, 1, 1),
+            "adamw: exp_avg is torch.float32, expected torch.bfloat16",
+        ),
+    ],
+)
 def test_bad_input(call, words):
     with pytest.raises((ValueError, RuntimeError, IndexError), match=words):
         call()
 
 
-# --- building -------------------------------------------------------------------------------------------------------
+# --- building -------------------------------------------------------------------------------------
+
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 def test_compiles_for_every_card(tmp_path):
-    """For sm_80 and sm_90, as torch's build does, without warnings; what moves vectors moves 16 bytes at a time; nothing that runs often needs memory for registers."""
+    """For sm_80 and sm_90, as torch's build does, without warnings; what moves vectors moves 16
+    bytes at a time; nothing that runs often needs memory for registers."""
     from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
+
     (tmp_path / "kernels.cu").write_text(kernels.CUDA)
-    flags = [*COMMON_NVCC_FLAGS, "-std=c++20", "-O3", "-Werror", "all-warnings", "-Xptxas", "-v", "--threads", "2", "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
-    done = subprocess.run(["nvcc", "-c", "kernels.cu", "-o", "kernels.o", "--keep", *flags], cwd=tmp_path, capture_output=True, text=True)
+    flags = [
+        *COMMON_NVCC_FLAGS,
+        "-std=c++20",
+        "-O3",
+        "-Werror",
+        "all-warnings",
+        "-Xptxas",
+        "-v",
+        "--threads",
+        "2",
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+    ]
+    done = subprocess.run(
+        ["nvcc", "-c", "kernels.cu", "-o", "kernels.o", "--keep", *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
-    spilled = {name for name, bytes_ in re.findall(r"Function properties for (\S+)\n.*? (\d+) bytes spill stores", done.stderr) if int(bytes_) > 16}
+    spilled = {
+        name
+        for name, bytes_ in re.findall(
+            r"Function properties for (\S+)\n.*? (\d+) bytes spill stores", done.stderr
+        )
+        if int(bytes_) > 16
+    }
     assert len(re.findall("Compiling entry function", done.stderr)) > 2 * 60
-    assert all("norm_backward" in name and "Li4ELi512E" in name for name in spilled), spilled              # LayerNorm's rows of more than 1024 vectors
+    # LayerNorm's rows of more than 1024 vectors
+    assert all("norm_backward" in name and "Li4ELi512E" in name for name in spilled), spilled
     ptx = next(tmp_path.glob("*compute_90*.ptx")).read_text()
     for kernel in re.split(r"\.visible \.entry ", ptx)[1:]:
         name = kernel.split("(")[0]
         if "sum_parts" not in name and not re.search(r"Li1E|eachILi1E", name):
-            assert re.search(r"(ld|st)\.global(\.nc)?(\.\w+)*\.v4\.[ubf]32|\.v2\.[ubf]64|\.b128", kernel), name
+            assert re.search(
+                r"(ld|st)\.global(\.nc)?(\.\w+)*\.v4\.[ubf]32|\.v2\.[ubf]64|\.b128", kernel
+            ), name
 
 
 def test_once(tmp_path):
@@ -461,31 +811,83 @@ def test_without_a_compiler(monkeypatch, tmp_path):
     assert load() == (None, "NVIDIA T4 has compute capability 7.5, and they need 8.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     import torch.utils.cpp_extension as cpp_extension
-    monkeypatch.setattr(cpp_extension, "load_inline", lambda *a, **b: (_ for _ in ()).throw(RuntimeError("Error building extension 'x': [1/2]\nnvcc fatal error: no such thing\nninja: stopped")))
+
+    monkeypatch.setattr(
+        cpp_extension,
+        "load_inline",
+        lambda *a, **b: (_ for _ in ()).throw(
+            RuntimeError(
+                "Error building extension 'x': [1/2]\nnvcc fatal error: no such thing\nninja:"
+                " stopped"
+            )
+        ),
+    )
     assert load() == (None, "the build failed: nvcc fatal error: no such thing")
     with torch.device("meta"):
-        model = gpt.GPT(gpt.GPTConfig(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=8))
+        model = gpt.GPT(
+            gpt.GPTConfig(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=8)
+        )
     before = [type(m) for m in model.modules()]
-    assert kernels.apply(model, torch.device("cpu")) == "no CUDA device" and [type(m) for m in model.modules()] == before
+    assert (
+        kernels.apply(model, torch.device("cpu")) == "no CUDA device"
+        and [type(m) for m in model.modules()] == before
+    )
     monkeypatch.setattr(kernels, "load", lambda: (None, "no nvcc"))
-    assert kernels.apply(model, torch.device("cuda")) == "no nvcc" and [type(m) for m in model.modules()] == before
+    assert (
+        kernels.apply(model, torch.device("cuda")) == "no nvcc"
+        and [type(m) for m in model.modules()] == before
+    )
     kernels.swap(model)
-    kernels.swap(model)                                                  # a second time: nothing more
+    # a second time: nothing more
+    kernels.swap(model)
     found = {type(m) for m in model.modules() if type(m).__module__ == "kernels"}
-    assert found == {kernels.LayerNorm, kernels.Rotary, kernels.GELU, kernels.BiasDropoutAdd, kernels.Head}
+    assert found == {
+        kernels.LayerNorm,
+        kernels.Rotary,
+        kernels.GELU,
+        kernels.BiasDropoutAdd,
+        kernels.Head,
+    }
     with torch.device("meta"):
-        model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=8, num_heads=1, seq_length=8, vocab_size=8, llama=True, attention="explicit", num_experts=2))
+        model = gpt.GPT(
+            gpt.GPTConfig(
+                num_layers=2,
+                hidden_size=8,
+                num_heads=1,
+                seq_length=8,
+                vocab_size=8,
+                llama=True,
+                attention="explicit",
+                num_experts=2,
+            )
+        )
     kernels.swap(model)
     found = {type(m) for m in model.modules() if type(m).__module__ == "kernels"}
-    assert found == {kernels.RMSNorm, kernels.Rotary, kernels.SwiGLU, kernels.BiasDropoutAdd, kernels.CausalProbabilities, kernels.Head, kernels.MoE}
-    others = torch.nn.ModuleList([torch.nn.LayerNorm(8, bias=False), torch.nn.LayerNorm((4, 8)), torch.nn.RMSNorm(8), torch.nn.LayerNorm(8, elementwise_affine=False)])
+    assert found == {
+        kernels.RMSNorm,
+        kernels.Rotary,
+        kernels.SwiGLU,
+        kernels.BiasDropoutAdd,
+        kernels.CausalProbabilities,
+        kernels.Head,
+        kernels.MoE,
+    }
+    others = torch.nn.ModuleList(
+        [
+            torch.nn.LayerNorm(8, bias=False),
+            torch.nn.LayerNorm((4, 8)),
+            torch.nn.RMSNorm(8),
+            torch.nn.LayerNorm(8, elementwise_affine=False),
+        ]
+    )
     kernels.swap(others)
     assert all(type(m).__module__ != "kernels" for m in others)
 
 
 @by_emulator
 def test_backward_runs_once(monkeypatch):
-    """A loss whose logits have become their gradient says so the second time; none has a second derivative."""
+    """A loss whose logits have become their gradient says so the second time; none has a second
+    derivative."""
     emulate(monkeypatch.setattr)
     logits = torch.randn(3, 40, requires_grad=True)
     loss = kernels.cross_entropy(logits * 1, torch.arange(3)).sum()
@@ -499,7 +901,7 @@ def test_backward_runs_once(monkeypatch):
     for name in ("swiglu", "rms_norm", "bias_gelu"):
         args = leaves(arguments(name, torch.float32, "cpu", 2), torch.float32)
         y = CASES[name][1](*args)
-        first, = torch.autograd.grad(y.square().sum(), args[0], create_graph=True)
+        (first,) = torch.autograd.grad(y.square().sum(), args[0], create_graph=True)
         with pytest.raises(RuntimeError):
             torch.autograd.grad(first.sum(), args[0])
 
@@ -509,14 +911,24 @@ def test_a_swapped_model_generates():
     texts = []
     for change in (lambda model: None, kernels.swap):
         with torch.device("meta"):
-            model = gpt.GPT(gpt.GPTConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=32, vocab_size=40, llama=True))
+            model = gpt.GPT(
+                gpt.GPTConfig(
+                    num_layers=2,
+                    hidden_size=16,
+                    num_heads=2,
+                    seq_length=32,
+                    vocab_size=40,
+                    llama=True,
+                )
+            )
         sharding.init(model, 0, "cpu", torch.float64)
         change(model)
         texts.append(generate.generate(model, [[1, 2, 3], [4, 5, 6, 7, 8]], 12, temperature=0))
     assert texts[0] == texts[1]
 
 
-# --- in a model -----------------------------------------------------------------------------------------------------
+# --- in a model -----------------------------------------------------------------------------------
+
 
 def swapped() -> None:
     """Operations instead of PyTorch's own, on the CPU."""
@@ -531,25 +943,47 @@ def swapped_and_emulated() -> None:
 def swapped_without_sums() -> None:
     """A vocabulary-parallel loss whose statistics are not summed."""
     swapped()
-    kernels.dist = type("dist", (), {"all_reduce": staticmethod(lambda *a, **b: None), "ReduceOp": torch.distributed.ReduceOp})
+    kernels.dist = type(
+        "dist",
+        (),
+        {"all_reduce": staticmethod(lambda *a, **b: None), "ReduceOp": torch.distributed.ReduceOp},
+    )
 
 
-EXPERTS = LLAMA | dict(num_experts=4, router="topk", router_topk=2, capacity_factor=1.0, micro_batch_size=2)
-LAYOUTS = [(SMALL, 1, dict()), (LLAMA, 1, dict(attention="explicit", micro_batch_size=1)), (LLAMA | dict(dropout=0.0), 2, dict(tp=2)), (SMALL, 2, dict(tp=2, sequence_parallel=True, recompute="selective")),
-           (SMALL, 2, dict(zero_stage=3, recompute="full")), (SMALL, 2, dict(pp=2, schedule="zb-h1")), (EXPERTS, 2, dict(ep=2)), (EXPERTS, 2, dict(tp=2, recompute="full"))]
+EXPERTS = LLAMA | dict(
+    num_experts=4, router="topk", router_topk=2, capacity_factor=1.0, micro_batch_size=2
+)
+LAYOUTS = [
+    (SMALL, 1, dict()),
+    (LLAMA, 1, dict(attention="explicit", micro_batch_size=1)),
+    (LLAMA | dict(dropout=0.0), 2, dict(tp=2)),
+    (SMALL, 2, dict(tp=2, sequence_parallel=True, recompute="selective")),
+    (SMALL, 2, dict(zero_stage=3, recompute="full")),
+    (SMALL, 2, dict(pp=2, schedule="zb-h1")),
+    (EXPERTS, 2, dict(ep=2)),
+    (EXPERTS, 2, dict(tp=2, recompute="full")),
+]
 
 
 @pytest.mark.parametrize("base, world, flags", LAYOUTS, ids=str)
 def test_same_training(base, world, flags):
     """The gate, with the references of the operations in the model."""
-    same(train(world, base=base, mutate=swapped, **flags), train(base=base | ({"recompute": "none"} if base is EXPERTS else {})))
+    same(
+        train(world, base=base, mutate=swapped, **flags),
+        train(base=base | ({"recompute": "none"} if base is EXPERTS else {})),
+    )
 
 
 @by_emulator
 @pytest.mark.parametrize("base, world, flags", [LAYOUTS[i] for i in (0, 1, 3, 6)], ids=str)
 def test_same_training_by_cuda_source(base, world, flags):
-    cuda_on_cpu.build(kernels.CUDA, tuple(kernels.FUNCTIONS.values()))                         # before ranks would at once
-    same(train(world, base=base, mutate=swapped_and_emulated, steps=1, precision="fp32", **flags), train(base=base, steps=1, precision="fp32"), 1e-5)
+    # before ranks would at once
+    cuda_on_cpu.build(kernels.CUDA, tuple(kernels.FUNCTIONS.values()))
+    same(
+        train(world, base=base, mutate=swapped_and_emulated, steps=1, precision="fp32", **flags),
+        train(base=base, steps=1, precision="fp32"),
+        1e-5,
+    )
 
 
 def test_sums_of_statistics_are_needed():
@@ -558,12 +992,16 @@ def test_sums_of_statistics_are_needed():
 
 @pytest.mark.parametrize("precision, state", [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
 def test_optimizer_in_one_pass(precision, state):
-    """AdamW with the operation and without: the same parameters, but for rounding of 16-bit moments; clipped on the way, or before."""
+    """AdamW with the operation and without: the same parameters, but for rounding of 16-bit
+    moments; clipped on the way, or before."""
     flags = dict(precision=precision, optimizer_state=state, steps=2)
-    ours, theirs = train(2, mutate=swapped_optimizer, zero_stage=1, **flags), train(2, zero_stage=1, **flags)
+    ours = train(2, mutate=swapped_optimizer, zero_stage=1, **flags)
+    theirs = train(2, zero_stage=1, **flags)
     same(ours, theirs, 1e-6)
     for name, p in theirs.parameters.items():
-        assert name.endswith("key.bias") or error(ours.parameters[name], p.double()) < (5e-3 if state == "bf16" else 1e-6), name
+        assert name.endswith("key.bias") or error(ours.parameters[name], p.double()) < (
+            5e-3 if state == "bf16" else 1e-6
+        ), name
 
 
 def swapped_optimizer() -> None:
@@ -574,30 +1012,82 @@ def swapped_optimizer() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("world, flags", [(1, dict()), (1, dict(attention="explicit", recompute="full")), (2, dict(tp=2, sequence_parallel=True, recompute="selective")), (2, dict(zero_stage=3))], ids=str)
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (1, dict()),
+        (1, dict(attention="explicit", recompute="full")),
+        (2, dict(tp=2, sequence_parallel=True, recompute="selective")),
+        (2, dict(zero_stage=3)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("base", [SMALL, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
 def test_same_training_on_a_gpu(base, world, flags):
-    """float32 through the kernels, ranks on one GPU, against the CPU. (test_compositions' tests on a GPU, in float64, take the references.)"""
+    """float32 through the kernels, ranks on one GPU, against the CPU. (test_compositions' tests on
+    a GPU, in float64, take the references.)"""
     assert kernels.load()[0], kernels.load()[1]
-    same(train(world, base=base, device="cuda", steps=1, precision="fp32", **flags), train(base=base, steps=1, precision="fp32"), 1e-5)
+    same(
+        train(world, base=base, device="cuda", steps=1, precision="fp32", **flags),
+        train(base=base, steps=1, precision="fp32"),
+        1e-5,
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or not shutil.which("compute-sanitizer"), reason="no CUDA device, or no compute-sanitizer")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or not shutil.which("compute-sanitizer"),
+    reason="no CUDA device, or no compute-sanitizer",
+)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_sanitizer(tool):
     """Every operation, at odd sizes, under NVIDIA's checkers."""
-    script = f"import sys; sys.path[:0] = {sys.path!r}\nimport torch, test_kernels\ntorch.manual_seed(0)\nfor t in test_kernels.NUMBERS:\n for n in test_kernels.CASES:\n  for i in range(2):\n   a = test_kernels.arguments(n, t, 'cuda', i)\n   test_kernels.run(test_kernels.CASES[n][1], a, t, t)\nfor k in ('split', 'itself', 'beside bf16', 'beside fp16'): test_kernels.kernels.adamw(*test_kernels.adamw_state(k, (4099,), 'cuda'), 1e-2, 0.1, 0.9, 0.95, 1e-8, 3, 0.5)\ntorch.cuda.synchronize()"
-    kernels.load()                                                       # built before
-    done = subprocess.run(["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--kernel-name-exclude", "regex:at::.*", sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
+    script = (
+        f"import sys; sys.path[:0] = {sys.path!r}\nimport torch,"
+        " test_kernels\ntorch.manual_seed(0)\nfor t in test_kernels.NUMBERS:\n for n in"
+        " test_kernels.CASES:\n  for i in range(2):\n   a = test_kernels.arguments(n, t, 'cuda',"
+        " i)\n   test_kernels.run(test_kernels.CASES[n][1], a, t, t)\nfor k in ('split', 'itself',"
+        " 'beside bf16', 'beside fp16'): test_kernels.kernels.adamw(*test_kernels.adamw_state(k,"
+        " (4099,), 'cuda'), 1e-2, 0.1, 0.9, 0.95, 1e-8, 3, 0.5)\ntorch.cuda.synchronize()"
+    )
+    # built before
+    kernels.load()
+    done = subprocess.run(
+        [
+            "compute-sanitizer",
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "9",
+            "--kernel-name-exclude",
+            "regex:at::.*",
+            sys.executable,
+            "-c",
+            script,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_not_a_number(place):
-    """What PyTorch makes of NaN and of infinities, these do too: a loss that breaks is seen. (Not causal softmax: PyTorch's lets in what stands above the diagonal.)"""
-    z, labels, w = torch.randn(4, 4096, device=place), torch.arange(4, device=place), torch.ones(4096, device=place)
-    z[0, 8:12], z[1, 5], z[2, 7] = math.nan, math.inf, -math.inf
-    for name, args in {"cross_entropy": (z, labels), "rms_norm": (z, w, 1e-5), "layer_norm": (z, w, w, 1e-5), "bias_gelu": (z, w), "swiglu": (z, z)}.items():
+    """What PyTorch makes of NaN and of infinities, these do too: a loss that breaks is seen. (Not
+    causal softmax: PyTorch's lets in what stands above the diagonal.)"""
+    z = torch.randn(4, 4096, device=place)
+    labels = torch.arange(4, device=place)
+    w = torch.ones(4096, device=place)
+    z[0, 8:12] = math.nan
+    z[1, 5] = math.inf
+    z[2, 7] = -math.inf
+    for name, args in {
+        "cross_entropy": (z, labels),
+        "rms_norm": (z, w, 1e-5),
+        "layer_norm": (z, w, w, 1e-5),
+        "bias_gelu": (z, w),
+        "swiglu": (z, z),
+    }.items():
         _, fused, own = CASES[name]
         torch.testing.assert_close(fused(*args), own(*args), equal_nan=True)

@@ -1,4 +1,5 @@
 """Routers against the papers, experts against a loop over tokens."""
+
 import copy
 import json
 import math
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from parity import SMALL, Synthetic
 
 import fsdp
 import gpt
@@ -18,33 +20,51 @@ import moe
 import ranks
 import sharding
 import train as trainer
-from parity import SMALL, Synthetic
 from world import Groups
 
 FACTS = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]])
 
 
-# --- routers ---------------------------------------------------------------------------------------------------------
+# --- routers --------------------------------------------------------------------------------------
+
 
 def make(e, k=1, h=16, ffn=24, router="sinkhorn", seed=0, **fields) -> moe.MoE:
     """An expert layer in float64, with weights large enough for its choices to differ."""
-    config = gpt.GPTConfig(1, h, 1, ffn_hidden_size=ffn, vocab_size=3, num_experts=e, router=router, router_topk=k, **({"llama": h % 2 == 0} | fields))
-    layer, g = moe.MoE(config).double(), torch.Generator().manual_seed(seed)
+    config = gpt.GPTConfig(
+        1,
+        h,
+        1,
+        ffn_hidden_size=ffn,
+        vocab_size=3,
+        num_experts=e,
+        router=router,
+        router_topk=k,
+        **({"llama": h % 2 == 0} | fields),
+    )
+    layer = moe.MoE(config).double()
+    g = torch.Generator().manual_seed(seed)
     for p in layer.parameters():
         p.data = torch.randn(p.shape, generator=g, dtype=torch.float64) / 4
     return layer
 
 
 def test_sinkhorn_by_hand():
-    """The published example: three tokens to expert 1 and one to 0, six iterations; the gates are of the raw logits."""
+    """The published example: three tokens to expert 1 and one to 0, six iterations; the gates are
+    of the raw logits."""
     layer = make(2)
     chosen = layer.router.scores(FACTS, True).argmax(1, keepdim=True)
     layer.router.temperature = 1.0
     assert layer.router.scores(FACTS, True).argmax(1).tolist() == [1, 1, 1, 0]
     gates = layer.router.gates(FACTS, torch.tensor([[1], [1], [1], [0]]))
-    torch.testing.assert_close(gates.flatten(), torch.tensor([0.73106, 0.73106, 0.73106, 0.95257]), atol=1e-5, rtol=0)
-    assert sorted(chosen.flatten().tolist()) == [0, 0, 1, 1]              # at a low temperature two each
-    assert torch.equal(moe.sinkhorn(FACTS, most=6), moe.sinkhorn(FACTS)) and not torch.equal(moe.sinkhorn(FACTS, most=5), moe.sinkhorn(FACTS))         # six iterations
+    torch.testing.assert_close(
+        gates.flatten(), torch.tensor([0.73106, 0.73106, 0.73106, 0.95257]), atol=1e-5, rtol=0
+    )
+    # at a low temperature two each
+    assert sorted(chosen.flatten().tolist()) == [0, 0, 1, 1]
+    # six iterations
+    assert torch.equal(moe.sinkhorn(FACTS, most=6), moe.sinkhorn(FACTS)) and not torch.equal(
+        moe.sinkhorn(FACTS, most=5), moe.sinkhorn(FACTS)
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.02])
@@ -53,21 +73,36 @@ def test_sinkhorn_is_doubly_balanced(n, e, temperature):
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(n, e, generator=g)
     plan = moe.sinkhorn(logits, temperature, 1e-3)
-    torch.testing.assert_close(plan.sum(0), torch.full((e,), 1 / e, dtype=torch.float64), rtol=1e-9, atol=0)
-    torch.testing.assert_close(plan.sum(1), torch.full((n,), 1 / n, dtype=torch.float64), rtol=1e-2 if n == 4096 else 5e-2, atol=0)
+    torch.testing.assert_close(
+        plan.sum(0), torch.full((e,), 1 / e, dtype=torch.float64), rtol=1e-9, atol=0
+    )
+    torch.testing.assert_close(
+        plan.sum(1),
+        torch.full((n,), 1 / n, dtype=torch.float64),
+        rtol=1e-2 if n == 4096 else 5e-2,
+        atol=0,
+    )
     shifted = moe.sinkhorn(logits + 100 * torch.randn(n, 1, generator=g), temperature, 1e-3)
-    torch.testing.assert_close(shifted, plan, rtol=1e-2, atol=1e-9)       # a row's constant makes no difference, but for rounding it in float32
+    # a row's constant makes no difference, but for rounding it in float32
+    torch.testing.assert_close(shifted, plan, rtol=1e-2, atol=1e-9)
 
 
 def test_sinkhorn_is_the_formula():
-    """Without the row maximum and the gradual way down: C = exp(logits / temperature), scaled until it is balanced."""
+    """Without the row maximum and the gradual way down: C = exp(logits / temperature), scaled until
+    it is balanced."""
     logits = torch.randn(50, 6, generator=torch.Generator().manual_seed(1)).double()
     for temperature in (1.0, 0.4):
-        cost, d1 = (logits / temperature).exp(), torch.ones(6).double()
+        cost = (logits / temperature).exp()
+        d1 = torch.ones(6).double()
         for _ in range(5000):
             d0 = 1 / 50 / (cost @ d1)
             d1 = 1 / 6 / (cost.t() @ d0)
-        torch.testing.assert_close(moe.sinkhorn(logits, temperature, 1e-13, 100000), d0.unsqueeze(1) * cost * d1, rtol=1e-8, atol=1e-14)
+        torch.testing.assert_close(
+            moe.sinkhorn(logits, temperature, 1e-13, 100000),
+            d0.unsqueeze(1) * cost * d1,
+            rtol=1e-8,
+            atol=1e-14,
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.02, 0.001])
@@ -77,21 +112,28 @@ def test_large_logits(temperature):
     plan = moe.sinkhorn(torch.rand(512, 8, generator=g) * 2e4 - 1e4, temperature, most=100)
     assert plan.isfinite().all() and (plan >= 0).all()
     logits = torch.randn(512, 8, generator=g)
-    for gap in (5, 20, 300):                                             # an expert that everybody shuns gets its share
+    # an expert that everybody shuns gets its share
+    for gap in (5, 20, 300):
         logits[:, 3] = logits[:, 3].clamp(max=3) - gap
         load = moe.sinkhorn(logits, temperature, 1e-2).sum(0) * 8
         chosen = moe.sinkhorn(logits, temperature, 1e-2).argmax(1).bincount(minlength=8) / 64
         torch.testing.assert_close(load, torch.ones(8).double(), rtol=1e-9, atol=0)
         assert temperature == 1 or (chosen - 1).abs().max() < 0.15, (gap, chosen)
-    assert moe.sinkhorn(torch.full((4, 2), torch.nan)).shape == (4, 2)   # a model that diverged ends its step, and is skipped there
+    # a model that diverged ends its step, and is skipped there
+    assert moe.sinkhorn(torch.full((4, 2), torch.nan)).shape == (4, 2)
 
 
 def test_a_low_temperature_balances_the_choices():
-    logits = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)) + torch.linspace(-2, 2, 8)
+    logits = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)) + torch.linspace(
+        -2, 2, 8
+    )
 
     def load(scores):
         return scores.argmax(1).bincount(minlength=8).max().item() / 512
-    raw, paper, low = load(logits), load(moe.sinkhorn(logits)), load(moe.sinkhorn(logits, 0.02))
+
+    raw = load(logits)
+    paper = load(moe.sinkhorn(logits))
+    low = load(moe.sinkhorn(logits, 0.02))
     assert raw > 3 and low < 1.05 < paper < raw
 
 
@@ -101,37 +143,65 @@ def test_later_choices_are_in_the_plans_order():
     router = make(8, 4).router
     chosen = router.scores(logits, True).topk(4).indices
     assert (moe.sinkhorn(logits, 0.02, 1e-2).gather(1, chosen) == 0).any()
-    assert chosen[:, 0].bincount(minlength=8).max() < 1.05 * 128 and chosen.flatten().bincount(minlength=8).max() < 1.1 * 512
-    torch.testing.assert_close(router.scores(logits, True).argsort(1), (moe.balance(logits, 0.02, 1e-2)[1] + logits).argsort(1))
+    assert (
+        chosen[:, 0].bincount(minlength=8).max() < 1.05 * 128
+        and chosen.flatten().bincount(minlength=8).max() < 1.1 * 512
+    )
+    torch.testing.assert_close(
+        router.scores(logits, True).argsort(1),
+        (moe.balance(logits, 0.02, 1e-2)[1] + logits).argsort(1),
+    )
 
 
 def test_gates_and_losses_by_hand():
     logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]])
-    chosen, p = torch.tensor([[2, 1], [0, 1]]), logits.softmax(-1)
+    chosen = torch.tensor([[2, 1], [0, 1]])
+    p = logits.softmax(-1)
     top = make(3, 2, router="topk", aux_loss=0.5, z_loss=0.1).router
     torch.testing.assert_close(top.gates(logits, chosen)[0], p[0, [2, 1]] / p[0, [2, 1]].sum())
     share = torch.tensor([0.25, 0.5, 0.25])
-    expected = 0.5 * 3 * sum(share[e] * p[:, e].mean() for e in range(3)) + 0.1 * logits.exp().sum(1).log().square().mean()
-    torch.testing.assert_close(top.losses(logits, share) / 2, expected)                         # of a mean over two tokens
-    torch.testing.assert_close(make(3, router="topk").router.gates(logits, chosen[:, :1]).flatten(), p[[0, 1], [2, 0]])
-    torch.testing.assert_close(make(3, 2).router.gates(logits, chosen), p.gather(1, chosen))    # sinkhorn, k > 1: softmax over all
+    expected = (
+        0.5 * 3 * sum(share[e] * p[:, e].mean() for e in range(3))
+        + 0.1 * logits.exp().sum(1).log().square().mean()
+    )
+    # of a mean over two tokens
+    torch.testing.assert_close(top.losses(logits, share) / 2, expected)
+    torch.testing.assert_close(
+        make(3, router="topk").router.gates(logits, chosen[:, :1]).flatten(), p[[0, 1], [2, 0]]
+    )
+    # sinkhorn, k > 1: softmax over all
+    torch.testing.assert_close(make(3, 2).router.gates(logits, chosen), p.gather(1, chosen))
 
 
-# --- experts against a loop --------------------------------------------------------------------------------------------
+# --- experts against a loop -----------------------------------------------------------------------
+
 
 def capacity_of(layer: moe.MoE, n: int) -> float:
     """As a fraction, so that it is exact."""
     factor = Fraction(str(layer.decision.capacity_factor))
-    return min(n * layer.router.k, math.ceil(factor * n * layer.router.k / len(layer.router.weight))) if factor else math.inf
+    return (
+        min(n * layer.router.k, math.ceil(factor * n * layer.router.k / len(layer.router.weight)))
+        if factor
+        else math.inf
+    )
 
 
 def loop(layer: moe.MoE, x: torch.Tensor) -> torch.Tensor:
-    """The layer, one token and one expert at a time, with the router's losses added to the output's sum. x: [b, s, h]"""
-    r, (b, s, h) = layer.router, x.shape
-    tokens, y, taken = x.reshape(-1, h), [], torch.zeros(len(r.weight), dtype=torch.long)
+    """The layer, one token and one expert at a time, with the router's losses added to the output's
+    sum. x: [b, s, h]"""
+    r = layer.router
+    b, s, h = x.shape
+    tokens = x.reshape(-1, h)
+    y = []
+    taken = torch.zeros(len(r.weight), dtype=torch.long)
     logits = [r.weight @ t for t in tokens]
-    chosen = r.scores(torch.stack(logits).detach(), layer.training).sort(descending=True).indices[:, :r.k]
-    kept, e = {}, len(r.weight)
+    chosen = (
+        r.scores(torch.stack(logits).detach(), layer.training)
+        .sort(descending=True)
+        .indices[:, : r.k]
+    )
+    kept = {}
+    e = len(r.weight)
     limit = capacity_of(layer, len(tokens)) if layer.training else torch.inf
     for choice in range(r.k):
         for i in range(len(tokens)):
@@ -146,12 +216,18 @@ def loop(layer: moe.MoE, x: torch.Tensor) -> torch.Tensor:
             else:
                 g = p[n] if r.k == 1 else p[n] / p[chosen[i]].sum()
             up = layer.up.weight[n] @ t
-            inner = F.silu(layer.gate.weight[n] @ t) * up if layer.gate is not None else F.gelu(up, approximate="tanh")
+            inner = (
+                F.silu(layer.gate.weight[n] @ t) * up
+                if layer.gate is not None
+                else F.gelu(up, approximate="tanh")
+            )
             if kept[i, choice]:
                 total = total + g * (layer.down.weight[n] @ inner)
         y.append(total)
     share = taken.double() / (len(tokens) * r.k)
-    aux = e * sum(share[j] * torch.stack([z.softmax(0)[j] for z in logits]).mean() for j in range(e))
+    aux = e * sum(
+        share[j] * torch.stack([z.softmax(0)[j] for z in logits]).mean() for j in range(e)
+    )
     z_loss = torch.stack([z.exp().sum().log().square() for z in logits]).mean()
     return torch.stack(y).view(b, s, h), r.aux_loss * aux + r.z_loss * z_loss
 
@@ -159,11 +235,19 @@ def loop(layer: moe.MoE, x: torch.Tensor) -> torch.Tensor:
 def statistics_by_hand(layer: moe.MoE, x: torch.Tensor, choices: torch.Tensor) -> dict[str, float]:
     """What metrics are made of, a token at a time. choices: [E]"""
     z = [layer.router.weight.detach() @ t for t in x.reshape(-1, x.shape[-1])]
-    p, n, e, k = [t.softmax(0) for t in z], len(z), len(choices), layer.router.k
+    p = [t.softmax(0) for t in z]
+    n = len(z)
+    e = len(choices)
+    k = layer.router.k
     assert choices.sum() == n * k
     limit = capacity_of(layer, n)
-    return {"tokens": n, "dropped_share": sum(max(0, c - limit) for c in choices.tolist()), "router_entropy": -sum((t * t.log()).sum().item() for t in p),
-            "load_balancing_loss": e * sum((t @ choices).item() for t in p) / (n * k), "z_loss": sum(t.exp().sum().log().item() ** 2 for t in z)}
+    return {
+        "tokens": n,
+        "dropped_share": sum(max(0, c - limit) for c in choices.tolist()),
+        "router_entropy": -sum((t * t.log()).sum().item() for t in p),
+        "load_balancing_loss": e * sum((t @ choices).item() for t in p) / (n * k),
+        "z_loss": sum(t.exp().sum().log().item() ** 2 for t in z),
+    }
 
 
 def draw(seed: int) -> tuple[moe.MoE, torch.Tensor]:
@@ -171,9 +255,24 @@ def draw(seed: int) -> tuple[moe.MoE, torch.Tensor]:
     e = g.choice([1, 2, 3, 4, 6, 7])
     router = g.choice(["sinkhorn", "topk"])
     losses = dict(aux_loss=g.choice([0.0, 0.5]) * (router == "topk"), z_loss=g.choice([0.0, 0.5]))
-    layer = make(e, g.randint(1, min(e, 3)), h=2 * g.randint(1, 6), ffn=g.randint(1, 9), router=router, seed=seed, llama=g.random() < 0.5,
-                 capacity_factor=g.choice([0.0, 0.0, 0.3, 1.0, 1.1, 1e30]), **losses).train(g.random() < 0.8)
-    x = torch.randn(g.randint(1, 3), g.randint(1, 12), layer.router.weight.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    layer = make(
+        e,
+        g.randint(1, min(e, 3)),
+        h=2 * g.randint(1, 6),
+        ffn=g.randint(1, 9),
+        router=router,
+        seed=seed,
+        llama=g.random() < 0.5,
+        capacity_factor=g.choice([0.0, 0.0, 0.3, 1.0, 1.1, 1e30]),
+        **losses,
+    ).train(g.random() < 0.8)
+    x = torch.randn(
+        g.randint(1, 3),
+        g.randint(1, 12),
+        layer.router.weight.shape[1],
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.float64,
+    )
     return layer, x.requires_grad_()
 
 
@@ -183,14 +282,20 @@ def close(a, b, what):
 
 
 def test_equals_a_loop_over_tokens():
-    """Output and gradients, over random shapes; some experts get no token, some tokens are dropped."""
+    """Output and gradients, over random shapes; some experts get no token, some tokens are
+    dropped."""
     empty = dropped = 0
     for seed in range(120):
         layer, x = draw(seed)
-        weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        weight = torch.randn(
+            x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         y, loss = loop(layer, x)
         ((y * weight).sum() + (loss if layer.training else 0)).backward()
-        expected = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in [*layer.named_parameters(), ("x", x)]}
+        expected = {
+            n: p.grad if p.grad is not None else torch.zeros_like(p)
+            for n, p in [*layer.named_parameters(), ("x", x)]
+        }
         layer.zero_grad()
         x.grad = None
         out = layer(x)
@@ -200,10 +305,13 @@ def test_equals_a_loop_over_tokens():
             close(p.grad, expected[n], (seed, n))
         if layer.training:
             told = layer.decision.statistics
-            choices, sums = told[:len(layer.router.weight)], dict(zip(moe.SUMS, told[len(layer.router.weight):].tolist()))
+            choices = told[: len(layer.router.weight)]
+            sums = dict(zip(moe.SUMS, told[len(layer.router.weight) :].tolist()))
             assert sums == pytest.approx(statistics_by_hand(layer, x.detach(), choices), rel=1e-10)
-            empty, dropped = empty + int((choices == 0).sum()), dropped + sums["dropped_share"]
-    assert empty > 10 and dropped > 100                                  # so both were tested
+            empty = empty + int((choices == 0).sum())
+            dropped = dropped + sums["dropped_share"]
+    # so both were tested
+    assert empty > 10 and dropped > 100
 
 
 def test_all_tokens_to_one_expert():
@@ -223,11 +331,14 @@ def test_grouped_by_library():
     if not hasattr(F, "grouped_mm"):
         pytest.skip("this torch has no grouped_mm")
     g = torch.Generator().manual_seed(0)
-    x, w = torch.randn(30, 16, generator=g).bfloat16(), torch.randn(4, 24, 16, generator=g).bfloat16()
-    counts, grad, found = torch.tensor([7, 0, 15, 8]), torch.randn(30, 24, generator=g).bfloat16(), []
+    x = torch.randn(30, 16, generator=g).bfloat16()
+    w = torch.randn(4, 24, 16, generator=g).bfloat16()
+    counts = torch.tensor([7, 0, 15, 8])
+    grad = torch.randn(30, 24, generator=g).bfloat16()
+    found = []
     for function in (moe.grouped_linear, moe.grouped_by_library):
         inputs = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y, = function(inputs[0], counts, inputs[1])
+        (y,) = function(inputs[0], counts, inputs[1])
         y.backward(grad)
         found.append((y, *(t.grad for t in inputs)))
     for ours, theirs in zip(*found):
@@ -247,23 +358,35 @@ def test_take_and_put_are_adjoint():
     g = torch.Generator().manual_seed(0)
     order = torch.randperm(3 * 7, generator=g)[:17]
     place = moe.positions(order, 21).view(3, 7)
-    x, y = torch.randn(7, 5, generator=g).double(), torch.randn(17, 5, generator=g).double()
+    x = torch.randn(7, 5, generator=g).double()
+    y = torch.randn(17, 5, generator=g).double()
     torch.testing.assert_close((moe.take(x, order) * y).sum(), (x * moe.put(y, place)).sum())
 
 
 def spread(rank: int, world: int, seeds: list[int]):
-    """Experts over all ranks, against each rank having all of them; every rank has tokens of its own, and another number of them."""
+    """Experts over all ranks, against each rank having all of them; every rank has tokens of its
+    own, and another number of them."""
     for seed in seeds:
         whole, _ = draw(seed)
         e, h = whole.router.weight.shape
-        config = gpt.GPTConfig(1, h, 1, vocab_size=3, num_experts=e, ffn_hidden_size=whole.up.weight.shape[1])
+        config = gpt.GPTConfig(
+            1, h, 1, vocab_size=3, num_experts=e, ffn_hidden_size=whole.up.weight.shape[1]
+        )
         if e % world:
             continue
-        part, model = copy.deepcopy(whole), torch.nn.Module()
-        model.config, model.blocks = config, torch.nn.ModuleDict({"0": torch.nn.Module()})
+        part = copy.deepcopy(whole)
+        model = torch.nn.Module()
+        model.config = config
+        model.blocks = torch.nn.ModuleDict({"0": torch.nn.Module()})
         model.blocks["0"].mlp = part
         moe.parallelize(model, dist.group.WORLD)
-        x = torch.randn(1, (seed + 5 * rank) % 9 + 1, h, generator=torch.Generator().manual_seed(100 * seed + rank), dtype=torch.float64)
+        x = torch.randn(
+            1,
+            (seed + 5 * rank) % 9 + 1,
+            h,
+            generator=torch.Generator().manual_seed(100 * seed + rank),
+            dtype=torch.float64,
+        )
         outputs = []
         for layer in (whole, part):
             mine = x.clone().requires_grad_()
@@ -273,7 +396,8 @@ def spread(rank: int, world: int, seeds: list[int]):
         for a, b in zip(*outputs):
             close(b, a, (seed, "output or input gradient"))
         for (n, p), (_, q) in zip(whole.named_parameters(), part.named_parameters()):
-            if sharding.of(q).cuts:                                      # summed over the tokens of all ranks already
+            # summed over the tokens of all ranks already
+            if sharding.of(q).cuts:
                 dist.all_reduce(p.grad)
             close(q.grad, sharding.cut(p.grad, sharding.of(q)), (seed, n))
 
@@ -283,24 +407,46 @@ def test_experts_over_ranks(world):
     ranks.run(spread, world, world, list(range(40)))
 
 
-# --- in a model ----------------------------------------------------------------------------------------------------------
+# --- in a model -----------------------------------------------------------------------------------
+
 
 def statistics_of(rank: int, world: int, flags: dict):
     config = trainer.Config(**flags)
-    groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups()
+    groups = (
+        Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups()
+    )
     t = trainer.Trainer(config, torch.device("cpu"), groups)
-    for step in (1, 1):                                                  # each step's are its own
+    # each step's are its own
+    for step in (1, 1):
         t.forward_backward(step, Synthetic(t.model_config.seq_length, t.model_config.vocab_size))
     return t.routing()
 
 
 def test_statistics_do_not_depend_on_the_layout():
-    """Recomputation counts nothing twice, tensor-parallel ranks count once, and pipeline stages put their layers together."""
-    base = SMALL | dict(num_experts=4, micro_batch_size=2, num_layers=4, expert_every=2, router="topk", router_topk=2, capacity_factor=1.0)
+    """Recomputation counts nothing twice, tensor-parallel ranks count once, and pipeline stages put
+    their layers together."""
+    base = SMALL | dict(
+        num_experts=4,
+        micro_batch_size=2,
+        num_layers=4,
+        expert_every=2,
+        router="topk",
+        router_topk=2,
+        capacity_factor=1.0,
+    )
     one = ranks.run(statistics_of, 1, 1, base)[0]
-    assert len(one["expert_load"]) == 2 and all(abs(sum(layer) - 4) < 1e-12 for layer in one["expert_load"]) and all(0 < x < 0.5 for x in one["dropped_share"])
-    assert all(1 < x <= 1.3863 for x in one["router_entropy"])           # log 4
-    for world, flags in ((1, dict(recompute="full")), (2, dict(tp=2, sequence_parallel=True, recompute="full")), (4, dict(pp=2, ep=2))):
+    assert (
+        len(one["expert_load"]) == 2
+        and all(abs(sum(layer) - 4) < 1e-12 for layer in one["expert_load"])
+        and all(0 < x < 0.5 for x in one["dropped_share"])
+    )
+    # log 4
+    assert all(1 < x <= 1.3863 for x in one["router_entropy"])
+    for world, flags in (
+        (1, dict(recompute="full")),
+        (2, dict(tp=2, sequence_parallel=True, recompute="full")),
+        (4, dict(pp=2, ep=2)),
+    ):
         for found in ranks.run(statistics_of, world, world, base | flags):
             for name in one:
                 torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(one[name]))
@@ -309,9 +455,15 @@ def test_statistics_do_not_depend_on_the_layout():
 def test_recomputation_does_not_route_again():
     counts = []
     for recompute in ("none", "full"):
-        t = trainer.Trainer(trainer.Config(**SMALL | dict(num_experts=4, recompute=recompute)), torch.device("cpu"), Groups())
+        t = trainer.Trainer(
+            trainer.Config(**SMALL | dict(num_experts=4, recompute=recompute)),
+            torch.device("cpu"),
+            Groups(),
+        )
         for layer in t.expert_layers.values():
-            layer.decision.scores = lambda *args, original=layer.decision.scores: counts.append(recompute) or original(*args)
+            layer.decision.scores = lambda *args, original=layer.decision.scores: (
+                counts.append(recompute) or original(*args)
+            )
         t.forward_backward(1, Synthetic(16, 61))
     assert counts.count("none") == counts.count("full") == 2
 
@@ -319,16 +471,23 @@ def test_recomputation_does_not_route_again():
 def test_flops_count_what_a_token_goes_through():
     dense = gpt.GPTConfig(4, 64, 4, seq_length=32, vocab_size=100, llama=True)
     fields = dict(num_experts=8, router="topk")
-    same, two = gpt.GPTConfig(4, 64, 4, seq_length=32, vocab_size=100, llama=True, expert_every=2, **fields), \
-        gpt.GPTConfig(4, 64, 4, seq_length=32, vocab_size=100, llama=True, router_topk=2, **fields)
-    router, mlp = 6 * 64 * 8, 6 * 3 * 64 * 256
+    same = gpt.GPTConfig(
+        4, 64, 4, seq_length=32, vocab_size=100, llama=True, expert_every=2, **fields
+    )
+    two = gpt.GPTConfig(
+        4, 64, 4, seq_length=32, vocab_size=100, llama=True, router_topk=2, **fields
+    )
+    router = 6 * 64 * 8
+    mlp = 6 * 3 * 64 * 256
     assert gpt.flops_per_token(same) - gpt.flops_per_token(dense) == 2 * router
     assert gpt.flops_per_token(two) - gpt.flops_per_token(dense) == 4 * router + 4 * mlp
     assert list(same.expert_layers) == [1, 3] and list(dense.expert_layers) == []
 
 
 def test_expert_fields_mean_nothing_without_experts():
-    assert gpt.GPTConfig(2, 16, 2, expert_every=2, router="topk", router_topk=3, aux_loss=0.1) == gpt.GPTConfig(2, 16, 2)
+    assert gpt.GPTConfig(
+        2, 16, 2, expert_every=2, router="topk", router_topk=3, aux_loss=0.1
+    ) == gpt.GPTConfig(2, 16, 2)
 
 
 def test_evaluation_routes_each_token_for_itself():
@@ -340,29 +499,39 @@ def test_evaluation_routes_each_token_for_itself():
     assert not torch.allclose(layer(x)[:, :5], layer(x[:, :5]))
 
 
-# --- bad input -----------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("flags, world, words", [
-    (dict(num_experts=4, ep=3), 3, ["--ep 3", "--num-experts 4", "[1]"]),
-    (dict(num_experts=6, ep=4), 4, ["--ep 4", "--num-experts 6", "[1, 2]"]),
-    (dict(num_experts=4, ep=4, tp=2), 4, ["--ep 4", "2 data-parallel ranks", "[1, 2]"]),
-    (dict(ep=2), 2, ["--ep 2", "no experts", "--num-experts"]),
-    (dict(num_experts=8, ep=5), 12, ["--ep 5", "12 data-parallel ranks", "[1, 2, 4]"]),
-    (dict(num_experts=4, router_topk=5), 1, ["--router-topk 5", "--num-experts 4"]),
-    (dict(num_experts=4, router_topk=0), 1, ["--router-topk 0"]),
-    (dict(router_topk=2), 1, ["--router-topk 2", "--num-experts"]),
-    (dict(num_experts=40, seq_length=16, micro_batch_size=2), 1, ["--num-experts 40", "32 tokens", "--micro-batch-size"]),
-    (dict(num_experts=4, expert_every=5), 1, ["--expert-every 5", "--num-layers 4"]),
-    (dict(num_experts=-1), 1, ["--num-experts -1"]),
-    (dict(num_experts=4, capacity_factor=-1.0), 1, ["--capacity-factor -1.0"]),
-    (dict(num_experts=4, aux_loss=float("nan")), 1, ["--aux-loss nan"]),
-    (dict(num_experts=4, router_temperature=0.0), 1, ["--router-temperature 0.0"]),
-    (dict(num_experts=4, aux_loss=0.1), 1, ["--aux-loss 0.1", "--router topk"]),
-    (dict(router="topk"), 1, ["--router topk", "--num-experts"]),
-    (dict(capacity_factor=1.0), 1, ["--capacity-factor 1.0", "--num-experts"]),
-    (dict(num_experts=6, ep=3), 4, ["--ep 3", "[1, 2]"]),
-    (dict(num_experts=4, router="hash"), 1, ["--router hash"]),
-    (dict(num_experts=4, ep=0), 1, ["--ep 0"])], ids=str)
+
+@pytest.mark.parametrize(
+    "flags, world, words",
+    [
+        (dict(num_experts=4, ep=3), 3, ["--ep 3", "--num-experts 4", "[1]"]),
+        (dict(num_experts=6, ep=4), 4, ["--ep 4", "--num-experts 6", "[1, 2]"]),
+        (dict(num_experts=4, ep=4, tp=2), 4, ["--ep 4", "2 data-parallel ranks", "[1, 2]"]),
+        (dict(ep=2), 2, ["--ep 2", "no experts", "--num-experts"]),
+        (dict(num_experts=8, ep=5), 12, ["--ep 5", "12 data-parallel ranks", "[1, 2, 4]"]),
+        (dict(num_experts=4, router_topk=5), 1, ["--router-topk 5", "--num-experts 4"]),
+        (dict(num_experts=4, router_topk=0), 1, ["--router-topk 0"]),
+        (dict(router_topk=2), 1, ["--router-topk 2", "--num-experts"]),
+        (
+            dict(num_experts=40, seq_length=16, micro_batch_size=2),
+            1,
+            ["--num-experts 40", "32 tokens", "--micro-batch-size"],
+        ),
+        (dict(num_experts=4, expert_every=5), 1, ["--expert-every 5", "--num-layers 4"]),
+        (dict(num_experts=-1), 1, ["--num-experts -1"]),
+        (dict(num_experts=4, capacity_factor=-1.0), 1, ["--capacity-factor -1.0"]),
+        (dict(num_experts=4, aux_loss=float("nan")), 1, ["--aux-loss nan"]),
+        (dict(num_experts=4, router_temperature=0.0), 1, ["--router-temperature 0.0"]),
+        (dict(num_experts=4, aux_loss=0.1), 1, ["--aux-loss 0.1", "--router topk"]),
+        (dict(router="topk"), 1, ["--router topk", "--num-experts"]),
+        (dict(capacity_factor=1.0), 1, ["--capacity-factor 1.0", "--num-experts"]),
+        (dict(num_experts=6, ep=3), 4, ["--ep 3", "[1, 2]"]),
+        (dict(num_experts=4, router="hash"), 1, ["--router hash"]),
+        (dict(num_experts=4, ep=0), 1, ["--ep 0"]),
+    ],
+    ids=str,
+)
 def test_bad_configurations(flags, world, words):
     with pytest.raises(trainer.ConfigError) as e:
         trainer.Config(**flags).validate(world)
@@ -391,17 +560,62 @@ def test_shard_without_expert_group():
     ranks.run(shard_without_expert_group, 2)
 
 
-# --- a run ---------------------------------------------------------------------------------------------------------------
+# --- a run ----------------------------------------------------------------------------------------
+
 
 def test_a_run_with_experts(tmp_path):
     """Two ranks with half of the experts each: metrics, checkpoint, sample."""
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 3000)
-    flags = ["--model", "tiny-moe", "--expert-every", "1", "--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--ffn-hidden-size", "48", "--seq-length", "32", "--data",
-             str(tmp_path / "corpus.txt"), "--out", str(tmp_path / "run"), "--precision", "fp64", "--device", "cpu", "--global-batch-size", "8", "--micro-batch-size", "2",
-             "--eval-every", "0", "--steps", "4"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "train.py", "--ep", "2"]
+    flags = [
+        "--model",
+        "tiny-moe",
+        "--expert-every",
+        "1",
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "32",
+        "--num-heads",
+        "4",
+        "--ffn-hidden-size",
+        "48",
+        "--seq-length",
+        "32",
+        "--data",
+        str(tmp_path / "corpus.txt"),
+        "--out",
+        str(tmp_path / "run"),
+        "--precision",
+        "fp64",
+        "--device",
+        "cpu",
+        "--global-batch-size",
+        "8",
+        "--micro-batch-size",
+        "2",
+        "--eval-every",
+        "0",
+        "--steps",
+        "4",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        "train.py",
+        "--ep",
+        "2",
+    ]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [len(line["expert_load"]) for line in lines] == [2] * 4 and all(line["dropped_share"] == [0, 0] for line in lines)
+    assert [len(line["expert_load"]) for line in lines] == [2] * 4 and all(
+        line["dropped_share"] == [0, 0] for line in lines
+    )
     assert (tmp_path / "run/sample.txt").read_text().startswith("def ")

@@ -3,6 +3,7 @@ import copy
 import math
 from pathlib import Path
 
+import parity
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,11 +11,18 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 import fsdp
-import parity
 import ranks
 import sharding
 import train as trainer
-from optimizer import AdamW, GradientAccumulator, LossScaler, global_norm, join, learning_rate, split
+from optimizer import (
+    AdamW,
+    GradientAccumulator,
+    LossScaler,
+    global_norm,
+    join,
+    learning_rate,
+    split,
+)
 from world import Groups
 
 
@@ -26,22 +34,31 @@ def model_and_batches(dtype=torch.float64):
 
 @pytest.mark.parametrize("clip", [0.0, 0.7])
 def test_equals_torch(clip):
-    """Decay on matrices, accumulation, clipping, a changing rate: against plain torch.optim.AdamW."""
+    """Decay on matrices, accumulation, clipping, a changing rate: against plain
+    torch.optim.AdamW."""
     model, batches = model_and_batches()
     other = copy.deepcopy(model)
     gradients = GradientAccumulator(model)
     ours = AdamW(model.named_parameters(), weight_decay=0.1, clip=clip)
-    theirs = torch.optim.AdamW([{"params": [p for p in other.parameters() if p.dim() > 1], "weight_decay": 0.1},
-                                {"params": [p for p in other.parameters() if p.dim() == 1], "weight_decay": 0.0}],
-                               betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [p for p in other.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in other.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        fused=False,
+        foreach=False,
+    )
     for i in range(0, 8, 2):
         gradients.zero()
         theirs.zero_grad()
-        for x in batches[i:i + 2]:
+        for x in batches[i : i + 2]:
             model(x).square().sum().backward()
             other(x).square().sum().backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in other.parameters()])
-        for p in other.parameters():                             # clip_grad_norm_ would divide by norm + 1e-6
+        # clip_grad_norm_ would divide by norm + 1e-6
+        for p in other.parameters():
             p.grad.mul_(min(1.0, clip / norm) if clip else 1.0)
         lr = learning_rate(i + 1, 1e-2, 1e-3, 3, 8)
         for group in theirs.param_groups:
@@ -72,7 +89,8 @@ class TiedTwice(nn.Module):
 
     def __init__(self, dtype):
         super().__init__()
-        self.first, self.second = nn.Linear(1, 1, bias=False, dtype=dtype), nn.Linear(1, 1, bias=False, dtype=dtype)
+        self.first = nn.Linear(1, 1, bias=False, dtype=dtype)
+        self.second = nn.Linear(1, 1, bias=False, dtype=dtype)
         self.second.weight = self.first.weight
 
     def forward(self, a, b):
@@ -81,20 +99,28 @@ class TiedTwice(nn.Module):
 
 def one_tied_gradient(rank, stage, dtype, a, b):
     model = TiedTwice(dtype)
-    gradients = GradientAccumulator(model) if stage is None else fsdp.shard(model, dist.group.WORLD, stage)
+    gradients = (
+        GradientAccumulator(model) if stage is None else fsdp.shard(model, dist.group.WORLD, stage)
+    )
     for last in (False, True):
         if last:
             gradients.last_backward()
-        model(torch.full((1, 1), a, dtype=dtype), torch.full((1, 1), b, dtype=dtype)).sum().backward()
+        model(
+            torch.full((1, 1), a, dtype=dtype), torch.full((1, 1), b, dtype=dtype)
+        ).sum().backward()
     gradients.reduce_gradients()
     return sharding.own(model.first.weight).main_grad.item()
 
 
 @pytest.mark.parametrize("stage", [None, 0, 2], ids=str)
-@pytest.mark.parametrize("dtype, a, b", [(torch.float16, 60000.0, 50016.0), (torch.bfloat16, 256.0, 1.0)], ids=["overflow", "rounding"])
+@pytest.mark.parametrize(
+    "dtype, a, b",
+    [(torch.float16, 60000.0, 50016.0), (torch.bfloat16, 256.0, 1.0)],
+    ids=["overflow", "rounding"],
+)
 def test_a_tied_weight_sums_its_uses_in_float32(stage, dtype, a, b):
     """110016 is infinite in fp16, 257 is 256 in bf16. Of two micro-batches."""
-    found, = ranks.run(one_tied_gradient, 1, stage, dtype, a, b)
+    (found,) = ranks.run(one_tied_gradient, 1, stage, dtype, a, b)
     assert found == 2 * (a + b)
 
 
@@ -122,56 +148,109 @@ def test_masters_remember_what_bf16_cannot():
         gradients.zero()
         model.weight.grad = None
         model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step(1e-4)                                     # each update is 1e-4, a 40th of bf16's spacing at 1
+        # each update is 1e-4, a 40th of bf16's spacing at 1
+        optimizer.step(1e-4)
     assert model.weight.item() == pytest.approx(0.9, abs=4e-3)
     assert optimizer.tensors()["model.weight"].item() == pytest.approx(0.9, abs=1e-4)
 
 
 def test_split_by_hand():
-    """1 + 2^-8 is half way between two bf16 numbers: it is rounded away from zero, and the low half is the negative rest."""
+    """1 + 2^-8 is half way between two bf16 numbers: it is rounded away from zero, and the low half
+    is the negative rest."""
     master = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 2**-9, 0.0, -0.0, 3.4e38, 1e-40])
-    weight, low = torch.zeros(7, dtype=torch.bfloat16), torch.zeros(7, dtype=torch.int16)
+    weight = torch.zeros(7, dtype=torch.bfloat16)
+    low = torch.zeros(7, dtype=torch.int16)
     split(master, weight, low)
-    assert weight[:3].tolist() == [1 + 2**-7, -1 - 2**-7, 1.0] and low[:4].tolist() == [-2**15, -2**15, 2**14, 0]
+    assert weight[:3].tolist() == [1 + 2**-7, -1 - 2**-7, 1.0] and low[:4].tolist() == [
+        -(2**15),
+        -(2**15),
+        2**14,
+        0,
+    ]
     assert torch.equal(join(weight, low).view(torch.int32), master.view(torch.int32))
-    bits = torch.randint(-2**31, 2**31, (10**6,), generator=torch.Generator().manual_seed(0)).int()                   # any float at all
-    weight, low = torch.zeros(10**6, dtype=torch.bfloat16), torch.zeros(10**6, dtype=torch.int16)
+    # any float at all
+    bits = torch.randint(
+        -(2**31), 2**31, (10**6,), generator=torch.Generator().manual_seed(0)
+    ).int()
+    weight = torch.zeros(10**6, dtype=torch.bfloat16)
+    low = torch.zeros(10**6, dtype=torch.int16)
     split(bits.view(torch.float32), weight, low)
     assert torch.equal(join(weight, low).view(torch.int32), bits)
     finite = bits.view(torch.float32).abs() < 3e38
     nearest = bits.view(torch.float32).bfloat16()
-    assert ((weight == nearest) | ~finite).float().mean() > 0.9999                              # all but ties
+    # all but ties
+    assert ((weight == nearest) | ~finite).float().mean() > 0.9999
 
 
 def test_split_masters_are_the_unsplit_ones():
-    """50 steps of bf16 weights with bf16 moments: masters, put together, are bit for bit those of a loop that keeps them in fp32."""
+    """50 steps of bf16 weights with bf16 moments: masters, put together, are bit for bit those of a
+    loop that keeps them in fp32."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(30, 70, dtype=torch.bfloat16), nn.Linear(70, 5, dtype=torch.bfloat16))
+    model = nn.Sequential(
+        nn.Linear(30, 70, dtype=torch.bfloat16), nn.Linear(70, 5, dtype=torch.bfloat16)
+    )
     optimizer = AdamW(model.named_parameters(), weight_decay=0.1, state_dtype=torch.bfloat16)
     masters = [p.detach().float() for p in model.parameters()]
-    moments = [(torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False), torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False)) for p in model.parameters()]
+    moments = [
+        (
+            torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False),
+            torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False),
+        )
+        for p in model.parameters()
+    ]
     for step in range(1, 51):
         for p, master, (m, v) in zip(model.parameters(), masters, moments):
             p.main_grad = torch.randn(p.shape)
             wide = m.float(), v.float()
-            adamw([master], [p.main_grad.clone()], [wide[0]], [wide[1]], [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, beta1=0.9,
-                                    beta2=0.95, lr=1e-2, weight_decay=0.1 if p.dim() > 1 else 0.0, eps=1e-8, maximize=False)
+            adamw(
+                [master],
+                [p.main_grad.clone()],
+                [wide[0]],
+                [wide[1]],
+                [],
+                [torch.tensor(step - 1.0)],
+                fused=True,
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.95,
+                lr=1e-2,
+                weight_decay=0.1 if p.dim() > 1 else 0.0,
+                eps=1e-8,
+                maximize=False,
+            )
             m.copy_(wide[0])
             v.copy_(wide[1])
         optimizer.step(1e-2)
         joined = [t for n, t in optimizer.tensors().items() if n.startswith("model.")]
         assert all(map(torch.equal, joined, masters))
-        assert all((p - x).abs().max() <= 2**-8 * x.abs().max() for p, x in zip(model.parameters(), masters))
+        assert all(
+            (p - x).abs().max() <= 2**-8 * x.abs().max()
+            for p, x in zip(model.parameters(), masters)
+        )
 
 
-@pytest.mark.parametrize("dtype, state_dtype, expected", [(torch.bfloat16, torch.bfloat16, 8), (torch.float32, torch.bfloat16, 8), (torch.bfloat16, None, 14), (torch.float32, None, 12)])
+@pytest.mark.parametrize(
+    "dtype, state_dtype, expected",
+    [
+        (torch.bfloat16, torch.bfloat16, 8),
+        (torch.float32, torch.bfloat16, 8),
+        (torch.bfloat16, None, 14),
+        (torch.float32, None, 12),
+    ],
+)
 def test_bytes_per_parameter(dtype, state_dtype, expected):
     model = nn.Linear(100, 50, dtype=dtype)
     optimizer = AdamW(model.named_parameters(), state_dtype=state_dtype)
     for p in model.parameters():
         p.main_grad = torch.ones(p.shape)
     optimizer.step(1e-3)
-    held = [*model.parameters(), *optimizer.masters.values(), *optimizer.low.values(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
+    held = [
+        *model.parameters(),
+        *optimizer.masters.values(),
+        *optimizer.low.values(),
+        *optimizer.exp_avg.values(),
+        *optimizer.exp_avg_sq.values(),
+    ]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     assert sum(storages.values()) == expected * 5050
 
@@ -198,8 +277,13 @@ def test_no_bf16_state_for_fp16_weights():
 
 
 def test_bf16_state_follows_fp32_state():
-    """After 200 steps, over the last 50, within 0.5%. (`python comparisons/optimizer_state.py` takes 500, of a larger model. At 1e-3: at three times that rate rounding of any kind moves this model's loss by percents.)"""
-    fp32, bf16 = (curve("bf16", 200, optimizer_state=state, lr=1e-3)[0][-50:].mean() for state in ("fp32", "bf16"))
+    """After 200 steps, over the last 50, within 0.5%. (`python comparisons/optimizer_state.py`
+    takes 500, of a larger model. At 1e-3: at three times that rate rounding of any kind moves this
+    model's loss by percents.)"""
+    fp32, bf16 = (
+        curve("bf16", 200, optimizer_state=state, lr=1e-3)[0][-50:].mean()
+        for state in ("fp32", "bf16")
+    )
     assert abs(bf16 - fp32) < 0.005 * fp32, (fp32, bf16)
 
 
@@ -219,8 +303,8 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
 
 
 def test_loss_scaler_by_hand():
-    """NeMo's constants; hysteresis 2: the first overflow is forgiven, each further one halves, a good interval restores. (The
-    first step is good: before one, the scale is searched for.)"""
+    """NeMo's constants; hysteresis 2: the first overflow is forgiven, each further one halves, a
+    good interval restores. (The first step is good: before one, the scale is searched for.)"""
     scaler = LossScaler()
     assert (scaler.scale, scaler.interval, scaler.hysteresis) == (2**32, 1000, 2)
     scaler = LossScaler(scale=16.0, interval=3)
@@ -236,8 +320,10 @@ def test_loss_scaler_by_hand():
 
 
 def test_the_first_scale_is_found_in_a_few_steps():
-    """By 2^8 at a time, down to 1, until a step is finite; then hysteresis is whole, and halves are NeMo's."""
-    scaler, scales = LossScaler(), []
+    """By 2^8 at a time, down to 1, until a step is finite; then hysteresis is whole, and halves are
+    NeMo's."""
+    scaler = LossScaler()
+    scales = []
     for finite in (False, False, True, False, False):
         scaler.update(finite)
         scales.append(math.log2(scaler.scale))
@@ -256,20 +342,25 @@ def test_a_loss_scaler_of_an_older_checkpoint():
     scaler.load_state_dict({"scale": 2.0**20, "good_steps": 0, "tolerance": 1})
     scaler.update(False)
     assert scaler.scale == 2**19
-    half_way, resumed = LossScaler(), LossScaler()
+    half_way = LossScaler()
+    resumed = LossScaler()
     half_way.update(False)
     resumed.load_state_dict(half_way.state_dict())
     resumed.update(False)
     assert resumed.scale == 2**16
     with pytest.raises(ValueError, match="not the state of a loss scaler"):
-        scaler.load_state_dict({"scale": 2.0**20, "good_steps": 0, "tolerance": 1, "searching": "no"})
+        scaler.load_state_dict(
+            {"scale": 2.0**20, "good_steps": 0, "tolerance": 1, "searching": "no"}
+        )
 
 
 @pytest.mark.parametrize("scale, first", [(None, 6), (64.0, 9)], ids=["fp32", "fp16"])
 def test_divergence(scale, first):
-    """At the third skipped step in a row; with fp16 when also scale 1 has overflowed: 32 | 16, 8, 4, 2, 1, 1."""
+    """At the third skipped step in a row; with fp16 when also scale 1 has overflowed: 32 | 16, 8,
+    4, 2, 1, 1."""
     model = nn.Linear(2, 2)
-    optimizer, diverged = AdamW(model.named_parameters(), scaler=LossScaler(scale) if scale else None), []
+    optimizer = AdamW(model.named_parameters(), scaler=LossScaler(scale) if scale else None)
+    diverged = []
     for bad in (False, True, True, False, *[True] * 8):
         for p in model.parameters():
             p.main_grad = torch.full(p.shape, math.nan if bad else 1.0)
@@ -288,7 +379,8 @@ def test_learning_rate_by_hand():
 
 def norm_of_slices(rank):
     whole = torch.arange(1.0, 8.0, dtype=torch.float64)
-    sliced, replicated = nn.Parameter(torch.zeros(4, dtype=torch.float64)), nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    sliced = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    replicated = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     sliced.sharding = sharding.Sharding((7,), (sharding.Cut(0, dist.group.WORLD),))
     sliced.main_grad = sharding.cut(whole, sliced.sharding)
     replicated.main_grad = torch.full((3,), 2.0, dtype=torch.float64)
@@ -302,16 +394,32 @@ def test_global_norm_counts_each_slice_once():
 
 def curve(precision, steps=200, device="cpu", **flags):
     """Losses of a small model on the bytes of a real text: the source of argparse."""
-    config = trainer.Config(**parity.SMALL | dict(precision=precision, dropout=0.0, seq_length=32, hidden_size=64, lr=3e-3, warmup_steps=20,
-                                                  steps=steps, weight_decay=0.1, vocab_size=257, grad_clip=1.0) | flags)
+    config = trainer.Config(
+        **parity.SMALL
+        | dict(
+            precision=precision,
+            dropout=0.0,
+            seq_length=32,
+            hidden_size=64,
+            lr=3e-3,
+            warmup_steps=20,
+            steps=steps,
+            weight_decay=0.1,
+            vocab_size=257,
+            grad_clip=1.0,
+        )
+        | flags
+    )
     text = torch.tensor(list(Path(argparse.__file__).read_bytes()))
 
     class Text(parity.Synthetic):
         def batch(self, samples):
-            rows = torch.stack([text[n * 32 % 60000:][:33] for n in samples])
+            rows = torch.stack([text[n * 32 % 60000 :][:33] for n in samples])
             return super().batch(samples)._replace(tokens=rows[:, :-1], labels=rows[:, 1:])
+
     t = trainer.Trainer(config, torch.device(device), Groups())
-    dataset, losses = Text(32, 257), []
+    dataset = Text(32, 257)
+    losses = []
     for step in range(1, steps + 1):
         losses.append(t.forward_backward(step, dataset).item())
         t.update(step)
@@ -319,10 +427,14 @@ def curve(precision, steps=200, device="cpu", **flags):
 
 
 def test_bf16_follows_fp32():
-    """Within 0.5% of the fp32 curve over 200 steps, both smoothed over 20 steps as a person would look at them. (At three times the rate this model is at the edge of stability, and the
-    number of threads, which changes how sums are rounded, moves either curve by percents.)"""
-    fp32, bf16 = (curve(precision, lr=1e-3)[0].unfold(0, 20, 20).mean(1) for precision in ("fp32", "bf16"))
-    assert fp32[-1] < 0.75 * fp32[0]                             # something was learned: 0.51 to 0.52 for five seeds
+    """Within 0.5% of the fp32 curve over 200 steps, both smoothed over 20 steps as a person would
+    look at them. (At three times the rate this model is at the edge of stability, and the number of
+    threads, which changes how sums are rounded, moves either curve by percents.)"""
+    fp32, bf16 = (
+        curve(precision, lr=1e-3)[0].unfold(0, 20, 20).mean(1) for precision in ("fp32", "bf16")
+    )
+    # something was learned: 0.51 to 0.52 for five seeds
+    assert fp32[-1] < 0.75 * fp32[0]
     assert ((bf16 - fp32).abs() / fp32).max() < 0.005
 
 
@@ -336,7 +448,8 @@ def test_fp16_follows_fp32_and_survives_its_first_scale():
 
 
 def test_fp16_scale_finds_its_place_on_the_cpu():
-    """The scale of 2^32 overflows at first; steps are skipped and counted until it fits, a few at most, then the model learns."""
+    """The scale of 2^32 overflows at first; steps are skipped and counted until it fits, a few at
+    most, then the model learns."""
     losses, t = curve("fp16", steps=60)
     assert 1 <= t.optimizer.skipped <= 5 and 1 < t.scaler.scale < 2**32
     assert losses[-5:].mean() < losses[0] - 1.5 and torch.isfinite(losses).all()

@@ -2,6 +2,9 @@ import weakref
 
 import pytest
 import torch
+from parity import LLAMA, SMALL, Synthetic
+from test_checkpoint import LAYOUTS as CHECKPOINT_LAYOUTS
+from test_checkpoint import equal, under_flags
 
 import gpt
 import pipeline_parallel
@@ -9,10 +12,7 @@ import ranks
 import schedules
 import sharding
 import train
-from parity import LLAMA, SMALL, Synthetic
 from pipeline_parallel import layer_split, split
-from test_checkpoint import LAYOUTS as CHECKPOINT_LAYOUTS
-from test_checkpoint import equal, under_flags
 from world import Groups
 
 CONFIG = gpt.GPTConfig(num_layers=8, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61)
@@ -20,13 +20,28 @@ CONFIG = gpt.GPTConfig(num_layers=8, hidden_size=32, num_heads=4, seq_length=16,
 
 def test_layer_split_by_hand():
     assert layer_split(8, 2) == [range(0, 4), range(4, 8)]
-    assert layer_split(5, 2, 2, [1, 2, 2, 0]) == [range(0, 1), range(1, 3), range(3, 5), range(5, 5)]
+    assert layer_split(5, 2, 2, [1, 2, 2, 0]) == [
+        range(0, 1),
+        range(1, 3),
+        range(3, 5),
+        range(5, 5),
+    ]
 
 
-@pytest.mark.parametrize("arguments, words", [
-    ((8, 3), "num_layers 8: must be divisible by pp 3 times virtual_stages 1; 6 or 9 would fit"), ((8, 16), "16 would fit"),
-    ((8, 2, 1, [4, 5]), "add up to num_layers 8; these are 2 that add up to 9"), ((8, 2, 1, [8]), "must be 2 numbers"), ((8, 2, 1, [9, -1]), "none below 0"),
-    ((8, 3, 1, [4, 0, 4]), "leaves pipeline rank 1 (stages [1]) without a layer")])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (
+            (8, 3),
+            "num_layers 8: must be divisible by pp 3 times virtual_stages 1; 6 or 9 would fit",
+        ),
+        ((8, 16), "16 would fit"),
+        ((8, 2, 1, [4, 5]), "add up to num_layers 8; these are 2 that add up to 9"),
+        ((8, 2, 1, [8]), "must be 2 numbers"),
+        ((8, 2, 1, [9, -1]), "none below 0"),
+        ((8, 3, 1, [4, 0, 4]), "leaves pipeline rank 1 (stages [1]) without a layer"),
+    ],
+)
 def test_splits_that_cannot_be(arguments, words):
     with pytest.raises(ValueError) as e:
         layer_split(*arguments)
@@ -37,13 +52,23 @@ def test_stages_have_the_parameters_of_the_model_under_its_names():
     with torch.device("meta"):
         whole = {n: p.shape for n, p in gpt.GPT(CONFIG).named_parameters()}
     chunks = [split(CONFIG, rank, 2, 2) for rank in range(2)]
-    names = [[n for n, _ in sharding.named_parameters(chunk)] for stage in chunks for chunk in stage]
-    assert set(sum(names, [])) == set(whole) and sum(map(len, names)) == len(whole) + 1        # the tied matrix twice
-    assert [sorted(chunk.blocks) for stage in chunks for chunk in stage] == [["0", "1"], ["4", "5"], ["2", "3"], ["6", "7"]]
-    first, last = chunks[0][0], chunks[1][1]
+    names = [
+        [n for n, _ in sharding.named_parameters(chunk)] for stage in chunks for chunk in stage
+    ]
+    # the tied matrix twice
+    assert set(sum(names, [])) == set(whole) and sum(map(len, names)) == len(whole) + 1
+    assert [sorted(chunk.blocks) for stage in chunks for chunk in stage] == [
+        ["0", "1"],
+        ["4", "5"],
+        ["2", "3"],
+        ["6", "7"],
+    ]
+    first = chunks[0][0]
+    last = chunks[1][1]
     for chunk in (first, last):
         sharding.init(chunk, 0, "cpu", torch.float32)
-    assert torch.equal(first.embedding.tokens.weight, last.head.output.weight)                  # drawn alike
+    # drawn alike
+    assert torch.equal(first.embedding.tokens.weight, last.head.output.weight)
     assert sharding.of(last.head.output.weight).copy_of == "embedding.tokens.weight"
 
 
@@ -54,15 +79,23 @@ class Kept:
 
 def activation_bytes(rank, flags):
     """For each chunk, what one micro-batch keeps; and the most that was kept at once in a step."""
-    config = train.Config(**SMALL | dict(num_layers=8, vocab_size=61, precision="fp32", micro_batch_size=1, hidden_size=64) | flags)
+    config = train.Config(
+        **SMALL
+        | dict(num_layers=8, vocab_size=61, precision="fp32", micro_batch_size=1, hidden_size=64)
+        | flags
+    )
     t = train.Trainer(config, torch.device("cpu"), Groups.make("cpu", 2, 1, 2))
-    refs, one, most = [], {}, 0
+    refs = []
+    one = {}
+    most = 0
     parameters = {p.untyped_storage().data_ptr() for p in t.model.parameters()}
 
     def alive():
         nonlocal refs
         refs = [ref for ref in refs if ref() is not None]
-        storages = {s.data_ptr(): s.nbytes() for ref in refs for s in [ref().tensor.untyped_storage()]}
+        storages = {
+            s.data_ptr(): s.nbytes() for ref in refs for s in [ref().tensor.untyped_storage()]
+        }
         return sum(size for address, size in storages.items() if address not in parameters)
 
     def pack(tensor):
@@ -79,19 +112,32 @@ def activation_bytes(rank, flags):
             most = max(most, alive())
             one.setdefault(chunk, alive() - before)
             return y
+
         original(schedule, watched, *args)
+
     t.model.run = run
     t.forward_backward(1, Synthetic(16, 61))
-    assert alive() == 0                                          # nothing outlives the step
-    counts, expected = [0] * len(t.chunks), 0
+    # nothing outlives the step
+    assert alive() == 0
+    counts = [0] * len(t.chunks)
+    expected = 0
     for a in t.schedule[rank]:
         counts[a.chunk] += {"F": 1, "B": -1, "I": -1, "W": 0}[a.op]
         expected = max(expected, sum(c * one[chunk] for chunk, c in enumerate(counts) if c))
     return most, expected, schedules.in_flight(t.schedule)[rank]
 
 
-@pytest.mark.parametrize("flags, in_flight", [(dict(schedule="gpipe"), [8, 8]), (dict(schedule="1f1b"), [2, 1]), (dict(schedule="zb-h1"), [2, 1]),
-                                              (dict(virtual_stages=2), [5, 3]), (dict(virtual_stages=4), [9, 7])], ids=str)
+@pytest.mark.parametrize(
+    "flags, in_flight",
+    [
+        (dict(schedule="gpipe"), [8, 8]),
+        (dict(schedule="1f1b"), [2, 1]),
+        (dict(schedule="zb-h1"), [2, 1]),
+        (dict(virtual_stages=2), [5, 3]),
+        (dict(virtual_stages=4), [9, 7]),
+    ],
+    ids=str,
+)
 def test_activations_in_flight(flags, in_flight):
     """Peak bytes of activations on each rank are the schedule's count times a micro-batch's."""
     for (most, expected, count), promised in zip(ranks.run(activation_bytes, 2, flags), in_flight):
@@ -99,11 +145,20 @@ def test_activations_in_flight(flags, in_flight):
 
 
 def what_is_sent(rank, p, flags):
-    """The most tensors alive at once that were handed to a send, how many were sent, how many outlive the step, and how often I owed weights."""
-    t = train.Trainer(train.Config(**LLAMA | dict(num_layers=8, micro_batch_size=1, global_batch_size=16, pp=p) | flags), torch.device("cpu"),
-                      Groups.make("cpu", p, 1, p))
-    refs, most, owed = [], 0, 0
-    send, owe = t.model.channels.send, t.model.owe
+    """The most tensors alive at once that were handed to a send, how many were sent, how many
+    outlive the step, and how often I owed weights."""
+    t = train.Trainer(
+        train.Config(
+            **LLAMA | dict(num_layers=8, micro_batch_size=1, global_batch_size=16, pp=p) | flags
+        ),
+        torch.device("cpu"),
+        Groups.make("cpu", p, 1, p),
+    )
+    refs = []
+    most = 0
+    owed = 0
+    send = t.model.channels.send
+    owe = t.model.owe
 
     def watched(x, *args):
         nonlocal most
@@ -115,14 +170,21 @@ def what_is_sent(rank, p, flags):
         nonlocal owed
         owed += weights is not None
         owe(chunk, weights)
-    t.model.channels.send, t.model.owe = watched, counted
+
+    t.model.channels.send = watched
+    t.model.owe = counted
     t.forward_backward(1, Synthetic(16, 61))
     return most, len(refs), sum(ref() is not None for ref in refs), owed
 
 
-@pytest.mark.parametrize("p, flags", [(4, dict(schedule="1f1b")), (2, dict(virtual_stages=2)), (2, dict(schedule="zb-h1"))], ids=str)
+@pytest.mark.parametrize(
+    "p, flags",
+    [(4, dict(schedule="1f1b")), (2, dict(virtual_stages=2)), (2, dict(schedule="zb-h1"))],
+    ids=str,
+)
 def test_what_was_sent_is_let_go(p, flags):
-    """16 micro-batches, but never more than a few outputs and gradients at once; none after the step."""
+    """16 micro-batches, but never more than a few outputs and gradients at once; none after the
+    step."""
     for rank, (most, sent, left, owed) in enumerate(ranks.run(what_is_sent, p, p, flags)):
         assert sent >= 16 and most <= 2 * p + 2 and left == 0, (rank, most, sent, left)
         assert owed == (16 if flags.get("schedule") == "zb-h1" else 0)
@@ -144,26 +206,50 @@ def weights_wait(rank):
     model(tokens, tokens).sum().backward()
     waiting = {n for n, p in model.named_parameters() if p.grad is None}
     for weight, rows, x in owed:
-        p_before, weight.owed = weight.owed, None
+        p_before = weight.owed
+        weight.owed = None
         weight.backward(rows.t() @ x)
-    assert all(torch.allclose(p.grad, together[n], rtol=1e-12, atol=1e-14) for n, p in model.named_parameters())
+    assert all(
+        torch.allclose(p.grad, together[n], rtol=1e-12, atol=1e-14)
+        for n, p in model.named_parameters()
+    )
     return waiting, len(owed)
 
 
 def test_weight_gradients_wait():
     waiting, owed = ranks.run(weights_wait, 1)[0]
-    assert owed == 8 * 6 + 1 and len(waiting) == 8 * 6           # the tied matrix has the embedding's gradient already
-    assert all(n.endswith(("query.weight", "key.weight", "value.weight", "output.weight", "up.weight", "down.weight")) for n in waiting)
+    # the tied matrix has the embedding's gradient already
+    assert owed == 8 * 6 + 1 and len(waiting) == 8 * 6
+    assert all(
+        n.endswith(
+            (
+                "query.weight",
+                "key.weight",
+                "value.weight",
+                "output.weight",
+                "up.weight",
+                "down.weight",
+            )
+        )
+        for n in waiting
+    )
 
 
 @pytest.mark.parametrize("world, flags", [(4, dict(pp=2, tp=2, sequence_parallel=True))], ids=str)
 def test_checkpoints_load_under_any_layout(tmp_path, world, flags):
-    """From a pipeline to one device, to tensor parallelism, to another pipeline; the tied matrix is saved once."""
+    """From a pipeline to one device, to tensor parallelism, to another pipeline; the tied matrix is
+    saved once."""
     flags |= dict(model="gpt2", num_layers=4)
     saved = [r for r in ranks.run(under_flags, world, world, str(tmp_path), 2, flags)]
     union = {n: x for one in saved for n, x in one.items()}
     for other, its in (*CHECKPOINT_LAYOUTS[:2], (2, dict(pp=2, virtual_stages=2)), (4, dict(pp=4))):
-        loaded = {n: x for one in ranks.run(under_flags, other, other, str(tmp_path), 0, its | dict(model="gpt2", num_layers=4)) for n, x in one.items()}
+        loaded = {
+            n: x
+            for one in ranks.run(
+                under_flags, other, other, str(tmp_path), 0, its | dict(model="gpt2", num_layers=4)
+            )
+            for n, x in one.items()
+        }
         assert loaded.keys() == union.keys() and equal(union, loaded), (other, its)
     payload = sum(f.stat().st_size for f in tmp_path.glob("*/*.safetensors"))
     assert payload < sum(t.numel() * t.element_size() for t in union.values()) + 40_000 * world
@@ -173,15 +259,20 @@ def evaluation(rank, world, flags):
     config = train.Config(**SMALL | dict(num_layers=4, dropout=0.0) | flags)
     groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
     t = train.Trainer(config, torch.device("cpu"), groups)
-    return t.evaluate(Synthetic(16, 61), 7)                      # 7 sequences: some ranks have less to do than others
+    # 7 sequences: some ranks have less to do than others
+    return t.evaluate(Synthetic(16, 61), 7)
 
 
 @pytest.mark.parametrize("model", [{}, dict(num_experts=4)], ids=["dense", "experts"])
 def test_evaluation(model):
     """Also where ranks exchange parameters or tokens while they evaluate."""
-    loss, = ranks.run(evaluation, 1, 1, model)
+    (loss,) = ranks.run(evaluation, 1, 1, model)
     across = dict(ep=2) if model else dict(zero_stage=3)
-    for world, flags in ((2, dict(pp=2)), (4, dict(pp=2, virtual_stages=2, micro_batch_size=2) | across), (4, dict(pp=2, tp=2, sequence_parallel=True, schedule="zb-h1"))):
+    for world, flags in (
+        (2, dict(pp=2)),
+        (4, dict(pp=2, virtual_stages=2, micro_batch_size=2) | across),
+        (4, dict(pp=2, tp=2, sequence_parallel=True, schedule="zb-h1")),
+    ):
         flags |= model
         assert all(abs(same - loss) < 1e-12 for same in ranks.run(evaluation, world, world, flags))
 
@@ -190,5 +281,16 @@ def test_lesson(capsys):
     pipeline_parallel.main()
     out = capsys.readouterr().out
     assert out.count("rank 0") == len(schedules.NAMES)
-    assert all(float(part.split(";")[0]) < 1e-5 for part in out.split("difference of a gradient ")[1:])
-    assert len({line.split("loss ")[1].split(",")[0].split(";")[0] for line in out.splitlines() if "largest" in line}) == 1
+    assert all(
+        float(part.split(";")[0]) < 1e-5 for part in out.split("difference of a gradient ")[1:]
+    )
+    assert (
+        len(
+            {
+                line.split("loss ")[1].split(",")[0].split(";")[0]
+                for line in out.splitlines()
+                if "largest" in line
+            }
+        )
+        == 1
+    )

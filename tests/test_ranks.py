@@ -35,7 +35,9 @@ def missing_peer(rank):
 
 def test_returns_what_each_rank_returned():
     results = ranks.run(add, 3, 10)
-    assert [x.item() for x, _ in results] == [33] * 3 and [threads for _, threads in results] == [1] * 3
+    assert [x.item() for x, _ in results] == [33] * 3 and [threads for _, threads in results] == [
+        1
+    ] * 3
 
 
 def test_a_failure_names_the_rank_and_its_error():

@@ -12,12 +12,17 @@ import sharding
 from gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "comparisons"))
-import activation_memory                                         # noqa: E402
+import activation_memory
 
 
 def build(dtype=torch.float64, granularity="none", layers=None, **fields):
     with torch.device("meta"):
-        model = GPT(GPTConfig(**dict(num_layers=3, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61) | fields))
+        model = GPT(
+            GPTConfig(
+                **dict(num_layers=3, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61)
+                | fields
+            )
+        )
     recompute.apply(model, granularity, layers)
     sharding.init(model, 0, "cpu", dtype)
     return model
@@ -25,14 +30,24 @@ def build(dtype=torch.float64, granularity="none", layers=None, **fields):
 
 def run(model):
     tokens = torch.arange(2 * 17).view(2, 17) % 61
-    loss = model(tokens[:, :-1], tokens[:, 1:], gpt.dropout_key(0, 1, torch.arange(2)) if model.config.dropout else None).sum()
+    loss = model(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        gpt.dropout_key(0, 1, torch.arange(2)) if model.config.dropout else None,
+    ).sum()
     loss.backward()
     return loss.item(), [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("fields", [dict(dropout=0.3), dict(dropout=0.3, llama=True, num_kv_heads=2), dict(), dict(llama=True)],
-                         ids=["gpt", "llama", "gpt-fused", "llama-fused"])
-@pytest.mark.parametrize("granularity, layers", [("selective", None), ("selective", 1), ("full", None), ("full", 2), ("full", 0)])
+@pytest.mark.parametrize(
+    "fields",
+    [dict(dropout=0.3), dict(dropout=0.3, llama=True, num_kv_heads=2), dict(), dict(llama=True)],
+    ids=["gpt", "llama", "gpt-fused", "llama-fused"],
+)
+@pytest.mark.parametrize(
+    "granularity, layers",
+    [("selective", None), ("selective", 1), ("full", None), ("full", 2), ("full", 0)],
+)
 def test_bit_for_bit(granularity, layers, fields):
     loss, gradients = run(build(**fields))
     again, same = run(build(granularity=granularity, layers=layers, **fields))
@@ -40,31 +55,41 @@ def test_bit_for_bit(granularity, layers, fields):
 
 
 def test_checkpoint_of_anything():
-    x, y = torch.randn(3, requires_grad=True), torch.randn(3)
+    x = torch.randn(3, requires_grad=True)
+    y = torch.randn(3)
     w = torch.nn.Parameter(torch.randn(3))
 
     def function(x, factor, y, nothing):
         assert nothing is None and factor == 2
         return (x * y * w).sin() * factor
+
     plain = torch.autograd.grad(function(x, 2, y, None).sum(), (x, w))
     recompute.checkpoint(function, x, 2, y, None).sum().backward()
     assert torch.equal(x.grad, plain[0]) and torch.equal(w.grad, plain[1]) and y.grad is None
     with torch.no_grad():
         assert not recompute.checkpoint(function, x, 2, y, None).requires_grad
-    x.grad = None                                                        # one inside another
-    recompute.checkpoint(lambda x: recompute.checkpoint(function, x.cos(), 2, y, None), x).sum().backward()
+    # one inside another
+    x.grad = None
+    recompute.checkpoint(
+        lambda x: recompute.checkpoint(function, x.cos(), 2, y, None), x
+    ).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(function(x.cos(), 2, y, None).sum(), x)[0])
     w.grad = None
-    recompute.checkpoint(function, y, 2, y, None).sum().backward()       # no argument needs a gradient; w still gets its own
+    # no argument needs a gradient; w still gets its own
+    recompute.checkpoint(function, y, 2, y, None).sum().backward()
     assert torch.equal(w.grad, torch.autograd.grad(function(y, 2, y, None).sum(), w)[0])
 
 
 def forwards(granularity, layers):
-    """How often core attention and the MLP of each layer run in one forward and one backward pass."""
-    model, calls = build(dropout=0.1), []
+    """How often core attention and the MLP of each layer run in one forward and one backward
+    pass."""
+    model = build(dropout=0.1)
+    calls = []
     for n, block in model.blocks.items():
         block.mlp.register_forward_hook(lambda *_, n=n: calls.append(f"mlp {n}"))
-        block.attention.core.dropout.register_forward_hook(lambda *_, n=n: calls.append(f"core {n}"))
+        block.attention.core.dropout.register_forward_hook(
+            lambda *_, n=n: calls.append(f"core {n}")
+        )
     recompute.apply(model, granularity, layers)
     run(model)
     return [calls.count(f"{what} {n}") for what in ("core", "mlp") for n in range(3)]
@@ -89,26 +114,52 @@ def flops(granularity, s=16, b=2, h=32, **fields):
 @pytest.mark.parametrize("s, b", [(16, 2), (48, 1)])
 def test_extra_flops_are_the_paper_s(s, b):
     h = 32
-    (forward, none), (_, selective), (_, full) = (flops(g, s, b) for g in ("none", "selective", "full"))
-    assert forward == 24 * b * s * h * h + 4 * b * s * s * h             # 2104.04473, section 5.1
+    (forward, none), (_, selective), (_, full) = (
+        flops(g, s, b) for g in ("none", "selective", "full")
+    )
+    # 2104.04473, section 5.1
+    assert forward == 24 * b * s * h * h + 4 * b * s * s * h
     assert none == 3 * forward and full == 4 * forward and selective == none + 4 * b * s * s * h
 
 
 def test_formulas_of_the_paper():
     """Table 2 written out again, and the GiB that follow for the models of table 3."""
-    s, b, h, a, t = 2048, 4, 6144, 64, 8
-    sbh, scores = s * b * h, 5 * a * s / h
-    rows = {"no parallelism": sbh * (34 + scores), "tensor": sbh * (10 + 24 / t + scores / t), "tensor + sequence": sbh * (34 / t + scores / t),
-            "tensor + selective": sbh * (10 + 24 / t), "tensor + sequence + selective": sbh * 34 / t, "full": 2 * sbh}
+    s = 2048
+    b = 4
+    h = 6144
+    a = 64
+    t = 8
+    sbh = s * b * h
+    scores = 5 * a * s / h
+    rows = {
+        "no parallelism": sbh * (34 + scores),
+        "tensor": sbh * (10 + 24 / t + scores / t),
+        "tensor + sequence": sbh * (34 / t + scores / t),
+        "tensor + selective": sbh * (10 + 24 / t),
+        "tensor + sequence + selective": sbh * 34 / t,
+        "full": 2 * sbh,
+    }
     for row, expected in rows.items():
         sequence, granularity = recompute.ROWS[row]
-        assert recompute.layer_bytes(s, b, h, a, 1 if row == "no parallelism" else t, sequence, granularity) == pytest.approx(expected, rel=1e-12)
+        assert recompute.layer_bytes(
+            s, b, h, a, 1 if row == "no parallelism" else t, sequence, granularity
+        ) == pytest.approx(expected, rel=1e-12)
     assert recompute.layer_bytes(s, b, h, a, t, True, "full") == 2 * sbh / t
     both = recompute.ROWS["tensor + sequence + selective"]
-    assert activation_memory.first_stage("22B", *recompute.ROWS["tensor"]) == 59.25 and activation_memory.first_stage("22B", *both) == 9.5625
-    assert activation_memory.first_stage("175B", *recompute.ROWS["tensor"]) == 66.84375 and activation_memory.first_stage("175B", *both) == pytest.approx(12.3515625, rel=1e-12)
-    outside = recompute.outside_layers_bytes(s, b, h, 51200, t)          # "under 0.01%", the paper says; its formula gives 0.57%
-    assert outside / (48 * recompute.layer_bytes(s, b, h, a, t, sequence_parallel=True)) == pytest.approx(0.0057, abs=0.00005)
+    assert (
+        activation_memory.first_stage("22B", *recompute.ROWS["tensor"]) == 59.25
+        and activation_memory.first_stage("22B", *both) == 9.5625
+    )
+    assert activation_memory.first_stage(
+        "175B", *recompute.ROWS["tensor"]
+    ) == 66.84375 and activation_memory.first_stage("175B", *both) == pytest.approx(
+        12.3515625, rel=1e-12
+    )
+    # "under 0.01%", the paper says; its formula gives 0.57%
+    outside = recompute.outside_layers_bytes(s, b, h, 51200, t)
+    assert outside / (
+        48 * recompute.layer_bytes(s, b, h, a, t, sequence_parallel=True)
+    ) == pytest.approx(0.0057, abs=0.00005)
 
 
 @pytest.mark.parametrize("t", [1, 2, 4])
@@ -116,35 +167,53 @@ def test_measured_bytes_are_the_formula_s(t, monkeypatch):
     """All rows of table 2, within 2%."""
     for (name, row), measured in ranks.run(activation_memory.measure, t, SHAPES)[0].items():
         sequence, granularity = recompute.ROWS[row]
-        formula = recompute.layer_bytes(**SHAPES[name], t=t, sequence_parallel=sequence, recompute=granularity)
+        formula = recompute.layer_bytes(
+            **SHAPES[name], t=t, sequence_parallel=sequence, recompute=granularity
+        )
         assert abs(measured / formula - 1) < 0.02, (name, row, measured / formula)
 
 
-SHAPES = {"as 22B": dict(s=512, b=1, h=192, a=8), "odd": dict(s=60, b=3, h=480, a=12)}        # the first: 5as/h as in the 22B model
+# the first: 5as/h as in the 22B model
+SHAPES = {"as 22B": dict(s=512, b=1, h=192, a=8), "odd": dict(s=60, b=3, h=480, a=12)}
 
 
 def test_saved_bytes_by_hand():
-    x, w = torch.randn(10, 10, requires_grad=True), torch.nn.Parameter(torch.randn(10, 10))
-    assert recompute.saved_bytes(lambda: (x @ w).relu(), w) == 2 * 400                        # x, and relu's output; w left out
-    assert recompute.saved_bytes(lambda: x * x + x[:5].exp().sum(), w) == 400 + 200           # x once; a view of it is no second storage
-    assert recompute.saved_bytes(lambda: (x @ w).relu().detach(), w) == 0                     # a graph that is gone keeps nothing
-    assert recompute.saved_bytes(lambda: recompute.checkpoint(lambda x: (x @ w).relu(), x), w) == 400
+    x = torch.randn(10, 10, requires_grad=True)
+    w = torch.nn.Parameter(torch.randn(10, 10))
+    # x, and relu's output; w left out
+    assert recompute.saved_bytes(lambda: (x @ w).relu(), w) == 2 * 400
+    # x once; a view of it is no second storage
+    assert recompute.saved_bytes(lambda: x * x + x[:5].exp().sum(), w) == 400 + 200
+    # a graph that is gone keeps nothing
+    assert recompute.saved_bytes(lambda: (x @ w).relu().detach(), w) == 0
+    assert (
+        recompute.saved_bytes(lambda: recompute.checkpoint(lambda x: (x @ w).relu(), x), w) == 400
+    )
 
 
 def test_fused_attention_has_nothing_to_recompute():
     """`selective` leaves a fused core alone: the same bytes, the same FLOPs."""
+
     def kept(granularity, attention):
         model = build(torch.float32, granularity, attention=attention, seq_length=64)
-        block, x = model.blocks["0"], torch.randn(2, 64, 32, requires_grad=True)
+        block = model.blocks["0"]
+        x = torch.randn(2, 64, 32, requires_grad=True)
         return recompute.saved_bytes(lambda: block(x), *block.parameters())
+
     assert kept("selective", "fused") == kept("none", "fused") < kept("none", "explicit")
     assert kept("selective", "explicit") < kept("none", "explicit")
     assert abs(kept("none", "fused") - kept("selective", "explicit")) < 0.02 * kept("none", "fused")
 
 
-@pytest.mark.parametrize("granularity, layers, words", [
-    ("some", None, "recompute some: must be none, selective or full"), ("full", 4, "recompute_layers 4: must be from 0 to num_layers 3"),
-    ("selective", -1, "recompute_layers -1"), ("none", 2, "recompute_layers 2: needs recompute selective or full")])
+@pytest.mark.parametrize(
+    "granularity, layers, words",
+    [
+        ("some", None, "recompute some: must be none, selective or full"),
+        ("full", 4, "recompute_layers 4: must be from 0 to num_layers 3"),
+        ("selective", -1, "recompute_layers -1"),
+        ("none", 2, "recompute_layers 2: needs recompute selective or full"),
+    ],
+)
 def test_bad_input(granularity, layers, words):
     with pytest.raises(ValueError, match=words):
         build(granularity=granularity, layers=layers)
@@ -153,5 +222,9 @@ def test_bad_input(granularity, layers, words):
 def test_lesson(capsys):
     recompute.main()
     out = capsys.readouterr().out
-    assert out.count("identical") == 2 and "4,294,967,296" in out.splitlines()[3] and "17,179,869,184" in out.splitlines()[4]
+    assert (
+        out.count("identical") == 2
+        and "4,294,967,296" in out.splitlines()[3]
+        and "17,179,869,184" in out.splitlines()[4]
+    )
     assert all(abs(float(line.split()[3]) - 1) < 0.02 for line in out.splitlines()[2:5])

@@ -1,4 +1,5 @@
-"""A folder belongs to one run: locked, refused, taken over; what is in it is never dropped without a word."""
+"""A folder belongs to one run: locked, refused, taken over; what is in it is never dropped without
+a word."""
 
 import json
 import os
@@ -8,9 +9,9 @@ import sys
 import time
 
 import pytest
+import two_runs
 
 import checkpoint
-import two_runs
 from metrics import Metrics, MetricsError, read_metrics
 from run_folder import RunFolder, RunFolderError
 
@@ -27,7 +28,10 @@ def test_a_second_run_is_refused_and_told_by_whom(tmp_path):
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    code = f"import run_folder, time; f = run_folder.RunFolder({str(tmp_path)!r}, False); print('locked', flush=True); time.sleep(60)"
+    code = (
+        f"import run_folder, time; f = run_folder.RunFolder({str(tmp_path)!r}, False);"
+        " print('locked', flush=True); time.sleep(60)"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "locked\n"
     with pytest.raises(RunFolderError, match=f"process {process.pid} "):
@@ -39,7 +43,10 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
 
 def test_a_restarted_rank_waits_for_the_one_before(tmp_path):
     held = RunFolder(tmp_path, resume=False, launcher="7 1")
-    code = f"import run_folder; run_folder.RunFolder({str(tmp_path)!r}, False, restarts=1, launcher='7 1'); print('in', flush=True)"
+    code = (
+        f"import run_folder; run_folder.RunFolder({str(tmp_path)!r}, False, restarts=1, launcher='7"
+        " 1'); print('in', flush=True)"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     time.sleep(0.5)
     (tmp_path / "config.json").touch()
@@ -59,7 +66,8 @@ def test_another_run_in_the_folder(tmp_path):
     "name", ["model.safetensors", "model-00001-of-00002.safetensors", "index.json"]
 )
 def test_a_folder_with_a_model_is_no_run(tmp_path, name):
-    """--resume would write config.json over that of an exported model, or hide an imported checkpoint."""
+    """--resume would write config.json over that of an exported model, or hide an imported
+    checkpoint."""
     (tmp_path / name).touch()
     for resume in (False, True):
         with pytest.raises(RunFolderError, match="holds a model, not a run"):
@@ -78,7 +86,7 @@ def test_two_runs_into_one_folder():
     assert two_runs.main(["--times", "2"]) == 0
 
 
-# --- metrics.jsonl ---------------------------------------------------------------------------------------------------
+# --- metrics.jsonl --------------------------------------------------------------------------------
 
 LINES = [json.dumps({"step": n, "loss": 5.0 - n}) for n in range(1, 7)]
 
@@ -141,7 +149,7 @@ def test_metrics_on_a_full_disk(tmp_path):
         metrics.add({"step": 1, "loss": 2.0})
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def test_a_folder_of_checkpoints_that_cannot_be_read_is_not_empty(tmp_path, monkeypatch):
@@ -162,7 +170,8 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_not_empty(tmp_path, monk
 
 
 def test_links_do_not_stop_the_clean_up(tmp_path):
-    """A step folder that is a link, and a link where the next save is built: the links go, what they lead to stays."""
+    """A step folder that is a link, and a link where the next save is built: the links go, what
+    they lead to stays."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").touch()

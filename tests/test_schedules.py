@@ -1,58 +1,107 @@
 """Schedules need no ranks: everything here runs on lists."""
+
 import copy
 import random
 
 import pytest
 
 import schedules
-from schedules import NAMES, Action, Cost, ScheduleError, Transfer, bubble, bubble_formula, deadlock, in_flight, lower, make, simulate
-
+from schedules import (
+    NAMES,
+    Action,
+    Cost,
+    ScheduleError,
+    Transfer,
+    bubble,
+    bubble_formula,
+    deadlock,
+    in_flight,
+    lower,
+    make,
+    simulate,
+)
 
 EVERY_M = False
 
 
 @pytest.mark.parametrize("p", range(1, 17))
 def test_every_schedule(p):
-    """m up to 64 and v up to 4: every action once in an order that runs (make validates), the bubble exactly the formula's, no deadlock
-    on NCCL, and as much in flight as the schedule promises. (EVERY_M = True leaves out no m, and takes a minute.)"""
-    for m in (m for m in range(1, 65) if EVERY_M or m in (1, 2, p - 1, p, p + 1, 2 * p, 2 * p + 3, 4 * p, 31, 64)):
+    """m up to 64 and v up to 4: every action once in an order that runs (make validates), the
+    bubble exactly the formula's, no deadlock on NCCL, and as much in flight as the schedule
+    promises. (EVERY_M = True leaves out no m, and takes a minute.)"""
+    for m in (
+        m
+        for m in range(1, 65)
+        if EVERY_M or m in (1, 2, p - 1, p, p + 1, 2 * p, 2 * p + 3, 4 * p, 31, 64)
+    ):
         for name in NAMES:
-            for v in (1, 2, 3, 4) if name == "interleaved" and m % p == 0 else () if name == "interleaved" else (1,):
-                schedule, what = make(name, p, m, v), (name, p, m, v)
+            for v in (
+                (1, 2, 3, 4)
+                if name == "interleaved" and m % p == 0
+                else ()
+                if name == "interleaved"
+                else (1,)
+            ):
+                schedule = make(name, p, m, v)
+                what = (name, p, m, v)
                 if name != "zb-h1" or m >= p:
-                    assert bubble(simulate(schedule, Cost(), v)) == pytest.approx(bubble_formula(name, p, m, v), rel=1e-12), what
+                    assert bubble(simulate(schedule, Cost(), v)) == pytest.approx(
+                        bubble_formula(name, p, m, v), rel=1e-12
+                    ), what
                 assert deadlock(lower(schedule, v), v) is None, what
-                assert schedules.owed(schedule) == ([min(m, r + 1) for r in range(p)] if name == "zb-h1" else [0] * p), what
-                limit = {"gpipe": [m] * p, "interleaved": [min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p)]}
+                assert schedules.owed(schedule) == (
+                    [min(m, r + 1) for r in range(p)] if name == "zb-h1" else [0] * p
+                ), what
+                limit = {
+                    "gpipe": [m] * p,
+                    "interleaved": [
+                        min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p)
+                    ],
+                }
                 if v == 1:
                     limit["interleaved"] = [min(m, p - r) for r in range(p)]
-                assert in_flight(schedule) == limit.get(name, [min(m, p - r) for r in range(p)]), what
+                assert in_flight(schedule) == limit.get(name, [min(m, p - r) for r in range(p)]), (
+                    what
+                )
 
 
-@pytest.mark.parametrize("forward, input, weight", [(1, 1, 1), (2, 3, 1), (3, 2, 2), (4, 4, 4), (1, 4, 1), (7, 5, 5), (2, 2, 0)])
+@pytest.mark.parametrize(
+    "forward, input, weight",
+    [(1, 1, 1), (2, 3, 1), (3, 2, 2), (4, 4, 4), (1, 4, 1), (7, 5, 5), (2, 2, 0)],
+)
 def test_zero_bubble_formula(forward, input, weight):
     """2401.10241: (p - 1)(T_F + T_I - T_W), for T_W <= T_F and m >= p."""
     cost = Cost(forward, input, weight)
     for p in (2, 3, 4, 8, 13):
         for m in (p, p + 1, 3 * p):
             ideal = m * (forward + input + weight)
-            assert bubble(simulate(make("zb-h1", p, m), cost)) * ideal == pytest.approx((p - 1) * (forward + input - weight)), (p, m)
-            assert bubble(simulate(make("1f1b", p, m), cost)) * ideal == pytest.approx((p - 1) * (forward + input + weight)), (p, m)
+            assert bubble(simulate(make("zb-h1", p, m), cost)) * ideal == pytest.approx(
+                (p - 1) * (forward + input - weight)
+            ), (p, m)
+            assert bubble(simulate(make("1f1b", p, m), cost)) * ideal == pytest.approx(
+                (p - 1) * (forward + input + weight)
+            ), (p, m)
 
 
 @pytest.mark.parametrize("forward, input, weight", [(5, 1, 4), (2, 1, 2), (7, 3, 5)])
 def test_zero_bubble_where_weights_take_longer_than_inputs(forward, input, weight):
-    """The last rank cannot start before (p - 1) T_F: no schedule has a smaller bubble than that, and this one has just that."""
+    """The last rank cannot start before (p - 1) T_F: no schedule has a smaller bubble than that,
+    and this one has just that."""
     cost = Cost(forward, input, weight)
     for p, m in ((2, 2), (4, 9), (8, 8)):
-        assert bubble(simulate(make("zb-h1", p, m), cost)) == pytest.approx((p - 1) * forward / (m * (forward + input + weight))) \
+        assert (
+            bubble(simulate(make("zb-h1", p, m), cost))
+            == pytest.approx((p - 1) * forward / (m * (forward + input + weight)))
             == bubble_formula("zb-h1", p, m, 1, cost)
+        )
 
 
 def test_by_hand():
     """The figures of 2104.04473 (p = 4, m = 8) in letters."""
+
     def words(actions):
         return " ".join(f"{a.op}{a.chunk}{a.micro_batch}" for a in actions)
+
     assert words(make("1f1b", 4, 4)[2]) == "F00 F01 B00 F02 B01 F03 B02 B03"
     assert words(make("gpipe", 2, 3)[1]) == "F00 F01 F02 B00 B01 B02"
     assert words(make("interleaved", 2, 2, 2)[0]) == "F00 F01 F10 F11 B10 B11 B00 B01"
@@ -60,7 +109,16 @@ def test_by_hand():
     assert words(make("zb-h1", 2, 3)[1]) == "F00 I00 F01 I01 W00 F02 I02 W01 W02"
     events = simulate(make("1f1b", 2, 2), Cost(1, 1, 1, transfer=0.5))
     ends = {(e.rank, e.op, e.micro_batch): e.end for e in events}
-    assert ends == {(0, "F", 0): 1, (0, "F", 1): 2, (1, "F", 0): 2.5, (1, "B", 0): 4.5, (1, "F", 1): 5.5, (0, "B", 0): 7, (1, "B", 1): 7.5, (0, "B", 1): 10}
+    assert ends == {
+        (0, "F", 0): 1,
+        (0, "F", 1): 2,
+        (1, "F", 0): 2.5,
+        (1, "B", 0): 4.5,
+        (1, "F", 1): 5.5,
+        (0, "B", 0): 7,
+        (1, "B", 1): 7.5,
+        (0, "B", 1): 10,
+    }
 
 
 def test_cost_of_each_stage():
@@ -68,15 +126,28 @@ def test_cost_of_each_stage():
     assert max(e.end for e in events) == 11
 
 
-@pytest.mark.parametrize("damage, words", [
-    (lambda s: s[1].pop(), ["rank 1, position 7", "without B of chunk 0, micro-batch 3"]),
-    (lambda s: s[0].pop(3), ["rank 0", "B of chunk 0, micro-batch 2", "before its F"]),
-    (lambda s: s[1].insert(3, s[1][0]), ["rank 1, position 3", "F of chunk 0, micro-batch 0", "twice"]),
-    (lambda s: s[0].insert(0, Action("X", 0, 0)), ["rank 0, position 0", "F, B, I, W"]),
-    (lambda s: s[0].append(Action("F", 0, 9)), ["micro-batch 9", "0 to 3"]),
-    (lambda s: s[0].append(Action("W", 0, 0)), ["W of chunk 0, micro-batch 0", "before its I"]),
-    (lambda s: s[0].append(Action("I", 0, 0)), ["I of chunk 0, micro-batch 0", "twice"]),
-    (lambda s: s[0].sort(key=lambda a: (a.micro_batch, a.op), reverse=True) or s[0].sort(key=lambda a: (-a.micro_batch, a.op == "B")), ["waits for", "order cannot run"])])
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda s: s[1].pop(), ["rank 1, position 7", "without B of chunk 0, micro-batch 3"]),
+        (lambda s: s[0].pop(3), ["rank 0", "B of chunk 0, micro-batch 2", "before its F"]),
+        (
+            lambda s: s[1].insert(3, s[1][0]),
+            ["rank 1, position 3", "F of chunk 0, micro-batch 0", "twice"],
+        ),
+        (lambda s: s[0].insert(0, Action("X", 0, 0)), ["rank 0, position 0", "F, B, I, W"]),
+        (lambda s: s[0].append(Action("F", 0, 9)), ["micro-batch 9", "0 to 3"]),
+        (lambda s: s[0].append(Action("W", 0, 0)), ["W of chunk 0, micro-batch 0", "before its I"]),
+        (lambda s: s[0].append(Action("I", 0, 0)), ["I of chunk 0, micro-batch 0", "twice"]),
+        (
+            lambda s: (
+                s[0].sort(key=lambda a: (a.micro_batch, a.op), reverse=True)
+                or s[0].sort(key=lambda a: (-a.micro_batch, a.op == "B"))
+            ),
+            ["waits for", "order cannot run"],
+        ),
+    ],
+)
 def test_validate_names_rank_position_and_rule(damage, words):
     schedule = copy.deepcopy(make("1f1b", 2, 4))
     damage(schedule)
@@ -90,7 +161,13 @@ def test_bad_arguments():
         make("interleaved", 4, 6, 2)
     with pytest.raises(ScheduleError, match="only interleaved"):
         make("1f1b", 4, 8, 2)
-    for arguments in (("nope", 2, 2), ("interleaved", 0, 2, 2), ("interleaved", 2, 2, 0), ("1f1b", 2, 0), ("gpipe", -1, 2)):
+    for arguments in (
+        ("nope", 2, 2),
+        ("interleaved", 0, 2, 2),
+        ("interleaved", 2, 2, 0),
+        ("1f1b", 2, 0),
+        ("gpipe", -1, 2),
+    ):
         with pytest.raises(ScheduleError, match="p, m and v are at least 1"):
             make(*arguments)
     with pytest.raises(ScheduleError, match="rank 0, position 0: .* is no Action"):
@@ -100,43 +177,84 @@ def test_bad_arguments():
 def test_lowering_by_hand():
     first, second = lower(make("1f1b", 2, 2), ahead=1)
     assert [str(x) if isinstance(x, Action) else (x.op, x.kind, x.micro_batch) for x in second] == [
-        ("receive", "F", 0), "F of chunk 0, micro-batch 0", ("receive", "F", 1), "B of chunk 0, micro-batch 0", ("send", "B", 0),
-        "F of chunk 0, micro-batch 1", "B of chunk 0, micro-batch 1", ("send", "B", 1), ("settle", "B", 0), ("settle", "B", 1)]
-    settled = [(i, x.micro_batch) for i, x in enumerate(first) if x[0] == "settle"]             # an activation has arrived when its gradient comes back
-    assert [first[i - 1] for i, _ in settled] == [Action("B", 0, 0), Action("B", 0, 1)] and [k for _, k in settled] == [0, 1]
+        ("receive", "F", 0),
+        "F of chunk 0, micro-batch 0",
+        ("receive", "F", 1),
+        "B of chunk 0, micro-batch 0",
+        ("send", "B", 0),
+        "F of chunk 0, micro-batch 1",
+        "B of chunk 0, micro-batch 1",
+        ("send", "B", 1),
+        ("settle", "B", 0),
+        ("settle", "B", 1),
+    ]
+    # an activation has arrived when its gradient comes back
+    settled = [(i, x.micro_batch) for i, x in enumerate(first) if x[0] == "settle"]
+    assert [first[i - 1] for i, _ in settled] == [Action("B", 0, 0), Action("B", 0, 1)] and [
+        k for _, k in settled
+    ] == [0, 1]
     assert sum(isinstance(x, Transfer) and x.op == "send" for x in first) == 2
 
 
 @pytest.mark.parametrize("name, v", [("1f1b", 1), ("interleaved", 3)])
 def test_every_send_has_its_receive(name, v):
-    p, m = 4, 8
+    p = 4
+    m = 8
     programs = lower(make(name, p, m, v), v)
-    sides = {op: sorted((min(r, x.peer), max(r, x.peer), x.kind, x.stage, x.micro_batch) for r, program in enumerate(programs)
-                        for x in program if isinstance(x, Transfer) and x.op == op) for op in ("send", "receive")}
-    assert sides["send"] == sides["receive"] and len(sides["send"]) == 2 * m * (p * v - 1)     # v times the traffic, nearly
+    sides = {
+        op: sorted(
+            (min(r, x.peer), max(r, x.peer), x.kind, x.stage, x.micro_batch)
+            for r, program in enumerate(programs)
+            for x in program
+            if isinstance(x, Transfer) and x.op == op
+        )
+        for op in ("send", "receive")
+    }
+    # v times the traffic, nearly
+    assert sides["send"] == sides["receive"] and len(sides["send"]) == 2 * m * (p * v - 1)
 
 
 def test_deadlocks_are_seen():
-    """The proof can fail: swapped receives, a forgotten send, a receive that waits for what its own rank has not done."""
+    """The proof can fail: swapped receives, a forgotten send, a receive that waits for what its own
+    rank has not done."""
     for seed in range(20):
-        g, programs = random.Random(seed), lower(make("interleaved", 4, 8, 2), 2)
+        g = random.Random(seed)
+        programs = lower(make("interleaved", 4, 8, 2), 2)
         rank = g.randrange(4)
-        transfers = [i for i, x in enumerate(programs[rank]) if isinstance(x, Transfer) and x.op != "settle"]
+        transfers = [
+            i for i, x in enumerate(programs[rank]) if isinstance(x, Transfer) and x.op != "settle"
+        ]
         if seed % 2:
             del programs[rank][g.choice(transfers)]
         else:
-            receives = [i for i in transfers if programs[rank][i].op == "receive" and programs[rank][i].kind == "F" and programs[rank][i].peer == (rank - 1) % 4]
+            receives = [
+                i
+                for i in transfers
+                if programs[rank][i].op == "receive"
+                and programs[rank][i].kind == "F"
+                and programs[rank][i].peer == (rank - 1) % 4
+            ]
             i, j = g.sample(receives, 2)
-            programs[rank][i], programs[rank][j] = programs[rank][j], programs[rank][i]
+            programs[rank][i] = programs[rank][j]
+            programs[rank][j] = programs[rank][i]
         assert deadlock(programs, 2) is not None
 
 
 def test_plot(tmp_path):
-    schedules.plot({name: simulate(make(name, 2, 4, 2 if name == "interleaved" else 1), Cost()) for name in NAMES}, tmp_path / "x.png")
+    schedules.plot(
+        {
+            name: simulate(make(name, 2, 4, 2 if name == "interleaved" else 1), Cost())
+            for name in NAMES
+        },
+        tmp_path / "x.png",
+    )
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
 def test_lesson(capsys):
     schedules.main()
     out = capsys.readouterr().out
-    assert out.count("stuck on NCCL: None") == 4 and "bubble 0.1875 of the ideal time, by formula 0.1875" in out
+    assert (
+        out.count("stuck on NCCL: None") == 4
+        and "bubble 0.1875 of the ideal time, by formula 0.1875" in out
+    )

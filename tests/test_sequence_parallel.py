@@ -10,12 +10,24 @@ import sharding
 import tensor_parallel
 from gpt import GPT, GPTConfig
 
-B, S, H = 2, 8, 32
+B = 2
+S = 8
+H = 32
 
 
 def build(group, dtype=torch.float32, **fields):
     with torch.device("meta"):
-        model = GPT(GPTConfig(num_layers=1, hidden_size=H, num_heads=4, seq_length=S, vocab_size=61, dropout=0.1, **fields))
+        model = GPT(
+            GPTConfig(
+                num_layers=1,
+                hidden_size=H,
+                num_heads=4,
+                seq_length=S,
+                vocab_size=61,
+                dropout=0.1,
+                **fields,
+            )
+        )
     tensor_parallel.parallelize(model, group)
     sequence_parallel.parallelize(model, group)
     sharding.init(model, 0, "cpu", dtype)
@@ -26,31 +38,42 @@ def g_and_g_bar(rank):
     """Each is the other's adjoint, over any batch: <ḡ(x), y> = <x, g(y)> summed over ranks."""
     group = dist.group.WORLD
     g = torch.Generator().manual_seed(rank)
-    x = torch.randn(3, 8, 5, generator=g, dtype=torch.float64, requires_grad=True)             # [b, s, h]
-    y = torch.randn(3, 4, 5, generator=g, dtype=torch.float64, requires_grad=True)             # [b, s/t, h]
-    scattered, gathered = sequence_parallel.scatter_sequence(x, group), sequence_parallel.gather_sequence(y, group)
+    x = torch.randn(3, 8, 5, generator=g, dtype=torch.float64, requires_grad=True)  # [b, s, h]
+    y = torch.randn(3, 4, 5, generator=g, dtype=torch.float64, requires_grad=True)  # [b, s/t, h]
+    scattered = sequence_parallel.scatter_sequence(x, group)
+    gathered = sequence_parallel.gather_sequence(y, group)
     sums = torch.stack(((scattered * y).sum(), (x * gathered).sum()))
     dist.all_reduce(sums)
     torch.testing.assert_close(sums[0], sums[1])
     torch.testing.assert_close(torch.autograd.grad(scattered, x, y)[0], gathered)
     torch.testing.assert_close(torch.autograd.grad(gathered, y, x)[0], scattered)
-    linear = torch.nn.Linear(5, 4, dtype=torch.float64)                  # the layer that overlaps is g, then the multiplication
-    for a, b in zip(*([z, *torch.autograd.grad(z, (y, linear.weight, linear.bias), torch.ones_like(z) + rank)] for z in (
-            sequence_parallel.ColumnParallelLinear(group)(y, linear)[0], linear(sequence_parallel.gather_sequence(y, group))))):
+    # the layer that overlaps is g, then the multiplication
+    linear = torch.nn.Linear(5, 4, dtype=torch.float64)
+    for a, b in zip(
+        *(
+            [z, *torch.autograd.grad(z, (y, linear.weight, linear.bias), torch.ones_like(z) + rank)]
+            for z in (
+                sequence_parallel.ColumnParallelLinear(group)(y, linear)[0],
+                linear(sequence_parallel.gather_sequence(y, group)),
+            )
+        )
+    ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     return x.detach(), y.detach(), scattered.detach(), gathered.detach()
 
 
 def test_g_and_g_bar():
     (x0, y0, s0, gathered), (x1, y1, s1, same) = ranks.run(g_and_g_bar, 2)
-    torch.testing.assert_close(torch.cat((s0, s1), 1), x0 + x1)          # slices of the sum
+    # slices of the sum
+    torch.testing.assert_close(torch.cat((s0, s1), 1), x0 + x1)
     assert torch.equal(gathered, torch.cat((y0, y1), 1)) and torch.equal(gathered, same)
 
 
 def counted(rank, kind):
     model = build(dist.group.WORLD)
     recompute.apply(model, kind)
-    block, key = model.blocks["0"], gpt.dropout_key(0, 1, torch.arange(B))
+    block = model.blocks["0"]
+    key = gpt.dropout_key(0, 1, torch.arange(B))
     x = torch.randn(B, S // 2, H, requires_grad=True)
     with ranks.Collectives() as forward:
         y = block(x, key)
@@ -60,21 +83,27 @@ def counted(rank, kind):
 
 
 def test_collectives_of_the_paper():
-    """Each all-reduce of tensor parallelism is a reduce-scatter and an all-gather of the same tensor. Besides: backward gathers the two
-    inputs of column-parallel layers again, and sums the gradients of six weights of h elements at once."""
+    """Each all-reduce of tensor parallelism is a reduce-scatter and an all-gather of the same
+    tensor. Besides: backward gathers the two inputs of column-parallel layers again, and sums the
+    gradients of six weights of h elements at once."""
     size = B * S * H * 4
-    gather, scatter, norms = ("all-gather", size), ("reduce-scatter", size), ("all-reduce", 6 * H * 4)
+    gather = ("all-gather", size)
+    scatter = ("reduce-scatter", size)
+    norms = ("all-reduce", 6 * H * 4)
     forward, backward = ranks.run(counted, 2, "none")[0]
     assert forward == [gather, scatter] * 2
-    assert backward == [gather, gather, scatter] * 2 + [norms]           # ḡ's adjoint, the input again, g's adjoint; twice
+    # ḡ's adjoint, the input again, g's adjoint; twice
+    assert backward == [gather, gather, scatter] * 2 + [norms]
     assert ranks.run(counted, 2, "full")[0][1] == forward + backward
 
 
 def keeps(rank):
     group = dist.group.WORLD
-    block, key = build(group).blocks["0"], gpt.dropout_key(0, 1, torch.arange(B))
+    block = build(group).blocks["0"]
+    key = gpt.dropout_key(0, 1, torch.arange(B))
     x = torch.randn(B, S // 2, H, requires_grad=True)
-    project, linear = block.mlp.project, block.mlp.up
+    project = block.mlp.project
+    linear = block.mlp.up
     return recompute.saved_bytes(lambda: project(x, linear), *block.parameters()), x.nbytes
 
 
@@ -84,15 +113,19 @@ def test_only_the_slice_of_the_input_is_kept():
 
 
 def any_length(rank):
-    """Any sequence that t divides, not only the longest, is cut right: positions, masks, rotary angles."""
+    """Any sequence that t divides, not only the longest, is cut right: positions, masks, rotary
+    angles."""
     for fields in (dict(), dict(llama=True)):
         model = build(dist.group.WORLD, torch.float64, **fields)
         with torch.device("meta"):
             one = GPT(model.config)
         sharding.init(one, 0, "cpu", torch.float64)
         for s in (2, 6, 8):
-            tokens, key = torch.arange(B * s).view(B, s), gpt.dropout_key(0, 1, torch.arange(B))
-            torch.testing.assert_close(model(tokens, tokens, key), one(tokens, tokens, key), rtol=1e-10, atol=1e-10)
+            tokens = torch.arange(B * s).view(B, s)
+            key = gpt.dropout_key(0, 1, torch.arange(B))
+            torch.testing.assert_close(
+                model(tokens, tokens, key), one(tokens, tokens, key), rtol=1e-10, atol=1e-10
+            )
     return True
 
 
@@ -101,14 +134,22 @@ def test_any_length_that_t_divides():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="seq_length 30: must be divisible by tp 4 under sequence parallelism; 28 or 32 would fit"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "seq_length 30: must be divisible by tp 4 under sequence parallelism; 28 or 32"
+            " would fit"
+        ),
+    ):
         sequence_parallel.check(GPTConfig(1, 32, 4, seq_length=30), 4)
     assert "tensor_parallel.parallelize" in ranks.run(not_cut, 1)[0]
 
 
 def not_cut(rank):
     with pytest.raises(ValueError) as e:
-        sequence_parallel.parallelize(GPT(GPTConfig(1, 32, 4, seq_length=8, vocab_size=61)), dist.group.WORLD)
+        sequence_parallel.parallelize(
+            GPT(GPTConfig(1, 32, 4, seq_length=8, vocab_size=61)), dist.group.WORLD
+        )
     model = build(dist.group.WORLD)
     with pytest.raises(ValueError, match="already"):
         sequence_parallel.parallelize(model, dist.group.WORLD)
@@ -126,6 +167,12 @@ def not_cut(rank):
 def test_lesson(capsys):
     sequence_parallel.main()
     out = capsys.readouterr().out
-    assert all(float(part.split()[0]) < 1e-12 for part in out.split("from one rank's ")[1:]) and out.count("from one rank's") == 2
-    kept = [int(part.split(" ")[0].replace(",", "")) for part in out.split("kept for backward, in bf16: ")[1:]]
+    assert (
+        all(float(part.split()[0]) < 1e-12 for part in out.split("from one rank's ")[1:])
+        and out.count("from one rank's") == 2
+    )
+    kept = [
+        int(part.split(" ")[0].replace(",", ""))
+        for part in out.split("kept for backward, in bf16: ")[1:]
+    ]
     assert kept[1] < kept[0]

@@ -12,23 +12,33 @@ SHAPES = [(8, 6), (7, 5), (1, 3), (3, 1), (9,)]
 
 def cut_and_gather(rank):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dp, tp, world = mesh.get_group("dp"), mesh.get_group("tp"), dist.group.WORLD
+    dp = mesh.get_group("dp")
+    tp = mesh.get_group("tp")
+    world = dist.group.WORLD
     for shape in SHAPES:
         whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
         last = len(shape) - 1
-        for cuts in [(), (Cut(0, world),), (Cut(last, tp),), (Cut(0, tp), Cut(0, dp)), (Cut(last, dp), Cut(0, tp))]:
+        for cuts in [
+            (),
+            (Cut(0, world),),
+            (Cut(last, tp),),
+            (Cut(0, tp), Cut(0, dp)),
+            (Cut(last, dp), Cut(0, tp)),
+        ]:
             record = Sharding(shape, cuts)
             part = sharding.cut(whole, record)
             assert torch.equal(sharding.gather(part, record), whole), (shape, cuts)
-            total = (part ** 2).sum()                            # every element is on some rank once, padding is zero
+            # every element is on some rank once, padding is zero
+            total = (part**2).sum()
             for c in cuts:
                 dist.all_reduce(total, group=c.group)
-            torch.testing.assert_close(total, (whole ** 2).sum())
+            torch.testing.assert_close(total, (whole**2).sum())
     return sharding.cut(torch.arange(5.0), Sharding((5,), (Cut(0, world),))).tolist()
 
 
 def test_cut_and_gather():
-    assert ranks.run(cut_and_gather, 4) == [[0, 1], [2, 3], [4, 0], [0, 0]]                    # by hand: 5 over 4 ranks is 2 each
+    # by hand: 5 over 4 ranks is 2 each
+    assert ranks.run(cut_and_gather, 4) == [[0, 1], [2, 3], [4, 0], [0, 0]]
 
 
 def test_initial_weights_depend_on_seed_and_name_alone():
@@ -37,20 +47,29 @@ def test_initial_weights_depend_on_seed_and_name_alone():
             model = gpt.GPT(gpt.GPTConfig(layers, 32, 4, seq_length=8, vocab_size=40))
         sharding.init(model, seed, "cpu", torch.float32)
         return {name: p.detach() for name, p in model.named_parameters()}
-    two, three, other = build(0, 2), build(0, 3), build(1, 2)
-    assert torch.equal(two["blocks.1.mlp.up.weight"], three["blocks.1.mlp.up.weight"])          # whatever else is in the model
+
+    two = build(0, 2)
+    three = build(0, 3)
+    other = build(1, 2)
+    # whatever else is in the model
+    assert torch.equal(two["blocks.1.mlp.up.weight"], three["blocks.1.mlp.up.weight"])
     assert not torch.equal(two["blocks.1.mlp.up.weight"], two["blocks.0.mlp.up.weight"])
     assert not torch.equal(two["blocks.1.mlp.up.weight"], other["blocks.1.mlp.up.weight"])
     assert two["blocks.0.mlp.up.weight"].std() == pytest.approx(0.02, rel=0.1)
-    assert two["blocks.0.mlp.down.weight"].std() == pytest.approx(0.02 / 2, rel=0.1)            # / √(2 · 2 layers)
+    # / √(2 · 2 layers)
+    assert two["blocks.0.mlp.down.weight"].std() == pytest.approx(0.02 / 2, rel=0.1)
     assert all((p == 0).all() for n, p in two.items() if n.endswith("bias"))
     assert all((p == 1).all() for n, p in two.items() if n.endswith("norm.weight"))
 
 
 class Second:
     """The second of two ranks: cutting needs no communication."""
-    def size(self): return 2
-    def rank(self): return 1
+
+    def size(self):
+        return 2
+
+    def rank(self):
+        return 1
 
 
 def test_init_cuts_what_it_drew():
@@ -60,6 +79,7 @@ def test_init_cuts_what_it_drew():
         model.draw = lambda name, shape, generator: torch.randn(shape, generator=generator)
         sharding.init(model, 0, "cpu", torch.float64)
         return model.weight
+
     part = weight(2, Cut(0, Second()))
     assert torch.equal(part, weight(4)[2:]) and part.dtype == torch.float64
     assert sharding.of(part).shape == (4, 3)

@@ -10,27 +10,44 @@ import tensor_parallel
 from gpt import GPT, GPTConfig
 from sharding import Cut, Sharding
 
-B, S, H = 2, 8, 32
+B = 2
+S = 8
+H = 32
 
 
 def build(group, dtype=torch.float64, num_layers=2, **fields):
     with torch.device("meta"):
-        model = GPT(GPTConfig(num_layers=num_layers, hidden_size=H, num_heads=8, seq_length=S, vocab_size=61, **fields))
+        model = GPT(
+            GPTConfig(
+                num_layers=num_layers,
+                hidden_size=H,
+                num_heads=8,
+                seq_length=S,
+                vocab_size=61,
+                **fields,
+            )
+        )
     if group:
         tensor_parallel.parallelize(model, group)
     sharding.init(model, 0, "cpu", dtype)
     return model
 
 
-# --- f and g ----------------------------------------------------------------------------------------------------------
+# --- f and g --------------------------------------------------------------------------------------
+
 
 def f_and_g(rank):
     group = dist.group.WORLD
     x = torch.full((3,), rank + 1.0, dtype=torch.float64, requires_grad=True)
     out = {}
-    for name, f in (("f", tensor_parallel.copy_to_ranks), ("g", lambda x, group: tensor_parallel.reduce_from_ranks(x * 1, group))):
+    for name, f in (
+        ("f", tensor_parallel.copy_to_ranks),
+        ("g", lambda x, group: tensor_parallel.reduce_from_ranks(x * 1, group)),
+    ):
         y = f(x, group)
-        grad, = torch.autograd.grad(y, x, torch.full((3,), 10.0 * (rank + 1), dtype=torch.float64))
+        (grad,) = torch.autograd.grad(
+            y, x, torch.full((3,), 10.0 * (rank + 1), dtype=torch.float64)
+        )
         out[name] = y[0].item(), grad[0].item()
     return out
 
@@ -38,7 +55,8 @@ def f_and_g(rank):
 def test_f_and_g_by_hand():
     """Ranks hold 1 and 2, and get gradients 10 and 20."""
     first, second = ranks.run(f_and_g, 2)
-    assert first == {"f": (1.0, 30.0), "g": (3.0, 10.0)}                 # f: identity | all-reduce; g: all-reduce | identity
+    # f: identity | all-reduce; g: all-reduce | identity
+    assert first == {"f": (1.0, 30.0), "g": (3.0, 10.0)}
     assert second == {"f": (2.0, 30.0), "g": (3.0, 20.0)}
 
 
@@ -46,23 +64,48 @@ def column_linear(rank, which):
     """The layer that overlaps against f followed by plain matrix multiplications."""
     group = dist.group.WORLD
     torch.manual_seed(rank)
-    linears = [torch.nn.Linear(H, n, bias, dtype=torch.float64) for n, bias in ((6, True), (3, False), (5, True))][:which]
-    x = torch.randn(B, S, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(torch.float64).requires_grad_()
+    linears = [
+        torch.nn.Linear(H, n, bias, dtype=torch.float64)
+        for n, bias in ((6, True), (3, False), (5, True))
+    ][:which]
+    x = (
+        torch.randn(B, S, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        .to(torch.float64)
+        .requires_grad_()
+    )
     results = []
-    for forward in (lambda: tensor_parallel.ColumnParallelLinear(group)(x, *linears),
-                    lambda: gpt.SharedInput()(tensor_parallel.copy_to_ranks(x, group), *linears)):
+    for forward in (
+        lambda: tensor_parallel.ColumnParallelLinear(group)(x, *linears),
+        lambda: gpt.SharedInput()(tensor_parallel.copy_to_ranks(x, group), *linears),
+    ):
         parameters = [x, *(p for linear in linears for p in linear.parameters())]
         outputs = forward()
-        results.append([*outputs, *torch.autograd.grad(sum((y * torch.randn(y.shape, generator=torch.Generator().manual_seed(1))).sum() for y in outputs), parameters)])
+        results.append(
+            [
+                *outputs,
+                *torch.autograd.grad(
+                    sum(
+                        (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(1))).sum()
+                        for y in outputs
+                    ),
+                    parameters,
+                ),
+            ]
+        )
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    x.requires_grad_(False)                                      # frozen inputs and frozen weights get nothing
+    # frozen inputs and frozen weights get nothing
+    x.requires_grad_(False)
     for p in linears[0].parameters():
         p.requires_grad_(False)
     outputs = tensor_parallel.ColumnParallelLinear(group)(x, *linears)
     if which > 1:
         sum(y.sum() for y in outputs).backward()
-    assert x.grad is None and linears[0].weight.grad is None and all(linear.weight.grad is not None for linear in linears[1:])
+    assert (
+        x.grad is None
+        and linears[0].weight.grad is None
+        and all(linear.weight.grad is not None for linear in linears[1:])
+    )
     return True
 
 
@@ -71,32 +114,42 @@ def test_column_parallel_linear_is_f_then_linear(which):
     assert all(ranks.run(column_linear, 2, which))
 
 
-# --- vocabulary ---------------------------------------------------------------------------------------------------------
+# --- vocabulary -----------------------------------------------------------------------------------
+
 
 def vocabulary(rank, v, dtype):
-    """Embedding and cross entropy, cut by words, against the whole; v is not divided by the ranks."""
-    group, t = dist.group.WORLD, dist.get_world_size()
+    """Embedding and cross entropy, cut by words, against the whole; v is not divided by the
+    ranks."""
+    group = dist.group.WORLD
+    t = dist.get_world_size()
     g = torch.Generator().manual_seed(0)
     table = torch.randn(v, H, generator=g, dtype=torch.float64)
     x = (torch.randn(B, S, H, generator=g, dtype=torch.float64) * 3).to(dtype)
-    labels, weight = torch.randint(v, (B, S), generator=g), torch.rand(B, S, generator=g)
-    labels[0, 0], labels[0, 1] = 0, v - 1
+    labels = torch.randint(v, (B, S), generator=g)
+    weight = torch.rand(B, S, generator=g)
+    labels[0, 0] = 0
+    labels[0, 1] = v - 1
 
-    embedding = tensor_parallel.VocabParallelEmbedding(torch.nn.Embedding(v, H, _weight=table.to(dtype)), group)
+    embedding = tensor_parallel.VocabParallelEmbedding(
+        torch.nn.Embedding(v, H, _weight=table.to(dtype)), group
+    )
     whole = table.to(dtype).clone().requires_grad_()
     record = sharding.of(embedding.weight)
-    y, expected = embedding(labels), F.embedding(labels, whole)
+    y = embedding(labels)
+    expected = F.embedding(labels, whole)
     torch.testing.assert_close(y, expected)
     (y * weight.unsqueeze(-1)).sum().backward()
     (expected * weight.unsqueeze(-1)).sum().backward()
     torch.testing.assert_close(sharding.gather(embedding.weight.grad, record), whole.grad)
 
-    logits = (x @ table.to(dtype).t())
+    logits = x @ table.to(dtype).t()
     mine = sharding.cut(logits, Sharding((B, S, v), (Cut(2, group),))) + 0
     assert mine.shape[-1] == -(-v // t)
     real = max(0, min(mine.shape[-1], v - rank * mine.shape[-1]))
-    mine[..., real:] = 50                                        # the padding: were it looked at, it would win
-    mine, given = mine.requires_grad_(), logits.clone().requires_grad_()
+    # the padding: were it looked at, it would win
+    mine[..., real:] = 50
+    mine = mine.requires_grad_()
+    given = logits.clone().requires_grad_()
     loss = tensor_parallel.vocab_parallel_cross_entropy(mine * 1, labels, v, group)
     expected = gpt.cross_entropy(given * 1, labels)
     exact = 1e-12 if dtype == torch.float64 else 1e-5
@@ -105,42 +158,77 @@ def vocabulary(rank, v, dtype):
     (expected * weight).sum().backward()
     assert (mine.grad[..., real:] == 0).all() and (embedding.weight.grad[real:] == 0).all()
     rounded = 8e-3 if dtype == torch.bfloat16 else exact
-    torch.testing.assert_close(sharding.gather(mine.grad, Sharding((B, S, v), (Cut(2, group),))), given.grad, rtol=rounded, atol=rounded / 100)
+    torch.testing.assert_close(
+        sharding.gather(mine.grad, Sharding((B, S, v), (Cut(2, group),))),
+        given.grad,
+        rtol=rounded,
+        atol=rounded / 100,
+    )
     with torch.no_grad():
-        torch.testing.assert_close(tensor_parallel.vocab_parallel_cross_entropy(mine * 1, labels, v, group), expected.detach(), rtol=exact, atol=exact)
+        torch.testing.assert_close(
+            tensor_parallel.vocab_parallel_cross_entropy(mine * 1, labels, v, group),
+            expected.detach(),
+            rtol=exact,
+            atol=exact,
+        )
     return True
 
 
-@pytest.mark.parametrize("world, v, dtype", [(2, 61, torch.float64), (4, 61, torch.float32), (4, 5, torch.float64), (2, 60, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "world, v, dtype",
+    [
+        (2, 61, torch.float64),
+        (4, 61, torch.float32),
+        (4, 5, torch.float64),
+        (2, 60, torch.bfloat16),
+    ],
+)
 def test_vocabulary(world, v, dtype):
     """5 words over 4 ranks are 2, 2, 1 and 0."""
     assert all(ranks.run(vocabulary, world, v, dtype))
 
 
-# --- the model -----------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
+
 
 def model_on_ranks(rank, fields):
     group = dist.group.WORLD
-    model, one = build(group, **fields), build(None, **fields)
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in one.named_parameters()]  # no wrapper, no renaming
+    model = build(group, **fields)
+    one = build(None, **fields)
+    # no wrapper, no renaming
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in one.named_parameters()]
     for (n, p), q in zip(model.named_parameters(), one.parameters()):
-        assert torch.equal(sharding.gather(p.detach(), sharding.of(p)), q), n                  # the same weights, cut: no clones
+        # the same weights, cut: no clones
+        assert torch.equal(sharding.gather(p.detach(), sharding.of(p)), q), n
     tokens = torch.randint(61, (B, S), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), one(tokens), rtol=1e-10, atol=1e-10)         # logits: gathered, without the padding
-    return sum(p.numel() for p in model.parameters()), {n: tuple(p.shape) for n, p in model.named_parameters()}
+        # logits: gathered, without the padding
+        torch.testing.assert_close(model(tokens), one(tokens), rtol=1e-10, atol=1e-10)
+    return sum(p.numel() for p in model.parameters()), {
+        n: tuple(p.shape) for n, p in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(llama=True, num_kv_heads=4)], ids=["gpt", "llama"])
 def test_model_is_the_same_function(fields):
     _, shapes = ranks.run(model_on_ranks, 4, fields)[3]
-    assert shapes["embedding.tokens.weight"] == (16, H)          # 61 words over 4 ranks, padded
-    assert shapes["blocks.0.attention.query.weight"] == (8, H) and shapes["blocks.0.attention.output.weight"] == (H, 8)
-    assert shapes["blocks.1.mlp.up.weight"] == (32, H) and shapes["blocks.1.mlp.down.weight"] == (H, 32)
+    # 61 words over 4 ranks, padded
+    assert shapes["embedding.tokens.weight"] == (16, H)
+    assert shapes["blocks.0.attention.query.weight"] == (8, H) and shapes[
+        "blocks.0.attention.output.weight"
+    ] == (H, 8)
+    assert shapes["blocks.1.mlp.up.weight"] == (32, H) and shapes["blocks.1.mlp.down.weight"] == (
+        H,
+        32,
+    )
     if fields:
-        assert shapes["blocks.0.attention.key.weight"] == (4, H) and shapes["head.output.weight"] == (16, H)
+        assert shapes["blocks.0.attention.key.weight"] == (4, H) and shapes[
+            "head.output.weight"
+        ] == (16, H)
     else:
-        assert shapes["blocks.0.attention.query.bias"] == (8,) and shapes["blocks.0.attention.output.bias"] == (H,)
+        assert shapes["blocks.0.attention.query.bias"] == (8,) and shapes[
+            "blocks.0.attention.output.bias"
+        ] == (H,)
 
 
 def real_weights(rank):
@@ -160,9 +248,12 @@ def test_a_model_with_weights():
 
 
 def refusals(rank):
-    """What would be silently wrong is refused, and what is no word is refused on every rank, as on one device."""
-    group, said = dist.group.WORLD, []
-    model, good = build(group), torch.zeros(B, S, dtype=torch.long)
+    """What would be silently wrong is refused, and what is no word is refused on every rank, as on
+    one device."""
+    group = dist.group.WORLD
+    said = []
+    model = build(group)
+    good = torch.zeros(B, S, dtype=torch.long)
     for bad in (61, 62, 63, 1000, -1, -100):
         for tokens, labels in ((good + bad, good), (good, good + bad)):
             with pytest.raises((IndexError, RuntimeError), match="out of"):
@@ -170,7 +261,7 @@ def refusals(rank):
     with pytest.raises(ValueError, match="already"):
         tensor_parallel.parallelize(model, group)
     loss = model(good, good).sum()
-    gradient, = torch.autograd.grad(loss, model.head.norm.weight, create_graph=True)
+    (gradient,) = torch.autograd.grad(loss, model.head.norm.weight, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
     frozen = build(None)
@@ -186,9 +277,11 @@ def test_refusals_and_frozen_parameters():
 
 def counted(rank, recompute_kind):
     import recompute
+
     model = build(dist.group.WORLD, num_layers=1, dropout=0.1, dtype=torch.float32)
     recompute.apply(model, recompute_kind)
-    block, key = model.blocks["0"], gpt.dropout_key(0, 1, torch.arange(B))
+    block = model.blocks["0"]
+    key = gpt.dropout_key(0, 1, torch.arange(B))
     x = torch.randn(B, S, H, requires_grad=True)
     with ranks.Collectives() as forward:
         y = block(x, key)
@@ -201,19 +294,34 @@ def counted(rank, recompute_kind):
 
 
 def test_collectives_of_the_paper():
-    """2 all-reduces forward and 2 backward for each layer (2104.04473, section 3.2), of b s h elements. Outside the layers: the
-    embedding's sum, the head's input gradient, and three statistics per token for the loss."""
+    """2 all-reduces forward and 2 backward for each layer (2104.04473, section 3.2), of b s h
+    elements. Outside the layers: the embedding's sum, the head's input gradient, and three
+    statistics per token for the loss."""
     whole = ("all-reduce", B * S * H * 4)
     forward, backward, everything = ranks.run(counted, 2, "none")[0]
     assert forward == [whole] * 2 and backward == [whole] * 2
-    assert everything == [whole] + [whole] * 2 + [("all-reduce", B * S * 4), ("all-reduce", 2 * B * S * 4)] + [whole] + [whole] * 2
-    assert ranks.run(counted, 2, "selective")[0][:2] == (forward, backward)                     # core attention does not communicate
-    assert ranks.run(counted, 2, "full")[0][1] == [whole] * 2 + backward                        # the forward pass once more
+    assert (
+        everything
+        == [whole]
+        + [whole] * 2
+        + [("all-reduce", B * S * 4), ("all-reduce", 2 * B * S * 4)]
+        + [whole]
+        + [whole] * 2
+    )
+    # core attention does not communicate
+    assert ranks.run(counted, 2, "selective")[0][:2] == (forward, backward)
+    # the forward pass once more
+    assert ranks.run(counted, 2, "full")[0][1] == [whole] * 2 + backward
 
 
-@pytest.mark.parametrize("fields, t, words", [
-    (dict(num_heads=6), 4, ["tp 4", "num_heads 6", "[2, 3, 6] would fit"]), (dict(num_kv_heads=2, num_heads=8), 4, ["num_kv_heads 2", "[1, 2]"]),
-    (dict(ffn_hidden_size=90, num_heads=8), 4, ["ffn_hidden_size 90", "[1, 2]"])])
+@pytest.mark.parametrize(
+    "fields, t, words",
+    [
+        (dict(num_heads=6), 4, ["tp 4", "num_heads 6", "[2, 3, 6] would fit"]),
+        (dict(num_kv_heads=2, num_heads=8), 4, ["num_kv_heads 2", "[1, 2]"]),
+        (dict(ffn_hidden_size=90, num_heads=8), 4, ["ffn_hidden_size 90", "[1, 2]"]),
+    ],
+)
 def test_what_t_ranks_cannot_share(fields, t, words):
     with pytest.raises(ValueError) as e:
         tensor_parallel.check(GPTConfig(**dict(num_layers=1, hidden_size=48) | fields), t)

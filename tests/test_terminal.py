@@ -102,7 +102,11 @@ def test_characters_that_the_terminal_does_not_have(monkeypatch):
 
 def test_closed_streams_keep_their_numbers(tmp_path):
     """Without it the first file that is opened is number 1, and gets what is printed."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import terminal; terminal.prepare(); f = open({str(tmp_path / 'file')!r}, 'w'); import os; os.write(1, b'words'); sys.exit(f.fileno())"
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import terminal; terminal.prepare(); f ="
+        f" open({str(tmp_path / 'file')!r}, 'w'); import os; os.write(1, b'words');"
+        " sys.exit(f.fileno())"
+    )
     done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" <&- >&- 2>&-'])
     assert done.returncode > 2 and (tmp_path / "file").read_text() == ""
 

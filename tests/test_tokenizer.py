@@ -1,4 +1,5 @@
-"""Tokenizer files: what is refused, what begins and ends a text, and that a run remembers their content."""
+"""Tokenizer files: what is refused, what begins and ends a text, and that a run remembers their
+content."""
 
 import json
 import signal
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_generate import loud, save
+from test_gpt import build
 
 import architectures
 import checkpoint
@@ -16,8 +19,6 @@ import generate
 import huggingface
 import train
 from gpt import GPTConfig
-from test_generate import loud, save
-from test_gpt import build
 from tokenizer import (
     ByteTokenizer,
     FileTokenizer,
@@ -56,7 +57,8 @@ SMALL = [
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with a text, where runs are short: few tokens of a sample, few of an evaluation, no figure."""
+    """A folder with a text, where runs are short: few tokens of a sample, few of an evaluation, no
+    figure."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT)
     whole = generate.generate
@@ -93,7 +95,8 @@ def words(path, vocabulary=("?", "if", "a", "in", "b", "</s>"), **model):
 
 
 def bpe(path, specials=SPECIALS, begins=True):
-    """Byte pairs as Llama 3 has them: a begin token before every text, by the file's post-processor."""
+    """Byte pairs as Llama 3 has them: a begin token before every text, by the file's
+    post-processor."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -114,7 +117,8 @@ def bpe(path, specials=SPECIALS, begins=True):
 
 
 def hf_folder(folder, begins=True, ends=True, **ids):
-    """A Llama with a tokenizer like Llama 3's, as transformers saves one. ids: of generation_config.json. Returns the tokenizer."""
+    """A Llama with a tokenizer like Llama 3's, as transformers saves one. ids: of
+    generation_config.json. Returns the tokenizer."""
     tokenizer = bpe(Path("t.json"), SPECIALS if ends else SPECIALS[:1], begins)
     model = loud(build(vocab_size=tokenizer.get_vocab_size(), **LLAMA))
     state = {
@@ -146,7 +150,7 @@ def hf_folder(folder, begins=True, ends=True, **ids):
     return tokenizer
 
 
-# --- files that break --------------------------------------------------------------------------------------------------
+# --- files that break -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,10 +278,11 @@ def test_files_beside_it_that_break(here, name, content):
         make_tokenizer(str(here / "tokenizer.json"))
     assert str(here) in str(e.value) and "\n" not in str(e.value)
     words("other.json")
-    assert make_tokenizer("other.json").eot == 5  # what stands beside another name is not about it
+    # what stands beside another name is not about it
+    assert make_tokenizer("other.json").eot == 5
 
 
-# --- begin and end --------------------------------------------------------------------------------------------------------
+# --- begin and end --------------------------------------------------------------------------------
 
 
 def test_ends_without_any_configuration(here):
@@ -362,7 +367,8 @@ def test_documents_begin_with_it(here):
 def test_several_ids_end_a_text():
     model = loud(build(vocab_size=61, **LLAMA))
     (whole,) = generate.generate(model, [[1, 2]], 20, temperature=0.9)
-    one, other = whole[9], next(i for i in whole[3:] if i not in whole[:3] and i != whole[9])
+    one = whole[9]
+    other = next(i for i in whole[3:] if i not in whole[:3] and i != whole[9])
     ends = min(whole.index(one), whole.index(other))
     assert generate.generate(model, [[1, 2]], 20, temperature=0.9, eot=(one, other)) == [
         whole[:ends]
@@ -372,12 +378,14 @@ def test_several_ids_end_a_text():
     ]
 
 
-# --- there and back ---------------------------------------------------------------------------------------------------------
+# --- there and back -------------------------------------------------------------------------------
 
 
 def test_llama_3_there_and_back(here, capsys):
-    """Imported, it generates, from the ids that its own tokenizer gives; exported, its files say the same; so does what is trained on."""
-    hf, ckpt = Path("hf"), Path("ckpt")
+    """Imported, it generates, from the ids that its own tokenizer gives; exported, its files say
+    the same; so does what is trained on."""
+    hf = Path("hf")
+    ckpt = Path("ckpt")
     theirs = hf_folder(hf)
     bos, text_end, turn_end = (theirs.token_to_id(name) for name in SPECIALS)
     assert huggingface.main(["import", "hf", "ckpt"]) == 0
@@ -424,10 +432,8 @@ def test_transformers_gives_the_same_ids(here):
     hf_folder(Path("hf"))
     huggingface.import_folder(Path("hf"), Path("ckpt"))
     huggingface.export_folder(Path("ckpt"), Path("back"))
-    ours, theirs = (
-        FileTokenizer("ckpt/tokenizer.json"),
-        transformers.AutoTokenizer.from_pretrained("back"),
-    )
+    ours = FileTokenizer("ckpt/tokenizer.json")
+    theirs = transformers.AutoTokenizer.from_pretrained("back")
     for text in ("if a in b: return", "é <|eot_id|> x", "a"):
         assert prompt_ids(ours, text) == theirs(text)["input_ids"]
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos, ours.eot)
@@ -449,7 +455,8 @@ def test_a_model_without_an_end_token_generates(here, capsys):
     )
     assert (
         completions.main(["--checkpoint", "ckpt", "--max-tokens", "3", "--device", "cpu"]) == 0
-    )  # its begin token begins a text
+        # its begin token begins a text
+    )
 
 
 def test_a_tokenizer_beyond_the_model_is_refused(here):
@@ -463,7 +470,7 @@ def test_a_tokenizer_beyond_the_model_is_refused(here):
     assert not Path("ckpt").exists()
 
 
-# --- what a run remembers ------------------------------------------------------------------------------------------------
+# --- what a run remembers -------------------------------------------------------------------------
 
 
 def swap(path):
@@ -471,7 +478,8 @@ def swap(path):
     content = json.loads(Path(path).read_text())
     vocabulary = content["model"]["vocab"]
     one, other = [token for token, i in vocabulary.items() if i in (1, 2)]
-    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    vocabulary[one] = vocabulary[other]
+    vocabulary[other] = vocabulary[one]
     Path(path).write_text(json.dumps(content))
 
 
@@ -499,7 +507,8 @@ def test_another_content_under_the_same_path(here, capfd, monkeypatch):
     )
     assert len(checkpoint.steps("run/checkpoints")) == 1
     assert run("--out", "run", "--steps", "3", "--tokenizer", "run/tokenizer.json", "--resume") == 0
-    assert run("--out", "run", "--steps", "4", "--resume") == 0  # the run's own is the default
+    # the run's own is the default
+    assert run("--out", "run", "--steps", "4", "--resume") == 0
     words("u.json", ("?", "a", "if", "in", "b", "</s>"))
     capfd.readouterr()
     assert run("--out", "run", "--steps", "5", "--tokenizer", "u.json", "--resume") == 0
@@ -547,7 +556,7 @@ def test_an_index_with_something_else_in_it(here):
     assert record(ByteTokenizer()).fingerprint == "bytes"
 
 
-# --- train.py ---------------------------------------------------------------------------------------------------------------
+# --- train.py -------------------------------------------------------------------------------------
 
 
 def test_load_takes_the_tokenizer_of_the_checkpoint(here, capfd):

@@ -1,4 +1,5 @@
 """The command: what a person types, what comes out, what happens when things go wrong."""
+
 import importlib.util
 import json
 import math
@@ -13,6 +14,7 @@ import time
 import types
 from pathlib import Path
 
+import killed_ranks
 import pytest
 import torch
 from safetensors import safe_open
@@ -21,22 +23,44 @@ import checkpoint
 import completions
 import data
 import generate
-import killed_ranks
 import metrics
 import train
 from metrics import Metrics
 from tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--ffn-hidden-size", "64", "--seq-length", "32", "--global-batch-size", "4",
-         "--device", "cpu", "--steps", "12", "--eval-every", "0"]
+SMALL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-heads",
+    "4",
+    "--ffn-hidden-size",
+    "64",
+    "--seq-length",
+    "32",
+    "--global-batch-size",
+    "4",
+    "--device",
+    "cpu",
+    "--steps",
+    "12",
+    "--eval-every",
+    "0",
+]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     g = random.Random(0)
-    path.write_text("\n".join(f"{g.choice(['if', 'for', 'while'])} x{g.randrange(9)} in y{g.randrange(9)}:" for _ in range(2000)))
+    path.write_text(
+        "\n".join(
+            f"{g.choice(['if', 'for', 'while'])} x{g.randrange(9)} in y{g.randrange(9)}:"
+            for _ in range(2000)
+        )
+    )
     return str(path)
 
 
@@ -47,12 +71,18 @@ def here(tmp_path, monkeypatch, text):
 
 
 def command(text, *more, world=1):
-    launcher = [sys.executable] if world == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    launcher = (
+        [sys.executable]
+        if world == 1
+        else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    )
     return [*launcher, str(ROOT / "train.py"), *SMALL, "--data", text, *more]
 
 
 def run(text, *more, world=1, **options):
-    return subprocess.run(command(text, *more, world=world), capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(
+        command(text, *more, world=world), capture_output=True, text=True, timeout=120, **options
+    )
 
 
 def in_process(text, *more):
@@ -78,46 +108,84 @@ def weights(folder):
     found = {}
     for file in newest.glob("*.safetensors"):
         with safe_open(file, "pt") as f:
-            found |= {name: f.get_tensor(name).clone() for name in f.keys()}                  # not the file itself, mapped
+            # not the file itself, mapped
+            found |= {name: f.get_tensor(name).clone() for name in f.keys()}
     return newest.name, found
 
 
 def same_weights(a, b):
-    (step, x), (other, y) = weights(a), weights(b)
+    step, x = weights(a)
+    other, y = weights(b)
     assert step == other and x.keys() == y.keys()
     return all(torch.equal(x[n], y[n]) for n in x)
 
 
 def test_two_ranks_end_to_end(here, text):
-    done = run(text, "--out", "run", "--eval-every", "5", "--save-every", "5", "--dropout", "0.1", world=2)
+    done = run(
+        text, "--out", "run", "--eval-every", "5", "--save-every", "5", "--dropout", "0.1", world=2
+    )
     assert done.returncode == 0, done.stderr
-    assert {".launch", "config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"} == {p.name for p in Path("run").iterdir()}
+    assert {".launch", "config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"} == {
+        p.name for p in Path("run").iterdir()
+    }
     assert list(checkpoint.steps("run/checkpoints")) == [10, 12]
     metrics = lines("run")
-    assert [x["step"] for x in metrics] == list(range(1, 13)) and metrics[-1]["tokens"] == 12 * 4 * 32
-    assert {"step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"} <= metrics[0].keys()
+    assert [x["step"] for x in metrics] == list(range(1, 13)) and metrics[-1][
+        "tokens"
+    ] == 12 * 4 * 32
+    assert {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "step_seconds",
+        "tokens_per_second",
+        "tflops_per_device",
+        "peak_memory_bytes",
+    } <= metrics[0].keys()
     assert [x["step"] for x in metrics if "eval_loss" in x] == [5, 10, 12]
     assert metrics[-1]["eval_loss"] < metrics[0]["loss"]
     assert "nats per byte" in done.stdout and done.stdout.count("step ") >= 12
     assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
-    in_one = run(text, "--out", "one", "--dropout", "0.1")       # one rank: the same curve, through the command too
+    # one rank: the same curve, through the command too
+    in_one = run(text, "--out", "one", "--dropout", "0.1")
     assert in_one.returncode == 0
-    assert [x["loss"] for x in exact("one")] == pytest.approx([x["loss"] for x in metrics], rel=1e-5)
+    assert [x["loss"] for x in exact("one")] == pytest.approx(
+        [x["loss"] for x in metrics], rel=1e-5
+    )
 
 
 def test_tensor_parallel_end_to_end(here, text):
-    """Two tensor- and sequence-parallel ranks give the curve of one; what they leave behind goes on under one rank."""
-    flags = ("--eval-every", "4", "--dropout", "0.1", "--steps", "8", "--recompute", "full", "--recompute-layers", "1")
+    """Two tensor- and sequence-parallel ranks give the curve of one; what they leave behind goes on
+    under one rank."""
+    flags = (
+        "--eval-every",
+        "4",
+        "--dropout",
+        "0.1",
+        "--steps",
+        "8",
+        "--recompute",
+        "full",
+        "--recompute-layers",
+        "1",
+    )
     done = run(text, "--out", "two", *flags, "--tp", "2", "--sequence-parallel", world=2)
     assert done.returncode == 0, done.stderr
     assert "tp 2, sequence-parallel True, recompute full, recompute-layers 1" in done.stdout
     assert len(Path("two/sample.txt").read_text()) > 4
     assert in_process(text, "--out", "one", *flags) == 0
     for key in ("loss", "grad_norm", "eval_loss"):
-        assert [x[key] for x in lines("two") if key in x] == pytest.approx([x[key] for x in lines("one") if key in x], rel=1e-5)
+        assert [x[key] for x in lines("two") if key in x] == pytest.approx(
+            [x[key] for x in lines("one") if key in x], rel=1e-5
+        )
     assert [x["tokens"] for x in lines("two")] == [x["tokens"] for x in lines("one")]
-    assert in_process(text, "--out", "two", *flags, "--steps", "10", "--resume", "--tp", "1") == 0         # another layout is given whole
-    assert [x["step"] for x in lines("two")] == list(range(1, 11)) and lines("two")[-1]["loss"] < lines("two")[0]["loss"]
+    # another layout is given whole
+    assert in_process(text, "--out", "two", *flags, "--steps", "10", "--resume", "--tp", "1") == 0
+    assert [x["step"] for x in lines("two")] == list(range(1, 11)) and lines("two")[-1][
+        "loss"
+    ] < lines("two")[0]["loss"]
     model, index = completions.load_model("two")
     assert index["step"] == 10 and len(generate.generate(model, [[1, 2]], 5)[0]) == 5
 
@@ -131,11 +199,13 @@ def test_resume_is_bit_for_bit(here, text, capfd):
             file.unlink()
         newest.rmdir()
     with open("parts/metrics.jsonl", "a") as f:
-        f.write('{"step": 13, "los')                             # and a line that a kill cut short
+        # and a line that a kill cut short
+        f.write('{"step": 13, "los')
     assert in_process(text, "--out", "parts", *flags, "--resume") == 0
     assert "resuming after step 10" in capfd.readouterr().out
     assert exact("parts") == exact("whole") and same_weights("parts", "whole")
-    assert in_process(text, "--out", "parts", *flags, "--resume") == 0                         # nothing left to do is no error
+    # nothing left to do is no error
+    assert in_process(text, "--out", "parts", *flags, "--resume") == 0
     assert exact("parts") == exact("whole")
 
 
@@ -144,7 +214,8 @@ def exploding(step, *args):
 
 
 def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatch, capfd):
-    """Step 6 ruins the weights, which is seen from step 7 on: the checkpoint of step 4 is good, that of step 6 is not."""
+    """Step 6 ruins the weights, which is seen from step 7 on: the checkpoint of step 4 is good,
+    that of step 6 is not."""
     monkeypatch.setattr(train, "learning_rate", exploding)
     flags = ("--save-every", "2", "--keep", "1", "--max-bad-steps", "3")
     assert in_process(text, "--out", "run", *flags) == 1
@@ -152,29 +223,55 @@ def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatc
     assert list(checkpoint.steps("run/checkpoints")) == [4, 6]
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith("train.py: step 9: the run has diverged") and "last 3 steps" in said
-    assert "--max-bad-steps 3" in said and "remove the later step-000006" in said and "a lower --lr" in said
+    assert (
+        "--max-bad-steps 3" in said
+        and "remove the later step-000006" in said
+        and "a lower --lr" in said
+    )
     assert "the last good checkpoint is run/checkpoints/step-000004" in said
 
 
 def test_without_a_limit_no_older_checkpoint_is_removed(here, text, monkeypatch):
     """Saves wait while steps are skipped; the last one, at the end of the run, removes nothing."""
     monkeypatch.setattr(train, "learning_rate", exploding)
-    assert in_process(text, "--out", "run", "--save-every", "2", "--keep", "2", "--max-bad-steps", "0") == 0
+    assert (
+        in_process(text, "--out", "run", "--save-every", "2", "--keep", "2", "--max-bad-steps", "0")
+        == 0
+    )
     assert list(checkpoint.steps("run/checkpoints")) == [2, 4, 6, 12]
 
 
 def test_the_search_for_the_first_loss_scale_is_no_divergence(here, text):
-    flags = ("--precision", "fp16", "--steps", "8", "--save-every", "1", "--keep", "0", "--max-bad-steps", "1")
+    flags = (
+        "--precision",
+        "fp16",
+        "--steps",
+        "8",
+        "--save-every",
+        "1",
+        "--keep",
+        "0",
+        "--max-bad-steps",
+        "1",
+    )
     assert in_process(text, "--out", "run", *flags) == 0
     skipped = lines("run")[-1]["skipped_steps"]
-    assert 1 <= skipped <= 4 and list(checkpoint.steps("run/checkpoints")) == list(range(skipped + 1, 9))
+    assert 1 <= skipped <= 4 and list(checkpoint.steps("run/checkpoints")) == list(
+        range(skipped + 1, 9)
+    )
 
 
 def kill_and_resume(text, folder, delays, flags, world=1):
-    """Start, SIGKILL the launcher and its ranks after each delay past the first step, and let the last run end."""
+    """Start, SIGKILL the launcher and its ranks after each delay past the first step, and let the
+    last run end."""
     for delay in [*delays, None]:
-        p = subprocess.Popen(command(text, "--out", folder, "--resume", *flags, world=world), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                             text=True, start_new_session=True)
+        p = subprocess.Popen(
+            command(text, "--out", folder, "--resume", *flags, world=world),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         if delay is None:
             output = p.communicate(timeout=120)[0]
             assert p.returncode == 0, output
@@ -196,40 +293,76 @@ def test_killed_at_random_moments(here, text):
 
 @pytest.mark.parametrize("number, world", [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_signal_saves_and_stops(here, text, number, world):
-    p = subprocess.Popen(command(text, "--out", "run", "--steps", "100000", world=world), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    p = subprocess.Popen(
+        command(text, "--out", "run", "--steps", "100000", world=world),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     for line in p.stdout:
         if line.startswith("step "):
             break
     if world == 1:
         p.send_signal(number)
-    else:                                                        # to one rank alone: all stop after the same step
-        children = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(p.pid)], capture_output=True, text=True).stdout.split()]
+    # to one rank alone: all stop after the same step
+    else:
+        children = [
+            int(pid)
+            for pid in subprocess.run(
+                ["pgrep", "-P", str(p.pid)], capture_output=True, text=True
+            ).stdout.split()
+        ]
         os.kill(children[-1], number)
     rest = p.communicate(timeout=60)[0]
     assert p.returncode == 0, rest
     assert "checkpoint saved" in rest and "--resume" in rest
-    (step, path), = checkpoint.steps("run/checkpoints").items()
+    ((step, path),) = checkpoint.steps("run/checkpoints").items()
     assert lines("run")[-1]["step"] == step < 100000
 
 
-@pytest.mark.parametrize("more, words", [
-    (["--model", "gpt5"], ["--model gpt5", "no such preset", "llama2-7b"]),
-    (["--num-heads", "5"], ["--num-heads 5", "--hidden-size 32", "[2, 4, 8] would"]),
-    (["--num-kv-heads", "3"], ["--num-kv-heads 3", "--num-heads 4"]),
-    (["--micro-batch-size", "3"], ["--micro-batch-size 3", "[1, 2, 4] would fit"]),
-    (["--steps", "0"], ["--steps 0", "at least 1"]), (["--lr", "inf"], ["--lr inf"]), (["--seed", str(10**20)], ["--seed 1"]),
-    (["--hidden-size", str(10**12)], ["--hidden-size 1000000000000", "below 2^31"]), (["--global-batch-size", str(10**13)], ["below 2^31"]), (["--lr", "nan"], ["--lr nan"]), (["--seed", "-1"], ["--seed -1"]),
-    (["--dropout", "1.5"], ["--dropout 1.5"]), (["--dropout", "0.1", "--attention", "fused"], ["--dropout 0.1", "--attention"]),
-    (["--data", "missing.txt"], ["--data missing.txt", "no such file"]),
-    (["--seq-length", "100000"], ["too short", "--seq-length"]),
-    (["--vocab-size", "100"], ["--tokenizer bytes", "--vocab-size 100", "--vocab-size 257 would fit"]),
-    (["--tp", "2"], ["--tp 2: this is one rank alone", "torchrun --nproc-per-node 2"]), (["--tp", "0"], ["--tp 0"]), (["--sequence-parallel"], ["--sequence-parallel", "--tp 2"]),
-    (["--recompute", "full", "--recompute-layers", "3"], ["--recompute-layers 3", "--num-layers 2"]),
-    (["--recompute-layers", "1"], ["--recompute-layers 1: needs --recompute selective or full"]),
-    (["--precision", "fp16", "--optimizer-state", "bf16"], ["--optimizer-state bf16", "--precision bf16 would fit"]), (["--timeout", "0"], ["--timeout 0"]),
-    (["--load", "nowhere"], ["nowhere: no such folder"]),
-    (["--tokenizer", "nope.json"], ["--tokenizer nope.json"]), (["--out", "/proc/run"], ["--out /proc/run", "cannot be written"]),
-])
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--model", "gpt5"], ["--model gpt5", "no such preset", "llama2-7b"]),
+        (["--num-heads", "5"], ["--num-heads 5", "--hidden-size 32", "[2, 4, 8] would"]),
+        (["--num-kv-heads", "3"], ["--num-kv-heads 3", "--num-heads 4"]),
+        (["--micro-batch-size", "3"], ["--micro-batch-size 3", "[1, 2, 4] would fit"]),
+        (["--steps", "0"], ["--steps 0", "at least 1"]),
+        (["--lr", "inf"], ["--lr inf"]),
+        (["--seed", str(10**20)], ["--seed 1"]),
+        (["--hidden-size", str(10**12)], ["--hidden-size 1000000000000", "below 2^31"]),
+        (["--global-batch-size", str(10**13)], ["below 2^31"]),
+        (["--lr", "nan"], ["--lr nan"]),
+        (["--seed", "-1"], ["--seed -1"]),
+        (["--dropout", "1.5"], ["--dropout 1.5"]),
+        (["--dropout", "0.1", "--attention", "fused"], ["--dropout 0.1", "--attention"]),
+        (["--data", "missing.txt"], ["--data missing.txt", "no such file"]),
+        (["--seq-length", "100000"], ["too short", "--seq-length"]),
+        (
+            ["--vocab-size", "100"],
+            ["--tokenizer bytes", "--vocab-size 100", "--vocab-size 257 would fit"],
+        ),
+        (["--tp", "2"], ["--tp 2: this is one rank alone", "torchrun --nproc-per-node 2"]),
+        (["--tp", "0"], ["--tp 0"]),
+        (["--sequence-parallel"], ["--sequence-parallel", "--tp 2"]),
+        (
+            ["--recompute", "full", "--recompute-layers", "3"],
+            ["--recompute-layers 3", "--num-layers 2"],
+        ),
+        (
+            ["--recompute-layers", "1"],
+            ["--recompute-layers 1: needs --recompute selective or full"],
+        ),
+        (
+            ["--precision", "fp16", "--optimizer-state", "bf16"],
+            ["--optimizer-state bf16", "--precision bf16 would fit"],
+        ),
+        (["--timeout", "0"], ["--timeout 0"]),
+        (["--load", "nowhere"], ["nowhere: no such folder"]),
+        (["--tokenizer", "nope.json"], ["--tokenizer nope.json"]),
+        (["--out", "/proc/run"], ["--out /proc/run", "cannot be written"]),
+    ],
+)
 def test_refusals(here, text, more, words, capfd):
     assert in_process(text, *more) == 2
     out, err = capfd.readouterr()
@@ -244,7 +377,10 @@ def test_no_cuda(here, text, capfd):
     assert "--device cuda" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("more", [["--no-such-flag"], ["--attention", "flash"], ["--steps", "many"], ["--zero-stage", "4"]])
+@pytest.mark.parametrize(
+    "more",
+    [["--no-such-flag"], ["--attention", "flash"], ["--steps", "many"], ["--zero-stage", "4"]],
+)
 def test_unknown_flags(here, text, more, capfd):
     with pytest.raises(SystemExit) as e:
         in_process(text, *more)
@@ -253,23 +389,76 @@ def test_unknown_flags(here, text, more, capfd):
 
 def test_batch_that_the_ranks_do_not_divide():
     config = train.Config(global_batch_size=10)
-    with pytest.raises(train.ConfigError, match="--global-batch-size 10: must be divisible by the 4 data-parallel ranks; 8 or 12 would fit"):
+    with pytest.raises(
+        train.ConfigError,
+        match=(
+            "--global-batch-size 10: must be divisible by the 4 data-parallel ranks; 8 or 12"
+            " would fit"
+        ),
+    ):
         config.validate(4)
 
 
-@pytest.mark.parametrize("flags, words", [
-    (dict(tp=3), "--tp 3: must divide the 8 ranks; [1, 2, 4] would fit"), (dict(tp=16), "--tp 16: must divide the 8 ranks"),
-    (dict(tp=8, num_heads=4), "--tp 8: must divide --num-heads 4; [1, 2, 4] would fit this model"),
-    (dict(tp=4, num_kv_heads=2), "--tp 4: must divide --num-kv-heads 2; [1, 2] would fit this model"),
-    (dict(tp=8, ffn_hidden_size=684), "--tp 8: must divide --ffn-hidden-size 684"),
-    (dict(tp=8, sequence_parallel=True, seq_length=100), "--seq-length 100: must be divisible by --tp 8 under sequence parallelism; 96 or 104 would fit"),
-    (dict(pp=3), "--pp 3: must divide the 8 ranks over --tp 1; [1, 2, 4] would fit"), (dict(pp=8), "--num-layers 4: must be divisible by --pp 8 times --virtual-stages 1; 8 would fit, or --layer-split with any numbers"),
-    (dict(pp=2, layer_split=[1, 2]), "--layer-split [1, 2]: must be 2 numbers (--pp 2 times --virtual-stages 1), none below 0, that add up to --num-layers 4; these are 2 that add up to 3"),
-    (dict(layer_split=[4]), "--layer-split [4]: needs --pp 2 or more"), (dict(virtual_stages=3), "--virtual-stages 3: only --schedule interleaved"),
-    (dict(pp=2, virtual_stages=2, schedule="1f1b"), "--virtual-stages 2: only --schedule interleaved"), (dict(virtual_stages=2, num_layers=2), "--virtual-stages 2"),
-    (dict(schedule="gpipe"), "--schedule gpipe: needs --pp 2 or more"),
-    (dict(pp=4, schedule="interleaved", global_batch_size=12), "--global-batch-size 12: makes 6 micro-batches for each pipeline, and interleaved needs a multiple of --pp 4; 8 or 16 would fit"),
-    (dict(tp=4, global_batch_size=3), "--global-batch-size 3: must be divisible by the 2 data-parallel ranks; 2 or 4 would fit")])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (dict(tp=3), "--tp 3: must divide the 8 ranks; [1, 2, 4] would fit"),
+        (dict(tp=16), "--tp 16: must divide the 8 ranks"),
+        (
+            dict(tp=8, num_heads=4),
+            "--tp 8: must divide --num-heads 4; [1, 2, 4] would fit this model",
+        ),
+        (
+            dict(tp=4, num_kv_heads=2),
+            "--tp 4: must divide --num-kv-heads 2; [1, 2] would fit this model",
+        ),
+        (dict(tp=8, ffn_hidden_size=684), "--tp 8: must divide --ffn-hidden-size 684"),
+        (
+            dict(tp=8, sequence_parallel=True, seq_length=100),
+            (
+                "--seq-length 100: must be divisible by --tp 8 under sequence parallelism; 96 or"
+                " 104 would fit"
+            ),
+        ),
+        (dict(pp=3), "--pp 3: must divide the 8 ranks over --tp 1; [1, 2, 4] would fit"),
+        (
+            dict(pp=8),
+            (
+                "--num-layers 4: must be divisible by --pp 8 times --virtual-stages 1; 8 would fit,"
+                " or --layer-split with any numbers"
+            ),
+        ),
+        (
+            dict(pp=2, layer_split=[1, 2]),
+            (
+                "--layer-split [1, 2]: must be 2 numbers (--pp 2 times --virtual-stages 1), none"
+                " below 0, that add up to --num-layers 4; these are 2 that add up to 3"
+            ),
+        ),
+        (dict(layer_split=[4]), "--layer-split [4]: needs --pp 2 or more"),
+        (dict(virtual_stages=3), "--virtual-stages 3: only --schedule interleaved"),
+        (
+            dict(pp=2, virtual_stages=2, schedule="1f1b"),
+            "--virtual-stages 2: only --schedule interleaved",
+        ),
+        (dict(virtual_stages=2, num_layers=2), "--virtual-stages 2"),
+        (dict(schedule="gpipe"), "--schedule gpipe: needs --pp 2 or more"),
+        (
+            dict(pp=4, schedule="interleaved", global_batch_size=12),
+            (
+                "--global-batch-size 12: makes 6 micro-batches for each pipeline, and interleaved"
+                " needs a multiple of --pp 4; 8 or 16 would fit"
+            ),
+        ),
+        (
+            dict(tp=4, global_batch_size=3),
+            (
+                "--global-batch-size 3: must be divisible by the 2 data-parallel ranks; 2 or 4"
+                " would fit"
+            ),
+        ),
+    ],
+)
 def test_layouts_that_cannot_be(flags, words):
     with pytest.raises(train.ConfigError) as e:
         train.Config(**flags).validate(8)
@@ -278,7 +467,9 @@ def test_layouts_that_cannot_be(flags, words):
 
 def test_one_message_from_one_rank(here, text):
     done = run(text, "--out", "run", "--tokenizer", "none.json", world=2)
-    assert done.returncode == 1 and done.stderr.count("train.py: ") == 1 and "none.json" in done.stderr
+    assert (
+        done.returncode == 1 and done.stderr.count("train.py: ") == 1 and "none.json" in done.stderr
+    )
 
 
 def test_output_of_another_run(here, text, capfd):
@@ -288,7 +479,11 @@ def test_output_of_another_run(here, text, capfd):
     assert "--out run: holds another run" in capfd.readouterr().err and exact("run") == before
     assert in_process(text, "--out", "run", "--resume", "--num-layers", "3") == 2
     err = capfd.readouterr().err
-    assert "holds another model" in err and "num_layers is 2 there and 3 here" in err and exact("run") == before
+    assert (
+        "holds another model" in err
+        and "num_layers is 2 there and 3 here" in err
+        and exact("run") == before
+    )
     newest = list(checkpoint.steps("run/checkpoints").values())[-1]
     os.truncate(next(newest.glob("*.safetensors")), 1000)
     assert in_process(text, "--out", "run", "--resume") == 2
@@ -297,10 +492,12 @@ def test_output_of_another_run(here, text, capfd):
 
 
 def test_a_damaged_checkpoint_is_passed_over(here, text, capfd):
-    """The newest has a flipped byte, the one before it is short of a file: the run goes on from the third, says so, and ends as if nothing had been."""
+    """The newest has a flipped byte, the one before it is short of a file: the run goes on from the
+    third, says so, and ends as if nothing had been."""
     flags = ("--save-every", "3", "--keep", "0", "--dropout", "0.1")
     assert in_process(text, "--out", "run", *flags) == 0
-    whole, before = weights("run"), exact("run")
+    whole = weights("run")
+    before = exact("run")
     found = checkpoint.steps("run/checkpoints")
     file = next(found[12].glob("*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -310,8 +507,17 @@ def test_a_damaged_checkpoint_is_passed_over(here, text, capfd):
     capfd.readouterr()
     assert in_process(text, "--out", "run", *flags, "--resume") == 0
     out = capfd.readouterr().out
-    assert f"{file} is damaged" in out and "is missing" in out and "going back to the one before" in out and "resuming after step 6" in out
-    assert exact("run") == before and weights("run")[0] == whole[0] and all(torch.equal(t, whole[1][n]) for n, t in weights("run")[1].items())
+    assert (
+        f"{file} is damaged" in out
+        and "is missing" in out
+        and "going back to the one before" in out
+        and "resuming after step 6" in out
+    )
+    assert (
+        exact("run") == before
+        and weights("run")[0] == whole[0]
+        and all(torch.equal(t, whole[1][n]) for n, t in weights("run")[1].items())
+    )
     checkpoint.verify(found[9])
 
 
@@ -330,16 +536,22 @@ def test_other_damage_is_passed_over_too(here, text, capfd, how):
     capfd.readouterr()
     assert in_process(text, "--out", "run", *flags, "--resume") == 0
     out = capfd.readouterr().out
-    assert "step-000012" in out and "going back to the one before" in out and "resuming after step 6" in out
+    assert (
+        "step-000012" in out
+        and "going back to the one before" in out
+        and "resuming after step 6" in out
+    )
     checkpoint.verify(newest)
 
 
 def test_a_restart_goes_on_with_its_own_run_alone(here, text, capfd, monkeypatch):
-    """What torchrun starts again resumes what it began; somebody else's run is refused, the second time too."""
+    """What torchrun starts again resumes what it began; somebody else's run is refused, the second
+    time too."""
     assert in_process(text, "--out", "run", "--save-every", "6") == 0
     before = exact("run")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert in_process(text, "--out", "run", "--steps", "14") == 0                               # the same launcher: this process's parent
+    # the same launcher: this process's parent
+    assert in_process(text, "--out", "run", "--steps", "14") == 0
     assert exact("run")[:12] == before and len(exact("run")) == 14
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
     assert in_process(text, "--out", "run", "--steps", "20") == 2
@@ -347,43 +559,79 @@ def test_a_restart_goes_on_with_its_own_run_alone(here, text, capfd, monkeypatch
 
 
 def test_start_from_weights(here, text, capfd):
-    """--load takes the weights alone, of a checkpoint or a run: step 1, no moments, another optimizer state."""
+    """--load takes the weights alone, of a checkpoint or a run: step 1, no moments, another
+    optimizer state."""
     assert in_process(text, "--out", "a", "--steps", "6") == 0
-    assert in_process(text, "--out", "b", "--steps", "1", "--load", "a", "--optimizer-state", "bf16", "--lr", "0") == 0
+    assert (
+        in_process(
+            text,
+            "--out",
+            "b",
+            "--steps",
+            "1",
+            "--load",
+            "a",
+            "--optimizer-state",
+            "bf16",
+            "--lr",
+            "0",
+        )
+        == 0
+    )
     assert "starting from the weights of a/checkpoints/step-000006" in capfd.readouterr().out
-    a, b = weights("a")[1], weights("b")[1]
-    assert all(torch.equal(a[n], b[n]) for n in a if n.startswith("model.")) and not any(torch.equal(a[n], b[n].to(a[n].dtype)) for n in a if n.startswith("exp_avg."))
+    a = weights("a")[1]
+    b = weights("b")[1]
+    assert all(torch.equal(a[n], b[n]) for n in a if n.startswith("model.")) and not any(
+        torch.equal(a[n], b[n].to(a[n].dtype)) for n in a if n.startswith("exp_avg.")
+    )
     assert b["exp_avg.head.output.weight"].dtype == torch.bfloat16
-    assert train.parse(["--load", "b"], 0).model_config() == train.parse(SMALL, 0).model_config()          # its shape comes with it
+    # its shape comes with it
+    assert train.parse(["--load", "b"], 0).model_config() == train.parse(SMALL, 0).model_config()
     assert in_process(text, "--out", "c", "--load", "nowhere") == 2
     assert "nowhere: no such folder" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("seed", [0])
 def test_killed_ranks_are_started_again(here, text, seed):
-    """torchrun --max-restarts: a killed rank leads to a restart from the newest checkpoint, and to the weights of an undisturbed run. (`python tests/killed_ranks.py`
-    does this many times.)"""
+    """torchrun --max-restarts: a killed rank leads to a restart from the newest checkpoint, and to
+    the weights of an undisturbed run. (`python tests/killed_ranks.py` does this many times.)"""
     whole = run(text, "--out", "whole", *killed_ranks.FLAGS, world=2)
     assert whole.returncode == 0, whole.stderr
-    kills, output = killed_ranks.run(command(text, "--out", "killed", *killed_ranks.FLAGS, world=2), seed, most=1)
+    kills, output = killed_ranks.run(
+        command(text, "--out", "killed", *killed_ranks.FLAGS, world=2), seed, most=1
+    )
     assert kills == 1 and output.count("resuming after step") == 1, output
     assert exact("killed") == exact("whole") and same_weights("killed", "whole")
 
 
 def test_a_rank_that_hangs_is_named(here, text):
     """SIGSTOP: the rank does not answer. All end, and the message names it and its step."""
-    p = subprocess.Popen(command(text, "--out", "run", "--steps", "100000", "--timeout", "2", world=2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    children, output = [], []
+    p = subprocess.Popen(
+        command(text, "--out", "run", "--steps", "100000", "--timeout", "2", world=2),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    children = []
+    output = []
     for line in p.stdout:
         output.append(line)
         if line.startswith("step ") and not children:
-            children = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(p.pid)], capture_output=True, text=True).stdout.split()]
+            children = [
+                int(pid)
+                for pid in subprocess.run(
+                    ["pgrep", "-P", str(p.pid)], capture_output=True, text=True
+                ).stdout.split()
+            ]
             os.kill(children[1], signal.SIGSTOP)
-        if "rank 1: " in line:                                   # torchrun would wait half a minute for a process that is stopped
+        # torchrun would wait half a minute for a process that is stopped
+        if "rank 1: " in line:
             os.kill(children[1], signal.SIGKILL)
     output = "".join(output)
     assert p.wait(timeout=60) == 1
-    assert "no progress for 2 s" in output and re.search(r"rank 0: step \d+, in \S+\.py:\d+ \w+", output), output
+    assert "no progress for 2 s" in output and re.search(
+        r"rank 0: step \d+, in \S+\.py:\d+ \w+", output
+    ), output
     assert re.search(r"rank 1: does not answer; last heard of in step \d+", output), output
 
 
@@ -394,13 +642,19 @@ def test_no_room_while_training(here, text):
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+
     data.prepare([text], ByteTokenizer())
     assert in_process(text, "--out", "run", "--steps", "4") == 0
     done = run(text, "--out", "run", "--resume", "--save-every", "2", preexec_fn=limit)
     assert done.returncode == 1, done.stderr
-    assert re.search("after step ([678]|1[0-2]): cannot save run/checkpoints/step-000006", done.stderr) and "step-000004 is whole" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        re.search("after step ([678]|1[0-2]): cannot save run/checkpoints/step-000006", done.stderr)
+        and "step-000004 is whole" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert list(checkpoint.steps("run/checkpoints")) == [4]
-    assert in_process(text, "--out", "run", "--resume") == 0                                    # with room again
+    # with room again
+    assert in_process(text, "--out", "run", "--resume") == 0
 
 
 def test_a_failure_names_rank_and_step(here, text, monkeypatch, capfd):
@@ -410,6 +664,7 @@ def test_a_failure_names_rank_and_step(here, text, monkeypatch, capfd):
         if step == 3:
             raise RuntimeError("the cable was pulled")
         return original(self, step)
+
     monkeypatch.setattr(train.Trainer, "update", update)
     assert in_process(text, "--out", "run") == 1
     err = capfd.readouterr().err
@@ -426,31 +681,75 @@ def test_profile(here, text, steps):
 
 def test_help_names_every_flag(capsys):
     import dataclasses
+
     with pytest.raises(SystemExit) as e:
         train.parse(["--help"], 0)
     out = capsys.readouterr().out
-    assert e.value.code == 0 and all(f"--{f.name.replace('_', '-')}" in out for f in dataclasses.fields(train.Config))
+    assert e.value.code == 0 and all(
+        f"--{f.name.replace('_', '-')}" in out for f in dataclasses.fields(train.Config)
+    )
 
 
 def test_four_ranks_exit_with_status_0(here, text):
-    """gloo has aborted at exit before, when groups were left to the interpreter. (Of a length that tp does not divide.)"""
-    done = run(text, "--out", "run", "--steps", "2", "--tp", "2", "--pp", "2", "--model", "gpt2", "--vocab-size", "257", "--dropout", "0", "--seq-length", "33", world=4)
+    """gloo has aborted at exit before, when groups were left to the interpreter. (Of a length that
+    tp does not divide.)"""
+    done = run(
+        text,
+        "--out",
+        "run",
+        "--steps",
+        "2",
+        "--tp",
+        "2",
+        "--pp",
+        "2",
+        "--model",
+        "gpt2",
+        "--vocab-size",
+        "257",
+        "--dropout",
+        "0",
+        "--seq-length",
+        "33",
+        world=4,
+    )
     assert done.returncode == 0, done.stderr
     assert len(Path("run/sample.txt").read_text()) > 4
 
 
 @pytest.mark.skipif(not (ROOT / ".venv/bin/torchrun").exists(), reason="no .venv here")
 def test_sbatch(here, text):
-    """The Slurm script, with stand-ins for Slurm's commands: it trains; SIGTERM to it makes the ranks save, and puts the job back into the queue."""
-    for name, script in {"srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"', "scontrol": f'if [ "$1" = show ]; then echo localhost; else echo "$@" >> {here}/log; fi',
-                         "scancel": f'echo "$@" >> {here}/log; pkill -TERM -f -- "--out {here}/run"'}.items():
+    """The Slurm script, with stand-ins for Slurm's commands: it trains; SIGTERM to it makes the
+    ranks save, and puts the job back into the queue."""
+    for name, script in {
+        "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+        "scontrol": f'if [ "$1" = show ]; then echo localhost; else echo "$@" >> {here}/log; fi',
+        "scancel": f'echo "$@" >> {here}/log; pkill -TERM -f -- "--out {here}/run"',
+    }.items():
         (here / name).write_text(f"#!/bin/bash\n{script}\n")
         (here / name).chmod(0o755)
     script = (ROOT / "train.sbatch").read_text()
     line = next(x for x in script.splitlines() if x.startswith("TRAIN="))
-    (here / "job").write_text(script.replace(line, f'TRAIN="{" ".join(SMALL)} --data {text} --steps 100000 --out {here}/run"').replace(":29500", ":0"))
-    environment = os.environ | {"PATH": f"{here}:{os.environ['PATH']}", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n"}
-    p = subprocess.Popen(["bash", str(here / "job")], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    (here / "job").write_text(
+        script.replace(
+            line, f'TRAIN="{" ".join(SMALL)} --data {text} --steps 100000 --out {here}/run"'
+        ).replace(":29500", ":0")
+    )
+    environment = os.environ | {
+        "PATH": f"{here}:{os.environ['PATH']}",
+        "SLURM_NNODES": "1",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n",
+    }
+    p = subprocess.Popen(
+        ["bash", str(here / "job")],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     for line in p.stdout:
         if line.startswith("step "):
             break
@@ -458,26 +757,34 @@ def test_sbatch(here, text):
     output = p.communicate(timeout=60)[0]
     assert "checkpoint saved" in output, output
     assert (here / "log").read_text().split("\n")[:2] == ["--signal=TERM 7", "requeue 7"]
-    (step, path), = checkpoint.steps("run/checkpoints").items()
+    ((step, path),) = checkpoint.steps("run/checkpoints").items()
     checkpoint.verify(path)
 
 
 def test_metrics_are_json_when_a_run_diverges(tmp_path):
-    Metrics(tmp_path / "metrics.jsonl", 0).add({"step": 1, "loss": math.nan, "router_entropy": [1.0, math.inf]})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda x: pytest.fail(x)) == {"step": 1, "loss": None, "router_entropy": [1.0, None]}
+    Metrics(tmp_path / "metrics.jsonl", 0).add(
+        {"step": 1, "loss": math.nan, "router_entropy": [1.0, math.inf]}
+    )
+    assert json.loads(
+        (tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda x: pytest.fail(x)
+    ) == {"step": 1, "loss": None, "router_entropy": [1.0, None]}
 
 
 def test_a_finished_run_has_nothing_to_do(here, text, capfd):
     assert in_process(text, "--out", "run", "--steps", "3") == 0
     assert "--warmup-steps 50: longer than --steps 3" in capfd.readouterr().out
     Path("run/sample.txt").write_text("as it was")
-    assert train.main(["--resume", "--out", "run"]) == 0                 # the other flags are the run's
+    # the other flags are the run's
+    assert train.main(["--resume", "--out", "run"]) == 0
     assert "step 3 of --steps 3 is done, and there is nothing to do" in capfd.readouterr().out
     assert Path("run/sample.txt").read_text() == "as it was"
     assert train.main(["--resume", "--out", "run", "--steps", "5", "--log-every", "2"]) == 0
     out = capfd.readouterr().out
     assert [x["step"] for x in lines("run")] == [1, 2, 3, 4, 5]
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == ["4/5", "5/5"]
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == [
+        "4/5",
+        "5/5",
+    ]
     assert json.loads(Path("run/config.json").read_text())["hidden_size"] == 32
     assert train.main(["--resume", "--out", "run", "--steps", "4"]) == 2
     assert "--steps 4: the run in run is at step 5 already" in capfd.readouterr().err
@@ -501,7 +808,9 @@ def test_tensorboard_is_an_optional_package(here, text, capfd, monkeypatch):
             pass
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer)
+    )
     assert in_process(text, "--out", "run", "--tensorboard", "--steps", "2") == 0
     assert Writer.written[0] == ("run/tensorboard", 1)
     assert ("loss", lines("run")[1]["loss"], 2) in Writer.written
@@ -510,8 +819,21 @@ def test_tensorboard_is_an_optional_package(here, text, capfd, monkeypatch):
 def test_mfu_is_against_the_dense_peak_of_a_known_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert metrics.mfu(494.5, torch.device("cuda"), "bf16") == {"mfu": 0.5}
-    assert metrics.mfu(494.5, torch.device("cuda"), "fp32") == metrics.mfu(1.0, torch.device("cpu"), "bf16") == {}
-    line = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 1.0, "tflops_per_device": 1.0, "peak_memory_bytes": 1, "mfu": 0.5}
+    assert (
+        metrics.mfu(494.5, torch.device("cuda"), "fp32")
+        == metrics.mfu(1.0, torch.device("cpu"), "bf16")
+        == {}
+    )
+    line = {
+        "step": 1,
+        "loss": 2.0,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens_per_second": 1.0,
+        "tflops_per_device": 1.0,
+        "peak_memory_bytes": 1,
+        "mfu": 0.5,
+    }
     assert "MFU 50.0%" in metrics.progress(line, 1, 0.0, 1.0)
 
 
@@ -548,7 +870,12 @@ def test_the_flags_of_a_run_survive_a_full_disk(here, text, monkeypatch):
 
 def test_a_run_whose_base_is_gone_goes_on(here, text, capfd):
     assert in_process(text, "--out", "base", "--steps", "2") == 0
-    assert train.main(["--data", text, "--device", "cpu", "--load", "base", "--out", "run", "--steps", "2"]) == 0
+    assert (
+        train.main(
+            ["--data", text, "--device", "cpu", "--load", "base", "--out", "run", "--steps", "2"]
+        )
+        == 0
+    )
     shutil.rmtree("base")
     assert train.main(["--resume", "--out", "run", "--steps", "4"]) == 0
     assert [x["step"] for x in lines("run")] == [1, 2, 3, 4]
@@ -557,7 +884,17 @@ def test_a_run_whose_base_is_gone_goes_on(here, text, capfd):
     assert "--load base: no such folder" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name, text_", [("RANK", ""), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "two"), ("RANK", "1"), ("WORLD_SIZE", "2")])
+@pytest.mark.parametrize(
+    "name, text_",
+    [
+        ("RANK", ""),
+        ("RANK", "-1"),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", "two"),
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+    ],
+)
 def test_an_environment_that_names_no_rank(name, text_, monkeypatch, capfd):
     monkeypatch.setenv(name, text_)
     assert train.main(["--steps", "1"]) == 2

@@ -23,7 +23,8 @@ def test_a_heart_that_beats():
     for step in range(8):
         dog.beat(f"step {step}")
         time.sleep(0.1)
-    dog.pause()                                                  # and one that may rest
+    # and one that may rest
+    dog.pause()
     time.sleep(1)
     assert not ended
     dog.stop()
@@ -39,13 +40,17 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_line(capfd):
     dog.stop()
     err = capfd.readouterr().err
     assert ended and ended[0] == 1
-    assert "rank 0: step 7, in tests/test_watchdog.py:" in err and "rank 1: does not answer; last heard of in step 6" in err
+    assert (
+        "rank 0: step 7, in tests/test_watchdog.py:" in err
+        and "rank 1: does not answer; last heard of in step 6" in err
+    )
 
 
 def test_a_slow_rank_that_goes_on_is_left_alone():
     dog, ended = watched(seconds=0.5)
     dog.beat("step 1")
-    time.sleep(0.7)                                              # late, but before all are given up
+    # late, but before all are given up
+    time.sleep(0.7)
     dog.beat("step 2")
     time.sleep(0.4)
     dog.pause()
@@ -56,6 +61,7 @@ def test_a_slow_rank_that_goes_on_is_left_alone():
 
 class Gone(dist.HashStore):
     """The machine that held the store is gone."""
+
     def check(self, keys):
         raise RuntimeError("connection refused")
 
@@ -70,6 +76,7 @@ def test_without_the_store_the_rank_ends_all_the_same(capfd):
 
 class Blocked(dist.HashStore):
     """The process that held the store is stopped: whoever asks waits."""
+
     def check(self, keys):
         threading.Event().wait()
 
@@ -82,7 +89,7 @@ def test_a_store_that_does_not_answer_holds_nobody(capfd):
     assert ended and "no word of the others (the store does not answer)" in capfd.readouterr().err
 
 
-# --- ranks that were started without a launcher ----------------------------------------------------------------------
+# --- ranks that were started without a launcher ---------------------------------------------------
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,15 +104,50 @@ def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen:
     text = folder / "text.txt"
     if not text.exists():
         text.write_text("".join(f"x{random.Random(n).randrange(99)} = {n}\n" for n in range(3000)))
-    environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
-                                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    small = ["--num-layers", "1", "--hidden-size", "32", "--num-heads", "4", "--seq-length", "32", "--global-batch-size", "2"]
-    command = [sys.executable, str(ROOT / "train.py"), *small, "--device", "cpu", "--data", str(text), *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment)
+    environment = os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    small = [
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "32",
+        "--num-heads",
+        "4",
+        "--seq-length",
+        "32",
+        "--global-batch-size",
+        "2",
+    ]
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *small,
+        "--device",
+        "cpu",
+        "--data",
+        str(text),
+        *flags,
+    ]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment,
+    )
 
 
 def test_a_rank_alone_does_not_wait_for_ever(tmp_path):
-    both = [start(rank, free_port(), tmp_path, "--timeout", "3") for rank in range(2)]       # each with a port of its own
+    # each with a port of its own
+    both = [start(rank, free_port(), tmp_path, "--timeout", "3") for rank in range(2)]
     for rank, process in enumerate(both):
         error = process.communicate(timeout=60)[1]
         assert process.returncode == 1 and "Traceback" not in error
@@ -122,7 +164,10 @@ def test_a_folder_that_rank_0_refuses_ends_all_ranks(tmp_path):
 
 def test_rank_0_is_stopped_and_holds_the_store(tmp_path):
     port = free_port()
-    both = [start(rank, port, tmp_path, "--steps", "100000", "--timeout", "4", "--out", "run") for rank in range(2)]
+    both = [
+        start(rank, port, tmp_path, "--steps", "100000", "--timeout", "4", "--out", "run")
+        for rank in range(2)
+    ]
     try:
         for line in both[0].stdout:
             if line.startswith("step "):
@@ -141,5 +186,8 @@ def test_ranks_with_other_flags_are_refused(tmp_path):
     both = [start(rank, port, tmp_path, "--out", "run", "--seed", str(rank)) for rank in range(2)]
     ended = [(process.communicate(timeout=60)[1], process.returncode) for process in both]
     assert [status for _, status in ended] == [2, 2]
-    assert "--seed: rank 1 was started with 1, and rank 0 with 0" in ended[0][0] and "train.py" not in ended[1][0]
+    assert (
+        "--seed: rank 1 was started with 1, and rank 0 with 0" in ended[0][0]
+        and "train.py" not in ended[1][0]
+    )
     assert not (tmp_path / "run").exists()

@@ -1,9 +1,10 @@
-"""Two runs started together into one folder: one trains to its end, the other is refused, and nothing is lost.
+"""Two runs started together into one folder: one trains to its end, the other is refused, and
+nothing is lost.
 
     python tests/two_runs.py [--times 20]
 
-Half of the times both are fresh runs; half of the times both go on (--resume) with a run that is in the folder.
-"""
+Half of the times both are fresh runs; half of the times both go on (--resume) with a run that is in
+the folder."""
 
 import argparse
 import json
