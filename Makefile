@@ -1,4 +1,4 @@
-# make train · make test · make figures · make gpu-figures: each sets up .venv by itself
+# make train · make test · make lint · make figures · make gpu-figures: each sets up .venv by itself
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
@@ -10,6 +10,10 @@ train: .venv/installed
 
 test: .venv/tests-installed
 	.venv/bin/python -m pytest $(ARGS)
+
+lint: .venv/tests-installed
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
 
 figures: .venv/installed
 	.venv/bin/python comparisons/activation_memory.py $(RESULTS) $(ARGS)
@@ -37,4 +41,4 @@ gpu-figures: .venv/installed                                                 # o
 	.venv/bin/pip install -r tests/requirements.txt
 	touch $@
 
-.PHONY: train test figures gpu-figures
+.PHONY: train test lint figures gpu-figures

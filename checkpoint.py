@@ -29,7 +29,7 @@ metadata file is a pickle, and is neither written nor read.
 What a production system adds: files per node instead of per rank, parallel writes from one rank,
 copies kept in other nodes' memory."""
 
-import terminal
+from runtime import terminal
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -70,11 +70,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-import json_files
-import room
-import sharding
+from corpus.tokenizer import BUILT_IN, TRAVELS, TokenizerRecord
 from gpt import GPTConfig, least_parameters
-from tokenizer import BUILT_IN, TRAVELS, TokenizerRecord
+from runtime import json_files, room
+from sharding import local_slice, set_sharding, shard_of, sharding_of, unpad
 
 FORMAT = 2
 # of a file, about
@@ -209,7 +208,7 @@ def agree(error: CheckpointError | None, group: dist.ProcessGroup | None = None)
 def chunk(tensor: Tensor) -> ChunkStorageMetadata:
     """Which part of the global tensor this is, padding left out, as torch.distributed.checkpoint
     says it."""
-    offset, size, _ = sharding.place(sharding.of(tensor))
+    offset, size, _ = local_slice(sharding_of(tensor))
     return ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size))
 
 
@@ -231,7 +230,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
                     tensor_data=TensorWriteData(
                         chunk=chunk(t),
                         properties=TensorProperties.create_from_tensor(t),
-                        size=torch.Size(sharding.of(t).shape),
+                        size=torch.Size(sharding_of(t).shape),
                     ),
                 )
                 for n, t in self.tensors.items()
@@ -242,9 +241,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         tensor = self.tensors[index.fqn]
-        return (
-            self.read(index.fqn) if tensor.is_meta else sharding.narrow(tensor, sharding.of(tensor))
-        )
+        return self.read(index.fqn) if tensor.is_meta else unpad(tensor, sharding_of(tensor))
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -267,7 +264,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         tensor = self.tensors[index.fqn]
-        return sharding.narrow(tensor, sharding.of(tensor))
+        return unpad(tensor, sharding_of(tensor))
 
 
 def write(
@@ -358,7 +355,7 @@ def write(
     on_rank(0, prepare)
     everywhere = gather(
         {
-            n: [str(t.dtype).removeprefix("torch."), list(sharding.of(t).shape)]
+            n: [str(t.dtype).removeprefix("torch."), list(sharding_of(t).shape)]
             for n, t in tensors.items()
         },
         group,
@@ -437,7 +434,7 @@ class Saver:
         that one raised."""
         self.wait()
         copies = {
-            n: sharding.label(t.detach().to("cpu", copy=True), sharding.of(t))
+            n: set_sharding(t.detach().to("cpu", copy=True), sharding_of(t))
             for n, t in tensors.items()
         }
 
@@ -768,9 +765,9 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
         raise CheckpointError(f"{path} holds another model: {'; '.join(differ)}")
     saved = {n: tuple(shape) for n, (_, shape) in index["tensors"].items()}
     wrong = [
-        f"{n} is {saved.get(n, 'missing')} there and {sharding.of(t).shape} here"
+        f"{n} is {saved.get(n, 'missing')} there and {sharding_of(t).shape} here"
         for n, t in tensors.items()
-        if saved.get(n) != sharding.of(t).shape
+        if saved.get(n) != sharding_of(t).shape
     ]
     more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     agree(
@@ -786,19 +783,19 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
 
 
 def _lesson(rank: int, folder: str, how: str):
-    from sharding import Cut, Sharding
+    from sharding import Shard, Sharding
 
-    cuts = (Cut(0, dist.group.WORLD),) if dist.get_world_size() > 1 else ()
+    cuts = (Shard(0, dist.group.WORLD),) if dist.get_world_size() > 1 else ()
     record = Sharding((5, 3), cuts)
     if how == "save":
-        part = sharding.label(sharding.cut(torch.arange(15.0).view(5, 3), record).clone(), record)
+        part = set_sharding(shard_of(torch.arange(15.0).view(5, 3), record).clone(), record)
         saver = Saver(dist.new_group(backend="gloo"))
         saver.save(Path(folder), 1, {"model.weight": part}, {"config": {}, "model": {}})
         # training goes on; what was saved is a copy
         part.zero_()
         saver.wait()
         return
-    part = sharding.label(torch.zeros(sharding.place(record)[2]), record)
+    part = set_sharding(torch.zeros(local_slice(record)[2]), record)
     load(Path(folder) / name(1), {"model.weight": part})
     return part.tolist()
 
@@ -806,7 +803,7 @@ def _lesson(rank: int, folder: str, how: str):
 def lesson():
     import tempfile
 
-    import ranks
+    from lessons import ranks
 
     with tempfile.TemporaryDirectory() as folder:
         ranks.run(_lesson, 2, folder, "save")

@@ -23,7 +23,7 @@ run this has. Attention is not masked between documents of one window, as in GPT
 with weights: blend.py. Megatron-LM keeps an index of documents and samples per epoch on disk; a
 permutation of windows is all that is needed here."""
 
-import terminal
+from runtime import terminal
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -48,10 +48,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import token_cache
-from documents import DataError, check_name, documents, find_files, reading, shown
-from token_cache import CacheError
-from tokenizer import TokenizerError, make_tokenizer
+from corpus import token_cache
+from corpus.documents import DataError, check_name, documents, find_files, reading, shown
+from corpus.token_cache import CacheError
+from corpus.tokenizer import TokenizerError, make_tokenizer
 
 # part of the cache key: raise it when the same text would be cached differently
 FORMAT = "3"
@@ -63,8 +63,8 @@ HELD_OUT = 20
 
 class Batch(NamedTuple):
     tokens: Tensor  # [b, s] int64
-    labels: Tensor  # [b, s] int64: the next token
-    loss_mask: Tensor  # [b, s] bool: the labels that count
+    targets: Tensor  # [b, s] int64: the next token
+    loss_mask: Tensor  # [b, s] bool: the targets that count
     # [b] int64: global sample numbers, for the dropout key
     samples: Tensor
 
@@ -396,8 +396,8 @@ class Corpus:
         self.s = seq_length
         self.seed = seed
         self.epoch = None
-        self.windows = (len(self.stream) - 1) // seq_length
-        if self.windows < 1:
+        self.num_sequences = (len(self.stream) - 1) // seq_length
+        if self.num_sequences < 1:
             part = "text" if split == "all" else f"{split} part"
             raise DataError(
                 f"{where}: too short: the {part} has {len(self.stream)} tokens of {index.tokens},"
@@ -406,13 +406,13 @@ class Corpus:
             )
 
     def window(self, sample: int) -> int:
-        epoch, n = divmod(int(sample), self.windows)
+        epoch, n = divmod(int(sample), self.num_sequences)
         if self.seed is None:
             return n
         if epoch != self.epoch:
             self.epoch, self.order = (
                 epoch,
-                np.random.default_rng([self.seed, epoch]).permutation(self.windows),
+                np.random.default_rng([self.seed, epoch]).permutation(self.num_sequences),
             )
         return int(self.order[n])
 
@@ -430,14 +430,14 @@ class Corpus:
         )
 
     def counted_tokens(self, samples) -> int:
-        """How many labels of these samples count: known before any forward."""
+        """How many targets of these samples count: known before any forward."""
         return len(samples) * self.s
 
 
 def main():
     import argparse
 
-    import blend
+    from corpus import blend
 
     parser = argparse.ArgumentParser(description="Prepare a corpus and show a few samples of it.")
     parser.add_argument(
@@ -467,7 +467,7 @@ def main():
             f" {index.documents:,} documents, {index.bytes:,} bytes"
         )
     print(
-        f"{corpus.windows} windows of {args.seq_length} tokens to train on; the first three samples"
+        f"{corpus.num_sequences} windows of {args.seq_length} tokens to train on; the first three samples"
         " with seed 0:"
     )
     for row in corpus.batch(range(3)).tokens:

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 import sharding
 from optimizer import GradientAccumulator, LossScaler, accumulation_dtype, sum_uses_apart
-from sharding import Cut
+from sharding import Shard, local_part, set_sharding, sharding_of
 
 # their names from torch 2.13 on
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -165,7 +165,7 @@ class DataParallel(GradientAccumulator):
     def hand_over(self, unit: Unit, row: Tensor | None) -> None:
         """Let each shard's `main_grad` be its part of a row [T]."""
         for p in unit.trainable:
-            sharding.own(p).main_grad = None if row is None else unit.part(row, p)
+            local_part(p).main_grad = None if row is None else unit.part(row, p)
 
     def zero(self) -> None:
         for unit in self.units:
@@ -420,8 +420,11 @@ def cut_unit(unit: Unit, stage: int) -> None:
                 # p moves to where it has room for the padding
                 p.data = padded[: p.shape[0]]
         p.shard = nn.Parameter(part, requires_grad=p.requires_grad)
-        sharding.label(
-            p.shard, replace(sharding.of(p), cuts=(*sharding.of(p).cuts, Cut(dim, unit.group)))
+        set_sharding(
+            p.shard,
+            replace(
+                sharding_of(p), placements=(*sharding_of(p).placements, Shard(dim, unit.group))
+            ),
         )
 
 
@@ -430,11 +433,11 @@ def spread(p: nn.Parameter, group: dist.ProcessGroup) -> bool:
     ranks = set(dist.get_process_group_ranks(group))
     return any(
         c.group.size() > 1 and ranks.issuperset(dist.get_process_group_ranks(c.group))
-        for c in sharding.of(p).cuts
+        for c in sharding_of(p).placements
     )
 
 
-def shard(
+def apply(
     model: nn.Module,
     group: dist.ProcessGroup,
     stage: int = 0,
@@ -530,7 +533,7 @@ def held_bytes(model: nn.Module, gradients: DataParallel) -> tuple[int, int]:
 
     parameters = list(model.parameters())
     return (
-        storages([*parameters, *map(sharding.own, parameters)]),
+        storages([*parameters, *map(local_part, parameters)]),
         storages(x for unit in gradients.units for x in (unit.gradients, unit.sum)),
     )
 
@@ -562,7 +565,7 @@ def _lesson(rank: int, world: int, stage: int, m: int):
     """Two steps by hand: what train.py does, without the rest."""
     global all_gather
     import gpt
-    import ranks
+    from lessons import ranks
     from optimizer import AdamW
 
     with torch.device("meta"):
@@ -586,7 +589,7 @@ def _lesson(rank: int, world: int, stage: int, m: int):
     gradients = (
         GradientAccumulator(model)
         if world == 1
-        else shard(model, dist.group.WORLD, stage, init=init)
+        else apply(model, dist.group.WORLD, stage, init=init)
     )
     optimizer = AdamW(sharding.named_parameters(model))
     tokens = (
@@ -610,7 +613,7 @@ def _lesson(rank: int, world: int, stage: int, m: int):
             if step == 1:
                 held = held_bytes(model, gradients) if world > 1 else None
                 first = {
-                    n: sharding.gather(p.main_grad.clone(), sharding.of(p))
+                    n: sharding.gather(p.main_grad.clone(), sharding_of(p))
                     for n, p in sharding.named_parameters(model)
                 }
             optimizer.step(0.0)
@@ -625,7 +628,7 @@ def _lesson(rank: int, world: int, stage: int, m: int):
 
 
 def main():
-    import ranks
+    from lessons import ranks
 
     n = 2
     m = 2

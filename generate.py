@@ -30,7 +30,7 @@ round to the first stage:
 What a serving system adds: new prompts joining a batch that is decoding; speculative decoding;
 quantised weights."""
 
-import terminal
+from runtime import terminal
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -51,8 +51,8 @@ import gpt
 import moe
 import pipeline_parallel
 from gpt import GPT, GPTConfig
-from kv_cache import Cache, Place, caching
-from sampling import DIVERGED, choose, keys_of, uniform
+from inference.kv_cache import Cache, Place, caching
+from inference.sampling import DIVERGED, choose, keys_of, uniform
 
 # --- a batch on its way ---------------------------------------------------------------------------
 
@@ -487,7 +487,7 @@ def check(
 ) -> None:
     """model: or a chunk of one. Raises ValueError, naming what to change."""
     check_options(max_tokens, temperature, top_k, top_p)
-    # prompt_tuning.attach
+    # prompt_tuning.apply
     known = model.config.vocab_size + getattr(model, "virtual_tokens", 0)
     for n, prompt in enumerate(prompts):
         if not prompt:
@@ -574,7 +574,7 @@ def lesson():
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        import completions
+        from inference import cli
 
-        sys.exit(completions.main(sys.argv[1:]))
+        sys.exit(cli.main(sys.argv[1:]))
     lesson()

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from presets import PRESETS
+from runtime.presets import PRESETS
 
 
 def divisors(n: int, near: int) -> list[int]:
@@ -531,14 +531,14 @@ class Head(nn.Module):
         self.norm = make_norm(config)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """x: [b, s, h]; labels: [b, s] int64 -> loss of each token [b, s]; without labels, logits
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """x: [b, s, h]; targets: [b, s] int64 -> loss of each token [b, s]; without targets, logits
         [b, s, V]"""
         logits = self.output(self.norm(x))
-        return logits if labels is None else self.loss(logits, labels)
+        return logits if targets is None else self.loss(logits, targets)
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(logits, labels)
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits, targets)
 
 
 def generator(seed: int, name: str) -> torch.Generator:
@@ -576,12 +576,12 @@ class GPT(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        labels: Tensor | None = None,
+        targets: Tensor | None = None,
         drop_key: Tensor | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """tokens, labels: [b, s] int64, s at most seq_length; drop_key: [b] from `dropout_key`,
-        None for no dropout -> loss of each token [b, s], in at least float32; without labels,
+        """tokens, targets: [b, s] int64, s at most seq_length; drop_key: [b] from `dropout_key`,
+        None for no dropout -> loss of each token [b, s], in at least float32; without targets,
         logits [b, s, V]. A part of a model, whose embedding or head is None, takes x [b, s, h]
         instead, or returns it. Raises ValueError for a longer sequence, and on a CPU for a token
         that is not in the vocabulary."""
@@ -595,15 +595,15 @@ class GPT(nn.Module):
         rotary = rotary_table(self.config, tokens.shape[1], x) if self.config.llama else None
         for layer, block in self.blocks.items():
             x = block(x, layer_key(drop_key, int(layer)), rotary)
-        return x if self.head is None else self.head(x, labels)
+        return x if self.head is None else self.head(x, targets)
 
     @torch.no_grad()
     def init(self, seed: int) -> None:
         """Give every parameter its initial value, the one that `sharding.init` cuts."""
         for name, p in self.named_parameters():
-            p.copy_(self.draw(name, p.shape, generator(seed, name)))
+            p.copy_(self.init_parameter(name, p.shape, generator(seed, name)))
 
-    def draw(self, name: str, shape, generator: torch.Generator) -> Tensor:
+    def init_parameter(self, name: str, shape, generator: torch.Generator) -> Tensor:
         """The initial value of one whole parameter, float32 on the CPU: normal with standard
         deviation 0.02, or 0.02 / √(2L) for the projections into the residual stream (GPT-2); biases
         0, norms 1."""
@@ -620,34 +620,34 @@ class _CrossEntropy(torch.autograd.Function):
     """loss = log Σ exp(z) - z_label;  ∂loss/∂z = softmax(z) - onehot(label), built where the logits were."""
 
     @staticmethod
-    def forward(ctx, logits, labels):
+    def forward(ctx, logits, targets):
         # a copy of 16-bit logits, or themselves
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         z -= z.amax(-1, keepdim=True)
-        label_z = z.gather(-1, labels.unsqueeze(-1))  # [..., 1]
+        target_logit = z.gather(-1, targets.unsqueeze(-1))  # [..., 1]
         total = z.exp_().sum(-1, keepdim=True)
-        ctx.save_for_backward(z.div_(total), labels)
+        ctx.save_for_backward(z.div_(total), targets)
         ctx.dtype = logits.dtype
-        return (total.log() - label_z).squeeze(-1)
+        return (total.log() - target_logit).squeeze(-1)
 
     @staticmethod
     def backward(ctx, grad):
-        gradient, labels = ctx.saved_tensors
-        gradient.scatter_add_(-1, labels.unsqueeze(-1), -torch.ones_like(grad).unsqueeze(-1))
+        gradient, targets = ctx.saved_tensors
+        gradient.scatter_add_(-1, targets.unsqueeze(-1), -torch.ones_like(grad).unsqueeze(-1))
         return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Per-token loss in at least float32. logits: [..., V], **overwritten**: the vocabulary is
-    wide, so the gradient takes their place (backward can run once). labels: [...] int64. Returns
+    wide, so the gradient takes their place (backward can run once). targets: [...] int64. Returns
     [...]."""
     if not logits.requires_grad:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # ignore_index: -100, torch's default, is no label here either; in training it is refused
         return F.cross_entropy(
-            logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-(2**63)
-        ).view(labels.shape)
-    return _CrossEntropy.apply(logits, labels)
+            logits.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=-(2**63)
+        ).view(targets.shape)
+    return _CrossEntropy.apply(logits, targets)
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -16,7 +16,7 @@ what it says. What gpt.py does not compute is refused by name, never ignored.
 Megatron Bridge adds dozens of architectures, scaled rotary positions, and conversion on GPUs, each
 rank its slices; a checkpoint here loads under any layout, so one process is enough."""
 
-import terminal
+from runtime import terminal
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -42,9 +42,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import checkpoint
-import json_files
 import sharding
-from architectures import (
+from corpus.tokenizer import BUILT_IN, FileTokenizer, TokenizerError, record
+from gpt import GPTConfig, num_parameters
+from runtime import json_files
+from runtime.architectures import (
     HuggingFaceError,
     Place,
     architecture_of,
@@ -54,9 +56,7 @@ from architectures import (
     to_gpt_config,
     to_hf_config,
 )
-from config import MODEL_FLAGS, Config
-from gpt import GPTConfig, num_parameters
-from tokenizer import BUILT_IN, FileTokenizer, TokenizerError, record
+from runtime.config import MODEL_FLAGS, Config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # the same, as safetensors calls them

@@ -1757,8 +1757,8 @@ template <typename T, typename F> __device__ __forceinline__ void along_row(cons
 }
 
 template <typename T>
-__global__ void __launch_bounds__(512) cross_entropy_forward(const T* __restrict__ logits, const int64_t* __restrict__ labels, float* __restrict__ largest, float* __restrict__ total,
-                                                             float* __restrict__ label_z, int V, int valid) {
+__global__ void __launch_bounds__(512) cross_entropy_forward(const T* __restrict__ logits, const int64_t* __restrict__ targets, float* __restrict__ largest, float* __restrict__ total,
+                                                             float* __restrict__ target_logit, int V, int valid) {
     const T* row = logits + int64_t(blockIdx.x) * V;
     float most = -FLT_MAX, sum = 0;                                                // not -inf: inf - inf is no number
     along_row(row, valid, [&](int, auto z) {
@@ -1778,20 +1778,20 @@ __global__ void __launch_bounds__(512) cross_entropy_forward(const T* __restrict
     float sums[1] = {sum * exp_for<T>(most - all[0])};
     over_row<Sum>(sums);
     if (threadIdx.x == 0) {
-        int64_t label = labels[blockIdx.x];
+        int64_t label = targets[blockIdx.x];
         assert(label == ELSEWHERE || label >= 0 && label < valid);                 // not a word of this vocabulary
         largest[blockIdx.x] = all[0] == -FLT_MAX ? -INFINITY : all[0];
         total[blockIdx.x] = sums[0];
-        label_z[blockIdx.x] = label == ELSEWHERE ? 0.f : to_float(row[label]);
+        target_logit[blockIdx.x] = label == ELSEWHERE ? 0.f : to_float(row[label]);
     }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(512) cross_entropy_backward(T* __restrict__ logits, const int64_t* __restrict__ labels, const float* __restrict__ largest, const float* __restrict__ total,
+__global__ void __launch_bounds__(512) cross_entropy_backward(T* __restrict__ logits, const int64_t* __restrict__ targets, const float* __restrict__ largest, const float* __restrict__ total,
                                                               const float* __restrict__ grad, int V, int valid) {
     T* row = logits + int64_t(blockIdx.x) * V;
     float down = largest[blockIdx.x], d = grad[blockIdx.x], share = d / total[blockIdx.x];                  // not exp(z - log sum exp): that logarithm is large, and so is its rounding
-    int64_t label = labels[blockIdx.x];
+    int64_t label = targets[blockIdx.x];
     float z_label = label >= 0 ? to_float(row[label]) : 0.f;                           // before it is overwritten; its column is done last, so that the others need not be compared with it
     __syncthreads();
     along_row(row, V, [&](int at, auto z) {
@@ -1807,21 +1807,21 @@ __global__ void __launch_bounds__(512) cross_entropy_backward(T* __restrict__ lo
     if (threadIdx.x == 0 && label >= 0) row[label] = from_float<T>(share * exp_for<T>(z_label, down) - d);
 }
 
-void cross_entropy_statistics(int64_t stream, int64_t dtype, int64_t logits, int64_t labels, int64_t largest, int64_t total, int64_t label_z, int64_t rows, int64_t V, int64_t valid) {
+void cross_entropy_statistics(int64_t stream, int64_t dtype, int64_t logits, int64_t targets, int64_t largest, int64_t total, int64_t target_logit, int64_t rows, int64_t V, int64_t valid) {
     if (rows == 0) return;
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         dim3 grid(rows), block(512);
-        cross_entropy_forward<T><<<grid, block, 0, on(stream)>>>(as<T>(logits), as<int64_t>(labels), as<float>(largest), as<float>(total), as<float>(label_z), V, valid);
+        cross_entropy_forward<T><<<grid, block, 0, on(stream)>>>(as<T>(logits), as<int64_t>(targets), as<float>(largest), as<float>(total), as<float>(target_logit), V, valid);
         check_launch();
     });
 }
-void cross_entropy_gradient(int64_t stream, int64_t dtype, int64_t logits, int64_t labels, int64_t largest, int64_t total, int64_t grad, int64_t rows, int64_t V, int64_t valid) {
+void cross_entropy_gradient(int64_t stream, int64_t dtype, int64_t logits, int64_t targets, int64_t largest, int64_t total, int64_t grad, int64_t rows, int64_t V, int64_t valid) {
     if (rows == 0) return;
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         dim3 grid(rows), block(512);
-        cross_entropy_backward<T><<<grid, block, 0, on(stream)>>>(as<T>(logits), as<int64_t>(labels), as<float>(largest), as<float>(total), as<float>(grad), V, valid);
+        cross_entropy_backward<T><<<grid, block, 0, on(stream)>>>(as<T>(logits), as<int64_t>(targets), as<float>(largest), as<float>(total), as<float>(grad), V, valid);
         check_launch();
     });
 }
@@ -1833,17 +1833,17 @@ ELSEWHERE = -(2**62)
 
 
 @operation(
-    "cross_entropy_statistics(Tensor logits, Tensor labels, int valid) -> (Tensor, Tensor, Tensor)"
+    "cross_entropy_statistics(Tensor logits, Tensor targets, int valid) -> (Tensor, Tensor, Tensor)"
 )
 class _CrossEntropyStatistics(Operation):
-    """logits: [.., V], of which the first `valid` columns count; labels: [..] int64, ELSEWHERE: not
+    """logits: [.., V], of which the first `valid` columns count; targets: [..] int64, ELSEWHERE: not
     among these columns -> largest [..], Σ exp(z - largest), z_label (0 for ELSEWHERE), in at least
     float32"""
 
-    def empty(logits, labels, valid):
+    def empty(logits, targets, valid):
         need("cross_entropy_statistics", "logits", logits, 1)
         expect(
-            "cross_entropy_statistics", logits, labels=(labels, (torch.int64,), logits.shape[:-1])
+            "cross_entropy_statistics", logits, targets=(targets, (torch.int64,), logits.shape[:-1])
         )
         if not 0 <= valid <= logits.shape[-1]:
             raise ValueError(
@@ -1852,77 +1852,77 @@ class _CrossEntropyStatistics(Operation):
         largest = logits.new_empty(logits.shape[:-1], dtype=wide_dtype(logits))
         return largest, torch.empty_like(largest), torch.empty_like(largest)
 
-    def reference(logits, labels, valid):
+    def reference(logits, targets, valid):
         z = wide(logits[..., :valid])
         largest = (
             z.amax(-1)
             if valid
-            else logits.new_full(labels.shape, -math.inf, dtype=wide_dtype(logits))
+            else logits.new_full(targets.shape, -math.inf, dtype=wide_dtype(logits))
         )
         total = (z - largest.unsqueeze(-1)).exp().sum(-1)
-        elsewhere = labels == ELSEWHERE
-        label_z = (
-            z.gather(-1, labels.masked_fill(elsewhere, 0).unsqueeze(-1))
+        elsewhere = targets == ELSEWHERE
+        target_logit = (
+            z.gather(-1, targets.masked_fill(elsewhere, 0).unsqueeze(-1))
             .squeeze(-1)
             .masked_fill(elsewhere, 0)
             if valid
             else torch.zeros_like(largest)
         )
-        return largest, total, label_z
+        return largest, total, target_logit
 
     def fits(logits, *_):
         return 0 < logits.shape[-1] < 2**31 and rows_of(logits) < 2**31
 
-    def kernel(outputs, logits, labels, valid):
+    def kernel(outputs, logits, targets, valid):
         launch(
             "cross_entropy_statistics",
             logits.contiguous(),
-            labels.contiguous(),
+            targets.contiguous(),
             *outputs,
-            labels.numel(),
+            targets.numel(),
             logits.shape[-1],
             valid,
         )
 
 
 @operation(
-    "cross_entropy_gradient(Tensor(a!) logits, Tensor labels, Tensor largest, Tensor total, Tensor grad, int valid) -> ()"
+    "cross_entropy_gradient(Tensor(a!) logits, Tensor targets, Tensor largest, Tensor total, Tensor grad, int valid) -> ()"
 )
 class _CrossEntropyGradient(Operation):
     """logits become their gradient, grad (exp(z - largest) / total - onehot(label)), 0 beyond the
     valid columns. largest, total: [..], of the whole row; grad: [..], in at least float32"""
 
-    def empty(logits, labels, largest, total, grad, valid):
+    def empty(logits, targets, largest, total, grad, valid):
         need("cross_entropy_gradient", "logits", logits, 1)
         of_rows = (wide_dtype(logits),), logits.shape[:-1]
         expect(
             "cross_entropy_gradient",
             logits,
-            labels=(labels, (torch.int64,), logits.shape[:-1]),
+            targets=(targets, (torch.int64,), logits.shape[:-1]),
             largest=(largest, *of_rows),
             total=(total, *of_rows),
             grad=(grad, *of_rows),
         )
 
-    def reference(logits, labels, largest, total, grad, valid):
+    def reference(logits, targets, largest, total, grad, valid):
         p = (wide(logits) - largest.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
         p[..., valid:] = 0
-        elsewhere = (labels == ELSEWHERE).unsqueeze(-1)
+        elsewhere = (targets == ELSEWHERE).unsqueeze(-1)
         p.scatter_add_(
-            -1, labels.unsqueeze(-1).masked_fill(elsewhere, 0), elsewhere.to(p.dtype) - 1
+            -1, targets.unsqueeze(-1).masked_fill(elsewhere, 0), elsewhere.to(p.dtype) - 1
         )
         logits.copy_(p.mul_(grad.unsqueeze(-1)))
 
     def fits(logits, *_):
         return 0 < logits.shape[-1] < 2**31 and rows_of(logits) < 2**31
 
-    def kernel(outputs, logits, labels, largest, total, grad, valid):
+    def kernel(outputs, logits, targets, largest, total, grad, valid):
         z = logits.contiguous()
         launch(
             "cross_entropy_gradient",
             z,
-            *(t.contiguous() for t in (labels, largest, total, grad)),
-            labels.numel(),
+            *(t.contiguous() for t in (targets, largest, total, grad)),
+            targets.numel(),
             z.shape[-1],
             valid,
         )
@@ -1937,26 +1937,28 @@ class _CrossEntropyFunction(torch.autograd.Function):
     reduced."""
 
     @staticmethod
-    def forward(ctx, logits, labels, vocab_size, group):
+    def forward(ctx, logits, targets, vocab_size, group):
         n = logits.shape[-1]
         if group is None:
-            local = labels
+            local = targets
             valid = n
         else:
-            local, elsewhere = tensor_parallel.local_ids(labels, n, vocab_size, group)
+            local, elsewhere = tensor_parallel.local_ids(targets, n, vocab_size, group)
             local = local.masked_fill(elsewhere & (local >= 0), ELSEWHERE)
             valid = min(n, max(0, vocab_size - group.rank() * n))
-        largest, total, label_z = torch.ops.fused.cross_entropy_statistics(logits, local, valid)
+        largest, total, target_logit = torch.ops.fused.cross_entropy_statistics(
+            logits, local, valid
+        )
         if group is not None:
             most = largest.clone()
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-            sums = torch.stack((total * (largest - most).exp(), label_z))
+            sums = torch.stack((total * (largest - most).exp(), target_logit))
             dist.all_reduce(sums, group=group)
             largest = most
-            (total, label_z) = sums
+            (total, target_logit) = sums
         ctx.save_for_backward(logits, local, largest, total)
         ctx.valid = valid
-        return total.log() + (largest - label_z)
+        return total.log() + (largest - target_logit)
 
     @staticmethod
     @once_differentiable
@@ -1967,19 +1969,19 @@ class _CrossEntropyFunction(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """log Σ exp z - z_label of each row, in at least float32. logits: [.., V], which backward
-    **overwrites** with their gradient (so it can run once); labels: [..] int64 -> [..]"""
-    return _CrossEntropyFunction.apply(logits, labels, logits.shape[-1], None)
+    **overwrites** with their gradient (so it can run once); targets: [..] int64 -> [..]"""
+    return _CrossEntropyFunction.apply(logits, targets, logits.shape[-1], None)
 
 
 @torch.compiler.disable
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, vocab_size: int, group: dist.ProcessGroup
+    logits: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:
     """The same of logits [.., V / t] that are cut by words
     (tensor_parallel.vocab_parallel_cross_entropy): the statistics are reduced, 3 numbers a row."""
-    return _CrossEntropyFunction.apply(logits, labels, vocab_size, group)
+    return _CrossEntropyFunction.apply(logits, targets, vocab_size, group)
 
 
 # --- the permutation of a mixture of experts ------------------------------------------------------
@@ -2474,13 +2476,13 @@ class CausalProbabilities(gpt.CausalProbabilities):
 
 
 class Head(gpt.Head):
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(logits, labels)
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits, targets)
 
 
 class VocabParallelHead(tensor_parallel.VocabParallelHead):
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.group)
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, targets, self.vocab_size, self.group)
 
 
 class MoE(moe.MoE):
@@ -2503,7 +2505,7 @@ FUSED = {
 
 
 def swap(model: nn.Module) -> None:
-    """Let modules compute by the operations above, on any device. After tensor_parallel.parallelize
+    """Let modules compute by the operations above, on any device. After tensor_parallel.apply
     and whatever else puts new modules in. Their dtypes must agree: not under autocast."""
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm) and (

@@ -57,7 +57,7 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 import sharding
-from sharding import Cut
+from sharding import Shard, shard_parameter, sharding_of
 
 # --- who goes where -------------------------------------------------------------------------------
 
@@ -587,20 +587,20 @@ def check(config: gpt.GPTConfig, ep: int, dp: int) -> None:
         )
 
 
-def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
+def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     """Spread the experts of `model` over the ranks of `group`, in place, before tensor parallelism.
     Raises ValueError where it does not divide them."""
     check(model.config, group.size(), group.size())
     for layer in layers(model).values():
-        if layer.group is not None or sharding.of(layer.up.weight).cuts:
+        if layer.group is not None or sharding_of(layer.up.weight).placements:
             raise ValueError(
-                "these experts are cut already: call moe.parallelize once, and before"
-                " tensor_parallel.parallelize"
+                "these experts are cut already: call moe.apply once, and before"
+                " tensor_parallel.apply"
             )
         layer.group = layer.decision.group = group
         for experts in (layer.gate, layer.up, layer.down):
             if experts is not None:
-                sharding.keep_part(experts, "weight", Cut(0, group))  # [E / ep, out, in]
+                shard_parameter(experts, "weight", Shard(0, group))  # [E / ep, out, in]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -610,7 +610,7 @@ def _lesson(rank: int, world: int):
     """A step of a GPT with experts in both layers; on two ranks each has half of the batch and half
     of the experts."""
     import fsdp
-    import ranks
+    from lessons import ranks
 
     with torch.device("meta"):
         model = gpt.GPT(
@@ -624,7 +624,7 @@ def _lesson(rank: int, world: int):
             )
         )
     if world > 1:
-        parallelize(model, dist.group.WORLD)
+        apply(model, dist.group.WORLD)
     sharding.init(model, 0, "cpu", torch.float64)
     # nobody else has these experts
     alone = next(
@@ -632,7 +632,7 @@ def _lesson(rank: int, world: int):
         for group in [dist.new_group([r]) for r in range(world)]
         if group != dist.GroupMember.NON_GROUP_MEMBER
     )
-    gradients = fsdp.shard(model, dist.group.WORLD, expert_group=alone)
+    gradients = fsdp.apply(model, dist.group.WORLD, expert_group=alone)
     # two micro-batches
     tokens = torch.randint(257, (8, 33), generator=torch.Generator().manual_seed(0)).chunk(2)
     gradients.last_backward()
@@ -649,7 +649,7 @@ def _lesson(rank: int, world: int):
         gradients.reduce_gradients()
     layer = layers(model)[0]
     held = {
-        n: sharding.gather(p.main_grad, sharding.of(p)) for n, p in sharding.named_parameters(model)
+        n: sharding.gather(p.main_grad, sharding_of(p)) for n, p in sharding.named_parameters(model)
     }
     return (
         held,
@@ -661,7 +661,7 @@ def _lesson(rank: int, world: int):
 
 
 def main():
-    import ranks
+    from lessons import ranks
 
     example = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]], dtype=torch.float64)
     plan = sinkhorn(example)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-import sharding
+from sharding import set_sharding, sharding_of
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -113,8 +113,8 @@ def global_norm(parameters, stages: dist.ProcessGroup | None = None) -> Tensor:
     # the groups that cut a parameter: its sum of squares
     squares = defaultdict(list)
     for p in parameters:
-        if p.main_grad is not None and not sharding.of(p).copy_of:
-            groups = tuple(dict.fromkeys(c.group for c in sharding.of(p).cuts))
+        if p.main_grad is not None and not sharding_of(p).copy_of:
+            groups = tuple(dict.fromkeys(c.group for c in sharding_of(p).placements))
             squares[groups].append(torch.linalg.vector_norm(p.main_grad).double().square())
     total = 0.0
     for groups, parts in squares.items():
@@ -437,7 +437,7 @@ class AdamW:
                 ("exp_avg", self.exp_avg[name]),
                 ("exp_avg_sq", self.exp_avg_sq[name]),
             ):
-                found[f"{kind}.{name}"] = sharding.label(tensor, sharding.of(p))
+                found[f"{kind}.{name}"] = set_sharding(tensor, sharding_of(p))
         return found
 
     @torch.no_grad()

@@ -38,6 +38,7 @@ import gpt
 import schedules
 import sharding
 from schedules import Action, Event, Schedule, Transfer, lower
+from sharding import local_part, set_sharding, sharding_of
 
 # of transfers: activations, gradients
 KINDS = {"F": 0, "B": 1}
@@ -91,7 +92,7 @@ def split(
         # the tied matrix's second copy: another parameter
         elif stage > 0 and not config.llama:
             chunk.head.output.weight = nn.Parameter(chunk.head.output.weight.detach())
-            sharding.label(
+            set_sharding(
                 chunk.head.output.weight,
                 sharding.Sharding(
                     tuple(chunk.head.output.weight.shape), copy_of="embedding.tokens.weight"
@@ -356,7 +357,7 @@ class Pipeline:
         token [b, s])."""
 
         def forward(chunk, k, x):
-            y = self.chunks[chunk](batches[k].tokens, batches[k].labels, None, x)
+            y = self.chunks[chunk](batches[k].tokens, batches[k].targets, None, x)
             if self.chunks[chunk].head is not None:
                 result(batches[k], y)
             return y
@@ -367,12 +368,12 @@ class Pipeline:
         """Add the gradients of the two copies of a tied embedding, on both stages alike (a + b is b
         + a to the last bit). After the data-parallel sum."""
         mine = (
-            [p for _, p in sharding.named_parameters(*self.chunks) if sharding.of(p).copy_of]
+            [p for _, p in sharding.named_parameters(*self.chunks) if sharding_of(p).copy_of]
             if self.rank == self.p - 1
             else []
         )
         if self.rank == 0 and not self.config.llama:
-            mine = [sharding.own(self.chunks[0].embedding.tokens.weight)]
+            mine = [local_part(self.chunks[0].embedding.tokens.weight)]
         for p in (p for p in mine if p.requires_grad):
             peer = self.p - 1 - self.rank
             other = torch.empty_like(p.main_grad)
@@ -400,8 +401,8 @@ def _lesson(rank: int, name: str, p: int, m: int):
 
     def forward(chunk, k, x):
         inputs = tokens[k : k + 1, :-1]
-        labels = tokens[k : k + 1, 1:]
-        y = chunks[chunk](inputs, labels, gpt.dropout_key(0, 1, torch.tensor([k])), x)
+        targets = tokens[k : k + 1, 1:]
+        y = chunks[chunk](inputs, targets, gpt.dropout_key(0, 1, torch.tensor([k])), x)
         if chunks[chunk].head is None:
             return y
         total.add_(y.detach().sum() / (m * 128))
@@ -435,7 +436,7 @@ def _lesson(rank: int, name: str, p: int, m: int):
 
 
 def main():
-    import ranks
+    from lessons import ranks
 
     p = 2
     m = 4

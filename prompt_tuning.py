@@ -28,7 +28,7 @@ goes through identity | all-reduce; in a pipeline the first stage has it.
 The configuration has NeMo's names (`PromptConfig`). NeMo adds the same for T5, and an encoder's
 state to go on from; here a task that has been learned is a table."""
 
-import terminal
+from runtime import terminal
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -47,9 +47,16 @@ import checkpoint
 import gpt
 import sharding
 import tensor_parallel
-from prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template, read_examples
-from prompt_file import fingerprint, load, read_base
-from sharding import Cut
+from prompts.prompt_data import (
+    PromptConfig,
+    PromptData,
+    PromptError,
+    PTuning,
+    Template,
+    read_examples,
+)
+from prompts.prompt_file import fingerprint, load, read_base
+from sharding import Shard, shard_parameter
 
 # global names of prompt parameters begin so
 WHERE = "embedding.tokens.prompts."
@@ -86,7 +93,7 @@ class LSTMEncoder(nn.Module):
 
 
 class TensorParallelMLPEncoder(nn.Module):
-    """inputs: [T, h] -> [T, h]. On one rank an MLP; `parallelize` cuts it."""
+    """inputs: [T, h] -> [T, h]. On one rank an MLP; `shard_over` shards it."""
 
     def __init__(self, h: int, config: PTuning):
         super().__init__()
@@ -96,14 +103,14 @@ class TensorParallelMLPEncoder(nn.Module):
         self.activation = gpt.GELU()
         self.down = gpt.DeferredBiasLinear(e, h)
 
-    def parallelize(self, group: dist.ProcessGroup) -> None:
+    def shard_over(self, group: dist.ProcessGroup) -> None:
         if self.up.out_features % group.size():
             raise PromptError(
                 f"p_tuning.encoder_hidden {self.up.out_features}: must be divisible by tp"
                 f" {group.size()} for the encoder tpmlp"
             )
-        sharding.keep_part(self.up, "weight", Cut(0, group))
-        sharding.keep_part(self.up, "bias", Cut(0, group))
+        shard_parameter(self.up, "weight", Shard(0, group))
+        shard_parameter(self.up, "bias", Shard(0, group))
         self.project, self.down = (
             tensor_parallel.ColumnParallelLinear(group),
             tensor_parallel.RowParallelLinear(self.down, group),
@@ -198,7 +205,7 @@ class PromptedEmbedding(nn.Module):
         return torch.where((rows >= 0).unsqueeze(-1), F.embedding(rows.clamp(min=0), table), x)
 
 
-def attach(
+def apply(
     model: gpt.GPT, config: PromptConfig, group: dist.ProcessGroup | None = None
 ) -> VirtualPrompts | None:
     """Give a model, or the chunk of a pipeline that has the embedding, the prompts of config's
@@ -214,7 +221,7 @@ def attach(
             model.embedding.tokens.weight.dtype
         )
     if group and isinstance(prompts.encoder, TensorParallelMLPEncoder):
-        prompts.encoder.parallelize(group)
+        prompts.encoder.shard_over(group)
     model.embedding.tokens = PromptedEmbedding(
         model.embedding.tokens, prompts, model.config.vocab_size, group
     )
@@ -359,7 +366,7 @@ def tables(config: PromptConfig, h: int, values: dict[str, Tensor]) -> dict[str,
 def attach_tables(model: gpt.GPT, config: PromptConfig, found: dict[str, Tensor]) -> dict[str, int]:
     """Give a model the tables of a prompt file, for inference. Returns each task's first virtual
     id. Raises PromptError."""
-    prompts = attach(model, config)
+    prompts = apply(model, config)
     for task in config.tasks if prompts is not None else ():
         p = prompts.tables[key(task)]
         if found[task].shape != p.shape:
@@ -379,8 +386,8 @@ def answers(
 ) -> list[tuple[dict, str | None, str]]:
     """(record, generated answer, why it ended) of each line of --data, in order, on rank 0; of what
     is too long, no answer. Raises PromptError."""
-    import completions
     import generate
+    from inference import cli
 
     chunks = generate.chunks_of(model)
     shape = chunks[0].config
@@ -412,7 +419,7 @@ def answers(
         eot=tokenizer.stop_ids,
     )
     requests = [(record, example.ids) for record, example in zip(records, examples) if example]
-    told = completions.answer_file(
+    told = cli.answer_file(
         world, model, tokenizer, requests, args.batch_size, args.stop, together, write, **options
     )
     world.say_aside(told)
@@ -429,10 +436,10 @@ def answers(
 
 def infer(args, world) -> None:
     """`generate` and `evaluate`."""
-    import completions
+    from inference import cli
 
-    shape = completions.check_flags(args, world)
-    model, tokenizer, together = completions.connect(args, world, args.batch_size)
+    shape = cli.check_flags(args, world)
+    model, tokenizer, together = cli.connect(args, world, args.batch_size)
     # a fine-tuned model has no prompts, only templates
     if args.prompts.endswith(".json"):
         config = PromptConfig.read(args.prompts)
@@ -447,7 +454,7 @@ def infer(args, world) -> None:
     out = answers(world, model, config, found, tokenizer, args, together)
     if args.command == "generate":
         for record, text, finish in out:
-            world.say(completions.as_json(record | {"prediction": text, "finish": finish}))
+            world.say(cli.as_json(record | {"prediction": text, "finish": finish}))
     elif world.rank == 0:
         print(json.dumps(accuracy(config, out), indent=1))
 
@@ -506,7 +513,7 @@ def main(argv: list[str]) -> int:
         return train.main(["--prompt-config" if word == "--config" else word for word in argv])
     import argparse
 
-    import completions
+    from inference import cli
 
     parser = argparse.ArgumentParser(
         description="Prompt learning: train (train.py's flags), generate, evaluate."
@@ -528,9 +535,9 @@ def main(argv: list[str]) -> int:
             " to generate"
         ),
     )
-    completions.add_flags(parser)
+    cli.add_flags(parser)
     parser.set_defaults(temperature=0.0, max_tokens=16)
-    return completions.command("prompt_tuning.py", infer, argv, parser)
+    return cli.command("prompt_tuning.py", infer, argv, parser)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -544,8 +551,8 @@ def lesson(seed: int = 0, steps: tuple[int, int] = (300, 200)) -> int:
     The rate of 3e-3 matters: at 1e-2 the frozen model's logits, or the prompts' vectors, grow so
     large that the loss hangs on how a processor rounds."""
     import generate
+    from corpus.tokenizer import ByteTokenizer
     from optimizer import AdamW, GradientAccumulator
-    from tokenizer import ByteTokenizer
 
     tokenizer = ByteTokenizer()
     h = 64
@@ -576,7 +583,7 @@ def lesson(seed: int = 0, steps: tuple[int, int] = (300, 200)) -> int:
             gradients.zero()
             batch = batch_of(torch.Generator().manual_seed(1000 * seed + step))
             losses.append(
-                (model(batch.tokens, batch.labels) * batch.loss_mask).sum() / batch.loss_mask.sum()
+                (model(batch.tokens, batch.targets) * batch.loss_mask).sum() / batch.loss_mask.sum()
             )
             losses[-1].backward()
             optimizer.step(3e-3 * min(1, (step + 1) / 20) * (1 - step / steps))
@@ -629,7 +636,7 @@ def lesson(seed: int = 0, steps: tuple[int, int] = (300, 200)) -> int:
             }
         )
         model.embedding.tokens = embedding
-        prompts = attach(model, config)
+        prompts = apply(model, config)
         first_id = config.first_ids(257)[task]
         for name, value in initial_values(config, h, seed, existing=kept).items():
             prompts.get_parameter(name).data.copy_(value)

@@ -38,6 +38,7 @@ from torch.autograd.function import once_differentiable
 import gpt
 import sharding
 import tensor_parallel
+from sharding import sharding_of
 
 # their names from torch 2.13 on
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -158,7 +159,7 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
         (m, name)
         for m in module.modules()
         for name, p in m._parameters.items()
-        if p is not None and p.requires_grad and not sharding.of(p).cuts
+        if p is not None and p.requires_grad and not sharding_of(p).placements
     ]
     forward = module.forward
 
@@ -222,8 +223,8 @@ def cut_sequence(model: gpt.GPT, group: dist.ProcessGroup, cut: bool = True) -> 
             module.leave = partial(leave, group=group)
 
 
-def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
-    """Turn a model that `tensor_parallel.parallelize` has cut over the same group into a
+def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
+    """Turn a model that `tensor_parallel.apply` has cut over the same group into a
     sequence-parallel one, in place. It takes tokens [b, s] with s divisible by t. Raises ValueError
     as `check`, or for a model that is not cut."""
     check(model.config, group.size())
@@ -239,14 +240,14 @@ def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     if parts and {module.group for module in model.modules() if isinstance(module, cut)} != {group}:
         raise ValueError(
             "sequence parallelism works on a model that is cut over the same group: call"
-            " tensor_parallel.parallelize(model, group) first"
+            " tensor_parallel.apply(model, group) first"
         )
     if any(isinstance(module, ColumnParallelLinear) for module in model.modules()):
         raise ValueError("this model is sequence parallel already")
     if any("forward" in vars(block) for block in model.blocks.values()):
         raise ValueError(
             "this model recomputes already: recompute.apply comes after"
-            " sequence_parallel.parallelize, to run what it adds again too"
+            " sequence_parallel.apply, to run what it adds again too"
         )
     cut_sequence(model, group)
     for module in model.modules():
@@ -265,8 +266,8 @@ def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
 
 
 def _lesson(rank: int, kind: str):
-    import ranks
     import recompute
+    from lessons import ranks
 
     group = dist.group.WORLD
     with torch.device("meta"):
@@ -281,15 +282,15 @@ def _lesson(rank: int, kind: str):
             )
         )
     if kind != "one rank":
-        tensor_parallel.parallelize(model, group)
+        tensor_parallel.apply(model, group)
     if kind == "sequence":
-        parallelize(model, group)
+        apply(model, group)
     sharding.init(model, 0, "cpu", torch.float64)
     tokens = torch.randint(257, (8, 65), generator=torch.Generator().manual_seed(0))
     key = gpt.dropout_key(0, 1, torch.arange(8))
     model(tokens[:, :-1], tokens[:, 1:], key).mean().backward()
     gradients = {
-        name: sharding.gather(p.grad.clone(), sharding.of(p))
+        name: sharding.gather(p.grad.clone(), sharding_of(p))
         for name, p in model.named_parameters()
     }
     x = torch.zeros(
@@ -311,8 +312,8 @@ def _lesson(rank: int, kind: str):
 
 
 def main():
-    import ranks
     import recompute
+    from lessons import ranks
 
     one = ranks.run(_lesson, 1, "one rank")[0][0]
     print(

@@ -6,7 +6,7 @@ checkpoints, the gradient norm and the tests read that record and nothing else, 
 a case per technique:
 
     tensor parallel 2, then sharded data parallel 2, of a [6, 3] weight:
-    Sharding((6, 3), (Cut(0, tp), Cut(0, dp)))       rows 0..2 | 3..5, then each of those padded to 4 rows and halved again
+    Sharding((6, 3), (Shard(0, tp), Shard(0, dp)))       rows 0..2 | 3..5, then each of those padded to 4 rows and halved again
 
 A size that the ranks do not divide is padded with zeros at the end; the padding belongs to no
 global tensor.
@@ -32,7 +32,7 @@ from gpt import generator
 
 
 @dataclass(frozen=True)
-class Cut:
+class Shard:
     """Dimension `dim` divided evenly, after padding, over the ranks of `group`."""
 
     dim: int
@@ -46,16 +46,16 @@ class Sharding:
     pipeline stage."""
 
     shape: tuple[int, ...]
-    cuts: tuple[Cut, ...] = ()
+    placements: tuple[Shard, ...] = ()
     copy_of: str | None = None
 
 
-def of(parameter: Tensor) -> Sharding:
+def sharding_of(parameter: Tensor) -> Sharding:
     """The record of a parameter; one without a record is whole."""
     return getattr(parameter, "sharding", None) or Sharding(tuple(parameter.shape))
 
 
-def own(parameter: Tensor) -> Tensor:
+def local_part(parameter: Tensor) -> Tensor:
     """What this rank updates of a parameter: its shard (fsdp.py), or all of it."""
     return getattr(parameter, "shard", parameter)
 
@@ -65,16 +65,16 @@ def named_parameters(*models: nn.Module):
     tied weight comes once, under its first name."""
     for model in models:
         for name, p in model.named_parameters():
-            yield of(p).copy_of or name, own(p)
+            yield sharding_of(p).copy_of or name, local_part(p)
 
 
-def place(sharding: Sharding) -> tuple[list[int], list[int], list[int]]:
+def local_slice(sharding: Sharding) -> tuple[list[int], list[int], list[int]]:
     """Where this rank's part lies: (offset in the global tensor, size, size with padding), each a
     number per dimension."""
     offset = [0] * len(sharding.shape)
     end = list(sharding.shape)
     padded = list(sharding.shape)
-    for c in sharding.cuts:
+    for c in sharding.placements:
         # ceil
         padded[c.dim] = -(-padded[c.dim] // c.group.size())
         offset[c.dim] = min(offset[c.dim] + c.group.rank() * padded[c.dim], end[c.dim])
@@ -82,15 +82,15 @@ def place(sharding: Sharding) -> tuple[list[int], list[int], list[int]]:
     return offset, [e - o for e, o in zip(end, offset)], padded
 
 
-def narrow(part: Tensor, sharding: Sharding) -> Tensor:
+def unpad(part: Tensor, sharding: Sharding) -> Tensor:
     """A view of this rank's part without its padding."""
-    return part[tuple(slice(0, size) for size in place(sharding)[1])]
+    return part[tuple(slice(0, size) for size in local_slice(sharding)[1])]
 
 
-def cut(whole: Tensor, sharding: Sharding) -> Tensor:
+def shard_of(whole: Tensor, sharding: Sharding) -> Tensor:
     """This rank's part of a global tensor, with zeros for padding where the ranks do not divide
     it."""
-    offset, size, padded = place(sharding)
+    offset, size, padded = local_slice(sharding)
     part = whole[tuple(slice(o, o + n) for o, n in zip(offset, size))]
     if size == padded:
         return part
@@ -99,19 +99,25 @@ def cut(whole: Tensor, sharding: Sharding) -> Tensor:
     return torch.nn.functional.pad(part, ahead)
 
 
-def keep_part(module: nn.Module, name: str, cut_: Cut) -> None:
+def shard_parameter(module: nn.Module, name: str, shard: Shard) -> None:
     """Replace the parameter `name` of a module by this rank's part of it, and write the cut on its
     record. A missing one (bias=False) stays missing."""
     p = getattr(module, name)
     if p is not None:
         part = nn.Parameter(
-            cut(p.detach(), Sharding(tuple(p.shape), (cut_,))).clone(),
+            shard_of(p.detach(), Sharding(tuple(p.shape), (shard,))).clone(),
             requires_grad=p.requires_grad,
         )
-        setattr(module, name, label(part, replace(of(p), cuts=(*of(p).cuts, cut_))))
+        setattr(
+            module,
+            name,
+            set_sharding(
+                part, replace(sharding_of(p), placements=(*sharding_of(p).placements, shard))
+            ),
+        )
 
 
-def label(part: Tensor, sharding: Sharding) -> Tensor:
+def set_sharding(part: Tensor, sharding: Sharding) -> Tensor:
     """The same tensor, with its record."""
     part.sharding = sharding
     return part
@@ -123,10 +129,10 @@ def gather(part: Tensor, sharding: Sharding) -> Tensor:
     # unpadded size along each cut, before that cut
     sizes = []
     shape = list(sharding.shape)
-    for c in sharding.cuts:
+    for c in sharding.placements:
         sizes.append(shape[c.dim])
         shape[c.dim] = -(-shape[c.dim] // c.group.size())
-    for c, size in reversed(list(zip(sharding.cuts, sizes))):
+    for c, size in reversed(list(zip(sharding.placements, sizes))):
         parts = [
             torch.empty_like(part, memory_format=torch.contiguous_format)
             for _ in range(c.group.size())
@@ -140,14 +146,18 @@ def init(
     model: nn.Module, seed: int, device, dtype: torch.dtype, names: list[str] | None = None
 ) -> None:
     """Give a model built on the meta device its values, or only the parameters of these names.
-    `model.draw(name, shape, generator)` draws one whole parameter."""
+    `model.init_parameter(name, shape, generator)` draws one whole parameter."""
     materialise(model, device, dtype, names)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if names is None or name in names:
-                record = of(p)
-                name = of(p).copy_of or name
-                p.copy_(cut(model.draw(name, record.shape, generator(seed, name)), record))
+                record = sharding_of(p)
+                name = sharding_of(p).copy_of or name
+                p.copy_(
+                    shard_of(
+                        model.init_parameter(name, record.shape, generator(seed, name)), record
+                    )
+                )
 
 
 def materialise(
@@ -164,7 +174,7 @@ def materialise(
                     torch.zeros(p.shape, dtype=dtype, device=device), requires_grad=p.requires_grad
                 )
                 if hasattr(p, "sharding"):
-                    label(real[p], p.sharding)
+                    set_sharding(real[p], p.sharding)
             setattr(module, name, real.get(p, p))
 
 
@@ -173,14 +183,14 @@ def materialise(
 
 def _lesson(rank: int):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    record = Sharding((6, 3), (Cut(0, mesh.get_group("tp")), Cut(0, mesh.get_group("dp"))))
+    record = Sharding((6, 3), (Shard(0, mesh.get_group("tp")), Shard(0, mesh.get_group("dp"))))
     whole = torch.arange(18.0).view(record.shape)
-    part = cut(whole, record)
+    part = shard_of(whole, record)
     return part, torch.equal(gather(part, record), whole)
 
 
 def main():
-    import ranks
+    from lessons import ranks
 
     print("a [6, 3] weight, cut over 2 tensor-parallel ranks, then over 2 data-parallel ranks:")
     for rank, (part, same) in enumerate(ranks.run(_lesson, 4)):

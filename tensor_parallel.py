@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 import sharding
-from sharding import Cut
+from sharding import Shard, shard_parameter, sharding_of
 
 
 class _Copy(torch.autograd.Function):
@@ -179,7 +179,7 @@ class RowParallelLinear(nn.Module):
         self.weight = linear.weight
         self.bias = linear.bias
         self.group = group
-        sharding.keep_part(self, "weight", Cut(1, group))  # [out, in / t]
+        shard_parameter(self, "weight", Shard(1, group))  # [out, in / t]
         self.multiply = F.linear
         self.reduce = reduce_from_ranks
 
@@ -209,8 +209,8 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.weight = embedding.weight
         self.group = group
-        self.vocab_size = sharding.of(embedding.weight).shape[0]
-        sharding.keep_part(self, "weight", Cut(0, group))  # [V / t, h]
+        self.vocab_size = sharding_of(embedding.weight).shape[0]
+        shard_parameter(self, "weight", Shard(0, group))  # [V / t, h]
         self.reduce = reduce_from_ranks
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -228,33 +228,33 @@ class VocabParallelHead(nn.Module):
         self.norm = head.norm
         self.output = head.output
         self.group = group
-        self.vocab_size = sharding.of(head.output.weight).shape[0]
-        if not sharding.of(head.output.weight).cuts:
-            sharding.keep_part(self.output, "weight", Cut(0, group))  # [V / t, h]
+        self.vocab_size = sharding_of(head.output.weight).shape[0]
+        if not sharding_of(head.output.weight).placements:
+            shard_parameter(self.output, "weight", Shard(0, group))  # [V / t, h]
         self.project = ColumnParallelLinear(group)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """As gpt.Head. Only without labels, to generate, are logits gathered; no gradient goes
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """As gpt.Head. Only without targets, to generate, are logits gathered; no gradient goes
         through that."""
         (logits,) = self.project(self.norm(x), self.output)  # [b, s, V / t]
-        if labels is None:
+        if targets is None:
             return sharding.gather(
                 logits.detach(),
                 sharding.Sharding(
-                    (*logits.shape[:-1], self.vocab_size), (Cut(logits.dim() - 1, self.group),)
+                    (*logits.shape[:-1], self.vocab_size), (Shard(logits.dim() - 1, self.group),)
                 ),
             )
-        return self.loss(logits, labels)
+        return self.loss(logits, targets)
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.group)
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, targets, self.vocab_size, self.group)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """loss = log Σ exp(z) - z_label with z cut by columns;  ∂loss/∂z = softmax(z) - onehot(label), each rank its columns."""
 
     @staticmethod
-    def forward(ctx, logits, labels, vocab_size, group):
+    def forward(ctx, logits, targets, vocab_size, group):
         n = logits.shape[-1]
         # a copy of 16-bit logits, or themselves
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -263,10 +263,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         largest = z.amax(-1)  # [b, s]
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         z -= largest.unsqueeze(-1)
-        local, elsewhere = local_ids(labels, n, vocab_size, group)
+        local, elsewhere = local_ids(targets, n, vocab_size, group)
         local = local.unsqueeze(-1)  # [b, s, 1]
-        label_z = z.gather(-1, local).squeeze(-1).masked_fill(elsewhere, 0)
-        sums = torch.stack((z.exp_().sum(-1), label_z))  # [2, b, s]
+        target_logit = z.gather(-1, local).squeeze(-1).masked_fill(elsewhere, 0)
+        sums = torch.stack((z.exp_().sum(-1), target_logit))  # [2, b, s]
         dist.all_reduce(sums, group=group)
         ctx.save_for_backward(z.div_(sums[0].unsqueeze(-1)), local, elsewhere)
         ctx.dtype = logits.dtype
@@ -282,12 +282,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 @torch.compiler.disable
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, vocab_size: int, group: dist.ProcessGroup
+    logits: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:
     """gpt.cross_entropy, of logits that are cut by words (section 3, "fuse with the cross entropy
     loss"): 3 b s numbers, in at least float32, are reduced. logits: [b, s, V / t], **overwritten**;
-    labels: [b, s], global ids. Returns [b, s], on every rank."""
-    return _VocabParallelCrossEntropy.apply(logits, labels, vocab_size, group)
+    targets: [b, s], global ids. Returns [b, s], on every rank."""
+    return _VocabParallelCrossEntropy.apply(logits, targets, vocab_size, group)
 
 
 def sizes_that_fit(config: gpt.GPTConfig, world: int = 0) -> int:
@@ -310,8 +310,8 @@ def check(config: gpt.GPTConfig, t: int, world: int = 0) -> None:
             )
 
 
-def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
-    """Cut `model` over the ranks of `group`, in place; names stay. Best on the meta device, before
+def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
+    """Shard `model` over the ranks of `group`, in place; names stay. Best on the meta device, before
     weights exist. Raises ValueError as `check`, or for a model that is cut already."""
     check(model.config, group.size())
     if any(
@@ -325,8 +325,8 @@ def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
         for linear in (attention.query, attention.key, attention.value, mlp.up, mlp.gate):
             if linear is not None:
                 # [out / t, in], of experts [E, out / t, in]
-                sharding.keep_part(linear, "weight", Cut(linear.weight.dim() - 2, group))
-                sharding.keep_part(linear, "bias", Cut(0, group))
+                shard_parameter(linear, "weight", Shard(linear.weight.dim() - 2, group))
+                shard_parameter(linear, "bias", Shard(0, group))
         attention.project = ColumnParallelLinear(group)
         attention.output = RowParallelLinear(attention.output, group)
         if isinstance(mlp, gpt.MLP):
@@ -334,7 +334,7 @@ def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
             mlp.down = RowParallelLinear(mlp.down, group)
         # experts: the same f and g, around all of it
         else:
-            sharding.keep_part(mlp.down, "weight", Cut(2, group))  # [E, out, in / t]
+            shard_parameter(mlp.down, "weight", Shard(2, group))  # [E, out, in / t]
             mlp.enter = partial(copy_to_ranks, group=group)
             mlp.leave = partial(reduce_from_ranks, group=group)
         if isinstance(attention.core, gpt.ExplicitAttention):
@@ -357,7 +357,7 @@ def parallelize(model: gpt.GPT, group: dist.ProcessGroup) -> None:
 
 
 def _lesson(rank: int, world: int):
-    import ranks
+    from lessons import ranks
 
     group = torch.distributed.group.WORLD
     with torch.device("meta"):
@@ -372,14 +372,14 @@ def _lesson(rank: int, world: int):
             )
         )
     if world > 1:
-        parallelize(model, group)
+        apply(model, group)
     sharding.init(model, 0, "cpu", torch.float64)
     tokens = torch.randint(257, (8, 33), generator=torch.Generator().manual_seed(0))
     key = gpt.dropout_key(0, 1, torch.arange(8))
     loss = model(tokens[:, :-1], tokens[:, 1:], key).mean()
     loss.backward()
     gradients = {
-        name: sharding.gather(p.grad.clone(), sharding.of(p))
+        name: sharding.gather(p.grad.clone(), sharding_of(p))
         for name, p in model.named_parameters()
     }
     with ranks.Collectives() as forward:
@@ -399,7 +399,7 @@ def _lesson(rank: int, world: int):
 
 
 def main():
-    import ranks
+    from lessons import ranks
 
     ((loss, one, all_of_it, *_),) = ranks.run(_lesson, 1, 1)
     (loss_2, two, part, forward, backward, whole), _ = ranks.run(_lesson, 2, 2)

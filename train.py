@@ -18,7 +18,7 @@ the sum of per-token losses divided by the number of counted tokens in the globa
 known before the first forward, with gradients summed over ranks and micro-batches. (With experts:
 for the same --micro-batch-size, for routers balance within a micro-batch.)"""
 
-import terminal
+from runtime import terminal
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -39,8 +39,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import architectures
-import blend
 import checkpoint
 import data
 import fsdp
@@ -48,21 +46,14 @@ import generate
 import kernels
 import moe
 import pipeline_parallel
-import prompt_file
 import prompt_tuning
 import recompute
-import room
 import schedules
 import sequence_parallel
 import sharding
 import tensor_parallel
-from config import DTYPES, Config, ConfigError, parse
-from gpt import GPT, dropout_key, flops_per_token, num_parameters
-from metrics import Curves, Metrics, MetricsError, duration, mfu, peak_memory, plot_loss, progress
-from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
-from prompt_data import PromptConfig, PromptError
-from run_folder import RunFolder, RunFolderError, launcher_name
-from tokenizer import (
+from corpus import blend
+from corpus.tokenizer import (
     BUILT_IN,
     FileTokenizer,
     TokenizerError,
@@ -71,7 +62,25 @@ from tokenizer import (
     prompt_ids,
     record,
 )
-from world import Groups, World, WorldError
+from gpt import GPT, dropout_key, flops_per_token, num_parameters
+from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
+from prompts import prompt_file
+from prompts.prompt_data import PromptConfig, PromptError
+from runtime import architectures, room
+from runtime.config import DTYPES, Config, ConfigError, parse
+from runtime.metrics import (
+    Curves,
+    Metrics,
+    MetricsError,
+    duration,
+    mfu,
+    peak_memory,
+    plot_loss,
+    progress,
+)
+from runtime.run_folder import RunFolder, RunFolderError, launcher_name
+from runtime.world import Groups, World, WorldError
+from sharding import shard_of, sharding_of
 
 REFUSED = (
     ConfigError,
@@ -169,13 +178,13 @@ class Trainer:
             # the model is frozen: no dropout, and routers take raw logits
             chunk.requires_grad_(False).eval()
         if groups.ep:
-            moe.parallelize(chunk, groups.ep)
+            moe.apply(chunk, groups.ep)
         if groups.tp:
-            tensor_parallel.parallelize(chunk, groups.tp)
+            tensor_parallel.apply(chunk, groups.tp)
         if config.sequence_parallel:
-            sequence_parallel.parallelize(chunk, groups.tp)
+            sequence_parallel.apply(chunk, groups.tp)
         if self.frozen:
-            prompt_tuning.attach(chunk, self.prompts, groups.tp)
+            prompt_tuning.apply(chunk, self.prompts, groups.tp)
         if groups.pp and config.pipeline_schedule == "zb-h1":
             pipeline_parallel.defer_weights(chunk)
         if config.compile:
@@ -190,7 +199,7 @@ class Trainer:
         if config.kernels == "auto":
             self.no_kernels = kernels.apply(chunk, self.device)
         if groups.dp:
-            return fsdp.shard(
+            return fsdp.apply(
                 chunk,
                 groups.dp,
                 config.zero_stage,
@@ -231,7 +240,7 @@ class Trainer:
                 if self.model_config.dropout
                 else None
             )
-            y = self.chunks[chunk](batch.tokens, batch.labels, key, x)
+            y = self.chunks[chunk](batch.tokens, batch.targets, key, x)
             if self.chunks[chunk].head is None:
                 return y  # [b, s, h], for the next stage
             # y: [b, s]
@@ -317,7 +326,7 @@ class Trainer:
 
         if self.schedule is None:
             for batch in batches:
-                add(batch, self.model(batch.tokens, batch.labels))
+                add(batch, self.model(batch.tokens, batch.targets))
         else:
             self.model.evaluate(batches, add)
         for chunk in self.chunks:
@@ -398,7 +407,7 @@ class Trainer:
                 # a master, or an existing task's table
                 target = tensors.get(f"model.{name}", p)
                 target.copy_(
-                    sharding.cut(values[name.removeprefix(prompt_tuning.WHERE)], sharding.of(p))
+                    shard_of(values[name.removeprefix(prompt_tuning.WHERE)], sharding_of(p))
                 )
         self.set(tensors)
 
@@ -406,7 +415,7 @@ class Trainer:
         """Write the prompt file: what was learned, and the existing tasks as they were. A
         collective of the ranks that hold the embedding."""
         values = {
-            name.removeprefix(f"model.{prompt_tuning.WHERE}"): sharding.gather(t, sharding.of(t))
+            name.removeprefix(f"model.{prompt_tuning.WHERE}"): sharding.gather(t, sharding_of(t))
             for name, t in self.optimizer.tensors().items()
             if name.startswith("model.")
         }
@@ -763,7 +772,7 @@ def loop(
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 world.beat(f"the evaluation after step {step}")
                 line["eval_loss"] = trainer.evaluate(
-                    held_out, min(held_out.windows, EVAL_SEQUENCES)
+                    held_out, min(held_out.num_sequences, EVAL_SEQUENCES)
                 )
             if metrics:
                 metrics.add(line)
@@ -889,7 +898,7 @@ def announce(trainer: Trainer, world: World, index: dict) -> None:
         if getattr(config, name) != getattr(Config(), name)
     )
     learned = sum(
-        torch.Size(sharding.of(p).shape).numel() for p in trainer.optimizer.parameters.values()
+        torch.Size(sharding_of(p).shape).numel() for p in trainer.optimizer.parameters.values()
     )
     learned = (
         f", of which nothing changes, and {learned:,} prompt parameters" if trainer.frozen else ""

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 import gpt
-import ranks
 import recompute
 import sequence_parallel
 import sharding
 import tensor_parallel
+from lessons import ranks
 
 # 5as/h of 106.7 and 80
 SHAPES = {
@@ -62,9 +62,9 @@ def measure(rank: int, shapes: dict) -> dict:
                     )
                 )
             if t > 1:
-                tensor_parallel.parallelize(model, group)
+                tensor_parallel.apply(model, group)
                 if sequence:
-                    sequence_parallel.parallelize(model, group)
+                    sequence_parallel.apply(model, group)
             recompute.apply(model, granularity)
             sharding.init(model, 0, "cpu", torch.bfloat16)
             block = model.blocks["0"]

@@ -22,9 +22,9 @@ from report import spread, timed
 from single_device import Random
 
 import fsdp
-import ranks
 import train
-from world import Groups, keep_freed_memory
+from lessons import ranks
+from runtime.world import Groups, keep_freed_memory
 
 SHAPE = dict(
     model="gpt2",

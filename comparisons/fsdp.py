@@ -27,10 +27,10 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp
 import gpt
-import ranks
 import sharding
 import train
-from world import Groups, keep_freed_memory
+from lessons import ranks
+from runtime.world import Groups, keep_freed_memory
 
 SHAPE = dict(
     model="llama2-7b",
@@ -88,7 +88,7 @@ class Theirs:
 
     def step(self) -> float:
         # theirs averages over ranks
-        loss = self.model(self.batch.tokens, self.batch.labels).mean()
+        loss = self.model(self.batch.tokens, self.batch.targets).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

@@ -27,9 +27,9 @@ import checkpoint
 import generate
 import gpt
 import huggingface
-import packing
 import sharding
-from world import keep_freed_memory
+from inference import packing
+from runtime.world import keep_freed_memory
 
 CASES = {
     "small": gpt.GPTConfig(

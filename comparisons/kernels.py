@@ -54,12 +54,12 @@ class Backward:
 def loss_backward(args: tuple):
     """The fused loss' backward overwrites the logits: the operation itself, whose time does not
     depend on them."""
-    logits, labels = args
-    largest, total, _ = torch.ops.fused.cross_entropy_statistics(logits, labels, logits.shape[-1])
+    logits, targets = args
+    largest, total, _ = torch.ops.fused.cross_entropy_statistics(logits, targets, logits.shape[-1])
     grad = torch.randn_like(total)
     logits = logits.clone()
     return lambda: torch.ops.fused.cross_entropy_gradient(
-        logits, labels, largest, total, grad, logits.shape[-1]
+        logits, targets, largest, total, grad, logits.shape[-1]
     )
 
 
@@ -124,7 +124,7 @@ def measure(
     args, fused, own, wanted = kernels.examples(**size, device=device)[name]
     # gpt.py's overwrites the logits, and goes back once
     if name == "cross_entropy":
-        own = lambda logits, labels: F.cross_entropy(logits.float(), labels, reduction="none")
+        own = lambda logits, targets: F.cross_entropy(logits.float(), targets, reduction="none")
     rows = []
     for way in ("forward", "backward") if wanted else ("forward",):
         bytes_ = minimum(name, way, fused, args, wanted)

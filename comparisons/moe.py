@@ -32,11 +32,11 @@ import data
 import fsdp
 import gpt
 import moe
-import ranks
 import sharding
 import train
-from tokenizer import ByteTokenizer
-from world import Groups, keep_freed_memory
+from corpus.tokenizer import ByteTokenizer
+from lessons import ranks
+from runtime.world import Groups, keep_freed_memory
 
 SMALL = dict(
     model="tiny",
@@ -314,9 +314,9 @@ def make(
     model.blocks = nn.ModuleDict({"0": block})
     model.draw = lambda name, shape, generator: torch.randn(shape, generator=generator) * 0.02
     if alone:
-        moe.parallelize(model, group)
+        moe.apply(model, group)
     sharding.init(model, 0, "cpu", torch.float32)
-    return model, fsdp.shard(model, group, expert_group=alone) if group else None
+    return model, fsdp.apply(model, group, expert_group=alone) if group else None
 
 
 def once(model, gradients, x, grad) -> None:

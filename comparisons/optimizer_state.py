@@ -18,8 +18,8 @@ import torch
 
 import data
 import train
-from tokenizer import ByteTokenizer
-from world import Groups, keep_freed_memory
+from corpus.tokenizer import ByteTokenizer
+from runtime.world import Groups, keep_freed_memory
 
 TOY = dict(model="tiny", num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=64)
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from report import median, spread, timed
 from single_device import Random
 
-import ranks
 import schedules
 import train
+from lessons import ranks
+from runtime.world import Groups, keep_freed_memory
 from schedules import Cost, Event
-from world import Groups, keep_freed_memory
 
 V = 257
 P = 2
@@ -72,10 +72,10 @@ def torch_pipeline(trainer: train.Trainer, m: int, dataset):
     batch = dataset.batch(range(m))
     seed = 1.0 / (m * dataset.s)
 
-    def loss(logits, labels):
+    def loss(logits, targets):
         from gpt import cross_entropy
 
-        return cross_entropy(logits, labels).sum() * seed
+        return cross_entropy(logits, targets).sum() * seed
 
     stages = [
         PipelineStage(Stage(chunk), c * P + group.rank(), P * v, torch.device("cpu"), group=group)
@@ -92,7 +92,7 @@ def torch_pipeline(trainer: train.Trainer, m: int, dataset):
         last = group.rank() == P - 1
         schedule.step(
             *([batch.tokens] if first else []),
-            **({"target": batch.labels, "losses": losses} if last else {}),
+            **({"target": batch.targets, "losses": losses} if last else {}),
         )
         for gradients in trainer.gradients:
             gradients.reduce_gradients()

@@ -21,7 +21,7 @@ import torch
 import checkpoint
 import gpt
 import sharding
-from presets import PRESETS
+from runtime.presets import PRESETS
 
 
 def settings(folder: Path, style: str, tokens: int) -> dict:

@@ -26,14 +26,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
 import torch
 
-import completions
-import documents
 import generate
-import json_files
-import prompt_data
-import prompt_file
 import prompt_tuning
 import train
+from corpus import documents
+from inference import cli
+from prompts import prompt_data, prompt_file
+from runtime import json_files
 
 SITE = Path(torch.__file__).parent.parent
 # letter: (folder, files)
@@ -168,8 +167,8 @@ def learn(
     )
     if status:
         sys.exit(status)
-    model, index = completions.load_model(out if style == "fine-tuning" else base, DEVICE)
-    tokenizer = completions.find_tokenizer(base, index)
+    model, index = cli.load_model(out if style == "fine-tuning" else base, DEVICE)
+    tokenizer = cli.find_tokenizer(base, index)
     if style == "fine-tuning":
         config = prompt_data.PromptConfig.read(settings)
         first = model.config.vocab_size
@@ -242,8 +241,8 @@ def toy_base(folder: Path) -> str:
 @torch.no_grad()
 def untuned(base: str, test: list[dict]) -> tuple[float, float]:
     """(accuracy of the likeliest letter, accuracy of what is generated)."""
-    model, index = completions.load_model(base, DEVICE)
-    tokenizer = completions.find_tokenizer(base, index)
+    model, index = cli.load_model(base, DEVICE)
+    tokenizer = cli.find_tokenizer(base, index)
     letters = list(LANGUAGES)
     among = 0
     free = 0

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
-import ranks
 import recompute
 import sequence_parallel
 import sharding
 import tensor_parallel
-from world import keep_freed_memory
+from lessons import ranks
+from runtime.world import keep_freed_memory
 
 # (sequence parallelism, recompute): the paper's milliseconds, forward and backward
 ROWS = {
@@ -63,9 +63,9 @@ def on_rank(rank: int, rounds: int, dropout: float, toy: bool) -> dict:
         with torch.device("meta"):
             model = gpt.GPT(config)
         if t > 1:
-            tensor_parallel.parallelize(model, group)
+            tensor_parallel.apply(model, group)
         if sequence:
-            sequence_parallel.parallelize(model, group)
+            sequence_parallel.apply(model, group)
         recompute.apply(model, granularity)
         sharding.init(model, 0, device, dtype)
         x = torch.randn(

@@ -23,9 +23,9 @@ from report import median, spread, timed
 
 import data
 import gpt
-import ranks
 import train
-from world import Groups, keep_freed_memory
+from lessons import ranks
+from runtime.world import Groups, keep_freed_memory
 
 CASES = {
     "small": dict(
@@ -99,11 +99,11 @@ class Random:
         whole = self.fixed
         rows = slice(first, first + len(samples))
         return data.Batch(
-            whole.tokens[rows], whole.labels[rows], whole.loss_mask[rows], whole.samples[rows]
+            whole.tokens[rows], whole.targets[rows], whole.loss_mask[rows], whole.samples[rows]
         )
 
     def counted_tokens(self, samples):
-        return self.fixed.labels.numel()
+        return self.fixed.targets.numel()
 
 
 def transformers_step(c: gpt.GPTConfig, batch: data.Batch, dtype, device):
@@ -126,12 +126,12 @@ def transformers_step(c: gpt.GPTConfig, batch: data.Batch, dtype, device):
         model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
     batch = batch.to(device)
-    # it shifts the labels itself
-    labels = torch.cat((batch.tokens[:, :1], batch.labels), 1)[:, : c.seq_length]
+    # it shifts the targets itself
+    targets = torch.cat((batch.tokens[:, :1], batch.targets), 1)[:, : c.seq_length]
 
     def step():
         optimizer.zero_grad()
-        model(input_ids=batch.tokens, labels=labels, use_cache=False).loss.backward()
+        model(input_ids=batch.tokens, labels=targets, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 

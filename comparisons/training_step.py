@@ -36,8 +36,8 @@ from single_device import Random
 import gpt
 import kernels
 import train
-from metrics import peak_memory
-from world import Groups, keep_freed_memory
+from runtime.metrics import peak_memory
+from runtime.world import Groups, keep_freed_memory
 
 BF16 = dict(precision="bf16", dropout=0.0, warmup_steps=0)
 GPT13 = dict(

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from single_device import Random
 
 import fsdp
-import ranks
 import train
-from world import Groups
+from lessons import ranks
+from runtime.world import Groups
 
 SHAPE = dict(
     model="gpt2",

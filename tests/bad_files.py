@@ -16,6 +16,7 @@ import contextlib
 import faulthandler
 import functools
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -176,8 +177,8 @@ def make_folder() -> None:
     import checkpoint
     import huggingface
     import sharding
-    from architectures import empty_model
     from gpt import GPTConfig
+    from runtime.architectures import empty_model
 
     for name, fields in (
         ("gpt2", {}),
@@ -267,7 +268,7 @@ def program(module: str) -> Callable[[list[str]], int | None]:
         before = sys.argv
         sys.argv = [f"{module}.py", *argv]
         try:
-            return __import__(module).main()
+            return importlib.import_module(module).main()
         finally:
             sys.argv = before
 
@@ -275,7 +276,7 @@ def program(module: str) -> Callable[[list[str]], int | None]:
 
 
 def command(module: str) -> Callable[[list[str]], int]:
-    return lambda argv: __import__(module).main(argv)
+    return lambda argv: importlib.import_module(module).main(argv)
 
 
 RESUME = (command("train"), [*TRAIN, "--steps", "3", "--out", "run", "--resume"])
@@ -299,7 +300,7 @@ class Reading(NamedTuple):
 
 
 def generate_from(checkpoint: str) -> tuple:
-    return command("completions"), ["--checkpoint", checkpoint, "--prompt", "de", *ANSWER]
+    return command("inference.cli"), ["--checkpoint", checkpoint, "--prompt", "de", *ANSWER]
 
 
 JSON = [changed_json, changed_json, changed_bytes]
@@ -385,9 +386,9 @@ KINDS = {
                 "tokenizer.json",
                 JSON,
                 [
-                    (program("tokenizer"), ["def f", "tokenizer.json"]),
+                    (program("corpus.tokenizer"), ["def f", "tokenizer.json"]),
                     (
-                        command("completions"),
+                        command("inference.cli"),
                         [
                             "--checkpoint",
                             "run",
@@ -408,7 +409,7 @@ KINDS = {
             Reading(
                 "run/metrics.jsonl",
                 [changed_line, changed_bytes],
-                [(program("metrics"), ["run"]), RESUME],
+                [(program("runtime.metrics"), ["run"]), RESUME],
             )
         ],
     ),

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 import data
-import ranks
 import sharding
 import train as trainer
-from world import Groups
+from lessons import ranks
+from runtime.world import Groups
+from sharding import sharding_of
 
 # From real initialisation, dropout on, tied embeddings, a vocabulary that nothing divides, clipping
 # that bites.
@@ -41,7 +42,7 @@ LLAMA = SMALL | dict(model="llama2-7b", num_kv_heads=2, ffn_hidden_size=56)
 
 
 class Synthetic:
-    """Sample n is a sequence drawn from seed n, of whose labels about (n mod 4) / 4 or all do not
+    """Sample n is a sequence drawn from seed n, of whose targets about (n mod 4) / 4 or all do not
     count."""
 
     def __init__(self, seq_length: int, vocab_size: int):
@@ -77,13 +78,13 @@ class Prompted(Synthetic):
         ]
 
     def batch(self, samples) -> data.Batch:
-        tokens, labels, mask, numbers = (x.clone() for x in super().batch(samples))
+        tokens, targets, mask, numbers = (x.clone() for x in super().batch(samples))
         for row, n in enumerate(numbers.tolist()):
             virtual = torch.tensor(self.virtual[n % len(self.virtual)])
             at = self.s // 2 - 2
             tokens[row, at : at + len(virtual)] = virtual
             mask[row, at - 1 : at - 1 + len(virtual)] = False
-        return data.Batch(tokens, labels, mask, numbers)
+        return data.Batch(tokens, targets, mask, numbers)
 
 
 @dataclass
@@ -117,7 +118,7 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
         """part(parameter), put together from all ranks that hold something of the model, under
         global names."""
         mine = {
-            n: sharding.gather(part(p), sharding.of(p)).cpu().clone()
+            n: sharding.gather(part(p), sharding_of(p)).cpu().clone()
             for n, p in sharding.named_parameters(*t.chunks)
             if p.requires_grad
         }

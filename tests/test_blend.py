@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import blend
 import train
-from blend import Blend, Interleave, parse_weights
+from corpus import blend
+from corpus.blend import Blend, Interleave, parse_weights
+from corpus.tokenizer import ByteTokenizer
 from data import Corpus, DataError
-from tokenizer import ByteTokenizer
-from world import World
+from runtime.world import World
 
 TEXTS = {
     letter: [f"{letter}{i} " * (5 + i % 7) for i in range(n)]
@@ -99,7 +99,7 @@ def test_bad_weights(here, names, words):
 
 
 def rows(batch):
-    return [tuple(row) for row in torch.cat((batch.tokens, batch.labels[:, -1:]), 1).tolist()]
+    return [tuple(row) for row in torch.cat((batch.tokens, batch.targets[:, -1:]), 1).tolist()]
 
 
 def test_a_blend_is_its_corpora_interleaved(here):
@@ -108,7 +108,7 @@ def test_a_blend_is_its_corpora_interleaved(here):
     weights = [Fraction(1, 2), Fraction(2, 5), Fraction(1, 10)]
     mixed = make([f"{float(w)}:{n}" for w, n in zip(weights, names)])
     parts = [make([n]) for n in names]
-    n = 10 * max(p.windows for p in parts)
+    n = 10 * max(p.num_sequences for p in parts)
     samples = rows(mixed.batch(range(n)))
     of = [Interleave(weights)(i)[0] for i in range(n)]
     assert [of.count(k) for k in range(3)] == [n // 2, n // 10 * 4, n // 10]
@@ -118,14 +118,18 @@ def test_a_blend_is_its_corpora_interleaved(here):
         everything = sorted(
             rows(
                 Corpus(blend.prepare([names[k]], ByteTokenizer())[0].folder, 16, None).batch(
-                    range(part.windows)
+                    range(part.num_sequences)
                 )
             )
         )
-        for epoch in range(len(given) // part.windows):
-            assert sorted(given[epoch * part.windows : (epoch + 1) * part.windows]) == everything
+        for epoch in range(len(given) // part.num_sequences):
+            assert (
+                sorted(given[epoch * part.num_sequences : (epoch + 1) * part.num_sequences])
+                == everything
+            )
     assert (
-        mixed.windows == sum(p.windows for p in parts) and mixed.counted_tokens(range(7)) == 7 * 16
+        mixed.num_sequences == sum(p.num_sequences for p in parts)
+        and mixed.counted_tokens(range(7)) == 7 * 16
     )
 
 
@@ -140,7 +144,7 @@ def test_any_split_and_any_start_gives_the_same_samples(here):
     resumed = make(names).batch(range(150, 200))
     assert (
         torch.equal(resumed.tokens, whole.tokens[150:])
-        and torch.equal(resumed.labels, whole.labels[150:])
+        and torch.equal(resumed.targets, whole.targets[150:])
         and resumed.loss_mask.all()
     )
     assert not torch.equal(make(names, seed=1).batch(range(200)).tokens, whole.tokens)
@@ -186,7 +190,7 @@ def open_data(*flags):
 def test_held_out_text_is_blended_and_never_trained_on(here):
     train_set, held_out = open_data("--data", "0.6:a.jsonl", "0.4:b.jsonl")
     assert isinstance(train_set, Blend) and isinstance(held_out, Blend)
-    trained, evaluated = (rows(s.batch(range(3 * s.windows))) for s in (train_set, held_out))
+    trained, evaluated = (rows(s.batch(range(3 * s.num_sequences))) for s in (train_set, held_out))
     assert not set(trained) & set(evaluated)
     for k, name in enumerate(("a.jsonl", "b.jsonl")):
         assert held_out.corpora[k].stream.tolist() == open_data("--data", name)[1].stream.tolist()

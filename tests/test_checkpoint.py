@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import checkpoint
 import gpt
-import ranks
 from checkpoint import CheckpointError
+from lessons import ranks
 
 STATE = {"tokens": 7, "config": {"a": 1}, "model": {}}
 
@@ -422,13 +422,11 @@ def test_an_index_is_typed_and_held_to_its_files(whole_model, tmp_path, field, v
 
 def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch, capsys):
     """Of a machine with 4 KiB; generating says so, in one line."""
-    import completions
+    from inference import cli
 
     checkpoint.check_room("x", 4096, "cpu")
     monkeypatch.setattr(checkpoint.room, "memory", lambda device, ranks: 4096)
-    status = completions.main(
-        ["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"]
-    )
+    status = cli.main(["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"])
     err = capsys.readouterr().err
     assert status == 2 and "bytes, and cpu has 4,096 in all" in err and len(err.splitlines()) == 1
 
@@ -637,7 +635,7 @@ def under(rank, world, folder, steps, **flags):
 
     import sharding
     import train
-    from world import Groups
+    from runtime.world import Groups
 
     config = train.Config(
         **LLAMA
@@ -656,7 +654,10 @@ def under(rank, world, folder, steps, **flags):
             t.update(step)
         t.save(Path(folder), start + steps, 0, "corpus")
         t.saver.wait()
-    return {n: sharding.gather(x, sharding.of(x)).clone() for n, x in t.optimizer.tensors().items()}
+    return {
+        n: sharding.gather(x, sharding.sharding_of(x)).clone()
+        for n, x in t.optimizer.tensors().items()
+    }
 
 
 def under_flags(rank, world, folder, steps, flags):
@@ -743,7 +744,7 @@ def trained(rank, world, precision, flags, load_from, save_to, steps):
     from parity import SMALL, Synthetic
 
     import train
-    from world import Groups
+    from runtime.world import Groups
 
     config = train.Config(
         **SMALL

@@ -18,6 +18,7 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 import train as trainer
+from sharding import Shard, shard_of, sharding_of
 
 
 @pytest.mark.parametrize("base", [SMALL, LLAMA], ids=["gpt", "llama"])
@@ -413,15 +414,15 @@ def clones():
         def rank(self):
             return 0
 
-    def cut(whole, record, original=sharding.cut):
+    def cut(whole, record, original=shard_of):
         return original(
             whole,
             sharding.Sharding(
-                record.shape, tuple(sharding.Cut(c.dim, First(c.group)) for c in record.cuts)
+                record.shape, tuple(Shard(c.dim, First(c.group)) for c in record.placements)
             ),
         )
 
-    sharding.cut = cut
+    sharding.shard_of = cut
 
 
 def without_all_reduce(op):
@@ -657,7 +658,7 @@ def wrong_loss_scale():
 
 
 def wrong_micro_batch():
-    """The last stage takes the labels of the next micro-batch."""
+    """The last stage takes the targets of the next micro-batch."""
 
     def run(self, schedule, forward, *args, original=pipeline_parallel.Pipeline.run):
         return original(
@@ -714,7 +715,7 @@ def half_a_tied_sum():
 
     def sum_tied(self):
         for p in self.parameters():
-            if sharding.of(p).copy_of or (
+            if sharding_of(p).copy_of or (
                 self.rank == 0 and p is self.chunks[0].embedding.tokens.weight
             ):
                 dist.broadcast(p.main_grad, 0)
@@ -834,7 +835,7 @@ def experts_divided_by_ep():
     original = fsdp.DataParallel.accumulate
 
     def accumulate(self, p):
-        if len(sharding.of(p).shape) == 3 and p.grad is not None:
+        if len(sharding_of(p).shape) == 3 and p.grad is not None:
             p.grad /= 2
         original(self, p)
 
@@ -976,4 +977,4 @@ def test_router_losses_are_means_over_the_global_batch():
 def test_random_layouts():
     """A few of `python tests/random_layouts.py`."""
     for seed in (83,):
-        random_layouts.check(random_layouts.draw(seed))
+        random_layouts.check(random_layouts.init_parameter(seed))

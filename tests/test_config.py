@@ -5,10 +5,9 @@ import json
 
 import pytest
 
-import config
-import room
-from config import Config, ConfigError, parse
 from gpt import GPTConfig
+from runtime import config, room
+from runtime.config import Config, ConfigError, parse
 
 
 def test_flags_over_toml_over_the_run_over_defaults(tmp_path, monkeypatch):
@@ -73,9 +72,8 @@ def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
     """They may never end, and nobody would be told."""
     import os
 
-    import prompt_data
-    import prompt_file
     import train
+    from prompts import prompt_data, prompt_file
 
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import data
-import ranks
-import token_cache
+from corpus import token_cache
+from corpus.tokenizer import ByteTokenizer, TokenizerError, make_tokenizer
 from data import Corpus, DataError, prepare
-from tokenizer import ByteTokenizer, TokenizerError, make_tokenizer
+from lessons import ranks
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [f"document {i}: " + "the quick brown fox, " * (i % 7 + 1) + "é" for i in range(60)]
@@ -204,10 +204,10 @@ def test_held_out_text_is_never_trained_on(here):
         and held_out.stream.tolist() == everything[at:]
         and len(everything) - at == len(everything) // 20
     )
-    batch = train.batch(range(3 * train.windows))
-    starts = {tuple(row) for row in torch.cat((batch.tokens, batch.labels[:, -1:]), 1).tolist()}
-    assert starts == {tuple(everything[i * 32 : i * 32 + 33]) for i in range(train.windows)}
-    assert (train.windows - 1) * 32 + 33 <= at
+    batch = train.batch(range(3 * train.num_sequences))
+    starts = {tuple(row) for row in torch.cat((batch.tokens, batch.targets[:, -1:]), 1).tolist()}
+    assert starts == {tuple(everything[i * 32 : i * 32 + 33]) for i in range(train.num_sequences)}
+    assert (train.num_sequences - 1) * 32 + 33 <= at
 
 
 def test_order_depends_on_seed_and_sample_alone(here):
@@ -215,7 +215,7 @@ def test_order_depends_on_seed_and_sample_alone(here):
     a = Corpus(folder, 16, 0)
     b = Corpus(folder, 16, 0)
     other = Corpus(folder, 16, 1)
-    n = a.windows
+    n = a.num_sequences
     whole = a.batch(range(2 * n))
     assert torch.equal(
         torch.stack([b.batch([i]).tokens[0] for i in (5, 2 * n - 1, 0, n)]),
@@ -226,7 +226,7 @@ def test_order_depends_on_seed_and_sample_alone(here):
         other.window(i) for i in range(n, 2 * n)
     ]
     assert (
-        torch.equal(whole.tokens[:, 1:], whole.labels[:, :-1])
+        torch.equal(whole.tokens[:, 1:], whole.targets[:, :-1])
         and whole.loss_mask.all()
         and whole.samples.tolist() == list(range(2 * n))
     )
@@ -663,7 +663,7 @@ def test_huge_sample_numbers(here):
     """2^31 steps of 2^20 samples: an epoch is found without the ones before."""
     folder = prepare([str(write_jsonl(here / "a.jsonl"))], ByteTokenizer())
     corpus = Corpus(folder, 16, 2**31 - 1)
-    n = corpus.windows
+    n = corpus.num_sequences
     last = 2**51
     epoch = [corpus.window(i) for i in range(last // n * n, (last // n + 1) * n)]
     assert sorted(epoch) == list(range(n)) and corpus.window(last - 1) == Corpus(

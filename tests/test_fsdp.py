@@ -9,9 +9,10 @@ from torch import nn
 
 import fsdp
 import gpt
-import ranks
 import sharding
+from lessons import ranks
 from optimizer import AdamW
+from sharding import local_part, local_slice, sharding_of, unpad
 
 
 def small_model():
@@ -22,7 +23,7 @@ def small_model():
 def units_while_backward_runs(rank, stage):
     model = small_model()
     reference = copy.deepcopy(model)
-    gradients = fsdp.shard(model, dist.group.WORLD, stage)
+    gradients = fsdp.apply(model, dist.group.WORLD, stage)
     log = []
 
     def counted(name, original):
@@ -54,7 +55,7 @@ def units_while_backward_runs(rank, stage):
     for p, q in zip(model.parameters(), reference.parameters()):
         dist.all_reduce(q.grad)
         torch.testing.assert_close(
-            sharding.gather(sharding.own(p).main_grad, sharding.of(sharding.own(p))), q.grad
+            sharding.gather(local_part(p).main_grad, sharding_of(local_part(p))), q.grad
         )
         assert p.grad is None
     return done, sent_early
@@ -79,7 +80,7 @@ def unused_parameter(rank, stage):
     model = small_model()
     model.extra = nn.Linear(2, 2)
     model.extra.forward = lambda x: x
-    gradients = fsdp.shard(model, dist.group.WORLD, stage)
+    gradients = fsdp.apply(model, dist.group.WORLD, stage)
     found = []
     # used by rank 0 in the first step, by nobody in the second
     for step in range(2):
@@ -93,8 +94,8 @@ def unused_parameter(rank, stage):
             )
         y.backward()
         gradients.reduce_gradients()
-        found.append(sharding.own(model.extra.weight).main_grad.clone())
-    return found, sharding.own(model[0].bias).main_grad.clone()
+        found.append(local_part(model.extra.weight).main_grad.clone())
+    return found, local_part(model[0].bias).main_grad.clone()
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -111,13 +112,13 @@ def cut_and_put_together(rank, n):
         for stage in (1, 3):
             model = nn.Sequential(nn.Module())
             model[0].weight = nn.Parameter(whole.clone())
-            gradients = fsdp.shard(model, dist.group.WORLD, stage)
+            gradients = fsdp.apply(model, dist.group.WORLD, stage)
             p = model[0].weight
             unit = gradients.units[0]
-            record = sharding.of(p.shard)
-            if not torch.equal(sharding.gather(p.shard.detach(), record), whole) or record.cuts[
-                0
-            ].dim != fsdp.cut_dim(shape, n):
+            record = sharding_of(p.shard)
+            if not torch.equal(
+                sharding.gather(p.shard.detach(), record), whole
+            ) or record.placements[0].dim != fsdp.cut_dim(shape, n):
                 failures.append((shape, stage, "shards"))
             with torch.no_grad():
                 p.shard.mul_(2)
@@ -132,9 +133,9 @@ def cut_and_put_together(rank, n):
             gradients.reduce_gradients()
             if not torch.equal(sharding.gather(p.shard.main_grad, record), whole * n * (n + 1) / 2):
                 failures.append((shape, stage, "gradient"))
-            offset, size, padded = sharding.place(record)
+            offset, size, padded = local_slice(record)
             outside = p.shard.main_grad.clone()
-            sharding.narrow(outside, record).zero_()
+            unpad(outside, record).zero_()
             if outside.any():
                 failures.append((shape, stage, "padding"))
     return failures
@@ -183,7 +184,7 @@ SHAPES = {
 def bytes_and_elements(rank, n, stage, shape, m):
     with torch.device("meta"):
         model = gpt.GPT(gpt.GPTConfig(**SHAPES[shape]))
-    gradients = fsdp.shard(
+    gradients = fsdp.apply(
         model,
         dist.group.WORLD,
         stage,
@@ -294,7 +295,7 @@ def gathers_in_flight(rank):
             return y
 
         layer.forward = forward
-    gradients = fsdp.shard(
+    gradients = fsdp.apply(
         model,
         dist.group.WORLD,
         3,
@@ -324,7 +325,7 @@ def forward_without_backward(rank):
     that changes it: the next forward has the new one."""
     with torch.device("meta"):
         model = gpt.GPT(gpt.GPTConfig(**SHAPES["gpt"]))
-    gradients = fsdp.shard(
+    gradients = fsdp.apply(
         model,
         dist.group.WORLD,
         3,
@@ -352,7 +353,7 @@ def garbage_free(rank, stage):
     import weakref
 
     model = small_model()
-    gradients = fsdp.shard(model, dist.group.WORLD, stage)
+    gradients = fsdp.apply(model, dist.group.WORLD, stage)
     gone = weakref.ref(gradients)
     del model, gradients
     gc.collect()
@@ -365,7 +366,7 @@ def test_nothing_keeps_a_dropped_model():
 
 def test_unknown_stage():
     with pytest.raises(ValueError, match="stage 7: must be 0 .*, 1 .*, 2 .* or 3"):
-        fsdp.shard(small_model(), None, 7)
+        fsdp.apply(small_model(), None, 7)
 
 
 def test_lesson(capsys):

@@ -12,18 +12,15 @@ import torch.distributed as dist
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 
 import checkpoint
-import completions
 import generate
-import kv_cache
-import packing
-import ranks
-import sampling
 import sequence_parallel
 import train
+from corpus.tokenizer import ByteTokenizer
 from gpt import GPT
-from sampling import DIVERGED, choose, keys_of, uniform
-from tokenizer import ByteTokenizer
-from world import Groups
+from inference import cli, kv_cache, packing, sampling
+from inference.sampling import DIVERGED, choose, keys_of, uniform
+from lessons import ranks
+from runtime.world import Groups
 
 ROOT = Path(__file__).parent.parent
 EXPERTS = LLAMA_SHAPES[1] | dict(num_experts=4, ffn_hidden_size=40, router="topk", router_topk=2)
@@ -231,7 +228,7 @@ def test_equals_transformers(family):
 
     with tempfile.TemporaryDirectory() as folder:
         other.save_pretrained(folder)
-        model = loud(completions.load_model(folder, dtype=torch.float64)[0])
+        model = loud(cli.load_model(folder, dtype=torch.float64)[0])
         prompts = ragged(97, (9, 2, 17, 12, 1))
         # the same loudness there: their folder, with our numbers
         with torch.no_grad():
@@ -334,9 +331,7 @@ def on_layouts(rank, path, layouts, requests):
         layout = dict(layout)
         split = layout.pop("layer_split", None)
         groups = Groups.make("cpu", 4, **layout)
-        model, _ = completions.load_model(
-            path, dtype=torch.float64, groups=groups, layer_split=split
-        )
+        model, _ = cli.load_model(path, dtype=torch.float64, groups=groups, layer_split=split)
         # as the command does
         for chunk in getattr(model, "chunks", [model]):
             packing.pack(chunk)
@@ -485,14 +480,14 @@ def saved(tmp_path_factory):
 
 
 def command(saved, capsys, *argv, name="--checkpoint"):
-    status = completions.main([name, str(saved), "--device", "cpu", *argv])
+    status = cli.main([name, str(saved), "--device", "cpu", *argv])
     return status, *capsys.readouterr()
 
 
 def test_command(saved, capsys):
     """A prompt streamed, a file, line by line: the same texts, with the same seed."""
     status, out, err = command(saved, capsys, "--prompt", "def é", "--max-tokens", "20")
-    model, _ = completions.load_model(saved)
+    model, _ = cli.load_model(saved)
     ids = generate.generate(model, [list("def é".encode())], 20, temperature=0.8, eot=256)[0]
     text = ByteTokenizer().decode(ids)
     assert status == 0 and out == "def é" + text + "\n"
@@ -678,19 +673,19 @@ def test_captured(shape):
 def test_an_output_that_is_full_or_ascii(saved, capsys, tmp_path, monkeypatch):
     """On a full disk the answers are lost, and that is said; where only ASCII can be shown, JSON
     stays JSON."""
-    import terminal
+    from runtime import terminal
 
-    assert json.loads(completions.as_json({"text": "déjà"})) == {"text": "déjà"}
+    assert json.loads(cli.as_json({"text": "déjà"})) == {"text": "déjà"}
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
-    assert completions.as_json({"text": "déjà"}) == '{"text": "d\\u00e9j\\u00e0"}'
+    assert cli.as_json({"text": "déjà"}) == '{"text": "d\\u00e9j\\u00e0"}'
     full = open("/dev/full", "w")
     muted = []
     # Muting it for good would mute the tests' own output.
     monkeypatch.setattr(terminal, "mute", muted.append)
     monkeypatch.setattr(sys, "stdout", full)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    status = completions.main(
+    status = cli.main(
         [
             "--checkpoint",
             str(saved),

@@ -314,14 +314,14 @@ def test_dropout_keeps_the_mean_and_one_byte():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_cross_entropy(dtype):
     logits = (torch.randn(5, 7, 13, dtype=torch.float64) * 30).to(dtype)
-    labels = torch.randint(13, (5, 7))
+    targets = torch.randint(13, (5, 7))
     weight = torch.rand(5, 7)
     expected_in = logits.double().clone().requires_grad_()
     given = logits.clone().requires_grad_()
-    expected = F.cross_entropy(expected_in.flatten(0, 1), labels.flatten(), reduction="none").view(
+    expected = F.cross_entropy(expected_in.flatten(0, 1), targets.flatten(), reduction="none").view(
         5, 7
     )
-    loss = gpt.cross_entropy(given * 1, labels)
+    loss = gpt.cross_entropy(given * 1, targets)
     (expected * weight).sum().backward()
     (loss * weight).sum().backward()
     exact = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}[dtype]
@@ -333,7 +333,7 @@ def test_cross_entropy(dtype):
     )
     with torch.no_grad():
         torch.testing.assert_close(
-            gpt.cross_entropy(logits.clone(), labels).double(), expected, rtol=exact, atol=exact
+            gpt.cross_entropy(logits.clone(), targets).double(), expected, rtol=exact, atol=exact
         )
 
 
@@ -406,7 +406,7 @@ def test_a_model_in_a_script_starts_as_in_training(shape):
     assert abs(loss.item() - math.log(plain.config.vocab_size)) < 0.1
     with torch.device("meta"):
         assert (
-            trained.draw(
+            trained.init_parameter(
                 "head.output.weight", (3, 2), gpt.generator(0, "head.output.weight")
             ).device.type
             == "cpu"

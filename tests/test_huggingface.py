@@ -17,19 +17,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import checkpoint
-import completions
 import huggingface
 import moe
 import pipeline_parallel
-import ranks
 import sharding
 import tensor_parallel
-from architectures import GPT2, LLAMA, MIXTRAL, HuggingFaceError, Place, to_gpt_config, to_hf_config
 from checkpoint import CheckpointError
 from gpt import GPTConfig
 from huggingface import export_folder, import_folder
-from presets import PRESETS
-from world import Groups
+from inference import cli
+from lessons import ranks
+from runtime.architectures import (
+    GPT2,
+    LLAMA,
+    MIXTRAL,
+    HuggingFaceError,
+    Place,
+    to_gpt_config,
+    to_hf_config,
+)
+from runtime.presets import PRESETS
+from runtime.world import Groups
+from sharding import set_sharding, sharding_of
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
@@ -192,7 +201,7 @@ def close(a, b):
 
 @torch.no_grad()
 def our_logits(path):
-    return completions.load_model(path)[0](TOKENS)
+    return cli.load_model(path)[0](TOKENS)
 
 
 @torch.no_grad()
@@ -342,12 +351,12 @@ def load_and_save(rank, folder, families, tp, pp, ep):
         )
         for chunk in chunks:
             if groups.ep:
-                moe.parallelize(chunk, groups.ep)
+                moe.apply(chunk, groups.ep)
             if groups.tp:
-                tensor_parallel.parallelize(chunk, groups.tp)
+                tensor_parallel.apply(chunk, groups.tp)
             sharding.materialise(chunk, "cpu", torch.float32)
         parts = {
-            f"model.{n}": sharding.label(p.detach(), sharding.of(p))
+            f"model.{n}": set_sharding(p.detach(), sharding_of(p))
             for n, p in sharding.named_parameters(*chunks)
         }
         checkpoint.read(folder / family, parts)
@@ -988,7 +997,7 @@ def test_command(copy, tmp_path, capsys, monkeypatch):
     assert "GPT2LMHeadModel" in capsys.readouterr().out
     assert checkpoint.read_index(ckpt)["config"]["tokenizer"] == str(ckpt / "tokenizer.json")
     assert (
-        completions.main(
+        cli.main(
             ["--checkpoint", str(ckpt), "--prompt", "a b", "--max-tokens", "3", "--device", "cpu"]
         )
         == 0

@@ -210,10 +210,10 @@ CASES = {
     "causal_softmax": (of_softmax, kernels.causal_softmax, softmax),
     "cross_entropy": (
         of_loss,
-        lambda z, labels: kernels.cross_entropy(
-            z.clone(memory_format=torch.preserve_format), labels
+        lambda z, targets: kernels.cross_entropy(
+            z.clone(memory_format=torch.preserve_format), targets
         ),
-        lambda z, labels: gpt.cross_entropy(z.clone(), labels),
+        lambda z, targets: gpt.cross_entropy(z.clone(), targets),
     ),
     "take": (of_take, kernels.take, moe.taken),
     "put": (of_put, kernels.put, moe.put_home),
@@ -427,7 +427,7 @@ def test_any_order_of_threads(monkeypatch):
     w = torch.randn(520)
     b = torch.randn(520)
     logits = torch.randn(5, 5003)
-    labels = torch.randint(5003, (5,))
+    targets = torch.randint(5003, (5,))
     scores = torch.randn(2, 100, 100)
 
     def everything():
@@ -438,7 +438,7 @@ def test_any_order_of_threads(monkeypatch):
             rstd,
             *torch.ops.fused.layer_norm_backward(dy, x, w, mean, rstd),
             *torch.ops.fused.bias_gelu_backward(dy, x, b),
-            *torch.ops.fused.cross_entropy_statistics(logits, labels, 5003),
+            *torch.ops.fused.cross_entropy_statistics(logits, targets, 5003),
             torch.ops.fused.causal_softmax(scores, 0.5),
         ]
 
@@ -520,7 +520,7 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
     x = new(2, 5, 24)
     w = new(24)
     key = gpt.dropout_key(1, 1, torch.arange(2)).to(place)
-    labels = torch.tensor([[3, 0, 23, 7, 1], [2, 2, kernels.ELSEWHERE, 5, 9]], device=place)
+    targets = torch.tensor([[3, 0, 23, 7, 1], [2, 2, kernels.ELSEWHERE, 5, 9]], device=place)
     of_rows = new(2, 5).to(wide)
     order = torch.tensor([3, 1, 4, 0], device=place)
     place_ = torch.tensor([[3, 1, 4], [0, 2, 4]], device=place)
@@ -545,8 +545,8 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
         "bias_dropout_add_backward": (x, key, 2, 0, 0.3, True),
         "causal_softmax": (new(2, 6, 6), 0.5),
         "causal_softmax_backward": (new(2, 6, 6), new(2, 6, 6), 0.5),
-        "cross_entropy_statistics": (x, labels, 24),
-        "cross_entropy_gradient": (x.clone(), labels, of_rows, of_rows.exp(), of_rows, 24),
+        "cross_entropy_statistics": (x, targets, 24),
+        "cross_entropy_gradient": (x.clone(), targets, of_rows, of_rows.exp(), of_rows, 24),
         "take": (new(3, 8), order),
         "put": (new(4, 8), place_, gates),
         "put_backward": (new(3, 8), new(4, 8), order, gates),
@@ -579,15 +579,15 @@ def test_meta_tensors():
 def test_compiled():
     """A function of several of them, forward and backward, in one graph."""
 
-    def function(x, w, b, gate, logits, labels):
+    def function(x, w, b, gate, logits, targets):
         y = kernels.swiglu(kernels.layer_norm(kernels.rms_norm(x, w), w, b), gate)
         y = kernels.bias_dropout_add(
-            kernels.bias_gelu(y, b), b, x, gpt.dropout_key(1, 1, labels[:, 0]), 2, 0, 0.3
+            kernels.bias_gelu(y, b), b, x, gpt.dropout_key(1, 1, targets[:, 0]), 2, 0, 0.3
         )
         q, k = kernels.rotary(y[:, None], y[:, None], w[:12].repeat(5, 2), b[:12].repeat(5, 2))
         return (
             kernels.causal_softmax((q @ k.transpose(2, 3))[:, 0], 0.5).sum()
-            + kernels.cross_entropy(logits * 1.0, labels).sum()
+            + kernels.cross_entropy(logits * 1.0, targets).sum()
             + q.square().sum()
         )
 
@@ -683,11 +683,11 @@ I64 = torch.zeros(2, 5, dtype=torch.int64)
         ),
         (
             lambda: kernels.cross_entropy(X, I64[:1]),
-            r"cross_entropy_statistics: labels has shape \[1, 5\], expected \[2, 5\]",
+            r"cross_entropy_statistics: targets has shape \[1, 5\], expected \[2, 5\]",
         ),
         (
             lambda: kernels.cross_entropy(X, I64.int()),
-            "cross_entropy_statistics: labels is torch.int32, expected torch.int64",
+            "cross_entropy_statistics: targets is torch.int32, expected torch.int64",
         ),
         (lambda: kernels.cross_entropy(X, I64 + 24), "index"),
         (lambda: kernels.cross_entropy(X, I64 - 100), "index"),
@@ -1077,13 +1077,13 @@ def test_not_a_number(place):
     """What PyTorch makes of NaN and of infinities, these do too: a loss that breaks is seen. (Not
     causal softmax: PyTorch's lets in what stands above the diagonal.)"""
     z = torch.randn(4, 4096, device=place)
-    labels = torch.arange(4, device=place)
+    targets = torch.arange(4, device=place)
     w = torch.ones(4096, device=place)
     z[0, 8:12] = math.nan
     z[1, 5] = math.inf
     z[2, 7] = -math.inf
     for name, args in {
-        "cross_entropy": (z, labels),
+        "cross_entropy": (z, targets),
         "rms_norm": (z, w, 1e-5),
         "layer_norm": (z, w, w, 1e-5),
         "bias_gelu": (z, w),

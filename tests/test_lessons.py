@@ -24,14 +24,14 @@ def run(name, argv, monkeypatch, capsys) -> str:
     "name, argv, words",
     [
         ("data", ["--seq-length", "16"], "windows of 16 tokens to train on"),
-        ("json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
+        ("runtime.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
         ("kernels", [], "cross_entropy"),
         ("moe", [], "largest relative difference of a gradient"),
         ("optimizer", [], "steps, "),
-        ("packing", [], "microseconds, one row"),
-        ("ranks", [], "8 ranks: the sum of their numbers is 28"),
+        ("inference.packing", [], "microseconds, one row"),
+        ("lessons.ranks", [], "8 ranks: the sum of their numbers is 28"),
         ("sharding", [], "gathered equals whole: True"),
-        ("tokenizer", ["some text"], "9 bytes, 9 tokens"),
+        ("corpus.tokenizer", ["some text"], "9 bytes, 9 tokens"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -47,6 +47,6 @@ def test_metrics(tmp_path, monkeypatch, capsys):
         )
     )
     assert (
-        str(tmp_path / "loss.png") in run("metrics", [tmp_path], monkeypatch, capsys)
+        str(tmp_path / "loss.png") in run("runtime.metrics", [tmp_path], monkeypatch, capsys)
         and (tmp_path / "loss.png").exists()
     )

@@ -17,10 +17,10 @@ from parity import SMALL, Synthetic
 import fsdp
 import gpt
 import moe
-import ranks
-import sharding
 import train as trainer
-from world import Groups
+from lessons import ranks
+from runtime.world import Groups
+from sharding import shard_of, sharding_of
 
 FACTS = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]])
 
@@ -379,7 +379,7 @@ def spread(rank: int, world: int, seeds: list[int]):
         model.config = config
         model.blocks = torch.nn.ModuleDict({"0": torch.nn.Module()})
         model.blocks["0"].mlp = part
-        moe.parallelize(model, dist.group.WORLD)
+        moe.apply(model, dist.group.WORLD)
         x = torch.randn(
             1,
             (seed + 5 * rank) % 9 + 1,
@@ -397,9 +397,9 @@ def spread(rank: int, world: int, seeds: list[int]):
             close(b, a, (seed, "output or input gradient"))
         for (n, p), (_, q) in zip(whole.named_parameters(), part.named_parameters()):
             # summed over the tokens of all ranks already
-            if sharding.of(q).cuts:
+            if sharding_of(q).placements:
                 dist.all_reduce(p.grad)
-            close(q.grad, sharding.cut(p.grad, sharding.of(q)), (seed, n))
+            close(q.grad, shard_of(p.grad, sharding_of(q)), (seed, n))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -540,9 +540,9 @@ def test_bad_configurations(flags, world, words):
 
 def parallelize_twice(rank: int):
     model = gpt.GPT(gpt.GPTConfig(2, 16, 2, vocab_size=7, num_experts=2))
-    moe.parallelize(model, dist.group.WORLD)
+    moe.apply(model, dist.group.WORLD)
     with pytest.raises(ValueError, match="once"):
-        moe.parallelize(model, dist.group.WORLD)
+        moe.apply(model, dist.group.WORLD)
 
 
 def test_parallelize_twice():
@@ -551,9 +551,9 @@ def test_parallelize_twice():
 
 def shard_without_expert_group(rank: int):
     model = gpt.GPT(gpt.GPTConfig(2, 16, 2, vocab_size=7, num_experts=2))
-    moe.parallelize(model, dist.group.WORLD)
+    moe.apply(model, dist.group.WORLD)
     with pytest.raises(ValueError, match="expert_group"):
-        fsdp.shard(model, dist.group.WORLD)
+        fsdp.apply(model, dist.group.WORLD)
 
 
 def test_shard_without_expert_group():

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 import fsdp
-import ranks
 import sharding
 import train as trainer
+from lessons import ranks
 from optimizer import (
     AdamW,
     GradientAccumulator,
@@ -23,7 +23,8 @@ from optimizer import (
     learning_rate,
     split,
 )
-from world import Groups
+from runtime.world import Groups
+from sharding import Shard, local_part, shard_of
 
 
 def model_and_batches(dtype=torch.float64):
@@ -100,7 +101,7 @@ class TiedTwice(nn.Module):
 def one_tied_gradient(rank, stage, dtype, a, b):
     model = TiedTwice(dtype)
     gradients = (
-        GradientAccumulator(model) if stage is None else fsdp.shard(model, dist.group.WORLD, stage)
+        GradientAccumulator(model) if stage is None else fsdp.apply(model, dist.group.WORLD, stage)
     )
     for last in (False, True):
         if last:
@@ -109,7 +110,7 @@ def one_tied_gradient(rank, stage, dtype, a, b):
             torch.full((1, 1), a, dtype=dtype), torch.full((1, 1), b, dtype=dtype)
         ).sum().backward()
     gradients.reduce_gradients()
-    return sharding.own(model.first.weight).main_grad.item()
+    return local_part(model.first.weight).main_grad.item()
 
 
 @pytest.mark.parametrize("stage", [None, 0, 2], ids=str)
@@ -381,8 +382,8 @@ def norm_of_slices(rank):
     whole = torch.arange(1.0, 8.0, dtype=torch.float64)
     sliced = nn.Parameter(torch.zeros(4, dtype=torch.float64))
     replicated = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    sliced.sharding = sharding.Sharding((7,), (sharding.Cut(0, dist.group.WORLD),))
-    sliced.main_grad = sharding.cut(whole, sliced.sharding)
+    sliced.sharding = sharding.Sharding((7,), (Shard(0, dist.group.WORLD),))
+    sliced.main_grad = shard_of(whole, sliced.sharding)
     replicated.main_grad = torch.full((3,), 2.0, dtype=torch.float64)
     return global_norm([sliced, replicated]).item()
 
@@ -415,7 +416,7 @@ def curve(precision, steps=200, device="cpu", **flags):
     class Text(parity.Synthetic):
         def batch(self, samples):
             rows = torch.stack([text[n * 32 % 60000 :][:33] for n in samples])
-            return super().batch(samples)._replace(tokens=rows[:, :-1], labels=rows[:, 1:])
+            return super().batch(samples)._replace(tokens=rows[:, :-1], targets=rows[:, 1:])
 
     t = trainer.Trainer(config, torch.device(device), Groups())
     dataset = Text(32, 257)

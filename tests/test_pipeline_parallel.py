@@ -8,12 +8,13 @@ from test_checkpoint import equal, under_flags
 
 import gpt
 import pipeline_parallel
-import ranks
 import schedules
 import sharding
 import train
+from lessons import ranks
 from pipeline_parallel import layer_split, split
-from world import Groups
+from runtime.world import Groups
+from sharding import sharding_of
 
 CONFIG = gpt.GPTConfig(num_layers=8, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61)
 
@@ -69,7 +70,7 @@ def test_stages_have_the_parameters_of_the_model_under_its_names():
         sharding.init(chunk, 0, "cpu", torch.float32)
     # drawn alike
     assert torch.equal(first.embedding.tokens.weight, last.head.output.weight)
-    assert sharding.of(last.head.output.weight).copy_of == "embedding.tokens.weight"
+    assert sharding_of(last.head.output.weight).copy_of == "embedding.tokens.weight"
 
 
 class Kept:

@@ -10,16 +10,15 @@ from test_generate import loud
 from test_gpt import LLAMA_SHAPES, build
 
 import checkpoint
-import completions
-import prompt_data
-import prompt_file
 import prompt_tuning
 import tensor_parallel
 import train
+from corpus.tokenizer import ByteTokenizer
 from gpt import GPT, GPTConfig, num_parameters
-from prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template
-from prompt_tuning import VirtualPrompts, attach, attach_tables, initial_values
-from tokenizer import ByteTokenizer
+from inference import cli
+from prompt_tuning import VirtualPrompts, apply, attach_tables, initial_values
+from prompts import prompt_data, prompt_file
+from prompts.prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template
 
 V = 257
 
@@ -115,16 +114,16 @@ def test_labels_by_hand():
             multiple_of=4,
         )
         batch = data.batch([0])
-        assert data.s == 16 and batch.tokens.shape == batch.labels.shape == (1, 16)
+        assert data.s == 16 and batch.tokens.shape == batch.targets.shape == (1, 16)
         assert (
-            "".join("$" if i == 256 else chr(i) for i in batch.labels[batch.loss_mask].tolist())
+            "".join("$" if i == 256 else chr(i) for i in batch.targets[batch.loss_mask].tolist())
             == expected
         )
         assert data.counted_tokens([0]) == len(expected) == int(batch.loss_mask.sum())
-        assert batch.labels.max() < V and batch.labels[~batch.loss_mask].sum() == 0
+        assert batch.targets.max() < V and batch.targets[~batch.loss_mask].sum() == 0
         shifted = batch.tokens[:, 1:][batch.loss_mask[:, :-1]].tolist()
         # a label is the next token
-        assert shifted == batch.labels[:, :-1][batch.loss_mask[:, :-1]].tolist()
+        assert shifted == batch.targets[:, :-1][batch.loss_mask[:, :-1]].tolist()
 
 
 def test_epochs_are_permutations():
@@ -282,7 +281,7 @@ def test_parameters_by_the_paper():
     with torch.device("meta"):
         model = GPT(GPTConfig(num_layers=2, hidden_size=768, num_heads=12))
     model.requires_grad_(False)
-    attach(
+    apply(
         model,
         PromptConfig.of(config(task_templates=[template(name, splits=(60, 40)) for name in "ab"])),
     )
@@ -705,7 +704,7 @@ def test_tasks_one_after_the_other(base, tmp_path, capsys):
         f.name: f.read_bytes() for f in sorted((base / "checkpoints").rglob("*")) if f.is_file()
     }
     # logits of task a with one table, and with two
-    with_a, with_b = (completions.load_model(base)[0] for _ in range(2))
+    with_a, with_b = (cli.load_model(base)[0] for _ in range(2))
     for model, name in ((with_a, "a"), (with_b, "b")):
         attach_tables(model, *prompt_file.load(tmp_path / name / "prompts.safetensors"))
     ids = torch.tensor([[*range(V, V + 5), 1, 2]])
@@ -731,7 +730,7 @@ def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
     shutil.copytree(base, model)
     content = for_base(base) | dict(language_model_path=str(model))
     assert learn(base, tmp_path / "run", content) == 0
-    trained = completions.load_model(model)[0]
+    trained = cli.load_model(model)[0]
     trained.head.norm.weight.data.add_(0.01)
     parameters = {f"model.{n}": p.detach() for n, p in trained.named_parameters()}
     checkpoint.save(
@@ -853,7 +852,7 @@ def test_a_lesson_that_has_not_learned_says_so(capsys):
 def test_another_model(base, tmp_path, capsys):
     assert learn(base, tmp_path / "a", for_base(base)) == 0
     other = tmp_path / "other"
-    model, index = completions.load_model(base)
+    model, index = cli.load_model(base)
     model.head.norm.weight.add_(1e-3)
     checkpoint.save(
         other / "checkpoints",

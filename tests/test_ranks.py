@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ranks
+from lessons import ranks
 
 
 def add(rank, number):

@@ -6,10 +6,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
-import ranks
 import recompute
 import sharding
 from gpt import GPT, GPTConfig
+from lessons import ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "comparisons"))
 import activation_memory

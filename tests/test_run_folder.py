@@ -12,8 +12,8 @@ import pytest
 import two_runs
 
 import checkpoint
-from metrics import Metrics, MetricsError, read_metrics
-from run_folder import RunFolder, RunFolderError
+from runtime.metrics import Metrics, MetricsError, read_metrics
+from runtime.run_folder import RunFolder, RunFolderError
 
 
 def test_a_second_run_is_refused_and_told_by_whom(tmp_path):

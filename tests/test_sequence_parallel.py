@@ -3,12 +3,12 @@ import torch
 import torch.distributed as dist
 
 import gpt
-import ranks
 import recompute
 import sequence_parallel
 import sharding
 import tensor_parallel
 from gpt import GPT, GPTConfig
+from lessons import ranks
 
 B = 2
 S = 8
@@ -28,8 +28,8 @@ def build(group, dtype=torch.float32, **fields):
                 **fields,
             )
         )
-    tensor_parallel.parallelize(model, group)
-    sequence_parallel.parallelize(model, group)
+    tensor_parallel.apply(model, group)
+    sequence_parallel.apply(model, group)
     sharding.init(model, 0, "cpu", dtype)
     return model
 
@@ -142,25 +142,25 @@ def test_bad_input():
         ),
     ):
         sequence_parallel.check(GPTConfig(1, 32, 4, seq_length=30), 4)
-    assert "tensor_parallel.parallelize" in ranks.run(not_cut, 1)[0]
+    assert "tensor_parallel.apply" in ranks.run(not_cut, 1)[0]
 
 
 def not_cut(rank):
     with pytest.raises(ValueError) as e:
-        sequence_parallel.parallelize(
+        sequence_parallel.apply(
             GPT(GPTConfig(1, 32, 4, seq_length=8, vocab_size=61)), dist.group.WORLD
         )
     model = build(dist.group.WORLD)
     with pytest.raises(ValueError, match="already"):
-        sequence_parallel.parallelize(model, dist.group.WORLD)
+        sequence_parallel.apply(model, dist.group.WORLD)
     with pytest.raises(ValueError, match="12 tokens is longer than seq_length 8"):
         model(torch.zeros(1, 12, dtype=torch.long)[:, ::1])
     with torch.device("meta"):
         model = GPT(model.config)
-    tensor_parallel.parallelize(model, dist.group.WORLD)
+    tensor_parallel.apply(model, dist.group.WORLD)
     recompute.apply(model, "full")
     with pytest.raises(ValueError, match="recompute.apply comes after"):
-        sequence_parallel.parallelize(model, dist.group.WORLD)
+        sequence_parallel.apply(model, dist.group.WORLD)
     return str(e.value)
 
 

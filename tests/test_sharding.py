@@ -3,9 +3,9 @@ import torch
 import torch.distributed as dist
 
 import gpt
-import ranks
 import sharding
-from sharding import Cut, Sharding
+from lessons import ranks
+from sharding import Shard, Sharding, shard_of, sharding_of
 
 SHAPES = [(8, 6), (7, 5), (1, 3), (3, 1), (9,)]
 
@@ -20,20 +20,20 @@ def cut_and_gather(rank):
         last = len(shape) - 1
         for cuts in [
             (),
-            (Cut(0, world),),
-            (Cut(last, tp),),
-            (Cut(0, tp), Cut(0, dp)),
-            (Cut(last, dp), Cut(0, tp)),
+            (Shard(0, world),),
+            (Shard(last, tp),),
+            (Shard(0, tp), Shard(0, dp)),
+            (Shard(last, dp), Shard(0, tp)),
         ]:
             record = Sharding(shape, cuts)
-            part = sharding.cut(whole, record)
+            part = shard_of(whole, record)
             assert torch.equal(sharding.gather(part, record), whole), (shape, cuts)
             # every element is on some rank once, padding is zero
             total = (part**2).sum()
             for c in cuts:
                 dist.all_reduce(total, group=c.group)
             torch.testing.assert_close(total, (whole**2).sum())
-    return sharding.cut(torch.arange(5.0), Sharding((5,), (Cut(0, world),))).tolist()
+    return shard_of(torch.arange(5.0), Sharding((5,), (Shard(0, world),))).tolist()
 
 
 def test_cut_and_gather():
@@ -76,10 +76,12 @@ def test_init_cuts_what_it_drew():
     def weight(rows, *cuts):
         model = torch.nn.Linear(3, rows, bias=False, device="meta")
         model.weight.sharding = Sharding((4, 3), cuts)
-        model.draw = lambda name, shape, generator: torch.randn(shape, generator=generator)
+        model.init_parameter = lambda name, shape, generator: torch.randn(
+            shape, generator=generator
+        )
         sharding.init(model, 0, "cpu", torch.float64)
         return model.weight
 
-    part = weight(2, Cut(0, Second()))
+    part = weight(2, Shard(0, Second()))
     assert torch.equal(part, weight(4)[2:]) and part.dtype == torch.float64
-    assert sharding.of(part).shape == (4, 3)
+    assert sharding_of(part).shape == (4, 3)

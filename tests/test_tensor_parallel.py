@@ -4,11 +4,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import gpt
-import ranks
 import sharding
 import tensor_parallel
 from gpt import GPT, GPTConfig
-from sharding import Cut, Sharding
+from lessons import ranks
+from sharding import Shard, Sharding, shard_of, sharding_of
 
 B = 2
 S = 8
@@ -28,7 +28,7 @@ def build(group, dtype=torch.float64, num_layers=2, **fields):
             )
         )
     if group:
-        tensor_parallel.parallelize(model, group)
+        tensor_parallel.apply(model, group)
     sharding.init(model, 0, "cpu", dtype)
     return model
 
@@ -125,33 +125,33 @@ def vocabulary(rank, v, dtype):
     g = torch.Generator().manual_seed(0)
     table = torch.randn(v, H, generator=g, dtype=torch.float64)
     x = (torch.randn(B, S, H, generator=g, dtype=torch.float64) * 3).to(dtype)
-    labels = torch.randint(v, (B, S), generator=g)
+    targets = torch.randint(v, (B, S), generator=g)
     weight = torch.rand(B, S, generator=g)
-    labels[0, 0] = 0
-    labels[0, 1] = v - 1
+    targets[0, 0] = 0
+    targets[0, 1] = v - 1
 
     embedding = tensor_parallel.VocabParallelEmbedding(
         torch.nn.Embedding(v, H, _weight=table.to(dtype)), group
     )
     whole = table.to(dtype).clone().requires_grad_()
-    record = sharding.of(embedding.weight)
-    y = embedding(labels)
-    expected = F.embedding(labels, whole)
+    record = sharding_of(embedding.weight)
+    y = embedding(targets)
+    expected = F.embedding(targets, whole)
     torch.testing.assert_close(y, expected)
     (y * weight.unsqueeze(-1)).sum().backward()
     (expected * weight.unsqueeze(-1)).sum().backward()
     torch.testing.assert_close(sharding.gather(embedding.weight.grad, record), whole.grad)
 
     logits = x @ table.to(dtype).t()
-    mine = sharding.cut(logits, Sharding((B, S, v), (Cut(2, group),))) + 0
+    mine = shard_of(logits, Sharding((B, S, v), (Shard(2, group),))) + 0
     assert mine.shape[-1] == -(-v // t)
     real = max(0, min(mine.shape[-1], v - rank * mine.shape[-1]))
     # the padding: were it looked at, it would win
     mine[..., real:] = 50
     mine = mine.requires_grad_()
     given = logits.clone().requires_grad_()
-    loss = tensor_parallel.vocab_parallel_cross_entropy(mine * 1, labels, v, group)
-    expected = gpt.cross_entropy(given * 1, labels)
+    loss = tensor_parallel.vocab_parallel_cross_entropy(mine * 1, targets, v, group)
+    expected = gpt.cross_entropy(given * 1, targets)
     exact = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(loss, expected, rtol=exact, atol=exact)
     (loss * weight).sum().backward()
@@ -159,14 +159,14 @@ def vocabulary(rank, v, dtype):
     assert (mine.grad[..., real:] == 0).all() and (embedding.weight.grad[real:] == 0).all()
     rounded = 8e-3 if dtype == torch.bfloat16 else exact
     torch.testing.assert_close(
-        sharding.gather(mine.grad, Sharding((B, S, v), (Cut(2, group),))),
+        sharding.gather(mine.grad, Sharding((B, S, v), (Shard(2, group),))),
         given.grad,
         rtol=rounded,
         atol=rounded / 100,
     )
     with torch.no_grad():
         torch.testing.assert_close(
-            tensor_parallel.vocab_parallel_cross_entropy(mine * 1, labels, v, group),
+            tensor_parallel.vocab_parallel_cross_entropy(mine * 1, targets, v, group),
             expected.detach(),
             rtol=exact,
             atol=exact,
@@ -199,7 +199,7 @@ def model_on_ranks(rank, fields):
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in one.named_parameters()]
     for (n, p), q in zip(model.named_parameters(), one.parameters()):
         # the same weights, cut: no clones
-        assert torch.equal(sharding.gather(p.detach(), sharding.of(p)), q), n
+        assert torch.equal(sharding.gather(p.detach(), sharding_of(p)), q), n
     tokens = torch.randint(61, (B, S), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         # logits: gathered, without the padding
@@ -235,7 +235,7 @@ def real_weights(rank):
     """A model that has its weights already is cut where it is."""
     one = build(None)
     model = build(None)
-    tensor_parallel.parallelize(model, dist.group.WORLD)
+    tensor_parallel.apply(model, dist.group.WORLD)
     assert model.head.output.weight is model.embedding.tokens.weight
     tokens = torch.randint(61, (B, S), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -255,11 +255,11 @@ def refusals(rank):
     model = build(group)
     good = torch.zeros(B, S, dtype=torch.long)
     for bad in (61, 62, 63, 1000, -1, -100):
-        for tokens, labels in ((good + bad, good), (good, good + bad)):
+        for tokens, targets in ((good + bad, good), (good, good + bad)):
             with pytest.raises((IndexError, RuntimeError), match="out of"):
-                model(tokens, labels)
+                model(tokens, targets)
     with pytest.raises(ValueError, match="already"):
-        tensor_parallel.parallelize(model, group)
+        tensor_parallel.apply(model, group)
     loss = model(good, good).sum()
     (gradient,) = torch.autograd.grad(loss, model.head.norm.weight, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -267,7 +267,7 @@ def refusals(rank):
     frozen = build(None)
     frozen.requires_grad_(False)
     frozen.head.norm.weight.requires_grad_(True)
-    tensor_parallel.parallelize(frozen, group)
+    tensor_parallel.apply(frozen, group)
     return [n for n, p in frozen.named_parameters() if p.requires_grad]
 
 

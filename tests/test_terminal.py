@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import terminal
+from runtime import terminal
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -103,7 +103,7 @@ def test_characters_that_the_terminal_does_not_have(monkeypatch):
 def test_closed_streams_keep_their_numbers(tmp_path):
     """Without it the first file that is opened is number 1, and gets what is printed."""
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import terminal; terminal.prepare(); f ="
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from runtime import terminal; terminal.prepare(); f ="
         f" open({str(tmp_path / 'file')!r}, 'w'); import os; os.write(1, b'words');"
         " sys.exit(f.fileno())"
     )
@@ -140,8 +140,8 @@ def test_each_command_is_quiet_when_it_is_interrupted():
 
 
 def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, capfd):
-    import metrics
     import train
+    from runtime import metrics
 
     class Full(metrics.Metrics):
         def add(self, line):
@@ -165,10 +165,11 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
-    "argv", [["blend.py"], ["tokenizer.py", "a text"], ["json_files.py", "pyproject.toml"]]
+    "argv",
+    [["corpus.blend"], ["corpus.tokenizer", "a text"], ["runtime.json_files", "pyproject.toml"]],
 )
 def test_small_commands_with_a_closed_or_full_output(argv):
-    line = f"{sys.executable} {ROOT}/{' '.join(argv)}"
+    line = f"{sys.executable} -m {' '.join(argv)}"
     for output in ("| true", "> /dev/full"):
         done = subprocess.run(
             ["bash", "-c", f"{line} {output}"], cwd=ROOT, capture_output=True, text=True

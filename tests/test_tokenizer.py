@@ -11,15 +11,12 @@ import pytest
 from test_generate import loud, save
 from test_gpt import build
 
-import architectures
 import checkpoint
-import completions
 import data
 import generate
 import huggingface
 import train
-from gpt import GPTConfig
-from tokenizer import (
+from corpus.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     TokenizerError,
@@ -27,6 +24,9 @@ from tokenizer import (
     prompt_ids,
     record,
 )
+from gpt import GPTConfig
+from inference import cli
+from runtime import architectures
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -392,19 +392,17 @@ def test_llama_3_there_and_back(here, capsys):
     for source in ("hf", "ckpt"):
         capsys.readouterr()
         assert (
-            completions.main(
+            cli.main(
                 ["--checkpoint", source, "--prompt", "if a", "--max-tokens", "3", "--device", "cpu"]
             )
             == 0
         )
         assert capsys.readouterr().out.startswith("if a")
-        assert (
-            completions.main(["--checkpoint", source, "--max-tokens", "3", "--device", "cpu"]) == 0
-        )
+        assert cli.main(["--checkpoint", source, "--max-tokens", "3", "--device", "cpu"]) == 0
     ours = FileTokenizer(checkpoint.tokenizer_of(ckpt))
     assert (ours.bos, ours.eot, set(ours.stop_ids)) == (bos, turn_end, {text_end, turn_end})
     assert (
-        completions.encode("if a in", ours, 32) == theirs.encode("if a in").ids
+        cli.encode("if a in", ours, 32) == theirs.encode("if a in").ids
         and theirs.encode("if a in").ids[0] == bos
     )
     assert json.loads((ckpt / "generation_config.json").read_text()) == {
@@ -448,13 +446,13 @@ def test_a_model_without_an_end_token_generates(here, capsys):
     Path("hf/config.json").write_text(json.dumps(config))
     huggingface.import_folder(Path("hf"), Path("ckpt"))
     assert (
-        completions.main(
+        cli.main(
             ["--checkpoint", "ckpt", "--prompt", "if a", "--max-tokens", "3", "--device", "cpu"]
         )
         == 0
     )
     assert (
-        completions.main(["--checkpoint", "ckpt", "--max-tokens", "3", "--device", "cpu"]) == 0
+        cli.main(["--checkpoint", "ckpt", "--max-tokens", "3", "--device", "cpu"]) == 0
         # its begin token begins a text
     )
 
@@ -530,7 +528,7 @@ def test_an_altered_copy_is_named(here, capfd, monkeypatch):
     swap("run/tokenizer.json")
     capfd.readouterr()
     assert checkpoint_command("verify", "run", monkeypatch=monkeypatch) == 2
-    assert completions.main(["--checkpoint", "run", "--prompt", "a", "--device", "cpu"]) == 2
+    assert cli.main(["--checkpoint", "run", "--prompt", "a", "--device", "cpu"]) == 2
     assert run("--out", "three", "--steps", "1", "--load", "run") == 2
     assert run("--out", "run", "--steps", "2", "--resume") == 2
     assert huggingface.main(["export", "run", "hf"]) == 2

@@ -20,13 +20,13 @@ import torch
 from safetensors import safe_open
 
 import checkpoint
-import completions
 import data
 import generate
-import metrics
 import train
-from metrics import Metrics
-from tokenizer import ByteTokenizer
+from corpus.tokenizer import ByteTokenizer
+from inference import cli
+from runtime import metrics
+from runtime.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -186,7 +186,7 @@ def test_tensor_parallel_end_to_end(here, text):
     assert [x["step"] for x in lines("two")] == list(range(1, 11)) and lines("two")[-1][
         "loss"
     ] < lines("two")[0]["loss"]
-    model, index = completions.load_model("two")
+    model, index = cli.load_model("two")
     assert index["step"] == 10 and len(generate.generate(model, [[1, 2]], 5)[0]) == 5
 
 
@@ -842,7 +842,7 @@ def test_flags_that_are_empty(here, text, capfd):
     for flag in ("--load", "--prompt-config", "--out", "--cache"):
         assert in_process(text, flag, "") == 2
         assert f"{flag} '': is empty" in capfd.readouterr().err
-    assert completions.main(["--checkpoint", "", "--device", "cpu"]) == 2
+    assert cli.main(["--checkpoint", "", "--device", "cpu"]) == 2
     assert "--checkpoint '': names no folder" in capfd.readouterr().err
 
 

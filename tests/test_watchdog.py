@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from watchdog import Watchdog
+from runtime.watchdog import Watchdog
 
 
 def watched(size=1, seconds=0.3, store=None):

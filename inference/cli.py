@@ -9,7 +9,7 @@ has the technique; prompt_tuning.py has commands of the same kind.
     --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 """
 
-import terminal
+from runtime import terminal
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -32,14 +32,15 @@ import moe
 import pipeline_parallel
 import sharding
 import tensor_parallel
-from config import DTYPES, ConfigError, as_flags
+from corpus.tokenizer import TokenizerError, make_tokenizer, prompt_ids
 from generate import Piece, check_options, chunks_of, stream
 from gpt import GPT, GPTConfig
-from packing import pack
-from prompt_data import PromptError, read_lines
-from sampling import keys_of
-from tokenizer import TokenizerError, make_tokenizer, prompt_ids
-from world import Groups, World, WorldError
+from inference.packing import pack
+from inference.sampling import keys_of
+from prompts.prompt_data import PromptError, read_lines
+from runtime.config import DTYPES, ConfigError, as_flags
+from runtime.world import Groups, World, WorldError
+from sharding import shard_of, sharding_of
 
 # --- loading --------------------------------------------------------------------------------------
 
@@ -84,7 +85,7 @@ def load_model(
         parameters |= dict(sharding.named_parameters(chunk))
     if read:
         for name, p in parameters.items():
-            p.copy_(sharding.cut(read(name), sharding.of(p)))
+            p.copy_(shard_of(read(name), sharding_of(p)))
     else:
         checkpoint.load(
             checkpoint.find(path), {f"model.{name}": p for name, p in parameters.items()}
@@ -108,9 +109,9 @@ def cut(config: GPTConfig, groups: Groups, layer_split: list[int] | None = None)
         )
     for chunk in chunks:
         if groups.ep:
-            moe.parallelize(chunk, groups.ep)
+            moe.apply(chunk, groups.ep)
         if groups.tp:
-            tensor_parallel.parallelize(chunk, groups.tp)
+            tensor_parallel.apply(chunk, groups.tp)
     return chunks
 
 

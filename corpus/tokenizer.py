@@ -17,7 +17,7 @@ Which ids begin and end a text is not in a tokenizer.json. Hugging Face writes i
 it: eos_token_id (one, or a list) and bos_token_id in generation_config.json and config.json;
 eos_token, bos_token and add_bos_token in tokenizer_config.json. `FileTokenizer` reads them.
 
-    python tokenizer.py "some text" [bytes | gpt2 | FILE]       its ids, and the text again
+    python -m corpus.tokenizer "some text" [bytes | gpt2 | FILE]       its ids, and the text again
 """
 
 import contextlib
@@ -30,8 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-import json_files
-import terminal
+from runtime import json_files, terminal
 
 # End-of-text tokens by the names that published models give them, for a file that stands alone.
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
@@ -330,7 +329,7 @@ def without_reports():
 
 def main():
     if not 2 <= len(sys.argv) <= 3:
-        terminal.refuse('usage: python tokenizer.py "some text" [bytes | gpt2 | FILE]')
+        terminal.refuse('usage: python -m corpus.tokenizer "some text" [bytes | gpt2 | FILE]')
     try:
         tokenizer = make_tokenizer((sys.argv[2:] or ["bytes"])[0])
         ids = [int(i) for i in tokenizer.encode(sys.argv[1])]

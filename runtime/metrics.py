@@ -13,7 +13,7 @@ layer that has them, how many choices fell on each expert, over an even share) a
 number for each layer, `dropped_share` (of choices), `router_entropy` (nats), `load_balancing_loss`
 and `z_loss` (before their coefficients; `loss` is without them).
 
-    python metrics.py runs/default       draws runs/default/loss.png again
+    python -m runtime.metrics runs/default       draws runs/default/loss.png again
 """
 
 import itertools
@@ -28,8 +28,7 @@ from pathlib import Path
 
 import torch
 
-import json_files
-import terminal
+from runtime import json_files, terminal
 
 
 def finite(x):
@@ -218,7 +217,9 @@ def duration(seconds: float) -> str:
 def main() -> int:
     """Exit status: 0, or 2 with one message."""
     if len(sys.argv) != 2:
-        print("usage: python metrics.py RUN, a folder with a metrics.jsonl", file=sys.stderr)
+        print(
+            "usage: python -m runtime.metrics RUN, a folder with a metrics.jsonl", file=sys.stderr
+        )
         return 2
     out = Path(sys.argv[1])
     try:

@@ -21,16 +21,15 @@ from pathlib import Path
 import torch
 
 import checkpoint
-import json_files
 import moe
 import pipeline_parallel
-import prompt_data
 import recompute
 import schedules
 import sequence_parallel
 import tensor_parallel
-import terminal
 from gpt import EXPERT_FIELDS, PRESETS, GPTConfig, divisors
+from prompts import prompt_data
+from runtime import json_files, terminal
 
 # Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
 MOST_SEQUENCES = 2**20

@@ -16,7 +16,7 @@ The parser is msgspec: strict types, no NaN or Infinity, UTF-8 only. A dataclass
 fields that it does not have; give it a `__post_init__` that raises ValueError for what its types
 cannot say, such as ranges.
 
-    python json_files.py FILE        whether a file is JSON, and if not, the line and column
+    python -m runtime.json_files FILE        whether a file is JSON, and if not, the line and column
 """
 
 import errno
@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-import terminal
+from runtime import terminal
 
 
 class JSONError(ValueError):
@@ -103,7 +103,7 @@ def one_line(error: Exception) -> str:
 
 def main():
     if len(sys.argv) != 2:
-        terminal.refuse("usage: python json_files.py FILE")
+        terminal.refuse("usage: python -m runtime.json_files FILE")
     try:
         read(sys.argv[1])
     except JSONError as e:

@@ -12,7 +12,7 @@ known at any t without a walk from the start. Sample 2^50 costs as much as sampl
 needs no state. Weights are exact fractions, so that no machine rounds another order. Each corpus
 keeps its own epochs, a new permutation each, and its own token cache.
 
-    python blend.py 0.7:A 0.3:B       the order of the first samples, and each corpus's count
+    python -m corpus.blend 0.7:A 0.3:B       the order of the first samples, and each corpus's count
 
 Megatron-LM takes the corpus that is furthest behind its share, and stores this choice for every
 sample of the run. Both follow the weights within about one sample.
@@ -30,9 +30,9 @@ from typing import NamedTuple
 import torch
 
 import data
-import terminal
+from corpus.token_cache import shown
 from data import Batch, Corpus, DataError
-from token_cache import shown
+from runtime import terminal
 
 
 class Part(NamedTuple):
@@ -136,7 +136,7 @@ class Blend:
         self.corpora = corpora
         self.locate = Interleave(weights)
         self.s = corpora[0].s
-        self.windows = sum(c.windows for c in corpora)
+        self.num_sequences = sum(c.num_sequences for c in corpora)
         shares = [Fraction(share, self.locate.total) for share in self.locate.shares]
         indices = [c.index for c in corpora]
         made_of = " ".join(f"{share}:{index['corpus']}" for share, index in zip(shares, indices))
@@ -157,7 +157,7 @@ class Blend:
         return Batch(*map(torch.cat, list(zip(*rows))[:3]), torch.as_tensor(list(samples)))
 
     def counted_tokens(self, samples) -> int:
-        """How many labels of these samples count: known before any forward."""
+        """How many targets of these samples count: known before any forward."""
         return len(samples) * self.s
 
 

@@ -8,7 +8,7 @@ instead of the seconds that fresh interpreters take. Ranks meet through a file, 
 clash, and each computes with one thread.
 
 When a rank fails, the others are stopped and its traceback is raised here; when a rank is missing
-or hangs, the process group's timeout turns that into a failure. `python ranks.py` times a launch.
+or hangs, the process group's timeout turns that into a failure. `python -m lessons.ranks` times a launch.
 """
 
 import gc

@@ -4,7 +4,7 @@ A path names a file, or a folder of text files. A `.jsonl` file holds one docume
 field "text"; any other file is one document. Either may be gzipped. What cannot be used is never
 left out in silence: it is one line with the file, the cause and what to do.
 
-    python documents.py PATH ...        how many documents and characters these files hold
+    python -m corpus.documents PATH ...        how many documents and characters these files hold
 """
 
 import contextlib
@@ -16,8 +16,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import json_files
-import terminal
+from runtime import json_files, terminal
 
 
 class DataError(ValueError):

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import pipeline_parallel
-import terminal
-from watchdog import Watchdog
+from runtime import terminal
+from runtime.watchdog import Watchdog
 
 
 class WorldError(RuntimeError):

@@ -9,7 +9,7 @@ it is opened: the ranks share the blocks, and the threads of a rank share its bl
 start too, because it is the key. 16 cores check 100 GB in 3 to 12 seconds, if the disk can.
 index.json holds a hash of itself, and the name of its folder.
 
-    python token_cache.py FOLDER        checks one corpus
+    python -m corpus.token_cache FOLDER        checks one corpus
 """
 
 import contextlib
@@ -25,9 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-import json_files
-import terminal
-from documents import DataError, cause, shown
+from corpus.documents import DataError, cause, shown
+from runtime import json_files, terminal
 
 # of tokens.npy, that one SHA-256 covers
 BLOCK_BYTES = 64 * 2**20
@@ -157,7 +156,7 @@ def check(folder: Path, rank: int = 0, world: int = 1, workers: int = 1) -> str 
 
 def main():
     if len(sys.argv) != 2:
-        terminal.refuse("usage: python token_cache.py FOLDER, one with an index.json")
+        terminal.refuse("usage: python -m corpus.token_cache FOLDER, one with an index.json")
     folder = Path(sys.argv[1]).resolve()
     fault = check(folder, workers=os.cpu_count())
     if fault is not None:

@@ -12,7 +12,7 @@ it. It is never a label. Literal text and fields are tokenised one by one, so th
 answer is the beginning of the example that it was trained on. What is too long, the answer
 included, loses the end of its `truncate_field`, or is skipped where that is null.
 
-    python prompt_data.py       an example, token by token
+    python -m prompts.prompt_data       an example, token by token
 """
 
 import hashlib
@@ -25,9 +25,8 @@ import numpy as np
 import torch
 from msgspec import Meta, Struct, field
 
-import json_files
-import terminal
 from data import Batch
+from runtime import json_files, terminal
 
 STYLES = ("prompt-tuning", "p-tuning", "inference", "fine-tuning")
 ENCODERS = ("mlp", "lstm", "tpmlp")
@@ -175,7 +174,7 @@ class Example(NamedTuple):
     taskname: str
     # text and virtual tokens
     ids: list[int]
-    # tokens from here on count as labels, if they are text
+    # tokens from here on count as targets, if they are text
     loss_from: int
     truncated: bool
 
@@ -389,7 +388,7 @@ class PromptData:
         self.epoch = None
         longest = max(len(example.ids) for example in examples) - 1
         self.s = -(-longest // multiple_of) * multiple_of
-        self.windows = len(examples)
+        self.num_sequences = len(examples)
         text = json.dumps([example.ids for example in examples])
         self.index = {
             "tokens": sum(len(example.ids) for example in examples),
@@ -398,20 +397,20 @@ class PromptData:
         }
 
     def example(self, sample: int) -> Example:
-        epoch, n = divmod(int(sample), self.windows)
+        epoch, n = divmod(int(sample), self.num_sequences)
         if self.seed is None:
             return self.examples[n]
         if epoch != self.epoch:
             self.epoch, self.order = (
                 epoch,
-                np.random.default_rng([self.seed, epoch]).permutation(self.windows),
+                np.random.default_rng([self.seed, epoch]).permutation(self.num_sequences),
             )
         return self.examples[self.order[n]]
 
     def batch(self, samples) -> Batch:
         """samples: b global sample numbers."""
         tokens = []
-        labels = []
+        targets = []
         mask = []
         for example in map(self.example, samples):
             pad = self.s + 1 - len(example.ids)
@@ -420,17 +419,17 @@ class PromptData:
                 n >= example.loss_from and i < self.vocab_size for n, i in enumerate(example.ids)
             ] + [False] * pad
             tokens.append(ids[:-1])
-            labels.append([i if c else 0 for i, c in zip(ids, counts)][1:])
+            targets.append([i if c else 0 for i, c in zip(ids, counts)][1:])
             mask.append(counts[1:])
         return Batch(
             torch.tensor(tokens),
-            torch.tensor(labels),
+            torch.tensor(targets),
             torch.tensor(mask),
             torch.as_tensor(list(samples)),
         )
 
     def counted_tokens(self, samples) -> int:
-        """How many labels of these samples count: known before any forward."""
+        """How many targets of these samples count: known before any forward."""
         return sum(
             n >= max(example.loss_from, 1) and i < self.vocab_size
             for example in map(self.example, samples)
@@ -439,7 +438,7 @@ class PromptData:
 
 
 def main():
-    from tokenizer import ByteTokenizer
+    from corpus.tokenizer import ByteTokenizer
 
     tokenizer = ByteTokenizer()
     template = Template(
@@ -469,7 +468,7 @@ def main():
             batch = PromptData([example], tokenizer.vocab_size, None).batch([0])
             print(
                 f"    {len(example.ids)} tokens; the loss is taken on"
-                f" {[tokenizer.decode([i]) or '<end>' for i in batch.labels[batch.loss_mask].tolist()]}"
+                f" {[tokenizer.decode([i]) or '<end>' for i in batch.targets[batch.loss_mask].tolist()]}"
             )
 
 

@@ -6,7 +6,7 @@ faster for one row and for 3 to 8, and slower for 16 and more; one call for quer
 together costs less than three; a bias added inside the multiplication costs nothing. `pack`
 arranges all that, once; afterwards a model only generates.
 
-    python packing.py        each of these, timed on this machine
+    python -m inference.packing        each of these, timed on this machine
 """
 
 import torch

@@ -9,7 +9,7 @@ A fingerprint is a hash of a model's shape, its embedding and its norms: the sam
 that a checkpoint may have been saved in, and as a Hugging Face folder, and read without the rest of
 the model. Nothing in the file is ever unpickled.
 
-    python prompt_file.py FILE        the tasks in it
+    python -m prompts.prompt_file FILE        the tasks in it
 """
 
 import dataclasses
@@ -27,9 +27,8 @@ from torch import Tensor
 import checkpoint
 import gpt
 import huggingface
-import json_files
-import terminal
-from prompt_data import PromptConfig, PromptError, Template
+from prompts.prompt_data import PromptConfig, PromptError, Template
+from runtime import json_files, terminal
 
 
 def read_base(path: "str | Path", names: list[str]) -> dict[str, Tensor]:
@@ -151,7 +150,7 @@ def load(path: "str | Path", model: str | None = None) -> tuple[PromptConfig, di
 
 def main():
     if len(sys.argv) != 2:
-        terminal.refuse("usage: python prompt_file.py FILE")
+        terminal.refuse("usage: python -m prompts.prompt_file FILE")
     try:
         config, found = load(sys.argv[1])
     except PromptError as e:

@@ -10,7 +10,7 @@ token is the one in which the cumulative probability passes it. So a prompt has 
 batch, under any layout, and with equal seeds again, up to what rounding of the logits decides.
 (Equal prompts are told apart by their order.)
 
-    python sampling.py        four tokens' probabilities, and how often each is drawn
+    python -m inference.sampling        four tokens' probabilities, and how often each is drawn
 """
 
 import hashlib

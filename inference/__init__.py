@@ -1,0 +1,1 @@
+"""Generation beside generate.py: the cache, sampling, pipelined decoding, the command line."""

@@ -1,0 +1,1 @@
+"""What the demonstrations (python FILE) share."""

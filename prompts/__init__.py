@@ -1,0 +1,1 @@
+"""Prompt learning beside prompt_tuning.py: templates, data, the prompt file."""

@@ -1,0 +1,1 @@
+"""What a run needs beside the techniques: configuration, processes, files, messages."""
