@@ -1,1 +1,1 @@
-"""What the demonstrations (python FILE) share."""
+"""What the demonstrations share: processes (ranks), and a tiny model with its gradients (demo)."""
