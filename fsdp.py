@@ -41,6 +41,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 
+from model_config import GPTConfig
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -570,7 +571,7 @@ def _lesson(rank: int, world: int, stage: int, m: int):
 
     with torch.device("meta"):
         model = gpt.GPT(
-            gpt.GPTConfig(
+            GPTConfig(
                 num_layers=4,
                 hidden_size=256,
                 num_heads=8,

@@ -34,9 +34,7 @@ if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
     terminal.quiet_interrupts()
 
-import json
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,15 +45,14 @@ import checkpoint
 import gpt
 import sharding
 import tensor_parallel
+from model_config import GPTConfig
 from prompts.prompt_data import (
     PromptConfig,
     PromptData,
     PromptError,
     PTuning,
     Template,
-    read_examples,
 )
-from prompts.prompt_file import fingerprint, load, read_base
 from sharding import Shard, shard_parameter
 
 # global names of prompt parameters begin so
@@ -282,76 +279,6 @@ def initial_values(
     return values
 
 
-def first_values(
-    config: PromptConfig,
-    path: "str | Path",
-    model: gpt.GPTConfig,
-    seed: int,
-    tokenizer,
-    identity: str,
-) -> dict[str, Tensor]:
-    """`initial_values` for the model at `path`, whose fingerprint is `identity`. All ranks call
-    this together. Raises PromptError."""
-    texts = (
-        "text" in config.prompt_tuning.new_prompt_init_methods
-        and config.virtual_prompt_style == "prompt-tuning"
-    )
-    name = "embedding.tokens.weight"
-    embedding = read_base(path, [name])[name] if texts else None
-    return initial_values(
-        config, model.hidden_size, seed, tokenizer, embedding, restored(config, identity)
-    )
-
-
-def restored(config: PromptConfig, identity: str) -> dict[str, Tensor]:
-    """The tables of the existing tasks. Raises PromptError."""
-    if not config.existing_tasks:
-        return {}
-    there, found = load(config.restore_path, identity)
-    for task in config.existing_tasks:
-        if task not in found:
-            raise PromptError(
-                f"existing_tasks: {task!r} is not in {config.restore_path}, which has {there.tasks}"
-            )
-        if there.templates[task] != config.templates[task]:
-            raise PromptError(
-                f"existing_tasks: {task!r} was learned with another template:"
-                f" {there.templates[task]}"
-            )
-    return found
-
-
-def open_data(
-    config: PromptConfig, model: gpt.GPTConfig, tokenizer, seed: int, multiple_of: int = 1
-) -> tuple[PromptData, PromptData, str]:
-    """(training set, held-out set, what was truncated or skipped). Raises PromptError."""
-    # one more: the first is no label
-    limit = (
-        min(model.seq_length, config.data.max_seq_length or model.seq_length)
-        // multiple_of
-        * multiple_of
-        + 1
-    )
-    if not config.data.validation_ds:
-        raise PromptError("data.validation_ds is empty: name JSON lines that are not trained on")
-    templates = {task: config.templates[task] for task in config.new_tasks}
-    ids = config.first_ids(model.vocab_size)
-    sets = []
-    told = []
-    for what, paths, order in (
-        ("train_ds", config.data.train_ds, seed if config.data.shuffle else None),
-        ("validation_ds", config.data.validation_ds, None),
-    ):
-        examples, _, said = read_examples(paths, templates, ids, tokenizer, limit)
-        sets.append(
-            PromptData(
-                [example for example in examples if example], model.vocab_size, order, multiple_of
-            )
-        )
-        told.append(f"{what}: {said}")
-    return *sets, "; ".join(told)
-
-
 @torch.no_grad()
 def tables(config: PromptConfig, h: int, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """The table of each new task, [T, h] float32, from the whole values of the prompt parameters:
@@ -363,7 +290,7 @@ def tables(config: PromptConfig, h: int, values: dict[str, Tensor]) -> dict[str,
     return {task: prompts.table(task).clone() for task in config.new_tasks}
 
 
-def attach_tables(model: gpt.GPT, config: PromptConfig, found: dict[str, Tensor]) -> dict[str, int]:
+def apply_tables(model: gpt.GPT, config: PromptConfig, found: dict[str, Tensor]) -> dict[str, int]:
     """Give a model the tables of a prompt file, for inference. Returns each task's first virtual
     id. Raises PromptError."""
     prompts = apply(model, config)
@@ -376,168 +303,6 @@ def attach_tables(model: gpt.GPT, config: PromptConfig, found: dict[str, Tensor]
             )
         p.data.copy_(found[task])
     return config.first_ids(model.config.vocab_size)
-
-
-# --- commands -------------------------------------------------------------------------------------
-
-
-def answers(
-    world, model, config: PromptConfig, found: dict[str, Tensor], tokenizer, args, together
-) -> list[tuple[dict, str | None, str]]:
-    """(record, generated answer, why it ended) of each line of --data, in order, on rank 0; of what
-    is too long, no answer. Raises PromptError."""
-    import generate
-    from inference import cli
-
-    chunks = generate.chunks_of(model)
-    shape = chunks[0].config
-    ids = (
-        [attach_tables(chunk, config, found) for chunk in chunks][0]
-        if found
-        else dict.fromkeys(config.tasks, shape.vocab_size)
-    )
-    # so that the answer fits behind
-    room = max(1, shape.seq_length + 1 - args.max_tokens)
-    examples, records, told = world.on_rank_0(
-        lambda: read_examples(args.data, config.templates, ids, tokenizer, room, answer=False),
-        (PromptError,),
-    )
-    if args.command == "evaluate":
-        check_answers(config, records)
-    world.say_aside(f"{', '.join(args.data)}: {told}")
-    collected = []
-
-    def write(record: dict, text: str, tokens: int, finish: str) -> None:
-        collected.append((record, text, finish))
-
-    options = dict(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        eot=tokenizer.stop_ids,
-    )
-    requests = [(record, example.ids) for record, example in zip(records, examples) if example]
-    told = cli.answer_file(
-        world, model, tokenizer, requests, args.batch_size, args.stop, together, write, **options
-    )
-    world.say_aside(told)
-    done = iter(collected)
-    return (
-        [
-            next(done) if example else (record, None, "too long")
-            for record, example in zip(records, examples)
-        ]
-        if world.rank == 0
-        else []
-    )
-
-
-def infer(args, world) -> None:
-    """`generate` and `evaluate`."""
-    from inference import cli
-
-    shape = cli.check_flags(args, world)
-    model, tokenizer, together = cli.connect(args, world, args.batch_size)
-    # a fine-tuned model has no prompts, only templates
-    if args.prompts.endswith(".json"):
-        config = PromptConfig.read(args.prompts)
-        found = {}
-        if config.virtual_prompt_style != "fine-tuning":
-            raise PromptError(
-                f"--prompts {args.prompts}: give prompts.safetensors, which train wrote; a"
-                " configuration alone is enough for virtual_prompt_style fine-tuning"
-            )
-    else:
-        config, found = load(args.prompts, fingerprint(args.checkpoint, shape))
-    out = answers(world, model, config, found, tokenizer, args, together)
-    if args.command == "generate":
-        for record, text, finish in out:
-            world.say(cli.as_json(record | {"prediction": text, "finish": finish}))
-    elif world.rank == 0:
-        print(json.dumps(accuracy(config, out), indent=1))
-
-
-def check_answers(config: PromptConfig, records: list[dict]) -> None:
-    """Raises PromptError where there is nothing to compare with."""
-    for record in records:
-        template = config.templates[record["taskname"]]
-        if template.answer_field is None or template.answer_field not in record:
-            raise PromptError(
-                f"task {template.taskname!r}: to evaluate, it takes an answer_field, and lines that"
-                " have it"
-            )
-
-
-def accuracy(config: PromptConfig, out: list[tuple[dict, str, str]]) -> dict:
-    """Of each task, how many answers are the record's to the letter; what was too long has none."""
-    results = {}
-    for record, text, _ in out:
-        template = config.templates[record["taskname"]]
-        entry = results.setdefault(template.taskname, {"examples": 0, "correct": 0, "too_long": 0})
-        entry["examples"] += 1
-        entry["correct"] += text == str(record[template.answer_field])
-        entry["too_long"] += text is None
-    return {
-        task: entry | {"accuracy": entry["correct"] / entry["examples"]}
-        for task, entry in results.items()
-    }
-
-
-def main(argv: list[str]) -> int:
-    if not argv:
-        return lesson()
-    if argv[0] == "train":
-        import train
-
-        argv = [
-            x
-            for word in argv[1:]
-            for x in (word.split("=", 1) if word.startswith("--config=") else [word])
-        ]
-        if "--config" not in argv[:-1] and "--help" not in argv:
-            print(
-                "prompt_tuning.py: train needs --config FILE, a JSON file with NeMo's names",
-                file=sys.stderr,
-            )
-            return 2
-        # what the configuration says
-        if "--config" in argv[:-1] and not any(word.split("=")[0] == "--load" for word in argv):
-            try:
-                base = PromptConfig.read(argv[argv.index("--config") + 1]).language_model_path
-            # train.py will say it
-            except PromptError:
-                base = None
-            argv += ["--load", base] if base else []
-        return train.main(["--prompt-config" if word == "--config" else word for word in argv])
-    import argparse
-
-    from inference import cli
-
-    parser = argparse.ArgumentParser(
-        description="Prompt learning: train (train.py's flags), generate, evaluate."
-    )
-    parser.add_argument("command", choices=("train", "generate", "evaluate"))
-    parser.add_argument(
-        "--prompts",
-        required=True,
-        metavar="FILE",
-        help="prompts.safetensors, which train wrote; for a fine-tuned model its configuration",
-    )
-    parser.add_argument(
-        "--data",
-        required=True,
-        nargs="+",
-        metavar="FILE",
-        help=(
-            "JSON lines with a taskname and the fields of its template; the answer may be missing"
-            " to generate"
-        ),
-    )
-    cli.add_flags(parser)
-    parser.set_defaults(temperature=0.0, max_tokens=16)
-    return cli.command("prompt_tuning.py", infer, argv, parser)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -558,7 +323,7 @@ def lesson(seed: int = 0, steps: tuple[int, int] = (300, 200)) -> int:
     h = 64
     with torch.device("meta"):
         model = gpt.GPT(
-            gpt.GPTConfig(
+            GPTConfig(
                 num_layers=2,
                 hidden_size=h,
                 num_heads=4,
@@ -670,7 +435,7 @@ def lesson(seed: int = 0, steps: tuple[int, int] = (300, 200)) -> int:
     config = PromptConfig.of(
         templates | {"virtual_prompt_style": "inference", "new_tasks": list(answer)}
     )
-    ids = attach_tables(model, config, kept)
+    ids = apply_tables(model, config, kept)
     asked = [(task, w) for w in ("hgfe", "badc", "ccgh") for task in answer]
     prompts = [
         config.templates[task].fill({"word": w}, tokenizer, ids[task], 32, answer=False).ids
@@ -693,4 +458,8 @@ def lesson(seed: int = 0, steps: tuple[int, int] = (300, 200)) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if len(sys.argv) == 1:
+        sys.exit(lesson())
+    from prompts import commands
+
+    sys.exit(commands.main(sys.argv[1:]))

@@ -1,71 +1,78 @@
-"""Activation recomputation: keep less for backward, compute it again there (Korthikanti et al.,
+"""Activation recomputation: keep less for backward, and compute it again there (Korthikanti et al.,
 arXiv 2205.05198, sections 4 and 5).
 
     none         everything that backward needs is kept
-    selective    core attention alone, softmax(q kᵀ) v with its dropout, is computed again: its 5 a s² b bytes are most of a layer for
-                 long sequences, and its 4 b s² h FLOPs are little
-    full         a layer's input alone is kept, 2 s b h bytes, and the whole layer is computed again: a third more FLOPs
+    selective    core attention, softmax(q kᵀ) v with its dropout, is computed again. Its 5 a s² b
+                 bytes are most of a layer for long sequences; its 4 b s² h FLOPs are few.
+    full         only a layer's input is kept, 2 s b h bytes, and the whole layer is computed
+                 again: a third more FLOPs
 
-How: run the function without recording, keep its inputs; in backward run it again with recording,
-and go back through that. Dropout needs no care: its masks are hashes of who an element is, so the
-second run makes the same ones (a generator's state would have to be kept and put back). What a
-module with the attribute `decides` gives, a router's plan, is kept: nothing is decided, or counted,
-twice. Parameters get their gradients in the inner backward, where a data-parallel bucket or
-anything else that waits for them sees them as always.
+    forward      x --layer, not recorded--> y          kept: x
+    backward     x --layer, recorded------> y,  then back through that recording with ∂L/∂y
 
-Under tensor parallelism `full` repeats a layer's two all-reduces as well (with sequence parallelism
-its four collectives), and with experts on other ranks their all-to-alls; `selective` repeats none,
-for core attention has none.
+    python recompute.py      one layer, three ways: bytes by formula and measured, FLOPs, gradients
 
-Fused attention keeps no s² matrix: FlashAttention (arXiv 2205.14135) is selective recomputation
-inside one kernel. So `selective` leaves a fused core as it is: running it a second time would save
-nothing but its output, which the projection after it keeps anyway.
+Dropout needs no care: its masks are hashes of coordinates, so the second run makes the same ones. A
+`RunOnce` module runs once, and recomputation reuses its result: a router's dispatch plan, for
+example. Parameters get their gradients in the inner backward, where a data-parallel bucket sees
+them as always.
 
-The memory formulas of the paper stand below as functions, and `saved_bytes` measures what autograd
-keeps.
+Under tensor parallelism `full` repeats a layer's two all-reduces too (with sequence parallelism its
+four collectives), and with experts on other ranks their all-to-alls. `selective` repeats none: core
+attention has none. Fused attention keeps no s² matrix (FlashAttention, arXiv 2205.14135, is
+selective recomputation inside one kernel), so `selective` leaves a fused core as it is.
 
-    python recompute.py      one layer, three ways: bytes by formula and measured, FLOPs, same gradients
-
-`torch.utils.checkpoint` (use_reentrant=True) does the same and keeps the generators' state; written
-out here because it is the technique. Like it, this works with `loss.backward()`, not with
-torch.autograd.grad of parameters inside. What Megatron-LM adds: recomputing the norm, the
-activation or the MLP alone; kept inputs spread over tensor-parallel ranks."""
+Not covered: recomputing the norm, the activation or the MLP alone; kept inputs that are spread over
+tensor-parallel ranks (Megatron-LM). `torch.utils.checkpoint` (use_reentrant=True) does the same and
+keeps the generators' state. Like it, this works with `loss.backward()`, not with
+torch.autograd.grad of parameters inside.
+"""
 
 import contextlib
 import weakref
 from functools import partial
 
+from dropout import dropout_key
+from model_config import GPTConfig
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
 
-# what was decided in the checkpoint that is running
-_decided = None
+# --- modules that run once ------------------------------------------------------------------------
+
+# results of RunOnce modules in the checkpoint that is running
+_results = None
+
+
+class RunOnce(nn.Module):
+    """A module without a gradient whose result is kept: recomputation does not run it again."""
 
 
 def once(function, *args):
-    """function(*args), which has no gradient: in the second run of a checkpoint, what it gave in
-    the first."""
-    if _decided is None:
+    """function(*args); in the second run of a checkpoint, what it gave in the first."""
+    if _results is None:
         return function(*args)
-    # the second run records
+    # only the second run records
     if torch.is_grad_enabled():
-        return _decided.pop(0)
-    _decided.append(function(*args))
-    return _decided[-1]
+        return _results.pop(0)
+    _results.append(function(*args))
+    return _results[-1]
 
 
 @contextlib.contextmanager
-def _deciding(decided: list):
-    global _decided
-    before = _decided
-    _decided = decided
+def _keeping(results: list):
+    global _results
+    before = _results
+    _results = results
     try:
         yield
     finally:
-        _decided = before
+        _results = before
+
+
+# --- one function ---------------------------------------------------------------------------------
 
 
 class _Checkpoint(torch.autograd.Function):
@@ -73,11 +80,11 @@ class _Checkpoint(torch.autograd.Function):
     # recording is off in here, as in every autograd function
     def forward(ctx, function, *args):
         ctx.function = function
-        ctx.decided = []
+        ctx.results = []
         ctx.is_tensor = [isinstance(a, Tensor) for a in args]
         ctx.others = [None if isinstance(a, Tensor) else a for a in args]
         ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
-        with _deciding(ctx.decided):
+        with _keeping(ctx.results):
             return function(*args)
 
     @staticmethod
@@ -91,7 +98,7 @@ class _Checkpoint(torch.autograd.Function):
         for a, needed in zip(args, ctx.needs_input_grad[1:]):
             if needed:
                 a.requires_grad_()
-        with torch.enable_grad(), _deciding(ctx.decided):
+        with torch.enable_grad(), _keeping(ctx.results):
             # again, recording
             output = ctx.function(*args)
         # parameters inside get theirs here
@@ -114,7 +121,7 @@ def checkpoint(function, *args) -> Tensor:
     return _Checkpoint.apply(function, *args)
 
 
-def check(config: gpt.GPTConfig, granularity: str, layers: int | None) -> None:
+def check(config: GPTConfig, granularity: str, layers: int | None) -> None:
     """Raises ValueError, naming what to change."""
     if granularity not in ("none", "selective", "full"):
         raise ValueError(f"recompute {granularity}: must be none, selective or full")
@@ -136,7 +143,7 @@ def apply(model: gpt.GPT, granularity: str, layers: int | None = None) -> None:
             continue
         if granularity == "full":
             for module in block.modules():
-                if hasattr(module, "decides"):
+                if isinstance(module, RunOnce):
                     module.forward = partial(once, module.forward)
             block.forward = partial(checkpoint, block.forward)
         # fused: nothing to save
@@ -243,7 +250,7 @@ def main():
     b = 2
     h = 512
     a = 8
-    key = gpt.dropout_key(0, 1, torch.arange(b))
+    key = dropout_key(0, 1, torch.arange(b))
     first = None
     print(
         f"one GPT layer, h {h}, a {a}, s {s}, b {b}, dropout 0.1, bf16: what is kept, what is"
@@ -255,7 +262,7 @@ def main():
     for granularity in ("none", "selective", "full"):
         with torch.device("meta"):
             model = gpt.GPT(
-                gpt.GPTConfig(
+                GPTConfig(
                     num_layers=1,
                     hidden_size=h,
                     num_heads=a,

@@ -1,34 +1,32 @@
-"""Sequence parallelism: what tensor parallelism leaves whole is cut along the sequence (Korthikanti
-et al., arXiv 2205.05198, section 4.2.2).
+"""Sequence parallelism: what tensor parallelism leaves whole is sharded along the sequence
+(Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 
-Tensor parallelism cuts the matrices, but every rank still computes and keeps the same LayerNorm,
+Tensor parallelism shards the matrices, but every rank still computes and keeps the same LayerNorm,
 dropout and residual: 10 sbh of a layer's 34 sbh bytes (two LayerNorms 4, two dropout masks 2, two
 matrix inputs 4). Those act on each token alone, so each rank can do s / t of the tokens. An
-all-reduce is a reduce-scatter and an all-gather; put the slice between the two, and the bytes on
-the wire stay the same:
+all-reduce is a reduce-scatter followed by an all-gather. The sharded part goes between the two, and
+the bytes on the wire stay the same:
 
-    tensor      f: identity | all-reduce          attention or MLP         f̄: all-reduce     | identity
-    sequence    g: all-gather | reduce-scatter    attention or MLP         ḡ: reduce-scatter | all-gather      (forward | backward)
+    tensor      f: identity | all-reduce          attention or MLP     f̄: all-reduce     | identity
+    sequence    g: all-gather | reduce-scatter    attention or MLP     ḡ: reduce-scatter | all-gather
 
-    [b, s/t, h] --LayerNorm--> --g--> [b, s, h] --X A_i .. B_i--> parts of [b, s, h] --ḡ--> [b, s/t,
-    h] --dropout, residual-->
+    (forward | backward; the letters of figures 4 and 5: f̄ is what arXiv 1909.08053 calls g)
 
-Two things come with it. The input of X A_i is kept for backward as its slice, [b, s/t, h], and
-gathered once more there, which is an extra all-gather, in flight while the input gradient is
-computed. And a weight that is whole but has seen only s/t of the tokens (norms, positions, the
-biases after ḡ) has a part of its gradient on each rank: such weights pass through identity |
-all-reduce on their way into the layer, together, as one flat all-reduce for each layer.
+    [b, s/t, h] --LayerNorm, g--> [b, s, h] --X A_i .. B_i, ḡ--> [b, s/t, h] --dropout, residual-->
 
-    python sequence_parallel.py      two ranks: gradients, bytes on the wire, bytes kept, beside tensor parallelism
+    python sequence_parallel.py      two ranks: gradients, bytes sent, bytes kept
 
-The letters are those of figures 4 and 5; f̄ is what arXiv 1909.08053 calls g.
+Two things come with it. First, the input of X A_i is kept for backward as its shard, [b, s/t, h],
+and gathered again there: an extra all-gather, in flight while the input gradient is computed.
+Second, a whole weight that has seen only s/t of the tokens (norms, positions, the biases after ḡ)
+has only a part of its gradient on each rank. Such weights pass through identity | all-reduce on
+their way into a layer, together, as one flat all-reduce for each layer.
 
-What Megatron-LM adds: activations stored [s, b, h], so that a slice of the sequence is contiguous
-and the copies in `start_gather` and `start_scatter` are not needed. It sums the norms' gradients
-once a step in the optimizer; here it happens where the weights are used, for each micro-batch, so
-that nothing is owed elsewhere."""
-
-from functools import partial
+Not covered: Megatron-LM stores activations as [s, b, h], so that a shard of the sequence is
+contiguous and the copies in `start_gather` and `start_scatter` are not needed. It sums the norms'
+gradients once a step in the optimizer; here it happens where the weights are used, for each
+micro-batch, so that no other file has to remember it.
+"""
 
 import torch
 import torch.distributed as dist
@@ -36,26 +34,29 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
-import sharding
 import tensor_parallel
+from model_config import FieldError, GPTConfig
 from sharding import sharding_of
 
 # their names from torch 2.13 on
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# --- g and ḡ --------------------------------------------------------------------------------------
+
 
 def start_gather(x: Tensor, group: dist.ProcessGroup):
-    """Begin to all-gather slices of the sequence. x: [b, s/t, h]; returns a function that waits and
-    gives [b, s, h]."""
-    slices = x.new_empty(group.size() * x.shape[0], *x.shape[1:])  # [t b, s/t, h]
-    work = all_gather(slices, x.contiguous(), group=group, async_op=True)
+    """Begin to all-gather shards of the sequence.
+
+    x: [b, s/t, h]; returns a function that waits and gives [b, s, h].
+    """
+    shards = x.new_empty(group.size() * x.shape[0], *x.shape[1:])  # [t b, s/t, h]
+    work = all_gather(shards, x.contiguous(), group=group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
-        return (
-            slices.unflatten(0, (-1, x.shape[0])).transpose(0, 1).flatten(1, 2)
-        )  # [b, t s/t, h]: a copy if b > 1
+        # a copy if b > 1
+        return shards.unflatten(0, (-1, x.shape[0])).transpose(0, 1).flatten(1, 2)  # [b, s, h]
 
     return finish
 
@@ -63,11 +64,11 @@ def start_gather(x: Tensor, group: dist.ProcessGroup):
 def start_scatter(x: Tensor, group: dist.ProcessGroup):
     """Begin to reduce-scatter. x: [b, s, h], each rank's part of a sum; returns a function that
     waits and gives [b, s/t, h]."""
-    slices = (
-        x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1).contiguous()
-    )  # [t b, s/t, h]: a copy if b > 1
-    mine = torch.empty_like(slices[: x.shape[0]])
-    work = reduce_scatter(mine, slices, group=group, async_op=True)
+    shards = x.unflatten(1, (group.size(), -1)).transpose(0, 1)  # [t, b, s/t, h]
+    # a copy if b > 1
+    shards = shards.flatten(0, 1).contiguous()  # [t b, s/t, h]
+    mine = torch.empty_like(shards[: x.shape[0]])
+    work = reduce_scatter(mine, shards, group=group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -77,43 +78,60 @@ def start_scatter(x: Tensor, group: dist.ProcessGroup):
 
 
 class _Pair(torch.autograd.Function):
-    """A collective and its adjoint: `there` forward, `back` backward."""
+    """A collective, and its adjoint in backward."""
 
     @staticmethod
-    def forward(ctx, x, group, there, back):
+    def forward(ctx, x, group, collective, adjoint):
         ctx.group = group
-        ctx.back = back
-        return there(x, group)()
+        ctx.adjoint = adjoint
+        return collective(x, group)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return ctx.back(grad, ctx.group)(), None, None, None
+        return ctx.adjoint(grad, ctx.group)(), None, None, None
 
 
 @torch.compiler.disable
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """g (figure 5), written plainly: slices [b, s/t, h] become the whole [b, s, h] on every rank.
-    ColumnParallelLinear does the same and multiplies; the tests hold it to this one."""
+    """g (figure 5): shards [b, s/t, h] become the whole [b, s, h] on every rank.
+
+    ColumnParallelLinear does the same and multiplies; the tests hold it to this one.
+    """
     return _Pair.apply(x, group, start_gather, start_scatter)
 
 
 @torch.compiler.disable
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """ḡ (figure 5): parts of a sum [b, s, h] become each rank's slice of the sum, [b, s/t, h]."""
+    """ḡ (figure 5): parts of a sum [b, s, h] become each rank's shard of the sum, [b, s/t, h]."""
     return _Pair.apply(x, group, start_scatter, start_gather)
 
 
+class GatherSequence(tensor_parallel.CopyToRanks):
+    """g as a module, in the place of f."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_sequence(x, self.group)
+
+
+class ScatterSequence(tensor_parallel.ReduceFromRanks):
+    """ḡ as a module, in the place of f̄."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scatter_sequence(x, self.group)
+
+
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """The same with g in the place of f: the input arrives as slices, is kept as slices, and is
+    """The same with g in the place of f: x arrives and is kept as a shard of the sequence, and is
     gathered again in backward. x: [b, s/t, h] -> [b, s, out / t] each."""
 
-    on_input = staticmethod(start_gather)
-    on_gradient = staticmethod(start_scatter)
+    start_input = staticmethod(start_gather)
+    start_input_grad = staticmethod(start_scatter)
 
 
-class SlicedPositions(nn.Module):
-    """x + a vector for each position, where x is the n-th slice of the sequence. x: [b, s/t, h]"""
+class ShardedPositions(nn.Module):
+    """x + a vector for each position, where x is the n-th of t shards of the sequence.
+    x: [b, s/t, h]"""
 
     def __init__(self, positions: gpt.LearnedPositions, n: int, t: int):
         super().__init__()
@@ -122,16 +140,15 @@ class SlicedPositions(nn.Module):
         self.t = t
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.t * x.shape[1] > self.weight.shape[0]:
-            raise ValueError(
-                f"a sequence of {self.t * x.shape[1]} tokens is longer than seq_length"
-                f" {self.weight.shape[0]}"
-            )
-        return x + self.weight[self.n * x.shape[1] : (self.n + 1) * x.shape[1]]
+        length = x.shape[1]
+        return x + self.weight[self.n * length : (self.n + 1) * length]
+
+
+# --- whole weights that see a shard of the sequence -----------------------------------------------
 
 
 class _CopyWeights(torch.autograd.Function):
-    """Identity forward; backward, one all-reduce of all the gradients laid side by side."""
+    """Identity in forward; in backward one all-reduce of all the gradients, side by side."""
 
     @staticmethod
     def forward(ctx, group, *weights):
@@ -142,35 +159,31 @@ class _CopyWeights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         flat = torch.cat([grad.flatten() for grad in grads])
-        # 16-bit parts are summed in 32
+        # 16-bit parts are summed in 32 bits
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         dist.all_reduce(flat, group=ctx.group)
-        return None, *(
-            part.view_as(grad).to(grad.dtype)
-            for part, grad in zip(flat.split([grad.numel() for grad in grads]), grads)
-        )
+        parts = flat.split([grad.numel() for grad in grads])
+        return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads))
 
 
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the parameters in `module` that learn and are not cut, which see a slice of the sequence,
-    pass through identity | all-reduce, together, whenever it runs: while its forward runs, their
-    places hold the copies."""
-    places = [
-        (m, name)
-        for m in module.modules()
-        for name, p in m._parameters.items()
-        if p is not None and p.requires_grad and not sharding_of(p).placements
-    ]
+    """Let the whole parameters in `module` that learn pass through identity | all-reduce, together,
+    whenever it runs. While its forward runs, their places hold the copies."""
+    places = []
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None and p.requires_grad and not sharding_of(p).placements:
+                places.append((owner, name))
     forward = module.forward
 
     @torch.compiler.disable
     def put(tensors) -> None:
-        for (m, name), tensor in zip(places, tensors):
-            m._parameters[name] = tensor
+        for (owner, name), tensor in zip(places, tensors):
+            owner._parameters[name] = tensor
 
     @torch.compiler.disable
     def copies() -> tuple[list, tuple]:
-        parameters = [m._parameters[name] for m, name in places]
+        parameters = [owner._parameters[name] for owner, name in places]
         return parameters, _CopyWeights.apply(group, *parameters)
 
     def synchronised(*args, **kwargs):
@@ -187,79 +200,75 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
         module.forward = synchronised
 
 
-def check(config: gpt.GPTConfig, t: int) -> None:
-    """Raises ValueError, naming what to change, if sequences cannot be cut in t."""
-    if config.seq_length % t:
-        low = config.seq_length // t * t
-        raise ValueError(
-            f"seq_length {config.seq_length}: must be divisible by tp {t} under sequence"
-            f" parallelism; {f'{low} or ' if low else ''}{low + t} would fit"
-        )
+# --- in a model -----------------------------------------------------------------------------------
+
+# of tensor parallelism -> of sequence parallelism
+REPLACEMENTS = {
+    tensor_parallel.ColumnParallelLinear: ColumnParallelLinear,
+    tensor_parallel.CopyToRanks: GatherSequence,
+    tensor_parallel.ReduceFromRanks: ScatterSequence,
+}
 
 
-def cut_sequence(model: gpt.GPT, group: dist.ProcessGroup, cut: bool = True) -> None:
-    """g and ḡ around each tensor-parallel region; or, with cut False, f and its partner again: to
-    generate, for a step of one token has nothing to cut."""
-    column, enter, leave = (
-        (ColumnParallelLinear, gather_sequence, scatter_sequence)
-        if cut
-        else (
-            tensor_parallel.ColumnParallelLinear,
-            tensor_parallel.copy_to_ranks,
-            tensor_parallel.reduce_from_ranks,
-        )
-    )
-    for module in model.modules():
-        if isinstance(
-            module, (tensor_parallel.RowParallelLinear, tensor_parallel.VocabParallelEmbedding)
-        ):
-            # ḡ instead of the all-reduce
-            module.reduce = leave
-        if hasattr(module, "project"):
-            module.project = column(group)
-        # experts
-        if hasattr(module, "enter"):
-            module.enter = partial(enter, group=group)
-            module.leave = partial(leave, group=group)
+def check(config: GPTConfig, t: int) -> None:
+    """Raises FieldError if sequences cannot be sharded over t ranks."""
+    s = config.seq_length
+    if s % t:
+        low = s // t * t
+        fits = f"{low} or {low + t}" if low else low + t
+        rule = "must be divisible by {tp} under sequence parallelism"
+        raise FieldError("seq_length", s, rule, fits, tp=t)
+
+
+def shard_sequence(model: gpt.GPT, group: dist.ProcessGroup, sharded: bool = True) -> None:
+    """g and ḡ around each tensor-parallel region; with sharded False, f and f̄ again: generation
+    runs one token at a time, which cannot be sharded."""
+    replacements = REPLACEMENTS
+    if not sharded:
+        replacements = {new: old for old, new in REPLACEMENTS.items()}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) in replacements:
+                setattr(parent, name, replacements[type(child)](group))
 
 
 def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
-    """Turn a model that `tensor_parallel.apply` has cut over the same group into a
-    sequence-parallel one, in place. It takes tokens [b, s] with s divisible by t. Raises ValueError
-    as `check`, or for a model that is not cut."""
+    """Turn a model that `tensor_parallel.apply` has sharded over the same group into a sequence-
+    parallel one, in place. It takes tokens [b, s] with s divisible by t.
+
+    Raises FieldError as `check`, ValueError for a model that is not tensor parallel.
+    """
     check(model.config, group.size())
-    parts = [
-        part for part in (model.embedding, *model.blocks.values(), model.head) if part is not None
-    ]
-    cut = (
-        tensor_parallel.ColumnParallelLinear,
-        tensor_parallel.RowParallelLinear,
-        tensor_parallel.VocabParallelEmbedding,
-    )
-    # a pipeline's chunk may be empty
-    if parts and {module.group for module in model.modules() if isinstance(module, cut)} != {group}:
+    parts = [model.embedding, *model.blocks.values(), model.head]
+    parts = [part for part in parts if part is not None]
+    check_order(model, group, parts)
+    shard_sequence(model, group)
+    for module in model.modules():
+        if isinstance(module, gpt.BiasDropoutAdd | gpt.Embedding):
+            # this rank's shard of the sequence
+            module.dropout.shard_index[1] = group.rank()
+        if isinstance(module, gpt.Embedding) and module.positions is not None:
+            module.positions = ShardedPositions(module.positions, group.rank(), group.size())
+    for part in parts:
+        synchronise(part, group)
+
+
+def check_order(model: gpt.GPT, group: dist.ProcessGroup, parts: list[nn.Module]) -> None:
+    """Raises ValueError where `apply` comes too early, too late, or twice."""
+    regions = [module for module in model.modules() if isinstance(module, tuple(REPLACEMENTS))]
+    # a pipeline stage may be empty
+    if parts and {module.group for module in regions} != {group}:
         raise ValueError(
-            "sequence parallelism works on a model that is cut over the same group: call"
-            " tensor_parallel.apply(model, group) first"
+            "sequence parallelism works on a model that is sharded over the same group: call "
+            "tensor_parallel.apply(model, group) first"
         )
-    if any(isinstance(module, ColumnParallelLinear) for module in model.modules()):
+    if any(isinstance(module, ColumnParallelLinear) for module in regions):
         raise ValueError("this model is sequence parallel already")
     if any("forward" in vars(block) for block in model.blocks.values()):
         raise ValueError(
-            "this model recomputes already: recompute.apply comes after"
-            " sequence_parallel.apply, to run what it adds again too"
+            "this model recomputes already: recompute.apply comes after sequence_parallel.apply, "
+            "so that what this adds runs again too"
         )
-    cut_sequence(model, group)
-    for module in model.modules():
-        if isinstance(module, gpt.BiasDropoutAdd):
-            # of the sequence
-            module.dropout.slice[1] = group.rank()
-        elif isinstance(module, gpt.Embedding):
-            module.dropout.slice[1] = group.rank()
-            if module.positions is not None:
-                module.positions = SlicedPositions(module.positions, group.rank(), group.size())
-    for part in parts:
-        synchronise(part, group)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -267,39 +276,23 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
 
 def _lesson(rank: int, kind: str):
     import recompute
-    from lessons import ranks
+    import sharding
+    from dropout import dropout_key
+    from lessons import demo, ranks
 
     group = dist.group.WORLD
-    with torch.device("meta"):
-        model = gpt.GPT(
-            gpt.GPTConfig(
-                num_layers=2,
-                hidden_size=64,
-                num_heads=4,
-                seq_length=64,
-                vocab_size=257,
-                dropout=0.1,
-            )
-        )
+    model = demo.meta_model(demo.tiny_config(seq_length=64, dropout=0.1))
     if kind != "one rank":
         tensor_parallel.apply(model, group)
     if kind == "sequence":
         apply(model, group)
     sharding.init(model, 0, "cpu", torch.float64)
-    tokens = torch.randint(257, (8, 65), generator=torch.Generator().manual_seed(0))
-    key = gpt.dropout_key(0, 1, torch.arange(8))
-    model(tokens[:, :-1], tokens[:, 1:], key).mean().backward()
-    gradients = {
-        name: sharding.gather(p.grad.clone(), sharding_of(p))
-        for name, p in model.named_parameters()
-    }
-    x = torch.zeros(
-        8,
-        64 // (group.size() if kind == "sequence" else 1),
-        64,
-        dtype=torch.float64,
-        requires_grad=True,
-    )
+    tokens, targets = demo.random_tokens(8, 64, 257)
+    key = dropout_key(0, 1, torch.arange(8))
+    model(tokens, targets, key).mean().backward()
+    gradients = demo.gathered_gradients(model)
+    length = 64 // group.size() if kind == "sequence" else 64
+    x = torch.zeros(8, length, 64, dtype=torch.float64, requires_grad=True)
     with ranks.Collectives() as forward:
         y = model.blocks["0"](x, key)
     with ranks.Collectives() as backward:
@@ -313,33 +306,24 @@ def _lesson(rank: int, kind: str):
 
 def main():
     import recompute
-    from lessons import ranks
+    from lessons import demo, ranks
 
     one = ranks.run(_lesson, 1, "one rank")[0][0]
-    print(
-        "one layer of a GPT (h 64, a 4, s 64, b 8, dropout 0.1, float64) on two ranks; bytes sent"
-        " are those of the whole tensor, b s h x 8 = 262,144"
-    )
+    print("one layer of a GPT (h 64, a 4, s 64, b 8, dropout 0.1, float64) on two ranks")
+    print("bytes sent are those of the whole tensor: b s h x 8 = 262,144")
     for kind in ("tensor", "sequence"):
         gradients, kept, forward, backward = ranks.run(_lesson, 2, kind)[0]
-        worst = max(
-            ((one[n] - g).abs().max() / one[n].abs().max()).item()
-            for n, g in gradients.items()
-            if not n.endswith("key.bias")
-        )
+        worst = demo.largest_difference(one, gradients)
         formula = recompute.layer_bytes(64, 8, 64, 4, 2, kind == "sequence")
-        print(
-            f"{kind} parallel: largest relative difference of a gradient from one rank's"
-            f" {worst:.1e} (key biases left out: exactly 0); kept for backward, in bf16: {kept:,}"
-            f" bytes, by the paper {formula:,.0f}"
-        )
-        for name, calls in (("forward", forward), ("backward", backward)):
-            print(f"{name:>10}: " + ", ".join(f"{what} {size:,}" for what, size in calls))
+        print(f"\n{kind} parallel: largest relative difference of a gradient {worst:.1e}")
+        print(f"kept for backward, in bf16: {kept:,} bytes, by the paper {formula:,.0f}")
+        print(f"   forward: {demo.format_calls(forward)}")
+        print(f"  backward: {demo.format_calls(backward)}")
     print(
-        "an all-reduce sends what a reduce-scatter and an all-gather send together: the same bytes,"
-        " but for backward's second gathers\nand the one flat all-reduce of the gradients of six"
-        " weights of h elements"
+        "\nAn all-reduce sends what a reduce-scatter and an all-gather send together. So the bytes"
     )
+    print("are the same, but for backward's second gathers and the one flat all-reduce of the")
+    print("gradients of six weights of h elements.")
 
 
 if __name__ == "__main__":

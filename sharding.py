@@ -22,6 +22,7 @@ Megatron-LM instead seeds each tensor-parallel rank differently, so a new layout
 DTensor records the same cuts as placements over a mesh, at the price of a tensor subclass in every
 operation."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,6 +67,11 @@ def named_parameters(*models: nn.Module):
     for model in models:
         for name, p in model.named_parameters():
             yield sharding_of(p).copy_of or name, local_part(p)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Of the whole model, whatever shards this rank holds. A tied weight counts once."""
+    return sum(math.prod(sharding_of(p).shape) for p in model.parameters())
 
 
 def local_slice(sharding: Sharding) -> tuple[list[int], list[int], list[int]]:

@@ -67,7 +67,7 @@ def torch_pipeline(trainer: train.Trainer, m: int, dataset):
             )
             return self.chunk(tokens, None, None, None if self.chunk.embedding is not None else x)
 
-    v = len(trainer.chunks)
+    v = len(trainer.stages)
     group = trainer.groups.pp
     batch = dataset.batch(range(m))
     seed = 1.0 / (m * dataset.s)
@@ -79,7 +79,7 @@ def torch_pipeline(trainer: train.Trainer, m: int, dataset):
 
     stages = [
         PipelineStage(Stage(chunk), c * P + group.rank(), P * v, torch.device("cpu"), group=group)
-        for c, chunk in enumerate(trainer.chunks)
+        for c, chunk in enumerate(trainer.stages)
     ]
     kind, stages = (Schedule1F1B, stages[0]) if v == 1 else (ScheduleInterleaved1F1B, stages)
     schedule = kind(stages, m, loss_fn=loss, scale_grads=False)
@@ -146,9 +146,9 @@ def on_rank(rank: int, rounds: int, shape: dict) -> dict:
         dataset = Random(8, shape["seq_length"], V)
         theirs = torch_pipeline(t, 8, dataset)
         loss = theirs()
-        expected = [p.main_grad.clone() for chunk in t.chunks for p in chunk.parameters()]
+        expected = [p.main_grad.clone() for chunk in t.stages for p in chunk.parameters()]
         part = t.forward_backward(1, dataset).item()
-        found = [p.main_grad for chunk in t.chunks for p in chunk.parameters()]
+        found = [p.main_grad for chunk in t.stages for p in chunk.parameters()]
         difference[name] = max(
             [abs(part - loss) / max(1e-9, abs(loss)) if rank == P - 1 else 0.0]
             + [

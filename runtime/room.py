@@ -17,7 +17,8 @@ import os
 import torch
 
 import fsdp
-from gpt import GPTConfig, least_parameters
+from model_config import GPTConfig
+from runtime.sizes import least_parameters
 
 
 def parameters(model: GPTConfig) -> tuple[int, int]:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import pipeline_parallel
 from runtime import terminal
 from runtime.watchdog import Watchdog
 
@@ -41,6 +40,30 @@ def keep_freed_memory() -> None:
     m_mmap_max = -4
     mallopt(m_mmap_max, 0)
     mallopt(m_trim_threshold, -1)
+
+
+def nccl_groups(
+    pipelines: list[list[int]], rank: int, device: torch.device
+) -> dict[tuple, dist.ProcessGroup]:
+    """One communicator for each neighbour, direction and kind: activations to the next rank,
+    gradients to the one before, both round the end, and a tied embedding's gradient between first
+    and last. pipelines: the global ranks of every pipeline of the world; all ranks call this
+    together. Each is used once here, in the same order everywhere: NCCL sets a communicator up in
+    its first operation, which waits for the peer. Returns this rank's own."""
+    mine = {}
+    for ranks in pipelines:
+        p = len(ranks)
+        pairs = (
+            {(i, (i + 1) % p, "F") for i in range(p)}
+            | {(i, (i - 1) % p, "B") for i in range(p)}
+            | {(0, p - 1, "B"), (p - 1, 0, "B")}
+        )
+        for sender, receiver, kind in sorted(pairs):
+            group = dist.new_group([ranks[sender], ranks[receiver]])
+            if rank in (ranks[sender], ranks[receiver]):
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                mine[sender, receiver, kind] = group
+    return mine
 
 
 @dataclass
@@ -92,7 +115,7 @@ class Groups:
             if group and timeout:
                 group.set_timeout(timeout)
         if pp > 1 and dist.get_backend() == "nccl":
-            groups.nccl = pipeline_parallel.nccl_groups(
+            groups.nccl = nccl_groups(
                 mesh.mesh.flatten(1).t().tolist(),
                 dist.get_rank(),
                 torch.device("cuda", torch.cuda.current_device()),

@@ -119,7 +119,7 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
         global names."""
         mine = {
             n: sharding.gather(part(p), sharding_of(p)).cpu().clone()
-            for n, p in sharding.named_parameters(*t.chunks)
+            for n, p in sharding.named_parameters(*t.stages)
             if p.requires_grad
         }
         if not groups.pp:
@@ -138,8 +138,8 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
     dataset = Prompted(*sizes, t.prompts) if t.prompts else Synthetic(*sizes)
     result = Result([], [], {}, {})
     for layer in t.expert_layers.values():
-        layer.decision.scores = partial(
-            scores_with_margin, result, layer.decision, original=layer.decision.scores
+        layer.routing.scores = partial(
+            scores_with_margin, result, layer.routing, original=layer.routing.scores
         )
     for step in range(1, steps + 1):
         loss = t.forward_backward(step, dataset)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import random_layouts
+from dropout import Dropout, dropout_key
 import torch
 import torch.distributed as dist
 from parity import LLAMA, SMALL, differs, same, train, train_each
@@ -12,6 +13,7 @@ from parity import LLAMA, SMALL, differs, same, train, train_each
 import fsdp
 import gpt
 import moe
+import routers
 import optimizer
 import pipeline_parallel
 import sequence_parallel
@@ -260,7 +262,7 @@ def local_mean():
 
 def local_dropout():
     """Masks by the row in this rank's batch, not by the global sample."""
-    trainer.dropout_key = lambda seed, step, samples: gpt.dropout_key(
+    trainer.dropout_key = lambda seed, step, samples: dropout_key(
         seed, step, torch.arange(len(samples))
     )
 
@@ -384,7 +386,7 @@ def test_gate_sees_sharding(stages, mutate):
 
 
 def same_mask_every_step():
-    trainer.dropout_key = lambda seed, step, samples: gpt.dropout_key(seed, 1, samples)
+    trainer.dropout_key = lambda seed, step, samples: dropout_key(seed, 1, samples)
 
 
 def test_gate_sees_the_step_in_the_mask():
@@ -451,7 +453,7 @@ def no_vocabulary_sums():
 
 def dropout_without(dims):
     """Masks of tensors with so many dimensions begin at coordinate 0 on every rank."""
-    original = gpt.Dropout.forward
+    original = Dropout.forward
 
     def forward(self, x, drop_key):
         kept = self.slice
@@ -460,7 +462,7 @@ def dropout_without(dims):
         self.slice = kept
         return y
 
-    gpt.Dropout.forward = forward
+    Dropout.forward = forward
 
 
 def dropout_without_heads():
@@ -664,7 +666,7 @@ def wrong_micro_batch():
         return original(
             self,
             schedule,
-            lambda chunk, k, x: forward(chunk, (k + (self.chunks[chunk].head is not None)) % 8, x),
+            lambda chunk, k, x: forward(chunk, (k + (self.stages[chunk].head is not None)) % 8, x),
             *args,
         )
 
@@ -716,7 +718,7 @@ def half_a_tied_sum():
     def sum_tied(self):
         for p in self.parameters():
             if sharding_of(p).copy_of or (
-                self.rank == 0 and p is self.chunks[0].embedding.tokens.weight
+                self.rank == 0 and p is self.stages[0].embedding.tokens.weight
             ):
                 dist.broadcast(p.main_grad, 0)
 
@@ -849,7 +851,7 @@ def experts_summed_over_all():
 
 def no_second_exchange():
     """Rows stay with the experts' rank, as many as would have come home."""
-    forward = moe._Exchange.forward
+    forward = moe._AllToAll.forward
     calls = []
 
     def skip(ctx, rows, sent, received, group):
@@ -863,12 +865,12 @@ def no_second_exchange():
             else rows.new_zeros(sum(received), rows.shape[1])
         )
 
-    moe._Exchange.forward = staticmethod(skip)
+    moe._AllToAll.forward = staticmethod(skip)
 
 
 def no_way_back_for_gradients():
     """Tokens travel, their gradients do not."""
-    moe._Exchange.backward = staticmethod(
+    moe._AllToAll.backward = staticmethod(
         lambda ctx, grad: (grad.new_zeros(sum(ctx.arguments[1]), grad.shape[1]), None, None, None)
     )
 
@@ -897,7 +899,7 @@ def test_gate_sees_experts(mutate):
 
 def routed_by_slice():
     """Each tensor-parallel rank balances its own slice of the sequence."""
-    forward = moe.Decision.forward
+    forward = moe.Routing.forward
 
     def by_slice(self, logits):
         scores = self.scores
@@ -914,13 +916,13 @@ def routed_by_slice():
         self.scores = scores
         return plan
 
-    moe.Decision.forward = by_slice
+    moe.Routing.forward = by_slice
 
 
 def router_losses_of_every_rank():
     """The router's losses, of all tokens, on each tensor-parallel rank."""
-    losses = moe.Router.losses
-    moe.Router.losses = lambda self, logits, share: 2 * losses(self, logits, share)
+    losses = routers.Router.losses
+    routers.Router.losses = lambda self, logits, share: 2 * losses(self, logits, share)
 
 
 def no_f_around_experts():

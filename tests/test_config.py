@@ -4,10 +4,12 @@ line."""
 import json
 
 import pytest
+from runtime import rules
 
-from gpt import GPTConfig
+
 from runtime import config, room
-from runtime.config import Config, ConfigError, parse
+from runtime.config import Config, ConfigError
+from runtime.flags import parse
 
 
 def test_flags_over_toml_over_the_run_over_defaults(tmp_path, monkeypatch):
@@ -59,7 +61,7 @@ def test_files_of_flags_that_cannot_be(tmp_path, text, words):
     path = tmp_path / "flags.toml"
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError) as e:
-        parse(["--config", str(path)], 0).validate(1)
+        rules.validate(parse(["--config", str(path)], 0), 1)
     assert words in str(e.value)
 
 
@@ -100,7 +102,7 @@ def test_a_folder_that_was_misspelled_is_no_run_to_go_on_with(tmp_path):
 def test_a_damaged_config_of_the_run(tmp_path, content):
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError):
-        parse(["--resume", "--out", str(tmp_path)], 0).validate(1)
+        rules.validate(parse(["--resume", "--out", str(tmp_path)], 0), 1)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_a_damaged_config_of_the_run(tmp_path, content):
 )
 def test_refusals(flags, words):
     with pytest.raises(ConfigError) as e:
-        Config(**flags).validate(1)
+        rules.validate(Config(**flags), 1)
     assert words in str(e.value)
 
 

@@ -3,6 +3,7 @@ import gc
 import re
 
 import pytest
+from model_config import GPTConfig
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -183,7 +184,7 @@ SHAPES = {
 
 def bytes_and_elements(rank, n, stage, shape, m):
     with torch.device("meta"):
-        model = gpt.GPT(gpt.GPTConfig(**SHAPES[shape]))
+        model = gpt.GPT(GPTConfig(**SHAPES[shape]))
     gradients = fsdp.apply(
         model,
         dist.group.WORLD,
@@ -279,7 +280,7 @@ def gathers_in_flight(rank):
     """For each layer's compute, in both directions, the units that were on their way when it
     began."""
     with torch.device("meta"):
-        model = gpt.GPT(gpt.GPTConfig(**SHAPES["llama"]))
+        model = gpt.GPT(GPTConfig(**SHAPES["llama"]))
     log = []
     layers = [model.embedding, *model.blocks.values(), model.head]
     for i, layer in enumerate(layers):
@@ -324,7 +325,7 @@ def forward_without_backward(rank):
     """A loss that nobody goes back from, after which the tied matrix is still there; then a step
     that changes it: the next forward has the new one."""
     with torch.device("meta"):
-        model = gpt.GPT(gpt.GPTConfig(**SHAPES["gpt"]))
+        model = gpt.GPT(GPTConfig(**SHAPES["gpt"]))
     gradients = fsdp.apply(
         model,
         dist.group.WORLD,

@@ -2,12 +2,15 @@ import math
 import shutil
 
 import pytest
+from dropout import Dropout, dropout_key, dropout_mask, hash_
+from model_config import GPTConfig
+from cross_entropy import cross_entropy
 import torch
 import torch.nn.functional as F
 
 import gpt
 import sharding
-from gpt import GPT, PRESETS, GPTConfig
+from gpt import GPT, PRESETS
 
 GPT_SHAPES = [
     dict(num_layers=2, hidden_size=48, num_heads=4, seq_length=32, vocab_size=97),
@@ -170,7 +173,7 @@ def test_equals_transformers(shape, attention):
     logits = model(x[:, :-1])
     expected = other(x[:, :-1]).logits
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-    loss = gpt.cross_entropy(logits, x[:, 1:]).mean()
+    loss = cross_entropy(logits, x[:, 1:]).mean()
     expected_loss = F.cross_entropy(expected.flatten(0, 1), x[:, 1:].flatten())
     assert abs(loss - expected_loss) <= 1e-5 * expected_loss
     loss.backward()
@@ -245,27 +248,27 @@ def test_hash_by_hand():
         return x ^ x >> 16
 
     values = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 0xDEADBEEF]
-    ours = gpt.mix(
+    ours = hash_(
         torch.tensor([v - 2**32 if v >= 2**31 else v for v in values], dtype=torch.int32)
     )
     assert [v % 2**32 for v in ours.tolist()] == [mix(v) for v in values]
 
 
 def test_dropout_mask():
-    key = gpt.dropout_key(3, 7, torch.arange(16))
-    mask = gpt.dropped(key, 5, (16, 128, 128), {}, 0.1).double()
+    key = dropout_key(3, 7, torch.arange(16))
+    mask = dropout_mask(key, 5, (16, 128, 128), {}, 0.1).double()
     sigma = math.sqrt(0.09 / mask.numel())
     assert abs(mask.mean() - 0.1) < 4 * sigma
     others = {
         "sample": mask.roll(1, 0),
         "row": mask.roll(1, 1),
         "column": mask.roll(1, 2),
-        "site": gpt.dropped(key, 6, mask.shape, {}, 0.1).double(),
+        "site": dropout_mask(key, 6, mask.shape, {}, 0.1).double(),
         "step": (
-            gpt.dropped(gpt.dropout_key(3, 8, torch.arange(16)), 5, mask.shape, {}, 0.1).double()
+            dropout_mask(dropout_key(3, 8, torch.arange(16)), 5, mask.shape, {}, 0.1).double()
         ),
         "seed": (
-            gpt.dropped(gpt.dropout_key(4, 7, torch.arange(16)), 5, mask.shape, {}, 0.1).double()
+            dropout_mask(dropout_key(4, 7, torch.arange(16)), 5, mask.shape, {}, 0.1).double()
         ),
     }
     # uncorrelated with every neighbour
@@ -278,8 +281,8 @@ def test_dropout_mask():
 
 def test_dropout_slice_is_a_slice_of_the_mask():
     samples = torch.tensor([4, 9, 2**40 + 4])
-    whole = gpt.dropped(gpt.dropout_key(0, 1, samples), 3, (3, 6, 8, 10), {}, 0.5)
-    part = gpt.dropped(gpt.dropout_key(0, 1, samples[1:]), 3, (2, 3, 8, 5), {1: 3, 3: 5}, 0.5)
+    whole = dropout_mask(dropout_key(0, 1, samples), 3, (3, 6, 8, 10), {}, 0.5)
+    part = dropout_mask(dropout_key(0, 1, samples[1:]), 3, (2, 3, 8, 5), {1: 3, 3: 5}, 0.5)
     assert torch.equal(part, whole[1:, 3:, :, 5:])
     # sample numbers beyond 32 bits differ
     assert not torch.equal(whole[0], whole[2])
@@ -290,17 +293,17 @@ def test_compiled_dropout_is_the_same():
     """Bit for bit. (Inductor once turned coordinate × constant into a vector whose lanes overflowed
     wrongly.)"""
     for shape in ((3, 32, 32), (2, 5, 32, 48)):
-        mask = lambda key: gpt.dropped(key, 3, shape, {1: 2}, 0.1)
-        key = gpt.dropout_key(0, 1, torch.arange(shape[0]))
+        mask = lambda key: dropout_mask(key, 3, shape, {1: 2}, 0.1)
+        key = dropout_key(0, 1, torch.arange(shape[0]))
         assert torch.equal(torch.compile(mask)(key), mask(key))
 
 
 def test_dropout_keeps_the_mean_and_one_byte():
     saved = []
     x = torch.ones(4, 64, 64, requires_grad=True)
-    module = gpt.Dropout(0.25, 1)
+    module = Dropout(0.25, 1)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = module(x, gpt.dropout_key(0, 1, torch.arange(4)))
+        y = module(x, dropout_key(0, 1, torch.arange(4)))
     assert (
         sorted(set(y.flatten().tolist())) == pytest.approx([0, 4 / 3]) and abs(y.mean() - 1) < 0.02
     )
@@ -321,7 +324,7 @@ def test_cross_entropy(dtype):
     expected = F.cross_entropy(expected_in.flatten(0, 1), targets.flatten(), reduction="none").view(
         5, 7
     )
-    loss = gpt.cross_entropy(given * 1, targets)
+    loss = cross_entropy(given * 1, targets)
     (expected * weight).sum().backward()
     (loss * weight).sum().backward()
     exact = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}[dtype]
@@ -333,7 +336,7 @@ def test_cross_entropy(dtype):
     )
     with torch.no_grad():
         torch.testing.assert_close(
-            gpt.cross_entropy(logits.clone(), targets).double(), expected, rtol=exact, atol=exact
+            cross_entropy(logits.clone(), targets).double(), expected, rtol=exact, atol=exact
         )
 
 
@@ -341,11 +344,11 @@ def test_cross_entropy(dtype):
 @pytest.mark.parametrize("trained", [True, False])
 def test_cross_entropy_refuses_what_is_no_label(wrong, trained):
     with pytest.raises((IndexError, RuntimeError), match=f"{wrong} is out of bounds"):
-        gpt.cross_entropy(torch.randn(2, 13, requires_grad=trained) * 1, torch.tensor([0, wrong]))
+        cross_entropy(torch.randn(2, 13, requires_grad=trained) * 1, torch.tensor([0, wrong]))
 
 
 def test_cross_entropy_refuses_a_second_backward():
-    loss = gpt.cross_entropy(torch.randn(2, 5, requires_grad=True) * 1, torch.tensor([0, 4])).sum()
+    loss = cross_entropy(torch.randn(2, 5, requires_grad=True) * 1, torch.tensor([0, 4])).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="inplace operation"):
         loss.backward()

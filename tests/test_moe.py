@@ -9,6 +9,8 @@ import sys
 from fractions import Fraction
 
 import pytest
+from runtime import rules
+from model_config import GPTConfig
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from parity import SMALL, Synthetic
 import fsdp
 import gpt
 import moe
+import routers
 import train as trainer
 from lessons import ranks
 from runtime.world import Groups
@@ -30,7 +33,7 @@ FACTS = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]])
 
 def make(e, k=1, h=16, ffn=24, router="sinkhorn", seed=0, **fields) -> moe.MoE:
     """An expert layer in float64, with weights large enough for its choices to differ."""
-    config = gpt.GPTConfig(
+    config = GPTConfig(
         1,
         h,
         1,
@@ -55,15 +58,15 @@ def test_sinkhorn_by_hand():
     chosen = layer.router.scores(FACTS, True).argmax(1, keepdim=True)
     layer.router.temperature = 1.0
     assert layer.router.scores(FACTS, True).argmax(1).tolist() == [1, 1, 1, 0]
-    gates = layer.router.gates(FACTS, torch.tensor([[1], [1], [1], [0]]))
+    gates = layer.router.probabilities(FACTS, torch.tensor([[1], [1], [1], [0]]))
     torch.testing.assert_close(
         gates.flatten(), torch.tensor([0.73106, 0.73106, 0.73106, 0.95257]), atol=1e-5, rtol=0
     )
     # at a low temperature two each
     assert sorted(chosen.flatten().tolist()) == [0, 0, 1, 1]
     # six iterations
-    assert torch.equal(moe.sinkhorn(FACTS, most=6), moe.sinkhorn(FACTS)) and not torch.equal(
-        moe.sinkhorn(FACTS, most=5), moe.sinkhorn(FACTS)
+    assert torch.equal(routers.sinkhorn(FACTS, most=6), routers.sinkhorn(FACTS)) and not torch.equal(
+        routers.sinkhorn(FACTS, most=5), routers.sinkhorn(FACTS)
     )
 
 
@@ -72,7 +75,7 @@ def test_sinkhorn_by_hand():
 def test_sinkhorn_is_doubly_balanced(n, e, temperature):
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(n, e, generator=g)
-    plan = moe.sinkhorn(logits, temperature, 1e-3)
+    plan = routers.sinkhorn(logits, temperature, 1e-3)
     torch.testing.assert_close(
         plan.sum(0), torch.full((e,), 1 / e, dtype=torch.float64), rtol=1e-9, atol=0
     )
@@ -82,7 +85,7 @@ def test_sinkhorn_is_doubly_balanced(n, e, temperature):
         rtol=1e-2 if n == 4096 else 5e-2,
         atol=0,
     )
-    shifted = moe.sinkhorn(logits + 100 * torch.randn(n, 1, generator=g), temperature, 1e-3)
+    shifted = routers.sinkhorn(logits + 100 * torch.randn(n, 1, generator=g), temperature, 1e-3)
     # a row's constant makes no difference, but for rounding it in float32
     torch.testing.assert_close(shifted, plan, rtol=1e-2, atol=1e-9)
 
@@ -98,7 +101,7 @@ def test_sinkhorn_is_the_formula():
             d0 = 1 / 50 / (cost @ d1)
             d1 = 1 / 6 / (cost.t() @ d0)
         torch.testing.assert_close(
-            moe.sinkhorn(logits, temperature, 1e-13, 100000),
+            routers.sinkhorn(logits, temperature, 1e-13, 100000),
             d0.unsqueeze(1) * cost * d1,
             rtol=1e-8,
             atol=1e-14,
@@ -109,18 +112,18 @@ def test_sinkhorn_is_the_formula():
 def test_large_logits(temperature):
     """Where d0, d1 and exp(logits) would be too large or too small for any float."""
     g = torch.Generator().manual_seed(0)
-    plan = moe.sinkhorn(torch.rand(512, 8, generator=g) * 2e4 - 1e4, temperature, most=100)
+    plan = routers.sinkhorn(torch.rand(512, 8, generator=g) * 2e4 - 1e4, temperature, most=100)
     assert plan.isfinite().all() and (plan >= 0).all()
     logits = torch.randn(512, 8, generator=g)
     # an expert that everybody shuns gets its share
     for gap in (5, 20, 300):
         logits[:, 3] = logits[:, 3].clamp(max=3) - gap
-        load = moe.sinkhorn(logits, temperature, 1e-2).sum(0) * 8
-        chosen = moe.sinkhorn(logits, temperature, 1e-2).argmax(1).bincount(minlength=8) / 64
+        load = routers.sinkhorn(logits, temperature, 1e-2).sum(0) * 8
+        chosen = routers.sinkhorn(logits, temperature, 1e-2).argmax(1).bincount(minlength=8) / 64
         torch.testing.assert_close(load, torch.ones(8).double(), rtol=1e-9, atol=0)
         assert temperature == 1 or (chosen - 1).abs().max() < 0.15, (gap, chosen)
     # a model that diverged ends its step, and is skipped there
-    assert moe.sinkhorn(torch.full((4, 2), torch.nan)).shape == (4, 2)
+    assert routers.sinkhorn(torch.full((4, 2), torch.nan)).shape == (4, 2)
 
 
 def test_a_low_temperature_balances_the_choices():
@@ -132,8 +135,8 @@ def test_a_low_temperature_balances_the_choices():
         return scores.argmax(1).bincount(minlength=8).max().item() / 512
 
     raw = load(logits)
-    paper = load(moe.sinkhorn(logits))
-    low = load(moe.sinkhorn(logits, 0.02))
+    paper = load(routers.sinkhorn(logits))
+    low = load(routers.sinkhorn(logits, 0.02))
     assert raw > 3 and low < 1.05 < paper < raw
 
 
@@ -142,14 +145,14 @@ def test_later_choices_are_in_the_plans_order():
     logits = 10 * torch.randn(1024, 8, generator=torch.Generator().manual_seed(0))
     router = make(8, 4).router
     chosen = router.scores(logits, True).topk(4).indices
-    assert (moe.sinkhorn(logits, 0.02, 1e-2).gather(1, chosen) == 0).any()
+    assert (routers.sinkhorn(logits, 0.02, 1e-2).gather(1, chosen) == 0).any()
     assert (
         chosen[:, 0].bincount(minlength=8).max() < 1.05 * 128
         and chosen.flatten().bincount(minlength=8).max() < 1.1 * 512
     )
     torch.testing.assert_close(
         router.scores(logits, True).argsort(1),
-        (moe.balance(logits, 0.02, 1e-2)[1] + logits).argsort(1),
+        (routers.balance(logits, 0.02, 1e-2)[1] + logits).argsort(1),
     )
 
 
@@ -167,10 +170,10 @@ def test_gates_and_losses_by_hand():
     # of a mean over two tokens
     torch.testing.assert_close(top.losses(logits, share) / 2, expected)
     torch.testing.assert_close(
-        make(3, router="topk").router.gates(logits, chosen[:, :1]).flatten(), p[[0, 1], [2, 0]]
+        make(3, router="topk").router.probabilities(logits, chosen[:, :1]).flatten(), p[[0, 1], [2, 0]]
     )
     # sinkhorn, k > 1: softmax over all
-    torch.testing.assert_close(make(3, 2).router.gates(logits, chosen), p.gather(1, chosen))
+    torch.testing.assert_close(make(3, 2).router.probabilities(logits, chosen), p.gather(1, chosen))
 
 
 # --- experts against a loop -----------------------------------------------------------------------
@@ -178,7 +181,7 @@ def test_gates_and_losses_by_hand():
 
 def capacity_of(layer: moe.MoE, n: int) -> float:
     """As a fraction, so that it is exact."""
-    factor = Fraction(str(layer.decision.capacity_factor))
+    factor = Fraction(str(layer.routing.capacity_factor))
     return (
         min(n * layer.router.k, math.ceil(factor * n * layer.router.k / len(layer.router.weight)))
         if factor
@@ -211,7 +214,7 @@ def loop(layer: moe.MoE, x: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(h, dtype=x.dtype)
         for choice, n in enumerate(chosen[i].tolist()):
             p = z.softmax(0)
-            if isinstance(r, moe.SinkhornRouter):
+            if isinstance(r, routers.SinkhornRouter):
                 g = z[n].sigmoid() if r.k == 1 else p[n]
             else:
                 g = p[n] if r.k == 1 else p[n] / p[chosen[i]].sum()
@@ -304,9 +307,9 @@ def test_equals_a_loop_over_tokens():
         for n, p in [*layer.named_parameters(), ("x", x)]:
             close(p.grad, expected[n], (seed, n))
         if layer.training:
-            told = layer.decision.statistics
+            told = layer.routing.statistics
             choices = told[: len(layer.router.weight)]
-            sums = dict(zip(moe.SUMS, told[len(layer.router.weight) :].tolist()))
+            sums = dict(zip(routers.ROUTER_STATS, told[len(layer.router.weight) :].tolist()))
             assert sums == pytest.approx(statistics_by_hand(layer, x.detach(), choices), rel=1e-10)
             empty = empty + int((choices == 0).sum())
             dropped = dropped + sums["dropped_share"]
@@ -322,7 +325,7 @@ def test_all_tokens_to_one_expert():
     y = layer(x)
     close(y, loop(layer, x)[0], "output")
     y.sum().backward()
-    assert layer.decision.statistics[:4].tolist() == [0, 0, 10, 0]
+    assert layer.routing.statistics[:4].tolist() == [0, 0, 10, 0]
     assert [bool(g.any()) for g in layer.up.weight.grad] == [False, False, True, False]
 
 
@@ -357,10 +360,10 @@ def test_take_and_put_are_adjoint():
     """<take(x), y> = <x, put(y)>, with dropped assignments."""
     g = torch.Generator().manual_seed(0)
     order = torch.randperm(3 * 7, generator=g)[:17]
-    place = moe.positions(order, 21).view(3, 7)
+    place = routers.inverse_permutation(order, 21).view(3, 7)
     x = torch.randn(7, 5, generator=g).double()
     y = torch.randn(17, 5, generator=g).double()
-    torch.testing.assert_close((moe.take(x, order) * y).sum(), (x * moe.put(y, place)).sum())
+    torch.testing.assert_close((moe.permute_rows(x, order) * y).sum(), (x * moe.unpermute_rows(y, place)).sum())
 
 
 def spread(rank: int, world: int, seeds: list[int]):
@@ -369,7 +372,7 @@ def spread(rank: int, world: int, seeds: list[int]):
     for seed in seeds:
         whole, _ = draw(seed)
         e, h = whole.router.weight.shape
-        config = gpt.GPTConfig(
+        config = GPTConfig(
             1, h, 1, vocab_size=3, num_experts=e, ffn_hidden_size=whole.up.weight.shape[1]
         )
         if e % world:
@@ -461,7 +464,7 @@ def test_recomputation_does_not_route_again():
             Groups(),
         )
         for layer in t.expert_layers.values():
-            layer.decision.scores = lambda *args, original=layer.decision.scores: (
+            layer.routing.scores = lambda *args, original=layer.routing.scores: (
                 counts.append(recompute) or original(*args)
             )
         t.forward_backward(1, Synthetic(16, 61))
@@ -469,12 +472,12 @@ def test_recomputation_does_not_route_again():
 
 
 def test_flops_count_what_a_token_goes_through():
-    dense = gpt.GPTConfig(4, 64, 4, seq_length=32, vocab_size=100, llama=True)
+    dense = GPTConfig(4, 64, 4, seq_length=32, vocab_size=100, llama=True)
     fields = dict(num_experts=8, router="topk")
-    same = gpt.GPTConfig(
+    same = GPTConfig(
         4, 64, 4, seq_length=32, vocab_size=100, llama=True, expert_every=2, **fields
     )
-    two = gpt.GPTConfig(
+    two = GPTConfig(
         4, 64, 4, seq_length=32, vocab_size=100, llama=True, router_topk=2, **fields
     )
     router = 6 * 64 * 8
@@ -485,9 +488,9 @@ def test_flops_count_what_a_token_goes_through():
 
 
 def test_expert_fields_mean_nothing_without_experts():
-    assert gpt.GPTConfig(
+    assert GPTConfig(
         2, 16, 2, expert_every=2, router="topk", router_topk=3, aux_loss=0.1
-    ) == gpt.GPTConfig(2, 16, 2)
+    ) == GPTConfig(2, 16, 2)
 
 
 def test_evaluation_routes_each_token_for_itself():
@@ -534,12 +537,12 @@ def test_evaluation_routes_each_token_for_itself():
 )
 def test_bad_configurations(flags, world, words):
     with pytest.raises(trainer.ConfigError) as e:
-        trainer.Config(**flags).validate(world)
+        rules.validate(trainer.Config(**flags), world)
     assert all(word in str(e.value) for word in words), str(e.value)
 
 
 def parallelize_twice(rank: int):
-    model = gpt.GPT(gpt.GPTConfig(2, 16, 2, vocab_size=7, num_experts=2))
+    model = gpt.GPT(GPTConfig(2, 16, 2, vocab_size=7, num_experts=2))
     moe.apply(model, dist.group.WORLD)
     with pytest.raises(ValueError, match="once"):
         moe.apply(model, dist.group.WORLD)
@@ -550,7 +553,7 @@ def test_parallelize_twice():
 
 
 def shard_without_expert_group(rank: int):
-    model = gpt.GPT(gpt.GPTConfig(2, 16, 2, vocab_size=7, num_experts=2))
+    model = gpt.GPT(GPTConfig(2, 16, 2, vocab_size=7, num_experts=2))
     moe.apply(model, dist.group.WORLD)
     with pytest.raises(ValueError, match="expert_group"):
         fsdp.apply(model, dist.group.WORLD)

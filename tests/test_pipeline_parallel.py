@@ -1,6 +1,7 @@
 import weakref
 
 import pytest
+from model_config import GPTConfig
 import torch
 from parity import LLAMA, SMALL, Synthetic
 from test_checkpoint import LAYOUTS as CHECKPOINT_LAYOUTS
@@ -16,12 +17,12 @@ from pipeline_parallel import layer_split, split
 from runtime.world import Groups
 from sharding import sharding_of
 
-CONFIG = gpt.GPTConfig(num_layers=8, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61)
+CONFIG = GPTConfig(num_layers=8, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61)
 
 
 def test_layer_split_by_hand():
-    assert layer_split(8, 2) == [range(0, 4), range(4, 8)]
-    assert layer_split(5, 2, 2, [1, 2, 2, 0]) == [
+    assert layers_of_stages(8, 2) == [range(0, 4), range(4, 8)]
+    assert layers_of_stages(5, 2, 2, [1, 2, 2, 0]) == [
         range(0, 1),
         range(1, 3),
         range(3, 5),
@@ -45,14 +46,14 @@ def test_layer_split_by_hand():
 )
 def test_splits_that_cannot_be(arguments, words):
     with pytest.raises(ValueError) as e:
-        layer_split(*arguments)
+        layers_of_stages(*arguments)
     assert words in str(e.value)
 
 
 def test_stages_have_the_parameters_of_the_model_under_its_names():
     with torch.device("meta"):
         whole = {n: p.shape for n, p in gpt.GPT(CONFIG).named_parameters()}
-    chunks = [split(CONFIG, rank, 2, 2) for rank in range(2)]
+    chunks = [split(meta_model(CONFIG), rank, 2, 2) for rank in range(2)]
     names = [
         [n for n, _ in sharding.named_parameters(chunk)] for stage in chunks for chunk in stage
     ]
@@ -120,7 +121,7 @@ def activation_bytes(rank, flags):
     t.forward_backward(1, Synthetic(16, 61))
     # nothing outlives the step
     assert alive() == 0
-    counts = [0] * len(t.chunks)
+    counts = [0] * len(t.stages)
     expected = 0
     for a in t.schedule[rank]:
         counts[a.chunk] += {"F": 1, "B": -1, "I": -1, "W": 0}[a.op]
@@ -196,7 +197,7 @@ def weights_wait(rank):
     with torch.device("meta"):
         model = gpt.GPT(CONFIG)
     sharding.init(model, 0, "cpu", torch.float64)
-    pipeline_parallel.defer_weights(model)
+    zero_bubble.apply(model)
     tokens = torch.arange(32).view(2, 16) % 61
     model(tokens, tokens).sum().backward()
     together = {n: p.grad.clone() for n, p in model.named_parameters()}

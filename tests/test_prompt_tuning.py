@@ -5,6 +5,7 @@ from pathlib import Path
 
 import parity
 import pytest
+from model_config import GPTConfig
 import torch
 from test_generate import loud
 from test_gpt import LLAMA_SHAPES, build
@@ -14,7 +15,7 @@ import prompt_tuning
 import tensor_parallel
 import train
 from corpus.tokenizer import ByteTokenizer
-from gpt import GPT, GPTConfig, num_parameters
+from gpt import GPT, num_parameters
 from inference import cli
 from prompt_tuning import VirtualPrompts, apply, attach_tables, initial_values
 from prompts import prompt_data, prompt_file
@@ -525,9 +526,9 @@ def test_only_prompts_have_gradients_and_state(settings):
         train.Groups(),
     )
     trainer.forward_backward(1, parity.Prompted(16, 61, trainer.prompts))
-    learned = {n for n, p in trainer.chunks[0].named_parameters() if p.requires_grad}
+    learned = {n for n, p in trainer.stages[0].named_parameters() if p.requires_grad}
     assert learned == {prompt_tuning.WHERE + "tables.task-a", prompt_tuning.WHERE + "tables.task-b"}
-    for name, p in trainer.chunks[0].named_parameters():
+    for name, p in trainer.stages[0].named_parameters():
         assert p.grad is None and (getattr(p, "main_grad", None) is not None) == (name in learned)
     state = trainer.optimizer.tensors()
     assert {n.split(".", 1)[1] for n in state} == learned and sum(

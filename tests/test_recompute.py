@@ -2,13 +2,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from dropout import dropout_key
+from model_config import GPTConfig
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
 import recompute
 import sharding
-from gpt import GPT, GPTConfig
+from gpt import GPT
 from lessons import ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "comparisons"))
@@ -33,7 +35,7 @@ def run(model):
     loss = model(
         tokens[:, :-1],
         tokens[:, 1:],
-        gpt.dropout_key(0, 1, torch.arange(2)) if model.config.dropout else None,
+        dropout_key(0, 1, torch.arange(2)) if model.config.dropout else None,
     ).sum()
     loss.backward()
     return loss.item(), [p.grad for p in model.parameters()]
@@ -105,7 +107,7 @@ def flops(granularity, s=16, b=2, h=32, **fields):
     block = build(torch.float32, granularity, dropout=0.1, seq_length=s, **fields).blocks["0"]
     x = torch.randn(b, s, h, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        y = block(x, gpt.dropout_key(0, 1, torch.arange(b)))
+        y = block(x, dropout_key(0, 1, torch.arange(b)))
         forward = counter.get_total_flops()
         y.sum().backward()
     return forward, counter.get_total_flops()

@@ -1,4 +1,6 @@
 import pytest
+from dropout import dropout_key
+from model_config import GPTConfig
 import torch
 import torch.distributed as dist
 
@@ -7,7 +9,7 @@ import recompute
 import sequence_parallel
 import sharding
 import tensor_parallel
-from gpt import GPT, GPTConfig
+from gpt import GPT
 from lessons import ranks
 
 B = 2
@@ -73,7 +75,7 @@ def counted(rank, kind):
     model = build(dist.group.WORLD)
     recompute.apply(model, kind)
     block = model.blocks["0"]
-    key = gpt.dropout_key(0, 1, torch.arange(B))
+    key = dropout_key(0, 1, torch.arange(B))
     x = torch.randn(B, S // 2, H, requires_grad=True)
     with ranks.Collectives() as forward:
         y = block(x, key)
@@ -100,7 +102,7 @@ def test_collectives_of_the_paper():
 def keeps(rank):
     group = dist.group.WORLD
     block = build(group).blocks["0"]
-    key = gpt.dropout_key(0, 1, torch.arange(B))
+    key = dropout_key(0, 1, torch.arange(B))
     x = torch.randn(B, S // 2, H, requires_grad=True)
     project = block.mlp.project
     linear = block.mlp.up
@@ -122,7 +124,7 @@ def any_length(rank):
         sharding.init(one, 0, "cpu", torch.float64)
         for s in (2, 6, 8):
             tokens = torch.arange(B * s).view(B, s)
-            key = gpt.dropout_key(0, 1, torch.arange(B))
+            key = dropout_key(0, 1, torch.arange(B))
             torch.testing.assert_close(
                 model(tokens, tokens, key), one(tokens, tokens, key), rtol=1e-10, atol=1e-10
             )

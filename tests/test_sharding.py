@@ -1,4 +1,5 @@
 import pytest
+from model_config import GPTConfig
 import torch
 import torch.distributed as dist
 
@@ -44,7 +45,7 @@ def test_cut_and_gather():
 def test_initial_weights_depend_on_seed_and_name_alone():
     def build(seed, layers):
         with torch.device("meta"):
-            model = gpt.GPT(gpt.GPTConfig(layers, 32, 4, seq_length=8, vocab_size=40))
+            model = gpt.GPT(GPTConfig(layers, 32, 4, seq_length=8, vocab_size=40))
         sharding.init(model, seed, "cpu", torch.float32)
         return {name: p.detach() for name, p in model.named_parameters()}
 

@@ -1,4 +1,7 @@
 import pytest
+from dropout import dropout_key
+from model_config import GPTConfig
+from cross_entropy import cross_entropy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -6,7 +9,7 @@ import torch.nn.functional as F
 import gpt
 import sharding
 import tensor_parallel
-from gpt import GPT, GPTConfig
+from gpt import GPT
 from lessons import ranks
 from sharding import Shard, Sharding, shard_of, sharding_of
 
@@ -151,7 +154,7 @@ def vocabulary(rank, v, dtype):
     mine = mine.requires_grad_()
     given = logits.clone().requires_grad_()
     loss = tensor_parallel.vocab_parallel_cross_entropy(mine * 1, targets, v, group)
-    expected = gpt.cross_entropy(given * 1, targets)
+    expected = cross_entropy(given * 1, targets)
     exact = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(loss, expected, rtol=exact, atol=exact)
     (loss * weight).sum().backward()
@@ -281,7 +284,7 @@ def counted(rank, recompute_kind):
     model = build(dist.group.WORLD, num_layers=1, dropout=0.1, dtype=torch.float32)
     recompute.apply(model, recompute_kind)
     block = model.blocks["0"]
-    key = gpt.dropout_key(0, 1, torch.arange(B))
+    key = dropout_key(0, 1, torch.arange(B))
     x = torch.randn(B, S, H, requires_grad=True)
     with ranks.Collectives() as forward:
         y = block(x, key)

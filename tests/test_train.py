@@ -16,6 +16,7 @@ from pathlib import Path
 
 import killed_ranks
 import pytest
+from runtime import rules
 import torch
 from safetensors import safe_open
 
@@ -396,7 +397,7 @@ def test_batch_that_the_ranks_do_not_divide():
             " would fit"
         ),
     ):
-        config.validate(4)
+        rules.validate(config, 4)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +462,7 @@ def test_batch_that_the_ranks_do_not_divide():
 )
 def test_layouts_that_cannot_be(flags, words):
     with pytest.raises(train.ConfigError) as e:
-        train.Config(**flags).validate(8)
+        rules.validate(train.Config(**flags), 8)
     assert words in str(e.value)
 
 

@@ -1,0 +1,83 @@
+"""Cross entropy of a large vocabulary, whose gradient takes the place of the logits.
+
+    loss = log Σ exp(z) - z_target           ∂loss/∂z = softmax(z) - onehot(target)
+
+Logits z are [b, s, V]: for a vocabulary of 50,000 words the largest tensor of a small model. Plain
+autograd keeps them, their float32 copy, the softmax and its gradient at the same time. Here the
+softmax overwrites the logits in forward, and the gradient overwrites the softmax in backward.
+
+`tensor_parallel.vocab_parallel_cross_entropy` is the same function of logits that are sharded by
+vocabulary; `kernels.cross_entropy` is one CUDA kernel.
+
+    python cross_entropy.py      bytes that autograd keeps, plain and in place
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """loss = log Σ exp(z) - z_target;  ∂loss/∂z = softmax(z) - onehot(target), in place of z."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        # a copy of 16-bit logits, or the logits themselves
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        z -= z.amax(-1, keepdim=True)
+        target_logit = z.gather(-1, targets.unsqueeze(-1))  # [..., 1]
+        total = z.exp_().sum(-1, keepdim=True)
+        ctx.save_for_backward(z.div_(total), targets)
+        ctx.dtype = logits.dtype
+        return (total.log() - target_logit).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradient, targets = ctx.saved_tensors
+        minus_one = -torch.ones_like(grad).unsqueeze(-1)
+        gradient.scatter_add_(-1, targets.unsqueeze(-1), minus_one)
+        return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Per-token loss in at least float32. targets: [...] int64 -> [...].
+
+    logits: [..., V], **overwritten**: V is large, so the gradient takes their place, and backward
+    can run once.
+    """
+    if logits.requires_grad:
+        return _CrossEntropy.apply(logits, targets)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    # torch's default of -100 would hide a wrong target; training refuses it too
+    loss = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=-(2**63))
+    return loss.view(targets.shape)
+
+
+def main():
+    b, v = 1024, 50257
+    targets = torch.randint(v, (b,), generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(b, v, generator=torch.Generator().manual_seed(0))
+    gradients = []
+    print(f"{b} tokens, V = {v:,}: the logits have {logits.nbytes:,} bytes")
+    for name, function in (("F.cross_entropy", F.cross_entropy), ("in place", cross_entropy)):
+        z = logits.clone().requires_grad_()
+        kept = {}
+
+        def note(x, kept=kept):
+            kept[x.untyped_storage().data_ptr()] = x.nbytes
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            # as from a matrix multiplication, which does not keep its output
+            made = z + 0
+            loss = function(made, targets).mean()
+        extra = sum(n for address, n in kept.items() if address != made.data_ptr())
+        loss.backward()
+        gradients.append(z.grad)
+        print(f"{name:>16}: loss {loss.item():.6f}, kept beside the logits {extra:,} bytes")
+    difference = (gradients[0] - gradients[1]).abs().max() / gradients[0].abs().max()
+    print(f"largest relative difference of the gradients {difference:.1e}")
+
+
+if __name__ == "__main__":
+    main()

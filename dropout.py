@@ -1,0 +1,110 @@
+"""Dropout whose mask is a hash of coordinates: no random-number generator, no state.
+
+An element is dropped if a hash of its coordinates is small. The coordinates are
+
+    (seed, step, sample)   ->   one key per sample       dropout_key
+    layer                  ->   one key per layer        layer_key
+    site in the layer      ->   0 embedding, 1 attention, 2 after attention, 3 after the MLP
+    position in the tensor ->   dropout_mask
+
+So every rank computes the mask of just its shard, recomputation gives the same mask again, and the
+CPU, the GPU and compiled code agree bit for bit. A generator would have to be saved, restored and
+advanced by the same number on every rank.
+
+    mask [b, s, h]    rank 0 | rank 1       the same bits as on one device, whichever way
+                      s: 0 1 | 2 3          the tensor is sharded
+
+    python dropout.py      the mask of a whole tensor, and the masks of its two halves
+
+Not covered: Megatron-LM keeps a generator per rank instead, and saves its state for recomputation
+and in checkpoints; another layout then drops other elements.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def hash_(x: Tensor) -> Tensor:
+    """Scramble int32 values in place: two multiplications between xor-shifts.
+
+    The constants are those of C. Wellons' lowbias32. `>>` copies the sign bit; the masks make it
+    the unsigned shift.
+    """
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x846CA68B - (1 << 32)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
+    """One int32 key per sample. samples: [b] global sample numbers (int64). Returns [b]."""
+    key = torch.full_like(samples, seed & 0x7FFFFFFF, dtype=torch.int32)
+    for word in (step & 0x7FFFFFFF, (samples & 0x7FFFFFFF).int(), (samples >> 31).int()):
+        key = hash_(key ^ word)
+    return key
+
+
+def layer_key(key: Tensor | None, layer: int) -> Tensor | None:
+    """The keys of one layer, [b] -> [b]; None (no dropout) stays None.
+
+    Made outside the block, so that all blocks run the same compiled code.
+    """
+    return None if key is None else hash_(key ^ (layer + 1))
+
+
+def dropout_mask(key: Tensor, site: int, shape, start: dict[int, int], p: float) -> Tensor:
+    """Boolean mask, true (dropped) with probability p.
+
+    key: [b]; shape: [b, ...] of this shard; start: {dimension: first global coordinate} for each
+    dimension in which the shard does not begin at 0.
+    """
+    x = hash_(key ^ site)
+    for dim in range(1, len(shape)):
+        n = torch.arange(1, shape[dim] + 1, device=key.device) + start.get(dim, 0)
+        # int64: compilers take an int32 product of small numbers for positive
+        spread = (n * 0x9E3779B1 & 0x7FFFFFFF).int()
+        # one more coordinate goes into the hash
+        x = hash_(x.unsqueeze(-1) ^ spread)
+    # x is uniform over the signed 32-bit integers
+    return x < round(p * 2**32) - 2**31
+
+
+class Dropout(nn.Module):
+    """Zeroes elements with probability p, and scales the others by 1 / (1 - p).
+
+    Keeps the mask for backward, one byte per element. Where x is only a shard, the technique that
+    sharded it sets `shard_index`: {dimension: n} if x is the n-th of equal shards.
+    """
+
+    def __init__(self, p: float, site: int):
+        super().__init__()
+        self.p = p
+        self.site = site
+        self.shard_index: dict[int, int] = {}
+
+    def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
+        """x: [b, ...]; key: [b] from `layer_key`, or None in evaluation: nothing is dropped."""
+        if key is None or self.p == 0:
+            return x
+        start = {dim: n * x.shape[dim] for dim, n in self.shard_index.items()}
+        mask = dropout_mask(key, self.site, x.shape, start, self.p)
+        return x.masked_fill(mask, 0.0) * (1 / (1 - self.p))
+
+
+def main():
+    key = layer_key(dropout_key(seed=0, step=1, samples=torch.tensor([7])), layer=0)
+    whole = dropout_mask(key, site=1, shape=(1, 4, 12), start={}, p=0.25)
+    halves = [dropout_mask(key, 1, (1, 2, 12), {1: first}, 0.25) for first in (0, 2)]
+    print("sample 7, step 1, layer 0: the mask of [1, 4, 12], 1 is dropped (p = 0.25)")
+    for row in whole[0].int().tolist():
+        print("   ", *row)
+    same = torch.equal(torch.cat(halves, 1), whole)
+    print(f"the two halves along dimension 1, joined, equal it: {same}")
+    large = dropout_mask(key, 1, (1, 1000, 1000), {}, 0.25)
+    print(f"share of a million elements that is dropped: {large.double().mean():.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""Routers of a mixture of experts: which expert gets which token (moe.py moves them).
+
+The logits are z = x W_rᵀ, one number for each token and expert. Left alone, a router sends all
+tokens to a few experts. Two ways to balance the load:
+
+    sinkhorn    A transport plan between tokens and experts in which each expert gets equal mass
+                (S-BASE, arXiv 2202.01169, section 3.1). Each token goes where its row of the plan
+                is largest. The lower the plan's temperature, the more even the load. The plan has
+                no gradient; the output of an expert is multiplied by a router probability, and
+                that is computed from the raw logits.
+    topk        The k largest logits. One loss pulls towards even load (Switch, arXiv 2101.03961,
+                eq. 4-6), another keeps logits small (ST-MoE, arXiv 2202.08906, eq. 5).
+
+    logits  e0  e1       plan, temperature 1      temperature 0.02      Raw logits send all four
+    t0     2.0 1.0       .10  .15  -> e1          -> e1                 tokens to e0. Rows of the
+    t1     2.2 1.0       .12  .14  -> e1          -> e0                 plan sum to 1/4, columns
+    t2     1.5 1.0       .07  .18  -> e1          -> e1                 to 1/2.
+    t3     3.0 0.0       .21  .04  -> e0          -> e0
+
+A plan looks at later tokens and at other sequences, so training with it is not strictly causal.
+Evaluation uses the raw logits, each token for itself, and so routes some tokens elsewhere than
+training did.
+
+    python routers.py      a plan by hand, and what temperature does to the load
+
+Not covered: router biases, expert groups and jitter (Megatron-LM).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import recompute
+from model_config import FieldError, GPTConfig
+
+# --- configuration --------------------------------------------------------------------------------
+
+EXPERT_FIELDS = (
+    "expert_every",
+    "router",
+    "router_topk",
+    "router_temperature",
+    "capacity_factor",
+    "aux_loss",
+    "z_loss",
+)
+
+
+@dataclass(frozen=True)
+class MoEConfig(GPTConfig):
+    """The shape of a GPT with experts: the fields of GPTConfig, and these. Raises FieldError."""
+
+    num_experts: int = 0  # 0: no experts, one MLP for all tokens
+    expert_every: int = 1  # experts in every n-th layer
+    router: str = "sinkhorn"  # or topk
+    router_topk: int = 1  # experts of a token
+    router_temperature: float = 0.02  # of Sinkhorn's plan: lower is more even; Megatron-LM has 1
+    # the most tokens of an expert, over its even share of a micro-batch; 0: no limit
+    capacity_factor: float = 0.0
+    aux_loss: float | None = None  # of the load-balancing loss; the default is 0.01 with topk
+    z_loss: float | None = None  # of the z-loss; the default is 0.001 with topk
+
+    def __post_init__(self):
+        self.check_types()
+        if not self.num_experts:
+            # Without experts these fields are reset, so that equal models compare equal.
+            for field in EXPERT_FIELDS:
+                default = type(self).__dataclass_fields__[field].default
+                object.__setattr__(self, field, default)
+        has_losses = self.num_experts and self.router == "topk"
+        for field, default in (("aux_loss", 0.01), ("z_loss", 0.001)):
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, default if has_losses else 0.0)
+        super().__post_init__()
+
+    @property
+    def expert_layers(self) -> range:
+        """The layers with experts: with expert_every 2 those numbered 1, 3, 5 and so on."""
+        if not self.num_experts:
+            return range(0)
+        return range(self.expert_every - 1, self.num_layers, self.expert_every)
+
+    def check(self) -> None:
+        super().check()
+        e, layers = self.num_experts, self.num_layers
+        if not 0 <= e < 2**16:
+            rule = "must be at least 0 and below 2^16; 0 is one MLP for all tokens"
+            raise FieldError("num_experts", e, rule)
+        if self.router not in ("sinkhorn", "topk"):
+            raise FieldError("router", self.router, "must be sinkhorn or topk")
+        if not 1 <= self.expert_every <= layers:
+            rule = "must be from 1 to {num_layers}"
+            raise FieldError("expert_every", self.expert_every, rule, num_layers=layers)
+        if not 1 <= self.router_topk <= (e or 1):
+            rule = "must be from 1 to {num_experts}"
+            raise FieldError("router_topk", self.router_topk, rule, num_experts=e)
+        self.check_range("router_temperature", 1e-3, 1, "must be from 0.001 to 1")
+        for field in ("capacity_factor", "aux_loss", "z_loss"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise FieldError(field, getattr(self, field), "must be at least 0 and finite")
+        if self.router == "sinkhorn" and self.aux_loss:
+            rule = "sinkhorn evens the load by its plan, and this loss hardly has a gradient there"
+            raise FieldError(
+                "aux_loss", self.aux_loss, rule + "; {router} would fit, or 0", router="topk"
+            )
+
+
+# --- a balanced plan -----------------------------------------------------------------------------
+
+
+def scale_rows_and_columns(cost: Tensor, tolerance: float, most: int):
+    """Sinkhorn's iteration: d0 and d1 for which the rows of d0 cost d1 sum to 1/N, columns to 1/E.
+
+    Scales rows, then columns, until d1 changes by at most a share `tolerance` on average, or `most`
+    times. Columns come last and are exact. cost: [N, E]. Returns (d0 [N], d1 [E], whether d1 stayed
+    within the range of a float).
+    """
+    n, e = cost.shape
+    d1 = cost.new_ones(e)
+    for _ in range(most):
+        d0 = 1 / n / (cost @ d1)
+        # of an expert, over its even share
+        load = (e * d1 * (cost.t() @ d0)).clamp(min=1e-100)
+        d1 = d1 / load
+        # "not above": also ends where a number is NaN
+        if not (1 - load).abs().mean() > tolerance:
+            break
+        if d1.log().abs().amax() > 200:
+            return d0, d1, False
+    return d0, d1, True
+
+
+def balance(
+    logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, most: int = 1000
+) -> tuple[Tensor, Tensor]:
+    """The plan d0 C d1 with C = exp(logits / temperature) (arXiv 2202.01169, section 3.1).
+
+    At a low temperature the iteration is slow, so the temperature is halved step by step. The dual
+    potentials f, one bias per expert in units of logits, warm-start the next temperature. f also
+    takes d1 in when d1 leaves the range of a float. Of each row only differences matter, so its
+    largest entry is set to 0. The plan is balanced; the largest entries of its rows need not be: a
+    token that is split 6 to 4 goes one way whole. A lower temperature splits fewer tokens. Equal
+    tokens go together at any temperature.
+
+    logits: [N, E]. Returns (plan, float64 [N, E]; f [E]). In each row logits + f have the order of
+    the plan, also where the plan is too small for a float.
+    """
+    logits = logits.double()
+    f = logits.new_zeros(logits.shape[1])
+    now = 1.0
+    for _ in range(most):
+        z = (logits + f) / now
+        cost = (z - z.amax(1, keepdim=True)).exp()
+        d0, d1, settled = scale_rows_and_columns(cost, tolerance, most)
+        f = f + now * d1.log()
+        if settled and now <= temperature:
+            break
+        if settled:
+            now = max(now / 2, temperature)
+    return d0.unsqueeze(1) * cost * d1, f
+
+
+def sinkhorn(
+    logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, most: int = 1000
+) -> Tensor:
+    """The balanced plan of `balance`. logits: [N, E], of any size. Returns [N, E], float64."""
+    return balance(logits, temperature, tolerance, most)[0]
+
+
+# --- routers --------------------------------------------------------------------------------------
+
+
+class Router(nn.Module):
+    """One logit for each token and expert, in at least float32."""
+
+    def __init__(self, config):
+        """config: a moe.MoEConfig."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.k = config.router_topk
+        self.temperature = config.router_temperature
+        self.aux_loss = config.aux_loss
+        self.z_loss = config.z_loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [b, s, h] -> [b, s, E]"""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), self.weight.to(wide))
+
+    def scores(self, logits: Tensor, training: bool) -> Tensor:
+        """A token goes where its scores are largest. logits: [n, E] -> [n, E]"""
+        return logits
+
+    def losses(self, logits: Tensor, load: Tensor) -> Tensor:
+        """The router's losses, summed over these tokens, each with its coefficient. A scalar.
+
+            load-balancing   E Σ_e f_e P_e         1 where the load is even
+            z-loss           (log Σ_e exp z_e)²
+
+        P_e: the mean probability of expert e. logits: [.., E], any part of a micro-batch; load:
+        [E], f: each expert's share of the micro-batch's choices, before any token is dropped.
+        """
+        total = 0.0
+        if self.aux_loss:
+            total = self.aux_loss * len(load) * (logits.softmax(-1) @ load).sum()
+        if self.z_loss:
+            total = total + self.z_loss * logits.logsumexp(-1).square().sum()
+        return total
+
+
+class TopKRouter(Router):
+    """The k largest logits.
+
+    With k = 1 an output is multiplied by its expert's probability (Switch, eq. 2); with more the k
+    probabilities add up to 1 (Mixtral, arXiv 2401.04088).
+    """
+
+    def probabilities(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """The factor of each chosen expert's output. logits: [n, E]; chosen: [n, k] -> [n, k]"""
+        if self.k == 1:
+            return logits.softmax(-1).gather(1, chosen)
+        return logits.gather(1, chosen).softmax(-1)
+
+
+class SinkhornRouter(Router):
+    """Training follows the balanced plan, evaluation the raw logits.
+
+    As in Megatron-LM, the probability is a sigmoid for k = 1, else the softmax over all experts.
+    """
+
+    def scores(self, logits: Tensor, training: bool) -> Tensor:
+        if not training:
+            return logits
+        return logits + balance(logits, self.temperature, tolerance=1e-2)[1]
+
+    def probabilities(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """As in TopKRouter."""
+        every = logits.sigmoid() if self.k == 1 else logits.softmax(-1)
+        return every.gather(1, chosen)
+
+
+# --- a plan for the tokens of a micro-batch -------------------------------------------------------
+
+
+class DispatchPlan(NamedTuple):
+    """Where rows go and come from; n tokens, k choices each, m assignments that were not dropped.
+
+    Assignment a is choice a // n of token a % n. The picture above (k = 1): chosen [[2], [0], [3],
+    [0], [2], [1]], order [1, 3, 5, 0, 4, 2], position [[3, 0, 5, 1, 4, 2]].
+    """
+
+    chosen: Tensor  # [n, k] expert
+    load: Tensor  # [E] share of all choices
+    order: Tensor  # [m] assignments, sorted by expert
+    position: Tensor  # [k, n] where each assignment is in `order`; m: dropped
+    counts: Tensor  # [E / ep] rows for each expert of this rank
+    sent: list[int]  # rows to each expert-parallel rank; empty without expert parallelism
+    received: list[int]  # rows from each
+    by_expert: Tensor | None  # [sum of received] the received rows, in the order of experts
+    by_rank: Tensor | None  # the inverse of by_expert
+
+
+def inverse_permutation(order: Tensor, size: int) -> Tensor:
+    """Where each of `size` numbers is in `order`; len(order) for those that are not in it."""
+    position = torch.full((size,), len(order), dtype=order.dtype, device=order.device)
+    position[order] = torch.arange(len(order), device=order.device)
+    return position
+
+
+# all but the first are reported as means over tokens (dropped_share: over choices)
+ROUTER_STATS = ("tokens", "dropped_share", "router_entropy", "load_balancing_loss", "z_loss")
+
+
+class Routing(recompute.RunOnce):
+    """From logits to a dispatch plan, and the router's statistics. It has no gradient.
+
+    Routing runs once; recomputation reuses the plan.
+    """
+
+    def __init__(self, scores, config: MoEConfig):
+        super().__init__()
+        self.scores = scores
+        self.k = config.router_topk
+        self.capacity_factor = config.capacity_factor
+        # of expert parallelism
+        self.group: dist.ProcessGroup | None = None
+        # [E + 5], sums over training tokens: choices of each expert, then ROUTER_STATS
+        self.statistics: Tensor | None = None
+
+    @torch.no_grad()
+    def forward(self, logits: Tensor) -> DispatchPlan:
+        """logits: [n, E], of the whole micro-batch.
+
+        With a capacity, an expert drops its last choices: second choices before first ones, later
+        tokens before earlier ones. For a dropped choice the token gets zeros, so only the residual
+        connection goes on; the probabilities of its other choices stay as they are.
+        """
+        n, e = logits.shape
+        chosen = self.scores(logits, self.training).topk(self.k).indices
+        choices = chosen.t().flatten()  # [k n]: all first choices come first
+        counts = choices.bincount(minlength=e)
+        load = counts.to(logits.dtype) / len(choices)
+        order = choices.argsort(stable=True)
+        # evaluation drops nothing
+        if self.capacity_factor and self.training:
+            factor = min(self.capacity_factor, e)
+            capacity = math.ceil(round(factor * len(choices) / e, 6))
+            first = (counts.cumsum(0) - counts)[choices[order]]
+            rank_in_expert = torch.arange(len(choices), device=choices.device) - first
+            order = order[rank_in_expert < capacity]
+            kept = counts.clamp(max=capacity)
+        else:
+            kept = counts
+        if self.training:
+            self.add_statistics(logits, counts, load, dropped=len(choices) - len(order))
+        position = inverse_permutation(order, len(choices)).view(-1, n)
+        return DispatchPlan(chosen, load, order, position, *self.across_ranks(kept))
+
+    def add_statistics(self, logits: Tensor, counts: Tensor, load: Tensor, dropped: int) -> None:
+        logits = logits.double()
+        p = logits.softmax(-1)
+        sums = (
+            len(logits),
+            dropped,
+            torch.special.entr(p).sum(),
+            logits.shape[1] * (p @ load.double()).sum(),
+            logits.logsumexp(-1).square().sum(),
+        )
+        sums = [torch.as_tensor(x, dtype=torch.float64, device=logits.device) for x in sums]
+        new = torch.cat((counts.double(), torch.stack(sums)))
+        self.statistics = new if self.statistics is None else self.statistics + new
+
+    def across_ranks(self, counts: Tensor):
+        """Tell the other ranks how many rows will come. counts: [E]. Returns the last fields of
+        DispatchPlan."""
+        if self.group is None:
+            return counts, [], [], None, None
+        ep = self.group.size()
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        ours = counts.view(ep, -1)  # [ep, E / ep] rows from here for rank r's experts
+        theirs = theirs.view(ep, -1)  # [ep, E / ep] rows from rank r for the experts here
+        expert = torch.arange(theirs.shape[1], device=counts.device).repeat(ep)
+        by_expert = expert.repeat_interleave(theirs.flatten()).argsort(stable=True)
+        by_rank = inverse_permutation(by_expert, len(by_expert))
+        return theirs.sum(0), ours.sum(1).tolist(), theirs.sum(1).tolist(), by_expert, by_rank
+
+
+def main():
+    example = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]], dtype=torch.float64)
+    plan = sinkhorn(example)
+    rounded = [[round(x, 3) for x in row] for row in plan.tolist()]
+    print(f"four tokens, two experts, logits {example.tolist()}:")
+    print(f"the plan's rows {rounded} sum to 1/4, its columns to 1/2;")
+    print(f"largest in each row: {plan.argmax(1).tolist()};", end=" ")
+    print(f"at temperature 0.02: {sinkhorn(example, 0.02).argmax(1).tolist()}")
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(4096, 3, generator=g) @ torch.randn(3, 8, generator=g)
+    print("\n4096 tokens from 3 dimensions, 8 experts: largest load over the mean")
+    ways = {"raw logits": logits}
+    for t in (1.0, 0.3, 0.1, 0.02):
+        ways[f"plan at temperature {t}"] = sinkhorn(logits, t, 1e-2)
+    for name, scores in ways.items():
+        load = scores.argmax(1).bincount(minlength=8)
+        print(f"  {name:<26}{load.max() / 512:.2f}")
+
+
+if __name__ == "__main__":
+    main()

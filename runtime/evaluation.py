@@ -1,0 +1,41 @@
+"""The loss on held-out text, under every layout."""
+
+import torch
+import torch.distributed as dist
+
+
+@torch.no_grad()
+def evaluate(trainer, dataset, sequences: int) -> float:
+    """Mean loss per token over the first `sequences` samples of a held-out dataset."""
+    total = torch.zeros((), dtype=torch.float64, device=trainer.device)
+    batches = list(evaluation_batches(trainer, dataset, sequences))
+    training = trainer.stages[0].training
+    for stage in trainer.stages:
+        # routers take raw logits
+        stage.eval()
+
+    def add(batch, losses):
+        total.add_((losses * batch.loss_mask).sum())
+
+    if trainer.schedule is None:
+        for batch in batches:
+            add(batch, trainer.model(batch.tokens, batch.targets))
+    else:
+        trainer.model.evaluate(batches, add)
+    for stage in trainer.stages:
+        stage.train(training)
+    for group in (trainer.groups.dp, trainer.groups.pp):
+        if group:
+            dist.all_reduce(total, group=group)
+    return total.item() / max(1, dataset.counted_tokens(range(sequences)))
+
+
+def evaluation_batches(trainer, dataset, sequences: int):
+    """This rank's batches. All ranks have equally many, of one size, for their forward passes
+    may be collectives; what is too many is masked."""
+    b = trainer.micro_batch
+    for start in range(0, sequences, trainer.dp * b):
+        mine = range(start + trainer.dp_rank * b, start + (trainer.dp_rank + 1) * b)
+        batch = dataset.batch([min(n, sequences - 1) for n in mine])
+        counts = torch.tensor([n < sequences for n in mine]).unsqueeze(1)
+        yield batch._replace(loss_mask=batch.loss_mask & counts).to(trainer.device)

@@ -1,0 +1,59 @@
+"""What a run leaves after its last step: loss.png and a sample of text."""
+
+import sys
+from pathlib import Path
+
+import generate
+import sequence_parallel
+from runtime.metrics import duration, plot_loss
+from runtime.opening import sample_ids
+from runtime.world import World
+
+
+def finish(trainer, run, tokenizer, seconds: float) -> None:
+    """The end of a run that no signal has stopped. All ranks call this together."""
+    if trainer.finish(run):
+        return
+    config, world = trainer.config, run.world
+    # a model whose parameters are spread over the data-parallel ranks runs on all of them
+    spread = config.zero_stage == 3 or config.ep > 1
+    if trainer.dp_rank > 0 and not spread:
+        return
+    text = sample(trainer, tokenizer)
+    if world.rank == 0:
+        corpus = run.train_set.index["corpus"]
+        title = f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}"
+        draw_loss(world, run, title)
+        write_sample = lambda path: path.write_text(text, encoding="utf-8", errors="replace")  # noqa: E731
+        leave(world, run.out / "sample.txt", write_sample)
+        world.say(
+            f"\na sample (generate.py makes more):\n\n{text}\n\n{run.out}: loss.png, metrics.jsonl, "
+            f"sample.txt, checkpoints; {duration(seconds)} of training"
+        )
+
+
+def sample(trainer, tokenizer) -> str:
+    """Text that continues --sample-prompt. Tensor-parallel ranks draw the same tokens."""
+    config = trainer.config
+    if config.sequence_parallel:
+        for stage in trainer.stages:
+            sequence_parallel.shard_sequence(stage, trainer.groups.tp, sharded=False)
+    prompt = sample_ids(config, tokenizer)
+    options = dict(temperature=0.8, seed=config.seed, eot=tokenizer.stop_ids)
+    try:
+        (ids,) = generate.generate(trainer.model, [prompt], 300, **options)
+    except FloatingPointError as e:
+        return f"no sample: {e}"
+    return tokenizer.decode(prompt + ids)
+
+
+def draw_loss(world: World, run, title: str) -> None:
+    leave(world, run.out / "loss.png", lambda path: plot_loss(run.metrics.lines, title, path))
+
+
+def leave(world: World, path: Path, write) -> None:
+    """write(path), for what can be made again: without room for it, the run is done all the same."""
+    try:
+        write(path)
+    except OSError as e:
+        world.say(f"{path}: cannot be written ({e.strerror}); the checkpoints are whole")

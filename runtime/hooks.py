@@ -1,0 +1,49 @@
+"""What a trainer that is built on train.Trainer may change: the defaults, for pretraining.
+
+prompts/learning.py is the example: it freezes the model, adds prompts, and leaves a prompt file.
+"""
+
+from pathlib import Path
+
+import checkpoint
+from runtime import opening
+
+
+class RunHooks:
+    # FLOPs of a step over those of training every parameter
+    share_of_flops = 1.0
+    # in --out: what is there when a run is done
+    last_file = "sample.txt"
+    # datasets: open_data(config, world, tokenizer) -> (training set, held-out set)
+    open_data = staticmethod(opening.open_data)
+
+    def before_techniques(self, stage) -> None:
+        """Change a stage of the model before any technique does."""
+
+    def after_model_parallel(self, stage) -> None:
+        """Change a stage after tensor and sequence parallelism, before recomputation."""
+
+    def load_base(self, tokenizer) -> None:
+        """Load what is not in the run's own checkpoints."""
+
+    def check_base(self, path: Path, index: dict) -> None:
+        """Whether the run's checkpoint at `path` belongs to what `load_base` has loaded."""
+
+    def load_weights(self, world) -> None:
+        """Before the first step of a new run: start from the weights of --load."""
+        if self.config.load:
+            path = checkpoint.find(self.config.load)
+            self.checkpoints.load(path, weights_only=True)
+            world.say(f"starting from the weights of {path}")
+
+    def extra_state(self) -> dict:
+        """What a checkpoint's index has beside the usual."""
+        return {}
+
+    def describe_learned(self) -> str:
+        """For the line at the start, after the number of parameters."""
+        return ""
+
+    def finish(self, run) -> bool:
+        """After the last step. Returns whether this was all: no sample, no title of its own."""
+        return False

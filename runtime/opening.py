@@ -1,0 +1,168 @@
+"""What a run opens before its first step: the tokenizer, the folder, the data. And what it checks
+there: memory, flags that differ between ranks, another run in the folder.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import torch
+
+import checkpoint
+from corpus import blend
+from corpus.tokenizer import BUILT_IN, FileTokenizer, TokenizerError, make_tokenizer, prompt_ids
+from runtime import room
+from runtime.config import Config, ConfigError, flag_name
+from runtime.metrics import Metrics
+from runtime.run_folder import RunFolder, RunFolderError, launcher_name
+from runtime.world import World
+
+
+def open_out(config: Config, world: World) -> RunFolder | None:
+    """The run's folder, locked by rank 0 for all. A collective: every rank refuses what is wrong
+    there. Raises RunFolderError."""
+    opened = []
+
+    def open_folder():
+        folder = RunFolder(config.out, config.resume, world.restarts, launcher_name())
+        opened.append(folder)
+
+    world.on_rank_0(open_folder, (RunFolderError,))
+    return opened[0] if world.rank == 0 else None
+
+
+def check_flags_agree(config: Config, world: World) -> None:
+    """Ranks that were started one by one may have other flags each. A collective. Raises
+    ConfigError, on all ranks."""
+    everywhere = world.gather(dataclasses.asdict(config))
+    for rank, flags in enumerate(everywhere):
+        for name, value in flags.items():
+            expected = everywhere[0][name]
+            if value != expected:
+                raise ConfigError(
+                    f"{flag_name(name)}: rank {rank} was started with {value}, and rank 0 with "
+                    f"{expected}; give all ranks the same flags"
+                )
+
+
+def check_room(config: Config, world: World) -> None:
+    """Raises ConfigError for a run that the memory of a rank can never hold."""
+    model = config.model_config()
+    dp = world.size // config.tp // config.pp
+    ranks = {"tp": config.tp, "pp": config.pp, "dp": dp, "ep": config.ep}
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    precision = config.precision or ("bf16" if device == "cuda" else "fp32")
+    has = room.memory(device, world.local_size)
+    needs = 0
+    # a frozen model has no gradients and no optimizer state
+    if not config.prompt_config:
+        state = config.optimizer_state
+        needs = room.state_bytes(model, precision, state, config.zero_stage, ranks)
+    if needs > has:
+        raise ConfigError(
+            f"--hidden-size {model.hidden_size} --num-layers {model.num_layers} --num-experts "
+            f"{model.num_experts} --vocab-size {model.vocab_size}: weights, gradients and optimizer "
+            f"state of this model {room.complaint('take', needs, has)}; a smaller model, or more "
+            "ranks with --tp, --pp or --zero-stage 3, would need less of each"
+        )
+    micro = config.micro_batch(dp)
+    needs = room.activation_bytes(model, precision, micro, ranks)
+    if needs > has:
+        raise ConfigError(
+            f"--micro-batch-size {micro}: the activations of so many sequences of "
+            f"{model.seq_length} tokens {room.complaint('take', needs, has)}; --micro-batch-size 1 "
+            "would need the least"
+        )
+
+
+def default_tokenizer(config: Config) -> str:
+    """The tokenizer where --tokenizer is not given: that of the run that goes on, or of --load."""
+    if config.resume:
+        found = checkpoint.steps(Path(config.out) / "checkpoints")
+        for path in reversed(found.values()):
+            # The one before it may be whole; resume.py says what is wrong.
+            with contextlib.suppress(checkpoint.Damaged):
+                return checkpoint.tokenizer_of(path)
+    return checkpoint.tokenizer_of(checkpoint.find(config.load)) if config.load else "bytes"
+
+
+def open_tokenizer(config: Config, world: World):
+    """The tokenizer of --tokenizer, or the default one. Where its vocabulary is larger than the
+    preset's, it sets --vocab-size. Raises ConfigError, TokenizerError or CheckpointError."""
+    name = config.tokenizer
+    moved = name is not None and name not in BUILT_IN and not os.path.exists(name)
+    # The file of a run that goes on may have moved: the run has a copy.
+    if name is None or (config.resume and moved):
+        name = default_tokenizer(config)
+    tokenizer = make_tokenizer(name)
+    shape = config.model_config()
+    if tokenizer.vocab_size > shape.vocab_size:
+        beyond = f"--tokenizer {name}: its ids go up to {tokenizer.vocab_size - 1}, beyond "
+        if config.vocab_size is not None:
+            raise ConfigError(
+                f"{beyond}--vocab-size {shape.vocab_size}; --vocab-size {tokenizer.vocab_size} "
+                "would fit"
+            )
+        if config.load:
+            raise ConfigError(
+                f"{beyond}the {shape.vocab_size} of the model in --load {config.load}; the "
+                "tokenizer that it was trained with would fit"
+            )
+        config.vocab_size = tokenizer.vocab_size
+        world.say(f"--vocab-size {config.vocab_size}: as many as --tokenizer {name} has")
+    elif tokenizer.vocab_size < 0.9 * shape.vocab_size:
+        world.say(
+            f"--tokenizer {name}: fills {tokenizer.vocab_size:,} of the model's "
+            f"{shape.vocab_size:,} ids; the others never occur in this run"
+        )
+    sample_ids(config, tokenizer)
+    return tokenizer
+
+
+def sample_ids(config: Config, tokenizer) -> list[int]:
+    """The ids of --sample-prompt. Raises ConfigError for what is not text."""
+    try:
+        ids = prompt_ids(tokenizer, config.sample_prompt)
+    except (UnicodeEncodeError, TokenizerError) as e:
+        prompt = config.sample_prompt
+        raise ConfigError(f"--sample-prompt {prompt!r}: cannot be encoded ({e})") from None
+    return ids[-config.model_config().seq_length :]
+
+
+def open_data(config: Config, world: World, tokenizer):
+    """(training set, held-out set). The corpus is tokenized first if need be. Raises DataError."""
+    s = config.model_config().seq_length
+    share = {
+        "cache": config.cache,
+        "exchange": world.gather,
+        "rank": world.rank,
+        "world": world.size,
+        "workers": world.cores,
+    }
+    parts = blend.prepare(config.data, tokenizer, **share)
+    if not config.val_data:
+        train_set = blend.open_parts(parts, s, config.seed)
+        return train_set, blend.open_parts(parts, s, None, "held-out")
+    val_parts = blend.prepare(config.val_data, tokenizer, "--val-data", **share)
+    train_set = blend.open_parts(parts, s, config.seed, "all")
+    return train_set, blend.open_parts(val_parts, s, None, "all")
+
+
+def begin_files(config: Config, out: Path, tokenizer, start: int) -> Metrics:
+    """What a run leaves from its start: config.json, its tokenizer, metrics.jsonl. On rank 0.
+
+    Raises RunFolderError or MetricsError.
+    """
+    try:
+        # Whole or as it was: a full disk must not truncate the flags of a run.
+        text = json.dumps(dataclasses.asdict(config), indent=1)
+        (out / "config.tmp").write_text(text, encoding="utf-8")
+        os.replace(out / "config.tmp", out / "config.json")
+        if isinstance(tokenizer, FileTokenizer):
+            # generate.py finds it there
+            tokenizer.save(out)
+    except OSError as e:
+        raise RunFolderError(f"--out {out}: cannot be written ({e.strerror})") from None
+    return Metrics(out / "metrics.jsonl", start)

@@ -1,0 +1,235 @@
+"""Which configurations can run. What cannot is refused before any process group exists.
+
+The message names the flag, its value, the rule and what would fit. Each technique knows its own
+rules (tensor_parallel.check, ..) and raises FieldError; here they are asked, in the order in which
+a user would fix them.
+"""
+
+import dataclasses
+import importlib.util
+
+import torch
+
+import moe
+import pipeline_parallel
+import recompute
+import sequence_parallel
+import tensor_parallel
+from model_config import divisors
+from moe import MoEConfig
+from prompts import prompt_data
+from routers import EXPERT_FIELDS
+from runtime import json_files
+from runtime.config import Config, ConfigError, as_flags, flag_name
+
+# Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
+MOST_SEQUENCES = 2**20
+# flag -> its least value
+LEAST = {
+    "global_batch_size": 1,
+    "steps": 1,
+    "log_every": 1,
+    "num_kv_heads": 1,
+    "ffn_hidden_size": 1,
+    "warmup_steps": 0,
+    "save_every": 0,
+    "keep": 0,
+    "eval_every": 0,
+    "seed": 0,
+    "lr": 0,
+    "min_lr": 0,
+    "max_bad_steps": 0,
+    "weight_decay": 0,
+    "grad_clip": 0,
+    "micro_batch_size": 1,
+    "tp": 1,
+    "pp": 1,
+    "virtual_stages": 1,
+    "ep": 1,
+    "timeout": 1,
+}
+
+
+def refuse(config: Config, field: str, rule: str):
+    """Raises ConfigError: the field's flag, its value, and a rule that says what would fit."""
+    raise ConfigError(f"{flag_name(field)} {getattr(config, field)}: {rule}")
+
+
+def validate(config: Config, world: int) -> None:
+    """Everything that can be known before a process group exists. world: how many ranks.
+
+    Raises ConfigError.
+    """
+    check_types(config)
+    model = config.model_config()
+    check_numbers(config)
+    check_ranks(config, model, world)
+    check_techniques(config, model, world)
+    check_batch(config, model, dp=world // config.tp // config.pp)
+    if config.prompt_config:
+        check_prompts(config)
+    check_device(config)
+
+
+def check_types(config: Config) -> None:
+    """What argparse has checked already, for flags that come from a file. Raises ConfigError."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        name = flag_name(field.name)
+        try:
+            json_files.convert(value, field.type, "")
+        except json_files.JSONError as e:
+            raise ConfigError(f"{name} {value!r}{e}") from None
+        choices = field.metadata["choices"]
+        if value is not None and choices and value not in choices:
+            refuse(config, field.name, f"must be one of {', '.join(map(str, choices))}")
+        if value == "" and field.name != "sample_prompt":
+            raise ConfigError(f"{name} '': is empty; leave it out for the default")
+        words = value if isinstance(value, list) else [value]
+        if any(isinstance(word, str) and not is_text(word) for word in words):
+            raise ConfigError(
+                f"{name} {value!r}: has bytes that are not UTF-8 text, or a zero byte"
+            )
+
+
+def is_text(word: str) -> bool:
+    try:
+        return b"\0" not in word.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+
+
+def check_numbers(config: Config) -> None:
+    """Ranges that no other flag decides. Raises ConfigError."""
+    for name, least in LEAST.items():
+        value = getattr(config, name)
+        # NaN and infinity fail too
+        if value is not None and not least <= value < 2**31:
+            refuse(config, name, f"must be at least {least} and below 2^31")
+    if config.global_batch_size > MOST_SEQUENCES:
+        rule = f"must be at most {MOST_SEQUENCES:,} sequences; published runs take some thousands"
+        refuse(config, "global_batch_size", rule)
+    if config.min_lr is not None and config.min_lr > config.lr:
+        rule = f"must be at most --lr {config.lr}, from which the cosine comes down"
+        refuse(config, "min_lr", rule)
+
+
+def check_ranks(config: Config, model: MoEConfig, world: int) -> None:
+    """Whether the sizes of the layout divide the ranks. Raises ConfigError."""
+    tp, pp = config.tp, config.pp
+    needed = tp * pp * config.ep
+    if world == 1 and needed > 1:
+        name = next(name for name in ("tp", "pp", "ep") if getattr(config, name) > 1)
+        rule = (
+            f"this is one rank alone; start several with torchrun --nproc-per-node {needed} "
+            f"train.py ..., or give --{name} 1"
+        )
+        refuse(config, name, rule)
+    if world % tp:
+        fit = divisors(tensor_parallel.sizes_that_fit(model, world), tp)
+        refuse(config, "tp", f"must divide the {world} ranks; {fit} would fit")
+    if world // tp % pp:
+        fit = divisors(world // tp, pp)
+        refuse(config, "pp", f"must divide the {world} ranks over --tp {tp}; {fit} would fit")
+    if config.sequence_parallel and tp == 1:
+        raise ConfigError(
+            "--sequence-parallel: shards what tensor parallelism leaves whole, and needs --tp 2 or "
+            "more"
+        )
+    interleaved = config.schedule in (None, "interleaved")
+    if config.virtual_stages > 1 and (not interleaved or pp == 1):
+        rule = "only --schedule interleaved, under --pp 2 or more, has more than 1"
+        refuse(config, "virtual_stages", rule)
+    for name in ("schedule", "layer_split"):
+        if getattr(config, name) and pp == 1:
+            refuse(config, name, "needs --pp 2 or more")
+
+
+def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
+    """Each technique's own rules. Raises ConfigError."""
+    dp = world // config.tp // config.pp
+    with as_flags():
+        recompute.check(model, config.recompute, config.recompute_layers)
+        tensor_parallel.check(model, config.tp, world)
+        if config.sequence_parallel:
+            sequence_parallel.check(model, config.tp)
+        v = config.virtual_stages
+        pipeline_parallel.check(model.num_layers, config.pp, v, config.layer_split)
+    for name in EXPERT_FIELDS:
+        if getattr(config, name) is not None and not model.num_experts:
+            rule = "this model has no experts; --num-experts 8, for example, would give it some"
+            refuse(config, name, rule)
+    with as_flags():
+        moe.check(model, config.ep, dp)
+
+
+def multiples(n: int, of: int) -> str:
+    """The multiples next to n, for a message."""
+    low = n // of * of
+    return f"{low} or {low + of} would fit" if low else f"{of} would fit"
+
+
+def check_batch(config: Config, model: MoEConfig, dp: int) -> None:
+    """Whether the global batch splits into equal micro-batches. Raises ConfigError."""
+    batch = config.global_batch_size
+    if batch % dp:
+        rule = f"must be divisible by the {dp} data-parallel ranks; {multiples(batch, dp)}"
+        refuse(config, "global_batch_size", rule)
+    share = batch // dp
+    micro = config.micro_batch(dp)
+    if share % micro:
+        raise ConfigError(
+            f"--micro-batch-size {micro}: must divide each rank's {share} sequences "
+            f"(--global-batch-size {batch} over {dp} data-parallel ranks); {divisors(share, micro)} "
+            "would fit"
+        )
+    tokens = micro * model.seq_length
+    if model.num_experts and model.router == "sinkhorn" and tokens < model.num_experts:
+        raise ConfigError(
+            f"--num-experts {model.num_experts}: more than the {tokens} tokens of a micro-batch, "
+            "among which no plan of --router sinkhorn is even; fewer experts, a larger "
+            "--micro-batch-size or --router topk would do"
+        )
+    # sequences in pp micro-batches of every pipeline
+    group = config.pp * micro * dp
+    if config.pipeline_schedule == "interleaved" and batch % group:
+        rule = (
+            f"makes {share // micro} micro-batches for each pipeline, and interleaved needs a "
+            f"multiple of --pp {config.pp}; {multiples(batch, group)}"
+        )
+        refuse(config, "global_batch_size", rule)
+
+
+def check_prompts(config: Config) -> None:
+    """Raises ConfigError or PromptError."""
+    style = prompt_data.PromptConfig.read(config.prompt_config).virtual_prompt_style
+    if style == "inference":
+        rule = (
+            "virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and fine-tuning "
+            "do"
+        )
+        refuse(config, "prompt_config", rule)
+    for name in ("data", "val_data"):
+        if getattr(config, name):
+            paths = " ".join(getattr(config, name))
+            raise ConfigError(
+                f"{flag_name(name)} {paths}: prompts are learned from what data.train_ds in "
+                "--prompt-config names"
+            )
+    if not config.load:
+        refuse(config, "prompt_config", "for which model? --load CKPT names it")
+
+
+def check_device(config: Config) -> None:
+    """What this machine and its packages can do. Raises ConfigError."""
+    if config.optimizer_state == "bf16" and config.precision == "fp16":
+        raise ConfigError(
+            "--optimizer-state bf16: the upper half of an fp32 master is a bf16 number; --precision "
+            "bf16 would fit, or --optimizer-state fp32"
+        )
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("--tensorboard: needs the package tensorboard (pip install tensorboard)")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: this machine has no usable CUDA device; --device cpu would run"
+        )

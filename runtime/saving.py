@@ -1,0 +1,88 @@
+"""A run's checkpoints: written while training goes on, loaded under any layout, removed when old.
+
+A checkpoint of step k is good if step k + 1 was taken: then its weights still gave finite
+gradients. Older checkpoints are removed only after that, so a run that diverges keeps good ones.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import checkpoint
+from corpus.tokenizer import TokenizerRecord
+
+
+class RunCheckpoints:
+    """Saves and loads what a trainer changes."""
+
+    def __init__(self, trainer, group: dist.ProcessGroup | None):
+        """group: all ranks, on the CPU, used for nothing else; None for one rank."""
+        self.trainer = trainer
+        self.saver = checkpoint.Saver(group)
+        # the step of a checkpoint whose weights no later step has shown to be good yet
+        self.unproven: int | None = None
+        # of the run's tokenizer: goes into every checkpoint
+        self.tokenizer = TokenizerRecord()
+
+    def save(self, folder: Path, step: int, tokens: int, corpus: str) -> None:
+        """Start to write a checkpoint; `saver.wait()` waits for its end."""
+        self.saver.wait()
+        # of the checkpoint before: steps were taken since
+        self.remove_old(folder)
+        self.unproven = step
+        trainer = self.trainer
+        state = {
+            "tokens": tokens,
+            "corpus": corpus,
+            "tokenizer": dataclasses.asdict(self.tokenizer),
+            "optimizer": trainer.optimizer.state_dict(),
+            **trainer.extra_state(),
+            "config": dataclasses.asdict(trainer.config),
+            "model": dataclasses.asdict(trainer.model_config),
+        }
+        self.saver.save(folder, step, trainer.optimizer.tensors(), state=state)
+
+    def remove_old(self, folder: Path, loss: float = 0.0) -> None:
+        """Remove the checkpoints that --keep leaves no room for, once the newest one is good: a
+        step was taken from its weights, or they gave a finite loss."""
+        good = not self.trainer.optimizer.skipped_in_a_row and math.isfinite(loss)
+        if self.unproven is not None and good and not self.saver.busy:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                checkpoint.remove_old(folder, self.unproven, self.trainer.config.keep)
+            self.unproven = None
+
+    def load(self, path: Path, weights_only: bool = False) -> dict:
+        """Continue from a checkpoint, or start from its weights. Returns its index. Raises
+        CheckpointError, naming the fields in which its model differs."""
+        tensors = self.trainer.optimizer.tensors()
+        wanted = tensors
+        if weights_only:
+            wanted = {n: t for n, t in tensors.items() if n.startswith("model.")}
+        index = checkpoint.load(path, wanted, self.shape(weights_only))
+        self.set(tensors)
+        if weights_only:
+            return index
+        try:
+            self.trainer.optimizer.load_state_dict(index["optimizer"])
+            return index | {"tokens": int(index["tokens"])}
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
+            why = f"({type(e).__name__}: {e})"
+            raise checkpoint.CheckpointError(
+                f"{path}/index.json lacks what training goes on from {why}"
+            ) from None
+
+    def shape(self, weights_only: bool) -> dict:
+        """The fields of the model that a checkpoint must agree with."""
+        config = self.trainer.model_config
+        free = checkpoint.free_fields(config, weights_only)
+        return {k: v for k, v in dataclasses.asdict(config).items() if k not in free}
+
+    @torch.no_grad()
+    def set(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Use the new values of what `optimizer.tensors()` gave."""
+        self.trainer.optimizer.restore(tensors)
+        for gradients in self.trainer.gradients:
+            gradients.gather_parameters()

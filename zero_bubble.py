@@ -1,0 +1,111 @@
+"""Zero-bubble pipelines split backward in two (Qi et al., arXiv 2401.10241).
+
+A matrix multiplication y = x Wᵀ has two gradients:
+
+    I    ∂x = ∂y W       the stage before waits for it
+    W    ∂W = ∂yᵀ x      nobody waits for it
+
+So a schedule can run I as soon as ∂y arrives, and fill with W the time in which a rank would wait:
+
+    1f1b     F F F F . . B B B B       B = I and W
+    zb-h1    F F F F I I W I W W
+
+During I a linear layer appends (weight, ∂y, x) to the list that the pipeline has put on its weight
+(`weight.deferred`); during W the pipeline works the list off. Without a list the weight gradient is
+computed at once. Gradients of biases and norms stay with I.
+
+    python pipeline_parallel.py      zb-h1 beside the other schedules
+
+Not covered: ZB-H2 and ZB-V, and overlapping the data-parallel sum with W (Megatron-LM).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+import gpt
+import tensor_parallel
+
+
+def weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | None:
+    """∂W = ∂yᵀ x; or None where the weight has a list, to which the three are appended.
+
+    grad_output: ∂y [b s, out]; x: [b s, in] -> [out, in]
+    """
+    if getattr(weight, "deferred", None) is None:
+        return grad_output.t() @ x
+    weight.deferred.append((weight, grad_output, x))
+    return None
+
+
+class _Linear(torch.autograd.Function):
+    """y = x Wᵀ + b, whose weight gradient may wait."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x)
+        # the parameter itself, which has the list
+        ctx.weight = weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        grad_output = grad.flatten(0, -2)  # [b s, out]
+        dx = dw = db = None
+        if ctx.needs_input_grad[2]:
+            db = grad_output.sum(0)
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(ctx.weight, grad_output, x.flatten(0, -2))
+        if ctx.needs_input_grad[0]:
+            dx = grad @ ctx.weight
+        return dx, dw, db
+
+
+@torch.compiler.disable
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _Linear.apply(x, weight, bias)
+
+
+class Linear(nn.Linear):
+    """nn.Linear, whose weight gradient may wait."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class DeferredBiasLinear(gpt.DeferredBiasLinear):
+    """gpt.DeferredBiasLinear, whose weight gradient may wait."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+REPLACEMENTS = {nn.Linear: Linear, gpt.DeferredBiasLinear: DeferredBiasLinear}
+
+
+def with_weights_of(new: type[nn.Linear], old: nn.Linear) -> nn.Linear:
+    """A module of class `new` with the very parameters of `old`."""
+    with torch.device("meta"):
+        module = new(old.in_features, old.out_features, bias=old.bias is not None)
+    module.weight = old.weight
+    module.bias = old.bias
+    return module
+
+
+def apply(model: gpt.GPT) -> None:
+    """Let the linear layers of a model, or of a stage, defer their weight gradients; in place.
+
+    After tensor and sequence parallelism, before recompute.apply.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) in REPLACEMENTS:
+                setattr(parent, name, with_weights_of(REPLACEMENTS[type(child)], child))
+    for module in model.modules():
+        if isinstance(module, tensor_parallel.ColumnParallelLinear):
+            module.weight_gradient = weight_gradient
+        elif isinstance(module, tensor_parallel.RowParallelLinear):
+            module.linear = linear
