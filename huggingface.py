@@ -1,20 +1,23 @@
-"""The same weights as Hugging Face folders: what `transformers` saved goes on training here, what
-was trained here loads there.
+"""The same weights as Hugging Face folders, in and out.
 
-A model is a config.json, and tensors under other names. The tables of architectures.py say where
-each of our tensors lies in which of theirs: import takes a view of their tensor there, export fills
-the same view. In float32 nothing is computed, so nothing is rounded.
+A model of `transformers` is a folder with config.json, safetensors files and a tokenizer. Its
+tensors hold the same numbers as ours under other names, some transposed or side by side in one
+matrix (the tables are in runtime/architectures.py). Import reads a view of their tensor, export
+fills the same view, so nothing is computed and, in float32, nothing is rounded:
 
-    python huggingface.py                                     a small GPT-2 there and back: names, bits, logits
-    python huggingface.py import HF_DIR CKPT                  then: python generate.py --checkpoint CKPT
-    python huggingface.py export CKPT HF_DIR --dtype bf16     CKPT may be a run's folder: its newest checkpoint
+    blocks.0.attention.key.weight [h, h]  =  c_attn.weight [h, 3h], columns h .. 2h, transposed
 
-In memory at a time are the tensors of one file, never a model; a folder appears under its name when
-it is whole. Only safetensors are read: a pytorch_model.bin is a pickle, and loading it executes
-what it says. What gpt.py does not compute is refused by name, never ignored.
+    python huggingface.py                                    a small GPT-2 there and back
+    python huggingface.py import HF_DIR CKPT                 then generate.py --checkpoint CKPT
+    python huggingface.py export CKPT HF_DIR --dtype bf16    CKPT may be a run: its newest one
 
-Megatron Bridge adds dozens of architectures, scaled rotary positions, and conversion on GPUs, each
-rank its slices; a checkpoint here loads under any layout, so one process is enough."""
+One file's tensors are in memory at a time, never a whole model. A folder appears under its name
+when it is whole. Only safetensors files are read: pytorch_model.bin is a pickle, and loading a
+pickle executes what it says. A model that gpt.py does not compute exactly is refused.
+
+Not covered: other architectures, scaled rotary positions, and conversion by many ranks on GPUs, all
+of which Megatron Bridge has. One process is enough here, because a checkpoint loads under any
+layout."""
 
 from runtime import terminal
 
@@ -32,8 +35,9 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import torch
 from msgspec import Meta
@@ -47,23 +51,45 @@ from corpus.tokenizer import BUILT_IN, FileTokenizer, TokenizerError, record
 from gpt import GPTConfig, num_parameters
 from runtime import json_files
 from runtime.architectures import (
+    Architecture,
     HuggingFaceError,
-    Place,
+    Location,
+    TheirTensor,
     architecture_of,
     empty_model,
-    layout,
-    split,
+    their_tensors,
     to_gpt_config,
     to_hf_config,
+    unstack_experts,
 )
-from runtime.config import MODEL_FLAGS, Config
+from runtime.checkpoint_index import check_sizes, read_header
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# the same, as safetensors calls them
+# the dtypes that are imported, as safetensors names them
 STORED = ("F32", "BF16", "F16")
 
 
-# --- import ---------------------------------------------------------------------------------------
+# --- reading a folder -----------------------------------------------------------------------------
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file. name: in that file; dtype: as safetensors names it."""
+
+    name: str
+    file: Path
+    shape: list[int]
+    dtype: str
+
+    def read(self) -> Tensor:
+        """Mapped into memory: pages that are not touched are not read."""
+        with safe_open(self.file, "pt") as f:
+            return f.get_tensor(self.name)
+
+
+class FileIndex(TypedDict):
+    """model.safetensors.index.json: which file in the same folder holds each tensor."""
+
+    weight_map: dict[str, Annotated[str, Meta(max_length=255, pattern="^[^/]+$")]]
 
 
 def read_json(path: Path, kind=dict[str, Any]):
@@ -74,21 +100,14 @@ def read_json(path: Path, kind=dict[str, Any]):
         raise HuggingFaceError(str(e)) from None
 
 
-class ShardIndex(TypedDict):
-    """model.safetensors.index.json: which file beside it holds each tensor."""
-
-    weight_map: dict[str, Annotated[str, Meta(max_length=255, pattern="^[^/]+$")]]
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model. Raises HuggingFaceError."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if index.is_file():
-        return [
-            folder / n for n in sorted(set(read_json(index, ShardIndex)["weight_map"].values()))
-        ]
+        names = read_json(index, FileIndex)["weight_map"].values()
+        return [folder / name for name in sorted(set(names))]
     if any(folder.glob("pytorch_model*.bin")):
         raise HuggingFaceError(
             f"{folder} has only a pytorch_model.bin, a pickle, which is never opened here; if you"
@@ -98,111 +117,104 @@ def weight_files(folder: Path) -> list[Path]:
     raise HuggingFaceError(f"{folder} has neither model.safetensors nor {index.name}")
 
 
-def read_headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
-    """Each tensor's (file, shape, dtype), without its values. Raises HuggingFaceError."""
-    found = {}
+def stored_tensors(folder: Path, architecture: Architecture) -> dict[str, StoredTensor]:
+    """The tensors in a folder, by their names without prefix; values are not read. Raises
+    HuggingFaceError."""
+    stored = {}
     for file in weight_files(folder):
         if not file.is_file():
             raise HuggingFaceError(f"{file} is missing, and model.safetensors.index.json names it")
         try:
-            found |= {
-                name: (file, shape, dtype)
-                for name, (dtype, shape, _) in checkpoint.read_header(file).items()
-            }
+            header = read_header(file)
         except checkpoint.CheckpointError as e:
             raise HuggingFaceError(str(e)) from None
-    return found
+        for name, (dtype, shape, _) in header.items():
+            short = name.removeprefix(architecture.prefix)
+            stored[short] = StoredTensor(name, file, shape, dtype)
+    return stored
 
 
-def read_tensor(file: Path, name: str) -> Tensor:
-    """Mapped, not read: what is not touched takes no memory."""
-    with safe_open(file, "pt") as f:
-        return f.get_tensor(name)
+class Source(NamedTuple):
+    """Where one of our parameters comes from."""
+
+    # one or, of experts, one for each
+    tensors: list[StoredTensor]
+    location: Location
+
+    def read(self) -> Tensor:
+        """Our parameter, whole, in float32."""
+        if "#" not in self.location.module:
+            return self.location.view(self.tensors[0].read()).contiguous().float()
+        experts = torch.empty(len(self.tensors), *self.tensors[0].shape)  # [E, ..]
+        for expert, stored in zip(experts, self.tensors):
+            expert.copy_(stored.read())
+        return experts
 
 
-def match(folder: Path, config: GPTConfig) -> dict[str, tuple[list[tuple[Path, str]], Place]]:
-    """Our name -> ([(file, their name)], one for each expert; where in it). Raises
-    HuggingFaceError, naming what is missing, left over or different."""
+def match(folder: Path, config: GPTConfig) -> dict[str, Source]:
+    """Our name -> its source in a Hugging Face folder. Raises HuggingFaceError, naming what is
+    missing, left over or different."""
     architecture = architecture_of(config)
-    wrong = []
-    found = {}
-    there = {
-        name.removeprefix(architecture.prefix): (name, *rest)
-        for name, rest in read_headers(folder).items()
-    }
-    head = there.get("lm_head.weight")
-    there = {
-        short: entry
-        for short, entry in there.items()
-        if not re.fullmatch(architecture.ignored, short)
-    }
+    stored = stored_tensors(folder, architecture)
+    head = stored.get("lm_head.weight")
+    for short in [short for short in stored if re.fullmatch(architecture.ignored, short)]:
+        del stored[short]
     try:
-        checkpoint.check_sizes(
-            config, {f".{short}": shape for short, (_, _, shape, _) in there.items()}
-        )
+        check_sizes(config, {f".{short}": tensor.shape for short, tensor in stored.items()})
     except ValueError as e:
         raise HuggingFaceError(f"{folder} holds another model than its config.json: {e}") from None
-    for whole, (shape, places) in layout(config).items():
-        sources = []
-        for name, part in split(whole, torch.empty(shape, device="meta")).items():
-            theirs, file, stored, dtype = there.pop(
-                name.removeprefix(architecture.prefix), (name, None, None, None)
-            )
-            if file is None:
-                wrong.append(f"{name} is missing")
-            elif stored != list(part.shape) or dtype not in STORED:
-                wrong.append(
-                    f"{name} is {dtype} {stored} there, and {' or '.join(STORED)}"
+    sources = {}
+    differing = []
+    for stacked, (shape, parts) in their_tensors(config).items():
+        tensors = []
+        for name, part in unstack_experts(stacked, torch.empty(shape, device="meta")).items():
+            tensor = stored.pop(name.removeprefix(architecture.prefix), None)
+            if tensor is None:
+                differing.append(f"{name} is missing")
+            elif tensor.shape != list(part.shape) or tensor.dtype not in STORED:
+                differing.append(
+                    f"{name} is {tensor.dtype} {tensor.shape} there, and {' or '.join(STORED)}"
                     f" {list(part.shape)} in gpt.py"
                 )
-            sources.append((file, theirs))
-        found |= {ours: (sources, place) for ours, place in places.items()}
-    wrong += [f"{name} is not in gpt.py" for name, *_ in there.values()]
-    if any("experts.gate_up_proj" in name for name in there):
+            tensors.append(tensor)
+        sources |= {ours: Source(tensors, location) for ours, location in parts.items()}
+    differing += [f"{tensor.name} is not in gpt.py" for tensor in stored.values()]
+    refuse_differences(folder, differing, [tensor.name for tensor in stored.values()])
+    if head and not config.llama:
+        check_tied_head(folder, head, sources["embedding.tokens.weight"].tensors[0])
+    return sources
+
+
+def refuse_differences(folder: Path, differing: list[str], left_over: list[str]) -> None:
+    """Raises HuggingFaceError, if there are differences. left_over: names of tensors that gpt.py
+    does not have."""
+    if any("experts.gate_up_proj" in name for name in left_over):
         raise HuggingFaceError(
             f"{folder}: its experts are fused (gate_up_proj); transformers writes them one by one"
             " with save_pretrained(folder, save_original_format=True)"
         )
-    if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    if differing:
+        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise HuggingFaceError(
-            f"{folder} holds another model than its config.json: {'; '.join(wrong[:3])}{more}"
+            f"{folder} holds another model than its config.json: {'; '.join(differing[:3])}{more}"
         )
-    # transformers would use a second copy that differs
-    if head and not config.llama:
-        one = read_tensor(head[1], head[0])
-        other = read_tensor(*found["embedding.tokens.weight"][0][0])
-        if one.dtype != other.dtype or not torch.equal(one, other):
-            raise HuggingFaceError(
-                f"{folder}: lm_head.weight differs from transformer.wte.weight; in gpt.py a GPT-2"
-                " has one tensor for both"
-            )
-    return found
 
 
-@contextlib.contextmanager
-def building(target: Path):
-    """A folder that takes the target's name when all went well, and is gone otherwise. Raises
-    HuggingFaceError."""
-    target = Path(target).resolve()
-    folder = target.with_name(f".{target.name}.writing")
-    try:
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise HuggingFaceError(f"{target} exists, and is not an empty folder")
-        # of one that was killed
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        yield folder
-        os.rename(folder, target)
-    except (OSError, SafetensorError, checkpoint.CheckpointError, TokenizerError) as e:
-        raise HuggingFaceError(f"{target} cannot be written: {e}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def check_tied_head(folder: Path, head: StoredTensor, embedding: StoredTensor) -> None:
+    """Some files hold GPT-2's tied embedding twice, and transformers would use a second copy that
+    differs. Raises HuggingFaceError."""
+    output = head.read()
+    tokens = embedding.read()
+    if output.dtype != tokens.dtype or not torch.equal(output, tokens):
+        raise HuggingFaceError(
+            f"{folder}: lm_head.weight differs from transformer.wte.weight; in gpt.py a GPT-2"
+            " has one tensor for both"
+        )
 
 
 def is_folder(path: "Path | str") -> bool:
-    """Whether this is a Hugging Face folder, not a checkpoint or a run of this project (which has a
-    config.json of its own)."""
+    """Whether this is a Hugging Face folder, and not a checkpoint or a run of this project, which
+    have a config.json too."""
     path = Path(path)
     try:
         return (
@@ -215,8 +227,8 @@ def is_folder(path: "Path | str") -> bool:
         return False
 
 
-def open_folder(hf_dir: Path):
-    """(the model's configuration, read(our name) -> that parameter, whole, in float32; the name of
+def open_folder(hf_dir: Path) -> tuple[GPTConfig, Callable[[str], Tensor], str]:
+    """(the model's configuration; read(our name) -> that parameter, whole, in float32; the name of
     its tokenizer). Raises HuggingFaceError."""
     hf_dir = Path(hf_dir)
     try:
@@ -231,46 +243,60 @@ def open_folder(hf_dir: Path):
         config = to_gpt_config(hf_config)
     except HuggingFaceError as e:
         raise HuggingFaceError(f"{hf_dir}/config.json: {e}") from None
-    found = match(hf_dir, config)
-
-    def read(name: str) -> Tensor:
-        sources, place = found[name]
-        if "#" not in place.module:
-            return place.view(read_tensor(*sources[0])).contiguous().float()
-        experts = torch.empty(len(sources), *read_tensor(*sources[0]).shape)  # [E, ..]
-        for expert, source in zip(experts, sources):
-            expert.copy_(read_tensor(*source))
-        return experts
-
+    sources = match(hf_dir, config)
     tokenizer = {50257: "gpt2", 257: "bytes"}.get(config.vocab_size)
-    # where there is none, who needs it is told so
+    # a file that is missing is reported where a tokenizer is needed
     if (hf_dir / "tokenizer.json").is_file() or not tokenizer:
         tokenizer = str(hf_dir.resolve() / "tokenizer.json")
-    return config, read, tokenizer
+    return config, lambda name: sources[name].read(), tokenizer
+
+
+# --- import ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def building(target: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the target's name when the body succeeds, and is removed
+    otherwise. Raises HuggingFaceError."""
+    target = Path(target).resolve()
+    folder = target.with_name(f".{target.name}.writing")
+    try:
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise HuggingFaceError(f"{target} exists, and is not an empty folder")
+        # left by a process that was killed
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield folder
+        os.rename(folder, target)
+    except (OSError, SafetensorError, checkpoint.CheckpointError, TokenizerError) as e:
+        raise HuggingFaceError(f"{target} cannot be written: {e}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
     """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no
-    moments. Raises HuggingFaceError."""
-    config, read, name = open_folder(hf_dir)
-    tokenizer = open_its_tokenizer(name, config)
-    parameters = {f"model.{n}": p.detach() for n, p in empty_model(config).named_parameters()}
+    optimizer moments. Raises HuggingFaceError."""
+    config, read, tokenizer_name = open_folder(hf_dir)
+    tokenizer = open_its_tokenizer(tokenizer_name, config)
+    if Path(tokenizer_name).name == "tokenizer.json":
+        tokenizer_name = str(Path(path).resolve() / "tokenizer.json")
+    state = {
+        # the shape of the model stands in `model`
+        "config": {"model": architecture_of(config).preset, "tokenizer": tokenizer_name},
+        "model": dataclasses.asdict(config),
+        "tokens": 0,
+        "corpus": None,
+        "optimizer": None,
+    }
+    if tokenizer:
+        state["tokenizer"] = dataclasses.asdict(record(tokenizer))
+    # on the meta device: `checkpoint.write` reads each one when its file is written
+    parameters = {
+        f"model.{name}": parameter.detach()
+        for name, parameter in empty_model(config).named_parameters()
+    }
     with building(path) as folder:
-        if Path(name).name == "tokenizer.json":
-            name = str(Path(path).resolve() / "tokenizer.json")
-        flags = {k: v for k, v in dataclasses.asdict(config).items() if k in MODEL_FLAGS}
-        preset = {"gpt2": "gpt2", "llama": "llama2-7b", "mixtral": "mixtral-8x7b"}[
-            architecture_of(config).model_type
-        ]
-        run = Config(model=preset, tokenizer=name, **flags)
-        state = {
-            "config": dataclasses.asdict(run),
-            "model": dataclasses.asdict(config),
-            "tokens": 0,
-            "corpus": None,
-            "optimizer": None,
-        }
-        state |= {"tokenizer": dataclasses.asdict(record(tokenizer))} if tokenizer else {}
         checkpoint.write(
             folder, 0, parameters, state, lambda name: read(name.removeprefix("model."))
         )
@@ -299,84 +325,33 @@ def open_its_tokenizer(name: str, config: GPTConfig) -> FileTokenizer | None:
 # --- export ---------------------------------------------------------------------------------------
 
 
-def shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """Names in order, in files of at most `limit` bytes; a larger tensor has one of its own, and so
-    do experts that together are larger."""
-    found = []
-    room = 0
-    for name, size in sizes.items():
-        if size > room or not found:
-            found.append([])
-            room = limit
-        found[-1].append(name)
-        room -= size
-    return found
-
-
-def write_shard(
-    path: Path,
-    file: Path,
-    theirs: dict[str, tuple[list[int], dict[str, Place]]],
-    dtype: torch.dtype,
-) -> list[str]:
-    """Some of their tensors, filled from a checkpoint through the views that import takes; gone
-    from memory before the next shard. Returns the names."""
-    filled = {name: torch.empty(shape, dtype=dtype) for name, (shape, _) in theirs.items()}
-    checkpoint.read(
-        path,
-        {
-            f"model.{ours}": place.view(filled[name])
-            for name, (_, places) in theirs.items()
-            for ours, place in places.items()
-        },
-    )
-    tensors = {name: t for whole in filled for name, t in split(whole, filled[whole]).items()}
-    infinite = (
-        [name for name, t in tensors.items() if t.isinf().any()] if dtype == torch.float16 else []
-    )
-    if infinite:
-        raise HuggingFaceError(
-            f"{path}: {infinite[0]} has values beyond 65504, the largest in fp16; --dtype bf16 has"
-            " them"
-        )
-    save_file(tensors, file, {"format": "pt"})
-    # safetensors makes files that only their owner can read; these are to be given away.
-    os.chmod(file, 0o644)
-    return list(tensors)
-
-
 def export_folder(
     path: Path, hf_dir: Path, dtype: str = "fp32", max_shard_bytes: int = 5 * 10**9
 ) -> GPTConfig:
     """Write the model of a checkpoint, or of a run's newest one, as a folder for from_pretrained.
-    Raises HuggingFaceError or CheckpointError."""
+    max_shard_bytes: of a safetensors file, about. Raises HuggingFaceError or CheckpointError."""
     if not Path(path).is_dir():
         raise HuggingFaceError(f"{path} is not a folder")
     path = checkpoint.find(path)
     config, _ = checkpoint.read_model(path)
     hf_config = to_hf_config(config) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
-    theirs = layout(config)
+    theirs = their_tensors(config)
     sizes = {
-        name: torch.Size(shape).numel() * DTYPES[dtype].itemsize
-        for name, (shape, _) in theirs.items()
+        name: torch.Size(tensor.shape).numel() * DTYPES[dtype].itemsize
+        for name, tensor in theirs.items()
     }
-    files = shards(sizes, max_shard_bytes)
+    groups = group_by_size(sizes, max_shard_bytes)
     weight_map = {}
     with building(hf_dir) as folder:
         checkpoint.verify(path)
-        for k, names in enumerate(files, 1):
-            file = (
-                f"model-{k:05d}-of-{len(files):05d}.safetensors"
-                if len(files) > 1
-                else "model.safetensors"
-            )
-            weight_map |= dict.fromkeys(
-                write_shard(
-                    path, folder / file, {name: theirs[name] for name in names}, DTYPES[dtype]
-                ),
-                file,
-            )
-        if len(files) > 1:
+        for number, group in enumerate(groups, 1):
+            file = "model.safetensors"
+            if len(groups) > 1:
+                file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            tensors = {name: theirs[name] for name in group}
+            for name in write_file(path, folder / file, tensors, DTYPES[dtype]):
+                weight_map[name] = file
+        if len(groups) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         hf_config |= export_tokenizer(path, folder, config)
@@ -384,9 +359,49 @@ def export_folder(
     return config
 
 
+def group_by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """Names in order, in groups of at most `limit` bytes. A larger tensor has a group of its own;
+    the experts of a layer, stacked, count as one tensor."""
+    groups = []
+    room = 0
+    for name, size in sizes.items():
+        if size > room or not groups:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= size
+    return groups
+
+
+def write_file(
+    path: Path, file: Path, theirs: dict[str, TheirTensor], dtype: torch.dtype
+) -> list[str]:
+    """Write one safetensors file: some of their tensors, filled from the checkpoint at `path`
+    through the views that import takes. Returns the names in the file. Raises HuggingFaceError."""
+    stacked = {name: torch.empty(tensor.shape, dtype=dtype) for name, tensor in theirs.items()}
+    views = {}
+    for name, tensor in theirs.items():
+        for ours, location in tensor.parts.items():
+            views[f"model.{ours}"] = location.view(stacked[name])
+    checkpoint.read(path, views)
+    tensors = {}
+    for name, tensor in stacked.items():
+        tensors |= unstack_experts(name, tensor)
+    for name, tensor in tensors.items():
+        if dtype == torch.float16 and tensor.isinf().any():
+            raise HuggingFaceError(
+                f"{path}: {name} has values beyond 65504, the largest in fp16; --dtype bf16 has"
+                " them"
+            )
+    save_file(tensors, file, {"format": "pt"})
+    # safetensors makes files that only their owner can read; these are to be given away
+    os.chmod(file, 0o644)
+    return list(tensors)
+
+
 def export_tokenizer(path: Path, folder: Path, config: GPTConfig) -> dict:
-    """Copy the files of a checkpoint's tokenizer. Returns the fields of config.json that say the
-    same as they. Raises CheckpointError or TokenizerError."""
+    """Copy the files of a checkpoint's tokenizer. Returns the fields of config.json that repeat its
+    begin and end ids. Raises CheckpointError or TokenizerError."""
     name = checkpoint.tokenizer_of(path)
     if name in BUILT_IN or not Path(name).is_file():
         return {}
@@ -397,86 +412,74 @@ def export_tokenizer(path: Path, folder: Path, config: GPTConfig) -> dict:
     return ids if largest < config.vocab_size else {}
 
 
-# --------------------------------------------------------------------------------------------------
+# --- python huggingface.py ------------------------------------------------------------------------
 
 
 def lesson():
     """A GPT-2 there and back."""
     config = GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=32, vocab_size=257)
+    generator = torch.Generator().manual_seed(0)
     model = empty_model(config)
-    g = torch.Generator().manual_seed(0)
     sharding.init(model, 0, "cpu", torch.float32)
-    # no bias stays 0
-    ours = {
-        f"model.{name}": p.detach().add_(torch.randn(p.shape, generator=g) * 0.02)
-        for name, p in model.named_parameters()
-    }
+    parameters = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    for parameter in parameters.values():
+        # no bias stays 0
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    state = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(config)}
     with tempfile.TemporaryDirectory() as folder:
         here, there, back = (Path(folder) / name for name in ("here", "there", "back"))
-        state = {
-            "config": {"tokenizer": "bytes"},
-            "model": dataclasses.asdict(config),
-            "tokens": 0,
-            "corpus": None,
-            "optimizer": None,
-        }
-        checkpoint.write(here, 0, ours, state)
+        checkpoint.write(here, 0, parameters, state)
         export_folder(here, there)
-        print(
-            f"a GPT-2 of {num_parameters(model):,} parameters, exported as"
-            f" {' and '.join(sorted(f.name for f in there.iterdir()))}; its first layer:\n"
-        )
-        rows = [
-            (name, theirs, shape, place)
-            for theirs, (shape, places) in layout(config).items()
-            for name, place in places.items()
-        ]
-        for name, theirs, shape, place in rows:
-            if name.startswith("blocks.0."):
-                part = "transposed" * (
-                    place.transposed and len(shape) == 2
-                ) + f", part {place.third}" * (place.third is not None)
-                print(
-                    f"  {name:<34}{list(ours[f'model.{name}'].shape)!s:<11}{part.strip(', '):<20}{theirs:<36}{shape}"
-                )
+        files = " and ".join(sorted(file.name for file in there.iterdir()))
+        print(f"a GPT-2 of {num_parameters(model):,} parameters, exported as {files};")
+        print("its first layer:\n")
+        print_first_layer(config, parameters)
         import_folder(there, back)
-        again = {name: torch.empty_like(t) for name, t in ours.items()}
+        again = {name: torch.empty_like(p) for name, p in parameters.items()}
         checkpoint.read(back, again)
-        print(
-            f"\nimported again: {sum(torch.equal(t, again[name]) for name, t in ours.items())} of"
-            f" {len(ours)} tensors are equal to the last bit"
-        )
+        equal = sum(torch.equal(p, again[name]) for name, p in parameters.items())
+        print(f"\nimported again: {equal} of {len(parameters)} tensors are equal to the last bit")
         if importlib.util.find_spec("transformers"):
-            import transformers
+            compare_logits(model, there, torch.randint(257, (4, 32), generator=generator))
 
-            transformers.utils.logging.disable_progress_bar()
-            tokens = torch.randint(257, (4, 32), generator=g)
-            with torch.no_grad():
-                logits = model(tokens)
-                expected = (
-                    transformers.AutoModelForCausalLM.from_pretrained(there).eval()(tokens).logits
-                )
-            print(
-                f"loaded by transformers {transformers.__version__}: logits up to"
-                f" {expected.abs().max():.2f}, largest difference"
-                f" {(logits - expected).abs().max():.1e}"
-            )
+
+def print_first_layer(config: GPTConfig, parameters: dict[str, Tensor]) -> None:
+    for theirs, (shape, parts) in their_tensors(config).items():
+        for name, location in parts.items():
+            if not name.startswith("blocks.0."):
+                continue
+            words = []
+            if location.transposed and len(shape) == 2:
+                words.append("transposed")
+            if location.third is not None:
+                words.append(f"part {location.third}")
+            ours = list(parameters[f"model.{name}"].shape)
+            print(f"  {name:<34}{ours!s:<11}{', '.join(words):<20}{theirs:<36}{shape}")
+
+
+def compare_logits(model: torch.nn.Module, folder: Path, tokens: Tensor) -> None:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    with torch.no_grad():
+        logits = model(tokens)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        expected = theirs(tokens).logits
+    print(
+        f"loaded by transformers {transformers.__version__}: logits up to"
+        f" {expected.abs().max():.2f}, largest difference {(logits - expected).abs().max():.1e}"
+    )
 
 
 def size(text: str) -> int:
-    """5GB, 500MB, or bytes."""
+    """Bytes, from a number with or without a unit: 5GB, 500MB, 5000000000."""
     found = re.fullmatch(r"([1-9]\d*)([KMGT]?)B?", text.upper())
     if not found:
         raise argparse.ArgumentTypeError(f"{text} is not a size like 5GB or 5000000000")
     return int(found[1]) * 1000 ** ["", "K", "M", "G", "T"].index(found[2])
 
 
-def main(argv: list[str]) -> int:
-    """Exit status: 0, or 2 with one message."""
-    terminal.prepare()
-    if not argv:
-        lesson()
-        return 0
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(
             "The same weights as Hugging Face folders, in and out; without arguments, a small"
@@ -487,8 +490,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "source",
         help=(
-            "to import: a folder with config.json and safetensors; to export: a checkpoint, or the"
-            " folder of a run"
+            "to import: a folder with config.json and safetensors files; to export: a checkpoint,"
+            " or the folder of a run"
         ),
     )
     parser.add_argument("target", help="a new folder")
@@ -496,29 +499,37 @@ def main(argv: list[str]) -> int:
         "--dtype",
         choices=tuple(DTYPES),
         default="fp32",
-        help="of an export (default: fp32); an import is fp32",
+        help="of an exported model (default: fp32); an imported one is fp32",
     )
     parser.add_argument(
         "--max-shard-size",
         type=size,
         default="5GB",
-        help="of an export's files, like 5GB, or in bytes (default: 5GB)",
+        help="of the files of an exported model, like 5GB, or in bytes (default: 5GB)",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0, or 2 with one message."""
+    terminal.prepare()
+    if not argv:
+        lesson()
+        return 0
+    args = make_parser().parse_args(argv)
     try:
         if args.command == "import":
             config = import_folder(args.source, args.target)
         else:
             config = export_folder(args.source, args.target, args.dtype, args.max_shard_size)
     except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:
+        message = str(e)
         if isinstance(e, OSError):
-            e = f"{terminal.one_line(e.filename)[:80]}: {e.strerror}"
-        terminal.say(terminal.one_line(f"huggingface.py: {e}"), error=True)
+            message = f"{terminal.one_line(e.filename)[:80]}: {e.strerror}"
+        terminal.say(terminal.one_line(f"huggingface.py: {message}"), error=True)
         return 2
-    print(
-        f"{args.target}: {architecture_of(config).name}, {num_parameters(empty_model(config)):,}"
-        " parameters"
-    )
+    count = num_parameters(empty_model(config))
+    print(f"{args.target}: {architecture_of(config).name}, {count:,} parameters")
     return 0
 
 

@@ -1,18 +1,18 @@
-"""A prompt file: the table of each task, its template, and which model they belong to.
+"""A prompt file: the learned prompts of each task, their templates, and which model they belong to.
 
     prompts.safetensors
-        sentiment     [10, 768] float32      a row for each virtual token
+        sentiment     [10, 768] float32      one row for each virtual token
         questions     [30, 768]
-        metadata      templates, the fingerprint of the model, the SHA-256 of the tables
+        metadata      the templates, the fingerprint of the model, the SHA-256 of the tables
 
-A fingerprint is a hash of a model's shape, its embedding and its norms: the same in every layout
-that a checkpoint may have been saved in, and as a Hugging Face folder, and read without the rest of
-the model. Nothing in the file is ever unpickled.
+Prompts are meaningless for another model than the one that they were learned for. The fingerprint
+detects this. It is a hash of the model's configuration, its embedding and its norms, and therefore
+the same under every layout of a checkpoint, and for a Hugging Face folder; the rest of the model is
+not read. Nothing in the file is ever unpickled.
 
     python -m prompts.prompt_file FILE        the tasks in it
 """
 
-import dataclasses
 import hashlib
 import json
 import sys
@@ -25,138 +25,131 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import checkpoint
-import gpt
 import huggingface
+from gpt import GPTConfig
 from prompts.prompt_data import PromptConfig, PromptError, Template
 from runtime import json_files, terminal
 
 
-def read_base(path: "str | Path", names: list[str]) -> dict[str, Tensor]:
-    """Some whole parameters of a checkpoint or a Hugging Face folder, float32. All ranks call this
-    together."""
+def read_base(path: str | Path, names: list[str]) -> dict[str, Tensor]:
+    """Whole parameters, in float32, of the model at `path`, a checkpoint, a run or a Hugging Face
+    folder. A collective. Raises CheckpointError or HuggingFaceError."""
     if huggingface.is_folder(path):
         _, read, _ = huggingface.open_folder(Path(path))
         return {name: read(name) for name in names}
-    shapes = checkpoint.read_index(checkpoint.find(path))["tensors"]
-    found = {f"model.{name}": torch.zeros(shapes[f"model.{name}"][1]) for name in names}
-    checkpoint.read(checkpoint.find(path), found)
-    return {name.removeprefix("model."): t for name, t in found.items()}
+    path = checkpoint.find(path)
+    saved = checkpoint.read_index(path)["tensors"]
+    parameters = {}
+    for name in names:
+        _, shape = saved[f"model.{name}"]
+        parameters[f"model.{name}"] = torch.zeros(shape)
+    checkpoint.read(path, parameters)
+    return {name.removeprefix("model."): parameter for name, parameter in parameters.items()}
 
 
-def fingerprint(path: "str | Path", config: gpt.GPTConfig) -> str:
-    """Which model this is: a hash of its shape, its embedding and its norms, in whatever layout it
-    was saved. All ranks call this together."""
-    # as Trainer.shape
-    free = {
-        "dropout",
-        "attention",
-        "router_temperature",
-        "capacity_factor",
-        "aux_loss",
-        "z_loss",
-    } | ({"seq_length"} if config.llama else set())
-    digest = hashlib.sha256(
-        json.dumps(
-            {k: v for k, v in dataclasses.asdict(config).items() if k not in free}, sort_keys=True
-        ).encode()
-    )
-    names = (
-        ["embedding.tokens.weight"]
-        + [
-            f"blocks.{layer}.{name}.weight"
-            for layer in range(config.num_layers)
-            for name in ("attention_norm", "mlp_norm")
-        ]
-        + ["head.norm.weight"]
-    )
+def fingerprint(path: str | Path, config: GPTConfig) -> str:
+    """Identifies the model at `path`: 16 hex digits. A collective."""
+    # the fields that may differ when weights are loaded may differ here
+    fields = json.dumps(checkpoint.fixed_fields(config), sort_keys=True)
+    digest = hashlib.sha256(fields.encode())
+    names = ["embedding.tokens.weight"]
+    for layer in range(config.num_layers):
+        names.append(f"blocks.{layer}.attention_norm.weight")
+        names.append(f"blocks.{layer}.mlp_norm.weight")
+    names.append("head.norm.weight")
     for name, weight in read_base(path, names).items():
         digest.update(name.encode() + weight.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def digest(found: dict[str, Tensor]) -> str:
-    return hashlib.sha256(
-        b"".join(
-            task.encode() + t.contiguous().numpy().tobytes() for task, t in sorted(found.items())
-        )
-    ).hexdigest()
-
-
-class Described(Struct):
-    """What stands beside the tables."""
+class Metadata(Struct):
+    """What stands beside the tables. model: its fingerprint; sha256: of the tables."""
 
     templates: list[Template]
-    # its fingerprint
     model: str
-    # of the tables
     sha256: str
 
 
-def save(path: "str | Path", config: PromptConfig, found: dict[str, Tensor], model: str) -> None:
-    """Write a prompt file: the table of each task, their templates, and the fingerprint of the
-    model that they belong to."""
-    described = to_builtins(
-        Described([config.templates[task] for task in found], model, digest(found))
-    )
+def hash_tables(tables: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for task, table in sorted(tables.items()):
+        digest.update(task.encode() + table.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save(path: str | Path, config: PromptConfig, tables: dict[str, Tensor], model: str) -> None:
+    """Write a prompt file. tables: task -> [virtual tokens, h] float32. model: the fingerprint of
+    the model that they belong to."""
+    templates = [config.templates[task] for task in tables]
+    metadata = to_builtins(Metadata(templates, model, hash_tables(tables)))
     temporary = Path(path).with_suffix(".tmp")
     save_file(
-        {task: t.contiguous() for task, t in found.items()},
+        {task: table.contiguous() for task, table in tables.items()},
         temporary,
-        {"prompts": json.dumps(described)},
+        {"prompts": json.dumps(metadata)},
     )
     temporary.replace(path)
 
 
-def load(path: "str | Path", model: str | None = None) -> tuple[PromptConfig, dict[str, Tensor]]:
-    """(a configuration for inference, the tables) of a prompt file. model: the fingerprint of the
-    model to be used with it. Raises PromptError for another model's."""
+def load(path: str | Path, model: str | None = None) -> tuple[PromptConfig, dict[str, Tensor]]:
+    """(configuration for inference, tables by task) of a prompt file. model: the fingerprint of the
+    model that will use them. Raises PromptError for a damaged file or another model's."""
     try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise OSError("a folder, a pipe or a device, not a file")
-        with safe_open(path, "pt") as f:
-            text = (f.metadata() or {})["prompts"]
-            found = {task: f.get_tensor(task) for task in f.keys()}
-        described = json_files.parse(text.encode(), Described, "its description")
-        templates = described.templates
+        metadata, tables = read_tables(path)
         config = PromptConfig(
-            templates, virtual_prompt_style="inference", new_tasks=[t.taskname for t in templates]
+            metadata.templates,
+            virtual_prompt_style="inference",
+            new_tasks=[template.taskname for template in metadata.templates],
         )
-        fits = {
-            t.taskname: (
-                found[t.taskname].dim() == 2 and len(found[t.taskname]) == t.total_virtual_tokens
-            )
-            for t in templates
-        }
-        if (
-            found.keys() != fits.keys()
-            or not all(fits.values())
-            or any(t.dtype != torch.float32 for t in found.values())
-        ):
-            raise PromptError("its tables and its templates do not fit")
-        if described.sha256 != digest(found):
-            raise PromptError("its tables are not what was written")
+        check_tables(metadata, tables)
     except (OSError, SafetensorError, KeyError, ValueError) as e:
         raise PromptError(
             f"{path} is not a prompt file, or damaged ({type(e).__name__}:"
             f" {json_files.one_line(e)})"
         ) from None
-    if model is not None and model != described.model:
+    if model is not None and model != metadata.model:
         raise PromptError(
-            f"{path} belongs to another model: its prompts were learned for {described.model}, and"
+            f"{path} belongs to another model: its prompts were learned for {metadata.model}, and"
             f" this one is {model}"
         )
-    return config, {task: found[task] for task in config.tasks}
+    return config, {task: tables[task] for task in config.tasks}
+
+
+def read_tables(path: str | Path) -> tuple[Metadata, dict[str, Tensor]]:
+    """What is in a file, unchecked. Raises OSError, SafetensorError, KeyError or ValueError."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise OSError("a folder, a pipe or a device, not a file")
+    with safe_open(path, "pt") as f:
+        text = (f.metadata() or {})["prompts"]
+        tables = {task: f.get_tensor(task) for task in f.keys()}
+    return json_files.parse(text.encode(), Metadata, "its description"), tables
+
+
+def check_tables(metadata: Metadata, tables: dict[str, Tensor]) -> None:
+    """Whether each template has a table, of its number of virtual tokens, and nothing else is
+    there. Raises PromptError."""
+    templates = {template.taskname: template for template in metadata.templates}
+    fits = tables.keys() == templates.keys() and all(
+        table.dim() == 2
+        and len(table) == templates[task].total_virtual_tokens
+        and table.dtype == torch.float32
+        for task, table in tables.items()
+    )
+    if not fits:
+        raise PromptError("its tables and its templates do not fit")
+    if metadata.sha256 != hash_tables(tables):
+        raise PromptError("its tables are not what was written")
 
 
 def main():
     if len(sys.argv) != 2:
         terminal.refuse("usage: python -m prompts.prompt_file FILE")
     try:
-        config, found = load(sys.argv[1])
+        config, tables = load(sys.argv[1])
     except PromptError as e:
         print(f"prompt_file.py: {e}", file=sys.stderr)
         sys.exit(2)
-    for task, table in found.items():
+    for task, table in tables.items():
         print(
             f"{task}: {len(table)} vectors of {table.shape[1]} numbers;"
             f" {config.templates[task].prompt_template!r}"

@@ -1,33 +1,36 @@
-"""What each of our tensors and fields is called in a model of `transformers`: GPT-2, Llama,
-Mixtral.
+"""The names that our tensors and fields have in models of `transformers`: GPT-2, Llama, Mixtral.
 
-One table for each architecture says where each of our tensors lies in which of theirs, and which
-fields of their config.json are which of GPTConfig's. huggingface.py reads and writes folders by it
-(`python huggingface.py` prints one layer's names). What gpt.py does not compute is refused by name,
-never ignored.
+One table for each architecture says where each of our tensors lies in theirs, and which field of
+their config.json is which of GPTConfig's. huggingface.py reads and writes folders by these tables.
+A model that gpt.py does not compute exactly is refused, and the message names the field.
 
-    gpt.py                           GPT2LMHeadModel                              LlamaForCausalLM
-    embedding.tokens                 transformer.wte                              model.embed_tokens
-    embedding.positions              transformer.wpe                              -
-    blocks.N.attention.query [h, h]  transformer.h.N.attn.c_attn [h, q | k | v]   model.layers.N.self_attn.q_proj
-    blocks.N.mlp.up        [ffn, h]  transformer.h.N.mlp.c_fc    [h, ffn]         model.layers.N.mlp.up_proj
-    head.norm                        transformer.ln_f                             model.norm
-    head.output                      tied to the embedding                        lm_head
+    gpt.py                      GPT2LMHeadModel                      LlamaForCausalLM
+    embedding.tokens            transformer.wte                      model.embed_tokens
+    embedding.positions         transformer.wpe                      -
+    blocks.N.attention.query    transformer.h.N.attn.c_attn          model.layers.N.self_attn.q_proj
+                     [h, h]                 [h, q | k | v]                                    [h, h]
+    blocks.N.mlp.up  [ffn, h]   transformer.h.N.mlp.c_fc  [h, ffn]   model.layers.N.mlp.up_proj
+    head.norm                   transformer.ln_f                     model.norm
+    head.output                 the tied embedding                   lm_head
 
-GPT-2's Conv1D computes y = x W where ours is y = x Wᵀ, with query, key and value side by side in
-one matrix. Llama's rotary pairs are (i, i + d/2) on both sides, so rows keep their order (Meta's
-own files interleave them). Dropout is one number here and up to three there: the largest counts.
+GPT-2's Conv1D computes y = x W where ours is y = x Wᵀ, and holds query, key and value side by side
+in one matrix. MixtralForCausalLM is LlamaForCausalLM with experts in every layer. Their matrices
+are one tensor here, and one tensor for each expert e there:
 
-MixtralForCausalLM is LlamaForCausalLM with experts in every layer. Their matrices are one tensor
-here, one for each expert e there:
+    blocks.N.mlp.router  [E, h]        model.layers.N.block_sparse_moe.gate            [E, h]
+    blocks.N.mlp.gate    [E, ffn, h]   model.layers.N.block_sparse_moe.experts.e.w1    [ffn, h]
+    blocks.N.mlp.up      [E, ffn, h]                                           e.w3    [ffn, h]
+    blocks.N.mlp.down    [E, h, ffn]                                           e.w2    [h, ffn]
 
-    blocks.N.mlp.router       [E, h]       model.layers.N.block_sparse_moe.gate                  [E, h]
-    blocks.N.mlp.gate         [E, ffn, h]  model.layers.N.block_sparse_moe.experts.e.w1          [ffn, h]; up is w3, down w2
+    python huggingface.py        exports a small GPT-2 and prints the names of its first layer
 
-Of the routers only topk with router_topk >= 2 is Mixtral's. aux_loss keeps its number, not its
-weight: with even load each layer's is 1 here, all layers' together k there. Capacity and z-loss
-have no field there. transformers 5 fuses experts in memory; in files only if told to: not read
-here."""
+Hazards. Llama's rotary pairs are (i, i + d/2) on both sides, so rows keep their order; Meta's own
+files interleave them. Dropout is one number here and up to three there: the largest is taken. A
+Mixtral's router is our topk with router_topk of 2 or more. aux_loss keeps its number, but not its
+weight: with even load, every layer contributes 1 here, and all layers together k there.
+
+Not covered: capacity and z-loss, for which config.json has no field, and files with fused experts,
+as transformers 5 writes them when told to."""
 
 import dataclasses
 import json
@@ -46,25 +49,27 @@ class HuggingFaceError(Exception):
     which, and why."""
 
 
-# --------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """Where our tensor lies in theirs. A module's weight and bias go together."""
+class Location(NamedTuple):
+    """Where a tensor of ours lies in one of theirs. One location serves a module's weight and bias.
 
-    # * is the number of the layer; #, of an expert: a tensor for each, together [E, ..]
+    module: their name of the module. A * in it is the number of the layer. A # is the number of an
+    expert: they have one tensor for each expert, which we stack to [E, ..].
+    transposed: theirs is [in, out] (Conv1D), ours [out, in].
+    third: theirs holds query, key and value side by side; ours is column block 0, 1 or 2."""
+
     module: str
-    # Conv1D: [in, out]
     transposed: bool = False
-    # of its columns: query, key or value
     third: int | None = None
 
     def view(self, theirs: Tensor) -> Tensor:
-        """The part of their tensor that is ours, in our order. [in, out] or [in, 3 out] -> [out,
-        in]"""
+        """The part of their tensor that is ours, in our order, sharing memory: [in, out] or
+        [in, 3 out] -> [out, in]. A bias is [out] or [3 out] -> [out]."""
         if self.third is not None:
             theirs = theirs.chunk(3, dim=-1)[self.third]
-        # t() of a bias is the bias
+        # t() leaves a bias as it is
         return theirs.t() if self.transposed else theirs
 
     def shape(self, ours: torch.Size) -> list[int]:
@@ -73,40 +78,51 @@ class Place(NamedTuple):
         return [*rest, last if self.third is None else 3 * last]
 
 
-def split(name: str, theirs: Tensor) -> dict[str, Tensor]:
-    """By the names in their files: where # stands for the number of an expert, one for each. [..]
-    -> {name: [..]}; [E, ..] -> E of them"""
-    return (
-        {name.replace("#", str(e)): t for e, t in enumerate(theirs)}
-        if "#" in name
-        else {name: theirs}
-    )
+class TheirTensor(NamedTuple):
+    """A tensor of a model of transformers, experts stacked."""
+
+    shape: list[int]
+    # our name -> where ours lies in it
+    parts: dict[str, Location]
+
+
+def unstack_experts(name: str, theirs: Tensor) -> dict[str, Tensor]:
+    """Name in their files -> tensor. [E, ..] -> E of [..], where # stands for an expert's number in
+    the name; otherwise the tensor itself."""
+    if "#" not in name:
+        return {name: theirs}
+    return {name.replace("#", str(e)): expert for e, expert in enumerate(theirs)}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    # of the class in transformers
+    """One class of transformers, as tables.
+
+    name: of the class. model_type: in config.json. preset: of a run with such a model (train.py
+    --model). prefix: of its tensors' names; some files leave it out.
+    fields: field of config.json -> field of GPTConfig.
+    computed: field of config.json -> the values for which gpt.py computes the same; the first is
+    the default.
+    modules: our module -> where it lies in theirs.
+    ignored: a pattern, without prefix, of tensors that are computed or tied.
+    missing: field of config.json -> what its absence means."""
+
     name: str
     model_type: str
-    # of its tensors' names; some files leave it out
+    preset: str
     prefix: str
-    # of config.json -> of GPTConfig
     fields: dict[str, str]
-    # fields of config.json -> the values for which gpt.py computes the same; the first is the
-    # default
     computed: dict[str, tuple]
-    # ours -> theirs
-    modules: dict[str, Place]
-    # a pattern: tensors that are computed or tied, without prefix
+    modules: dict[str, Location]
     ignored: str
-    # what a field means that config.json does not have
     missing: dict[str, float]
 
 
 GPT2 = Architecture(
-    "GPT2LMHeadModel",
-    "gpt2",
-    "transformer.",
+    name="GPT2LMHeadModel",
+    model_type="gpt2",
+    preset="gpt2",
+    prefix="transformer.",
     fields={
         "n_layer": "num_layers",
         "n_embd": "hidden_size",
@@ -127,17 +143,21 @@ GPT2 = Architecture(
         "add_cross_attention": (False,),
     },
     modules={
-        "embedding.tokens": Place("transformer.wte"),
-        "embedding.positions": Place("transformer.wpe"),
-        "head.norm": Place("transformer.ln_f"),
-        "blocks.*.attention_norm": Place("transformer.h.*.ln_1"),
-        "blocks.*.mlp_norm": Place("transformer.h.*.ln_2"),
-        "blocks.*.attention.query": Place("transformer.h.*.attn.c_attn", transposed=True, third=0),
-        "blocks.*.attention.key": Place("transformer.h.*.attn.c_attn", transposed=True, third=1),
-        "blocks.*.attention.value": Place("transformer.h.*.attn.c_attn", transposed=True, third=2),
-        "blocks.*.attention.output": Place("transformer.h.*.attn.c_proj", transposed=True),
-        "blocks.*.mlp.up": Place("transformer.h.*.mlp.c_fc", transposed=True),
-        "blocks.*.mlp.down": Place("transformer.h.*.mlp.c_proj", transposed=True),
+        "embedding.tokens": Location("transformer.wte"),
+        "embedding.positions": Location("transformer.wpe"),
+        "head.norm": Location("transformer.ln_f"),
+        "blocks.*.attention_norm": Location("transformer.h.*.ln_1"),
+        "blocks.*.mlp_norm": Location("transformer.h.*.ln_2"),
+        "blocks.*.attention.query": Location(
+            "transformer.h.*.attn.c_attn", transposed=True, third=0
+        ),
+        "blocks.*.attention.key": Location("transformer.h.*.attn.c_attn", transposed=True, third=1),
+        "blocks.*.attention.value": Location(
+            "transformer.h.*.attn.c_attn", transposed=True, third=2
+        ),
+        "blocks.*.attention.output": Location("transformer.h.*.attn.c_proj", transposed=True),
+        "blocks.*.mlp.up": Location("transformer.h.*.mlp.c_fc", transposed=True),
+        "blocks.*.mlp.down": Location("transformer.h.*.mlp.c_proj", transposed=True),
     },
     ignored=r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight",
     missing={
@@ -150,9 +170,10 @@ GPT2 = Architecture(
 )
 
 LLAMA = Architecture(
-    "LlamaForCausalLM",
-    "llama",
-    "model.",
+    name="LlamaForCausalLM",
+    model_type="llama",
+    preset="llama2-7b",
+    prefix="model.",
     fields={
         "num_hidden_layers": "num_layers",
         "hidden_size": "hidden_size",
@@ -171,18 +192,18 @@ LLAMA = Architecture(
         "mlp_bias": (False,),
     },
     modules={
-        "embedding.tokens": Place("model.embed_tokens"),
-        "head.norm": Place("model.norm"),
-        "head.output": Place("lm_head"),
-        "blocks.*.attention_norm": Place("model.layers.*.input_layernorm"),
-        "blocks.*.mlp_norm": Place("model.layers.*.post_attention_layernorm"),
-        "blocks.*.attention.query": Place("model.layers.*.self_attn.q_proj"),
-        "blocks.*.attention.key": Place("model.layers.*.self_attn.k_proj"),
-        "blocks.*.attention.value": Place("model.layers.*.self_attn.v_proj"),
-        "blocks.*.attention.output": Place("model.layers.*.self_attn.o_proj"),
-        "blocks.*.mlp.gate": Place("model.layers.*.mlp.gate_proj"),
-        "blocks.*.mlp.up": Place("model.layers.*.mlp.up_proj"),
-        "blocks.*.mlp.down": Place("model.layers.*.mlp.down_proj"),
+        "embedding.tokens": Location("model.embed_tokens"),
+        "head.norm": Location("model.norm"),
+        "head.output": Location("lm_head"),
+        "blocks.*.attention_norm": Location("model.layers.*.input_layernorm"),
+        "blocks.*.mlp_norm": Location("model.layers.*.post_attention_layernorm"),
+        "blocks.*.attention.query": Location("model.layers.*.self_attn.q_proj"),
+        "blocks.*.attention.key": Location("model.layers.*.self_attn.k_proj"),
+        "blocks.*.attention.value": Location("model.layers.*.self_attn.v_proj"),
+        "blocks.*.attention.output": Location("model.layers.*.self_attn.o_proj"),
+        "blocks.*.mlp.gate": Location("model.layers.*.mlp.gate_proj"),
+        "blocks.*.mlp.up": Location("model.layers.*.mlp.up_proj"),
+        "blocks.*.mlp.down": Location("model.layers.*.mlp.down_proj"),
     },
     ignored=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
     missing={
@@ -197,6 +218,7 @@ MIXTRAL = dataclasses.replace(
     LLAMA,
     name="MixtralForCausalLM",
     model_type="mixtral",
+    preset="mixtral-8x7b",
     fields=LLAMA.fields
     | {
         "num_local_experts": "num_experts",
@@ -206,10 +228,10 @@ MIXTRAL = dataclasses.replace(
     computed=LLAMA.computed | {"sliding_window": (None,), "router_jitter_noise": (0.0,)},
     modules=LLAMA.modules
     | {
-        "blocks.*.mlp.router": Place("model.layers.*.block_sparse_moe.gate"),
-        "blocks.*.mlp.gate": Place("model.layers.*.block_sparse_moe.experts.#.w1"),
-        "blocks.*.mlp.up": Place("model.layers.*.block_sparse_moe.experts.#.w3"),
-        "blocks.*.mlp.down": Place("model.layers.*.block_sparse_moe.experts.#.w2"),
+        "blocks.*.mlp.router": Location("model.layers.*.block_sparse_moe.gate"),
+        "blocks.*.mlp.gate": Location("model.layers.*.block_sparse_moe.experts.#.w1"),
+        "blocks.*.mlp.up": Location("model.layers.*.block_sparse_moe.experts.#.w3"),
+        "blocks.*.mlp.down": Location("model.layers.*.block_sparse_moe.experts.#.w2"),
     },
     missing=LLAMA.missing
     | {
@@ -222,108 +244,53 @@ MIXTRAL = dataclasses.replace(
 
 
 def architecture_of(config: GPTConfig) -> Architecture:
-    return (MIXTRAL if config.num_experts else LLAMA) if config.llama else GPT2
+    if not config.llama:
+        return GPT2
+    return MIXTRAL if config.num_experts else LLAMA
 
 
 def empty_model(config: GPTConfig) -> GPT:
+    """On the meta device: names and shapes, no values."""
     with torch.device("meta"):
         return GPT(config)
 
 
-def layout(config: GPTConfig) -> dict[str, tuple[list[int], dict[str, Place]]]:
-    """Their name -> (its shape, {our name: where in it}), in the order of the model."""
+def their_tensors(config: GPTConfig) -> dict[str, TheirTensor]:
+    """Their name -> their tensor, in the order of the model. Raises HuggingFaceError."""
     architecture = architecture_of(config)
-    found = {}
+    tensors = {}
     for name, parameter in empty_model(config).named_parameters():
+        # blocks.7.mlp.up.weight -> blocks.7.mlp.up, weight
         module, kind = name.rsplit(".", 1)
-        layer = (re.findall(r"\d+", module) or [""])[0]
-        place = architecture.modules.get(re.sub(r"\d+", "*", module))
-        if place is None:
+        location = architecture.modules.get(re.sub(r"\d+", "*", module))
+        if location is None:
             raise HuggingFaceError(f"{name} has no place in a {architecture.name}")
-        theirs = f"{place.module.replace('*', layer)}.{kind}"
-        found.setdefault(theirs, (place.shape(parameter.shape), {}))[1][name] = place
-    return found
+        layer = re.search(r"\d+", module)
+        theirs = f"{location.module}.{kind}"
+        if layer:
+            theirs = theirs.replace("*", layer[0])
+        tensor = TheirTensor(location.shape(parameter.shape), {})
+        # GPT-2's query, key and value share one of theirs
+        tensors.setdefault(theirs, tensor).parts[name] = location
+    return tensors
 
 
-# --- config.json ----------------------------------------------------------------------------------
-
-
-def number(hf_config: dict, field: str, kind: type, missing: dict[str, float]) -> float:
-    """A field, checked. Raises HuggingFaceError."""
-    value = hf_config.get(field)
-    value = missing.get(field) if value is None else value
-    if value is None:
-        raise HuggingFaceError(f"{field} is missing")
-    # NaN and true fail too
-    if type(value) not in (int, kind) or not 0 <= value < 1e30:
-        raise HuggingFaceError(
-            f"{field} is {json.dumps(value)}; gpt.py takes"
-            f" {'an integer' if kind is int else 'a number'}, 0 or more"
-        )
-    return kind(value)
-
-
-def rotary_base(hf_config: dict, missing: dict[str, float]) -> float:
-    """rope_theta, where transformers 4 (top level, rope_scaling) or 5 (rope_parameters) writes it.
-    Raises HuggingFaceError."""
-    field = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
-    rope = hf_config.get(field) or {}
-    if (
-        not isinstance(rope, dict)
-        or rope.get("rope_type", rope.get("type", "default")) != "default"
-    ):
-        raise HuggingFaceError(
-            f"{field} is {json.dumps(rope)}; gpt.py has only the default rotary positions, without"
-            " scaling"
-        )
-    return number({"rope_theta": hf_config.get("rope_theta")} | rope, "rope_theta", float, missing)
-
-
-def check_experts(config: GPTConfig) -> None:
-    """Raises HuggingFaceError for a model with experts that a Mixtral does not compute, naming all
-    that differs."""
-    wrong = []
-    for field, same, why in (
-        (
-            "router",
-            config.router == "topk",
-            "a Mixtral's gates are the softmax over the chosen logits, those of router topk",
-        ),
-        (
-            "router_topk",
-            config.router_topk > 1,
-            "a Mixtral with num_experts_per_tok 1 has gate 1, where here it is the probability",
-        ),
-        ("expert_every", config.expert_every == 1, "a Mixtral has experts in every layer"),
-    ):
-        if not same:
-            wrong.append(f"{field} {getattr(config, field)}: {why}")
-    if wrong:
-        raise HuggingFaceError("; ".join(wrong))
+# --- config.json -> GPTConfig ---------------------------------------------------------------------
 
 
 def to_gpt_config(hf_config: dict) -> GPTConfig:
     """The model that a config.json describes. Raises HuggingFaceError, naming the field, for what
     gpt.py does not compute."""
-    names = hf_config.get("architectures")
-    architecture = next((a for a in (GPT2, LLAMA, MIXTRAL) if names == [a.name]), None)
-    if architecture is None:
-        raise HuggingFaceError(
-            f"architectures is {json.dumps(names)}; gpt.py has {GPT2.name}, {LLAMA.name} and"
-            f" {MIXTRAL.name}"
-        )
-    for field, values in architecture.computed.items():
-        if hf_config.get(field, values[0]) not in values:
-            raise HuggingFaceError(
-                f"{field} is {json.dumps(hf_config[field])}; gpt.py has only"
-                f" {' or '.join(json.dumps(v) for v in values)}"
-            )
-    kinds = {f.name: int if f.type is int else float for f in dataclasses.fields(GPTConfig)}
+    architecture = find_architecture(hf_config)
+    check_computed(hf_config, architecture)
+    kinds = {
+        field.name: int if field.type is int else float for field in dataclasses.fields(GPTConfig)
+    }
     fields = {}
     for theirs, ours in architecture.fields.items():
-        fields[ours] = max(
-            number(hf_config, theirs, kinds[ours], architecture.missing), fields.get(ours, 0)
-        )
+        value = read_number(hf_config, theirs, kinds[ours], architecture.missing)
+        # three fields of theirs are our dropout
+        fields[ours] = max(value, fields.get(ours, 0))
     if architecture is not GPT2:
         fields |= {"llama": True, "rotary_base": rotary_base(hf_config, architecture.missing)}
     if architecture is MIXTRAL:
@@ -344,21 +311,84 @@ def to_gpt_config(hf_config: dict) -> GPTConfig:
     return config
 
 
-def check_export_of_experts(config: GPTConfig) -> None:
-    """Raises HuggingFaceError for experts that no class of transformers has, naming the flags of a
-    training whose would be exported."""
-    if not config.num_experts:
-        return
-    if not config.llama:
+def find_architecture(hf_config: dict) -> Architecture:
+    """Raises HuggingFaceError."""
+    names = hf_config.get("architectures")
+    for architecture in (GPT2, LLAMA, MIXTRAL):
+        if names == [architecture.name]:
+            return architecture
+    raise HuggingFaceError(
+        f"architectures is {json.dumps(names)}; gpt.py has {GPT2.name}, {LLAMA.name} and"
+        f" {MIXTRAL.name}"
+    )
+
+
+def check_computed(hf_config: dict, architecture: Architecture) -> None:
+    """Raises HuggingFaceError for a field with a value that gpt.py does not compute."""
+    for field, values in architecture.computed.items():
+        value = hf_config.get(field, values[0])
+        if value not in values:
+            allowed = " or ".join(map(json.dumps, values))
+            raise HuggingFaceError(f"{field} is {json.dumps(value)}; gpt.py has only {allowed}")
+
+
+def read_number(hf_config: dict, field: str, kind: type, missing: dict[str, float]) -> float:
+    """A field of config.json, as int or float. missing: field -> what its absence means. Raises
+    HuggingFaceError."""
+    value = hf_config.get(field)
+    if value is None:
+        value = missing.get(field)
+    if value is None:
+        raise HuggingFaceError(f"{field} is missing")
+    # type(), because true is an int; NaN fails the comparison
+    if type(value) not in (int, kind) or not 0 <= value < 1e30:
+        expected = "an integer" if kind is int else "a number"
         raise HuggingFaceError(
-            f"num_experts {config.num_experts}: {GPT2.name} has none; only models of Llama's kind"
-            f" have, as {MIXTRAL.name}: train with --model tiny-moe, llama2-7b or mixtral-8x7b"
+            f"{field} is {json.dumps(value)}; gpt.py takes {expected}, 0 or more"
         )
-    try:
-        check_experts(config)
-    except HuggingFaceError as e:
-        fit = f"--router topk --router-topk {max(2, config.router_topk)} --expert-every 1"
-        raise HuggingFaceError(f"{e}; a model trained with {fit} could be exported") from None
+    return kind(value)
+
+
+def rotary_base(hf_config: dict, missing: dict[str, float]) -> float:
+    """rope_theta, where transformers 4 (top level, rope_scaling) or 5 (rope_parameters) writes it.
+    Raises HuggingFaceError."""
+    field = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    rope = hf_config.get(field) or {}
+    scaled = not isinstance(rope, dict)
+    if not scaled:
+        scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    if scaled:
+        raise HuggingFaceError(
+            f"{field} is {json.dumps(rope)}; gpt.py has only the default rotary positions, without"
+            " scaling"
+        )
+    theta = {"rope_theta": hf_config.get("rope_theta")} | rope
+    return read_number(theta, "rope_theta", float, missing)
+
+
+def check_experts(config: GPTConfig) -> None:
+    """Raises HuggingFaceError for a model with experts that a Mixtral does not compute, naming all
+    that differs."""
+    differing = []
+    if config.router != "topk":
+        differing.append(
+            f"router {config.router}: a Mixtral's gates are the softmax over the chosen logits,"
+            " those of router topk"
+        )
+    if config.router_topk < 2:
+        differing.append(
+            f"router_topk {config.router_topk}: a Mixtral with num_experts_per_tok 1 has gate 1,"
+            " where here it is the probability"
+        )
+    if config.expert_every != 1:
+        differing.append(
+            f"expert_every {config.expert_every}: a Mixtral has experts in every layer"
+        )
+    if differing:
+        raise HuggingFaceError("; ".join(differing))
+
+
+# --- GPTConfig -> config.json ---------------------------------------------------------------------
 
 
 def to_hf_config(config: GPTConfig) -> dict:
@@ -371,19 +401,32 @@ def to_hf_config(config: GPTConfig) -> dict:
             f"num_kv_heads {config.num_kv_heads} of num_heads {config.num_heads}: {GPT2.name} has"
             " no grouped-query attention"
         )
-    # of bytes, of GPT-2's tokens
-    eot = {257: 256, 50257: 50256}.get(config.vocab_size)
-    rotary = {
-        "head_dim": config.head_dim,
-        "rope_theta": config.rotary_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
-    }
-    return {
-        "architectures": [architecture.name],
-        "model_type": architecture.model_type,
-        **{theirs: getattr(config, ours) for theirs, ours in architecture.fields.items()},
-        **{field: values[0] for field, values in architecture.computed.items()},
-        **(rotary if config.llama else {}),
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-    }
+    hf_config = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    hf_config |= {theirs: getattr(config, ours) for theirs, ours in architecture.fields.items()}
+    hf_config |= {field: values[0] for field, values in architecture.computed.items()}
+    if config.llama:
+        hf_config |= {
+            "head_dim": config.head_dim,
+            "rope_theta": config.rotary_base,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
+        }
+    # the end-of-text token of bytes, and of GPT-2's vocabulary
+    end_of_text = {257: 256, 50257: 50256}.get(config.vocab_size)
+    return hf_config | {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+
+
+def check_export_of_experts(config: GPTConfig) -> None:
+    """Raises HuggingFaceError for experts that no class of transformers has, naming the training
+    flags with which a model can be exported."""
+    if not config.num_experts:
+        return
+    if not config.llama:
+        raise HuggingFaceError(
+            f"num_experts {config.num_experts}: {GPT2.name} has none; only models of Llama's kind"
+            f" have, as {MIXTRAL.name}: train with --model tiny-moe, llama2-7b or mixtral-8x7b"
+        )
+    try:
+        check_experts(config)
+    except HuggingFaceError as e:
+        flags = f"--router topk --router-topk {max(2, config.router_topk)} --expert-every 1"
+        raise HuggingFaceError(f"{e}; a model trained with {flags} could be exported") from None

@@ -90,7 +90,7 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_whole_one(tmp_path):
     for step in (15, 18):
         checkpoint.save(tmp_path, step, tensors(step), STATE, keep=1)
         assert list(checkpoint.steps(tmp_path)) == [step, 20]
-        checkpoint.verify(tmp_path / checkpoint.name(step))
+        checkpoint.verify(tmp_path / checkpoint.folder_name(step))
 
 
 def test_steps_ignores_what_is_not_finished(tmp_path):
@@ -122,7 +122,7 @@ def save_killed(rank, folder, call):
         (os, "rename"),
         (os, "fsync"),
         (checkpoint.dcp, "save"),
-        (checkpoint.shutil, "rmtree"),
+        (shutil, "rmtree"),
         (json, "dumps"),
     ):
         setattr(module, name, killing(getattr(module, name)))
@@ -425,7 +425,7 @@ def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch
     from inference import cli
 
     checkpoint.check_room("x", 4096, "cpu")
-    monkeypatch.setattr(checkpoint.room, "memory", lambda device, ranks: 4096)
+    monkeypatch.setattr("runtime.room.memory", lambda device, ranks: 4096)
     status = cli.main(["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"])
     err = capsys.readouterr().err
     assert status == 2 and "bytes, and cpu has 4,096 in all" in err and len(err.splitlines()) == 1
@@ -588,7 +588,7 @@ def background_failure(rank, folder):
         def full(*args, **kwargs):
             raise OSError(28, "No space left on device")
 
-        checkpoint.describe = full
+        checkpoint.flush_and_hash = full
     saver.save(Path(folder), 1, tensors(), STATE)
     try:
         saver.wait()

@@ -32,7 +32,7 @@ from runtime.architectures import (
     LLAMA,
     MIXTRAL,
     HuggingFaceError,
-    Place,
+    Location,
     to_gpt_config,
     to_hf_config,
 )
@@ -319,16 +319,16 @@ def test_a_wrong_table_shows(saved, tmp_path, monkeypatch, mistake):
 
 def test_place_by_hand():
     both = torch.arange(12.0).view(2, 6)  # [in 2, out 3 x 2]
-    assert Place("", True, 1).view(both).tolist() == [[2, 8], [3, 9]] and Place("", True, 1).shape(
-        torch.Size([2, 2])
-    ) == [2, 6]
-    assert Place("", True, 2).view(both[0]).tolist() == [4, 5] and Place("", True, 2).shape(
+    assert Location("", True, 1).view(both).tolist() == [[2, 8], [3, 9]] and Location(
+        "", True, 1
+    ).shape(torch.Size([2, 2])) == [2, 6]
+    assert Location("", True, 2).view(both[0]).tolist() == [4, 5] and Location("", True, 2).shape(
         torch.Size([2])
     ) == [6]
-    assert Place("", True).shape(torch.Size([5, 3])) == [3, 5] and Place("").shape(
+    assert Location("", True).shape(torch.Size([5, 3])) == [3, 5] and Location("").shape(
         torch.Size([5, 3])
     ) == [5, 3]
-    assert {name: t.tolist() for name, t in huggingface.split("e.#.w", both).items()} == {
+    assert {name: t.tolist() for name, t in huggingface.unstack_experts("e.#.w", both).items()} == {
         "e.0.w": [0, 1, 2, 3, 4, 5],
         "e.1.w": [6, 7, 8, 9, 10, 11],
     }
@@ -451,7 +451,8 @@ def test_no_more_than_a_file_is_in_memory(tmp_path, monkeypatch, family):
     )
     whole = sum(p.nbytes for p in model.parameters())
     largest = max(
-        torch.Size(shape).numel() * 4 for shape, _ in huggingface.layout(model.config).values()
+        torch.Size(shape).numel() * 4
+        for shape, _ in huggingface.their_tensors(model.config).values()
     )
     for limit, bound in ((200_000, 210_000 + largest), (10**9, None)):
         monkeypatch.setattr(checkpoint, "FILE_BYTES", limit)
@@ -1056,7 +1057,7 @@ def test_sizes(text, size):
 
 
 def test_shards_by_hand():
-    assert huggingface.shards({"a": 4, "b": 6, "c": 1, "d": 30, "e": 2}, 10) == [
+    assert huggingface.group_by_size({"a": 4, "b": 6, "c": 1, "d": 30, "e": 2}, 10) == [
         ["a", "b"],
         ["c"],
         ["d"],

@@ -293,7 +293,7 @@ def test_parameters_by_the_paper():
 
 def test_an_encoder_beyond_memory_is_refused(monkeypatch):
     """65,536 wide it has 4 10^9 numbers: not one of them is allocated."""
-    monkeypatch.setattr(checkpoint.room, "memory", lambda device, ranks: 2**35)
+    monkeypatch.setattr("runtime.room.memory", lambda device, ranks: 2**35)
     config_ = PromptConfig.of(config(style="p-tuning", p_tuning=dict(encoder_hidden=2**16)))
     with pytest.raises(
         checkpoint.CheckpointError,

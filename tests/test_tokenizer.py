@@ -20,6 +20,7 @@ from corpus.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     TokenizerError,
+    TokenizerRecord,
     make_tokenizer,
     prompt_ids,
     record,
@@ -550,7 +551,7 @@ def test_an_index_with_something_else_in_it(here):
     for found in ({"files": 3}, [], {"fingerprint": 1}):
         with pytest.raises(checkpoint.CheckpointError, match="index.json: tokenizer: Expected"):
             checkpoint.tokenizer_record(Path("x"), {"tokenizer": found})
-    assert checkpoint.tokenizer_record(Path("x"), {}) == checkpoint.TokenizerRecord()
+    assert checkpoint.tokenizer_record(Path("x"), {}) == TokenizerRecord()
     assert record(ByteTokenizer()).fingerprint == "bytes"
 
 
