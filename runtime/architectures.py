@@ -283,13 +283,12 @@ def to_gpt_config(hf_config: dict) -> GPTConfig:
     gpt.py does not compute."""
     architecture = find_architecture(hf_config)
     check_computed(hf_config, architecture)
-    kinds = {
-        field.name: int if field.type is int else float for field in dataclasses.fields(GPTConfig)
-    }
+    integers = {field.name for field in dataclasses.fields(GPTConfig) if field.type is int}
     fields = {}
     for theirs, ours in architecture.fields.items():
-        value = read_number(hf_config, theirs, kinds[ours], architecture.missing)
-        # three fields of theirs are our dropout
+        kind = int if ours in integers else float
+        value = read_number(hf_config, theirs, kind, architecture.missing)
+        # three fields of theirs are our dropout: the largest counts
         fields[ours] = max(value, fields.get(ours, 0))
     if architecture is not GPT2:
         fields |= {"llama": True, "rotary_base": rotary_base(hf_config, architecture.missing)}

@@ -1,15 +1,16 @@
-"""Files from outside, changed at random: whoever reads one says what is wrong in one line, or is
-not affected.
+"""Damages files at random, and checks that the commands which read them refuse them in one line.
 
     python tests/bad_files.py [--count 200] [--first 0] [--kind index config prompts tokenizer
     metrics tokens]
 
-Case n of a kind is drawn from seed n: a valid folder is copied, one of its files is changed (bytes
-flipped, a file cut off, a JSON value of another type, huge, negative, NaN, nested or half a
-character, a key removed or added), and one of the commands that read it runs in this process. Of
-index.json the checksum beside it is made to fit in half of the cases, so that its content is looked
-at. The command must end with status 2 and one line on stderr, or with status 0, within 20 seconds,
-and no exception may escape."""
+Case n of a kind is drawn from seed n. A valid folder is copied and one of its files is changed:
+bytes are flipped, the file is cut off, a JSON value becomes another type, huge, negative, NaN,
+nested or half a character, a key is removed or added. Then one of the commands that read this file
+runs in this process. In half of the cases the checksum beside index.json is made to fit, so that
+its content is read.
+
+The command must end within 20 seconds, with status 2 and one line on stderr or with status 0, and
+no exception may escape."""
 
 import argparse
 import contextlib
@@ -101,20 +102,20 @@ TEMPLATE = {
 def changed_bytes(data: bytes, g: random.Random) -> bytes:
     at = g.randrange(len(data))
     n = g.choice([1, 1, 4, 40])
-    ways = [
-        data[:at],
-        data[:at] + data[at + n :],
-        data[:at] + data[at : at + n] + data[at:],
-        data[:at] + bytes(n) + data[at + n :],
-        b"",
-    ]
-    flipped = data[:at] + bytes(b ^ g.randrange(1, 256) for b in data[at : at + n]) + data[at + n :]
-    return g.choice([flipped] * 4 + ways)
+    before = data[:at]
+    some = data[at : at + n]
+    after = data[at + n :]
+    cut_off = before
+    removed = before + after
+    repeated = before + some + some + after
+    zeroed = before + bytes(n) + after
+    flipped = before + bytes(b ^ g.randrange(1, 256) for b in some) + after
+    return g.choice([flipped] * 4 + [cut_off, removed, repeated, zeroed, b""])
 
 
-def place(content, g: random.Random) -> tuple:
-    """(object or list, key) of some value in JSON: every key of an object is as likely, however
-    much it holds."""
+def random_location(content, g: random.Random) -> tuple:
+    """(object or list, key) of a value in JSON: every key of an object is as likely, however much
+    it holds."""
     while True:
         key = g.choice(list(content) if isinstance(content, dict) else range(len(content)))
         if not isinstance(content[key], dict | list) or not content[key] or g.random() < 0.2:
@@ -126,7 +127,7 @@ def changed_json(data: bytes, g: random.Random) -> bytes:
     content = json.loads(data)
     for _ in range(g.choice([1, 1, 1, 2])):
         if content:
-            outer, key = place(content, g)
+            outer, key = random_location(content, g)
             way = g.random()
             if way < 0.7 or isinstance(outer, list):
                 outer[key] = g.choice(VALUES)
@@ -146,7 +147,7 @@ def changed_line(data: bytes, g: random.Random) -> bytes:
 
 
 def changed_header(data: bytes, g: random.Random) -> bytes:
-    """Of a safetensors file: the length of its header, or the JSON in it."""
+    """Change the length of a safetensors file's header, or the JSON in it."""
     size = int.from_bytes(data[:8], "little")
     if g.random() < 0.2:
         return g.choice([0, 1, size - 1, size + 1, 2**40, 2**63]).to_bytes(8, "little") + data[8:]
@@ -157,15 +158,16 @@ def changed_header(data: bytes, g: random.Random) -> bytes:
 # --- valid folders --------------------------------------------------------------------------------
 
 
-def quiet(command, *argv) -> None:
-    status, _, said = run(command, argv)
-    assert status == 0, (argv, said)
+def succeed(command, *argv) -> None:
+    """Run a command that prepares a folder, without showing its output."""
+    status, _, err = run(command, argv)
+    assert status == 0, (argv, err)
 
 
 def make_run() -> None:
     import train
 
-    quiet(train.main, *TRAIN, "--steps", "2", "--out", "run")
+    succeed(train.main, *TRAIN, "--steps", "2", "--out", "run")
 
 
 def make_folder() -> None:
@@ -229,7 +231,7 @@ def make_prompts() -> None:
         },
     }
     Path("prompts.json").write_text(json.dumps(config))
-    quiet(
+    succeed(
         prompt_tuning.main,
         "train",
         "--config",
@@ -262,7 +264,7 @@ def make_tokenizer() -> None:
 
 
 def program(module: str) -> Callable[[list[str]], int | None]:
-    """main() of a file whose arguments are sys.argv."""
+    """main() of a module that reads its arguments from sys.argv."""
 
     def main(argv):
         before = sys.argv
@@ -276,6 +278,7 @@ def program(module: str) -> Callable[[list[str]], int | None]:
 
 
 def command(module: str) -> Callable[[list[str]], int]:
+    """main(argv) of a module, which is imported when it is called."""
     return lambda argv: importlib.import_module(module).main(argv)
 
 
@@ -292,7 +295,8 @@ INFER = [
 
 
 class Reading(NamedTuple):
-    """Of a kind: which file (a pattern), how it may be changed, and the commands that read it."""
+    """A file of a kind, as a pattern; how it may be changed; the commands that read it. {} stands
+    for the name of a Hugging Face folder."""
 
     file: str
     changes: list[Callable]
@@ -449,23 +453,23 @@ def valid(kind: str) -> tempfile.TemporaryDirectory:
     return folder
 
 
-def late(number, frame):
+def raise_timeout(number, frame):
     raise TimeoutError(f"not finished after {SECONDS} s")
 
 
 def run(main: Callable, argv) -> tuple[int | str, str, str]:
-    """(exit status, or the exception that escaped; stdout; stderr) of a command in this process,
-    that of libraries included."""
+    """(exit status, or the exception that escaped; stdout; stderr) of a command in this process.
+    What libraries print from C code is included."""
     with (
         tempfile.TemporaryFile("w+", errors="surrogateescape") as out,
         tempfile.TemporaryFile("w+", errors="surrogateescape") as err,
     ):
         kept = [os.dup(1), os.dup(2)]
-        before = signal.signal(signal.SIGALRM, late)
+        before = signal.signal(signal.SIGALRM, raise_timeout)
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
         signal.alarm(SECONDS)
-        # where C code never comes back to Python
+        # for C code that never returns to Python, where signals are handled
         faulthandler.dump_traceback_later(6 * SECONDS, exit=True, file=kept[1])
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -491,7 +495,7 @@ def run(main: Callable, argv) -> tuple[int | str, str, str]:
 
 
 def check(kind: str, seed: int) -> tuple[bool, str | None]:
-    """(whether the change was refused; what is wrong with the answer to it) of one case."""
+    """One case: (whether the command refused the file, what the command did wrong or None)."""
     g = random.Random(f"{kind} {seed}")
     family = g.choice(["gpt2", "llama", "mixtral"])
     reading = g.choice(KINDS[kind][1])
@@ -510,15 +514,15 @@ def check(kind: str, seed: int) -> tuple[bool, str | None]:
             status, _, err = run(main, argv)
     lines = err.splitlines()
     seconds = time.perf_counter() - begin
-    case = f"{kind} {seed}: {change.__name__} of {file}; {argv}: "
     if status == 0 and "Traceback" not in err:
         return False, None
     if status == 2 and len(lines) == 1 and seconds < SECONDS:
         return True, None
-    return (
-        status == 2,
-        case + f"status {status}, {seconds:.0f} s, {len(lines)} lines on stderr: {err[-1500:]}",
+    problem = (
+        f"{kind} {seed}: {change.__name__} of {file}; {argv}: status {status}, {seconds:.0f} s,"
+        f" {len(lines)} lines on stderr: {err[-1500:]}"
     )
+    return status == 2, problem
 
 
 def main():
@@ -529,7 +533,7 @@ def main():
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
     args = parser.parse_args()
-    # what a file makes us allocate is an error here, and not the end of this machine
+    # a file that makes a command allocate too much is an error here, not the end of this machine
     resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, resource.RLIM_INFINITY))
     failed = 0
     for kind in args.kind:
@@ -537,8 +541,8 @@ def main():
         wrong = []
         refused = 0
         for seed in range(args.first, args.first + args.count):
-            said_no, problem = check(kind, seed)
-            refused += said_no
+            was_refused, problem = check(kind, seed)
+            refused += was_refused
             if problem:
                 wrong.append(seed)
                 print(problem, flush=True)

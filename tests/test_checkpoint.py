@@ -46,10 +46,10 @@ def test_round_trip(tmp_path):
     loaded = empty()
     index = checkpoint.load(path, loaded)
     assert equal(loaded, tensors()) and index["step"] == 12 and index["tokens"] == 7
-    # a part is enough: generate.py leaves the moments
-    some = {"model.a": torch.zeros(5, 3)}
-    checkpoint.load(path, some)
-    assert torch.equal(some["model.a"], tensors()["model.a"])
+    # not all tensors need to be loaded: generate.py does not load the moments
+    part = {"model.a": torch.zeros(5, 3)}
+    checkpoint.load(path, part)
+    assert torch.equal(part["model.a"], tensors()["model.a"])
 
 
 def save_and_load(rank, folder):
@@ -98,7 +98,7 @@ def test_steps_ignores_what_is_not_finished(tmp_path):
     (tmp_path / ".step-000004.saving").mkdir()
     (tmp_path / "step-000005.txt").touch()
     assert list(checkpoint.steps(tmp_path)) == [3]
-    # and the leftover is cleared away
+    # the next save removes what is left
     checkpoint.save(tmp_path, 6, tensors(), STATE)
     assert not (tmp_path / ".step-000004.saving").exists()
 
@@ -175,56 +175,52 @@ def test_no_room(tmp_path, world):
 
 def test_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot save.*File exists"):
+    with pytest.raises(CheckpointError, match=r"cannot save.*File exists"):
         checkpoint.save(tmp_path / "file", 1, tensors(), STATE)
 
 
 def sign(path):
-    """Make the checksums fit what is there: what somebody who wants to deceive would do."""
+    """Make the checksums of the files fit what is there, as somebody who wants to deceive would."""
     index = json.loads((path / "index.json").read_text())
     index["files"] = {
         f.name: {"bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()}
         for f in path.glob("*.safetensors")
     }
-    (path / "index.json").write_text(json.dumps(index, indent=1))
-    sign_index(path)
+    write_index(path, json.dumps(index, indent=1))
 
 
-def sign_index(path):
+def write_index(path, text):
+    """An index.json, and the checksum of the index that fits it."""
+    (path / "index.json").write_text(text)
     (path / "index.json.sha256").write_text(
         f"{hashlib.sha256((path / 'index.json').read_bytes()).hexdigest()}  index.json\n"
     )
 
 
+def write_header(path, file):
+    """A header longer than the file, of the same length in all, with fitting checksums."""
+    with open(file, "r+b") as f:
+        f.write(struct.pack("<Q", 2**40))
+    sign(path)
+
+
 def damage(path, how):
     file = next(path.glob("*.safetensors"))
     index = path / "index.json"
-    if how == "truncated":
-        os.truncate(file, file.stat().st_size - 1)
-    elif how == "missing":
-        file.unlink()
-    elif how == "no index":
-        index.unlink()
-    elif how == "no checksum":
-        (path / "index.json.sha256").unlink()
-    elif how == "another file":
-        (path / "more.safetensors").write_bytes(file.read_bytes())
-    elif how == "half an index":
-        index.write_text(index.read_text()[:-40])
-    elif how == "half an index, signed":
-        index.write_text(index.read_text()[:-40])
-        sign_index(path)
-    elif how == "foreign index":
-        index.write_text('{"weight_map": {}}')
-        sign_index(path)
-    elif how == "list":
-        index.write_text("[]")
-        sign_index(path)
-    # same length, but the safetensors header is nonsense
-    elif how == "header":
-        with open(file, "r+b") as f:
-            f.write(struct.pack("<Q", 2**40))
-        sign(path)
+    half = index.read_text()[:-40]
+    changes = {
+        "truncated": lambda: os.truncate(file, file.stat().st_size - 1),
+        "missing": file.unlink,
+        "no index": index.unlink,
+        "no checksum": (path / "index.json.sha256").unlink,
+        "another file": lambda: shutil.copy(file, path / "more.safetensors"),
+        "half an index": lambda: index.write_text(half),
+        "half an index, signed": lambda: write_index(path, half),
+        "foreign index": lambda: write_index(path, '{"weight_map": {}}'),
+        "list": lambda: write_index(path, "[]"),
+        "header": lambda: write_header(path, file),
+    }
+    changes[how]()
 
 
 @pytest.mark.parametrize(
@@ -278,31 +274,32 @@ def test_100_truncations_and_corruptions_of_the_index(tmp_path):
     for i in range(100):
         at = g.randrange(len(whole))
         n = g.randrange(1, 5)
-        (path / "index.json").write_bytes(
-            whole[:at]
-            if i % 2
-            else whole[:at]
-            + bytes(b ^ g.randrange(1, 256) for b in whole[at : at + n])
-            + whole[at + n :]
-        )
-        with pytest.raises(checkpoint.Damaged, match="index.json"):
+        changed = whole[:at]
+        if i % 2 == 0:
+            flipped = bytes(b ^ g.randrange(1, 256) for b in whole[at : at + n])
+            changed = whole[:at] + flipped + whole[at + n :]
+        (path / "index.json").write_bytes(changed)
+        with pytest.raises(checkpoint.Damaged, match=r"index.json"):
             checkpoint.load(path, empty())
 
 
+def locations(content):
+    """(object or list, key) of each value in JSON, at any depth."""
+    found = []
+    for key in content if isinstance(content, dict) else range(len(content)):
+        found.append((content, key))
+        if isinstance(content[key], dict | list):
+            found += locations(content[key])
+    return found
+
+
 def test_a_deceiving_index_is_an_error_of_ours(tmp_path):
-    """300 seeded changes, of bytes and of values, with the checksum made to fit: loading says
+    """300 seeded changes, of bytes and of values, with a checksum that fits: loading raises
     CheckpointError, or the change did not matter."""
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
     whole = (path / "index.json").read_text()
     g = random.Random(0)
     refused = 0
-
-    def places(x, found):
-        for k in x if isinstance(x, dict) else range(len(x)):
-            found.append((x, k))
-            if isinstance(x[k], (dict, list)):
-                places(x[k], found)
-        return found
 
     for i in range(300):
         if i % 2:
@@ -312,11 +309,10 @@ def test_a_deceiving_index_is_an_error_of_ours(tmp_path):
             )
         else:
             index = json.loads(whole)
-            x, k = g.choice(places(index, []))
-            x[k] = g.choice([None, -1, "x", [], {}, [["x"]], 1e9])
+            container, key = g.choice(locations(index))
+            container[key] = g.choice([None, -1, "x", [], {}, [["x"]], 1e9])
             text = json.dumps(index)
-        (path / "index.json").write_text(text)
-        sign_index(path)
+        write_index(path, text)
         try:
             checkpoint.load(path, empty())
         except CheckpointError:
@@ -325,11 +321,10 @@ def test_a_deceiving_index_is_an_error_of_ours(tmp_path):
 
 
 def change_index(path, change):
-    """Change the parsed index in place, with its checksum made to fit."""
+    """Change the parsed index in place, and write the checksum that fits."""
     index = json.loads((path / "index.json").read_text())
     change(index)
-    (path / "index.json").write_text(json.dumps(index))
-    sign_index(path)
+    write_index(path, json.dumps(index))
 
 
 @pytest.fixture(scope="module")
@@ -371,7 +366,7 @@ def whole_model(tmp_path_factory):
         ("model.llama", "no", "llama 'no': must be true or false"),
         ("model.colour", 1, "does not describe a model .*'colour'"),
         ("model", {"num_layers": 2}, "missing 2 required"),
-        ("model", [], "Expected `object`, got `array` - at `\\$.model`"),
+        ("model", [], r"Expected `object`, got `array` - at `\$.model`"),
         ("model.num_layers", 60000, "num_layers 60000: there are tensors of 2 layers"),
         (
             "model.vocab_size",
@@ -381,16 +376,16 @@ def whole_model(tmp_path_factory):
         ("model.hidden_size", 2**31 - 8, "hidden_size 2147483640"),
         ("model.num_experts", 65535, "num_experts 65535"),
         ("model.ffn_hidden_size", 2**30, "ffn_hidden_size 1073741824"),
-        ("step", -1, "Expected `int` >= 0 - at `\\$.step`"),
-        ("step", 10**30, "Expected `int` <= .* - at `\\$.step`"),
-        ("tokens", "x", "Expected `int \\| null`, got `str`"),
+        ("step", -1, r"Expected `int` >= 0 - at `\$.step`"),
+        ("step", 10**30, r"Expected `int` <= .* - at `\$.step`"),
+        ("tokens", "x", r"Expected `int \| null`, got `str`"),
         ("optimizer.updates", 2.5, "updates`"),
         (
             "optimizer.scaler",
             {"scale": 0.5, "good_steps": 0, "tolerance": 1},
             "Expected `float` >= 1",
         ),
-        ("config.tokenizer", [], "Expected `str \\| null`, got `array`"),
+        ("config.tokenizer", [], r"Expected `str \| null`, got `array`"),
         (
             "tensors.model.head.norm.weight",
             ["int32", [16]],
@@ -434,13 +429,13 @@ def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch
 def test_a_model_of_an_older_index(whole_model, tmp_path):
     """A field that it does not have yet is what it was by default."""
     path = shutil.copytree(whole_model, tmp_path / "c")
-    change_index(
-        path,
-        lambda index: (
-            [index["model"].pop(name) for name in ("z_loss", "num_experts", "capacity_factor")]
-            + [index.pop("optimizer")]
-        ),
-    )
+
+    def remove_fields(index):
+        for name in ("z_loss", "num_experts", "capacity_factor"):
+            del index["model"][name]
+        del index["optimizer"]
+
+    change_index(path, remove_fields)
     assert checkpoint.read_model(path)[0] == checkpoint.read_model(whole_model)[0]
 
 
@@ -450,13 +445,13 @@ def test_a_model_of_an_older_index(whole_model, tmp_path):
         (
             lambda t: t.view(torch.int32),
             (
-                "model.a is I32 \\[5, 3\\] from \\[0, 0\\] on there, and float32 \\[5, 3\\] in the"
-                " index"
+                r"model.a is I32 \[5, 3\] from \[0, 0\] on there, and float32 \[5, 3\] in the"
+                r" index"
             ),
         ),
         (lambda t: t.double(), "model.a is F64"),
-        (lambda t: t.repeat(2, 1), "model.a is F32 \\[10, 3\\]"),
-        (lambda t: t.flatten(), "model.a is F32 \\[15\\]"),
+        (lambda t: t.repeat(2, 1), r"model.a is F32 \[10, 3\]"),
+        (lambda t: t.flatten(), r"model.a is F32 \[15\]"),
         (None, "damaged, or not safetensors"),
     ],
 )
@@ -628,9 +623,9 @@ def test_tensors_that_are_read_when_their_file_is_written(tmp_path, monkeypatch)
 # --- layouts --------------------------------------------------------------------------------------
 
 
-def under(rank, world, folder, steps, **flags):
-    """Trains `steps` steps under a layout, from the newest checkpoint in `folder` if there is one;
-    saves; returns all tensors, whole."""
+def under(rank, world, folder, steps, flags):
+    """Train `steps` steps under a layout, from the newest checkpoint in `folder` if there is one,
+    and save. Returns all tensors, whole."""
     from parity import LLAMA, Synthetic
 
     import sharding
@@ -660,27 +655,51 @@ def under(rank, world, folder, steps, **flags):
     }
 
 
-def under_flags(rank, world, folder, steps, flags):
-    return under(rank, world, folder, steps, **flags)
-
-
 LAYOUTS = [(1, {}), (2, dict(tp=2)), (4, dict(tp=4, sequence_parallel=True)), (4, dict(tp=2))]
 
 
 @pytest.mark.parametrize("world, flags", LAYOUTS[3:], ids=str)
 def test_saved_under_one_layout_loads_under_any(tmp_path, world, flags):
     """Weights, masters and moments, bit for bit, of a vocabulary that the ranks do not divide."""
-    saved = ranks.run(under_flags, world, world, str(tmp_path), 2, flags)[0]
+    saved = ranks.run(under, world, world, str(tmp_path), 2, flags)[0]
     assert saved["model.embedding.tokens.weight"].shape == (61, 32)
     payload = sum(f.stat().st_size for f in tmp_path.glob("*/*.safetensors"))
     exact = sum(t.numel() * t.element_size() for t in saved.values())
     # headers; no padding, and nothing twice
     assert exact < payload < exact + 40_000 * world
-    for other, its in LAYOUTS:
-        assert equal(saved, ranks.run(under_flags, other, other, str(tmp_path), 0, its)[0]), (
-            other,
-            its,
-        )
+    for world, flags in LAYOUTS:
+        loaded = ranks.run(under, world, world, str(tmp_path), 0, flags)[0]
+        assert equal(saved, loaded), (world, flags)
+
+
+def test_fields_that_a_checkpoint_must_agree_with():
+    """By hand: a prompt file's fingerprint is a hash of exactly these, so a change of this list
+    would make every prompt file another model's."""
+    config = gpt.GPTConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
+    fixed = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 64,
+        "seq_length": 1024,
+        "vocab_size": 32,
+        "llama": False,
+        "norm_eps": 1e-5,
+        "rotary_base": 10000.0,
+        "num_experts": 0,
+        "expert_every": 1,
+        "router": "sinkhorn",
+        "router_topk": 1,
+    }
+    assert checkpoint.fixed_fields(config) == fixed
+    for name in ("router", "router_topk"):
+        del fixed[name]
+    assert checkpoint.fixed_fields(config, weights_only=True) == fixed
+    # rotary positions have no table
+    del fixed["seq_length"]
+    llama = dataclasses.replace(config, llama=True)
+    assert checkpoint.fixed_fields(llama, weights_only=True) == fixed | {"llama": True}
 
 
 def test_an_index_that_is_older_than_a_field(tmp_path):
@@ -700,7 +719,7 @@ def test_a_missing_slice_is_found(tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    ranks.run(under_flags, 2, 2, str(tmp_path), 1, dict(tp=2))
+    ranks.run(under, 2, 2, str(tmp_path), 1, dict(tp=2))
     path = tmp_path / "step-000001"
     name = "model.blocks.0.mlp.up.weight"
     file = sorted(path.glob("*.safetensors"))[1]
@@ -716,9 +735,9 @@ def test_a_missing_slice_is_found(tmp_path):
 
 def test_resume_under_tensor_parallelism_is_bit_for_bit(tmp_path):
     flags = dict(tp=2, sequence_parallel=True, recompute="selective")
-    whole = ranks.run(under_flags, 2, 2, str(tmp_path / "whole"), 4, flags)[0]
-    ranks.run(under_flags, 2, 2, str(tmp_path / "parts"), 2, flags)
-    assert equal(whole, ranks.run(under_flags, 2, 2, str(tmp_path / "parts"), 2, flags)[0])
+    whole = ranks.run(under, 2, 2, str(tmp_path / "whole"), 4, flags)[0]
+    ranks.run(under, 2, 2, str(tmp_path / "parts"), 2, flags)
+    assert equal(whole, ranks.run(under, 2, 2, str(tmp_path / "parts"), 2, flags)[0])
 
 
 # --- every layout to every other ------------------------------------------------------------------
@@ -796,15 +815,12 @@ if "EVERY_PAIR" not in os.environ:
 )
 def test_pairs_of_layouts(tmp_path, matrix, model, precision, tolerance):
     """Saved after two steps under each of eight layouts (seven with experts), loaded under each:
-    the next three losses are those of one device that was never stopped."""
+    the next three losses equal those of one device that never stopped."""
     whole = ranks.run(trained, 1, 1, precision, model, [None], None, 5)[0][0]
     folders = [str(tmp_path / name) for name in matrix]
     for folder, (world, flags) in zip(folders, matrix.values()):
         ranks.run(trained, world, world, precision, model | flags, [None], folder, 2)
     for name, (world, flags) in matrix.items():
-        for source, losses in zip(
-            matrix,
-            ranks.run(trained, world, world, precision, model | flags, folders, None, 3)[0],
-            strict=True,
-        ):
+        resumed = ranks.run(trained, world, world, precision, model | flags, folders, None, 3)[0]
+        for source, losses in zip(matrix, resumed, strict=True):
             assert losses == pytest.approx(whole[2:], rel=tolerance), (source, name)

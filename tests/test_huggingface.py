@@ -153,10 +153,10 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def copy(saved, tmp_path):
-    def one(family):
+    def copy_of(family):
         return Path(shutil.copytree(saved[family][0], tmp_path / "hf"))
 
-    return one
+    return copy_of
 
 
 def our_checkpoint(path, dtype=torch.float32, **shape):
@@ -300,16 +300,16 @@ SWAPS = {
 @pytest.mark.parametrize("mistake", [*SWAPS, "not transposed"])
 def test_a_wrong_table_shows(saved, tmp_path, monkeypatch, mistake):
     """In logits: a round trip, which reads the same wrong table twice, sees nothing."""
-    family, one, other = SWAPS.get(mistake, ("gpt2", "attention.output", None))
+    family, first, second = SWAPS.get(mistake, ("gpt2", "attention.output", None))
     table = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}[family].modules
-    one, other = (f"blocks.*.{name}" for name in (one, other))
+    first = f"blocks.*.{first}"
+    second = f"blocks.*.{second}"
     if mistake == "not transposed":
-        monkeypatch.setitem(table, one, table[one]._replace(transposed=False))
+        monkeypatch.setitem(table, first, table[first]._replace(transposed=False))
     else:
-        a = table[one]
-        b = table[other]
-        monkeypatch.setitem(table, one, b)
-        monkeypatch.setitem(table, other, a)
+        locations = table[first], table[second]
+        monkeypatch.setitem(table, first, locations[1])
+        monkeypatch.setitem(table, second, locations[0])
     import_folder(saved[family][0], tmp_path / "ckpt")
     difference = (our_logits(tmp_path / "ckpt") - saved[family][1]).abs().max()
     assert difference > 1e-3 * saved[family][1].abs().max()
@@ -317,18 +317,19 @@ def test_a_wrong_table_shows(saved, tmp_path, monkeypatch, mistake):
     assert identical(tensors_in(saved[family][0]), tensors_in(tmp_path / "back"))
 
 
-def test_place_by_hand():
-    both = torch.arange(12.0).view(2, 6)  # [in 2, out 3 x 2]
-    assert Location("", True, 1).view(both).tolist() == [[2, 8], [3, 9]] and Location(
-        "", True, 1
-    ).shape(torch.Size([2, 2])) == [2, 6]
-    assert Location("", True, 2).view(both[0]).tolist() == [4, 5] and Location("", True, 2).shape(
-        torch.Size([2])
-    ) == [6]
-    assert Location("", True).shape(torch.Size([5, 3])) == [3, 5] and Location("").shape(
-        torch.Size([5, 3])
-    ) == [5, 3]
-    assert {name: t.tolist() for name, t in huggingface.unstack_experts("e.#.w", both).items()} == {
+def test_location_by_hand():
+    theirs = torch.arange(12.0).view(2, 6)  # [in 2, out 3 x 2]
+    key = Location("", transposed=True, third=1)
+    assert key.view(theirs).tolist() == [[2, 8], [3, 9]]
+    assert key.shape(torch.Size([2, 2])) == [2, 6]
+    # a bias
+    value = Location("", transposed=True, third=2)
+    assert value.view(theirs[0]).tolist() == [4, 5]
+    assert value.shape(torch.Size([2])) == [6]
+    assert Location("", transposed=True).shape(torch.Size([5, 3])) == [3, 5]
+    assert Location("").shape(torch.Size([5, 3])) == [5, 3]
+    experts = huggingface.unstack_experts("e.#.w", theirs)
+    assert {name: t.tolist() for name, t in experts.items()} == {
         "e.0.w": [0, 1, 2, 3, 4, 5],
         "e.1.w": [6, 7, 8, 9, 10, 11],
     }
@@ -338,8 +339,8 @@ def test_place_by_hand():
 
 
 def load_and_save(rank, folder, families, tp, pp, ep):
-    """Build this rank's part of each family's model, load it from the import, save it as a run
-    saves it; returns its logits, where it has a head."""
+    """Build this rank's part of each family's model, load it from the import, and save it as a run
+    saves it. Returns its logits, by family, where it has a head."""
     groups = Groups.make("cpu", 2, tp, pp, ep=ep)
     logits = {}
     for family in families:
@@ -366,19 +367,28 @@ def load_and_save(rank, folder, families, tp, pp, ep):
             parts,
             STATE | {"model": dataclasses.asdict(config)},
         )
-        with torch.no_grad():
-            if not groups.pp:
-                logits[family] = chunks[0](TOKENS)
-                continue
+        y = forward_logits(chunks, groups.pp)
+        if y is not None:
+            logits[family] = y
+    return logits
 
-            def forward(chunk, k, x):
-                y = chunks[chunk](TOKENS, None, None, x)
-                if chunks[chunk].head is not None:
-                    logits[family] = y
-                return y
 
-            pipeline = pipeline_parallel.Pipeline(chunks, pipeline_parallel.Channels(groups.pp))
-            pipeline.run(pipeline.forward_only(1), forward, *TOKENS.shape)
+@torch.no_grad()
+def forward_logits(chunks, pp_group):
+    """None on a rank of a pipeline that does not have the model's head."""
+    if not pp_group:
+        return chunks[0](TOKENS)
+    logits = None
+
+    def forward(chunk, k, x):
+        nonlocal logits
+        y = chunks[chunk](TOKENS, None, None, x)
+        if chunks[chunk].head is not None:
+            logits = y
+        return y
+
+    pipeline = pipeline_parallel.Pipeline(chunks, pipeline_parallel.Channels(pp_group))
+    pipeline.run(pipeline.forward_only(1), forward, *TOKENS.shape)
     return logits
 
 
@@ -394,18 +404,16 @@ def test_under_a_layout(saved, tmp_path, families, layout):
         import_folder(saved[family][0], tmp_path / family)
     logits = ranks.run(load_and_save, 2, tmp_path, families, *layout)
     for family in families:
-        # of a pipeline, its last stage
-        found = [on_rank[family] for on_rank in logits if family in on_rank]
-        assert found and all(close(one, saved[family][1]) for one in found)
+        # of a pipeline, the last stage has the head
+        logits_of_ranks = [on_rank[family] for on_rank in logits if family in on_rank]
+        assert logits_of_ranks and all(close(y, saved[family][1]) for y in logits_of_ranks)
+        exported = []
         for source in (family, f"{family} run"):
-            export_folder(tmp_path / source, tmp_path / f"from {source}", max_shard_bytes=20_000)
-        one, other = (
-            {f.name: f.read_bytes() for f in (tmp_path / f"from {source}").iterdir()}
-            for source in (family, f"{family} run")
-        )
-        assert one == other and identical(
-            tensors_in(saved[family][0]), tensors_in(tmp_path / f"from {family} run")
-        )
+            folder = tmp_path / f"from {source}"
+            export_folder(tmp_path / source, folder, max_shard_bytes=20_000)
+            exported.append({file.name: file.read_bytes() for file in folder.iterdir()})
+        assert exported[0] == exported[1]
+        assert identical(tensors_in(saved[family][0]), tensors_in(folder))
 
 
 # --- streaming ------------------------------------------------------------------------------------
@@ -657,7 +665,7 @@ def test_what_is_not_a_parameter_is_accepted(copy, saved, tmp_path):
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    with pytest.raises(HuggingFaceError, match="lm_head.weight differs"):
+    with pytest.raises(HuggingFaceError, match=r"lm_head.weight differs"):
         import_folder(folder, tmp_path / "other")
 
 
@@ -678,9 +686,9 @@ def test_experts_of_a_layer_in_several_files(copy, saved, tmp_path):
     tensors = tensors_in(folder)
     files = {}
     for name in tensors:
-        files.setdefault(
-            f"model-{(re.findall(r'experts.([0-9])', name) or ['x'])[0]}.safetensors", []
-        ).append(name)
+        expert = re.search(r"experts.([0-9])", name)
+        number = expert[1] if expert else "x"
+        files.setdefault(f"model-{number}.safetensors", []).append(name)
     for file in folder.glob("*.safetensors"):
         file.unlink()
     for file, names in files.items():
@@ -816,41 +824,38 @@ def test_fused_experts(tmp_path):
     refused(tmp_path / "hf", tmp_path / "ckpt", ["experts are fused", "save_original_format=True"])
 
 
-def damage(folder, how):
-    weights = folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    if how == "no config":
-        (folder / "config.json").unlink()
-    elif how == "not JSON":
-        (folder / "config.json").write_text("{")
-    elif how == "deep JSON":
-        (folder / "config.json").write_text('{"a": ' + "[" * 100_000)
-    elif how == "not an object":
-        (folder / "config.json").write_text("[]")
-    elif how == "no weights":
-        weights.unlink()
-    elif how == "pickle":
-        weights.unlink()
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malice()))
-    elif how == "pickle under another name":
-        weights.write_bytes(pickle.dumps(Malice()))
-    elif how == "truncated":
-        os.truncate(weights, weights.stat().st_size - 1)
-    elif how == "header":
-        weights.write_bytes(b"\xff" * 100)
-    elif how == "64 bits":
-        save_file({n: t.double() for n, t in tensors_in(folder).items()}, weights)
-    elif how == "missing shard":
-        sorted(folder.glob("*.safetensors"))[1].unlink()
-    elif how == "no map":
-        index.write_text("{}")
-    elif how == "map to elsewhere":
-        index.write_text('{"weight_map": {"lm_head.weight": "../../secret.safetensors"}}')
-
-
 class Malice:
     def __reduce__(self):
         return os.system, ("touch executed",)
+
+
+def damage(folder, how):
+    weights = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    config = folder / "config.json"
+    malice = pickle.dumps(Malice())
+
+    def save_in_64_bits():
+        save_file({name: t.double() for name, t in tensors_in(folder).items()}, weights)
+
+    changes = {
+        "no config": config.unlink,
+        "not JSON": lambda: config.write_text("{"),
+        "deep JSON": lambda: config.write_text('{"a": ' + "[" * 100_000),
+        "not an object": lambda: config.write_text("[]"),
+        "no weights": weights.unlink,
+        "pickle": lambda: weights.rename(folder / "pytorch_model.bin").write_bytes(malice),
+        "pickle under another name": lambda: weights.write_bytes(malice),
+        "truncated": lambda: os.truncate(weights, weights.stat().st_size - 1),
+        "header": lambda: weights.write_bytes(b"\xff" * 100),
+        "64 bits": save_in_64_bits,
+        "missing shard": lambda: sorted(folder.glob("*.safetensors"))[1].unlink(),
+        "no map": lambda: index.write_text("{}"),
+        "map to elsewhere": lambda: index.write_text(
+            '{"weight_map": {"lm_head.weight": "../../secret.safetensors"}}'
+        ),
+    }
+    changes[how]()
 
 
 @pytest.mark.parametrize(
@@ -925,12 +930,12 @@ def without_room(rank, hf_dir, path, new):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     messages = []
-    for function, source, target in (
+    for convert, source, target in (
         (import_folder, hf_dir, new / "imported"),
         (export_folder, path, new / "exported"),
     ):
         try:
-            function(source, target)
+            convert(source, target)
         except HuggingFaceError as e:
             messages.append(str(e))
     return messages
@@ -940,14 +945,10 @@ def test_no_room(saved, tmp_path):
     """A file-size limit stands in for a full disk. Nothing half done is left."""
     path, _ = our_checkpoint(tmp_path / "ckpt", **SHAPES["gpt2"])
     (tmp_path / "new").mkdir()
-    for message, target in zip(
-        ranks.run(without_room, 1, saved["gpt2"][0], path, tmp_path / "new")[0],
-        ("imported", "exported"),
-        strict=True,
-    ):
-        assert (
-            f"{tmp_path}/new/{target} cannot be written" in message and "File too large" in message
-        )
+    messages = ranks.run(without_room, 1, saved["gpt2"][0], path, tmp_path / "new")[0]
+    for message, target in zip(messages, ("imported", "exported"), strict=True):
+        assert f"{tmp_path}/new/{target} cannot be written" in message
+        assert "File too large" in message
     assert not list((tmp_path / "new").iterdir())
 
 
@@ -971,7 +972,7 @@ def test_beyond_fp16(tmp_path):
     }
     checkpoint.write(tmp_path / "ckpt", 1, large, STATE | {"model": dataclasses.asdict(config)})
     with pytest.raises(
-        HuggingFaceError, match="transformer.wte.weight has values beyond 65504.*bf16"
+        HuggingFaceError, match=r"transformer.wte.weight has values beyond 65504.*bf16"
     ):
         export_folder(tmp_path / "ckpt", tmp_path / "hf", dtype="fp16")
     assert [f.name for f in tmp_path.iterdir()] == ["ckpt"]
