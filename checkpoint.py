@@ -366,7 +366,7 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
     if differing:
         more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         error = CheckpointError(f"{path} holds another model: {'; '.join(differing[:3])}{more}")
-    # on a pipeline, one stage's tensors may differ and another's not
+    # with pipeline stages, the tensors of one rank may differ and those of another not
     agree(error)
     read(path, tensors)
     return index
@@ -376,7 +376,7 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
 
 
 def my_rows() -> Sharding:
-    """Of a [5, 3] weight, cut by rows over all ranks."""
+    """Of a [5, 3] weight, sharded by rows over all ranks."""
     if dist.get_world_size() == 1:
         return Sharding((5, 3))
     return Sharding((5, 3), (Shard(0, dist.group.WORLD),))
@@ -399,7 +399,7 @@ def load_rows(rank: int, folder: str) -> list:
 
 
 def flip_a_bit(file: Path) -> None:
-    """In the middle of a file, while `verify` reads it."""
+    """Flip a bit in the middle of a file, print what `verify` says, and restore the file."""
     original = file.read_bytes()
     middle = len(original) // 2
     flipped = bytes([original[middle] ^ 1])
@@ -418,8 +418,7 @@ def lesson() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks.run(save_rows, 2, folder)
         files = sorted((Path(folder) / folder_name(1)).iterdir())
-        print("a [5, 3] weight, sharded by rows over two ranks (3 rows; 2 and one of padding), is")
-        print("saved as")
+        print("a [5, 3] weight, by rows on two ranks (3 rows; 2 rows and one of padding), saved as")
         for file in files:
             print(f"    {file.name}, {file.stat().st_size:,} bytes")
         print(f"one rank loads     {ranks.run(load_rows, 1, folder)[0]}")

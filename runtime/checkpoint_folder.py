@@ -64,11 +64,13 @@ def find(path: str | Path) -> Path:
 
 
 def reason(error: Exception) -> str:
+    """The system's words for an error, without its number and path, where it has them."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def prepare(path: Path, building: Path, replace: bool) -> None:
-    """An empty folder to write into. Raises OSError."""
+    """Make an empty folder to write into. Raises OSError where `path` exists and is not to be
+    replaced, or the disk does not allow it."""
     if path.exists() and not replace and (not path.is_dir() or any(path.iterdir())):
         raise OSError("it exists already; name another folder, or delete this one")
     path.parent.mkdir(parents=True, exist_ok=True)
