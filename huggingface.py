@@ -417,7 +417,9 @@ def export_tokenizer(path: Path, folder: Path, config: GPTConfig) -> dict:
 
 def lesson():
     """A GPT-2 there and back."""
-    config = GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=32, vocab_size=257)
+    from lessons import demo
+
+    config = demo.tiny_config()
     generator = torch.Generator().manual_seed(0)
     model = empty_model(config)
     sharding.init(model, 0, "cpu", torch.float32)
@@ -473,10 +475,11 @@ def compare_logits(model: torch.nn.Module, folder: Path, tokens: Tensor) -> None
 
 def size(text: str) -> int:
     """Bytes, from a number with or without a unit: 5GB, 500MB, 5000000000."""
-    found = re.fullmatch(r"([1-9]\d*)([KMGT]?)B?", text.upper())
-    if not found:
+    parts = re.fullmatch(r"([1-9]\d*)([KMGT]?)B?", text.upper())
+    if not parts:
         raise argparse.ArgumentTypeError(f"{text} is not a size like 5GB or 5000000000")
-    return int(found[1]) * 1000 ** ["", "K", "M", "G", "T"].index(found[2])
+    number, unit = parts.groups()
+    return int(number) * 1000 ** ["", "K", "M", "G", "T"].index(unit)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -43,8 +43,8 @@ def steps(folder: Path) -> dict[int, Path]:
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{folder}: cannot be read ({reason(e)})") from None
     matches = [re.fullmatch(r"step-(\d{6,18})", name) for name in names]
-    found = {int(match[1]): Path(folder) / match[0] for match in matches if match}
-    return dict(sorted(found.items()))
+    paths = {int(match[1]): Path(folder) / match[0] for match in matches if match}
+    return dict(sorted(paths.items()))
 
 
 def find(path: str | Path) -> Path:
@@ -58,8 +58,8 @@ def find(path: str | Path) -> Path:
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path}: cannot be read ({reason(e)})") from None
     for folder in (Path(path), Path(path) / "checkpoints"):
-        if found := steps(folder):
-            return list(found.values())[-1]
+        if checkpoints := steps(folder):
+            return list(checkpoints.values())[-1]
     return Path(path)
 
 

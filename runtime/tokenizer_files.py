@@ -53,7 +53,7 @@ def verify_tokenizer(path: Path, index: dict) -> dict[str, Path]:
     whose content has changed since."""
     recorded = tokenizer_record(path, index).files
     trained_with = Path(str(index["config"].get("tokenizer")))
-    found = {}
+    files = {}
     for name in TRAVELS:
         try:
             file = beside(path, name)
@@ -69,5 +69,5 @@ def verify_tokenizer(path: Path, index: dict) -> dict[str, Path]:
                 f"{file} is altered: the model in {path} was trained with another content. "
                 "Put that back, or name a tokenizer with --tokenizer"
             )
-        found[name] = file
-    return found
+        files[name] = file
+    return files
