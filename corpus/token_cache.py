@@ -1,34 +1,41 @@
-"""The tokenised corpus on disk, and how it is known to be what was written.
+"""The tokenized corpus on disk, and how changes to it are detected.
 
-    CACHE/KEY/tokens.npy     every document's token ids, one after the other: uint16, or uint32
-    CACHE/KEY/index.json     what it was made of, its counts, and the SHA-256 of each 64 MiB of it
+    CACHE/KEY/tokens.npy     the token ids of all documents, concatenated: uint16 or uint32
+    CACHE/KEY/index.json     what it was made of, its counts, and the SHA-256 of each 64 MiB block
+    CACHE/KEY.parts/         parts of a corpus that is being built
+    CACHE/KEY.lock           held while it is built
 
-A token that changed on disk would train without a word. So all of tokens.npy is hashed whenever
-it is opened: the ranks share the blocks, and the threads of a rank share its blocks. This costs
-0.5 to 2 seconds per GB on one core, as much as the hash of the text, which is computed at every
-start too, because it is the key. 16 cores check 100 GB in 3 to 12 seconds, if the disk can.
-index.json holds a hash of itself, and the name of its folder.
+A token that changed on disk would be trained on unnoticed. So all of tokens.npy is hashed whenever
+it is opened: the ranks share the blocks, and the threads of a rank share its blocks. index.json
+holds a hash of itself and the name of its folder.
+
+The check costs 0.5 to 2 seconds per GB on one core. That is as much as the hash of the text, which
+is also computed at every start, because the key is made from it. 16 cores check 100 GB in 3 to 12
+seconds if the disk is fast enough.
 
     python -m corpus.token_cache FOLDER        checks one corpus
 """
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import io
 import json
 import os
+import shutil
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from corpus.documents import DataError, cause, shown
+from corpus.documents import DataError, cause, file_hash, printable
 from runtime import json_files, terminal
 
-# of tokens.npy, that one SHA-256 covers
+# Bytes of tokens.npy that one SHA-256 covers.
 BLOCK_BYTES = 64 * 2**20
 
 
@@ -38,7 +45,7 @@ class CacheError(DataError):
 
 @dataclass
 class Index:
-    """index.json, as it has to be."""
+    """The fields of index.json."""
 
     # the folder's name
     key: str
@@ -51,36 +58,107 @@ class Index:
     documents: int
     # of text, as UTF-8
     bytes: int
-    # the first token that belongs to the held-out text
+    # the first token of the held-out text
     held_out_from: int
     # SHA-256 of each BLOCK_BYTES of tokens.npy
     blocks: list[str]
-    # of all the above
+    # of all fields above
     sha256: str = ""
 
 
 @contextlib.contextmanager
-def using(cache):
-    """What the system refuses inside becomes one line about --cache. Raises CacheError."""
+def cache_errors(cache):
+    """Turns an error of the file system into a CacheError, one line that names --cache."""
     try:
         yield
     except DataError:
         raise
     except (OSError, ValueError) as e:
         why = f"cannot be used ({cause(e)}); make room or name another folder"
-        raise CacheError(f"--cache {shown(cache)}: {why}") from None
+        raise CacheError(f"--cache {printable(cache)}: {why}") from None
 
 
 def token_type(vocab_size: int):
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def header(dtype, count: int) -> bytes:
-    """The first bytes of the .npy file of a vector: numpy's, byte for byte."""
+# --------------------------------------------------------------------------------------------------
+# A corpus: written, read, checked
+
+
+def write(folder: Path, index: Index, documents: Iterable[np.ndarray]) -> None:
+    """Write a corpus under another name, then rename it: `folder` is never half-written.
+
+    documents: token ids of each, `index.tokens` together. Sets the index's hashes.
+    """
+    building = folder.with_name(folder.name + ".building")
+    remove(building)
+    building.mkdir()
+    # Not through np.memmap: on a full disk a store into a map kills the process without a message.
+    with open(building / "tokens.npy", "wb") as f:
+        f.write(npy_header(token_type(index.vocab_size), index.tokens))
+        for ids in documents:
+            f.write(ids.data)
+    index = dataclasses.replace(index, blocks=block_hashes(building / "tokens.npy", workers=4))
+    index = dataclasses.replace(index, sha256=index_hash(index))
+    (building / "index.json").write_text(json.dumps(dataclasses.asdict(index), indent=1))
+    remove(folder)
+    os.rename(building, folder)
+
+
+def read(folder: Path) -> tuple[Index, np.ndarray]:
+    """A corpus's index, and its token ids [tokens], mapped from disk.
+
+    Raises CacheError where names, counts or types do not agree. Only `check` reads every token.
+    """
+    folder = Path(folder)
+    try:
+        index = json_files.read(folder / "index.json", Index)
+        if index.sha256 != index_hash(index) or index.key != folder.name:
+            raise ValueError("index.json is not what was written here")
+        dtype = np.dtype(token_type(index.vocab_size))
+        header = npy_header(dtype, index.tokens)
+        size = len(header) + index.tokens * dtype.itemsize
+        with open(folder / "tokens.npy", "rb") as f:
+            if f.read(len(header)) != header or os.fstat(f.fileno()).st_size != size:
+                raise ValueError(f"tokens.npy does not hold {index.tokens} ids of type {dtype}")
+        tokens = np.memmap(
+            folder / "tokens.npy", dtype, "r", offset=len(header), shape=(index.tokens,)
+        )
+        return index, tokens
+    except (OSError, ValueError) as e:
+        raise damaged(folder, cause(e)) from None
+
+
+def check(folder: Path, rank: int = 0, world: int = 1, workers: int = 1) -> str | None:
+    """What is wrong with this rank's share of a cached corpus.
+
+    None: nothing. The empty string: there is no such folder. Raises CacheError where the cache
+    itself cannot be read.
+    """
+    with cache_errors(folder.parent):
+        if not folder.exists():
+            return ""
+    try:
+        index, _ = read(folder)
+        hashes = block_hashes(folder / "tokens.npy", rank, world, workers)
+        if hashes != index.blocks[rank::world]:
+            raise damaged(folder, "tokens in it have changed")
+    except (CacheError, OSError) as e:
+        return str(e)
+    return None
+
+
+def damaged(folder: Path, why: str) -> CacheError:
+    return CacheError(f"{printable(folder)}: the cached corpus is damaged ({why})")
+
+
+def npy_header(dtype, count: int) -> bytes:
+    """The first bytes of the .npy file of a vector, byte for byte as numpy writes them."""
     buffer = io.BytesIO()
-    descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
+    description = np.lib.format.dtype_to_descr(np.dtype(dtype))
     np.lib.format.write_array_header_1_0(
-        buffer, {"descr": descr, "fortran_order": False, "shape": (count,)}
+        buffer, {"descr": description, "fortran_order": False, "shape": (count,)}
     )
     return buffer.getvalue()
 
@@ -90,14 +168,8 @@ def index_hash(index: Index) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def write_index(folder: Path, index: Index) -> None:
-    """The last file of a corpus: it names what is in tokens.npy."""
-    index = dataclasses.replace(index, sha256=index_hash(index))
-    (folder / "index.json").write_text(json.dumps(dataclasses.asdict(index), indent=1))
-
-
 def block_hashes(path: Path, rank: int = 0, world: int = 1, workers: int = 1) -> list[str]:
-    """SHA-256 of this rank's blocks of a file: number rank, rank + world, ..."""
+    """SHA-256 of this rank's blocks of a file: blocks rank, rank + world, ..."""
 
     def hash_block(start: int) -> str:
         digest = hashlib.sha256()
@@ -108,50 +180,69 @@ def block_hashes(path: Path, rank: int = 0, world: int = 1, workers: int = 1) ->
         return digest.hexdigest()
 
     starts = range(rank * BLOCK_BYTES, os.path.getsize(path), world * BLOCK_BYTES)
-    # threads are enough: hashlib does not hold Python's global lock
+    # Threads suffice: hashlib releases Python's global lock.
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(hash_block, starts))
 
 
-def read(folder: Path) -> tuple[Index, np.ndarray]:
-    """A corpus's index, and its token ids [tokens], mapped from disk. Only `check` looks at every
-    token. Raises CacheError where names, counts or types do not agree."""
-    folder = Path(folder)
+# --------------------------------------------------------------------------------------------------
+# While a corpus is built
+
+
+def lock(folder: Path):
+    """An open file, locked until it is closed or this process ends, so that one run at a time
+    builds a corpus. Waits for the other run. Raises CacheError."""
+    with cache_errors(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = open(folder.with_name(folder.name + ".lock"), "w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = "data: waiting for another run that is tokenizing the same text"
+            terminal.say(message, error=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        return file
+
+
+def write_part(target: str, ids: np.ndarray, table: np.ndarray) -> None:
+    """Write TARGET.tokens.npy, TARGET.documents.npy and, last, TARGET.sha256 with their hashes.
+
+    ids: [tokens]; table: [documents, 3], see `data.tokenize_part`. Raises CacheError.
+    """
+    with cache_errors(Path(target).parent.parent):
+        for suffix, array in (("tokens", ids), ("documents", table)):
+            # Through a buffer: np.save into a file does not say why it failed.
+            buffer = io.BytesIO()
+            np.save(buffer, array, allow_pickle=False)
+            Path(f"{target}.{suffix}.npy").write_bytes(buffer.getbuffer())
+        Path(f"{target}.sha256").write_text(part_hashes(target))
+
+
+def read_part(target: str) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [tokens], mapped from disk; table [documents, 3]) of a part."""
+    ids = np.load(f"{target}.tokens.npy", mmap_mode="r", allow_pickle=False)
+    return ids, np.load(f"{target}.documents.npy", allow_pickle=False)
+
+
+def part_is_complete(target: str) -> bool:
+    """Whether an earlier run finished this part, and nothing has changed it since."""
     try:
-        index = json_files.read(folder / "index.json", Index)
-        if index.sha256 != index_hash(index) or index.key != folder.name:
-            raise ValueError("index.json is not what was written here")
-        dtype = np.dtype(token_type(index.vocab_size))
-        head = header(dtype, index.tokens)
-        size = len(head) + index.tokens * dtype.itemsize
-        with open(folder / "tokens.npy", "rb") as f:
-            if f.read(len(head)) != head or os.fstat(f.fileno()).st_size != size:
-                raise ValueError(f"tokens.npy does not hold {index.tokens} ids of type {dtype}")
-        tokens = np.memmap(
-            folder / "tokens.npy", dtype, "r", offset=len(head), shape=(index.tokens,)
-        )
-        return index, tokens
-    except (OSError, ValueError) as e:
-        raise damaged(folder, cause(e)) from None
+        return Path(f"{target}.sha256").read_text() == part_hashes(target)
+    except (OSError, ValueError):
+        return False
 
 
-def damaged(folder: Path, why: str) -> CacheError:
-    return CacheError(f"{shown(folder)}: the cached corpus is damaged ({why})")
+def part_hashes(target: str) -> str:
+    files = [Path(f"{target}.tokens.npy"), Path(f"{target}.documents.npy")]
+    return " ".join(map(file_hash, files))
 
 
-def check(folder: Path, rank: int = 0, world: int = 1, workers: int = 1) -> str | None:
-    """What is wrong with this rank's share of a cached corpus: None if nothing is, and the empty
-    string if there is no such folder. Raises CacheError where the system does not even say that."""
-    with using(folder.parent):
-        if not folder.exists():
-            return ""
-    try:
-        index, _ = read(folder)
-        if block_hashes(folder / "tokens.npy", rank, world, workers) != index.blocks[rank::world]:
-            raise damaged(folder, "tokens in it have changed")
-    except (CacheError, OSError) as e:
-        return str(e)
-    return None
+def remove(folder: Path) -> None:
+    """Remove a folder, or a file in its place, if there is one."""
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder)
+    else:
+        folder.unlink(missing_ok=True)
 
 
 def main():
@@ -162,7 +253,7 @@ def main():
     if fault is not None:
         print(f"token_cache.py: {fault or f'{folder}: no such folder'}", file=sys.stderr)
         sys.exit(2)
-    index = read(folder)[0]
+    index, _ = read(folder)
     count = f"{index.tokens:,} tokens of {index.tokenizer} in {index.documents:,} documents"
     print(f"{sys.argv[1]}: whole; {count}")
 
