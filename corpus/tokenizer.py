@@ -3,21 +3,23 @@ library.
 
 Each tokenizer has
 
-    name, vocab_size
-    fingerprint                      of the content: in the cached corpus's key, and in checkpoints
     encode(text) -> ids, decode(ids) -> text
-    eot, stop_ids                    the id that ends a document; all ids at which generation stops
-    bos                              the id that begins every text, or None: most models have none
-    files                            {name: content} of what travels with a model
+    name, vocab_size
+    eot, stop_ids        the id that ends a document; all ids at which generation stops
+    bos                  the id that begins every text; None for most models
+    fingerprint          of its content: part of the cached corpus's key, and kept in checkpoints
+    files                {name: content} of what is saved with a model
 
-Bytes need nothing and know every text, at the price of more tokens than GPT-2's 50,257 words and
-parts of words make (Radford et al. 2019, section 2.2). Training a tokenizer is left to the library.
-
-Which ids begin and end a text is not in a tokenizer.json. Hugging Face writes it into files beside
-it: eos_token_id (one, or a list) and bos_token_id in generation_config.json and config.json;
-eos_token, bos_token and add_bos_token in tokenizer_config.json. `FileTokenizer` reads them.
+Bytes need nothing and can encode every text. The price is longer sequences than with the 50,257
+words and parts of words of GPT-2 (Radford et al. 2019, section 2.2).
 
     python -m corpus.tokenizer "some text" [bytes | gpt2 | FILE]       its ids, and the text again
+
+A tokenizer.json does not say which ids begin and end a text. Hugging Face writes that into files
+beside it: token names (eos_token, bos_token, add_bos_token) into tokenizer_config.json, ids
+(eos_token_id, one or a list, and bos_token_id) into generation_config.json and config.json.
+
+Not covered: training a tokenizer. The tokenizers library does it.
 """
 
 import contextlib
@@ -27,17 +29,19 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from runtime import json_files, terminal
 
-# End-of-text tokens by the names that published models give them, for a file that stands alone.
-ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+# The end-of-text tokens of published models, for a tokenizer file that stands alone.
+EOT_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
+# What stands beside a tokenizer.json and is about it.
+COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 # All files of a tokenizer that a checkpoint takes along.
-TRAVELS = ("tokenizer.json", *BESIDE)
-# Encoded once to see that there is a token for what no vocabulary has.
+TOKENIZER_FILES = ("tokenizer.json", *COMPANION_FILES)
+# Common and rare characters: encoded once, to see that the tokenizer can encode every text.
 PROBE = "a é \u4e2d \U0001f600\u0378"
 
 
@@ -49,12 +53,12 @@ class ByteTokenizer:
     """The 256 bytes of UTF-8, and an end-of-text token."""
 
     name = "bytes"
+    fingerprint = "bytes"
     vocab_size = 257
     eot = 256
-    fingerprint = "bytes"
-    bos = None
     stop_ids = (256,)
-    files = {}
+    bos = None
+    files: ClassVar[dict[str, bytes]] = {}
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -63,49 +67,115 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
+class Companions:
+    """What the files beside a tokenizer.json say about the begin and the end of a text."""
+
+    def __init__(self, folder: Path, vocabulary: dict[str, int], names: tuple[str, ...]):
+        """names: the files to read, where they exist. Raises JSONError or OSError."""
+        self.folder = folder
+        self.vocabulary = vocabulary
+        # Name -> content.
+        self.files = {}
+        fields = {name: {} for name in COMPANION_FILES}
+        for name in names:
+            path = folder / name
+            if path.is_file():
+                self.files[name] = json_files.read_bytes(path)
+                fields[name] = json_files.parse(self.files[name], dict, str(path))
+        # tokenizer_config.json counts before special_tokens_map.json.
+        self.with_names = fields["special_tokens_map.json"] | fields["tokenizer_config.json"]
+        self.with_ids = fields["generation_config.json"]
+        if names:
+            self.add_ids(model_ids(folder))
+
+    def add_ids(self, ids: dict) -> None:
+        """ids: of config.json. A checkpoint has no such file, so those that generation_config.json
+        lacks are written there."""
+        added = {key: value for key, value in ids.items() if self.with_ids.get(key) is None}
+        if added:
+            self.with_ids = self.with_ids | added
+            self.files["generation_config.json"] = json.dumps(self.with_ids, indent=1).encode()
+
+    def ids(self, field: str) -> list[int]:
+        """The ids in a field that holds one or several. Those beyond the vocabulary are left out.
+        Raises JSONError."""
+        where = f"{self.folder}/generation_config.json: {field}"
+        value = json_files.convert(self.with_ids.get(field), int | list[int] | None, where)
+        if value is None:
+            return []
+        values = [value] if isinstance(value, int) else value
+        known = set(self.vocabulary.values())
+        return [i for i in values if i in known]
+
+    def named(self, field: str) -> list[int]:
+        """The id of the token that a field names; empty if it names none. Raises JSONError."""
+        where = f"{self.folder}/tokenizer_config.json: {field}"
+        value = self.with_names.get(field)
+        if isinstance(value, dict):
+            value = value.get("content")
+        token = json_files.convert(value, str | None, where)
+        return [self.vocabulary[token]] if token in self.vocabulary else []
+
+    def adds_bos(self) -> bool | None:
+        """Whether the begin token stands before every text; None: no file says so. Raises
+        JSONError."""
+        where = f"{self.folder}/tokenizer_config.json: add_bos_token"
+        return json_files.convert(self.with_names.get("add_bos_token"), bool | None, where)
+
+
 class FileTokenizer:
     """A `tokenizer.json`, with what the files beside it say about begin and end of a text.
 
-    Without such files the end of text is the first of ENDS that the vocabulary has, or one id more.
+    Without such files the end of text is the first of EOT_NAMES that the vocabulary has, or else a
+    new id behind the vocabulary's.
     """
 
     def __init__(self, path: str):
         """Raises TokenizerError."""
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise TokenizerError(
-                f"--tokenizer {path}: needs the package tokenizers (pip install tokenizers)"
-            ) from None
         self.name = path
         with without_reports():
-            try:
-                content = json_files.read_bytes(path)
-                declared = json_files.parse(content, dict, path)
-                with library_errors():
-                    self.tokenizer = Tokenizer.from_str(content.decode())
-            except (OSError, ValueError) as e:
-                why = getattr(e, "strerror", None) or str(e).removeprefix(f"{path}: ")
-                raise TokenizerError(
-                    f"--tokenizer {path}: not bytes, gpt2, or a JSON file of the "
-                    f"tokenizers library ({why})"
-                ) from None
+            content, declared = self.load()
             # What a file says about truncation and padding is for classifiers.
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
             self.vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
             self.check(declared)
             self.vocab_size = max(self.vocabulary.values()) + 1
-            self.files = {"tokenizer.json": content}
             try:
-                self.read_beside(Path(path))
+                companions = self.read_companions()
+                self.set_begin_and_end(companions)
             except (OSError, ValueError) as e:
                 raise TokenizerError(str(e)) from None
-        documents = content + f"{self.bos} {self.eot}".encode()
-        self.fingerprint = hashlib.sha256(documents).hexdigest()
+        self.files = {"tokenizer.json": content} | companions.files
+        # What every document begins and ends with is part of the content.
+        identity = content + f"{self.bos} {self.eot}".encode()
+        self.fingerprint = hashlib.sha256(identity).hexdigest()
+
+    def load(self) -> tuple[bytes, dict]:
+        """Set `tokenizer`. Returns the file's bytes, and the same parsed. Raises TokenizerError."""
+        path = self.name
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise TokenizerError(
+                f"--tokenizer {path}: needs the package tokenizers (pip install tokenizers)"
+            ) from None
+        try:
+            content = json_files.read_bytes(path)
+            declared = json_files.parse(content, dict, path)
+            with library_errors():
+                self.tokenizer = Tokenizer.from_str(content.decode())
+        except (OSError, ValueError) as e:
+            why = getattr(e, "strerror", None) or str(e).removeprefix(f"{path}: ")
+            raise TokenizerError(
+                f"--tokenizer {path}: not bytes, gpt2, or a JSON file of the tokenizers library"
+                f" ({why})"
+            ) from None
+        return content, declared
 
     def check(self, declared: dict) -> None:
-        """declared: the file's content. Raises TokenizerError for what cannot encode every text."""
+        """declared: the file's content. Raises TokenizerError for a tokenizer that cannot encode
+        every text, or not always alike."""
 
         def refuse(why: str):
             raise TokenizerError(f"--tokenizer {self.name}: {why}")
@@ -115,88 +185,71 @@ class FileTokenizer:
         for added in declared.get("added_tokens") or []:
             token = added["content"]
             number = added["id"]
-            if self.vocabulary.get(token, number) != number:
+            actual = self.vocabulary.get(token, number)
+            if actual != number:
                 refuse(
-                    f"its added token {token!r} has id {number}, and the library gives it "
-                    f"{self.vocabulary[token]}: an id is missing, or two tokens share one"
+                    f"its added token {token!r} has id {number}, and the library gives it {actual}:"
+                    " an id is missing, or two tokens share one"
                 )
-        known = len(self.vocabulary)
+        count = len(self.vocabulary)
         largest = max(self.vocabulary.values())
-        if 2 * known <= largest:
+        if 2 * count <= largest:
             refuse(
-                f"its ids go up to {largest}, and it has {known} tokens: more than half of the "
-                "ids would be unused; number them from 0"
+                f"its ids go up to {largest}, and it has {count} tokens: more than half of the ids"
+                " would be unused; number them from 0"
             )
         if getattr(self.tokenizer.model, "dropout", None):
             refuse(
-                'its model has dropout, so that no text has the same ids twice; "dropout": null '
-                "would fit"
+                'its model has dropout, so that no text has the same ids twice; "dropout": null'
+                " would fit"
             )
         try:
             self.encode(PROBE)
         except TokenizerError as e:
             refuse(f"{e}; an unk_token that its vocabulary has would fit")
 
-    def read_beside(self, path: Path) -> None:
-        """Set bos, eot and stop_ids, and add to `files`. Raises JSONError or OSError."""
-        folder = path.parent
-        found = dict.fromkeys(BESIDE, {})
-        more = {}
+    def read_companions(self) -> Companions:
+        path = Path(self.name)
         # Files beside any other name are not about this tokenizer.
-        if path.name == "tokenizer.json":
-            for name in BESIDE:
-                if (folder / name).is_file():
-                    self.files[name] = json_files.read_bytes(folder / name)
-                    found[name] = json_files.parse(self.files[name], dict, str(folder / name))
-            more = model_ids(folder)
-        names = found["special_tokens_map.json"] | found["tokenizer_config.json"]
-        generation = found["generation_config.json"]
-        # A checkpoint has no config.json: what that says goes into generation_config.json.
-        if more := {k: v for k, v in more.items() if generation.get(k) is None}:
-            generation = generation | more
-            self.files["generation_config.json"] = json.dumps(generation, indent=1).encode()
-        every_id = set(self.vocabulary.values())
+        names = COMPANION_FILES if path.name == "tokenizer.json" else ()
+        return Companions(path.parent, self.vocabulary, names)
 
-        def ids(field: str) -> list[int]:
-            kind = int | list[int] | None
-            where = f"{folder}/generation_config.json: {field}"
-            value = json_files.convert(generation.get(field), kind, where)
-            value = [value] if isinstance(value, int) else value or []
-            return [i for i in value if i in every_id]
+    def set_begin_and_end(self, companions: Companions) -> None:
+        """Set bos, eot and stop_ids. Raises JSONError."""
+        stop_ids = companions.named("eos_token") + companions.ids("eos_token_id")
+        if not stop_ids:
+            stop_ids = [self.vocabulary[name] for name in EOT_NAMES if name in self.vocabulary]
+        if not stop_ids:
+            stop_ids = [self.vocab_size]
+            self.vocab_size += 1
+        # The first ends documents. A model's list has more, at which generation stops.
+        self.eot = stop_ids[0]
+        self.stop_ids = tuple(dict.fromkeys(stop_ids))
+        declared = companions.named("bos_token") + companions.ids("bos_token_id")
+        self.declared_bos = declared[0] if declared else None
+        adds_bos = companions.adds_bos()
+        if adds_bos is None:
+            self.bos = self.post_processor_bos()
+        else:
+            self.bos = self.declared_bos if adds_bos else None
 
-        def named(field: str) -> list[int]:
-            where = f"{folder}/tokenizer_config.json: {field}"
-            value = names.get(field)
-            value = value.get("content") if isinstance(value, dict) else value
-            value = json_files.convert(value, str | None, where)
-            return [self.vocabulary[value]] if value in self.vocabulary else []
-
-        # The first ends documents; a model's list has more at which generation stops.
-        ends = named("eos_token") + ids("eos_token_id")
-        ends = ends or [self.vocabulary[token] for token in ENDS if token in self.vocabulary]
-        if not ends:
-            ends = [self.vocab_size]
-            self.vocab_size = self.vocab_size + 1
-        self.eot = ends[0]
-        self.stop_ids = tuple(dict.fromkeys(ends))
-        self.declared_bos = next(iter(named("bos_token") + ids("bos_token_id")), None)
-        where = f"{folder}/tokenizer_config.json: add_bos_token"
-        adds = json_files.convert(names.get("add_bos_token"), bool | None, where)
-        self.bos = self.put_first() if adds is None else self.declared_bos if adds else None
-
-    def put_first(self) -> int | None:
+    def post_processor_bos(self) -> int | None:
         """The id that the file's post-processor puts before a text, if it does."""
         with library_errors():
             plain = self.tokenizer.encode("a", add_special_tokens=False).ids
-            whole = self.tokenizer.encode("a", add_special_tokens=True).ids
-        begins = whole[: len(plain)] != plain and whole[1 : len(plain) + 1] == plain
-        return whole[0] if begins else None
+            processed = self.tokenizer.encode("a", add_special_tokens=True).ids
+        n = len(plain)
+        is_prefixed = processed[:n] != plain and processed[1 : n + 1] == plain
+        return processed[0] if is_prefixed else None
 
     def special_ids(self) -> dict[str, int | list[int]]:
         """bos_token_id and eos_token_id, as config.json has them."""
-        begins = [i for i in (self.declared_bos, self.bos, self.eot) if i is not None]
-        ends = list(self.stop_ids)
-        return {"bos_token_id": begins[0], "eos_token_id": ends if len(ends) > 1 else ends[0]}
+        candidates = [i for i in (self.declared_bos, self.bos, self.eot) if i is not None]
+        stop_ids = list(self.stop_ids)
+        return {
+            "bos_token_id": candidates[0],
+            "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
+        }
 
     def encode(self, text: str) -> list[int]:
         """Raises UnicodeEncodeError for half of a surrogate pair; TokenizerError."""
@@ -204,7 +257,7 @@ class FileTokenizer:
             with library_errors():
                 return self.tokenizer.encode(text, add_special_tokens=False).ids
         except ValueError as e:
-            # Half of a surrogate pair has an error of its own.
+            # Half of a surrogate pair raises an error of its own here.
             text.encode()
             raise TokenizerError(str(e)) from None
 
@@ -212,9 +265,9 @@ class FileTokenizer:
         return self.tokenizer.decode([i for i in ids if i != self.bos and i not in self.stop_ids])
 
     def save(self, folder: Path) -> None:
-        """Write `files` into a folder, each whole or not at all; another tokenizer's are
-        removed."""
-        for name in TRAVELS:
+        """Write `files` into a folder, each completely or not at all. Files of another tokenizer
+        are removed."""
+        for name in TOKENIZER_FILES:
             target = folder / name
             if name not in self.files:
                 target.unlink(missing_ok=True)
@@ -230,9 +283,10 @@ class GPT2Tokenizer:
     name = "gpt2"
     fingerprint = "gpt2"
     bos = None
-    files = {}
+    files: ClassVar[dict[str, bytes]] = {}
 
     def __init__(self):
+        """Raises TokenizerError."""
         try:
             import tiktoken
 
@@ -264,21 +318,25 @@ BUILT_IN = {"bytes": ByteTokenizer, "gpt2": GPT2Tokenizer}
 
 def make_tokenizer(name: str):
     """`bytes`, `gpt2`, or the path of a tokenizers JSON file. Raises TokenizerError."""
-    return BUILT_IN.get(name, lambda: FileTokenizer(name))()
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    return FileTokenizer(name)
 
 
 def prompt_ids(tokenizer, text: str) -> list[int]:
-    """The ids of a text that a model is to continue; of an empty one, those that begin a new
-    text."""
+    """The ids of a text that a model is to continue. An empty text becomes the id after which a
+    new text begins, if there is one."""
     ids = [int(i) for i in tokenizer.encode(text)]
     if tokenizer.bos is not None:
         return [tokenizer.bos, *ids]
-    return ids or [i for i in (tokenizer.eot,) if i is not None]
+    if not ids and tokenizer.eot is not None:
+        return [tokenizer.eot]
+    return ids
 
 
 @dataclass
 class TokenizerRecord:
-    """What a checkpoint remembers of the tokenizer; empty in one that is older."""
+    """What a checkpoint remembers of the tokenizer; empty in older checkpoints."""
 
     fingerprint: str = ""
     # Name -> SHA-256.
@@ -286,25 +344,27 @@ class TokenizerRecord:
 
 
 def record(tokenizer) -> TokenizerRecord:
-    hashes = {
-        name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()
-    }
+    hashes = {}
+    for name, content in tokenizer.files.items():
+        hashes[name] = hashlib.sha256(content).hexdigest()
     return TokenizerRecord(tokenizer.fingerprint, hashes)
 
 
 def model_ids(folder: Path) -> dict:
-    """The begin and end ids in a Hugging Face folder's config.json. (That of a run has none.)
-    Raises JSONError."""
-    if not (folder / "config.json").is_file() or (folder / "checkpoints").is_dir():
+    """The begin and end ids in a Hugging Face folder's config.json. Raises JSONError."""
+    # A run's folder has a config.json too, of another kind.
+    is_run = (folder / "checkpoints").is_dir()
+    if is_run or not (folder / "config.json").is_file():
         return {}
     config = json_files.read(folder / "config.json", dict)
-    return {k: config[k] for k in ("bos_token_id", "eos_token_id") if config.get(k) is not None}
+    keys = ("bos_token_id", "eos_token_id")
+    return {key: config[key] for key in keys if config.get(key) is not None}
 
 
 @contextlib.contextmanager
 def library_errors():
-    """Errors of the tokenizers library, bare Exceptions or a panic's BaseException, as
-    ValueError."""
+    """Turns every error of the tokenizers library into a ValueError: it raises bare Exceptions,
+    and BaseExceptions where its Rust code panics."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -315,31 +375,32 @@ def library_errors():
 
 @contextlib.contextmanager
 def without_reports():
-    """A panic of the library writes a report to the process's standard error: for so long, none."""
+    """Sends the process's standard error to /dev/null: a panic of the library writes a report
+    there."""
     with contextlib.ExitStack() as stack:
-        # Where standard error is closed, there is nothing to keep quiet.
+        # A closed standard error needs nothing.
         with contextlib.suppress(OSError):
             copy = os.dup(2)
             stack.callback(os.close, copy)
             stack.callback(os.dup2, copy, 2)
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), 2)
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), 2)
         yield
 
 
 def main():
     if not 2 <= len(sys.argv) <= 3:
         terminal.refuse('usage: python -m corpus.tokenizer "some text" [bytes | gpt2 | FILE]')
+    text = sys.argv[1]
+    name = sys.argv[2] if len(sys.argv) == 3 else "bytes"
     try:
-        tokenizer = make_tokenizer((sys.argv[2:] or ["bytes"])[0])
-        ids = [int(i) for i in tokenizer.encode(sys.argv[1])]
+        tokenizer = make_tokenizer(name)
+        ids = [int(i) for i in tokenizer.encode(text)]
     except (TokenizerError, UnicodeEncodeError) as e:
         print(f"tokenizer.py: {e}", file=sys.stderr)
         sys.exit(2)
-    print(
-        f"{len(sys.argv[1].encode())} bytes, {len(ids)} tokens of {tokenizer.vocab_size}:"
-        f" {ids}\n{tokenizer.decode(ids)}"
-    )
+    print(f"{len(text.encode())} bytes, {len(ids)} tokens of {tokenizer.vocab_size}: {ids}")
+    print(tokenizer.decode(ids))
 
 
 if __name__ == "__main__":

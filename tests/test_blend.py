@@ -127,10 +127,8 @@ def test_a_blend_is_its_corpora_interleaved(here):
                 sorted(given[epoch * part.num_sequences : (epoch + 1) * part.num_sequences])
                 == everything
             )
-    assert (
-        mixed.num_sequences == sum(p.num_sequences for p in parts)
-        and mixed.counted_tokens(range(7)) == 7 * 16
-    )
+    assert mixed.num_sequences == sum(p.num_sequences for p in parts)
+    assert mixed.counted_tokens(range(7)) == 7 * 16
 
 
 def test_any_split_and_any_start_gives_the_same_samples(here):
@@ -138,15 +136,12 @@ def test_any_split_and_any_start_gives_the_same_samples(here):
     whole = make(names).batch(range(200))
     split = [make(names).batch(range(start + rank, 200, 4)) for rank in range(4) for start in (0,)]
     for rank, batch in enumerate(split):
-        assert torch.equal(batch.tokens, whole.tokens[rank::4]) and torch.equal(
-            batch.samples, whole.samples[rank::4]
-        )
+        assert torch.equal(batch.tokens, whole.tokens[rank::4])
+        assert torch.equal(batch.samples, whole.samples[rank::4])
     resumed = make(names).batch(range(150, 200))
-    assert (
-        torch.equal(resumed.tokens, whole.tokens[150:])
-        and torch.equal(resumed.targets, whole.targets[150:])
-        and resumed.loss_mask.all()
-    )
+    assert torch.equal(resumed.tokens, whole.tokens[150:])
+    assert torch.equal(resumed.targets, whole.targets[150:])
+    assert resumed.loss_mask.all()
     assert not torch.equal(make(names, seed=1).batch(range(200)).tokens, whole.tokens)
     last = 2**51
     assert rows(make(names).batch([last - 1, last])) == [
@@ -155,9 +150,8 @@ def test_any_split_and_any_start_gives_the_same_samples(here):
 
 
 def test_one_weighted_corpus_is_that_corpus(here):
-    assert isinstance(make(["3:a.jsonl"]), Corpus) and rows(
-        make(["3:a.jsonl"]).batch(range(9))
-    ) == rows(make(["a.jsonl"]).batch(range(9)))
+    assert isinstance(make(["3:a.jsonl"]), Corpus)
+    assert rows(make(["3:a.jsonl"]).batch(range(9))) == rows(make(["a.jsonl"]).batch(range(9)))
 
 
 def test_index_of_a_blend(here):
@@ -201,15 +195,11 @@ def test_val_data_holds_nothing_out(here):
     train_set, held_out = open_data(
         "--data", "a.jsonl", "--val-data", "c.jsonl", "--cache", "elsewhere"
     )
-    assert (
-        len(train_set.stream) == train_set.index["tokens"]
-        and len(held_out.stream) == held_out.index["tokens"]
-    )
-    assert (
-        held_out.seed is None
-        and held_out.index["documents"] == 25
-        and train_set.index["documents"] == 40
-    )
+    assert len(train_set.stream) == train_set.index["tokens"]
+    assert len(held_out.stream) == held_out.index["tokens"]
+    assert held_out.seed is None
+    assert held_out.index["documents"] == 25
+    assert train_set.index["documents"] == 40
     assert (
         len(open_data("--data", "a.jsonl")[0].stream)
         == train_set.index["held_out_from"]
@@ -243,11 +233,9 @@ def test_train_refuses_in_one_line(here, capsys, flags, words):
     data_flag = ["--data", "a.jsonl"] if flags[0] != "--data" else []
     assert train.main([*data_flag, *flags, "--seq-length", "16", "--device", "cpu"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert (
-        words in said[-1]
-        and said[-1].startswith("train.py: ")
-        and all(line.startswith("data: ") for line in said[:-1] if line)
-    )
+    assert words in said[-1]
+    assert said[-1].startswith("train.py: ")
+    assert all(line.startswith("data: ") for line in said[:-1] if line)
 
 
 def test_training_on_a_blend_resumes_exactly(here):

@@ -54,9 +54,9 @@ def test_documents_are_separated_and_complete(here):
             current.append(i)
     assert not current and sorted(documents) == sorted(TEXTS)
     index = json.loads((folder / "index.json").read_text())
-    assert (
-        index["documents"] == 60 and index["tokens"] == len(ids) and index["bytes"] == len(ids) - 60
-    )
+    assert index["documents"] == 60
+    assert index["tokens"] == len(ids)
+    assert index["bytes"] == len(ids) - 60
 
 
 def test_every_form_of_the_same_text_gives_the_same_stream(here):
@@ -182,10 +182,8 @@ def test_cache_follows_contents_and_tokenizer(here):
     path = write_jsonl(here / "a.jsonl")
     first = prepare([str(path)], ByteTokenizer())
     inode = (first / "tokens.npy").stat().st_ino
-    assert (
-        prepare([str(path)], ByteTokenizer()) == first
-        and (first / "tokens.npy").stat().st_ino == inode
-    )
+    assert prepare([str(path)], ByteTokenizer()) == first
+    assert (first / "tokens.npy").stat().st_ino == inode
     (here / "moved").mkdir()
     path.rename(here / "moved" / "b.jsonl")
     assert prepare(["moved"], ByteTokenizer()) == first
@@ -199,11 +197,9 @@ def test_held_out_text_is_never_trained_on(here):
     held_out = Corpus(folder, 32, None, "held-out")
     everything = stream(folder)
     at = json.loads((folder / "index.json").read_text())["held_out_from"]
-    assert (
-        len(train.stream) == at
-        and held_out.stream.tolist() == everything[at:]
-        and len(everything) - at == len(everything) // 20
-    )
+    assert len(train.stream) == at
+    assert held_out.stream.tolist() == everything[at:]
+    assert len(everything) - at == len(everything) // 20
     batch = train.batch(range(3 * train.num_sequences))
     starts = {tuple(row) for row in torch.cat((batch.tokens, batch.targets[:, -1:]), 1).tolist()}
     assert starts == {tuple(everything[i * 32 : i * 32 + 33]) for i in range(train.num_sequences)}
@@ -222,21 +218,17 @@ def test_order_depends_on_seed_and_sample_alone(here):
         whole.tokens[[5, 2 * n - 1, 0, n]],
     )
     epochs = [[a.window(i) for i in range(e * n, (e + 1) * n)] for e in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(n)) and epochs[0] != epochs[1] != [
-        other.window(i) for i in range(n, 2 * n)
-    ]
-    assert (
-        torch.equal(whole.tokens[:, 1:], whole.targets[:, :-1])
-        and whole.loss_mask.all()
-        and whole.samples.tolist() == list(range(2 * n))
-    )
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(n))
+    assert epochs[0] != epochs[1] != [other.window(i) for i in range(n, 2 * n)]
+    assert torch.equal(whole.tokens[:, 1:], whole.targets[:, :-1])
+    assert whole.loss_mask.all()
+    assert whole.samples.tolist() == list(range(2 * n))
 
 
 def test_standard_library_is_there():
     files = data.find_files([])
-    assert sum(f.stat().st_size for f in files) > 5e6 and not any(
-        "test" in f.parts or "site-packages" in f.parts for f in files
-    )
+    assert sum(f.stat().st_size for f in files) > 5e6
+    assert not any("test" in f.parts or "site-packages" in f.parts for f in files)
 
 
 def test_tokenizers_file(here):
@@ -653,10 +645,8 @@ def test_data_py_refuses_in_one_line(here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["data.py", "--data", "missing"])
     with pytest.raises(SystemExit) as e:
         data.main()
-    assert (
-        e.value.code == 2
-        and capsys.readouterr().err == "data.py: --data missing: no such file or folder\n"
-    )
+    assert e.value.code == 2
+    assert capsys.readouterr().err == "data.py: --data missing: no such file or folder\n"
 
 
 def test_huge_sample_numbers(here):
@@ -666,7 +656,6 @@ def test_huge_sample_numbers(here):
     n = corpus.num_sequences
     last = 2**51
     epoch = [corpus.window(i) for i in range(last // n * n, (last // n + 1) * n)]
-    assert sorted(epoch) == list(range(n)) and corpus.window(last - 1) == Corpus(
-        folder, 16, 2**31 - 1
-    ).window(last - 1)
+    assert sorted(epoch) == list(range(n))
+    assert corpus.window(last - 1) == Corpus(folder, 16, 2**31 - 1).window(last - 1)
     assert corpus.batch([last - 1, np.int64(last)]).samples.tolist() == [last - 1, last]

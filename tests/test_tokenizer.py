@@ -178,11 +178,9 @@ def hf_folder(folder, begins=True, ends=True, **ids):
 def test_models_that_cannot_be(here, model, said):
     with pytest.raises(TokenizerError) as e:
         make_tokenizer(words("t.json", **model))
-    assert (
-        str(e.value).startswith("--tokenizer t.json: ")
-        and said in str(e.value)
-        and "\n" not in str(e.value)
-    )
+    assert str(e.value).startswith("--tokenizer t.json: ")
+    assert said in str(e.value)
+    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -290,12 +288,10 @@ def test_ends_without_any_configuration(here):
     found = FileTokenizer(
         words("t.json", ("?", "<|im_end|>", "a", "<|end_of_text|>", "<|eot_id|>"))
     )
-    assert (
-        found.eot == 3
-        and sorted(found.stop_ids) == [1, 3, 4]
-        and found.bos is None
-        and found.vocab_size == 5
-    )
+    assert found.eot == 3
+    assert sorted(found.stop_ids) == [1, 3, 4]
+    assert found.bos is None
+    assert found.vocab_size == 5
     none = FileTokenizer(words("t.json", ("?", "a")))
     assert none.eot == 2 and none.stop_ids == (2,) and none.vocab_size == 3
 
@@ -358,11 +354,9 @@ def test_documents_begin_with_it(here):
     tokenizer = FileTokenizer("tokenizer.json")
     Path("d.jsonl").write_text('{"text": "if a"}\n{"text": "in b"}\n' * 40)
     ids = np.load(data.prepare(["d.jsonl"], tokenizer) / "tokens.npy").tolist()
-    assert (
-        ids.count(tokenizer.bos) == ids.count(tokenizer.eot) == 80
-        and ids[0] == tokenizer.bos
-        and ids[-1] == tokenizer.eot
-    )
+    assert ids.count(tokenizer.bos) == ids.count(tokenizer.eot) == 80
+    assert ids[0] == tokenizer.bos
+    assert ids[-1] == tokenizer.eot
 
 
 def test_several_ids_end_a_text():
@@ -402,20 +396,16 @@ def test_llama_3_there_and_back(here, capsys):
         assert cli.main(["--checkpoint", source, "--max-tokens", "3", "--device", "cpu"]) == 0
     ours = FileTokenizer(checkpoint.tokenizer_of(ckpt))
     assert (ours.bos, ours.eot, set(ours.stop_ids)) == (bos, turn_end, {text_end, turn_end})
-    assert (
-        cli.encode("if a in", ours, 32) == theirs.encode("if a in").ids
-        and theirs.encode("if a in").ids[0] == bos
-    )
+    assert cli.encode("if a in", ours, 32) == theirs.encode("if a in").ids
+    assert theirs.encode("if a in").ids[0] == bos
     assert json.loads((ckpt / "generation_config.json").read_text()) == {
         "temperature": 0.6,
         "bos_token_id": bos,
         "eos_token_id": [text_end, turn_end],
     }
 
-    assert (
-        run("--load", "ckpt", "--out", "run", "--steps", "1") == 0
-        and Path("run/tokenizer.json").exists()
-    )
+    assert run("--load", "ckpt", "--out", "run", "--steps", "1") == 0
+    assert Path("run/tokenizer.json").exists()
     for source, back in (("ckpt", Path("back")), ("run", Path("trained"))):
         huggingface.export_folder(Path(source), back)
         assert all(
@@ -499,11 +489,9 @@ def test_another_content_under_the_same_path(here, capfd, monkeypatch):
     capfd.readouterr()
     assert run("--out", "run", "--steps", "3", "--tokenizer", "t.json", "--resume") == 2
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("train.py: ")]
-    assert (
-        len(said) == 1
-        and "--tokenizer t.json: has another content than when" in said[0]
-        and "--tokenizer run/tokenizer.json would fit" in said[0]
-    )
+    assert len(said) == 1
+    assert "--tokenizer t.json: has another content than when" in said[0]
+    assert "--tokenizer run/tokenizer.json would fit" in said[0]
     assert len(checkpoint.steps("run/checkpoints")) == 1
     assert run("--out", "run", "--steps", "3", "--tokenizer", "run/tokenizer.json", "--resume") == 0
     # the run's own is the default
@@ -512,11 +500,9 @@ def test_another_content_under_the_same_path(here, capfd, monkeypatch):
     capfd.readouterr()
     assert run("--out", "run", "--steps", "5", "--tokenizer", "u.json", "--resume") == 0
     out = capfd.readouterr().out
-    assert (
-        "-> u.json" in out
-        and f", tokenizer {FileTokenizer('run/tokenizer.json').fingerprint[:16]}" not in out
-        and ", tokenizer " in out
-    )
+    assert "-> u.json" in out
+    assert f", tokenizer {FileTokenizer('run/tokenizer.json').fingerprint[:16]}" not in out
+    assert ", tokenizer " in out
     assert Path("run/tokenizer.json").read_bytes() == Path("u.json").read_bytes() != original
 
 
@@ -566,10 +552,8 @@ def test_load_takes_the_tokenizer_of_the_checkpoint(here, capfd):
         assert run("--out", out, "--steps", "1", "--load", "base", *flags) == 0
         assert json.loads(Path(out, "config.json").read_text())["tokenizer"] == expected
     assert json.loads(Path("base/config.json").read_text())["vocab_size"] is None
-    assert (
-        run("--out", "bytes", "--steps", "1") == 0
-        and json.loads(Path("bytes/config.json").read_text())["tokenizer"] == "bytes"
-    )
+    assert run("--out", "bytes", "--steps", "1") == 0
+    assert json.loads(Path("bytes/config.json").read_text())["tokenizer"] == "bytes"
 
 
 def test_a_larger_vocabulary_sets_the_model_s(here, capfd):
@@ -580,10 +564,8 @@ def test_a_larger_vocabulary_sets_the_model_s(here, capfd):
     assert run("--out", "run", "--steps", "2", "--tokenizer", tokenizer, "--resume") == 0
     assert run("--out", "b", "--steps", "1", "--tokenizer", tokenizer, "--vocab-size", "300") == 2
     assert "beyond --vocab-size 300; --vocab-size 402 would fit" in capfd.readouterr().err
-    assert (
-        run("--out", "c", "--steps", "1") == 0
-        and run("--out", "d", "--steps", "1", "--load", "c", "--tokenizer", tokenizer) == 2
-    )
+    assert run("--out", "c", "--steps", "1") == 0
+    assert run("--out", "d", "--steps", "1", "--load", "c", "--tokenizer", tokenizer) == 2
     assert "beyond the 257 of the model in --load c" in capfd.readouterr().err
 
 
@@ -610,10 +592,8 @@ def test_sample_prompt(here, flags, begins):
 
 def test_a_sample_prompt_that_is_no_text(here, capfd):
     assert run("--out", "run", "--steps", "1", "--sample-prompt", "\ud800") == 2
-    assert (
-        "--sample-prompt '\\ud800': " in capfd.readouterr().err
-        and not Path("run/metrics.jsonl").exists()
-    )
+    assert "--sample-prompt '\\ud800': " in capfd.readouterr().err
+    assert not Path("run/metrics.jsonl").exists()
 
 
 def test_experts_that_cannot_be_exported(here, capfd):
@@ -637,7 +617,8 @@ def test_experts_that_cannot_be_exported(here, capfd):
         for line in capfd.readouterr().out.splitlines()
         if "huggingface.py will not export" in line
     ]
-    assert len(said) == 1 and all(
+    assert len(said) == 1
+    assert all(
         word in said[0]
         for word in (
             "router sinkhorn",
