@@ -1,3 +1,6 @@
+"""Several corpora with weights: the order of their samples, weights that are refused, and training
+on a blend."""
+
 import json
 import sys
 from fractions import Fraction
@@ -6,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import data
 import train
 from corpus import blend
 from corpus.blend import Blend, Interleave, parse_weights
@@ -13,22 +17,23 @@ from corpus.tokenizer import ByteTokenizer
 from data import Corpus, DataError
 from runtime.world import World
 
-TEXTS = {
-    letter: [f"{letter}{i} " * (5 + i % 7) for i in range(n)]
-    for letter, n in (("a", 40), ("b", 90), ("c", 25))
-}
+# Corpus -> number of documents.
+DOCUMENTS = {"a": 40, "b": 90, "c": 25}
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for letter, texts in TEXTS.items():
-        Path(f"{letter}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    for letter, count in DOCUMENTS.items():
+        with open(f"{letter}.jsonl", "w") as f:
+            for i in range(count):
+                f.write(json.dumps({"text": f"{letter}{i} " * (5 + i % 7)}) + "\n")
     return tmp_path
 
 
-def make(names, seed=0, split="train"):
-    return blend.open_parts(blend.prepare(names, ByteTokenizer()), 16, seed, split)
+def open_corpora(names, seed=0, split="train"):
+    prepared = data.prepare_corpora(names, ByteTokenizer())
+    return data.open_corpora(prepared, 16, seed, split)
 
 
 @pytest.mark.parametrize(
@@ -45,32 +50,35 @@ def test_interleave_follows_the_weights(weights):
     """Every corpus's samples come in order, and its count is within one of its share at every n."""
     weights = [Fraction(w) for w in weights]
     locate = Interleave(weights)
-    taken = [0] * len(weights)
-    by_due = []
+    counts = [0] * len(weights)
+    due = []
     for n in range(1000):
         k, m = locate(n)
-        assert m == taken[k]
-        taken[k] += 1
-        by_due.append(((m + Fraction(1, 2)) / weights[k], k))
-        assert all(abs(w / sum(weights) * (n + 1) - t) < 1 for w, t in zip(weights, taken))
-    assert by_due == sorted(by_due)
+        assert m == counts[k]
+        counts[k] += 1
+        due.append(((m + Fraction(1, 2)) / weights[k], k))
+        for weight, count in zip(weights, counts):
+            assert abs(weight / sum(weights) * (n + 1) - count) < 1
+    assert due == sorted(due)
 
 
 def test_interleave_by_hand():
     locate = Interleave([Fraction(7, 10), Fraction(3, 10)])
     assert "".join("AB"[locate(n)[0]] for n in range(20)) == "ABAAABAABA" * 2
-    far = 10 * 2**48
-    assert [locate(far + n) for n in range(10)] == [
-        (k, m + (7, 3)[k] * 2**48) for k, m in map(locate, range(10))
-    ]
+    # The pattern repeats every ten samples, far from the start too: 7 of A and 3 of B.
+    periods = 2**48
+    for n in range(10):
+        k, m = locate(n)
+        assert locate(10 * periods + n) == (k, (7, 3)[k] * periods + m)
 
 
 def test_parse_weights(here):
-    assert parse_weights(["a", "b"]) == [(None, ["a", "b"])] and parse_weights([]) == [(None, [])]
+    assert parse_weights(["a", "b"]) == [(None, ["a", "b"])]
+    assert parse_weights([]) == [(None, [])]
     assert parse_weights(["0.7:a", "3:b:c"]) == [(Fraction(7, 10), ["a"]), (Fraction(3), ["b:c"])]
     assert parse_weights(["C:a"]) == [(None, ["C:a"])]
+    # A folder with the whole name counts before a weight.
     Path("0.7:a").mkdir()
-    # what exists is what is meant
     assert parse_weights(["0.7:a"]) == [(None, ["0.7:a"])]
     assert parse_weights(["1:0.7:a"]) == [(Fraction(1), ["0.7:a"])]
 
@@ -94,86 +102,85 @@ def test_parse_weights(here):
 )
 def test_bad_weights(here, names, words):
     with pytest.raises(DataError) as e:
-        make(names)
-    assert words in str(e.value) and str(e.value).startswith("--data ") and "\n" not in str(e.value)
+        open_corpora(names)
+    message = str(e.value)
+    assert words in message
+    assert message.startswith("--data ")
+    assert "\n" not in message
 
 
-def rows(batch):
-    return [tuple(row) for row in torch.cat((batch.tokens, batch.targets[:, -1:]), 1).tolist()]
+def sequences(batch):
+    """The batch's sequences, each s + 1 ids."""
+    ids = torch.cat((batch.tokens, batch.targets[:, -1:]), 1)
+    return [tuple(row) for row in ids.tolist()]
 
 
 def test_a_blend_is_its_corpora_interleaved(here):
     """Counts follow the weights; each corpus gives its own samples, every epoch a permutation."""
     names = ["a.jsonl", "b.jsonl", "c.jsonl"]
     weights = [Fraction(1, 2), Fraction(2, 5), Fraction(1, 10)]
-    mixed = make([f"{float(w)}:{n}" for w, n in zip(weights, names)])
-    parts = [make([n]) for n in names]
-    n = 10 * max(p.num_sequences for p in parts)
-    samples = rows(mixed.batch(range(n)))
-    of = [Interleave(weights)(i)[0] for i in range(n)]
-    assert [of.count(k) for k in range(3)] == [n // 2, n // 10 * 4, n // 10]
-    for k, part in enumerate(parts):
-        given = [row for row, j in zip(samples, of) if j == k]
-        assert given == rows(part.batch(range(len(given))))
-        everything = sorted(
-            rows(
-                Corpus(blend.prepare([names[k]], ByteTokenizer())[0].folder, 16, None).batch(
-                    range(part.num_sequences)
-                )
-            )
-        )
-        for epoch in range(len(given) // part.num_sequences):
-            assert (
-                sorted(given[epoch * part.num_sequences : (epoch + 1) * part.num_sequences])
-                == everything
-            )
-    assert mixed.num_sequences == sum(p.num_sequences for p in parts)
-    assert mixed.counted_tokens(range(7)) == 7 * 16
+    blended = open_corpora([f"{float(w)}:{name}" for w, name in zip(weights, names)])
+    corpora = [open_corpora([name]) for name in names]
+    n = 10 * max(corpus.num_sequences for corpus in corpora)
+    samples = sequences(blended.batch(range(n)))
+    locate = Interleave(weights)
+    sources = [locate(i)[0] for i in range(n)]
+    assert [sources.count(k) for k in range(3)] == [n // 2, n // 10 * 4, n // 10]
+    for k, corpus in enumerate(corpora):
+        from_corpus = [sample for sample, source in zip(samples, sources) if source == k]
+        assert from_corpus == sequences(corpus.batch(range(len(from_corpus))))
+        (prepared,) = data.prepare_corpora([names[k]], ByteTokenizer())
+        size = corpus.num_sequences
+        in_order = Corpus(prepared.folder, 16, None).batch(range(size))
+        for epoch in range(len(from_corpus) // size):
+            permuted = from_corpus[epoch * size : (epoch + 1) * size]
+            assert sorted(permuted) == sorted(sequences(in_order))
+    assert blended.num_sequences == sum(corpus.num_sequences for corpus in corpora)
+    assert blended.counted_tokens(range(7)) == 7 * 16
 
 
 def test_any_split_and_any_start_gives_the_same_samples(here):
     names = ["0.6:a.jsonl", "0.4:b.jsonl"]
-    whole = make(names).batch(range(200))
-    split = [make(names).batch(range(start + rank, 200, 4)) for rank in range(4) for start in (0,)]
-    for rank, batch in enumerate(split):
+    whole = open_corpora(names).batch(range(200))
+    for rank in range(4):
+        batch = open_corpora(names).batch(range(rank, 200, 4))
         assert torch.equal(batch.tokens, whole.tokens[rank::4])
         assert torch.equal(batch.samples, whole.samples[rank::4])
-    resumed = make(names).batch(range(150, 200))
+    resumed = open_corpora(names).batch(range(150, 200))
     assert torch.equal(resumed.tokens, whole.tokens[150:])
     assert torch.equal(resumed.targets, whole.targets[150:])
     assert resumed.loss_mask.all()
-    assert not torch.equal(make(names, seed=1).batch(range(200)).tokens, whole.tokens)
+    assert not torch.equal(open_corpora(names, seed=1).batch(range(200)).tokens, whole.tokens)
     last = 2**51
-    assert rows(make(names).batch([last - 1, last])) == [
-        row for n in (last - 1, last) for row in rows(make(names).batch([n]))
-    ]
+    together = sequences(open_corpora(names).batch([last - 1, last]))
+    alone = [sequences(open_corpora(names).batch([n])) for n in (last - 1, last)]
+    assert together == alone[0] + alone[1]
 
 
 def test_one_weighted_corpus_is_that_corpus(here):
-    assert isinstance(make(["3:a.jsonl"]), Corpus)
-    assert rows(make(["3:a.jsonl"]).batch(range(9))) == rows(make(["a.jsonl"]).batch(range(9)))
+    weighted = open_corpora(["3:a.jsonl"])
+    plain = open_corpora(["a.jsonl"])
+    assert isinstance(weighted, Corpus)
+    assert sequences(weighted.batch(range(9))) == sequences(plain.batch(range(9)))
 
 
 def test_index_of_a_blend(here):
-    a = make(["a.jsonl"])
-    b = make(["b.jsonl"])
-    mixed = make(["1:a.jsonl", "3:b.jsonl"])
-    assert mixed.index["tokens"] == a.index["tokens"] + b.index["tokens"]
-    assert mixed.index["bytes"] / mixed.index["tokens"] == pytest.approx(
-        0.25 * a.index["bytes"] / a.index["tokens"] + 0.75 * b.index["bytes"] / b.index["tokens"],
-        rel=1e-3,
-    )
-    fingerprints = {
-        make(names).index["corpus"]
-        for names in (
-            ["1:a.jsonl", "3:b.jsonl"],
-            ["0.25:a.jsonl", "0.75:b.jsonl"],
-            ["3:a.jsonl", "1:b.jsonl"],
-            ["1:a.jsonl", "3:c.jsonl"],
-        )
-    }
-    # only the ratio of the weights counts
-    assert len(fingerprints) == 3
+    a = open_corpora(["a.jsonl"])
+    b = open_corpora(["b.jsonl"])
+    blended = open_corpora(["1:a.jsonl", "3:b.jsonl"])
+    assert blended.index["tokens"] == a.index["tokens"] + b.index["tokens"]
+    bytes_per_token = blended.index["bytes"] / blended.index["tokens"]
+    of_a = a.index["bytes"] / a.index["tokens"]
+    of_b = b.index["bytes"] / b.index["tokens"]
+    assert bytes_per_token == pytest.approx(0.25 * of_a + 0.75 * of_b, rel=1e-3)
+    # Only the ratio of the weights counts: the first two are the same blend.
+    blends = [
+        ["1:a.jsonl", "3:b.jsonl"],
+        ["0.25:a.jsonl", "0.75:b.jsonl"],
+        ["3:a.jsonl", "1:b.jsonl"],
+        ["1:a.jsonl", "3:c.jsonl"],
+    ]
+    assert len({open_corpora(names).index["corpus"] for names in blends}) == 3
 
 
 def open_data(*flags):
@@ -183,11 +190,14 @@ def open_data(*flags):
 
 def test_held_out_text_is_blended_and_never_trained_on(here):
     train_set, held_out = open_data("--data", "0.6:a.jsonl", "0.4:b.jsonl")
-    assert isinstance(train_set, Blend) and isinstance(held_out, Blend)
-    trained, evaluated = (rows(s.batch(range(3 * s.num_sequences))) for s in (train_set, held_out))
+    assert isinstance(train_set, Blend)
+    assert isinstance(held_out, Blend)
+    trained = sequences(train_set.batch(range(3 * train_set.num_sequences)))
+    evaluated = sequences(held_out.batch(range(3 * held_out.num_sequences)))
     assert not set(trained) & set(evaluated)
-    for k, name in enumerate(("a.jsonl", "b.jsonl")):
-        assert held_out.corpora[k].stream.tolist() == open_data("--data", name)[1].stream.tolist()
+    for corpus, name in zip(held_out.corpora, ("a.jsonl", "b.jsonl")):
+        _, held_out_alone = open_data("--data", name)
+        assert corpus.stream.tolist() == held_out_alone.stream.tolist()
 
 
 def test_val_data_holds_nothing_out(here):
@@ -200,20 +210,17 @@ def test_val_data_holds_nothing_out(here):
     assert held_out.seed is None
     assert held_out.index["documents"] == 25
     assert train_set.index["documents"] == 40
-    assert (
-        len(open_data("--data", "a.jsonl")[0].stream)
-        == train_set.index["held_out_from"]
-        < len(train_set.stream)
-    )
-    assert isinstance(
-        open_data("--data", "a.jsonl", "--val-data", "1:b.jsonl", "1:c.jsonl")[1], Blend
-    )
+    without_val_data, _ = open_data("--data", "a.jsonl")
+    assert len(without_val_data.stream) == train_set.index["held_out_from"]
+    assert len(without_val_data.stream) < len(train_set.stream)
+    _, held_out = open_data("--data", "a.jsonl", "--val-data", "1:b.jsonl", "1:c.jsonl")
+    assert isinstance(held_out, Blend)
     assert len(list(Path("elsewhere").glob("*/index.json"))) == 2
 
 
 def test_too_short_names_the_corpus(here):
     Path("short.txt").write_text("a few words")
-    with pytest.raises(DataError, match="--data short.txt: too short"):
+    with pytest.raises(DataError, match=r"--data short\.txt: too short"):
         open_data("--data", "1:a.jsonl", "1:short.txt")
     with pytest.raises(DataError, match="--val-data: too short: the text has 12 tokens"):
         open_data("--data", "a.jsonl", "--val-data", "short.txt")
@@ -232,54 +239,35 @@ def test_too_short_names_the_corpus(here):
 def test_train_refuses_in_one_line(here, capsys, flags, words):
     data_flag = ["--data", "a.jsonl"] if flags[0] != "--data" else []
     assert train.main([*data_flag, *flags, "--seq-length", "16", "--device", "cpu"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert words in said[-1]
-    assert said[-1].startswith("train.py: ")
-    assert all(line.startswith("data: ") for line in said[:-1] if line)
+    *messages, error = capsys.readouterr().err.splitlines()
+    assert words in error
+    assert error.startswith("train.py: ")
+    assert all(line.startswith("data: ") for line in messages if line)
+
+
+FLAGS = """
+    --data 0.6:a.jsonl 0.4:b.jsonl --val-data c.jsonl --seq-length 16 --hidden-size 16 --num-heads 2
+    --num-layers 1 --global-batch-size 8 --warmup-steps 2 --device cpu --steps 6
+"""
+
+
+def losses(run):
+    lines = Path(run, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
 
 
 def test_training_on_a_blend_resumes_exactly(here):
-    flags = [
-        "--data",
-        "0.6:a.jsonl",
-        "0.4:b.jsonl",
-        "--val-data",
-        "c.jsonl",
-        "--seq-length",
-        "16",
-        "--hidden-size",
-        "16",
-        "--num-heads",
-        "2",
-        "--num-layers",
-        "1",
-        "--global-batch-size",
-        "8",
-        "--warmup-steps",
-        "2",
-        "--device",
-        "cpu",
-    ]
-    assert (
-        train.main([*flags, "--out", "whole", "--steps", "6", "--save-every", "3", "--keep", "0"])
-        == 0
-    )
-    (here / "again" / "checkpoints").mkdir(parents=True)
-    (here / "whole" / "checkpoints" / "step-000003").rename(
-        here / "again" / "checkpoints" / "step-000003"
-    )
-    (here / "again" / "metrics.jsonl").write_text(
-        "".join((here / "whole" / "metrics.jsonl").read_text().splitlines(True)[:3])
-    )
-    assert train.main([*flags, "--out", "again", "--steps", "6", "--resume"]) == 0
-    losses = [
-        [
-            json.loads(line)["loss"]
-            for line in (here / run / "metrics.jsonl").read_text().splitlines()
-        ]
-        for run in ("whole", "again")
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 6
+    flags = FLAGS.split()
+    assert train.main([*flags, "--out", "whole", "--save-every", "3", "--keep", "0"]) == 0
+    whole = here / "whole"
+    again = here / "again"
+    (again / "checkpoints").mkdir(parents=True)
+    (whole / "checkpoints" / "step-000003").rename(again / "checkpoints" / "step-000003")
+    first_lines = (whole / "metrics.jsonl").read_text().splitlines(True)[:3]
+    (again / "metrics.jsonl").write_text("".join(first_lines))
+    assert train.main([*flags, "--out", "again", "--resume"]) == 0
+    assert losses("again") == losses("whole")
+    assert len(losses("whole")) == 6
 
 
 def test_lesson(monkeypatch, capsys):
