@@ -1,6 +1,11 @@
+"""Text to batches: the stream does not depend on files, parts, processes or ranks; a damaged cache
+is never trained on; a file that cannot be used is one line."""
+
+import builtins
 import gzip
 import io
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -17,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import data
-from corpus import token_cache
+from corpus import documents, token_cache
 from corpus.tokenizer import ByteTokenizer, TokenizerError, make_tokenizer
 from data import Corpus, DataError, prepare
 from lessons import ranks
@@ -33,26 +38,39 @@ def here(tmp_path, monkeypatch):
 
 
 def write_jsonl(path, texts=TEXTS):
-    path.write_text("".join(json.dumps({"text": t, "other": 1}) + "\n" for t in texts))
+    with open(path, "w") as f:
+        for text in texts:
+            f.write(json.dumps({"text": text, "other": 1}) + "\n")
     return path
 
 
 def stream(folder):
+    """The token ids of a prepared corpus."""
     return np.load(folder / "tokens.npy").tolist()
+
+
+def raiser(error):
+    """A function that raises `error`, whatever its arguments."""
+
+    def raise_it(*args, **options):
+        raise error
+
+    return raise_it
 
 
 def test_documents_are_separated_and_complete(here):
     folder = prepare([str(write_jsonl(here / "a.jsonl"))], ByteTokenizer())
     ids = stream(folder)
-    documents = []
+    texts = []
     current = []
     for i in ids:
         if i == 256:
-            documents.append(bytes(current).decode())
+            texts.append(bytes(current).decode())
             current = []
         else:
             current.append(i)
-    assert not current and sorted(documents) == sorted(TEXTS)
+    assert not current
+    assert sorted(texts) == sorted(TEXTS)
     index = json.loads((folder / "index.json").read_text())
     assert index["documents"] == 60
     assert index["tokens"] == len(ids)
@@ -66,11 +84,11 @@ def test_every_form_of_the_same_text_gives_the_same_stream(here):
         f.write((here / "a.jsonl").read_text())
     (here / "folder" / "deep").mkdir(parents=True)
     for i, text in enumerate(TEXTS):
-        name = here / "folder" / ("deep" if i % 2 else ".") / f"{60 - i}.txt"
+        parent = here / "folder" / ("deep" if i % 2 else ".")
         if i % 3:
-            name.write_text(text)
+            (parent / f"{60 - i}.txt").write_text(text)
         else:
-            with gzip.open(f"{name}.gz", "wt") as f:
+            with gzip.open(parent / f"{60 - i}.txt.gz", "wt") as f:
                 f.write(text)
     (here / "folder" / "picture.png").write_bytes(b"\x89PNG\0\0")
     (here / "folder" / "empty.txt").touch()
@@ -82,7 +100,7 @@ def test_parts_and_processes_change_nothing(here, monkeypatch):
     path = str(write_jsonl(here / "a.jsonl"))
     reference = stream(prepare([path], ByteTokenizer(), "c1"))
     monkeypatch.setattr(data, "PART_BYTES", 700)
-    assert len(data.split_parts([Path(path)])) > 5
+    assert len(documents.split_parts([Path(path)], data.PART_BYTES)) > 5
     assert stream(prepare([path], ByteTokenizer(), "c2")) == reference
     assert stream(prepare([path], ByteTokenizer(), "c3", workers=2)) == reference
 
@@ -95,10 +113,9 @@ def on_rank(rank, path, cache):
         dist.all_gather_object(gathered, x)
         return gathered
 
+    world = dist.get_world_size()
     try:
-        return stream(
-            prepare([path], ByteTokenizer(), cache, exchange, rank, dist.get_world_size())
-        )
+        return stream(prepare([path], ByteTokenizer(), cache, exchange, rank, world))
     except DataError as e:
         return str(e)
 
@@ -110,14 +127,11 @@ def test_ranks_share_the_work_and_the_errors(here):
     with open(path, "a") as f:
         f.write('{"text": 3}\n')
     errors = ranks.run(on_rank, 3, path, str(here / "c3"))
-    assert (
-        errors
-        == [
-            f'--data {path}, line 61: Expected `str`, got `int` - at `$.text`; {{"text": "..."}}'
-            " would fit"
-        ]
-        * 3
+    error = (
+        f"--data {path}, line 61: Expected `str`, got `int` - at `$.text`;"
+        ' {"text": "..."} would fit'
     )
+    assert errors == [error] * 3
 
 
 def prepare_in_process(path, cache, queue):
@@ -132,50 +146,50 @@ def test_two_runs_at_once(here):
         context.Process(target=prepare_in_process, args=(path, str(here / "cache"), queue))
         for _ in range(3)
     ]
-    for p in processes:
-        p.start()
+    for process in processes:
+        process.start()
     streams = [queue.get(timeout=60) for _ in processes]
-    for p in processes:
-        p.join()
-    assert (
-        streams[0] == streams[1] == streams[2] == stream(prepare([path], ByteTokenizer(), "other"))
-    )
-    # the corpus and its lock: no leftovers
+    for process in processes:
+        process.join()
+    assert streams == [stream(prepare([path], ByteTokenizer(), "other"))] * 3
+    # The corpus and its lock: no leftovers.
     assert len(list((here / "cache").iterdir())) == 2
 
 
 def test_killed_half_way(here, monkeypatch):
-    """Parts that were done are kept, the rest is done again, and nothing half-written is ever taken
-    for whole."""
+    """Complete parts are kept, the rest is done again, and nothing half-written is ever taken for
+    complete."""
     path = str(write_jsonl(here / "a.jsonl", TEXTS * 200))
     script = (
-        f"import data, tokenizer; data.PART_BYTES = 2000; data.prepare([{path!r}],"
-        " tokenizer.ByteTokenizer())"
+        "import data; from corpus.tokenizer import ByteTokenizer; data.PART_BYTES = 2000;"
+        f" data.prepare([{path!r}], ByteTokenizer())"
     )
+    killed = 0
     for delay in (0.0, 0.15, 0.4):
-        p = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", script],
             cwd=here,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stderr=subprocess.DEVNULL,
         )
-        start = time.monotonic()
-        while (
-            not list(here.glob("cache/*.parts/*"))
-            and time.monotonic() - start < 30
-            and p.poll() is None
-        ):
+        # Until it has written something, or ended by itself.
+        before = len(list(here.glob("cache/*.parts/*")))
+        deadline = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < deadline:
+            if len(list(here.glob("cache/*.parts/*"))) > before:
+                break
             time.sleep(0.01)
         time.sleep(delay)
-        p.send_signal(signal.SIGKILL)
-        p.wait()
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+    # A script that fails by itself would test nothing.
+    assert killed
+    assert list(here.glob("cache/*"))
     monkeypatch.setattr(data, "PART_BYTES", 2000)
     folder = prepare([path], ByteTokenizer())
     assert stream(folder) == stream(prepare([path], ByteTokenizer(), "other"))
-    assert sorted(x.name for x in (here / "cache").iterdir()) == [
-        folder.name,
-        folder.name + ".lock",
-    ]
+    names = sorted(file.name for file in (here / "cache").iterdir())
+    assert names == [folder.name, f"{folder.name}.lock"]
 
 
 def test_cache_follows_contents_and_tokenizer(here):
@@ -187,7 +201,7 @@ def test_cache_follows_contents_and_tokenizer(here):
     (here / "moved").mkdir()
     path.rename(here / "moved" / "b.jsonl")
     assert prepare(["moved"], ByteTokenizer()) == first
-    write_jsonl(here / "moved" / "b.jsonl", TEXTS + ["more"])
+    write_jsonl(here / "moved" / "b.jsonl", [*TEXTS, "more"])
     assert prepare(["moved"], ByteTokenizer()) != first
 
 
@@ -196,14 +210,16 @@ def test_held_out_text_is_never_trained_on(here):
     train = Corpus(folder, 32, 0)
     held_out = Corpus(folder, 32, None, "held-out")
     everything = stream(folder)
-    at = json.loads((folder / "index.json").read_text())["held_out_from"]
-    assert len(train.stream) == at
-    assert held_out.stream.tolist() == everything[at:]
-    assert len(everything) - at == len(everything) // 20
-    batch = train.batch(range(3 * train.num_sequences))
-    starts = {tuple(row) for row in torch.cat((batch.tokens, batch.targets[:, -1:]), 1).tolist()}
-    assert starts == {tuple(everything[i * 32 : i * 32 + 33]) for i in range(train.num_sequences)}
-    assert (train.num_sequences - 1) * 32 + 33 <= at
+    boundary = json.loads((folder / "index.json").read_text())["held_out_from"]
+    assert len(train.stream) == boundary
+    assert held_out.stream.tolist() == everything[boundary:]
+    assert len(everything) - boundary == len(everything) // 20
+    n = train.num_sequences
+    batch = train.batch(range(3 * n))
+    ids = torch.cat((batch.tokens, batch.targets[:, -1:]), 1)
+    trained = {tuple(row) for row in ids.tolist()}
+    assert trained == {tuple(everything[i * 32 : i * 32 + 33]) for i in range(n)}
+    assert (n - 1) * 32 + 33 <= boundary
 
 
 def test_order_depends_on_seed_and_sample_alone(here):
@@ -213,13 +229,15 @@ def test_order_depends_on_seed_and_sample_alone(here):
     other = Corpus(folder, 16, 1)
     n = a.num_sequences
     whole = a.batch(range(2 * n))
-    assert torch.equal(
-        torch.stack([b.batch([i]).tokens[0] for i in (5, 2 * n - 1, 0, n)]),
-        whole.tokens[[5, 2 * n - 1, 0, n]],
-    )
-    epochs = [[a.window(i) for i in range(e * n, (e + 1) * n)] for e in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(n))
-    assert epochs[0] != epochs[1] != [other.window(i) for i in range(n, 2 * n)]
+    # Epochs in another order.
+    samples = [5, 2 * n - 1, 0, n]
+    alone = torch.stack([b.batch([sample]).tokens[0] for sample in samples])
+    assert torch.equal(alone, whole.tokens[samples])
+    first = [a.sequence_of(sample) for sample in range(n)]
+    second = [a.sequence_of(sample) for sample in range(n, 2 * n)]
+    assert sorted(first) == sorted(second) == list(range(n))
+    assert first != second
+    assert second != [other.sequence_of(sample) for sample in range(n, 2 * n)]
     assert torch.equal(whole.tokens[:, 1:], whole.targets[:, :-1])
     assert whole.loss_mask.all()
     assert whole.samples.tolist() == list(range(2 * n))
@@ -227,8 +245,10 @@ def test_order_depends_on_seed_and_sample_alone(here):
 
 def test_standard_library_is_there():
     files = data.find_files([])
-    assert sum(f.stat().st_size for f in files) > 5e6
-    assert not any("test" in f.parts or "site-packages" in f.parts for f in files)
+    assert sum(file.stat().st_size for file in files) > 5e6
+    for file in files:
+        assert "test" not in file.parts
+        assert "site-packages" not in file.parts
 
 
 def test_tokenizers_file(here):
@@ -244,12 +264,14 @@ def test_tokenizers_file(here):
     bpe.train_from_iterator(TEXTS, trainer)
     bpe.save("bpe.json")
     tokenizer = make_tokenizer("bpe.json")
-    # it has none of its own
-    assert tokenizer.eot == bpe.get_vocab_size() and tokenizer.vocab_size == tokenizer.eot + 1
+    # The file has no end-of-text token.
+    assert tokenizer.eot == bpe.get_vocab_size()
+    assert tokenizer.vocab_size == tokenizer.eot + 1
     assert tokenizer.decode(tokenizer.encode(TEXTS[3])) == TEXTS[3]
     folder = prepare([str(write_jsonl(here / "a.jsonl"))], tokenizer)
     ids = stream(folder)
-    assert ids.count(tokenizer.eot) == 60 and len(ids) < 0.6 * sum(len(t) for t in TEXTS)
+    assert ids.count(tokenizer.eot) == 60
+    assert len(ids) < 0.6 * sum(len(text) for text in TEXTS)
     bpe.add_special_tokens(["<|endoftext|>"])
     bpe.save("bpe2.json")
     other = make_tokenizer("bpe2.json")
@@ -258,8 +280,9 @@ def test_tokenizers_file(here):
 
 
 def test_byte_tokenizer_round_trip():
-    t = ByteTokenizer()
-    assert t.decode(t.encode("naïve ∑ \n").tolist() + [256]) == "naïve ∑ \n"
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode("naïve ∑ \n").tolist()
+    assert tokenizer.decode([*ids, 256]) == "naïve ∑ \n"
 
 
 @pytest.mark.parametrize(
@@ -294,22 +317,22 @@ def test_bad_files(here, name, content, words):
     with pytest.raises(DataError) as e:
         prepare([name], ByteTokenizer())
     assert all(word in str(e.value) for word in words), str(e.value)
-    assert not [p for p in here.glob("cache/*") if (p / "index.json").exists()]
+    assert not list(here.glob("cache/*/index.json"))
 
 
 def test_bad_folders_lines_and_lengths(here, monkeypatch):
     (here / "nothing").mkdir()
     with pytest.raises(DataError, match="no text in this folder"):
         prepare(["nothing"], ByteTokenizer())
-    # the line is counted from the start of the file, not of the part
+    # The line is counted from the start of the file, not of the part.
     monkeypatch.setattr(data, "PART_BYTES", 300)
     write_jsonl(here / "long.jsonl", TEXTS[:20])
     with open(here / "long.jsonl", "a") as f:
         f.write("{\n")
-    with pytest.raises(DataError, match="long.jsonl, line 21: not JSON"):
+    with pytest.raises(DataError, match=r"long\.jsonl, line 21: not JSON"):
         prepare(["long.jsonl"], ByteTokenizer())
     (here / "short.txt").write_text("a few words")
-    with pytest.raises(DataError, match="too short.*--seq-length of at most 1"):
+    with pytest.raises(DataError, match=r"too short.*--seq-length of at most 1"):
         Corpus(prepare(["short.txt"], ByteTokenizer()), 64, 0, "held-out")
 
 
@@ -317,41 +340,56 @@ def test_bad_folders_lines_and_lengths(here, monkeypatch):
 def test_bad_tokenizer_files(here, content):
     if content is not None:
         Path("t.json").write_text(content)
-    with pytest.raises(TokenizerError, match="--tokenizer t.json: not bytes, gpt2, or a JSON file"):
+    message = r"--tokenizer t\.json: not bytes, gpt2, or a JSON file"
+    with pytest.raises(TokenizerError, match=message):
         make_tokenizer("t.json")
 
 
 def test_gpt2_tokenizer_without_network(monkeypatch, tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
-    monkeypatch.setattr(
-        tiktoken, "get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network"))
-    )
+    monkeypatch.setattr(tiktoken, "get_encoding", raiser(OSError("no network")))
     with pytest.raises(TokenizerError, match="could not fetch its vocabulary"):
         make_tokenizer("gpt2")
 
 
+# --------------------------------------------------------------------------------------------------
 # The cache is what was written, or is not trained on
 
 
 def npy(array, **options):
+    """An array as the bytes of a .npy file."""
     buffer = io.BytesIO()
     np.save(buffer, array, **options)
     return buffer.getvalue()
 
 
 def mutate_bytes(g, content: bytes) -> bytes:
-    """A flipped bit, another byte, a shorter or longer file, a piece twice, or nothing at all."""
+    """A flipped bit, a shorter or longer file, a piece twice, or nothing at all."""
     at = g.randrange(len(content))
     kind = g.randrange(6)
     flipped = content[:at] + bytes([content[at] ^ 1 << g.randrange(8)]) + content[at + 1 :]
-    return (
+    mutants = (
         flipped,
         flipped,
         content[:at],
         content + bytes(g.randrange(1, 9)),
         content[:at] + content[at // 2 :],
         b"",
-    )[kind]
+    )
+    return mutants[kind]
+
+
+NOT_AN_INDEX = [
+    b"null",
+    b"[]",
+    b"3",
+    b"{}",
+    b'"text"',
+    b"[" * 10_000,
+    b"NaN",
+    b"\xff",
+    b'{"key": "\\ud800"}',
+]
 
 
 def mutate_index(g, content: bytes) -> bytes:
@@ -359,43 +397,17 @@ def mutate_index(g, content: bytes) -> bytes:
     index = json.loads(content)
     kind = g.randrange(4)
     field = g.choice(sorted(index))
-    values = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        2**63,
-        10**40,
-        1.5,
-        "",
-        "x",
-        [],
-        {},
-        [None],
-        index["tokens"] - 1,
-        index["blocks"] * 2,
-    ]
     if kind == 0:
         return mutate_bytes(g, content)
     if kind == 1:
-        return g.choice(
-            [
-                b"null",
-                b"[]",
-                b"3",
-                b"{}",
-                b'"text"',
-                b"[" * 10_000,
-                b"NaN",
-                b"\xff",
-                b'{"key": "\\ud800"}',
-            ]
-        )
+        return g.choice(NOT_AN_INDEX)
     if kind == 2:
         del index[field]
         return json.dumps(index).encode()
-    return json.dumps(index | {field: g.choice([v for v in values if v != index[field]])}).encode()
+    values = [None, True, -1, 0, 1, 2**63, 10**40, 1.5, "", "x", [], {}, [None]]
+    values += [index["tokens"] - 1, index["blocks"] * 2]
+    value = g.choice([value for value in values if value != index[field]])
+    return json.dumps(index | {field: value}).encode()
 
 
 def mutate_tokens(g, content: bytes) -> bytes:
@@ -404,64 +416,71 @@ def mutate_tokens(g, content: bytes) -> bytes:
     ids = np.load(io.BytesIO(content))
     archive = io.BytesIO()
     np.savez(archive, tokens=ids)
-    return g.choice(
-        [
-            lambda: mutate_bytes(g, content),
-            lambda: npy(ids.astype(g.choice(["<u4", "<i8", "<f4", ">u2", "<i2"]))),
-            lambda: npy(ids[None]),
-            lambda: npy(ids[:0]),
-            lambda: npy(ids[0]),
-            lambda: npy(ids.astype(object), allow_pickle=True),
-            archive.getvalue,
-            lambda: npy(np.append(ids, ids[:1])),
-            lambda: npy(np.where(ids == ids[9], 999, ids)),
-        ]
-    )()
+    mutants = [
+        lambda: mutate_bytes(g, content),
+        lambda: npy(ids.astype(g.choice(["<u4", "<i8", "<f4", ">u2", "<i2"]))),
+        lambda: npy(ids[None]),
+        lambda: npy(ids[:0]),
+        lambda: npy(ids[0]),
+        lambda: npy(ids.astype(object), allow_pickle=True),
+        archive.getvalue,
+        lambda: npy(np.append(ids, ids[:1])),
+        lambda: npy(np.where(ids == ids[9], 999, ids)),
+    ]
+    return g.choice(mutants)()
 
 
 def test_200_mutations_of_a_cached_corpus(here, capsys):
+    """Each is noticed, named in one line, and repaired."""
     path = str(write_jsonl(here / "a.jsonl", TEXTS[:12]))
     g = random.Random(0)
     folder = prepare([path], ByteTokenizer())
-    shutil.copytree(folder, here / "whole")
-    files = {name: (here / "whole" / name).read_bytes() for name in ("index.json", "tokens.npy")}
+    originals = {name: (folder / name).read_bytes() for name in ("index.json", "tokens.npy")}
     reference, ids = token_cache.read(folder)
-    rebuilt = 0
-    # a copy: `ids` is the file
+    # A copy: `ids` is the file.
     reference_ids = ids.tolist()
+    rebuilt = 0
     for _ in range(200):
-        name = g.choice(sorted(files))
-        changed = (mutate_index if name == "index.json" else mutate_tokens)(g, files[name])
-        (folder / name).write_bytes(changed)
+        name = g.choice(sorted(originals))
+        mutate = mutate_index if name == "index.json" else mutate_tokens
+        mutant = mutate(g, originals[name])
+        (folder / name).write_bytes(mutant)
         fault = token_cache.check(folder)
-        assert fault is None or ("\n" not in fault and str(folder) in fault)
-        assert (
-            fault
-            or changed == files[name]
-            or (name == "index.json" and json.loads(changed) == json.loads(files[name]))
-        ), changed
+        if fault is None:
+            # The same bytes, or the same JSON in other bytes.
+            is_index = name == "index.json"
+            same_json = is_index and json.loads(mutant) == json.loads(originals[name])
+            assert mutant == originals[name] or same_json, mutant
+        else:
+            assert str(folder) in fault
+            assert "\n" not in fault
+            rebuilt += 1
         capsys.readouterr()
         assert prepare([path], ByteTokenizer()) == folder
-        said = capsys.readouterr().err
-        assert said.split("\r")[0].count("\n") == bool(fault) and (fault or "") in said
+        message = capsys.readouterr().err.split("\r")[0]
+        assert message.count("\n") == (fault is not None)
+        assert (fault or "") in message
         index, ids = token_cache.read(folder)
-        assert index == reference and ids.tolist() == reference_ids and ids.dtype == np.uint16
-        rebuilt += fault is not None
+        assert index == reference
+        assert ids.tolist() == reference_ids
+        assert ids.dtype == np.uint16
     assert rebuilt > 180
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda folder: (folder / "tokens.npy").unlink(),
-        lambda folder: (folder / "index.json").unlink(),
-        lambda folder: ((folder / "index.json").unlink(), (folder / "index.json").mkdir()),
-        lambda folder: (shutil.rmtree(folder), folder.write_text("a file")),
-        lambda folder: (folder / "index.json").write_text(
-            json.dumps(json.loads((folder / "index.json").read_text()) | {"held_out_from": 0})
-        ),
-    ],
-)
+DAMAGES = [
+    lambda folder: (folder / "tokens.npy").unlink(),
+    lambda folder: (folder / "index.json").unlink(),
+    lambda folder: ((folder / "index.json").unlink(), (folder / "index.json").mkdir()),
+    lambda folder: (shutil.rmtree(folder), folder.write_text("a file")),
+    lambda folder: edit_json(folder / "index.json", held_out_from=0),
+]
+
+
+def edit_json(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_cache_is_refused_or_rebuilt(here, damage):
     path = str(write_jsonl(here / "a.jsonl"))
     folder = prepare([path], ByteTokenizer())
@@ -473,10 +492,8 @@ def test_a_damaged_cache_is_refused_or_rebuilt(here, damage):
 
 
 def test_another_corpus_under_this_name(here):
-    first, second = (
-        prepare([str(write_jsonl(here / f"{name}.jsonl", texts))], ByteTokenizer())
-        for name, texts in (("a", TEXTS), ("b", TEXTS[:30]))
-    )
+    first = prepare([str(write_jsonl(here / "a.jsonl"))], ByteTokenizer())
+    second = prepare([str(write_jsonl(here / "b.jsonl", TEXTS[:30]))], ByteTokenizer())
     reference = stream(first)
     shutil.rmtree(first)
     shutil.copytree(second, first)
@@ -496,7 +513,9 @@ def test_ranks_share_the_check(here, monkeypatch):
     folder = prepare([path], ByteTokenizer(), here / "cache")
     reference = stream(folder)
     content = bytearray((folder / "tokens.npy").read_bytes())
-    assert len(token_cache.read(folder)[0].blocks) == -(-len(content) // 512) > 9
+    index, _ = token_cache.read(folder)
+    assert len(index.blocks) == math.ceil(len(content) / 512) > 9
+    # Block 4 is rank 1's.
     content[512 * 4 + 100] ^= 1
     (folder / "tokens.npy").write_bytes(content)
     assert [token_cache.check(folder, rank, 3) is None for rank in range(3)] == [True, False, True]
@@ -508,23 +527,26 @@ def test_damaged_parts_of_a_killed_run_are_done_again(here, monkeypatch):
     monkeypatch.setattr(data, "PART_BYTES", 700)
     reference = stream(prepare([path], ByteTokenizer(), "c1"))
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(
-            data, "merge_parts", lambda *args, **more: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        m.setattr(data, "merge_parts", raiser(KeyboardInterrupt))
         prepare([path], ByteTokenizer(), "c2")
     g = random.Random(0)
     for file in sorted(here.glob("c2/*.parts/*"))[::2]:
         file.write_bytes(mutate_bytes(g, file.read_bytes()))
     done = []
-    work = data.tokenise_part
-    monkeypatch.setattr(data, "tokenise_part", lambda *job: done.append(job[-1]) or work(*job))
+    tokenize_part = data.tokenize_part
+
+    def counting(*job):
+        done.append(job)
+        return tokenize_part(*job)
+
+    monkeypatch.setattr(data, "tokenize_part", counting)
     assert stream(prepare([path], ByteTokenizer(), "c2")) == reference
-    assert (
-        0 < len(done) < len(data.split_parts([Path(path)]))
-        or len(list(here.glob("c2/*.parts/*"))) == 0
-    )
+    parts = documents.split_parts([Path(path)], data.PART_BYTES)
+    left = list(here.glob("c2/*.parts/*"))
+    assert 0 < len(done) < len(parts) or not left
 
 
+# --------------------------------------------------------------------------------------------------
 # Names, files and folders that cannot be used
 
 
@@ -545,19 +567,21 @@ def test_unusable_names(here, name, words):
     (here / "some.txt").write_text("text")
     with pytest.raises(DataError) as e:
         prepare([name], ByteTokenizer())
-    assert all(word in str(e.value) for word in words) and "\n" not in str(e.value), str(e.value)
+    message = str(e.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
 
 
-def refuse(monkeypatch, module, name, target, error=PermissionError(13, "Permission denied")):
-    """`module.name(target)` fails as the system lets it fail, for anyone but root."""
+def deny(monkeypatch, module, name, target):
+    """Make `module.name(target)` fail as it does without permission, for root too."""
     call = getattr(module, name)
 
-    def refusing(path=".", *args, **more):
+    def denying(path=".", *args, **options):
         if str(path).endswith(target):
-            raise type(error)(*error.args, str(path))
-        return call(path, *args, **more)
+            raise PermissionError(13, "Permission denied", str(path))
+        return call(path, *args, **options)
 
-    monkeypatch.setattr(module, name, refusing, raising=False)
+    monkeypatch.setattr(module, name, denying, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -567,16 +591,13 @@ def test_without_permission(here, monkeypatch, what, target):
     (here / "texts" / "deep").mkdir(parents=True)
     (here / "texts" / "a.txt").write_text("some text")
     (here / "texts" / "deep" / "b.txt").write_text("some text")
-    import builtins
-
-    refuse(monkeypatch, os if what == "scandir" else builtins, what, target)
+    module = os if what == "scandir" else builtins
+    deny(monkeypatch, module, what, target)
     with pytest.raises(DataError) as e:
         prepare(["texts"], ByteTokenizer())
     path = {"texts": "texts", "deep": "texts/deep", "a.txt": "texts/a.txt"}[target]
-    assert (
-        str(e.value)
-        == f"--data {path}: cannot be read (Permission denied); mend this, or leave it out"
-    )
+    expected = f"--data {path}: cannot be read (Permission denied); mend this, or leave it out"
+    assert str(e.value) == expected
 
 
 @pytest.mark.parametrize("last_call", ["find_files", "file_hash", "split_parts"])
@@ -592,10 +613,8 @@ def test_a_file_that_vanishes(here, monkeypatch, last_call):
     monkeypatch.setattr(data, last_call, and_then)
     with pytest.raises(DataError) as e:
         prepare(["a.jsonl"], ByteTokenizer())
-    assert (
-        str(e.value)
-        == "--data a.jsonl: cannot be read (No such file or directory); mend this, or leave it out"
-    )
+    expected = "--data a.jsonl: cannot be read (No such file or directory)"
+    assert str(e.value) == f"{expected}; mend this, or leave it out"
 
 
 @pytest.mark.parametrize(
@@ -613,32 +632,26 @@ def test_unusable_caches(here, cache, words):
     path = str(write_jsonl(here / "a.jsonl"))
     with pytest.raises(DataError) as e:
         prepare([path], ByteTokenizer(), cache)
-    assert all(word in str(e.value) for word in words) and "\n" not in str(e.value), str(e.value)
+    message = str(e.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
 
 
 def test_a_cache_without_room_or_permission(here, monkeypatch):
     path = str(write_jsonl(here / "a.jsonl"))
-    whole = prepare([path], ByteTokenizer(), "whole")
-    for target, call in (("mkdir", Path), ("save", np)):
+    built = prepare([path], ByteTokenizer(), "built")
+    expected = (
+        "--cache full: cannot be used (No space left on device); make room or name another folder"
+    )
+    for module, call in ((Path, "mkdir"), (np, "save")):
         with monkeypatch.context() as m, pytest.raises(DataError) as e:
-            m.setattr(
-                call,
-                target,
-                lambda *args, **more: (_ for _ in ()).throw(OSError(28, "No space left on device")),
-            )
+            m.setattr(module, call, raiser(OSError(28, "No space left on device")))
             prepare([path], ByteTokenizer(), "full")
-        assert (
-            str(e.value) == "--cache full: cannot be used (No space left on device); "
-            "make room or name another folder"
-        )
-    # what is there already needs no permission to write
+        assert str(e.value) == expected
+    # A corpus that is there needs no permission to write.
     with monkeypatch.context() as m:
-        m.setattr(
-            Path,
-            "mkdir",
-            lambda *args, **more: (_ for _ in ()).throw(PermissionError(13, "Permission denied")),
-        )
-        assert prepare([path], ByteTokenizer(), "whole") == whole
+        m.setattr(Path, "mkdir", raiser(PermissionError(13, "Permission denied")))
+        assert prepare([path], ByteTokenizer(), "built") == built
 
 
 def test_data_py_refuses_in_one_line(here, monkeypatch, capsys):
@@ -655,7 +668,9 @@ def test_huge_sample_numbers(here):
     corpus = Corpus(folder, 16, 2**31 - 1)
     n = corpus.num_sequences
     last = 2**51
-    epoch = [corpus.window(i) for i in range(last // n * n, (last // n + 1) * n)]
+    start = last // n * n
+    epoch = [corpus.sequence_of(sample) for sample in range(start, start + n)]
     assert sorted(epoch) == list(range(n))
-    assert corpus.window(last - 1) == Corpus(folder, 16, 2**31 - 1).window(last - 1)
+    fresh = Corpus(folder, 16, 2**31 - 1)
+    assert corpus.sequence_of(last - 1) == fresh.sequence_of(last - 1)
     assert corpus.batch([last - 1, np.int64(last)]).samples.tolist() == [last - 1, last]

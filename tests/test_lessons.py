@@ -23,7 +23,7 @@ def run(name, argv, monkeypatch, capsys) -> str:
 @pytest.mark.parametrize(
     "name, argv, words",
     [
-        ("data", ["--seq-length", "16"], "windows of 16 tokens to train on"),
+        ("data", ["--seq-length", "16"], "sequences of 16 tokens to train on"),
         ("runtime.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
         ("kernels", [], "cross_entropy"),
         ("moe", [], "largest relative difference of a gradient"),
