@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from corpus import blend
+import data
 from corpus.tokenizer import BUILT_IN, FileTokenizer, TokenizerError, make_tokenizer, prompt_ids
 from runtime import room
 from runtime.config import Config, ConfigError, flag_name
@@ -141,13 +141,13 @@ def open_data(config: Config, world: World, tokenizer):
         "world": world.size,
         "workers": world.cores,
     }
-    parts = blend.prepare(config.data, tokenizer, **share)
+    parts = data.prepare_corpora(config.data, tokenizer, **share)
     if not config.val_data:
-        train_set = blend.open_parts(parts, s, config.seed)
-        return train_set, blend.open_parts(parts, s, None, "held-out")
-    val_parts = blend.prepare(config.val_data, tokenizer, "--val-data", **share)
-    train_set = blend.open_parts(parts, s, config.seed, "all")
-    return train_set, blend.open_parts(val_parts, s, None, "all")
+        train_set = data.open_corpora(parts, s, config.seed)
+        return train_set, data.open_corpora(parts, s, None, "held-out")
+    val_parts = data.prepare_corpora(config.val_data, tokenizer, "--val-data", **share)
+    train_set = data.open_corpora(parts, s, config.seed, "all")
+    return train_set, data.open_corpora(val_parts, s, None, "all")
 
 
 def begin_files(config: Config, out: Path, tokenizer, start: int) -> Metrics:

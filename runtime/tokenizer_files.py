@@ -13,7 +13,7 @@ with another content is refused.
 import hashlib
 from pathlib import Path
 
-from corpus.tokenizer import BUILT_IN, TRAVELS, TokenizerRecord
+from corpus.tokenizer import BUILT_IN, TOKENIZER_FILES, TokenizerRecord
 from runtime import json_files
 from runtime.checkpoint_index import CheckpointError, read_index
 
@@ -54,7 +54,7 @@ def verify_tokenizer(path: Path, index: dict) -> dict[str, Path]:
     recorded = tokenizer_record(path, index).files
     trained_with = Path(str(index["config"].get("tokenizer")))
     files = {}
-    for name in TRAVELS:
+    for name in TOKENIZER_FILES:
         try:
             file = beside(path, name)
             if name == "tokenizer.json" and not file and trained_with.is_file():

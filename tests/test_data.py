@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,7 +26,6 @@ from corpus.tokenizer import ByteTokenizer, TokenizerError, make_tokenizer
 from data import Corpus, DataError, prepare
 from lessons import ranks
 
-ROOT = Path(__file__).parent.parent
 TEXTS = [f"document {i}: " + "the quick brown fox, " * (i % 7 + 1) + "é" for i in range(60)]
 
 
@@ -160,32 +158,27 @@ def test_killed_half_way(here, monkeypatch):
     """Complete parts are kept, the rest is done again, and nothing half-written is ever taken for
     complete."""
     path = str(write_jsonl(here / "a.jsonl", TEXTS * 200))
-    script = (
-        "import data; from corpus.tokenizer import ByteTokenizer; data.PART_BYTES = 2000;"
-        f" data.prepare([{path!r}], ByteTokenizer())"
-    )
+    monkeypatch.setattr(data, "PART_BYTES", 2000)
+    # Forked, it begins at once.
+    context = multiprocessing.get_context("fork")
     killed = 0
     for delay in (0.0, 0.15, 0.4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=here,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stderr=subprocess.DEVNULL,
-        )
-        # Until it has written something, or ended by itself.
         before = len(list(here.glob("cache/*.parts/*")))
+        process = context.Process(target=prepare, args=([path], ByteTokenizer()))
+        process.start()
+        # Until it has written something, or ended by itself.
         deadline = time.monotonic() + 30
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.is_alive() and time.monotonic() < deadline:
             if len(list(here.glob("cache/*.parts/*"))) > before:
                 break
             time.sleep(0.01)
         time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
-    # A script that fails by itself would test nothing.
+        process.kill()
+        process.join()
+        killed += process.exitcode == -signal.SIGKILL
+    # A run that fails by itself would test nothing.
     assert killed
     assert list(here.glob("cache/*"))
-    monkeypatch.setattr(data, "PART_BYTES", 2000)
     folder = prepare([path], ByteTokenizer())
     assert stream(folder) == stream(prepare([path], ByteTokenizer(), "other"))
     names = sorted(file.name for file in (here / "cache").iterdir())

@@ -36,24 +36,10 @@ SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
 LLAMA = dict(
     num_layers=1, hidden_size=32, num_heads=4, ffn_hidden_size=64, seq_length=32, llama=True
 )
-SMALL = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "32",
-    "--num-heads",
-    "4",
-    "--ffn-hidden-size",
-    "64",
-    "--seq-length",
-    "32",
-    "--global-batch-size",
-    "4",
-    "--device",
-    "cpu",
-    "--eval-every",
-    "0",
-]
+SMALL = """
+    --num-layers 1 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64 --seq-length 32
+    --global-batch-size 4 --device cpu --eval-every 0
+""".split()
 
 
 @pytest.fixture
@@ -62,12 +48,12 @@ def here(tmp_path, monkeypatch):
     figure."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT)
-    whole = generate.generate
-    monkeypatch.setattr(
-        generate,
-        "generate",
-        lambda model, prompts, n, **options: whole(model, prompts, min(n, 20), **options),
-    )
+    generate_all = generate.generate
+
+    def generate_few(model, prompts, n, **options):
+        return generate_all(model, prompts, min(n, 20), **options)
+
+    monkeypatch.setattr(generate, "generate", generate_few)
     monkeypatch.setattr(train, "EVAL_SEQUENCES", 2)
     monkeypatch.setattr(train, "plot_loss", lambda *_: None)
     return tmp_path
@@ -84,10 +70,9 @@ def run(*flags):
 
 
 def words(path, vocabulary=("?", "if", "a", "in", "b", "</s>"), **model):
-    """A tokenizer of whole words; model: fields that its file has instead."""
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="?")
-    )
+    """Write a tokenizer of whole words, and return its path. model: fields to write instead."""
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     content = json.loads(tokenizer.to_str())
     content["model"] |= model
@@ -109,17 +94,25 @@ def bpe(path, specials=SPECIALS, begins=True):
     tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.add_special_tokens(list(specials))
     if begins:
+        begin = "<|begin_of_text|>"
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<|begin_of_text|> $A",
-            special_tokens=[("<|begin_of_text|>", tokenizer.token_to_id("<|begin_of_text|>"))],
+            single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
         )
     tokenizer.save(str(path))
     return tokenizer
 
 
-def hf_folder(folder, begins=True, ends=True, **ids):
-    """A Llama with a tokenizer like Llama 3's, as transformers saves one. ids: of
-    generation_config.json. Returns the tokenizer."""
+def edit_json(path, **fields):
+    """Set fields of a JSON file."""
+    path = Path(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def hf_folder(folder, begins=True, ends=True):
+    """A Llama with a tokenizer like Llama 3's, as transformers saves one. Returns the tokenizer.
+
+    begins: whether its post-processor adds a begin token; ends: whether it has end tokens.
+    """
     tokenizer = bpe(Path("t.json"), SPECIALS if ends else SPECIALS[:1], begins)
     model = loud(build(vocab_size=tokenizer.get_vocab_size(), **LLAMA))
     state = {
@@ -129,33 +122,26 @@ def hf_folder(folder, begins=True, ends=True, **ids):
         "corpus": None,
         "optimizer": None,
     }
-    checkpoint.write(
-        Path("made"), 0, {f"model.{n}": p.detach() for n, p in model.named_parameters()}, state
-    )
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    checkpoint.write(Path("made"), 0, tensors, state)
     huggingface.export_folder(Path("made"), folder)
     Path("t.json").rename(folder / "tokenizer.json")
-    config = json.loads((folder / "config.json").read_text())
-    bos, *eos = (tokenizer.token_to_id(name) for name in SPECIALS)
-    (folder / "config.json").write_text(
-        json.dumps(config | ({"bos_token_id": bos, "eos_token_id": eos} if ends else {}))
-    )
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6} | ids))
-    names = {"bos_token": SPECIALS[0]} | (
-        {"eos_token": {"__type": "AddedToken", "content": SPECIALS[2], "special": True}}
-        if ends
-        else {}
-    )
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | names)
-    )
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIALS[0]}
+    if ends:
+        bos, *eos = (tokenizer.token_to_id(name) for name in SPECIALS)
+        edit_json(folder / "config.json", bos_token_id=bos, eos_token_id=eos)
+        names["eos_token"] = {"__type": "AddedToken", "content": SPECIALS[2], "special": True}
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
     return tokenizer
 
 
-# --- files that break -----------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Files that break
 
 
 @pytest.mark.parametrize(
-    "model, said",
+    "model, reason",
     [
         (dict(vocab={}), "its vocabulary is empty"),
         (dict(unk_token="<unk>"), "unk_token that its vocabulary has"),
@@ -175,12 +161,13 @@ def hf_folder(folder, begins=True, ends=True, **ids):
         ),
     ],
 )
-def test_models_that_cannot_be(here, model, said):
+def test_models_that_cannot_be(here, model, reason):
     with pytest.raises(TokenizerError) as e:
         make_tokenizer(words("t.json", **model))
-    assert str(e.value).startswith("--tokenizer t.json: ")
-    assert said in str(e.value)
-    assert "\n" not in str(e.value)
+    message = str(e.value)
+    assert message.startswith("--tokenizer t.json: ")
+    assert reason in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -199,21 +186,14 @@ def test_models_that_cannot_be(here, model, said):
 )
 def test_files_that_are_none(here, content, capfd):
     Path("t.json").write_bytes(content)
-    with pytest.raises(
-        TokenizerError,
-        match="--tokenizer t.json: not bytes, gpt2, or a JSON file of the tokenizers library",
-    ) as e:
+    message = r"--tokenizer t\.json: not bytes, gpt2, or a JSON file of the tokenizers library"
+    with pytest.raises(TokenizerError, match=message) as e:
         make_tokenizer("t.json")
     assert "\n" not in str(e.value)
 
 
-def edited(path, **fields):
-    content = json.loads(Path(path).read_text())
-    Path(path).write_text(json.dumps(content | fields))
-
-
 def test_a_panic_of_the_library_is_one_line(here, capfd):
-    edited(words("t.json"), normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
+    edit_json(words("t.json"), normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
     with pytest.raises(TokenizerError, match="Cannot parse precompiled_charsmap"):
         make_tokenizer("t.json")
     assert capfd.readouterr().err == ""
@@ -229,31 +209,25 @@ def test_added_tokens_out_of_place(here):
         normalized=False,
         special=True,
     )
-    edited(words("t.json"), added_tokens=[added | {"id": 9}])
-    with pytest.raises(
-        TokenizerError, match="its added token '<.eot.>' has id 9, and the library gives it 6"
-    ):
+    edit_json(words("t.json"), added_tokens=[added | {"id": 9}])
+    message = r"its added token '<\|eot\|>' has id 9, and the library gives it 6"
+    with pytest.raises(TokenizerError, match=message):
         make_tokenizer("t.json")
 
 
 def test_texts_are_neither_truncated_nor_padded(here):
-    edited(
-        words("t.json"),
-        truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
-    )
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    edit_json(words("t.json"), truncation=truncation)
     assert make_tokenizer("t.json").encode("a a a b") == [2, 2, 2, 4]
-    edited(
-        "t.json",
-        truncation=None,
-        padding={
-            "strategy": {"Fixed": 9},
-            "direction": "Right",
-            "pad_to_multiple_of": None,
-            "pad_id": 0,
-            "pad_type_id": 0,
-            "pad_token": "?",
-        },
-    )
+    padding = {
+        "strategy": {"Fixed": 9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "?",
+    }
+    edit_json("t.json", truncation=None, padding=padding)
     assert make_tokenizer("t.json").encode("a b") == [2, 4]
 
 
@@ -276,24 +250,26 @@ def test_files_beside_it_that_break(here, name, content):
     with pytest.raises(TokenizerError) as e:
         make_tokenizer(str(here / "tokenizer.json"))
     assert str(here) in str(e.value) and "\n" not in str(e.value)
+    # Files beside any other name are not about this tokenizer.
     words("other.json")
-    # what stands beside another name is not about it
     assert make_tokenizer("other.json").eot == 5
 
 
-# --- begin and end --------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Begin and end
 
 
 def test_ends_without_any_configuration(here):
-    found = FileTokenizer(
-        words("t.json", ("?", "<|im_end|>", "a", "<|end_of_text|>", "<|eot_id|>"))
-    )
-    assert found.eot == 3
-    assert sorted(found.stop_ids) == [1, 3, 4]
-    assert found.bos is None
-    assert found.vocab_size == 5
-    none = FileTokenizer(words("t.json", ("?", "a")))
-    assert none.eot == 2 and none.stop_ids == (2,) and none.vocab_size == 3
+    vocabulary = ("?", "<|im_end|>", "a", "<|end_of_text|>", "<|eot_id|>")
+    with_ends = FileTokenizer(words("t.json", vocabulary))
+    assert with_ends.eot == 3
+    assert sorted(with_ends.stop_ids) == [1, 3, 4]
+    assert with_ends.bos is None
+    assert with_ends.vocab_size == 5
+    without = FileTokenizer(words("t.json", ("?", "a")))
+    assert without.eot == 2
+    assert without.stop_ids == (2,)
+    assert without.vocab_size == 3
 
 
 @pytest.mark.parametrize(
@@ -328,8 +304,8 @@ def test_ends_that_are_configured(here, beside, eot, stops):
     words("tokenizer.json")
     for name, content in beside.items():
         Path(name).write_text(json.dumps(content))
-    found = FileTokenizer("tokenizer.json")
-    assert (found.eot, found.stop_ids, found.bos) == (eot, stops, None)
+    tokenizer = FileTokenizer("tokenizer.json")
+    assert (tokenizer.eot, tokenizer.stop_ids, tokenizer.bos) == (eot, stops, None)
 
 
 @pytest.mark.parametrize(
@@ -338,15 +314,15 @@ def test_ends_that_are_configured(here, beside, eot, stops):
 )
 def test_a_begin_token_where_the_model_has_one(here, adds, begins, expected):
     bpe("tokenizer.json", begins=begins)
-    Path("tokenizer_config.json").write_text(
-        json.dumps({"bos_token": "<|begin_of_text|>", "add_bos_token": adds})
-    )
-    found = FileTokenizer("tokenizer.json")
-    bos = found.tokenizer.token_to_id("<|begin_of_text|>")
-    assert found.bos == (bos if expected else None)
-    assert prompt_ids(found, "if a") == [bos] * expected + found.encode("if a")
-    assert prompt_ids(found, "") == [bos if expected else found.eot]
-    assert found.decode(prompt_ids(found, "if a") + [*found.stop_ids]) == "if a"
+    names = {"bos_token": "<|begin_of_text|>", "add_bos_token": adds}
+    Path("tokenizer_config.json").write_text(json.dumps(names))
+    tokenizer = FileTokenizer("tokenizer.json")
+    bos = tokenizer.tokenizer.token_to_id("<|begin_of_text|>")
+    assert tokenizer.bos == (bos if expected else None)
+    prompt = prompt_ids(tokenizer, "if a")
+    assert prompt == [bos] * expected + tokenizer.encode("if a")
+    assert prompt_ids(tokenizer, "") == [bos if expected else tokenizer.eot]
+    assert tokenizer.decode([*prompt, *tokenizer.stop_ids]) == "if a"
 
 
 def test_documents_begin_with_it(here):
@@ -361,19 +337,26 @@ def test_documents_begin_with_it(here):
 
 def test_several_ids_end_a_text():
     model = loud(build(vocab_size=61, **LLAMA))
-    (whole,) = generate.generate(model, [[1, 2]], 20, temperature=0.9)
-    one = whole[9]
-    other = next(i for i in whole[3:] if i not in whole[:3] and i != whole[9])
-    ends = min(whole.index(one), whole.index(other))
-    assert generate.generate(model, [[1, 2]], 20, temperature=0.9, eot=(one, other)) == [
-        whole[:ends]
-    ]
-    assert generate.generate(model, [[1, 2]], 20, temperature=0.9, eot=one) == [
-        whole[: whole.index(one)]
-    ]
+
+    def continuation(**options):
+        (ids,) = generate.generate(model, [[1, 2]], 20, temperature=0.9, **options)
+        return ids
+
+    whole = continuation()
+    first = whole[9]
+    second = next(i for i in whole[3:] if i not in whole[:3] and i != first)
+    end = min(whole.index(first), whole.index(second))
+    assert continuation(eot=(first, second)) == whole[:end]
+    assert continuation(eot=first) == whole[: whole.index(first)]
 
 
-# --- there and back -------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# There and back
+
+
+def generate_cli(*flags):
+    """`python generate.py` without a new interpreter."""
+    return cli.main([*flags, "--max-tokens", "3", "--device", "cpu"])
 
 
 def test_llama_3_there_and_back(here, capsys):
@@ -386,14 +369,9 @@ def test_llama_3_there_and_back(here, capsys):
     assert huggingface.main(["import", "hf", "ckpt"]) == 0
     for source in ("hf", "ckpt"):
         capsys.readouterr()
-        assert (
-            cli.main(
-                ["--checkpoint", source, "--prompt", "if a", "--max-tokens", "3", "--device", "cpu"]
-            )
-            == 0
-        )
+        assert generate_cli("--checkpoint", source, "--prompt", "if a") == 0
         assert capsys.readouterr().out.startswith("if a")
-        assert cli.main(["--checkpoint", source, "--max-tokens", "3", "--device", "cpu"]) == 0
+        assert generate_cli("--checkpoint", source) == 0
     ours = FileTokenizer(checkpoint.tokenizer_of(ckpt))
     assert (ours.bos, ours.eot, set(ours.stop_ids)) == (bos, turn_end, {text_end, turn_end})
     assert cli.encode("if a in", ours, 32) == theirs.encode("if a in").ids
@@ -406,14 +384,13 @@ def test_llama_3_there_and_back(here, capsys):
 
     assert run("--load", "ckpt", "--out", "run", "--steps", "1") == 0
     assert Path("run/tokenizer.json").exists()
-    for source, back in (("ckpt", Path("back")), ("run", Path("trained"))):
-        huggingface.export_folder(Path(source), back)
-        assert all(
-            (back / name).read_bytes() == (ckpt / name).read_bytes()
-            for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-        )
-        config = json.loads((back / "config.json").read_text())
-        assert config["bos_token_id"] == bos and set(config["eos_token_id"]) == {text_end, turn_end}
+    for source, exported in (("ckpt", Path("back")), ("run", Path("trained"))):
+        huggingface.export_folder(Path(source), exported)
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            assert (exported / name).read_bytes() == (ckpt / name).read_bytes()
+        config = json.loads((exported / "config.json").read_text())
+        assert config["bos_token_id"] == bos
+        assert set(config["eos_token_id"]) == {text_end, turn_end}
 
 
 def test_transformers_gives_the_same_ids(here):
@@ -430,45 +407,32 @@ def test_transformers_gives_the_same_ids(here):
 
 def test_a_model_without_an_end_token_generates(here, capsys):
     hf_folder(Path("hf"), ends=False)
-    config = json.loads(Path("hf/config.json").read_text()) | {
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    Path("hf/config.json").write_text(json.dumps(config))
+    edit_json("hf/config.json", bos_token_id=None, eos_token_id=None)
     huggingface.import_folder(Path("hf"), Path("ckpt"))
-    assert (
-        cli.main(
-            ["--checkpoint", "ckpt", "--prompt", "if a", "--max-tokens", "3", "--device", "cpu"]
-        )
-        == 0
-    )
-    assert (
-        cli.main(["--checkpoint", "ckpt", "--max-tokens", "3", "--device", "cpu"]) == 0
-        # its begin token begins a text
-    )
+    assert generate_cli("--checkpoint", "ckpt", "--prompt", "if a") == 0
+    # Its begin token begins a text.
+    assert generate_cli("--checkpoint", "ckpt") == 0
 
 
 def test_a_tokenizer_beyond_the_model_is_refused(here):
     hf_folder(Path("hf"))
     words("hf/tokenizer.json", ["?", *map(str, range(400))])
-    with pytest.raises(
-        huggingface.HuggingFaceError,
-        match="its ids go up to 400, and the model of config.json has vocab_size",
-    ):
+    message = r"its ids go up to 400, and the model of config\.json has vocab_size"
+    with pytest.raises(huggingface.HuggingFaceError, match=message):
         huggingface.import_folder(Path("hf"), Path("ckpt"))
     assert not Path("ckpt").exists()
 
 
-# --- what a run remembers -------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# What a run remembers
 
 
 def swap(path):
     """Two tokens change their ids."""
     content = json.loads(Path(path).read_text())
     vocabulary = content["model"]["vocab"]
-    one, other = [token for token, i in vocabulary.items() if i in (1, 2)]
-    vocabulary[one] = vocabulary[other]
-    vocabulary[other] = vocabulary[one]
+    a, b = (token for token, i in vocabulary.items() if i in (1, 2))
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     Path(path).write_text(json.dumps(content))
 
 
@@ -488,20 +452,21 @@ def test_another_content_under_the_same_path(here, capfd, monkeypatch):
     swap("t.json")
     capfd.readouterr()
     assert run("--out", "run", "--steps", "3", "--tokenizer", "t.json", "--resume") == 2
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("train.py: ")]
-    assert len(said) == 1
-    assert "--tokenizer t.json: has another content than when" in said[0]
-    assert "--tokenizer run/tokenizer.json would fit" in said[0]
+    lines = capfd.readouterr().err.splitlines()
+    (error,) = (line for line in lines if line.startswith("train.py: "))
+    assert "--tokenizer t.json: has another content than when" in error
+    assert "--tokenizer run/tokenizer.json would fit" in error
     assert len(checkpoint.steps("run/checkpoints")) == 1
     assert run("--out", "run", "--steps", "3", "--tokenizer", "run/tokenizer.json", "--resume") == 0
-    # the run's own is the default
+    # The run's own copy is the default.
     assert run("--out", "run", "--steps", "4", "--resume") == 0
     words("u.json", ("?", "a", "if", "in", "b", "</s>"))
     capfd.readouterr()
     assert run("--out", "run", "--steps", "5", "--tokenizer", "u.json", "--resume") == 0
     out = capfd.readouterr().out
     assert "-> u.json" in out
-    assert f", tokenizer {FileTokenizer('run/tokenizer.json').fingerprint[:16]}" not in out
+    fingerprint = FileTokenizer("run/tokenizer.json").fingerprint[:16]
+    assert f", tokenizer {fingerprint}" not in out
     assert ", tokenizer " in out
     assert Path("run/tokenizer.json").read_bytes() == Path("u.json").read_bytes() != original
 
@@ -519,10 +484,10 @@ def test_an_altered_copy_is_named(here, capfd, monkeypatch):
     assert run("--out", "three", "--steps", "1", "--load", "run") == 2
     assert run("--out", "run", "--steps", "2", "--resume") == 2
     assert huggingface.main(["export", "run", "hf"]) == 2
-    said = [
-        line for line in capfd.readouterr().err.splitlines() if "tokenizer.json is altered" in line
-    ]
-    assert len(said) == 5 and all("run/tokenizer.json" in line for line in said)
+    lines = capfd.readouterr().err.splitlines()
+    errors = [line for line in lines if "tokenizer.json is altered" in line]
+    assert len(errors) == 5
+    assert all("run/tokenizer.json" in error for error in errors)
 
 
 def test_an_older_checkpoint_goes_on(here, capfd):
@@ -534,14 +499,16 @@ def test_an_older_checkpoint_goes_on(here, capfd):
 
 
 def test_an_index_with_something_else_in_it(here):
-    for found in ({"files": 3}, [], {"fingerprint": 1}):
-        with pytest.raises(checkpoint.CheckpointError, match="index.json: tokenizer: Expected"):
-            checkpoint.tokenizer_record(Path("x"), {"tokenizer": found})
+    for value in ({"files": 3}, [], {"fingerprint": 1}):
+        message = r"index\.json: tokenizer: Expected"
+        with pytest.raises(checkpoint.CheckpointError, match=message):
+            checkpoint.tokenizer_record(Path("x"), {"tokenizer": value})
     assert checkpoint.tokenizer_record(Path("x"), {}) == TokenizerRecord()
     assert record(ByteTokenizer()).fingerprint == "bytes"
 
 
-# --- train.py -------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# In a training run
 
 
 def test_load_takes_the_tokenizer_of_the_checkpoint(here, capfd):
@@ -597,38 +564,16 @@ def test_a_sample_prompt_that_is_no_text(here, capfd):
 
 
 def test_experts_that_cannot_be_exported(here, capfd):
-    assert (
-        run(
-            "--out",
-            "run",
-            "--steps",
-            "1",
-            "--model",
-            "tiny-moe",
-            "--num-experts",
-            "2",
-            "--num-layers",
-            "2",
-        )
-        == 0
-    )
-    said = [
-        line
-        for line in capfd.readouterr().out.splitlines()
-        if "huggingface.py will not export" in line
-    ]
-    assert len(said) == 1
-    assert all(
-        word in said[0]
-        for word in (
-            "router sinkhorn",
-            "expert_every 2",
-            "--router topk --router-topk 2 --expert-every 1",
-        )
-    )
+    experts = ["--model", "tiny-moe", "--num-experts", "2", "--num-layers", "2"]
+    assert run("--out", "run", "--steps", "1", *experts) == 0
+    lines = capfd.readouterr().out.splitlines()
+    (warning,) = (line for line in lines if "huggingface.py will not export" in line)
+    would_fit = "--router topk --router-topk 2 --expert-every 1"
+    for expected in ("router sinkhorn", "expert_every 2", would_fit):
+        assert expected in warning
     assert huggingface.main(["export", "run", "hf"]) == 2
     err = capfd.readouterr().err
-    assert "--router topk --router-topk 2 --expert-every 1" in err and "Traceback" not in err
-    architectures.check_export_of_experts(
-        GPTConfig(vocab_size=257, num_experts=2, router="topk", router_topk=2, **LLAMA)
-    )
+    assert would_fit in err
+    assert "Traceback" not in err
+    config = GPTConfig(vocab_size=257, num_experts=2, router="topk", router_topk=2, **LLAMA)
+    architectures.check_export_of_experts(config)
