@@ -1,1 +1,1 @@
-"""Generation beside generate.py: the cache, sampling, pipelined decoding, the command line."""
+"""Generation beside generate.py: cache, sampling, batches, pipelined decoding, the command line."""

@@ -1,23 +1,30 @@
-"""A key-value cache: what attention needs of the tokens so far, kept instead of computed again.
+"""The key-value cache: keys and values of earlier tokens are kept, not computed again.
 
-The new token's query meets the keys and values of all tokens up to it. Those depend on earlier
-tokens alone, so they are computed once, when their token runs:
+In a causal model the key and the value of a token depend on this token and on those before it. So
+they never change once they are computed:
 
-    prefill    q, k, v of all s tokens at once, causal, as in training; k and v stay in columns 0 .. s - 1
-    decode     q, k, v of one token for each row, whose k and v go to the column of its position; q attends to the columns up to it
+    prefill    q, k, v of all s tokens of the prompt at once, causal, as in training;
+               k and v are stored in columns 0 .. s - 1
+    decode     q, k, v of the newest token of each sequence; k and v are stored in the column
+               of its position, and q attends to the columns up to that one
 
-    row 0      a b c d x . .        column j is position j, in every row: a shorter row has free columns at its end, which its mask leaves out
-    row 1      e f y . . . .
+    column         0 1 2 3 4 5
+    sequence 0     a b c d x .         column j is position j in every row;
+    sequence 1     e f y . . .         a mask hides what a shorter row has not filled
 
-2 L a_kv d numbers for each token: grouped-query attention (arXiv 2305.13245) shrinks it by a /
-a_kv. `caching` puts the cache into a finished model from outside, and takes it out again.
+The cache has 2 L a_kv d numbers for each token (a_kv: heads of keys and values). Grouped-query
+attention (arXiv 2305.13245) makes it smaller by a / a_kv.
 
-    python generate.py       tokens with it and without, and their speed
+`caching` puts the cache into a finished model from outside, and takes it out again.
 
-What a serving system adds: pages, so that rows of any length share memory (vLLM, arXiv 2309.06180).
+    python generate.py       tokens with the cache and without, and the speed of both
+
+Not covered: a cache in pages, so that sequences of any length share memory without free columns
+(vLLM, arXiv 2309.06180).
 """
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,113 +36,154 @@ from gpt import GPT
 
 
 class Cache:
-    """Keys and values of the tokens so far, of each layer [b, a_kv, columns, d], and where the
-    tokens of the forward that runs belong."""
+    """Keys and values of one batch, and where the tokens of the current forward pass belong."""
 
     def __init__(self, columns: int):
+        """columns: positions that fit; with 0 nothing is stored, and each forward is a prefill."""
         self.columns = columns
-        self.keys = {}
-        self.values = {}
-        # [b] of the tokens to decode; None: prefill, of the columns from 0 on
+        # layer -> [b, a_kv, columns, d]
+        self.keys: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
+        # [b], the column of each newest token; None: prefill
         self.positions: Tensor | None = None
-        # the same, where it is one number for all rows
-        self.at: int | None = None
-        # [b, 1, 1, used] 0 or -inf; None: all of `used` are seen
-        self.mask: Tensor | None = None
-        # columns that anybody looks at
+        # the same as one number, where it is equal for all sequences
+        self.shared_position: int | None = None
+        # columns that some sequence has filled
         self.used = 0
+        # [b, 1, 1, used], 0 or -inf; None: all sequences have filled all used columns
+        self.mask: Tensor | None = None
+        # (chunk, used) -> captured forward pass, over the tensors above (cuda_graphs.py)
+        self.graphs: dict = {}
+
+    def begin_prefill(self) -> None:
+        self.positions = None
+
+    def begin_decode(self, positions: list[int], device: torch.device) -> None:
+        """The next forward has one token for each sequence. positions: of these tokens."""
+        self.positions = torch.tensor(positions, device=device)
+        self.used = max(positions) + 1
+        self.shared_position = None
+        if min(positions) == max(positions):
+            self.shared_position = positions[0]
+
+    def update_mask(self, dtype: torch.dtype) -> None:
+        """Hide the columns after each sequence's position: once for a forward pass, for all
+        layers."""
+        self.mask = None
+        if self.positions is None or self.shared_position is not None:
+            return
+        device = self.positions.device
+        hidden = torch.arange(self.used, device=device) > self.positions[:, None, None, None]
+        self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device)  # [b, 1, 1, used]
+        self.mask.masked_fill_(hidden, -torch.inf)
 
     def attend(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]"""
+        """Store k and v, and attend to all tokens so far. q: [b, a, s, d]; k, v: [b, a_kv, s, d]
+        -> [b, s, a d]"""
         if self.positions is None:
-            for store, x in ((self.keys, k), (self.values, v)) if self.columns else ():
-                if layer not in store:
-                    # zeros: 0 times what was never written is 0
-                    store[layer] = x.new_zeros(*x.shape[:2], self.columns, x.shape[3])
-                store[layer][:, :, : x.shape[2]] = x
-            context = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            return context.transpose(1, 2).flatten(2)
+            return self.attend_prefill(layer, q, k, v)
+        return self.attend_decode(layer, q, k, v)
+
+    def attend_prefill(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention over the s tokens that come in."""
+        if self.columns:
+            for stored, new in ((self.keys, k), (self.values, v)):
+                if layer not in stored:
+                    # zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN
+                    stored[layer] = new.new_zeros(*new.shape[:2], self.columns, new.shape[3])
+                stored[layer][:, :, : new.shape[2]] = new
+        context = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )  # [b, a, s, d]
+        return context.transpose(1, 2).flatten(2)
+
+    def attend_decode(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of one token for each sequence (s = 1) to the columns of the cache."""
         keys = self.keys[layer]
         values = self.values[layer]
-        for store, x in ((keys, k), (values, v)):
-            if self.at is not None:
-                store[:, :, self.at] = x[:, :, 0]
+        for stored, new in ((keys, k), (values, v)):
+            if self.shared_position is not None:
+                stored[:, :, self.shared_position] = new[:, :, 0]
             else:
-                store[torch.arange(len(x), device=x.device), :, self.positions] = x[:, :, 0]
-        # [b, a_kv, a / a_kv, d]: heads that share a key are rows
+                rows = torch.arange(len(new), device=new.device)
+                stored[rows, :, self.positions] = new[:, :, 0]
+        # heads that share a key stand where the tokens of a sequence would: [b, a_kv, a / a_kv, d]
         q = q.reshape(*k.shape[:2], -1, k.shape[3])
         context = F.scaled_dot_product_attention(
             q, keys[:, :, : self.used], values[:, :, : self.used], self.mask
-        )
+        )  # [b, a_kv, a / a_kv, d]
         return context.flatten(1).unsqueeze(1)  # [b, 1, a d]
 
     def keep(self, rows: list[int]) -> None:
-        """Only these rows go on."""
-        for store in (self.keys, self.values):
-            for layer, x in store.items():
-                store[layer] = x[rows]
+        """Drop all other rows of the batch."""
+        for stored in (self.keys, self.values):
+            for layer, tensor in stored.items():
+                stored[layer] = tensor[rows]
+        # they were captured over the tensors before
+        self.graphs.clear()
 
 
 @dataclass
-class Place:
-    """Whose cache the modules below read and write."""
+class CacheSlot:
+    """Holds the cache of the batch that goes forward now. The modules of a model look here, so that
+    several batches can take turns."""
 
     cache: Cache | None = None
 
 
 class CachedAttention(nn.Module):
-    """Stands where the core attention stood."""
+    """Replaces the core attention of one layer."""
 
-    def __init__(self, layer: str, place: Place):
+    def __init__(self, layer: str, slot: CacheSlot):
         super().__init__()
         self.layer = layer
-        self.place = place
+        self.slot = slot
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key: None) -> Tensor:
-        return self.place.cache.attend(self.layer, q, k, v)
+        """q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]"""
+        return self.slot.cache.attend(self.layer, q, k, v)
 
 
-class PositionsOfRows(nn.Module):
-    """x + a vector for each token's position. x: [b, s, h]"""
+class CachedPositions(nn.Module):
+    """Replaces gpt.LearnedPositions: while decoding, each sequence has a position of its own."""
 
-    def __init__(self, positions: gpt.LearnedPositions, place: Place):
+    def __init__(self, positions: gpt.LearnedPositions, slot: CacheSlot):
         super().__init__()
         self.weight = positions.weight
-        self.place = place
+        self.slot = slot
 
     def forward(self, x: Tensor) -> Tensor:
-        at = self.place.cache.positions
-        return x + (self.weight[: x.shape[1]] if at is None else self.weight[at].unsqueeze(1))
+        """x: [b, s, h] -> [b, s, h]"""
+        positions = self.slot.cache.positions
+        if positions is None:
+            return x + self.weight[: x.shape[1]]
+        return x + self.weight[positions].unsqueeze(1)
 
 
 @contextlib.contextmanager
-def caching(chunks: list[GPT], place: Place):
-    """Meanwhile these chunks evaluate, and their attention goes through the cache."""
-    replaced = []
-    training = [chunk.training for chunk in chunks]
-    for chunk in chunks:
-        chunk.eval()
-        if chunk.embedding is not None and chunk.embedding.positions is not None:
-            replaced.append(
-                (
-                    chunk.embedding,
-                    "positions",
-                    chunk.embedding.positions,
-                    PositionsOfRows(chunk.embedding.positions, place),
-                )
-            )
-        for layer, block in chunk.blocks.items():
-            replaced.append(
-                (block.attention, "core", block.attention.core, CachedAttention(layer, place))
-            )
+def caching(chunks: list[GPT], slot: CacheSlot):
+    """Inside this context the chunks are in evaluation mode, and their attention uses the cache in
+    `slot`. Afterwards they are as before."""
+    was_training = [chunk.training for chunk in chunks]
+    originals = []
     try:
-        for module, name, _, new in replaced:
-            setattr(module, name, new)
+        for chunk in chunks:
+            chunk.eval()
+            for parent, name, replacement in replacements(chunk, slot):
+                originals.append((parent, name, getattr(parent, name)))
+                setattr(parent, name, replacement)
         yield
     finally:
-        for module, name, old, _ in replaced:
-            setattr(module, name, old)
-        for chunk, before in zip(chunks, training):
-            chunk.train(before)
+        for parent, name, original in originals:
+            setattr(parent, name, original)
+        for chunk, training in zip(chunks, was_training):
+            chunk.train(training)
+
+
+def replacements(chunk: GPT, slot: CacheSlot) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name of the submodule, what replaces it) for each module that needs the cache."""
+    embedding = chunk.embedding
+    if embedding is not None and embedding.positions is not None:
+        yield embedding, "positions", CachedPositions(embedding.positions, slot)
+    for layer, block in chunk.blocks.items():
+        yield block.attention, "core", CachedAttention(layer, slot)

@@ -1,90 +1,135 @@
-"""A token from logits: temperature, top-k, top-p, and random numbers that belong to a place in a
-text.
+"""Sampling: the next token from logits, by temperature, top-k and top-p.
 
-A token is drawn from softmax(logits / temperature), after all but the `top_k` likeliest tokens, or
-all but the smallest set whose probability reaches `top_p` (nucleus sampling, arXiv 1904.09751),
-have been left out. Temperature 0 takes the likeliest.
+A token is drawn from
 
-The random number is no generator's next one: it is a hash of (seed, prompt, position), and the
-token is the one in which the cumulative probability passes it. So a prompt has the same text in any
-batch, under any layout, and with equal seeds again, up to what rounding of the logits decides.
-(Equal prompts are told apart by their order.)
+    p = softmax(logits / temperature)
+
+after two restrictions: only the `top_k` most likely tokens, and only the smallest set of most
+likely tokens whose probabilities reach `top_p` (nucleus sampling, arXiv 1904.09751, section 3.1).
+Temperature 0 is greedy decoding: the most likely token.
+
+Drawing needs one uniform number u in [0, 1). The token is the first one whose cumulative
+probability is larger than u:
+
+    token              0     1     2     3
+    probability       0.1   0.4   0.2   0.3
+    cumulative        0.1   0.5   0.7   1.0        u = 0.62 draws token 2
+
+u is a hash of (seed, prompt, position), not the next number of a generator. So a prompt has the
+same text in any batch and under any layout, up to the rounding of its logits. Equal prompts in one
+call get different numbers: the hash includes how many equal prompts come before.
 
     python -m inference.sampling        four tokens' probabilities, and how often each is drawn
 """
 
 import hashlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import gpt
 
-# in the place of a token, where logits are not finite
+# stands for a token where the logits are not finite
 DIVERGED = -1
 
 
+class SamplingParams(NamedTuple):
+    """How a token is drawn. Temperature 0 is greedy; top_k 0 and top_p 1 restrict nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def sample(logits: Tensor, keys: list[int], positions: list[int], params: SamplingParams) -> Tensor:
+    """The next token of each sequence. logits: [b, V]; keys: of the b prompts (`keys_of`);
+    positions: where the b tokens will stand. Returns [b] int64, with DIVERGED where logits are not
+    finite."""
+    u = None
+    if params.temperature != 0:
+        keys = torch.tensor(keys, device=logits.device).int()
+        u = uniform(keys, torch.tensor(positions, device=logits.device))  # [b]
+    return choose(logits, u, *params)
+
+
+def choose(
+    logits: Tensor,
+    u: Tensor | None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> Tensor:
+    """The first token whose cumulative probability is larger than u. logits: [b, V]; u: [b] in
+    [0, 1), unused at temperature 0. Returns [b] int64, with DIVERGED where logits are not
+    finite."""
+    max_logit, most_likely = logits.max(-1)  # [b], [b]
+    if temperature == 0:
+        return most_likely.where(max_logit.isfinite(), DIVERGED)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = (z - max_logit.unsqueeze(-1)) / temperature  # [b, V]
+    if 0 < top_k < z.shape[-1]:
+        z = keep_top_k(z, top_k)
+    if top_p < 1:
+        z = keep_top_p(z, top_p)
+    cumulative = z.softmax(-1).cumsum(-1)  # [b, V]
+    total = cumulative[:, -1:]  # [b, 1], 1 up to rounding
+    # u times total may round up to total, which no token would exceed
+    largest_target = total.nextafter(torch.zeros_like(total))
+    target = torch.minimum(u.to(z.dtype).unsqueeze(-1) * total, largest_target)  # [b, 1]
+    tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1)  # [b]
+    return tokens.where(total.squeeze(-1).isfinite(), DIVERGED)
+
+
+def keep_top_k(z: Tensor, top_k: int) -> Tensor:
+    """Logits [b, V], -inf but for the k largest (and what equals the smallest of these)."""
+    smallest_kept = z.topk(top_k).values[:, -1:]  # [b, 1]
+    return z.masked_fill(z < smallest_kept, -torch.inf)
+
+
+def keep_top_p(z: Tensor, top_p: float) -> Tensor:
+    """Logits [b, V], -inf but for the most likely tokens that make up probability top_p."""
+    ordered, ids = z.sort(descending=True, stable=True)  # [b, V]
+    p = ordered.softmax(-1)
+    # the more likely tokens already reach top_p
+    beyond = p.cumsum(-1) - p >= top_p
+    # the most likely token always stays
+    beyond[:, 0] = False
+    removed = torch.zeros_like(beyond).scatter(-1, ids, beyond)  # back in the order of the ids
+    return z.masked_fill(removed, -torch.inf)
+
+
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """A number in [0, 1) for each row, from (its key, the position of the token to come). keys: [b]
-    int32; positions: [b] -> [b] float64"""
-    x = gpt.mix(keys ^ (positions * 0x9E3779B1 & 0x7FFFFFFF).int())
-    return (x.double() + 2**31) / 2**32
+    """A number in [0, 1) for each sequence, a hash of (key of the prompt, position of the token to
+    be drawn). keys: [b] int32; positions: [b] -> [b] float64"""
+    bits = gpt.mix(keys ^ (positions * 0x9E3779B1 & 0x7FFFFFFF).int())  # [b] int32
+    return (bits.double() + 2**31) / 2**32
 
 
 def keys_of(prompts: list[list[int]], seed: int) -> list[int]:
-    """A 32-bit key for each prompt: a hash of the seed, its tokens, and how many equal ones come
+    """A 32-bit key for each prompt: a hash of the seed, its tokens, and how many equal prompts come
     before it."""
     keys = []
-    seen = {}
+    repeats = {}
     for prompt in map(tuple, prompts):
-        seen[prompt] = seen.get(prompt, -1) + 1
-        digest = hashlib.blake2b(
-            repr((seed, seen[prompt], prompt)).encode(), digest_size=4
-        ).digest()
+        repeats[prompt] = repeats.get(prompt, -1) + 1
+        content = repr((seed, repeats[prompt], prompt)).encode()
+        digest = hashlib.blake2b(content, digest_size=4).digest()
         keys.append(int.from_bytes(digest, "big", signed=True))
     return keys
 
 
-def choose(
-    logits: Tensor, u: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> Tensor:
-    """The token where the cumulative probability passes u. logits: [b, V]; u: [b] in [0, 1) -> [b]
-    int64; DIVERGED where logits are not finite."""
-    largest, likeliest = logits.max(-1)
-    if temperature == 0:
-        return likeliest.where(largest.isfinite(), DIVERGED)
-    x = (
-        logits.to(torch.promote_types(logits.dtype, torch.float32)) - largest.unsqueeze(-1)
-    ) / temperature
-    if 0 < top_k < x.shape[-1]:
-        x = x.masked_fill(x < x.topk(top_k).values[:, -1:], -torch.inf)
-    if top_p < 1:
-        ordered, ids = x.sort(descending=True, stable=True)
-        p = ordered.softmax(-1)
-        beyond = p.cumsum(-1) - p >= top_p
-        # the likeliest always stays
-        beyond[:, 0] = False
-        x = x.masked_fill(torch.zeros_like(beyond).scatter(-1, ids, beyond), -torch.inf)
-    reached = x.softmax(-1).cumsum(-1)  # [b, V]
-    total = reached[:, -1:]
-    # below it, so that someone passes it
-    target = torch.minimum(
-        u.to(x.dtype).unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total))
-    )
-    return (
-        torch.searchsorted(reached, target, right=True)
-        .squeeze(-1)
-        .where(total.squeeze(-1).isfinite(), DIVERGED)
-    )
+# --------------------------------------------------------------------------------------------------
 
 
 def main():
-    p = torch.tensor([0.1, 0.4, 0.2, 0.3])
-    keys = torch.tensor(keys_of([[1]], 0) * 10000, dtype=torch.int32)
-    positions = torch.arange(10000)
+    n = 10000
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(n, -1)  # [n, 4]
+    keys = torch.tensor(keys_of([[1]], 0) * n, dtype=torch.int32)
+    u = uniform(keys, torch.arange(n))
     print(
-        "four tokens with probabilities 0.1 0.4 0.2 0.3: the share of each over 10,000 positions of"
-        " a text"
+        "four tokens with probabilities 0.1 0.4 0.2 0.3:"
+        f" the share of each over {n:,} positions of a text"
     )
     for options in (
         {},
@@ -94,16 +139,10 @@ def main():
         {"top_p": 0.8},
         {"temperature": 0.0},
     ):
-        drawn = (
-            torch.bincount(
-                choose(p.log().expand(10000, -1), uniform(keys, positions), **options), minlength=4
-            )
-            / 10000
-        )
-        print(
-            f"{', '.join(f'{k} {v}' for k, v in options.items()) or 'as they are':<36}"
-            + "  ".join(f"{x:.3f}" for x in drawn.tolist())
-        )
+        counts = torch.bincount(choose(logits, u, **options), minlength=4)
+        name = ", ".join(f"{key} {value}" for key, value in options.items()) or "as they are"
+        shares = "  ".join(f"{share:.3f}" for share in (counts / n).tolist())
+        print(f"{name:<36}{shares}")
 
 
 if __name__ == "__main__":

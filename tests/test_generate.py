@@ -1,8 +1,12 @@
+"""Generation gives the tokens of its definition (`naive`): a forward pass of the plain model for
+each token. With the cache, packed, on a GPU as CUDA graphs, and under every layout."""
+
 import io
 import json
 import math
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,9 +21,10 @@ import sequence_parallel
 import train
 from corpus.tokenizer import ByteTokenizer
 from gpt import GPT
-from inference import cli, kv_cache, packing, sampling
+from inference import batches, cli, kv_cache, packing, sampling
 from inference.sampling import DIVERGED, choose, keys_of, uniform
 from lessons import ranks
+from runtime import terminal
 from runtime.world import Groups
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +33,7 @@ SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.95, seed=3)
 
 
 def loud(model: GPT) -> GPT:
-    """With weights so large that what a token attends to decides what comes next."""
+    """With weights so large that the next token depends on what the newest one attends to."""
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1:
@@ -37,6 +42,7 @@ def loud(model: GPT) -> GPT:
 
 
 def ragged(vocab_size, lengths=(3, 1, 7, 8, 5), seed=1):
+    """Random prompts of different lengths."""
     g = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (n,), generator=g).tolist() for n in lengths]
 
@@ -45,17 +51,19 @@ def ragged(vocab_size, lengths=(3, 1, 7, 8, 5), seed=1):
 def naive(model, prompts, n, temperature=1.0, top_k=0, top_p=1.0, seed=0):
     """The definition: for each token a forward pass of the plain model over its context."""
     s = model.config.seq_length
-    out = []
+    half = s // 2
+    generated = []
     for prompt, key in zip(prompts, keys_of(prompts, seed)):
         ids = list(prompt)
         for _ in range(n):
-            begin = 0 if len(ids) <= s else math.ceil((len(ids) - s) / (s // 2)) * (s // 2)
+            begin = 0
+            if len(ids) > s:
+                begin = math.ceil((len(ids) - s) / half) * half
+            logits = model(torch.tensor([ids[begin:]]))[:, -1]  # [1, V]
             u = uniform(torch.tensor([key], dtype=torch.int32), torch.tensor([len(ids)]))
-            ids.append(
-                int(choose(model(torch.tensor([ids[begin:]]))[:, -1], u, temperature, top_k, top_p))
-            )
-        out.append(ids[len(prompt) :])
-    return out
+            ids.append(int(choose(logits, u, temperature, top_k, top_p)))
+        generated.append(ids[len(prompt) :])
+    return generated
 
 
 # --- choosing -------------------------------------------------------------------------------------
@@ -64,10 +72,8 @@ def naive(model, prompts, n, temperature=1.0, top_k=0, top_p=1.0, seed=0):
 def shares(p, n=2000, **options):
     """How often each token is chosen, over evenly spaced u."""
     u = (torch.arange(n) + 0.5) / n
-    return (
-        torch.bincount(choose(torch.tensor(p).log().expand(n, -1), u, **options), minlength=len(p))
-        / n
-    ).tolist()
+    tokens = choose(torch.tensor(p).log().expand(n, -1), u, **options)
+    return (torch.bincount(tokens, minlength=len(p)) / n).tolist()
 
 
 def test_choose_by_hand():
@@ -76,21 +82,22 @@ def test_choose_by_hand():
     assert shares(p, top_k=2) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=1e-3)
     # 0.4 is not enough, 0.7 is
     assert shares(p, top_p=0.69) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=1e-3)
-    assert (
-        shares(p, top_p=0.4)
-        == shares(p, top_p=1e-9)
-        == shares(p, top_p=1e-300)
-        == shares(p, temperature=0)
-        == shares(p, top_k=1)
-        == [0, 1, 0, 0]
-    )
+    for greedy in (
+        dict(top_p=0.4),
+        dict(top_p=1e-9),
+        dict(top_p=1e-300),
+        dict(temperature=0),
+        dict(top_k=1),
+    ):
+        assert shares(p, **greedy) == [0, 1, 0, 0]
     assert shares(p, temperature=0.5) == pytest.approx([x * x / 0.3 for x in p], abs=1e-3)
     assert shares(p, top_k=9) == shares(p)
     # 1 - 2^-32 is 1 in float32
     assert choose(torch.zeros(2, 5), torch.tensor([0.0, 1 - 2**-32])).tolist() == [0, 4]
-    one = torch.full((1, 5), -torch.inf).index_fill_(1, torch.tensor([2]), 0.0)
     # what has no probability is never chosen
-    assert all(choose(one, torch.tensor([u])).item() == 2 for u in (0.0, 0.5, 1 - 2**-53))
+    only_token_2 = torch.full((1, 5), -torch.inf).index_fill_(1, torch.tensor([2]), 0.0)
+    for u in (0.0, 0.5, 1 - 2**-53):
+        assert choose(only_token_2, torch.tensor([u])).item() == 2
 
 
 def test_logits_that_are_not_finite():
@@ -108,16 +115,15 @@ def test_logits_that_are_not_finite():
 
 def test_random_numbers():
     keys = torch.tensor(keys_of([[i] for i in range(2000)], 0), dtype=torch.int32)
-    u = torch.stack(
-        [uniform(keys, torch.full((2000,), position)) for position in range(20)]
-    )  # [20, 2000]
-    assert u.min() >= 0 and u.max() < 1
+    positions = [torch.full((2000,), position) for position in range(20)]
+    u = torch.stack([uniform(keys, position) for position in positions])  # [20, 2000]
+    assert u.min() >= 0
+    assert u.max() < 1
     # 3.6 standard deviations
     assert (u.flatten().histc(20, 0, 1) / u.numel() - 0.05).abs().max() < 0.004
-    assert (
-        torch.corrcoef(u).fill_diagonal_(0).abs().max() < 0.1
-        and torch.corrcoef(u.t()[:50]).fill_diagonal_(0).abs().max() < 0.85
-    )
+    # of positions, and of prompts
+    assert torch.corrcoef(u).fill_diagonal_(0).abs().max() < 0.1
+    assert torch.corrcoef(u.t()[:50]).fill_diagonal_(0).abs().max() < 0.85
     assert keys_of([[1], [2]], 0) == keys_of([[2], [1]], 0)[::-1]
     # equal prompts differ, and seeds do
     assert len(set(keys_of([[1], [1], [2]], 0) + keys_of([[1]], 1))) == 4
@@ -146,99 +152,127 @@ def test_equals_the_plain_model(shape, options):
     assert len({token for ids in expected for token in ids}) > 6
 
 
-@pytest.mark.parametrize("breakage", ["positions", "rows", "mask", "last", "key"])
+# --- mutations: what keeps the sequences of a batch apart is left out -----------------------------
+
+
+def one_position_for_all(monkeypatch):
+    """Each sequence gets the position embedding of a prefill, from 0 on."""
+    monkeypatch.setattr(
+        kv_cache.CachedPositions, "forward", lambda self, x: x + self.weight[: x.shape[1]]
+    )
+
+
+def no_mask(monkeypatch):
+    """Shorter sequences attend to columns that they have not filled."""
+    attend = kv_cache.Cache.attend
+
+    def attend_to_all(self, *args):
+        self.mask = None
+        return attend(self, *args)
+
+    monkeypatch.setattr(kv_cache.Cache, "attend", attend_to_all)
+
+
+def one_column_for_all(monkeypatch):
+    """The new keys go to the column of the longest sequence."""
+    next_tokens = batches.DecodeBatch.next_tokens
+
+    def at_the_longest(self):
+        tokens = next_tokens(self)
+        if self.cache.positions is not None:
+            self.cache.positions = torch.full_like(self.cache.positions, self.cache.used - 1)
+        return tokens
+
+    monkeypatch.setattr(batches.DecodeBatch, "next_tokens", at_the_longest)
+
+
+def last_column_for_all(monkeypatch):
+    """Prefill takes the logits of the padding after shorter prompts."""
+    next_tokens = batches.DecodeBatch.next_tokens
+
+    def at_the_end(self):
+        tokens = next_tokens(self)
+        if self.last_column is not None:
+            self.last_column = torch.full_like(self.last_column, int(self.last_column.max()))
+        return tokens
+
+    monkeypatch.setattr(batches.DecodeBatch, "next_tokens", at_the_end)
+
+
+def one_random_number_for_all_positions(monkeypatch):
+    monkeypatch.setattr(sampling, "uniform", lambda keys, positions: uniform(keys, positions * 0))
+
+
+BREAKAGES = {
+    "positions": one_position_for_all,
+    "rows": one_column_for_all,
+    "mask": no_mask,
+    "last": last_column_for_all,
+    "key": one_random_number_for_all_positions,
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
 def test_the_plain_model_sees(breakage, monkeypatch):
-    """What keeps rows apart is left out, and the tokens change."""
+    """With the mutation the tokens change."""
     model = loud(build(torch.float64, **GPT_SHAPES[0]))
     prompts = ragged(97)
     expected = naive(model.eval(), prompts, 12, **SAMPLED)
-    # rows that are as far as the longest
-    if breakage == "positions":
-        monkeypatch.setattr(
-            kv_cache.PositionsOfRows, "forward", lambda self, x: x + self.weight[: x.shape[1]]
-        )
-    elif breakage == "mask":
-        original = kv_cache.Cache.attend
-        monkeypatch.setattr(
-            kv_cache.Cache,
-            "attend",
-            lambda self, *args: (setattr(self, "mask", None), original(self, *args))[1],
-        )
-    # the new key goes to one column for all
-    elif breakage == "rows":
-        arrange = generate.Batch.arrange
-
-        def at_the_longest(self):
-            tokens = arrange(self)
-            if self.cache.positions is not None:
-                self.cache.positions = torch.full_like(self.cache.positions, self.cache.used - 1)
-            return tokens
-
-        monkeypatch.setattr(generate.Batch, "arrange", at_the_longest)
-    elif breakage == "last":
-        arrange = generate.Batch.arrange
-
-        def the_end_of_all(self):
-            tokens = arrange(self)
-            self.last = (
-                None if self.last is None else torch.full_like(self.last, int(self.last.max()))
-            )
-            return tokens
-
-        monkeypatch.setattr(generate.Batch, "arrange", the_end_of_all)
-    else:
-        monkeypatch.setattr(
-            generate, "uniform", lambda keys, positions: uniform(keys, positions * 0)
-        )
+    BREAKAGES[breakage](monkeypatch)
     assert generate.generate(model, prompts, 12, **SAMPLED) != expected
+
+
+# --- beside transformers --------------------------------------------------------------------------
+
+
+def their_model(family):
+    """A small model of transformers with random weights."""
+    import transformers
+
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=97,
+            n_positions=96,
+            n_embd=48,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=None,
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        max_position_embeddings=96,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_equals_transformers(family):
     """Greedy, float64, 64 tokens after five prompts of different length (theirs are padded at the
     left)."""
-    transformers = pytest.importorskip("transformers")
-    if family == "gpt2":
-        other = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=97,
-                n_positions=96,
-                n_embd=48,
-                n_layer=2,
-                n_head=4,
-                bos_token_id=0,
-                eos_token_id=None,
-            )
-        )
-    else:
-        other = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=97,
-                max_position_embeddings=96,
-                hidden_size=48,
-                intermediate_size=80,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                bos_token_id=0,
-                eos_token_id=None,
-            )
-        )
-    import tempfile
-
+    pytest.importorskip("transformers")
+    theirs = their_model(family)
     with tempfile.TemporaryDirectory() as folder:
-        other.save_pretrained(folder)
+        theirs.save_pretrained(folder)
         model = loud(cli.load_model(folder, dtype=torch.float64)[0])
         prompts = ragged(97, (9, 2, 17, 12, 1))
-        # the same loudness there: their folder, with our numbers
+        # theirs gets the same weights as `loud`
         with torch.no_grad():
-            for p in other.parameters():
+            for p in theirs.parameters():
                 p.mul_(6 if p.dim() > 1 else 1)
-    other = other.double().eval()
+    theirs = theirs.double().eval()
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    expected = other.generate(
+    expected = theirs.generate(
         ids,
         attention_mask=seen,
         max_new_tokens=64,
@@ -256,33 +290,32 @@ def test_ends():
     options = dict(temperature=1.0)
     whole = generate.generate(model, prompts, 20, **options)
     eot = whole[2][7]
-    cut = generate.generate(model, prompts, 20, eot=eot, **options)
-    assert cut == [ids[: ids.index(eot)] if eot in ids else ids for ids in whole]
-    pieces = [
-        piece
-        for some in generate.stream(
-            model,
-            prompts,
-            20,
-            eot=eot,
-            stopped=lambda number, ids: number == 0 and len(ids) == 3,
-            **options,
-        )
-        for piece in some
-    ]
-    finishes = {piece.number: piece.finish for piece in pieces if piece.finish}
-    assert finishes == {
-        n: "stop" if n == 0 else "end of text" if eot in ids else "length"
-        for n, ids in enumerate(whole)
-    }
-    # streamed one by one, and only the first finishes early
-    for number, ids in enumerate(cut):
-        assert [
-            piece.token for piece in pieces if piece.number == number and piece.token is not None
-        ] == (ids[:3] if number == 0 else ids)
-    assert (
-        generate.generate(model, prompts, 0) == [[]] * 5 and generate.generate(model, [], 5) == []
+    with_eot = generate.generate(model, prompts, 20, eot=eot, **options)
+    until_eot = []
+    finishes = {}
+    for number, ids in enumerate(whole):
+        ends = ids.index(eot) if eot in ids else len(ids)
+        until_eot.append(ids[:ends])
+        finishes[number] = "end of text" if eot in ids else "length"
+    assert with_eot == until_eot
+
+    # prompt 0 ends early, by `stopped`
+    finishes[0] = "stop"
+    steps = generate.stream(
+        model,
+        prompts,
+        20,
+        eot=eot,
+        stopped=lambda number, ids: number == 0 and len(ids) == 3,
+        **options,
     )
+    streamed = [new for new_tokens in steps for new in new_tokens]
+    assert {new.number: new.finish for new in streamed if new.finish} == finishes
+    for number, ids in enumerate(with_eot):
+        tokens = [new.token for new in streamed if new.number == number and new.token is not None]
+        assert tokens == (ids[:3] if number == 0 else ids)
+    assert generate.generate(model, prompts, 0) == [[]] * 5
+    assert generate.generate(model, [], 5) == []
 
 
 @pytest.mark.parametrize(
@@ -292,13 +325,12 @@ def test_ends():
 def test_packed(shape, texts):
     """Laid out for decoding, biases folded in: the same tokens."""
     model = loud(build(torch.float64, **shape))
+    # biases and norms that do something
     with torch.no_grad():
-        # biases and norms that do something
         for name, p in model.named_parameters():
             if p.dim() == 1:
-                p.add_(
-                    torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
-                )
+                g = torch.Generator().manual_seed(len(name))
+                p.add_(torch.randn(p.shape, generator=g) * 0.3)
     prompts = ragged(model.config.vocab_size)
     logits = model.eval()(torch.tensor([prompts[2]]))
     expected = generate.generate(model, prompts, 24, **SAMPLED)
@@ -311,16 +343,19 @@ def test_training_goes_on_afterwards():
     model = build(torch.float32, **GPT_SHAPES[0] | dict(dropout=0.1)).train()
     before = dict(model.named_modules())
     generate.generate(model, [[1, 2]], 4)
-    assert model.training and dict(model.named_modules()) == before
+    assert model.training
+    assert dict(model.named_modules()) == before
     model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).sum().backward()
 
 
 # --- under every layout ---------------------------------------------------------------------------
 
-LAYOUTS = [dict(tp=2), dict(pp=2), dict(tp=2, pp=2), dict(pp=4, layer_split=[1, 1, 1, 1])]
-
-
-EXPERT_LAYOUTS = [dict(tp=2, ep=2), dict(ep=4), dict(pp=2, ep=2)]
+LAYOUTS = {
+    "gpt": [dict(tp=2), dict(pp=2), dict(tp=2, pp=2), dict(pp=4, layer_split=[1, 1, 1, 1])],
+    "llama": [dict(tp=2), dict(tp=2, pp=2)],
+    "experts": [dict(tp=2, ep=2), dict(ep=4), dict(pp=2, ep=2)],
+}
+LAYOUT_SHAPES = {"gpt": GPT_SHAPES[0], "llama": LLAMA_SHAPES[1], "experts": EXPERTS}
 
 
 def on_layouts(rank, path, layouts, requests):
@@ -329,59 +364,53 @@ def on_layouts(rank, path, layouts, requests):
     results = []
     for layout in layouts:
         layout = dict(layout)
-        split = layout.pop("layer_split", None)
+        layer_split = layout.pop("layer_split", None)
         groups = Groups.make("cpu", 4, **layout)
-        model, _ = cli.load_model(path, dtype=torch.float64, groups=groups, layer_split=split)
+        model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups, layer_split)
         # as the command does
-        for chunk in getattr(model, "chunks", [model]):
+        for chunk in generate.chunks_of(model):
             packing.pack(chunk)
-        dp, mine = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
+        dp, dp_rank = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
         for prompts, options in requests:
-            numbers = list(range(len(prompts)))[mine::dp]
+            numbers = list(range(len(prompts)))[dp_rank::dp]
             keys = keys_of(prompts, options.get("seed", 0))
-            found = generate.generate(
+            texts = generate.generate(
                 model,
                 [prompts[i] for i in numbers],
                 36,
                 keys=[keys[i] for i in numbers],
-                together=groups.dp if groups.ep else None,
+                lockstep=groups.dp if groups.ep else None,
                 eot=5,
                 **options,
             )
-            results.append([None] * 4)
-            dist.all_gather_object(results[-1], dict(zip(numbers, found)))
+            of_ranks = [None] * 4
+            dist.all_gather_object(of_ranks, dict(zip(numbers, texts)))
+            results.append(of_ranks)
     return results
 
 
-@pytest.mark.parametrize(
-    "shape", [GPT_SHAPES[0], LLAMA_SHAPES[1], EXPERTS], ids=["gpt", "llama", "experts"]
-)
-def test_layouts(shape, tmp_path):
+@pytest.mark.parametrize("family", LAYOUT_SHAPES)
+def test_layouts(family, tmp_path):
     """tp, pp, both, data parallel, experts: one device's tokens, greedy and sampled, of a
     checkpoint loaded under each. With one prompt there are ranks without any."""
-    model = loud(build(torch.float64, **shape | dict(num_layers=4)))
+    model = loud(build(torch.float64, **LAYOUT_SHAPES[family] | dict(num_layers=4)))
     save(tmp_path, model)
     requests = [
         (ragged(model.config.vocab_size), dict(temperature=0)),
         (ragged(model.config.vocab_size), SAMPLED),
         ([[3, 4]], SAMPLED),
     ]
-    layouts = (
-        EXPERT_LAYOUTS
-        if "num_experts" in shape
-        else [dict(tp=2), dict(tp=2, pp=2)]
-        if "llama" in shape
-        else LAYOUTS
-    )
-    found = iter(ranks.run(on_layouts, 4, str(tmp_path), layouts, requests)[0])
+    layouts = LAYOUTS[family]
+    results = iter(ranks.run(on_layouts, 4, str(tmp_path), layouts, requests)[0])
     expected = [
         generate.generate(model.eval(), prompts, 36, eot=5, **options)
         for prompts, options in requests
     ]
     for layout in layouts:
-        for whole, everywhere in zip(expected, found):
-            assert all(one[i] == whole[i] for one in everywhere for i in one), layout
-            assert {i for one in everywhere for i in one} == set(range(len(whole)))
+        for texts, of_ranks in zip(expected, results):
+            assert {i for of_rank in of_ranks for i in of_rank} == set(range(len(texts)))
+            for of_rank in of_ranks:
+                assert of_rank == {i: texts[i] for i in of_rank}, layout
 
 
 def from_training(rank, flags):
@@ -418,13 +447,10 @@ def test_from_a_model_in_training(flags):
         seed=5,
         device="cpu",
     )
-    found = ranks.run(from_training, 4, base | flags)
-    one = train.Trainer(
-        train.Config(**base | {k: v for k, v in flags.items() if k == "num_experts"}),
-        torch.device("cpu"),
-        Groups(),
-    )
-    assert found == [generate.generate(one.model, [[1, 2, 3], [4]], 30, seed=1)] * 4
+    texts = ranks.run(from_training, 4, base | flags)
+    experts = {name: value for name, value in flags.items() if name == "num_experts"}
+    one_device = train.Trainer(train.Config(**base | experts), torch.device("cpu"), Groups())
+    assert texts == [generate.generate(one_device.model, [[1, 2, 3], [4]], 30, seed=1)] * 4
 
 
 # --- bad input, and the command -------------------------------------------------------------------
@@ -464,12 +490,10 @@ def test_half_a_character_in_a_line(saved, capsys, tmp_path):
     status, out, err = command(
         saved, capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--max-tokens", "2"
     )
-    assert (
-        status == 2
-        and "p.jsonl, line 1: not JSON" in err
-        and "half of a surrogate pair" in err
-        and not out
-    )
+    assert status == 2
+    assert "p.jsonl, line 1: not JSON" in err
+    assert "half of a surrogate pair" in err
+    assert not out
 
 
 @pytest.fixture(scope="module")
@@ -485,73 +509,61 @@ def command(saved, capsys, *argv, name="--checkpoint"):
 
 
 def test_command(saved, capsys):
-    """A prompt streamed, a file, line by line: the same texts, with the same seed."""
+    """A prompt, streamed: the text of generate.generate."""
     status, out, err = command(saved, capsys, "--prompt", "def é", "--max-tokens", "20")
     model, _ = cli.load_model(saved)
     ids = generate.generate(model, [list("def é".encode())], 20, temperature=0.8, eot=256)[0]
     text = ByteTokenizer().decode(ids)
-    assert status == 0 and out == "def é" + text + "\n"
-    assert "the first after" in err and "tokens/s" in err
+    assert status == 0
+    assert out == "def é" + text + "\n"
+    assert "the first after" in err
+    assert "tokens/s" in err
 
 
 def test_prompt_file(saved, capsys, tmp_path, monkeypatch):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        "".join(
-            json.dumps({"id": i, "prompt": p}) + "\n\n"
-            for i, p in enumerate(["ab", "a longer one", "ab", "x"])
-        )
-    )
-    status, out, err = command(
-        saved, capsys, "--prompt-file", str(prompts), "--max-tokens", "12", "--batch-size", "3"
-    )
+    """A file, a prompt, line by line: the same texts, with the same seed."""
+    path = tmp_path / "prompts.jsonl"
+    prompts = ["ab", "a longer one", "ab", "x"]
+    records = [json.dumps({"id": i, "prompt": prompt}) for i, prompt in enumerate(prompts)]
+    path.write_text("".join(record + "\n\n" for record in records))
+    file_flags = ["--prompt-file", str(path), "--max-tokens", "12"]
+    status, out, err = command(saved, capsys, *file_flags, "--batch-size", "3")
     lines = [json.loads(line) for line in out.splitlines()]
-    assert status == 0 and [line["id"] for line in lines] == [0, 1, 2, 3] and "4 prompts" in err
+    assert status == 0
+    assert [line["id"] for line in lines] == [0, 1, 2, 3]
+    assert "4 prompts" in err
     # the same prompt again
     assert lines[0]["text"] != lines[2]["text"]
-    assert {line["finish"] for line in lines} <= {"length", "end of text"} and all(
-        line["tokens"] <= 12 for line in lines
-    )
-    first = command(saved, capsys, "--prompt", "ab", "--max-tokens", "12")[1]
-    assert first == "ab" + lines[0]["text"] + "\n"
-    stop = lines[1]["text"][4:6]
-    status, out, err = command(
-        saved, capsys, "--prompt-file", str(prompts), "--max-tokens", "12", "--stop", stop
-    )
-    line = json.loads(out.splitlines()[1])
-    assert (
-        line["finish"] == "stop"
-        and line["text"] == lines[1]["text"][: lines[1]["text"].index(stop)]
-    )
-    status, out, err = command(
-        saved,
-        capsys,
-        "--prompt",
-        "a longer one",
-        "--max-tokens",
-        "12",
-        "--stop",
-        stop,
-        "--seed",
-        "0",
-    )
-    assert out == "a longer one" + line["text"] + "\n"
+    assert {line["finish"] for line in lines} <= {"length", "end of text"}
+    assert all(line["tokens"] <= 12 for line in lines)
 
-    def from_lines(shown, lines=iter(["ab", "", "x"])):
+    _, out, _ = command(saved, capsys, "--prompt", "ab", "--max-tokens", "12")
+    assert out == "ab" + lines[0]["text"] + "\n"
+
+    stop = lines[1]["text"][4:6]
+    _, out, _ = command(saved, capsys, *file_flags, "--stop", stop)
+    stopped = json.loads(out.splitlines()[1])
+    assert stopped["finish"] == "stop"
+    assert stopped["text"] == lines[1]["text"][: lines[1]["text"].index(stop)]
+    prompt_flags = ["--prompt", "a longer one", "--max-tokens", "12", "--stop", stop]
+    _, out, _ = command(saved, capsys, *prompt_flags, "--seed", "0")
+    assert out == "a longer one" + stopped["text"] + "\n"
+
+    typed = iter(["ab", "", "x"])
+
+    def type_a_line(shown):
         try:
-            return next(lines)
+            return next(typed)
         except StopIteration:
             raise EOFError from None
 
-    monkeypatch.setattr("builtins.input", from_lines)
+    monkeypatch.setattr("builtins.input", type_a_line)
     monkeypatch.setattr("sys.stdin", type("", (), {"isatty": lambda self: False})())
-    status, out, err = command(saved, capsys, "--interactive", "--max-tokens", "12")
-    assert (
-        status == 0
-        and lines[0]["text"] in out
-        and "the prompt is empty" in out
-        and lines[3]["text"] in out
-    )
+    status, out, _ = command(saved, capsys, "--interactive", "--max-tokens", "12")
+    assert status == 0
+    assert lines[0]["text"] in out
+    assert "the prompt is empty" in out
+    assert lines[3]["text"] in out
 
 
 @pytest.mark.parametrize(
@@ -573,7 +585,9 @@ def test_prompt_file(saved, capsys, tmp_path, monkeypatch):
 def test_bad_lines(content, words, saved, capsys, tmp_path):
     (tmp_path / "p.jsonl").write_text(content)
     status, out, err = command(saved, capsys, "--prompt-file", str(tmp_path / "p.jsonl"))
-    assert status == 2 and words in err and not out
+    assert status == 2
+    assert words in err
+    assert not out
 
 
 @pytest.mark.parametrize(
@@ -594,8 +608,10 @@ def test_bad_lines(content, words, saved, capsys, tmp_path):
     ],
 )
 def test_bad_flags(argv, words, saved, capsys):
-    status, out, err = command(saved, capsys, *argv)
-    assert status == 2 and words in err and "Traceback" not in err
+    status, _, err = command(saved, capsys, *argv)
+    assert status == 2
+    assert words in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -603,56 +619,53 @@ def test_bad_flags(argv, words, saved, capsys):
 )
 def test_no_checkpoint(folder, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    status, out, err = command(folder, capsys)
-    assert status == 2 and words in err
+    status, _, err = command(folder, capsys)
+    assert status == 2
+    assert words in err
 
 
 def test_under_torchrun(saved, tmp_path):
-    """Two stages: rank 0 alone speaks, and all leave with status 0."""
-    (tmp_path / "p.jsonl").write_text(
-        '{"prompt": "ab"}\n{"prompt": "x"}\n{"prompt": "a longer one"}\n'
-    )
-    flags = [
-        "--checkpoint",
-        str(saved),
-        "--device",
-        "cpu",
-        "--prompt-file",
-        str(tmp_path / "p.jsonl"),
-        "--max-tokens",
-        "12",
-    ]
-    two = subprocess.run(
-        [
-            Path(sys.executable).parent / "torchrun",
-            "--nproc-per-node",
-            "2",
-            "generate.py",
-            "--pp",
-            "2",
-            *flags,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    one = subprocess.run(
-        [sys.executable, "generate.py", *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    """Two stages: rank 0 alone prints, and all ranks leave with status 0."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "ab"}\n{"prompt": "x"}\n{"prompt": "a longer one"}\n')
+    flags = ["--checkpoint", saved, "--device", "cpu", "--prompt-file", path, "--max-tokens", "12"]
+    torchrun = Path(sys.executable).parent / "torchrun"
+    stages = [torchrun, "--nproc-per-node", "2", "generate.py", "--pp", "2", *flags]
+    options = dict(cwd=ROOT, capture_output=True, text=True)
+    two = subprocess.run(stages, timeout=120, **options)
+    one = subprocess.run([sys.executable, "generate.py", *flags], timeout=60, **options)
     assert two.returncode == one.returncode == 0, two.stderr
-    assert two.stdout == one.stdout and len(one.stdout.splitlines()) == 3
+    assert two.stdout == one.stdout
+    assert len(one.stdout.splitlines()) == 3
 
 
 def test_lessons(capsys):
     generate.lesson()
     sampling.main()
     out = capsys.readouterr().out
-    assert out.count(": equal") == 2 and "0.000  1.000  0.000  0.000" in out
+    assert out.count(": equal") == 2
+    assert "0.000  1.000  0.000  0.000" in out
+
+
+def test_an_output_that_is_full_or_ascii(saved, capsys, tmp_path, monkeypatch):
+    """On a full disk the answers are lost, and a message says so; where only ASCII can be shown,
+    JSON stays JSON."""
+    assert json.loads(cli.as_json({"text": "déjà"})) == {"text": "déjà"}
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert cli.as_json({"text": "déjà"}) == '{"text": "d\\u00e9j\\u00e0"}'
+    full = open("/dev/full", "w")
+    muted = []
+    # Muting it for good would mute the tests' own output.
+    monkeypatch.setattr(terminal, "mute", muted.append)
+    monkeypatch.setattr(sys, "stdout", full)
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    flags = ["--checkpoint", str(saved), "--prompt-file", str(path), "--device", "cpu"]
+    status = cli.main([*flags, "--max-tokens", "2"])
+    assert status == 1
+    assert muted == [full]
+    assert "standard output: No space left on device" in capsys.readouterr().err
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
@@ -668,37 +681,3 @@ def test_captured(shape):
     prompts = ragged(model.config.vocab_size)
     expected = generate.generate(model, prompts, 60, eot=5, **SAMPLED)
     assert generate.generate(model.cuda(), prompts, 60, eot=5, **SAMPLED) == expected
-
-
-def test_an_output_that_is_full_or_ascii(saved, capsys, tmp_path, monkeypatch):
-    """On a full disk the answers are lost, and that is said; where only ASCII can be shown, JSON
-    stays JSON."""
-    from runtime import terminal
-
-    assert json.loads(cli.as_json({"text": "déjà"})) == {"text": "déjà"}
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stream)
-    assert cli.as_json({"text": "déjà"}) == '{"text": "d\\u00e9j\\u00e0"}'
-    full = open("/dev/full", "w")
-    muted = []
-    # Muting it for good would mute the tests' own output.
-    monkeypatch.setattr(terminal, "mute", muted.append)
-    monkeypatch.setattr(sys, "stdout", full)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    status = cli.main(
-        [
-            "--checkpoint",
-            str(saved),
-            "--prompt-file",
-            str(tmp_path / "p.jsonl"),
-            "--max-tokens",
-            "2",
-            "--device",
-            "cpu",
-        ]
-    )
-    assert (
-        status == 1
-        and muted == [full]
-        and "standard output: No space left on device" in capsys.readouterr().err
-    )

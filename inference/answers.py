@@ -1,0 +1,227 @@
+r"""Text in, text out: prompts become token ids, generated ids become text while they come.
+
+Two details make this more than `tokenizer.decode`:
+
+    half a character     a byte-level token may end inside a character. Decoded alone it is
+                         "\ufffd", so a streamed text waits for the token after it.
+    stop strings         a stop string may be spread over several tokens, and a token may have more
+                         than the stop string in it. It is searched in the text, and cut off; a
+                         streamed text holds back what may be its beginning.
+
+    python generate.py --checkpoint runs/default --prompt-file prompts.jsonl --stop "def "
+
+Not covered: outputs that follow a grammar, probabilities of the tokens, several texts a prompt.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+from corpus.tokenizer import TokenizerError, prompt_ids
+from generate import stream
+from inference.batches import NewToken
+from inference.sampling import keys_of
+from prompts.prompt_data import PromptError, read_lines
+from runtime.world import World
+
+
+class GenerationTimer:
+    """Counts new tokens, and measures the time to the first ones and the speed after them."""
+
+    def __init__(self):
+        self.begin = time.perf_counter()
+        self.first_time = None
+        self.last_time = None
+        self.tokens = 0
+        # given by prefill
+        self.first_tokens = 0
+
+    def tick(self, new_tokens: list[NewToken]) -> None:
+        count = sum(new.token is not None for new in new_tokens)
+        self.tokens += count
+        self.last_time = time.perf_counter()
+        if self.first_time is None:
+            self.first_time = self.last_time
+            self.first_tokens = count
+
+    def __str__(self) -> str:
+        if self.first_time is None:
+            return "no tokens"
+        summary = f"{self.tokens} tokens, the first after {self.first_time - self.begin:.3f} s"
+        if self.tokens > self.first_tokens:
+            seconds = self.last_time - self.first_time
+            speed = (self.tokens - self.first_tokens) / seconds
+            summary += f", then {speed:,.1f} tokens/s"
+        return summary
+
+
+class Detokenizer:
+    """Generated ids as text, up to the first stop string."""
+
+    def __init__(self, tokenizer, prompts: list[list[int]], stop: list[str] = ()):
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.stop = list(stop)
+        # So many of the newest tokens contain a stop string that has just become complete: a token
+        # has at least one byte.
+        longest = max((len(s.encode(errors="replace")) for s in stop), default=0)
+        self.tail = 8 + longest
+
+    def text(self, number: int, ids: list[int]) -> str:
+        """The text of the ids generated after prompt `number`. Decoded with the prompt: the first
+        token may be part of a character, or lose its space."""
+        prompt = self.tokenizer.decode(self.prompts[number])
+        text = self.tokenizer.decode(self.prompts[number] + ids)[len(prompt) :]
+        ends = [text.find(stop) for stop in self.stop if stop in text]
+        return text[: min(ends, default=len(text))]
+
+    def stopped(self, number: int, ids: list[int]) -> bool:
+        """Whether the newest ids complete a stop string. As `stopped` of generate.stream."""
+        if not self.stop:
+            return False
+        text = self.tokenizer.decode(ids[-self.tail :])
+        return any(stop in text for stop in self.stop)
+
+
+def encode(text: str, tokenizer, seq_length: int) -> list[int]:
+    """The ids of a prompt. Raises PromptError where it is empty, too long, or no text."""
+    try:
+        ids = tokenizer.encode(text)
+    except UnicodeEncodeError:
+        raise PromptError("the prompt is not text: it has half a surrogate pair in it") from None
+    except TokenizerError as e:
+        raise PromptError(f"the prompt cannot be encoded ({e})") from None
+    if not len(ids):
+        raise PromptError("the prompt is empty")
+    ids = prompt_ids(tokenizer, text)
+    if len(ids) > seq_length:
+        raise PromptError(
+            f"the prompt has {len(ids)} tokens, and the model's context holds {seq_length}:"
+            " shorten it"
+        )
+    return ids
+
+
+# --- one prompt, streamed -------------------------------------------------------------------------
+
+
+def stream_text(
+    model, tokenizer, prompt: list[int], stop: list[str], out, **options
+) -> GenerationTimer:
+    """Print the continuation of a prompt while it is generated. out: a file like sys.stdout, or
+    None on ranks that print nothing. options: of generate.stream."""
+    detokenizer = Detokenizer(tokenizer, [prompt], stop)
+    timer = GenerationTimer()
+    ids = []
+    printed = 0
+    # so many characters may be the beginning of a stop string
+    held_back = max(map(len, stop), default=1) - 1
+    for new_tokens in stream(model, [prompt], stopped=detokenizer.stopped, **options):
+        timer.tick(new_tokens)
+        ids += [new.token for new in new_tokens if new.token is not None]
+        text = detokenizer.text(0, ids)
+        finished = new_tokens[-1].finish is not None
+        # half a character
+        if text.endswith("\ufffd") and not finished:
+            continue
+        ready = len(text) if finished else len(text) - held_back
+        if out and ready > printed:
+            print(text[printed:ready], end="", flush=True, file=out)
+        printed = max(printed, ready)
+    return timer
+
+
+# --- a file of prompts ----------------------------------------------------------------------------
+
+
+def read_prompts(path: str, tokenizer, seq_length: int) -> list[tuple[dict, list[int]]]:
+    """(record, ids of its prompt) for each line of a JSON-lines file; `-`: standard input. Raises
+    PromptError, naming the line."""
+    requests = []
+    for number, record in read_lines(path):
+        try:
+            if not isinstance(record.get("prompt"), str):
+                raise PromptError('not an object with a "prompt" that is text')
+            if taken := {"text", "tokens", "finish"} & record.keys():
+                raise PromptError(
+                    f"{sorted(taken)} would be overwritten by what is generated; give it another"
+                    " name"
+                )
+            requests.append((record, encode(record["prompt"], tokenizer, seq_length)))
+        except PromptError as e:
+            raise PromptError(f"{path}, line {number}: {e}") from None
+    if not requests:
+        raise PromptError(f"--prompt-file {path}: no prompts in it")
+    return requests
+
+
+def answer_file(
+    world: World,
+    model,
+    tokenizer,
+    requests: list[tuple[dict, list[int]]],
+    batch_size: int,
+    stop: list[str],
+    lockstep,
+    write: Callable[[dict, str, int, str], None],
+    **options,
+) -> str:
+    """Continue all prompts, `batch_size` at a time on each data-parallel rank. A collective.
+
+    requests: of `read_prompts`. write(record, text, number of tokens, finish): called on rank 0, in
+    the order of the requests, after each batch. lockstep, options: as of generate.stream. Returns a
+    summary of the speed."""
+    timer = GenerationTimer()
+    dp, dp_rank = 1, 0
+    if world.groups.dp:
+        dp, dp_rank = world.groups.dp.size(), world.groups.dp.rank()
+    keys = keys_of([ids for _, ids in requests], options.pop("seed"))
+    for start in range(0, len(requests), dp * batch_size):
+        numbers = range(start, min(start + dp * batch_size, len(requests)))
+        mine = numbers[dp_rank::dp]
+        answers = answer_batch(
+            model,
+            Detokenizer(tokenizer, [requests[n][1] for n in mine], stop),
+            timer,
+            keys=[keys[n] for n in mine],
+            lockstep=lockstep,
+            **options,
+        )
+        answer_of = {}
+        for answers_of_rank in world.gather(dict(zip(mine, answers))):
+            answer_of |= answers_of_rank
+        if world.rank == 0:
+            for n in numbers:
+                write(requests[n][0], *answer_of[n])
+    summary = f"{len(requests)} prompts: {timer}"
+    if dp > 1:
+        summary += f" on each of {dp} data-parallel ranks"
+    return summary
+
+
+def answer_batch(
+    model, detokenizer: Detokenizer, timer: GenerationTimer, **options
+) -> list[tuple[str, int, str]]:
+    """(text, number of tokens, finish) for each prompt of the detokenizer."""
+    prompts = detokenizer.prompts
+    ids = [[] for _ in prompts]
+    # where no token is asked for, none comes
+    finishes = ["length"] * len(prompts)
+    for new_tokens in stream(model, prompts, stopped=detokenizer.stopped, **options):
+        timer.tick(new_tokens)
+        for new in new_tokens:
+            finishes[new.number] = new.finish
+            if new.token is not None:
+                ids[new.number].append(new.token)
+    return [(detokenizer.text(i, ids[i]), len(ids[i]), finishes[i]) for i in range(len(prompts))]
+
+
+def as_json(record: dict) -> str:
+    """One line of JSON. A character that standard output cannot show is written as \\uXXXX."""
+    line = json.dumps(record, ensure_ascii=False)
+    try:
+        line.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return json.dumps(record)
+    return line

@@ -1,0 +1,193 @@
+"""Sequences that are decoded together: what goes into each forward pass, what comes out of it.
+
+    Sequence        a prompt, and the tokens generated after it
+    DecodeBatch     sequences that go forward together, and their key-value cache
+    NewToken        what one step gives to one sequence
+
+A model has seq_length positions. When a text outgrows them, its context begins later, at a multiple
+of half of seq_length, and is prefilled again: the cached keys belong to the old positions.
+
+    seq_length 8:      tokens so far     1 .. 8      9 .. 12     13 .. 16
+                       context begins    0           4           8
+
+`any_unfinished` is for ranks in lockstep: their forward passes are collectives of all of them, so
+each goes on until the last one has finished.
+
+    python generate.py       decodes batches of one and of three prompts
+
+Not covered: continuous batching, where a new prompt takes the place of a finished sequence (Orca,
+Yu et al., OSDI 2022).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from inference.kv_cache import Cache
+from inference.sampling import DIVERGED
+
+# state of a batch; the largest one of the ranks decides
+FINISHED, UNFINISHED, NOT_FINITE = 0, 1, 2
+
+
+class NewToken(NamedTuple):
+    """What a step gives to a sequence."""
+
+    # of the prompt
+    number: int
+    # None: the token ends the text, and is not part of it
+    token: int | None
+    # None, or why the sequence is finished: `end of text`, `stop` or `length`
+    finish: str | None
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When a sequence is finished."""
+
+    max_tokens: int
+    end_tokens: tuple[int, ...] = ()
+    # stopped(number of the prompt, generated ids)
+    stopped: Callable[[int, list[int]], bool] | None = None
+
+
+@dataclass
+class Sequence:
+    """A prompt, and what was generated after it."""
+
+    # of the prompt
+    number: int
+    ids: list[int]
+    # of its random numbers (sampling.keys_of)
+    key: int
+    # as in NewToken
+    finish: str | None = None
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self):
+        self.prompt_length = len(self.ids)
+
+    def append(self, token: int, rule: StopRule) -> NewToken:
+        if token in rule.end_tokens:
+            self.finish = "end of text"
+            return NewToken(self.number, None, self.finish)
+        self.ids.append(token)
+        if rule.stopped and rule.stopped(self.number, self.ids[self.prompt_length :]):
+            self.finish = "stop"
+        elif len(self.ids) - self.prompt_length == rule.max_tokens:
+            self.finish = "length"
+        return NewToken(self.number, token, self.finish)
+
+
+def idle_sequence() -> Sequence:
+    """For a rank without a prompt of its own, which takes part in the collectives of the others."""
+    return Sequence(-1, [0], 0, "length")
+
+
+def context_start(n: int, seq_length: int) -> int:
+    """The first token in the context of a sequence of n tokens: 0 while they fit into seq_length,
+    then a multiple of its half."""
+    half = max(1, seq_length // 2)
+    halves_beyond = -(-(n - seq_length) // half)  # rounded up
+    return max(0, halves_beyond * half)
+
+
+class DecodeBatch:
+    """Sequences that go forward together on this rank."""
+
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        rule: StopRule,
+        seq_length: int,
+        device: torch.device,
+        cached: bool = True,
+    ):
+        self.sequences = sequences
+        self.rule = rule
+        self.seq_length = seq_length
+        self.device = device
+        # of each sequence's context in the cache
+        self.starts: list[int] = []
+        # [b], during prefill the column of each sequence's last token
+        self.last_column: Tensor | None = None
+        self.diverged = False
+        longest = max(sequence.prompt_length for sequence in sequences) + rule.max_tokens
+        self.cache = Cache(min(longest, seq_length) if cached else 0)
+
+    def next_tokens(self) -> Tensor:
+        """The tokens of the next forward pass: the newest of each sequence [b, 1], or the contexts
+        [b, s], padded at the end, where they are not in the cache. Prepares the cache for it."""
+        lengths = self.positions()
+        starts = [context_start(length, self.seq_length) for length in lengths]
+        last_columns = [length - start - 1 for length, start in zip(lengths, starts)]
+        if self.cache.columns and starts == self.starts:
+            self.last_column = None
+            self.cache.begin_decode(last_columns, self.device)
+            tokens = [sequence.ids[-1:] for sequence in self.sequences]
+            return torch.tensor(tokens, device=self.device)  # [b, 1]
+        self.starts = starts
+        self.last_column = torch.tensor(last_columns, device=self.device)
+        self.cache.begin_prefill()
+        contexts = [seq.ids[start:] for seq, start in zip(self.sequences, starts)]
+        s = max(map(len, contexts))
+        padded = [context + [0] * (s - len(context)) for context in contexts]
+        return torch.tensor(padded, device=self.device)  # [b, s]
+
+    def keys(self) -> list[int]:
+        return [sequence.key for sequence in self.sequences]
+
+    def positions(self) -> list[int]:
+        """Where the tokens to come will stand in their texts."""
+        return [len(sequence.ids) for sequence in self.sequences]
+
+    def append(self, tokens: list[int]) -> list[NewToken]:
+        """Give each unfinished sequence its token. tokens: [b] of `sampling.sample`; with one that
+        is DIVERGED the batch has no new tokens, and `any_unfinished` raises the error."""
+        if DIVERGED in tokens:
+            self.diverged = True
+            return []
+        new_tokens = [
+            sequence.append(token, self.rule)
+            for sequence, token in zip(self.sequences, tokens)
+            if not sequence.finish
+        ]
+        self.drop_finished()
+        return new_tokens
+
+    def drop_finished(self) -> None:
+        """Go on without the finished sequences, once they are half of the batch."""
+        rows = [i for i, sequence in enumerate(self.sequences) if not sequence.finish]
+        if rows and 2 * len(rows) <= len(self.sequences):
+            self.sequences = [self.sequences[i] for i in rows]
+            self.starts = [self.starts[i] for i in rows]
+            self.cache.keep(rows)
+
+    @property
+    def state(self) -> int:
+        if self.diverged:
+            return NOT_FINITE
+        finished = all(sequence.finish for sequence in self.sequences)
+        return FINISHED if finished else UNFINISHED
+
+
+def any_unfinished(batch: DecodeBatch, lockstep: dist.ProcessGroup | None) -> bool:
+    """Whether the batch of this rank, or of another rank of the lockstep group, goes on. Raises
+    FloatingPointError, on all of these ranks, where logits are not finite."""
+    state = max_over_ranks(batch.state, lockstep, batch.device)
+    if state == NOT_FINITE:
+        raise FloatingPointError("the model's logits are not finite")
+    return state == UNFINISHED
+
+
+def max_over_ranks(number: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """The largest of the ranks' numbers: an all-reduce, where there is a group."""
+    if group is None:
+        return number
+    number = torch.tensor([number], device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+    return int(number)

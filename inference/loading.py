@@ -1,0 +1,123 @@
+"""A model to generate with: from a checkpoint, a run or a Hugging Face folder, under any layout.
+
+    model, index = load_model("runs/default", groups=groups)
+    tokenizer = find_tokenizer("runs/default", index)
+
+The chunks are built on the meta device, divided over the ranks, and only then filled: each rank
+reads its own slices. The layout need not be that of training.
+
+    python generate.py --checkpoint runs/default --prompt "def "
+
+Not covered: quantised weights; a model that is larger than the memory of all ranks.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import huggingface
+import moe
+import pipeline_parallel
+import sharding
+import tensor_parallel
+from corpus.tokenizer import TokenizerError, make_tokenizer
+from gpt import GPT, GPTConfig
+from runtime.world import Groups
+from sharding import shard_of, sharding_of
+
+
+def open_model(path: Path | str):
+    """(configuration, index, read) of the model in a checkpoint, a run or a Hugging Face folder.
+
+    index: the index of the checkpoint; of a Hugging Face folder, the same keys. read(name): a whole
+    parameter of a Hugging Face folder; for a checkpoint, read is None. Raises CheckpointError or
+    HuggingFaceError."""
+    if huggingface.is_folder(path):
+        config, read, tokenizer = huggingface.open_folder(Path(path))
+        index = {
+            "model": dataclasses.asdict(config),
+            "config": {"tokenizer": tokenizer},
+            "step": 0,
+        }
+        return config, index, read
+    config, index = checkpoint.read_model(checkpoint.find(path))
+    return config, index, None
+
+
+def load_model(
+    path: Path | str,
+    device="cpu",
+    dtype: torch.dtype = torch.float32,
+    groups: Groups | None = None,
+    layer_split: list[int] | None = None,
+):
+    """(model, index) from a checkpoint, the folder of a run (its newest checkpoint), or a Hugging
+    Face folder. model: a GPT, or over pipeline stages a Pipeline; divided over the ranks of
+    `groups`. index: as of `open_model`. A collective: all ranks call it. Raises CheckpointError,
+    HuggingFaceError, or ValueError for a layout that is not possible."""
+    groups = groups or Groups()
+    config, index, read = open_model(path)
+    chunks = build_chunks(config, groups, layer_split)
+    numbers = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+    checkpoint.check_room(str(path), numbers * dtype.itemsize, device)
+    parameters = {}
+    for chunk in chunks:
+        sharding.materialise(chunk, device, dtype)
+        chunk.requires_grad_(False).eval()
+        parameters |= dict(sharding.named_parameters(chunk))
+    if read:
+        for name, p in parameters.items():
+            p.copy_(shard_of(read(name), sharding_of(p)))
+    else:
+        tensors = {f"model.{name}": p for name, p in parameters.items()}
+        checkpoint.load(checkpoint.find(path), tensors)
+    if not groups.pp:
+        return chunks[0], index
+    channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
+    return pipeline_parallel.Pipeline(chunks, channels), index
+
+
+def build_chunks(
+    config: GPTConfig, groups: Groups, layer_split: list[int] | None = None
+) -> list[GPT]:
+    """This rank's chunks of a model, on the meta device. Sequence parallelism is left out: a step
+    of one token has no sequence to divide."""
+    if groups.pp:
+        chunks = pipeline_parallel.split(config, groups.pp.rank(), groups.pp.size(), 1, layer_split)
+    else:
+        with torch.device("meta"):
+            chunks = [GPT(config)]
+    for chunk in chunks:
+        if groups.ep:
+            moe.apply(chunk, groups.ep)
+        if groups.tp:
+            tensor_parallel.apply(chunk, groups.tp)
+    return chunks
+
+
+def find_tokenizer(path: Path | str, index: dict, given: str | None = None):
+    """The tokenizer that a model was trained with: the one in the folder, or the one that its index
+    names. given: another one instead. Raises TokenizerError; CheckpointError where the file in the
+    folder is not the one of training."""
+    if given is None and huggingface.is_folder(path):
+        given = str(index["config"]["tokenizer"])
+    if given is None:
+        given = checkpoint.tokenizer_of(checkpoint.find(path))
+    return make_tokenizer(given)
+
+
+def check_vocabulary(tokenizer, given: str | None, vocab_size: int) -> None:
+    """Fit a tokenizer to the vocabulary of a model. given: of --tokenizer. Raises TokenizerError
+    where the model does not know all ids."""
+    if tokenizer.vocab_size == vocab_size + 1 and tokenizer.eot == vocab_size:
+        # The vocabulary had no end of text, and one was added after it: the model cannot give it.
+        tokenizer.vocab_size = vocab_size
+        tokenizer.eot = None
+        tokenizer.stop_ids = ()
+    if tokenizer.vocab_size > vocab_size:
+        raise TokenizerError(
+            f"--tokenizer {given or tokenizer.name}: its ids go up to {tokenizer.vocab_size - 1}, "
+            f"and the model knows {vocab_size}; name the one that it was trained with"
+        )

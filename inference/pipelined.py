@@ -1,0 +1,149 @@
+"""Pipelined decoding: the batch is divided into micro-batches, one for each pipeline stage.
+
+A token goes through all stages before the next one of the same text can start. With one batch only
+one stage would work at a time. With p micro-batches all of them work, each on another one:
+
+    stage 0     a0 b0 a1 b1 a2 b2                a, b: micro-batches
+    stage 1        a0 b0 a1 b1 a2 b2             a1: the forward pass that reads the token a0 gave
+
+The stages form a ring: each sends its activations to the next. The last one samples, and sends the
+tokens round to all others, because each of them has the texts (it must know which are finished, and
+the first one embeds the new tokens).
+
+    activations   0 -> 1 -> .. -> p - 1
+    tokens        p - 1 -> 0 -> 1 -> .. -> p - 2
+
+With v chunks on each rank (virtual stages) the activations go round v times first.
+
+The loop for one device is generate.decode; tests/test_generate.py holds both to the same tokens.
+
+    torchrun --nproc-per-node 2 generate.py --pp 2 --checkpoint runs/default --prompt "def "
+
+Not covered: micro-batches that grow or shrink with the load.
+"""
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from inference.batches import DecodeBatch, NewToken, any_unfinished
+from inference.sampling import SamplingParams, sample
+from pipeline_parallel import Channels
+
+
+class Ring:
+    """The stages in a ring: send to the next rank, receive from the one before. Messages between
+    two ranks arrive in the order in which they were sent."""
+
+    def __init__(self, channels: Channels):
+        self.channels = channels
+        self.rank = channels.group.rank()
+        self.p = channels.group.size()
+        # (work, tensor): the tensor must live until it is sent
+        self.sending = deque()
+
+    def send(self, tensor: Tensor) -> None:
+        tensor = tensor.contiguous()
+        work = self.channels.send(tensor, (self.rank + 1) % self.p, "F", 0)
+        self.sending.append((work, tensor))
+        # what was sent so long ago has been received, for its answer has come round
+        while len(self.sending) > 4 * self.p:
+            self.wait_for_oldest()
+
+    def receive(self, buffer: Tensor) -> Tensor:
+        """Fills the buffer, and returns it."""
+        self.channels.receive(buffer, (self.rank - 1) % self.p, "F", 0).wait()
+        return buffer
+
+    def wait_for_oldest(self) -> None:
+        work, _ = self.sending.popleft()
+        work.wait()
+
+    def finish(self) -> None:
+        while self.sending:
+            self.wait_for_oldest()
+
+
+class PipelinedDecoder:
+    """Decodes micro-batches on this stage. All stages, and all ranks of the lockstep group, run it
+    with as many micro-batches."""
+
+    def __init__(
+        self,
+        runner,
+        ring: Ring,
+        micro_batches: list[DecodeBatch],
+        params: SamplingParams,
+        lockstep: dist.ProcessGroup | None,
+    ):
+        """runner: generate.ModelRunner of this rank's chunks."""
+        self.runner = runner
+        self.ring = ring
+        self.micro_batches = micro_batches
+        self.params = params
+        self.lockstep = lockstep
+        self.is_first = ring.rank == 0
+        self.is_last = ring.rank == ring.p - 1
+        # micro-batch -> the tokens of its current forward pass [b, s]
+        self.inputs: dict[int, Tensor] = {}
+        # micro-batch -> the tokens sampled for it [b], on the last stage
+        self.sampled: dict[int, Tensor] = {}
+
+    def decode(self):
+        """Yields list[NewToken] after each step of a micro-batch, until all are finished."""
+        unfinished = list(range(len(self.micro_batches)))
+        for m in unfinished:
+            self.start_step(m)
+        while unfinished:
+            # the rounds of virtual stages
+            for c in range(1, len(self.runner.chunks)):
+                for m in unfinished:
+                    self.forward(c, m)
+            for m in list(unfinished):
+                new_tokens, goes_on = self.finish_step(m)
+                if new_tokens:
+                    yield new_tokens
+                if goes_on:
+                    self.start_step(m)
+                else:
+                    unfinished.remove(m)
+        self.ring.finish()
+
+    def start_step(self, m: int) -> None:
+        self.inputs[m] = self.micro_batches[m].next_tokens()
+        self.forward(0, m)
+
+    def forward(self, c: int, m: int) -> None:
+        """Micro-batch m through chunk c: from the stage before, to the stage after."""
+        batch = self.micro_batches[m]
+        tokens = self.inputs[m]
+        activations = None
+        if not (self.is_first and c == 0):
+            shape = (*tokens.shape, self.runner.config.hidden_size)
+            activations = self.ring.receive(
+                torch.empty(shape, dtype=self.runner.dtype, device=self.runner.device)
+            )  # [b, s, h]
+        output = self.runner.forward(batch, tokens, c, activations)  # [b, s, h] or logits [b, V]
+        if self.is_last and c == len(self.runner.chunks) - 1:
+            output = sample(output, batch.keys(), batch.positions(), self.params)  # [b]
+            self.sampled[m] = output
+        self.ring.send(output)
+
+    def finish_step(self, m: int) -> tuple[list[NewToken], bool]:
+        """(new tokens of micro-batch m, whether any rank in lockstep goes on with it)"""
+        batch = self.micro_batches[m]
+        new_tokens = batch.append(self.tokens_of(m))
+        return new_tokens, any_unfinished(batch, self.lockstep)
+
+    def tokens_of(self, m: int) -> list[int]:
+        """The tokens sampled for micro-batch m, which come round from the last stage."""
+        if self.is_last:
+            return self.sampled.pop(m).tolist()
+        b = len(self.micro_batches[m].sequences)
+        tokens = self.ring.receive(torch.empty(b, dtype=torch.long, device=self.runner.device))
+        # the last stage has them
+        if self.ring.rank < self.ring.p - 2:
+            self.ring.send(tokens)
+        return tokens.tolist()
