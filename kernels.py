@@ -2354,7 +2354,7 @@ class _AdamW(Operation):
             if master is not None
             else weight.clone()
             if low is None
-            else optimizer.join(weight, low)
+            else optimizer.join_master(weight, low)
         )
         g = gradient * scale
         m = exp_avg.float().lerp_(g, 1 - beta1)
@@ -2365,7 +2365,7 @@ class _AdamW(Operation):
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)
         if low is not None:
-            optimizer.split(x, weight, low)
+            optimizer.split_master(x, weight, low)
         else:
             weight.copy_(x)
 

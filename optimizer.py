@@ -1,29 +1,38 @@
-"""AdamW with mixed-precision state, dynamic loss scaling, the global gradient norm, and the
-learning-rate schedule.
+"""AdamW with mixed-precision state, loss scaling, the global gradient norm and the learning rate.
 
-Compute may be bf16 or fp16; what is remembered from step to step is not (mixed precision training,
-arXiv 1710.03740):
+A model may compute in bf16 or fp16. What it keeps from step to step needs more bits: in bf16,
+1 + 0.0001 is 1, and the update is lost. Mixed-precision training (arXiv 1710.03740) keeps for each
+weight w:
 
-    weights     bf16/fp16 for compute, and an fp32 master that the update goes to: 1 + 0.0001 is 1 in bf16
-    gradients   summed over micro-batches (and ranks) in `main_grad`, fp32
-    moments     fp32, or, to save memory, bf16 (and of the master only what the bf16 weight does not hold: `AdamW`)
+    weight w        bf16 or fp16    what the model computes with
+    master          fp32            what the update is added to; w is its rounded copy
+    gradient g      fp32            `main_grad`, the sum over micro-batches and ranks
+    moments m, v    fp32            running means of g and g²
 
-With fp16 the loss is multiplied by a scale before backward, so that small gradients do not vanish,
-and each micro-batch's gradient is divided by it on its way into `main_grad`: `main_grad` is always
-in true units. Where a gradient overflows, all ranks see a non-finite norm, the step is skipped and
-counted, and the scale shrinks. A run whose steps are all skipped has diverged, once there is no
-lower scale to try (`AdamW.diverged`).
+AdamW (arXiv 1711.05101, algorithm 2) at step t, with learning rate lr and weight decay λ:
 
-`GradientAccumulator` fills `main_grad` on one device; fsdp.py's sums it over ranks.
+    m = β1 m + (1 - β1) g           v = β2 v + (1 - β2) g²
+    w = w - lr λ w - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
 
-    python optimizer.py        why masters are needed, how they split, and the schedule, in numbers
+    python optimizer.py        why masters are needed, how one splits, the learning rate, the scale
 
-Left out, and found in Megatron-LM: other optimizers, other schedules, parameter groups by user
-rule."""
+With fp16 the loss is multiplied by a scale before backward, so that small gradients are not rounded
+to zero. Each gradient is divided by the scale on its way into `main_grad`, so `main_grad` is always
+in true units. When a gradient overflows, every rank sees a norm that is not finite. Then the step
+is skipped and the scale is lowered (`LossScaler`).
+
+The file follows one step: gradients are summed, their norm is taken, the loss scale and the
+learning rate are set, the masters are updated. `GradientAccumulator` is for one device; fsdp.py has
+the one that also sums over ranks.
+
+Not covered: Megatron-LM also has other optimizers, other schedules of the learning rate, and
+parameter groups by user rule.
+"""
 
 import math
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -32,6 +41,8 @@ from torch.optim.adamw import adamw
 
 from sharding import set_sharding, sharding_of
 
+# --- gradients: summed in float32 -----------------------------------------------------------------
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 for 16-bit parameters; float32 and float64 stay."""
@@ -39,22 +50,26 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_uses_apart(model: nn.Module) -> None:
-    """Let autograd sum the gradients of a weight that the model uses more than once, a tied
-    embedding, in at least float32. They are summed before any hook sees them, by default in the
-    weight's own type: in fp16 the sum can overflow where neither part does, and a pipeline, whose
-    two stages hold a copy each, sums the parts in float32."""
+    """Make autograd sum the gradients of a weight that the model uses twice in at least float32.
+
+    A tied embedding is such a weight. Autograd adds the gradients of its uses before any hook sees
+    them, by default in the weight's own type. In fp16 that sum can overflow although neither part
+    does. A pipeline has a copy of the weight on two stages and sums the two parts in float32; with
+    this, one device gets the same gradient.
+    """
     uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
-    for p in (p for p, n in uses.items() if n > 1 and p.requires_grad):
-        p.grad_dtype = accumulation_dtype(p.dtype)
+    for p, count in uses.items():
+        if count > 1 and p.requires_grad:
+            p.grad_dtype = accumulation_dtype(p.dtype)
 
 
 class GradientAccumulator:
-    """After each backward, adds `parameter.grad` to `parameter.main_grad`, in at least float32, and
-    drops it.
+    """Adds `parameter.grad` to `parameter.main_grad`, in at least float32, after each backward.
 
-    The loop calls `zero()` before the first backward of a step, `last_backward()` before the last,
-    `reduce_gradients()` after it, and `gather_parameters()` after the optimizer's step. On one
-    device the last three have nothing to do."""
+    `parameter.grad` is freed at once. The loop calls `zero()` before the first backward of a step,
+    `last_backward()` before the last one, `reduce_gradients()` after it, and `gather_parameters()`
+    after the optimizer's step. On one device the last three have nothing to do.
+    """
 
     def __init__(self, model: nn.Module, scaler: "LossScaler | None" = None):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -64,19 +79,20 @@ class GradientAccumulator:
         self.listen()
 
     def listen(self) -> None:
-        # a hook's references are out of the garbage collector's sight
+        """Have autograd call `accumulate` when a gradient is complete; for a tied weight, once."""
+        # A weak reference: the garbage collector cannot see, and so never frees, a cycle that goes
+        # through a hook.
         this = weakref.ref(self)
-        # a tied weight is called once, with its sum
         for p in self.parameters:
             p.register_post_accumulate_grad_hook(lambda p: this() and this().accumulate(p))
 
     def accumulate(self, p: nn.Parameter) -> None:
-        # owed: a pipeline schedule computes it later
+        # None: a pipeline schedule has deferred this weight gradient.
         if p.grad is None:
             return
         unscale = 1 / self.scaler.scale if self.scaler else 1
         if p.main_grad is None:
-            # float32: the tensor itself, no copy
+            # For a float32 parameter this is p.grad itself, not a copy.
             p.main_grad = p.grad.to(accumulation_dtype(p.dtype))
             if unscale != 1:
                 p.main_grad.mul_(unscale)
@@ -98,56 +114,80 @@ class GradientAccumulator:
             p.main_grad = None
 
 
-def global_norm(parameters, stages: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all gradients of the whole model, the same on every rank: each slice counts
-    once, read off the sharding record. stages: the ranks that hold the pipeline's other layers.
-    Returns a float64 scalar, non-finite if any gradient on any rank is."""
+# --- the global gradient norm ---------------------------------------------------------------------
+
+
+def global_norm(
+    parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The 2-norm of all gradients of the whole model, the same on every rank.
+
+    Each element counts once: the sharding record of a parameter names the groups over which it is
+    sliced, and its sum of squares is all-reduced over just these. stages: the ranks that hold the
+    other pipeline stages. Returns a float64 scalar, non-finite if any gradient on any rank is.
+    """
     parameters = list(parameters)
-    # a stage may have nothing that learns
-    on_gpu = (
-        parameters[0].is_cuda
-        if parameters
-        else stages is not None and dist.get_backend(stages) == "nccl"
-    )
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    # the groups that cut a parameter: its sum of squares
+    # groups: the sums of squares of all gradients that are sliced over these groups
     squares = defaultdict(list)
     for p in parameters:
-        if p.main_grad is not None and not sharding_of(p).copy_of:
-            groups = tuple(dict.fromkeys(c.group for c in sharding_of(p).placements))
-            squares[groups].append(torch.linalg.vector_norm(p.main_grad).double().square())
+        sharding = sharding_of(p)
+        # The second copy of a tied weight counts on the stage that has the first.
+        if p.main_grad is None or sharding.copy_of:
+            continue
+        groups = tuple(dict.fromkeys(shard.group for shard in sharding.placements))
+        squares[groups].append(torch.linalg.vector_norm(p.main_grad).double().square())
     total = 0.0
-    for groups, parts in squares.items():
-        part = torch.stack(parts).sum()
+    for groups, local_squares in squares.items():
+        subtotal = torch.stack(local_squares).sum()
         for group in groups:
-            dist.all_reduce(part, group=group)
-        total = total + part
+            dist.all_reduce(subtotal, group=group)
+        total = total + subtotal
     if stages:
+        device = _norm_device(parameters, stages)
         total = torch.as_tensor(total, dtype=torch.float64, device=device)
         dist.all_reduce(total, group=stages)
     return torch.as_tensor(total).sqrt()
 
 
+def _norm_device(parameters: list[nn.Parameter], stages: dist.ProcessGroup) -> torch.device:
+    if parameters:
+        on_gpu = parameters[0].is_cuda
+    else:
+        # A stage may have nothing to train, and still takes part in the sum.
+        on_gpu = dist.get_backend(stages) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+# --- the loss scale -------------------------------------------------------------------------------
+
+
 class LossScaler:
-    """Dynamic loss scaling with NeMo's constants. The `hysteresis`-th overflow and every later one
-    halve the scale; `interval` steps in a row without one double it and restore the hysteresis.
+    """Dynamic loss scaling for fp16, with NeMo's constants.
 
-    Before that, the first scale is searched for: until a step is finite, each overflow divides the
-    scale by 2^8. NeMo's start of 2^32 suits batches of millions of tokens, by whose number the loss
-    is divided. A batch of 2,000 tokens fits at 2^16: that is 2 skipped steps, and 17 by halves."""
+    Of overflows since the scale last grew, the `hysteresis`-th and each later one halve the scale.
+    `interval` steps in a row without an overflow double it and restore the hysteresis.
 
-    def __init__(self, scale=2.0**32, interval=1000, hysteresis=2):
+    The first scale is searched for: until a first step is finite, each overflow divides the scale
+    by 2^8. NeMo starts at 2^32, which suits batches of millions of tokens, because the loss is
+    divided by their number. A batch of 2,000 tokens fits at 2^16: the search skips 2 steps to get
+    there, halving would skip 17.
+    """
+
+    def __init__(self, scale: float = 2.0**32, interval: int = 1000, hysteresis: int = 2):
         self.scale = scale
         self.interval = interval
         self.hysteresis = hysteresis
+        # finite steps since the last overflow, or since the scale was doubled
         self.good_steps = 0
+        # the scale is halved when an overflow brings this to 0
         self.tolerance = hysteresis
-        # searching: no step has been finite yet. exhausted: the latest one overflowed at scale 1,
-        # the lowest there is
+        # no step has been finite yet
         self.searching = True
+        # the latest step overflowed at scale 1, the lowest there is
         self.exhausted = False
 
     def update(self, finite: bool) -> None:
+        """Choose the scale of the next step. finite: whether this step had no overflow."""
         self.searching &= not finite
         self.exhausted = not finite and self.scale <= 1
         if self.searching:
@@ -155,12 +195,12 @@ class LossScaler:
         elif finite:
             self.good_steps += 1
             if self.good_steps == self.interval:
-                self.scale = self.scale * 2
+                self.scale *= 2
                 self.good_steps = 0
                 self.tolerance = self.hysteresis
         else:
             self.good_steps = 0
-            self.tolerance = self.tolerance - 1
+            self.tolerance -= 1
             if self.tolerance <= 0:
                 self.scale = max(self.scale / 2, 1.0)
 
@@ -173,8 +213,11 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        scale, good_steps, tolerance = (state[key] for key in ("scale", "good_steps", "tolerance"))
-        # checkpoints from before there was a search do not have it: they go on by halves
+        """Raises ValueError where the values have other types, or the scale is below 1."""
+        scale = state["scale"]
+        good_steps = state["good_steps"]
+        tolerance = state["tolerance"]
+        # Checkpoints older than the search lack this field; they go on by halves.
         searching = state.get("searching", False)
         if not (
             isinstance(good_steps, int)
@@ -190,64 +233,78 @@ class LossScaler:
         self.searching = searching
 
 
+# --- the learning rate ----------------------------------------------------------------------------
+
+
 def learning_rate(step: int, peak: float, minimum: float, warmup: int, total: int) -> float:
     """Linear warmup to `peak` over `warmup` steps, then half a cosine down to `minimum` at step
-    `total` (GPT-3, appendix B). step counts from 1."""
+    `total` (GPT-3, arXiv 2005.14165, appendix B). step counts from 1."""
     if step <= warmup:
         return peak * step / warmup
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     return minimum + (peak - minimum) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-# A bf16 weight is the upper half of its fp32 master, rounded; 16 more bits beside it make the
-# master exact again. (As integers: a float's
-# order is its bits' order, so rounding half away from zero is adding half of the last place that
-# stays; copies to bf16 round half to even,
-# and so differ in ties.)
+# --- a master, split in two halves of 16 bits -----------------------------------------------------
+#
+#     fp32 master    s eeeeeeee mmmmmmm | mmmmmmmmmmmmmmmm
+#                    bf16 weight        | low (int16)
+#
+# A bf16 weight is the upper half of its fp32 master, rounded. With the lower 16 bits kept beside
+# it the master is exact, and the upper half is not stored twice.
+#
+# Floats of one sign are ordered as their bits are, read as integers. So adding half of the last
+# place that stays (0x8000) rounds half away from zero. Copies to bf16 round half to even: the two
+# differ in ties only.
 
 
-def join(weight: Tensor, low: Tensor) -> Tensor:
+def split_master(master: Tensor, weight: Tensor, low: Tensor) -> None:
+    """Write an fp32 master to weight (bf16) and low (int16, signed), all of one shape.
+
+    high = (bits + 0x8000) >> 16            low = bits - (high << 16)
+    """
+    bits = master.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    weight.view(torch.int16).copy_(high)
+    low.copy_(bits - (high << 16))
+
+
+def join_master(weight: Tensor, low: Tensor) -> Tensor:
     """The fp32 master of a bf16 weight and its low bits (int16, same shape, contiguous)."""
     return ((weight.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
 
 
-def split(master: Tensor, weight: Tensor, low: Tensor) -> None:
-    """Write a master [..] fp32 to weight and low: high = (x + 0x8000) >> 16, low = x - (high <<
-    16), which is signed."""
-    x = master.view(torch.int32)
-    high = (x + 0x8000) >> 16
-    weight.view(torch.int16).copy_(high)
-    low.copy_(x - (high << 16))
+# --- AdamW ----------------------------------------------------------------------------------------
 
-
-# elements that are in fp32 at a time while 16-bit state is updated
+# Elements whose 16-bit state is in fp32 at a time, while it is updated.
 PIECE = 2**22
 
 
 class AdamW:
-    """AdamW (arXiv 1711.05101) over `main_grad`, decay on matrices only:
+    """AdamW over `main_grad`, with weight decay on matrices only.
 
-        m = β1 m + (1 - β1) g        v = β2 v + (1 - β2) g²
-        w = w - lr λ w - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
+    The update itself is torch's fused one, which reads and writes memory once. Added here:
+      - the fp32 master of a 16-bit parameter, which starts from the 16-bit value as in Megatron-LM;
+      - clipping by the global norm;
+      - steps that are skipped because the norm is not finite;
+      - state in 16 bits: moments in bf16, and of a bf16 weight's master only the low half.
 
-    The update itself is torch's fused one: one pass over memory. What is added here is the fp32
-    master of a 16-bit parameter (which starts from the 16-bit value, as in Megatron-LM), clipping
-    by the global norm, steps that are skipped when the norm is not finite, and state in 16 bits:
-    both moments in bf16, and of a bf16 weight's master only the low half. Bytes for a parameter,
-    without its gradient:
+    Bytes for one parameter, without its gradient:
 
-        weight      master      moments
-        bf16 2      fp32 4      fp32 4 + 4      14
-        bf16 2      low  2      bf16 2 + 2       8      (state_dtype bf16; an fp32 weight is its own master: 4 + 2 + 2 = 8 too)
+        state_dtype    weight    master    moments    sum
+        None           bf16 2    fp32 4    fp32 4+4    14
+        bfloat16       bf16 2    low  2    bf16 2+2     8
+        None           fp32 4    itself    fp32 4+4    12
+        bfloat16       fp32 4    itself    bf16 2+2     8
     """
 
     def __init__(
         self,
-        named_parameters,
-        weight_decay=0.1,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        clip=0.0,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        clip: float = 0.0,
         scaler: LossScaler | None = None,
         stages: dist.ProcessGroup | None = None,
         state_dtype: torch.dtype | None = None,
@@ -255,93 +312,98 @@ class AdamW:
     ):
         """clip: the largest global gradient norm, 0 for none. stages: as in `global_norm`.
         state_dtype: torch.bfloat16, or None for at least float32. fused: kernels.adamw, which
-        updates a parameter with 16 bits in it in one pass, or None. Raises ValueError for bf16
-        state of fp16 weights, whose masters do not split, or with a β2 so near to 1 that v (1 - β2)
-        is below half of bf16's last place of v, and v can never shrink."""
-        if state_dtype and betas[1] > 0.99:
-            raise ValueError(
-                f"optimizer_state bf16: with β2 {betas[1]} second moments in bf16 would never"
-                " shrink; 0.99 and below do, as does optimizer_state fp32"
-            )
-        # global name: parameter, or this rank's shard of it
+        updates a parameter with 16-bit state in one pass over memory, or None. Raises ValueError
+        as `check_state_dtype` does."""
+        # global name: the parameter, or this rank's shard of it
         self.parameters = dict(named_parameters)
+        check_state_dtype(state_dtype, {p.dtype for p in self.parameters.values()}, betas)
         self.weight_decay = weight_decay
         self.betas = betas
         self.eps = eps
         self.clip = clip
         self.scaler = scaler
         self.stages = stages
+        self.state_dtype = state_dtype
+        self.fused = fused
+        # steps taken; steps skipped; steps skipped since the last one that was taken (a run that
+        # resumes from a checkpoint starts this count at 0)
         self.updates = 0
         self.skipped = 0
-        # steps skipped since the last one that was taken; a run that goes on from a checkpoint
-        # counts anew
         self.skipped_in_a_row = 0
-        # in full; or the low half of it
-        self.masters = {}
-        self.low = {}
-        self.fused = fused
+        self.allocate()
+
+    def allocate(self) -> None:
+        # Each parameter has an entry in one of these: its whole master, or the low half of it.
+        self.masters: dict[str, Tensor] = {}
+        self.low: dict[str, Tensor] = {}
+        # the moments m and v
+        self.exp_avg: dict[str, Tensor] = {}
+        self.exp_avg_sq: dict[str, Tensor] = {}
         for name, p in self.parameters.items():
-            if state_dtype and p.dtype == torch.float16:
-                raise ValueError(
-                    "optimizer_state bf16: the upper half of an fp32 master is a bf16 number, not"
-                    " an fp16 one; use precision bf16, or optimizer_state fp32"
-                )
-            if state_dtype and p.dtype == torch.bfloat16:
+            if self.state_dtype and p.dtype == torch.bfloat16:
                 self.low[name] = torch.zeros_like(p, dtype=torch.int16)
             else:
-                # itself, where that is its type
+                # A float32 parameter is its own master: no copy.
                 self.masters[name] = p.detach().to(accumulation_dtype(p.dtype))
-        state = {
-            name: torch.zeros_like(
-                p, dtype=state_dtype or accumulation_dtype(p.dtype), requires_grad=False
-            )
-            for name, p in self.parameters.items()
-        }
-        self.exp_avg = state
-        self.exp_avg_sq = {name: x.clone() for name, x in state.items()}
-        # all of it: no pass through fp32
-        self.wide = state_dtype is None
+            dtype = self.state_dtype or accumulation_dtype(p.dtype)
+            self.exp_avg[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+            self.exp_avg_sq[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
-        """Update from `main_grad`. Returns the gradient norm before clipping; where it is not
-        finite, on all ranks alike, nothing is updated."""
+        """Update all parameters from `main_grad`. Returns the gradient norm before clipping; where
+        it is not finite, which all ranks see alike, nothing is updated."""
         norm = global_norm(self.parameters.values(), self.stages).item()
         finite = math.isfinite(norm)
         if finite:
-            gradients = {
-                name: p.main_grad for name, p in self.parameters.items() if p.main_grad is not None
-            }
-            scale = self.clip / norm if self.clip and norm > self.clip else 1.0
+            clip_factor = self.clip / norm if self.clip and norm > self.clip else 1.0
             self.updates += 1
-            for name in [name for name in gradients if self.in_one_pass(name)]:
-                self.update_in_one_pass(lr, name, gradients.pop(name), scale)
-            if scale != 1 and gradients:
-                torch._foreach_mul_(list(gradients.values()), scale)
-            for decay, names in (
-                (self.weight_decay, [n for n in gradients if self.parameters[n].dim() >= 2]),
-                (0.0, [n for n in gradients if self.parameters[n].dim() < 2]),
-            ):
-                if self.wide:
-                    state = self.masters, gradients, self.exp_avg, self.exp_avg_sq
-                    self.update(lr, decay, *([x[name] for name in names] for x in state))
-                else:
-                    for name in names:
-                        self.update_in_pieces(lr, decay, name, gradients[name])
-            self.weights_from_masters(gradients)
-        self.skipped += not finite
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+            self.skipped_in_a_row = 0
+            self.update_parameters(lr, clip_factor)
+        else:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
         if self.scaler:
             self.scaler.update(finite)
         return norm
 
     def diverged(self, most: int) -> bool:
-        """Whether the last `most` steps, or more, were all skipped; never for 0. With fp16 not
-        while the loss scale falls: the next step may fit, and from any scale to the lowest it takes
-        33 steps at most."""
-        return 0 < most <= self.skipped_in_a_row and (self.scaler is None or self.scaler.exhausted)
+        """Whether the last `most` steps, or more, were all skipped; never for 0.
 
-    def update(
+        With fp16 only once scale 1 has overflowed too. While the scale still falls, the next step
+        may fit; from any scale to the lowest it takes 33 steps at most.
+        """
+        no_lower_scale = self.scaler is None or self.scaler.exhausted
+        return 0 < most <= self.skipped_in_a_row and no_lower_scale
+
+    # --- three ways to compute the update: lists of tensors, in one pass, in pieces
+
+    def update_parameters(self, lr: float, clip_factor: float) -> None:
+        gradients = {
+            name: p.main_grad for name, p in self.parameters.items() if p.main_grad is not None
+        }
+        for name in [name for name in gradients if self.fits_one_pass(name)]:
+            self.update_in_one_pass(lr, name, gradients.pop(name), clip_factor)
+        if clip_factor != 1 and gradients:
+            torch._foreach_mul_(list(gradients.values()), clip_factor)
+        if self.state_dtype is None:
+            matrices = [name for name in gradients if self.parameters[name].dim() >= 2]
+            vectors = [name for name in gradients if self.parameters[name].dim() < 2]
+            for decay, names in ((self.weight_decay, matrices), (0.0, vectors)):
+                self.update_lists(
+                    lr,
+                    decay,
+                    [self.masters[name] for name in names],
+                    [gradients[name] for name in names],
+                    [self.exp_avg[name] for name in names],
+                    [self.exp_avg_sq[name] for name in names],
+                )
+        else:
+            for name, gradient in gradients.items():
+                self.update_in_pieces(lr, name, gradient)
+        self.weights_from_masters(gradients)
+
+    def update_lists(
         self,
         lr: float,
         decay: float,
@@ -350,101 +412,119 @@ class AdamW:
         exp_avg: list[Tensor],
         exp_avg_sq: list[Tensor],
     ) -> None:
-        if masters:
-            # the function counts this one itself
-            before = torch.full((len(masters),), self.updates - 1.0, device=masters[0].device)
-            adamw(
-                masters,
-                gradients,
-                exp_avg,
-                exp_avg_sq,
-                [],
-                list(before.unbind()),
-                fused=True,
-                amsgrad=False,
-                maximize=False,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                eps=self.eps,
-                lr=lr,
-                weight_decay=decay,
-            )
-
-    def in_one_pass(self, name: str) -> bool:
-        """Whether `fused` takes it: a 16-bit weight with its master, or 16-bit moments. All in
-        float32 is one pass already."""
-        p = self.parameters[name]
-        return (
-            bool(self.fused)
-            and p.dtype != torch.float64
-            and p.is_contiguous()
-            and (p.dtype != torch.float32 or not self.wide)
+        """All of one decay at once, all in float32 (or float64)."""
+        if not masters:
+            return
+        # adamw counts the present step itself.
+        steps_before = torch.full((len(masters),), self.updates - 1.0, device=masters[0].device)
+        adamw(
+            masters,
+            gradients,
+            exp_avg,
+            exp_avg_sq,
+            [],
+            list(steps_before.unbind()),
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=self.eps,
+            lr=lr,
+            weight_decay=decay,
         )
 
-    def update_in_one_pass(self, lr: float, name: str, gradient: Tensor, scale: float) -> None:
-        """One parameter; `scale` clips the gradient on its way."""
+    def decay_of(self, name: str) -> float:
+        return self.weight_decay if self.parameters[name].dim() >= 2 else 0.0
+
+    def fits_one_pass(self, name: str) -> bool:
+        """Whether `fused` can update it: a 16-bit weight with its master, or 16-bit moments. For
+        all in float32, torch's function is one pass already."""
+        p = self.parameters[name]
+        has_16_bits = p.dtype in (torch.bfloat16, torch.float16) or self.state_dtype is not None
+        return (
+            self.fused is not None
+            and has_16_bits
+            and p.dtype != torch.float64
+            and p.is_contiguous()
+        )
+
+    def update_in_one_pass(
+        self, lr: float, name: str, gradient: Tensor, clip_factor: float
+    ) -> None:
+        """One parameter, by the kernel, which also multiplies the gradient by `clip_factor`."""
         p = self.parameters[name]
         master = self.masters.get(name)
+        if master is not None and master.dtype == p.dtype:
+            # The weight is its own master.
+            master = None
         self.fused(
             p.detach(),
             self.low.get(name),
-            None if master is None or master.dtype == p.dtype else master,
+            master,
             gradient,
             self.exp_avg[name],
             self.exp_avg_sq[name],
             lr,
-            self.weight_decay if p.dim() >= 2 else 0.0,
+            self.decay_of(name),
             *self.betas,
             self.eps,
             self.updates,
-            scale,
+            clip_factor,
         )
 
-    def update_in_pieces(self, lr: float, decay: float, name: str, gradient: Tensor) -> None:
-        """One parameter, whose state is wide only while it is updated."""
-        flat = [
-            x.view(-1).split(PIECE)
-            for x in (self.parameters[name], gradient, self.exp_avg[name], self.exp_avg_sq[name])
-        ]
-        lows = self.low[name].view(-1).split(PIECE) if name in self.low else [None] * len(flat[0])
-        for weight, g, m, v, low in zip(*flat, lows):
-            master = weight if low is None else join(weight, low)
+    def update_in_pieces(self, lr: float, name: str, gradient: Tensor) -> None:
+        """One parameter with 16-bit state, which is converted to float32 a piece at a time."""
+        weights = self.parameters[name].view(-1).split(PIECE)
+        gradients = gradient.view(-1).split(PIECE)
+        firsts = self.exp_avg[name].view(-1).split(PIECE)
+        seconds = self.exp_avg_sq[name].view(-1).split(PIECE)
+        lows = [None] * len(weights)
+        if name in self.low:
+            lows = self.low[name].view(-1).split(PIECE)
+        for weight, g, m, v, low in zip(weights, gradients, firsts, seconds, lows):
+            master = weight if low is None else join_master(weight, low)
             wide_m = m.to(g.dtype)
             wide_v = v.to(g.dtype)
-            self.update(lr, decay, [master], [g], [wide_m], [wide_v])
+            self.update_lists(lr, self.decay_of(name), [master], [g], [wide_m], [wide_v])
             m.copy_(wide_m)
             v.copy_(wide_v)
             if low is not None:
-                split(master, weight, low)
+                split_master(master, weight, low)
 
     @torch.no_grad()
-    def weights_from_masters(self, names=None) -> None:
-        for name, master in self.masters.items():
-            if master.dtype != self.parameters[name].dtype and (names is None or name in names):
+    def weights_from_masters(self, names: Iterable[str] | None = None) -> None:
+        """Round the masters (of `names`, or all) to the weights that the model computes with."""
+        for name in self.masters if names is None else names:
+            master = self.masters.get(name)
+            if master is not None and master.dtype != self.parameters[name].dtype:
                 self.parameters[name].copy_(master)
+
+    # --- what a checkpoint holds
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, under global names: `model.NAME`, `exp_avg.NAME`,
-        `exp_avg_sq.NAME`, each with the parameter's sharding record. The weights are the masters,
-        joined where they are split, so that a checkpoint does not depend on the compute precision.
-        After filling them from a checkpoint, `restore` them."""
-        found = {}
+        """The tensors of a checkpoint under global names, each with its parameter's sharding
+        record: `model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`.
+
+        `model.NAME` is the master, joined where it is split, so that a checkpoint does not depend
+        on the compute precision. After loading into these tensors, call `restore`.
+        """
+        tensors = {}
         for name, p in self.parameters.items():
-            master = join(p, self.low[name]) if name in self.low else self.masters[name]
-            for kind, tensor in (
-                ("model", master),
-                ("exp_avg", self.exp_avg[name]),
-                ("exp_avg_sq", self.exp_avg_sq[name]),
-            ):
-                found[f"{kind}.{name}"] = set_sharding(tensor, sharding_of(p))
-        return found
+            master = join_master(p, self.low[name]) if name in self.low else self.masters[name]
+            tensors[f"model.{name}"] = master
+            tensors[f"exp_avg.{name}"] = self.exp_avg[name]
+            tensors[f"exp_avg_sq.{name}"] = self.exp_avg_sq[name]
+            for kind in ("model", "exp_avg", "exp_avg_sq"):
+                set_sharding(tensors[f"{kind}.{name}"], sharding_of(p))
+        return tensors
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """What `tensors()` gave has other values now."""
+        """Take over the masters that were loaded into what `tensors()` gave."""
         for name, low in self.low.items():
-            split(tensors[f"model.{name}"], self.parameters[name], low)
+            split_master(tensors[f"model.{name}"], self.parameters[name], low)
         self.weights_from_masters()
 
     def state_dict(self) -> dict:
@@ -462,43 +542,60 @@ class AdamW:
             self.scaler.load_state_dict(state["scaler"])
 
 
+def check_state_dtype(
+    state_dtype: torch.dtype | None, dtypes: set[torch.dtype], betas: tuple[float, float]
+) -> None:
+    """dtypes: of the weights. Raises ValueError for bf16 state of fp16 weights, whose masters do
+    not split, and for bf16 state with β2 above 0.99: v (1 - β2) is then below half of bf16's last
+    place of v, so that v can never shrink."""
+    if state_dtype and betas[1] > 0.99:
+        raise ValueError(
+            f"optimizer_state bf16: with β2 {betas[1]} second moments in bf16 would never shrink;"
+            " use β2 of at most 0.99, or optimizer_state fp32"
+        )
+    if state_dtype and torch.float16 in dtypes:
+        raise ValueError(
+            "optimizer_state bf16: the upper half of an fp32 master is a bf16 number, not an fp16"
+            " one; use precision bf16, or optimizer_state fp32"
+        )
+
+
+# --- python optimizer.py --------------------------------------------------------------------------
+
+
 def main():
     print("an update of 1e-3, 1000 times, to a weight of 1:")
-    bf16 = torch.ones((), dtype=torch.bfloat16)
-    master = torch.ones(())
+    bf16 = torch.ones(1, dtype=torch.bfloat16)
+    master = torch.ones(1)
     for _ in range(1000):
         bf16 += 1e-3
         master += 1e-3
-    print(
-        f"  in bf16 {bf16.item():.4f};  in an fp32 master {master.item():.4f}, as bf16"
-        f" {master.bfloat16().item():.4f}"
-    )
+    print(f"  in bf16                     {bf16.item():.4f}")
+    print(f"  in an fp32 master           {master.item():.4f}")
+    print(f"  the master copied to bf16   {master.bfloat16().item():.4f}")
+
     weight = torch.zeros(1, dtype=torch.bfloat16)
     low = torch.zeros(1, dtype=torch.int16)
-    split(master.view(1), weight, low)
-    print(
-        f"  the same master as a bf16 weight {weight.item()} and 16 low bits {low.item()}: together"
-        f" {join(weight, low).item():.9f}, as it was {master.item():.9f}"
-    )
+    split_master(master, weight, low)
+    joined = join_master(weight, low)
+    print(f"the master {master.item():.9f}, split:")
+    print(f"  bf16 weight {weight.item()}, low bits {low.item()}; joined {joined.item():.9f}")
+
     print("learning rate, peak 3e-4, minimum 3e-5, 10 of 100 steps warmup:")
-    print(
-        "  "
-        + "  ".join(
-            f"{step}: {learning_rate(step, 3e-4, 3e-5, 10, 100):.1e}"
-            for step in (1, 5, 10, 25, 55, 75, 100)
-        )
-    )
+    steps = (1, 5, 10, 25, 55, 75, 100)
+    rates = [learning_rate(step, 3e-4, 3e-5, 10, 100) for step in steps]
+    print("  step  " + "".join(f"{step:>10}" for step in steps))
+    print("  rate  " + "".join(f"{rate:>10.1e}" for rate in rates))
+
     scaler = LossScaler()
-    taken = 0
-    # a model whose gradients overflow above 2^16
-    for step in range(40):
+    skipped = 0
+    for _ in range(40):
+        # a model whose gradients overflow above 2^16
         finite = scaler.scale <= 2**16
-        taken += finite
+        skipped += not finite
         scaler.update(finite)
-    print(
-        f"loss scale: from 2^32 to 2^{math.log2(scaler.scale):.0f} in 40 steps, {40 - taken} of"
-        " them skipped"
-    )
+    exponent = math.log2(scaler.scale)
+    print(f"loss scale: from 2^32 to 2^{exponent:.0f} in 40 steps, {skipped} of them skipped")
 
 
 if __name__ == "__main__":

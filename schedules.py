@@ -1,110 +1,115 @@
-"""Pipeline schedules as data: a list of actions for each rank, and everything else reads the list.
+"""Pipeline schedules as data: one list of actions for each rank. Everything else reads the lists.
 
-    gpipe           all forwards, then all backwards (arXiv 1811.06965)
-    1f1b            after a warmup, one forward, one backward (PipeDream-Flush; arXiv 2104.04473, section 2.2.1)
-    interleaved     1F1B with v chunks of layers on each rank, so that the pipeline fills in v times smaller steps (section 2.2.2)
-    zb-h1           1F1B with backward cut in two: input gradients at once, weight gradients when there is room (arXiv 2401.10241)
+    gpipe          all forwards, then all backwards (arXiv 1811.06965)
+    1f1b           after a warmup, one forward, one backward (arXiv 2104.04473, section 2.2.1)
+    interleaved    1F1B with v chunks of layers on each rank: a smaller bubble (section 2.2.2)
+    zb-h1          1F1B with backward in two parts, input gradients at once and weight gradients
+                   later, where the rank would otherwise be idle (arXiv 2401.10241)
 
-    rank 0    F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4    B5    B6    B7            1F1B, p = 4, m = 8
-    rank 1       F0 F1 F2    B0 F3 B1 F4 ...
-    rank 2          F0 F1 B0 F2 B1 F3 ...
-    rank 3             F0 B0 F1 B1 F2 B2 ...
+    rank 0    F0 F1 F2 F3 .. .. .. .. .. .. B0 -- F4 B1 -- F5       1F1B, p = 4 ranks; B takes
+    rank 1       F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- F4 B2 --       twice as long as F, and dots
+    rank 2          F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- F4 B3       are idle time: the bubble
+    rank 3             F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4
 
-An action is (op, chunk, micro_batch). op: F forward; B backward; or, for zero-bubble schedules, I
-for the input gradient and W for the weight gradient. A list holds compute alone, in order, without
-idle slots: time is what `simulate` makes of it. Stage k of the model, k = chunk p + rank, is a
-chunk of layers; stage k's F needs stage k - 1's, its B needs stage k + 1's.
+    python schedules.py        the four as time lines, the bubble by simulation and by formula
 
-What has to be sent follows from the lists: `lower` derives it, and `deadlock` shows, without a GPU,
-that in a model of NCCL it gets through: each (sender, receiver, kind) is a communicator that exists
-beforehand, a queue whose head blocks until the peer has posted the match.
+An action is (op, chunk, micro_batch). The ops are F, forward; B, backward; and for zero-bubble
+schedules I, the input gradient, and W, the weight gradient, instead of B.
 
-    python schedules.py        the schedules as time lines, bubbles by simulation and by formula
+A list holds compute only, in order, without times: time is the output of `simulate`. The model is
+divided into p v stages, and stage k = chunk * p + rank. F of stage k needs F of stage k - 1; B (or
+I) of stage k needs B (or I) of stage k + 1.
 
-In Megatron-LM a schedule is control flow with the communication between the lines; other schedules
-(ZB-V, DualPipe) are other lists."""
+Sends and receives follow from the lists: `lower` derives them. `deadlock` then runs them in a model
+of NCCL, so that a deadlock is a failed simulation on a laptop and not a hang on a cluster.
 
-from collections import defaultdict, deque
+Not covered: in Megatron-LM a schedule is control flow, with the communication between the lines.
+Other schedules (ZB-V, DualPipe) would be other lists.
+"""
+
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    # F, B, or I and W
+    # F, B, I or W
     op: str
-    # which of this rank's chunks
+    # which of this rank's chunks of layers, from 0
     chunk: int
+    # from 0
     micro_batch: int
 
     def __str__(self):
         return f"{self.op} of chunk {self.chunk}, micro-batch {self.micro_batch}"
 
 
-# of each rank
+# the actions of each rank, in order
 Schedule = list[list[Action]]
 
 
 class ScheduleError(ValueError):
-    """A list that breaks a rule: which rank, which position, which rule."""
+    """A list that breaks a rule; the message names the rank, the position and the rule."""
 
 
-# --------------------------------------------------------------------------------------------------
+# --- the schedules --------------------------------------------------------------------------------
+#
 # p ranks, m micro-batches, v chunks on each rank.
 
 
 def gpipe(p: int, m: int) -> Schedule:
+    """All forwards, then all backwards: each rank holds the activations of m micro-batches."""
     return [[Action(op, 0, k) for op in "FB" for k in range(m)] for _ in range(p)]
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """At most p - rank micro-batches are in flight."""
-    return [
-        _alternate(
-            [Action("F", 0, k) for k in range(m)],
-            [Action("B", 0, k) for k in range(m)],
-            p - 1 - rank,
-        )
-        for rank in range(p)
-    ]
+    """p - 1 - rank forwards of warmup: each rank holds at most p - rank micro-batches."""
+    forward = [Action("F", 0, k) for k in range(m)]
+    backward = [Action("B", 0, k) for k in range(m)]
+    return [_alternate(forward, backward, warmup=p - 1 - rank) for rank in range(p)]
 
 
 def interleaved_one_f_one_b(p: int, m: int, v: int) -> Schedule:
-    """Micro-batches go through chunk 0 in groups of p, then through chunk 1, ..; backward from the
-    last chunk to the first. Raises ScheduleError where p does not divide m."""
+    """Groups of p micro-batches go through chunk 0, then chunk 1, and so on to chunk v - 1, and
+    backward from the last chunk to the first. Raises ScheduleError where p does not divide m."""
     if m % p:
         raise ScheduleError(
             f"interleaving needs micro-batches in groups of p: {m} must be divisible by {p}"
         )
+    if v == 1:
+        return one_f_one_b(p, m)
     forward = [
-        Action("F", chunk, first + k)
-        for first in range(0, m, p)
+        Action("F", chunk, group + k)
+        for group in range(0, m, p)
         for chunk in range(v)
         for k in range(p)
     ]
     backward = [Action("B", v - 1 - a.chunk, a.micro_batch) for a in forward]
     return [
-        _alternate(forward, backward, 2 * (p - 1 - rank) + (v - 1) * p if v > 1 else p - 1 - rank)
-        for rank in range(p)
+        _alternate(forward, backward, warmup=2 * (p - 1 - rank) + (v - 1) * p) for rank in range(p)
     ]
 
 
 def zero_bubble_h1(p: int, m: int) -> Schedule:
-    """1F1B's order with I in the place of B; rank r owes r weight gradients, so that it passes
-    input gradients on sooner, and pays at the end."""
+    """1F1B with I in the place of B. Rank r starts on W once r weight gradients are deferred, so
+    that it passes input gradients on sooner; what is left is computed at the end."""
     schedule = []
-    for rank in range(p):
+    for rank, one_f_one_b_actions in enumerate(one_f_one_b(p, m)):
         actions = []
-        for a in one_f_one_b(p, m)[rank]:
-            actions.append(a if a.op == "F" else a._replace(op="I"))
-            if a.op == "B" and a.micro_batch >= rank:
+        for a in one_f_one_b_actions:
+            if a.op == "F":
+                actions.append(a)
+                continue
+            actions.append(a._replace(op="I"))
+            if a.micro_batch >= rank:
                 actions.append(Action("W", 0, a.micro_batch - rank))
-        schedule.append(actions + [Action("W", 0, k) for k in range(max(0, m - rank), m)])
+        actions += [Action("W", 0, k) for k in range(max(0, m - rank), m)]
+        schedule.append(actions)
     return schedule
 
 
 def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then one forward and one backward in turn, then what is left of
-    backward."""
+    """`warmup` forwards, then one forward and one backward in turn, then the other backwards."""
     warmup = min(warmup, len(forward))
     steady = [a for pair in zip(forward[warmup:], backward) for a in pair]
     return forward[:warmup] + steady + backward[len(forward) - warmup :]
@@ -122,77 +127,94 @@ def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
     """The schedule of that name, validated. Raises ScheduleError."""
     if name not in NAMES or p < 1 or m < 1 or v < 1:
         raise ScheduleError(
-            f"{name}, p {p}, m {m}, v {v}: there are {', '.join(NAMES)}, and p, m and v are at"
-            " least 1"
+            f"{name}, p {p}, m {m}, v {v}: the schedules are {', '.join(NAMES)}, and p, m and v are"
+            " at least 1"
         )
-    if name != "interleaved" and v > 1:
+    if name == "interleaved":
+        schedule = interleaved_one_f_one_b(p, m, v)
+    elif v == 1:
+        schedule = NAMES[name](p, m)
+    else:
         raise ScheduleError(
             f"{name} has one chunk on each rank, not {v}: only interleaved has more"
         )
-    schedule = interleaved_one_f_one_b(p, m, v) if name == "interleaved" else NAMES[name](p, m)
     validate(schedule, m, v)
     return schedule
 
 
-# --------------------------------------------------------------------------------------------------
+# --- what an action needs, and what it gives ------------------------------------------------------
+
+# (kind, stage, micro_batch) of what an action computes. kind: F, the activation that leaves the
+# stage; B, the gradient of the stage's input, from B or I; W, a weight gradient.
+Result = tuple[str, int, int]
+
+KIND = {"F": "F", "B": "B", "I": "B", "W": "W"}
+# the stage that a result goes to, counted from the one that computes it
+DIRECTION = {"F": 1, "B": -1, "I": -1, "W": 0}
 
 
-def needs(a: Action, rank: int, p: int, v: int) -> list[tuple[str, int, int]]:
-    """What must have ended before an action can start, as (op, stage, micro_batch), op being F, B
-    (or I) or W."""
-    stage = a.chunk * p + rank
-    if a.op == "F":
-        return [("F", stage - 1, a.micro_batch)] if stage else []
-    if a.op == "W":
-        return [("B", stage, a.micro_batch)]
-    return [("F", stage, a.micro_batch)] + (
-        [("B", stage + 1, a.micro_batch)] if stage < p * v - 1 else []
-    )
+def result_of(action: Action, rank: int, p: int) -> Result:
+    return KIND[action.op], action.chunk * p + rank, action.micro_batch
 
 
-def ends(a: Action, rank: int, p: int) -> tuple[str, int, int]:
-    """What an action provides, in the same terms."""
-    return "B" if a.op == "I" else a.op, a.chunk * p + rank, a.micro_batch
+def needs(action: Action, rank: int, p: int, v: int) -> list[Result]:
+    """The results that must exist before an action can start."""
+    stage = action.chunk * p + rank
+    k = action.micro_batch
+    if action.op == "W":
+        return [("B", stage, k)]
+    if action.op == "F":
+        return [("F", stage - 1, k)] if stage > 0 else []
+    needed = [("F", stage, k)]
+    if stage < p * v - 1:
+        needed.append(("B", stage + 1, k))
+    return needed
+
+
+# --- validation and simulation --------------------------------------------------------------------
 
 
 def validate(schedule: Schedule, m: int, v: int = 1) -> None:
     """Each chunk sees each micro-batch forward once and backward once (B, or I then W), in an order
     that can run. Raises ScheduleError, naming rank, position and rule."""
-    p = len(schedule)
     for rank, actions in enumerate(schedule):
-        seen: dict[Action, int] = {}
-        for position, a in enumerate(actions):
-            where = f"rank {rank}, position {position}: {a}"
-            if not isinstance(a, Action) or not all(type(n) is int for n in a[1:]):
-                raise ScheduleError(f"{where}: is no Action(op, chunk, micro_batch)")
-            if (
-                a.op not in ("F", "B", "I", "W")
-                or not 0 <= a.chunk < v
-                or not 0 <= a.micro_batch < m
-            ):
-                raise ScheduleError(
-                    f"{where}: there are the ops F, B, I, W, chunks 0 to {v - 1} and micro-batches"
-                    f" 0 to {m - 1}"
-                )
-            if a in seen or (a.op in "BI" and a._replace(op="I" if a.op == "B" else "B") in seen):
-                raise ScheduleError(f"{where}: comes twice")
-            before = {"F": None, "W": "I"}.get(a.op, "F")
-            if before and a._replace(op=before) not in seen:
-                raise ScheduleError(f"{where}: comes before its {before}")
-            seen[a] = position
-        for chunk in range(v):
-            for k in range(m):
-                missing = [
-                    op
-                    for op in (("F", "I", "W") if Action("I", chunk, k) in seen else ("F", "B"))
-                    if Action(op, chunk, k) not in seen
-                ]
-                if missing:
-                    raise ScheduleError(
-                        f"rank {rank}, position {len(actions)}: ends without"
-                        f" {Action(missing[0], chunk, k)}"
-                    )
+        seen: set[Action] = set()
+        for position, action in enumerate(actions):
+            broken_rule = _broken_rule(action, seen, m, v)
+            if broken_rule:
+                raise ScheduleError(f"rank {rank}, position {position}: {action}: {broken_rule}")
+            seen.add(action)
+        missing = _missing(seen, m, v)
+        if missing:
+            raise ScheduleError(f"rank {rank}, position {len(actions)}: ends without {missing}")
     simulate(schedule, Cost(), v)
+
+
+def _broken_rule(action: Action, seen: set[Action], m: int, v: int) -> str:
+    """Why an action cannot come after those that were seen, "" where it can."""
+    if not isinstance(action, Action) or not all(type(n) is int for n in action[1:]):
+        return "is no Action(op, chunk, micro_batch)"
+    in_range = 0 <= action.chunk < v and 0 <= action.micro_batch < m
+    if action.op not in KIND or not in_range:
+        return f"the ops are F, B, I, W, the chunks 0 to {v - 1}, the micro-batches 0 to {m - 1}"
+    alternative = {"B": "I", "I": "B"}.get(action.op)
+    if action in seen or (alternative and action._replace(op=alternative) in seen):
+        return "comes twice"
+    before = {"F": None, "B": "F", "I": "F", "W": "I"}[action.op]
+    if before and action._replace(op=before) not in seen:
+        return f"comes before its {before}"
+    return ""
+
+
+def _missing(seen: set[Action], m: int, v: int) -> Action | None:
+    """The first action that a complete list would also have."""
+    for chunk in range(v):
+        for k in range(m):
+            is_split = Action("I", chunk, k) in seen
+            for op in "FIW" if is_split else "FB":
+                if Action(op, chunk, k) not in seen:
+                    return Action(op, chunk, k)
+    return None
 
 
 @dataclass(frozen=True)
@@ -205,14 +227,16 @@ class Cost:
     weight: float | list[float] = 1.0
     transfer: float = 0.0
 
-    def of(self, op: str, stage: int) -> float:
-        f, i, w = (
-            x[stage] if isinstance(x, list) else x for x in (self.forward, self.input, self.weight)
-        )
-        return {"F": f, "I": i, "W": w, "B": i + w}[op]
+    def seconds(self, op: str, stage: int) -> float:
+        if op == "B":
+            return self.seconds("I", stage) + self.seconds("W", stage)
+        cost = {"F": self.forward, "I": self.input, "W": self.weight}[op]
+        return cost[stage] if isinstance(cost, list) else cost
 
 
 class Event(NamedTuple):
+    """An action with its times in seconds, simulated or measured."""
+
     rank: int
     op: str
     chunk: int
@@ -222,13 +246,13 @@ class Event(NamedTuple):
 
 
 def simulate(schedule: Schedule, cost: Cost, v: int | None = None) -> list[Event]:
-    """Run the lists: each action starts when its rank is free and what it needs has arrived. Raises
-    ScheduleError, naming what waits for what, if they cannot all run."""
+    """Run the lists: an action starts when its rank is free and what it needs has arrived. Returns
+    events by start. Raises ScheduleError, naming what waits for what, if they cannot all run."""
     p = len(schedule)
     v = v or 1 + max(a.chunk for actions in schedule for a in actions)
-    seconds = {(op, stage): cost.of(op, stage) for op in "FBIW" for stage in range(p * v)}
-    ended = {}
-    free = [0.0] * p
+    seconds = {(op, stage): cost.seconds(op, stage) for op in KIND for stage in range(p * v)}
+    ended: dict[Result, float] = {}
+    free_at = [0.0] * p
     position = [0] * p
     events = []
     progress = True
@@ -236,196 +260,240 @@ def simulate(schedule: Schedule, cost: Cost, v: int | None = None) -> list[Event
         progress = False
         for rank, actions in enumerate(schedule):
             while position[rank] < len(actions):
-                a = actions[position[rank]]
-                needed = needs(a, rank, p, v)
-                if not all(n in ended for n in needed):
+                action = actions[position[rank]]
+                start = free_at[rank]
+                needed = needs(action, rank, p, v)
+                if not all(result in ended for result in needed):
                     break
-                start = max(
-                    [free[rank]]
-                    + [ended[n] + (cost.transfer if n[1] % p != rank else 0) for n in needed]
-                )
-                free[rank] = ended[ends(a, rank, p)] = start + seconds[a.op, a.chunk * p + rank]
-                events.append(Event(rank, *a, start, free[rank]))
+                for result in needed:
+                    from_this_rank = result[1] % p == rank
+                    arrival = ended[result] + (0 if from_this_rank else cost.transfer)
+                    start = max(start, arrival)
+                end = start + seconds[action.op, action.chunk * p + rank]
+                ended[result_of(action, rank, p)] = end
+                free_at[rank] = end
+                events.append(Event(rank, *action, start, end))
                 position[rank] += 1
                 progress = True
     for rank, actions in enumerate(schedule):
         if position[rank] < len(actions):
-            a = actions[position[rank]]
-            op, stage, k = next(n for n in needs(a, rank, p, v) if n not in ended)
+            action = actions[position[rank]]
+            kind, stage, k = next(r for r in needs(action, rank, p, v) if r not in ended)
             raise ScheduleError(
-                f"rank {rank}, position {position[rank]}: {a}: waits for the {op} of micro-batch"
-                f" {k} on rank {stage % p}, which itself waits: the order cannot run"
+                f"rank {rank}, position {position[rank]}: {action}: waits for the {kind} of"
+                f" micro-batch {k} on rank {stage % p}, which itself waits: the order cannot run"
             )
     return sorted(events, key=lambda e: (e.start, e.rank))
 
 
+# --- the bubble, and what is held in memory -------------------------------------------------------
+
+
 def bubble(events: list[Event]) -> float:
-    """Idle time as a fraction of the ideal, the work of the busiest rank (section 2.2: t_pb /
-    t_id)."""
+    """Idle time as a fraction of the ideal time, which is the work of the busiest rank: t_pb / t_id
+    of arXiv 2104.04473, section 2.2."""
     work = defaultdict(float)
     for e in events:
         work[e.rank] += e.end - e.start
-    return (max(e.end for e in events) - min(e.start for e in events)) / max(work.values()) - 1
+    duration = max(e.end for e in events) - min(e.start for e in events)
+    return duration / max(work.values()) - 1
 
 
 def bubble_formula(name: str, p: int, m: int, v: int = 1, cost: Cost = Cost()) -> float:
-    """(p - 1) / m for GPipe and 1F1B, (p - 1) / (v m) interleaved; ZB-H1: (p - 1)(T_F + T_I - T_W)
-    of time, for m >= p and T_W <= T_F. Where T_W > T_I even that is out of reach: the last rank
-    cannot start before (p - 1) T_F."""
-    if name == "zb-h1":
-        return (
-            (p - 1)
-            * (cost.forward + max(0, cost.input - cost.weight))
-            / (m * (cost.forward + cost.input + cost.weight))
-        )
-    return (p - 1) / (v * m)
+    """The same by the papers' formulas.
+
+    GPipe and 1F1B: (p - 1) / m. Interleaved: (p - 1) / (v m). ZB-H1 with m >= p and T_W <= T_F: a
+    time of (p - 1) (T_F + T_I - T_W). Where T_W > T_I, no schedule reaches that: the last rank
+    cannot start before (p - 1) T_F, which is the formula then.
+    """
+    if name != "zb-h1":
+        return (p - 1) / (v * m)
+    bubble_time = (p - 1) * (cost.forward + max(0, cost.input - cost.weight))
+    return bubble_time / (m * (cost.forward + cost.input + cost.weight))
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """For each rank, the most (chunk, micro-batch) pairs that have been through forward and not yet
-    through B (or I)."""
-    return [_most(actions, {"F": 1, "B": -1, "I": -1, "W": 0}) for actions in schedule]
+    """For each rank, the most (chunk, micro-batch) pairs at a time that have been through forward
+    and not yet through B (or I): their activations are held."""
+    return [_peak(actions, {"F": 1, "B": -1, "I": -1, "W": 0}) for actions in schedule]
 
 
-def owed(schedule: Schedule) -> list[int]:
-    """For each rank, the most weight gradients (each a chunk's, for a micro-batch) that wait for
-    their W, with what they are computed from."""
-    return [_most(actions, {"F": 0, "B": 0, "I": 1, "W": -1}) for actions in schedule]
+def deferred_weight_gradients(schedule: Schedule) -> list[int]:
+    """For each rank, the most (chunk, micro-batch) pairs at a time that have been through I and not
+    yet through W: what their weight gradients are computed from is held."""
+    return [_peak(actions, {"F": 0, "B": 0, "I": 1, "W": -1}) for actions in schedule]
 
 
-def _most(actions: list[Action], change: dict[str, int]) -> int:
-    counts = [0]
-    for a in actions:
-        counts.append(counts[-1] + change[a.op])
-    return max(counts)
+def _peak(actions: list[Action], change: dict[str, int]) -> int:
+    """The largest sum of the changes so far."""
+    count = 0
+    peak = 0
+    for action in actions:
+        count += change[action.op]
+        peak = max(peak, count)
+    return peak
 
 
-# --------------------------------------------------------------------------------------------------
+# --- sends and receives ---------------------------------------------------------------------------
 
 
 class Transfer(NamedTuple):
-    """op: send; receive, to post it; or settle, to wait for a send that has certainly arrived, and
-    let go of what was sent. kind: F for an activation, B for a gradient; stage: the one that it
-    goes to."""
+    """An entry of a rank's program that communicates."""
 
+    # send; receive, to post it; or settle, to wait for a send that has certainly arrived, and free
+    # the tensor that was sent
     op: str
+    # the rank at the other end
     peer: int
+    # F for an activation, B for a gradient
     kind: str
+    # the stage that it goes to
     stage: int
     micro_batch: int
 
 
-def source(a: Action, rank: int, p: int, v: int) -> tuple[int, str, int] | None:
-    """(rank, kind, own stage) that an action's input comes from, None where it comes from nowhere
-    or from this rank."""
-    stage = a.chunk * p + rank
-    kind = "B" if a.op == "I" else a.op
-    other = {"F": stage - 1, "B": stage + 1}.get(kind, -1)
-    return (other % p, kind, stage) if 0 <= other < p * v and other % p != rank else None
+# what `lower` makes of one rank's list
+Program = list[Action | Transfer]
 
 
-def lower(schedule: Schedule, v: int = 1, ahead: int = 2) -> list[list[Action | Transfer]]:
-    """The lists with their communication. A send follows the action that makes its content. A
-    receive is posted `ahead` actions before the one that needs it; receives from one peer and of
-    one kind in the order in which that peer sends, as NCCL wants. What a peer sends tells how far
-    it is: everything sent to it that its list needs before that point has arrived, and is
-    settled."""
+class Message(NamedTuple):
+    """An activation (kind F) or a gradient (kind B) that one rank sends to another."""
+
+    sender: int
+    receiver: int
+    kind: str
+    # the stage that it goes to
+    stage: int
+    micro_batch: int
+    # how many messages of this kind the sender has sent to the receiver before
+    number: int
+    # the position, in the sender's list, of the action that computes it
+    sent_at: int
+    # the position, in the receiver's list, of the action that needs it
+    used_at: int
+
+    def transfer(self, op: str) -> Transfer:
+        peer = self.sender if op == "receive" else self.receiver
+        return Transfer(op, peer, self.kind, self.stage, self.micro_batch)
+
+
+def lower(schedule: Schedule, v: int = 1, ahead: int = 2) -> list[Program]:
+    """The lists with their sends and receives.
+
+    A send follows the action that computes its content. A receive is posted `ahead` actions before
+    the one that needs it. Receives from one peer and of one kind are posted in the order in which
+    that peer sends them, as NCCL requires.
+
+    A message proves its sender's progress: before that send the sender has used all that its list
+    needs up to there. This rank's sends among that have arrived, and are settled.
+    """
     p = len(schedule)
-    # (sender, receiver, kind): {(stage, micro_batch): the sender's position}, in the order of
-    # sending
-    sent = defaultdict(dict)
-    # (receiver, kind, stage, micro_batch): the receiver's position
-    used = {}
-    for rank, actions in enumerate(schedule):
-        for position, a in enumerate(actions):
-            stage = a.chunk * p + rank
-            kind = "B" if a.op == "I" else a.op
-            to = {"F": stage + 1, "B": stage - 1}.get(kind, -1)
-            if 0 <= to < p * v and to % p != rank:
-                sent[rank, to % p, kind][to, a.micro_batch] = position
-            if source(a, rank, p, v):
-                used[rank, kind, stage, a.micro_batch] = position
-    in_order = {channel: list(sends) for channel, sends in sent.items()}
-    programs = []
-    index = {
-        channel: {what: n for n, what in enumerate(sends)} for channel, sends in in_order.items()
+    messages = _messages(schedule, v)
+    return [_program(rank, actions, messages, p, ahead) for rank, actions in enumerate(schedule)]
+
+
+def _messages(schedule: Schedule, v: int) -> dict[tuple[str, int, int], Message]:
+    """Everything that goes from rank to rank, by (kind, stage that it goes to, micro_batch); those
+    of one sender in the order of sending. The action that needs a message has just this key as its
+    own result: F of stage k needs what F of stage k - 1 sends to stage k."""
+    p = len(schedule)
+    position_of = {
+        result_of(action, rank, p): position
+        for rank, actions in enumerate(schedule)
+        for position, action in enumerate(actions)
     }
+    messages = {}
+    counts = Counter()
     for rank, actions in enumerate(schedule):
-        program = []
-        posted = defaultdict(int)
-        unsettled = []
-        leaves = {
-            position: Transfer("send", to, kind, *what)
-            for (sender, to, kind), sends in sent.items()
-            if sender == rank
-            for what, position in sends.items()
-        }
-        for i, a in enumerate(actions):
-            for later in actions[i : i + ahead + 1]:
-                if origin := source(later, rank, p, v):
-                    channel = origin[0], rank, origin[1]
-                    upto = index[channel][origin[2], later.micro_batch] + 1
-                    program += [
-                        Transfer("receive", *origin[:2], *what)
-                        for what in in_order[channel][posted[channel] : upto]
-                    ]
-                    posted[channel] = max(posted[channel], upto)
-            program.append(a)
-            if origin := source(a, rank, p, v):
-                peer_is_at = sent[origin[0], rank, origin[1]][origin[2], a.micro_batch]
-                done = [
-                    t
-                    for t in unsettled
-                    if t.peer == origin[0]
-                    and used[t.peer, t.kind, t.stage, t.micro_batch] <= peer_is_at
-                ]
-                program += [t._replace(op="settle") for t in done]
-                unsettled = [t for t in unsettled if t not in done]
-            if i in leaves:
-                program.append(leaves[i])
-                unsettled.append(leaves[i])
-        programs.append(program + [t._replace(op="settle") for t in unsettled])
-    return programs
+        for position, action in enumerate(actions):
+            kind, stage, k = result_of(action, rank, p)
+            goes_to = stage + DIRECTION[action.op]
+            receiver = goes_to % p
+            if 0 <= goes_to < p * v and receiver != rank:
+                number = counts[rank, receiver, kind]
+                counts[rank, receiver, kind] += 1
+                used_at = position_of[kind, goes_to, k]
+                messages[kind, goes_to, k] = Message(
+                    rank, receiver, kind, goes_to, k, number, position, used_at
+                )
+    return messages
 
 
-def deadlock(programs: list[list[Action | Transfer]], v: int = 1) -> str | None:
-    """None if the programs run to their end in this model of NCCL: posting never waits (so every
-    communicator has been set up before), each (sender, receiver, kind) is a communicator, a queue
-    on either side, whose heads must match and complete together; an action waits for what it
-    receives, a settle for what was sent. Otherwise, what is stuck. Not modelled: other traffic on
-    the GPU, and hardware queues that are fewer than the communicators
-    (CUDA_DEVICE_MAX_CONNECTIONS)."""
+def _program(
+    rank: int,
+    actions: list[Action],
+    messages: dict[tuple[str, int, int], Message],
+    p: int,
+    ahead: int,
+) -> Program:
+    """One rank's list with its communication; see `lower`."""
+    # the message that each action needs, None where it needs none
+    incoming = [messages.get(result_of(action, rank, p)) for action in actions]
+    # the message that follows an action, by the action's position
+    outgoing = {message.sent_at: message for message in messages.values() if message.sender == rank}
+    # (sender, kind): the messages in the order of sending, and how many receives are posted
+    in_order = defaultdict(list)
+    posted = Counter()
+    for message in messages.values():
+        if message.receiver == rank:
+            in_order[message.sender, message.kind].append(message)
+    # sends that may not have arrived yet
+    unsettled: list[Message] = []
+    program: Program = []
+    for position, action in enumerate(actions):
+        for needed in filter(None, incoming[position : position + ahead + 1]):
+            channel = needed.sender, needed.kind
+            while posted[channel] <= needed.number:
+                program.append(in_order[channel][posted[channel]].transfer("receive"))
+                posted[channel] += 1
+        program.append(action)
+        proof = incoming[position]
+        if proof:
+            arrived = [
+                sent
+                for sent in unsettled
+                if sent.receiver == proof.sender and sent.used_at <= proof.sent_at
+            ]
+            program += [sent.transfer("settle") for sent in arrived]
+            unsettled = [sent for sent in unsettled if sent not in arrived]
+        if position in outgoing:
+            program.append(outgoing[position].transfer("send"))
+            unsettled.append(outgoing[position])
+    return program + [sent.transfer("settle") for sent in unsettled]
+
+
+# --- deadlocks ------------------------------------------------------------------------------------
+
+
+def deadlock(programs: list[Program], v: int = 1) -> str | None:
+    """None if the programs run to their end in a model of NCCL; otherwise, what is stuck.
+
+    The model: each (sender, receiver, kind) is a communicator with a queue on either side. The
+    heads of the two queues must match and complete together. Posting never waits (every
+    communicator has been set up before). An action waits for what it receives, a settle for what
+    was sent.
+
+    Not modelled: other traffic on the GPU, and fewer hardware queues than communicators
+    (CUDA_DEVICE_MAX_CONNECTIONS).
+    """
     p = len(programs)
-    # (sender, receiver, kind, side): [(stage, micro_batch)]
+    # (sender, receiver, kind, send or receive): what is posted, as (stage, micro_batch)
     queues = defaultdict(deque)
-    arrived = set()
+    # (kind, stage that it goes to, micro_batch)
+    arrived: set[tuple[str, int, int]] = set()
     position = [0] * p
     progress = True
     while progress:
         progress = False
         for rank, program in enumerate(programs):
             while position[rank] < len(program):
-                x = program[position[rank]]
-                if isinstance(x, Transfer) and x.op == "settle":
-                    if (x.kind, x.stage, x.micro_batch) not in arrived:
-                        break
-                elif isinstance(x, Transfer):
-                    channel = (rank, x.peer, x.kind) if x.op == "send" else (x.peer, rank, x.kind)
-                    queues[*channel, x.op].append((x.stage, x.micro_batch))
-                    sends = queues[*channel, "send"]
-                    receives = queues[*channel, "receive"]
-                    while sends and receives:
-                        if sends[0] != receives[0]:
-                            return (
-                                f"rank {channel[0]} sends {sends[0]} where rank {channel[1]}"
-                                f" receives {receives[0]} (stage, micro-batch)"
-                            )
-                        arrived.add((channel[2], *sends.popleft()))
-                        receives.popleft()
-                else:
-                    origin = source(x, rank, p, v)
-                    if origin and (*origin[1:], x.micro_batch) not in arrived:
-                        break
+                entry = program[position[rank]]
+                if isinstance(entry, Transfer) and entry.op != "settle":
+                    mismatch = _post(entry, rank, queues, arrived)
+                    if mismatch:
+                        return mismatch
+                elif not _awaited(entry, rank, p, v) <= arrived:
+                    break
                 position[rank] += 1
                 progress = True
     stuck = [
@@ -437,43 +505,64 @@ def deadlock(programs: list[list[Action | Transfer]], v: int = 1) -> str | None:
     return "; ".join(stuck + left) or None
 
 
-# --------------------------------------------------------------------------------------------------
+def _post(entry: Transfer, rank: int, queues: dict, arrived: set) -> str:
+    """Queue a send or a receive, and complete the heads that match. Returns what does not match."""
+    sender, receiver = (rank, entry.peer) if entry.op == "send" else (entry.peer, rank)
+    queues[sender, receiver, entry.kind, entry.op].append((entry.stage, entry.micro_batch))
+    sends = queues[sender, receiver, entry.kind, "send"]
+    receives = queues[sender, receiver, entry.kind, "receive"]
+    while sends and receives:
+        if sends[0] != receives[0]:
+            return (
+                f"rank {sender} sends {sends[0]} where rank {receiver} receives {receives[0]}"
+                " (stage, micro-batch)"
+            )
+        arrived.add((entry.kind, *sends.popleft()))
+        receives.popleft()
+    return ""
+
+
+def _awaited(entry: Action | Transfer, rank: int, p: int, v: int) -> set[tuple[str, int, int]]:
+    """The message that an action or a settle waits for, if any."""
+    if isinstance(entry, Transfer):
+        return {(entry.kind, entry.stage, entry.micro_batch)}
+    kind, stage, k = result_of(entry, rank, p)
+    comes_from = stage - DIRECTION[entry.op]
+    is_sent = 0 <= comes_from < p * v and comes_from % p != rank
+    return {(kind, stage, k)} if is_sent else set()
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+COLOURS = {"F": "#7aa6d8", "B": "#8fc98b", "I": "#8fc98b", "W": "#e3c36b"}
 
 
 def draw(axes, events: list[Event], title: str) -> None:
-    """One row per rank, a box per action with its micro-batch number; later chunks darker.
+    """One row per rank, a box per action with its micro-batch number, later chunks darker.
     Simulated and measured events alike."""
     import matplotlib.colors
 
-    ranks = 1 + max(e.rank for e in events)
-    chunks = 1 + max(e.chunk for e in events)
+    num_ranks = 1 + max(e.rank for e in events)
+    last_chunk = max(e.chunk for e in events)
     first = min(e.start for e in events)
     last = max(e.end for e in events)
-    colours = {"F": "#7aa6d8", "B": "#8fc98b", "I": "#8fc98b", "W": "#e3c36b"}
     for e in events:
-        shade = matplotlib.colors.to_rgb(colours[e.op])
-        shade = (
-            [c * (1 - 0.45 * e.chunk / max(1, chunks - 1)) for c in shade] if chunks > 1 else shade
-        )
+        duration = e.end - e.start
+        brightness = 1 - 0.45 * e.chunk / max(1, last_chunk)
         axes.barh(
             -e.rank,
-            e.end - e.start,
+            duration,
             left=e.start - first,
             height=0.94,
-            color=shade,
+            color=[c * brightness for c in matplotlib.colors.to_rgb(COLOURS[e.op])],
             edgecolor="black",
             linewidth=0.4,
         )
-        if (e.end - e.start) > 0.012 * (last - first):
-            axes.text(
-                (e.start + e.end) / 2 - first,
-                -e.rank,
-                e.micro_batch,
-                ha="center",
-                va="center",
-                fontsize=6,
-            )
-    axes.set_yticks([-r for r in range(ranks)], [f"rank {r}" for r in range(ranks)])
+        # a number only where the box has room for it
+        if duration > 0.012 * (last - first):
+            middle = (e.start + e.end) / 2 - first
+            axes.text(middle, -e.rank, e.micro_batch, ha="center", va="center", fontsize=6)
+    axes.set_yticks([-rank for rank in range(num_ranks)], [f"rank {r}" for r in range(num_ranks)])
     axes.set(
         title=f"{title}: bubble {100 * bubble(events):.0f}% of the ideal time",
         xlim=(0, last - first),
@@ -482,23 +571,20 @@ def draw(axes, events: list[Event], title: str) -> None:
 
 
 def plot(panels: dict[str, list[Event]], path) -> None:
-    """panels: title -> events; one under the other, on one scale of time."""
+    """Write a figure with one panel for each title, one under the other, on one scale of time."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    height = 0.5
+    longest = 0.0
+    for events in panels.values():
+        height += 0.6 + 0.32 * (1 + max(e.rank for e in events))
+        longest = max(longest, max(e.end for e in events) - min(e.start for e in events))
     figure, rows = plt.subplots(
-        len(panels),
-        1,
-        figsize=(
-            12,
-            0.5 + sum(0.6 + 0.32 * (1 + max(e.rank for e in ev)) for ev in panels.values()),
-        ),
-        layout="constrained",
-        squeeze=False,
+        len(panels), 1, figsize=(12, height), layout="constrained", squeeze=False
     )
-    longest = max(max(e.end for e in ev) - min(e.start for e in ev) for ev in panels.values())
     for axes, (title, events) in zip(rows[:, 0], panels.items()):
         draw(axes, events, title)
         axes.set_xlim(0, longest)
@@ -508,16 +594,17 @@ def plot(panels: dict[str, list[Event]], path) -> None:
 
 
 def text(events: list[Event], unit: float = 1.0) -> str:
-    """The same in letters, lower case for later chunks: idle time as dots."""
+    """Time lines in letters, two for each `unit` of seconds: F0 is forward of micro-batch 0, lower
+    case for later chunks, dashes for the rest of a long action, dots for idle time."""
     lines = []
     for rank in range(1 + max(e.rank for e in events)):
         line = ""
-        for e in (e for e in events if e.rank == rank):
-            line = line.ljust(
-                round(e.start / unit) * 2, "."
-            ) + f"{e.op.lower() if e.chunk else e.op}{e.micro_batch}"[:2].ljust(
-                round((e.end - e.start) / unit) * 2, "-"
-            )
+        for e in events:
+            if e.rank == rank:
+                op = e.op.lower() if e.chunk else e.op
+                start = 2 * round(e.start / unit)
+                width = 2 * round((e.end - e.start) / unit)
+                line = line.ljust(start, ".") + f"{op}{e.micro_batch}"[:2].ljust(width, "-")
         lines.append(f"  rank {rank}  {line}")
     return "\n".join(lines)
 
@@ -529,13 +616,14 @@ def main():
         schedule = make(name, p, m, v)
         cost = Cost(1 / v, 1 / v, 1 / v)
         events = simulate(schedule, cost)
-        print(
-            f"{name}: p {p}, m {m}, v {v}: bubble {bubble(events):.4f} of the ideal time, by"
-            f" formula {bubble_formula(name, p, m, v, cost):.4f}; in flight"
-            f" {in_flight(schedule)}{f', weight gradients owed {owed(schedule)}' if name == 'zb-h1' else ''};"
-            f" stuck on NCCL: {deadlock(lower(schedule, v), v)}"
-        )
+        formula = bubble_formula(name, p, m, v, cost)
+        print(f"{name}: p {p}, m {m}, v {v}")
         print(text(events, 1 / v))
+        print(f"  bubble {bubble(events):.4f} of the ideal time, by formula {formula:.4f}")
+        print(f"  micro-batches in flight: {in_flight(schedule)}")
+        if name == "zb-h1":
+            print(f"  deferred weight gradients: {deferred_weight_gradients(schedule)}")
+        print(f"  stuck on NCCL: {deadlock(lower(schedule, v), v)}\n")
 
 
 if __name__ == "__main__":

@@ -298,7 +298,7 @@ def main():
                 "bubble_simulated": simulated,
                 "bubble_formula": schedules.bubble_formula(kind, P, m, v),
                 "in_flight": schedules.in_flight(schedules.make(kind, P, m, v)),
-                "owed": schedules.owed(schedules.make(kind, P, m, v)),
+                "owed": schedules.deferred_weight_gradients(schedules.make(kind, P, m, v)),
             }
             print(
                 f"{name:<17}{m:>2}{row['tokens_per_second']:>10,.0f}{over['median']:>10.2f}"

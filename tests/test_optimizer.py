@@ -19,9 +19,9 @@ from optimizer import (
     GradientAccumulator,
     LossScaler,
     global_norm,
-    join,
+    join_master,
     learning_rate,
-    split,
+    split_master,
 )
 from runtime.world import Groups
 from sharding import Shard, local_part, shard_of
@@ -161,22 +161,22 @@ def test_split_by_hand():
     master = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 2**-9, 0.0, -0.0, 3.4e38, 1e-40])
     weight = torch.zeros(7, dtype=torch.bfloat16)
     low = torch.zeros(7, dtype=torch.int16)
-    split(master, weight, low)
+    split_master(master, weight, low)
     assert weight[:3].tolist() == [1 + 2**-7, -1 - 2**-7, 1.0] and low[:4].tolist() == [
         -(2**15),
         -(2**15),
         2**14,
         0,
     ]
-    assert torch.equal(join(weight, low).view(torch.int32), master.view(torch.int32))
+    assert torch.equal(join_master(weight, low).view(torch.int32), master.view(torch.int32))
     # any float at all
     bits = torch.randint(
         -(2**31), 2**31, (10**6,), generator=torch.Generator().manual_seed(0)
     ).int()
     weight = torch.zeros(10**6, dtype=torch.bfloat16)
     low = torch.zeros(10**6, dtype=torch.int16)
-    split(bits.view(torch.float32), weight, low)
-    assert torch.equal(join(weight, low).view(torch.int32), bits)
+    split_master(bits.view(torch.float32), weight, low)
+    assert torch.equal(join_master(weight, low).view(torch.int32), bits)
     finite = bits.view(torch.float32).abs() < 3e38
     nearest = bits.view(torch.float32).bfloat16()
     # all but ties

@@ -49,7 +49,7 @@ def test_every_schedule(p):
                         bubble_formula(name, p, m, v), rel=1e-12
                     ), what
                 assert deadlock(lower(schedule, v), v) is None, what
-                assert schedules.owed(schedule) == (
+                assert schedules.deferred_weight_gradients(schedule) == (
                     [min(m, r + 1) for r in range(p)] if name == "zb-h1" else [0] * p
                 ), what
                 limit = {
