@@ -1,22 +1,22 @@
-"""JSON that comes from outside, read with types: index.json, config.json, prompts.json, JSON lines.
+"""JSON from outside, read with types: index.json, config.json, prompts.json, JSON lines.
 
-A file that somebody sent may hold anything: a word where a number belongs, NaN, nesting that never
-ends, half of a character. Each reader here names the type that it expects, and every failure is one
-`JSONError` with one line of text:
+A file from somebody else may hold anything: a word where a number belongs, NaN, endless nesting,
+half a character. So each call names the type that it expects, and every failure is a `JSONError`
+with one line of text:
 
-    read(path, GPTConfig)        a whole file
-    parse(data, dict, where)     bytes that were read already; `where` begins the message
-    convert(value, kind, where)  a part of JSON that was parsed before
-    read_lines(path, dict)       JSON lines: (line number, object)
+    read(path, GPTConfig)           a whole file
+    parse(data, dict, where)        bytes that are read already; `where` begins the error message
+    convert(value, kind, where)     a part of JSON that was parsed without a type
+    read_lines(path, dict)          JSON lines: pairs (line number, object)
 
     >>> parse(b'{"steps": 2.5}', dict[str, int], "run.json")
     JSONError: run.json: Expected `int`, got `float` - at `$.steps`
 
-The parser is msgspec: strict types, no NaN or Infinity, UTF-8 only. A dataclass as type ignores
-fields that it does not have; give it a `__post_init__` that raises ValueError for what its types
-cannot say, such as ranges.
+    python -m runtime.json_files FILE        whether a file is JSON; if not, the line and column
 
-    python -m runtime.json_files FILE        whether a file is JSON, and if not, the line and column
+The parser is msgspec: strict types, no NaN or Infinity, UTF-8 only. With a dataclass as the type,
+unknown fields are ignored. What types cannot express, such as ranges, goes into its
+`__post_init__`, which raises ValueError.
 """
 
 import errno
@@ -33,27 +33,29 @@ from runtime import terminal
 
 
 class JSONError(ValueError):
-    """JSON that cannot be used: the file, where in it, and why, in one line."""
+    """JSON that cannot be used; the message is one line: the file, where in it, and why."""
 
 
 def read(path: "str | Path", kind=Any):
-    """The content of a JSON file as `kind`, any type that msgspec knows. Raises JSONError."""
+    """The content of a JSON file as `kind`, any type that msgspec supports. Raises JSONError."""
     try:
         data = read_bytes(path)
     except (OSError, ValueError) as e:
-        raise JSONError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
+        reason = getattr(e, "strerror", None) or e
+        raise JSONError(f"{path}: cannot be read ({reason})") from None
     return parse(data, kind, str(path))
 
 
 def read_bytes(path: "str | Path") -> bytes:
-    """The content of a file. Raises OSError, also for a pipe or a device, which may never end."""
+    """The content of a file. Raises OSError, also for a pipe or a device: reading one may never
+    end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "a folder, a pipe or a device, not a file")
     return Path(path).read_bytes()
 
 
 def parse(data: bytes, kind=Any, where: str = "JSON"):
-    """JSON text as `kind`. where: what the message of an error begins with. Raises JSONError."""
+    """JSON text as `kind`. where: the beginning of an error message. Raises JSONError."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as e:
@@ -61,7 +63,7 @@ def parse(data: bytes, kind=Any, where: str = "JSON"):
     except RecursionError:
         raise JSONError(f"{where}: nested too deeply") from None
     except ValueError:
-        raise JSONError(f"{where}: not JSON ({where_it_stops(data)})") from None
+        raise JSONError(f"{where}: not JSON ({why_not_json(data)})") from None
 
 
 def convert(value, kind, where: str):
@@ -73,19 +75,23 @@ def convert(value, kind, where: str):
 
 
 def read_lines(path: "str | Path", kind=dict[str, Any]):
-    """Yield (line number from 1, object) for each line that is not empty; `-` is standard input.
-    Raises JSONError."""
+    """Yield (line number, object) for each line that is not empty. Lines count from 1; the path `-`
+    is standard input. Raises JSONError."""
     try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+        if str(path) == "-":
+            data = sys.stdin.buffer.read()
+        else:
+            data = Path(path).read_bytes()
     except (OSError, ValueError, AttributeError) as e:
-        raise JSONError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
+        reason = getattr(e, "strerror", None) or e
+        raise JSONError(f"{path}: cannot be read ({reason})") from None
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             yield number, parse(line, kind, f"{path}, line {number}")
 
 
-def where_it_stops(data: bytes) -> str:
-    """Why JSON text cannot be parsed, with line and column where they are known."""
+def why_not_json(data: bytes) -> str:
+    """Why text cannot be parsed, with line and column where they are known."""
     try:
         json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as e:
@@ -98,6 +104,7 @@ def where_it_stops(data: bytes) -> str:
 
 
 def one_line(error: Exception) -> str:
+    """The message of an exception with each run of white space as one space."""
     return " ".join(str(error).split())
 
 

@@ -1,11 +1,15 @@
-"""What a command says to people, on streams that may be closed, full, or only know ASCII.
+"""Printing for people, on streams that may be closed, full, or only know ASCII.
 
 A run must not end because nobody reads its lines any more: `python train.py | head` closes the pipe
-after ten lines, a log file's disk fills up. From then on the lines are dropped, one line on
-standard error says so, and the run goes on; metrics.jsonl has every step.
+after ten lines, or the disk of a log file fills up. Then further lines are dropped, one line on
+standard error says so, and the run goes on. metrics.jsonl has every step.
 
-    terminal.prepare()        first thing in a command
-    terminal.say("step 1")    a line on standard output, flushed
+    terminal.prepare()          at the start of a command
+    terminal.say("step 1")      a line on standard output, flushed
+    terminal.refuse("why")      the end, with status 2 and one line on standard error
+    terminal.run(main)          all of this around main(), the last line of a file
+
+    python train.py | head -n 2        trains to its end
 """
 
 import os
@@ -15,27 +19,30 @@ import time
 
 
 def prepare() -> None:
-    """Make standard input, output and error usable. A closed one becomes /dev/null: otherwise the
-    next file that is opened would get its number, and a library would print into a checkpoint."""
+    """Make standard input, output and error usable.
+
+    A closed one becomes /dev/null. Otherwise the next file that is opened, perhaps a checkpoint,
+    would get its number, and what a library prints would go into that file.
+    """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest free number is this one: those below are open by now.
+            # open() takes the lowest free number, and the lower ones are in use by now.
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
     if hasattr(sys.stdin, "reconfigure"):
-        # Bytes that are no text are refused where they are read as a prompt.
+        # Bytes that are not UTF-8 are read without an error here; what reads a prompt refuses them.
         sys.stdin.reconfigure(errors="surrogateescape")
     for stream in (sys.stdout, sys.stderr):
-        # A character that the terminal does not have is shown by its number, never an exception.
+        # A character that the terminal does not have is printed as its code, without an error.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def say(*words, error: bool = False, end: str = "\n") -> None:
-    """Print a line, flushed; where the stream is gone, drop this line and the ones to come."""
+    """Print a line, flushed; where the stream is gone, drop this line and all later ones."""
     stream = sys.stderr if error else sys.stdout
     try:
         print(*words, file=stream, end=end, flush=True)
@@ -49,15 +56,21 @@ def say(*words, error: bool = False, end: str = "\n") -> None:
 
 
 def one_line(message) -> str:
-    """A message as one line: line ends and other characters that do not print, by their codes."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message)
-    )
+    """A message as one line: line ends and other unprintable characters become their codes."""
+    printable = []
+    for character in str(message):
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        printable.append(character)
+    return "".join(printable)
 
 
 def let_rank_0_speak(rank: int) -> None:
-    """Called by a rank that ends because of bad input, which rank 0 alone reports. The launcher
-    ends all ranks as soon as one has ended: for a moment this must not be one that said nothing."""
+    """Call this in every rank that ends because of bad input, which rank 0 alone reports.
+
+    A launcher stops all ranks as soon as one has ended. The other ranks therefore wait, so that
+    rank 0 has printed its message before it is stopped.
+    """
     if rank:
         time.sleep(3)
 
@@ -69,8 +82,8 @@ def refuse(message: str):
 
 
 def run(main) -> None:
-    """End the process with what main() returns, or with status 1, and no traceback, where standard
-    output is closed or full."""
+    """Run main() and end the process with the status that it returns. Where standard output is
+    closed or full: status 1, without a traceback."""
     prepare()
     try:
         status = main()
@@ -88,18 +101,21 @@ def run(main) -> None:
 
 
 def mute(stream) -> None:
-    """What is written to this stream from now on goes nowhere, the rest of its buffer too."""
+    """Discard what is written to this stream from now on, and what is still in its buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def quiet_interrupts() -> None:
-    """Ctrl-C ends this process at once, with status 130 and without a traceback: while PyTorch is
-    imported, and whenever there is nothing to save. Call it where a file is run as a command."""
+    """From now on Ctrl-C ends this process at once, with status 130 and without a traceback.
+
+    For the time while PyTorch is imported, and for commands that have nothing to save. Call it
+    before the imports of a file that is run as a command.
+    """
 
     def end(number, frame):
-        # Imported only by then: it takes time as well, in which Ctrl-C may come.
+        # Imported only here: an import takes time, in which Ctrl-C may come.
         import multiprocessing
 
         for child in multiprocessing.active_children():
