@@ -1,23 +1,26 @@
-"""Templates and JSON lines to examples with virtual tokens in them: the data of prompt learning,
-with NeMo's names.
+"""The data of prompt learning: templates and JSON lines become examples with virtual tokens.
 
-    {"taskname": "sentiment", "sentence": "good fun", "label": "positive"}                              a line of data
-    "<|VIRTUAL_PROMPT_0|>{sentence} sentiment:<|VIRTUAL_PROMPT_1|>{label}", virtual_token_splits [3, 2]  the template of its task
+    line of data            {"taskname": "sentiment", "sentence": "good fun", "label": "positive"}
+    its task's template     "<|VIRTUAL_PROMPT_0|>{sentence} sentiment:<|VIRTUAL_PROMPT_1|>{label}"
+    virtual_token_splits    [3, 2]
 
     V V V g o o d _ f u n _ s e n t i m e n t : V V p o s i t i v e <end of text>
-                                                    `--- the loss, with answer_only_loss ---´
+                                                    '---------- loss ----------'  answer_only_loss
 
-A virtual token is an id beyond the vocabulary, V + j; prompt_tuning.py says what vector stands for
-it. It is never a label. Literal text and fields are tokenised one by one, so that the prompt of an
-answer is the beginning of the example that it was trained on. What is too long, the answer
-included, loses the end of its `truncate_field`, or is skipped where that is null.
+The names are NeMo's. A virtual token is an id beyond the vocabulary, V + j for the j-th one, and is
+never a target. Which vector stands for it is decided in prompt_tuning.py.
 
     python -m prompts.prompt_data       an example, token by token
+
+Literal text and fields are tokenised one by one. So the prompt that asks for an answer has just the
+tokens with which its example began in training. An example that is too long, its answer included,
+loses the end of its `truncate_field`; where that is null, it is skipped.
 """
 
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -31,11 +34,29 @@ from runtime import json_files, terminal
 STYLES = ("prompt-tuning", "p-tuning", "inference", "fine-tuning")
 ENCODERS = ("mlp", "lstm", "tpmlp")
 MARKER = re.compile(r"<\|VIRTUAL_PROMPT_(\d+)\|>")
+FIELD = re.compile(r"\{(\w+)\}")
+MARKER_OR_FIELD = re.compile(r"(<\|VIRTUAL_PROMPT_\d+\|>|\{\w+\})")
+# what an output file has beside the fields of a template
+RESERVED = {"taskname", "prediction", "finish"}
+# in the place of a field's name; no field can be called so
+END_OF_TEXT = "end of text"
 
 
 class PromptError(ValueError):
     """A template, a configuration or a line of data that cannot be used; the message says which,
     and what would fit."""
+
+
+# --- templates ------------------------------------------------------------------------------------
+
+
+class Example(NamedTuple):
+    taskname: str
+    # text and virtual tokens
+    ids: list[int]
+    # the tokens from this position on are targets, if they are text
+    loss_from: int
+    truncated: bool
 
 
 class Template(Struct, forbid_unknown_fields=True, frozen=True):
@@ -45,154 +66,175 @@ class Template(Struct, forbid_unknown_fields=True, frozen=True):
     taskname: str
     prompt_template: str
     total_virtual_tokens: Annotated[int, Meta(ge=0, lt=2**16)]
+    # how many virtual tokens stand at the marker <|VIRTUAL_PROMPT_i|>
     virtual_token_splits: list[Annotated[int, Meta(ge=1, lt=2**16)]]
-    # null: what is too long is skipped
+    # null: an example that is too long is skipped
     truncate_field: str | None = None
     answer_only_loss: bool = False
     answer_field: str | None = None
 
     def __post_init__(self):
-        def wrong(problem):
-            raise PromptError(f"task_templates, {self.taskname!r}: {problem}")
-
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", self.taskname):
-            wrong(
+            raise self.error(
                 "the name of a task is made of letters, digits, _ and -, and does not begin with"
                 " one of the last two"
             )
-        markers = [int(n) for n in MARKER.findall(self.prompt_template)]
+        self.check_markers()
+        self.check_fields()
+        self.check_answer()
+
+    def error(self, problem: str) -> PromptError:
+        return PromptError(f"task_templates, {self.taskname!r}: {problem}")
+
+    def check_markers(self) -> None:
         splits = self.virtual_token_splits
-        if sorted(markers) != list(range(len(splits))):
-            wrong(
+        markers = [int(number) for number in MARKER.findall(self.prompt_template)]
+        wanted = list(range(len(splits)))
+        if sorted(markers) != wanted:
+            raise self.error(
                 f"the markers <|VIRTUAL_PROMPT_i|> have the numbers {markers}, and"
-                f" virtual_token_splits {splits} asks for {list(range(len(splits)))}, each once"
+                f" virtual_token_splits {splits} asks for {wanted}, each once"
             )
         if sum(splits) != self.total_virtual_tokens:
-            wrong(
+            raise self.error(
                 f"virtual_token_splits {splits} must add up to total_virtual_tokens"
                 f" {self.total_virtual_tokens}, not to {sum(splits)}"
             )
+
+    def check_fields(self) -> None:
+        fields = self.fields
         for name in ("truncate_field", "answer_field"):
-            if getattr(self, name) is not None and getattr(self, name) not in self.fields:
-                wrong(
-                    f"{name} {getattr(self, name)!r} is not a field of the template, which has"
-                    f" {self.fields}"
+            value = getattr(self, name)
+            if value is not None and value not in fields:
+                raise self.error(
+                    f"{name} {value!r} is not a field of the template, which has {fields}"
                 )
-        if taken := {"taskname", "prediction", "finish"} & set(self.fields):
-            wrong(
-                f"fields may not be called {sorted(taken)}: these are the names of something else"
+        reserved = RESERVED & set(fields)
+        if reserved:
+            raise self.error(
+                f"fields may not be called {sorted(reserved)}: these names have another meaning"
             )
-        if len(set(self.fields)) < len(self.fields):
-            wrong(f"a field stands twice in the template: {self.fields}")
-        if self.answer_only_loss and self.answer_field is None:
-            wrong("answer_only_loss needs an answer_field")
-        if self.answer_field is not None and self.pieces[-1] != f"{{{self.answer_field}}}":
-            wrong(
-                f"answer_field {self.answer_field!r} must end the template, which ends with"
-                f" {self.pieces[-1]!r}"
+        if len(set(fields)) < len(fields):
+            raise self.error(f"a field stands twice in the template: {fields}")
+
+    def check_answer(self) -> None:
+        answer = self.answer_field
+        if answer is None:
+            if self.answer_only_loss:
+                raise self.error("answer_only_loss needs an answer_field")
+            return
+        last = self.pieces[-1]
+        if last != f"{{{answer}}}":
+            raise self.error(
+                f"answer_field {answer!r} must end the template, which ends with {last!r}"
             )
-        if self.answer_field is not None and self.answer_field == self.truncate_field:
-            wrong(
-                f"answer_field {self.answer_field!r} is also the truncate_field; name another one,"
-                " or null"
+        if answer == self.truncate_field:
+            raise self.error(
+                f"answer_field {answer!r} is also the truncate_field; name another one, or null"
             )
 
     @property
     def pieces(self) -> list[str]:
         """Literal text, {fields} and markers, in order."""
-        return [
-            x for x in re.split(r"(<\|VIRTUAL_PROMPT_\d+\|>|\{\w+\})", self.prompt_template) if x
-        ]
+        return [piece for piece in MARKER_OR_FIELD.split(self.prompt_template) if piece]
 
     @property
     def fields(self) -> list[str]:
-        return [x[1:-1] for x in self.pieces if re.fullmatch(r"\{\w+\}", x)]
+        return [piece[1:-1] for piece in self.pieces if FIELD.fullmatch(piece)]
 
     def fill(
         self, record: dict, tokenizer, first_virtual: int, limit: int, answer: bool = True
-    ) -> "Example | None":
+    ) -> Example | None:
         """The example of one record, at most `limit` tokens long; None where it cannot be that
-        short. first_virtual: id of the task's first virtual token. answer: with the answer and an
-        end-of-text token; without, the prompt that asks for it. Raises PromptError for a field that
-        is missing or too many."""
-        wanted = [name for name in self.fields if answer or name != self.answer_field]
-        missing = [n for n in wanted if n not in record]
-        more = [n for n in record if n not in self.fields and n != "taskname"]
-        if missing or more:
-            raise PromptError(
-                f"the template of {self.taskname!r} has the fields {self.fields}; the line "
-                + (f"lacks {missing}" if missing else f"also has {more}")
+        short.
+
+        first_virtual: the id of the task's first virtual token. answer: with the answer and an
+        end-of-text token; without, the prompt that asks for it. Raises PromptError for a record
+        that lacks a field or has another one.
+        """
+        self.check_record(record, answer)
+        parts = self.encode(record, tokenizer, first_virtual, answer)
+        excess = sum(len(ids) for _, ids in parts) - limit
+        if excess > 0:
+            parts = self.truncate(parts, excess)
+            if parts is None:
+                return None
+        ids = [i for _, part in parts for i in part]
+        loss_from = 0
+        if self.answer_only_loss:
+            loss_from = sum(
+                len(part) for name, part in parts if name not in (self.answer_field, END_OF_TEXT)
             )
-        wrong = [n for n in wanted if not isinstance(record[n], str | int | float)]
-        if wrong:
-            raise PromptError(f"field {wrong[0]!r} is neither text nor a number")
-        starts = np.cumsum([0, *self.virtual_token_splits])
-        # (field or None, ids)
+        return Example(self.taskname, ids, loss_from, truncated=excess > 0)
+
+    def check_record(self, record: dict, answer: bool) -> None:
+        """Raises PromptError where the fields are not the template's."""
+        wanted = [name for name in self.fields if answer or name != self.answer_field]
+        expected = f"the template of {self.taskname!r} has the fields {self.fields}"
+        missing = [name for name in wanted if name not in record]
+        if missing:
+            raise PromptError(f"{expected}; the line lacks {missing}")
+        unknown = [name for name in record if name not in self.fields and name != "taskname"]
+        if unknown:
+            raise PromptError(f"{expected}; the line also has {unknown}")
+        for name in wanted:
+            if not isinstance(record[name], str | int | float):
+                raise PromptError(f"field {name!r} is neither text nor a number")
+
+    def encode(
+        self, record: dict, tokenizer, first_virtual: int, answer: bool
+    ) -> list[tuple[str | None, list[int]]]:
+        """(field, END_OF_TEXT or None, its token ids) for each piece of the template."""
+        # the id of the first virtual token at each marker
+        starts = [first_virtual + int(n) for n in np.cumsum([0, *self.virtual_token_splits])]
         parts = []
         for piece in self.pieces:
             marker = MARKER.fullmatch(piece)
-            name = piece[1:-1]
+            name = FIELD.fullmatch(piece)
             if marker:
-                n = int(marker[1])
-                parts.append(
-                    (
-                        None,
-                        list(
-                            range(
-                                first_virtual + int(starts[n]), first_virtual + int(starts[n + 1])
-                            )
-                        ),
-                    )
-                )
-            elif name in self.fields and piece == f"{{{name}}}":
-                if answer or name != self.answer_field:
-                    parts.append((name, [int(i) for i in tokenizer.encode(str(record[name]))]))
-            else:
+                number = int(marker[1])
+                parts.append((None, list(range(starts[number], starts[number + 1]))))
+            elif not name:
                 parts.append((None, [int(i) for i in tokenizer.encode(piece)]))
+            elif answer or name[1] != self.answer_field:
+                ids = [int(i) for i in tokenizer.encode(str(record[name[1]]))]
+                parts.append((name[1], ids))
         if answer:
-            parts.append(("end of text", [tokenizer.eot]))
-        excess = sum(len(ids) for _, ids in parts) - limit
-        cut = False
-        if excess > 0:
-            kept = {
-                name: len(ids) - excess
-                for name, ids in parts
-                if name == self.truncate_field and name is not None
-            }
-            if not kept or min(kept.values()) < 0:
-                return None
-            parts = [(name, ids[: kept[name]] if name in kept else ids) for name, ids in parts]
-            cut = True
-        ids = [i for _, part in parts for i in part]
-        behind = sum(
-            len(part) for name, part in parts if name in (self.answer_field, "end of text")
-        )
-        return Example(self.taskname, ids, len(ids) - behind if self.answer_only_loss else 0, cut)
+            parts.append((END_OF_TEXT, [tokenizer.eot]))
+        return parts
 
-
-class Example(NamedTuple):
-    taskname: str
-    # text and virtual tokens
-    ids: list[int]
-    # tokens from here on count as targets, if they are text
-    loss_from: int
-    truncated: bool
+    def truncate(self, parts: list[tuple], excess: int) -> list[tuple] | None:
+        """The parts with `excess` tokens less in the truncate_field; None where that is too
+        short."""
+        if self.truncate_field is None:
+            return None
+        truncated = []
+        for name, ids in parts:
+            if name == self.truncate_field:
+                kept = len(ids) - excess
+                if kept < 0:
+                    return None
+                ids = ids[:kept]
+            truncated.append((name, ids))
+        return truncated
 
 
 # --- configuration --------------------------------------------------------------------------------
 
 
 class PromptTuning(Struct, forbid_unknown_fields=True):
-    """How new tables begin: one entry for each new task."""
+    """How the tables of new tasks are initialised, one entry for each new task."""
 
-    # text: the embeddings of a text, over and over to fill the table; random
+    # random; or text: the embeddings of a text, repeated until the table is full
     new_prompt_init_methods: list[str] = field(default_factory=list)
     new_prompt_init_text: list[str | None] = field(default_factory=list)
 
 
 class PTuning(Struct, forbid_unknown_fields=True):
+    """The encoder that computes the virtual tokens' vectors in p-tuning."""
+
     encoder_type: str = "mlp"
-    # e; 0: h
+    # its hidden size; 0 for the model's
     encoder_hidden: Annotated[int, Meta(ge=0, le=2**16)] = 0
     # of the lstm
     num_layers: Annotated[int, Meta(ge=1, le=64)] = 2
@@ -202,6 +244,8 @@ class PTuning(Struct, forbid_unknown_fields=True):
 
 
 class Data(Struct, forbid_unknown_fields=True):
+    """Files of JSON lines."""
+
     train_ds: list[str] = field(default_factory=list)
     validation_ds: list[str] = field(default_factory=list)
     # null: the model's context
@@ -210,10 +254,10 @@ class Data(Struct, forbid_unknown_fields=True):
 
 
 class PromptConfig(Struct, forbid_unknown_fields=True):
-    """What a JSON file with NeMo's names says. Raises PromptError."""
+    """The content of --prompt-config, a JSON file with NeMo's names. Raises PromptError."""
 
     task_templates: list[Template]
-    # fine-tuning, which NeMo has elsewhere: no virtual tokens, the whole model learns
+    # fine-tuning is elsewhere in NeMo: no virtual tokens, the whole model is trained
     virtual_prompt_style: str = "p-tuning"
     language_model_path: str | None = None
     # a prompt file, with the existing tasks
@@ -240,7 +284,7 @@ class PromptConfig(Struct, forbid_unknown_fields=True):
 
     @property
     def templates(self) -> dict[str, Template]:
-        return {t.taskname: t for t in self.task_templates}
+        return {template.taskname: template for template in self.task_templates}
 
     @property
     def tasks(self) -> list[str]:
@@ -248,80 +292,99 @@ class PromptConfig(Struct, forbid_unknown_fields=True):
 
     @property
     def learned(self) -> bool:
-        """Whether prompts are learned, of a frozen model."""
+        """Whether prompts are learned, and the model is frozen."""
         return self.virtual_prompt_style in ("prompt-tuning", "p-tuning")
 
     def first_ids(self, vocab_size: int) -> dict[str, int]:
         """The id of each task's first virtual token."""
-        sizes = [self.templates[task].total_virtual_tokens for task in self.tasks]
-        return {task: vocab_size + sum(sizes[:n]) for n, task in enumerate(self.tasks)}
+        first_ids = {}
+        next_id = vocab_size
+        for task in self.tasks:
+            first_ids[task] = next_id
+            next_id += self.templates[task].total_virtual_tokens
+        return first_ids
 
     def __post_init__(self):
-        def wrong(problem):
-            raise PromptError(problem)
-
         if self.virtual_prompt_style not in STYLES:
-            wrong(
+            raise PromptError(
                 f"virtual_prompt_style {self.virtual_prompt_style!r}: must be one of"
                 f" {', '.join(STYLES)}"
             )
-        if len(self.templates) < len(self.task_templates):
-            wrong("task_templates: two have the same taskname")
-        for name in ("existing_tasks", "new_tasks"):
-            for task in getattr(self, name):
-                if task not in self.templates:
-                    wrong(f"{name}: {task!r} has no template; there are {sorted(self.templates)}")
-        if len(set(self.tasks)) < len(self.tasks):
-            wrong(
-                f"existing_tasks {self.existing_tasks}, new_tasks {self.new_tasks}: a task stands"
-                " there twice"
-            )
-        for task in self.tasks:
-            if (
-                self.learned != bool(self.templates[task].total_virtual_tokens)
-                and self.virtual_prompt_style != "inference"
-            ):
-                wrong(
-                    f"{task!r} has {self.templates[task].total_virtual_tokens} virtual tokens, and"
-                    f" virtual_prompt_style is {self.virtual_prompt_style}"
-                )
+        self.check_tasks()
+        self.check_virtual_tokens()
         if not self.new_tasks:
-            wrong("new_tasks is empty: name the tasks to learn")
+            raise PromptError("new_tasks is empty: name the tasks to learn")
         if self.existing_tasks and not self.restore_path:
-            wrong(
+            raise PromptError(
                 f"existing_tasks {self.existing_tasks}: restore_path must name the prompt file that"
                 " has them"
             )
+        if self.virtual_prompt_style == "prompt-tuning":
+            self.check_init_methods()
+        self.check_encoder()
+
+    def check_tasks(self) -> None:
+        """Each task has one template and stands in one list."""
+        if len(self.templates) < len(self.task_templates):
+            raise PromptError("task_templates: two have the same taskname")
+        for name in ("existing_tasks", "new_tasks"):
+            for task in getattr(self, name):
+                if task not in self.templates:
+                    raise PromptError(
+                        f"{name}: {task!r} has no template; there are {sorted(self.templates)}"
+                    )
+        if len(set(self.tasks)) < len(self.tasks):
+            raise PromptError(
+                f"existing_tasks {self.existing_tasks}, new_tasks {self.new_tasks}: a task stands"
+                " there twice"
+            )
+
+    def check_virtual_tokens(self) -> None:
+        """There are virtual tokens where prompts are learned, and only there."""
+        if self.virtual_prompt_style == "inference":
+            return
+        for task in self.tasks:
+            virtual_tokens = self.templates[task].total_virtual_tokens
+            if self.learned != (virtual_tokens > 0):
+                raise PromptError(
+                    f"{task!r} has {virtual_tokens} virtual tokens, and virtual_prompt_style is"
+                    f" {self.virtual_prompt_style}"
+                )
+
+    def check_init_methods(self) -> None:
         methods = self.prompt_tuning.new_prompt_init_methods
         texts = self.prompt_tuning.new_prompt_init_text
-        if self.virtual_prompt_style == "prompt-tuning":
-            if len(methods) != len(self.new_tasks) or any(
-                m not in ("text", "random") for m in methods
-            ):
-                wrong(
-                    f"prompt_tuning.new_prompt_init_methods {methods}: one of text and random for"
-                    f" each of new_tasks {self.new_tasks}"
+        unknown = set(methods) - {"text", "random"}
+        if len(methods) != len(self.new_tasks) or unknown:
+            raise PromptError(
+                f"prompt_tuning.new_prompt_init_methods {methods}: one of text and random for each"
+                f" of new_tasks {self.new_tasks}"
+            )
+        for n, method in enumerate(methods):
+            has_text = n < len(texts) and texts[n]
+            if method == "text" and not has_text:
+                raise PromptError(
+                    f"prompt_tuning.new_prompt_init_text {texts}: {self.new_tasks[n]!r} begins from"
+                    " a text, and none stands in its place"
                 )
-            for n, method in enumerate(methods):
-                if method == "text" and not (n < len(texts) and texts[n]):
-                    wrong(
-                        f"prompt_tuning.new_prompt_init_text {texts}: {self.new_tasks[n]!r} begins"
-                        " from a text, and none stands in its place"
-                    )
-        p = self.p_tuning
-        if p.encoder_type not in ENCODERS:
-            wrong(f"p_tuning.encoder_type {p.encoder_type!r}: must be one of {', '.join(ENCODERS)}")
-        if p.dropout:
-            wrong(
-                f"p_tuning.dropout {p.dropout}: must be 0; the encoder sees no data, and a few"
-                " vectors are soon learned"
+
+    def check_encoder(self) -> None:
+        encoder = self.p_tuning.encoder_type
+        if encoder not in ENCODERS:
+            raise PromptError(
+                f"p_tuning.encoder_type {encoder!r}: must be one of {', '.join(ENCODERS)}"
+            )
+        if self.p_tuning.dropout:
+            raise PromptError(
+                f"p_tuning.dropout {self.p_tuning.dropout}: must be 0; the encoder's inputs are"
+                " learned and few, with nothing to generalise over"
             )
 
 
-# --- lines ----------------------------------------------------------------------------------------
+# --- JSON lines -----------------------------------------------------------------------------------
 
 
-def read_lines(path: str):
+def read_lines(path: str) -> Iterator[tuple[int, dict]]:
     """(line number, object) of a JSON-lines file, `-` for standard input. Raises PromptError,
     naming the line."""
     try:
@@ -337,62 +400,79 @@ def read_examples(
     tokenizer,
     limit: int,
     answer: bool = True,
-) -> tuple[list, list[dict], str]:
-    """(examples, None where one is too long; the records of all lines; what was truncated or
-    skipped, as a sentence) of JSON-lines files. templates, first_virtual: of the tasks that may
-    come. Raises PromptError."""
+) -> tuple[list[Example | None], list[dict], str]:
+    """The examples of JSON-lines files.
+
+    templates, first_virtual: of the tasks that may occur; limit, answer: as in Template.fill.
+    Returns (for each line its example, None where it is too long; for each line its record; a
+    summary with the numbers of truncated and skipped ones). Raises PromptError.
+    """
     examples = []
     records = []
-    for path, number, record in ((path, *entry) for path in paths for entry in read_lines(path)):
-        task = record.get("taskname")
-        if not isinstance(task, str) or task not in templates:
-            raise PromptError(
-                f"{path}, line {number}: taskname {task!r} is none of the tasks here,"
-                f" {sorted(templates)}"
-            )
-        try:
-            example = templates[task].fill(record, tokenizer, first_virtual[task], limit, answer)
-        except PromptError as e:
-            raise PromptError(f"{path}, line {number}: {e}") from None
-        examples.append(example)
-        records.append(record)
-    whole = [example for example in examples if example]
-    skipped = len(examples) - len(whole)
-    truncated = sum(example.truncated for example in whole)
-    if not whole:
-        raise PromptError(
-            f"{', '.join(paths) or 'no file'}: no examples"
-            + (f"; {skipped} are longer than {limit} tokens and were skipped" if skipped else "")
-        )
-    told = [f"{truncated} truncated"] * bool(truncated) + [f"{skipped} skipped"] * bool(skipped)
-    return (
-        examples,
-        records,
-        f"{len(whole)} examples"
-        + (f", {' and '.join(told)} (longer than {limit} tokens)" if told else ""),
-    )
+    for path in paths:
+        for number, record in read_lines(path):
+            task = record.get("taskname")
+            if not isinstance(task, str) or task not in templates:
+                raise PromptError(
+                    f"{path}, line {number}: taskname {task!r} is none of the tasks here,"
+                    f" {sorted(templates)}"
+                )
+            try:
+                first = first_virtual[task]
+                examples.append(templates[task].fill(record, tokenizer, first, limit, answer))
+            except PromptError as e:
+                raise PromptError(f"{path}, line {number}: {e}") from None
+            records.append(record)
+    return examples, records, _summary(paths, examples, limit)
+
+
+def _summary(paths: list[str], examples: list[Example | None], limit: int) -> str:
+    """How many examples there are, and how many were truncated or skipped. Raises PromptError
+    where none is left."""
+    usable = [example for example in examples if example]
+    skipped = len(examples) - len(usable)
+    truncated = sum(example.truncated for example in usable)
+    if not usable:
+        message = f"{', '.join(paths) or 'no file'}: no examples"
+        if skipped:
+            message += f"; {skipped} are longer than {limit} tokens and were skipped"
+        raise PromptError(message)
+    too_long = []
+    if truncated:
+        too_long.append(f"{truncated} truncated")
+    if skipped:
+        too_long.append(f"{skipped} skipped")
+    summary = f"{len(usable)} examples"
+    if too_long:
+        summary += f", {' and '.join(too_long)} (longer than {limit} tokens)"
+    return summary
+
+
+# --- batches --------------------------------------------------------------------------------------
 
 
 class PromptData:
-    """Examples as data.Corpus gives windows: sample number n is an example of epoch 0, then 1, ..;
-    all padded to one length."""
+    """Examples as batches, with the interface of a data set of data.py. Sample number n is an
+    example of epoch 0, then of epoch 1, and so on; all are padded to one length, `s`."""
 
     def __init__(
         self, examples: list[Example], vocab_size: int, seed: int | None, multiple_of: int = 1
     ):
-        """seed None: in order. multiple_of: what the padded length must be divisible by (sequence
-        parallelism)."""
+        """seed: of the order, None for the order of the file. multiple_of: what the padded length
+        must be divisible by (sequence parallelism)."""
         self.examples = examples
         self.vocab_size = vocab_size
         self.seed = seed
+        # the epoch whose order is in `order`
         self.epoch = None
         longest = max(len(example.ids) for example in examples) - 1
         self.s = -(-longest // multiple_of) * multiple_of
         self.num_sequences = len(examples)
+        num_tokens = sum(len(example.ids) for example in examples)
         text = json.dumps([example.ids for example in examples])
         self.index = {
-            "tokens": sum(len(example.ids) for example in examples),
-            "bytes": sum(len(example.ids) for example in examples),
+            "tokens": num_tokens,
+            "bytes": num_tokens,
             "corpus": hashlib.sha256(text.encode()).hexdigest()[:16],
         }
 
@@ -401,40 +481,47 @@ class PromptData:
         if self.seed is None:
             return self.examples[n]
         if epoch != self.epoch:
-            self.epoch, self.order = (
-                epoch,
-                np.random.default_rng([self.seed, epoch]).permutation(self.num_sequences),
-            )
+            generator = np.random.default_rng([self.seed, epoch])
+            self.order = generator.permutation(self.num_sequences)
+            self.epoch = epoch
         return self.examples[self.order[n]]
 
+    def is_target(self, example: Example) -> list[bool]:
+        """For each token of an example, whether the loss is taken on it."""
+        return [
+            n >= example.loss_from and token < self.vocab_size
+            for n, token in enumerate(example.ids)
+        ]
+
     def batch(self, samples) -> Batch:
-        """samples: b global sample numbers."""
-        tokens = []
-        targets = []
-        mask = []
-        for example in map(self.example, samples):
-            pad = self.s + 1 - len(example.ids)
-            ids = example.ids + [0] * pad
-            counts = [
-                n >= example.loss_from and i < self.vocab_size for n, i in enumerate(example.ids)
-            ] + [False] * pad
-            tokens.append(ids[:-1])
-            targets.append([i if c else 0 for i, c in zip(ids, counts)][1:])
-            mask.append(counts[1:])
-        return Batch(
-            torch.tensor(tokens),
-            torch.tensor(targets),
-            torch.tensor(mask),
-            torch.as_tensor(list(samples)),
-        )
+        """samples: b global sample numbers. Tokens, targets and loss mask are [b, s]; a target
+        that does not count is 0."""
+        samples = list(samples)
+        ids = torch.zeros(len(samples), self.s + 1, dtype=torch.int64)
+        mask = torch.zeros(len(samples), self.s + 1, dtype=torch.bool)
+        for row, sample in enumerate(samples):
+            example = self.example(sample)
+            ids[row, : len(example.ids)] = torch.tensor(example.ids)
+            mask[row, : len(example.ids)] = torch.tensor(self.is_target(example))
+        targets = ids * mask
+        return Batch(ids[:, :-1], targets[:, 1:], mask[:, 1:], torch.as_tensor(samples))
 
     def counted_tokens(self, samples) -> int:
         """How many targets of these samples count: known before any forward."""
-        return sum(
-            n >= max(example.loss_from, 1) and i < self.vocab_size
-            for example in map(self.example, samples)
-            for n, i in enumerate(example.ids)
-        )
+        # The first token of an example is nobody's target.
+        return sum(sum(self.is_target(self.example(sample))[1:]) for sample in samples)
+
+
+# --- python -m prompts.prompt_data ----------------------------------------------------------------
+
+
+def show(token: int, tokenizer) -> str:
+    """One token for people: its text, V0 for the first virtual token, <end> for the end of text."""
+    if token >= tokenizer.vocab_size:
+        return f"V{token - tokenizer.vocab_size}"
+    if token == tokenizer.eot:
+        return "<end>"
+    return tokenizer.decode([token])
 
 
 def main():
@@ -442,34 +529,28 @@ def main():
 
     tokenizer = ByteTokenizer()
     template = Template(
-        "sentiment",
-        "<|VIRTUAL_PROMPT_0|>{sentence} sentiment:<|VIRTUAL_PROMPT_1|>{label}",
-        5,
-        [3, 2],
-        "sentence",
-        True,
-        "label",
+        taskname="sentiment",
+        prompt_template="<|VIRTUAL_PROMPT_0|>{sentence} sentiment:<|VIRTUAL_PROMPT_1|>{label}",
+        total_virtual_tokens=5,
+        virtual_token_splits=[3, 2],
+        truncate_field="sentence",
+        answer_only_loss=True,
+        answer_field="label",
     )
     record = {"taskname": "sentiment", "sentence": "good fun", "label": "positive"}
     for limit in (64, 30, 20):
         example = template.fill(record, tokenizer, tokenizer.vocab_size, limit)
+        if example is None:
+            print(f"at most {limit} tokens: skipped")
+            continue
+        text = " ".join(show(token, tokenizer) for token in example.ids)
+        batch = PromptData([example], tokenizer.vocab_size, seed=None).batch([0])
+        targets = batch.targets[batch.loss_mask].tolist()
+        print(f"at most {limit} tokens: {text}")
         print(
-            f"at most {limit} tokens: "
-            + (
-                "skipped"
-                if example is None
-                else " ".join(
-                    f"V{i - 257}" if i > 256 else "<end>" if i == 256 else repr(chr(i))[1:-1]
-                    for i in example.ids
-                )
-            )
+            f"    {len(example.ids)} tokens; the loss is taken on"
+            f" {[show(token, tokenizer) for token in targets]}"
         )
-        if example:
-            batch = PromptData([example], tokenizer.vocab_size, None).batch([0])
-            print(
-                f"    {len(example.ids)} tokens; the loss is taken on"
-                f" {[tokenizer.decode([i]) or '<end>' for i in batch.targets[batch.loss_mask].tolist()]}"
-            )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A folder belongs to one run: locked, refused, taken over; what is in it is never dropped without
-a word."""
+"""A folder belongs to one run: it is locked, refused, or taken over. What is in it is never dropped
+without a message."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import two_runs
@@ -14,6 +15,15 @@ import two_runs
 import checkpoint
 from runtime.metrics import Metrics, MetricsError, read_metrics
 from runtime.run_folder import RunFolder, RunFolderError
+
+ROOT = Path(__file__).parent.parent
+
+
+def in_another_process(*lines: str) -> subprocess.Popen:
+    code = "\n".join(["import time", "from runtime.run_folder import RunFolder", *lines])
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
 
 
 def test_a_second_run_is_refused_and_told_by_whom(tmp_path):
@@ -28,11 +38,11 @@ def test_a_second_run_is_refused_and_told_by_whom(tmp_path):
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    code = (
-        f"import run_folder, time; f = run_folder.RunFolder({str(tmp_path)!r}, False);"
-        " print('locked', flush=True); time.sleep(60)"
+    process = in_another_process(
+        f"folder = RunFolder({str(tmp_path)!r}, False)",
+        "print('locked', flush=True)",
+        "time.sleep(60)",
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "locked\n"
     with pytest.raises(RunFolderError, match=f"process {process.pid} "):
         RunFolder(tmp_path, resume=False)
@@ -43,11 +53,10 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
 
 def test_a_restarted_rank_waits_for_the_one_before(tmp_path):
     held = RunFolder(tmp_path, resume=False, launcher="7 1")
-    code = (
-        f"import run_folder; run_folder.RunFolder({str(tmp_path)!r}, False, restarts=1, launcher='7"
-        " 1'); print('in', flush=True)"
+    process = in_another_process(
+        f"RunFolder({str(tmp_path)!r}, False, restarts=1, launcher='7 1')",
+        "print('in', flush=True)",
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     time.sleep(0.5)
     (tmp_path / "config.json").touch()
     held.close()
@@ -78,7 +87,7 @@ def test_a_folder_with_a_model_is_no_run(tmp_path, name):
 @pytest.mark.parametrize("name", ["/proc/run", "x" * 300, "a\0b"])
 def test_names_that_cannot_be(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunFolderError, match="--out .*cannot be written"):
+    with pytest.raises(RunFolderError, match=r"--out .*cannot be written"):
         RunFolder(name, resume=False)
 
 
@@ -124,11 +133,9 @@ def test_half_a_line_at_the_end_is_what_a_kill_leaves(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(LINES) + '\n{"step": 7, "lo')
     metrics = Metrics(path, last_step=7)
-    assert (
-        len(metrics.lines) == 6
-        and not metrics.notice
-        and not (tmp_path / "metrics.jsonl.damaged").exists()
-    )
+    assert len(metrics.lines) == 6
+    assert not metrics.notice
+    assert not (tmp_path / "metrics.jsonl.damaged").exists()
 
 
 @pytest.mark.parametrize(

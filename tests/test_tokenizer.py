@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small_run
 from test_generate import loud, save
 from test_gpt import build
 
@@ -36,10 +37,7 @@ SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
 LLAMA = dict(
     num_layers=1, hidden_size=32, num_heads=4, ffn_hidden_size=64, seq_length=32, llama=True
 )
-SMALL = """
-    --num-layers 1 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64 --seq-length 32
-    --global-batch-size 4 --device cpu --eval-every 0
-""".split()
+SMALL = small_run.flags(global_batch_size=4)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import small_run
 import torch.distributed as dist
 
 from runtime.watchdog import Watchdog
@@ -23,7 +24,7 @@ def test_a_heart_that_beats():
     for step in range(8):
         dog.beat(f"step {step}")
         time.sleep(0.1)
-    # and one that may rest
+    # And one that pauses.
     dog.pause()
     time.sleep(1)
     assert not ended
@@ -40,16 +41,14 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_line(capfd):
     dog.stop()
     err = capfd.readouterr().err
     assert ended and ended[0] == 1
-    assert (
-        "rank 0: step 7, in tests/test_watchdog.py:" in err
-        and "rank 1: does not answer; last heard of in step 6" in err
-    )
+    assert "rank 0: step 7, in tests/test_watchdog.py:" in err
+    assert "rank 1: does not answer; last heard of in step 6" in err
 
 
 def test_a_slow_rank_that_goes_on_is_left_alone():
     dog, ended = watched(seconds=0.5)
     dog.beat("step 1")
-    # late, but before all are given up
+    # Late, but before the ranks are ended.
     time.sleep(0.7)
     dog.beat("step 2")
     time.sleep(0.4)
@@ -75,7 +74,7 @@ def test_without_the_store_the_rank_ends_all_the_same(capfd):
 
 
 class Blocked(dist.HashStore):
-    """The process that held the store is stopped: whoever asks waits."""
+    """The process that held the store is stopped: each question to it waits for ever."""
 
     def check(self, keys):
         threading.Event().wait()
@@ -113,28 +112,7 @@ def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen:
         "MASTER_PORT": str(port),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
-    small = [
-        "--num-layers",
-        "1",
-        "--hidden-size",
-        "32",
-        "--num-heads",
-        "4",
-        "--seq-length",
-        "32",
-        "--global-batch-size",
-        "2",
-    ]
-    command = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        *small,
-        "--device",
-        "cpu",
-        "--data",
-        str(text),
-        *flags,
-    ]
+    command = [sys.executable, str(ROOT / "train.py"), *small_run.flags(data=text), *flags]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -146,7 +124,7 @@ def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen:
 
 
 def test_a_rank_alone_does_not_wait_for_ever(tmp_path):
-    # each with a port of its own
+    # Each has a port of its own, so they never meet.
     both = [start(rank, free_port(), tmp_path, "--timeout", "3") for rank in range(2)]
     for rank, process in enumerate(both):
         error = process.communicate(timeout=60)[1]
@@ -186,8 +164,6 @@ def test_ranks_with_other_flags_are_refused(tmp_path):
     both = [start(rank, port, tmp_path, "--out", "run", "--seed", str(rank)) for rank in range(2)]
     ended = [(process.communicate(timeout=60)[1], process.returncode) for process in both]
     assert [status for _, status in ended] == [2, 2]
-    assert (
-        "--seed: rank 1 was started with 1, and rank 0 with 0" in ended[0][0]
-        and "train.py" not in ended[1][0]
-    )
+    assert "--seed: rank 1 was started with 1, and rank 0 with 0" in ended[0][0]
+    assert "train.py" not in ended[1][0]
     assert not (tmp_path / "run").exists()
