@@ -1,7 +1,7 @@
 """Ranks killed (SIGKILL) at random moments under torchrun's restarts: every run ends with the
-weights and the curve of an undisturbed one, bit for bit.
+weights and the loss curve of an undisturbed one, bit for bit.
 
-python tests/killed_ranks.py [--runs 20] [--kills 2]
+    python tests/killed_ranks.py [--runs 20] [--kills 2]
 """
 
 import argparse
@@ -17,22 +17,24 @@ import threading
 import time
 from pathlib import Path
 
-FLAGS = (
-    "--save-every",
-    "1",
-    "--dropout",
-    "0.1",
-    "--steps",
-    "16",
-    "--zero-stage",
-    "3",
-    "--optimizer-state",
-    "bf16",
-    "--precision",
-    "bf16",
-    "--micro-batch-size",
-    "1",
+import small_run
+
+ROOT = Path(__file__).parent.parent
+
+# A save after each step, dropout, and state whose every part a restart must bring back.
+FLAGS = small_run.as_flags(
+    save_every=1,
+    dropout=0.1,
+    steps=16,
+    zero_stage=3,
+    optimizer_state="bf16",
+    precision="bf16",
+    micro_batch_size=1,
 )
+
+
+def is_step(line: str) -> bool:
+    return re.match(r"step +\d", line) is not None
 
 
 def run(command: list[str], seed: int, most: int) -> tuple[int, str]:
@@ -45,54 +47,56 @@ def run(command: list[str], seed: int, most: int) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    kills = []
+    kills = 0
     output = []
-    begun = threading.Event()
+    # set at the first step after the start, and after each restart
+    training = threading.Event()
 
     def kill():
+        nonlocal kills
         for _ in range(most):
-            begun.wait()
-            begun.clear()
+            training.wait()
+            training.clear()
             time.sleep(g.uniform(0, 0.8))
             ranks = subprocess.run(
                 ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
             ).stdout.split()
             if process.poll() is None and ranks:
                 os.kill(int(g.choice(ranks)), signal.SIGKILL)
-                kills.append(time.time())
+                kills += 1
 
     threading.Thread(target=kill, daemon=True).start()
     for line in process.stdout:
         output.append(line)
-        if (
-            re.match(r"step +\d", line)
-            and len(output) > 1
-            and not re.match(r"step +\d", output[-2])
-        ):
-            # the first step since the start, or since a restart
-            begun.set()
+        if is_step(line) and len(output) > 1 and not is_step(output[-2]):
+            training.set()
     if process.wait() != 0:
         raise RuntimeError(f"exit status {process.returncode}\n{''.join(output)}")
-    return len(kills), "".join(output)
+    return kills, "".join(output)
 
 
 def state(folder: Path) -> tuple[list, dict]:
-    """(curve, every tensor of the last checkpoint)"""
+    """(step, loss and gradient norm of each step; every tensor of the last checkpoint)"""
     from safetensors import safe_open
 
     import checkpoint
 
     tensors = {}
-    for file in sorted(checkpoint.find(folder).glob("*.safetensors")):
-        with safe_open(file, "pt") as f:
-            tensors |= {(file.name, n): f.get_tensor(n) for n in f.keys()}
-    lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(x["step"], x["loss"], x["grad_norm"]) for x in lines], tensors
+    for path in sorted(checkpoint.find(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors |= {(path.name, name): file.get_tensor(name) for name in file.keys()}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines], tensors
+
+
+def same(tensors: dict, others: dict) -> bool:
+    import torch
+
+    same_names = tensors.keys() == others.keys()
+    return same_names and all(torch.equal(t, others[name]) for name, t in tensors.items())
 
 
 def main():
-    import torch
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,57 +106,28 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text(Path(argparse.__file__).read_text())
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            str(Path(__file__).parent.parent / "train.py"),
-            *FLAGS,
-            "--device",
-            "cpu",
-            "--num-layers",
-            "2",
-            "--hidden-size",
-            "32",
-            "--num-heads",
-            "4",
-            "--ffn-hidden-size",
-            "64",
-            "--seq-length",
-            "32",
-            "--global-batch-size",
-            "4",
-            "--eval-every",
-            "0",
-            "--data",
-            str(text),
-        ]
-        run([*command, "--out", f"{folder}/whole"], 0, 0)
-        curve, tensors = state(Path(folder) / "whole")
-        killed = same = 0
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        flags = [*small_run.flags(num_layers=2, global_batch_size=4, data=text), *FLAGS]
+        command = [*launcher, str(ROOT / "train.py"), *flags]
+        run([*command, "--out", f"{folder}/undisturbed"], 0, 0)
+        curve, tensors = state(Path(folder) / "undisturbed")
+        total_kills = 0
+        equal_runs = 0
         for seed in range(args.runs):
             kills, _ = run([*command, "--out", f"{folder}/{seed}"], seed, args.kills)
-            its_curve, its_tensors = state(Path(folder) / str(seed))
-            equal = (
-                its_curve == curve
-                and its_tensors.keys() == tensors.keys()
-                and all(torch.equal(t, tensors[n]) for n, t in its_tensors.items())
-            )
-            killed = killed + kills
-            same = same + equal
-            print(
-                f"run {seed}: {kills} kills, {'the same, bit for bit' if equal else 'DIFFERS'}",
-                flush=True,
-            )
+            killed_curve, killed_tensors = state(Path(folder) / str(seed))
+            equal = killed_curve == curve and same(killed_tensors, tensors)
+            total_kills += kills
+            equal_runs += equal
+            result = "the same, bit for bit" if equal else "DIFFERS"
+            print(f"run {seed}: {kills} kills, {result}", flush=True)
         print(
-            f"{same} of {args.runs} runs, with {killed} kills in all, ended with the undisturbed"
-            " run's curve, weights and moments"
+            f"{equal_runs} of {args.runs} runs, with {total_kills} kills in all, ended with the"
+            " undisturbed run's curve, weights and moments"
         )
-        sys.exit(same < args.runs)
+        sys.exit(equal_runs < args.runs)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path.insert(0, str(ROOT))
     main()

@@ -35,16 +35,15 @@ def model_and_batches(dtype=torch.float64):
 
 @pytest.mark.parametrize("clip", [0.0, 0.7])
 def test_equals_torch(clip):
-    """Decay on matrices, accumulation, clipping, a changing rate: against plain
-    torch.optim.AdamW."""
+    """Decay on matrices, accumulation, clipping, a changing rate: as plain torch.optim.AdamW."""
     model, batches = model_and_batches()
-    other = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     gradients = GradientAccumulator(model)
     ours = AdamW(model.named_parameters(), weight_decay=0.1, clip=clip)
     theirs = torch.optim.AdamW(
         [
-            {"params": [p for p in other.parameters() if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in other.parameters() if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in reference.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in reference.parameters() if p.dim() == 1], "weight_decay": 0.0},
         ],
         betas=(0.9, 0.95),
         eps=1e-8,
@@ -56,31 +55,34 @@ def test_equals_torch(clip):
         theirs.zero_grad()
         for x in batches[i : i + 2]:
             model(x).square().sum().backward()
-            other(x).square().sum().backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in other.parameters()])
-        # clip_grad_norm_ would divide by norm + 1e-6
-        for p in other.parameters():
-            p.grad.mul_(min(1.0, clip / norm) if clip else 1.0)
+            reference(x).square().sum().backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+        if clip:
+            # clip_grad_norm_ would divide by norm + 1e-6
+            for p in reference.parameters():
+                p.grad.mul_(min(1.0, clip / norm))
         lr = learning_rate(i + 1, 1e-2, 1e-3, 3, 8)
         for group in theirs.param_groups:
             group["lr"] = lr
         theirs.step()
         assert ours.step(lr) == pytest.approx(norm.item(), rel=1e-12)
         assert norm > clip or not clip
-    for p, q in zip(model.parameters(), other.parameters()):
+    for p, q in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
         assert p.grad is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gradients_are_summed_in_float32(dtype):
-    """100 micro-batches whose gradient is 1 + 1/256: a 16-bit sum would stall."""
+    """100 micro-batches whose gradient is 1 + 1/128: a 16-bit sum would stall."""
     model = nn.Linear(1, 1, bias=False, dtype=dtype)
     scaler = LossScaler(scale=8.0) if dtype == torch.float16 else None
     gradients = GradientAccumulator(model, scaler)
+    loss_grad = torch.tensor(scaler.scale if scaler else 1, dtype=dtype)
     for _ in range(100):
         x = torch.tensor([[1 + 1 / 128]], dtype=dtype)
-        model(x).sum().backward(torch.tensor(scaler.scale if scaler else 1, dtype=dtype))
+        model(x).sum().backward(loss_grad)
+    gradients.reduce_gradients()
     assert model.weight.main_grad.dtype == torch.float32
     assert model.weight.main_grad.item() == pytest.approx(100 + 100 / 128, rel=1e-6)
 
@@ -100,15 +102,16 @@ class TiedTwice(nn.Module):
 
 def one_tied_gradient(rank, stage, dtype, a, b):
     model = TiedTwice(dtype)
-    gradients = (
-        GradientAccumulator(model) if stage is None else fsdp.apply(model, dist.group.WORLD, stage)
-    )
+    if stage is None:
+        gradients = GradientAccumulator(model)
+    else:
+        gradients = fsdp.apply(model, dist.group.WORLD, stage)
     for last in (False, True):
         if last:
             gradients.last_backward()
-        model(
-            torch.full((1, 1), a, dtype=dtype), torch.full((1, 1), b, dtype=dtype)
-        ).sum().backward()
+        first = torch.full((1, 1), a, dtype=dtype)
+        second = torch.full((1, 1), b, dtype=dtype)
+        model(first, second).sum().backward()
     gradients.reduce_gradients()
     return local_part(model.first.weight).main_grad.item()
 
@@ -120,9 +123,9 @@ def one_tied_gradient(rank, stage, dtype, a, b):
     ids=["overflow", "rounding"],
 )
 def test_a_tied_weight_sums_its_uses_in_float32(stage, dtype, a, b):
-    """110016 is infinite in fp16, 257 is 256 in bf16. Of two micro-batches."""
-    (found,) = ranks.run(one_tied_gradient, 1, stage, dtype, a, b)
-    assert found == 2 * (a + b)
+    """110016 is infinite in fp16, 257 is 256 in bf16. The sum of two micro-batches."""
+    (gradient,) = ranks.run(one_tied_gradient, 1, stage, dtype, a, b)
+    assert gradient == 2 * (a + b)
 
 
 def scale_that_fits():
@@ -131,11 +134,11 @@ def scale_that_fits():
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_pipelines_have_the_gradients_of_one_device_in_16_bits(precision):
-    """Matrix multiplications are the same ones; what is left is how float32 sums are rounded."""
+    """The matrix multiplications are the same; only the rounding of float32 sums differs."""
     flags = dict(precision=precision, mutate=scale_that_fits, steps=1, micro_batch_size=1)
-    one = parity.train(**flags)
+    one_device = parity.train(**flags)
     for world, layout in ((2, dict(pp=2)), (4, dict(pp=2, zero_stage=3))):
-        worst = parity.difference(parity.train(world, **layout, **flags), one)
+        worst = parity.difference(parity.train(world, **layout, **flags), one_device)
         assert worst["gradient"] < 1e-6 and worst["norm"] < 1e-6, worst
 
 
@@ -156,35 +159,30 @@ def test_masters_remember_what_bf16_cannot():
 
 
 def test_split_by_hand():
-    """1 + 2^-8 is half way between two bf16 numbers: it is rounded away from zero, and the low half
-    is the negative rest."""
+    """1 + 2^-8 is half way between two bf16 numbers. It is rounded away from zero, and the low half
+    is what is then too much, negative."""
     master = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 2**-9, 0.0, -0.0, 3.4e38, 1e-40])
     weight = torch.zeros(7, dtype=torch.bfloat16)
     low = torch.zeros(7, dtype=torch.int16)
     split_master(master, weight, low)
-    assert weight[:3].tolist() == [1 + 2**-7, -1 - 2**-7, 1.0] and low[:4].tolist() == [
-        -(2**15),
-        -(2**15),
-        2**14,
-        0,
-    ]
+    assert weight[:3].tolist() == [1 + 2**-7, -1 - 2**-7, 1.0]
+    assert low[:4].tolist() == [-(2**15), -(2**15), 2**14, 0]
     assert torch.equal(join_master(weight, low).view(torch.int32), master.view(torch.int32))
-    # any float at all
-    bits = torch.randint(
-        -(2**31), 2**31, (10**6,), generator=torch.Generator().manual_seed(0)
-    ).int()
+    # any bits at all
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (10**6,), generator=generator).int()
     weight = torch.zeros(10**6, dtype=torch.bfloat16)
     low = torch.zeros(10**6, dtype=torch.int16)
     split_master(bits.view(torch.float32), weight, low)
     assert torch.equal(join_master(weight, low).view(torch.int32), bits)
     finite = bits.view(torch.float32).abs() < 3e38
     nearest = bits.view(torch.float32).bfloat16()
-    # all but ties
+    # all but ties are rounded to the nearest
     assert ((weight == nearest) | ~finite).float().mean() > 0.9999
 
 
 def test_split_masters_are_the_unsplit_ones():
-    """50 steps of bf16 weights with bf16 moments: masters, put together, are bit for bit those of a
+    """50 steps of bf16 weights with bf16 moments: the joined masters are bit for bit those of a
     loop that keeps them in fp32."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -192,22 +190,18 @@ def test_split_masters_are_the_unsplit_ones():
     )
     optimizer = AdamW(model.named_parameters(), weight_decay=0.1, state_dtype=torch.bfloat16)
     masters = [p.detach().float() for p in model.parameters()]
-    moments = [
-        (
-            torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False),
-            torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False),
-        )
-        for p in model.parameters()
-    ]
+    exp_avg = [torch.zeros(p.shape, dtype=torch.bfloat16) for p in model.parameters()]
+    exp_avg_sq = [torch.zeros(p.shape, dtype=torch.bfloat16) for p in model.parameters()]
     for step in range(1, 51):
-        for p, master, (m, v) in zip(model.parameters(), masters, moments):
+        for p, master, m, v in zip(model.parameters(), masters, exp_avg, exp_avg_sq):
             p.main_grad = torch.randn(p.shape)
-            wide = m.float(), v.float()
+            wide_m = m.float()
+            wide_v = v.float()
             adamw(
                 [master],
                 [p.main_grad.clone()],
-                [wide[0]],
-                [wide[1]],
+                [wide_m],
+                [wide_v],
                 [],
                 [torch.tensor(step - 1.0)],
                 fused=True,
@@ -219,15 +213,13 @@ def test_split_masters_are_the_unsplit_ones():
                 eps=1e-8,
                 maximize=False,
             )
-            m.copy_(wide[0])
-            v.copy_(wide[1])
+            m.copy_(wide_m)
+            v.copy_(wide_v)
         optimizer.step(1e-2)
-        joined = [t for n, t in optimizer.tensors().items() if n.startswith("model.")]
+        joined = [t for name, t in optimizer.tensors().items() if name.startswith("model.")]
         assert all(map(torch.equal, joined, masters))
-        assert all(
-            (p - x).abs().max() <= 2**-8 * x.abs().max()
-            for p, x in zip(model.parameters(), masters)
-        )
+        for p, master in zip(model.parameters(), masters):
+            assert (p - master).abs().max() <= 2**-8 * master.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -273,14 +265,16 @@ def test_a_large_parameter_is_updated_in_pieces(monkeypatch):
 
 
 def test_no_bf16_state_for_fp16_weights():
-    with pytest.raises(ValueError, match="optimizer_state bf16.*precision bf16"):
+    with pytest.raises(ValueError, match=r"optimizer_state bf16.*precision bf16"):
         AdamW(nn.Linear(2, 2, dtype=torch.float16).named_parameters(), state_dtype=torch.bfloat16)
 
 
 def test_bf16_state_follows_fp32_state():
-    """After 200 steps, over the last 50, within 0.5%. (`python comparisons/optimizer_state.py`
-    takes 500, of a larger model. At 1e-3: at three times that rate rounding of any kind moves this
-    model's loss by percents.)"""
+    """After 200 steps the mean loss of the last 50 is within 0.5%.
+
+    The learning rate is 1e-3: at three times that, rounding of any kind moves this model's loss by
+    percents. `python comparisons/optimizer_state.py` takes 500 steps of a larger model.
+    """
     fp32, bf16 = (
         curve("bf16", 200, optimizer_state=state, lr=1e-3)[0][-50:].mean()
         for state in ("fp32", "bf16")
@@ -304,8 +298,9 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
 
 
 def test_loss_scaler_by_hand():
-    """NeMo's constants; hysteresis 2: the first overflow is forgiven, each further one halves, a
-    good interval restores. (The first step is good: before one, the scale is searched for.)"""
+    """NeMo's constants. With hysteresis 2 the first overflow changes nothing, each further one
+    halves the scale, and an interval of good steps restores the hysteresis. (The first step is
+    good, because before a good one the scale is searched for.)"""
     scaler = LossScaler()
     assert (scaler.scale, scaler.interval, scaler.hysteresis) == (2**32, 1000, 2)
     scaler = LossScaler(scale=16.0, interval=3)
@@ -315,14 +310,14 @@ def test_loss_scaler_by_hand():
         scaler.update(finite)
         scales.append(scaler.scale)
     assert scales == [16, 8, 4, 4, 4, 8, 8, 4]
-    other = LossScaler()
-    other.load_state_dict(scaler.state_dict())
-    assert other.__dict__ | {"interval": 3} == scaler.__dict__
+    loaded = LossScaler()
+    loaded.load_state_dict(scaler.state_dict())
+    assert loaded.__dict__ | {"interval": 3} == scaler.__dict__
 
 
 def test_the_first_scale_is_found_in_a_few_steps():
-    """By 2^8 at a time, down to 1, until a step is finite; then hysteresis is whole, and halves are
-    NeMo's."""
+    """The scale falls by 2^8 at a time, down to 1, until a step is finite. After that it falls by
+    halves, and hysteresis is complete."""
     scaler = LossScaler()
     scales = []
     for finite in (False, False, True, False, False):
@@ -338,7 +333,8 @@ def test_the_first_scale_is_found_in_a_few_steps():
 
 
 def test_a_loss_scaler_of_an_older_checkpoint():
-    """It has no search in it, and goes on by halves. What is searching goes on to search."""
+    """Its state has no search in it: the scale falls by halves. A scaler that is searching goes on
+    with the search when it is loaded."""
     scaler = LossScaler()
     scaler.load_state_dict({"scale": 2.0**20, "good_steps": 0, "tolerance": 1})
     scaler.update(False)
@@ -357,8 +353,8 @@ def test_a_loss_scaler_of_an_older_checkpoint():
 
 @pytest.mark.parametrize("scale, first", [(None, 6), (64.0, 9)], ids=["fp32", "fp16"])
 def test_divergence(scale, first):
-    """At the third skipped step in a row; with fp16 when also scale 1 has overflowed: 32 | 16, 8,
-    4, 2, 1, 1."""
+    """At the third skipped step in a row; with fp16 only once scale 1 has overflowed too, after the
+    scales 32, 16, 8, 4, 2, 1."""
     model = nn.Linear(2, 2)
     optimizer = AdamW(model.named_parameters(), scaler=LossScaler(scale) if scale else None)
     diverged = []
@@ -389,7 +385,7 @@ def norm_of_slices(rank):
 
 
 def test_global_norm_counts_each_slice_once():
-    """√(1² + .. + 7² + 3 · 2²), the replicated parameter once although both ranks hold it."""
+    """√(1² + ... + 7² + 3 · 2²): the replicated parameter counts once, and both ranks hold it."""
     assert ranks.run(norm_of_slices, 2) == pytest.approx([math.sqrt(152)] * 2, rel=1e-14)
 
 
@@ -428,13 +424,15 @@ def curve(precision, steps=200, device="cpu", **flags):
 
 
 def test_bf16_follows_fp32():
-    """Within 0.5% of the fp32 curve over 200 steps, both smoothed over 20 steps as a person would
-    look at them. (At three times the rate this model is at the edge of stability, and the number of
-    threads, which changes how sums are rounded, moves either curve by percents.)"""
+    """Within 0.5% of the fp32 curve over 200 steps, with both averaged over 20 steps.
+
+    At three times this rate the model is at the edge of stability: then the number of threads,
+    which changes how sums are rounded, moves either curve by percents.
+    """
     fp32, bf16 = (
         curve(precision, lr=1e-3)[0].unfold(0, 20, 20).mean(1) for precision in ("fp32", "bf16")
     )
-    # something was learned: 0.51 to 0.52 for five seeds
+    # Something was learned: the ratio is 0.51 to 0.52 for five seeds.
     assert fp32[-1] < 0.75 * fp32[0]
     assert ((bf16 - fp32).abs() / fp32).max() < 0.005
 
@@ -449,8 +447,8 @@ def test_fp16_follows_fp32_and_survives_its_first_scale():
 
 
 def test_fp16_scale_finds_its_place_on_the_cpu():
-    """The scale of 2^32 overflows at first; steps are skipped and counted until it fits, a few at
-    most, then the model learns."""
+    """A scale of 2^32 overflows at first. A few steps are skipped and counted until it fits, then
+    the model learns."""
     losses, t = curve("fp16", steps=60)
     assert 1 <= t.optimizer.skipped <= 5 and 1 < t.scaler.scale < 2**32
     assert losses[-5:].mean() < losses[0] - 1.5 and torch.isfinite(losses).all()
