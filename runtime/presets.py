@@ -1,15 +1,18 @@
-"""The shapes of published models: name -> (fields of gpt.GPTConfig, published parameters, 0 where
-there is no such number).
+"""The shapes of published models: name -> (fields of the model's configuration, published number
+of parameters, 0 where none was published).
 
-GPT-2 as released; GPT-3's sizes as NeMo configures them; the models of both Megatron papers' tables
-(arXiv 2104.04473, table 1, and 2205.05198, table 3); Llama-2 as released (arXiv 2307.09288),
-Mixtral 8x7B too (arXiv 2401.04088); and `tiny`, with which everything here runs on a laptop.
+    tiny, tiny-moe        for a laptop
+    gpt2-...              Radford et al. 2019, as released
+    gpt3-...              GPT-3 (arXiv 2005.14165) in the sizes that NeMo configures
+    megatron-...          arXiv 2104.04473, table 1, and arXiv 2205.05198, table 3
+    llama2-...            arXiv 2307.09288, as released
+    mixtral-8x7b          arXiv 2401.04088, as released
 
-    python gpt.py        each, counted
+    python gpt.py        the parameters of each, counted, beside the published number
 """
 
 
-def _gpt(num_layers, hidden_size, num_heads, seq_length=2048, vocab_size=51200):
+def _gpt(num_layers, hidden_size, num_heads, seq_length=2048, vocab_size=51200) -> dict:
     return dict(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -20,19 +23,25 @@ def _gpt(num_layers, hidden_size, num_heads, seq_length=2048, vocab_size=51200):
     )
 
 
-def _llama2(num_layers, hidden_size, num_heads, ffn_hidden_size, **fields):
-    return dict(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        ffn_hidden_size=ffn_hidden_size,
-        **(dict(seq_length=4096, vocab_size=32000, llama=True) | fields),
+def _llama2(num_layers, hidden_size, num_heads, ffn_hidden_size, **fields) -> dict:
+    """fields: more fields, or other values than Llama-2's."""
+    return (
+        dict(
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            ffn_hidden_size=ffn_hidden_size,
+            seq_length=4096,
+            vocab_size=32000,
+            llama=True,
+        )
+        | fields
     )
 
 
 PRESETS: dict[str, tuple[dict, float]] = {
-    # bytes and an end-of-text token; Llama's block, because it learns faster than GPT-2's in the
-    # first minutes
+    # The vocabulary is bytes and an end-of-text token. Llama's block learns faster than GPT-2's in
+    # the first minutes.
     "tiny": (
         dict(
             num_layers=4,
@@ -45,7 +54,7 @@ PRESETS: dict[str, tuple[dict, float]] = {
         ),
         0,
     ),
-    # the same with 8 experts in every other layer: the same FLOPs, three times the parameters
+    # The same with 8 experts in every second layer: the same FLOPs, three times the parameters.
     "tiny-moe": (
         dict(
             num_layers=4,
