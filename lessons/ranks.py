@@ -1,14 +1,20 @@
 """Runs a function on N gloo ranks of this machine: for tests, lessons and comparisons.
 
-    results = ranks.run(function, 4, *args)          # function(rank, *args) on each rank; a list of what they returned
+    results = ranks.run(function, 4, *args)
 
-Each rank is a process forked from a server that has torch imported already but has computed nothing
-(forking a process in which OpenMP threads ran would hang), so a launch takes tenths of a second
-instead of the seconds that fresh interpreters take. Ranks meet through a file, so no port can
-clash, and each computes with one thread.
+calls `function(rank, *args)` on each of 4 ranks and returns a list of what they returned.
 
-When a rank fails, the others are stopped and its traceback is raised here; when a rank is missing
-or hangs, the process group's timeout turns that into a failure. `python -m lessons.ranks` times a launch.
+Each rank is a process, forked from a server that has imported torch but has computed nothing. So a
+launch takes tenths of a second, where fresh interpreters take seconds. (Forking this process would
+hang: OpenMP threads do not survive a fork.) Ranks meet through a file, so no port can clash, and
+each computes with one thread.
+
+When a rank fails, the others are stopped and its traceback is raised here. When a rank is missing
+or hangs, the process group's timeout turns that into a failure.
+
+`Collectives` counts the collectives of a process.
+
+    python -m lessons.ranks          times a launch of 2, 4 and 8 ranks
 """
 
 import gc
@@ -32,7 +38,44 @@ _context.set_forkserver_preload(
 )
 
 
+def run(
+    function, world: int, *args, threads: int = 1, timeout: float = 60, limit: float = 600
+) -> list:
+    """Call `function(rank, *args)` on `world` ranks with a default gloo group, and return their
+    results in the order of ranks. The function and its arguments must be picklable: a function
+    stands at the top of a module. threads: of each rank; timeout: seconds that a collective may
+    wait; limit: seconds that the whole may take.
+
+    Raises RuntimeError with the first failing rank's traceback, or with the numbers of the ranks
+    that died or did not finish."""
+    processes = []
+    pipes = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        try:
+            for rank in range(world):
+                pipe, rank_end = _context.Pipe()
+                process = _context.Process(
+                    target=_main,
+                    args=(rank, world, store, threads, timeout, function, args, rank_end),
+                    daemon=True,
+                )
+                process.start()
+                rank_end.close()
+                processes.append(process)
+                pipes.append(pipe)
+            results = _collect(processes, pipes, limit)
+            _dismiss(processes, pipes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return results
+
+
 def _main(rank: int, world: int, store: str, threads: int, timeout: float, function, args, pipe):
+    """What the process of one rank does. It sends (finished, result or traceback), and leaves when
+    it is told to."""
     torch.set_num_threads(threads)
     try:
         dist.init_process_group(
@@ -49,90 +92,71 @@ def _main(rank: int, world: int, store: str, threads: int, timeout: float, funct
     pipe.send_bytes(pickle.dumps(outcome))
     # leave together, so that no peer sees a closed socket
     pipe.recv_bytes()
-    function = args = outcome = None
     # whatever holds a process group goes before the group
+    function = args = outcome = None
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
 
 
-def run(
-    function, world: int, *args, threads: int = 1, timeout: float = 60, limit: float = 600
-) -> list:
-    """Call `function(rank, *args)` on `world` ranks with a default gloo group. Both must be
-    picklable: a function at the top of a module. timeout: seconds a collective may wait; limit:
-    seconds the whole may take.
-
-    Raises RuntimeError with the first failing rank's traceback, or naming the ranks that died or
-    did not finish."""
+def _collect(processes: list, pipes: list, limit: float) -> list:
+    """The results, in the order of ranks. Raises RuntimeError as `run` does."""
+    deadline = time.monotonic() + limit
     results = {}
-    folder = tempfile.TemporaryDirectory()
-    pipes = []
-    processes = []
+    while len(results) < len(processes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        seconds_left = max(0, deadline - time.monotonic())
+        ready = multiprocessing.connection.wait(waiting, seconds_left)
+        if not ready:
+            raise RuntimeError(f"ranks {list(waiting.values())} did not finish in {limit:.0f} s")
+        for pipe in ready:
+            rank = waiting[pipe]
+            results[rank] = _receive(rank, pipe, processes)
+    return [results[rank] for rank in range(len(processes))]
+
+
+def _receive(rank: int, pipe, processes: list):
+    """The result that a rank sent."""
     try:
-        for rank in range(world):
-            here, there = _context.Pipe()
-            process = _context.Process(
-                target=_main,
-                args=(
-                    rank,
-                    world,
-                    os.path.join(folder.name, "store"),
-                    threads,
-                    timeout,
-                    function,
-                    args,
-                    there,
-                ),
-                daemon=True,
+        finished, value = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        raise _death(rank, processes) from None
+    if finished:
+        return value
+    # A peer that died a moment ago may be the cause; then this rank only lost its connection to it.
+    peers = {process.sentinel: r for r, process in enumerate(processes) if r != rank}
+    dead = multiprocessing.connection.wait(peers, timeout=1)
+    if dead:
+        raise _death(peers[dead[0]], processes)
+    raise RuntimeError(f"rank {rank} of {len(processes)} failed:\n{value}")
+
+
+def _death(rank: int, processes: list) -> RuntimeError:
+    processes[rank].join()
+    exit_code = processes[rank].exitcode
+    return RuntimeError(f"rank {rank} of {len(processes)} died with exit code {exit_code}")
+
+
+def _dismiss(processes: list, pipes: list, timeout: float) -> None:
+    """Let the ranks leave. Raises RuntimeError for one that does not, or leaves with an error."""
+    for pipe in pipes:
+        pipe.send_bytes(b"leave")
+    for rank, process in enumerate(processes):
+        process.join(timeout)
+        if process.exitcode != 0:
+            raise RuntimeError(
+                f"rank {rank} of {len(processes)} left with exit code {process.exitcode}"
             )
-            process.start()
-            there.close()
-            pipes.append(here)
-            processes.append(process)
-        deadline = time.monotonic() + limit
-        while len(results) < world:
-            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-            ready = multiprocessing.connection.wait(waiting, max(0, deadline - time.monotonic()))
-            if not ready:
-                raise RuntimeError(
-                    f"ranks {[r for r in range(world) if r not in results]} did not finish in"
-                    f" {limit:.0f} s"
-                )
-            for pipe in ready:
-                rank = pipes.index(pipe)
-                try:
-                    finished, value = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionError):
-                    processes[rank].join()
-                    raise RuntimeError(
-                        f"rank {rank} of {world} died with exit code {processes[rank].exitcode}"
-                    ) from None
-                if not finished:
-                    # The cause may be a rank that died a moment ago: then this one only lost its
-                    # peer.
-                    alive = {p.sentinel: r for r, p in enumerate(processes) if r != rank}
-                    for sentinel in multiprocessing.connection.wait(alive, timeout=1):
-                        died = alive[sentinel]
-                        processes[died].join()
-                        raise RuntimeError(
-                            f"rank {died} of {world} died with exit code {processes[died].exitcode}"
-                        )
-                    raise RuntimeError(f"rank {rank} of {world} failed:\n{value}")
-                results[rank] = value
-        for pipe in pipes:
-            pipe.send_bytes(b"leave")
-        for rank, process in enumerate(processes):
-            process.join(timeout)
-            if process.exitcode != 0:
-                raise RuntimeError(f"rank {rank} of {world} left with exit code {process.exitcode}")
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        folder.cleanup()
-    return [results[rank] for rank in range(world)]
+
+
+# part of the name of a c10d operation: the collective that it is
+KINDS = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+}
 
 
 class Collectives(TorchDispatchMode):
@@ -145,23 +169,18 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
-            kinds = {
-                "allreduce": "all-reduce",
-                "allgather": "all-gather",
-                "reduce_scatter": "reduce-scatter",
-                "alltoall": "all-to-all",
-            }
-            name = str(function.overloadpacket).split(".")[-1]
-            size = max(
-                (x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)), default=0
-            )
-            self.calls.append(
-                (next((kind for key, kind in kinds.items() if key in name), name), size)
-            )
+            operation = str(function.overloadpacket).split(".")[-1]
+            kinds = [kind for part, kind in KINDS.items() if part in operation]
+            name = kinds[0] if kinds else operation
+            sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.calls.append((name, max(sizes, default=0)))
         return function(*args, **(kwargs or {}))
 
 
-def _lesson(rank: int):
+# --------------------------------------------------------------------------------------------------
+
+
+def _lesson(rank: int) -> float:
     x = torch.tensor([float(rank)])
     dist.all_reduce(x)
     return x.item()
@@ -170,12 +189,13 @@ def _lesson(rank: int):
 def main():
     # starts the server
     run(_lesson, 1)
-    for n in (2, 4, 8):
+    for world in (2, 4, 8):
         start = time.perf_counter()
-        total = run(_lesson, n)[0]
+        total = run(_lesson, world)[0]
+        seconds = time.perf_counter() - start
         print(
-            f"{n} ranks: the sum of their numbers is {total:.0f}, {time.perf_counter() - start:.2f}"
-            " s from launch to exit"
+            f"{world} ranks: the sum of their numbers is {total:.0f}, {seconds:.2f} s from launch"
+            " to exit"
         )
 
 

@@ -1,6 +1,7 @@
-"""`python FILE` of each root module whose own tests do not run it."""
+"""`python FILE` of each module whose own tests do not run it."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -40,13 +41,10 @@ def test_lesson(name, argv, words, monkeypatch, capsys):
 
 
 def test_metrics(tmp_path, monkeypatch, capsys):
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(
-            f'{{"step": {i}, "loss": {5 - i}.0, "lr": 0.1, "tokens": {i}, "grad_norm": 1.0}}\n'
-            for i in (1, 2, 3)
-        )
-    )
-    assert (
-        str(tmp_path / "loss.png") in run("runtime.metrics", [tmp_path], monkeypatch, capsys)
-        and (tmp_path / "loss.png").exists()
-    )
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in (1, 2, 3):
+            row = {"step": step, "loss": 5.0 - step, "lr": 0.1, "tokens": step, "grad_norm": 1.0}
+            file.write(json.dumps(row) + "\n")
+    figure = tmp_path / "loss.png"
+    assert str(figure) in run("runtime.metrics", [tmp_path], monkeypatch, capsys)
+    assert figure.exists()

@@ -1,3 +1,5 @@
+"""lessons/ranks.py: what ranks return comes back; a failure, a death or a hang is named."""
+
 import os
 import time
 
@@ -35,13 +37,13 @@ def missing_peer(rank):
 
 def test_returns_what_each_rank_returned():
     results = ranks.run(add, 3, 10)
-    assert [x.item() for x, _ in results] == [33] * 3 and [threads for _, threads in results] == [
-        1
-    ] * 3
+    sums = [x.item() for x, _ in results]
+    threads = [n for _, n in results]
+    assert sums == [33] * 3 and threads == [1] * 3
 
 
 def test_a_failure_names_the_rank_and_its_error():
-    with pytest.raises(RuntimeError, match="(?s)rank 1 of 2 failed.*no such thing"):
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2 failed.*no such thing"):
         ranks.run(fail_on_one, 2)
 
 
