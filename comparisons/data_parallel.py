@@ -3,11 +3,15 @@ rank gains.
 
     python comparisons/data_parallel.py [--rounds 25] [--toy] [--out DIR]
 
-Each round runs four things in turn, in the same two processes: a step of both ranks with the
-gradients summed; the same with the all-reduces left out; a step of rank 0 alone, on its share and
-without buckets, as on one device, while rank 1 waits; and an all-reduce of as many bytes as the
-gradients have, alone. Ratios are medians over rounds. (h 512, L 4, a 8, s 256, V 257, 4 sequences a
-rank, fp32)"""
+Each round runs four things in turn, in the same two processes:
+
+    sent         a step of both ranks, gradients summed
+    silent       the same without the all-reduces
+    alone        a step of rank 0 on its share, as on one device, while rank 1 waits
+    all_reduce   processor time of one all-reduce of as many bytes as the gradients have
+
+Ratios are medians over rounds. Shape: h 512, L 4, a 8, s 256, V 257, 4 sequences a rank, fp32.
+"""
 
 import sys
 import time
@@ -18,10 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
 import torch
 import torch.distributed as dist
-from report import spread, timed
+from report import spread
 from single_device import Random
 
-import fsdp
 import train
 from lessons import ranks
 from runtime.world import Groups, keep_freed_memory
@@ -40,42 +43,36 @@ TOY = SHAPE | dict(num_layers=2, hidden_size=64, seq_length=32)
 
 
 def on_rank(rank: int, rounds: int, shape: dict) -> list[dict]:
+    """Seconds of each kind, round by round."""
     keep_freed_memory()
-    both = train.Trainer(
-        train.Config(**shape, global_batch_size=8), torch.device("cpu"), Groups(dp=dist.group.WORLD)
-    )
-    one = train.Trainer(train.Config(**shape, global_batch_size=4), torch.device("cpu"), Groups())
+    cpu = torch.device("cpu")
+    both_config = train.Config(**shape, global_batch_size=8)
+    both = train.Trainer(both_config, cpu, Groups(dp=dist.group.WORLD))
+    one = train.Trainer(train.Config(**shape, global_batch_size=4), cpu, Groups())
     dataset = Random(4, shape["seq_length"], 257)
-    all_reduce = dist.all_reduce
     gradients = torch.zeros(sum(p.numel() for p in one.model.parameters()))
 
     def step(trainer):
         trainer.forward_backward(1, dataset)
         trainer.update(1)
 
-    def together() -> float:
-        dist.barrier()
-        return timed(lambda: (step(both), dist.barrier()))
+    def sent() -> float:
+        return report.timed_together(lambda: step(both))
 
     def silent() -> float:
-        fsdp.dist.all_reduce = lambda *args, **kwargs: report.Done()
-        seconds = together()
-        fsdp.dist.all_reduce = all_reduce
-        return seconds
+        with report.without_all_reduce():
+            return sent()
 
     def alone() -> float:
-        dist.barrier()
-        seconds = timed(lambda: step(one)) if rank == 0 else 0.0
-        dist.barrier()
-        return seconds
+        return report.timed_alone(lambda: step(one))
 
-    def processor_time() -> float:
+    def all_reduce() -> float:
         dist.barrier()
         start = time.process_time()
         dist.all_reduce(gradients)
         return time.process_time() - start
 
-    kinds = {"sent": together, "silent": silent, "alone": alone, "all_reduce": processor_time}
+    kinds = {"sent": sent, "silent": silent, "alone": alone, "all_reduce": all_reduce}
     return report.in_turn(kinds, rounds)
 
 
@@ -83,24 +80,19 @@ def main():
     parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=25)
     args = report.parse(parser)
-    shape, rounds = (TOY, 1) if args.toy else (SHAPE, args.rounds)
+    shape = TOY if args.toy else SHAPE
+    rounds = 1 if args.toy else args.rounds
     times = ranks.run(on_rank, 2, rounds, shape)[0]
-    # what the ranks had, for the record
-    torch.set_num_threads(1)
+    tokens = 8 * shape["seq_length"]
     results = {
-        "tokens_per_second": 8 * shape["seq_length"] / report.median([t["sent"] for t in times]),
+        "tokens_per_second": tokens / report.median([t["sent"] for t in times]),
         "step_seconds": spread([t["sent"] for t in times]),
         "of_no_communication": spread([t["silent"] / t["sent"] for t in times]),
         "over_one_rank": spread([2 * t["alone"] / t["sent"] for t in times]),
         "all_reduce_processor_seconds": spread([t["all_reduce"] for t in times]),
     }
-    report.save("data_parallel", results, args)
-    for name, value in results.items():
-        print(
-            f"{name}: {value:,.0f}"
-            if isinstance(value, float)
-            else f"{name}: {value['median']:.3f} ({value['min']:.3f} to {value['max']:.3f})"
-        )
+    report.save("data_parallel", results, args, threads=1)
+    report.print_results(results)
 
 
 if __name__ == "__main__":

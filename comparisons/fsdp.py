@@ -1,15 +1,22 @@
-"""Stage 3 beside torch.distributed.fsdp.fully_shard: the same model, batches and optimizer on the
-same two ranks, in turn, in one run.
+"""ZeRO stage 3 of this project beside torch.distributed.fsdp.fully_shard: the same model, batches
+and optimizer on the same two ranks, in turn, in one run.
 
     python comparisons/fsdp.py [--rounds 25] [--toy] [--out DIR]
 
-Every layer, the embedding and the head are units in both, and are dropped after forward. Step:
-forward, backward, clipping by the global norm, AdamW. Peak bytes are those that PyTorch's allocator
-handed out for tensors, by its profiler, each kind in processes of its own, from building the model
-to the end of the second step; what gloo allocates inside is in neither. The figure is of one of our
-steps on rank 0. (Llama's block, h 512, L 6, a 8, ffn 1376, s 256, V 8192, 4 sequences a rank, fp32,
-one thread a rank)"""
+In both, each layer, the embedding and the head are gathered one at a time, and dropped after
+forward. A step is forward, backward, clipping by the global norm, and AdamW.
 
+Peak bytes are the most that PyTorch's allocator held for tensors at any time, by its profiler, from
+building the model to the end of the second step. Each kind has processes of its own. What gloo
+allocates inside counts in neither.
+
+The figure is the time line of one of our steps on rank 0: figures/fsdp_time_line.png
+
+Shape: Llama's block, h 512, L 6, a 8, ffn 1376, s 256, V 8192, 4 sequences a rank, fp32, one thread
+a rank.
+"""
+
+import itertools
 import json
 import sys
 import tempfile
@@ -21,15 +28,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
 import torch
 import torch.distributed as dist
-from report import spread, timed
+from report import spread
 from single_device import Random
 from torch.distributed.fsdp import fully_shard
 
 import fsdp
-import gpt
 import sharding
 import train
-from lessons import ranks
+from lessons import demo, ranks
 from runtime.world import Groups, keep_freed_memory
 
 SHAPE = dict(
@@ -48,6 +54,8 @@ SEQUENCES = 4
 
 
 class Ours:
+    """train.py's steps under --zero-stage 3."""
+
     def __init__(self, shape: dict):
         config = train.Config(
             **shape, zero_stage=3, global_batch_size=2 * SEQUENCES, warmup_steps=0, steps=10**9
@@ -58,7 +66,7 @@ class Ours:
     def step(self) -> float:
         loss = self.trainer.forward_backward(1, self.dataset)
         self.trainer.update(1)
-        # this rank's part of the mean
+        # this rank's part of the mean over both
         return loss.item() * 2
 
 
@@ -67,27 +75,28 @@ class Theirs:
 
     def __init__(self, shape: dict):
         config = train.Config(**shape)
-        with torch.device("meta"):
-            model = gpt.GPT(config.model_config())
-        sharding.init(model, 0, "cpu", torch.float32)
-        for layer in (model.embedding, *model.blocks.values(), model.head, model):
+        self.model = demo.meta_model(config.model_config())
+        sharding.init(self.model, 0, "cpu", torch.float32)
+        for layer in (self.model.embedding, *self.model.blocks.values(), self.model.head):
             fully_shard(layer, reshard_after_forward=True)
-        groups = [
-            {
-                "params": [p for p in model.parameters() if (p.dim() > 1) == decays],
-                "weight_decay": 0.1 * decays,
-            }
-            for decays in (True, False)
-        ]
-        self.model = model
-        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-        rank = dist.get_rank()
-        self.batch = Random(2 * SEQUENCES, shape["seq_length"], shape["vocab_size"]).batch(
-            range(rank * SEQUENCES, (rank + 1) * SEQUENCES)
+        fully_shard(self.model, reshard_after_forward=True)
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": 0.1},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+            betas=(0.9, 0.95),
+            fused=True,
         )
+        first = dist.get_rank() * SEQUENCES
+        dataset = Random(2 * SEQUENCES, shape["seq_length"], shape["vocab_size"])
+        self.batch = dataset.batch(range(first, first + SEQUENCES))
 
     def step(self) -> float:
-        # theirs averages over ranks
+        # fully_shard averages gradients over ranks
         loss = self.model(self.batch.tokens, self.batch.targets).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -99,6 +108,10 @@ class Theirs:
 KINDS = {"ours": Ours, "theirs": Theirs}
 
 
+# --------------------------------------------------------------------------------------------------
+# memory and time
+
+
 def peak_bytes(rank: int, kind: str, shape: dict) -> int:
     """The most that was allocated for tensors at any time."""
     with torch.profiler.profile(
@@ -108,138 +121,191 @@ def peak_bytes(rank: int, kind: str, shape: dict) -> int:
         for _ in range(2):
             trainer.step()
     with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
     return max(e["args"]["Total Allocated"] for e in events if e["name"] == "[memory]")
 
 
-def on_rank(rank: int, rounds: int, shape: dict):
+def on_rank(rank: int, rounds: int, shape: dict) -> tuple[list[dict], dict, list]:
+    """(seconds of each kind, round by round; {kind: losses}; the time line of one of our steps)"""
     keep_freed_memory()
     trainers = {kind: make(shape) for kind, make in KINDS.items()}
     losses = {kind: [] for kind in KINDS}
 
     def step(kind: str) -> float:
-        dist.barrier()
-        return timed(lambda: (losses[kind].append(trainers[kind].step()), dist.barrier()))
+        return report.timed_together(lambda: losses[kind].append(trainers[kind].step()))
 
     times = report.in_turn({kind: lambda kind=kind: step(kind) for kind in KINDS}, rounds)
     return times, losses, time_line(trainers["ours"])
 
 
+# --------------------------------------------------------------------------------------------------
+# the time line of a step: (what, unit, start, end), in seconds. A unit is one layer's parameters;
+# they are numbered in the order of forward.
+
+
+class TimedWork:
+    """A collective whose end is noted. An all-gather says itself when it ends. gloo does not tell
+    when a reduce-scatter ends: its end is that of the wait for it."""
+
+    def __init__(self, what: str, unit: int, work, events: list):
+        self.what = what
+        self.unit = unit
+        self.work = work
+        self.events = events
+        self.start = time.perf_counter()
+        if what == "all-gather":
+            work.get_future().add_done_callback(lambda _: self.ended())
+
+    def ended(self) -> None:
+        self.events.append((self.what, self.unit, self.start, time.perf_counter()))
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.what == "reduce-scatter":
+            self.ended()
+
+
+class Recorder:
+    """While entered, replaces the collectives of fsdp.py, and the methods of one `FullySharded`
+    that start them and wait for them, by ones that note times."""
+
+    def __init__(self, sharder: fsdp.FullySharded):
+        self.sharder = sharder
+        self.number = {unit: i for i, unit in enumerate(sharder.units)}
+        # of the collectives that are started
+        self.current_unit = None
+        # of each collective: (what, unit, start, end)
+        self.events = []
+        # of each wait for a unit's parameters: (unit, start, end); last, the end of backward
+        self.waits = []
+
+    def __enter__(self):
+        self.collectives = fsdp.all_gather, fsdp.reduce_scatter
+        fsdp.all_gather = self.timed("all-gather", fsdp.all_gather)
+        fsdp.reduce_scatter = self.timed("reduce-scatter", fsdp.reduce_scatter)
+        self.methods = {
+            "start": self.for_unit(self.sharder.start),
+            "reduce": self.for_unit(self.sharder.reduce),
+            "gather": self.gather(self.sharder.gather),
+            "reduce_gradients": self.reduce_gradients(self.sharder.reduce_gradients),
+        }
+        # they hide the methods of the class
+        self.sharder.__dict__.update(self.methods)
+        return self
+
+    def __exit__(self, *exception):
+        fsdp.all_gather, fsdp.reduce_scatter = self.collectives
+        for name in self.methods:
+            del self.sharder.__dict__[name]
+
+    def timed(self, what: str, collective):
+        def start(*args, **options):
+            return TimedWork(what, self.current_unit, collective(*args, **options), self.events)
+
+        return start
+
+    def for_unit(self, method):
+        def call(unit):
+            self.current_unit = self.number[unit]
+            method(unit)
+
+        return call
+
+    def gather(self, original):
+        def call(now, soon):
+            start = time.perf_counter()
+            original(now, soon)
+            self.waits.append((self.number[now[0]], start, time.perf_counter()))
+
+        return call
+
+    def reduce_gradients(self, original):
+        def call():
+            self.waits.append((None, time.perf_counter(), None))
+            original()
+
+        return call
+
+    def computed(self) -> list[tuple[str, int, float, float]]:
+        """Each layer's forward and backward: from when its parameters are there until the next are
+        asked for."""
+        events = []
+        for k, (wait, next_wait) in enumerate(itertools.pairwise(self.waits)):
+            what = "forward" if k < len(self.number) else "backward"
+            unit, _, start = wait
+            _, end, _ = next_wait
+            events.append((what, unit, start, end))
+        return events
+
+
 def time_line(ours: Ours) -> list[tuple[str, int, float, float]]:
-    """(what, unit, start, end) in one step: each layer's forward and backward, from when its
-    parameters are there until the next are asked for; collectives from their call to their end."""
-    sharder = ours.trainer.gradients[0]
-    events = []
-    asked = []
-    unit_of_call = []
-    number = {unit: i for i, unit in enumerate(sharder.units)}
-
-    class Noted:
-        """A collective that notes its end: an all-gather's own; of a reduce-scatter, whose end gloo
-        does not tell, the end of the wait for it."""
-
-        def __init__(self, what, work):
-            self.work = work
-            self.event = (what, unit_of_call[-1], time.perf_counter())
-            if what == "all-gather":
-                work.get_future().add_done_callback(
-                    lambda _: events.append((*self.event, time.perf_counter()))
-                )
-
-        def wait(self):
-            self.work.wait()
-            if self.event[0] == "reduce-scatter":
-                events.append((*self.event, time.perf_counter()))
-
-    def noted(what, collective):
-        return lambda *args, **options: Noted(what, collective(*args, **options))
-
-    def for_unit(method):
-        return lambda unit: (unit_of_call.append(number[unit]), method(unit))
-
-    def gather(now, soon, original=sharder.gather):
-        start = time.perf_counter()
-        original(now, soon)
-        asked.append((number[now[0]], start, time.perf_counter()))
-
-    def reduce_gradients(original=sharder.reduce_gradients):
-        asked.append((None, time.perf_counter(), None))
-        original()
-
-    changed = {
-        "start": for_unit(sharder.start),
-        "reduce": for_unit(sharder.reduce),
-        "gather": gather,
-        "reduce_gradients": reduce_gradients,
-    }
-    originals = fsdp.all_gather, fsdp.reduce_scatter
-    fsdp.all_gather = noted("all-gather", fsdp.all_gather)
-    fsdp.reduce_scatter = noted("reduce-scatter", fsdp.reduce_scatter)
-    sharder.__dict__.update(changed)
-    dist.barrier()
-    begin = time.perf_counter()
-    ours.step()
-    fsdp.all_gather, fsdp.reduce_scatter = originals
-    for name in changed:
-        del sharder.__dict__[name]
-    for k, ((unit, _, start), (_, end, _)) in enumerate(zip(asked, asked[1:])):
-        events.append(("forward" if k < len(number) else "backward", unit, start, end))
+    """(what, unit, start, end) of one step: what each layer computes, and each collective from its
+    call to its end. Seconds from the beginning of the step."""
+    with Recorder(ours.trainer.gradients[0]) as recorder:
+        dist.barrier()
+        begin = time.perf_counter()
+        ours.step()
+    events = recorder.events + recorder.computed()
     return [(what, unit, start - begin, end - begin) for what, unit, start, end in events]
 
 
-def hidden(events, what: str) -> float:
+def hidden(events: list, what: str) -> float:
     """The share of a collective's time that passed while a layer computed."""
     computing = [(start, end) for kind, _, start, end in events if kind in ("forward", "backward")]
-    flights = [(start, end) for kind, _, start, end in events if kind == what]
-    return sum(
-        max(0, min(e, end) - max(s, start)) for s, e in flights for start, end in computing
-    ) / sum(e - s for s, e in flights)
+    collectives = [(start, end) for kind, _, start, end in events if kind == what]
+    overlap = 0.0
+    for first, last in collectives:
+        for start, end in computing:
+            overlap += max(0, min(last, end) - max(first, start))
+    return overlap / sum(last - first for first, last in collectives)
 
 
-def draw(events, path: Path) -> None:
-    import matplotlib
+ROWS = {
+    "compute": ("forward", "backward"),
+    "all-gather": ("all-gather",),
+    "reduce-scatter": ("reduce-scatter",),
+}
+COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#59a14f",
+    "all-gather": "#f2b447",
+    "reduce-scatter": "#b07aa1",
+}
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    rows = {
-        "compute": ("forward", "backward"),
-        "all-gather": ("all-gather",),
-        "reduce-scatter": ("reduce-scatter",),
-    }
-    colours = {
-        "forward": "#4c78a8",
-        "backward": "#59a14f",
-        "all-gather": "#f2b447",
-        "reduce-scatter": "#b07aa1",
-    }
+def draw(events: list, path: Path) -> None:
+    plt = report.pyplot()
     last = max(unit for _, unit, _, _ in events)
+    names = {0: "E", last: "H"}
     figure, axes = plt.subplots(figsize=(10, 2.2), layout="constrained")
-    for y, (row, kinds) in enumerate(rows.items()):
+    for y, kinds in enumerate(ROWS.values()):
         for what, unit, start, end in events:
-            if what in kinds:
-                axes.barh(
-                    -y,
-                    (end - start) * 1e3,
-                    left=start * 1e3,
-                    height=0.7,
-                    color=colours[what],
-                    edgecolor="white",
-                    linewidth=0.5,
-                )
-                axes.text(
-                    (start + end) / 2 * 1e3,
-                    -y,
-                    "E" if unit == 0 else "H" if unit == last else unit - 1,
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    clip_on=True,
-                )
+            if what not in kinds:
+                continue
+            start_ms, end_ms = start * 1e3, end * 1e3
+            axes.barh(
+                -y,
+                end_ms - start_ms,
+                left=start_ms,
+                height=0.7,
+                color=COLOURS[what],
+                edgecolor="white",
+                linewidth=0.5,
+            )
+            axes.text(
+                (start_ms + end_ms) / 2,
+                -y,
+                names.get(unit, unit - 1),
+                ha="center",
+                va="center",
+                fontsize=7,
+                clip_on=True,
+            )
     axes.set(
-        yticks=[-y for y in range(len(rows))],
-        yticklabels=rows,
+        yticks=[-y for y in range(len(ROWS))],
+        yticklabels=ROWS,
         xlabel="ms",
         title="A stage-3 step on rank 0: E embedding, 0 .. blocks, H head",
     )
@@ -250,11 +316,10 @@ def main():
     parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=25)
     args = report.parse(parser)
-    shape, rounds = (TOY, 1) if args.toy else (SHAPE, args.rounds)
+    shape = TOY if args.toy else SHAPE
+    rounds = 1 if args.toy else args.rounds
     peaks = {kind: max(ranks.run(peak_bytes, 2, kind, shape)) for kind in KINDS}
     times, losses, events = ranks.run(on_rank, 2, rounds, shape)[0]
-    # what the ranks had, for the record
-    torch.set_num_threads(1)
     results = {
         "step_seconds": {kind: spread([t[kind] for t in times]) for kind in KINDS},
         "step_time_over_fully_shard": spread([t["ours"] / t["theirs"] for t in times]),
@@ -265,7 +330,7 @@ def main():
             what: hidden(events, what) for what in ("all-gather", "reduce-scatter")
         },
     }
-    report.save("fsdp", results | {"time_line": events}, args)
+    report.save("fsdp", results | {"time_line": events}, args, threads=1)
     draw(events, args.figures / "fsdp_time_line.png")
     for name, value in results.items():
         print(f"{name}: {value}")

@@ -1,22 +1,26 @@
 """The same training run under every layout: tokens/s, peak memory, and one loss.
 
-    python comparisons/layouts.py [--ranks 4] [--rounds 3] [--steps 8] [--out DIR]      --toy: a few layouts of a small model, to see that all of it runs
-    python comparisons/layouts.py -- --hidden-size 768                      what follows -- goes to every train.py
+    python comparisons/layouts.py [--ranks 4] [--rounds 3] [--steps 8] [--toy] [--out DIR]
+    python comparisons/layouts.py -- --hidden-size 768       flags after -- go to every train.py
 
-`torchrun train.py` on N ranks (GPUs where there are so many, else CPU ranks that share the cores)
-with one model, one global batch in micro-batches of one size, one seed; layouts take turns, a run
-of --steps steps each, for --rounds rounds. The first 3 steps of a run do not count: a round's
-tokens/s is the median of the others, and the table has the median of the rounds with the least and
-the most. After its last step a run is stopped by SIGTERM, so that nobody waits for its sample of
-text.
+Each layout is `torchrun train.py` on N ranks: GPUs if there are N, else CPU ranks that share the
+cores. All have the same model, global batch, micro-batch size and seed. Layouts take turns, a run
+of --steps steps each, for --rounds rounds. --toy runs two of them, with a small model.
 
-Memory is the peak of bytes of tensors, of the rank that has most. On CPUs train.py tells the peak
-of the process instead, in which libraries and gloo's own buffers hide the layout: there, in the
-first round, a profiler of allocations looks at its first two steps.
+Tokens/s of a round are the median over its steps, the first 3 left out. The table has the median of
+the rounds, with the least and the most. After its last step a run is stopped by SIGTERM, so that
+nobody waits for its sample of text.
 
-The losses of all steps must be those of one device, to 1e-4 in fp32. Two kinds of rows are another
-computation, and marked: experts, which are compared among themselves, and moments in bf16, which
-are not compared. Figure: figures/layouts.png."""
+Peak memory is the bytes of tensors on the rank that has most. On CPUs train.py reports the peak of
+the process, in which libraries and gloo's buffers hide the layout. There, in the first round, a
+profiler of allocations measures the first two steps instead.
+
+The losses of all steps must be those of one device: to 1e-4 in fp32, 2e-2 in bf16. Rows marked with
+* compute something else: those with experts are compared with each other, those with bf16 moments
+are not compared.
+
+Figure: figures/layouts.png
+"""
 
 import itertools
 import json
@@ -31,12 +35,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import torch
-from report import median, spread
+from report import format_spread, median, spread
 
 import train
 
-HERE = Path(__file__).parent.parent
-# name, flags; data-parallel ranks are what --tp and --pp leave, and are put before the name
+ROOT = Path(__file__).parent.parent
+# (name, flags). The ranks that --tp and --pp leave are data-parallel; their number goes in front of
+# the name.
 LAYOUTS = [
     ("", ""),
     ("stage 1", "--zero-stage 1"),
@@ -77,8 +82,12 @@ SHAPES = {
     ),
 }
 ALWAYS = "--model gpt2 --vocab-size 257 --dropout 0 --lr 1e-3 --warmup-steps 4 --timeout 300"
+# largest relative difference of a loss
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+# steps that do not count
 WARMUP = 3
+# the flags that a figure's title names
+SHAPE_FLAGS = ("num-layers", "hidden-size", "seq-length", "global-batch-size", "micro-batch-size")
 COLOURS = {
     "one device": "#8c8c8c",
     "data": "#4c78a8",
@@ -89,110 +98,105 @@ COLOURS = {
 }
 
 
+def degree(name: str, flags: str) -> int:
+    match = re.search(rf"--{name} (\d+)", flags)
+    return int(match[1]) if match else 1
+
+
 def layouts(n: int) -> dict[str, tuple[int, str]]:
     """{name: (ranks, flags)}, one device first, of the layouts whose degrees fit n ranks."""
-    found = {"one device": (1, "")}
+    fitting = {"one device": (1, "")}
     for name, flags in LAYOUTS:
-        tp, pp, ep = (
-            int(m[1]) if (m := re.search(rf"--{degree} (\d+)", flags)) else 1
-            for degree in ("tp", "pp", "ep")
-        )
-        dp = n // (tp * pp)
-        if dp * tp * pp == n and dp % ep == 0 and (dp > 1 or "--zero-stage" not in flags):
-            found[", ".join([f"dp {dp}"] * (dp > 1) + [name] * bool(name))] = n, flags
-    return found
+        model_ranks = degree("tp", flags) * degree("pp", flags)
+        dp = n // model_ranks
+        if dp * model_ranks != n or dp % degree("ep", flags) != 0:
+            continue
+        if dp == 1 and "--zero-stage" in flags:
+            continue
+        words = [name] if name else []
+        if dp > 1:
+            words.insert(0, f"dp {dp}")
+        fitting[", ".join(words)] = n, flags
+    return fitting
 
 
 def family(ranks: int, flags: str) -> str:
-    tp = "--tp" in flags
-    pp = "--pp" in flags
-    return (
-        "one device"
-        if ranks == 1
-        else (
-            "experts *"
-            if "--num-experts" in flags
-            else (
-                "tensor and pipeline"
-                if tp and pp
-                else "tensor"
-                if tp
-                else "pipeline"
-                if pp
-                else "data"
-            )
-        )
-    )
+    """A key of COLOURS."""
+    if ranks == 1:
+        return "one device"
+    if "--num-experts" in flags:
+        return "experts *"
+    words = [word for flag, word in (("--tp", "tensor"), ("--pp", "pipeline")) if flag in flags]
+    return " and ".join(words) or "data"
 
 
 def computation(flags: str) -> str:
-    """Layouts with the same answer here must have the same losses."""
-    return next((word for word in ("--num-experts", "--optimizer-state") if word in flags), "")
+    """Layouts for which this is equal must have the same losses."""
+    for word in ("--num-experts", "--optimizer-state"):
+        if word in flags:
+            return word
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# one run
 
 
 def on_rank(flags: list[str]) -> int:
-    """train.py on this rank; the peak memory that it tells is that of tensors, found in the first
-    two steps, for all that follow."""
+    """train.py on this rank, with the peak memory that it reports replaced: by that of tensors in
+    the first two steps, which it reports in all later ones too."""
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     )
     calls = itertools.count(1)
-    found = [0]
+    peak = 0
 
     def peak_memory(device) -> int:
+        nonlocal peak
         if next(calls) == 2:
             profiler.stop()
-            events = sorted(
-                (e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"),
-                key=lambda e: e.start_ns(),
+            events = profiler.profiler.kineto_results.events()
+            allocations = sorted(
+                (e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()
             )
-            found[0] = max(itertools.accumulate(e.nbytes() for e in events))
-        return found[0]
+            peak = max(itertools.accumulate(e.nbytes() for e in allocations))
+        return peak
 
     train.peak_memory = peak_memory
     profiler.start()
     return train.main(flags)
 
 
+def failure(stderr, status: int) -> str:
+    """What train.py said is wrong, or the last line that it wrote."""
+    stderr.seek(0)
+    lines = [line.strip() for line in stderr if line.strip()]
+    messages = [line for line in lines if line.startswith("train.py: ")]
+    if messages:
+        return messages[0]
+    return lines[-1] if lines else f"exit status {status}"
+
+
 def run(ranks: int, script: list[str], flags: list[str], steps: int) -> list[dict]:
     """The first `steps` lines of metrics.jsonl. Raises RuntimeError with what train.py says is
     wrong."""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
-        path = Path(folder) / "run" / "metrics.jsonl"
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(ranks),
-                *script,
-                *flags,
-                "--steps",
-                "1000",
-                "--out",
-                str(path.parent),
-            ],
-            cwd=HERE,
-            stdout=subprocess.DEVNULL,
-            stderr=said,
-        )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as stderr:
+        out = Path(folder) / "run"
+        metrics = out / "metrics.jsonl"
+        command = [*torchrun, "--nproc-per-node", str(ranks), *script, *flags]
+        command += ["--steps", "1000", "--out", str(out)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr)
         lines = []
         try:
             while len(lines) < steps:
+                # asked before the file is read, so that no line is missed
                 ended = process.poll() is not None
-                # half a line is none yet
-                lines = path.read_text().split("\n")[:-1] if path.exists() else []
+                if metrics.exists():
+                    # the last may be half a line, or empty
+                    lines = metrics.read_text().split("\n")[:-1]
                 if ended and len(lines) < steps:
-                    said.seek(0)
-                    words = [line.strip() for line in said if line.strip()]
-                    raise RuntimeError(
-                        next(
-                            (line for line in words if line.startswith("train.py: ")),
-                            words[-1] if words else f"exit status {process.returncode}",
-                        )
-                    )
+                    raise RuntimeError(failure(stderr, process.returncode))
                 time.sleep(0.1)
         finally:
             process.terminate()
@@ -200,12 +204,81 @@ def run(ranks: int, script: list[str], flags: list[str], steps: int) -> list[dic
         return [json.loads(line) for line in lines[:steps]]
 
 
+# --------------------------------------------------------------------------------------------------
+# all runs
+
+
+def tokens_per_second(lines: list[dict]) -> float:
+    """Of one run, from its lines of metrics.jsonl."""
+    return median([line["tokens_per_second"] for line in lines[WARMUP:]])
+
+
+def run_all(
+    todo: dict[str, tuple[int, str]], common: list[str], device: str, rounds: int, steps: int
+) -> tuple[dict[str, list], dict[str, str]]:
+    """({name: lines of metrics.jsonl of each of its runs}, {name: why it failed})"""
+    runs = {}
+    failed = {}
+    for i in range(rounds):
+        script = ["train.py"]
+        if device == "cpu" and i == 0:
+            script = [f"{ROOT}/comparisons/layouts.py", "--on-rank"]
+        for name, (ranks, flags) in todo.items():
+            if name in failed:
+                continue
+            try:
+                lines = run(ranks, script, [*common, *flags.split()], steps)
+            except RuntimeError as e:
+                failed[name] = str(e)
+                print(f"{name}: {e}", file=sys.stderr, flush=True)
+                continue
+            runs.setdefault(name, []).append(lines)
+            print(
+                f"round {i + 1}/{rounds}  {name:<44}{tokens_per_second(lines):>10,.0f}"
+                f" tokens/s  loss {lines[-1]['loss']:.6f}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return {name: lines for name, lines in runs.items() if name not in failed}, failed
+
+
+def table(todo: dict[str, tuple[int, str]], runs: dict[str, list]) -> list[dict]:
+    """A row for each layout that ran, in the order of `todo`."""
+    rows = []
+    # the losses that the others must have, for each computation
+    expected = {}
+    for name, (ranks, flags) in todo.items():
+        if name not in runs:
+            continue
+        losses = [[line["loss"] for line in lines] for lines in runs[name]]
+        reference = expected.setdefault(computation(flags), losses[0])
+        differences = [abs(a / b - 1) for run in losses for a, b in zip(run, reference)]
+        rows.append(
+            {
+                "name": name,
+                "family": family(ranks, flags),
+                "flags": flags,
+                "peak_memory_bytes": runs[name][0][-1]["peak_memory_bytes"],
+                "tokens_per_second": spread([tokens_per_second(lines) for lines in runs[name]]),
+                "losses": losses[0],
+                "loss_difference": max(differences),
+            }
+        )
+    return rows
+
+
+def print_table(rows: list[dict]) -> None:
+    print("| layout | tokens/s | peak memory of a rank, MiB | largest difference of a loss |")
+    print("|---|---|---|---|")
+    for row in rows:
+        rate = format_spread(row["tokens_per_second"], ",.0f")
+        memory = row["peak_memory_bytes"] / 2**20
+        difference = f"{row['loss_difference']:.1e}" if row["loss_difference"] else ""
+        print(f"| {row['name']} | {rate} | {memory:,.0f} | {difference} |")
+
+
 def draw(rows: list[dict], title: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = report.pyplot()
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(12, 1.2 + 0.32 * len(rows)), layout="constrained", sharey=True
     )
@@ -220,21 +293,20 @@ def draw(rows: list[dict], title: str, path: Path) -> None:
         rate = row["tokens_per_second"]
         memory = row["peak_memory_bytes"] / 2**20
         left.barh(y, rate["median"], **style)
-        left.errorbar(
-            rate["median"],
-            y,
-            xerr=[[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]],
-            color="#333333",
-            linewidth=1,
-            capsize=2,
-        )
+        errors = [[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]]
+        left.errorbar(rate["median"], y, xerr=errors, color="#333333", linewidth=1, capsize=2)
         right.barh(y, memory, **style)
-        for axes, end, told in (
-            (left, rate["max"], f"{rate['median']:,.0f}"),
-            (right, memory, f"{memory:,.0f}"),
+        for axes, bar_end, value in (
+            (left, rate["max"], rate["median"]),
+            (right, memory, memory),
         ):
             axes.annotate(
-                told, (end, y), (5, 0), textcoords="offset points", va="center", fontsize=8
+                f"{value:,.0f}",
+                (bar_end, y),
+                (5, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
             )
     for axes, label in ((left, "tokens/s"), (right, "peak memory of a rank, MiB")):
         axes.set_xlabel(label)
@@ -249,131 +321,77 @@ def draw(rows: list[dict], title: str, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main() -> int:
-    if sys.argv[1:2] == ["--on-rank"]:
-        return on_rank(sys.argv[2:])
+def figure_title(common: list[str], ranks: int, steps: int, device: str, precision: str) -> str:
+    flags = " ".join(common)
+    shape = []
+    for name in SHAPE_FLAGS:
+        # the last one counts: a flag after -- replaces ours
+        value = re.findall(rf"--{name} (\d+)", flags)[-1]
+        shape.append(f"{name} {value}")
+    devices = {"cuda": "GPUs", "cpu": "CPU ranks"}[device]
+    return f"The same {steps} steps on {ranks} {devices}, {precision} ({', '.join(shape)})"
+
+
+def arguments():
     parser = report.arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument(
-        "--precision", choices=list(TOLERANCE), help="the default is bf16 on GPUs and fp32 on CPUs"
+        "--precision", choices=list(TOLERANCE), help="default: bf16 on GPUs, fp32 on CPUs"
     )
-    parser.add_argument("flags", nargs="*", help="after --, more flags for every train.py")
+    parser.add_argument("flags", nargs="*", help="after --: more flags for every train.py")
     args = report.parse(parser)
+    if args.toy:
+        args.rounds = 1
+        args.steps = WARMUP + 1
+    if args.steps <= WARMUP:
+        report.refuse(parser, f"--steps {args.steps}: the first {WARMUP} do not count; name more")
+    return args
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--on-rank"]:
+        return on_rank(sys.argv[2:])
+    args = arguments()
     device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
     precision = args.precision or {"cuda": "bf16", "cpu": "fp32"}[device]
-    rounds, steps, shape = (
-        (1, WARMUP + 1, SHAPES["toy"]) if args.toy else (args.rounds, args.steps, SHAPES[device])
-    )
-    common = [
-        *ALWAYS.split(),
-        *shape.split(),
-        "--device",
-        device,
-        "--precision",
-        precision,
-        *args.flags,
-    ]
-    if steps <= WARMUP:
-        report.refuse(parser, f"--steps {steps}: the first {WARMUP} do not count")
-
+    shape = SHAPES["toy" if args.toy else device]
+    common = [*ALWAYS.split(), *shape.split(), "--device", device, "--precision", precision]
+    common += args.flags
     todo = layouts(args.ranks)
-    runs = {}
-    failed = {}
     if args.toy:
         todo = dict(list(todo.items())[:2])
-    for i in range(rounds):
-        script = (
-            [f"{HERE}/comparisons/layouts.py", "--on-rank"]
-            if device == "cpu" and i == 0
-            else ["train.py"]
-        )
-        for name, (ranks, flags) in todo.items():
-            if name in failed:
-                continue
-            try:
-                lines = run(ranks, script, [*common, *flags.split()], steps)
-            except RuntimeError as e:
-                failed[name] = str(e)
-                print(f"{name}: {e}", file=sys.stderr, flush=True)
-                continue
-            runs.setdefault(name, []).append(lines)
-            print(
-                f"round {i + 1}/{rounds} "
-                f" {name:<44}{median([x['tokens_per_second'] for x in lines[WARMUP:]]):>10,.0f}"
-                f" tokens/s  loss {lines[-1]['loss']:.6f}",
-                file=sys.stderr,
-                flush=True,
-            )
 
-    rows = []
-    first = {}
-    for name in (name for name in todo if name in runs and name not in failed):
-        ranks, flags = todo[name]
-        losses = [[x["loss"] for x in lines] for lines in runs[name]]
-        expected = first.setdefault(computation(flags), losses[0])
-        rows.append(
-            {
-                "name": name,
-                "family": family(ranks, flags),
-                "flags": flags,
-                "peak_memory_bytes": runs[name][0][-1]["peak_memory_bytes"],
-                "tokens_per_second": spread(
-                    [
-                        median([x["tokens_per_second"] for x in lines[WARMUP:]])
-                        for lines in runs[name]
-                    ]
-                ),
-                "losses": losses[0],
-                "loss_difference": max(
-                    abs(a / b - 1) for other in losses for a, b in zip(other, expected)
-                ),
-            }
-        )
+    runs, failed = run_all(todo, common, device, args.rounds, args.steps)
+    rows = table(todo, runs)
     if not rows:
         return 1
-    print(
-        "| layout | tokens/s | peak memory of a rank, MiB | largest difference of a loss"
-        " |\n|---|---|---|---|"
-    )
-    for row in rows:
-        rate = row["tokens_per_second"]
-        difference = f"{row['loss_difference']:.1e}" if row["loss_difference"] else ""
-        print(
-            f"| {row['name']} | {rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f}) |"
-            f" {row['peak_memory_bytes'] / 2**20:,.0f} | {difference} |"
-        )
+    print_table(rows)
     worst = max(rows, key=lambda row: row["loss_difference"])
-    wrong = [row["name"] for row in rows if not row["loss_difference"] <= TOLERANCE[precision]]
     print(
-        f"\nlargest relative difference of a loss, {len(rows)} layouts, {steps} steps, {precision}:"
-        f" {worst['loss_difference']:.1e} ({worst['name']})"
+        f"\nlargest relative difference of a loss, {len(rows)} layouts, {args.steps} steps,"
+        f" {precision}: {worst['loss_difference']:.1e} ({worst['name']})"
     )
+    # not >: a loss may be NaN
+    wrong = [row["name"] for row in rows if not row["loss_difference"] <= TOLERANCE[precision]]
     if wrong:
         print(
-            f"the loss is another, by more than {TOLERANCE[precision]:.0e}: {'; '.join(wrong)}",
+            f"losses differ by more than {TOLERANCE[precision]:.0e}: {'; '.join(wrong)}",
             file=sys.stderr,
         )
-    shape = {
-        name: re.findall(rf"--{name} (\d+)", " ".join(common))[-1]
-        for name in (
-            "num-layers",
-            "hidden-size",
-            "seq-length",
-            "global-batch-size",
-            "micro-batch-size",
-        )
-    }
-    title = (
-        f"The same {steps} steps on {args.ranks} {'GPUs' if device == 'cuda' else 'CPU ranks'},"
-        f" {precision} ({', '.join(f'{name} {n}' for name, n in shape.items())})"
-    )
     report.save(
         "layouts",
-        {"ranks": args.ranks, "steps": steps, "flags": common, "rows": rows, "failed": failed},
+        {
+            "ranks": args.ranks,
+            "steps": args.steps,
+            "flags": common,
+            "rows": rows,
+            "failed": failed,
+        },
         args,
     )
+    title = figure_title(common, args.ranks, args.steps, device, precision)
     draw(rows, title, args.figures / "layouts.png")
     return 1 if failed or wrong else 0
 

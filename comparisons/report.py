@@ -1,21 +1,35 @@
-"""What every comparison shares: where and when it ran, medians, and the file that the README's
-numbers come from."""
+"""What every comparison shares: its flags, its timing, and the files that it writes.
+
+    args = report.parse(report.arguments(__doc__))           # --toy, --out, --figures
+    times = report.in_turn({"ours": ..., "theirs": ...}, rounds=15)
+    ratio = report.spread([t["ours"] / t["theirs"] for t in times])
+    report.save("name", {"ratio": ratio}, args)              # NAME.json, with device and versions
+
+Two things are compared in one run, in turn, and by the median of their ratios: the speed of a
+shared machine changes from minute to minute, a ratio within a round hardly does.
+"""
 
 import argparse
+import contextlib
 import json
 import platform
 import sys
 import time
 from datetime import date
 from pathlib import Path
+from statistics import median
 
 import torch
+import torch.distributed as dist
 
 HERE = Path(__file__).parent
 # git ignores it
 SCRATCH = HERE.parent / "runs" / "comparisons"
 # flags that are at least 1
 COUNTS = "rounds", "steps", "seeds", "threads", "ranks"
+
+# --------------------------------------------------------------------------------------------------
+# flags
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
@@ -26,13 +40,13 @@ def arguments(doc: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--toy",
         action="store_true",
-        help="tiny sizes, in seconds, to see that all of it runs; the numbers say nothing",
+        help="tiny sizes: runs every part in seconds; the numbers mean nothing",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder of NAME.json (default: runs/comparisons, of --toy runs/comparisons/toy)",
+        help="folder of NAME.json (default: runs/comparisons; with --toy runs/comparisons/toy)",
     )
     parser.add_argument(
         "--figures", type=Path, metavar="DIR", help="folder of NAME.png (default: that of --out)"
@@ -41,8 +55,8 @@ def arguments(doc: str) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The flags of this process, with the folders made. Exits with status 2, and one line, where a
-    flag cannot be."""
+    """The flags of this process, with the folders made. A flag that cannot be accepted ends the
+    process: one line, exit status 2."""
     args = parser.parse_args()
     args.out = args.out or (SCRATCH / "toy" if args.toy else SCRATCH)
     args.figures = args.figures or args.out
@@ -50,8 +64,9 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         value = getattr(args, name, 1)
         if isinstance(value, int) and value < 1:
             refuse(parser, f"--{name} {value}: must be at least 1")
+    measured = (HERE.resolve(), HERE.resolve().parent / "figures")
     for flag, folder in (("--out", args.out), ("--figures", args.figures)):
-        if args.toy and folder.resolve() in (HERE.resolve(), HERE.resolve().parent / "figures"):
+        if args.toy and folder.resolve() in measured:
             refuse(
                 parser,
                 f"{flag} {folder}: --toy does not overwrite measured results; name another folder",
@@ -69,21 +84,26 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> None:
     sys.exit(2)
 
 
-def environment() -> dict:
-    """Device, versions, date and command, to stand beside every number."""
+# --------------------------------------------------------------------------------------------------
+# results
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.processor()
+
+
+def environment(threads: int | None = None) -> dict:
+    """Device, versions, date and command, to stand beside every number. threads: of each rank,
+    where ranks computed; by default those of this process."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:
-        names = (
-            [
-                line.split(":")[1].strip()
-                for line in open("/proc/cpuinfo")
-                if line.startswith("model name")
-            ]
-            if sys.platform == "linux"
-            else []
-        )
-        device = f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+        device = f"{processor()}, {threads or torch.get_num_threads()} threads"
     return {
         "device": device,
         "torch": torch.__version__,
@@ -93,11 +113,43 @@ def environment() -> dict:
     }
 
 
-def save(name: str, results: dict, args: argparse.Namespace) -> None:
-    """Write NAME.json into the folder of --out, and say where."""
+def save(name: str, results: dict, args: argparse.Namespace, threads: int | None = None) -> None:
+    """Write NAME.json, the environment first, into the folder of --out, and print where. threads:
+    as in `environment`."""
     path = args.out / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": environment(threads), **results}, indent=1) + "\n")
     print(f"written: {path}", flush=True)
+
+
+def spread(values) -> dict:
+    return {"median": median(values), "min": min(values), "max": max(values), "n": len(values)}
+
+
+def format_spread(values: dict, number: str = ".3f") -> str:
+    """What `spread` returned, as "median (min to max)". number: the format of each."""
+    middle, least, most = (format(values[key], number) for key in ("median", "min", "max"))
+    return f"{middle} ({least} to {most})"
+
+
+def print_results(results: dict) -> None:
+    """A line for each: a number, or what `spread` returned."""
+    for name, value in results.items():
+        text = format_spread(value) if isinstance(value, dict) else f"{value:,.0f}"
+        print(f"{name}: {text}")
+
+
+def pyplot():
+    """matplotlib.pyplot, drawing into files: it opens no window."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+# --------------------------------------------------------------------------------------------------
+# timing
 
 
 def timed(function) -> float:
@@ -111,13 +163,27 @@ def timed(function) -> float:
     return time.perf_counter() - start
 
 
+def timed_together(function) -> float:
+    """Seconds of one call on all ranks, until the last has finished."""
+    dist.barrier()
+    return timed(lambda: (function(), dist.barrier()))
+
+
+def timed_alone(function) -> float:
+    """Seconds of one call on rank 0, while the other ranks wait and return 0."""
+    dist.barrier()
+    seconds = timed(function) if dist.get_rank() == 0 else 0.0
+    dist.barrier()
+    return seconds
+
+
 def in_turn(kinds: dict, rounds: int) -> list[dict]:
-    """Each round calls every function of `kinds`, every other one in reverse, after two rounds to
-    warm up: [{name: what it returned}]"""
-    results = [
-        {kind: kinds[kind]() for kind in (kinds if i % 2 else reversed(kinds))}
-        for i in range(-2, rounds)
-    ]
+    """Each round calls every function of `kinds`, in reverse in every other round. Two more rounds
+    before them warm up. Returns for each round {kind: what its function returned}."""
+    results = []
+    for i in range(-2, rounds):
+        order = kinds if i % 2 else reversed(kinds)
+        results.append({kind: kinds[kind]() for kind in order})
     return results[2:]
 
 
@@ -128,17 +194,16 @@ class Done:
         pass
 
 
-def median(values) -> float:
-    values = sorted(values)
-    return (
-        values[len(values) // 2]
-        if len(values) % 2
-        else (values[len(values) // 2 - 1] + values[len(values) // 2]) / 2
-    )
-
-
-def spread(values) -> dict:
-    return {"median": median(values), "min": min(values), "max": max(values), "n": len(values)}
+@contextlib.contextmanager
+def without_all_reduce():
+    """While entered, all-reduces of this process return at once and sum nothing: what is timed is
+    the computation alone."""
+    original = dist.all_reduce
+    dist.all_reduce = lambda *args, **options: Done()
+    try:
+        yield
+    finally:
+        dist.all_reduce = original
 
 
 def matmul_flops(dtype: torch.dtype, device: str, n: int = 2048, repeats: int = 9) -> float:
@@ -147,3 +212,14 @@ def matmul_flops(dtype: torch.dtype, device: str, n: int = 2048, repeats: int = 
     a, b = torch.randn(2, n, n, device=device).to(dtype)
     a @ b
     return 2 * n**3 / median([timed(lambda: a @ b) for _ in range(repeats)])
+
+
+# --------------------------------------------------------------------------------------------------
+# memory
+
+
+def optimizer_bytes(optimizer) -> int:
+    """Bytes of this rank's optimizer state: fp32 masters, or the low bits that complete bf16
+    weights to them, and both moments."""
+    kinds = (optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq)
+    return sum(tensor.nbytes for kind in kinds for tensor in kind.values())
