@@ -1,12 +1,15 @@
 """What 16-bit optimizer state does to the loss: the default model on the default corpus, bf16
-weights, 500 steps of 8 sequences, --optimizer-state fp32 and bf16.
+weights, with --optimizer-state fp32 and bf16.
 
-    python comparisons/optimizer_state.py [--seeds 2] [--lr 1e-3] [--toy] [--out DIR]
+    python comparisons/optimizer_state.py [--seeds 2] [--steps 500] [--lr 1e-3] [--toy] [--out DIR]
 
-Held-out loss after the last step over the same 256 sequences, and the mean training loss of the
-last 50 steps, for each seed (weights and order of samples): one run differs from another by
-rounding too, so look at the spread. At the default rate of 3e-3 the model is at the edge of
-stability, and rounding alone moves the loss by percents; at 1e-3 it does not."""
+A run is 500 steps of 8 sequences. Compared are the held-out loss after the last step, over the same
+256 sequences, and the mean training loss of the last 50 steps. A seed sets the weights and the
+order of samples. Rounding alone makes two runs differ, so look at the spread.
+
+At the default rate of 3e-3 the model is at the edge of stability, and rounding alone moves the loss
+by percents. At 1e-3 it does not.
+"""
 
 import sys
 from pathlib import Path
@@ -22,9 +25,14 @@ from corpus.tokenizer import ByteTokenizer
 from runtime.world import Groups, keep_freed_memory
 
 TOY = dict(model="tiny", num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=64)
+# sequences of the held-out loss
+HELD_OUT = 256
+HELD_OUT_TOY = 8
 
 
-def losses(state: str, seed: int, steps: int, lr: float, fields: dict) -> dict:
+def measure(state: str, seed: int, steps: int, lr: float, fields: dict) -> dict:
+    """One run. state: fp32 or bf16; fields: of train.Config, empty for the default model. Losses
+    are in nats per byte."""
     config = train.Config(
         precision="bf16",
         optimizer_state=state,
@@ -39,24 +47,32 @@ def losses(state: str, seed: int, steps: int, lr: float, fields: dict) -> dict:
     folder = data.prepare([], ByteTokenizer())
     train_set = data.Corpus(folder, 128, seed)
     held_out = data.Corpus(folder, 128, None, "held-out")
-    found = []
+    losses = []
     for step in range(1, steps + 1):
-        found.append(trainer.forward_backward(step, train_set).item())
+        losses.append(trainer.forward_backward(step, train_set).item())
         trainer.update(step)
     optimizer = trainer.optimizer
-    last = found[-50:]
-    held = [
-        *optimizer.parameters.values(),
-        *optimizer.masters.values(),
-        *optimizer.low.values(),
-        *optimizer.exp_avg.values(),
-        *optimizer.exp_avg_sq.values(),
-    ]
+    weight_bytes = sum(p.nbytes for p in optimizer.parameters.values())
+    state_bytes = report.optimizer_bytes(optimizer)
+    last = losses[-50:]
     return {
-        "held_out": trainer.evaluate(held_out, 8 if fields else 256),
+        "held_out": trainer.evaluate(held_out, HELD_OUT_TOY if fields else HELD_OUT),
         "training": sum(last) / len(last),
-        "bytes_per_parameter": sum(x.nbytes for x in held) / trainer.num_parameters,
+        "bytes_per_parameter": (weight_bytes + state_bytes) / trainer.num_parameters,
     }
+
+
+def print_row(seed: int, row: dict) -> None:
+    parts = []
+    for state in ("fp32", "bf16"):
+        r = row[state]
+        parts.append(
+            f"{state}: {r['bytes_per_parameter']:.0f} bytes a parameter, held out"
+            f" {r['held_out']:.4f}, training {r['training']:.4f}"
+        )
+    ratio = row["ratio"]
+    parts.append(f"ratio {ratio['held_out']:.4f}, {ratio['training']:.4f}")
+    print(f"seed {seed}: {'; '.join(parts)}", flush=True)
 
 
 def main():
@@ -72,34 +88,18 @@ def main():
     keep_freed_memory()
     rows = []
     for seed in range(args.seeds):
-        row = {
-            state: losses(state, seed, args.steps, args.lr, fields) for state in ("fp32", "bf16")
-        }
-        rows.append(
-            row
-            | {
-                "ratio": {
-                    key: row["bf16"][key] / row["fp32"][key] for key in ("held_out", "training")
-                }
-            }
-        )
-        print(
-            f"seed {seed}: "
-            + "; ".join(
-                f"{state}: {row[state]['bytes_per_parameter']:.0f} bytes a parameter, held out"
-                f" {row[state]['held_out']:.4f}, training {row[state]['training']:.4f}"
-                for state in row
-            )
-            + f"; ratio {rows[-1]['ratio']['held_out']:.4f}, {rows[-1]['ratio']['training']:.4f}",
-            flush=True,
-        )
+        fp32 = measure("fp32", seed, args.steps, args.lr, fields)
+        bf16 = measure("bf16", seed, args.steps, args.lr, fields)
+        ratio = {loss: bf16[loss] / fp32[loss] for loss in ("held_out", "training")}
+        rows.append({"fp32": fp32, "bf16": bf16, "ratio": ratio})
+        print_row(seed, rows[-1])
     report.save(
         "optimizer_state",
         {
             "steps": args.steps,
             "lr": args.lr,
             "rows": rows,
-            "held_out_ratio": report.spread([r["ratio"]["held_out"] for r in rows]),
+            "held_out_ratio": report.spread([row["ratio"]["held_out"] for row in rows]),
         },
         args,
     )

@@ -1,11 +1,14 @@
-"""Bytes of a rank in parameters, gradients and optimizer state, and elements sent in a step, for
-the four ZeRO stages: measured beside the formulas.
+"""The four ZeRO stages: bytes of a rank in parameters, gradients and optimizer state, and elements
+sent in a step, measured beside the formulas (arXiv 1910.02054, sections 5 and 7).
 
     python comparisons/zero_memory.py [--ranks 4] [--toy] [--out DIR]
 
 A GPT (h 256, L 4, a 8, s 64, V 1000; tied) in bf16 with fp32 gradients, masters and moments, and
-with --optimizer-state bf16; 2 micro-batches. Bytes are those of the storages that the rank holds
-after backward, each once; elements are counted call by call, padding included, an all-reduce as 2.
+again with --optimizer-state bf16; 2 micro-batches. Bytes are those of the storages that the rank
+holds after backward, each once. Elements are counted call by call, padding included; an all-reduce
+counts as 2.
+
+Figure: figures/zero_memory.png
 """
 
 import sys
@@ -37,9 +40,24 @@ TOY = SHAPE | dict(num_layers=2, hidden_size=64, seq_length=32)
 # micro-batches
 M = 2
 PARTS = ("parameters", "gradients", "optimizer state")
+COLOURS = ("#4c78a8", "#f2b447", "#59a14f")
+# bytes per parameter: masters and moments, or the low half of masters and 16-bit moments
+STATE_BYTES = {"fp32": 12, "bf16": 6}
+# gradients travel in fp32, parameters in bf16
+ITEM_BYTES = {"all-reduce": 4, "reduce-scatter": 4, "all-gather": 2}
 
 
-def on_rank(rank: int, n: int, stage: int, state: str, shape: dict):
+def elements_sent(calls: list[tuple[str, int]]) -> int:
+    """In the collectives of a step, an all-reduce counted as 2."""
+    elements = 0
+    for kind, size in calls:
+        # the norm is one number
+        if size > 64:
+            elements += size // ITEM_BYTES[kind] * (2 if kind == "all-reduce" else 1)
+    return elements
+
+
+def on_rank(rank: int, n: int, stage: int, state: str, shape: dict) -> tuple[dict, float, int]:
     """({part: bytes}, elements sent over Ψ (N - 1) / N, Ψ)"""
     config = train.Config(
         **shape,
@@ -50,65 +68,61 @@ def on_rank(rank: int, n: int, stage: int, state: str, shape: dict):
     )
     trainer = train.Trainer(config, torch.device("cpu"), Groups(dp=dist.group.WORLD))
     sharder = trainer.gradients[0]
-    optimizer = trainer.optimizer
     dataset = Random(M * n, shape["seq_length"], shape["vocab_size"])
     with ranks.Collectives() as sent:
         trainer.forward_backward(1, dataset)
         held = fsdp.held_bytes(trainer.model, sharder)
         trainer.update(1)
-    kept = [
-        *optimizer.masters.values(),
-        *optimizer.low.values(),
-        *optimizer.exp_avg.values(),
-        *optimizer.exp_avg_sq.values(),
-    ]
-    padded = sum(unit.n * unit.T for unit in sharder.units)
-    # gradients travel in fp32, parameters in bf16
-    item = {"all-reduce": 4, "reduce-scatter": 4, "all-gather": 2}
-    elements = sum(
-        size // item[kind] * (2 if kind == "all-reduce" else 1)
-        for kind, size in sent.calls
-        if size > 64
-    )
-    return (
-        dict(zip(PARTS, (*held, sum(x.nbytes for x in kept)))),
-        elements / padded,
-        trainer.num_parameters,
+    parts = dict(zip(PARTS, (*held, report.optimizer_bytes(trainer.optimizer))))
+    # with padding
+    psi = sum(unit.n * unit.T for unit in sharder.units)
+    return parts, elements_sent(sent.calls) / psi, trainer.num_parameters
+
+
+def measure(n: int, stage: int, state: str, shape: dict) -> dict:
+    """A row of results: bytes per parameter of the model, of the rank that has most."""
+    results = ranks.run(on_rank, n, n, stage, state, shape)
+    _, sent, psi = results[0]
+    measured = {part: max(held[part] for held, _, _ in results) / psi for part in PARTS}
+    formula = fsdp.bytes_per_parameter(stage, n, state=STATE_BYTES[state])
+    return {
+        "stage": stage,
+        "state": state,
+        "measured": measured,
+        "formula": dict(zip(PARTS, formula)),
+        "sent": sent,
+        "sent_formula": fsdp.elements_sent(stage, M),
+    }
+
+
+def print_row(row: dict) -> None:
+    parts = []
+    for part in PARTS:
+        parts.append(f"{part} {row['measured'][part]:.3f} / {row['formula'][part]:.3f}")
+    print(
+        f"stage {row['stage']}, state {row['state']}: {', '.join(parts)};"
+        f" sent {row['sent']:.3f} / {row['sent_formula']} times Ψ (N - 1) / N"
     )
 
 
 def draw(rows: list[dict], n: int, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    colours = dict(zip(PARTS, ("#4c78a8", "#f2b447", "#59a14f")))
+    plt = report.pyplot()
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    names = []
     for x, row in enumerate(rows):
         bottom = 0.0
-        for part in PARTS:
-            axes.bar(
-                x,
-                row["measured"][part],
-                bottom=bottom,
-                width=0.7,
-                color=colours[part],
-                label=part if x == 0 else None,
-            )
-            bottom += row["measured"][part]
-        axes.plot(
-            [x - 0.4, x + 0.4],
-            [sum(row["formula"].values())] * 2,
-            color="black",
-            linewidth=1.5,
-            label="formula" if x == 0 else None,
-        )
+        for part, colour in zip(PARTS, COLOURS):
+            value = row["measured"][part]
+            label = part if x == 0 else None
+            axes.bar(x, value, bottom=bottom, width=0.7, color=colour, label=label)
+            bottom += value
+        total = sum(row["formula"].values())
+        label = "formula" if x == 0 else None
+        axes.plot([x - 0.4, x + 0.4], [total, total], color="black", linewidth=1.5, label=label)
+        names.append(f"{row['stage']}" + ("\nbf16 state" if row["state"] == "bf16" else ""))
     axes.set(
         xticks=range(len(rows)),
-        xticklabels=[
-            f"{row['stage']}" + ("\nbf16 state" if row["state"] == "bf16" else "") for row in rows
-        ],
+        xticklabels=names,
         xlabel="stage",
         ylabel="bytes per parameter of the model",
         title=f"A rank's memory, measured, N = {n}, bf16",
@@ -121,33 +135,19 @@ def main():
     parser = report.arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     args = report.parse(parser)
-    n, shape, rows = (2, TOY, []) if args.toy else (args.ranks, SHAPE, [])
+    n = 2 if args.toy else args.ranks
+    shape = TOY if args.toy else SHAPE
     print(f"{n} ranks: bytes per parameter, measured (the rank that has most) / by formula")
-    for stage, state in [(stage, state) for state in ("fp32", "bf16") for stage in range(4)]:
-        results = ranks.run(on_rank, n, n, stage, state, shape)
-        psi = results[0][2]
-        measured = {part: max(held[part] for held, _, _ in results) / psi for part in PARTS}
-        formula = dict(
-            zip(PARTS, fsdp.bytes_per_parameter(stage, n, state=12 if state == "fp32" else 6))
-        )
-        rows.append(
-            {
-                "stage": stage,
-                "state": state,
-                "measured": measured,
-                "formula": formula,
-                "sent": results[0][1],
-                "sent_formula": fsdp.elements_sent(stage, M),
-            }
-        )
-        print(
-            f"stage {stage}, state {state}: "
-            + ", ".join(f"{part} {measured[part]:.3f} / {formula[part]:.3f}" for part in PARTS)
-            + f"; sent {results[0][1]:.3f} / {fsdp.elements_sent(stage, M)} times Ψ (N - 1) / N"
-        )
-    worst = max(
+    rows = []
+    for state in ("fp32", "bf16"):
+        for stage in range(4):
+            rows.append(measure(n, stage, state, shape))
+            print_row(rows[-1])
+    differences = [
         abs(row["measured"][part] / row["formula"][part] - 1) for row in rows for part in PARTS
-    )
+    ]
+    worst = max(differences)
+    # 7.5 B parameters on 64 devices, with the paper's 2-byte gradients
     paper = [sum(fsdp.bytes_per_parameter(stage, 64, gradient=2)) * 7.5 for stage in range(4)]
     print(
         f"largest difference {worst:.2%}; the paper's 7.5 B parameters on 64 devices, its 2-byte"
