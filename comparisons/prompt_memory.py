@@ -1,13 +1,16 @@
-"""What prompt tuning keeps in memory and on the disk, beside fine-tuning: GPT-2 124M, two tasks of
-100 virtual tokens, two steps of train.py each, in processes of their own.
+"""What prompt tuning keeps in memory and on the disk, beside fine-tuning.
 
     python comparisons/prompt_memory.py [--toy] [--out DIR]
 
-The peak is that of the whole process (or of tensors on a GPU), libraries and the reading of the
-checkpoint included. Weights are random: memory does not ask."""
+GPT-2 124M learns two tasks of 100 virtual tokens, by two steps of train.py, in a process of its
+own; then the same by fine-tuning. Compared are the parameters that are learned, the peak memory and
+the size of a checkpoint. The peak is that of the whole process (on a GPU, of tensors), libraries
+and the reading of the base model included. Weights are random: memory does not depend on them.
+"""
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -21,94 +24,86 @@ import torch
 import checkpoint
 import gpt
 import sharding
+from lessons import demo
 from runtime.presets import PRESETS
 
+ROOT = Path(__file__).parent.parent
+TOY = dict(num_layers=2, hidden_size=64, num_heads=4, seq_length=256, vocab_size=257)
+# virtual tokens of a task
+STYLES = {"prompt-tuning": 100, "fine-tuning": 0}
+TASKS = ("a", "b")
 
-def settings(folder: Path, style: str, tokens: int) -> dict:
+
+def write_settings(folder: Path, style: str) -> Path:
+    """The configuration of --prompt-config, with its training lines."""
+    tokens = STYLES[style]
+    lines = folder / "lines.jsonl"
+    with open(lines, "w") as file:
+        for task in TASKS:
+            file.write(json.dumps({"taskname": task, "text": "x" * 20, "label": "y"}) + "\n")
+    prompt = "<|VIRTUAL_PROMPT_0|>" if tokens else ""
     template = {
-        "prompt_template": "{text}" + "<|VIRTUAL_PROMPT_0|>" * bool(tokens) + "{label}",
+        "prompt_template": "{text}" + prompt + "{label}",
         "total_virtual_tokens": tokens,
-        "virtual_token_splits": [tokens] * bool(tokens),
+        "virtual_token_splits": [tokens] if tokens else [],
         "answer_only_loss": True,
         "answer_field": "label",
     }
-    lines = folder / "lines.jsonl"
-    lines.write_text(
-        "".join(
-            json.dumps({"taskname": task, "text": "x" * 20, "label": "y"}) + "\n" for task in "ab"
-        )
-    )
-    return {
+    settings = {
         "virtual_prompt_style": style,
-        "new_tasks": ["a", "b"],
-        "task_templates": [template | {"taskname": task} for task in "ab"],
-        "prompt_tuning": {"new_prompt_init_methods": ["random"] * 2},
+        "new_tasks": list(TASKS),
+        "task_templates": [template | {"taskname": task} for task in TASKS],
+        "prompt_tuning": {"new_prompt_init_methods": ["random"] * len(TASKS)},
         "data": {"train_ds": [str(lines)], "validation_ds": [str(lines)]},
+    }
+    path = folder / f"{style}.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def write_base(folder: Path, config: gpt.GPTConfig) -> Path:
+    """A checkpoint of a model with random weights."""
+    model = demo.meta_model(config)
+    sharding.init(model, 0, "cpu", torch.float32)
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    description = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(config)}
+    return checkpoint.write(folder / "base", 0, weights, description)
+
+
+def measure(folder: Path, base: Path, style: str) -> dict:
+    """Two steps of train.py in a process of its own."""
+    settings = write_settings(folder, style)
+    out = folder / style
+    command = [sys.executable, ROOT / "train.py", "--prompt-config", settings, "--load", base]
+    command += ["--out", out, "--steps", "2"]
+    command += ["--global-batch-size", "2", "--micro-batch-size", "1"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    saved = checkpoint.find(out)
+    learned = 0
+    for name, (_, shape) in checkpoint.read_index(saved)["tensors"].items():
+        if name.startswith("model."):
+            learned += math.prod(shape)
+    last_line = (out / "metrics.jsonl").read_text().splitlines()[-1]
+    return {
+        "parameters": learned,
+        "peak_memory_bytes": json.loads(last_line)["peak_memory_bytes"],
+        "checkpoint_bytes": sum(file.stat().st_size for file in saved.iterdir()),
     }
 
 
 def main():
     args = report.parse(report.arguments(__doc__))
-    toy = (
-        dict(num_layers=2, hidden_size=64, num_heads=4, seq_length=256, vocab_size=257)
-        if args.toy
-        else {}
-    )
-    config = gpt.GPTConfig(**PRESETS["gpt2"][0] | toy)
+    fields = PRESETS["gpt2"][0] | (TOY if args.toy else {})
     results = {}
-    with torch.device("meta"):
-        model = gpt.GPT(config)
-    sharding.init(model, 0, "cpu", torch.float32)
-    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     with tempfile.TemporaryDirectory() as folder:
-        base = checkpoint.write(
-            Path(folder) / "base",
-            0,
-            weights,
-            {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(config)},
-        )
-        for style, tokens in (("prompt-tuning", 100), ("fine-tuning", 0)):
-            path = Path(folder) / f"{style}.json"
-            out = Path(folder) / style
-            path.write_text(json.dumps(settings(Path(folder), style, tokens)))
-            subprocess.run(
-                [
-                    sys.executable,
-                    Path(__file__).parent.parent / "train.py",
-                    "--prompt-config",
-                    path,
-                    "--load",
-                    base,
-                    "--out",
-                    out,
-                    "--steps",
-                    "2",
-                    "--global-batch-size",
-                    "2",
-                    "--micro-batch-size",
-                    "1",
-                ],
-                check=True,
-                stdout=subprocess.DEVNULL,
-            )
-            learned = sum(
-                torch.Size(shape).numel()
-                for name, (_, shape) in checkpoint.read_index(checkpoint.find(out))[
-                    "tensors"
-                ].items()
-                if name.startswith("model.")
-            )
-            results[style] = {
-                "parameters": learned,
-                "peak_memory_bytes": json.loads(
-                    (out / "metrics.jsonl").read_text().splitlines()[-1]
-                )["peak_memory_bytes"],
-                "checkpoint_bytes": sum(f.stat().st_size for f in checkpoint.find(out).iterdir()),
-            }
+        folder = Path(folder)
+        base = write_base(folder, gpt.GPTConfig(**fields))
+        for style in STYLES:
+            row = results[style] = measure(folder, base, style)
             print(
-                f"{style:>14}: {learned:>12,} parameters learned, peak"
-                f" {results[style]['peak_memory_bytes'] / 2**30:.2f} GiB, a checkpoint of"
-                f" {results[style]['checkpoint_bytes'] / 1e6:,.1f} MB",
+                f"{style:>14}: {row['parameters']:>12,} parameters learned, peak"
+                f" {row['peak_memory_bytes'] / 2**30:.2f} GiB, a checkpoint of"
+                f" {row['checkpoint_bytes'] / 1e6:,.1f} MB",
                 flush=True,
             )
     report.save("prompt_memory", {"results": results}, args)

@@ -14,6 +14,7 @@ Collectives are counted by `lessons.ranks.Collectives`, and written out by `form
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpt
@@ -39,6 +40,14 @@ def random_tokens(batch: int, seq: int, vocab: int, seed: int = 0) -> tuple[Tens
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab, (batch, seq + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def singleton_group() -> dist.ProcessGroup:
+    """The group of this rank alone: those that share its experts, where each rank has others. A
+    collective of all ranks."""
+    # every rank makes every group
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
 
 
 def gathered_gradients(*models: nn.Module) -> dict[str, Tensor]:
