@@ -1,24 +1,33 @@
-"""A frozen model learns to tell languages apart: accuracy before, with prompt tuning, with
+r"""A frozen model learns to tell languages apart: accuracy before, with prompt tuning, with
 p-tuning, and with full fine-tuning as the ceiling.
 
-    python train.py --seq-length 256 --steps 2400 --warmup-steps 100 --eval-every 600 --out runs/base      # the model: Python's library, 20 to 40 minutes on 2 cores
-    python comparisons/prompt_tuning.py --base runs/base [--seeds 0 1 2]                                    # an hour and a half
+    python train.py --seq-length 256 --steps 2400 --warmup-steps 100 --eval-every 600 \
+                    --out runs/base
+    python comparisons/prompt_tuning.py --base runs/base [--seeds 0 1 2]
 
-The task: which language is a snippet of 64 characters in? Python from the standard library; C++,
-CMake, SVG and English (package descriptions) from the packages that requirements.txt installs. The
-model has read only Python. Files are split, so that no test snippet comes from a file that was
-trained on; as many snippets of each language. The answer is a letter and an end of text, generated
-greedily, and right when it is equal. The untuned model, which does not know that letters are asked
-for, is given the choice: the likeliest of the five letters counts as its answer.
+The first command trains the model on Python's library, in 20 to 40 minutes on 2 cores. The second
+takes an hour and a half. It keeps each result as soon as it is there, and goes on after it was
+stopped. --toy runs all of it in seconds, without --base with a tiny model of its own.
 
-Each result is kept as soon as it is there, and a run that was stopped goes on. `--toy` runs all of
-it in seconds, with a tiny model of its own where there is no --base."""
+The task: in which language is a snippet of 64 characters? Python comes from the standard library;
+C++, CMake, SVG and English (package descriptions) from the packages that requirements.txt installs.
+The model has read only Python. Files are split, so that no test snippet comes from a file that was
+trained on. Each language has as many snippets as the others.
 
+The answer is a letter and an end of text, generated greedily. It is right when it is equal. The
+untuned model does not know that a letter is asked for; there, the likeliest of the five letters
+counts as its answer.
+
+Figure: prompt_tuning.png
+"""
+
+import argparse
 import json
 import random
 import sys
 import sysconfig
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -27,6 +36,7 @@ import report
 import torch
 
 import generate
+import gpt
 import prompt_tuning
 import train
 from corpus import documents
@@ -43,273 +53,323 @@ LANGUAGES = {
     "S": (SITE / "matplotlib", "*.svg"),
     "E": (SITE, "*.dist-info/METADATA"),
 }
+TASK = "language"
+# characters of a snippet
 LENGTH = 64
-TRAIN = 2000
-TEST = 300
-TEXT = "{snippet}"
 QUESTION = "\n# language: "
+# snippets: (training, test)
+SIZES = (2000, 300)
+TOY_SIZES = (20, 5)
+# virtual tokens, where they are not what is compared
+TOKENS = 10
+STEPS = {"p-tuning": 600, "prompt-tuning": 600, "fine-tuning": 200}
+LEARNING_RATES = {"p-tuning": 0.03, "prompt-tuning": 0.1, "fine-tuning": 1e-3}
+# of p-tuning's encoder
+ENCODER = {"encoder_type": "mlp", "encoder_hidden": 32, "init_std": 0.3}
 
 
-def snippets(seed: int = 0) -> tuple[list[dict], list[dict]]:
-    """(training, test) lines. The files of a language, 200 at most, are split 3 to 1; a file is
-    drawn by its size, up to 20,000 characters of it."""
-    g = random.Random(seed)
-    sets = ([], [])
-    for letter, (folder, pattern) in LANGUAGES.items():
-        files = documents.standard_library() if letter == "P" else sorted(folder.rglob(pattern))
-        files = [f for f in files if f.stat().st_size > 800]
-        g.shuffle(files)
-        texts = [f.read_text(errors="ignore")[:20000] for f in files[:200]]
-        for lines, some, n in (
-            (sets[0], [t for i, t in enumerate(texts) if i % 4], TRAIN // 5),
-            (sets[1], texts[::4], TEST // 5),
-        ):
-            while n:
-                text = g.choices(some, [len(t) for t in some])[0]
-                begin = text.rfind("\n", 0, g.randrange(max(1, len(text) - LENGTH))) + 1
-                snippet = text[begin : begin + LENGTH]
-                if len(snippet.strip()) >= 0.6 * LENGTH:
-                    lines.append({"taskname": "language", "snippet": snippet, "label": letter})
-                    n -= 1
-    for lines in sets:
-        g.shuffle(lines)
-    return sets
+# --------------------------------------------------------------------------------------------------
+# the task
 
 
-def write(path: Path, lines: list[dict]) -> str:
+def texts_of(letter: str, generator: random.Random) -> list[str]:
+    """The beginnings, up to 20,000 characters, of at most 200 files in a language."""
+    folder, pattern = LANGUAGES[letter]
+    files = documents.standard_library() if letter == "P" else sorted(folder.rglob(pattern))
+    files = [file for file in files if file.stat().st_size > 800]
+    generator.shuffle(files)
+    return [file.read_text(errors="ignore")[:20000] for file in files[:200]]
+
+
+def draw_lines(texts: list[str], letter: str, n: int, generator: random.Random) -> list[dict]:
+    """n snippets that begin with a line, most of each not blank. A text is drawn by its length."""
+    lines = []
+    while len(lines) < n:
+        text = generator.choices(texts, [len(t) for t in texts])[0]
+        position = generator.randrange(max(1, len(text) - LENGTH))
+        begin = text.rfind("\n", 0, position) + 1
+        snippet = text[begin : begin + LENGTH]
+        if len(snippet.strip()) >= 0.6 * LENGTH:
+            lines.append({"taskname": TASK, "snippet": snippet, "label": letter})
+    return lines
+
+
+def snippets(sizes: tuple[int, int], seed: int = 0) -> tuple[list[dict], list[dict]]:
+    """(training, test) lines, in random order. Every fourth file of a language is for the test."""
+    generator = random.Random(seed)
+    training = []
+    test = []
+    for letter in LANGUAGES:
+        texts = texts_of(letter, generator)
+        to_train = [text for i, text in enumerate(texts) if i % 4]
+        training += draw_lines(to_train, letter, sizes[0] // len(LANGUAGES), generator)
+        test += draw_lines(texts[::4], letter, sizes[1] // len(LANGUAGES), generator)
+    generator.shuffle(training)
+    generator.shuffle(test)
+    return training, test
+
+
+# --------------------------------------------------------------------------------------------------
+# learning it
+
+
+@dataclass
+class Experiment:
+    folder: Path
+    # run or checkpoint of the frozen model
+    base: str
+    device: str
+    training: list[dict]
+    test: list[dict]
+    # of training: {style: steps}
+    steps: dict[str, int]
+
+
+def write_lines(path: Path, lines: list[dict]) -> str:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
 
-def template(tokens: int) -> dict:
-    return {
-        "taskname": "language",
-        "prompt_template": TEXT + QUESTION + "<|VIRTUAL_PROMPT_0|>" * bool(tokens) + "{label}",
+def write_settings(experiment: Experiment, style: str, tokens: int, lines: list[dict]) -> Path:
+    """The configuration of --prompt-config, with its training and test lines. tokens: virtual
+    tokens, 0 for fine-tuning."""
+    folder = experiment.folder
+    prompt = "<|VIRTUAL_PROMPT_0|>" if tokens else ""
+    template = {
+        "taskname": TASK,
+        "prompt_template": "{snippet}" + QUESTION + prompt + "{label}",
         "total_virtual_tokens": tokens,
-        "virtual_token_splits": [tokens] * bool(tokens),
+        "virtual_token_splits": [tokens] if tokens else [],
         "truncate_field": "snippet",
         "answer_only_loss": True,
         "answer_field": "label",
     }
-
-
-def configuration(style: str, tokens: int, train_file: str, test_file: str) -> dict:
-    return {
+    settings = {
         "virtual_prompt_style": style,
-        "new_tasks": ["language"],
-        "task_templates": [template(tokens)],
-        "data": {"train_ds": [train_file], "validation_ds": [test_file]},
+        "new_tasks": [TASK],
+        "task_templates": [template],
+        "data": {
+            "train_ds": [write_lines(folder / "train.jsonl", lines)],
+            "validation_ds": [write_lines(folder / "test.jsonl", experiment.test)],
+        },
         "prompt_tuning": {
             "new_prompt_init_methods": ["text"],
             "new_prompt_init_text": ["Python, C++, CMake, SVG or English? "],
         },
-        "p_tuning": {"encoder_type": "mlp", "encoder_hidden": HIDDEN, "init_std": INIT},
+        "p_tuning": ENCODER,
     }
+    path = folder / "prompts.json"
+    path.write_text(json.dumps(settings))
+    return path
 
 
-HIDDEN = 32
-INIT = 0.3
-STEPS = {"p-tuning": 600, "prompt-tuning": 600, "fine-tuning": 200}
-RATES = {"p-tuning": 0.03, "prompt-tuning": 0.1, "fine-tuning": 1e-3}
+def run_train(flags: str, **paths) -> None:
+    """train.py in this process. flags: separated by spaces; paths: of flags that name a file or
+    folder, which may have spaces. Exits with its status if it fails."""
+    argv = flags.split()
+    for flag, path in paths.items():
+        argv += [f"--{flag.replace('_', '-')}", str(path)]
+    status = train.main(argv)
+    if status:
+        sys.exit(status)
 
 
 def learn(
-    folder: Path,
-    base: str,
-    style: str,
-    seed: int,
-    tokens: int,
-    lines: list[dict],
-    test: list[dict],
-    steps: int | None = None,
+    experiment: Experiment, style: str, seed: int, tokens: int, lines: list[dict]
 ) -> tuple[float, int]:
     """(accuracy, parameters learned), by train.py and generate.py."""
-    out = folder / f"{style}-{seed}-{tokens}-{len(lines)}"
-    steps = steps or STEPS[style]
-    settings = folder / "prompts.json"
-    settings.write_text(
-        json.dumps(
-            configuration(
-                style,
-                tokens,
-                write(folder / "train.jsonl", lines),
-                write(folder / "test.jsonl", test),
-            )
-        )
+    out = experiment.folder / f"{style}-{seed}-{tokens}-{len(lines)}"
+    settings = write_settings(experiment, style, tokens, lines)
+    run_train(
+        f"--seed {seed} --steps {experiment.steps[style]} --lr {LEARNING_RATES[style]}"
+        " --warmup-steps 20 --global-batch-size 32 --weight-decay 0.01"
+        f" --save-every 0 --eval-every 0 --device {experiment.device}",
+        prompt_config=settings,
+        load=experiment.base,
+        out=out,
     )
-    status = train.main(
-        [
-            "--prompt-config",
-            str(settings),
-            "--load",
-            base,
-            "--out",
-            str(out),
-            "--seed",
-            str(seed),
-            "--steps",
-            str(steps),
-            "--lr",
-            str(RATES[style]),
-            "--warmup-steps",
-            "20",
-            "--global-batch-size",
-            "32",
-            "--weight-decay",
-            "0.01",
-            "--save-every",
-            "0",
-            "--eval-every",
-            "0",
-            "--device",
-            DEVICE,
-        ]
-    )
-    if status:
-        sys.exit(status)
-    model, index = cli.load_model(out if style == "fine-tuning" else base, DEVICE)
-    tokenizer = cli.find_tokenizer(base, index)
+    config = prompt_data.PromptConfig.read(settings)
     if style == "fine-tuning":
-        config = prompt_data.PromptConfig.read(settings)
-        first = model.config.vocab_size
-        learned = train.num_parameters(model)
+        model, index = cli.load_model(out, experiment.device)
+        tokenizer = cli.find_tokenizer(experiment.base, index)
+        first_id = model.config.vocab_size
+        learned = gpt.num_parameters(model)
     else:
-        config, tables = prompt_file.load(
-            out / "prompts.safetensors", prompt_file.fingerprint(base, model.config)
-        )
-        first = prompt_tuning.attach_tables(model, config, tables)["language"]
-        values = prompt_tuning.initial_values(
-            prompt_data.PromptConfig.read(settings),
-            model.config.hidden_size,
-            0,
-            tokenizer,
-            torch.zeros(model.config.vocab_size, model.config.hidden_size),
-        )
-        learned = sum(x.numel() for x in values.values())
-    prompts = [
-        config.templates["language"]
-        .fill(line, tokenizer, first, model.config.seq_length, answer=False)
-        .ids
-        for line in test
-    ]
+        model, index = cli.load_model(experiment.base, experiment.device)
+        tokenizer = cli.find_tokenizer(experiment.base, index)
+        learned = num_learned(config, model, tokenizer)
+        fingerprint = prompt_file.fingerprint(experiment.base, model.config)
+        config, tables = prompt_file.load(out / "prompts.safetensors", fingerprint)
+        first_id = prompt_tuning.attach_tables(model, config, tables)[TASK]
+    template = config.templates[TASK]
+    prompts = []
+    for line in experiment.test:
+        filled = template.fill(line, tokenizer, first_id, model.config.seq_length, answer=False)
+        prompts.append(filled.ids)
+    return accuracy(model, tokenizer, prompts, experiment.test), learned
+
+
+def num_learned(config: prompt_data.PromptConfig, model: gpt.GPT, tokenizer) -> int:
+    """Parameters of the prompts, and of p-tuning's encoder."""
+    embedding = torch.zeros(model.config.vocab_size, model.config.hidden_size)
+    values = prompt_tuning.initial_values(config, model.config.hidden_size, 0, tokenizer, embedding)
+    return sum(value.numel() for value in values.values())
+
+
+def accuracy(model, tokenizer, prompts: list[list[int]], test: list[dict], batch: int = 100):
+    """The share of right answers, generated for `batch` prompts at a time."""
     correct = 0
-    for start in range(0, len(test), 100):
-        for line, ids in zip(
-            test[start : start + 100],
-            generate.generate(
-                model, prompts[start : start + 100], 3, temperature=0, eot=tokenizer.eot
-            ),
-        ):
+    for start in range(0, len(test), batch):
+        answers = generate.generate(
+            model, prompts[start : start + batch], 3, temperature=0, eot=tokenizer.eot
+        )
+        for line, ids in zip(test[start : start + batch], answers):
             correct += tokenizer.decode(ids) == line["label"]
-    return correct / len(test), learned
+    return correct / len(test)
 
 
-def toy_base(folder: Path) -> str:
-    """The run of a tiny model that has learned nothing."""
-    (folder / "text.txt").write_text("def f(x):\n    return x\n" * 500)
-    status = train.main(
-        [
-            "--model",
-            "tiny",
-            "--num-layers",
-            "2",
-            "--hidden-size",
-            "32",
-            "--num-heads",
-            "4",
-            "--ffn-hidden-size",
-            "64",
-            "--seq-length",
-            "256",
-            "--steps",
-            "1",
-            "--global-batch-size",
-            "2",
-            "--data",
-            str(folder / "text.txt"),
-            "--out",
-            str(folder / "base"),
-            "--device",
-            DEVICE,
-        ]
-    )
-    if status:
-        sys.exit(status)
-    return str(folder / "base")
+# --------------------------------------------------------------------------------------------------
+# without learning
+
+
+def untuned(experiment: Experiment):
+    """(model, tokenizer, prompts)"""
+    model, index = cli.load_model(experiment.base, experiment.device)
+    tokenizer = cli.find_tokenizer(experiment.base, index)
+    prompts = []
+    for line in experiment.test:
+        prompts.append([int(i) for i in tokenizer.encode(line["snippet"] + QUESTION)])
+    return model, tokenizer, prompts
 
 
 @torch.no_grad()
-def untuned(base: str, test: list[dict]) -> tuple[float, float]:
-    """(accuracy of the likeliest letter, accuracy of what is generated)."""
-    model, index = cli.load_model(base, DEVICE)
-    tokenizer = cli.find_tokenizer(base, index)
+def likeliest_letter_accuracy(experiment: Experiment) -> float:
+    """Of the untuned model, which is given the choice of the letters."""
+    model, tokenizer, prompts = untuned(experiment)
     letters = list(LANGUAGES)
-    among = 0
-    free = 0
     ids = [int(tokenizer.encode(letter)[0]) for letter in letters]
-    for line in test:
-        prompt = [int(i) for i in tokenizer.encode(line["snippet"] + QUESTION)]
-        logits = model(torch.tensor([prompt], device=DEVICE))[0, -1]
-        among += letters[int(logits[ids].argmax())] == line["label"]
-        free += (
-            tokenizer.decode(
-                generate.generate(model, [prompt], 3, temperature=0, eot=tokenizer.eot)[0]
-            )
-            == line["label"]
+    correct = 0
+    for line, prompt in zip(experiment.test, prompts):
+        logits = model(torch.tensor([prompt], device=experiment.device))[0, -1]
+        correct += letters[int(logits[ids].argmax())] == line["label"]
+    return correct / len(experiment.test)
+
+
+def free_accuracy(experiment: Experiment) -> float:
+    """Of the untuned model, which generates what it likes."""
+    model, tokenizer, prompts = untuned(experiment)
+    return accuracy(model, tokenizer, prompts, experiment.test, batch=1)
+
+
+def toy_base(folder: Path, device: str) -> str:
+    """The run of a tiny model that has learned nothing."""
+    text = folder / "text.txt"
+    text.write_text("def f(x):\n    return x\n" * 500)
+    run_train(
+        "--model tiny --num-layers 2 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64"
+        f" --seq-length 256 --steps 1 --global-batch-size 2 --device {device}",
+        data=text,
+        out=folder / "base",
+    )
+    return str(folder / "base")
+
+
+# --------------------------------------------------------------------------------------------------
+# all results: {"accuracy": {what: number or spread}, "parameters": {style: number},
+# "by_tokens" and "by_examples": {style: {number: spread}}}
+
+
+class Measurements:
+    """The results so far. Each is saved as soon as it is there."""
+
+    def __init__(self, args: argparse.Namespace, results: dict):
+        self.args = args
+        self.results = results
+
+    def note(self, table: dict, key, measure, *arguments) -> None:
+        """Measure what is not there yet."""
+        if str(key) not in table:
+            table[str(key)] = measure(*arguments)
+            print(key, table[str(key)], flush=True)
+            report.save("prompt_tuning", self.results, self.args)
+
+    def spread(
+        self, experiment: Experiment, style: str, seeds: list[int], tokens: int, lines: list[dict]
+    ) -> dict:
+        runs = [learn(experiment, style, seed, tokens, lines) for seed in seeds]
+        _, learned = runs[0]
+        self.results["parameters"].setdefault(style, learned)
+        return report.spread([share for share, _ in runs])
+
+    def all(self, experiment: Experiment) -> None:
+        table = self.results["accuracy"]
+        lines = experiment.training
+        self.note(table, "untuned", likeliest_letter_accuracy, experiment)
+        self.note(table, "untuned, freely generated", free_accuracy, experiment)
+        for style in ("p-tuning", "fine-tuning", "prompt-tuning"):
+            tokens = 0 if style == "fine-tuning" else TOKENS
+            seeds = self.args.seeds
+            self.note(table, style, self.spread, experiment, style, seeds, tokens, lines)
+        seeds = self.args.curve_seeds
+        for style in ("p-tuning", "prompt-tuning"):
+            by_tokens = self.results["by_tokens"].setdefault(style, {})
+            by_examples = self.results["by_examples"].setdefault(style, {})
+            by_tokens[str(TOKENS)] = table[style]
+            by_examples[str(len(lines))] = table[style]
+            for n in self.args.tokens:
+                self.note(by_tokens, n, self.spread, experiment, style, seeds, n, lines)
+            for n in self.args.examples:
+                some = lines[:n]
+                self.note(by_examples, n, self.spread, experiment, style, seeds, TOKENS, some)
+
+
+def print_summary(results: dict) -> None:
+    before = results["accuracy"]["untuned"]
+    ceiling = results["accuracy"]["fine-tuning"]["median"]
+    for style in ("p-tuning", "prompt-tuning"):
+        reached = results["accuracy"][style]["median"]
+        share = (reached - before) / (ceiling - before or 1)
+        print(
+            f"{style}: {reached:.3f}, {share:.2f} of the way from"
+            f" {before:.3f} to {ceiling:.3f}, {results['parameters'][style]:,} parameters learned"
         )
-    return among / len(test), free / len(test)
+
+
+def draw_curve(axes, curves: dict[str, dict], label: str) -> None:
+    """curves: {style: {number: spread}}; label: what the number counts."""
+    ticks = sorted({int(n) for curve in curves.values() for n in curve})
+    for style, colour in (("p-tuning", "tab:blue"), ("prompt-tuning", "tab:green")):
+        points = sorted((int(n), r) for n, r in curves.get(style, {}).items())
+        if points:
+            x = [n for n, _ in points]
+            axes.plot(x, [r["median"] for _, r in points], "o-", color=colour, label=style)
+            least = [r["min"] for _, r in points]
+            most = [r["max"] for _, r in points]
+            axes.fill_between(x, least, most, color=colour, alpha=0.15)
+    axes.set(xlabel=label, xscale="log", xticks=ticks, xticklabels=ticks, ylim=(0, 1))
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
 
 
 def draw(results: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
-    for ax, name, label in (
-        (axes[0], "by_tokens", "virtual tokens"),
-        (axes[1], "by_examples", "training examples"),
-    ):
-        ticks = sorted({int(n) for found in results[name].values() for n in found})
-        for style, colour in (("p-tuning", "tab:blue"), ("prompt-tuning", "tab:green")):
-            points = sorted((int(n), r) for n, r in results[name].get(style, {}).items())
-            if points:
-                ax.plot(
-                    [n for n, _ in points],
-                    [r["median"] for _, r in points],
-                    "o-",
-                    color=colour,
-                    label=style,
-                )
-                ax.fill_between(
-                    [n for n, _ in points],
-                    [r["min"] for _, r in points],
-                    [r["max"] for _, r in points],
-                    color=colour,
-                    alpha=0.15,
-                )
-        for what, style in (("fine-tuning", "--"), ("untuned", ":")):
-            level = results["accuracy"][what]
-            ax.axhline(
-                level["median"] if isinstance(level, dict) else level,
-                color="gray",
-                linestyle=style,
-                label={"fine-tuning": "full fine-tuning"}.get(what, what),
-            )
-        ax.set(xlabel=label, xscale="log", xticks=ticks, xticklabels=ticks, ylim=(0, 1))
-        ax.minorticks_off()
-        ax.grid(alpha=0.3)
-    axes[0].set_ylabel("accuracy on unseen files")
-    axes[1].legend(loc="lower right", fontsize=8)
+    plt = report.pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
+    draw_curve(left, results["by_tokens"], "virtual tokens")
+    draw_curve(right, results["by_examples"], "training examples")
+    ceiling = results["accuracy"]["fine-tuning"]["median"]
+    before = results["accuracy"]["untuned"]
+    for axes in (left, right):
+        axes.axhline(ceiling, color="gray", linestyle="--", label="full fine-tuning")
+        axes.axhline(before, color="gray", linestyle=":", label="untuned")
+    left.set_ylabel("accuracy on unseen files")
+    right.legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=120)
 
 
-def main():
-    global TRAIN, TEST, DEVICE
+def arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = report.arguments(__doc__)
     parser.add_argument(
-        "--base", metavar="DIR", help="the run or checkpoint of the model, with the byte tokenizer"
+        "--base", metavar="DIR", help="run or checkpoint of the model, with the byte tokenizer"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 10, 30])
@@ -321,72 +381,44 @@ def main():
     parser.add_argument(
         "--fresh",
         action="store_true",
-        help="measure again what prompt_tuning.json under --out has already",
+        help="measures again what prompt_tuning.json under --out has already",
     )
     args = report.parse(parser)
-    DEVICE = args.device
     if args.toy:
-        TRAIN = 20
-        TEST = 5
         args.seeds = args.seeds[:1]
-        args.tokens = [10]
-        args.examples = [20]
-        STEPS.update(dict.fromkeys(STEPS, 1))
+        args.tokens = [TOKENS]
+        args.examples = [TOY_SIZES[0]]
     elif not args.base:
         report.refuse(
             parser,
             "--base DIR is missing: the run or checkpoint of a model with the byte tokenizer",
         )
-    lines, test = snippets()
-    saved = args.out / "prompt_tuning.json"
+    return parser, args
+
+
+def saved_results(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict:
+    """Those of an earlier run under the same --out, or empty tables."""
     results = {"accuracy": {}, "parameters": {}, "by_tokens": {}, "by_examples": {}}
+    saved = args.out / "prompt_tuning.json"
     if saved.exists() and not args.fresh and not args.toy:
         try:
-            results |= {k: v for k, v in json_files.read(saved, dict).items() if k != "environment"}
+            results |= json_files.read(saved, dict)
         except json_files.JSONError as e:
             report.refuse(parser, f"{e}; --fresh measures everything again")
+        results.pop("environment", None)
+    return results
 
-    def note(table: dict, key, measure) -> None:
-        """Measure what is not there yet, and keep it."""
-        if str(key) not in table:
-            table[str(key)] = measure()
-            print(key, table[str(key)], flush=True)
-            report.save("prompt_tuning", results, args)
 
+def main():
+    parser, args = arguments()
+    training, test = snippets(TOY_SIZES if args.toy else SIZES)
+    results = saved_results(parser, args)
+    steps = dict.fromkeys(STEPS, 1) if args.toy else STEPS
     with tempfile.TemporaryDirectory() as folder:
-        args.base = args.base or toy_base(Path(folder))
-
-        def spread(style, seeds, tokens, some):
-            runs = [
-                learn(Path(folder), args.base, style, seed, tokens, some, test) for seed in seeds
-            ]
-            results["parameters"].setdefault(style, runs[0][1])
-            return report.spread([accuracy for accuracy, _ in runs])
-
-        for key, i in (("untuned", 0), ("untuned, freely generated", 1)):
-            note(results["accuracy"], key, lambda: untuned(args.base, test)[i])
-        for style in ("p-tuning", "fine-tuning", "prompt-tuning"):
-            note(
-                results["accuracy"],
-                style,
-                lambda: spread(style, args.seeds, 10 * (style != "fine-tuning"), lines),
-            )
-        for style in ("p-tuning", "prompt-tuning"):
-            by_tokens = results["by_tokens"].setdefault(style, {})
-            by_examples = results["by_examples"].setdefault(style, {})
-            by_tokens["10"] = by_examples[str(len(lines))] = results["accuracy"][style]
-            for n in args.tokens:
-                note(by_tokens, n, lambda: spread(style, args.curve_seeds, n, lines))
-            for n in args.examples:
-                note(by_examples, n, lambda: spread(style, args.curve_seeds, 10, lines[:n]))
-    before = results["accuracy"]["untuned"]
-    ceiling = results["accuracy"]["fine-tuning"]["median"]
-    for style in ("p-tuning", "prompt-tuning"):
-        way = (results["accuracy"][style]["median"] - before) / (ceiling - before or 1)
-        print(
-            f"{style}: {results['accuracy'][style]['median']:.3f}, {way:.2f} of the way from"
-            f" {before:.3f} to {ceiling:.3f}, {results['parameters'][style]:,} parameters learned"
-        )
+        base = args.base or toy_base(Path(folder), args.device)
+        experiment = Experiment(Path(folder), base, args.device, training, test, steps)
+        Measurements(args, results).all(experiment)
+    print_summary(results)
     draw(results, args.figures / "prompt_tuning.png")
 
 

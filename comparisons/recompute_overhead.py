@@ -3,11 +3,13 @@ arXiv 2205.05198.
 
     python comparisons/recompute_overhead.py [--rounds 15] [--toy] [--out DIR]
 
-Two tensor-parallel ranks run one layer whose attention has the same share of the FLOPs as in the
-paper's 22B model, s / (6h + s) = 5.3%: h 768, a 8, s 256, b 4 (on a GPU, with one rank: h 6144, a
-64, s 2048, b 4, bf16). Each round runs every configuration in turn; times are medians over rounds,
-overheads medians of the ratio to the first row in the same round. Figure:
-figures/recompute_overhead.png."""
+Two tensor-parallel ranks run one layer. Attention has the same share of its FLOPs as in the paper's
+22B model, s / (6h + s) = 5.3%: h 768, a 8, s 256, b 4. (On a GPU it is one rank, with that model's
+own layer: h 6144, a 64, s 2048, b 4, bf16.) Each round runs every configuration in turn. Times are
+medians over rounds; an overhead is the median of the ratios to the first row of the same round.
+
+Figure: figures/recompute_overhead.png
+"""
 
 import sys
 from pathlib import Path
@@ -17,17 +19,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
 import torch
 import torch.distributed as dist
+from activation_memory import parallel_layer
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
-import recompute
-import sequence_parallel
-import sharding
-import tensor_parallel
 from lessons import ranks
 from runtime.world import keep_freed_memory
 
-# (sequence parallelism, recompute): the paper's milliseconds, forward and backward
+# row: (sequence parallelism, recompute, the paper's milliseconds of forward, and of backward)
 ROWS = {
     "no recompute": (False, "none", 7.7, 11.9),
     "sequence parallelism": (True, "none", 7.2, 11.8),
@@ -36,115 +35,140 @@ ROWS = {
     "selective + sequence": (True, "selective", 7.2, 13.1),
     "full + sequence": (True, "full", None, None),
 }
+# the paper's forward and backward without recomputation, ms
+PAPER_BASE = 19.6
+SHAPES = {
+    "toy": dict(s=32, b=2, h=64, a=4),
+    "cpu": dict(s=256, b=4, h=768, a=8),
+    "cuda": dict(s=2048, b=4, h=6144, a=64),
+}
 
 
-def on_rank(rank: int, rounds: int, dropout: float, toy: bool) -> dict:
+class Layer:
+    """One layer, with its input and the gradient of its output."""
+
+    def __init__(self, shape: dict, dropout: float, sequence: bool, granularity: str):
+        group = dist.group.WORLD
+        s, b, h, a = (shape[name] for name in "sbha")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        config = gpt.GPTConfig(
+            num_layers=1,
+            hidden_size=h,
+            num_heads=a,
+            seq_length=s,
+            vocab_size=64,
+            dropout=dropout,
+            attention="explicit",
+        )
+        self.block = parallel_layer(config, group, sequence, granularity, device, dtype)
+        local_s = s // group.size() if sequence else s
+        self.x = torch.randn(b, local_s, h, device=device, dtype=dtype, requires_grad=True)
+        self.grad_output = torch.randn_like(self.x)
+        self.key = None
+        if dropout:
+            self.key = gpt.dropout_key(0, 1, torch.arange(b, device=device))
+
+    def times(self) -> tuple[float, float]:
+        """Seconds of (forward, backward)."""
+        outputs = []
+        dist.barrier()
+        forward = report.timed(lambda: outputs.append(self.block(self.x, self.key)))
+        backward = report.timed(lambda: outputs.pop().backward(self.grad_output))
+        return forward, backward
+
+
+def extra_flops(shape: dict, t: int) -> dict[str, float]:
+    """The paper's formulas: FLOPs of a rank that recomputation adds, {recompute: FLOPs}."""
+    s, b, h = shape["s"], shape["b"], shape["h"]
+    attention = 4 * b * s * s * h
+    return {"selective": attention / t, "full": (24 * b * s * h * h + attention) / t}
+
+
+def on_rank(rank: int, rounds: int, dropout: float, shape: dict) -> dict:
+    """times: {row: [(forward, backward)] by round}; flops: {row: FLOPs}"""
     keep_freed_memory()
-    group = dist.group.WORLD
-    cuda = torch.cuda.is_available()
-    t = group.size()
-    s, b, h, a = (32, 2, 64, 4) if toy else (2048, 4, 6144, 64) if cuda else (256, 4, 768, 8)
-    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
-    config = gpt.GPTConfig(
-        num_layers=1,
-        hidden_size=h,
-        num_heads=a,
-        seq_length=s,
-        vocab_size=64,
-        dropout=dropout,
-        attention="explicit",
-    )
-    key = gpt.dropout_key(0, 1, torch.arange(b, device=device)) if dropout else None
+    t = dist.get_world_size()
     kinds = {}
     flops = {}
-    for row, (sequence, granularity, *_) in ROWS.items():
+    for row, (sequence, granularity, _, _) in ROWS.items():
         if sequence and t == 1:
             continue
-        with torch.device("meta"):
-            model = gpt.GPT(config)
-        if t > 1:
-            tensor_parallel.apply(model, group)
-        if sequence:
-            sequence_parallel.apply(model, group)
-        recompute.apply(model, granularity)
-        sharding.init(model, 0, device, dtype)
-        x = torch.randn(
-            b, s // t if sequence else s, h, device=device, dtype=dtype, requires_grad=True
-        )
-
-        def both(block=model.blocks["0"], x=x, grad=torch.randn_like(x)) -> tuple[float, float]:
-            outputs = []
-            dist.barrier()
-            return report.timed(lambda: outputs.append(block(x, key))), report.timed(
-                lambda: outputs.pop().backward(grad)
-            )
-
-        kinds[row] = both
+        layer = Layer(shape, dropout, sequence, granularity)
+        kinds[row] = layer.times
         with FlopCounterMode(display=False) as counter:
-            both()
+            layer.times()
         flops[row] = counter.get_total_flops()
     times = report.in_turn(kinds, rounds)
-    return {
-        "times": {row: [t[row] for t in times] for row in kinds},
-        "flops": flops,
-        "extra_flops_formula": {
-            "selective": 4 * b * s * s * h / t,
-            "full": (24 * b * s * h * h + 4 * b * s * s * h) / t,
-        },
-    }
+    return {"times": {row: [t[row] for t in times] for row in kinds}, "flops": flops}
 
 
-def table(measured: dict) -> list[dict]:
+def table(measured: dict, formulas: dict[str, float]) -> list[dict]:
+    """measured: what `on_rank` returned; formulas: what `extra_flops` returned."""
     rows = []
-    base = [f + b for f, b in measured["times"]["no recompute"]]
+    base = [forward + backward for forward, backward in measured["times"]["no recompute"]]
     for row, times in measured["times"].items():
+        _, granularity, _, _ = ROWS[row]
+        overheads = [(f + b) / base_time - 1 for (f, b), base_time in zip(times, base)]
         rows.append(
             {
                 "row": row,
                 "forward_ms": 1e3 * report.median([f for f, _ in times]),
                 "backward_ms": 1e3 * report.median([b for _, b in times]),
-                "overhead": report.spread([(f + b) / one - 1 for (f, b), one in zip(times, base)]),
+                "overhead": report.spread(overheads),
                 "extra_flops": measured["flops"][row] - measured["flops"]["no recompute"],
+                "extra_flops_formula": formulas.get(granularity, 0),
             }
         )
     return rows
 
 
-def draw(tables: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(
-        1, 1 + len(tables), figsize=(5 * (1 + len(tables)), 3.4), layout="constrained", sharey=True
+def print_table(rows: list[dict], dropout: float) -> None:
+    print(
+        f"dropout {dropout}; {'':<11}{'forward':>9}{'backward':>10}"
+        f" ms{'overhead':>10}{'more FLOPs':>16}{'formula':>16}{'the paper':>19}"
     )
-    paper = [(row, f, b) for row, (_, _, f, b) in ROWS.items() if f]
-    bars = {
-        "the paper: 22B layer, 8 A100": paper,
-        **{
-            name: [(r["row"], r["forward_ms"], r["backward_ms"]) for r in rows]
-            for name, rows in tables.items()
-        },
-    }
-    for axes, (name, rows) in zip(panels, bars.items()):
-        base = next(f + b for row, f, b in rows if row == "no recompute")
-        places = [-list(ROWS).index(row) for row, _, _ in rows]
-        forward = [100 * f / base for _, f, _ in rows]
-        total = [100 * (f + b) / base for _, f, b in rows]
-        axes.barh(places, forward, color="tab:blue", label="forward")
-        ends = axes.barh(
-            places,
-            [x - f for x, f in zip(total, forward)],
-            left=forward,
-            color="tab:orange",
-            label="backward, recomputation included",
+    for r in rows:
+        _, _, forward, backward = ROWS[r["row"]]
+        paper = ""
+        if forward:
+            overhead = (forward + backward) / PAPER_BASE - 1
+            paper = f"{forward} + {backward}: {100 * overhead:.0f}%"
+        print(
+            f"{r['row']:<24}{r['forward_ms']:>9.1f}{r['backward_ms']:>10.1f}"
+            f"{100 * r['overhead']['median']:>12.0f}%{r['extra_flops']:>16,}"
+            f"{r['extra_flops_formula']:>16,.0f}{paper:>19}"
         )
-        axes.bar_label(ends, [f"{x:.0f}" for x in total], fontsize=8, padding=2)
-        axes.set_yticks([-i for i in range(len(ROWS))], list(ROWS))
-        axes.set(title=name, xlabel="% of no recomputation", xlim=(0, 175))
+
+
+def draw(tables: dict[str, list[dict]], path: Path) -> None:
+    plt = report.pyplot()
+    panels = {
+        "the paper: 22B layer, 8 A100": [
+            (row, forward, backward) for row, (_, _, forward, backward) in ROWS.items() if forward
+        ]
+    }
+    for name, rows in tables.items():
+        panels[name] = [(r["row"], r["forward_ms"], r["backward_ms"]) for r in rows]
+    size = (5 * len(panels), 3.4)
+    figure, all_axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", sharey=True)
+    names = list(ROWS)
+    for axes, (title, rows) in zip(all_axes, panels.items()):
+        # every panel begins with the row without recomputation
+        _, base_forward, base_backward = rows[0]
+        base = base_forward + base_backward
+        positions = [-names.index(row) for row, _, _ in rows]
+        forward = [100 * f / base for _, f, _ in rows]
+        backward = [100 * b / base for _, _, b in rows]
+        axes.barh(positions, forward, color="tab:blue", label="forward")
+        label = "backward, recomputation included"
+        bars = axes.barh(positions, backward, left=forward, color="tab:orange", label=label)
+        totals = [f"{f + b:.0f}" for f, b in zip(forward, backward)]
+        axes.bar_label(bars, totals, fontsize=8, padding=2)
+        axes.set_yticks([-i for i in range(len(names))], names)
+        axes.set(title=title, xlabel="% of no recomputation", xlim=(0, 175))
         axes.grid(alpha=0.3, axis="x")
-    panels[0].legend(fontsize=7, loc="lower right")
+    all_axes[0].legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=120)
 
 
@@ -152,30 +176,21 @@ def main():
     parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     args = report.parse(parser)
+    cuda = torch.cuda.is_available()
+    world = 1 if cuda else 2
+    shape = SHAPES["cuda" if cuda else "cpu"]
+    rounds = args.rounds
+    if args.toy:
+        shape = SHAPES["toy"]
+        rounds = 1
     results = {}
-    world = 1 if torch.cuda.is_available() else 2
     for dropout in (0.1, 0.0):
-        measured = ranks.run(on_rank, world, 1 if args.toy else args.rounds, dropout, args.toy)[0]
-        rows = results[f"dropout {dropout}"] = table(measured)
-        print(
-            f"dropout {dropout}; {'':<11}{'forward':>9}{'backward':>10}"
-            f" ms{'overhead':>10}{'more FLOPs':>16}{'formula':>16}{'the paper':>19}"
-        )
-        for r in rows:
-            sequence, granularity, f, b = ROWS[r["row"]]
-            r["extra_flops_formula"] = measured["extra_flops_formula"].get(granularity, 0)
-            paper = f"{f} + {b}: {100 * ((f + b) / 19.6 - 1):.0f}%" if f else ""
-            print(
-                f"{r['row']:<24}{r['forward_ms']:>9.1f}{r['backward_ms']:>10.1f}{100 * r['overhead']['median']:>12.0f}%{r['extra_flops']:>16,}"
-                f"{r['extra_flops_formula']:>16,.0f}{paper:>19}"
-            )
-    # what the ranks had, for the record
-    torch.set_num_threads(1)
-    report.save("recompute_overhead", results, args)
-    draw(
-        {f"{world} ranks here, {name}": rows for name, rows in results.items()},
-        args.figures / "recompute_overhead.png",
-    )
+        measured = ranks.run(on_rank, world, rounds, dropout, shape)[0]
+        rows = results[f"dropout {dropout}"] = table(measured, extra_flops(shape, world))
+        print_table(rows, dropout)
+    report.save("recompute_overhead", results, args, threads=1)
+    tables = {f"{world} ranks here, {name}": rows for name, rows in results.items()}
+    draw(tables, args.figures / "recompute_overhead.png")
 
 
 if __name__ == "__main__":
