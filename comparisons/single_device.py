@@ -3,13 +3,15 @@ in one run.
 
     python comparisons/single_device.py [--threads 2] [--rounds 15] [--toy] [--out DIR]
 
-The same shapes, random tokens, fused AdamW, clipping, scaled_dot_product_attention; no dropout.
-Three processes take turns, a step each, while the others wait: ours as train.py runs it;
-transformers as it comes; and transformers with the setting of the memory allocator that train.py
-makes on CPUs. Ratios are medians over rounds of (their seconds / our seconds). In bf16 ours keeps
-fp32 masters and moments, and theirs trains in plain bf16, which is less work. The share of the
-matmul peak, which is measured in every round, is model FLOPs (gpt.flops_per_token) over the time of
-forward and backward; the optimizer's time stands apart."""
+Both have the same shapes, random tokens, fused AdamW, clipping and scaled_dot_product_attention,
+and no dropout. Three processes take turns, a step each, while the others wait: ours, as train.py
+runs it; transformers as it comes; and transformers with the setting of the memory allocator that
+train.py makes on CPUs. A ratio is the median over rounds of their seconds over ours. In bf16 ours
+keeps fp32 masters and moments; theirs trains in plain bf16, which is less work.
+
+The peak of matrix multiplications is measured in every round. Our share of it is model FLOPs
+(gpt.flops_per_token) over the time of forward and backward; the optimizer's time stands apart.
+"""
 
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ from report import median, spread, timed
 import data
 import gpt
 import train
-from lessons import ranks
+from lessons import demo, ranks
 from runtime.world import Groups, keep_freed_memory
 
 CASES = {
@@ -52,6 +54,7 @@ TOY = {
         global_batch_size=2,
     )
 }
+# of an operation, in the breakdown of a step: parts of its name in PyTorch's profiler
 KINDS = {
     "matrix multiplications": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
     "attention": ("scaled_dot_product", "flash_attention"),
@@ -81,32 +84,40 @@ KINDS = {
 
 
 class Random:
-    """Random tokens that are already in memory."""
+    """Random tokens that are already in memory, as a data set: sample n is row n of one batch, over
+    and over. batch: rows; s: tokens of a row; v: size of the vocabulary."""
 
     def __init__(self, batch: int, s: int, v: int):
         self.s = s
-        rows = torch.randint(v, (batch, s + 1), generator=torch.Generator().manual_seed(0))
+        tokens, targets = demo.random_tokens(batch, s, v)
         self.fixed = data.Batch(
-            rows[:, :-1].contiguous(),
-            rows[:, 1:].contiguous(),
+            tokens.contiguous(),
+            targets.contiguous(),
             torch.ones(batch, s, dtype=torch.bool),
             torch.arange(batch),
         )
 
-    def batch(self, samples):
-        # sample n is row n, over and over
+    def batch(self, samples) -> data.Batch:
+        """samples: a range that does not pass the last row."""
         first = samples[0] % len(self.fixed.tokens)
-        whole = self.fixed
         rows = slice(first, first + len(samples))
         return data.Batch(
-            whole.tokens[rows], whole.targets[rows], whole.loss_mask[rows], whole.samples[rows]
+            self.fixed.tokens[rows],
+            self.fixed.targets[rows],
+            self.fixed.loss_mask[rows],
+            self.fixed.samples[rows],
         )
 
-    def counted_tokens(self, samples):
+    def counted_tokens(self, samples) -> int:
         return self.fixed.targets.numel()
 
 
-def transformers_step(c: gpt.GPTConfig, batch: data.Batch, dtype, device):
+# --------------------------------------------------------------------------------------------------
+# the steps
+
+
+def transformers_step(c: gpt.GPTConfig, batch: data.Batch, dtype: torch.dtype, device: str):
+    """A function that takes one training step of transformers' GPT-2."""
     import transformers
 
     model = transformers.GPT2LMHeadModel(
@@ -138,23 +149,29 @@ def transformers_step(c: gpt.GPTConfig, batch: data.Batch, dtype, device):
     return step
 
 
+def kind_of(operation: str) -> str:
+    for kind, parts in KINDS.items():
+        if any(part in operation for part in parts):
+            return kind
+    return "the rest"
+
+
 def breakdown(step) -> dict[str, float]:
     """Share of the time of one step by kind of operation, from the profiler."""
     with torch.profiler.profile() as profile:
         step()
-    shares = dict.fromkeys([*KINDS, "the rest"], 0.0)
+    seconds = dict.fromkeys([*KINDS, "the rest"], 0.0)
     for event in profile.key_averages():
-        kind = next(
-            (k for k, names in KINDS.items() if any(n in event.key for n in names)), "the rest"
-        )
-        shares[kind] += event.self_cpu_time_total
-    total = sum(shares.values())
-    return {k: v / total for k, v in shares.items()}
+        seconds[kind_of(event.key)] += event.self_cpu_time_total
+    total = sum(seconds.values())
+    return {kind: value / total for kind, value in seconds.items()}
 
 
 def on_rank(rank: int, fields: dict, precision: str, rounds: int, device: str):
-    """Rank 0 is this project, 1 transformers, 2 transformers with our allocator setting. Returns
-    seconds per round."""
+    """(measurements round by round, breakdown). Rank 0 is this project: (seconds of forward and
+    backward, of the optimizer, FLOP/s of a matrix multiplication). Rank 1 is transformers, rank 2
+    transformers with our allocator setting: (seconds of a step,). The breakdown of forward and
+    backward is rank 0's, on a CPU; else None."""
     if rank != 1 and device == "cpu":
         keep_freed_memory()
     config = train.Config(**fields, precision=precision)
@@ -163,52 +180,83 @@ def on_rank(rank: int, fields: dict, precision: str, rounds: int, device: str):
     dataset = Random(config.global_batch_size, c.seq_length, c.vocab_size)
     if rank == 0:
         trainer = train.Trainer(config, torch.device(device), Groups())
-        steps = [
-            lambda: trainer.forward_backward(1, dataset),
-            lambda: trainer.update(1),
+
+        def forward_backward():
+            trainer.forward_backward(1, dataset)
+
+        measures = [
+            lambda: timed(forward_backward),
+            lambda: timed(lambda: trainer.update(1)),
             lambda: report.matmul_flops(dtype, device, repeats=3),
         ]
     else:
-        steps = [transformers_step(c, dataset.fixed, dtype, device)]
-    times = []
+        step = transformers_step(c, dataset.fixed, dtype, device)
+        measures = [lambda: timed(step)]
+    measured = []
     # two rounds to warm up
     for _ in range(rounds + 2):
         for turn in range(dist.get_world_size()):
             dist.barrier()
             if turn == rank:
-                times.append([timed(step) for step in steps[:2]])
-                if rank == 0:
-                    times[-1].append(steps[2]())
+                measured.append([measure() for measure in measures])
     dist.barrier()
-    shares = breakdown(steps[0]) if rank == 0 and device == "cpu" else None
+    shares = None
+    if rank == 0 and device == "cpu":
+        shares = breakdown(forward_backward)
     dist.barrier()
-    return times[2:], shares
+    return measured[2:], shares
+
+
+# --------------------------------------------------------------------------------------------------
+# the results
 
 
 def measure(fields: dict, precision: str, rounds: int, device: str, threads: int) -> dict:
-    (ours, shares), (plain, _), (same, _) = ranks.run(
+    """A row of results. fields: of train.Config."""
+    (ours, shares), (plain, _), (same_allocator, _) = ranks.run(
         on_rank, 3, fields, precision, rounds, device, threads=threads, timeout=300
     )
     config = train.Config(**fields).model_config()
     tokens = fields["global_batch_size"] * config.seq_length
     flops = tokens * gpt.flops_per_token(config)
-    seconds = median([b + u for b, u, _ in ours])
+    peaks = [peak for _, _, peak in ours]
+    steps = [forward_backward + update for forward_backward, update, _ in ours]
+    step = median(steps)
+
+    def ratio(theirs: list) -> dict:
+        return spread([seconds / our_step for our_step, (seconds,) in zip(steps, theirs)])
+
+    shares_of_peak = [flops / forward_backward / peak for forward_backward, _, peak in ours]
     result = {
-        "tokens_per_second": tokens / seconds,
-        "transformers_tokens_per_second": tokens / median([t for (t,) in plain]),
-        "ratio": spread([t / (b + u) for (b, u, _), (t,) in zip(ours, plain)]),
-        "ratio_with_our_allocator_setting": spread(
-            [t / (b + u) for (b, u, _), (t,) in zip(ours, same)]
-        ),
-        "matmul_peak_flops": spread([p for _, _, p in ours]),
-        "share_of_peak_outside_optimizer": spread([flops / b / p for b, _, p in ours]),
-        "share_of_peak": flops / seconds / median([p for _, _, p in ours]),
-        "optimizer_share_of_step": median([u / (b + u) for b, u, _ in ours]),
+        "tokens_per_second": tokens / step,
+        "transformers_tokens_per_second": tokens / median([seconds for (seconds,) in plain]),
+        "ratio": ratio(plain),
+        "ratio_with_our_allocator_setting": ratio(same_allocator),
+        "matmul_peak_flops": spread(peaks),
+        "share_of_peak_outside_optimizer": spread(shares_of_peak),
+        "share_of_peak": flops / step / median(peaks),
+        "optimizer_share_of_step": median([u / (fb + u) for fb, u, _ in ours]),
         "breakdown_outside_optimizer": shares,
     }
     if device == "cuda":
-        result["mfu_against_989_tflops"] = flops / seconds / 989e12
+        result["mfu_against_989_tflops"] = flops / step / 989e12
     return result
+
+
+def print_row(name: str, row: dict) -> None:
+    shares = row["breakdown_outside_optimizer"]
+    print(
+        f"{name:<22}{row['tokens_per_second']:>10,.0f}"
+        f"{row['transformers_tokens_per_second']:>14,.0f}"
+        f"{row['ratio']['median']:>8.2f}"
+        f"{row['ratio_with_our_allocator_setting']['median']:>16.2f}"
+        f"{row['share_of_peak_outside_optimizer']['median']:>15.0%}"
+        f" {row['optimizer_share_of_step']:>10.0%}",
+        flush=True,
+    )
+    if shares:
+        largest_first = sorted(shares.items(), key=lambda item: -item[1])
+        print("    " + ", ".join(f"{k} {v:.0%}" for k, v in largest_first if v >= 0.005))
 
 
 def main():
@@ -221,38 +269,23 @@ def main():
         "--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"]
     )
     args = report.parse(parser)
-    cases = TOY if args.toy else {name: CASES[name] for name in args.cases}
+    cases = {name: CASES[name] for name in args.cases}
     if args.toy:
+        cases = TOY
         args.rounds = 1
         args.threads = 1
         args.precisions = ["fp32"]
-    torch.set_num_threads(args.threads)
     results = {}
     print(
-        f"{'':<22}{'tokens/s':>10}{'transformers':>14}{'ratio':>8}{'same allocator':>16}{'of matmul peak':>16}{'optimizer':>11}"
+        f"{'':<22}{'tokens/s':>10}{'transformers':>14}{'ratio':>8}{'same allocator':>16}"
+        f"{'of matmul peak':>16}{'optimizer':>11}"
     )
     for name, fields in cases.items():
         for precision in args.precisions:
-            r = results[f"{name} {precision}"] = measure(
-                fields, precision, args.rounds, args.device, args.threads
-            )
-            print(
-                f"{name + ' ' + precision:<22}{r['tokens_per_second']:>10,.0f}{r['transformers_tokens_per_second']:>14,.0f}{r['ratio']['median']:>8.2f}{r['ratio_with_our_allocator_setting']['median']:>16.2f}{r['share_of_peak_outside_optimizer']['median']:>15.0%}"
-                f" {r['optimizer_share_of_step']:>10.0%}",
-                flush=True,
-            )
-            if r["breakdown_outside_optimizer"]:
-                print(
-                    "    "
-                    + ", ".join(
-                        f"{k} {v:.0%}"
-                        for k, v in sorted(
-                            r["breakdown_outside_optimizer"].items(), key=lambda kv: -kv[1]
-                        )
-                        if v >= 0.005
-                    )
-                )
-    report.save("single_device", {"results": results}, args)
+            row = measure(fields, precision, args.rounds, args.device, args.threads)
+            results[f"{name} {precision}"] = row
+            print_row(f"{name} {precision}", row)
+    report.save("single_device", {"results": results}, args, threads=args.threads)
 
 
 if __name__ == "__main__":
