@@ -1,5 +1,5 @@
-"""Every comparison gets through, at toy size, so that a rename that breaks one is seen; none of
-them overwrites what was measured."""
+"""comparisons/: each runs through at toy size, so that a rename that breaks one fails here. None of
+them overwrites measured results."""
 
 import importlib
 import re
@@ -13,7 +13,7 @@ import torch._functorch.config
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "comparisons"
-# script, arguments beside --toy, what it leaves
+# (script, arguments beside --toy, files that it writes)
 SCRIPTS = [
     ("activation_memory", [], ["activation_memory.json", "activation_memory.png"]),
     ("data_parallel", [], ["data_parallel.json"]),
@@ -33,29 +33,26 @@ SCRIPTS = [
     ("training_step", [], ["training_step.json", "training_step.png"]),
     ("zero_memory", [], ["zero_memory.json", "zero_memory.png"]),
 ]
-TRANSFORMERS = "generation", "single_device"
+# these need transformers, which is not installed everywhere
+TRANSFORMERS = ("generation", "single_device")
 
 
 def main_of(script: str, argv: list[str], monkeypatch):
-    """Runs a comparison in this process, as a module `comparisons.SCRIPT`, so that its ranks can
+    """Run a comparison in this process, as a module `comparisons.SCRIPT`, so that its ranks can
     import it too. Returns what its main returns."""
     monkeypatch.syspath_prepend(str(COMPARISONS))
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr("sys.argv", [str(COMPARISONS / f"{script}.py"), *map(str, argv)])
-    with torch._functorch.config.patch(
-        donated_buffer=torch._functorch.config.donated_buffer
-        # put back what kernels.py changes
-    ):
+    # on leaving, puts back what comparisons/kernels.py changes
+    config = torch._functorch.config
+    with config.patch(donated_buffer=config.donated_buffer):
         return importlib.import_module(f"comparisons.{script}").main()
 
 
 def tracked() -> dict[Path, int]:
-    return {
-        path: path.stat().st_mtime_ns
-        for folder in (COMPARISONS, ROOT / "figures")
-        for path in folder.iterdir()
-        if path.suffix in (".json", ".png")
-    }
+    """{measured result or figure: when it was written}"""
+    paths = [*COMPARISONS.iterdir(), *(ROOT / "figures").iterdir()]
+    return {path: path.stat().st_mtime_ns for path in paths if path.suffix in (".json", ".png")}
 
 
 @pytest.mark.parametrize(
@@ -65,28 +62,26 @@ def test_toy(script, argv, files, tmp_path, monkeypatch, capfd):
     if script in TRANSFORMERS:
         pytest.importorskip("transformers")
     before = tracked()
+    out = tmp_path / "out"
     threads = torch.get_num_threads()
     try:
-        assert not main_of(script, [*argv, "--toy", "--out", tmp_path / "out"], monkeypatch), (
-            capfd.readouterr()
-        )
+        status = main_of(script, [*argv, "--toy", "--out", out], monkeypatch)
     finally:
         torch.set_num_threads(threads)
-    assert (
-        sorted(files) == sorted(path.name for path in (tmp_path / "out").iterdir())
-        and tracked() == before
-    )
-    assert f"written: {tmp_path / 'out'}" in capfd.readouterr().out
+    printed = capfd.readouterr()
+    assert not status, printed
+    assert sorted(files) == sorted(path.name for path in out.iterdir())
+    assert tracked() == before
+    assert f"written: {out}" in printed.out
 
 
 def test_none_is_forgotten():
-    assert {path.stem for path in COMPARISONS.glob("*.py")} == {
-        script for script, _, _ in SCRIPTS
-    } | {"report"}
+    scripts = {script for script, _, _ in SCRIPTS}
+    assert {path.stem for path in COMPARISONS.glob("*.py")} == scripts | {"report"}
 
 
 def test_as_a_command(tmp_path):
-    """As the README has it: the script finds the modules beside it and above it."""
+    """The script finds the modules beside it and above it, from any folder."""
     done = subprocess.run(
         [sys.executable, COMPARISONS / "optimizer_state.py", "--toy", "--out", tmp_path],
         cwd=tmp_path,
@@ -94,7 +89,8 @@ def test_as_a_command(tmp_path):
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0 and (tmp_path / "optimizer_state.json").exists(), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "optimizer_state.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -114,15 +110,18 @@ def test_refusals(argv, words, monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         main_of("optimizer_state", argv, monkeypatch)
     err = capsys.readouterr().err
-    assert e.value.code == 2 and words in err and err.count("\n") == 1 and tracked() == before
+    assert e.value.code == 2
+    assert words in err and err.count("\n") == 1
+    assert tracked() == before
 
 
 def test_make_figures_writes_what_is_tracked():
-    """The only commands that name comparisons/ and figures/ are those of the Makefile, and each of
-    its lines is tried above."""
+    """Only the Makefile's commands write into comparisons/ and figures/, and each of their scripts
+    runs above."""
     lines = re.findall(
         r"\t\.venv/bin/python comparisons/(\w+)\.py(.*)", (ROOT / "Makefile").read_text()
     )
-    assert len(lines) >= 10 and all("$(RESULTS)" in rest for _, rest in lines)
+    assert len(lines) >= 10
+    assert all("$(RESULTS)" in rest for _, rest in lines)
     known = {script for script, _, _ in SCRIPTS}
     assert {script for script, _ in lines} <= known
