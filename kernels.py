@@ -68,14 +68,25 @@ import tensor_parallel
 # --- what all kernels use -------------------------------------------------------------------------
 
 COMMON = r"""
-// For a reader who has never written a kernel. A kernel is a function that very many threads run, each on its own numbers: blockIdx and threadIdx say who it is. 32 threads are a warp: they execute one instruction
-// together, can look into each other's registers (shuffles), and their loads of neighbouring addresses become one. Up to 1024 threads are a block: it stays on one multiprocessor, shares 'shared memory' there,
-// and can wait for itself (__syncthreads). A multiprocessor keeps up to 2048 threads on it ('resident'), as far as its 65,536 registers go round, and runs whichever warps have their numbers: that is how it
-// works while others wait for memory. Blocks know nothing of each other, and all of them are the grid. kernel<<<grid, block, 0, stream>>>(..) launches one; what is launched on one stream runs in turn.
-// __launch_bounds__ promises the compiler that a block has no more threads than that, so that it may use more registers for each; __restrict__, that nothing else points there. Shared memory has 32
-// banks, and takes longer where the lanes of a warp want different numbers of one bank.
+// For readers who have never written a kernel.
 //
-// Launchers take addresses and numbers, so that nothing here needs PyTorch's headers: a build takes seconds, and any C++ compiler can read it.
+// Kernel          A function that many threads run, each on its own elements. blockIdx and
+//                 threadIdx tell a thread its position.
+// Warp            32 threads, its lanes. They execute each instruction together. A shuffle reads
+//                 another lane's register. Loads of neighbouring addresses become one load.
+// Block           Up to 1024 threads on one multiprocessor. They share its shared memory and can
+//                 wait for each other with __syncthreads().
+// Grid            All blocks of a launch. Blocks cannot wait for each other.
+// Multiprocessor  Keeps up to 2048 threads resident, if its 65,536 registers suffice for them. It
+//                 runs the warps whose data has arrived while the others wait for memory.
+// Launch          kernel<<<grid, block, 0, stream>>>(..). Launches on one stream run in order.
+//
+// __launch_bounds__(n) promises that a block has at most n threads, so that the compiler may give
+// each thread more registers. __restrict__ promises that no other pointer reaches that memory.
+// Shared memory has 32 banks; it is slower when lanes of a warp read different words of one bank.
+//
+// Launchers take addresses and numbers, so this source needs no PyTorch headers: it builds in
+// seconds, and any C++ compiler can read it.
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -84,24 +95,49 @@ COMMON = r"""
 #include <cstdint>
 #include <stdexcept>
 
-// What one load or store instruction moves. The widest is 16 bytes, 8 numbers of 16 bits: a quarter of the instructions of 4 bytes each, and four times
-// the bytes on their way. The memory answers after some 700 ns, so 4 TB/s need 4e12 x 700e-9 = 3 MB on their way at any time, 21 KB for each of 132
-// multiprocessors: 2048 threads with one vector each have 32 KB, 512 threads need three vectors each before they use the first.
-template <typename T, int W> struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) Vector { T at[W]; };
-template <typename T> constexpr int PER_VECTOR = 16 / sizeof(T);
+// What one load or store instruction moves: at most 16 bytes, which are 8 elements of 16 bits. Wide
+// vectors need fewer instructions and keep more bytes in flight. Memory answers after about 700 ns,
+// so 4 TB/s need 4e12 x 700e-9 = 3 MB in flight at any time, 21 KB on each of 132 multiprocessors.
+// 2048 threads with one vector each have 32 KB in flight; 512 threads need three vectors each.
+template <typename T, int W>
+struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) Vector {
+    T at[W];
+};
+template <typename T>
+constexpr int PER_VECTOR = 16 / sizeof(T);
 
-template <int W, typename T> __device__ __forceinline__ Vector<T, W> read(const T* from) { return *reinterpret_cast<const Vector<T, W>*>(from); }
-template <int W, typename T> __device__ __forceinline__ void write(T* to, const Vector<T, W>& v) { *reinterpret_cast<Vector<T, W>*>(to) = v; }
+template <int W, typename T>
+__device__ __forceinline__ Vector<T, W> read(const T* from) {
+    return *reinterpret_cast<const Vector<T, W>*>(from);
+}
+template <int W, typename T>
+__device__ __forceinline__ void write(T* to, const Vector<T, W>& v) {
+    *reinterpret_cast<Vector<T, W>*>(to) = v;
+}
 
 __device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __uint_as_float(uint32_t(__bfloat16_as_ushort(x)) << 16); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) {
+    return __uint_as_float(uint32_t(__bfloat16_as_ushort(x)) << 16);
+}
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-template <typename T> __device__ __forceinline__ T from_float(float x);                // rounds to the nearest
-template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16(x); }
-template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half(x); }
+// Rounds to nearest.
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+    return x;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+    return __float2bfloat16(x);
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) {
+    return __float2half(x);
+}
 
-// One instruction each; __expf and __fdividef take some more, for results below 2^-126, which are 0 here.
+// 2^x and 1/x in one instruction each. Results below 2^-126 become 0; __expf and __fdividef spend
+// more instructions to keep those.
 __device__ __forceinline__ float exp2_fast(float x) {
 #ifdef __CUDA_ARCH__
     float y;
@@ -121,45 +157,76 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 #endif
 }
 
-// e^x: two instructions where the result is rounded to 16 bits anyway, the accurate function in float. At 4.3 TB/s the 132 multiprocessors of an H200 can execute some 8 instructions a thread for each byte that is moved;
-// kernels that need more wait for their instructions, not for the memory.
-template <typename T> __device__ __forceinline__ float exp_for(float x) {
-    if constexpr (sizeof(T) == 2) return exp2_fast(1.4426950408889634f * x); else return expf(x);
+// e^x: two instructions where the result is rounded to 16 bits anyway, the accurate function for
+// float. At 4.3 TB/s an H200 has time for about 8 thread instructions per byte moved; a kernel that
+// needs more is limited by instructions, not by memory.
+template <typename T>
+__device__ __forceinline__ float exp_for(float x) {
+    if constexpr (sizeof(T) == 2)
+        return exp2_fast(1.4426950408889634f * x);
+    else
+        return expf(x);
 }
-template <typename T> __device__ __forceinline__ float exp_for(float x, float less) {                      // e^(x - less)
-    if constexpr (sizeof(T) == 2) return exp2_fast(1.4426950408889634f * (x - less)); else return expf(x - less);
+// e^(x - less)
+template <typename T>
+__device__ __forceinline__ float exp_for(float x, float less) {
+    if constexpr (sizeof(T) == 2)
+        return exp2_fast(1.4426950408889634f * (x - less));
+    else
+        return expf(x - less);
 }
-struct Sigmoid { float here, there; };                                             // of x and of -x, without the difference 1 - s
-template <typename T> __device__ __forceinline__ Sigmoid sigmoid(float x) {        // by e^-|x|, which never overflows
-    float e = exp_for<T>(-fabsf(x)), s;
-    if constexpr (sizeof(T) == 2) s = reciprocal_fast(1.f + e); else s = 1.f / (1.f + e);
+// here = sigmoid(x), there = sigmoid(-x) = 1 - sigmoid(x) without the cancellation of a difference.
+struct Sigmoid {
+    float here, there;
+};
+// From e^-|x|, which never overflows.
+template <typename T>
+__device__ __forceinline__ Sigmoid sigmoid(float x) {
+    float e = exp_for<T>(-fabsf(x));
+    float s;
+    if constexpr (sizeof(T) == 2)
+        s = reciprocal_fast(1.f + e);
+    else
+        s = 1.f / (1.f + e);
     return x < 0 ? Sigmoid{e * s, s} : Sigmoid{s, e * s};
 }
 
-// N sums, or maxima, over the threads of one row, for all of them: 32 lanes of a warp exchange registers, 5 steps; several warps go through shared memory. A row is blockDim.x threads;
-// a block has blockDim.y rows, and all its threads come here together.
-struct Sum { static __device__ float of(float a, float b) { return a + b; } };
-struct Max { static __device__ float of(float a, float b) { return fmaxf(a, b); } };
+// All-reduce over the threads of one row: N sums or maxima, which every thread of the row receives.
+// The 32 lanes of a warp exchange registers in 5 steps; several warps exchange through shared
+// memory. A row is blockDim.x threads, a block holds blockDim.y rows. All threads of the block must
+// call it together, because it waits at barriers.
+struct Sum {
+    static __device__ float of(float a, float b) { return a + b; }
+};
+struct Max {
+    static __device__ float of(float a, float b) { return fmaxf(a, b); }
+};
 
-template <typename OF, int N> __device__ __forceinline__ void over_row(float (&x)[N]) {
+template <typename OF, int N>
+__device__ __forceinline__ void over_row(float (&x)[N]) {
     #pragma unroll
     for (int lane = 16; lane > 0; lane /= 2)
         #pragma unroll
-        for (int n = 0; n < N; n++) x[n] = OF::of(x[n], __shfl_xor_sync(0xffffffffu, x[n], lane));
+        for (int n = 0; n < N; n++)
+            x[n] = OF::of(x[n], __shfl_xor_sync(0xffffffffu, x[n], lane));
     int warps = blockDim.x / 32;
     if (warps == 1) return;
     __shared__ float of_warp[32][N];
     int first = threadIdx.y * warps;
     if (threadIdx.x % 32 == 0)
         #pragma unroll
-        for (int n = 0; n < N; n++) of_warp[first + threadIdx.x / 32][n] = x[n];
+        for (int n = 0; n < N; n++)
+            of_warp[first + threadIdx.x / 32][n] = x[n];
     __syncthreads();
     #pragma unroll
     for (int n = 0; n < N; n++) {
         x[n] = of_warp[first][n];
-        for (int w = 1; w < warps; w++) x[n] = OF::of(x[n], of_warp[first + w][n]);            // all lanes read one address: a broadcast
+        // All lanes read one address: a broadcast, no bank conflict.
+        for (int w = 1; w < warps; w++)
+            x[n] = OF::of(x[n], of_warp[first + w][n]);
     }
-    __syncthreads();                                                               // the next one may write now
+    // Only now may the next reduction overwrite of_warp.
+    __syncthreads();
 }
 
 // --- launching ---
@@ -175,64 +242,109 @@ int64_t multiprocessors() {
     return count;
 }
 
-template <typename T> T* as(int64_t address) { return reinterpret_cast<T*>(address); }
+template <typename T>
+T* as(int64_t address) {
+    return reinterpret_cast<T*>(address);
+}
 inline cudaStream_t on(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 inline int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
-inline bool aligned(int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0, int64_t e = 0) { return (a | b | c | d | e) % 16 == 0; }
-
-template <typename F> void with_type(int64_t dtype, F launch) {
-    if (dtype == 0) launch(float()); else if (dtype == 1) launch(__nv_bfloat16()); else launch(__half());
+inline bool aligned(int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0, int64_t e = 0) {
+    return (a | b | c | d | e) % 16 == 0;
 }
 
-// One thread for each vector of W numbers, and one for each number that is left over at the end. f.run<W>(at) does those from `at` on.
-template <int W, typename F> __global__ void __launch_bounds__(256) each(int64_t n, F f) {
-    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, vectors = n / W;
-    if (i < vectors) f.template run<W>(i * W);
-    else if (i < vectors + n % W) f.template run<1>(vectors * W + i - vectors);
+template <typename F>
+void with_type(int64_t dtype, F launch) {
+    if (dtype == 0)
+        launch(float());
+    else if (dtype == 1)
+        launch(__nv_bfloat16());
+    else
+        launch(__half());
 }
 
-template <int W, typename F> void launch_each(int64_t n, F f, int64_t stream, bool whole = true) {
+// One thread for each vector of W elements, and one for each element left over at the end.
+// f.run<W>(at) computes the W elements from `at` on.
+template <int W, typename F>
+__global__ void __launch_bounds__(256) each(int64_t n, F f) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    int64_t vectors = n / W;
+    if (i < vectors)
+        f.template run<W>(i * W);
+    else if (i < vectors + n % W)
+        f.template run<1>(vectors * W + i - vectors);
+}
+
+template <int W, typename F>
+void launch_each(int64_t n, F f, int64_t stream, bool whole = true) {
     if (n == 0) return;
     dim3 grid(pieces(whole ? n / W + n % W : n, 256)), block(256);
-    if (whole) each<W, F><<<grid, block, 0, on(stream)>>>(n, f);
-    else each<1, F><<<grid, block, 0, on(stream)>>>(n, f);
+    if (whole)
+        each<W, F><<<grid, block, 0, on(stream)>>>(n, f);
+    else
+        each<1, F><<<grid, block, 0, on(stream)>>>(n, f);
     check_launch();
 }
 
-// How a row of n numbers is spread: `threads` threads with at most K vectors each, which stay in registers from the first pass over the row to the last. One warp where 4 vectors a lane are enough
-// (3, if the kernel has few registers to spare): then no thread ever waits for another warp. `launch` gets (W, K, most threads of a block) as types. Longer rows do not fit (`row_fits`), and PyTorch does them.
-template <int N> struct Number { static constexpr int value = N; };
+// Distributes a row of n elements: `threads` threads hold at most K vectors each, which stay in
+// registers from the first pass over the row to the last. A row that needs at most 4 vectors a lane
+// (3 where the kernel has few registers to spare) takes one warp, and no thread waits for another
+// warp. `launch` receives W, K and the most threads of a block as types, so that loops unroll.
+// Longer rows do not fit (`row_fits` in Python), and PyTorch's operations compute them.
+template <int N>
+struct Number {
+    static constexpr int value = N;
+};
 inline int64_t row_threads(int64_t vectors, int K) { return pieces(pieces(vectors, K), 32) * 32; }
 
-template <typename T, bool SPARE, typename F> void with_row(int64_t n, F launch) {
+template <typename T, bool SPARE, typename F>
+void with_row(int64_t n, F launch) {
     constexpr int W = PER_VECTOR<T>;
-    bool whole = n % W == 0;
     constexpr int ONE_WARP = SPARE ? 4 : 3;
-    if (whole && n <= 32 * ONE_WARP * W) launch(Number<W>(), Number<ONE_WARP>(), Number<256>(), 32);
-    else if (whole && n <= 512 * W) launch(Number<W>(), Number<2>(), Number<256>(), row_threads(n / W, 2));
-    else if (whole && n <= 1024 * W) launch(Number<W>(), Number<2>(), Number<512>(), row_threads(n / W, 2));
-    else if (whole) launch(Number<W>(), Number<4>(), Number<512>(), row_threads(n / W, 4));
-    else launch(Number<1>(), Number<16>(), Number<512>(), row_threads(n, 16));
+    bool whole = n % W == 0;
+    if (whole && n <= 32 * ONE_WARP * W)
+        launch(Number<W>(), Number<ONE_WARP>(), Number<256>(), 32);
+    else if (whole && n <= 512 * W)
+        launch(Number<W>(), Number<2>(), Number<256>(), row_threads(n / W, 2));
+    else if (whole && n <= 1024 * W)
+        launch(Number<W>(), Number<2>(), Number<512>(), row_threads(n / W, 2));
+    else if (whole)
+        launch(Number<W>(), Number<4>(), Number<512>(), row_threads(n / W, 4));
+    else
+        launch(Number<1>(), Number<16>(), Number<512>(), row_threads(n, 16));
 }
 
-// Partial sums [parts, n] of some columns, added up: out[column] = sum over parts. 32 x 32 threads take 32 columns; neighbours read neighbours.
-template <typename T> __global__ void sum_parts(const float* __restrict__ parts, T* __restrict__ out, T* __restrict__ second, int count, int n) {
-    __shared__ float sums[32][33];                                                 // 33: so that a column lies in 32 different banks
-    if (blockIdx.y) parts += int64_t(count) * n, out = second;                     // a second sum, whose parts follow
+// out[column] = sum over parts of the partial sums [parts, n]. A block of 32 x 32 threads sums 32
+// columns; neighbouring threads read neighbouring addresses. With blockIdx.y = 1: the same for
+// `second`, whose parts follow those of `out`.
+template <typename T>
+__global__ void sum_parts(
+    const float* __restrict__ parts, T* __restrict__ out, T* __restrict__ second, int count,
+    int n) {
+    // 33 instead of 32, so that the elements of a column lie in 32 different banks.
+    __shared__ float sums[32][33];
+    if (blockIdx.y) {
+        parts += int64_t(count) * n;
+        out = second;
+    }
     int column = blockIdx.x * 32 + threadIdx.x;
     float sum = 0;
     if (column < n)
         #pragma unroll 8
-        for (int part = threadIdx.y; part < count; part += 32) sum += parts[int64_t(part) * n + column];
+        for (int part = threadIdx.y; part < count; part += 32)
+            sum += parts[int64_t(part) * n + column];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    sum = sums[threadIdx.x][threadIdx.y];                                          // turned round: a warp has one column now
-    for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+    // Transposed: a warp holds one column now.
+    sum = sums[threadIdx.x][threadIdx.y];
+    for (int lane = 16; lane > 0; lane /= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, lane);
     column = blockIdx.x * 32 + threadIdx.y;
     if (threadIdx.x == 0 && column < n) out[column] = from_float<T>(sum);
 }
 
-template <typename T> void launch_sum_parts(const float* parts, T* out, T* second, int64_t count, int64_t n, int64_t stream) {
+template <typename T>
+void launch_sum_parts(
+    const float* parts, T* out, T* second, int64_t count, int64_t n, int64_t stream) {
     dim3 grid(pieces(n, 32), second ? 2 : 1), block(32, 32);
     sum_parts<T><<<grid, block, 0, on(stream)>>>(parts, out, second, count, n);
     check_launch();
@@ -502,31 +614,45 @@ def parts_for(counter: str, *args: int, h: int, like: Tensor, times: int = 1) ->
 # --- norms ----------------------------------------------------------------------------------------
 
 NORMS = r"""
-// RMSNorm and LayerNorm. Bytes: forward reads x and writes y; backward reads dy and x and writes dx. The row stays in registers between its sum and its use; the mean and the
-// reciprocal of the deviation, two floats a row, are all that forward leaves.
+// RMSNorm and LayerNorm. Bytes: forward reads x and writes y; backward reads dy and x and writes
+// dx. A row stays in registers between its sum and its use. Forward saves two floats per row: the
+// mean and the reciprocal of the standard deviation.
 //
-// Weight gradients are sums over all rows. Each thread keeps those of its columns in registers while it walks over rows, so a block has one partial sum for each column when it ends;
-// with three blocks for each multiprocessor, [blocks, h] floats are written and added up by sum_parts: some percent of the traffic, and the same result every time (atomics would add in any order).
+// Weight gradients are sums over all rows. A thread keeps the sums of its columns in registers
+// while it walks over rows, so a block ends with one partial sum per column. Three blocks per
+// multiprocessor write [blocks, h] floats, which sum_parts adds up: a few percent of the traffic.
+// The result is the same every time; atomics would add in any order.
 template <typename T, int W, int K, int MOST, bool MEAN>
-__global__ void __launch_bounds__(MOST) norm_forward(const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ y,
-                                                     float* __restrict__ means, float* __restrict__ rstds, int64_t rows, int h, float eps) {
-    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {      // the same number of turns for all threads: they meet in sums
+__global__ void __launch_bounds__(MOST) norm_forward(
+    const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias,
+    T* __restrict__ y, float* __restrict__ means, float* __restrict__ rstds, int64_t rows, int h,
+    float eps) {
+    // All threads of a block make the same number of turns, because they meet in over_row.
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows;
+         first += int64_t(gridDim.x) * blockDim.y) {
         int64_t row = first + threadIdx.y;
-        float v[K][W] = {}, sum[1] = {0.f}, mean = 0, rest = 0, sums[MEAN ? 2 : 1] = {};       // rest: what rounding left of the mean
+        float v[K][W] = {};
+        float sum[1] = {0.f};
+        float sums[MEAN ? 2 : 1] = {};
+        float mean = 0;
+        // The mean of x - mean: what rounding left.
+        float rest = 0;
         #pragma unroll
         for (int k = 0; k < K; k++) {
             int column = (k * blockDim.x + threadIdx.x) * W;
             if (row < rows && column < h) {
                 Vector<T, W> in = read<W>(x + row * h + column);
                 #pragma unroll
-                for (int w = 0; w < W; w++) v[k][w] = to_float(in.at[w]);
+                for (int w = 0; w < W; w++)
+                    v[k][w] = to_float(in.at[w]);
             }
         }
         if constexpr (MEAN) {
             #pragma unroll
             for (int k = 0; k < K; k++)
                 #pragma unroll
-                for (int w = 0; w < W; w++) sum[0] += v[k][w];
+                for (int w = 0; w < W; w++)
+                    sum[0] += v[k][w];
             over_row<Sum>(sum);
             mean = sum[0] / h;
         }
@@ -534,7 +660,8 @@ __global__ void __launch_bounds__(MOST) norm_forward(const T* __restrict__ x, co
         for (int k = 0; k < K; k++)
             #pragma unroll
             for (int w = 0; w < W; w++) {
-                v[k][w] -= mean;                                                   // second pass over registers: no difference of large squares
+                // A second pass over the registers: mean(x^2) - mean^2 would cancel.
+                v[k][w] -= mean;
                 if (int((k * blockDim.x + threadIdx.x) * W) < h) {
                     sums[0] += v[k][w] * v[k][w];
                     if constexpr (MEAN) sums[1] += v[k][w];
@@ -551,33 +678,49 @@ __global__ void __launch_bounds__(MOST) norm_forward(const T* __restrict__ x, co
         for (int k = 0; k < K; k++) {
             int column = (k * blockDim.x + threadIdx.x) * W;
             if (row < rows && column < h) {
-                Vector<T, W> scale = read<W>(weight + column), shift = MEAN ? read<W>(bias + column) : Vector<T, W>(), out;      // from the caches after the first rows
+                // After the first rows these come from the caches.
+                Vector<T, W> scale = read<W>(weight + column);
+                Vector<T, W> shift = MEAN ? read<W>(bias + column) : Vector<T, W>();
+                Vector<T, W> out;
                 #pragma unroll
-                for (int w = 0; w < W; w++) out.at[w] = from_float<T>((v[k][w] - rest) * rstd * to_float(scale.at[w]) + (MEAN ? to_float(shift.at[w]) : 0.f));
+                for (int w = 0; w < W; w++)
+                    out.at[w] = from_float<T>(
+                        (v[k][w] - rest) * rstd * to_float(scale.at[w]) +
+                        (MEAN ? to_float(shift.at[w]) : 0.f));
                 write<W>(y + row * h + column, out);
             }
         }
     }
 }
 
-// x' = (x - mean) rstd;  g = dy w;  dx = rstd (g - x' mean(g x') - mean(g)), the last term of LayerNorm alone;  dw = sum of dy x', db = sum of dy
+// x' = (x - mean) rstd,  g = dy w
+// dx = rstd (g - x' mean(g x') - mean(g)), the last term for LayerNorm only
+// dw = sum over rows of dy x',  db = sum over rows of dy
 template <typename T, int W, int K, int MOST, bool MEAN>
-__global__ void __launch_bounds__(MOST) norm_backward(const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ weight, const float* __restrict__ means, const float* __restrict__ rstds,
-                                                      T* __restrict__ dx, float* __restrict__ dw_parts, float* __restrict__ db_parts, int64_t rows, int h) {
-    float dw[K][W] = {}, db[K][W] = {};
-    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {
+__global__ void __launch_bounds__(MOST) norm_backward(
+    const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ weight,
+    const float* __restrict__ means, const float* __restrict__ rstds, T* __restrict__ dx,
+    float* __restrict__ dw_parts, float* __restrict__ db_parts, int64_t rows, int h) {
+    float dw[K][W] = {};
+    float db[K][W] = {};
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows;
+         first += int64_t(gridDim.x) * blockDim.y) {
         int64_t row = first + threadIdx.y;
         bool live = row < rows;
-        Vector<T, W> in[K], grad[K];                                               // as they came: 16 bits each, half the registers of floats
+        // Kept in their own dtype: 16 bits take half the registers of floats.
+        Vector<T, W> in[K], grad[K];
+        // 2 K loads before the first is used.
         #pragma unroll
-        for (int k = 0; k < K; k++) {                                              // 2 K loads before the first is used
+        for (int k = 0; k < K; k++) {
             int column = (k * blockDim.x + threadIdx.x) * W;
             if (live && column < h) {
                 in[k] = read<W>(x + row * h + column);
                 grad[k] = read<W>(dy + row * h + column);
             }
         }
-        float rstd = live ? rstds[row] : 0.f, mean = MEAN && live ? means[row] : 0.f, sums[2] = {0.f, 0.f};
+        float rstd = live ? rstds[row] : 0.f;
+        float mean = MEAN && live ? means[row] : 0.f;
+        float sums[2] = {0.f, 0.f};
         #pragma unroll
         for (int k = 0; k < K; k++) {
             int column = (k * blockDim.x + threadIdx.x) * W;
@@ -585,7 +728,9 @@ __global__ void __launch_bounds__(MOST) norm_backward(const T* __restrict__ dy, 
                 Vector<T, W> scale = read<W>(weight + column);
                 #pragma unroll
                 for (int w = 0; w < W; w++) {
-                    float unit = (to_float(in[k].at[w]) - mean) * rstd, d = to_float(grad[k].at[w]), g = d * to_float(scale.at[w]);
+                    float unit = (to_float(in[k].at[w]) - mean) * rstd;
+                    float d = to_float(grad[k].at[w]);
+                    float g = d * to_float(scale.at[w]);
                     sums[0] += g * unit;
                     sums[1] += g;
                     dw[k][w] += d * unit;
@@ -594,20 +739,26 @@ __global__ void __launch_bounds__(MOST) norm_backward(const T* __restrict__ dy, 
             }
         }
         over_row<Sum>(sums);
-        float along = sums[0] / h, shift = MEAN ? sums[1] / h : 0.f;
+        float along = sums[0] / h;
+        float shift = MEAN ? sums[1] / h : 0.f;
         #pragma unroll
         for (int k = 0; k < K; k++) {
             int column = (k * blockDim.x + threadIdx.x) * W;
             if (live && column < h) {
-                Vector<T, W> scale = read<W>(weight + column), out;
+                Vector<T, W> scale = read<W>(weight + column);
+                Vector<T, W> out;
                 #pragma unroll
-                for (int w = 0; w < W; w++)
-                    out.at[w] = from_float<T>(rstd * (to_float(grad[k].at[w]) * to_float(scale.at[w]) - (to_float(in[k].at[w]) - mean) * rstd * along - shift));
+                for (int w = 0; w < W; w++) {
+                    float g = to_float(grad[k].at[w]) * to_float(scale.at[w]);
+                    float unit = (to_float(in[k].at[w]) - mean) * rstd;
+                    out.at[w] = from_float<T>(rstd * (g - unit * along - shift));
+                }
                 write<W>(dx + row * h + column, out);
             }
         }
     }
-    __shared__ __align__(16) float sums[6144];                                     // [rows of a block, h], where there are several: 256 threads with 24 columns each, at most
+    // [rows of a block, h] where a block has several rows: at most 256 threads with 24 columns each.
+    __shared__ __align__(16) float sums[6144];
     #pragma unroll
     for (int which = 0; which < (MEAN ? 2 : 1); which++) {
         float (&mine)[K][W] = which ? db : dw;
@@ -617,27 +768,37 @@ __global__ void __launch_bounds__(MOST) norm_backward(const T* __restrict__ dy, 
             int column = (k * blockDim.x + threadIdx.x) * W;
             Vector<float, W> out;
             #pragma unroll
-            for (int w = 0; w < W; w++) out.at[w] = mine[k][w];
-            if (column < h) write<W>(blockDim.y == 1 ? parts + column : sums + threadIdx.y * h + column, out);
+            for (int w = 0; w < W; w++)
+                out.at[w] = mine[k][w];
+            if (column < h)
+                write<W>(blockDim.y == 1 ? parts + column : sums + threadIdx.y * h + column, out);
         }
         if (blockDim.y == 1) continue;
         __syncthreads();
-        for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < h; column += blockDim.x * blockDim.y) {
+        for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < h;
+             column += blockDim.x * blockDim.y) {
             float sum = 0;
-            for (int y = 0; y < int(blockDim.y); y++) sum += sums[y * h + column];
+            for (int y = 0; y < int(blockDim.y); y++)
+                sum += sums[y * h + column];
             parts[column] = sum;
         }
         __syncthreads();
     }
 }
 
-template <bool MEAN> void launch_norm_forward(int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t bias, int64_t y, int64_t mean, int64_t rstd, int64_t rows, int64_t h, double eps) {
+template <bool MEAN>
+void launch_norm_forward(
+    int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t bias, int64_t y, int64_t mean,
+    int64_t rstd, int64_t rows, int64_t h, double eps) {
     if (rows == 0) return;
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         with_row<T, true>(h, [&](auto W, auto K, auto MOST, int64_t threads) {
-            dim3 block(threads, threads < 256 ? 256 / threads : 1), grid(pieces(rows, block.y));
-            norm_forward<T, W.value, K.value, MOST.value, MEAN><<<grid, block, 0, on(stream)>>>(as<T>(x), as<T>(weight), as<T>(bias), as<T>(y), as<float>(mean), as<float>(rstd), rows, h, eps);
+            dim3 block(threads, threads < 256 ? 256 / threads : 1);
+            dim3 grid(pieces(rows, block.y));
+            norm_forward<T, W.value, K.value, MOST.value, MEAN><<<grid, block, 0, on(stream)>>>(
+                as<T>(x), as<T>(weight), as<T>(bias), as<T>(y), as<float>(mean), as<float>(rstd),
+                rows, h, eps);
             check_launch();
         });
     });
@@ -646,32 +807,47 @@ template <bool MEAN> void launch_norm_forward(int64_t stream, int64_t dtype, int
 int64_t norm_parts() { return 3 * multiprocessors(); }
 
 // parts: [1 or 2, norm_parts(), h] floats.
-template <bool MEAN> void launch_norm_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t mean, int64_t rstd, int64_t dx, int64_t dw, int64_t db, int64_t parts,
-                                               int64_t rows, int64_t h) {
+template <bool MEAN>
+void launch_norm_backward(
+    int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t mean,
+    int64_t rstd, int64_t dx, int64_t dw, int64_t db, int64_t parts, int64_t rows, int64_t h) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         int64_t count = norm_parts();
-        float *dw_parts = as<float>(parts), *db_parts = dw_parts + count * h;
+        float* dw_parts = as<float>(parts);
+        float* db_parts = dw_parts + count * h;
         with_row<T, false>(h, [&](auto W, auto K, auto MOST, int64_t threads) {
-            dim3 block(threads, threads <= 256 ? 256 / threads : 1), grid(count);
-            norm_backward<T, W.value, K.value, MOST.value, MEAN><<<grid, block, 0, on(stream)>>>(as<T>(dy), as<T>(x), as<T>(weight), as<float>(mean), as<float>(rstd), as<T>(dx), dw_parts, db_parts, rows, h);
+            dim3 block(threads, threads <= 256 ? 256 / threads : 1);
+            dim3 grid(count);
+            norm_backward<T, W.value, K.value, MOST.value, MEAN><<<grid, block, 0, on(stream)>>>(
+                as<T>(dy), as<T>(x), as<T>(weight), as<float>(mean), as<float>(rstd), as<T>(dx),
+                dw_parts, db_parts, rows, h);
             check_launch();
         });
         launch_sum_parts<T>(dw_parts, as<T>(dw), as<T>(db), count, h, stream);
     });
 }
 
-void rms_norm(int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t y, int64_t rstd, int64_t rows, int64_t h, double eps) {
+void rms_norm(
+    int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t y, int64_t rstd, int64_t rows,
+    int64_t h, double eps) {
     launch_norm_forward<false>(stream, dtype, x, weight, 0, y, 0, rstd, rows, h, eps);
 }
-void rms_norm_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t rstd, int64_t dx, int64_t dw, int64_t parts, int64_t rows, int64_t h) {
+void rms_norm_backward(
+    int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t rstd, int64_t dx,
+    int64_t dw, int64_t parts, int64_t rows, int64_t h) {
     launch_norm_backward<false>(stream, dtype, dy, x, weight, 0, rstd, dx, dw, 0, parts, rows, h);
 }
-void layer_norm(int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t bias, int64_t y, int64_t mean, int64_t rstd, int64_t rows, int64_t h, double eps) {
+void layer_norm(
+    int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t bias, int64_t y, int64_t mean,
+    int64_t rstd, int64_t rows, int64_t h, double eps) {
     launch_norm_forward<true>(stream, dtype, x, weight, bias, y, mean, rstd, rows, h, eps);
 }
-void layer_norm_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t mean, int64_t rstd, int64_t dx, int64_t dw, int64_t db, int64_t parts, int64_t rows, int64_t h) {
-    launch_norm_backward<true>(stream, dtype, dy, x, weight, mean, rstd, dx, dw, db, parts, rows, h);
+void layer_norm_backward(
+    int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t mean,
+    int64_t rstd, int64_t dx, int64_t dw, int64_t db, int64_t parts, int64_t rows, int64_t h) {
+    launch_norm_backward<true>(
+        stream, dtype, dy, x, weight, mean, rstd, dx, dw, db, parts, rows, h);
 }
 """
 
@@ -863,25 +1039,34 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 # --- rotary embedding -----------------------------------------------------------------------------
 
 ROTARY = r"""
-// Rotary embedding of queries and keys in one launch: y = x cos + (-x_high, x_low) sin. Bytes: q and k in, q and k out; the table is small and stays in the caches. A block is a token:
-// threadIdx.x says which W pairs of a head, threadIdx.y which heads, so a thread reads its cosines once, for all its heads. The angles of a head's halves are equal, so half of the table
-// is read. Turning back, by -angle, is its own gradient.
+// Rotary embedding of queries and keys in one launch: y = x cos + (-x_high, x_low) sin. Bytes: q
+// and k in, q and k out; the table is small and stays in the caches. A block is a token.
+// threadIdx.x selects W pairs of a head, threadIdx.y selects heads, so a thread reads its cosines
+// once for all its heads. Both halves of a head have the same angles, so half of the table is read.
+// The gradient is the rotation by -angle.
 template <typename T, int W>
-__global__ void rotary_kernel(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ cosine, const T* __restrict__ sine, T* __restrict__ q_out, T* __restrict__ k_out,
-                              int64_t q_batch, int64_t q_head, int64_t q_position, int64_t k_batch, int64_t k_head, int64_t k_position,       // strides: q and k are views [b, a, s, d] of anything
-                              int q_heads, int k_heads, int s, int d, float sign) {
+__global__ void rotary_kernel(
+    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ cosine,
+    const T* __restrict__ sine, T* __restrict__ q_out, T* __restrict__ k_out,
+    // Strides: q and k are views [b, a, s, d] of any memory layout.
+    int64_t q_batch, int64_t q_head, int64_t q_position, int64_t k_batch, int64_t k_head,
+    int64_t k_position, int q_heads, int k_heads, int s, int d, float sign) {
     int64_t token = blockIdx.x, b = blockIdx.x / uint32_t(s), position = blockIdx.x % uint32_t(s);
     int low = threadIdx.x * W, high = low + d / 2;
-    Vector<T, W> c = read<W>(cosine + position * d + low), n = read<W>(sine + position * d + low);
+    Vector<T, W> c = read<W>(cosine + position * d + low);
+    Vector<T, W> n = read<W>(sine + position * d + low);
     for (int head = threadIdx.y; head < q_heads + k_heads; head += blockDim.y) {
         bool is_q = head < q_heads;
         int h = is_q ? head : head - q_heads;
-        const T* x = is_q ? q + b * q_batch + h * q_head + position * q_position : k + b * k_batch + h * k_head + position * k_position;
-        T* y = is_q ? q_out + (token * q_heads + h) * d : k_out + (token * k_heads + h) * d;                                                  // [b, s, a, d], as the projections' outputs
+        const T* x = is_q ? q + b * q_batch + h * q_head + position * q_position
+                          : k + b * k_batch + h * k_head + position * k_position;
+        // [b, s, a, d], like the projections' outputs.
+        T* y = is_q ? q_out + (token * q_heads + h) * d : k_out + (token * k_heads + h) * d;
         Vector<T, W> first = read<W>(x + low), second = read<W>(x + high), out_first, out_second;
         #pragma unroll
         for (int w = 0; w < W; w++) {
-            float x1 = to_float(first.at[w]), x2 = to_float(second.at[w]), cos_w = to_float(c.at[w]), sin_w = sign * to_float(n.at[w]);
+            float x1 = to_float(first.at[w]), x2 = to_float(second.at[w]);
+            float cos_w = to_float(c.at[w]), sin_w = sign * to_float(n.at[w]);
             out_first.at[w] = from_float<T>(x1 * cos_w - x2 * sin_w);
             out_second.at[w] = from_float<T>(x2 * cos_w + x1 * sin_w);
         }
@@ -890,20 +1075,29 @@ __global__ void rotary_kernel(const T* __restrict__ q, const T* __restrict__ k, 
     }
 }
 
-void rotary(int64_t stream, int64_t dtype, int64_t q, int64_t k, int64_t cosine, int64_t sine, int64_t q_out, int64_t k_out, int64_t q_batch, int64_t q_head, int64_t q_position,
-            int64_t k_batch, int64_t k_head, int64_t k_position, int64_t b, int64_t q_heads, int64_t k_heads, int64_t s, int64_t d, double sign) {
+void rotary(
+    int64_t stream, int64_t dtype, int64_t q, int64_t k, int64_t cosine, int64_t sine,
+    int64_t q_out, int64_t k_out, int64_t q_batch, int64_t q_head, int64_t q_position,
+    int64_t k_batch, int64_t k_head, int64_t k_position, int64_t b, int64_t q_heads,
+    int64_t k_heads, int64_t s, int64_t d, double sign) {
     if (b * s == 0) return;
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         auto launch = [&](auto W) {
             int64_t pairs = d / 2 / W.value;
             dim3 grid(b * s), block(pairs, pairs < 256 ? 256 / pairs : 1);
-            rotary_kernel<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(q), as<T>(k), as<T>(cosine), as<T>(sine), as<T>(q_out), as<T>(k_out), q_batch, q_head, q_position,
-                                                                      k_batch, k_head, k_position, q_heads, k_heads, s, d, sign);
+            rotary_kernel<T, W.value><<<grid, block, 0, on(stream)>>>(
+                as<T>(q), as<T>(k), as<T>(cosine), as<T>(sine), as<T>(q_out), as<T>(k_out), q_batch,
+                q_head, q_position, k_batch, k_head, k_position, q_heads, k_heads, s, d, sign);
             check_launch();
         };
-        bool strides = (q_batch | q_head | q_position | k_batch | k_head | k_position) % PER_VECTOR<T> == 0;
-        if (strides && d / 2 % PER_VECTOR<T> == 0 && aligned(q, k, cosine, sine) && aligned(q_out, k_out)) launch(Number<PER_VECTOR<T>>()); else launch(Number<1>());
+        bool strides =
+            (q_batch | q_head | q_position | k_batch | k_head | k_position) % PER_VECTOR<T> == 0;
+        if (strides && d / 2 % PER_VECTOR<T> == 0 && aligned(q, k, cosine, sine) &&
+            aligned(q_out, k_out))
+            launch(Number<PER_VECTOR<T>>());
+        else
+            launch(Number<1>());
     });
 }
 """
@@ -986,12 +1180,15 @@ def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, 
 # --- SwiGLU ---------------------------------------------------------------------------------------
 
 SWIGLU = r"""
-// SwiGLU: y = silu(gate) up. Bytes: two in, one out; backward three in, two out. No number meets another, so each thread takes a vector and leaves: enough blocks are resident to keep
-// the memory busy, and a thread with 2 or 3 loads of 16 bytes needs few registers.
-template <typename T> struct SwiGLU {
+// SwiGLU: y = silu(gate) up. Tensors: two in, one out; backward three in, two out. Each element is
+// independent, so a thread computes one vector and ends. It needs few registers for its 2 or 3
+// loads of 16 bytes, so enough blocks are resident to keep the memory busy.
+template <typename T>
+struct SwiGLU {
     const T *gate, *up;
     T* y;
-    template <int W> __device__ void run(int64_t at) const {
+    template <int W>
+    __device__ void run(int64_t at) const {
         Vector<T, W> g = read<W>(gate + at), u = read<W>(up + at), out;
         #pragma unroll
         for (int w = 0; w < W; w++) {
@@ -1003,18 +1200,22 @@ template <typename T> struct SwiGLU {
 };
 
 // silu'(x) = s + x s (1 - s)
-template <typename T> struct SwiGLUBackward {
+template <typename T>
+struct SwiGLUBackward {
     const T *dy, *gate, *up;
     T *d_gate, *d_up;
-    template <int W> __device__ void run(int64_t at) const {
-        Vector<T, W> d = read<W>(dy + at), g = read<W>(gate + at), u = read<W>(up + at), out_g, out_u;
+    template <int W>
+    __device__ void run(int64_t at) const {
+        Vector<T, W> d = read<W>(dy + at), g = read<W>(gate + at), u = read<W>(up + at);
+        Vector<T, W> out_g, out_u;
         #pragma unroll
         for (int w = 0; w < W; w++) {
             float x = to_float(g.at[w]), grad = to_float(d.at[w]);
             Sigmoid s = sigmoid<T>(x);
             float silu = x * s.here;
             out_u.at[w] = from_float<T>(grad * silu);
-            out_g.at[w] = from_float<T>(grad * to_float(u.at[w]) * (s.here + silu * s.there));                      // 1 - s = sigmoid(-x), without the difference
+            // s.there is 1 - s.
+            out_g.at[w] = from_float<T>(grad * to_float(u.at[w]) * (s.here + silu * s.there));
         }
         write<W>(d_gate + at, out_g);
         write<W>(d_up + at, out_u);
@@ -1027,10 +1228,14 @@ void swiglu(int64_t stream, int64_t dtype, int64_t gate, int64_t up, int64_t y, 
         launch_each<PER_VECTOR<T>>(n, SwiGLU<T>{as<T>(gate), as<T>(up), as<T>(y)}, stream);
     });
 }
-void swiglu_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t gate, int64_t up, int64_t d_gate, int64_t d_up, int64_t n) {
+void swiglu_backward(
+    int64_t stream, int64_t dtype, int64_t dy, int64_t gate, int64_t up, int64_t d_gate,
+    int64_t d_up, int64_t n) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
-        launch_each<PER_VECTOR<T>>(n, SwiGLUBackward<T>{as<T>(dy), as<T>(gate), as<T>(up), as<T>(d_gate), as<T>(d_up)}, stream);
+        launch_each<PER_VECTOR<T>>(
+            n, SwiGLUBackward<T>{as<T>(dy), as<T>(gate), as<T>(up), as<T>(d_gate), as<T>(d_up)},
+            stream);
     });
 }
 """
@@ -1098,78 +1303,107 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 # --- bias + GELU, bias + dropout + residual -------------------------------------------------------
 
 COLUMNS = r"""
-// Bias + GELU, and bias + dropout + residual. A thread owns W columns: it reads their bias once and walks down the rows, FEW at a time so that several loads are on their way; neighbours
-// own neighbouring columns. In backward it adds up its columns' bias gradient on the way, in registers: no pass of its own over dx, which a sum over rows would be. A block is 128 threads wide, and four
-// of those deep, whose sums are added up in shared memory at the end: the deeper, the fewer parts are left.
-// Bytes: forward x (and the residual) in, y out; backward dy (and x) in, dx out; the partial sums [gridDim.y, h] are some percent.
+// Bias + GELU, and bias + dropout + residual. A thread owns W columns; neighbouring threads own
+// neighbouring columns. It reads the bias of its columns once and walks down the rows, FEW at a
+// time, so that several loads are in flight. Backward adds up the bias gradient in registers on the
+// way; a sum over the rows of dx would be a pass of its own. A block is 128 threads wide and DEEP
+// threads deep; shared memory adds up the DEEP sums at the end, so that fewer parts are left.
+// Bytes: forward x (and the residual) in, y out; backward dy (and x) in, dx out. The partial sums
+// [gridDim.y, h] are a few percent.
 constexpr int FEW = 4, DEEP = 4;
 
-template <int W, typename F> __global__ void __launch_bounds__(128 * DEEP) down_columns(int64_t rows, int h, F f, float* __restrict__ parts) {
+template <int W, typename F>
+__global__ void __launch_bounds__(128 * DEEP)
+    down_columns(int64_t rows, int h, F f, float* __restrict__ parts) {
     int column = (blockIdx.x * blockDim.x + threadIdx.x) * W;
     bool live = column < h;
     typename F::template Column<W> mine(f, live ? column : 0);
     float sum[W] = {};
-    for (int64_t first = (int64_t(blockIdx.y) * DEEP + threadIdx.y) * FEW; first < rows; first += int64_t(gridDim.y) * DEEP * FEW) {                  // the same for all lanes of a warp
+    // `first` is the same for all lanes of a warp.
+    for (int64_t first = (int64_t(blockIdx.y) * DEEP + threadIdx.y) * FEW; first < rows;
+         first += int64_t(gridDim.y) * DEEP * FEW) {
         typename F::template Loaded<W> loaded[FEW];
         #pragma unroll
-        for (int r = 0; r < FEW; r++) if (live && first + r < rows) loaded[r].load(f, (first + r) * h + column);
-        mine.arrive(f, first, rows);                                               // by all lanes
+        for (int r = 0; r < FEW; r++)
+            if (live && first + r < rows) loaded[r].load(f, (first + r) * h + column);
+        // All lanes call it: it shuffles.
+        mine.arrive(f, first, rows);
         #pragma unroll
-        for (int r = 0; r < FEW; r++) if (live && first + r < rows) mine.run(f, r, (first + r) * h + column, loaded[r], sum);
+        for (int r = 0; r < FEW; r++)
+            if (live && first + r < rows) mine.run(f, r, (first + r) * h + column, loaded[r], sum);
     }
     if (!parts) return;
     __shared__ float sums[DEEP][128 * W];
     #pragma unroll
-    for (int w = 0; w < W; w++) sums[threadIdx.y][threadIdx.x * W + w] = sum[w];
+    for (int w = 0; w < W; w++)
+        sums[threadIdx.y][threadIdx.x * W + w] = sum[w];
     __syncthreads();
     for (int i = threadIdx.y * 128 + threadIdx.x; i < 128 * W; i += 128 * DEEP) {
         float all = 0;
         #pragma unroll
-        for (int y = 0; y < DEEP; y++) all += sums[y][i];
-        if (blockIdx.x * 128 * W + i < h) parts[int64_t(blockIdx.y) * h + blockIdx.x * 128 * W + i] = all;
+        for (int y = 0; y < DEEP; y++)
+            all += sums[y][i];
+        if (blockIdx.x * 128 * W + i < h)
+            parts[int64_t(blockIdx.y) * h + blockIdx.x * 128 * W + i] = all;
     }
 }
 
-// How many parts down_columns is cut in, over rows: two blocks for each multiprocessor, and work for every thread of each.
+// Over how many blocks down_columns distributes the rows: two blocks per multiprocessor, as far as
+// every thread has work.
 int64_t column_parts(int64_t rows, int64_t h, int64_t dtype) {
-    int64_t across = pieces(h, 128 * (dtype == 0 ? 4 : 8)), most = pieces(rows, DEEP * FEW), parts = pieces(multiprocessors() * 2, across);
+    int64_t across = pieces(h, 128 * (dtype == 0 ? 4 : 8));
+    int64_t most = pieces(rows, DEEP * FEW);
+    int64_t parts = pieces(multiprocessors() * 2, across);
     parts = parts < most ? parts : most;
-    return parts > 1 ? parts : 1;                                                  // of no rows: one, of zeros
+    // Without rows: one part, of zeros.
+    return parts > 1 ? parts : 1;
 }
 
-template <typename T, typename F> void launch_columns(int64_t dtype, int64_t rows, int64_t h, F f, int64_t parts, int64_t d_bias, int64_t stream) {
+template <typename T, typename F>
+void launch_columns(
+    int64_t dtype, int64_t rows, int64_t h, F f, int64_t parts, int64_t d_bias, int64_t stream) {
     int64_t count = column_parts(rows, h, dtype);
     auto launch = [&](auto W) {
         dim3 grid(pieces(h, 128 * W.value), count), block(128, DEEP);
         down_columns<W.value, F><<<grid, block, 0, on(stream)>>>(rows, h, f, as<float>(parts));
         check_launch();
     };
-    if (h % PER_VECTOR<T> == 0) launch(Number<PER_VECTOR<T>>()); else launch(Number<1>());
+    if (h % PER_VECTOR<T> == 0)
+        launch(Number<PER_VECTOR<T>>());
+    else
+        launch(Number<1>());
     if (parts) launch_sum_parts<T>(as<float>(parts), as<T>(d_bias), nullptr, count, h, stream);
 }
 
-template <typename T, int W> struct Bias {                                         // of W columns, 0 where there is none
+// The bias of W columns; 0 where there is no bias.
+template <typename T, int W>
+struct Bias {
     float at[W];
     __device__ Bias(const T* bias, int column) {
         #pragma unroll
-        for (int w = 0; w < W; w++) at[w] = 0.f;
+        for (int w = 0; w < W; w++)
+            at[w] = 0.f;
         if (bias) {
             Vector<T, W> v = read<W>(bias + column);
             #pragma unroll
-            for (int w = 0; w < W; w++) at[w] = to_float(v.at[w]);
+            for (int w = 0; w < W; w++)
+                at[w] = to_float(v.at[w]);
         }
     }
 };
 
-// gelu(u) = u / 2 (1 + tanh z), z = sqrt(2/pi) (u + 0.044715 u^3)  =  u sigmoid(2 z)
-template <typename T> struct Gelu {
+// gelu(u) = u / 2 (1 + tanh z) = u sigmoid(2 z),  z = sqrt(2/pi) (u + 0.044715 u^3)
+template <typename T>
+struct Gelu {
     const T *x, *bias;
     T* y;
-    template <int W> struct Loaded {
+    template <int W>
+    struct Loaded {
         Vector<T, W> x;
         __device__ void load(const Gelu& f, int64_t at) { x = read<W>(f.x + at); }
     };
-    template <int W> struct Column {
+    template <int W>
+    struct Column {
         Bias<T, W> bias;
         __device__ Column(const Gelu& f, int column) : bias(f.bias, column) {}
         __device__ void arrive(const Gelu&, int64_t, int64_t) {}
@@ -1178,31 +1412,44 @@ template <typename T> struct Gelu {
             #pragma unroll
             for (int w = 0; w < W; w++) {
                 float u = to_float(in.x.at[w]) + bias.at[w];
-                out.at[w] = from_float<T>(u * sigmoid<T>(u * (1.5957691216057308f + 0.07135481282894904f * (u * u))).here);
+                float z2 = u * (1.5957691216057308f + 0.07135481282894904f * (u * u));
+                out.at[w] = from_float<T>(u * sigmoid<T>(z2).here);
             }
             write<W>(f.y + at, out);
         }
     };
 };
 
-template <typename T> struct GeluBackward {
+template <typename T>
+struct GeluBackward {
     const T *dy, *x, *bias;
     T* dx;
-    template <int W> struct Loaded {
+    template <int W>
+    struct Loaded {
         Vector<T, W> dy, x;
-        __device__ void load(const GeluBackward& f, int64_t at) { dy = read<W>(f.dy + at); x = read<W>(f.x + at); }
+        __device__ void load(const GeluBackward& f, int64_t at) {
+            dy = read<W>(f.dy + at);
+            x = read<W>(f.x + at);
+        }
     };
-    template <int W> struct Column {
+    template <int W>
+    struct Column {
         Bias<T, W> bias;
         __device__ Column(const GeluBackward& f, int column) : bias(f.bias, column) {}
         __device__ void arrive(const GeluBackward&, int64_t, int64_t) {}
-        __device__ void run(const GeluBackward& f, int, int64_t at, const Loaded<W>& in, float (&sum)[W]) {
+        __device__ void run(
+            const GeluBackward& f, int, int64_t at, const Loaded<W>& in, float (&sum)[W]) {
             Vector<T, W> out;
             #pragma unroll
             for (int w = 0; w < W; w++) {
-                float u = to_float(in.x.at[w]) + bias.at[w], square = u * u;
+                float u = to_float(in.x.at[w]) + bias.at[w];
+                float square = u * u;
                 Sigmoid s = sigmoid<T>(u * (1.5957691216057308f + 0.07135481282894904f * square));
-                float d = to_float(in.dy.at[w]) * (s.here + u * s.here * s.there * (1.5957691216057308f + 0.21406443848684713f * square));
+                float d = to_float(in.dy.at[w]);
+                // gelu'(u) = s + u s (1 - s) times the derivative of 2 z
+                float slope = u * s.here * s.there;
+                slope *= 1.5957691216057308f + 0.21406443848684713f * square;
+                d *= s.here + slope;
                 out.at[w] = from_float<T>(d);
                 sum[w] += d;
             }
@@ -1211,21 +1458,29 @@ template <typename T> struct GeluBackward {
     };
 };
 
-void bias_gelu(int64_t stream, int64_t dtype, int64_t x, int64_t bias, int64_t y, int64_t rows, int64_t h) {
+void bias_gelu(
+    int64_t stream, int64_t dtype, int64_t x, int64_t bias, int64_t y, int64_t rows, int64_t h) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         launch_columns<T>(dtype, rows, h, Gelu<T>{as<T>(x), as<T>(bias), as<T>(y)}, 0, 0, stream);
     });
 }
-void bias_gelu_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t bias, int64_t dx, int64_t d_bias, int64_t parts, int64_t rows, int64_t h) {
+void bias_gelu_backward(
+    int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t bias, int64_t dx, int64_t d_bias,
+    int64_t parts, int64_t rows, int64_t h) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
-        launch_columns<T>(dtype, rows, h, GeluBackward<T>{as<T>(dy), as<T>(x), as<T>(bias), as<T>(dx)}, parts, d_bias, stream);
+        launch_columns<T>(
+            dtype, rows, h, GeluBackward<T>{as<T>(dy), as<T>(x), as<T>(bias), as<T>(dx)}, parts,
+            d_bias, stream);
     });
 }
 
-// The mask is gpt.dropped's, bit for bit: a hash of (key of the sample, site, position, column). Nothing is stored; backward hashes again. Per number: two multiplications, three shifts and
-// a comparison of integers: about as much as the integer units can do while the numbers come. So what can be done once is: x ^ x >> 16 of a row's hash and a column's is that of each, combined.
+// The mask is gpt.dropped's, bit for bit: a hash of (key of the sample, site, position, column).
+// Nothing is stored; backward hashes again. Each element costs two multiplications, three shifts
+// and a comparison of integers, about as much as the integer units can do while the data arrives.
+// The hash's first step, x ^ x >> 16, distributes over ^, so that it runs once per row and once per
+// column and not once per element.
 __device__ __forceinline__ uint32_t first_step(uint32_t x) { return x ^ x >> 16; }
 __device__ __forceinline__ uint32_t rest(uint32_t x) {
     x *= 0x7FEB352Du;
@@ -1234,71 +1489,105 @@ __device__ __forceinline__ uint32_t rest(uint32_t x) {
     return x ^ x >> 16;
 }
 __device__ __forceinline__ uint32_t mix(uint32_t x) { return rest(first_step(x)); }
-__device__ __forceinline__ uint32_t spread(int64_t n) { return uint32_t(n) * 0x9E3779B1u & 0x7FFFFFFFu; }
+__device__ __forceinline__ uint32_t spread(int64_t n) {
+    return uint32_t(n) * 0x9E3779B1u & 0x7FFFFFFFu;
+}
 
 struct Mask {
-    const int32_t* keys;                                                           // one for each sample; null: nothing is dropped
-    int64_t s, start;                                                              // positions of a sample here, and the first one's number in the whole sequence
-    uint32_t salt, limit;                                                          // dropped below it, on the scale from 0 to 2^32
+    // One per sample; null: nothing is dropped.
+    const int32_t* keys;
+    // Positions of a sample on this device, and the global number of the first one.
+    int64_t s, start;
+    // The site of the dropout in the model.
+    uint32_t salt;
+    // A hash below it drops the element: p 2^32.
+    uint32_t limit;
+    // 1 / (1 - p).
     float scale;
 };
 
-// What a thread knows of the mask: the hashes of its columns, and of the FEW rows that it is at. A row's hash needs a division and three rounds, so the first FEW lanes make one each, and the
-// others take it from their registers.
-template <int W> struct Hashes {
+// A thread's part of the mask: the hashes of its columns, and of the FEW rows that it works on. A
+// row's hash needs a division and three rounds, so the first FEW lanes compute one each, and a
+// shuffle hands them to the other lanes.
+template <int W>
+struct Hashes {
     uint32_t of_column[W], of_row[FEW];
     __device__ Hashes(int column) {
         #pragma unroll
-        for (int w = 0; w < W; w++) of_column[w] = first_step(spread(column + w + 1));
+        for (int w = 0; w < W; w++)
+            of_column[w] = first_step(spread(column + w + 1));
     }
     __device__ void arrive(const Mask& mask, int64_t first, int64_t rows) {
         if (!mask.keys) return;
         uint32_t row = first + threadIdx.x % FEW, hash = 0;
-        if (row < rows) hash = mix(mix(uint32_t(mask.keys[row / uint32_t(mask.s)]) ^ mask.salt) ^ spread(row % uint32_t(mask.s) + 1 + mask.start));
+        if (row < rows) {
+            uint32_t sample = mix(uint32_t(mask.keys[row / uint32_t(mask.s)]) ^ mask.salt);
+            hash = mix(sample ^ spread(row % uint32_t(mask.s) + 1 + mask.start));
+        }
         #pragma unroll
-        for (int r = 0; r < FEW; r++) of_row[r] = __shfl_sync(0xffffffffu, first_step(hash), r);
+        for (int r = 0; r < FEW; r++)
+            of_row[r] = __shfl_sync(0xffffffffu, first_step(hash), r);
     }
     __device__ float apply(const Mask& mask, int r, int w, float x) const {
-        return !mask.keys ? x : (rest(of_row[r] ^ of_column[w]) ^ 0x80000000u) < mask.limit ? 0.f : x * mask.scale;
+        if (!mask.keys) return x;
+        bool dropped = (rest(of_row[r] ^ of_column[w]) ^ 0x80000000u) < mask.limit;
+        return dropped ? 0.f : x * mask.scale;
     }
 };
 
-template <typename T> struct DropoutAdd {
+template <typename T>
+struct DropoutAdd {
     const T *x, *bias, *residual;
     T* y;
     Mask mask;
-    template <int W> struct Loaded {
+    template <int W>
+    struct Loaded {
         Vector<T, W> x, residual;
-        __device__ void load(const DropoutAdd& f, int64_t at) { x = read<W>(f.x + at); residual = read<W>(f.residual + at); }
+        __device__ void load(const DropoutAdd& f, int64_t at) {
+            x = read<W>(f.x + at);
+            residual = read<W>(f.residual + at);
+        }
     };
-    template <int W> struct Column {
+    template <int W>
+    struct Column {
         Bias<T, W> bias;
         Hashes<W> hashes;
         __device__ Column(const DropoutAdd& f, int column) : bias(f.bias, column), hashes(column) {}
-        __device__ void arrive(const DropoutAdd& f, int64_t first, int64_t rows) { hashes.arrive(f.mask, first, rows); }
-        __device__ void run(const DropoutAdd& f, int r, int64_t at, const Loaded<W>& in, float (&)[W]) {
+        __device__ void arrive(const DropoutAdd& f, int64_t first, int64_t rows) {
+            hashes.arrive(f.mask, first, rows);
+        }
+        __device__ void run(
+            const DropoutAdd& f, int r, int64_t at, const Loaded<W>& in, float (&)[W]) {
             Vector<T, W> out;
             #pragma unroll
             for (int w = 0; w < W; w++)
-                out.at[w] = from_float<T>(to_float(in.residual.at[w]) + hashes.apply(f.mask, r, w, to_float(in.x.at[w]) + bias.at[w]));
+                out.at[w] = from_float<T>(
+                    to_float(in.residual.at[w]) +
+                    hashes.apply(f.mask, r, w, to_float(in.x.at[w]) + bias.at[w]));
             write<W>(f.y + at, out);
         }
     };
 };
 
-template <typename T> struct DropoutAddBackward {
+template <typename T>
+struct DropoutAddBackward {
     const T* dy;
     T* dx;
     Mask mask;
-    template <int W> struct Loaded {
+    template <int W>
+    struct Loaded {
         Vector<T, W> dy;
         __device__ void load(const DropoutAddBackward& f, int64_t at) { dy = read<W>(f.dy + at); }
     };
-    template <int W> struct Column {
+    template <int W>
+    struct Column {
         Hashes<W> hashes;
         __device__ Column(const DropoutAddBackward&, int column) : hashes(column) {}
-        __device__ void arrive(const DropoutAddBackward& f, int64_t first, int64_t rows) { hashes.arrive(f.mask, first, rows); }
-        __device__ void run(const DropoutAddBackward& f, int r, int64_t at, const Loaded<W>& in, float (&sum)[W]) {
+        __device__ void arrive(const DropoutAddBackward& f, int64_t first, int64_t rows) {
+            hashes.arrive(f.mask, first, rows);
+        }
+        __device__ void run(
+            const DropoutAddBackward& f, int r, int64_t at, const Loaded<W>& in, float (&sum)[W]) {
             Vector<T, W> out;
             #pragma unroll
             for (int w = 0; w < W; w++) {
@@ -1311,18 +1600,28 @@ template <typename T> struct DropoutAddBackward {
     };
 };
 
-void bias_dropout_add(int64_t stream, int64_t dtype, int64_t x, int64_t bias, int64_t residual, int64_t keys, int64_t y, int64_t rows, int64_t h, int64_t s, int64_t start, int64_t salt, int64_t limit, double scale) {
+void bias_dropout_add(
+    int64_t stream, int64_t dtype, int64_t x, int64_t bias, int64_t residual, int64_t keys,
+    int64_t y, int64_t rows, int64_t h, int64_t s, int64_t start, int64_t salt, int64_t limit,
+    double scale) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         Mask mask{as<int32_t>(keys), s, start, uint32_t(salt), uint32_t(limit), float(scale)};
-        launch_columns<T>(dtype, rows, h, DropoutAdd<T>{as<T>(x), as<T>(bias), as<T>(residual), as<T>(y), mask}, 0, 0, stream);
+        launch_columns<T>(
+            dtype, rows, h, DropoutAdd<T>{as<T>(x), as<T>(bias), as<T>(residual), as<T>(y), mask},
+            0, 0, stream);
     });
 }
-void bias_dropout_add_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t keys, int64_t dx, int64_t d_bias, int64_t parts, int64_t rows, int64_t h, int64_t s, int64_t start, int64_t salt, int64_t limit, double scale) {
+void bias_dropout_add_backward(
+    int64_t stream, int64_t dtype, int64_t dy, int64_t keys, int64_t dx, int64_t d_bias,
+    int64_t parts, int64_t rows, int64_t h, int64_t s, int64_t start, int64_t salt, int64_t limit,
+    double scale) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         Mask mask{as<int32_t>(keys), s, start, uint32_t(salt), uint32_t(limit), float(scale)};
-        launch_columns<T>(dtype, rows, h, DropoutAddBackward<T>{as<T>(dy), as<T>(dx), mask}, parts, d_bias, stream);
+        launch_columns<T>(
+            dtype, rows, h, DropoutAddBackward<T>{as<T>(dy), as<T>(dx), mask}, parts, d_bias,
+            stream);
     });
 }
 """
@@ -1546,14 +1845,19 @@ def bias_dropout_add(
 # --- causal softmax -------------------------------------------------------------------------------
 
 SOFTMAX = r"""
-// Causal softmax of scale x scores, [.., s, s]: row i sees columns 0 .. i. Bytes: the lower triangle in, the whole matrix out (zeros above the diagonal are written, not read); the mask is
-// never a tensor. The row stays in registers between its maximum, its sum and its use.
+// Causal softmax of scale x scores, [.., s, s]: row i attends to columns 0 .. i. Bytes: the lower
+// triangle in, the whole matrix out, with zeros above the diagonal. The mask is never a tensor. A
+// row stays in registers between its maximum, its sum and its use.
 template <typename T, int W, int K, int MOST>
-__global__ void __launch_bounds__(MOST) softmax_forward(const T* __restrict__ scores, T* __restrict__ y, int64_t rows, int s, float scale) {
-    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {
+__global__ void __launch_bounds__(MOST) softmax_forward(
+    const T* __restrict__ scores, T* __restrict__ y, int64_t rows, int s, float scale) {
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows;
+         first += int64_t(gridDim.x) * blockDim.y) {
         int64_t row = first + threadIdx.y;
         int last = row < rows ? int(uint32_t(row) % uint32_t(s)) : -1;
-        float v[K][W], largest[1] = {-INFINITY}, sum[1] = {0.f};
+        float v[K][W];
+        float largest[1] = {-INFINITY};
+        float sum[1] = {0.f};
         #pragma unroll
         for (int k = 0; k < K; k++) {
             int column = (k * blockDim.x + threadIdx.x) * W;
@@ -1581,7 +1885,8 @@ __global__ void __launch_bounds__(MOST) softmax_forward(const T* __restrict__ sc
             if (row < rows && column < s) {
                 Vector<T, W> out;
                 #pragma unroll
-                for (int w = 0; w < W; w++) out.at[w] = from_float<T>(v[k][w] * share);
+                for (int w = 0; w < W; w++)
+                    out.at[w] = from_float<T>(v[k][w] * share);
                 write<W>(y + row * s + column, out);
             }
         }
@@ -1590,8 +1895,11 @@ __global__ void __launch_bounds__(MOST) softmax_forward(const T* __restrict__ sc
 
 // d scores = scale p (dp - sum of dp p)
 template <typename T, int W, int K, int MOST>
-__global__ void __launch_bounds__(MOST) softmax_backward(const T* __restrict__ dp, const T* __restrict__ p, T* __restrict__ out, int64_t rows, int s, float scale) {
-    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {
+__global__ void __launch_bounds__(MOST) softmax_backward(
+    const T* __restrict__ dp, const T* __restrict__ p, T* __restrict__ out, int64_t rows, int s,
+    float scale) {
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows;
+         first += int64_t(gridDim.x) * blockDim.y) {
         int64_t row = first + threadIdx.y;
         int last = row < rows ? int(uint32_t(row) % uint32_t(s)) : -1;
         Vector<T, W> grad[K], in[K];
@@ -1608,7 +1916,8 @@ __global__ void __launch_bounds__(MOST) softmax_backward(const T* __restrict__ d
         for (int k = 0; k < K; k++)
             #pragma unroll
             for (int w = 0; w < W; w++)
-                if (int((k * blockDim.x + threadIdx.x) * W) + w <= last) sum[0] += to_float(grad[k].at[w]) * to_float(in[k].at[w]);
+                if (int((k * blockDim.x + threadIdx.x) * W) + w <= last)
+                    sum[0] += to_float(grad[k].at[w]) * to_float(in[k].at[w]);
         over_row<Sum>(sum);
         #pragma unroll
         for (int k = 0; k < K; k++) {
@@ -1616,36 +1925,48 @@ __global__ void __launch_bounds__(MOST) softmax_backward(const T* __restrict__ d
             if (row < rows && column < s) {
                 Vector<T, W> d;
                 #pragma unroll
-                for (int w = 0; w < W; w++) d.at[w] = from_float<T>(column + w <= last ? scale * to_float(in[k].at[w]) * (to_float(grad[k].at[w]) - sum[0]) : 0.f);
+                for (int w = 0; w < W; w++) {
+                    float ds = 0.f;
+                    if (column + w <= last)
+                        ds = scale * to_float(in[k].at[w]) * (to_float(grad[k].at[w]) - sum[0]);
+                    d.at[w] = from_float<T>(ds);
+                }
                 write<W>(out + row * s + column, d);
             }
         }
     }
 }
 
-template <typename T, typename F> void with_softmax(int64_t rows, int64_t s, F launch) {
+template <typename T, typename F>
+void with_softmax(int64_t rows, int64_t s, F launch) {
     with_row<T, true>(s, [&](auto W, auto K, auto MOST, int64_t threads) {
         dim3 block(threads, threads < 256 ? 256 / threads : 1);
         launch(W, K, MOST, dim3(pieces(rows, block.y)), block);
     });
 }
 
-void causal_softmax(int64_t stream, int64_t dtype, int64_t scores, int64_t y, int64_t rows, int64_t s, double scale) {
+void causal_softmax(
+    int64_t stream, int64_t dtype, int64_t scores, int64_t y, int64_t rows, int64_t s,
+    double scale) {
     if (rows == 0) return;
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         with_softmax<T>(rows, s, [&](auto W, auto K, auto MOST, dim3 grid, dim3 block) {
-            softmax_forward<T, W.value, K.value, MOST.value><<<grid, block, 0, on(stream)>>>(as<T>(scores), as<T>(y), rows, s, scale);
+            softmax_forward<T, W.value, K.value, MOST.value>
+                <<<grid, block, 0, on(stream)>>>(as<T>(scores), as<T>(y), rows, s, scale);
             check_launch();
         });
     });
 }
-void causal_softmax_backward(int64_t stream, int64_t dtype, int64_t dp, int64_t p, int64_t out, int64_t rows, int64_t s, double scale) {
+void causal_softmax_backward(
+    int64_t stream, int64_t dtype, int64_t dp, int64_t p, int64_t out, int64_t rows, int64_t s,
+    double scale) {
     if (rows == 0) return;
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         with_softmax<T>(rows, s, [&](auto W, auto K, auto MOST, dim3 grid, dim3 block) {
-            softmax_backward<T, W.value, K.value, MOST.value><<<grid, block, 0, on(stream)>>>(as<T>(dp), as<T>(p), as<T>(out), rows, s, scale);
+            softmax_backward<T, W.value, K.value, MOST.value>
+                <<<grid, block, 0, on(stream)>>>(as<T>(dp), as<T>(p), as<T>(out), rows, s, scale);
             check_launch();
         });
     });
@@ -1731,97 +2052,134 @@ def causal_softmax(scores: Tensor, scale: float) -> Tensor:
 # --- cross entropy --------------------------------------------------------------------------------
 
 CROSS_ENTROPY = r"""
-// Cross entropy over a wide vocabulary. loss = log sum exp z - z_label, d z = (softmax z - onehot) dloss. Bytes: forward reads the logits once, backward reads them once and writes the gradient
-// in their place; three floats a row go in between. (Eager PyTorch makes a float copy, its exponentials, .. ; a log-softmax kept for backward would be a second tensor as large.)
-// A block is a row. Maximum and sum come from one pass (online softmax, arXiv 1805.02867): where a larger number appears, what was summed is scaled down.
+// Cross entropy over a wide vocabulary:
+// loss = log sum exp z - z_target,  dz = (softmax z - onehot) dloss.
+// Bytes: forward reads the logits once; backward reads them once and writes the gradient in their
+// place; forward saves three floats per row. (Eager PyTorch writes a float copy and its
+// exponentials; a log-softmax saved for backward would be a second tensor of that size.)
+// A block is a row. One pass gives maximum and sum (online softmax, arXiv 1805.02867): where a
+// larger element appears, the sum so far is scaled down.
 
-constexpr int64_t ELSEWHERE = -(int64_t(1) << 62);                                                // label of a row whose word is in another rank's columns
+// The target of a row whose token is in another rank's columns.
+constexpr int64_t ELSEWHERE = -(int64_t(1) << 62);
 
-// f(at, vector) for the numbers from `at` on, over a row that may begin anywhere (V need not be a multiple of W): single numbers up to the first whole vector, whole vectors, of which four are asked for before the first
-// is used, the rest.
-template <typename T, typename F> __device__ __forceinline__ void along_row(const T* row, int n, F f) {
+// Calls f(at, vector) for the elements from `at` on, all along a row. The row may begin at any
+// address, because V need not be a multiple of W: first single elements up to an aligned address,
+// then whole vectors, four loads before the first is used, then single elements again.
+template <typename T, typename F>
+__device__ __forceinline__ void along_row(const T* row, int n, F f) {
     constexpr int W = PER_VECTOR<T>;
     int head = int((16 - reinterpret_cast<uintptr_t>(row) % 16) % 16 / sizeof(T));
     head = head < n ? head : n;
-    int vectors = (n - head) / W, tail = head + vectors * W, v = threadIdx.x, step = blockDim.x;
+    int vectors = (n - head) / W;
+    int tail = head + vectors * W;
+    int v = threadIdx.x;
+    int step = blockDim.x;
     if (v < head) f(v, read<1>(row + v));
     for (; v + 3 * step < vectors; v += 4 * step) {
         Vector<T, W> z[4];
         #pragma unroll
-        for (int i = 0; i < 4; i++) z[i] = read<W>(row + head + (v + i * step) * W);
+        for (int i = 0; i < 4; i++)
+            z[i] = read<W>(row + head + (v + i * step) * W);
         #pragma unroll
-        for (int i = 0; i < 4; i++) f(head + (v + i * step) * W, z[i]);
+        for (int i = 0; i < 4; i++)
+            f(head + (v + i * step) * W, z[i]);
     }
-    for (; v < vectors; v += step) f(head + v * W, read<W>(row + head + v * W));
+    for (; v < vectors; v += step)
+        f(head + v * W, read<W>(row + head + v * W));
     if (tail + int(threadIdx.x) < n) f(tail + int(threadIdx.x), read<1>(row + tail + threadIdx.x));
 }
 
 template <typename T>
-__global__ void __launch_bounds__(512) cross_entropy_forward(const T* __restrict__ logits, const int64_t* __restrict__ targets, float* __restrict__ largest, float* __restrict__ total,
-                                                             float* __restrict__ target_logit, int V, int valid) {
+__global__ void __launch_bounds__(512) cross_entropy_forward(
+    const T* __restrict__ logits, const int64_t* __restrict__ targets, float* __restrict__ largest,
+    float* __restrict__ total, float* __restrict__ target_logit, int V, int valid) {
     const T* row = logits + int64_t(blockIdx.x) * V;
-    float most = -FLT_MAX, sum = 0;                                                // not -inf: inf - inf is no number
+    // Not -infinity: (-infinity) - (-infinity) is NaN.
+    float most = -FLT_MAX;
+    float sum = 0;
     along_row(row, valid, [&](int, auto z) {
         constexpr int W = sizeof(z) / sizeof(T);
         float here = to_float(z.at[0]);
         #pragma unroll
-        for (int w = 1; w < W; w++) here = fmaxf(here, to_float(z.at[w]));
+        for (int w = 1; w < W; w++)
+            here = fmaxf(here, to_float(z.at[w]));
         if (here > most) {
             sum *= exp_for<T>(most - here);
             most = here;
         }
         #pragma unroll
-        for (int w = 0; w < W; w++) sum += exp_for<T>(to_float(z.at[w]), most);
+        for (int w = 0; w < W; w++)
+            sum += exp_for<T>(to_float(z.at[w]), most);
     });
     float all[1] = {most};
     over_row<Max>(all);
     float sums[1] = {sum * exp_for<T>(most - all[0])};
     over_row<Sum>(sums);
     if (threadIdx.x == 0) {
-        int64_t label = targets[blockIdx.x];
-        assert(label == ELSEWHERE || label >= 0 && label < valid);                 // not a word of this vocabulary
+        int64_t target = targets[blockIdx.x];
+        // Fails for a token outside this vocabulary.
+        assert(target == ELSEWHERE || (target >= 0 && target < valid));
         largest[blockIdx.x] = all[0] == -FLT_MAX ? -INFINITY : all[0];
         total[blockIdx.x] = sums[0];
-        target_logit[blockIdx.x] = label == ELSEWHERE ? 0.f : to_float(row[label]);
+        target_logit[blockIdx.x] = target == ELSEWHERE ? 0.f : to_float(row[target]);
     }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(512) cross_entropy_backward(T* __restrict__ logits, const int64_t* __restrict__ targets, const float* __restrict__ largest, const float* __restrict__ total,
-                                                              const float* __restrict__ grad, int V, int valid) {
+__global__ void __launch_bounds__(512) cross_entropy_backward(
+    T* __restrict__ logits, const int64_t* __restrict__ targets, const float* __restrict__ largest,
+    const float* __restrict__ total, const float* __restrict__ grad, int V, int valid) {
     T* row = logits + int64_t(blockIdx.x) * V;
-    float down = largest[blockIdx.x], d = grad[blockIdx.x], share = d / total[blockIdx.x];                  // not exp(z - log sum exp): that logarithm is large, and so is its rounding
-    int64_t label = targets[blockIdx.x];
-    float z_label = label >= 0 ? to_float(row[label]) : 0.f;                           // before it is overwritten; its column is done last, so that the others need not be compared with it
+    float down = largest[blockIdx.x];
+    float d = grad[blockIdx.x];
+    // For exp(z - largest) / total: exp(z - log sum exp) would round that large logarithm.
+    float share = d / total[blockIdx.x];
+    int64_t target = targets[blockIdx.x];
+    // Read before it is overwritten. The target's column is written last, so that no other column
+    // has to be compared with it.
+    float z_target = target >= 0 ? to_float(row[target]) : 0.f;
     __syncthreads();
     along_row(row, V, [&](int at, auto z) {
         constexpr int W = sizeof(z) / sizeof(T);
         if (at + W <= valid)
             #pragma unroll
-            for (int w = 0; w < W; w++) z.at[w] = from_float<T>(share * exp_for<T>(to_float(z.at[w]), down));
+            for (int w = 0; w < W; w++)
+                z.at[w] = from_float<T>(share * exp_for<T>(to_float(z.at[w]), down));
         else
-            for (int w = 0; w < W; w++) z.at[w] = from_float<T>(at + w < valid ? share * exp_for<T>(to_float(z.at[w]), down) : 0.f);
+            for (int w = 0; w < W; w++)
+                z.at[w] = from_float<T>(
+                    at + w < valid ? share * exp_for<T>(to_float(z.at[w]), down) : 0.f);
         write<W>(row + at, z);
     });
     __syncthreads();
-    if (threadIdx.x == 0 && label >= 0) row[label] = from_float<T>(share * exp_for<T>(z_label, down) - d);
+    if (threadIdx.x == 0 && target >= 0)
+        row[target] = from_float<T>(share * exp_for<T>(z_target, down) - d);
 }
 
-void cross_entropy_statistics(int64_t stream, int64_t dtype, int64_t logits, int64_t targets, int64_t largest, int64_t total, int64_t target_logit, int64_t rows, int64_t V, int64_t valid) {
+void cross_entropy_statistics(
+    int64_t stream, int64_t dtype, int64_t logits, int64_t targets, int64_t largest, int64_t total,
+    int64_t target_logit, int64_t rows, int64_t V, int64_t valid) {
     if (rows == 0) return;
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         dim3 grid(rows), block(512);
-        cross_entropy_forward<T><<<grid, block, 0, on(stream)>>>(as<T>(logits), as<int64_t>(targets), as<float>(largest), as<float>(total), as<float>(target_logit), V, valid);
+        cross_entropy_forward<T><<<grid, block, 0, on(stream)>>>(
+            as<T>(logits), as<int64_t>(targets), as<float>(largest), as<float>(total),
+            as<float>(target_logit), V, valid);
         check_launch();
     });
 }
-void cross_entropy_gradient(int64_t stream, int64_t dtype, int64_t logits, int64_t targets, int64_t largest, int64_t total, int64_t grad, int64_t rows, int64_t V, int64_t valid) {
+void cross_entropy_gradient(
+    int64_t stream, int64_t dtype, int64_t logits, int64_t targets, int64_t largest, int64_t total,
+    int64_t grad, int64_t rows, int64_t V, int64_t valid) {
     if (rows == 0) return;
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         dim3 grid(rows), block(512);
-        cross_entropy_backward<T><<<grid, block, 0, on(stream)>>>(as<T>(logits), as<int64_t>(targets), as<float>(largest), as<float>(total), as<float>(grad), V, valid);
+        cross_entropy_backward<T><<<grid, block, 0, on(stream)>>>(
+            as<T>(logits), as<int64_t>(targets), as<float>(largest), as<float>(total),
+            as<float>(grad), V, valid);
         check_launch();
     });
 }
@@ -1987,18 +2345,26 @@ def vocab_parallel_cross_entropy(
 # --- the permutation of a mixture of experts ------------------------------------------------------
 
 PERMUTATION = r"""
-// The token permutation of a mixture of experts (moe.py). Rows are copied whole, a row of threads for each. Bytes: take reads and writes m rows; put reads up to k n rows and writes n, with the
-// gates multiplied in and the sum over k kept in registers; the backward of that reads m rows twice (a row's gradient may be in the cache from its token's other choice) and writes m.
-template <typename T, int W> __global__ void __launch_bounds__(256) take_rows(const T* __restrict__ x, const int64_t* __restrict__ order, T* __restrict__ y, int64_t m, int64_t n, int h) {
+// The token permutation of a mixture of experts (moe.py). A row of threads copies a row of x.
+// Bytes: take reads and writes m rows. put reads up to k n rows and writes n; it multiplies by the
+// gates and keeps the sum over k in registers. The backward of put reads m rows of each of two
+// tensors and writes m (a row of dy may be in the cache from its token's other choice).
+template <typename T, int W>
+__global__ void __launch_bounds__(256) take_rows(
+    const T* __restrict__ x, const int64_t* __restrict__ order, T* __restrict__ y, int64_t m,
+    int64_t n, int h) {
     int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= m) return;
     const T* from = x + int64_t(uint32_t(order[row]) % uint32_t(n)) * h;
     #pragma unroll 4
-    for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) write<W>(y + row * h + column, read<W>(from + column));
+    for (int column = threadIdx.x * W; column < h; column += blockDim.x * W)
+        write<W>(y + row * h + column, read<W>(from + column));
 }
 
 template <typename T, int W>
-__global__ void __launch_bounds__(256) put_rows(const T* __restrict__ rows, const int64_t* __restrict__ place, const float* __restrict__ gates, T* __restrict__ y, int64_t m, int64_t n, int k, int h) {
+__global__ void __launch_bounds__(256) put_rows(
+    const T* __restrict__ rows, const int64_t* __restrict__ place, const float* __restrict__ gates,
+    T* __restrict__ y, int64_t m, int64_t n, int k, int h) {
     int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     if (token >= n) return;
     for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
@@ -2006,31 +2372,43 @@ __global__ void __launch_bounds__(256) put_rows(const T* __restrict__ rows, cons
         #pragma unroll 1
         for (int choice = 0; choice < k; choice++) {
             int64_t row = place[choice * n + token];
-            if (row < m) {                                                         // otherwise it was dropped
+            // m stands for a dropped token.
+            if (row < m) {
                 float gate = gates ? gates[token * k + choice] : 1.f;
                 Vector<T, W> in = read<W>(rows + row * h + column);
                 #pragma unroll
-                for (int w = 0; w < W; w++) sum[w] += gate * to_float(in.at[w]);
+                for (int w = 0; w < W; w++)
+                    sum[w] += gate * to_float(in.at[w]);
             }
         }
         Vector<T, W> out;
         #pragma unroll
-        for (int w = 0; w < W; w++) out.at[w] = from_float<T>(sum[w]);
+        for (int w = 0; w < W; w++)
+            out.at[w] = from_float<T>(sum[w]);
         write<W>(y + token * h + column, out);
     }
 }
 
-// d rows = gate dy[token],  d gate = rows . dy[token]
+// d_rows = gate dy[token],  d_gate = rows . dy[token]
 template <typename T, int W>
-__global__ void __launch_bounds__(256) put_rows_backward(const T* __restrict__ dy, const T* __restrict__ rows, const int64_t* __restrict__ order, const float* __restrict__ gates, T* __restrict__ d_rows,
-                                                         float* __restrict__ d_gates, int64_t m, int64_t n, int k, int h) {
-    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, token = 0, at = 0;
-    float dot[1] = {0.f}, gate = 0;
+__global__ void __launch_bounds__(256) put_rows_backward(
+    const T* __restrict__ dy, const T* __restrict__ rows, const int64_t* __restrict__ order,
+    const float* __restrict__ gates, T* __restrict__ d_rows, float* __restrict__ d_gates, int64_t m,
+    int64_t n, int k, int h) {
+    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+    // The row's place in gates [n, k].
+    int64_t at = 0;
+    float dot[1] = {0.f};
     if (row < m) {
-        uint32_t assignment = order[row];                                          // 32 bits: a division of 64 is a function of a hundred instructions
-        token = assignment % uint32_t(n), at = token * k + assignment / uint32_t(n), gate = gates[at];
+        // 32 bits: a division of 64 bits takes a hundred instructions.
+        uint32_t assignment = order[row];
+        int64_t token = assignment % uint32_t(n);
+        at = token * k + assignment / uint32_t(n);
+        float gate = gates[at];
         for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
-            Vector<T, W> grad = read<W>(dy + token * h + column), in = read<W>(rows + row * h + column), out;
+            Vector<T, W> grad = read<W>(dy + token * h + column);
+            Vector<T, W> in = read<W>(rows + row * h + column);
+            Vector<T, W> out;
             #pragma unroll
             for (int w = 0; w < W; w++) {
                 dot[0] += to_float(grad.at[w]) * to_float(in.at[w]);
@@ -2043,39 +2421,53 @@ __global__ void __launch_bounds__(256) put_rows_backward(const T* __restrict__ d
     if (row < m && threadIdx.x == 0) d_gates[at] = dot[0];
 }
 
-template <typename T, typename F> void with_rows(int64_t rows, int64_t h, F launch) {
+template <typename T, typename F>
+void with_rows(int64_t rows, int64_t h, F launch) {
     auto go = [&](auto W) {
         int64_t threads = pieces(h, W.value) < 256 ? row_threads(pieces(h, W.value), 1) : 256;
         dim3 block(threads, 256 / threads);
         launch(W, dim3(pieces(rows, block.y)), block);
     };
     if (rows == 0) return;
-    if (h % PER_VECTOR<T> == 0) go(Number<PER_VECTOR<T>>()); else go(Number<1>());
+    if (h % PER_VECTOR<T> == 0)
+        go(Number<PER_VECTOR<T>>());
+    else
+        go(Number<1>());
 }
 
-void take(int64_t stream, int64_t dtype, int64_t x, int64_t order, int64_t y, int64_t m, int64_t n, int64_t h) {
+void take(
+    int64_t stream, int64_t dtype, int64_t x, int64_t order, int64_t y, int64_t m, int64_t n,
+    int64_t h) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         with_rows<T>(m, h, [&](auto W, dim3 grid, dim3 block) {
-            take_rows<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(x), as<int64_t>(order), as<T>(y), m, n, h);
+            take_rows<T, W.value>
+                <<<grid, block, 0, on(stream)>>>(as<T>(x), as<int64_t>(order), as<T>(y), m, n, h);
             check_launch();
         });
     });
 }
-void put(int64_t stream, int64_t dtype, int64_t rows, int64_t place, int64_t gates, int64_t y, int64_t m, int64_t n, int64_t k, int64_t h) {
+void put(
+    int64_t stream, int64_t dtype, int64_t rows, int64_t place, int64_t gates, int64_t y, int64_t m,
+    int64_t n, int64_t k, int64_t h) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         with_rows<T>(n, h, [&](auto W, dim3 grid, dim3 block) {
-            put_rows<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(rows), as<int64_t>(place), as<float>(gates), as<T>(y), m, n, k, h);
+            put_rows<T, W.value><<<grid, block, 0, on(stream)>>>(
+                as<T>(rows), as<int64_t>(place), as<float>(gates), as<T>(y), m, n, k, h);
             check_launch();
         });
     });
 }
-void put_backward(int64_t stream, int64_t dtype, int64_t dy, int64_t rows, int64_t order, int64_t gates, int64_t d_rows, int64_t d_gates, int64_t m, int64_t n, int64_t k, int64_t h) {
+void put_backward(
+    int64_t stream, int64_t dtype, int64_t dy, int64_t rows, int64_t order, int64_t gates,
+    int64_t d_rows, int64_t d_gates, int64_t m, int64_t n, int64_t k, int64_t h) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         with_rows<T>(m, h, [&](auto W, dim3 grid, dim3 block) {
-            put_rows_backward<T, W.value><<<grid, block, 0, on(stream)>>>(as<T>(dy), as<T>(rows), as<int64_t>(order), as<float>(gates), as<T>(d_rows), as<float>(d_gates), m, n, k, h);
+            put_rows_backward<T, W.value><<<grid, block, 0, on(stream)>>>(
+                as<T>(dy), as<T>(rows), as<int64_t>(order), as<float>(gates), as<T>(d_rows),
+                as<float>(d_gates), m, n, k, h);
             check_launch();
         });
     });
@@ -2230,42 +2622,73 @@ def put(rows: Tensor, gates: Tensor, place: Tensor, order: Tensor) -> Tensor:
 # --- AdamW ----------------------------------------------------------------------------------------
 
 ADAMW = r"""
-// AdamW in one pass, state in 16 bits and a master that is split between the bf16 weight and 16 more bits (optimizer.py). Bytes for a parameter: in 2 + 2 + 4 + 2 + 2, out 2 + 2 + 2 + 2, 20 in all;
-// with a float master and float moments 4 + 4 + 4 + 4 in and 4 + 2 + 4 + 4 out, 30. Everything is computed in float.
+// AdamW in one pass. Everything is computed in float. Bytes per parameter, with 16-bit moments and
+// a master split between the bf16 weight and 16 more bits (optimizer.py): in 2 + 2 + 4 + 2 + 2, out
+// 2 + 2 + 2 + 2, together 20. With a float master and float moments: in 4 + 4 + 4 + 4, out
+// 4 + 2 + 4 + 4, together 30.
+
+// Where the master weight is: the float weight itself; split between `weight` and `low`; a tensor
+// of its own beside the 16-bit weight.
 enum Master { ITSELF, SPLIT, BESIDE };
 
-template <typename T, typename S, Master MASTER> struct AdamW {
+template <typename T, typename S, Master MASTER>
+struct AdamW {
     T* weight;
     int16_t* low;
     float* master;
     const float* gradient;
     S *exp_avg, *exp_avg_sq;
-    float fresh, beta2, fresh2, eps, keep, step_size, root, scale;                 // fresh: 1 - beta1; fresh2: 1 - beta2; keep: 1 - lr decay; step_size: lr / (1 - beta1^t); root: sqrt(1 - beta2^t)
-    template <int W> __device__ void run(int64_t at) const {
+    // 1 - beta1
+    float fresh;
+    float beta2;
+    // 1 - beta2
+    float fresh2;
+    float eps;
+    // 1 - lr decay
+    float keep;
+    // lr / (1 - beta1^t)
+    float step_size;
+    // sqrt(1 - beta2^t)
+    float root;
+    // of the gradient
+    float scale;
+    template <int W>
+    __device__ void run(int64_t at) const {
         Vector<T, W> weights;
         Vector<int16_t, W> lows;
-        Vector<float, W> masters, g = read<W>(gradient + at);
+        Vector<float, W> masters;
+        Vector<float, W> g = read<W>(gradient + at);
         Vector<S, W> m = read<W>(exp_avg + at), v = read<W>(exp_avg_sq + at);
         if constexpr (MASTER != BESIDE) weights = read<W>(weight + at);
         if constexpr (MASTER == SPLIT) lows = read<W>(low + at);
         if constexpr (MASTER == BESIDE) masters = read<W>(master + at);
         #pragma unroll
         for (int w = 0; w < W; w++) {
-            float x, grad = g.at[w] * scale, avg = to_float(m.at[w]), sq = to_float(v.at[w]);
+            float grad = g.at[w] * scale;
+            float avg = to_float(m.at[w]), sq = to_float(v.at[w]);
+            float x;
             if constexpr (MASTER == ITSELF) x = to_float(weights.at[w]);
-            if constexpr (MASTER == SPLIT) x = __uint_as_float((unsigned(__bfloat16_as_ushort(weights.at[w])) << 16) + unsigned(int(lows.at[w])));
+            if constexpr (MASTER == SPLIT) {
+                unsigned high = __bfloat16_as_ushort(weights.at[w]);
+                x = __uint_as_float((high << 16) + unsigned(int(lows.at[w])));
+            }
             if constexpr (MASTER == BESIDE) x = masters.at[w];
             avg += fresh * (grad - avg);
             sq = beta2 * sq + fresh2 * grad * grad;
             x = x * keep - step_size * avg / (sqrtf(sq) / root + eps);
-            m.at[w] = from_float<S>(avg), v.at[w] = from_float<S>(sq);
+            m.at[w] = from_float<S>(avg);
+            v.at[w] = from_float<S>(sq);
             if constexpr (MASTER == ITSELF) weights.at[w] = from_float<T>(x);
             if constexpr (MASTER == SPLIT) {
-                unsigned bits = __float_as_uint(x), high = bits + 0x8000u >> 16;
+                unsigned bits = __float_as_uint(x);
+                unsigned high = (bits + 0x8000u) >> 16;
                 weights.at[w] = __ushort_as_bfloat16(uint16_t(high));
                 lows.at[w] = int16_t(bits - (high << 16));
             }
-            if constexpr (MASTER == BESIDE) masters.at[w] = x, weights.at[w] = from_float<T>(x);
+            if constexpr (MASTER == BESIDE) {
+                masters.at[w] = x;
+                weights.at[w] = from_float<T>(x);
+            }
         }
         write<W>(weight + at, weights);
         if constexpr (MASTER == SPLIT) write<W>(low + at, lows);
@@ -2275,20 +2698,29 @@ template <typename T, typename S, Master MASTER> struct AdamW {
     }
 };
 
-void adamw(int64_t stream, int64_t dtype, int64_t weight, int64_t low, int64_t master, int64_t gradient, int64_t exp_avg, int64_t exp_avg_sq, int64_t n,
-           double beta1, double beta2, double eps, double keep, double step_size, double root, double scale) {
+void adamw(
+    int64_t stream, int64_t dtype, int64_t weight, int64_t low, int64_t master, int64_t gradient,
+    int64_t exp_avg, int64_t exp_avg_sq, int64_t n, double beta1, double beta2, double eps,
+    double keep, double step_size, double root, double scale) {
     bool whole = aligned(weight, low, master, gradient) && aligned(exp_avg, exp_avg_sq);
     auto launch = [&](auto zero, auto state, auto kind) {
         using T = decltype(zero);
         using S = decltype(state);
-        AdamW<T, S, Master(decltype(kind)::value)> f{as<T>(weight), as<int16_t>(low), as<float>(master), as<float>(gradient), as<S>(exp_avg), as<S>(exp_avg_sq),
-                                                     float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(keep), float(step_size), float(root), float(scale)};
+        AdamW<T, S, Master(decltype(kind)::value)> f{
+            as<T>(weight), as<int16_t>(low), as<float>(master),
+            as<float>(gradient), as<S>(exp_avg), as<S>(exp_avg_sq),
+            float(1 - beta1), float(beta2), float(1 - beta2), float(eps),
+            float(keep), float(step_size), float(root), float(scale)};
         launch_each<8>(n, f, stream, whole);
     };
-    if (low) launch(__nv_bfloat16(), __nv_bfloat16(), Number<SPLIT>());
-    else if (!master) launch(float(), __nv_bfloat16(), Number<ITSELF>());
-    else if (dtype == 1) launch(__nv_bfloat16(), float(), Number<BESIDE>());
-    else launch(__half(), float(), Number<BESIDE>());
+    if (low)
+        launch(__nv_bfloat16(), __nv_bfloat16(), Number<SPLIT>());
+    else if (!master)
+        launch(float(), __nv_bfloat16(), Number<ITSELF>());
+    else if (dtype == 1)
+        launch(__nv_bfloat16(), float(), Number<BESIDE>());
+    else
+        launch(__half(), float(), Number<BESIDE>());
 }
 """
 
@@ -2416,8 +2848,8 @@ def adamw(*args, **options) -> None:
 # --- all of the source ----------------------------------------------------------------------------
 
 CUDA = COMMON + NORMS + ROTARY + SWIGLU + COLUMNS + SOFTMAX + CROSS_ENTROPY + PERMUTATION + ADAMW
-# declaration: name
-FUNCTIONS = dict(re.findall(r"^((?:void|int64_t) (\w+)\([^)]*\)) \{", CUDA, re.M))
+# The launchers, {declaration: name}. What follows a line that ends in > is a template.
+FUNCTIONS = dict(re.findall(r"(?<!>\n)^((?:void|int64_t) (\w+)\([^)]*\)) \{", CUDA, re.M))
 BINDINGS = "#include <pybind11/pybind11.h>\n" + "".join(
     f"{declaration};\n" for declaration in FUNCTIONS
 )

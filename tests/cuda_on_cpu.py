@@ -62,15 +62,24 @@ std::vector<std::unique_ptr<Fiber>> fibers;
 ucontext_t scheduler;
 Fiber* now;
 const std::function<void()>* kernel;
-bool moved;                                                                        // since the last round over all fibers, did any come further
+// since the last round over all fibers, did any come further
+bool moved;
 
-struct Barrier { int arrived = 0, generation = 0; } of_block, of_warp[32];
-uint64_t slots[32][2][32];                                                         // what lanes of a warp exchange; two, so that a fast one does not overwrite what a slow one has yet to read
+struct Barrier {
+    int arrived = 0, generation = 0;
+} of_block, of_warp[32];
+// what lanes of a warp exchange; two, so that a fast one does not overwrite what a slow one has yet
+// to read
+uint64_t slots[32][2][32];
 
 void wait(Barrier& barrier, int all) {
     int mine = barrier.generation;
     moved = true;
-    if (++barrier.arrived == all) { barrier.arrived = 0; barrier.generation++; return; }
+    if (++barrier.arrived == all) {
+        barrier.arrived = 0;
+        barrier.generation++;
+        return;
+    }
     while (barrier.generation == mine) {
         Fiber* self = now;
         swapcontext(&self->context, &scheduler);
@@ -79,7 +88,8 @@ void wait(Barrier& barrier, int all) {
 
 int number() { return thread.x + block_size.x * (thread.y + block_size.y * thread.z); }
 
-template <typename T> T exchange(T value, int from) {
+template <typename T>
+T exchange(T value, int from) {
     int warp = number() / 32, lane = number() % 32, parity = of_warp[warp].generation % 2;
     memcpy(&slots[warp][parity][lane], &value, sizeof(T));
     wait(of_warp[warp], 32);
@@ -93,20 +103,24 @@ void enter() {
     swapcontext(&now->context, &scheduler);
 }
 
-template <typename T> void arrange(std::vector<T>& items) {
+template <typename T>
+void arrange(std::vector<T>& items) {
     static std::mt19937 generator(0);
     if (order == 1) std::reverse(items.begin(), items.end());
     if (order == 2) std::shuffle(items.begin(), items.end(), generator);
 }
 
 void run_block(int threads) {
-    while (int(fibers.size()) < threads) fibers.emplace_back(new Fiber);
+    while (int(fibers.size()) < threads)
+        fibers.emplace_back(new Fiber);
     of_block = Barrier();
-    for (auto& barrier : of_warp) barrier = Barrier();
+    for (auto& barrier : of_warp)
+        barrier = Barrier();
     std::vector<Fiber*> running;
     for (int i = 0; i < threads; i++) {
         Fiber& f = *fibers[i];
-        f.index = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
+        f.index = {
+            i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
         f.done = false;
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.get();
@@ -115,28 +129,35 @@ void run_block(int threads) {
         running.push_back(&f);
     }
     static std::mt19937 chance(1);
-    int starved = -1;                                                              // a warp that stands still
+    // a warp that stands still
+    int starved = -1;
     for (int left = threads; left > 0;) {
         moved = false;
         arrange(running);
         for (Fiber* f : running) {
-            if (f->done || starved >= 0 && int(f->index.x + block_size.x * f->index.y) / 32 == starved) continue;
+            if (f->done ||
+                starved >= 0 && int(f->index.x + block_size.x * f->index.y) / 32 == starved)
+                continue;
             now = f;
             thread = f->index;
             swapcontext(&scheduler, &f->context);
             left -= f->done;
         }
         if (order == 2 && moved && starved < 0) starved = chance() % (threads / 32 + 1);
-        if (!moved && starved < 0) throw std::runtime_error("threads of a block wait for others that never come");
+        if (!moved && starved < 0)
+            throw std::runtime_error("threads of a block wait for others that never come");
         if (!moved) starved = -1;
     }
 }
 
 void run(dim3 grid, dim3 size, std::function<void()> f) {
-    if (grid.x == 0 || grid.y == 0 || size.x * size.y * size.z > 1024) throw std::runtime_error("invalid configuration of a launch");
+    if (grid.x == 0 || grid.y == 0 || size.x * size.y * size.z > 1024)
+        throw std::runtime_error("invalid configuration of a launch");
     grid_size = grid, block_size = size, kernel = &f;
     std::vector<uint3> blocks;
-    for (unsigned y = 0; y < grid.y; y++) for (unsigned x = 0; x < grid.x; x++) blocks.push_back({x, y, 0});
+    for (unsigned y = 0; y < grid.y; y++)
+        for (unsigned x = 0; x < grid.x; x++)
+            blocks.push_back({x, y, 0});
     arrange(blocks);
     for (uint3 b : blocks) {
         block = b;
@@ -145,13 +166,28 @@ void run(dim3 grid, dim3 size, std::function<void()> f) {
 }
 }  // namespace emulator
 
-#define __syncthreads() emulator::wait(emulator::of_block, emulator::block_size.x * emulator::block_size.y * emulator::block_size.z)
-#define __shfl_xor_sync(mask, value, lane) emulator::exchange(value, emulator::number() % 32 ^ (lane))
+#define __syncthreads()     \
+    emulator::wait(         \
+        emulator::of_block, \
+        emulator::block_size.x* emulator::block_size.y* emulator::block_size.z)
+#define __shfl_xor_sync(mask, value, lane) \
+    emulator::exchange(value, emulator::number() % 32 ^ (lane))
 #define __shfl_sync(mask, value, lane) emulator::exchange(value, lane)
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
-inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
-void set_order(int64_t order, int64_t multiprocessors) { emulator::order = order; emulator::multiprocessors = multiprocessors; }
+inline float __uint_as_float(unsigned x) {
+    float y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+inline unsigned __float_as_uint(float x) {
+    unsigned y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+void set_order(int64_t order, int64_t multiprocessors) {
+    emulator::order = order;
+    emulator::multiprocessors = multiprocessors;
+}
 """
 
 
@@ -171,7 +207,7 @@ def translated(source: str) -> str:
         line for line in source.splitlines() if not line.startswith("#include <cuda")
     )
     return re.sub(
-        r"([\w:]+(?:<[^;{}]*?>)?)<<<(\w+), (\w+), 0, on\(stream\)>>>(\(.*?\));",
+        r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<(\w+), (\w+), 0, on\(stream\)>>>(\(.*?\));",
         r"emulator::run(\2, \3, [=] { \1\4; });",
         source,
         flags=re.DOTALL,

@@ -455,7 +455,7 @@ def test_any_order_of_threads(monkeypatch):
 @by_emulator
 @pytest.mark.parametrize(
     "marker, offset",
-    [("of_warp[first + threadIdx.x / 32][n] = x[n];", 1), ("// the next one may write now", 0)],
+    [("of_warp[first + threadIdx.x / 32][n] = x[n];", 1), ("// Only now may the next reduction overwrite of_warp.", 1)],
     ids=["before reading", "before the next writing"],
 )
 def test_a_missing_barrier_is_seen(monkeypatch, marker, offset):
