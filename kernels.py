@@ -1,46 +1,47 @@
 """Fused CUDA operations: one pass over memory where PyTorch makes several.
 
-Between its matrix multiplications a transformer adds, scales, normalises: few operations on each
-number, so the time is that of moving the numbers. A GPU that multiplies 800 TFLOP/s copies 4 TB/s:
-a number of 2 bytes that is read and written could have had 400 multiplications and additions
-meanwhile. PyTorch reads and writes memory once for each small operation; a kernel that does them
-all reads each input once and writes each output once, and cannot be faster than that. Bytes for
-each number of the first argument, 16 bits, forward + backward (`python kernels.py` counts them, and
-PyTorch's):
+Between its matrix multiplications a transformer adds, scales and normalises. That is little
+arithmetic per element, so these operations take the time of moving their bytes: a GPU that
+multiplies at 800 TFLOP/s copies at 4 TB/s, and could do 400 FLOPs while an element of 2 bytes is
+read and written. PyTorch reads and writes memory once per small operation. A fused kernel reads
+each input once and writes each output once, and no kernel can be faster than that.
 
-    operation             one pass    what it does                                                          source
-    rms_norm              4 + 6       x / √(mean x² + ε) w                                                  arXiv 1910.07467
-    layer_norm            4 + 6       (x - mean) / √(variance + ε) w + b                                    arXiv 1607.06450
-    rotary                8 + 8       each pair turned by its position's angle, of queries and keys         arXiv 2104.09864
-    swiglu                6 + 10      silu(gate) up                                                         arXiv 2002.05202
-    bias_gelu             4 + 6       gelu(x + b), tanh form                                                arXiv 1606.08415
-    bias_dropout_add      6 + 4       residual + dropout(x + b), its mask a hash: nothing is kept           gpt.dropped
-    causal_softmax        3 + 4       softmax(scale x + causal mask); half of the matrix is never read      (whole tensors: 4 + 6)
-    cross_entropy         2 + 4       log Σ exp z - z_label; the gradient takes the place of the logits     online softmax, arXiv 1805.02867
-    take                  6 + 6       rows of tokens to two experts each                                    moe.py
-    put                   3 + 5       home again, times gates, and summed                                   moe.py
-    adamw                 20          a parameter's update, moments in bf16, master split                   optimizer.py
+    python kernels.py       do the kernels run here; bytes moved and errors, beside PyTorch's own
 
-A chapter for each, in which it stands three times: as CUDA, as plain PyTorch (`reference`: what
-runs on CPUs, in float64, and where there is no compiler), and as shapes alone, for torch.compile
-and the meta device (`empty`). SwiGLU's is the one to read first. Matrix multiplications stay with
-cuBLAS, attention with scaled_dot_product_attention.
+Bytes per element of the first argument in bf16, forward + backward:
 
-How a memory-bound kernel gets near the limit: whole vectors of 16 bytes an instruction; several
-loads on their way before the first is used; neighbouring threads at neighbouring addresses; sums in
-registers and shuffles; each number read once. The comments in the CUDA say where each is decided,
-and why. 16-bit inputs are computed in float, and rounded once.
+    operation           one pass   computes                                      source
+    rms_norm             4 + 6     x / √(mean x² + ε) w                          arXiv 1910.07467
+    layer_norm           4 + 6     (x - mean) / √(variance + ε) w + b            arXiv 1607.06450
+    rotary               8 + 8     queries and keys rotated by their position    arXiv 2104.09864
+    swiglu               6 + 10    silu(gate) up                                 arXiv 2002.05202
+    bias_gelu            4 + 6     gelu(x + b), tanh form                        arXiv 1606.08415
+    bias_dropout_add     6 + 4     residual + dropout(x + b), mask recomputed    gpt.dropped
+    causal_softmax       3 + 4     softmax(scale x + causal mask), half is read  (all: 4 + 6)
+    cross_entropy        2 + 4     log Σ exp z - z_target, gradient in place     arXiv 1805.02867
+    take                 6 + 6     copies of tokens, sorted by expert, k = 2     moe.py
+    put                  3 + 5     the way back: times gates, summed, k = 2      moe.py
+    adamw                20        parameter update, bf16 moments, split master  optimizer.py
 
-`apply(model)` puts them into a finished model from outside: it changes the class of a module
-(nn.RMSNorm becomes RMSNorm below), so that names, parameters, hooks and whatever other techniques
-did stay as they are.
+Each operation has a chapter with three implementations: CUDA; plain PyTorch (`reference`), which
+runs on CPUs, in float64 and where there is no compiler; and output shapes alone (`empty`), for
+torch.compile and the meta device. Read SwiGLU first. Matrix multiplications stay with cuBLAS,
+attention with scaled_dot_product_attention.
 
-    python kernels.py                  do they run here; bytes in one pass and by PyTorch's operations; errors of both
-    python comparisons/kernels.py      on a GPU: time, and the share of the copy bandwidth
+How a memory-bound kernel comes near the limit: instructions that move vectors of 16 bytes; several
+loads in flight before the first is used; neighbouring threads at neighbouring addresses; sums in
+registers and shuffles; each element read once. Comments in the CUDA sources say where each of these
+is decided; comparisons/kernels.py measures how near each kernel comes. 16-bit inputs are computed
+in float and rounded once.
 
-What production adds (Transformer Engine, Apex, Liger): FP8 and its scales, norms fused with the
-cast or the matrix multiplication, the loss fused with the last matrix multiplication, kernels tuned
-for each card and size."""
+`apply(model, device)` puts the operations into a finished model from outside. It changes the class
+of a module (nn.RMSNorm becomes RMSNorm below), so names, parameters, hooks and the work of other
+techniques stay.
+
+Not covered, and found in Transformer Engine, Apex and Liger: FP8 and its scales; norms fused with
+the cast or the matrix multiplication; the loss fused with the last matrix multiplication; kernels
+tuned for each card and size.
+"""
 
 import contextlib
 import fcntl
@@ -356,16 +357,18 @@ void launch_sum_parts(
 
 
 def compile_inline(name: str, folder: Path, cpp: str, cuda: str | None = None, **options):
-    """torch's load_inline, in a fresh folder/build; afterwards folder/NAME.so is there, whole.
-    Raises RuntimeError where a compiler fails, OSError where there is none."""
+    """Compile C++ and CUDA with torch's load_inline in folder/build; makes folder/NAME.so whole.
+
+    Raises RuntimeError if a compiler fails, OSError if there is no compiler.
+    """
     from torch.utils import cpp_extension
 
     scratch = folder / "build"
     path = os.environ["PATH"]
-    # of a build that was killed: its lock would be waited for
+    # A build that was killed left a lock, which load_inline would wait for.
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    # where pip puts ninja
+    # pip installs ninja beside the Python executable.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     try:
         cpp_extension.load_inline(
@@ -383,8 +386,11 @@ def compile_inline(name: str, folder: Path, cpp: str, cuda: str | None = None, *
 
 
 def once(folder: Path, file: str, make) -> None:
-    """Call make(), which makes folder/file, unless that is there: in one process of a machine at a
-    time, while the others wait. The system drops the lock of a process that is killed."""
+    """Call make() if folder/file, which it makes, does not exist yet.
+
+    One process of the machine does so at a time, and the others wait. The system releases the lock
+    of a process that is killed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -393,10 +399,9 @@ def once(folder: Path, file: str, make) -> None:
 
 
 def cache_folder(name: str) -> Path:
-    return (
-        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-        / name
-    )
+    """The folder where PyTorch keeps compiled extensions."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return (Path(root) if root else Path.home() / ".cache" / "torch_extensions") / name
 
 
 def import_file(name: str, path: Path):
@@ -412,77 +417,73 @@ def nvcc_flags(capability: tuple[int, int]) -> list[str]:
 
 
 def compile_kernels(name: str, folder: Path, capability: tuple[int, int]) -> None:
-    print(
-        f"kernels.py: compiling CUDA kernels, about half a minute; they are kept in {folder}",
-        file=sys.stderr,
-        flush=True,
-    )
+    message = f"kernels.py: compiling CUDA kernels, about half a minute; they are kept in {folder}"
+    print(message, file=sys.stderr, flush=True)
     compile_inline(
         name,
         folder,
-        BINDINGS,
-        CUDA,
+        cpp=BINDINGS,
+        cuda=CUDA,
         functions=list(FUNCTIONS.values()),
         extra_cflags=["-O1"],
         extra_cuda_cflags=nvcc_flags(capability),
     )
 
 
+def first_error(output: str) -> str:
+    """The line of a build's output that says why it failed."""
+    lines = output.splitlines() or ["no reason given"]
+    errors = (line for line in lines if "error" in line.lower() and "Error building" not in line)
+    return next(errors, lines[0]).strip()
+
+
 @functools.cache
 def load():
-    """(the compiled kernels, "") for this process's GPU; or (None, why not). Compiled at the first
-    use, and kept in TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions."""
+    """(the compiled kernels, "") for this process's GPU, or (None, why they do not run here).
+
+    Compiled at the first use, and kept in TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions.
+    """
     if not torch.cuda.is_available():
         return None, "no CUDA device"
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
-        return (
-            None,
-            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, and they need 8.0",
-        )
-    digest = hashlib.sha256(
-        repr(
-            (
-                CUDA,
-                BINDINGS,
-                torch.__version__,
-                torch.version.cuda,
-                sys.version,
-                nvcc_flags(capability),
-            )
-        ).encode()
-    ).hexdigest()[:16]
-    name = f"fused_{digest}"
+        device = torch.cuda.get_device_name()
+        version = f"{capability[0]}.{capability[1]}"
+        return None, f"{device} has compute capability {version}, and they need 8.0"
+    versions = torch.__version__, torch.version.cuda, sys.version
+    build = (CUDA, BINDINGS, *versions, nvcc_flags(capability))
+    name = f"fused_{hashlib.sha256(repr(build).encode()).hexdigest()[:16]}"
     folder = cache_folder(name)
     try:
         once(folder, f"{name}.so", lambda: compile_kernels(name, folder, capability))
         return import_file(name, folder / f"{name}.so"), ""
     except (OSError, RuntimeError, ImportError) as e:
-        lines = str(e).splitlines()
-        said = next(
-            (line for line in lines if "error" in line.lower() and "Error building" not in line),
-            lines[0] if lines else "no reason given",
-        )
-        return None, f"the build failed: {said.strip()}"
+        return None, f"the build failed: {first_error(str(e))}"
 
 
 # --- registering ----------------------------------------------------------------------------------
 
-# bytes of a vector; vectors of a row that stays in registers
+# Bytes of a vector.
 VECTOR = 16
+# Vectors of the longest row that threads can hold in registers.
 LONGEST = 2048
 LIBRARY = torch.library.Library("fused", "DEF")
-# name: its class
+# {name: class}
 OPERATIONS = {}
+# The dtypes of the kernels, as with_type in the CUDA source reads them.
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOATS = (*CODES, torch.float64)
 
 
 def operation(schema: str):
-    """Register a class as torch.ops.fused.NAME. It has: empty(*arguments), which checks them and
-    makes the outputs (None for an operation that changes its arguments); reference(*arguments),
-    plain PyTorch; kernel(outputs, *arguments), which launches; and perhaps fits(*arguments), false
-    where only the reference can."""
+    """Register a class, a namespace of functions, as torch.ops.fused.NAME:
+
+    empty(*args)             checks the arguments and allocates the outputs; None if the operation
+                             changes its arguments in place
+    reference(*args)         plain PyTorch
+    kernel(outputs, *args)   launches the CUDA kernel
+    fits(*args)              False where only the reference can compute these arguments (optional)
+    """
 
     def register(cls):
         name = schema.split("(")[0]
@@ -509,64 +510,61 @@ def operation(schema: str):
 
 
 class Operation:
-    def __init_subclass__(cls):
-        for name in ("empty", "reference", "kernel", "fits"):
-            if name in vars(cls):
-                setattr(cls, name, staticmethod(vars(cls)[name]))
-
     @staticmethod
     def fits(*args) -> bool:
         return True
 
 
 def launch(name: str, *args) -> None:
-    """Call a launcher with the addresses of tensors (0 for None), on the stream of now. Its dtype
-    is the first tensor's."""
+    """Call a launcher on the current stream. It receives tensors as addresses and None as 0; its
+    dtype is that of the first tensor."""
+
+    def number(argument):
+        if argument is None:
+            return 0
+        return argument.data_ptr() if isinstance(argument, Tensor) else argument
+
     first = next(a for a in args if isinstance(a, Tensor))
-    numbers = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
+    launcher = getattr(load()[0], name)
+    numbers = map(number, args)
     if not first.is_cuda:
-        return getattr(load()[0], name)(0, CODES[first.dtype], *numbers)
+        # The emulator of the tests.
+        return launcher(0, CODES[first.dtype], *numbers)
     with torch.cuda.device(first.device):
-        getattr(load()[0], name)(
-            torch.cuda.current_stream().cuda_stream, CODES[first.dtype], *numbers
-        )
+        launcher(torch.cuda.current_stream().cuda_stream, CODES[first.dtype], *numbers)
 
 
 def expect(operation: str, first: Tensor, **arguments) -> None:
-    """Raise ValueError, naming operation, argument, got and expected. Each argument: (tensor or
-    None, dtypes that fit, shape)."""
+    """Check arguments NAME=(tensor or None, allowed dtypes, shape), on the device of `first`.
+
+    Raises ValueError with the operation, the argument, what it is and what was expected.
+    """
     for name, (t, dtypes, shape) in arguments.items():
         if t is None:
             continue
+        subject = f"{operation}: {name}"
         if t.device != first.device:
-            raise ValueError(
-                f"{operation}: {name} is on {t.device}, expected {first.device}, where the first argument is"
-            )
+            where = f"expected {first.device}, where the first argument is"
+            raise ValueError(f"{subject} is on {t.device}, {where}")
         if t.dtype not in dtypes:
-            raise ValueError(
-                f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}"
-            )
+            raise ValueError(f"{subject} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
         if tuple(t.shape) != tuple(shape):
-            raise ValueError(
-                f"{operation}: {name} has shape {list(t.shape)}, expected {list(shape)}"
-            )
+            raise ValueError(f"{subject} has shape {list(t.shape)}, expected {list(shape)}")
 
 
 def need(operation: str, name: str, t: Tensor, least: int, dtypes=FLOATS) -> None:
-    """The first argument: its dtype, and at least so many dimensions."""
+    """Check dtype and number of dimensions (at least `least`) of a first argument. Raises
+    ValueError."""
+    subject = f"{operation}: {name}"
     if t.dtype not in dtypes:
-        raise ValueError(
-            f"{operation}: {name} is {t.dtype}, expected {' or '.join(map(str, dtypes))}"
-        )
+        raise ValueError(f"{subject} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
     if t.dim() < least:
-        raise ValueError(
-            f"{operation}: {name} has shape {list(t.shape)}, expected at least {least} dimensions"
-        )
+        shape = list(t.shape)
+        raise ValueError(f"{subject} has shape {shape}, expected at least {least} dimensions")
 
 
 def dense(t: Tensor | None) -> Tensor | None:
-    """t itself where its numbers lie one after the other from a multiple of 16 bytes on, else a
-    copy that does."""
+    """t if it is contiguous and begins at a multiple of 16 bytes, else a copy that does."""
     if t is None:
         return None
     t = t.contiguous()
@@ -574,41 +572,54 @@ def dense(t: Tensor | None) -> Tensor | None:
 
 
 def contiguous(t: Tensor) -> Tensor:
-    """An output like t, without its strides."""
+    """A new contiguous tensor with shape, dtype and device of t."""
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
-def wide(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32))
-
-
 def wide_dtype(t: Tensor) -> torch.dtype:
+    """float32 for 16 and 32 bits, float64 for float64."""
     return torch.promote_types(t.dtype, torch.float32)
 
 
+def wide(t: Tensor) -> Tensor:
+    """t in at least float32."""
+    return t.to(wide_dtype(t))
+
+
+def plus_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x + bias in at least float32."""
+    return wide(x) if bias is None else wide(x) + wide(bias)
+
+
 def column_sums(t: Tensor) -> Tensor:
+    """The sum over rows: [.., h] -> [h]"""
     return t.sum(tuple(range(t.dim() - 1))) if t.dim() > 1 else t.clone()
 
 
 def rows_of(t: Tensor) -> int:
+    """The number of rows of [.., h]."""
     return math.prod(t.shape[:-1])
 
 
 def row_fits(t: Tensor) -> bool:
-    """Whether threads can hold a row in registers: up to 2048 vectors, or 8192 numbers that do not
-    make whole vectors."""
+    """Whether threads can hold a row of t [.., n] in registers.
+
+    They hold up to 2048 vectors, or 8192 elements if n is not a multiple of a vector.
+    """
     n = t.shape[-1]
     w = VECTOR // t.element_size()
-    return 0 < n <= (LONGEST * w if n % w == 0 else 8192) and rows_of(t) < 2**31
+    longest = LONGEST * w if n % w == 0 else 8192
+    return 0 < n <= longest and rows_of(t) < 2**31
 
 
 def parts_for(counter: str, *args: int, h: int, like: Tensor, times: int = 1) -> Tensor:
-    """Room for the partial sums of as many blocks as the launcher says that it will use on this
-    device."""
+    """An empty tensor for the partial sums of column sums: [times x parts, h] float32.
+
+    The function `counter` of the CUDA source gives the number of parts on this device.
+    """
     with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
-        return torch.empty(
-            times * getattr(load()[0], counter)(*args), h, dtype=torch.float32, device=like.device
-        )
+        parts = times * getattr(load()[0], counter)(*args)
+        return torch.empty(parts, h, dtype=torch.float32, device=like.device)
 
 
 # --- norms ----------------------------------------------------------------------------------------
@@ -757,7 +768,7 @@ __global__ void __launch_bounds__(MOST) norm_backward(
             }
         }
     }
-    // [rows of a block, h] where a block has several rows: at most 256 threads with 24 columns each.
+    // [rows of a block, h] if a block has several rows: at most 256 threads with 24 columns each.
     __shared__ __align__(16) float sums[6144];
     #pragma unroll
     for (int which = 0; which < (MEAN ? 2 : 1); which++) {
@@ -854,21 +865,26 @@ void layer_norm_backward(
 
 @operation("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 class _RMSNorm(Operation):
-    """x: [.., h]; weight: [h] -> y [.., h], 1/√(mean x² + ε) [..] in at least float32"""
+    """x: [.., h]; weight: [h] -> y [.., h]; rstd = 1/√(mean x² + ε) [..], in at least float32"""
 
+    @staticmethod
     def empty(x, weight, eps):
         need("rms_norm", "x", x, 1)
         expect("rms_norm", x, weight=(weight, (x.dtype,), x.shape[-1:]))
         return contiguous(x), x.new_empty(x.shape[:-1], dtype=wide_dtype(x))
 
+    @staticmethod
     def reference(x, weight, eps):
         z = wide(x)
         rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return (z * rstd * wide(weight)).to(x.dtype).contiguous(), rstd.squeeze(-1).contiguous()
+        y = z * rstd * wide(weight)
+        return y.to(x.dtype).contiguous(), rstd.squeeze(-1).contiguous()
 
+    @staticmethod
     def fits(x, weight, eps):
         return row_fits(x)
 
+    @staticmethod
     def kernel(outputs, x, weight, eps):
         launch("rms_norm", dense(x), dense(weight), *outputs, rows_of(x), x.shape[-1], eps)
 
@@ -877,6 +893,7 @@ class _RMSNorm(Operation):
 class _RMSNormBackward(Operation):
     """-> dx [.., h], dweight [h]"""
 
+    @staticmethod
     def empty(dy, x, weight, rstd):
         need("rms_norm_backward", "dy", dy, 1)
         expect(
@@ -888,6 +905,7 @@ class _RMSNormBackward(Operation):
         )
         return contiguous(x), contiguous(weight)
 
+    @staticmethod
     def reference(dy, x, weight, rstd):
         d = wide(dy)
         unit = wide(x) * rstd.unsqueeze(-1)
@@ -895,9 +913,11 @@ class _RMSNormBackward(Operation):
         dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True))
         return dx.to(x.dtype).contiguous(), column_sums(d * unit).to(x.dtype)
 
+    @staticmethod
     def fits(dy, *_):
         return row_fits(dy)
 
+    @staticmethod
     def kernel(outputs, dy, x, weight, rstd):
         h = x.shape[-1]
         launch(
@@ -924,9 +944,11 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """x / √(mean x² + ε) weight, over the last dimension (arXiv 1910.07467, eq. 4). x: [.., h];
-    weight: [h], of one dtype -> [.., h]. Raises ValueError where they do not fit, as all of
-    these."""
+    """x / √(mean x² + ε) weight, over the last dimension (arXiv 1910.07467, eq. 4).
+
+    x: [.., h]; weight: [h], of the same dtype -> [.., h]. Raises ValueError for shapes and dtypes
+    that do not fit together, like every operation here.
+    """
     return _RMSNormFunction.apply(x, weight, eps)
 
 
@@ -934,8 +956,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)"
 )
 class _LayerNorm(Operation):
-    """x: [.., h]; weight, bias: [h] -> y [.., h], mean [..], 1/√(variance + ε) [..]"""
+    """x: [.., h]; weight, bias: [h] -> y [.., h]; mean, rstd = 1/√(variance + ε) [..]"""
 
+    @staticmethod
     def empty(x, weight, bias, eps):
         need("layer_norm", "x", x, 1)
         expect(
@@ -947,64 +970,64 @@ class _LayerNorm(Operation):
         mean = x.new_empty(x.shape[:-1], dtype=wide_dtype(x))
         return contiguous(x), mean, torch.empty_like(mean)
 
+    @staticmethod
     def reference(x, weight, bias, eps):
         z = wide(x)
         mean = z.mean(-1, keepdim=True)
         z = z - mean
         rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
+        y = z * rstd * wide(weight) + wide(bias)
         return (
-            (z * rstd * wide(weight) + wide(bias)).to(x.dtype).contiguous(),
+            y.to(x.dtype).contiguous(),
             mean.squeeze(-1).contiguous(),
             rstd.squeeze(-1).contiguous(),
         )
 
+    @staticmethod
     def fits(x, *_):
         return row_fits(x)
 
+    @staticmethod
     def kernel(outputs, x, weight, bias, eps):
-        launch(
-            "layer_norm",
-            dense(x),
-            dense(weight),
-            dense(bias),
-            *outputs,
-            rows_of(x),
-            x.shape[-1],
-            eps,
-        )
+        launch("layer_norm", *map(dense, (x, weight, bias)), *outputs, rows_of(x), x.shape[-1], eps)
 
 
 @operation(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)"
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 class _LayerNormBackward(Operation):
     """-> dx [.., h], dweight [h], dbias [h]"""
 
+    @staticmethod
     def empty(dy, x, weight, mean, rstd):
         need("layer_norm_backward", "dy", dy, 1)
-        of_rows = (wide_dtype(dy),), dy.shape[:-1]
+        per_row = (wide_dtype(dy),), dy.shape[:-1]
         expect(
             "layer_norm_backward",
             dy,
             x=(x, (dy.dtype,), dy.shape),
             weight=(weight, (dy.dtype,), dy.shape[-1:]),
-            mean=(mean, *of_rows),
-            rstd=(rstd, *of_rows),
+            mean=(mean, *per_row),
+            rstd=(rstd, *per_row),
         )
         return contiguous(x), contiguous(weight), contiguous(weight)
 
+    @staticmethod
     def reference(dy, x, weight, mean, rstd):
         d = wide(dy)
         unit = (wide(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
         g = d * wide(weight)
-        dx = rstd.unsqueeze(-1) * (
-            g - unit * (g * unit).mean(-1, keepdim=True) - g.mean(-1, keepdim=True)
-        )
-        return dx.to(x.dtype).contiguous(), *(column_sums(t).to(x.dtype) for t in (d * unit, d))
+        along = (g * unit).mean(-1, keepdim=True)
+        dx = rstd.unsqueeze(-1) * (g - unit * along - g.mean(-1, keepdim=True))
+        dweight, dbias = column_sums(d * unit), column_sums(d)
+        return dx.to(x.dtype).contiguous(), dweight.to(x.dtype), dbias.to(x.dtype)
 
+    @staticmethod
     def fits(dy, *_):
         return row_fits(dy)
 
+    @staticmethod
     def kernel(outputs, dy, x, weight, mean, rstd):
         h = x.shape[-1]
         launch(
@@ -1031,8 +1054,10 @@ class _LayerNormFunction(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / √(variance + ε) weight + bias, over the last dimension (arXiv 1607.06450). x:
-    [.., h]; weight, bias: [h] -> [.., h]"""
+    """(x - mean) / √(variance + ε) weight + bias, over the last dimension (arXiv 1607.06450).
+
+    x: [.., h]; weight, bias: [h] -> [.., h]
+    """
     return _LayerNormFunction.apply(x, weight, bias, eps)
 
 
@@ -1104,16 +1129,17 @@ void rotary(
 
 
 def heads_inside(t: Tensor) -> Tensor:
-    """An output [b, a, s, d] that lies in memory as [b, s, a, d], as a projection's output does."""
+    """An empty [b, a, s, d] that lies in memory as [b, s, a, d], like a projection's output."""
     b, a, s, d = t.shape
     return t.new_empty(b, s, a, d).transpose(1, 2)
 
 
 @operation("rotary(Tensor q, Tensor k, Tensor cosine, Tensor sine, float sign) -> (Tensor, Tensor)")
 class _Rotary(Operation):
-    """q: [b, a, s, d]; k: [b, a_kv, s, d]; cosine, sine: [s, d], whose second halves are their
-    first again; sign 1, or -1 to turn back"""
+    """q: [b, a, s, d]; k: [b, a_kv, s, d]; cosine, sine: [s, d], whose second half repeats the
+    first; sign: 1, or -1 to rotate back, which is the gradient -> q and k, rotated"""
 
+    @staticmethod
     def empty(q, k, cosine, sine, sign):
         need("rotary", "q", q, 4)
         b, _, s, d = q.shape
@@ -1126,20 +1152,25 @@ class _Rotary(Operation):
             sine=(sine, (q.dtype,), (s, d)),
         )
         if d % 2:
-            raise ValueError(
-                f"rotary: q has shape {list(q.shape)}, expected an even last dimension"
-            )
+            shape = list(q.shape)
+            raise ValueError(f"rotary: q has shape {shape}, expected an even last dimension")
         return heads_inside(q), heads_inside(k)
 
+    @staticmethod
     def reference(q, k, cosine, sine, sign):
         table = wide(cosine), wide(sine) * sign
         return tuple(heads_inside(t).copy_(gpt.rotate(wide(t), table)) for t in (q, k))
 
+    @staticmethod
     def fits(q, *_):
         return 0 < q.shape[-1] <= 2048
 
+    @staticmethod
     def kernel(outputs, q, k, cosine, sine, sign):
-        q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
+        if q.stride(-1) != 1:
+            q = q.contiguous()
+        if k.stride(-1) != 1:
+            k = k.contiguous()
         b, a, s, d = q.shape
         launch(
             "rotary",
@@ -1172,8 +1203,11 @@ class _RotaryFunction(torch.autograd.Function):
 
 
 def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """gpt.rotate of queries and keys together (arXiv 2104.09864, eq. 34). q: [b, a, s, d]; k: [b,
-    a_kv, s, d], of any strides; cosine, sine: [s, d] from gpt.rotary_table -> the same shapes"""
+    """gpt.rotate of queries and keys together (arXiv 2104.09864, eq. 34).
+
+    q: [b, a, s, d]; k: [b, a_kv, s, d], both of any strides; cosine, sine: [s, d] from
+    gpt.rotary_table -> the shapes of q and k
+    """
     return _RotaryFunction.apply(q, k, cosine, sine)
 
 
@@ -1243,16 +1277,19 @@ void swiglu_backward(
 
 @operation("swiglu(Tensor gate, Tensor up) -> Tensor")
 class _SwiGLU(Operation):
-    """of one shape, any"""
+    """gate, up: one shape, any -> the same shape"""
 
+    @staticmethod
     def empty(gate, up):
         need("swiglu", "gate", gate, 0)
         expect("swiglu", gate, up=(up, (gate.dtype,), gate.shape))
         return contiguous(gate)
 
+    @staticmethod
     def reference(gate, up):
         return (F.silu(wide(gate)) * wide(up)).to(gate.dtype).contiguous()
 
+    @staticmethod
     def kernel(y, gate, up):
         launch("swiglu", dense(gate), dense(up), y, y.numel())
 
@@ -1261,6 +1298,7 @@ class _SwiGLU(Operation):
 class _SwiGLUBackward(Operation):
     """-> dgate, dup"""
 
+    @staticmethod
     def empty(dy, gate, up):
         need("swiglu_backward", "dy", dy, 0)
         expect(
@@ -1271,14 +1309,16 @@ class _SwiGLUBackward(Operation):
         )
         return contiguous(gate), contiguous(up)
 
+    @staticmethod
     def reference(dy, gate, up):
         d = wide(dy)
         x = wide(gate)
         s = x.sigmoid()
-        return (d * wide(up) * (s + x * s * (-x).sigmoid())).to(gate.dtype).contiguous(), (
-            d * x * s
-        ).to(up.dtype).contiguous()
+        dgate = d * wide(up) * (s + x * s * (-x).sigmoid())
+        dup = d * x * s
+        return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous()
 
+    @staticmethod
     def kernel(outputs, dy, gate, up):
         launch("swiglu_backward", dense(dy), dense(gate), dense(up), *outputs, dy.numel())
 
@@ -1296,7 +1336,7 @@ class _SwiGLUFunction(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) up (arXiv 2002.05202, eq. 6). Of one shape, any -> the same"""
+    """silu(gate) up (arXiv 2002.05202, eq. 6). gate, up: one shape, any -> the same shape"""
     return _SwiGLUFunction.apply(gate, up)
 
 
@@ -1634,32 +1674,32 @@ def rows_fit(t: Tensor, *_) -> bool:
 
 @operation("bias_gelu(Tensor x, Tensor? bias) -> Tensor")
 class _BiasGELU(Operation):
-    """x: [.., h]; bias: [h] or None"""
+    """x: [.., h]; bias: [h] or None -> [.., h]"""
 
-    fits = rows_fit
+    fits = staticmethod(rows_fit)
 
+    @staticmethod
     def empty(x, bias):
         need("bias_gelu", "x", x, 1)
         expect("bias_gelu", x, bias=(bias, (x.dtype,), x.shape[-1:]))
         return contiguous(x)
 
+    @staticmethod
     def reference(x, bias):
-        return (
-            F.gelu(wide(x) if bias is None else wide(x) + wide(bias), approximate="tanh")
-            .to(x.dtype)
-            .contiguous()
-        )
+        return F.gelu(plus_bias(x, bias), approximate="tanh").to(x.dtype).contiguous()
 
+    @staticmethod
     def kernel(y, x, bias):
         launch("bias_gelu", dense(x), dense(bias), y, rows_of(x), x.shape[-1])
 
 
 @operation("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)")
 class _BiasGELUBackward(Operation):
-    """-> dx [.., h], dbias [h], empty without a bias"""
+    """-> dx [.., h]; dbias [h], empty without a bias"""
 
-    fits = rows_fit
+    fits = staticmethod(rows_fit)
 
+    @staticmethod
     def empty(dy, x, bias):
         need("bias_gelu_backward", "dy", dy, 1)
         expect(
@@ -1670,26 +1710,24 @@ class _BiasGELUBackward(Operation):
         )
         return contiguous(x), x.new_empty(0 if bias is None else x.shape[-1])
 
+    @staticmethod
     def reference(dy, x, bias):
-        u = wide(x) if bias is None else wide(x) + wide(bias)
+        u = plus_bias(x, bias)
         z2 = 2 * math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)
         slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * u * u)
         # gelu(u) = u sigmoid(2z)
         d = wide(dy) * (z2.sigmoid() + u * z2.sigmoid() * (-z2).sigmoid() * slope)
-        return d.to(x.dtype).contiguous(), x.new_empty(0) if bias is None else column_sums(d).to(
-            x.dtype
-        )
+        dbias = x.new_empty(0) if bias is None else column_sums(d).to(x.dtype)
+        return d.to(x.dtype).contiguous(), dbias
 
+    @staticmethod
     def kernel(outputs, dy, x, bias):
-        dx, d_bias = outputs
         rows = rows_of(x)
         h = x.shape[-1]
-        parts = (
-            None
-            if bias is None
-            else parts_for("column_parts", rows, h, CODES[x.dtype], h=h, like=x)
-        )
-        launch("bias_gelu_backward", dense(dy), dense(x), dense(bias), dx, d_bias, parts, rows, h)
+        parts = None
+        if bias is not None:
+            parts = parts_for("column_parts", rows, h, CODES[x.dtype], h=h, like=x)
+        launch("bias_gelu_backward", *map(dense, (dy, x, bias)), *outputs, parts, rows, h)
 
 
 class _BiasGELUFunction(torch.autograd.Function):
@@ -1702,48 +1740,54 @@ class _BiasGELUFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, bias = ctx.saved_tensors
-        dx, d_bias = torch.ops.fused.bias_gelu_backward(dy, x, bias)
-        return dx, None if bias is None else d_bias
+        dx, dbias = torch.ops.fused.bias_gelu_backward(dy, x, bias)
+        return dx, None if bias is None else dbias
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
-    """gelu(x + bias) in the tanh form (arXiv 1606.08415, section 2). x: [.., h]; bias: [h] or None
-    -> [.., h]"""
+    """gelu(x + bias) in the tanh form (arXiv 1606.08415, section 2).
+
+    x: [.., h]; bias: [h] or None -> [.., h]
+    """
     return _BiasGELUFunction.apply(x, bias)
 
 
-def numbers_of_mask(p: float, start: int, s: int, salt: int) -> tuple:
+def mask_arguments(p: float, start: int, s: int, salt: int) -> tuple:
+    """The launchers' arguments of struct Mask: s, start, salt, limit, scale."""
     return s, start, salt, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
 
 
-def check_keys(operation: str, t: Tensor, key: Tensor | None, p: float) -> None:
+def check_mask(operation: str, t: Tensor, key: Tensor | None, p: float) -> None:
+    """Raises ValueError unless key is None or fits to t [b, s, h], and 0 <= p < 1."""
     if key is not None:
         if t.dim() != 3:
-            raise ValueError(
-                f"{operation}: x has shape {list(t.shape)}, expected [b, s, h], whose coordinates are hashed"
-            )
+            where = "expected [b, s, h], whose coordinates are hashed"
+            raise ValueError(f"{operation}: x has shape {list(t.shape)}, {where}")
         expect(operation, t, key=(key, (torch.int32,), t.shape[:1]))
     if not 0 <= p < 1:
         raise ValueError(f"{operation}: p is {p}, expected at least 0 and below 1")
 
 
 def dropped_out(x: Tensor, key: Tensor | None, salt: int, start: int, p: float) -> Tensor:
-    return (
-        x
-        if key is None
-        else x.masked_fill(gpt.dropped(key, salt, x.shape, {1: start}, p), 0.0) * (1 / (1 - p))
-    )
+    """x with the masked elements 0 and the others scaled by 1 / (1 - p); x itself without a key."""
+    if key is None:
+        return x
+    dropped = gpt.dropped(key, salt, x.shape, {1: start}, p)
+    return x.masked_fill(dropped, 0.0) * (1 / (1 - p))
 
 
 @operation(
-    "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, Tensor? key, int salt, int start, float p) -> Tensor"
+    "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, Tensor? key,"
+    " int salt, int start, float p) -> Tensor"
 )
 class _BiasDropoutAdd(Operation):
-    """x, residual: [.., h], with a key [b, s, h]; bias: [h] or None; key: [b] int32, or None to
-    drop nothing; start: the first position's number in the whole sequence"""
+    """x, residual: [.., h], and [b, s, h] if there is a key; bias: [h] or None; key: [b] int32, or
+    None to drop nothing; salt: site of the dropout in the model; start: global number of the first
+    position -> the shape of x"""
 
-    fits = rows_fit
+    fits = staticmethod(rows_fit)
 
+    @staticmethod
     def empty(x, bias, residual, key, salt, start, p):
         need("bias_dropout_add", "x", x, 1)
         expect(
@@ -1752,44 +1796,49 @@ class _BiasDropoutAdd(Operation):
             bias=(bias, (x.dtype,), x.shape[-1:]),
             residual=(residual, (x.dtype,), x.shape),
         )
-        check_keys("bias_dropout_add", x, key, p)
+        check_mask("bias_dropout_add", x, key, p)
         return contiguous(x)
 
+    @staticmethod
     def reference(x, bias, residual, key, salt, start, p):
-        z = wide(x) if bias is None else wide(x) + wide(bias)
-        return (wide(residual) + dropped_out(z, key, salt, start, p)).to(x.dtype).contiguous()
+        y = wide(residual) + dropped_out(plus_bias(x, bias), key, salt, start, p)
+        return y.to(x.dtype).contiguous()
 
+    @staticmethod
     def kernel(y, x, bias, residual, key, salt, start, p):
+        s = 1 if key is None else x.shape[-2]
         launch(
             "bias_dropout_add",
-            dense(x),
-            dense(bias),
-            dense(residual),
-            dense(key),
+            *map(dense, (x, bias, residual, key)),
             y,
             rows_of(x),
             x.shape[-1],
-            *numbers_of_mask(p, start, x.shape[-2] if key is not None else 1, salt),
+            *mask_arguments(p, start, s, salt),
         )
 
 
 @operation(
-    "bias_dropout_add_backward(Tensor dy, Tensor key, int salt, int start, float p, bool bias) -> (Tensor, Tensor)"
+    "bias_dropout_add_backward(Tensor dy, Tensor key, int salt, int start, float p, bool bias)"
+    " -> (Tensor, Tensor)"
 )
 class _BiasDropoutAddBackward(Operation):
-    """dy: [b, s, h] -> dx, dbias [h], empty without a bias"""
+    """dy: [b, s, h] -> dx [b, s, h]; dbias [h], empty without a bias"""
 
-    fits = rows_fit
+    fits = staticmethod(rows_fit)
 
+    @staticmethod
     def empty(dy, key, salt, start, p, bias):
         need("bias_dropout_add_backward", "dy", dy, 1)
-        check_keys("bias_dropout_add_backward", dy, key, p)
+        check_mask("bias_dropout_add_backward", dy, key, p)
         return contiguous(dy), dy.new_empty(dy.shape[-1] if bias else 0)
 
+    @staticmethod
     def reference(dy, key, salt, start, p, bias):
         d = dropped_out(wide(dy), key, salt, start, p)
-        return d.to(dy.dtype).contiguous(), column_sums(d).to(dy.dtype) if bias else dy.new_empty(0)
+        dbias = column_sums(d).to(dy.dtype) if bias else dy.new_empty(0)
+        return d.to(dy.dtype).contiguous(), dbias
 
+    @staticmethod
     def kernel(outputs, dy, key, salt, start, p, bias):
         rows = rows_of(dy)
         h = dy.shape[-1]
@@ -1802,7 +1851,7 @@ class _BiasDropoutAddBackward(Operation):
             parts,
             rows,
             h,
-            *numbers_of_mask(p, start, dy.shape[1], salt),
+            *mask_arguments(p, start, dy.shape[1], salt),
         )
 
 
@@ -1810,21 +1859,23 @@ class _BiasDropoutAddFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, residual, key, salt, start, p):
         ctx.save_for_backward(key)
-        ctx.bias = bias is not None and ctx.needs_input_grad[1]
-        ctx.rest = (salt, start, p)
+        ctx.has_bias_grad = bias is not None and ctx.needs_input_grad[1]
+        ctx.mask = (salt, start, p)
         return torch.ops.fused.bias_dropout_add(x, bias, residual, key, salt, start, p)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (key,) = ctx.saved_tensors
-        # nothing was dropped: dx is dy itself
         if key is None:
+            # Nothing was dropped: dx is dy itself.
             dx = dy
-            d_bias = column_sums(dy) if ctx.bias else None
+            dbias = column_sums(dy) if ctx.has_bias_grad else None
         else:
-            dx, d_bias = torch.ops.fused.bias_dropout_add_backward(dy, key, *ctx.rest, ctx.bias)
-        return dx, d_bias if ctx.bias else None, dy, None, None, None, None
+            dx, dbias = torch.ops.fused.bias_dropout_add_backward(
+                dy, key, *ctx.mask, ctx.has_bias_grad
+            )
+        return dx, dbias if ctx.has_bias_grad else None, dy, None, None, None, None
 
 
 def bias_dropout_add(
@@ -1836,9 +1887,12 @@ def bias_dropout_add(
     start: int,
     p: float,
 ) -> Tensor:
-    """residual + dropout(x + bias), with gpt.dropped's mask. x, residual: [b, s, h]; bias: [h] or
-    None; key: [b] from gpt.layer_key, None for no dropout; start: number of the first position here
-    -> [b, s, h]"""
+    """residual + dropout(x + bias), with gpt.dropped's mask.
+
+    x, residual: [b, s, h]; bias: [h] or None; key: [b] from gpt.layer_key, None for no dropout;
+    salt: site of the dropout in the model; start: global number of the first position
+    -> [b, s, h]
+    """
     return _BiasDropoutAddFunction.apply(x, bias, residual, key if p else None, salt, start, p)
 
 
@@ -1982,49 +2036,53 @@ def check_square(operation: str, name: str, t: Tensor) -> None:
 
 @operation("causal_softmax(Tensor scores, float scale) -> Tensor")
 class _CausalSoftmax(Operation):
-    """[.., s, s] -> the same"""
+    """scores: [.., s, s] -> probabilities p [.., s, s]"""
 
+    @staticmethod
     def empty(scores, scale):
         check_square("causal_softmax", "scores", scores)
         return contiguous(scores)
 
+    @staticmethod
     def reference(scores, scale):
         s = scores.shape[-1]
         above = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
-        return (
-            (wide(scores) * scale)
-            .masked_fill(above, -math.inf)
-            .softmax(-1)
-            .to(scores.dtype)
-            .contiguous()
-        )
+        p = (wide(scores) * scale).masked_fill(above, -math.inf).softmax(-1)
+        return p.to(scores.dtype).contiguous()
 
+    @staticmethod
     def fits(scores, *_):
         return row_fits(scores)
 
+    @staticmethod
     def kernel(y, scores, scale):
         launch("causal_softmax", dense(scores), y, rows_of(y), y.shape[-1], scale)
 
 
 @operation("causal_softmax_backward(Tensor dp, Tensor p, float scale) -> Tensor")
 class _CausalSoftmaxBackward(Operation):
-    """-> gradient of the scores"""
+    """dp, p: [.., s, s] -> the gradient of the scores"""
 
+    @staticmethod
     def empty(dp, p, scale):
         check_square("causal_softmax_backward", "dp", dp)
         expect("causal_softmax_backward", dp, p=(p, (dp.dtype,), dp.shape))
         return contiguous(p)
 
+    @staticmethod
     def reference(dp, p, scale):
+        z = wide(p)
+        # Above the diagonal p is 0, and dp, which may be anything, is not read.
         d = wide(dp)
-        q = wide(p)
-        # never looked at: p is 0 there
-        d = d.masked_fill(torch.ones_like(d[..., :, :], dtype=torch.bool).triu(1), 0)
-        return (scale * q * (d - (d * q).sum(-1, keepdim=True))).to(p.dtype).contiguous()
+        d = d.masked_fill(torch.ones_like(d, dtype=torch.bool).triu(1), 0)
+        dscores = scale * z * (d - (d * z).sum(-1, keepdim=True))
+        return dscores.to(p.dtype).contiguous()
 
+    @staticmethod
     def fits(dp, *_):
         return row_fits(dp)
 
+    @staticmethod
     def kernel(out, dp, p, scale):
         launch("causal_softmax_backward", dense(dp), dense(p), out, rows_of(p), p.shape[-1], scale)
 
@@ -2044,8 +2102,10 @@ class _CausalSoftmaxFunction(torch.autograd.Function):
 
 
 def causal_softmax(scores: Tensor, scale: float) -> Tensor:
-    """softmax(scale scores) of which row i sees columns 0 .. i. scores: [.., s, s] -> the same, 0
-    above the diagonal"""
+    """softmax(scale scores), in which row i attends to columns 0 .. i.
+
+    scores: [.., s, s] -> [.., s, s], 0 above the diagonal
+    """
     return _CausalSoftmaxFunction.apply(scores, scale)
 
 
@@ -2186,51 +2246,49 @@ void cross_entropy_gradient(
 """
 
 
-# as in the kernel; no label that anybody has
+# The target of a row whose token is in another rank's columns, as in the CUDA source.
 ELSEWHERE = -(2**62)
+
+
+def row_counts_fit(logits: Tensor, *_) -> bool:
+    """Rows and columns are counted in 32 bits."""
+    return 0 < logits.shape[-1] < 2**31 and rows_of(logits) < 2**31
 
 
 @operation(
     "cross_entropy_statistics(Tensor logits, Tensor targets, int valid) -> (Tensor, Tensor, Tensor)"
 )
 class _CrossEntropyStatistics(Operation):
-    """logits: [.., V], of which the first `valid` columns count; targets: [..] int64, ELSEWHERE: not
-    among these columns -> largest [..], Σ exp(z - largest), z_label (0 for ELSEWHERE), in at least
+    """logits: [.., V], of which the first `valid` columns count; targets: [..] int64, or ELSEWHERE
+    -> largest, total = Σ exp(z - largest), target_logit (0 for ELSEWHERE), each [..] in at least
     float32"""
 
+    fits = staticmethod(row_counts_fit)
+
+    @staticmethod
     def empty(logits, targets, valid):
-        need("cross_entropy_statistics", "logits", logits, 1)
-        expect(
-            "cross_entropy_statistics", logits, targets=(targets, (torch.int64,), logits.shape[:-1])
-        )
+        name = "cross_entropy_statistics"
+        need(name, "logits", logits, 1)
+        expect(name, logits, targets=(targets, (torch.int64,), logits.shape[:-1]))
         if not 0 <= valid <= logits.shape[-1]:
-            raise ValueError(
-                f"cross_entropy_statistics: valid is {valid}, expected 0 to {logits.shape[-1]}"
-            )
+            raise ValueError(f"{name}: valid is {valid}, expected 0 to {logits.shape[-1]}")
         largest = logits.new_empty(logits.shape[:-1], dtype=wide_dtype(logits))
         return largest, torch.empty_like(largest), torch.empty_like(largest)
 
+    @staticmethod
     def reference(logits, targets, valid):
+        if not valid:
+            largest = logits.new_full(targets.shape, -math.inf, dtype=wide_dtype(logits))
+            return largest, torch.zeros_like(largest), torch.zeros_like(largest)
         z = wide(logits[..., :valid])
-        largest = (
-            z.amax(-1)
-            if valid
-            else logits.new_full(targets.shape, -math.inf, dtype=wide_dtype(logits))
-        )
+        largest = z.amax(-1)
         total = (z - largest.unsqueeze(-1)).exp().sum(-1)
         elsewhere = targets == ELSEWHERE
-        target_logit = (
-            z.gather(-1, targets.masked_fill(elsewhere, 0).unsqueeze(-1))
-            .squeeze(-1)
-            .masked_fill(elsewhere, 0)
-            if valid
-            else torch.zeros_like(largest)
-        )
+        columns = targets.masked_fill(elsewhere, 0).unsqueeze(-1)
+        target_logit = z.gather(-1, columns).squeeze(-1).masked_fill(elsewhere, 0)
         return largest, total, target_logit
 
-    def fits(logits, *_):
-        return 0 < logits.shape[-1] < 2**31 and rows_of(logits) < 2**31
-
+    @staticmethod
     def kernel(outputs, logits, targets, valid):
         launch(
             "cross_entropy_statistics",
@@ -2244,36 +2302,40 @@ class _CrossEntropyStatistics(Operation):
 
 
 @operation(
-    "cross_entropy_gradient(Tensor(a!) logits, Tensor targets, Tensor largest, Tensor total, Tensor grad, int valid) -> ()"
+    "cross_entropy_gradient(Tensor(a!) logits, Tensor targets, Tensor largest, Tensor total,"
+    " Tensor grad, int valid) -> ()"
 )
 class _CrossEntropyGradient(Operation):
-    """logits become their gradient, grad (exp(z - largest) / total - onehot(label)), 0 beyond the
-    valid columns. largest, total: [..], of the whole row; grad: [..], in at least float32"""
+    """Overwrites logits with their gradient, grad (exp(z - largest) / total - onehot(target)), and
+    with 0 beyond the valid columns. largest, total: [..], of the whole row; grad: [..], all in at
+    least float32"""
 
+    fits = staticmethod(row_counts_fit)
+
+    @staticmethod
     def empty(logits, targets, largest, total, grad, valid):
         need("cross_entropy_gradient", "logits", logits, 1)
-        of_rows = (wide_dtype(logits),), logits.shape[:-1]
+        per_row = (wide_dtype(logits),), logits.shape[:-1]
         expect(
             "cross_entropy_gradient",
             logits,
             targets=(targets, (torch.int64,), logits.shape[:-1]),
-            largest=(largest, *of_rows),
-            total=(total, *of_rows),
-            grad=(grad, *of_rows),
+            largest=(largest, *per_row),
+            total=(total, *per_row),
+            grad=(grad, *per_row),
         )
 
+    @staticmethod
     def reference(logits, targets, largest, total, grad, valid):
         p = (wide(logits) - largest.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
         p[..., valid:] = 0
         elsewhere = (targets == ELSEWHERE).unsqueeze(-1)
-        p.scatter_add_(
-            -1, targets.unsqueeze(-1).masked_fill(elsewhere, 0), elsewhere.to(p.dtype) - 1
-        )
+        columns = targets.unsqueeze(-1).masked_fill(elsewhere, 0)
+        # - 1 in the target's column, - 0 for ELSEWHERE.
+        p.scatter_add_(-1, columns, elsewhere.to(p.dtype) - 1)
         logits.copy_(p.mul_(grad.unsqueeze(-1)))
 
-    def fits(logits, *_):
-        return 0 < logits.shape[-1] < 2**31 and rows_of(logits) < 2**31
-
+    @staticmethod
     def kernel(outputs, logits, targets, largest, total, grad, valid):
         z = logits.contiguous()
         launch(
@@ -2291,8 +2353,8 @@ class _CrossEntropyGradient(Operation):
 
 
 class _CrossEntropyFunction(torch.autograd.Function):
-    """Whole rows where `group` is None; with it, this rank's columns of them: maxima and sums are
-    reduced."""
+    """logits are whole rows if `group` is None. With a group they are this rank's columns, and the
+    statistics are all-reduced."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size, group):
@@ -2308,12 +2370,12 @@ class _CrossEntropyFunction(torch.autograd.Function):
             logits, local, valid
         )
         if group is not None:
-            most = largest.clone()
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-            sums = torch.stack((total * (largest - most).exp(), target_logit))
+            of_all = largest.clone()
+            dist.all_reduce(of_all, dist.ReduceOp.MAX, group=group)
+            sums = torch.stack((total * (largest - of_all).exp(), target_logit))
             dist.all_reduce(sums, group=group)
-            largest = most
-            (total, target_logit) = sums
+            largest = of_all
+            total, target_logit = sums
         ctx.save_for_backward(logits, local, largest, total)
         ctx.valid = valid
         return total.log() + (largest - target_logit)
@@ -2321,15 +2383,18 @@ class _CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        logits, *rest = ctx.saved_tensors
+        logits, *statistics = ctx.saved_tensors
         gradient = logits.detach()
-        torch.ops.fused.cross_entropy_gradient(gradient, *rest, grad, ctx.valid)
+        torch.ops.fused.cross_entropy_gradient(gradient, *statistics, grad, ctx.valid)
         return gradient, None, None, None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """log Σ exp z - z_label of each row, in at least float32. logits: [.., V], which backward
-    **overwrites** with their gradient (so it can run once); targets: [..] int64 -> [..]"""
+    """log Σ exp z - z_target of each row, in at least float32.
+
+    logits: [.., V]; targets: [..] int64 -> [..]. Backward **overwrites** the logits with their
+    gradient, so it can run only once.
+    """
     return _CrossEntropyFunction.apply(logits, targets, logits.shape[-1], None)
 
 
@@ -2337,8 +2402,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """The same of logits [.., V / t] that are cut by words
-    (tensor_parallel.vocab_parallel_cross_entropy): the statistics are reduced, 3 numbers a row."""
+    """cross_entropy of logits [.., V / t] that are sharded over the vocabulary.
+
+    As tensor_parallel.vocab_parallel_cross_entropy: only the statistics are all-reduced, 3 numbers
+    per row.
+    """
     return _CrossEntropyFunction.apply(logits, targets, vocab_size, group)
 
 
@@ -2480,28 +2548,33 @@ INDEX = (torch.int64,)
 
 @operation("take(Tensor x, Tensor order) -> Tensor")
 class _Take(Operation):
-    """x: [n, h]; order: [m], assignments, of token a % n -> [m, h]"""
+    """x: [n, h]; order: [m], assignments; assignment a belongs to token a % n -> [m, h]"""
 
+    @staticmethod
     def empty(x, order):
         need("take", "x", x, 2)
         expect("take", x, order=(order, INDEX, (order.numel(),)))
         return x.new_empty(len(order), x.shape[1])
 
+    @staticmethod
     def reference(x, order):
         return moe.take(x, order)
 
+    @staticmethod
     def fits(x, order):
         return x.numel() > 0 and len(order) < 2**31
 
+    @staticmethod
     def kernel(y, x, order):
         launch("take", dense(x), order.contiguous(), y, len(y), len(x), x.shape[1])
 
 
 @operation("put(Tensor rows, Tensor place, Tensor? gates) -> Tensor")
 class _Put(Operation):
-    """rows: [m, h]; place: [k, n], of each token's choices in rows, m where it was dropped; gates:
-    [n, k] float32, or None for 1 -> [n, h], each token's rows summed"""
+    """rows: [m, h]; place: [k, n], the row of each token's choices, m where it was dropped; gates:
+    [n, k] float32, or None for 1 -> [n, h], the sum of each token's rows times their gates"""
 
+    @staticmethod
     def empty(rows, place, gates):
         need("put", "rows", rows, 2)
         need("put", "place", place, 2, INDEX)
@@ -2513,17 +2586,20 @@ class _Put(Operation):
         )
         return rows.new_empty(place.shape[1], rows.shape[1])
 
+    @staticmethod
     def reference(rows, place, gates):
         if gates is None:
             return moe.put(rows, place)
+        # Row m, of zeros, stands for what was dropped.
         kept = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-        return sum(wide(kept[at]) * gate.unsqueeze(1) for at, gate in zip(place, gates.t())).to(
-            rows.dtype
-        )
+        choices = zip(place, gates.t())
+        return sum(wide(kept[at]) * gate.unsqueeze(1) for at, gate in choices).to(rows.dtype)
 
+    @staticmethod
     def fits(rows, *_):
         return rows.numel() > 0
 
+    @staticmethod
     def kernel(y, rows, place, gates):
         launch(
             "put",
@@ -2539,9 +2615,10 @@ class _Put(Operation):
 
 @operation("put_backward(Tensor dy, Tensor rows, Tensor order, Tensor gates) -> (Tensor, Tensor)")
 class _PutBackward(Operation):
-    """dy: [n, h]; rows: [m, h]; order: [m]; gates: [n, k] -> drows [m, h], dgates [n, k], 0 for
-    what was dropped"""
+    """dy: [n, h]; rows: [m, h]; order: [m]; gates: [n, k] -> drows [m, h]; dgates [n, k], 0 for
+    dropped choices"""
 
+    @staticmethod
     def empty(dy, rows, order, gates):
         need("put_backward", "dy", dy, 2)
         need("put_backward", "rows", rows, 2)
@@ -2554,27 +2631,32 @@ class _PutBackward(Operation):
         )
         return contiguous(rows), contiguous(gates)
 
+    @staticmethod
     def reference(dy, rows, order, gates):
-        token = order % max(1, len(dy))
-        d_gates = gates.new_zeros(gates.shape)
-        # in gates, [n, k]
-        at = token * gates.shape[1] + order // max(1, len(dy))
+        n = max(1, len(dy))
+        token, choice = order % n, order // n
+        # Index into the flattened gates [n, k].
+        at = token * gates.shape[1] + choice
         d = wide(dy)[token]
-        d_gates.view(-1)[at] = (d * wide(rows)).sum(-1)
-        return (d * gates.flatten()[at].unsqueeze(1)).to(rows.dtype), d_gates
+        dgates = gates.new_zeros(gates.shape)
+        dgates.view(-1)[at] = (d * wide(rows)).sum(-1)
+        return (d * gates.flatten()[at].unsqueeze(1)).to(rows.dtype), dgates
 
+    @staticmethod
     def fits(dy, rows, *_):
         return rows.numel() > 0
 
+    @staticmethod
     def kernel(outputs, dy, rows, order, gates):
+        drows, dgates = outputs
         launch(
             "put_backward",
             dense(dy),
             dense(rows),
             order.contiguous(),
             gates.contiguous(),
-            outputs[0],
-            outputs[1].zero_(),
+            drows,
+            dgates.zero_(),
             len(rows),
             *gates.shape,
             rows.shape[1],
@@ -2582,7 +2664,7 @@ class _PutBackward(Operation):
 
 
 class _TakeFunction(torch.autograd.Function):
-    """take forward and put backward; each is the other's adjoint."""
+    """take forward, put without gates backward: each is the other's adjoint."""
 
     @staticmethod
     def forward(ctx, x, order, place):
@@ -2608,14 +2690,18 @@ class _PutFunction(torch.autograd.Function):
 
 
 def take(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """Rows of tokens in the order of assignments (moe.Routes). x: [n, h]; order: [m]; place: [k,
-    n], order's inverse -> [m, h]"""
+    """Copies of the tokens in the order of the assignments (moe.Routes).
+
+    x: [n, h]; order: [m]; place: [k, n], the inverse of order -> [m, h]
+    """
     return _TakeFunction.apply(x, order, place)
 
 
 def put(rows: Tensor, gates: Tensor, place: Tensor, order: Tensor) -> Tensor:
-    """Each token's rows, times their gates, summed. rows: [m, h]; gates: [n, k] in at least
-    float32; place: [k, n]; order: [m] -> [n, h]"""
+    """The sum of each token's rows times their gates, the way back from `take`.
+
+    rows: [m, h]; gates: [n, k] in at least float32; place: [k, n]; order: [m] -> [n, h]
+    """
     return _PutFunction.apply(rows, gates, place, order)
 
 
@@ -2726,29 +2812,30 @@ void adamw(
 
 
 @operation(
-    "adamw(Tensor(a!) weight, Tensor(b!)? low, Tensor(c!)? master, Tensor gradient, Tensor(d!) exp_avg, Tensor(e!) exp_avg_sq, "
-    "float lr, float decay, float beta1, float beta2, float eps, int step, float scale) -> ()"
+    "adamw(Tensor(a!) weight, Tensor(b!)? low, Tensor(c!)? master, Tensor gradient,"
+    " Tensor(d!) exp_avg, Tensor(e!) exp_avg_sq,"
+    " float lr, float decay, float beta1, float beta2, float eps, int step, float scale) -> ()"
 )
 class _AdamW(Operation):
-    """All of one shape and contiguous. weight: bf16 with low, int16, of a split master; float32,
-    itself the master; or 16 bits with a float32 master beside it. gradient: float32, multiplied by
-    scale first"""
+    """All tensors have one shape and are contiguous; gradient: float32, multiplied by scale first.
 
+    weight      low      master     exp_avg, exp_avg_sq
+    bf16        int16    None       bf16                   the master is split into weight and low
+    float32     None     None       bf16                   the weight is the master
+    16 bits     None     float32    float32                the master is beside the weight
+    """
+
+    @staticmethod
     def empty(weight, low, master, gradient, exp_avg, exp_avg_sq, *_):
         shape = weight.shape
-        state = (torch.float32,) if master is not None else (torch.bfloat16,)
-        needed = torch.bfloat16, torch.float16
-        need(
-            "adamw",
-            "weight",
-            weight,
-            0,
-            (torch.bfloat16,)
-            if low is not None
-            else needed
-            if master is not None
-            else (torch.float32,),
-        )
+        state = (torch.bfloat16,)
+        dtypes = (torch.float32,)
+        if master is not None:
+            state = (torch.float32,)
+            dtypes = (torch.bfloat16, torch.float16)
+        if low is not None:
+            dtypes = (torch.bfloat16,)
+        need("adamw", "weight", weight, 0, dtypes)
         expect(
             "adamw",
             weight,
@@ -2758,65 +2845,41 @@ class _AdamW(Operation):
             exp_avg=(exp_avg, state, shape),
             exp_avg_sq=(exp_avg_sq, state, shape),
         )
-        for name, t in dict(
+        changed = dict(
             weight=weight, low=low, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq
-        ).items():
+        )
+        for name, t in changed.items():
             if t is not None and not t.is_contiguous():
+                strides = list(t.stride())
                 raise ValueError(
-                    f"adamw: {name} has strides {list(t.stride())}, expected contiguous numbers, which are changed where they are"
+                    f"adamw: {name} has strides {strides}, expected a contiguous tensor, because it"
+                    " is changed in place"
                 )
 
-    def reference(
-        weight,
-        low,
-        master,
-        gradient,
-        exp_avg,
-        exp_avg_sq,
-        lr,
-        decay,
-        beta1,
-        beta2,
-        eps,
-        step,
-        scale,
-    ):
-        x = (
-            master
-            if master is not None
-            else weight.clone()
-            if low is None
-            else optimizer.join_master(weight, low)
-        )
+    @staticmethod
+    def reference(weight, low, master, gradient, exp_avg, exp_avg_sq, *options):
+        lr, decay, beta1, beta2, eps, step, scale = options
+        if master is not None:
+            x = master
+        elif low is not None:
+            x = optimizer.join(weight, low)
+        else:
+            x = weight.clone()
         g = gradient * scale
         m = exp_avg.float().lerp_(g, 1 - beta1)
         v = exp_avg_sq.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        x.mul_(1 - lr * decay).addcdiv_(
-            m, v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps), value=-lr / (1 - beta1**step)
-        )
+        root = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
+        x.mul_(1 - lr * decay).addcdiv_(m, root, value=-lr / (1 - beta1**step))
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)
         if low is not None:
-            optimizer.split_master(x, weight, low)
+            optimizer.split(x, weight, low)
         else:
             weight.copy_(x)
 
-    def kernel(
-        outputs,
-        weight,
-        low,
-        master,
-        gradient,
-        exp_avg,
-        exp_avg_sq,
-        lr,
-        decay,
-        beta1,
-        beta2,
-        eps,
-        step,
-        scale,
-    ):
+    @staticmethod
+    def kernel(outputs, weight, low, master, gradient, exp_avg, exp_avg_sq, *options):
+        lr, decay, beta1, beta2, eps, step, scale = options
         launch(
             "adamw",
             weight,
@@ -2841,7 +2904,7 @@ class _AdamW(Operation):
 
 def adamw(*args, **options) -> None:
     """optimizer.AdamW's update of one parameter, in place, in one pass over its bytes (arXiv
-    1711.05101, algorithm 2). Arguments as _AdamW's schema; step counts from 1."""
+    1711.05101, algorithm 2). Arguments: _AdamW's schema; step counts from 1."""
     torch.ops.fused.adamw(*args, **options)
 
 
@@ -2870,7 +2933,7 @@ class LayerNorm(nn.LayerNorm):
 
 class Rotary(gpt.Rotary):
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        # to decode, each row has its own position
+        # While decoding, each row has its own position, and so its own table.
         return rotary(q, k, *table) if table[0].dim() == 2 else super().forward(q, k, table)
 
 
@@ -2889,7 +2952,7 @@ class BiasDropoutAdd(gpt.BiasDropoutAdd):
         self, x: Tensor, bias: Tensor | None, residual: Tensor, drop_key: Tensor | None
     ) -> Tensor:
         if bias is None and (drop_key is None or self.dropout.p == 0):
-            # one pass already
+            # PyTorch does this in one pass already.
             return residual + x
         return bias_dropout_add(
             x,
@@ -2937,8 +3000,11 @@ FUSED = {
 
 
 def swap(model: nn.Module) -> None:
-    """Let modules compute by the operations above, on any device. After tensor_parallel.apply
-    and whatever else puts new modules in. Their dtypes must agree: not under autocast."""
+    """Make the modules of a model compute with the operations above, on any device.
+
+    To be called after tensor_parallel.apply and whatever else replaces modules. The operations need
+    arguments of one dtype, so the model does not run under autocast afterwards.
+    """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm) and (
             len(module.normalized_shape) > 1
@@ -2946,26 +3012,37 @@ def swap(model: nn.Module) -> None:
             or module.eps is None
             or getattr(module, "bias", module) is None
         ):
-            # other norms than the model's
+            # Not a norm that the operations compute.
             continue
         module.__class__ = FUSED.get(type(module), type(module))
 
 
 def apply(model: nn.Module, device: torch.device) -> str:
-    """`swap` where the kernels run, after everything else that changes what modules are. Returns
-    "", or why they do not run on this device: then the model stays as it is."""
+    """`swap` if the kernels run on this device; after everything else that replaces modules.
+
+    Returns "", or why the kernels do not run: the model is unchanged then.
+    """
     why_not = load()[1] if device.type == "cuda" else "no CUDA device"
     if not why_not:
         swap(model)
     return why_not
 
 
-# --------------------------------------------------------------------------------------------------
+# --- bytes and errors, beside PyTorch's own -------------------------------------------------------
 
 
 class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the bytes that PyTorch's operations have to move: of each, every tensor that it reads
-    or writes, once; of one that it changes, twice. Views move nothing."""
+    """Counts the bytes that PyTorch's operations have to move.
+
+    Every tensor that an operation reads or writes counts once, every tensor that it changes in
+    place twice. Views and empty tensors move nothing.
+    """
+
+    ALLOCATIONS = (
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.new_empty.default,
+    )
 
     def __init__(self):
         super().__init__()
@@ -2974,78 +3051,31 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         outputs = function(*args, **(kwargs or {}))
         schema = function._schema
-        if any(r.alias_info and not r.alias_info.is_write for r in schema.returns) or function in (
-            torch.ops.aten.empty.memory_format,
-            torch.ops.aten.empty_like.default,
-            torch.ops.aten.new_empty.default,
-        ):
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        if is_view or function in self.ALLOCATIONS:
             return outputs
-        flat = torch.utils._pytree.tree_leaves((args, kwargs, outputs))
-        tensors = {
+        # {address: bytes}: an output that is an argument counts once here.
+        moved = {
             t.untyped_storage().data_ptr(): t.numel() * t.element_size()
-            for t in flat
+            for t in torch.utils._pytree.tree_leaves((args, kwargs, outputs))
             if isinstance(t, Tensor) and t.numel()
         }
         changed = [
-            a
-            for a, described in zip(args, schema.arguments)
-            if isinstance(a, Tensor) and described.alias_info and described.alias_info.is_write
+            t.numel() * t.element_size()
+            for t, argument in zip(args, schema.arguments)
+            if isinstance(t, Tensor) and argument.alias_info and argument.alias_info.is_write
         ]
-        self.bytes += sum(tensors.values()) + sum(t.numel() * t.element_size() for t in changed)
+        self.bytes += sum(moved.values()) + sum(changed)
         return outputs
 
 
-def examples(
-    b: int,
-    s: int,
-    h: int,
-    ffn: int,
-    vocab_size: int,
-    heads: int = 8,
-    device="cpu",
-    dtype=torch.bfloat16,
-) -> dict:
-    """Every operation at a size: name: (arguments, fused, PyTorch's own, which arguments have
-    gradients)."""
-
-    def new(*shape):
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    n = b * s
+def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
+    """The examples of what stands in a block; new(*shape) makes a random tensor."""
     d = h // heads
     config = gpt.GPTConfig(num_layers=1, hidden_size=h, num_heads=heads, seq_length=s, llama=True)
     table = gpt.rotary_table(config, s, new(1))
-    key = gpt.dropout_key(0, 1, torch.arange(b, device=device))
-    dropout = gpt.BiasDropoutAdd(0.1, 2)
-    gelu = gpt.GELU()
-    swiglu_ = gpt.SwiGLU()
-    causal = gpt.CausalProbabilities()
-    decision = moe.Decision(
-        lambda logits, training: logits,
-        gpt.GPTConfig(
-            num_layers=1, hidden_size=8, num_heads=1, num_experts=8, router="topk", router_topk=2
-        ),
-    )
-    routes = decision(torch.rand(n, 8, device=device))
-    size = ffn * h
-    weight = new(size)
-    low = torch.zeros(size, dtype=torch.int16, device=device)
-    state = (
-        weight,
-        low,
-        None,
-        torch.randn(size, device=device),
-        new(size),
-        new(size).abs(),
-        1e-3,
-        0.1,
-        0.9,
-        0.95,
-        1e-8,
-        10,
-        1.0,
-    )
-    mask = torch.full((s, s), -math.inf, dtype=dtype, device=device).triu(1)
+    key = gpt.dropout_key(0, 1, torch.arange(b, device=new(1).device))
+    mask = torch.full_like(new(s, s), -math.inf).triu(1)
     return {
         "rms_norm": (
             (new(b, s, h), new(h)),
@@ -3065,7 +3095,7 @@ def examples(
             lambda q, k, *t: (gpt.rotate(q, t), gpt.rotate(k, t)),
             (0, 1),
         ),
-        "swiglu": ((new(b, s, ffn), new(b, s, ffn)), swiglu, swiglu_, (0, 1)),
+        "swiglu": ((new(b, s, ffn), new(b, s, ffn)), swiglu, gpt.SwiGLU(), (0, 1)),
         "bias_gelu": (
             (new(b, s, ffn), new(ffn)),
             bias_gelu,
@@ -3075,7 +3105,7 @@ def examples(
         "bias_dropout_add": (
             (new(b, s, h), new(h), new(b, s, h), key),
             lambda x, bias, r, k: bias_dropout_add(x, bias, r, k, 2, 0, 0.1),
-            dropout,
+            gpt.BiasDropoutAdd(0.1, 2),
             (0, 1, 2),
         ),
         "causal_softmax": (
@@ -3084,89 +3114,137 @@ def examples(
             lambda scores: (scores * d**-0.5 + mask).softmax(-1),
             (0,),
         ),
-        "cross_entropy": (
-            (new(n, vocab_size), torch.randint(vocab_size, (n,), device=device)),
-            cross_entropy,
-            gpt.cross_entropy,
-            (0,),
-        ),
-        "take": ((new(n, h), routes.order, routes.place), take, moe.taken, (0,)),
-        "put": (
-            (
-                new(len(routes.order), h),
-                torch.rand(n, 2, device=device),
-                routes.place,
-                routes.order,
-            ),
-            put,
-            moe.put_home,
-            (0, 1),
-        ),
-        "adamw": (state, adamw, _AdamW.reference, ()),
     }
 
 
-def there_and_back(function, args: tuple, wanted: tuple, numbers: torch.dtype | None = None):
-    """(bytes moved forward, and backward where something has a gradient; outputs and gradients) of
-    one call, with floating-point arguments as they are or as `numbers`."""
-    args = [
-        a.detach().to(numbers or a.dtype) if isinstance(a, Tensor) and a.is_floating_point() else a
-        for a in args
-    ]
-    copies = [
-        a.clone().requires_grad_(i in wanted) if isinstance(a, Tensor) else a
-        for i, a in enumerate(args)
-    ]
-    if wanted:
-        # no leaves: what overwrites its input may
-        copies = [c * 1 if i in wanted else c for i, c in enumerate(copies)]
+def loss_examples(new, n: int, vocab_size: int) -> dict:
+    logits = new(n, vocab_size)
+    targets = torch.randint(vocab_size, (n,), device=logits.device)
+    return {"cross_entropy": ((logits, targets), cross_entropy, gpt.cross_entropy, (0,))}
+
+
+def expert_examples(new, n: int, h: int) -> dict:
+    """The permutation of n tokens to 2 of 8 experts each."""
+    device = new(1).device
+    decision = moe.Decision(
+        lambda logits, training: logits,
+        gpt.GPTConfig(
+            num_layers=1, hidden_size=8, num_heads=1, num_experts=8, router="topk", router_topk=2
+        ),
+    )
+    routes = decision(torch.rand(n, 8, device=device))
+    gates = torch.rand(n, 2, device=device)
+    rows = new(len(routes.order), h)
+    return {
+        "take": ((new(n, h), routes.order, routes.place), take, moe.taken, (0,)),
+        "put": ((rows, gates, routes.place, routes.order), put, moe.put_home, (0, 1)),
+    }
+
+
+def optimizer_examples(new, size: int) -> dict:
+    """AdamW of one parameter, with 16-bit moments and a split master."""
+    weight = new(size)
+    low = torch.zeros_like(weight, dtype=torch.int16)
+    gradient = torch.randn(size, device=weight.device)
+    state = weight, low, None, gradient, new(size), new(size).abs()
+    lr, decay, beta1, beta2, eps, step, scale = 1e-3, 0.1, 0.9, 0.95, 1e-8, 10, 1.0
+    options = lr, decay, beta1, beta2, eps, step, scale
+    return {"adamw": ((*state, *options), adamw, _AdamW.reference, ())}
+
+
+def examples(
+    b: int,
+    s: int,
+    h: int,
+    ffn: int,
+    vocab_size: int,
+    heads: int = 8,
+    device="cpu",
+    dtype=torch.bfloat16,
+) -> dict:
+    """{name: (arguments, fused, PyTorch's own, which arguments have gradients)} of every operation,
+    at the sizes of a model. Without gradients there is no backward."""
+
+    def new(*shape):
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    return {
+        **module_examples(new, b, s, h, ffn, heads),
+        **loss_examples(new, b * s, vocab_size),
+        **expert_examples(new, b * s, h),
+        **optimizer_examples(new, ffn * h),
+    }
+
+
+def as_tuple(outputs) -> tuple:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def measure(function, args: tuple, with_gradient: tuple, dtype: torch.dtype | None = None):
+    """One call of a function, forward and backward.
+
+    Floating-point arguments are cast to `dtype`, if it is given. Returns ([bytes moved forward,
+    bytes moved backward], [*outputs, *gradients]); without gradients ([bytes moved forward], []).
+    """
+    inputs = list(args)
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor):
+            cast = dtype if dtype is not None and a.is_floating_point() else a.dtype
+            inputs[i] = a.detach().to(cast).clone().requires_grad_(i in with_gradient)
+        if i in with_gradient:
+            # Not a leaf: an operation may overwrite it.
+            inputs[i] = inputs[i] * 1
     with Traffic() as forward:
-        outputs = function(*copies)
-    if not wanted:
+        outputs = function(*inputs)
+    if not with_gradient:
         return [forward.bytes], []
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    downstream = [
+    outputs = as_tuple(outputs)
+    grad_outputs = [
         torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(o)
         for o in outputs
     ]
     with Traffic() as backward:
-        gradients = torch.autograd.grad(outputs, [copies[i] for i in wanted], downstream)
+        gradients = torch.autograd.grad(outputs, [inputs[i] for i in with_gradient], grad_outputs)
     return [forward.bytes, backward.bytes], [*outputs, *gradients]
+
+
+def largest_error(results: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest |x - y| / |y|, in the 2-norm, of outputs and gradients against float64."""
+    pairs = zip(results, exact)
+    return max(((x.double() - y).norm() / y.norm()).item() for x, y in pairs)
 
 
 def main():
     library, why_not = load()
-    print(
-        f"compiled for {torch.cuda.get_device_name()}"
-        if library
-        else f"not compiled here ({why_not}): the references run"
-    )
+    if library:
+        print(f"compiled for {torch.cuda.get_device_name()}")
+    else:
+        print(f"not compiled here ({why_not}): the references run")
     device, ours = ("cuda", "kernel") if library else ("cpu", "reference")
     print(
-        f"bytes for each number of the first argument, bf16, forward + backward: of each operation's arguments and outputs once, which is what one pass moves, and counted over PyTorch's own\n"
-        f"operations on this device ({device}), one after the other; and the largest error of an output or a gradient against float64, of the {ours} and of PyTorch's own\n\n"
-        f"{'':>18}{'one pass':>14}{'PyTorch':>16}{'ratio':>7}{'error: ' + ours:>18}{'PyTorch':>9}"
+        "\nBytes per element of the first argument, bf16, forward + backward:\n"
+        "  one pass   every argument and output of the operation once\n"
+        f"  PyTorch    summed over PyTorch's own operations on this device ({device})\n"
+        "Error: the largest of an output or a gradient, against float64.\n\n"
+        f"{'':>18}{'one pass':>14}{'PyTorch':>16}{'ratio':>7}"
+        f"{'error: ' + ours:>18}{'PyTorch':>9}"
     )
     torch.manual_seed(0)
-    for name, (args, fused, own, wanted) in examples(
-        2, 256, 512, 1408, 4096, device=device
-    ).items():
-        (one_pass, ours), (several, theirs) = (
-            there_and_back(function, args, wanted) for function in (fused, own)
-        )
-        exact = there_and_back(own, args, wanted, torch.float64)[1] if wanted else []
-        errors = [
-            f"{max(((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact)):.1e}"
-            if wanted
-            else ""
-            for found in (ours, theirs)
-        ]
+    sizes = dict(b=2, s=256, h=512, ffn=1408, vocab_size=4096)
+    for name, (args, fused, eager, with_gradient) in examples(**sizes, device=device).items():
+        one_pass, fused_results = measure(fused, args, with_gradient)
+        several, eager_results = measure(eager, args, with_gradient)
+        errors = "", ""
+        if with_gradient:
+            exact = measure(eager, args, with_gradient, torch.float64)[1]
+            results = fused_results, eager_results
+            errors = tuple(f"{largest_error(r, exact):.1e}" for r in results)
         counts = [
-            " + ".join(f"{m / args[0].numel():.1f}" for m in moved) for moved in (one_pass, several)
+            " + ".join(f"{moved / args[0].numel():.1f}" for moved in passes)
+            for passes in (one_pass, several)
         ]
-        print(
-            f"{name:>18}{counts[0]:>14}{counts[1]:>16}{sum(several) / sum(one_pass):>7.1f}{errors[0]:>18}{errors[1]:>9}"
-        )
+        ratio = sum(several) / sum(one_pass)
+        print(f"{name:>18}{counts[0]:>14}{counts[1]:>16}{ratio:>7.1f}{errors[0]:>18}{errors[1]:>9}")
 
 
 if __name__ == "__main__":
