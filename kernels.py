@@ -510,6 +510,8 @@ def operation(schema: str):
 
 
 class Operation:
+    """Base of the classes that `operation` registers."""
+
     @staticmethod
     def fits(*args) -> bool:
         return True

@@ -1,15 +1,20 @@
-"""Every operation of kernels.py at training sizes: time, and the share of the copy bandwidth that
-its bytes came at, beside PyTorch's own operations and `torch.compile` of those.
+"""Every operation of kernels.py at training sizes, beside PyTorch's own and torch.compile.
 
-    python comparisons/kernels.py [--rounds 20] [--only swiglu rotary]        on a GPU
-    python comparisons/kernels.py --toy                                       anywhere: the same code at sizes that say nothing, and nothing compiled
+    python comparisons/kernels.py [--rounds 20] [--only swiglu rotary]
 
-Bytes: those of one pass (kernels.Traffic; of causal_softmax half of what is read, for it is never
-looked at), for all kinds alike, so a kind that moves more has a smaller share. Copy bandwidth: of
-one large tensor to another in the same run, bytes read and written. On a GPU many calls are
-captured in a graph and its replays timed with events, so that no launch is waited for; the calls
-take turns among sets of arguments that together are larger than the cache. Forward and backward are
-timed apart. Medians."""
+Measured are the time, and the share of the copy bandwidth: bytes of one pass / time / bandwidth of
+a copy. One pass reads every input once and writes every output once; for causal_softmax half of
+the reads count, because the upper triangle is not read. The bytes are the same for all three kinds,
+so a kind that moves more bytes has a smaller share. The copy bandwidth is that of a copy of a large
+tensor in the same run, bytes read and written.
+
+On a GPU a CUDA graph captures many calls, and events time its replays, so that no launch is waited
+for. The calls rotate through sets of arguments that together do not fit the cache. Forward and
+backward are timed separately. All numbers are medians.
+
+Without a GPU only --toy runs: the same code with the references, at sizes whose times mean nothing,
+and torch.compile without a compiler backend.
+"""
 
 import sys
 from pathlib import Path
@@ -30,30 +35,32 @@ SIZES = {
     "Llama-2 7B": dict(b=2, s=4096, h=4096, ffn=11008, vocab_size=32000, heads=32),
 }
 TOY = {"toy": dict(b=2, s=32, h=64, ffn=176, vocab_size=512, heads=4)}
-# bytes of arguments, all sets together, that no cache holds
+# Bytes of all sets of arguments together: more than a cache holds.
 CACHE = 2**28
 
 
 class Backward:
-    """One operation's backward, again and again, from a forward that ran once."""
+    """The backward of one operation, which can run many times after one forward."""
 
-    def __init__(self, function, args: tuple, wanted: tuple):
-        self.inputs = [
-            a.detach().clone().requires_grad_(i in wanted) if isinstance(a, torch.Tensor) else a
-            for i, a in enumerate(args)
-        ]
-        self.wanted = [self.inputs[i] for i in wanted]
-        outputs = function(*self.inputs)
-        self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        self.grads = [torch.randn_like(o) for o in self.outputs]
+    def __init__(self, function, args: tuple, with_gradient: tuple):
+        self.inputs = list(args)
+        for i, a in enumerate(args):
+            if isinstance(a, torch.Tensor):
+                self.inputs[i] = a.detach().clone().requires_grad_(i in with_gradient)
+        self.wanted = [self.inputs[i] for i in with_gradient]
+        self.outputs = kernels.as_tuple(function(*self.inputs))
+        self.grad_outputs = [torch.randn_like(o) for o in self.outputs]
 
     def __call__(self):
-        return torch.autograd.grad(self.outputs, self.wanted, self.grads, retain_graph=True)
+        return torch.autograd.grad(self.outputs, self.wanted, self.grad_outputs, retain_graph=True)
 
 
 def loss_backward(args: tuple):
-    """The fused loss' backward overwrites the logits: the operation itself, whose time does not
-    depend on them."""
+    """The backward of the fused loss as a function of nothing.
+
+    It overwrites the logits, so the operation itself is called; its time does not depend on their
+    values.
+    """
     logits, targets = args
     largest, total, _ = torch.ops.fused.cross_entropy_statistics(logits, targets, logits.shape[-1])
     grad = torch.randn_like(total)
@@ -63,25 +70,25 @@ def loss_backward(args: tuple):
     )
 
 
-def calls(name: str, kind: str, function, args: tuple, wanted: tuple, way: str):
-    """A function of nothing that runs one call."""
-    if way == "backward":
-        return (
-            loss_backward(args)
-            if (name, kind) == ("cross_entropy", "fused")
-            else Backward(function, args, wanted)
-        )
-    return lambda: function(*args)
+def call(name: str, kind: str, function, args: tuple, with_gradient: tuple, direction: str):
+    """One call of an operation, forward or backward, as a function of nothing."""
+    if direction == "forward":
+        return lambda: function(*args)
+    if (name, kind) == ("cross_entropy", "fused"):
+        return loss_backward(args)
+    return Backward(function, args, with_gradient)
 
 
 class Timer:
-    """Seconds a call, of several functions in turn."""
+    """Measures the seconds per call of several functions in turn."""
 
     def __init__(self, functions: list, device: str):
         self.functions = functions
         self.device = device
         for f in functions:
-            f(), f()
+            # Twice, to compile and to warm up.
+            f()
+            f()
         if device == "cuda":
             torch.cuda.synchronize()
             self.repeats = 5
@@ -104,140 +111,162 @@ class Timer:
 
 
 def copy_bandwidth(device: str, size: int, rounds: int) -> float:
-    """Bytes read and written, a second, by the device's own copy."""
+    """Bytes read and written per second by the device's own copy of `size` bytes."""
     x, y = torch.randint(256, (2, size), dtype=torch.uint8, device=device)
     timer = Timer([lambda: y.copy_(x)], device)
     return 2 * size / median([timer() for _ in range(rounds)])
 
 
-def minimum(name: str, way: str, fused, args: tuple, wanted: tuple) -> int:
-    moved = kernels.there_and_back(fused, args, wanted)[0][way == "backward"]
+def one_pass_bytes(name: str, direction: str, fused, args: tuple, with_gradient: tuple) -> int:
+    """Bytes of every input and output of the operation, once."""
+    moved = kernels.measure(fused, args, with_gradient)[0][direction == "backward"]
     if name == "causal_softmax":
-        moved -= (1 if way == "forward" else 2) * args[0].numel() * args[0].element_size() // 2
+        # The upper triangle of each input is not read.
+        inputs = 1 if direction == "forward" else 2
+        moved -= inputs * args[0].numel() * args[0].element_size() // 2
     return moved
 
 
 def measure(
     name: str, size: dict, device: str, rounds: int, sets: int | None, backend: str
 ) -> list[dict]:
+    """One row of results for each direction of an operation.
+
+    sets: how many sets of arguments; None for as many as no cache holds, up to 8. backend: of
+    torch.compile.
+    """
     torch.manual_seed(0)
-    args, fused, own, wanted = kernels.examples(**size, device=device)[name]
-    # gpt.py's overwrites the logits, and goes back once
+    args, fused, eager, with_gradient = kernels.examples(**size, device=device)[name]
     if name == "cross_entropy":
-        own = lambda logits, targets: F.cross_entropy(logits.float(), targets, reduction="none")
+        # gpt.cross_entropy overwrites the logits, so its backward could run only once.
+        eager = loss_of_float_logits
+    kinds = {"fused": fused, "PyTorch": eager, "compiled": torch.compile(eager, backend=backend)}
     rows = []
-    for way in ("forward", "backward") if wanted else ("forward",):
-        bytes_ = minimum(name, way, fused, args, wanted)
+    for direction in ("forward", "backward") if with_gradient else ("forward",):
+        bytes_ = one_pass_bytes(name, direction, fused, args, with_gradient)
         count = sets or min(8, max(1, -(-CACHE // bytes_)))
         timers = {}
-        for kind, function in {
-            "fused": fused,
-            "PyTorch": own,
-            "compiled": torch.compile(own, backend=backend),
-        }.items():
-            copies = [
-                tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+        for kind, function in kinds.items():
+            calls = [
+                call(name, kind, function, clone(args), with_gradient, direction)
                 for _ in range(count)
             ]
-            timers[kind] = Timer(
-                [calls(name, kind, function, c, wanted, way) for c in copies], device
-            )
+            timers[kind] = Timer(calls, device)
         times = report.in_turn(timers, rounds)
-        seconds = {kind: spread([t[kind] for t in times]) for kind in timers}
         rows.append(
             {
                 "operation": name,
-                "pass": way,
+                "pass": direction,
                 "bytes": bytes_,
-                "seconds": seconds,
+                "seconds": {kind: spread([t[kind] for t in times]) for kind in timers},
                 "over compiled": spread([t["compiled"] / t["fused"] for t in times]),
             }
         )
-        del timers
+        del timers, calls
     return rows
 
 
-def draw(found: dict, bandwidth: float, path: Path) -> None:
+def loss_of_float_logits(logits, targets):
+    return F.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def clone(args: tuple) -> tuple:
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+
+
+def draw(results: dict, bandwidth: float, path: Path) -> None:
+    """Bars of the shares of the copy bandwidth, at the last of the sizes."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    size, rows = list(found.items())[-1]
+    size, rows = list(results.items())[-1]
     figure, axes = plt.subplots(figsize=(9, 0.34 * len(rows) + 1.2), layout="constrained")
     colours = {"fused": "#4c78a8", "compiled": "#f2b447", "PyTorch": "#bbbbbb"}
     for i, (kind, colour) in enumerate(colours.items()):
         shares = [100 * row["bytes"] / row["seconds"][kind]["median"] / bandwidth for row in rows]
-        axes.barh(
-            [-y - 0.27 * i for y in range(len(rows))], shares, height=0.25, color=colour, label=kind
-        )
+        positions = [-y - 0.27 * i for y in range(len(rows))]
+        axes.barh(positions, shares, height=0.25, color=colour, label=kind)
     axes.axvline(90, color="#333333", linewidth=0.8, linestyle=":")
     axes.set(
         yticks=[-y - 0.27 for y in range(len(rows))],
         yticklabels=[f"{row['operation']} {row['pass']}" for row in rows],
-        xlabel="bytes of one pass over the time, % of the copy bandwidth",
+        xlabel="bytes of one pass / time, % of the copy bandwidth",
         title=f"Sizes of {size}, {report.environment()['device']}, bf16",
     )
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def main():
+def print_header(bandwidth: float) -> None:
+    print(f"copy: {bandwidth / 1e12:.3f} TB/s, bytes read and written")
+    print(f"{'':>46}{'% of the copy bandwidth':>34}{'time of compiled':>18}")
+    print(
+        f"{'':>30}{'MiB':>8}{'fused µs':>10}{'fused':>10}{'compiled':>10}{'PyTorch':>10}"
+        f"{'over fused':>18}"
+    )
+
+
+def print_row(row: dict) -> None:
+    microseconds = row["seconds"]["fused"]["median"] * 1e6
+    shares = row["share of copy bandwidth"]
+    percent = "".join(f"{100 * shares[kind]:>9.1f}%" for kind in ("fused", "compiled", "PyTorch"))
+    print(
+        f"{row['operation']:>20} {row['pass']:<9}{row['bytes'] / 2**20:>8.1f}{microseconds:>10.1f}"
+        f"{percent}{row['over compiled']['median']:>18.2f}",
+        flush=True,
+    )
+
+
+def parse_arguments():
+    names = list(kernels.examples(1, 8, 8, 8, 8, 1))
     parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument(
-        "--only", nargs="+", metavar="OPERATION", default=list(kernels.examples(1, 8, 8, 8, 8, 1))
-    )
+    parser.add_argument("--only", nargs="+", metavar="OPERATION", default=names)
     args = report.parse(parser)
-    if unknown := set(args.only) - kernels.examples(1, 8, 8, 8, 8, 1).keys():
-        report.refuse(
-            parser,
-            f"--only {' '.join(unknown)}: no such operation; there are"
-            f" {', '.join(kernels.examples(1, 8, 8, 8, 8, 1))}",
-        )
+    if unknown := set(args.only) - set(names):
+        operations = " ".join(unknown)
+        known = ", ".join(names)
+        report.refuse(parser, f"--only {operations}: no such operation; there are {known}")
+    return args
+
+
+def main():
+    args = parse_arguments()
     library, why_not = kernels.load()
     if not library and not args.toy:
         sys.exit(
             f"comparisons/kernels.py: the kernels do not run here ({why_not}); --toy runs the"
             " references at tiny sizes"
         )
-    rounds, backend = (1, "aot_eager") if args.toy else (args.rounds, "inductor")
     device = "cuda" if library else "cpu"
-    # a compiled backward, too, goes back many times
+    sizes = TOY if args.toy else SIZES
+    sets = 1 if args.toy else None
+    rounds = 1 if args.toy else args.rounds
+    backend = "aot_eager" if args.toy else "inductor"
+    # A compiled backward must run many times, like the others.
     torch._functorch.config.donated_buffer = False
     bandwidth = copy_bandwidth(device, 2**31 if device == "cuda" else 2**26, rounds)
-    print(
-        f"copy: {bandwidth / 1e12:.3f} TB/s, bytes read and"
-        f" written\n{'':>46}{'% of the copy bandwidth':>34}{'time of compiled':>18}\n"
-        f"{'':>30}{'MiB':>8}{'fused µs':>10}{'fused':>10}{'compiled':>10}{'PyTorch':>10}{'over fused':>18}"
-    )
-    found = {}
-    for title, size in (TOY if args.toy else SIZES).items():
-        found[title] = []
+    print_header(bandwidth)
+    results = {}
+    for title, size in sizes.items():
+        results[title] = []
         print(title)
         for name in args.only:
-            for row in measure(name, size, device, rounds, 1 if args.toy else None, backend):
-                shares = {
-                    kind: row["bytes"] / row["seconds"][kind]["median"] / bandwidth
-                    for kind in row["seconds"]
+            for row in measure(name, size, device, rounds, sets, backend):
+                row["share of copy bandwidth"] = {
+                    kind: row["bytes"] / seconds["median"] / bandwidth
+                    for kind, seconds in row["seconds"].items()
                 }
-                found[title].append(row | {"share of copy bandwidth": shares})
-                print(
-                    f"{name:>20}"
-                    f" {row['pass']:<9}{row['bytes'] / 2**20:>8.1f}{row['seconds']['fused']['median'] * 1e6:>10.1f}"
-                    + "".join(f"{100 * shares[k]:>9.1f}%" for k in ("fused", "compiled", "PyTorch"))
-                    + f"{row['over compiled']['median']:>18.2f}",
-                    flush=True,
-                )
+                results[title].append(row)
+                print_row(row)
             if device == "cuda":
                 torch.cuda.empty_cache()
             torch._dynamo.reset()
-    report.save(
-        "kernels",
-        {"copy_bandwidth": bandwidth, "sizes": TOY if args.toy else SIZES, "results": found},
-        args,
-    )
-    draw(found, bandwidth, args.figures / "kernels.png")
+    saved = {"copy_bandwidth": bandwidth, "sizes": sizes, "results": results}
+    report.save("kernels", saved, args)
+    draw(results, bandwidth, args.figures / "kernels.png")
 
 
 if __name__ == "__main__":

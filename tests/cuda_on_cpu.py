@@ -1,15 +1,18 @@
-"""CUDA kernels on the CPU, so that their arithmetic, indexing and barriers are tested where there
-is no GPU.
+"""An emulator that runs CUDA kernels on the CPU, to test arithmetic, indices and barriers there.
 
-The source is compiled as C++ by the host's compiler, with the header below in place of CUDA's: the
-threads of a block are fibers of one thread, which run until they wait, for a barrier or for the
-other lanes of their warp. They run in any order that is asked for; in order 2 a warp may also stand
-still until the others cannot go on without it, so that a missing barrier is seen, before a read or
-before the next write. A vector that is not aligned, or an index beyond shared memory, ends the
-process. Not seen: speed, indices beyond a tensor's end, what different blocks do to each other at
-the same time, and what stands behind #ifdef __CUDA_ARCH__.
+The source is compiled as C++ by the host's compiler, with the header below in place of CUDA's. The
+threads of a block are fibers of one operating system thread. A fiber runs until it waits for a
+barrier, or for the other lanes of its warp. Fibers run in ascending, descending or random order; in
+random order a warp may also pause until the others cannot continue without it. So a missing barrier
+is found, before a read and before the next write. An unaligned vector, or an index beyond shared
+memory, ends the process.
 
-    kernels = build(kernels.CUDA, kernels.FUNCTIONS);  kernels.set_order(2);  kernels.rms_norm(0, dtype, address, ..)
+    emulated = build(kernels.CUDA, tuple(kernels.FUNCTIONS.values()))
+    emulated.set_order(2, 5)
+    emulated.rms_norm(0, dtype, address, ..)
+
+Not covered: speed, indices beyond a tensor's end, what blocks do to each other at the same time,
+and code under #ifdef __CUDA_ARCH__.
 """
 
 import hashlib
@@ -48,7 +51,8 @@ HEADER = r"""
 #define cudaDeviceGetAttribute(value, attribute, device) (*(value) = emulator::multiprocessors)
 
 namespace emulator {
-int multiprocessors = 2, order = 0;
+int multiprocessors = 2;
+int order = 0;
 uint3 thread, block;
 dim3 block_size, grid_size;
 
@@ -60,37 +64,42 @@ struct Fiber {
 };
 std::vector<std::unique_ptr<Fiber>> fibers;
 ucontext_t scheduler;
-Fiber* now;
+Fiber* current;
 const std::function<void()>* kernel;
-// since the last round over all fibers, did any come further
-bool moved;
+// Whether any fiber has advanced in this round over all fibers.
+bool progress;
 
 struct Barrier {
     int arrived = 0, generation = 0;
 } of_block, of_warp[32];
-// what lanes of a warp exchange; two, so that a fast one does not overwrite what a slow one has yet
-// to read
+// What the lanes of a warp exchange. Two sets, so that a fast lane does not overwrite what a slow
+// lane has not read yet.
 uint64_t slots[32][2][32];
 
 void wait(Barrier& barrier, int all) {
     int mine = barrier.generation;
-    moved = true;
+    progress = true;
     if (++barrier.arrived == all) {
         barrier.arrived = 0;
         barrier.generation++;
         return;
     }
     while (barrier.generation == mine) {
-        Fiber* self = now;
+        Fiber* self = current;
         swapcontext(&self->context, &scheduler);
     }
 }
 
+int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
+
+// The number of the running thread in its block.
 int number() { return thread.x + block_size.x * (thread.y + block_size.y * thread.z); }
 
+// A shuffle: every lane of the warp gives a value and receives that of lane `from`.
 template <typename T>
 T exchange(T value, int from) {
-    int warp = number() / 32, lane = number() % 32, parity = of_warp[warp].generation % 2;
+    int warp = number() / 32, lane = number() % 32;
+    int parity = of_warp[warp].generation % 2;
     memcpy(&slots[warp][parity][lane], &value, sizeof(T));
     wait(of_warp[warp], 32);
     memcpy(&value, &slots[warp][parity][from], sizeof(T));
@@ -99,10 +108,11 @@ T exchange(T value, int from) {
 
 void enter() {
     (*kernel)();
-    now->done = moved = true;
-    swapcontext(&now->context, &scheduler);
+    current->done = progress = true;
+    swapcontext(&current->context, &scheduler);
 }
 
+// Order 0: ascending, 1: descending, 2: random.
 template <typename T>
 void arrange(std::vector<T>& items) {
     static std::mt19937 generator(0);
@@ -110,6 +120,7 @@ void arrange(std::vector<T>& items) {
     if (order == 2) std::shuffle(items.begin(), items.end(), generator);
 }
 
+// Runs every thread of a block in a fiber of its own, in turns, until all are done.
 void run_block(int threads) {
     while (int(fibers.size()) < threads)
         fibers.emplace_back(new Fiber);
@@ -129,31 +140,33 @@ void run_block(int threads) {
         running.push_back(&f);
     }
     static std::mt19937 chance(1);
-    // a warp that stands still
-    int starved = -1;
+    // A warp that does not run until the others cannot continue; -1: none.
+    int paused = -1;
     for (int left = threads; left > 0;) {
-        moved = false;
+        progress = false;
         arrange(running);
         for (Fiber* f : running) {
-            if (f->done ||
-                starved >= 0 && int(f->index.x + block_size.x * f->index.y) / 32 == starved)
-                continue;
-            now = f;
+            int warp = int(f->index.x + block_size.x * f->index.y) / 32;
+            if (f->done || warp == paused) continue;
+            current = f;
             thread = f->index;
             swapcontext(&scheduler, &f->context);
             left -= f->done;
         }
-        if (order == 2 && moved && starved < 0) starved = chance() % (threads / 32 + 1);
-        if (!moved && starved < 0)
+        if (order == 2 && progress && paused < 0) paused = chance() % (threads / 32 + 1);
+        if (!progress && paused < 0)
             throw std::runtime_error("threads of a block wait for others that never come");
-        if (!moved) starved = -1;
+        if (!progress) paused = -1;
     }
 }
 
+// A launch.
 void run(dim3 grid, dim3 size, std::function<void()> f) {
     if (grid.x == 0 || grid.y == 0 || size.x * size.y * size.z > 1024)
         throw std::runtime_error("invalid configuration of a launch");
-    grid_size = grid, block_size = size, kernel = &f;
+    grid_size = grid;
+    block_size = size;
+    kernel = &f;
     std::vector<uint3> blocks;
     for (unsigned y = 0; y < grid.y; y++)
         for (unsigned x = 0; x < grid.x; x++)
@@ -161,15 +174,12 @@ void run(dim3 grid, dim3 size, std::function<void()> f) {
     arrange(blocks);
     for (uint3 b : blocks) {
         block = b;
-        run_block(size.x * size.y * size.z);
+        run_block(threads_of_block());
     }
 }
 }  // namespace emulator
 
-#define __syncthreads()     \
-    emulator::wait(         \
-        emulator::of_block, \
-        emulator::block_size.x* emulator::block_size.y* emulator::block_size.z)
+#define __syncthreads() emulator::wait(emulator::of_block, emulator::threads_of_block())
 #define __shfl_xor_sync(mask, value, lane) \
     emulator::exchange(value, emulator::number() % 32 ^ (lane))
 #define __shfl_sync(mask, value, lane) emulator::exchange(value, lane)
@@ -192,20 +202,17 @@ void set_order(int64_t order, int64_t multiprocessors) {
 
 
 def include_folder() -> Path | None:
-    """Where CUDA's headers are, whose 16-bit numbers work on the host too; None without nvcc."""
-    nvcc = shutil.which("nvcc")
-    places = [Path(nvcc).resolve().parent.parent / "include"] if nvcc else []
-    return next(
-        (p for p in [*places, Path("/usr/local/cuda/include")] if (p / "cuda_bf16.h").exists()),
-        None,
-    )
+    """The folder of CUDA's headers, whose 16-bit types work on the host too; None without CUDA."""
+    folders = [Path("/usr/local/cuda/include")]
+    if nvcc := shutil.which("nvcc"):
+        folders.insert(0, Path(nvcc).resolve().parent.parent / "include")
+    return next((folder for folder in folders if (folder / "cuda_bf16.h").exists()), None)
 
 
 def translated(source: str) -> str:
-    """kernel<T><<<grid, block, 0, stream>>>(..); becomes a call of the scheduler."""
-    source = "\n".join(
-        line for line in source.splitlines() if not line.startswith("#include <cuda")
-    )
+    """Every launch, kernel<T><<<grid, block, 0, on(stream)>>>(..), as a call of emulator::run."""
+    lines = source.splitlines()
+    source = "\n".join(line for line in lines if not line.startswith("#include <cuda"))
     return re.sub(
         r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<(\w+), (\w+), 0, on\(stream\)>>>(\(.*?\));",
         r"emulator::run(\2, \3, [=] { \1\4; });",
@@ -216,8 +223,8 @@ def translated(source: str) -> str:
 
 @cache
 def build(source: str, functions: tuple[str, ...]):
-    """A Python module with these launchers, and set_order(0 ascending | 1 descending | 2 random,
-    number of multiprocessors)."""
+    """A Python module with these launchers and set_order(order, multiprocessors), where order is
+    0 ascending, 1 descending or 2 random."""
     text = HEADER + translated(source)
     name = f"fused_on_cpu_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     folder = kernels.cache_folder(name)
