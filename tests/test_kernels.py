@@ -346,7 +346,7 @@ def adamw_state(kind: str, shape, place):
     if kind == "split":
         weight = torch.empty_like(master, dtype=torch.bfloat16)
         low = torch.empty_like(master, dtype=torch.int16)
-        optimizer.split_master(master, weight, low)
+        optimizer.split(master, weight, low)
         return [weight, low, None, gradient, m.bfloat16(), v.bfloat16()]
     if kind == "itself":
         return [master, None, None, gradient, m.bfloat16(), v.bfloat16()]
@@ -374,7 +374,7 @@ def test_adamw(place, kind):
             options = 1e-2, decay, 0.9, 0.95, 1e-8, step, scale
             weight, low, master, gradient, m, v = args
             start = (
-                optimizer.join_master(weight, low)
+                optimizer.join(weight, low)
                 if low is not None
                 else weight
                 if master is None
@@ -387,7 +387,7 @@ def test_adamw(place, kind):
             )
             kernels.adamw(*args, *options)
             end = (
-                optimizer.join_master(weight, low)
+                optimizer.join(weight, low)
                 if low is not None
                 else weight
                 if master is None
@@ -405,7 +405,7 @@ def test_adamw(place, kind):
                 still[4] = torch.full_like(still[4], 1e-3)
                 kernels.adamw(*still, 1e-2, 0.0, 0.9, 0.95, 1e-2, 1000, 1.0)
                 moved = (
-                    optimizer.join_master(still[0], still[1])
+                    optimizer.join(still[0], still[1])
                     if low is not None
                     else still[0]
                     if master is None
