@@ -41,12 +41,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 
-from model_config import GPTConfig
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import sharding
+from model_config import GPTConfig
 from optimizer import GradientAccumulator, LossScaler, accumulation_dtype, sum_uses_apart
 from sharding import Shard, local_part, set_sharding, sharding_of
 

@@ -42,7 +42,7 @@ from torch import Tensor
 
 import gpt
 import sharding
-from gpt import GPT, GPTConfig
+from gpt import GPT
 from inference import cuda_graphs
 from inference.batches import (
     DecodeBatch,
@@ -56,6 +56,7 @@ from inference.batches import (
 from inference.kv_cache import Cache, CacheSlot, caching
 from inference.pipelined import PipelinedDecoder, Ring
 from inference.sampling import SamplingParams, keys_of, sample
+from model_config import GPTConfig
 from pipeline_parallel import Pipeline
 
 
@@ -222,7 +223,7 @@ def stream(
 
 def chunks_of(model: GPT | Pipeline) -> list[GPT]:
     """This rank's chunks: of a model that is not a pipeline, the model itself."""
-    return [model] if isinstance(model, GPT) else model.chunks
+    return [model] if isinstance(model, GPT) else model.stages
 
 
 def as_tuple(eot: int | tuple[int, ...] | None) -> tuple[int, ...]:

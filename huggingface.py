@@ -48,7 +48,7 @@ from torch import Tensor
 import checkpoint
 import sharding
 from corpus.tokenizer import BUILT_IN, FileTokenizer, TokenizerError, record
-from gpt import GPTConfig, num_parameters
+from routers import MoEConfig
 from runtime import json_files
 from runtime.architectures import (
     Architecture,
@@ -63,6 +63,7 @@ from runtime.architectures import (
     unstack_experts,
 )
 from runtime.checkpoint_index import check_sizes, read_header
+from sharding import num_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # the dtypes that are imported, as safetensors names them
@@ -151,7 +152,7 @@ class Source(NamedTuple):
         return experts
 
 
-def match(folder: Path, config: GPTConfig) -> dict[str, Source]:
+def match(folder: Path, config: MoEConfig) -> dict[str, Source]:
     """Our name -> its source in a Hugging Face folder. Raises HuggingFaceError, naming what is
     missing, left over or different."""
     architecture = architecture_of(config)
@@ -227,7 +228,7 @@ def is_folder(path: "Path | str") -> bool:
         return False
 
 
-def open_folder(hf_dir: Path) -> tuple[GPTConfig, Callable[[str], Tensor], str]:
+def open_folder(hf_dir: Path) -> tuple[MoEConfig, Callable[[str], Tensor], str]:
     """(the model's configuration; read(our name) -> that parameter, whole, in float32; the name of
     its tokenizer). Raises HuggingFaceError."""
     hf_dir = Path(hf_dir)
@@ -274,7 +275,7 @@ def building(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
+def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no
     optimizer moments. Raises HuggingFaceError."""
     config, read, tokenizer_name = open_folder(hf_dir)
@@ -305,7 +306,7 @@ def import_folder(hf_dir: Path, path: Path) -> GPTConfig:
     return config
 
 
-def open_its_tokenizer(name: str, config: GPTConfig) -> FileTokenizer | None:
+def open_its_tokenizer(name: str, config: MoEConfig) -> FileTokenizer | None:
     """The tokenizer.json of a folder, where it has one. Raises HuggingFaceError."""
     if name in BUILT_IN or not Path(name).is_file():
         return None
@@ -327,7 +328,7 @@ def open_its_tokenizer(name: str, config: GPTConfig) -> FileTokenizer | None:
 
 def export_folder(
     path: Path, hf_dir: Path, dtype: str = "fp32", max_shard_bytes: int = 5 * 10**9
-) -> GPTConfig:
+) -> MoEConfig:
     """Write the model of a checkpoint, or of a run's newest one, as a folder for from_pretrained.
     max_shard_bytes: of a safetensors file, about. Raises HuggingFaceError or CheckpointError."""
     if not Path(path).is_dir():
@@ -399,7 +400,7 @@ def write_file(
     return list(tensors)
 
 
-def export_tokenizer(path: Path, folder: Path, config: GPTConfig) -> dict:
+def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
     """Copy the files of a checkpoint's tokenizer. Returns the fields of config.json that repeat its
     begin and end ids. Raises CheckpointError or TokenizerError."""
     name = checkpoint.tokenizer_of(path)
@@ -419,7 +420,7 @@ def lesson():
     """A GPT-2 there and back."""
     from lessons import demo
 
-    config = demo.tiny_config()
+    config = demo.tiny_config(MoEConfig)
     generator = torch.Generator().manual_seed(0)
     model = empty_model(config)
     sharding.init(model, 0, "cpu", torch.float32)
@@ -445,7 +446,7 @@ def lesson():
             compare_logits(model, there, torch.randint(257, (4, 32), generator=generator))
 
 
-def print_first_layer(config: GPTConfig, parameters: dict[str, Tensor]) -> None:
+def print_first_layer(config: MoEConfig, parameters: dict[str, Tensor]) -> None:
     for theirs, (shape, parts) in their_tensors(config).items():
         for name, location in parts.items():
             if not name.startswith("blocks.0."):

@@ -16,7 +16,7 @@ Bytes per element of the first argument in bf16, forward + backward:
     rotary               8 + 8     queries and keys rotated by their position    arXiv 2104.09864
     swiglu               6 + 10    silu(gate) up                                 arXiv 2002.05202
     bias_gelu            4 + 6     gelu(x + b), tanh form                        arXiv 1606.08415
-    bias_dropout_add     6 + 4     residual + dropout(x + b), mask recomputed    gpt.dropped
+    bias_dropout_add     6 + 4     residual + dropout(x + b), mask recomputed    dropout_mask
     causal_softmax       3 + 4     softmax(scale x + causal mask), half is read  (all: 4 + 6)
     cross_entropy        2 + 4     log Σ exp z - z_target, gradient in place     arXiv 1805.02867
     take                 6 + 6     copies of tokens, sorted by expert, k = 2     moe.py
@@ -65,6 +65,9 @@ import gpt
 import moe
 import optimizer
 import tensor_parallel
+from dropout import dropout_key, dropout_mask
+from model_config import GPTConfig
+from routers import MoEConfig
 
 # --- what all kernels use -------------------------------------------------------------------------
 
@@ -1518,7 +1521,7 @@ void bias_gelu_backward(
     });
 }
 
-// The mask is gpt.dropped's, bit for bit: a hash of (key of the sample, site, position, column).
+// The mask is dropout_mask's, bit for bit: a hash of (key of the sample, site, position, column).
 // Nothing is stored; backward hashes again. Each element costs two multiplications, three shifts
 // and a comparison of integers, about as much as the integer units can do while the data arrives.
 // The hash's first step, x ^ x >> 16, distributes over ^, so that it runs once per row and once per
@@ -1774,7 +1777,7 @@ def dropped_out(x: Tensor, key: Tensor | None, salt: int, start: int, p: float) 
     """x with the masked elements 0 and the others scaled by 1 / (1 - p); x itself without a key."""
     if key is None:
         return x
-    dropped = gpt.dropped(key, salt, x.shape, {1: start}, p)
+    dropped = dropout_mask(key, salt, x.shape, {1: start}, p)
     return x.masked_fill(dropped, 0.0) * (1 / (1 - p))
 
 
@@ -1889,9 +1892,9 @@ def bias_dropout_add(
     start: int,
     p: float,
 ) -> Tensor:
-    """residual + dropout(x + bias), with gpt.dropped's mask.
+    """residual + dropout(x + bias), with dropout_mask's mask.
 
-    x, residual: [b, s, h]; bias: [h] or None; key: [b] from gpt.layer_key, None for no dropout;
+    x, residual: [b, s, h]; bias: [h] or None; key: [b] from layer_key, None for no dropout;
     salt: site of the dropout in the model; start: global number of the first position
     -> [b, s, h]
     """
@@ -2560,7 +2563,7 @@ class _Take(Operation):
 
     @staticmethod
     def reference(x, order):
-        return moe.take(x, order)
+        return moe.permute_rows(x, order)
 
     @staticmethod
     def fits(x, order):
@@ -2591,7 +2594,7 @@ class _Put(Operation):
     @staticmethod
     def reference(rows, place, gates):
         if gates is None:
-            return moe.put(rows, place)
+            return moe.unpermute_rows(rows, place)
         # Row m, of zeros, stands for what was dropped.
         kept = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
         choices = zip(place, gates.t())
@@ -2692,7 +2695,7 @@ class _PutFunction(torch.autograd.Function):
 
 
 def take(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """Copies of the tokens in the order of the assignments (moe.Routes).
+    """Copies of the tokens in the order of the assignments (moe.DispatchPlan).
 
     x: [n, h]; order: [m]; place: [k, n], the inverse of order -> [m, h]
     """
@@ -2962,7 +2965,7 @@ class BiasDropoutAdd(gpt.BiasDropoutAdd):
             residual,
             drop_key,
             self.dropout.salt,
-            self.dropout.slice.get(1, 0) * x.shape[1],
+            self.dropout.shard_index.get(1, 0) * x.shape[1],
             self.dropout.p,
         )
 
@@ -3074,9 +3077,9 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
 def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
     """The examples of what stands in a block; new(*shape) makes a random tensor."""
     d = h // heads
-    config = gpt.GPTConfig(num_layers=1, hidden_size=h, num_heads=heads, seq_length=s, llama=True)
+    config = GPTConfig(num_layers=1, hidden_size=h, num_heads=heads, seq_length=s, llama=True)
     table = gpt.rotary_table(config, s, new(1))
-    key = gpt.dropout_key(0, 1, torch.arange(b, device=new(1).device))
+    key = dropout_key(0, 1, torch.arange(b, device=new(1).device))
     mask = torch.full_like(new(s, s), -math.inf).triu(1)
     return {
         "rms_norm": (
@@ -3122,15 +3125,15 @@ def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
 def loss_examples(new, n: int, vocab_size: int) -> dict:
     logits = new(n, vocab_size)
     targets = torch.randint(vocab_size, (n,), device=logits.device)
-    return {"cross_entropy": ((logits, targets), cross_entropy, gpt.cross_entropy, (0,))}
+    return {"cross_entropy": ((logits, targets), cross_entropy, cross_entropy, (0,))}
 
 
 def expert_examples(new, n: int, h: int) -> dict:
     """The permutation of n tokens to 2 of 8 experts each."""
     device = new(1).device
-    decision = moe.Decision(
+    decision = moe.Routing(
         lambda logits, training: logits,
-        gpt.GPTConfig(
+        MoEConfig(
             num_layers=1, hidden_size=8, num_heads=1, num_experts=8, router="topk", router_topk=2
         ),
     )
@@ -3138,8 +3141,8 @@ def expert_examples(new, n: int, h: int) -> dict:
     gates = torch.rand(n, 2, device=device)
     rows = new(len(routes.order), h)
     return {
-        "take": ((new(n, h), routes.order, routes.place), take, moe.taken, (0,)),
-        "put": ((rows, gates, routes.place, routes.order), put, moe.put_home, (0, 1)),
+        "take": ((new(n, h), routes.order, routes.place), take, moe.permute, (0,)),
+        "put": ((rows, gates, routes.place, routes.order), put, moe.unpermute, (0, 1)),
     }
 
 

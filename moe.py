@@ -345,7 +345,7 @@ def apply(
     check(config, ep_group.size() if ep_group else 1, ep_group.size() if ep_group else 1)
     if layers(model):
         raise ValueError("this model has experts already: call moe.apply once")
-    for number in config.expert_layers:
+    for number in getattr(config, "expert_layers", ()):
         block = model.blocks[str(number)]
         layer = MoE(config).to(block.mlp.up.weight)
         if not layer.up.weight.is_meta:
@@ -363,6 +363,13 @@ def init(model: gpt.GPT, layer: MoE, prefix: str) -> None:
     for name, p in layer.named_parameters():
         g = gpt.generator(0, prefix + name)
         p.copy_(model.init_parameter(prefix + name, p.shape, g))
+
+
+def build(config: GPTConfig) -> gpt.GPT:
+    """A whole model: a GPT, with experts where the configuration has some."""
+    model = gpt.GPT(config)
+    apply(model)
+    return model
 
 
 def share_experts(layer: MoE, group: dist.ProcessGroup) -> None:

@@ -152,7 +152,7 @@ class VirtualPrompts(nn.Module):
             rows = rows + T
         if self.inputs:
             with torch.device("meta"):
-                size = gpt.num_parameters(
+                size = sharding.num_parameters(
                     ENCODERS[config.p_tuning.encoder_type](h, config.p_tuning)
                 )
             # the weights, their gradients and two moments, each float32

@@ -32,13 +32,13 @@ import contextlib
 import weakref
 from functools import partial
 
-from dropout import dropout_key
-from model_config import GPTConfig
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
+from dropout import dropout_key
+from model_config import GPTConfig
 
 # --- modules that run once ------------------------------------------------------------------------
 

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import gpt
 import recompute
 import sequence_parallel
 import sharding
 import tensor_parallel
+from dropout import dropout_key
 from lessons import demo, ranks
+from model_config import GPTConfig
 
 # the first two have 5as/h of 106.7 and 80
 SHAPES = {
@@ -50,7 +51,7 @@ DRAWN = ("tensor + sequence", "tensor + selective", "tensor + sequence + selecti
 
 
 def parallel_layer(
-    config: gpt.GPTConfig,
+    config: GPTConfig,
     group: dist.ProcessGroup,
     sequence: bool,
     granularity: str,
@@ -72,7 +73,7 @@ def parallel_layer(
 def kept_bytes(shape: dict, sequence: bool, granularity: str) -> int:
     """Bytes that one layer keeps for backward on this rank."""
     group = dist.group.WORLD
-    config = gpt.GPTConfig(
+    config = GPTConfig(
         num_layers=1,
         hidden_size=shape["h"],
         num_heads=shape["a"],
@@ -83,7 +84,7 @@ def kept_bytes(shape: dict, sequence: bool, granularity: str) -> int:
     block = parallel_layer(config, group, sequence, granularity, "cpu", torch.bfloat16)
     local_s = shape["s"] // group.size() if sequence else shape["s"]
     x = torch.randn(shape["b"], local_s, shape["h"]).bfloat16().requires_grad_()
-    key = gpt.dropout_key(0, 1, torch.arange(shape["b"]))
+    key = dropout_key(0, 1, torch.arange(shape["b"]))
     return recompute.saved_bytes(lambda: block(x, key), *block.parameters())
 
 

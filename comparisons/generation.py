@@ -29,13 +29,12 @@ import gpt
 import huggingface
 import sharding
 from inference import packing
+from model_config import GPTConfig
 from runtime.world import keep_freed_memory
 
 CASES = {
-    "small": gpt.GPTConfig(
-        num_layers=4, hidden_size=256, num_heads=8, seq_length=1024, vocab_size=257
-    ),
-    "small llama": gpt.GPTConfig(
+    "small": GPTConfig(num_layers=4, hidden_size=256, num_heads=8, seq_length=1024, vocab_size=257),
+    "small llama": GPTConfig(
         num_layers=4,
         hidden_size=256,
         num_heads=8,
@@ -44,13 +43,13 @@ CASES = {
         vocab_size=257,
         llama=True,
     ),
-    "gpt2-124m": gpt.GPTConfig(
+    "gpt2-124m": GPTConfig(
         num_layers=12, hidden_size=768, num_heads=12, seq_length=1024, vocab_size=50257
     ),
 }
 TOY = {
-    "toy": gpt.GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257),
-    "toy llama": gpt.GPTConfig(
+    "toy": GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257),
+    "toy llama": GPTConfig(
         num_layers=2,
         hidden_size=64,
         num_heads=4,
@@ -64,7 +63,7 @@ PROMPT = 32
 NEW = 48
 
 
-def build(config: gpt.GPTConfig, device: str):
+def build(config: GPTConfig, device: str):
     """(ours packed for few texts, for many, transformers') with the same weights."""
     import transformers
 
@@ -154,7 +153,7 @@ def by_length(model, lengths: list[int], rounds: int) -> dict:
     return results
 
 
-def memory_speed(config: gpt.GPTConfig, device: str) -> float:
+def memory_speed(config: GPTConfig, device: str) -> float:
     """Bytes/s at which a matrix is multiplied by a vector: the speed that a step at batch 1 can
     have. (As many matrices as make up 256 MB, one after the other.)"""
     rows = max(config.vocab_size, config.ffn_hidden_size)

@@ -138,7 +138,7 @@ def measure(
     torch.manual_seed(0)
     args, fused, eager, with_gradient = kernels.examples(**size, device=device)[name]
     if name == "cross_entropy":
-        # gpt.cross_entropy overwrites the logits, so its backward could run only once.
+        # cross_entropy overwrites the logits, so its backward could run only once.
         eager = loss_of_float_logits
     kinds = {"fused": fused, "PyTorch": eager, "compiled": torch.compile(eager, backend=backend)}
     rows = []

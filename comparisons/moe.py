@@ -39,6 +39,8 @@ import sharding
 import train
 from corpus.tokenizer import ByteTokenizer
 from lessons import demo, ranks
+from model_config import GPTConfig
+from runtime.sizes import flops_per_token
 from runtime.world import Groups, keep_freed_memory
 
 SMALL = dict(
@@ -114,7 +116,7 @@ def one_training(arguments: tuple[str, int, int, dict]) -> dict:
     # {layer: loads of this step}
     raw = {}
     for number, layer in trainer.expert_layers.items():
-        watch(number, layer.decision, raw)
+        watch(number, layer.routing, raw)
     tokens = shape["global_batch_size"] * s
     run = {
         "kind": kind,
@@ -123,7 +125,7 @@ def one_training(arguments: tuple[str, int, int, dict]) -> dict:
         "held_out": {},
         "raw": [],
         "chosen": [],
-        "flops_per_step": tokens * gpt.flops_per_token(trainer.model_config),
+        "flops_per_step": tokens * flops_per_token(trainer.model_config),
     }
     for step in range(1, steps + 1):
         run["loss"].append(trainer.forward_backward(step, train_set).item())
@@ -298,7 +300,7 @@ class OneLayer(nn.Module):
 
     def __init__(self, size: dict, num_experts: int):
         super().__init__()
-        self.config = gpt.GPTConfig(
+        self.config = GPTConfig(
             num_layers=1,
             hidden_size=size["h"],
             num_heads=1,

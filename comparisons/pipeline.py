@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import gpt
 import schedules
 import train
+from cross_entropy import cross_entropy
 from lessons import demo, ranks
 from runtime.world import Groups, keep_freed_memory
 from schedules import Cost, Event
@@ -106,7 +107,7 @@ def torch_schedule(trainer: train.Trainer, m: int, seq_length: int):
     loss_grad = 1.0 / (m * seq_length)
 
     def loss(logits, targets):
-        return gpt.cross_entropy(logits, targets).sum() * loss_grad
+        return cross_entropy(logits, targets).sum() * loss_grad
 
     stages = []
     for c, chunk in enumerate(trainer.stages):

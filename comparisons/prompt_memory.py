@@ -22,9 +22,9 @@ import report
 import torch
 
 import checkpoint
-import gpt
 import sharding
 from lessons import demo
+from model_config import GPTConfig
 from runtime.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +61,7 @@ def write_settings(folder: Path, style: str) -> Path:
     return path
 
 
-def write_base(folder: Path, config: gpt.GPTConfig) -> Path:
+def write_base(folder: Path, config: GPTConfig) -> Path:
     """A checkpoint of a model with random weights."""
     model = demo.meta_model(config)
     sharding.init(model, 0, "cpu", torch.float32)
@@ -97,7 +97,7 @@ def main():
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        base = write_base(folder, gpt.GPTConfig(**fields))
+        base = write_base(folder, GPTConfig(**fields))
         for style in STYLES:
             row = results[style] = measure(folder, base, style)
             print(

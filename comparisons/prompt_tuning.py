@@ -38,6 +38,7 @@ import torch
 import generate
 import gpt
 import prompt_tuning
+import sharding
 import train
 from corpus import documents
 from inference import cli
@@ -193,7 +194,7 @@ def learn(
         model, index = cli.load_model(out, experiment.device)
         tokenizer = cli.find_tokenizer(experiment.base, index)
         first_id = model.config.vocab_size
-        learned = gpt.num_parameters(model)
+        learned = sharding.num_parameters(model)
     else:
         model, index = cli.load_model(experiment.base, experiment.device)
         tokenizer = cli.find_tokenizer(experiment.base, index)

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from activation_memory import parallel_layer
 from torch.utils.flop_counter import FlopCounterMode
 
-import gpt
+from dropout import dropout_key
 from lessons import ranks
+from model_config import GPTConfig
 from runtime.world import keep_freed_memory
 
 # row: (sequence parallelism, recompute, the paper's milliseconds of forward, and of backward)
@@ -52,7 +53,7 @@ class Layer:
         s, b, h, a = (shape[name] for name in "sbha")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        config = gpt.GPTConfig(
+        config = GPTConfig(
             num_layers=1,
             hidden_size=h,
             num_heads=a,
@@ -67,7 +68,7 @@ class Layer:
         self.grad_output = torch.randn_like(self.x)
         self.key = None
         if dropout:
-            self.key = gpt.dropout_key(0, 1, torch.arange(b, device=device))
+            self.key = dropout_key(0, 1, torch.arange(b, device=device))
 
     def times(self) -> tuple[float, float]:
         """Seconds of (forward, backward)."""

@@ -10,7 +10,7 @@ train.py makes on CPUs. A ratio is the median over rounds of their seconds over 
 keeps fp32 masters and moments; theirs trains in plain bf16, which is less work.
 
 The peak of matrix multiplications is measured in every round. Our share of it is model FLOPs
-(gpt.flops_per_token) over the time of forward and backward; the optimizer's time stands apart.
+(flops_per_token) over the time of forward and backward; the optimizer's time stands apart.
 """
 
 import sys
@@ -24,9 +24,10 @@ import torch.distributed as dist
 from report import median, spread, timed
 
 import data
-import gpt
 import train
 from lessons import demo, ranks
+from model_config import GPTConfig
+from runtime.sizes import flops_per_token
 from runtime.world import Groups, keep_freed_memory
 
 CASES = {
@@ -116,7 +117,7 @@ class Random:
 # the steps
 
 
-def transformers_step(c: gpt.GPTConfig, batch: data.Batch, dtype: torch.dtype, device: str):
+def transformers_step(c: GPTConfig, batch: data.Batch, dtype: torch.dtype, device: str):
     """A function that takes one training step of transformers' GPT-2."""
     import transformers
 
@@ -218,7 +219,7 @@ def measure(fields: dict, precision: str, rounds: int, device: str, threads: int
     )
     config = train.Config(**fields).model_config()
     tokens = fields["global_batch_size"] * config.seq_length
-    flops = tokens * gpt.flops_per_token(config)
+    flops = tokens * flops_per_token(config)
     peaks = [peak for _, _, peak in ours]
     steps = [forward_backward + update for forward_backward, update, _ in ours]
     step = median(steps)

@@ -8,7 +8,7 @@ train.Trainer on random tokens, no dropout, the optimizer's step included; each 
 its own, so that peaks are clean and a case that does not fit is one line. Selective recomputation
 is of explicit attention, all else is with fused attention; the small model needs no recomputation.
 After 3 steps to warm up (torch.compile), the median, least and most of --steps steps. MFU is model
-FLOPs (gpt.flops_per_token) over the device's dense bf16 peak; where that is not known, over a large
+FLOPs (flops_per_token) over the device's dense bf16 peak; where that is not known, over a large
 matrix multiplication measured here, and then says so. Losses of a model's first steps should be
 alike in all cases, to what bf16 gives.
 
@@ -33,10 +33,10 @@ import torch
 from report import spread, timed
 from single_device import Random
 
-import gpt
 import kernels
 import train
 from runtime.metrics import peak_memory
+from runtime.sizes import flops_per_token
 from runtime.world import Groups, keep_freed_memory
 
 BF16 = dict(precision="bf16", dropout=0.0, warmup_steps=0)
@@ -112,7 +112,7 @@ def run_case(fields: dict, steps: int) -> dict:
         "tokens_per_second": rates[WARMUP:],
         "losses": losses[:WARMUP],
         "peak_memory_bytes": peak_memory(device),
-        "flops_per_token": gpt.flops_per_token(c),
+        "flops_per_token": flops_per_token(c),
     }
 
 

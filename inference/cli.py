@@ -32,18 +32,18 @@ from dataclasses import dataclass
 import torch
 
 import checkpoint
-import gpt
 import huggingface
 import moe
 import pipeline_parallel
 import tensor_parallel
 from corpus.tokenizer import TokenizerError, prompt_ids
 from generate import check_options, chunks_of
-from gpt import GPTConfig
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
 from inference.loading import check_vocabulary, find_tokenizer, load_model, open_model
 from inference.packing import pack
+from model_config import divisors
 from prompts.prompt_data import PromptError
+from routers import MoEConfig
 from runtime.config import DTYPES, ConfigError, as_flags
 from runtime.world import World, WorldError
 
@@ -135,7 +135,7 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_flags(args: argparse.Namespace, world: World) -> GPTConfig:
+def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
     """Check all that can be known before any rank talks to another. Returns the configuration of
     the model. Raises ConfigError, CheckpointError or HuggingFaceError."""
     for name, least in (("batch_size", 1), ("seed", 0), ("tp", 1), ("pp", 1), ("ep", 1)):
@@ -161,12 +161,12 @@ def check_flags(args: argparse.Namespace, world: World) -> GPTConfig:
     return config
 
 
-def check_layout(args: argparse.Namespace, config: GPTConfig, num_ranks: int) -> None:
+def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) -> None:
     """Raises ConfigError for a layout that this model cannot have on so many ranks."""
     if num_ranks % (args.tp * args.pp):
         raise ConfigError(
             f"--tp {args.tp} --pp {args.pp}: their product must divide the {num_ranks} ranks;"
-            f" {gpt.divisors(num_ranks, args.tp * args.pp)} would"
+            f" {divisors(num_ranks, args.tp * args.pp)} would"
         )
     if args.layer_split and args.pp == 1:
         raise ConfigError(f"--layer-split {args.layer_split}: needs --pp 2 or more")
@@ -245,7 +245,7 @@ def write_answer(record: dict, text: str, tokens: int, finish: str) -> None:
 
 
 def continue_prompt(
-    args: argparse.Namespace, world: World, model, tokenizer, config: GPTConfig, options: dict
+    args: argparse.Namespace, world: World, model, tokenizer, config: MoEConfig, options: dict
 ):
     """Stream the continuation of --prompt, or a new text. Returns a summary of the speed."""
     if args.prompt is None:
@@ -265,7 +265,7 @@ def continue_prompt(
     return summary
 
 
-def converse(world: World, model, tokenizer, config: GPTConfig, stop: list[str], **options) -> None:
+def converse(world: World, model, tokenizer, config: MoEConfig, stop: list[str], **options) -> None:
     """A prompt a line, until the end of the input. There is no memory from line to line."""
     out = sys.stdout if world.rank == 0 else None
     while True:

@@ -3,7 +3,7 @@
     model, index = load_model("runs/default", groups=groups)
     tokenizer = find_tokenizer("runs/default", index)
 
-The chunks are built on the meta device, divided over the ranks, and only then filled: each rank
+The stages are built on the meta device, divided over the ranks, and only then filled: each rank
 reads its own slices. The layout need not be that of training.
 
     python generate.py --checkpoint runs/default --prompt "def "
@@ -23,7 +23,8 @@ import pipeline_parallel
 import sharding
 import tensor_parallel
 from corpus.tokenizer import TokenizerError, make_tokenizer
-from gpt import GPT, GPTConfig
+from gpt import GPT
+from routers import MoEConfig
 from runtime.world import Groups
 from sharding import shard_of, sharding_of
 
@@ -59,11 +60,11 @@ def load_model(
     HuggingFaceError, or ValueError for a layout that is not possible."""
     groups = groups or Groups()
     config, index, read = open_model(path)
-    chunks = build_chunks(config, groups, layer_split)
-    numbers = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+    stages = build_stages(config, groups, layer_split)
+    numbers = sum(p.numel() for chunk in stages for p in chunk.parameters())
     checkpoint.check_room(str(path), numbers * dtype.itemsize, device)
     parameters = {}
-    for chunk in chunks:
+    for chunk in stages:
         sharding.materialise(chunk, device, dtype)
         chunk.requires_grad_(False).eval()
         parameters |= dict(sharding.named_parameters(chunk))
@@ -74,27 +75,28 @@ def load_model(
         tensors = {f"model.{name}": p for name, p in parameters.items()}
         checkpoint.load(checkpoint.find(path), tensors)
     if not groups.pp:
-        return chunks[0], index
+        return stages[0], index
     channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
-    return pipeline_parallel.Pipeline(chunks, channels), index
+    return pipeline_parallel.Pipeline(stages, channels), index
 
 
-def build_chunks(
-    config: GPTConfig, groups: Groups, layer_split: list[int] | None = None
+def build_stages(
+    config: MoEConfig, groups: Groups, layer_split: list[int] | None = None
 ) -> list[GPT]:
-    """This rank's chunks of a model, on the meta device. Sequence parallelism is left out: a step
-    of one token has no sequence to divide."""
+    """This rank's stages of a model, on the meta device. Sequence parallelism is left out: a step
+    of one token has no sequence to shard."""
+    with torch.device("meta"):
+        model = GPT(config)
+    if config.num_experts:
+        moe.apply(model, groups.ep, groups.tp)
+    stages = [model]
     if groups.pp:
-        chunks = pipeline_parallel.split(config, groups.pp.rank(), groups.pp.size(), 1, layer_split)
-    else:
-        with torch.device("meta"):
-            chunks = [GPT(config)]
-    for chunk in chunks:
-        if groups.ep:
-            moe.apply(chunk, groups.ep)
-        if groups.tp:
-            tensor_parallel.apply(chunk, groups.tp)
-    return chunks
+        p = groups.pp.size()
+        stages = pipeline_parallel.apply(model, groups.pp.rank(), p, 1, layer_split)
+    if groups.tp:
+        for stage in stages:
+            tensor_parallel.apply(stage, groups.tp)
+    return stages
 
 
 def find_tokenizer(path: Path | str, index: dict, given: str | None = None):

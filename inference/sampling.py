@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import gpt
+from dropout import hash_
 
 # stands for a token where the logits are not finite
 DIVERGED = -1
@@ -102,7 +102,7 @@ def keep_top_p(z: Tensor, top_p: float) -> Tensor:
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     """A number in [0, 1) for each sequence, a hash of (key of the prompt, position of the token to
     be drawn). keys: [b] int32; positions: [b] -> [b] float64"""
-    bits = gpt.mix(keys ^ (positions * 0x9E3779B1 & 0x7FFFFFFF).int())  # [b] int32
+    bits = hash_(keys ^ (positions * 0x9E3779B1 & 0x7FFFFFFF).int())  # [b] int32
     return (bits.double() + 2**31) / 2**32
 
 

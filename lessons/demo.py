@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 import gpt
 import sharding
+from model_config import GPTConfig
 
 
-def tiny_config(config_class: type = gpt.GPTConfig, **changes) -> gpt.GPTConfig:
+def tiny_config(config_class: type = GPTConfig, **changes) -> GPTConfig:
     """A GPT with L 2, h 64, a 4, s 32, V 257, except for the fields in `changes`. config_class: a
-    subclass of gpt.GPTConfig whose own fields `changes` may then name."""
+    subclass of GPTConfig whose own fields `changes` may then name."""
     fields = dict(num_layers=2, hidden_size=64, num_heads=4, seq_length=32, vocab_size=257)
     return config_class(**(fields | changes))
 
 
-def meta_model(config: gpt.GPTConfig) -> gpt.GPT:
+def meta_model(config: GPTConfig) -> gpt.GPT:
     """The model on the meta device, where it has shapes but no storage. `sharding.init` gives it
     values once the techniques are applied."""
     with torch.device("meta"):

@@ -140,7 +140,7 @@ class PromptLearning:
         for name, p in sharding.named_parameters(*self.stages):
             if not p.requires_grad and not name.startswith(WHERE):
                 frozen[f"model.{name}"] = p
-        checkpoint.load(path, frozen, self.checkpoints.shape(weights_only=False))
+        checkpoint.load(path, frozen, checkpoint.fixed_fields(self.model_config))
         self.identity = fingerprint(path, self.model_config)
         values = first_values(
             self.prompts, path, self.model_config, self.config.seed, tokenizer, self.identity

@@ -26,8 +26,8 @@ from torch import Tensor
 
 import checkpoint
 import huggingface
-from gpt import GPTConfig
 from prompts.prompt_data import PromptConfig, PromptError, Template
+from routers import MoEConfig
 from runtime import json_files, terminal
 
 
@@ -47,7 +47,7 @@ def read_base(path: str | Path, names: list[str]) -> dict[str, Tensor]:
     return {name.removeprefix("model."): parameter for name, parameter in parameters.items()}
 
 
-def fingerprint(path: str | Path, config: GPTConfig) -> str:
+def fingerprint(path: str | Path, config: MoEConfig) -> str:
     """Identifies the model at `path`: 16 hex digits. A collective."""
     # the fields that may differ when weights are loaded may differ here
     fields = json.dumps(checkpoint.fixed_fields(config), sort_keys=True)

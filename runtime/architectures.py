@@ -1,7 +1,7 @@
 """The names that our tensors and fields have in models of `transformers`: GPT-2, Llama, Mixtral.
 
 One table for each architecture says where each of our tensors lies in theirs, and which field of
-their config.json is which of GPTConfig's. huggingface.py reads and writes folders by these tables.
+their config.json is which of MoEConfig's. huggingface.py reads and writes folders by these tables.
 A model that gpt.py does not compute exactly is refused, and the message names the field.
 
     gpt.py                      GPT2LMHeadModel                      LlamaForCausalLM
@@ -41,7 +41,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt import GPT, GPTConfig
+import moe
+from gpt import GPT
+from routers import MoEConfig
 
 
 class HuggingFaceError(Exception):
@@ -100,7 +102,7 @@ class Architecture:
 
     name: of the class. model_type: in config.json. preset: of a run with such a model (train.py
     --model). prefix: of its tensors' names; some files leave it out.
-    fields: field of config.json -> field of GPTConfig.
+    fields: field of config.json -> field of MoEConfig.
     computed: field of config.json -> the values for which gpt.py computes the same; the first is
     the default.
     modules: our module -> where it lies in theirs.
@@ -243,19 +245,19 @@ MIXTRAL = dataclasses.replace(
 )
 
 
-def architecture_of(config: GPTConfig) -> Architecture:
+def architecture_of(config: MoEConfig) -> Architecture:
     if not config.llama:
         return GPT2
     return MIXTRAL if config.num_experts else LLAMA
 
 
-def empty_model(config: GPTConfig) -> GPT:
+def empty_model(config: MoEConfig) -> GPT:
     """On the meta device: names and shapes, no values."""
     with torch.device("meta"):
-        return GPT(config)
+        return moe.build(config)
 
 
-def their_tensors(config: GPTConfig) -> dict[str, TheirTensor]:
+def their_tensors(config: MoEConfig) -> dict[str, TheirTensor]:
     """Their name -> their tensor, in the order of the model. Raises HuggingFaceError."""
     architecture = architecture_of(config)
     tensors = {}
@@ -275,15 +277,15 @@ def their_tensors(config: GPTConfig) -> dict[str, TheirTensor]:
     return tensors
 
 
-# --- config.json -> GPTConfig ---------------------------------------------------------------------
+# --- config.json -> MoEConfig ---------------------------------------------------------------------
 
 
-def to_gpt_config(hf_config: dict) -> GPTConfig:
+def to_gpt_config(hf_config: dict) -> MoEConfig:
     """The model that a config.json describes. Raises HuggingFaceError, naming the field, for what
     gpt.py does not compute."""
     architecture = find_architecture(hf_config)
     check_computed(hf_config, architecture)
-    integers = {field.name for field in dataclasses.fields(GPTConfig) if field.type is int}
+    integers = {field.name for field in dataclasses.fields(MoEConfig) if field.type is int}
     fields = {}
     for theirs, ours in architecture.fields.items():
         kind = int if ours in integers else float
@@ -297,7 +299,7 @@ def to_gpt_config(hf_config: dict) -> GPTConfig:
         if not fields["num_experts"]:
             raise HuggingFaceError(f"num_local_experts is 0; a {MIXTRAL.name} has experts")
     try:
-        config = GPTConfig(**fields)
+        config = MoEConfig(**fields)
     except ValueError as e:
         raise HuggingFaceError(str(e)) from None
     if architecture is MIXTRAL:
@@ -365,7 +367,7 @@ def rotary_base(hf_config: dict, missing: dict[str, float]) -> float:
     return read_number(theta, "rope_theta", float, missing)
 
 
-def check_experts(config: GPTConfig) -> None:
+def check_experts(config: MoEConfig) -> None:
     """Raises HuggingFaceError for a model with experts that a Mixtral does not compute, naming all
     that differs."""
     differing = []
@@ -387,10 +389,10 @@ def check_experts(config: GPTConfig) -> None:
         raise HuggingFaceError("; ".join(differing))
 
 
-# --- GPTConfig -> config.json ---------------------------------------------------------------------
+# --- MoEConfig -> config.json ---------------------------------------------------------------------
 
 
-def to_hf_config(config: GPTConfig) -> dict:
+def to_hf_config(config: MoEConfig) -> dict:
     """config.json, for transformers 4 and 5. Raises HuggingFaceError for a model that it cannot
     describe."""
     architecture = architecture_of(config)
@@ -414,7 +416,7 @@ def to_hf_config(config: GPTConfig) -> dict:
     return hf_config | {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
 
 
-def check_export_of_experts(config: GPTConfig) -> None:
+def check_export_of_experts(config: MoEConfig) -> None:
     """Raises HuggingFaceError for experts that no class of transformers has, naming the training
     flags with which a model can be exported."""
     if not config.num_experts:

@@ -27,8 +27,9 @@ import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 
-from gpt import GPTConfig, least_parameters
+from routers import MoEConfig
 from runtime import json_files, room
+from runtime.sizes import least_parameters
 
 FORMAT = 2
 # torch's name of a dtype, as in an index -> its name in a safetensors file
@@ -73,7 +74,7 @@ class RunRecord(TypedDict):
 
 class Index(TypedDict):
     """The fields of index.json that the code relies on; others may stand beside them. The fields of
-    `model` are checked by GPTConfig."""
+    `model` are checked by MoEConfig."""
 
     format: int
     step: Count
@@ -132,7 +133,7 @@ def check_index(index: dict, where: str) -> None:
     try:
         json_files.convert(index, Index, where)
         if index["model"]:
-            GPTConfig(**index["model"])
+            MoEConfig(**index["model"])
     except json_files.JSONError as e:
         raise CheckpointError(str(e)) from None
     except (TypeError, ValueError) as e:
@@ -174,7 +175,7 @@ def check_files(path: Path, files: dict[str, FileRecord]) -> None:
 # --- the model in it ------------------------------------------------------------------------------
 
 
-def fixed_fields(config: GPTConfig, weights_only: bool = False) -> dict[str, Any]:
+def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any]:
     """The fields of a model that a checkpoint must agree with, and their values. This is the only
     list of fields that may differ.
 
@@ -190,7 +191,7 @@ def fixed_fields(config: GPTConfig, weights_only: bool = False) -> dict[str, Any
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
 
 
-def read_model(path: Path) -> tuple[GPTConfig, dict]:
+def read_model(path: Path) -> tuple[MoEConfig, dict]:
     """(configuration, index) of a checkpoint that holds a whole model, after comparing the
     configuration with the tensors. Raises CheckpointError."""
     index = read_index(path)
@@ -203,7 +204,7 @@ def read_model(path: Path) -> tuple[GPTConfig, dict]:
             " prompt file to prompt_tuning.py"
         )
     try:
-        config = GPTConfig(**index["model"])
+        config = MoEConfig(**index["model"])
         check_sizes(config, shapes)
     except (TypeError, ValueError) as e:
         raise CheckpointError(
@@ -213,7 +214,7 @@ def read_model(path: Path) -> tuple[GPTConfig, dict]:
     return config, index
 
 
-def check_sizes(config: GPTConfig, shapes: dict[str, list[int]]) -> None:
+def check_sizes(config: MoEConfig, shapes: dict[str, list[int]]) -> None:
     """Whether a configuration can belong to these tensors, before a model of its size is built.
     shapes: name -> shape; the first number in a name is its layer, in our names and in Hugging
     Face's. This is a coarse check: smaller differences show when tensors are matched one by one.

@@ -17,11 +17,11 @@ import os
 import torch
 
 import fsdp
-from model_config import GPTConfig
+from routers import MoEConfig
 from runtime.sizes import least_parameters
 
 
-def parameters(model: GPTConfig) -> tuple[int, int]:
+def parameters(model: MoEConfig) -> tuple[int, int]:
     """(dense, of experts): how many numbers the matrices have."""
     mlp = (3 if model.llama else 2) * model.hidden_size * model.ffn_hidden_size
     experts = len(model.expert_layers) * model.num_experts * mlp
@@ -29,7 +29,7 @@ def parameters(model: GPTConfig) -> tuple[int, int]:
 
 
 def state_bytes(
-    model: GPTConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]
+    model: MoEConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]
 ) -> int:
     """Bytes of weights, gradients and optimizer state: the rank that has most holds at least so
     much. ranks: how many there are in tp, pp, dp and ep."""
@@ -48,7 +48,7 @@ def state_bytes(
 
 
 def activation_bytes(
-    model: GPTConfig, precision: str, micro_batch: int, ranks: dict[str, int]
+    model: MoEConfig, precision: str, micro_batch: int, ranks: dict[str, int]
 ) -> int:
     """Bytes of each layer's input, and without a pipeline of the logits, for one micro-batch: the
     rank that has most holds at least so much."""

@@ -61,7 +61,8 @@ class RunCheckpoints:
         wanted = tensors
         if weights_only:
             wanted = {n: t for n, t in tensors.items() if n.startswith("model.")}
-        index = checkpoint.load(path, wanted, self.shape(weights_only))
+        fixed = checkpoint.fixed_fields(self.trainer.model_config, weights_only)
+        index = checkpoint.load(path, wanted, fixed)
         self.set(tensors)
         if weights_only:
             return index
@@ -73,12 +74,6 @@ class RunCheckpoints:
             raise checkpoint.CheckpointError(
                 f"{path}/index.json lacks what training goes on from {why}"
             ) from None
-
-    def shape(self, weights_only: bool) -> dict:
-        """The fields of the model that a checkpoint must agree with."""
-        config = self.trainer.model_config
-        free = checkpoint.free_fields(config, weights_only)
-        return {k: v for k, v in dataclasses.asdict(config).items() if k not in free}
 
     @torch.no_grad()
     def set(self, tensors: dict[str, torch.Tensor]) -> None:

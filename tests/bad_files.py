@@ -179,7 +179,7 @@ def make_folder() -> None:
     import checkpoint
     import huggingface
     import sharding
-    from gpt import GPTConfig
+    from routers import MoEConfig
     from runtime.architectures import empty_model
 
     for name, fields in (
@@ -187,7 +187,7 @@ def make_folder() -> None:
         ("llama", dict(llama=True)),
         ("mixtral", dict(llama=True, num_experts=2, router="topk", router_topk=2, z_loss=0.0)),
     ):
-        model = empty_model(GPTConfig(**SHAPE, vocab_size=257, **fields))
+        model = empty_model(MoEConfig(**SHAPE, vocab_size=257, **fields))
         sharding.init(model, 0, "cpu", torch.float32)
         state = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(model.config)}
         checkpoint.write(

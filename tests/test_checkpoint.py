@@ -19,6 +19,8 @@ import checkpoint
 import gpt
 from checkpoint import CheckpointError
 from lessons import ranks
+from model_config import GPTConfig
+from routers import MoEConfig
 
 STATE = {"tokens": 7, "config": {"a": 1}, "model": {}}
 
@@ -334,7 +336,7 @@ def whole_model(tmp_path_factory):
 
     with torch.device("meta"):
         model = gpt.GPT(
-            gpt.GPTConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=32)
+            GPTConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=32)
         )
     sharding.init(model, 0, "cpu", torch.float32)
     optimizer = {"updates": 3, "skipped": 0, "scaler": None}
@@ -675,7 +677,7 @@ def test_saved_under_one_layout_loads_under_any(tmp_path, world, flags):
 def test_fields_that_a_checkpoint_must_agree_with():
     """By hand: a prompt file's fingerprint is a hash of exactly these, so a change of this list
     would make every prompt file another model's."""
-    config = gpt.GPTConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
+    config = MoEConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
     fixed = {
         "num_layers": 2,
         "hidden_size": 16,

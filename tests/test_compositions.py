@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import random_layouts
-from dropout import Dropout, dropout_key
 import torch
 import torch.distributed as dist
 from parity import LLAMA, SMALL, differs, same, train, train_each
@@ -13,13 +12,14 @@ from parity import LLAMA, SMALL, differs, same, train, train_each
 import fsdp
 import gpt
 import moe
-import routers
 import optimizer
 import pipeline_parallel
+import routers
 import sequence_parallel
 import sharding
 import tensor_parallel
 import train as trainer
+from dropout import Dropout, dropout_key
 from sharding import Shard, shard_of, sharding_of
 
 

@@ -4,10 +4,9 @@ line."""
 import json
 
 import pytest
-from runtime import rules
 
-
-from runtime import config, room
+from routers import MoEConfig
+from runtime import config, room, rules
 from runtime.config import Config, ConfigError
 from runtime.flags import parse
 
@@ -132,7 +131,7 @@ def test_memory_bounds_are_lower_bounds():
     """Of a model that is known: Llama-2 7B has 6.74 billion parameters, and takes 18 bytes of each
     in mixed precision."""
     fields, published = config.PRESETS["llama2-7b"]
-    model = GPTConfig(**fields)
+    model = MoEConfig(**fields)
     alone = dict(tp=1, pp=1, dp=1, ep=1)
     assert 0.99 < sum(room.parameters(model)) / published <= 1
     assert 0.99 < room.state_bytes(model, "bf16", "fp32", 0, alone) / (18 * published) <= 1

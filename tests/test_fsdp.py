@@ -3,7 +3,6 @@ import gc
 import re
 
 import pytest
-from model_config import GPTConfig
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +11,7 @@ import fsdp
 import gpt
 import sharding
 from lessons import ranks
+from model_config import GPTConfig
 from optimizer import AdamW
 from sharding import local_part, local_slice, sharding_of, unpad
 

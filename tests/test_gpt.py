@@ -2,15 +2,17 @@ import math
 import shutil
 
 import pytest
-from dropout import Dropout, dropout_key, dropout_mask, hash_
-from model_config import GPTConfig
-from cross_entropy import cross_entropy
 import torch
 import torch.nn.functional as F
 
 import gpt
 import sharding
-from gpt import GPT, PRESETS
+from cross_entropy import cross_entropy
+from dropout import Dropout, dropout_key, dropout_mask, hash_
+from gpt import GPT
+from model_config import GPTConfig
+from runtime.presets import PRESETS
+from runtime.sizes import flops_per_token
 
 GPT_SHAPES = [
     dict(num_layers=2, hidden_size=48, num_heads=4, seq_length=32, vocab_size=97),
@@ -193,7 +195,7 @@ def test_presets_have_the_published_sizes():
     for name, (fields, published) in PRESETS.items():
         with torch.device("meta"):
             model = GPT(GPTConfig(**fields))
-        count = gpt.num_parameters(model)
+        count = sharding.num_parameters(model)
         # released weights: exact
         if published and published % 1000:
             assert count == published, name
@@ -210,7 +212,7 @@ def test_presets_have_the_published_sizes():
             assert count == pytest.approx(
                 12 * L * h * h * (1 + 13 / (12 * h) + (V + s) / (12 * L * h)), abs=2 * h + 1
             ), name
-            assert gpt.flops_per_token(c) == pytest.approx(
+            assert flops_per_token(c) == pytest.approx(
                 72 * L * h * h * (1 + s / (6 * h) + V / (12 * h * L)), rel=1e-12
             ), name
 
@@ -225,13 +227,13 @@ def test_flops_of_the_papers():
         * c.hidden_size**2
         * (1 + 2048 / (6 * c.hidden_size) + 51200 / (16 * c.num_layers * c.hidden_size))
     )
-    layers = gpt.flops_per_token(c) - 6 * c.hidden_size * c.vocab_size
+    layers = flops_per_token(c) - 6 * c.hidden_size * c.vocab_size
     assert layers * 4 / 3 + 6 * c.hidden_size * c.vocab_size == pytest.approx(
         with_recompute, rel=1e-12
     )
     c = GPTConfig(**PRESETS["llama2-7b"][0])
     matrices = 6_738_415_616 - 32000 * 4096 - (2 * 32 + 1) * 4096
-    assert gpt.flops_per_token(c) == 6 * matrices + 12 * 32 * 4096 * 4096
+    assert flops_per_token(c) == 6 * matrices + 12 * 32 * 4096 * 4096
 
 
 # --- dropout --------------------------------------------------------------------------------------
@@ -248,9 +250,7 @@ def test_hash_by_hand():
         return x ^ x >> 16
 
     values = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 0xDEADBEEF]
-    ours = hash_(
-        torch.tensor([v - 2**32 if v >= 2**31 else v for v in values], dtype=torch.int32)
-    )
+    ours = hash_(torch.tensor([v - 2**32 if v >= 2**31 else v for v in values], dtype=torch.int32))
     assert [v % 2**32 for v in ours.tolist()] == [mix(v) for v in values]
 
 

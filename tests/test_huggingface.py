@@ -23,10 +23,10 @@ import pipeline_parallel
 import sharding
 import tensor_parallel
 from checkpoint import CheckpointError
-from gpt import GPTConfig
 from huggingface import export_folder, import_folder
 from inference import cli
 from lessons import ranks
+from routers import MoEConfig
 from runtime.architectures import (
     GPT2,
     LLAMA,
@@ -220,7 +220,7 @@ def their_logits(folder):
 def test_imports_what_transformers_wrote(saved, tmp_path, family):
     folder, expected = saved[family]
     config = import_folder(folder, tmp_path / "ckpt")
-    assert config == GPTConfig(**SHAPES[family], dropout=0.1 if family == "gpt2" else 0.0)
+    assert config == MoEConfig(**SHAPES[family], dropout=0.1 if family == "gpt2" else 0.0)
     assert close(our_logits(tmp_path / "ckpt"), expected)
     index = checkpoint.read_index(tmp_path / "ckpt")
     assert (
@@ -265,7 +265,7 @@ def test_there_and_back(saved, tmp_path, family):
     path, _ = our_checkpoint(tmp_path / "a", **SHAPES[family])
     export_folder(path, tmp_path / "b")
     config = import_folder(tmp_path / "b", tmp_path / "c")
-    assert config == GPTConfig(**SHAPES[family]) and identical(
+    assert config == MoEConfig(**SHAPES[family]) and identical(
         weights(tmp_path / "a"), weights(tmp_path / "c")
     )
     folder = saved[family][0]
@@ -344,7 +344,7 @@ def load_and_save(rank, folder, families, tp, pp, ep):
     groups = Groups.make("cpu", 2, tp, pp, ep=ep)
     logits = {}
     for family in families:
-        config = GPTConfig(**checkpoint.read_index(folder / family)["model"])
+        config = MoEConfig(**checkpoint.read_index(folder / family)["model"])
         chunks = (
             pipeline_parallel.split(config, groups.pp.rank(), pp)
             if groups.pp
@@ -614,8 +614,8 @@ GPT2_4 = {
     ],
 )
 def test_configurations_of_older_versions(there, here):
-    assert to_gpt_config(there) == GPTConfig(**here)
-    assert to_gpt_config(json.loads(json.dumps(to_hf_config(GPTConfig(**here))))) == GPTConfig(
+    assert to_gpt_config(there) == MoEConfig(**here)
+    assert to_gpt_config(json.loads(json.dumps(to_hf_config(MoEConfig(**here))))) == MoEConfig(
         **here
     )
 
@@ -965,7 +965,7 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path, how):
 
 
 def test_beyond_fp16(tmp_path):
-    config = GPTConfig(**SHAPES["gpt2"])
+    config = MoEConfig(**SHAPES["gpt2"])
     large = {
         f"model.{n}": torch.full(p.shape, 1e5)
         for n, p in huggingface.empty_model(config).named_parameters()

@@ -23,6 +23,10 @@ import moe
 import optimizer
 import sharding
 import train as trainer
+from cross_entropy import cross_entropy
+from dropout import dropout_key, dropout_mask
+from model_config import GPTConfig
+from routers import MoEConfig
 
 GPU = pytest.param(
     "gpu",
@@ -73,7 +77,7 @@ def of_rotary(r, new):
     kv = r.choice([1, 2])
     s = r.choice([1, 5, 16])
     d = r.choice([2, 6, 16, 64, 128, 512, 4096])
-    config = gpt.GPTConfig(num_layers=1, hidden_size=a * d, num_heads=a, seq_length=s, llama=True)
+    config = GPTConfig(num_layers=1, hidden_size=a * d, num_heads=a, seq_length=s, llama=True)
     table = gpt.rotary_table(config, s, new(1))
     if r.random() < 0.5:
         return [new(b, s, a, d).transpose(1, 2), new(b, s, kv, d).transpose(1, 2), *table]
@@ -98,7 +102,7 @@ def of_dropout(r, new):
     s = r.choice([0, 1, 6, 41])
     h = r.choice([1, 7, 48, 1032])
     key = (
-        gpt.dropout_key(1, r.randrange(99), torch.arange(b) + 7).to(new(1).device)
+        dropout_key(1, r.randrange(99), torch.arange(b) + 7).to(new(1).device)
         if r.random() < 0.7
         else None
     )
@@ -136,9 +140,9 @@ def of_experts(r, new, k=None):
     k = k or r.choice([1, 2])
     e = 4
     h = r.choice([1, 9, 32, 1032])
-    decision = moe.Decision(
+    decision = moe.Routing(
         lambda logits, training: logits,
-        gpt.GPTConfig(
+        MoEConfig(
             num_layers=1,
             hidden_size=8,
             num_heads=1,
@@ -175,7 +179,7 @@ def dropout_add(x, bias, residual, key, salt, start, p):
     return residual + (
         x
         if key is None
-        else x.masked_fill(gpt.dropped(key, salt, x.shape, {1: start}, p), 0.0) * (1 / (1 - p))
+        else x.masked_fill(dropout_mask(key, salt, x.shape, {1: start}, p), 0.0) * (1 / (1 - p))
     )
 
 
@@ -213,10 +217,10 @@ CASES = {
         lambda z, targets: kernels.cross_entropy(
             z.clone(memory_format=torch.preserve_format), targets
         ),
-        lambda z, targets: gpt.cross_entropy(z.clone(), targets),
+        lambda z, targets: cross_entropy(z.clone(), targets),
     ),
-    "take": (of_take, kernels.take, moe.taken),
-    "put": (of_put, kernels.put, moe.put_home),
+    "take": (of_take, kernels.take, moe.permute),
+    "put": (of_put, kernels.put, moe.unpermute),
 }
 
 
@@ -331,10 +335,10 @@ def test_masks_are_those_of_the_model(place):
     """Bit for bit, for any slice of the sequence."""
     for dtype in NUMBERS:
         x = torch.ones(3, 37, 264, device=place, dtype=dtype)
-        key = gpt.dropout_key(5, 2, torch.arange(3)).to(place)
+        key = dropout_key(5, 2, torch.arange(3)).to(place)
         for salt, start, p in ((2, 0, 0.1), (3, 37, 0.5), (0, 2**30, 0.999)):
             y = kernels.bias_dropout_add(x, None, torch.zeros_like(x), key, salt, start, p)
-            assert torch.equal(y == 0, gpt.dropped(key, salt, x.shape, {1: start}, p))
+            assert torch.equal(y == 0, dropout_mask(key, salt, x.shape, {1: start}, p))
 
 
 def adamw_state(kind: str, shape, place):
@@ -455,7 +459,10 @@ def test_any_order_of_threads(monkeypatch):
 @by_emulator
 @pytest.mark.parametrize(
     "marker, offset",
-    [("of_warp[first + threadIdx.x / 32][n] = x[n];", 1), ("// Only now may the next reduction overwrite of_warp.", 1)],
+    [
+        ("of_warp[first + threadIdx.x / 32][n] = x[n];", 1),
+        ("// Only now may the next reduction overwrite of_warp.", 1),
+    ],
     ids=["before reading", "before the next writing"],
 )
 def test_a_missing_barrier_is_seen(monkeypatch, marker, offset):
@@ -519,7 +526,7 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x = new(2, 5, 24)
     w = new(24)
-    key = gpt.dropout_key(1, 1, torch.arange(2)).to(place)
+    key = dropout_key(1, 1, torch.arange(2)).to(place)
     targets = torch.tensor([[3, 0, 23, 7, 1], [2, 2, kernels.ELSEWHERE, 5, 9]], device=place)
     of_rows = new(2, 5).to(wide)
     order = torch.tensor([3, 1, 4, 0], device=place)
@@ -582,7 +589,7 @@ def test_compiled():
     def function(x, w, b, gate, logits, targets):
         y = kernels.swiglu(kernels.layer_norm(kernels.rms_norm(x, w), w, b), gate)
         y = kernels.bias_dropout_add(
-            kernels.bias_gelu(y, b), b, x, gpt.dropout_key(1, 1, targets[:, 0]), 2, 0, 0.3
+            kernels.bias_gelu(y, b), b, x, dropout_key(1, 1, targets[:, 0]), 2, 0, 0.3
         )
         q, k = kernels.rotary(y[:, None], y[:, None], w[:12].repeat(5, 2), b[:12].repeat(5, 2))
         return (
@@ -825,7 +832,7 @@ def test_without_a_compiler(monkeypatch, tmp_path):
     assert load() == (None, "the build failed: nvcc fatal error: no such thing")
     with torch.device("meta"):
         model = gpt.GPT(
-            gpt.GPTConfig(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=8)
+            GPTConfig(num_layers=1, hidden_size=8, num_heads=1, seq_length=8, vocab_size=8)
         )
     before = [type(m) for m in model.modules()]
     assert (
@@ -849,8 +856,8 @@ def test_without_a_compiler(monkeypatch, tmp_path):
         kernels.Head,
     }
     with torch.device("meta"):
-        model = gpt.GPT(
-            gpt.GPTConfig(
+        model = moe.build(
+            MoEConfig(
                 num_layers=2,
                 hidden_size=8,
                 num_heads=1,
@@ -912,7 +919,7 @@ def test_a_swapped_model_generates():
     for change in (lambda model: None, kernels.swap):
         with torch.device("meta"):
             model = gpt.GPT(
-                gpt.GPTConfig(
+                GPTConfig(
                     num_layers=2,
                     hidden_size=16,
                     num_heads=2,

@@ -9,19 +9,19 @@ import sys
 from fractions import Fraction
 
 import pytest
-from runtime import rules
-from model_config import GPTConfig
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from parity import SMALL, Synthetic
 
 import fsdp
-import gpt
 import moe
 import routers
 import train as trainer
 from lessons import ranks
+from routers import MoEConfig
+from runtime import rules
+from runtime.sizes import flops_per_token
 from runtime.world import Groups
 from sharding import shard_of, sharding_of
 
@@ -33,7 +33,7 @@ FACTS = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]])
 
 def make(e, k=1, h=16, ffn=24, router="sinkhorn", seed=0, **fields) -> moe.MoE:
     """An expert layer in float64, with weights large enough for its choices to differ."""
-    config = GPTConfig(
+    config = MoEConfig(
         1,
         h,
         1,
@@ -65,9 +65,9 @@ def test_sinkhorn_by_hand():
     # at a low temperature two each
     assert sorted(chosen.flatten().tolist()) == [0, 0, 1, 1]
     # six iterations
-    assert torch.equal(routers.sinkhorn(FACTS, most=6), routers.sinkhorn(FACTS)) and not torch.equal(
-        routers.sinkhorn(FACTS, most=5), routers.sinkhorn(FACTS)
-    )
+    assert torch.equal(
+        routers.sinkhorn(FACTS, most=6), routers.sinkhorn(FACTS)
+    ) and not torch.equal(routers.sinkhorn(FACTS, most=5), routers.sinkhorn(FACTS))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.02])
@@ -170,7 +170,8 @@ def test_gates_and_losses_by_hand():
     # of a mean over two tokens
     torch.testing.assert_close(top.losses(logits, share) / 2, expected)
     torch.testing.assert_close(
-        make(3, router="topk").router.probabilities(logits, chosen[:, :1]).flatten(), p[[0, 1], [2, 0]]
+        make(3, router="topk").router.probabilities(logits, chosen[:, :1]).flatten(),
+        p[[0, 1], [2, 0]],
     )
     # sinkhorn, k > 1: softmax over all
     torch.testing.assert_close(make(3, 2).router.probabilities(logits, chosen), p.gather(1, chosen))
@@ -363,7 +364,9 @@ def test_take_and_put_are_adjoint():
     place = routers.inverse_permutation(order, 21).view(3, 7)
     x = torch.randn(7, 5, generator=g).double()
     y = torch.randn(17, 5, generator=g).double()
-    torch.testing.assert_close((moe.permute_rows(x, order) * y).sum(), (x * moe.unpermute_rows(y, place)).sum())
+    torch.testing.assert_close(
+        (moe.permute_rows(x, order) * y).sum(), (x * moe.unpermute_rows(y, place)).sum()
+    )
 
 
 def spread(rank: int, world: int, seeds: list[int]):
@@ -372,7 +375,7 @@ def spread(rank: int, world: int, seeds: list[int]):
     for seed in seeds:
         whole, _ = draw(seed)
         e, h = whole.router.weight.shape
-        config = GPTConfig(
+        config = MoEConfig(
             1, h, 1, vocab_size=3, num_experts=e, ffn_hidden_size=whole.up.weight.shape[1]
         )
         if e % world:
@@ -472,25 +475,21 @@ def test_recomputation_does_not_route_again():
 
 
 def test_flops_count_what_a_token_goes_through():
-    dense = GPTConfig(4, 64, 4, seq_length=32, vocab_size=100, llama=True)
+    dense = MoEConfig(4, 64, 4, seq_length=32, vocab_size=100, llama=True)
     fields = dict(num_experts=8, router="topk")
-    same = GPTConfig(
-        4, 64, 4, seq_length=32, vocab_size=100, llama=True, expert_every=2, **fields
-    )
-    two = GPTConfig(
-        4, 64, 4, seq_length=32, vocab_size=100, llama=True, router_topk=2, **fields
-    )
+    same = MoEConfig(4, 64, 4, seq_length=32, vocab_size=100, llama=True, expert_every=2, **fields)
+    two = MoEConfig(4, 64, 4, seq_length=32, vocab_size=100, llama=True, router_topk=2, **fields)
     router = 6 * 64 * 8
     mlp = 6 * 3 * 64 * 256
-    assert gpt.flops_per_token(same) - gpt.flops_per_token(dense) == 2 * router
-    assert gpt.flops_per_token(two) - gpt.flops_per_token(dense) == 4 * router + 4 * mlp
+    assert flops_per_token(same) - flops_per_token(dense) == 2 * router
+    assert flops_per_token(two) - flops_per_token(dense) == 4 * router + 4 * mlp
     assert list(same.expert_layers) == [1, 3] and list(dense.expert_layers) == []
 
 
 def test_expert_fields_mean_nothing_without_experts():
-    assert GPTConfig(
+    assert MoEConfig(
         2, 16, 2, expert_every=2, router="topk", router_topk=3, aux_loss=0.1
-    ) == GPTConfig(2, 16, 2)
+    ) == MoEConfig(2, 16, 2)
 
 
 def test_evaluation_routes_each_token_for_itself():
@@ -542,7 +541,7 @@ def test_bad_configurations(flags, world, words):
 
 
 def parallelize_twice(rank: int):
-    model = gpt.GPT(GPTConfig(2, 16, 2, vocab_size=7, num_experts=2))
+    model = moe.build(MoEConfig(2, 16, 2, vocab_size=7, num_experts=2))
     moe.apply(model, dist.group.WORLD)
     with pytest.raises(ValueError, match="once"):
         moe.apply(model, dist.group.WORLD)
@@ -553,7 +552,7 @@ def test_parallelize_twice():
 
 
 def shard_without_expert_group(rank: int):
-    model = gpt.GPT(GPTConfig(2, 16, 2, vocab_size=7, num_experts=2))
+    model = moe.build(MoEConfig(2, 16, 2, vocab_size=7, num_experts=2))
     moe.apply(model, dist.group.WORLD)
     with pytest.raises(ValueError, match="expert_group"):
         fsdp.apply(model, dist.group.WORLD)

@@ -1,7 +1,6 @@
 import weakref
 
 import pytest
-from model_config import GPTConfig
 import torch
 from parity import LLAMA, SMALL, Synthetic
 from test_checkpoint import LAYOUTS as CHECKPOINT_LAYOUTS
@@ -12,8 +11,12 @@ import pipeline_parallel
 import schedules
 import sharding
 import train
+import zero_bubble
 from lessons import ranks
-from pipeline_parallel import layer_split, split
+from lessons.demo import meta_model
+from model_config import GPTConfig
+from pipeline_parallel import apply as split_model
+from pipeline_parallel import layers_of_stages
 from runtime.world import Groups
 from sharding import sharding_of
 
@@ -53,7 +56,7 @@ def test_splits_that_cannot_be(arguments, words):
 def test_stages_have_the_parameters_of_the_model_under_its_names():
     with torch.device("meta"):
         whole = {n: p.shape for n, p in gpt.GPT(CONFIG).named_parameters()}
-    chunks = [split(meta_model(CONFIG), rank, 2, 2) for rank in range(2)]
+    chunks = [split_model(meta_model(CONFIG), rank, 2, 2) for rank in range(2)]
     names = [
         [n for n, _ in sharding.named_parameters(chunk)] for stage in chunks for chunk in stage
     ]

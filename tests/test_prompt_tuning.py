@@ -5,7 +5,6 @@ from pathlib import Path
 
 import parity
 import pytest
-from model_config import GPTConfig
 import torch
 from test_generate import loud
 from test_gpt import LLAMA_SHAPES, build
@@ -15,11 +14,13 @@ import prompt_tuning
 import tensor_parallel
 import train
 from corpus.tokenizer import ByteTokenizer
-from gpt import GPT, num_parameters
+from gpt import GPT
 from inference import cli
+from model_config import GPTConfig
 from prompt_tuning import VirtualPrompts, apply, attach_tables, initial_values
 from prompts import prompt_data, prompt_file
 from prompts.prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template
+from sharding import num_parameters
 
 V = 257
 

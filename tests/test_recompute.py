@@ -2,16 +2,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from dropout import dropout_key
-from model_config import GPTConfig
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import gpt
 import recompute
 import sharding
+from dropout import dropout_key
 from gpt import GPT
 from lessons import ranks
+from model_config import GPTConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "comparisons"))
 import activation_memory

@@ -1,16 +1,15 @@
 import pytest
-from dropout import dropout_key
-from model_config import GPTConfig
 import torch
 import torch.distributed as dist
 
-import gpt
 import recompute
 import sequence_parallel
 import sharding
 import tensor_parallel
+from dropout import dropout_key
 from gpt import GPT
 from lessons import ranks
+from model_config import GPTConfig
 
 B = 2
 S = 8

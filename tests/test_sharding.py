@@ -1,11 +1,11 @@
 import pytest
-from model_config import GPTConfig
 import torch
 import torch.distributed as dist
 
 import gpt
 import sharding
 from lessons import ranks
+from model_config import GPTConfig
 from sharding import Shard, Sharding, shard_of, sharding_of
 
 SHAPES = [(8, 6), (7, 5), (1, 3), (3, 1), (9,)]

@@ -1,7 +1,4 @@
 import pytest
-from dropout import dropout_key
-from model_config import GPTConfig
-from cross_entropy import cross_entropy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -9,8 +6,11 @@ import torch.nn.functional as F
 import gpt
 import sharding
 import tensor_parallel
+from cross_entropy import cross_entropy
+from dropout import dropout_key
 from gpt import GPT
 from lessons import ranks
+from model_config import GPTConfig
 from sharding import Shard, Sharding, shard_of, sharding_of
 
 B = 2

@@ -26,8 +26,8 @@ from corpus.tokenizer import (
     prompt_ids,
     record,
 )
-from gpt import GPTConfig
 from inference import cli
+from routers import MoEConfig
 from runtime import architectures
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -573,5 +573,5 @@ def test_experts_that_cannot_be_exported(here, capfd):
     err = capfd.readouterr().err
     assert would_fit in err
     assert "Traceback" not in err
-    config = GPTConfig(vocab_size=257, num_experts=2, router="topk", router_topk=2, **LLAMA)
+    config = MoEConfig(vocab_size=257, num_experts=2, router="topk", router_topk=2, **LLAMA)
     architectures.check_export_of_experts(config)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import killed_ranks
 import pytest
-from runtime import rules
 import torch
 from safetensors import safe_open
 
@@ -26,7 +25,7 @@ import generate
 import train
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
-from runtime import metrics
+from runtime import metrics, rules
 from runtime.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
