@@ -2867,7 +2867,7 @@ class _AdamW(Operation):
         if master is not None:
             x = master
         elif low is not None:
-            x = optimizer.join(weight, low)
+            x = optimizer.join_master(weight, low)
         else:
             x = weight.clone()
         g = gradient * scale
@@ -2878,7 +2878,7 @@ class _AdamW(Operation):
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)
         if low is not None:
-            optimizer.split(x, weight, low)
+            optimizer.split_master(x, weight, low)
         else:
             weight.copy_(x)
 

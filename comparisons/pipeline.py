@@ -276,7 +276,7 @@ def schedule_row(measured: list[dict], name: str, m: int, seq_length: int) -> di
         "bubble_simulated": simulated,
         "bubble_formula": schedules.bubble_formula(kind, P, m, v),
         "in_flight": schedules.in_flight(schedule),
-        "owed": schedules.owed(schedule),
+        "owed": schedules.deferred_weight_gradients(schedule),
     }
 
 

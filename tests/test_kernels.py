@@ -350,7 +350,7 @@ def adamw_state(kind: str, shape, place):
     if kind == "split":
         weight = torch.empty_like(master, dtype=torch.bfloat16)
         low = torch.empty_like(master, dtype=torch.int16)
-        optimizer.split(master, weight, low)
+        optimizer.split_master(master, weight, low)
         return [weight, low, None, gradient, m.bfloat16(), v.bfloat16()]
     if kind == "itself":
         return [master, None, None, gradient, m.bfloat16(), v.bfloat16()]
@@ -378,7 +378,7 @@ def test_adamw(place, kind):
             options = 1e-2, decay, 0.9, 0.95, 1e-8, step, scale
             weight, low, master, gradient, m, v = args
             start = (
-                optimizer.join(weight, low)
+                optimizer.join_master(weight, low)
                 if low is not None
                 else weight
                 if master is None
@@ -391,7 +391,7 @@ def test_adamw(place, kind):
             )
             kernels.adamw(*args, *options)
             end = (
-                optimizer.join(weight, low)
+                optimizer.join_master(weight, low)
                 if low is not None
                 else weight
                 if master is None
@@ -409,7 +409,7 @@ def test_adamw(place, kind):
                 still[4] = torch.full_like(still[4], 1e-3)
                 kernels.adamw(*still, 1e-2, 0.0, 0.9, 0.95, 1e-2, 1000, 1.0)
                 moved = (
-                    optimizer.join(still[0], still[1])
+                    optimizer.join_master(still[0], still[1])
                     if low is not None
                     else still[0]
                     if master is None
