@@ -112,7 +112,7 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
         Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups()
     )
     # on CUDA: gloo still, all ranks on one GPU
-    t = trainer.Trainer(config, torch.device(config.device), groups)
+    t = trainer.trainer_class(config)(config, torch.device(config.device), groups)
 
     def whole(part) -> dict[str, torch.Tensor]:
         """part(parameter), put together from all ranks that hold something of the model, under
@@ -135,7 +135,8 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
         return found
 
     sizes = t.model_config.seq_length, t.model_config.vocab_size
-    dataset = Prompted(*sizes, t.prompts) if t.prompts else Synthetic(*sizes)
+    prompts = getattr(t, "prompts", None)
+    dataset = Prompted(*sizes, prompts) if prompts else Synthetic(*sizes)
     result = Result([], [], {}, {})
     for layer in t.expert_layers.values():
         layer.routing.scores = partial(

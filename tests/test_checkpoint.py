@@ -644,13 +644,13 @@ def under(rank, world, folder, steps, flags):
     found = checkpoint.steps(Path(folder))
     start = 0
     if found:
-        start = t.load(list(found.values())[-1])["step"]
+        start = t.checkpoints.load(list(found.values())[-1])["step"]
     if steps:
         for step in range(start + 1, start + steps + 1):
             t.forward_backward(step, Synthetic(16, 61))
             t.update(step)
-        t.save(Path(folder), start + steps, 0, "corpus")
-        t.saver.wait()
+        t.checkpoints.save(Path(folder), start + steps, 0, "corpus")
+        t.checkpoints.saver.wait()
     return {
         n: sharding.gather(x, sharding.sharding_of(x)).clone()
         for n, x in t.optimizer.tensors().items()
@@ -778,7 +778,7 @@ def trained(rank, world, precision, flags, load_from, save_to, steps):
     found = []
     for folder in load_from:
         t = train.Trainer(config, torch.device("cpu"), groups)
-        start = t.load(checkpoint.find(folder))["step"] if folder else 0
+        start = t.checkpoints.load(checkpoint.find(folder))["step"] if folder else 0
         losses = []
         for step in range(start + 1, start + steps + 1):
             loss = t.forward_backward(step, Synthetic(16, 61))
@@ -787,8 +787,8 @@ def trained(rank, world, precision, flags, load_from, save_to, steps):
             losses.append(loss.item())
             t.update(step)
         if save_to:
-            t.save(Path(save_to), steps, 0, "corpus")
-            t.saver.wait()
+            t.checkpoints.save(Path(save_to), steps, 0, "corpus")
+            t.checkpoints.saver.wait()
         found.append(losses)
     return found
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from parity import LLAMA, SMALL, Synthetic
 from test_checkpoint import LAYOUTS as CHECKPOINT_LAYOUTS
-from test_checkpoint import equal, under_flags
+from test_checkpoint import equal, under
 
 import gpt
 import pipeline_parallel
@@ -245,13 +245,13 @@ def test_checkpoints_load_under_any_layout(tmp_path, world, flags):
     """From a pipeline to one device, to tensor parallelism, to another pipeline; the tied matrix is
     saved once."""
     flags |= dict(model="gpt2", num_layers=4)
-    saved = [r for r in ranks.run(under_flags, world, world, str(tmp_path), 2, flags)]
+    saved = [r for r in ranks.run(under, world, world, str(tmp_path), 2, flags)]
     union = {n: x for one in saved for n, x in one.items()}
     for other, its in (*CHECKPOINT_LAYOUTS[:2], (2, dict(pp=2, virtual_stages=2)), (4, dict(pp=4))):
         loaded = {
             n: x
             for one in ranks.run(
-                under_flags, other, other, str(tmp_path), 0, its | dict(model="gpt2", num_layers=4)
+                under, other, other, str(tmp_path), 0, its | dict(model="gpt2", num_layers=4)
             )
             for n, x in one.items()
         }
