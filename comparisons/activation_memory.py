@@ -88,7 +88,7 @@ def kept_bytes(shape: dict, sequence: bool, granularity: str) -> int:
     return recompute.saved_bytes(lambda: block(x, key), *block.parameters())
 
 
-def on_rank(rank: int, shapes: dict) -> dict:
+def measure(rank: int, shapes: dict) -> dict:
     """{(shape, row): bytes that one layer keeps on this rank}"""
     measured = {}
     for name, shape in shapes.items():
@@ -98,10 +98,10 @@ def on_rank(rank: int, shapes: dict) -> dict:
     return measured
 
 
-def measure(t: int, shapes: dict) -> list[dict]:
+def results_on(t: int, shapes: dict) -> list[dict]:
     """A row of results for each shape and row of table 2, on t ranks."""
     results = []
-    for (name, row), measured in ranks.run(on_rank, t, shapes)[0].items():
+    for (name, row), measured in ranks.run(measure, t, shapes)[0].items():
         sequence, granularity = recompute.ROWS[row]
         formula = recompute.layer_bytes(
             **shapes[name], t=t, sequence_parallel=sequence, recompute=granularity
@@ -122,19 +122,27 @@ def measure(t: int, shapes: dict) -> list[dict]:
     return results
 
 
-def first_stage_gib(model: str, row: str) -> float:
+def first_stage(model: str, sequence: bool, granularity: str) -> float:
     """GiB of activations in the layers of the first pipeline stage, by the formula."""
     a, h, L, t, p, v, b = MODELS[model]
-    layer_bytes = recompute.layer_bytes(2048, b, h, a, t, *recompute.ROWS[row])
+    layer_bytes = recompute.layer_bytes(2048, b, h, a, t, sequence, granularity)
     return layer_bytes * recompute.first_stage_layers(L, p, v) / 2**30
+
+
+def first_stage_table() -> dict[str, dict[str, float]]:
+    """{model: {row: GiB}} of the rows with tensor parallelism."""
+    rows = {row: flags for row, flags in recompute.ROWS.items() if row != "no parallelism"}
+    table = {}
+    for model in MODELS:
+        table[model] = {row: first_stage(model, *flags) for row, flags in rows.items()}
+    return table
 
 
 def draw_models(axes) -> None:
     """The paper's figure 7, by its formulas."""
+    gib = first_stage_table()
     for i, row in enumerate(DRAWN):
-        percent = []
-        for model in MODELS:
-            percent.append(100 * first_stage_gib(model, row) / first_stage_gib(model, "tensor"))
+        percent = [100 * gib[model][row] / gib[model]["tensor"] for model in MODELS]
         positions = [j + 0.2 * (i - 1.5) for j in range(len(MODELS))]
         bars = axes.bar(positions, percent, 0.18, label=row)
         axes.bar_label(bars, [f"{x:.0f}" for x in percent], fontsize=8)
@@ -183,15 +191,14 @@ def main():
     print(f"{'layer':<9}{'t':>2}  {'row':<30}{'formula':>14}{'measured':>14}{'difference':>12}")
     results = []
     for t in (1, 2) if args.toy else (1, 2, 4):
-        results += measure(t, shapes)
+        results += results_on(t, shapes)
     worst = max(abs(r["ratio"] - 1) for r in results)
     print(f"largest difference: {100 * worst:.2f}%")
 
-    rows = [row for row in recompute.ROWS if row != "no parallelism"]
-    predicted = {model: {row: first_stage_gib(model, row) for row in rows} for model in MODELS}
+    predicted = first_stage_table()
     print("\nGiB of activations on the first stage:")
     print(f"{'row':<30}" + "".join(f"{model:>10}" for model in MODELS))
-    for row in rows:
+    for row in predicted["22B"]:
         print(f"{row:<30}" + "".join(f"{predicted[model][row]:>10.2f}" for model in MODELS))
     report.save(
         "activation_memory",
