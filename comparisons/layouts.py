@@ -38,6 +38,7 @@ import torch
 from report import format_spread, median, spread
 
 import train
+from runtime import training_run
 
 ROOT = Path(__file__).parent.parent
 # (name, flags). The ranks that --tp and --pp leave are data-parallel; their number goes in front of
@@ -162,7 +163,7 @@ def on_rank(flags: list[str]) -> int:
             peak = max(itertools.accumulate(e.nbytes() for e in allocations))
         return peak
 
-    train.peak_memory = peak_memory
+    training_run.peak_memory = peak_memory
     profiler.start()
     return train.main(flags)
 

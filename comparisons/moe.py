@@ -87,10 +87,10 @@ def first_settled(steps: int) -> int:
 # the mean of the layer: of the largest logits, and of the experts that were chosen.
 
 
-def watch(number: int, decision: nn.Module, raw: dict) -> None:
-    """Keep in raw[number] each expert's load by the largest logit, of a layer's last decision in
+def watch(number: int, routing: moe.Routing, raw: dict) -> None:
+    """Keep in raw[number] each expert's load by the largest logit, of a layer's last routing in
     training."""
-    original = decision.scores
+    original = routing.scores
 
     def scores(logits: Tensor, training: bool):
         if training:
@@ -99,7 +99,7 @@ def watch(number: int, decision: nn.Module, raw: dict) -> None:
             raw[number] = counts * num_experts / tokens
         return original(logits, training)
 
-    decision.scores = scores
+    routing.scores = scores
 
 
 def one_training(arguments: tuple[str, int, int, dict]) -> dict:
@@ -300,16 +300,18 @@ class OneLayer(nn.Module):
 
     def __init__(self, size: dict, num_experts: int):
         super().__init__()
-        self.config = GPTConfig(
+        fields = dict(
             num_layers=1,
             hidden_size=size["h"],
             num_heads=1,
             ffn_hidden_size=size["ffn"],
             llama=True,
-            num_experts=num_experts,
         )
+        self.config = GPTConfig(**fields)
+        if num_experts:
+            self.config = moe.MoEConfig(**fields, num_experts=num_experts)
         block = nn.Module()
-        block.mlp = moe.MoE(self.config) if num_experts else gpt.MLP(self.config)
+        block.mlp = gpt.MLP(self.config)
         self.blocks = nn.ModuleDict({"0": block})
 
     def init_parameter(self, name: str, shape, generator: torch.Generator) -> Tensor:
@@ -331,8 +333,8 @@ class Timed:
     ):
         with torch.device("meta"):
             self.model = OneLayer(size, num_experts)
-        if expert_group:
-            moe.apply(self.model, group)
+        if num_experts:
+            moe.apply(self.model, group if expert_group else None)
         sharding.init(self.model, 0, "cpu", torch.float32)
         self.gradients = None
         if group:

@@ -26,7 +26,7 @@ from report import format_spread, median, spread
 from single_device import Random
 from torch import Tensor, nn
 
-import gpt
+import pipeline_parallel
 import schedules
 import train
 from cross_entropy import cross_entropy
@@ -84,7 +84,7 @@ def layout(name: str) -> tuple[str, int]:
 class TorchStage(nn.Module):
     """One of our chunks, as torch.distributed.pipelining calls it: with one tensor."""
 
-    def __init__(self, chunk: gpt.GPT):
+    def __init__(self, chunk: pipeline_parallel.Stage):
         super().__init__()
         self.chunk = chunk
 

@@ -41,7 +41,7 @@ import prompt_tuning
 import sharding
 import train
 from corpus import documents
-from inference import cli
+from inference import loading
 from prompts import prompt_data, prompt_file
 from runtime import json_files
 
@@ -191,17 +191,17 @@ def learn(
     )
     config = prompt_data.PromptConfig.read(settings)
     if style == "fine-tuning":
-        model, index = cli.load_model(out, experiment.device)
-        tokenizer = cli.find_tokenizer(experiment.base, index)
+        model, index = loading.load_model(out, experiment.device)
+        tokenizer = loading.find_tokenizer(experiment.base, index)
         first_id = model.config.vocab_size
         learned = sharding.num_parameters(model)
     else:
-        model, index = cli.load_model(experiment.base, experiment.device)
-        tokenizer = cli.find_tokenizer(experiment.base, index)
+        model, index = loading.load_model(experiment.base, experiment.device)
+        tokenizer = loading.find_tokenizer(experiment.base, index)
         learned = num_learned(config, model, tokenizer)
         fingerprint = prompt_file.fingerprint(experiment.base, model.config)
         config, tables = prompt_file.load(out / "prompts.safetensors", fingerprint)
-        first_id = prompt_tuning.attach_tables(model, config, tables)[TASK]
+        first_id = prompt_tuning.apply_tables(model, config, tables)[TASK]
     template = config.templates[TASK]
     prompts = []
     for line in experiment.test:
@@ -235,8 +235,8 @@ def accuracy(model, tokenizer, prompts: list[list[int]], test: list[dict], batch
 
 def untuned(experiment: Experiment):
     """(model, tokenizer, prompts)"""
-    model, index = cli.load_model(experiment.base, experiment.device)
-    tokenizer = cli.find_tokenizer(experiment.base, index)
+    model, index = loading.load_model(experiment.base, experiment.device)
+    tokenizer = loading.find_tokenizer(experiment.base, index)
     prompts = []
     for line in experiment.test:
         prompts.append([int(i) for i in tokenizer.encode(line["snippet"] + QUESTION)])

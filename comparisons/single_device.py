@@ -10,7 +10,8 @@ train.py makes on CPUs. A ratio is the median over rounds of their seconds over 
 keeps fp32 masters and moments; theirs trains in plain bf16, which is less work.
 
 The peak of matrix multiplications is measured in every round. Our share of it is model FLOPs
-(flops_per_token) over the time of forward and backward; the optimizer's time stands apart.
+(runtime.sizes.flops_per_token) over the time of forward and backward. The optimizer's time stands
+apart.
 """
 
 import sys
@@ -27,6 +28,7 @@ import data
 import train
 from lessons import demo, ranks
 from model_config import GPTConfig
+from runtime.config import DTYPES
 from runtime.sizes import flops_per_token
 from runtime.world import Groups, keep_freed_memory
 
@@ -177,7 +179,7 @@ def on_rank(rank: int, fields: dict, precision: str, rounds: int, device: str):
         keep_freed_memory()
     config = train.Config(**fields, precision=precision)
     c = config.model_config()
-    dtype = train.DTYPES[precision]
+    dtype = DTYPES[precision]
     dataset = Random(config.global_batch_size, c.seq_length, c.vocab_size)
     if rank == 0:
         trainer = train.Trainer(config, torch.device(device), Groups())
