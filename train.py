@@ -44,7 +44,8 @@ import zero_bubble
 from dropout import dropout_key
 from gpt import GPT
 from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
-from prompts.learning import PromptLearning
+from prompts.learning import PromptLearning, TemplateData
+from prompts.prompt_data import PromptConfig
 from runtime import launch
 from runtime.config import DTYPES, Config
 from runtime.evaluation import evaluate
@@ -235,8 +236,14 @@ class PromptTrainer(PromptLearning, Trainer):
     """Learns prompts for a frozen model (prompt_tuning.py)."""
 
 
+class FineTuner(TemplateData, Trainer):
+    """Trains the whole model on the same data: virtual_prompt_style fine-tuning."""
+
+
 def trainer_class(config: Config) -> type[Trainer]:
-    return PromptTrainer if config.prompt_config else Trainer
+    if not config.prompt_config:
+        return Trainer
+    return PromptTrainer if PromptConfig.read(config.prompt_config).learned else FineTuner
 
 
 def loop(trainer: Trainer, run: TrainingRun) -> bool:

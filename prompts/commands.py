@@ -1,53 +1,176 @@
-"""The commands of prompt_tuning.py: train, generate, evaluate.
+r"""The commands of prompt_tuning.py: train prompts, generate with them, count right answers.
 
     python prompt_tuning.py train --config prompts.json --out runs/prompts --lr 0.03
-    python prompt_tuning.py generate --prompts runs/prompts/prompts.safetensors \\
-        --checkpoint runs/default --data lines.jsonl
-    python prompt_tuning.py evaluate ...        how many answers are right
+    python prompt_tuning.py generate --prompts runs/prompts/prompts.safetensors \
+        --checkpoint runs/default --data lines.jsonl > answers.jsonl
+    python prompt_tuning.py evaluate --prompts runs/prompts/prompts.safetensors \
+        --checkpoint runs/default --data test.jsonl
+
+train       train.py with --prompt-config; every other flag is train.py's
+generate    each line of --data, with "prediction" and "finish" added
+evaluate    of each task: examples, right answers, accuracy, lines that are too long
+
+All three run under torchrun too. A model that was fine-tuned with the same templates has no prompt
+file: then --prompts names its configuration.
+
+Not covered: other measures than equality, for example F1 of the words.
 """
 
 import argparse
 import json
 import sys
+from typing import NamedTuple
 
 from torch import Tensor
 
 import generate
 import train
 from inference import cli
+from model_config import GPTConfig
 from prompt_tuning import apply_tables
-from prompts.prompt_data import PromptConfig, PromptError, read_examples
+from prompts.prompt_data import Example, PromptConfig, PromptError, read_examples
 from prompts.prompt_file import fingerprint, load
 
+# --- train ----------------------------------------------------------------------------------------
 
-def answers(
-    world, model, config: PromptConfig, found: dict[str, Tensor], tokenizer, args, together
-) -> list[tuple[dict, str | None, str]]:
-    """(record, generated answer, why it ended) of each line of --data, in order, on rank 0; of what
-    is too long, no answer. Raises PromptError."""
 
-    chunks = generate.chunks_of(model)
-    shape = chunks[0].config
-    ids = (
-        [apply_tables(chunk, config, found) for chunk in chunks][0]
-        if found
-        else dict.fromkeys(config.tasks, shape.vocab_size)
-    )
-    # so that the answer fits behind
-    room = max(1, shape.seq_length + 1 - args.max_tokens)
-    examples, records, told = world.on_rank_0(
-        lambda: read_examples(args.data, config.templates, ids, tokenizer, room, answer=False),
+def run_train(argv: list[str]) -> int:
+    """train.py with --config as its --prompt-config, and the language_model_path of that file as
+    its --load. Returns the exit status."""
+    words = split_config_flag(argv)
+    path = None
+    if "--config" in words[:-1]:
+        path = words[words.index("--config") + 1]
+    elif "--help" not in words:
+        print(
+            "prompt_tuning.py: train needs --config FILE, a JSON file with NeMo's names",
+            file=sys.stderr,
+        )
+        return 2
+    names_a_model = any(word.split("=")[0] == "--load" for word in words)
+    if path is not None and not names_a_model:
+        words += load_flag(path)
+    renamed = {"--config": "--prompt-config"}
+    return train.main([renamed.get(word, word) for word in words])
+
+
+def split_config_flag(argv: list[str]) -> list[str]:
+    """--config=FILE becomes --config FILE."""
+    words = []
+    for word in argv:
+        if word.startswith("--config="):
+            words += word.split("=", 1)
+        else:
+            words.append(word)
+    return words
+
+
+def load_flag(path: str) -> list[str]:
+    """--load with the model that a configuration names, if it names one."""
+    try:
+        model = PromptConfig.read(path).language_model_path
+    except PromptError:
+        # train.py reads it again, and refuses it
+        return []
+    return ["--load", model] if model else []
+
+
+# --- generate and evaluate ------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """A line of --data, and what the model generated for it."""
+
+    record: dict
+    # None where the line is too long
+    text: str | None
+    # why the text ends
+    finish: str
+
+
+def infer(args: argparse.Namespace, world) -> None:
+    """`generate` and `evaluate`. Raises the errors of inference.cli, and PromptError."""
+    model_config = cli.check_flags(args, world)
+    model, tokenizer, lockstep = cli.connect(args, world, args.batch_size)
+    config, tables = read_prompts(args, model_config)
+    first_ids = apply_prompts(model, config, tables)
+    # leaves room for the answer in the model's context
+    limit = max(1, model_config.seq_length + 1 - args.max_tokens)
+    examples, records, summary = world.on_rank_0(
+        lambda: read_examples(
+            args.data, config.templates, first_ids, tokenizer, limit, answer=False
+        ),
         (PromptError,),
     )
     if args.command == "evaluate":
         check_answers(config, records)
-    world.say_aside(f"{', '.join(args.data)}: {told}")
-    collected = []
+    world.say_aside(f"{', '.join(args.data)}: {summary}")
+    answers = answer_all(args, world, model, tokenizer, lockstep, records, examples)
+    if world.rank:
+        return
+    if args.command == "evaluate":
+        print(json.dumps(accuracy(config, answers), indent=1))
+        return
+    for record, text, finish in answers:
+        world.say(cli.as_json(record | {"prediction": text, "finish": finish}))
+
+
+def read_prompts(
+    args: argparse.Namespace, model_config: GPTConfig
+) -> tuple[PromptConfig, dict[str, Tensor]]:
+    """(configuration, tables by task) of --prompts. A fine-tuned model has no tables, only
+    templates. A collective. Raises PromptError."""
+    if not args.prompts.endswith(".json"):
+        return load(args.prompts, fingerprint(args.checkpoint, model_config))
+    config = PromptConfig.read(args.prompts)
+    if config.virtual_prompt_style != "fine-tuning":
+        raise PromptError(
+            f"--prompts {args.prompts}: give prompts.safetensors, which train wrote; a"
+            " configuration alone is enough for virtual_prompt_style fine-tuning"
+        )
+    return config, {}
+
+
+def apply_prompts(model, config: PromptConfig, tables: dict[str, Tensor]) -> dict[str, int]:
+    """Give each stage of the model the tables. Returns the id of each task's first virtual token.
+    Raises PromptError."""
+    stages = generate.chunks_of(model)
+    if not tables:
+        # no virtual tokens
+        return dict.fromkeys(config.tasks, stages[0].config.vocab_size)
+    for stage in stages:
+        first_ids = apply_tables(stage, config, tables)
+    return first_ids
+
+
+def answer_all(
+    args: argparse.Namespace,
+    world,
+    model,
+    tokenizer,
+    lockstep,
+    records: list[dict],
+    examples: list[Example | None],
+) -> list[Answer]:
+    """The answers in the order of the lines, on rank 0. A collective.
+
+    examples: of each record its prompt, None where it is too long. lockstep: as of cli.connect.
+    """
+    generated = []
 
     def write(record: dict, text: str, tokens: int, finish: str) -> None:
-        collected.append((record, text, finish))
+        generated.append(Answer(record, text, finish))
 
-    options = dict(
+    requests = [(record, example.ids) for record, example in zip(records, examples) if example]
+    summary = cli.answer_file(
+        world,
+        model,
+        tokenizer,
+        requests,
+        args.batch_size,
+        args.stop,
+        lockstep,
+        write,
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -55,48 +178,18 @@ def answers(
         seed=args.seed,
         eot=tokenizer.stop_ids,
     )
-    requests = [(record, example.ids) for record, example in zip(records, examples) if example]
-    told = cli.answer_file(
-        world, model, tokenizer, requests, args.batch_size, args.stop, together, write, **options
-    )
-    world.say_aside(told)
-    done = iter(collected)
-    return (
-        [
-            next(done) if example else (record, None, "too long")
-            for record, example in zip(records, examples)
-        ]
-        if world.rank == 0
-        else []
-    )
-
-
-def infer(args, world) -> None:
-    """`generate` and `evaluate`."""
-
-    shape = cli.check_flags(args, world)
-    model, tokenizer, together = cli.connect(args, world, args.batch_size)
-    # a fine-tuned model has no prompts, only templates
-    if args.prompts.endswith(".json"):
-        config = PromptConfig.read(args.prompts)
-        found = {}
-        if config.virtual_prompt_style != "fine-tuning":
-            raise PromptError(
-                f"--prompts {args.prompts}: give prompts.safetensors, which train wrote; a"
-                " configuration alone is enough for virtual_prompt_style fine-tuning"
-            )
-    else:
-        config, found = load(args.prompts, fingerprint(args.checkpoint, shape))
-    out = answers(world, model, config, found, tokenizer, args, together)
-    if args.command == "generate":
-        for record, text, finish in out:
-            world.say(cli.as_json(record | {"prediction": text, "finish": finish}))
-    elif world.rank == 0:
-        print(json.dumps(accuracy(config, out), indent=1))
+    world.say_aside(summary)
+    if world.rank:
+        return []
+    in_order = iter(generated)
+    answers = []
+    for record, example in zip(records, examples):
+        answers.append(next(in_order) if example else Answer(record, None, "too long"))
+    return answers
 
 
 def check_answers(config: PromptConfig, records: list[dict]) -> None:
-    """Raises PromptError where there is nothing to compare with."""
+    """Raises PromptError where there is no right answer to compare with."""
     for record in records:
         template = config.templates[record["taskname"]]
         if template.answer_field is None or template.answer_field not in record:
@@ -106,43 +199,26 @@ def check_answers(config: PromptConfig, records: list[dict]) -> None:
             )
 
 
-def accuracy(config: PromptConfig, out: list[tuple[dict, str, str]]) -> dict:
-    """Of each task, how many answers are the record's to the letter; what was too long has none."""
+def accuracy(config: PromptConfig, answers: list[Answer]) -> dict[str, dict]:
+    """{task: counts, and the share of answers that equal the record's}. A line that is too long
+    counts as wrong."""
     results = {}
-    for record, text, _ in out:
+    for record, text, _ in answers:
         template = config.templates[record["taskname"]]
         entry = results.setdefault(template.taskname, {"examples": 0, "correct": 0, "too_long": 0})
         entry["examples"] += 1
         entry["correct"] += text == str(record[template.answer_field])
         entry["too_long"] += text is None
-    return {
-        task: entry | {"accuracy": entry["correct"] / entry["examples"]}
-        for task, entry in results.items()
-    }
+    for entry in results.values():
+        entry["accuracy"] = entry["correct"] / entry["examples"]
+    return results
 
 
-def main(argv: list[str]) -> int:
-    if argv[0] == "train":
-        argv = [
-            x
-            for word in argv[1:]
-            for x in (word.split("=", 1) if word.startswith("--config=") else [word])
-        ]
-        if "--config" not in argv[:-1] and "--help" not in argv:
-            print(
-                "prompt_tuning.py: train needs --config FILE, a JSON file with NeMo's names",
-                file=sys.stderr,
-            )
-            return 2
-        # what the configuration says
-        if "--config" in argv[:-1] and not any(word.split("=")[0] == "--load" for word in argv):
-            try:
-                base = PromptConfig.read(argv[argv.index("--config") + 1]).language_model_path
-            # train.py will say it
-            except PromptError:
-                base = None
-            argv += ["--load", base] if base else []
-        return train.main(["--prompt-config" if word == "--config" else word for word in argv])
+# --- the command line -----------------------------------------------------------------------------
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of `generate` and `evaluate`."""
     parser = argparse.ArgumentParser(
         description="Prompt learning: train (train.py's flags), generate, evaluate."
     )
@@ -158,11 +234,15 @@ def main(argv: list[str]) -> int:
         required=True,
         nargs="+",
         metavar="FILE",
-        help=(
-            "JSON lines with a taskname and the fields of its template; the answer may be missing"
-            " to generate"
-        ),
+        help="JSON lines with a taskname and the fields of its template; generate needs no answers",
     )
     cli.add_flags(parser)
     parser.set_defaults(temperature=0.0, max_tokens=16)
-    return cli.command("prompt_tuning.py", infer, argv, parser)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """argv: one word or more. Returns the exit status, as of train.py and generate.py."""
+    if argv[0] == "train":
+        return run_train(argv[1:])
+    return cli.command("prompt_tuning.py", infer, argv, make_parser())

@@ -1,11 +1,23 @@
-"""Prompt learning as a run of train.py: a trainer whose model is frozen, and learns prompts.
+"""Prompt learning as a run of train.py: what its trainer does differently when only prompts learn.
 
     python train.py --prompt-config prompts.json --load runs/default --out runs/prompts
 
-Checkpoints hold the prompts alone. At the end, the tables of all tasks go to prompts.safetensors.
+train.py's `PromptTrainer` is `PromptLearning` on top of its `Trainer`. It changes these hooks of
+runtime/hooks.py:
+
+    open_data               JSON lines become examples with virtual tokens
+    before_techniques       the model is frozen
+    after_model_parallel    prompt_tuning.apply
+    load_base               frozen weights from --load; prompts get their initial values
+    finish                  prompts.safetensors: the tables of all tasks
+
+Checkpoints hold prompts and their optimizer state alone. They belong to one model, whose
+fingerprint they carry; a run that goes on with another model is refused. Fine-tuning with the same
+templates changes `open_data` alone.
 """
 
 import math
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,140 +28,151 @@ import checkpoint
 import prompt_tuning
 import sharding
 from model_config import GPTConfig
-from prompt_tuning import WHERE, initial_values
+from prompt_tuning import PARAMETER_PREFIX
 from prompts import prompt_file
 from prompts.prompt_data import PromptConfig, PromptData, PromptError, read_examples
-from prompts.prompt_file import fingerprint, load, read_base
 from runtime.finish import draw_loss
 from sharding import shard_of, sharding_of
 
+# --- what a run begins with -----------------------------------------------------------------------
 
-def open_sets(config, world, tokenizer) -> tuple[PromptData, PromptData]:
-    """(training set, held-out set) of a run. Raises PromptError."""
+
+def open_data(config, world, tokenizer) -> tuple[PromptData, PromptData]:
+    """(training set, held-out set). config: of the run, runtime.config.Config. Raises
+    PromptError."""
     prompts = PromptConfig.read(config.prompt_config)
+    if not prompts.data.validation_ds:
+        raise PromptError("data.validation_ds is empty: name JSON lines that are not trained on")
+    model = config.model_config()
     shards = config.tp if config.sequence_parallel else 1
-    *sets, summary = open_data(prompts, config.model_config(), tokenizer, config.seed, shards)
-    world.say(summary)
-    return sets
+    order = config.seed if prompts.data.shuffle else None
+    train_set, train_summary = open_set(
+        prompts, prompts.data.train_ds, model, tokenizer, order, shards
+    )
+    held_out, held_out_summary = open_set(
+        prompts, prompts.data.validation_ds, model, tokenizer, None, shards
+    )
+    world.say(f"train_ds: {train_summary}; validation_ds: {held_out_summary}")
+    return train_set, held_out
 
 
-def first_values(
+def open_set(
     config: PromptConfig,
-    path: "str | Path",
+    paths: list[str],
     model: GPTConfig,
-    seed: int,
     tokenizer,
-    identity: str,
+    seed: int | None,
+    multiple_of: int,
+) -> tuple[PromptData, str]:
+    """(data set, how many examples were truncated or skipped) of JSON lines. seed, multiple_of: as
+    in PromptData. Raises PromptError."""
+    longest = min(model.seq_length, config.data.max_seq_length or model.seq_length)
+    # one more than the model reads: the last token is only a target
+    limit = longest // multiple_of * multiple_of + 1
+    templates = {task: config.templates[task] for task in config.new_tasks}
+    first_ids = config.first_ids(model.vocab_size)
+    examples, _, summary = read_examples(paths, templates, first_ids, tokenizer, limit)
+    usable = [example for example in examples if example]
+    return PromptData(usable, model.vocab_size, seed, multiple_of), summary
+
+
+def read_initial_values(
+    config: PromptConfig, path: Path, model: GPTConfig, seed: int, tokenizer, identity: str
 ) -> dict[str, Tensor]:
-    """`initial_values` for the model at `path`, whose fingerprint is `identity`. All ranks call
-    this together. Raises PromptError."""
-    texts = (
-        "text" in config.prompt_tuning.new_prompt_init_methods
-        and config.virtual_prompt_style == "prompt-tuning"
-    )
-    name = "embedding.tokens.weight"
-    embedding = read_base(path, [name])[name] if texts else None
-    return initial_values(
-        config, model.hidden_size, seed, tokenizer, embedding, restored(config, identity)
+    """`prompt_tuning.initial_values` for the model at `path`, whose fingerprint is `identity`. A
+    collective. Raises PromptError."""
+    embedding = None
+    if prompt_tuning.init_texts(config):
+        name = "embedding.tokens.weight"
+        embedding = prompt_file.read_base(path, [name])[name]
+    existing = existing_tables(config, identity)
+    return prompt_tuning.initial_values(
+        config, model.hidden_size, seed, tokenizer, embedding, existing
     )
 
 
-def restored(config: PromptConfig, identity: str) -> dict[str, Tensor]:
-    """The tables of the existing tasks. Raises PromptError."""
+def existing_tables(config: PromptConfig, identity: str) -> dict[str, Tensor]:
+    """The tables in `restore_path`, if there are existing tasks. identity: the fingerprint of the
+    model. Raises PromptError where the file lacks a task, or has it with another template."""
     if not config.existing_tasks:
         return {}
-    there, found = load(config.restore_path, identity)
+    saved, tables = prompt_file.load(config.restore_path, identity)
     for task in config.existing_tasks:
-        if task not in found:
+        if task not in tables:
             raise PromptError(
-                f"existing_tasks: {task!r} is not in {config.restore_path}, which has {there.tasks}"
+                f"existing_tasks: {task!r} is not in {config.restore_path}, which has {saved.tasks}"
             )
-        if there.templates[task] != config.templates[task]:
+        if saved.templates[task] != config.templates[task]:
             raise PromptError(
                 f"existing_tasks: {task!r} was learned with another template:"
-                f" {there.templates[task]}"
+                f" {saved.templates[task]}"
             )
-    return found
+    return tables
 
 
-def open_data(
-    config: PromptConfig, model: GPTConfig, tokenizer, seed: int, multiple_of: int = 1
-) -> tuple[PromptData, PromptData, str]:
-    """(training set, held-out set, what was truncated or skipped). Raises PromptError."""
-    # one more: the first is no label
-    limit = (
-        min(model.seq_length, config.data.max_seq_length or model.seq_length)
-        // multiple_of
-        * multiple_of
-        + 1
-    )
-    if not config.data.validation_ds:
-        raise PromptError("data.validation_ds is empty: name JSON lines that are not trained on")
-    templates = {task: config.templates[task] for task in config.new_tasks}
-    ids = config.first_ids(model.vocab_size)
-    sets = []
-    told = []
-    for what, paths, order in (
-        ("train_ds", config.data.train_ds, seed if config.data.shuffle else None),
-        ("validation_ds", config.data.validation_ds, None),
-    ):
-        examples, _, said = read_examples(paths, templates, ids, tokenizer, limit)
-        sets.append(
-            PromptData(
-                [example for example in examples if example], model.vocab_size, order, multiple_of
-            )
-        )
-        told.append(f"{what}: {said}")
-    return *sets, "; ".join(told)
+# --- the trainer ----------------------------------------------------------------------------------
 
 
-class PromptLearning:
-    """Changes train.Trainer: only prompts learn."""
+class TemplateData:
+    """The hook of train.Trainer (runtime/hooks.py) for data with templates; the whole model
+    learns."""
 
-    # a frozen matrix has no weight gradient
+    open_data = staticmethod(open_data)
+
+
+class PromptLearning(TemplateData):
+    """The hooks of train.Trainer for learning prompts alone."""
+
+    # a frozen weight takes the forward and the input gradient, but no weight gradient
     share_of_flops = 2 / 3
     last_file = "prompts.safetensors"
-    open_data = staticmethod(open_sets)
 
-    @property
+    @cached_property
     def prompts(self) -> PromptConfig:
-        if not hasattr(self, "_prompts"):
-            self._prompts = PromptConfig.read(self.config.prompt_config)
-        return self._prompts
+        return PromptConfig.read(self.config.prompt_config)
+
+    # -- the model ---------------------------------------------------------------------------------
 
     def before_techniques(self, stage) -> None:
-        # frozen: no dropout, and routers take raw logits
+        # eval: no dropout, and routers use their raw logits
         stage.requires_grad_(False).eval()
 
     def after_model_parallel(self, stage) -> None:
         prompt_tuning.apply(stage, self.prompts, self.groups.tp)
 
     def routing(self) -> dict:
+        """Frozen routers have no statistics."""
         return {}
 
     def prompt_parameters(self) -> dict[str, Tensor]:
-        """Of this rank's stages, by their name in VirtualPrompts."""
-        named = sharding.named_parameters(*self.stages)
-        return {n.removeprefix(WHERE): p for n, p in named if n.startswith(WHERE)}
+        """What this rank updates of the prompts, and existing tables, by their name in
+        VirtualPrompts."""
+        parameters = {}
+        for name, p in sharding.named_parameters(*self.stages):
+            if name.startswith(PARAMETER_PREFIX):
+                parameters[name.removeprefix(PARAMETER_PREFIX)] = p
+        return parameters
+
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def load_base(self, tokenizer) -> None:
-        """The model that prompts are learned for, and the prompts' initial values. Raises
-        CheckpointError or PromptError."""
+        """Load the frozen model from --load, and give the prompts their initial values. A
+        collective. Raises CheckpointError or PromptError."""
         path = checkpoint.find(self.config.load)
         frozen = {}
         for name, p in sharding.named_parameters(*self.stages):
-            if not p.requires_grad and not name.startswith(WHERE):
+            if not p.requires_grad and not name.startswith(PARAMETER_PREFIX):
                 frozen[f"model.{name}"] = p
         checkpoint.load(path, frozen, checkpoint.fixed_fields(self.model_config))
-        self.identity = fingerprint(path, self.model_config)
-        values = first_values(
+        self.identity = prompt_file.fingerprint(path, self.model_config)
+        values = read_initial_values(
             self.prompts, path, self.model_config, self.config.seed, tokenizer, self.identity
         )
         tensors = self.optimizer.tensors()
         with torch.no_grad():
             for name, p in self.prompt_parameters().items():
-                # a master, or an existing task's table
-                target = tensors.get(f"model.{WHERE}{name}", p)
+                # the optimizer's float32 copy; an existing table has none
+                target = tensors.get(f"model.{PARAMETER_PREFIX}{name}", p)
                 target.copy_(shard_of(values[name], sharding_of(p)))
         self.checkpoints.set(tensors)
 
@@ -158,7 +181,7 @@ class PromptLearning:
             raise checkpoint.CheckpointError(
                 f"--load {self.config.load}: is not the model that the prompts in {path} were "
                 "learned for; it has changed since. Name the checkpoint that they were begun with "
-                "(CKPT/checkpoints/step-..), or begin anew with another --out"
+                "(CKPT/checkpoints/step-..), or start again with another --out"
             )
 
     def load_weights(self, world) -> None:
@@ -167,25 +190,12 @@ class PromptLearning:
     def extra_state(self) -> dict:
         return {"base": self.identity}
 
+    # -- what a run says and leaves ----------------------------------------------------------------
+
     def describe_learned(self) -> str:
         parameters = self.optimizer.parameters.values()
         learned = sum(math.prod(sharding_of(p).shape) for p in parameters)
         return f", of which nothing changes, and {learned:,} prompt parameters"
-
-    def save_prompts(self, path: Path) -> None:
-        """Write the prompt file: what was learned, and the existing tasks as they were. A
-        collective of the ranks that hold the embedding."""
-        values = {}
-        for name, tensor in self.optimizer.tensors().items():
-            if name.startswith("model."):
-                short = name.removeprefix(f"model.{WHERE}")
-                values[short] = sharding.gather(tensor, sharding_of(tensor))
-        if values and (not dist.is_initialized() or dist.get_rank() == 0):
-            h = self.model_config.hidden_size
-            tables = restored(self.prompts, self.identity)
-            tables |= prompt_tuning.tables(self.prompts, h, values)
-            tables = {task: tables[task] for task in self.prompts.tasks}
-            prompt_file.save(path, self.prompts, tables, self.identity)
 
     def finish(self, run) -> bool:
         self.save_prompts(run.out / self.last_file)
@@ -194,3 +204,18 @@ class PromptLearning:
             draw_loss(run.world, run, title)
         run.world.say(f"{run.out}: prompts.safetensors, loss.png, metrics.jsonl, checkpoints")
         return True
+
+    def save_prompts(self, path: Path) -> None:
+        """Write the prompt file: the new tables, and the existing ones as they were. A collective
+        of the ranks that hold the embedding; rank 0 is one of them."""
+        prefix = f"model.{PARAMETER_PREFIX}"
+        values = {}
+        for name, tensor in self.optimizer.tensors().items():
+            if name.startswith("model."):
+                values[name.removeprefix(prefix)] = sharding.gather(tensor, sharding_of(tensor))
+        if values and (not dist.is_initialized() or dist.get_rank() == 0):
+            h = self.model_config.hidden_size
+            tables = existing_tables(self.prompts, self.identity)
+            tables |= prompt_tuning.compute_tables(self.prompts, h, values)
+            tables = {task: tables[task] for task in self.prompts.tasks}
+            prompt_file.save(path, self.prompts, tables, self.identity)

@@ -201,7 +201,7 @@ def make_folder() -> None:
 
 
 def make_prompts() -> None:
-    import prompt_tuning
+    from prompts import commands
 
     make_run()
     Path("lines.jsonl").write_text(
@@ -232,7 +232,7 @@ def make_prompts() -> None:
     }
     Path("prompts.json").write_text(json.dumps(config))
     succeed(
-        prompt_tuning.main,
+        commands.main,
         "train",
         "--config",
         "prompts.json",

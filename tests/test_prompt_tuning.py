@@ -1,11 +1,17 @@
+"""Prompt tuning: templates and labels worked out by hand, encoders against PEFT's, gradients under
+every layout against one device, and the commands from a checkpoint to a prompt file and back."""
+
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import parity
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_generate import loud
 from test_gpt import LLAMA_SHAPES, build
 
@@ -15,13 +21,14 @@ import tensor_parallel
 import train
 from corpus.tokenizer import ByteTokenizer
 from gpt import GPT
-from inference import cli
+from inference import loading
 from model_config import GPTConfig
-from prompt_tuning import VirtualPrompts, apply, attach_tables, initial_values
-from prompts import prompt_data, prompt_file
+from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
+from prompts import commands, prompt_data, prompt_file
 from prompts.prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template
 from sharding import num_parameters
 
+# of the byte tokenizer
 V = 257
 
 
@@ -31,6 +38,7 @@ def template(
     text="<|VIRTUAL_PROMPT_0|>{text} is<|VIRTUAL_PROMPT_1|>{label}",
     **fields,
 ):
+    """An entry of task_templates."""
     return (
         dict(
             taskname=name,
@@ -46,6 +54,7 @@ def template(
 
 
 def config(new=("a", "b"), existing=(), style="prompt-tuning", **fields):
+    """The content of --prompt-config."""
     tasks = [*new, *existing]
     return (
         dict(
@@ -62,45 +71,39 @@ def config(new=("a", "b"), existing=(), style="prompt-tuning", **fields):
 # --- templates and data ---------------------------------------------------------------------------
 
 
-def text_of(example):
-    return "".join(f"<{i - V}>" if i >= V else "$" if i == 256 else chr(i) for i in example.ids)
+def show(token):
+    """One byte token for people: <0> for the first virtual token, $ for the end of text."""
+    if token >= V:
+        return f"<{token - V}>"
+    return "$" if token == 256 else chr(token)
+
+
+def filled(fields, record, first=V, limit=64, **options):
+    """The template of these fields, filled with a record, as text; None where it is too long."""
+    example = Template(**fields).fill(record, ByteTokenizer(), first, limit, **options)
+    return example and "".join(map(show, example.ids))
 
 
 def test_a_template_by_hand():
-    t = Template(**template())
+    t = template()
     record = {"text": "good", "label": "ok"}
-    example = t.fill(record, ByteTokenizer(), V, 64)
-    assert (
-        text_of(example) == "<0><1><2>good is<3><4>ok$"
-        and example.loss_from == 12
-        and not example.truncated
-    )
-    assert (
-        text_of(t.fill({"text": "good"}, ByteTokenizer(), V + 10, 64, answer=False))
-        == "<10><11><12>good is<13><14>"
-    )
+    example = Template(**t).fill(record, ByteTokenizer(), V, 64)
+    assert "".join(map(show, example.ids)) == "<0><1><2>good is<3><4>ok$"
+    assert example.loss_from == 12
+    assert not example.truncated
+    question = filled(t, {"text": "good"}, first=V + 10, answer=False)
+    assert question == "<10><11><12>good is<13><14>"
     # cut from its end
-    assert text_of(t.fill(record, ByteTokenizer(), V, 13)) == "<0><1><2>go is<3><4>ok$"
-    assert (
-        text_of(t.fill(record, ByteTokenizer(), V, 11)) == "<0><1><2> is<3><4>ok$"
-        and t.fill(record, ByteTokenizer(), V, 10) is None
-    )
-    assert Template(**template(truncate_field=None)).fill(record, ByteTokenizer(), V, 14) is None
-    everywhere = Template(
-        **template(text="{text}<|VIRTUAL_PROMPT_1|>, <|VIRTUAL_PROMPT_0|>{label}")
-    )
-    assert text_of(everywhere.fill(record, ByteTokenizer(), V, 64)) == "good<3><4>, <0><1><2>ok$"
-    assert (
-        text_of(t.fill({"text": 3, "label": 0.5}, ByteTokenizer(), V, 64))
-        == "<0><1><2>3 is<3><4>0.5$"
-    )
-    # data is data
-    assert (
-        text_of(
-            t.fill({"text": "{label}<|VIRTUAL_PROMPT_0|>", "label": "x"}, ByteTokenizer(), V, 64)
-        )
-        == "<0><1><2>{label}<|VIRTUAL_PROMPT_0|> is<3><4>x$"
-    )
+    assert filled(t, record, limit=13) == "<0><1><2>go is<3><4>ok$"
+    assert filled(t, record, limit=11) == "<0><1><2> is<3><4>ok$"
+    assert filled(t, record, limit=10) is None
+    assert filled(template(truncate_field=None), record, limit=14) is None
+    everywhere = template(text="{text}<|VIRTUAL_PROMPT_1|>, <|VIRTUAL_PROMPT_0|>{label}")
+    assert filled(everywhere, record) == "good<3><4>, <0><1><2>ok$"
+    assert filled(t, {"text": 3, "label": 0.5}) == "<0><1><2>3 is<3><4>0.5$"
+    # a field's value is text, whatever stands in it
+    tricky = {"text": "{label}<|VIRTUAL_PROMPT_0|>", "label": "x"}
+    assert filled(t, tricky) == "<0><1><2>{label}<|VIRTUAL_PROMPT_0|> is<3><4>x$"
 
 
 def test_labels_by_hand():
@@ -109,64 +112,60 @@ def test_labels_by_hand():
     answer = Template(**template())
     whole = Template(**template(answer_only_loss=False))
     for t, expected in ((answer, "ok$"), (whole, "good isok$")):
-        data = PromptData(
-            [t.fill({"text": "good", "label": "ok"}, ByteTokenizer(), V, 64)],
-            V,
-            None,
-            multiple_of=4,
-        )
+        example = t.fill({"text": "good", "label": "ok"}, ByteTokenizer(), V, 64)
+        data = PromptData([example], V, None, multiple_of=4)
         batch = data.batch([0])
-        assert data.s == 16 and batch.tokens.shape == batch.targets.shape == (1, 16)
-        assert (
-            "".join("$" if i == 256 else chr(i) for i in batch.targets[batch.loss_mask].tolist())
-            == expected
-        )
+        assert data.s == 16
+        assert batch.tokens.shape == batch.targets.shape == (1, 16)
+        targets = batch.targets[batch.loss_mask].tolist()
+        assert "".join(map(show, targets)) == expected
         assert data.counted_tokens([0]) == len(expected) == int(batch.loss_mask.sum())
-        assert batch.targets.max() < V and batch.targets[~batch.loss_mask].sum() == 0
-        shifted = batch.tokens[:, 1:][batch.loss_mask[:, :-1]].tolist()
-        # a label is the next token
-        assert shifted == batch.targets[:, :-1][batch.loss_mask[:, :-1]].tolist()
+        assert batch.targets.max() < V
+        assert batch.targets[~batch.loss_mask].sum() == 0
+        # a target is the next token
+        mask = batch.loss_mask[:, :-1]
+        shifted = batch.tokens[:, 1:][mask].tolist()
+        assert shifted == batch.targets[:, :-1][mask].tolist()
 
 
 def test_epochs_are_permutations():
-    examples = [
-        Template(**template()).fill({"text": str(n), "label": "x"}, ByteTokenizer(), V, 64)
-        for n in range(7)
-    ]
+    t = Template(**template())
+    records = [{"text": str(n), "label": "x"} for n in range(7)]
+    examples = [t.fill(record, ByteTokenizer(), V, 64) for record in records]
     data = PromptData(examples, V, seed=3)
-    first, second = ([data.example(n).ids for n in range(start, start + 7)] for start in (0, 7))
-    assert sorted(first) == sorted(second) == sorted(e.ids for e in examples) and first != second
-    assert (
-        PromptData(examples, V, seed=3).example(9).ids == second[2]
-        and PromptData(examples, V, None).example(2) is examples[2]
-    )
+    first = [data.example(n).ids for n in range(7)]
+    second = [data.example(n).ids for n in range(7, 14)]
+    assert sorted(first) == sorted(second) == sorted(example.ids for example in examples)
+    assert first != second
+    assert PromptData(examples, V, seed=3).example(9).ids == second[2]
+    assert PromptData(examples, V, None).example(2) is examples[2]
 
 
 @pytest.mark.parametrize(
     "fields, words",
     [
-        (dict(splits=(3,)), "markers .* have the numbers \\[0, 1\\]"),
-        (dict(total_virtual_tokens=9), "add up to total_virtual_tokens 9, not to 5"),
+        (dict(splits=(3,)), r"markers .* have the numbers \[0, 1\]"),
+        (dict(total_virtual_tokens=9), r"add up to total_virtual_tokens 9, not to 5"),
         (
             dict(virtual_token_splits=[5, 0]),
-            "Expected `int` >= 1 - at `\\$.task_templates\\[0\\].virtual_token_splits",
+            r"Expected `int` >= 1 - at `\$.task_templates\[0\].virtual_token_splits",
         ),
-        (dict(taskname=[]), "Expected `str`, got `array`"),
-        (dict(total_virtual_tokens=10**30), "Expected `int` <= 65535"),
-        (dict(truncate_field="nope"), "truncate_field 'nope' is not a field"),
-        (dict(answer_field="text", truncate_field=None), "must end the template"),
-        (dict(answer_field=None), "needs an answer_field"),
-        (dict(truncate_field="label"), "also the truncate_field"),
-        (dict(text="<|VIRTUAL_PROMPT_0|>{text}{text}<|VIRTUAL_PROMPT_1|>{label}"), "stands twice"),
-        (dict(text="<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_0|>{text}{label}"), "numbers \\[0, 0\\]"),
-        (dict(name="a.b"), "letters, digits"),
-        (dict(name="__metadata__"), "does not begin"),
+        (dict(taskname=[]), r"Expected `str`, got `array`"),
+        (dict(total_virtual_tokens=10**30), r"Expected `int` <= 65535"),
+        (dict(truncate_field="nope"), r"truncate_field 'nope' is not a field"),
+        (dict(answer_field="text", truncate_field=None), r"must end the template"),
+        (dict(answer_field=None), r"needs an answer_field"),
+        (dict(truncate_field="label"), r"also the truncate_field"),
+        (dict(text="<|VIRTUAL_PROMPT_0|>{text}{text}<|VIRTUAL_PROMPT_1|>{label}"), r"stands twice"),
+        (dict(text="<|VIRTUAL_PROMPT_0|><|VIRTUAL_PROMPT_0|>{text}{label}"), r"numbers \[0, 0\]"),
+        (dict(name="a.b"), r"letters, digits"),
+        (dict(name="__metadata__"), r"does not begin"),
         (
             dict(text="<|VIRTUAL_PROMPT_0|>{prediction}<|VIRTUAL_PROMPT_1|>{text}{label}"),
-            "may not be called \\['prediction'\\]",
+            r"may not be called \['prediction'\]",
         ),
-        (dict(splits=(3, True)), "Expected `int`, got `bool`"),
-        (dict(total_virtual_tokens="5"), "Expected `int`, got `str`"),
+        (dict(splits=(3, True)), r"Expected `int`, got `bool`"),
+        (dict(total_virtual_tokens="5"), r"Expected `int`, got `str`"),
     ],
 )
 def test_bad_templates(fields, words):
@@ -179,37 +178,37 @@ def test_bad_templates(fields, words):
     [
         (
             config(new=("a", "c")) | dict(task_templates=[template("a")]),
-            "new_tasks: 'c' has no template; there are \\['a'\\]",
+            r"new_tasks: 'c' has no template; there are \['a'\]",
         ),
-        (config(existing=("c",)), "restore_path must name"),
-        (config(style="tuning"), "virtual_prompt_style 'tuning'"),
-        (config(colour=1), "unknown field `colour`"),
-        (config(new=("a", "a")), "two have the same taskname"),
-        (config(new=()), "new_tasks is empty"),
+        (config(existing=("c",)), r"restore_path must name"),
+        (config(style="tuning"), r"virtual_prompt_style 'tuning'"),
+        (config(colour=1), r"unknown field `colour`"),
+        (config(new=("a", "a")), r"two have the same taskname"),
+        (config(new=()), r"new_tasks is empty"),
         (
             config(prompt_tuning=dict(new_prompt_init_methods=["text"] * 2)),
-            "begins from a text, and none",
+            r"begins from a text, and none",
         ),
-        (config(prompt_tuning={}), "one of text and random for each"),
+        (config(prompt_tuning={}), r"one of text and random for each"),
         (
             config(style="p-tuning", p_tuning=dict(encoder_type="gru")),
-            "encoder_type 'gru': must be one of mlp, lstm, tpmlp",
+            r"encoder_type 'gru': must be one of mlp, lstm, tpmlp",
         ),
-        (config(style="p-tuning", p_tuning=dict(dropout=0.1)), "dropout 0.1: must be 0"),
-        (config(data=dict(train=[])), "unknown field `train` - at `\\$.data`"),
-        ({}, "task_templates"),
-        (config(task_templates=[{}]), "missing required field `taskname`"),
-        (config(new_tasks="a"), "Expected `array`, got `str` - at `\\$.new_tasks`"),
-        (config(data=dict(shuffle="no")), "Expected `bool`, got `str`"),
-        (config(data=None), "got `null` - at `\\$.data`"),
+        (config(style="p-tuning", p_tuning=dict(dropout=0.1)), r"dropout 0.1: must be 0"),
+        (config(data=dict(train=[])), r"unknown field `train` - at `\$.data`"),
+        ({}, r"task_templates"),
+        (config(task_templates=[{}]), r"missing required field `taskname`"),
+        (config(new_tasks="a"), r"Expected `array`, got `str` - at `\$.new_tasks`"),
+        (config(data=dict(shuffle="no")), r"Expected `bool`, got `str`"),
+        (config(data=None), r"got `null` - at `\$.data`"),
         (
             config(p_tuning=dict(encoder_hidden=8.5)),
-            "Expected `int`, got `float` - at `\\$.p_tuning.encoder_hidden`",
+            r"Expected `int`, got `float` - at `\$.p_tuning.encoder_hidden`",
         ),
-        (config(p_tuning=dict(encoder_hidden=10**30)), "Expected `int` <= 65536"),
-        (config(p_tuning=dict(num_layers=10**9)), "Expected `int` <= 64"),
-        (config(data=dict(max_seq_length=-3)), "Expected `int` >= 1"),
-        (config(style="fine-tuning"), "has 5 virtual tokens"),
+        (config(p_tuning=dict(encoder_hidden=10**30)), r"Expected `int` <= 65536"),
+        (config(p_tuning=dict(num_layers=10**9)), r"Expected `int` <= 64"),
+        (config(data=dict(max_seq_length=-3)), r"Expected `int` >= 1"),
+        (config(style="fine-tuning"), r"has 5 virtual tokens"),
     ],
 )
 def test_bad_configurations(content, words):
@@ -222,57 +221,48 @@ def test_bad_configurations(content, words):
     [
         (
             '{"taskname": "a", "text": "x"}',
-            (
-                "line 3: the template of 'a' has the fields \\['text', 'label'\\]; the line lacks"
-                " \\['label'\\]"
-            ),
+            r"line 3: the template of 'a' has the fields \['text', 'label'\]; the line lacks"
+            r" \['label'\]",
         ),
-        ("{oh", "line 3: not JSON"),
-        ("[]", "line 3: Expected `object`, got `array`"),
-        ('{"taskname": []}', "line 3: taskname \\[\\] is none"),
-        ('{"taskname": "\\ud800"}', "line 3: not JSON .*half of a surrogate"),
+        ("{oh", r"line 3: not JSON"),
+        ("[]", r"line 3: Expected `object`, got `array`"),
+        ('{"taskname": []}', r"line 3: taskname \[\] is none"),
+        ('{"taskname": "\\ud800"}', r"line 3: not JSON .*half of a surrogate"),
         (
             '{"taskname": "a", "text": "x", "label": "y", "more": 1}',
-            "line 3: .* also has \\['more'\\]",
+            r"line 3: .* also has \['more'\]",
         ),
         (
             '{"taskname": "z", "text": "x", "label": "y"}',
-            "line 3: taskname 'z' is none of the tasks here, \\['a', 'b'\\]",
+            r"line 3: taskname 'z' is none of the tasks here, \['a', 'b'\]",
         ),
-        ('{"taskname": "a", "text": ["x"], "label": "y"}', "line 3: field 'text' is neither"),
+        ('{"taskname": "a", "text": ["x"], "label": "y"}', r"line 3: field 'text' is neither"),
     ],
 )
 def test_bad_lines(line, words, tmp_path):
-    c = PromptConfig.of(config())
-    (tmp_path / "d.jsonl").write_text(
-        '{"taskname": "a", "text": "x", "label": "y"}\n\n' + line + "\n"
-    )
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"taskname": "a", "text": "x", "label": "y"}\n\n' + line + "\n")
     with pytest.raises(PromptError, match=words):
-        prompt_data.read_examples(
-            [str(tmp_path / "d.jsonl")], c.templates, c.first_ids(V), ByteTokenizer(), 64
-        )
+        read_examples(path, PromptConfig.of(config()), 64)
+
+
+def read_examples(path, c, limit):
+    return prompt_data.read_examples(
+        [str(path)], c.templates, c.first_ids(V), ByteTokenizer(), limit
+    )
 
 
 def test_what_is_too_long_is_counted(tmp_path):
     c = PromptConfig.of(config(task_templates=[template("a"), template("b", truncate_field=None)]))
     path = tmp_path / "d.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps(dict(taskname=task, text="x" * n, label="y")) + "\n"
-            for task in "ab"
-            for n in (5, 50, 60)
-        )
-    )
-    examples, records, told = prompt_data.read_examples(
-        [str(path)], c.templates, c.first_ids(V), ByteTokenizer(), 32
-    )
-    assert (
-        told == "4 examples, 2 truncated and 2 skipped (longer than 32 tokens)"
-        and len(records) == len(examples) == 6
-        and max(len(e.ids) for e in examples if e) == 32
-    )
+    lengths = [(task, n) for task in "ab" for n in (5, 50, 60)]
+    write_lines(path, [dict(taskname=task, text="x" * n, label="y") for task, n in lengths])
+    examples, records, summary = read_examples(path, c, 32)
+    assert summary == "4 examples, 2 truncated and 2 skipped (longer than 32 tokens)"
+    assert len(records) == len(examples) == 6
+    assert max(len(example.ids) for example in examples if example) == 32
     with pytest.raises(PromptError, match="no examples; 6 are longer than 5 tokens"):
-        prompt_data.read_examples([str(path)], c.templates, c.first_ids(V), ByteTokenizer(), 5)
+        read_examples(path, c, 5)
 
 
 # --- tables and encoders --------------------------------------------------------------------------
@@ -283,10 +273,8 @@ def test_parameters_by_the_paper():
     with torch.device("meta"):
         model = GPT(GPTConfig(num_layers=2, hidden_size=768, num_heads=12))
     model.requires_grad_(False)
-    apply(
-        model,
-        PromptConfig.of(config(task_templates=[template(name, splits=(60, 40)) for name in "ab"])),
-    )
+    templates = [template(name, splits=(60, 40)) for name in "ab"]
+    apply(model, PromptConfig.of(config(task_templates=templates)))
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 153_600
     # the embedding counts once
     assert sum(p.numel() for p in model.parameters()) == num_parameters(model)
@@ -295,12 +283,11 @@ def test_parameters_by_the_paper():
 def test_an_encoder_beyond_memory_is_refused(monkeypatch):
     """65,536 wide it has 4 10^9 numbers: not one of them is allocated."""
     monkeypatch.setattr("runtime.room.memory", lambda device, ranks: 2**35)
-    config_ = PromptConfig.of(config(style="p-tuning", p_tuning=dict(encoder_hidden=2**16)))
-    with pytest.raises(
-        checkpoint.CheckpointError,
-        match="p_tuning.encoder_hidden 65536: takes 68,.* bytes, and cpu has 34,359,738,368",
-    ):
-        prompt_tuning.VirtualPrompts(config_, 8)
+    content = config(style="p-tuning", p_tuning=dict(encoder_hidden=2**16))
+    model = build(num_layers=1, hidden_size=8, num_heads=1, seq_length=4, vocab_size=8)
+    expected = r"p_tuning.encoder_hidden 65536: takes 68,.* bytes, and cpu has 34,359,738,368"
+    with pytest.raises(checkpoint.CheckpointError, match=expected):
+        apply(model, PromptConfig.of(content))
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
@@ -309,62 +296,53 @@ def test_encoders_equal_peft(kind):
     and ours have three layers, NeMo's may have more; ours keeps a sequence [T, h], theirs a batch
     of it.)"""
     peft = pytest.importorskip("peft")
-    h = 24
-    e = 10
-    T = 7
-    theirs = peft.PromptEncoder(
-        peft.PromptEncoderConfig(
-            peft_type="P_TUNING",
-            task_type="CAUSAL_LM",
-            num_virtual_tokens=T,
-            token_dim=h,
-            num_transformer_submodules=1,
-            num_attention_heads=2,
-            num_layers=2,
-            encoder_reparameterization_type=kind.upper(),
-            encoder_hidden_size=e,
-            encoder_num_layers=2,
-            encoder_dropout=0.0,
-        )
-    ).double()
-    ours = prompt_tuning.ENCODERS[kind](h, PTuning(kind, e)).double()
-    names = {"layers": "mlp_head", "lstm": "lstm_head"}
-    ours.load_state_dict(
-        {
-            name: theirs.state_dict()[names[name.split(".")[0]] + name[name.index(".") :]]
-            for name in ours.state_dict()
-        }
+    h, e, T = 24, 10, 7
+    settings = peft.PromptEncoderConfig(
+        peft_type="P_TUNING",
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=T,
+        token_dim=h,
+        num_transformer_submodules=1,
+        num_attention_heads=2,
+        num_layers=2,
+        encoder_reparameterization_type=kind.upper(),
+        encoder_hidden_size=e,
+        encoder_num_layers=2,
+        encoder_dropout=0.0,
     )
+    theirs = peft.PromptEncoder(settings).double()
+    ours = prompt_tuning.ENCODERS[kind](h, PTuning(kind, e)).double()
+
+    def their_name(name):
+        part, rest = name.split(".", 1)
+        return f"{dict(layers='mlp_head', lstm='lstm_head')[part]}.{rest}"
+
+    weights = theirs.state_dict()
+    ours.load_state_dict({name: weights[their_name(name)] for name in ours.state_dict()})
     # and their embedding, our inputs
-    assert len(ours.state_dict()) + 1 == len(theirs.state_dict())
+    assert len(ours.state_dict()) + 1 == len(weights)
     inputs = theirs.embedding.weight.detach().clone().requires_grad_()
     a = ours(inputs)
     b = theirs(torch.arange(T).unsqueeze(0))[0]
     a.square().sum().backward()
     b.square().sum().backward()
-    assert torch.allclose(a, b, rtol=1e-12, atol=1e-14) and torch.allclose(
-        inputs.grad, theirs.embedding.weight.grad, rtol=1e-12, atol=1e-14
-    )
-    mine = dict(ours.named_parameters())
-    other = dict(theirs.named_parameters())
-    assert all(
-        torch.allclose(
-            p.grad, other[names[n.split(".")[0]] + n[n.index(".") :]].grad, rtol=1e-12, atol=1e-14
-        )
-        for n, p in mine.items()
-    )
+    exact = dict(rtol=1e-12, atol=1e-14)
+    assert torch.allclose(a, b, **exact)
+    assert torch.allclose(inputs.grad, theirs.embedding.weight.grad, **exact)
+    for name, p in ours.named_parameters():
+        assert torch.allclose(p.grad, theirs.get_parameter(their_name(name)).grad, **exact)
 
 
 def test_a_table_is_what_the_model_would_read():
     """Virtual tokens whose vectors are those of words are those words; and each task reads its own
     rows."""
     model = loud(build(torch.float64, **LLAMA_SHAPES[1] | dict(vocab_size=V)))
-    c = PromptConfig.of(config() | dict(virtual_prompt_style="inference"))
+    c = PromptConfig.of(config(style="inference"))
     words = {"a": [5, 6, 7, 8, 9], "b": [50, 60, 70, 80, 90]}
     embedding = model.embedding.tokens.weight.detach()
     with torch.no_grad():
         plain = {task: model(torch.tensor([[1, *ids, 2]])) for task, ids in words.items()}
-        first = attach_tables(model, c, {task: embedding[ids] for task, ids in words.items()})
+        first = apply_tables(model, c, {task: embedding[ids] for task, ids in words.items()})
         assert first == {"a": V, "b": V + 5}
         for task, i in first.items():
             assert torch.equal(model(torch.tensor([[1, *range(i, i + 5), 2]])), plain[task])
@@ -374,41 +352,27 @@ def test_a_table_is_what_the_model_would_read():
 
 def test_values_at_the_start():
     embedding = torch.arange(V * 8.0).view(V, 8)
-    c = PromptConfig.of(
-        config(
-            prompt_tuning=dict(
-                new_prompt_init_methods=["text", "random"], new_prompt_init_text=["ab", None]
-            )
+
+    def values_from(text):
+        settings = dict(
+            new_prompt_init_methods=["text", "random"], new_prompt_init_text=[text, None]
         )
-    )
-    values = initial_values(c, 8, 0, ByteTokenizer(), embedding)
-    assert (
-        torch.equal(values["tables.task-a"], embedding[[97, 98, 97, 98, 97]])
-        and 0.01 < values["tables.task-b"].std() < 0.03
-    )
-    longer = PromptConfig.of(
-        config(
-            prompt_tuning=dict(
-                new_prompt_init_methods=["text", "random"], new_prompt_init_text=["abcdefgh", None]
-            )
-        )
-    )
-    assert torch.equal(
-        initial_values(longer, 8, 0, ByteTokenizer(), embedding)["tables.task-a"], embedding[97:102]
-    )
+        c = PromptConfig.of(config(prompt_tuning=settings))
+        return initial_values(c, 8, 0, ByteTokenizer(), embedding)
+
+    values = values_from("ab")
+    assert torch.equal(values["tables.task-a"], embedding[[97, 98, 97, 98, 97]])
+    assert 0.01 < values["tables.task-b"].std() < 0.03
+    assert torch.equal(values_from("abcdefgh")["tables.task-a"], embedding[97:102])
     for kind in prompt_tuning.ENCODERS:
-        c = PromptConfig.of(
-            config(
-                style="p-tuning", p_tuning=dict(encoder_type=kind, encoder_hidden=6, init_std=0.5)
-            )
-        )
+        encoder = dict(encoder_type=kind, encoder_hidden=6, init_std=0.5)
+        c = PromptConfig.of(config(style="p-tuning", p_tuning=encoder))
         values = initial_values(c, 8, 0)
-        assert values.keys() == dict(VirtualPrompts(c, 8).named_parameters()).keys() and all(
-            x.abs().max() > 0 for x in values.values()
-        )
-        assert not torch.equal(values["inputs.task-a"], values["inputs.task-b"]) and torch.equal(
-            initial_values(c, 8, 0)["inputs.task-a"], values["inputs.task-a"]
-        )
+        assert values.keys() == dict(VirtualPrompts(c, 8).named_parameters()).keys()
+        assert all(value.abs().max() > 0 for value in values.values())
+        assert not torch.equal(values["inputs.task-a"], values["inputs.task-b"])
+        again = initial_values(c, 8, 0)
+        assert torch.equal(again["inputs.task-a"], values["inputs.task-a"])
 
 
 # --- under every layout: gradients of one device --------------------------------------------------
@@ -416,18 +380,23 @@ def test_values_at_the_start():
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    """Configuration files: a table, and each encoder."""
+    """{table, or an encoder: its configuration file}"""
     folder = tmp_path_factory.mktemp("prompts")
-    found = {}
-    for kind in ("table", *prompt_tuning.ENCODERS):
-        content = (
-            config()
-            if kind == "table"
-            else config(style="p-tuning", p_tuning=dict(encoder_type=kind, encoder_hidden=6))
-        )
-        found[kind] = str(folder / f"{kind}.json")
-        Path(found[kind]).write_text(json.dumps(content))
-    return found
+    contents = {"table": config()}
+    for kind in prompt_tuning.ENCODERS:
+        encoder = dict(encoder_type=kind, encoder_hidden=6)
+        contents[kind] = config(style="p-tuning", p_tuning=encoder)
+    paths = {}
+    for kind, content in contents.items():
+        path = folder / f"{kind}.json"
+        path.write_text(json.dumps(content))
+        paths[kind] = str(path)
+    return paths
+
+
+def flags_of(path, base=parity.SMALL):
+    """A run of tests/parity.py that learns prompts: several micro-batches, two tasks in each."""
+    return base | dict(prompt_config=path, dropout=0.0, micro_batch_size=2)
 
 
 @pytest.mark.parametrize(
@@ -470,32 +439,31 @@ def settings(tmp_path_factory):
 )
 def test_gradients_of_one_device(settings, world, kind, flags):
     """Float64, 1e-10: loss, norm, every gradient of a prompt parameter, their values after three
-    steps; several micro-batches, two tasks in each, GPT (tied, pads its vocabulary)."""
-    base = parity.SMALL | dict(prompt_config=settings[kind], dropout=0.0, micro_batch_size=2)
+    steps, of a GPT (tied, pads its vocabulary)."""
+    base = flags_of(settings[kind])
     one = parity.train(base=base)
-    assert one.gradients and all(name.startswith(prompt_tuning.WHERE) for name in one.gradients)
-    for found in parity.train_each(world, flags, base=base):
-        parity.same(found, one)
+    assert one.gradients
+    assert all(name.startswith(PARAMETER_PREFIX) for name in one.gradients)
+    for result in parity.train_each(world, flags, base=base):
+        parity.same(result, one)
 
 
 def test_gradients_of_llama_and_experts(settings):
-    for base in (parity.LLAMA, parity.LLAMA | dict(num_experts=4)):
-        base = base | dict(prompt_config=settings["mlp"], dropout=0.0, micro_batch_size=2)
-        flags = [dict(tp=2, sequence_parallel=True)] + (
-            [dict(ep=2)] if "num_experts" in base else [dict(pp=2)]
-        )
-        for found in parity.train_each(2, flags, base=base):
-            parity.same(found, parity.train(base=base))
+    llama = flags_of(settings["mlp"], parity.LLAMA)
+    for base, other_layout in ((llama, dict(pp=2)), (llama | dict(num_experts=4), dict(ep=2))):
+        layouts = [dict(tp=2, sequence_parallel=True), other_layout]
+        for result in parity.train_each(2, layouts, base=base):
+            parity.same(result, parity.train(base=base))
 
 
-def no_sum_of_slices():
-    prompt_tuning.tensor_parallel = type(
-        "", (), dict(vars(tensor_parallel), copy_to_ranks=staticmethod(lambda x, group: x))
-    )
+def no_sum_of_shards():
+    without = dict(vars(tensor_parallel), copy_to_ranks=staticmethod(lambda x, group: x))
+    prompt_tuning.tensor_parallel = type("", (), without)
 
 
 def no_sum_of_encoder_parts():
-    tensor_parallel.ColumnParallelLinear.on_gradient = staticmethod(tensor_parallel.start_nothing)
+    start_nothing = staticmethod(tensor_parallel.start_nothing)
+    tensor_parallel.ColumnParallelLinear.start_input_grad = start_nothing
 
 
 def a_table_for_all_tasks():
@@ -507,223 +475,186 @@ def a_table_for_all_tasks():
 @pytest.mark.parametrize(
     "mutate, kind, flags",
     [
-        (no_sum_of_slices, "mlp", dict(tp=2, sequence_parallel=True)),
+        (no_sum_of_shards, "mlp", dict(tp=2, sequence_parallel=True)),
         (no_sum_of_encoder_parts, "tpmlp", dict(tp=2)),
         (a_table_for_all_tasks, "table", dict()),
     ],
     ids=str,
 )
 def test_the_gate_sees(settings, mutate, kind, flags):
-    base = parity.SMALL | dict(prompt_config=settings[kind], dropout=0.0, micro_batch_size=2)
+    base = flags_of(settings[kind])
     parity.differs(parity.train(2, mutate=mutate, base=base, **flags), parity.train(base=base))
 
 
 def test_only_prompts_have_gradients_and_state(settings):
     """Nothing is kept for what is frozen: 2 tables [5, 32], a gradient and two moments each, in
     float64."""
-    trainer = train.Trainer(
-        train.Config(**parity.SMALL | dict(prompt_config=settings["table"], dropout=0.0)),
-        torch.device("cpu"),
-        train.Groups(),
-    )
+    run_config = train.Config(**parity.SMALL | dict(prompt_config=settings["table"], dropout=0.0))
+    trainer = train.trainer_class(run_config)(run_config, torch.device("cpu"), train.Groups())
     trainer.forward_backward(1, parity.Prompted(16, 61, trainer.prompts))
-    learned = {n for n, p in trainer.stages[0].named_parameters() if p.requires_grad}
-    assert learned == {prompt_tuning.WHERE + "tables.task-a", prompt_tuning.WHERE + "tables.task-b"}
-    for name, p in trainer.stages[0].named_parameters():
-        assert p.grad is None and (getattr(p, "main_grad", None) is not None) == (name in learned)
+    parameters = dict(trainer.stages[0].named_parameters())
+    learned = {name for name, p in parameters.items() if p.requires_grad}
+    tables = ("tables.task-a", "tables.task-b")
+    assert learned == {PARAMETER_PREFIX + name for name in tables}
+    for name, p in parameters.items():
+        assert p.grad is None
+        assert (getattr(p, "main_grad", None) is not None) == (name in learned)
     state = trainer.optimizer.tensors()
-    assert {n.split(".", 1)[1] for n in state} == learned and sum(
-        t.nbytes for n, t in state.items() if n.startswith("exp")
-    ) == 2 * 8 * 10 * 32
+    assert {name.split(".", 1)[1] for name in state} == learned
+    moments = [tensor for name, tensor in state.items() if name.startswith("exp")]
+    assert sum(tensor.nbytes for tensor in moments) == 2 * 8 * 10 * 32
 
 
 # --- from a checkpoint to a prompt file and back --------------------------------------------------
 
 
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def save_model(folder, model, step=1, tokenizer="bytes"):
+    parameters = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    description = {"config": {"tokenizer": tokenizer}, "model": asdict(model.config)}
+    checkpoint.save(folder / "checkpoints", step, parameters, description)
+
+
+def records_of(task, n):
+    """Texts of the letters x, y and z; the label alternates, the other way round in task b."""
+    records = []
+    for i in range(n):
+        label = ("no", "yes")[(i + (task == "b")) % 2]
+        records.append(dict(taskname=task, text="xyz"[i % 3] * (i + 1), label=label))
+    return records
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """The checkpoint of a model that has norms of its own."""
+    """The checkpoint of a model that has norms of its own, and lines for two tasks."""
     folder = tmp_path_factory.mktemp("base")
     model = loud(build(**LLAMA_SHAPES[1] | dict(vocab_size=V, seq_length=48)))
     with torch.no_grad():
         model.head.norm.weight.add_(torch.linspace(0, 0.1, 64))
-    checkpoint.save(
-        folder / "checkpoints",
-        1,
-        {f"model.{n}": p.detach() for n, p in model.named_parameters()},
-        {"config": {"tokenizer": "bytes"}, "model": asdict(model.config)},
-    )
+    save_model(folder, model)
     for name, n in (("train", 12), ("test", 6)):
-        (folder / f"{name}.jsonl").write_text(
-            "".join(
-                json.dumps(
-                    dict(
-                        taskname=task,
-                        text="xyz"[i % 3] * (i + 1),
-                        label="yes" if (i + (task == "b")) % 2 else "no",
-                    )
-                )
-                + "\n"
-                for i in range(n)
-                for task in "ab"
-            )
-        )
-        for task in "ab":
-            lines = (folder / f"{name}.jsonl").read_text().splitlines(True)
-            (folder / f"{name}-{task}.jsonl").write_text(
-                "".join(line for line in lines if json.loads(line)["taskname"] == task)
-            )
+        of_a = records_of("a", n)
+        of_b = records_of("b", n)
+        write_lines(folder / f"{name}-a.jsonl", of_a)
+        write_lines(folder / f"{name}-b.jsonl", of_b)
+        in_turn = [record for pair in zip(of_a, of_b) for record in pair]
+        write_lines(folder / f"{name}.jsonl", in_turn)
     return folder
 
 
-def learn(base, out, content, *flags):
+TRAIN_FLAGS = "--steps 4 --lr 0.05 --warmup-steps 1 --global-batch-size 4 --device cpu".split()
+INFER_FLAGS = "--device cpu --max-tokens 6".split()
+
+
+def learn(out, content, *flags):
+    """The command `train`. Its configuration is written to OUT.json. Returns the exit status."""
     path = out.with_suffix(".json")
     path.write_text(json.dumps(content))
-    return prompt_tuning.main(
-        [
-            "train",
-            "--config",
-            str(path),
-            "--out",
-            str(out),
-            "--steps",
-            "4",
-            "--lr",
-            "0.05",
-            "--warmup-steps",
-            "1",
-            "--global-batch-size",
-            "4",
-            "--device",
-            "cpu",
-            *flags,
-        ]
-    )
+    argv = ["train", "--config", str(path), "--out", str(out), *TRAIN_FLAGS, *flags]
+    return commands.main(argv)
 
 
-def for_base(base, new="ab", **fields):
-    data = "" if len(new) == 2 else f"-{new}"
-    return config(tuple(new), **fields) | dict(
-        language_model_path=str(base),
-        data=dict(
-            train_ds=[str(base / f"train{data}.jsonl")],
-            validation_ds=[str(base / f"test{data}.jsonl")],
-        ),
-    )
-
-
-def infer(command, prompts, base, data, capsys, *flags):
-    status = prompt_tuning.main(
-        [
-            command,
-            "--prompts",
-            str(prompts),
-            "--checkpoint",
-            str(base),
-            "--data",
-            str(data),
-            "--device",
-            "cpu",
-            "--max-tokens",
-            "6",
-            *flags,
-        ]
-    )
+def infer(command, prompts, base, data, capsys):
+    """`generate` or `evaluate`. Returns (exit status, standard output, standard error)."""
+    paths = ["--prompts", str(prompts), "--checkpoint", str(base), "--data", str(data)]
+    status = commands.main([command, *paths, *INFER_FLAGS])
     return status, *capsys.readouterr()
 
 
-def tensors(path):
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
-def test_tasks_one_after_the_other(base, tmp_path, capsys):
-    """Task a by p-tuning, then b by prompt tuning from a text: a's table and answers stay as they
-    are, bit for bit, and so does the model."""
-    before = {
-        f.name: f.read_bytes() for f in sorted((base / "checkpoints").rglob("*")) if f.is_file()
-    }
-    assert (
-        learn(
-            base,
-            tmp_path / "a",
-            for_base(base, "a", style="p-tuning", p_tuning=dict(encoder_hidden=8)),
-        )
-        == 0
+def for_base(base, new="ab", **fields):
+    """The configuration that learns the tasks in `new` for the model of the fixture `base`."""
+    task = "" if len(new) == 2 else f"-{new}"
+    lines = dict(
+        train_ds=[str(base / f"train{task}.jsonl")],
+        validation_ds=[str(base / f"test{task}.jsonl")],
     )
-    said = capsys.readouterr().out
-    assert (
-        f"{5 * 64 + 64 * 8 + 8 + 72 + 8 * 64 + 64:,} prompt parameters" in said
-        and "nothing changes" in said
-    )
-    first = tensors(tmp_path / "a" / "prompts.safetensors")
-    assert {n: list(t.shape) for n, t in first.items()} == {"a": [5, 64]} and (
-        tmp_path / "a" / "prompts.safetensors"
-    ).stat().st_size < 3000
-    saved = checkpoint.read_index(checkpoint.find(tmp_path / "a"))["tensors"]
-    assert (
-        all(name.split(".", 1)[1].startswith(prompt_tuning.WHERE) for name in saved)
-        and sum(f.stat().st_size for f in (tmp_path / "a" / "checkpoints").rglob("*.safetensors"))
-        < 40_000
-    )
-    content = for_base(
+    return config(tuple(new), **fields) | dict(language_model_path=str(base), data=lines)
+
+
+def files_in(folder):
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.name: path.read_bytes() for path in files}
+
+
+def learn_one_after_the_other(base, tmp_path):
+    """Task a by p-tuning to tmp_path/a, then b by prompt tuning from a text to tmp_path/b."""
+    of_a = for_base(base, "a", style="p-tuning", p_tuning=dict(encoder_hidden=8))
+    assert learn(tmp_path / "a", of_a) == 0
+    of_b = for_base(
         base,
         "b",
         existing=("a",),
         prompt_tuning=dict(new_prompt_init_methods=["text"], new_prompt_init_text=["yes or no"]),
+        restore_path=str(tmp_path / "a" / "prompts.safetensors"),
     )
-    assert (
-        learn(
-            base,
-            tmp_path / "b",
-            content | dict(restore_path=str(tmp_path / "a" / "prompts.safetensors")),
-        )
-        == 0
-    )
-    second = tensors(tmp_path / "b" / "prompts.safetensors")
-    assert list(second) == ["a", "b"] and torch.equal(first["a"], second["a"])
-    capsys.readouterr()
-    one = infer(
-        "generate", tmp_path / "a" / "prompts.safetensors", base, base / "test-a.jsonl", capsys
-    )
-    two = infer(
-        "generate", tmp_path / "b" / "prompts.safetensors", base, base / "test.jsonl", capsys
-    )
+    assert learn(tmp_path / "b", of_b) == 0
+
+
+def test_tasks_one_after_the_other(base, tmp_path, capsys):
+    """a's table and answers stay as they are, bit for bit, when b is learned, and so does the
+    model."""
+    before = files_in(base / "checkpoints")
+    learn_one_after_the_other(base, tmp_path)
+    out = capsys.readouterr().out
+    inputs_and_encoder = 5 * 64 + 64 * 8 + 8 + 72 + 8 * 64 + 64
+    assert f"{inputs_and_encoder:,} prompt parameters" in out
+    assert "nothing changes" in out
+    prompts_a = tmp_path / "a" / "prompts.safetensors"
+    prompts_b = tmp_path / "b" / "prompts.safetensors"
+    first = load_file(prompts_a)
+    assert {name: list(table.shape) for name, table in first.items()} == {"a": [5, 64]}
+    assert prompts_a.stat().st_size < 3000
+    second = load_file(prompts_b)
+    assert list(second) == ["a", "b"]
+    assert torch.equal(first["a"], second["a"])
+    one = infer("generate", prompts_a, base, base / "test-a.jsonl", capsys)
+    two = infer("generate", prompts_b, base, base / "test.jsonl", capsys)
     assert one[0] == two[0] == 0
+    answers_a = [json.loads(line) for line in one[1].splitlines()]
     answers = [json.loads(line) for line in two[1].splitlines()]
-    assert [x for x in answers if x["taskname"] == "a"] == [
-        json.loads(line) for line in one[1].splitlines()
-    ] and len(answers) == 12
-    status, out, err = infer(
-        "evaluate", tmp_path / "b" / "prompts.safetensors", base, base / "test.jsonl", capsys
-    )
-    assert status == 0 and {k: v["examples"] for k, v in json.loads(out).items()} == {
-        "a": 6,
-        "b": 6,
-    }
-    assert before == {
-        f.name: f.read_bytes() for f in sorted((base / "checkpoints").rglob("*")) if f.is_file()
-    }
-    # logits of task a with one table, and with two
-    with_a, with_b = (cli.load_model(base)[0] for _ in range(2))
-    for model, name in ((with_a, "a"), (with_b, "b")):
-        attach_tables(model, *prompt_file.load(tmp_path / name / "prompts.safetensors"))
+    assert [answer for answer in answers if answer["taskname"] == "a"] == answers_a
+    assert len(answers) == 12
+    status, out, _ = infer("evaluate", prompts_b, base, base / "test.jsonl", capsys)
+    assert status == 0
+    examples = {task: result["examples"] for task, result in json.loads(out).items()}
+    assert examples == {"a": 6, "b": 6}
+    check_checkpoint_of_prompts(tmp_path / "a")
+    assert files_in(base / "checkpoints") == before
+    check_logits_of_task_a(base, prompts_a, prompts_b)
+
+
+def check_checkpoint_of_prompts(out):
+    """It has prompt parameters and their optimizer state, and nothing else."""
+    saved = checkpoint.read_index(checkpoint.find(out))["tensors"]
+    assert all(name.split(".", 1)[1].startswith(PARAMETER_PREFIX) for name in saved)
+    files = (out / "checkpoints").rglob("*.safetensors")
+    assert sum(file.stat().st_size for file in files) < 40_000
+
+
+def check_logits_of_task_a(base, prompts_a, prompts_b):
+    """With one table and with two, they are the same."""
+    with_a = loading.load_model(base)[0]
+    with_b = loading.load_model(base)[0]
+    apply_tables(with_a, *prompt_file.load(prompts_a))
+    apply_tables(with_b, *prompt_file.load(prompts_b))
     ids = torch.tensor([[*range(V, V + 5), 1, 2]])
     assert torch.equal(with_a(ids), with_b(ids))
 
 
 def test_resume_goes_on_bit_for_bit(base, tmp_path, capsys):
-    content = for_base(base, style="p-tuning", p_tuning=dict(encoder_type="lstm", encoder_hidden=4))
-    assert learn(base, tmp_path / "whole", content, "--steps", "6") == 0
-    assert learn(base, tmp_path / "parts", content, "--steps", "6", "--save-every", "3") == 0
+    encoder = dict(encoder_type="lstm", encoder_hidden=4)
+    content = for_base(base, style="p-tuning", p_tuning=encoder)
+    assert learn(tmp_path / "whole", content, "--steps", "6") == 0
+    assert learn(tmp_path / "parts", content, "--steps", "6", "--save-every", "3") == 0
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-000006")
     (tmp_path / "parts" / "prompts.safetensors").unlink()
-    assert learn(base, tmp_path / "parts", content, "--steps", "6", "--resume") == 0
+    assert learn(tmp_path / "parts", content, "--steps", "6", "--resume") == 0
     assert "resuming after step 3" in capsys.readouterr().out
-    assert (tmp_path / "whole" / "prompts.safetensors").read_bytes() == (
-        tmp_path / "parts" / "prompts.safetensors"
-    ).read_bytes()
+    whole, parts = (tmp_path / name / "prompts.safetensors" for name in ("whole", "parts"))
+    assert whole.read_bytes() == parts.read_bytes()
 
 
 def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
@@ -731,78 +662,58 @@ def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(base, model)
     content = for_base(base) | dict(language_model_path=str(model))
-    assert learn(base, tmp_path / "run", content) == 0
-    trained = cli.load_model(model)[0]
+    assert learn(tmp_path / "run", content) == 0
+    trained = loading.load_model(model)[0]
     trained.head.norm.weight.data.add_(0.01)
-    parameters = {f"model.{n}": p.detach() for n, p in trained.named_parameters()}
-    checkpoint.save(
-        model / "checkpoints",
-        2,
-        parameters,
-        {"config": {"tokenizer": "bytes"}, "model": asdict(trained.config)},
-    )
+    save_model(model, trained, step=2)
     capsys.readouterr()
-    assert learn(base, tmp_path / "run", content, "--steps", "6", "--resume") == 2
+    resume = ["--steps", "6", "--resume"]
+    assert learn(tmp_path / "run", content, *resume) == 2
     error = capsys.readouterr().err
-    assert (
-        f"--load {model}: is not the model that the prompts in" in error and error.count("\n") == 1
-    )
-    assert (
-        learn(
-            base,
-            tmp_path / "run",
-            content,
-            "--steps",
-            "6",
-            "--resume",
-            "--load",
-            str(model / "checkpoints/step-000001"),
-        )
-        == 0
-    )
+    assert f"--load {model}: is not the model that the prompts in" in error
+    assert error.count("\n") == 1
+    first_step = str(model / "checkpoints/step-000001")
+    assert learn(tmp_path / "run", content, *resume, "--load", first_step) == 0
 
 
 def test_fine_tuning_by_the_same_templates(base, tmp_path, capsys):
     """The ceiling of comparisons/prompt_tuning.py: no virtual tokens, and the whole model
     learns."""
-    content = for_base(base, style="fine-tuning") | dict(
-        task_templates=[template(name, (), "{text} is {label}") for name in "ab"]
-    )
-    assert learn(base, tmp_path / "tuned", content) == 0
+    templates = [template(name, (), "{text} is {label}") for name in "ab"]
+    content = for_base(base, style="fine-tuning") | dict(task_templates=templates)
+    tuned = tmp_path / "tuned"
+    assert learn(tuned, content) == 0
     capsys.readouterr()
-    status, out, err = infer(
-        "evaluate", tmp_path / "tuned.json", tmp_path / "tuned", base / "test.jsonl", capsys
-    )
-    assert status == 0 and json.loads(out)["a"]["examples"] == 6
-    assert len(checkpoint.read_index(checkpoint.find(tmp_path / "tuned"))["tensors"]) == 3 * len(
-        checkpoint.read_index(checkpoint.find(base))["tensors"]
-    )
+    settings = tuned.with_suffix(".json")
+    status, out, _ = infer("evaluate", settings, tuned, base / "test.jsonl", capsys)
+    assert status == 0
+    assert json.loads(out)["a"]["examples"] == 6
+    saved = checkpoint.read_index(checkpoint.find(tuned))["tensors"]
+    weights = checkpoint.read_index(checkpoint.find(base))["tensors"]
+    # a weight and its two moments
+    assert len(saved) == 3 * len(weights)
+
+
+def word_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["?", "x", "is", "yes", "no", "</s>"]
+    ids = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
 
 
 def test_the_tokenizer_of_the_model(tmp_path, capsys):
     """A tokenizer of its own, beside the model: prompts are learned, and answer, with it; so does
     what is fine-tuned."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(
-        models.WordLevel(
-            {word: i for i, word in enumerate(["?", "x", "is", "yes", "no", "</s>"])}, unk_token="?"
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     (tmp_path / "checkpoints").mkdir()
-    model = loud(build(**LLAMA_SHAPES[1]))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    checkpoint.save(
-        tmp_path / "checkpoints",
-        1,
-        {f"model.{n}": p.detach() for n, p in model.named_parameters()},
-        {"config": {"tokenizer": "moved.json"}, "model": asdict(model.config)},
-    )
-    (tmp_path / "d.jsonl").write_text(
-        '{"taskname": "a", "text": "x x", "label": "yes"}\n{"taskname": "a", "text": "x", "label":'
-        ' "no"}\n'
-    )
+    word_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    save_model(tmp_path, loud(build(**LLAMA_SHAPES[1])), tokenizer="moved.json")
+    lines = tmp_path / "d.jsonl"
+    longer = dict(taskname="a", text="x x", label="yes")
+    shorter = dict(taskname="a", text="x", label="no")
+    write_lines(lines, [longer, shorter])
     for style, splits, text in (
         ("p-tuning", (2,), "<|VIRTUAL_PROMPT_0|>{text} is {label}"),
         ("fine-tuning", (), "{text} is {label}"),
@@ -812,31 +723,28 @@ def test_the_tokenizer_of_the_model(tmp_path, capsys):
             style=style,
             task_templates=[template("a", splits, text)],
             language_model_path=str(tmp_path),
-            data=dict(
-                train_ds=[str(tmp_path / "d.jsonl")], validation_ds=[str(tmp_path / "d.jsonl")]
-            ),
+            data=dict(train_ds=[str(lines)], validation_ds=[str(lines)]),
         )
         out = tmp_path / style
-        assert (
-            learn(tmp_path, out, content, "--global-batch-size", "2", "--steps", "60") == 0
-            and (out / "tokenizer.json").exists()
-        )
+        assert learn(out, content, "--global-batch-size", "2", "--steps", "60") == 0
+        assert (out / "tokenizer.json").exists()
         capsys.readouterr()
-        prompts, base = (
-            (out / "prompts.safetensors", tmp_path) if splits else (out.with_suffix(".json"), out)
-        )
-        status, said, err = infer("evaluate", prompts, base, tmp_path / "d.jsonl", capsys)
-        assert status == 0 and json.loads(said)["a"]["examples"] == 2, err
+        prompts, model = out / "prompts.safetensors", tmp_path
+        if style == "fine-tuning":
+            prompts, model = out.with_suffix(".json"), out
+        status, results, err = infer("evaluate", prompts, model, lines, capsys)
+        assert status == 0, err
+        assert json.loads(results)["a"]["examples"] == 2, err
 
 
 def test_lessons(capsys):
     assert prompt_tuning.lesson() == 0
     out = capsys.readouterr().out
-    assert (
-        out.count("bit for bit") == 2
-        and "first of hgfe: h, last of hgfe: e, first of badc: b, last of badc: c, first of ccgh: c, last of ccgh: h"
-        in out
-    )
+    assert out.count("bit for bit") == 2
+    expected = []
+    for word in ("hgfe", "badc", "ccgh"):
+        expected.append(f"first of {word}: {word[0]}, last of {word}: {word[-1]}")
+    assert ", ".join(expected) in out
     prompt_data.main()
     assert "['p', 'o', 's', 'i', 't', 'i', 'v', 'e', '<end>']" in capsys.readouterr().out
 
@@ -844,95 +752,78 @@ def test_lessons(capsys):
 def test_a_lesson_that_has_not_learned_says_so(capsys):
     assert prompt_tuning.lesson(steps=(2, 2)) == 1
     err = capsys.readouterr().err
-    assert (
-        "not learned: the model has a loss of" in err
-        and "first of hgfe is not" in err
-        and err.count("\n") == 1
-    )
+    assert "not learned: the model has a loss of" in err
+    assert "first of hgfe is not" in err
+    assert err.count("\n") == 1
 
 
 def test_another_model(base, tmp_path, capsys):
-    assert learn(base, tmp_path / "a", for_base(base)) == 0
+    assert learn(tmp_path / "a", for_base(base)) == 0
+    prompts = tmp_path / "a" / "prompts.safetensors"
+    test = base / "test.jsonl"
     other = tmp_path / "other"
-    model, index = cli.load_model(base)
+    model, _ = loading.load_model(base)
     model.head.norm.weight.add_(1e-3)
-    checkpoint.save(
-        other / "checkpoints",
-        1,
-        {f"model.{n}": p.detach() for n, p in model.named_parameters()},
-        {"config": {"tokenizer": "bytes"}, "model": asdict(model.config)},
-    )
+    save_model(other, model)
     capsys.readouterr()
-    status, out, err = infer(
-        "generate", tmp_path / "a" / "prompts.safetensors", other, base / "test.jsonl", capsys
-    )
-    assert status == 2 and "belongs to another model" in err and not out
-    status, out, err = infer("generate", base / "test.jsonl", base, base / "test.jsonl", capsys)
-    assert status == 2 and "is not a prompt file" in err
-    whole = bytearray((tmp_path / "a" / "prompts.safetensors").read_bytes())
-    whole[-9] ^= 1
-    (tmp_path / "flipped.safetensors").write_bytes(whole)
-    status, out, err = infer(
-        "generate", tmp_path / "flipped.safetensors", base, base / "test.jsonl", capsys
-    )
-    assert status == 2 and "not what was written" in err
-    (tmp_path / "z.jsonl").write_text('{"taskname": "z", "text": "x"}\n')
-    status, out, err = infer(
-        "generate", tmp_path / "a" / "prompts.safetensors", base, tmp_path / "z.jsonl", capsys
-    )
-    assert (
-        status == 2 and "z.jsonl, line 1: taskname 'z' is none of the tasks here, ['a', 'b']" in err
-    )
-    content = for_base(
-        base, "b", existing=("a",), restore_path=str(tmp_path / "a" / "prompts.safetensors")
-    ) | dict(language_model_path=str(other))
-    assert (
-        learn(other, tmp_path / "b", content) == 2
-        and "belongs to another model" in capsys.readouterr().err
-    )
-    content = for_base(
-        base, "b", existing=("a",), restore_path=str(tmp_path / "a" / "prompts.safetensors")
-    )
-    content["task_templates"][1] = template(
-        "a", text="<|VIRTUAL_PROMPT_0|>{text} was<|VIRTUAL_PROMPT_1|>{label}"
-    )
-    assert (
-        learn(base, tmp_path / "b", content) == 2 and "another template" in capsys.readouterr().err
-    )
+    status, out, err = infer("generate", prompts, other, test, capsys)
+    assert status == 2
+    assert "belongs to another model" in err
+    assert not out
+    existing = dict(existing=("a",), restore_path=str(prompts))
+    content = for_base(base, "b", **existing) | dict(language_model_path=str(other))
+    assert learn(tmp_path / "b", content) == 2
+    assert "belongs to another model" in capsys.readouterr().err
+    content = for_base(base, "b", **existing)
+    changed = "<|VIRTUAL_PROMPT_0|>{text} was<|VIRTUAL_PROMPT_1|>{label}"
+    content["task_templates"][1] = template("a", text=changed)
+    assert learn(tmp_path / "b", content) == 2
+    assert "another template" in capsys.readouterr().err
+    check_bad_prompt_files(base, prompts, tmp_path, capsys)
+
+
+def check_bad_prompt_files(base, prompts, tmp_path, capsys):
+    """Not a prompt file, a damaged one, and lines of a task that it does not have."""
+    test = base / "test.jsonl"
+    status, _, err = infer("generate", test, base, test, capsys)
+    assert status == 2
+    assert "is not a prompt file" in err
+    damaged = bytearray(prompts.read_bytes())
+    damaged[-9] ^= 1
+    (tmp_path / "flipped.safetensors").write_bytes(damaged)
+    status, _, err = infer("generate", tmp_path / "flipped.safetensors", base, test, capsys)
+    assert status == 2
+    assert "not what was written" in err
+    lines = tmp_path / "z.jsonl"
+    write_lines(lines, [dict(taskname="z", text="x")])
+    status, _, err = infer("generate", prompts, base, lines, capsys)
+    assert status == 2
+    assert "z.jsonl, line 1: taskname 'z' is none of the tasks here, ['a', 'b']" in err
 
 
 def test_names_and_lengths(base, tmp_path, capsys):
-    """Tasks named like attributes of modules; a shorter context for training; lines that are too
-    long, answers in the order of the lines."""
-    content = for_base(base, "a", task_templates=[template("train", truncate_field=None)]) | dict(
-        new_tasks=["train"]
-    )
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text(
-            "".join(
-                json.dumps(dict(taskname="train", text="x" * n, label="y")) + "\n"
-                for n in (3, 40, 5)
-            )
-        )
-    content["data"] = dict(
-        train_ds=[str(tmp_path / "train.jsonl")], validation_ds=[str(tmp_path / "test.jsonl")]
-    )
-    assert learn(base, tmp_path / "t", content, "--seq-length", "32") == 0
+    """A task named like an attribute of modules; a shorter context for training; lines that are
+    too long, answers in the order of the lines."""
+    paths = {name: tmp_path / f"{name}.jsonl" for name in ("train", "test")}
+    for path in paths.values():
+        records = [dict(taskname="train", text="x" * n, label="y") for n in (3, 40, 5)]
+        write_lines(path, records)
+    content = for_base(base, "a", task_templates=[template("train", truncate_field=None)])
+    content["new_tasks"] = ["train"]
+    content["data"] = dict(train_ds=[str(paths["train"])], validation_ds=[str(paths["test"])])
+    assert learn(tmp_path / "t", content, "--seq-length", "32") == 0
     assert "train_ds: 2 examples, 1 skipped (longer than 33 tokens)" in capsys.readouterr().out
-    status, out, err = infer(
-        "generate", tmp_path / "t" / "prompts.safetensors", base, tmp_path / "test.jsonl", capsys
-    )
-    found = [json.loads(line) for line in out.splitlines()]
-    assert (
-        status == 0
-        and [len(line["text"]) for line in found] == [3, 40, 5]
-        and [line["prediction"] is None for line in found] == [False, True, False]
-        and found[1]["finish"] == "too long"
-    )
-    status, out, err = infer(
-        "evaluate", tmp_path / "t" / "prompts.safetensors", base, tmp_path / "test.jsonl", capsys
-    )
-    assert json.loads(out)["train"]["examples"] == 3 and json.loads(out)["train"]["too_long"] == 1
+    prompts = tmp_path / "t" / "prompts.safetensors"
+    status, out, _ = infer("generate", prompts, base, paths["test"], capsys)
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert status == 0
+    assert [len(answer["text"]) for answer in answers] == [3, 40, 5]
+    assert [answer["prediction"] is None for answer in answers] == [False, True, False]
+    assert answers[1]["finish"] == "too long"
+    status, out, _ = infer("evaluate", prompts, base, paths["test"], capsys)
+    results = json.loads(out)["train"]
+    assert results["examples"] == 3
+    assert results["too_long"] == 1
 
 
 @pytest.mark.parametrize(
@@ -945,11 +836,9 @@ def test_names_and_lengths(base, tmp_path, capsys):
 )
 def test_train_needs_a_configuration(argv, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert (
-        prompt_tuning.main(["train", *argv]) == 2
-        and words in capsys.readouterr().err
-        and not list(tmp_path.iterdir())
-    )
+    assert commands.main(["train", *argv]) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -967,76 +856,39 @@ def test_train_needs_a_configuration(argv, words, tmp_path, monkeypatch, capsys)
     ],
 )
 def test_runs_that_cannot_be(base, tmp_path, capsys, change, words):
-    assert learn(base, tmp_path / "x", for_base(base) | change) == 2
+    assert learn(tmp_path / "x", for_base(base) | change) == 2
     assert words in capsys.readouterr().err
 
 
-def test_layouts_learn_and_answer_alike(base, tmp_path, capsys):
-    """The command under torchrun, two stages and data parallel; the same table to rounding, the
-    same answers."""
-    import subprocess
-    import sys
-
-    assert (
-        learn(
-            base,
-            tmp_path / "one",
-            for_base(base, style="p-tuning", p_tuning=dict(encoder_hidden=8)),
-        )
-        == 0
-    )
-    command = [
-        Path(sys.executable).parent / "torchrun",
-        "--nproc-per-node",
-        "2",
-        "prompt_tuning.py",
-    ]
-    run = lambda *more: subprocess.run(
-        [*command, *map(str, more)],
+def run_on_two_ranks(*argv):
+    """prompt_tuning.py under torchrun."""
+    torchrun = Path(sys.executable).parent / "torchrun"
+    return subprocess.run(
+        [torchrun, "--nproc-per-node", "2", "prompt_tuning.py", *map(str, argv)],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    two = run(
-        "train",
-        "--config",
-        tmp_path / "one.json",
-        "--out",
-        tmp_path / "two",
-        "--steps",
-        "4",
-        "--lr",
-        "0.05",
-        "--warmup-steps",
-        "1",
-        "--global-batch-size",
-        "4",
-        "--device",
-        "cpu",
-        "--pp",
-        "2",
-    )
-    assert two.returncode == 0, two.stderr
-    one, two = (tensors(tmp_path / name / "prompts.safetensors") for name in ("one", "two"))
-    assert all((one[task] - two[task]).abs().max() < 1e-4 * one[task].abs().max() for task in one)
+
+
+def test_layouts_learn_and_answer_alike(base, tmp_path, capsys):
+    """The command under torchrun, two stages: the same table to rounding, the same answers."""
+    content = for_base(base, style="p-tuning", p_tuning=dict(encoder_hidden=8))
+    assert learn(tmp_path / "one", content) == 0
+    settings = tmp_path / "one.json"
+    out = tmp_path / "two"
+    run = run_on_two_ranks("train", "--config", settings, "--out", out, *TRAIN_FLAGS, "--pp", "2")
+    assert run.returncode == 0, run.stderr
+    prompts = tmp_path / "one" / "prompts.safetensors"
+    one, two = load_file(prompts), load_file(out / "prompts.safetensors")
+    for task, table in one.items():
+        assert (table - two[task]).abs().max() < 1e-4 * table.abs().max()
     capsys.readouterr()
-    expected = infer(
-        "generate", tmp_path / "one" / "prompts.safetensors", base, base / "test.jsonl", capsys
-    )[1]
-    found = run(
-        "generate",
-        "--prompts",
-        tmp_path / "one" / "prompts.safetensors",
-        "--checkpoint",
-        base,
-        "--data",
-        base / "test.jsonl",
-        "--device",
-        "cpu",
-        "--max-tokens",
-        "6",
-        "--pp",
-        "2",
-    )
-    assert found.returncode == 0 and found.stdout == expected and len(expected.splitlines()) == 12
+    test = base / "test.jsonl"
+    _, expected, _ = infer("generate", prompts, base, test, capsys)
+    paths = ("--prompts", prompts, "--checkpoint", base, "--data", test)
+    run = run_on_two_ranks("generate", *paths, *INFER_FLAGS, "--pp", "2")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == expected
+    assert len(expected.splitlines()) == 12
