@@ -1,20 +1,21 @@
-"""Generation: prefill, then one token at a time with a key-value cache, each token by sampling.
+"""Generation: prefill, then decode one token at a time with a key-value cache (arXiv 2211.05102).
 
-    prefill    all tokens of all prompts in one forward pass, as in training;
+    prefill    one forward pass over all tokens of all prompts, as in training;
                their keys and values stay in the cache
-    decode     only the newest token of each sequence; it attends to the cache
+    decode     a forward pass over the newest token of each sequence; it attends to the cache
 
-    prompts    a b c d           prefill reads a b c d | e f . .      gives x | y
-               e f . .           decode reads        x | y            gives z | w ..
+                  reads                    gives       now in the cache
+    prefill       a b c d | e f . .        x | y       a b c d   | e f
+    decode        x       | y              z | w       a b c d x | e f y
+    decode        z       | w              ..
 
-With the cache, token n costs one pass over one token. Without it, one pass over n tokens.
+Without the cache, the pass for token n reads all n tokens again. A forward pass gives logits, and
+inference/sampling.py draws the next token from them. Its random numbers depend on (seed, prompt,
+position) alone: a prompt has the same text in any batch and under any layout, up to rounding (in
+float64 exactly; in 16 bits texts differ after some dozens of tokens).
 
-A forward pass gives the probabilities of the next token; `inference/sampling.py` draws from them.
-The random numbers depend on (seed, prompt, position) alone. So a prompt has the same text in any
-batch and under any layout, up to rounding (float64: exactly; 16 bits: for some dozens of tokens).
-
-The loop is `decode`, below. It runs on one device, and under tensor, data and expert parallelism.
-Stages of a pipeline run the same loop on several micro-batches (inference/pipelined.py).
+`decode`, below, is the loop, for one device and for tensor, data and expert parallelism. Pipeline
+stages run the same loop over micro-batches (inference/pipelined.py).
 
     python generate.py                          a small model: with the cache and without
     python generate.py --checkpoint runs/default --prompt "def "
@@ -173,28 +174,24 @@ def stream(
     lockstep: dist.ProcessGroup | None = None,
     keys: list[int] | None = None,
 ) -> Iterator[list[NewToken]]:
-    """Yields, after each step, the new tokens of the batch, or of a micro-batch in a pipeline. Each
-    rank that holds a part of the model calls this with the same arguments, and gets the same
-    tokens.
+    """Yields the new tokens after each step, of the batch or, in a pipeline, of a micro-batch. All
+    ranks that hold a part of the model call this with the same arguments.
 
-    prompts: token ids, for each prompt at least 1 and at most seq_length.
+    prompts: token ids, for each prompt 1 to seq_length of them.
     eot: the end-of-text token, or several; it ends a text, and is not part of it.
     stopped(number, generated ids): whether the text of prompt `number` ends here.
     cached: False runs the whole context again at each step.
-    lockstep: a group of ranks with prompts of their own (or none), whose forward passes are
-        collectives: experts are spread over them, or parameters (ZeRO stage 3).
-    keys: of the prompts' random numbers, where these are some of more prompts; otherwise
-        `keys_of(prompts, seed)`.
+    lockstep: ranks with prompts of their own (or none), whose forward passes are collectives:
+        experts are spread over them, or parameters (ZeRO stage 3).
+    keys: of the random numbers; the default is `keys_of(prompts, seed)`. To be given where these
+        prompts are some of more.
 
     Raises ValueError for a prompt or an option that is not possible; FloatingPointError where the
     model's logits are not finite."""
     chunks = chunks_of(model)
+    keys = keys_of(prompts, seed) if keys is None else keys
     check_options(max_tokens, temperature, top_k, top_p)
-    check_prompts(chunks[0], prompts)
-    if keys is None:
-        keys = keys_of(prompts, seed)
-    if len(keys) != len(prompts):
-        raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
+    check_prompts(chunks[0], prompts, keys)
     slot = CacheSlot()
     runner = ModelRunner(chunks, slot)
     # as many micro-batches as pipeline stages, but none without a prompt on any rank
@@ -203,15 +200,8 @@ def stream(
     if num_batches == 0 or max_tokens == 0:
         return
     sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
-    while len(sequences) < num_batches:
-        sequences.append(idle_sequence())
     rule = StopRule(max_tokens, as_tuple(eot), stopped)
-    batches = [
-        DecodeBatch(
-            sequences[i::num_batches], rule, runner.config.seq_length, runner.device, cached
-        )
-        for i in range(num_batches)
-    ]
+    batches = make_batches(sequences, num_batches, rule, runner, cached)
     params = SamplingParams(temperature, top_k, top_p)
     with caching(chunks, slot):
         if isinstance(model, GPT):
@@ -219,6 +209,20 @@ def stream(
         else:
             ring = Ring(model.channels)
             yield from PipelinedDecoder(runner, ring, batches, params, lockstep).decode()
+
+
+def make_batches(
+    sequences: list[Sequence], num_batches: int, rule: StopRule, runner: ModelRunner, cached: bool
+) -> list[DecodeBatch]:
+    """The sequences, dealt out in turn; a rank with fewer of them than batches adds idle ones."""
+    sequences = list(sequences)
+    while len(sequences) < num_batches:
+        sequences.append(idle_sequence())
+    seq_length = runner.config.seq_length
+    return [
+        DecodeBatch(sequences[i::num_batches], rule, seq_length, runner.device, cached)
+        for i in range(num_batches)
+    ]
 
 
 def chunks_of(model: GPT | Pipeline) -> list[GPT]:
@@ -232,8 +236,10 @@ def as_tuple(eot: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return (eot,) if isinstance(eot, int) else tuple(eot)
 
 
-def check_prompts(model: GPT, prompts: list[list[int]]) -> None:
+def check_prompts(model: GPT, prompts: list[list[int]], keys: list[int]) -> None:
     """model: or a chunk of it. Raises ValueError, naming what to change."""
+    if len(keys) != len(prompts):
+        raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
     seq_length = model.config.seq_length
     # prompt_tuning.apply adds virtual tokens after the vocabulary
     num_ids = model.config.vocab_size + getattr(model, "virtual_tokens", 0)

@@ -1,20 +1,23 @@
-"""Tokens per second of decoding: with and without the key-value cache, and beside Hugging Face
-transformers' `generate` with the same weights, in turn, in one run.
+"""Tokens per second of decoding: with and without the key-value cache, and beside `generate` of
+Hugging Face transformers with the same weights, in turn, in one run.
 
     python comparisons/generation.py [--threads 1] [--rounds 7] [--cases small gpt2-124m] [--toy]
-    [--out DIR]
+                                     [--out DIR]
 
-Greedy, float32 on CPUs. Decoding is measured as the time of a prompt of 32 tokens and 48 new ones,
-less that of the same prompt and 1 new one: prefill is left out, on both sides. transformers runs as
-it comes (sdpa, its dynamic cache, stopping criteria off), from the folder that huggingface.py
-exports. Ratios are medians over rounds of (their seconds / our seconds); tokens are compared too.
-Both read all weights for each step, so the larger the model, the nearer both come to the speed of
-the memory, measured here as a matrix times a vector of the size of the largest matrix."""
+Greedy, float32 on CPUs. Prefill is left out on both sides: decoding is the time of a prompt of 32
+tokens and 48 new ones, less the time of the same prompt and 1 new one. transformers runs as it
+comes (sdpa attention, its dynamic cache; stopping criteria off), from the folder that
+huggingface.py exports. A ratio is the median over rounds of (their seconds / our seconds). Whether
+both give the same tokens is printed too.
+
+Both read all weights in each step. So the larger the model, the nearer both come to the speed of
+the memory, measured here as a matrix times a vector, with the shape of the largest matrix."""
 
 import copy
 import dataclasses
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -59,12 +62,14 @@ TOY = {
         llama=True,
     ),
 }
+# tokens
 PROMPT = 32
 NEW = 48
 
 
 def build(config: GPTConfig, device: str):
-    """(ours packed for few texts, for many, transformers') with the same weights."""
+    """(our model packed for few texts, packed for many, transformers' model), with the same
+    weights."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -73,30 +78,32 @@ def build(config: GPTConfig, device: str):
         model = gpt.GPT(config)
     sharding.init(model, 0, "cpu", torch.float32)
     with tempfile.TemporaryDirectory() as folder:
+        ours = Path(folder) / "ckpt"
+        exported = Path(folder) / "hf"
         checkpoint.write(
-            Path(folder) / "ckpt",
+            ours,
             0,
             {f"model.{n}": p.detach() for n, p in model.named_parameters()},
             {"config": {}, "model": dataclasses.asdict(config)},
         )
-        huggingface.export_folder(Path(folder) / "ckpt", Path(folder) / "hf")
-        other = transformers.AutoModelForCausalLM.from_pretrained(
-            Path(folder) / "hf", attn_implementation="sdpa", dtype=torch.float32
+        huggingface.export_folder(ours, exported)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            exported, attn_implementation="sdpa", dtype=torch.float32
         )
-        other = other.to(device).eval()
-        # mapped from the file so far
-        for p in other.parameters():
+        theirs = theirs.to(device).eval()
+        # until now they are mapped from the file
+        for p in theirs.parameters():
             p.data = p.data.clone()
-    # for a few texts, and for many
-    models = [model.to(device).eval().requires_grad_(False)]
-    models.append(copy.deepcopy(model))
-    for model, texts in zip(models, (1, 64)):
-        packing.pack(model, texts)
-    return *models, other
+    for_few = model.to(device).eval().requires_grad_(False)
+    for_many = copy.deepcopy(for_few)
+    packing.pack(for_few, 1)
+    packing.pack(for_many, 64)
+    return for_few, for_many, theirs
 
 
-def theirs(other, prompts: torch.Tensor, n: int) -> list[list[int]]:
-    return other.generate(
+def generate_theirs(theirs, prompts: torch.Tensor, n: int) -> list[list[int]]:
+    """n greedy tokens after each prompt [b, PROMPT]."""
+    ids = theirs.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
         max_new_tokens=n,
@@ -104,25 +111,28 @@ def theirs(other, prompts: torch.Tensor, n: int) -> list[list[int]]:
         do_sample=False,
         pad_token_id=0,
         eos_token_id=None,
-    )[:, PROMPT:].tolist()
+    )
+    return ids[:, PROMPT:].tolist()
 
 
-def against_transformers(model, other, batch: int, rounds: int) -> dict:
+def against_transformers(model, theirs, batch: int, rounds: int) -> dict:
+    """Decoding of `batch` prompts by both, in turn."""
     g = torch.Generator().manual_seed(batch)
     prompts = torch.randint(256, (batch, PROMPT), generator=g).to(next(model.parameters()).device)
     lists = prompts.tolist()
-    equal = []
+
+    def ours_generate(n):
+        return generate.generate(model, lists, n, temperature=0)
+
+    def theirs_generate(n):
+        return generate_theirs(theirs, prompts, n)
 
     def decode(function):
         return timed(lambda: function(NEW)) - timed(lambda: function(1))
 
-    equal = generate.generate(model, lists, NEW, temperature=0) == theirs(other, prompts, NEW)
+    equal = ours_generate(NEW) == theirs_generate(NEW)
     times = in_turn(
-        {
-            "ours": lambda: decode(lambda n: generate.generate(model, lists, n, temperature=0)),
-            "theirs": lambda: decode(lambda n: theirs(other, prompts, n)),
-        },
-        rounds,
+        {"ours": lambda: decode(ours_generate), "theirs": lambda: decode(theirs_generate)}, rounds
     )
     tokens = batch * (NEW - 1)
     return {
@@ -133,41 +143,83 @@ def against_transformers(model, other, batch: int, rounds: int) -> dict:
     }
 
 
+def seconds_per_token(model, length: int, new: int, cached: bool) -> float:
+    """Of decoding `new` tokens of one text, after a prompt of `length` tokens."""
+    prompt = [[1 + i % 200 for i in range(length)]]
+
+    def run(n):
+        return timed(lambda: generate.generate(model, prompt, n, temperature=0, cached=cached))
+
+    return (run(new + 1) - run(1)) / new
+
+
 def by_length(model, lengths: list[int], rounds: int) -> dict:
     """Tokens/s of one text at a length, with the cache and without."""
     results = {}
     for length in lengths:
-        prompt = [[1 + i % 200 for i in range(length)]]
-
-        def step(cached, new):
-            return timed(
-                lambda: generate.generate(model, prompt, new + 1, temperature=0, cached=cached)
-            ) - timed(lambda: generate.generate(model, prompt, 1, temperature=0, cached=cached))
-
-        times = in_turn(
-            {"with": lambda: step(True, 16) / 16, "without": lambda: step(False, 2) / 2}, rounds
-        )
-        results[length] = {
-            kind: spread([1 / t[kind] for t in times]) for kind in ("with", "without")
+        kinds = {
+            "with": partial(seconds_per_token, model, length, 16, True),
+            "without": partial(seconds_per_token, model, length, 2, False),
         }
+        times = in_turn(kinds, rounds)
+        results[length] = {kind: spread([1 / t[kind] for t in times]) for kind in kinds}
     return results
 
 
 def memory_speed(config: GPTConfig, device: str) -> float:
-    """Bytes/s at which a matrix is multiplied by a vector: the speed that a step at batch 1 can
-    have. (As many matrices as make up 256 MB, one after the other.)"""
+    """Bytes/s at which matrices are multiplied by a vector, the limit of a step at batch 1: as many
+    matrices as make up 256 MiB, one after the other."""
     rows = max(config.vocab_size, config.ffn_hidden_size)
-    matrices = [
-        torch.randn(rows, config.hidden_size, device=device)
-        for _ in range(max(1, 256 * 2**20 // (4 * rows * config.hidden_size)))
-    ]
+    count = max(1, 256 * 2**20 // (4 * rows * config.hidden_size))
+    matrices = [torch.randn(rows, config.hidden_size, device=device) for _ in range(count)]
     x = torch.randn(1, config.hidden_size, device=device)
 
     def run():
-        for m in matrices:
-            torch.nn.functional.linear(x, m)
+        for matrix in matrices:
+            torch.nn.functional.linear(x, matrix)
 
-    return sum(m.nbytes for m in matrices) / median([timed(run) for _ in range(7)])
+    seconds = median([timed(run) for _ in range(7)])
+    return sum(matrix.nbytes for matrix in matrices) / seconds
+
+
+def measure(name: str, config: GPTConfig, args) -> dict:
+    """All measurements of one model, printed as they come."""
+    for_few, for_many, theirs = build(config, args.device)
+    buffers = (*for_few.blocks.named_buffers(), *for_few.head.named_buffers())
+    weights = sum(buffer.nbytes for _, buffer in buffers)
+    speed = memory_speed(config, args.device)
+    lengths = by_length(for_few, args.lengths, args.rounds)
+    print(
+        f"{name}: {weights / 1e6:.0f} MB of weights a step; memory {speed / 1e9:.1f} GB/s, so"
+        f" at most {speed / weights:,.0f} steps/s",
+        flush=True,
+    )
+    for length, speeds in lengths.items():
+        print(
+            f"  length {length:>5}: {speeds['with']['median']:>9,.1f} tokens/s with the cache,"
+            f" {speeds['without']['median']:>9,.1f} without",
+            flush=True,
+        )
+    batches = {}
+    for batch in args.batches:
+        model = for_few if batch <= packing.MAX_TEXTS_BY_COLUMNS else for_many
+        batches[batch] = result = against_transformers(model, theirs, batch, args.rounds)
+        ratio = result["ratio"]
+        print(
+            f"  batch {batch:>3}: {result['tokens_per_second']:>9,.1f} tokens/s, transformers"
+            f" {result['transformers_tokens_per_second']:>9,.1f}, ratio {ratio['median']:.2f}"
+            f" ({ratio['min']:.2f} to {ratio['max']:.2f}), same tokens: {result['same_tokens']}",
+            flush=True,
+        )
+    return {
+        "by_batch": batches,
+        "by_length": lengths,
+        "bytes_of_weights": weights,
+        "memory_bytes_per_second": speed,
+    }
+
+
+# --- the figure -----------------------------------------------------------------------------------
 
 
 def draw(results: dict, path: Path) -> None:
@@ -176,50 +228,47 @@ def draw(results: dict, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for name, colour in zip(results, ("tab:blue", "tab:green", "tab:orange")):
-        lengths = results[name]["by_length"]
-        for kind, style in (("with", "-"), ("without", "--")):
-            axes[0].plot(
-                list(lengths),
-                [x[kind]["median"] for x in lengths.values()],
-                "o" + style,
-                color=colour,
-                label=f"{name}, {kind} cache",
-                markersize=3,
-            )
-        batches = results[name]["by_batch"]
-        axes[1].plot(
-            list(batches),
-            [x["ratio"]["median"] for x in batches.values()],
-            "o-",
-            color=colour,
-            label=name,
-        )
-        axes[1].fill_between(
-            list(batches),
-            [x["ratio"]["min"] for x in batches.values()],
-            [x["ratio"]["max"] for x in batches.values()],
-            color=colour,
-            alpha=0.15,
-        )
-    axes[0].set(
-        xlabel="tokens in the context", ylabel="tokens per second", xscale="log", yscale="log"
-    )
-    axes[1].set(
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for (name, result), colour in zip(results.items(), ("tab:blue", "tab:green", "tab:orange")):
+        draw_lengths(left, name, result["by_length"], colour)
+        draw_ratios(right, name, result["by_batch"], colour)
+    left.set(xlabel="tokens in the context", ylabel="tokens per second", xscale="log", yscale="log")
+    batches = list(result["by_batch"])
+    right.set(
         xlabel="batch",
         ylabel="tokens/s over transformers'",
         xscale="log",
-        xticks=list(batches),
-        xticklabels=list(batches),
+        xticks=batches,
+        xticklabels=batches,
         ylim=(0, None),
     )
-    axes[1].axhline(1, color="gray", linewidth=0.8)
-    for ax in axes:
-        ax.minorticks_off()
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=7)
+    right.axhline(1, color="gray", linewidth=0.8)
+    for axes in (left, right):
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)
+
+
+def draw_lengths(axes, name: str, lengths: dict, colour: str) -> None:
+    """Tokens/s over the length of the context: solid with the cache, dashed without."""
+    for kind, style in (("with", "o-"), ("without", "o--")):
+        medians = [speeds[kind]["median"] for speeds in lengths.values()]
+        label = f"{name}, {kind} cache"
+        axes.plot(list(lengths), medians, style, color=colour, label=label, markersize=3)
+
+
+def draw_ratios(axes, name: str, batches: dict, colour: str) -> None:
+    """Our speed over theirs, for each batch: the median, in a band from minimum to maximum."""
+    ratios = [result["ratio"] for result in batches.values()]
+    x = list(batches)
+    axes.plot(x, [ratio["median"] for ratio in ratios], "o-", color=colour, label=name)
+    low = [ratio["min"] for ratio in ratios]
+    high = [ratio["max"] for ratio in ratios]
+    axes.fill_between(x, low, high, color=colour, alpha=0.15)
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 def main():
@@ -231,8 +280,9 @@ def main():
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = report.parse(parser)
-    cases = TOY if args.toy else {name: CASES[name] for name in args.cases}
+    cases = {name: CASES[name] for name in args.cases}
     if args.toy:
+        cases = TOY
         args.rounds = 1
         args.batches = [1, 16]
         args.lengths = [8, 40]
@@ -240,41 +290,7 @@ def main():
     if args.device == "cpu":
         # for both
         keep_freed_memory()
-    results = {}
-    for name, config in cases.items():
-        model, for_many, other = build(config, args.device)
-        weights = sum(
-            p.nbytes for n, p in (*model.blocks.named_buffers(), *model.head.named_buffers())
-        )
-        speed = memory_speed(config, args.device)
-        results[name] = {
-            "by_batch": {},
-            "by_length": by_length(model, args.lengths, args.rounds),
-            "bytes_of_weights": weights,
-            "memory_bytes_per_second": speed,
-        }
-        print(
-            f"{name}: {weights / 1e6:.0f} MB of weights a step; memory {speed / 1e9:.1f} GB/s, so"
-            f" at most {speed / weights:,.0f} steps/s",
-            flush=True,
-        )
-        for length, found in results[name]["by_length"].items():
-            print(
-                f"  length {length:>5}: {found['with']['median']:>9,.1f} tokens/s with the cache,"
-                f" {found['without']['median']:>9,.1f} without",
-                flush=True,
-            )
-        for batch in args.batches:
-            r = results[name]["by_batch"][batch] = against_transformers(
-                model if batch <= 8 else for_many, other, batch, args.rounds
-            )
-            print(
-                f"  batch {batch:>3}: {r['tokens_per_second']:>9,.1f} tokens/s, transformers"
-                f" {r['transformers_tokens_per_second']:>9,.1f}, ratio {r['ratio']['median']:.2f}"
-                f" ({r['ratio']['min']:.2f} to {r['ratio']['max']:.2f}), same tokens:"
-                f" {r['same_tokens']}",
-                flush=True,
-            )
+    results = {name: measure(name, config, args) for name, config in cases.items()}
     report.save("generation", {"results": results}, args)
     draw(results, args.figures / "generation.png")
 
