@@ -78,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--precision", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on CPUs"
     )
     parser.add_argument(
-        "--tokenizer", help="default: the one that the model was trained with; for one that moved"
+        "--tokenizer", help="needed where the one that the model was trained with has moved"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
