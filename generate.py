@@ -86,53 +86,54 @@ def decode(
 class ModelRunner:
     """Forward passes of this rank's part of a model, with the cache."""
 
-    def __init__(self, chunks: list[GPT], slot: CacheSlot):
-        """chunks: the whole model, or this rank's chunks of a pipeline. slot: of `caching`."""
-        self.chunks = chunks
+    def __init__(self, stages: list[GPT], slot: CacheSlot):
+        """stages: this rank's stages of a pipeline, or the whole model. slot: as of `caching`."""
+        self.stages = stages
         self.slot = slot
-        self.config = chunks[0].config
+        self.config = stages[0].config
         # inference/packing.py makes buffers of parameters
-        tensors = (t for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers()))
+        tensors = (t for stage in stages for t in (*stage.parameters(), *stage.buffers()))
         tensor = next(tensors)
         self.device = tensor.device
         self.dtype = tensor.dtype
         self.rotary = None
         if self.config.llama:
             self.rotary = gpt.rotary_table(self.config, self.config.seq_length, tensor)
-        self.captures = cuda_graphs.can_capture(chunks, self.device)
+        self.captures = cuda_graphs.can_capture(stages, self.device)
 
     @torch.inference_mode()
     # a compiled block would be compiled again for every length
     @torch.compiler.set_stance("force_eager")
     def forward(
-        self, batch: DecodeBatch, tokens: Tensor, c: int = 0, activations: Tensor | None = None
+        self, batch: DecodeBatch, tokens: Tensor, chunk: int = 0, activations: Tensor | None = None
     ) -> Tensor:
-        """Run chunk c. tokens: [b, s] of `batch.next_tokens`; activations: [b, s, h] of the stage
-        before. Returns logits [b, V] of the next token, or of an inner stage [b, s, h]."""
+        """Run stage number `chunk` of this rank. tokens: [b, s] of `batch.next_tokens`;
+        activations: [b, s, h] of the stage before. Returns the logits of the next token [b, V], or
+        activations [b, s, h] for the stage after."""
         cache = batch.cache
         self.slot.cache = cache
         inputs = tokens if activations is None else activations
         if self.captures and cache.positions is not None:
-            return cuda_graphs.decode(self.compute, c, cache, inputs)
-        return self.compute(c, cache, inputs, batch.last_column)
+            return cuda_graphs.decode(self.compute, chunk, cache, inputs)
+        return self.compute(chunk, cache, inputs, batch.last_column)
 
-    def compute(self, c: int, cache: Cache, x: Tensor, last_column: Tensor | None) -> Tensor:
+    def compute(self, chunk: int, cache: Cache, x: Tensor, last_column: Tensor | None) -> Tensor:
         """x: tokens or activations. last_column: [b], during prefill the column of each sequence's
         last token."""
-        chunk = self.chunks[c]
+        stage = self.stages[chunk]
         cache.update_mask(self.dtype)
         rotary = self.rotary_at(cache.positions, x.shape[1])
-        if chunk.embedding is not None:
-            x = chunk.embedding(x)  # [b, s, h]
-        for block in chunk.blocks.values():
+        if stage.embedding is not None:
+            x = stage.embedding(x)  # [b, s, h]
+        for block in stage.blocks.values():
             x = block(x, None, rotary)
-        if chunk.head is None:
+        if stage.head is None:
             return x
         # of a prefill only the last tokens need logits
         if last_column is not None:
             rows = torch.arange(len(x), device=x.device)
             x = x[rows, last_column].unsqueeze(1)  # [b, 1, h]
-        return chunk.head(x)[:, 0]  # [b, V]
+        return stage.head(x)[:, 0]  # [b, V]
 
     def rotary_at(self, positions: Tensor | None, s: int) -> tuple[Tensor, Tensor] | None:
         """cos and sin for positions [b] of a decoding step, each [b, 1, 1, d]; for a prefill of s
@@ -188,22 +189,22 @@ def stream(
 
     Raises ValueError for a prompt or an option that is not possible; FloatingPointError where the
     model's logits are not finite."""
-    chunks = chunks_of(model)
+    stages = stages_of(model)
     keys = keys_of(prompts, seed) if keys is None else keys
     check_options(max_tokens, temperature, top_k, top_p)
-    check_prompts(chunks[0], prompts, keys)
+    check_prompts(stages[0], prompts, keys)
     slot = CacheSlot()
-    runner = ModelRunner(chunks, slot)
+    runner = ModelRunner(stages, slot)
     # as many micro-batches as pipeline stages, but none without a prompt on any rank
-    stages = 1 if isinstance(model, GPT) else model.p
-    num_batches = min(stages, max_over_ranks(len(prompts), lockstep, runner.device))
+    p = 1 if isinstance(model, GPT) else model.p
+    num_batches = min(p, max_over_ranks(len(prompts), lockstep, runner.device))
     if num_batches == 0 or max_tokens == 0:
         return
     sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
     rule = StopRule(max_tokens, as_tuple(eot), stopped)
     batches = make_batches(sequences, num_batches, rule, runner, cached)
     params = SamplingParams(temperature, top_k, top_p)
-    with caching(chunks, slot):
+    with caching(stages, slot):
         if isinstance(model, GPT):
             yield from decode(runner, batches[0], params, lockstep)
         else:
@@ -225,8 +226,8 @@ def make_batches(
     ]
 
 
-def chunks_of(model: GPT | Pipeline) -> list[GPT]:
-    """This rank's chunks: of a model that is not a pipeline, the model itself."""
+def stages_of(model: GPT | Pipeline) -> list[GPT]:
+    """This rank's stages; a model that is not a pipeline is one stage."""
     return [model] if isinstance(model, GPT) else model.stages
 
 
@@ -237,7 +238,7 @@ def as_tuple(eot: int | tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 def check_prompts(model: GPT, prompts: list[list[int]], keys: list[int]) -> None:
-    """model: or a chunk of it. Raises ValueError, naming what to change."""
+    """model: the whole, or a stage of it. Raises ValueError, naming what to change."""
     if len(keys) != len(prompts):
         raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
     seq_length = model.config.seq_length

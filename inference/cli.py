@@ -37,7 +37,7 @@ import moe
 import pipeline_parallel
 import tensor_parallel
 from corpus.tokenizer import TokenizerError, prompt_ids
-from generate import check_options, chunks_of
+from generate import check_options, stages_of
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
 from inference.loading import check_vocabulary, find_tokenizer, load_model, open_model
 from inference.packing import pack
@@ -189,11 +189,11 @@ def connect(args: argparse.Namespace, world: World, batch_size: int, timeout: fl
     model, index = load_model(
         args.checkpoint, world.device, DTYPES[precision], world.groups, args.layer_split
     )
-    chunks = chunks_of(model)
-    for chunk in chunks:
-        pack(chunk, batch_size)
+    stages = stages_of(model)
+    for stage in stages:
+        pack(stage, batch_size)
     tokenizer = find_tokenizer(args.checkpoint, index, args.tokenizer)
-    check_vocabulary(tokenizer, args.tokenizer, chunks[0].config.vocab_size)
+    check_vocabulary(tokenizer, args.tokenizer, stages[0].config.vocab_size)
     # experts are spread over data-parallel ranks
     lockstep = world.groups.dp if args.ep > 1 else None
     return model, tokenizer, lockstep

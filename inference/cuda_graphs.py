@@ -7,7 +7,7 @@ GPU needs to run them. A CUDA graph records the launches once and replays them t
     with       copy the inputs, launch the graph       the kernels follow without the host
 
 Shapes and addresses are fixed in a graph. So the number of cache columns that a step reads is
-rounded up to a power of two, and there is one graph for each (chunk, number of columns). Inputs are
+rounded up to a power of two, and there is one graph for each (stage, number of columns). Inputs are
 copied to where the graph expects them.
 
     python -m pytest tests/test_generate.py -k captured      on a GPU: the tokens of the CPU
@@ -52,12 +52,12 @@ class GraphedFunction:
         return self.result
 
 
-def can_capture(chunks: list[GPT], device: torch.device) -> bool:
+def can_capture(stages: list[GPT], device: torch.device) -> bool:
     """Whether a step runs on the GPU without waiting for the host: routing to experts waits, and so
     do gloo's collectives."""
-    if device.type != "cuda" or moe.layers(*chunks):
+    if device.type != "cuda" or moe.layers(*stages):
         return False
-    modules = [module for chunk in chunks for module in chunk.modules()]
+    modules = [module for stage in stages for module in stage.modules()]
     groups = [module.group for module in modules if getattr(module, "group", None)]
     return all(dist.get_backend(group) == "nccl" for group in groups)
 
@@ -66,7 +66,7 @@ def decode(
     compute: Callable[[int, Cache, Tensor, None], Tensor], chunk: int, cache: Cache, inputs: Tensor
 ) -> Tensor:
     """compute(chunk, cache, inputs, None), a decoding step, as a graph. It is captured where this
-    chunk has none yet for so many columns."""
+    stage has none yet for so many columns."""
     power_of_two = 1 << (max(MIN_COLUMNS, cache.used) - 1).bit_length()
     cache.used = min(cache.columns, power_of_two)
     # a number in Python would be fixed in the graph

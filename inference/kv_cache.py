@@ -52,7 +52,7 @@ class Cache:
         self.used = 0
         # [b, 1, 1, used], 0 or -inf; None: all sequences have filled all used columns
         self.mask: Tensor | None = None
-        # (chunk, used) -> captured forward pass, over the tensors above (cuda_graphs.py)
+        # (stage number, used) -> captured forward pass, over the tensors above (cuda_graphs.py)
         self.graphs: dict = {}
 
     def begin_prefill(self) -> None:
@@ -161,29 +161,29 @@ class CachedPositions(nn.Module):
 
 
 @contextlib.contextmanager
-def caching(chunks: list[GPT], slot: CacheSlot):
-    """Inside this context the chunks are in evaluation mode, and their attention uses the cache in
+def caching(stages: list[GPT], slot: CacheSlot):
+    """Inside this context the stages are in evaluation mode, and their attention uses the cache in
     `slot`. Afterwards they are as before."""
-    was_training = [chunk.training for chunk in chunks]
+    was_training = [stage.training for stage in stages]
     originals = []
     try:
-        for chunk in chunks:
-            chunk.eval()
-            for parent, name, replacement in replacements(chunk, slot):
+        for stage in stages:
+            stage.eval()
+            for parent, name, replacement in replacements(stage, slot):
                 originals.append((parent, name, getattr(parent, name)))
                 setattr(parent, name, replacement)
         yield
     finally:
         for parent, name, original in originals:
             setattr(parent, name, original)
-        for chunk, training in zip(chunks, was_training):
-            chunk.train(training)
+        for stage, training in zip(stages, was_training):
+            stage.train(training)
 
 
-def replacements(chunk: GPT, slot: CacheSlot) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def replacements(stage: GPT, slot: CacheSlot) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """(parent, name of the submodule, what replaces it) for each module that needs the cache."""
-    embedding = chunk.embedding
+    embedding = stage.embedding
     if embedding is not None and embedding.positions is not None:
         yield embedding, "positions", CachedPositions(embedding.positions, slot)
-    for layer, block in chunk.blocks.items():
+    for layer, block in stage.blocks.items():
         yield block.attention, "core", CachedAttention(layer, slot)

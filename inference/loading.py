@@ -3,7 +3,7 @@
     model, index = load_model("runs/default", groups=groups)
     tokenizer = find_tokenizer("runs/default", index)
 
-The stages are built on the meta device, divided over the ranks, and only then filled: each rank
+The stages are built on the meta device, sharded over the ranks, and only then filled: each rank
 reads its own slices. The layout need not be that of training.
 
     python generate.py --checkpoint runs/default --prompt "def "
@@ -55,19 +55,19 @@ def load_model(
     layer_split: list[int] | None = None,
 ):
     """(model, index) from a checkpoint, the folder of a run (its newest checkpoint), or a Hugging
-    Face folder. model: a GPT, or over pipeline stages a Pipeline; divided over the ranks of
+    Face folder. model: a GPT, or over pipeline stages a Pipeline; sharded over the ranks of
     `groups`. index: as of `open_model`. A collective: all ranks call it. Raises CheckpointError,
     HuggingFaceError, or ValueError for a layout that is not possible."""
     groups = groups or Groups()
     config, index, read = open_model(path)
     stages = build_stages(config, groups, layer_split)
-    numbers = sum(p.numel() for chunk in stages for p in chunk.parameters())
+    numbers = sum(p.numel() for stage in stages for p in stage.parameters())
     checkpoint.check_room(str(path), numbers * dtype.itemsize, device)
     parameters = {}
-    for chunk in stages:
-        sharding.materialise(chunk, device, dtype)
-        chunk.requires_grad_(False).eval()
-        parameters |= dict(sharding.named_parameters(chunk))
+    for stage in stages:
+        sharding.materialise(stage, device, dtype)
+        stage.requires_grad_(False).eval()
+        parameters |= dict(sharding.named_parameters(stage))
     if read:
         for name, p in parameters.items():
             p.copy_(shard_of(read(name), sharding_of(p)))

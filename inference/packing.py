@@ -80,8 +80,8 @@ class PackedRMSNorm(nn.Module):
 
 
 def pack(model: gpt.GPT, texts: int = 1) -> None:
-    """Lay the weights of a model, or of a chunk, out for decoding `texts` sequences at a time. A
-    layer that is divided over ranks, or has experts, stays as it is."""
+    """Lay out the weights of a model, or of a stage of it, for decoding `texts` texts at a time.
+    A layer that is sharded over ranks, or has experts, stays as it is."""
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
     by_columns = on_cpu and texts <= MAX_TEXTS_BY_COLUMNS
     if on_cpu:

@@ -13,7 +13,7 @@ the first one embeds the new tokens).
     activations   0 -> 1 -> .. -> p - 1
     tokens        p - 1 -> 0 -> 1 -> .. -> p - 2
 
-With v chunks on each rank (virtual stages) the activations go round v times first.
+With v stages on each rank (virtual stages), the activations go round v times first.
 
 The loop for one device is generate.decode; tests/test_generate.py holds both to the same tokens.
 
@@ -78,7 +78,7 @@ class PipelinedDecoder:
         params: SamplingParams,
         lockstep: dist.ProcessGroup | None,
     ):
-        """runner: generate.ModelRunner of this rank's chunks."""
+        """runner: generate.ModelRunner of this rank's stages."""
         self.runner = runner
         self.ring = ring
         self.micro_batches = micro_batches
@@ -98,9 +98,9 @@ class PipelinedDecoder:
             self.start_step(m)
         while unfinished:
             # the rounds of virtual stages
-            for c in range(1, len(self.runner.chunks)):
+            for chunk in range(1, len(self.runner.stages)):
                 for m in unfinished:
-                    self.forward(c, m)
+                    self.forward(chunk, m)
             for m in list(unfinished):
                 new_tokens, goes_on = self.finish_step(m)
                 if new_tokens:
@@ -115,18 +115,19 @@ class PipelinedDecoder:
         self.inputs[m] = self.micro_batches[m].next_tokens()
         self.forward(0, m)
 
-    def forward(self, c: int, m: int) -> None:
-        """Micro-batch m through chunk c: from the stage before, to the stage after."""
+    def forward(self, chunk: int, m: int) -> None:
+        """Micro-batch m through stage number `chunk` of this rank: receive, compute, send."""
         batch = self.micro_batches[m]
         tokens = self.inputs[m]
         activations = None
-        if not (self.is_first and c == 0):
+        if not (self.is_first and chunk == 0):
             shape = (*tokens.shape, self.runner.config.hidden_size)
             activations = self.ring.receive(
                 torch.empty(shape, dtype=self.runner.dtype, device=self.runner.device)
             )  # [b, s, h]
-        output = self.runner.forward(batch, tokens, c, activations)  # [b, s, h] or logits [b, V]
-        if self.is_last and c == len(self.runner.chunks) - 1:
+        # [b, s, h], or logits [b, V]
+        output = self.runner.forward(batch, tokens, chunk, activations)
+        if self.is_last and chunk == len(self.runner.stages) - 1:
             output = sample(output, batch.keys(), batch.positions(), self.params)  # [b]
             self.sampled[m] = output
         self.ring.send(output)

@@ -134,7 +134,7 @@ def read_prompts(
 def apply_prompts(model, config: PromptConfig, tables: dict[str, Tensor]) -> dict[str, int]:
     """Give each stage of the model the tables. Returns the id of each task's first virtual token.
     Raises PromptError."""
-    stages = generate.chunks_of(model)
+    stages = generate.stages_of(model)
     if not tables:
         # no virtual tokens
         return dict.fromkeys(config.tasks, stages[0].config.vocab_size)

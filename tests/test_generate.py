@@ -368,8 +368,8 @@ def on_layouts(rank, path, layouts, requests):
         groups = Groups.make("cpu", 4, **layout)
         model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups, layer_split)
         # as the command does
-        for chunk in generate.chunks_of(model):
-            packing.pack(chunk)
+        for stage in generate.stages_of(model):
+            packing.pack(stage)
         dp, dp_rank = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
         for prompts, options in requests:
             numbers = list(range(len(prompts)))[dp_rank::dp]
@@ -417,8 +417,8 @@ def from_training(rank, flags):
     groups = Groups.make("cpu", 4, flags.get("tp", 1), flags.get("pp", 1), ep=flags.get("ep", 1))
     trainer = train.Trainer(train.Config(**flags), torch.device("cpu"), groups)
     if flags.get("sequence_parallel"):
-        for chunk in trainer.chunks:
-            sequence_parallel.cut_sequence(chunk, groups.tp, False)
+        for stage in trainer.stages:
+            sequence_parallel.shard_sequence(stage, groups.tp, sharded=False)
     return generate.generate(trainer.model, [[1, 2, 3], [4]], 30, seed=1)
 
 
