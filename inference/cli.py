@@ -173,7 +173,7 @@ def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) ->
     with as_flags():
         tensor_parallel.check(config, args.tp, num_ranks)
         if args.pp > 1:
-            pipeline_parallel.layer_split(config.num_layers, args.pp, 1, args.layer_split)
+            pipeline_parallel.check(config.num_layers, args.pp, 1, args.layer_split)
         moe.check(config, args.ep, num_ranks // args.tp // args.pp)
 
 

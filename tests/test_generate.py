@@ -13,23 +13,35 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
+from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
 import checkpoint
 import generate
+import moe
 import sequence_parallel
+import sharding
 import train
 from corpus.tokenizer import ByteTokenizer
 from gpt import GPT
 from inference import batches, cli, kv_cache, packing, sampling
 from inference.sampling import DIVERGED, choose, keys_of, uniform
 from lessons import ranks
+from routers import MoEConfig
 from runtime import terminal
 from runtime.world import Groups
 
 ROOT = Path(__file__).parent.parent
 EXPERTS = LLAMA_SHAPES[1] | dict(num_experts=4, ffn_hidden_size=40, router="topk", router_topk=2)
 SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.95, seed=3)
+
+
+def build(dtype=torch.float32, **fields) -> GPT:
+    """A model with its initial weights, and with experts where the fields say so."""
+    with torch.device("meta"):
+        model = GPT(MoEConfig(**fields))
+    moe.apply(model)
+    sharding.init(model, 0, "cpu", dtype)
+    return model
 
 
 def loud(model: GPT) -> GPT:
