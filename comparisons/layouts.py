@@ -3,6 +3,11 @@
     python comparisons/layouts.py [--ranks 4] [--rounds 3] [--steps 8] [--toy] [--out DIR]
     python comparisons/layouts.py -- --hidden-size 768       flags after -- go to every train.py
 
+    layout          loss of step 8     tokens/s               peak memory of a rank
+    one device         3.65497         ###################    #############
+    dp 4, stage 3      3.65497         ##########             ##########
+    tp 2, pp 2         3.65497         ########               #######
+
 Each layout is `torchrun train.py` on N ranks: GPUs if there are N, else CPU ranks that share the
 cores. All have the same model, global batch, micro-batch size and seed. Layouts take turns, a run
 of --steps steps each, for --rounds rounds. --toy runs two of them, with a small model.
@@ -19,7 +24,7 @@ The losses of all steps must be those of one device: to 1e-4 in fp32, 2e-2 in bf
 * compute something else: those with experts are compared with each other, those with bf16 moments
 are not compared.
 
-Figure: figures/layouts.png
+Figure: layouts.png, drawn from layouts.json by `draw`
 """
 
 import itertools
@@ -30,6 +35,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -163,9 +169,10 @@ def on_rank(flags: list[str]) -> int:
             peak = max(itertools.accumulate(e.nbytes() for e in allocations))
         return peak
 
-    training_run.peak_memory = peak_memory
-    profiler.start()
-    return train.main(flags)
+    # raises if the name is no longer there: else the process would be measured unnoticed
+    with mock.patch.object(training_run, "peak_memory", peak_memory):
+        profiler.start()
+        return train.main(flags)
 
 
 def failure(stderr, status: int) -> str:
@@ -278,59 +285,100 @@ def print_table(rows: list[dict]) -> None:
         print(f"| {row['name']} | {rate} | {memory:,.0f} | {difference} |")
 
 
-def draw(rows: list[dict], title: str, path: Path) -> None:
+def draw(results: dict, path: Path) -> None:
+    """A row for each layout: its last loss, tokens/s and memory. results: what `main` saves."""
+    rows = results["rows"]
     plt = report.pyplot()
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(12, 1.2 + 0.32 * len(rows)), layout="constrained", sharey=True
+    figure, (losses, rates, memory) = plt.subplots(
+        1,
+        3,
+        figsize=(12, 1.4 + 0.3 * len(rows)),
+        width_ratios=(0.8, 2, 2),
+        layout="constrained",
+        sharey=True,
     )
+    draw_losses(losses, rows, results["steps"])
+    draw_bars(rates, rows, "tokens/s", [row["tokens_per_second"] for row in rows])
+    mebibytes = [row["peak_memory_bytes"] / 2**20 for row in rows]
+    draw_bars(
+        memory,
+        rows,
+        "peak memory of a rank, MiB",
+        [{"median": value, "min": value, "max": value} for value in mebibytes],
+    )
+    losses.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    # the first row on top
+    losses.set_ylim(len(rows) - 0.5, -0.5)
+    figure.suptitle(figure_title(results), fontsize=11)
+    figure.savefig(path, dpi=130)
+
+
+def draw_losses(axes, rows: list[dict], steps: int) -> None:
+    """The loss of the last step, in digits: equal ones are seen at once."""
     for y, row in enumerate(rows):
-        style = dict(
+        axes.text(
+            0.5,
+            y,
+            f"{row['losses'][-1]:.5f}",
+            ha="center",
+            va="center",
+            fontsize=11,
+        )
+    axes.set_xlabel(f"loss of step {steps}")
+    axes.set_xlim(0, 1)
+    axes.set_xticks([])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[:].set_visible(False)
+
+
+def draw_bars(axes, rows: list[dict], label: str, values: list[dict]) -> None:
+    """values: for each row what `spread` returned; a line from least to most where they differ."""
+    for y, (row, value) in enumerate(zip(rows, values)):
+        axes.barh(
+            y,
+            value["median"],
             height=0.72,
             color=COLOURS[row["family"]],
             hatch="///" if row["name"].endswith("*") else None,
             edgecolor="white",
             linewidth=0,
         )
-        rate = row["tokens_per_second"]
-        memory = row["peak_memory_bytes"] / 2**20
-        left.barh(y, rate["median"], **style)
-        errors = [[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]]
-        left.errorbar(rate["median"], y, xerr=errors, color="#333333", linewidth=1, capsize=2)
-        right.barh(y, memory, **style)
-        for axes, bar_end, value in (
-            (left, rate["max"], rate["median"]),
-            (right, memory, memory),
-        ):
-            axes.annotate(
-                f"{value:,.0f}",
-                (bar_end, y),
-                (5, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-            )
-    for axes, label in ((left, "tokens/s"), (right, "peak memory of a rank, MiB")):
-        axes.set_xlabel(label)
-        axes.margins(x=0.12, y=0.01)
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-    left.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    left.invert_yaxis()
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=130)
+        if value["min"] < value["max"]:
+            errors = [[value["median"] - value["min"]], [value["max"] - value["median"]]]
+            axes.errorbar(value["median"], y, xerr=errors, color="#333333", linewidth=1, capsize=2)
+        axes.annotate(
+            f"{value['median']:,.0f}",
+            (value["max"], y),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
+    axes.set_xlabel(label)
+    axes.margins(x=0.12)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
 
 
-def figure_title(common: list[str], ranks: int, steps: int, device: str, precision: str) -> str:
-    flags = " ".join(common)
-    shape = []
-    for name in SHAPE_FLAGS:
+def figure_title(results: dict) -> str:
+    """What ran, and by how much the losses differ."""
+    flags = " ".join(results["flags"])
+
+    def value_of(name: str) -> str:
         # the last one counts: a flag after -- replaces ours
-        value = re.findall(rf"--{name} (\d+)", flags)[-1]
-        shape.append(f"{name} {value}")
-    devices = {"cuda": "GPUs", "cpu": "CPU ranks"}[device]
-    return f"The same {steps} steps on {ranks} {devices}, {precision} ({', '.join(shape)})"
+        return re.findall(rf"--{name} (\S+)", flags)[-1]
+
+    shape = ", ".join(f"{name} {value_of(name)}" for name in SHAPE_FLAGS)
+    devices = {"cuda": "GPUs", "cpu": "CPU ranks"}[value_of("device")]
+    difference = max(row["loss_difference"] for row in results["rows"])
+    return (
+        f"The same {results['steps']} steps on {results['ranks']} {devices},"
+        f" {value_of('precision')} ({shape})\n"
+        f"Losses of one computation differ by at most {difference:.0e}, in any step"
+        " (*: another computation)"
+    )
 
 
 def arguments():
@@ -381,19 +429,15 @@ def main() -> int:
             f"losses differ by more than {TOLERANCE[precision]:.0e}: {'; '.join(wrong)}",
             file=sys.stderr,
         )
-    report.save(
-        "layouts",
-        {
-            "ranks": args.ranks,
-            "steps": args.steps,
-            "flags": common,
-            "rows": rows,
-            "failed": failed,
-        },
-        args,
-    )
-    title = figure_title(common, args.ranks, args.steps, device, precision)
-    draw(rows, title, args.figures / "layouts.png")
+    results = {
+        "ranks": args.ranks,
+        "steps": args.steps,
+        "flags": common,
+        "rows": rows,
+        "failed": failed,
+    }
+    report.save("layouts", results, args)
+    draw(results, args.figures / "layouts.png")
     return 1 if failed or wrong else 0
 
 
