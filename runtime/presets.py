@@ -1,5 +1,6 @@
-"""The shapes of published models: name -> (fields of the model's configuration, published number
-of parameters, 0 where none was published).
+"""The shapes of published models.
+
+    PRESETS[name] = (fields of the model's configuration, published number of parameters or 0)
 
     tiny, tiny-moe        for a laptop
     gpt2-...              Radford et al. 2019, as released
@@ -8,7 +9,10 @@ of parameters, 0 where none was published).
     llama2-...            arXiv 2307.09288, as released
     mixtral-8x7b          arXiv 2401.04088, as released
 
-    python gpt.py        the parameters of each, counted, beside the published number
+    python -m runtime.presets        parameters of each, counted, beside the published number
+
+`--model NAME` of train.py takes one. Each model is built on the meta device, so that counting its
+parameters needs no memory.
 """
 
 
@@ -115,3 +119,35 @@ PRESETS: dict[str, tuple[dict, float]] = {
         46_702_792_704,
     ),
 }
+
+
+def main():
+    # not above: whoever reads the table needs no model
+    import torch
+
+    import moe
+    from routers import MoEConfig
+    from runtime.sizes import flops_per_token
+    from sharding import num_parameters
+
+    print(
+        f"{'preset':<15}{'L':>5}{'h':>7}{'heads':>6}{'kv':>5}{'s':>6}{'V':>7}"
+        f"{'parameters':>20}{'published':>12}{'ratio':>7}{'GFLOP/token':>13}"
+    )
+    for name, (fields, published) in PRESETS.items():
+        config = MoEConfig(**fields)
+        # shapes without storage
+        with torch.device("meta"):
+            count = num_parameters(moe.build(config))
+        beside = f"{'':>19}"
+        if published:
+            beside = f"{published / 1e9:>11.4g}B{count / published:>7.3f}"
+        print(
+            f"{name:<15}{config.num_layers:>5}{config.hidden_size:>7}{config.num_heads:>6}"
+            f"{config.num_kv_heads:>5}{config.seq_length:>6}{config.vocab_size:>7}"
+            f"{count:>20,}{beside}{flops_per_token(config) / 1e9:>13,.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ from cross_entropy import cross_entropy
 from dropout import Dropout, dropout_key, dropout_mask, hash_
 from gpt import GPT
 from model_config import GPTConfig
+from runtime import presets
 from runtime.presets import PRESETS
 from runtime.sizes import flops_per_token
 
@@ -468,5 +469,13 @@ def test_impossible_shapes_name_what_to_change(fields, words):
 
 def test_lesson(capsys):
     gpt.main()
+    out = capsys.readouterr().out
+    assert "blocks.0.attention.query.weight" in out
+    # 257 tokens, equally likely before training
+    assert f"ln V is {math.log(257):.4f}" in out.splitlines()[-1]
+
+
+def test_lesson_of_presets(capsys):
+    presets.main()
     out = capsys.readouterr().out
     assert "1,008,038,758,400" in out and len(out.splitlines()) == len(PRESETS) + 1
