@@ -19,8 +19,8 @@ Bytes per element of the first argument in bf16, forward + backward:
     bias_dropout_add     6 + 4     residual + dropout(x + b), mask recomputed    dropout_mask
     causal_softmax       3 + 4     softmax(scale x + causal mask), half is read  (all: 4 + 6)
     cross_entropy        2 + 4     log Σ exp z - z_target, gradient in place     arXiv 1805.02867
-    take                 6 + 6     copies of tokens, sorted by expert, k = 2     moe.py
-    put                  3 + 5     the way back: times gates, summed, k = 2      moe.py
+    permute              6 + 6     copies of tokens, sorted by expert, k = 2     moe.py
+    unpermute            3 + 5     back: times probabilities, summed, k = 2      moe.py
     adamw                20        parameter update, bf16 moments, split master  optimizer.py
 
 Each operation has a chapter with three implementations: CUDA; plain PyTorch (`reference`), which
@@ -65,6 +65,7 @@ import gpt
 import moe
 import optimizer
 import tensor_parallel
+from cross_entropy import cross_entropy as eager_cross_entropy
 from dropout import dropout_key, dropout_mask
 from model_config import GPTConfig
 from routers import MoEConfig
@@ -1521,11 +1522,11 @@ void bias_gelu_backward(
     });
 }
 
-// The mask is dropout_mask's, bit for bit: a hash of (key of the sample, site, position, column).
-// Nothing is stored; backward hashes again. Each element costs two multiplications, three shifts
-// and a comparison of integers, about as much as the integer units can do while the data arrives.
-// The hash's first step, x ^ x >> 16, distributes over ^, so that it runs once per row and once per
-// column and not once per element.
+// The mask is that of dropout_mask, bit for bit: a hash of (key of the sample, site, position,
+// column). Nothing is stored; backward hashes again. Each element costs two multiplications, three
+// shifts and a comparison of integers, about as much as the integer units can do while the data
+// arrives. The hash's first step, x ^ x >> 16, distributes over ^, so that it runs once per row and
+// once per column and not once per element.
 __device__ __forceinline__ uint32_t first_step(uint32_t x) { return x ^ x >> 16; }
 __device__ __forceinline__ uint32_t rest(uint32_t x) {
     x *= 0x7FEB352Du;
@@ -1543,8 +1544,8 @@ struct Mask {
     const int32_t* keys;
     // Positions of a sample on this device, and the global number of the first one.
     int64_t s, start;
-    // The site of the dropout in the model.
-    uint32_t salt;
+    // Which dropout of a layer.
+    uint32_t site;
     // A hash below it drops the element: p 2^32.
     uint32_t limit;
     // 1 / (1 - p).
@@ -1566,7 +1567,7 @@ struct Hashes {
         if (!mask.keys) return;
         uint32_t row = first + threadIdx.x % FEW, hash = 0;
         if (row < rows) {
-            uint32_t sample = mix(uint32_t(mask.keys[row / uint32_t(mask.s)]) ^ mask.salt);
+            uint32_t sample = mix(uint32_t(mask.keys[row / uint32_t(mask.s)]) ^ mask.site);
             hash = mix(sample ^ spread(row % uint32_t(mask.s) + 1 + mask.start));
         }
         #pragma unroll
@@ -1647,11 +1648,11 @@ struct DropoutAddBackward {
 
 void bias_dropout_add(
     int64_t stream, int64_t dtype, int64_t x, int64_t bias, int64_t residual, int64_t keys,
-    int64_t y, int64_t rows, int64_t h, int64_t s, int64_t start, int64_t salt, int64_t limit,
+    int64_t y, int64_t rows, int64_t h, int64_t s, int64_t start, int64_t site, int64_t limit,
     double scale) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
-        Mask mask{as<int32_t>(keys), s, start, uint32_t(salt), uint32_t(limit), float(scale)};
+        Mask mask{as<int32_t>(keys), s, start, uint32_t(site), uint32_t(limit), float(scale)};
         launch_columns<T>(
             dtype, rows, h, DropoutAdd<T>{as<T>(x), as<T>(bias), as<T>(residual), as<T>(y), mask},
             0, 0, stream);
@@ -1659,11 +1660,11 @@ void bias_dropout_add(
 }
 void bias_dropout_add_backward(
     int64_t stream, int64_t dtype, int64_t dy, int64_t keys, int64_t dx, int64_t d_bias,
-    int64_t parts, int64_t rows, int64_t h, int64_t s, int64_t start, int64_t salt, int64_t limit,
+    int64_t parts, int64_t rows, int64_t h, int64_t s, int64_t start, int64_t site, int64_t limit,
     double scale) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
-        Mask mask{as<int32_t>(keys), s, start, uint32_t(salt), uint32_t(limit), float(scale)};
+        Mask mask{as<int32_t>(keys), s, start, uint32_t(site), uint32_t(limit), float(scale)};
         launch_columns<T>(
             dtype, rows, h, DropoutAddBackward<T>{as<T>(dy), as<T>(dx), mask}, parts, d_bias,
             stream);
@@ -1757,9 +1758,9 @@ def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     return _BiasGELUFunction.apply(x, bias)
 
 
-def mask_arguments(p: float, start: int, s: int, salt: int) -> tuple:
-    """The launchers' arguments of struct Mask: s, start, salt, limit, scale."""
-    return s, start, salt, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
+def mask_arguments(p: float, start: int, s: int, site: int) -> tuple:
+    """The launchers' arguments of struct Mask: s, start, site, limit, scale."""
+    return s, start, site, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
 
 
 def check_mask(operation: str, t: Tensor, key: Tensor | None, p: float) -> None:
@@ -1773,27 +1774,27 @@ def check_mask(operation: str, t: Tensor, key: Tensor | None, p: float) -> None:
         raise ValueError(f"{operation}: p is {p}, expected at least 0 and below 1")
 
 
-def dropped_out(x: Tensor, key: Tensor | None, salt: int, start: int, p: float) -> Tensor:
+def dropped_out(x: Tensor, key: Tensor | None, site: int, start: int, p: float) -> Tensor:
     """x with the masked elements 0 and the others scaled by 1 / (1 - p); x itself without a key."""
     if key is None:
         return x
-    dropped = dropout_mask(key, salt, x.shape, {1: start}, p)
+    dropped = dropout_mask(key, site, x.shape, {1: start}, p)
     return x.masked_fill(dropped, 0.0) * (1 / (1 - p))
 
 
 @operation(
     "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, Tensor? key,"
-    " int salt, int start, float p) -> Tensor"
+    " int site, int start, float p) -> Tensor"
 )
 class _BiasDropoutAdd(Operation):
     """x, residual: [.., h], and [b, s, h] if there is a key; bias: [h] or None; key: [b] int32, or
-    None to drop nothing; salt: site of the dropout in the model; start: global number of the first
+    None to drop nothing; site: which dropout of a layer; start: global number of the first
     position -> the shape of x"""
 
     fits = staticmethod(rows_fit)
 
     @staticmethod
-    def empty(x, bias, residual, key, salt, start, p):
+    def empty(x, bias, residual, key, site, start, p):
         need("bias_dropout_add", "x", x, 1)
         expect(
             "bias_dropout_add",
@@ -1805,12 +1806,12 @@ class _BiasDropoutAdd(Operation):
         return contiguous(x)
 
     @staticmethod
-    def reference(x, bias, residual, key, salt, start, p):
-        y = wide(residual) + dropped_out(plus_bias(x, bias), key, salt, start, p)
+    def reference(x, bias, residual, key, site, start, p):
+        y = wide(residual) + dropped_out(plus_bias(x, bias), key, site, start, p)
         return y.to(x.dtype).contiguous()
 
     @staticmethod
-    def kernel(y, x, bias, residual, key, salt, start, p):
+    def kernel(y, x, bias, residual, key, site, start, p):
         s = 1 if key is None else x.shape[-2]
         launch(
             "bias_dropout_add",
@@ -1818,12 +1819,12 @@ class _BiasDropoutAdd(Operation):
             y,
             rows_of(x),
             x.shape[-1],
-            *mask_arguments(p, start, s, salt),
+            *mask_arguments(p, start, s, site),
         )
 
 
 @operation(
-    "bias_dropout_add_backward(Tensor dy, Tensor key, int salt, int start, float p, bool bias)"
+    "bias_dropout_add_backward(Tensor dy, Tensor key, int site, int start, float p, bool bias)"
     " -> (Tensor, Tensor)"
 )
 class _BiasDropoutAddBackward(Operation):
@@ -1832,19 +1833,19 @@ class _BiasDropoutAddBackward(Operation):
     fits = staticmethod(rows_fit)
 
     @staticmethod
-    def empty(dy, key, salt, start, p, bias):
+    def empty(dy, key, site, start, p, bias):
         need("bias_dropout_add_backward", "dy", dy, 1)
         check_mask("bias_dropout_add_backward", dy, key, p)
         return contiguous(dy), dy.new_empty(dy.shape[-1] if bias else 0)
 
     @staticmethod
-    def reference(dy, key, salt, start, p, bias):
-        d = dropped_out(wide(dy), key, salt, start, p)
+    def reference(dy, key, site, start, p, bias):
+        d = dropped_out(wide(dy), key, site, start, p)
         dbias = column_sums(d).to(dy.dtype) if bias else dy.new_empty(0)
         return d.to(dy.dtype).contiguous(), dbias
 
     @staticmethod
-    def kernel(outputs, dy, key, salt, start, p, bias):
+    def kernel(outputs, dy, key, site, start, p, bias):
         rows = rows_of(dy)
         h = dy.shape[-1]
         parts = parts_for("column_parts", rows, h, CODES[dy.dtype], h=h, like=dy) if bias else None
@@ -1856,17 +1857,17 @@ class _BiasDropoutAddBackward(Operation):
             parts,
             rows,
             h,
-            *mask_arguments(p, start, dy.shape[1], salt),
+            *mask_arguments(p, start, dy.shape[1], site),
         )
 
 
 class _BiasDropoutAddFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, bias, residual, key, salt, start, p):
+    def forward(ctx, x, bias, residual, key, site, start, p):
         ctx.save_for_backward(key)
         ctx.has_bias_grad = bias is not None and ctx.needs_input_grad[1]
-        ctx.mask = (salt, start, p)
-        return torch.ops.fused.bias_dropout_add(x, bias, residual, key, salt, start, p)
+        ctx.mask = (site, start, p)
+        return torch.ops.fused.bias_dropout_add(x, bias, residual, key, site, start, p)
 
     @staticmethod
     @once_differentiable
@@ -1888,17 +1889,17 @@ def bias_dropout_add(
     bias: Tensor | None,
     residual: Tensor,
     key: Tensor | None,
-    salt: int,
+    site: int,
     start: int,
     p: float,
 ) -> Tensor:
-    """residual + dropout(x + bias), with dropout_mask's mask.
+    """residual + dropout(x + bias), with the mask of dropout.dropout_mask.
 
-    x, residual: [b, s, h]; bias: [h] or None; key: [b] from layer_key, None for no dropout;
-    salt: site of the dropout in the model; start: global number of the first position
+    x, residual: [b, s, h]; bias: [h] or None; key: [b] from dropout.layer_key, None for no dropout;
+    site: which dropout of a layer; start: global number of the first position
     -> [b, s, h]
     """
-    return _BiasDropoutAddFunction.apply(x, bias, residual, key if p else None, salt, start, p)
+    return _BiasDropoutAddFunction.apply(x, bias, residual, key if p else None, site, start, p)
 
 
 # --- causal softmax -------------------------------------------------------------------------------
@@ -2419,11 +2420,12 @@ def vocab_parallel_cross_entropy(
 
 PERMUTATION = r"""
 // The token permutation of a mixture of experts (moe.py). A row of threads copies a row of x.
-// Bytes: take reads and writes m rows. put reads up to k n rows and writes n; it multiplies by the
-// gates and keeps the sum over k in registers. The backward of put reads m rows of each of two
-// tensors and writes m (a row of dy may be in the cache from its token's other choice).
+// Bytes: permute reads and writes m rows. unpermute reads up to k n rows and writes n; it
+// multiplies by the probabilities and keeps the sum over k in registers. The backward of unpermute
+// reads m rows of each of two tensors and writes m (a row of dy may be in the cache from its
+// token's other choice).
 template <typename T, int W>
-__global__ void __launch_bounds__(256) take_rows(
+__global__ void __launch_bounds__(256) permute_rows(
     const T* __restrict__ x, const int64_t* __restrict__ order, T* __restrict__ y, int64_t m,
     int64_t n, int h) {
     int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -2435,23 +2437,24 @@ __global__ void __launch_bounds__(256) take_rows(
 }
 
 template <typename T, int W>
-__global__ void __launch_bounds__(256) put_rows(
-    const T* __restrict__ rows, const int64_t* __restrict__ place, const float* __restrict__ gates,
-    T* __restrict__ y, int64_t m, int64_t n, int k, int h) {
+__global__ void __launch_bounds__(256) unpermute_rows(
+    const T* __restrict__ rows, const int64_t* __restrict__ position,
+    const float* __restrict__ probabilities, T* __restrict__ y, int64_t m, int64_t n, int k,
+    int h) {
     int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     if (token >= n) return;
     for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
         float sum[W] = {};
         #pragma unroll 1
         for (int choice = 0; choice < k; choice++) {
-            int64_t row = place[choice * n + token];
+            int64_t row = position[choice * n + token];
             // m stands for a dropped token.
             if (row < m) {
-                float gate = gates ? gates[token * k + choice] : 1.f;
+                float probability = probabilities ? probabilities[token * k + choice] : 1.f;
                 Vector<T, W> in = read<W>(rows + row * h + column);
                 #pragma unroll
                 for (int w = 0; w < W; w++)
-                    sum[w] += gate * to_float(in.at[w]);
+                    sum[w] += probability * to_float(in.at[w]);
             }
         }
         Vector<T, W> out;
@@ -2462,14 +2465,14 @@ __global__ void __launch_bounds__(256) put_rows(
     }
 }
 
-// d_rows = gate dy[token],  d_gate = rows . dy[token]
+// d_rows = probability dy[token],  d_probability = rows . dy[token]
 template <typename T, int W>
-__global__ void __launch_bounds__(256) put_rows_backward(
+__global__ void __launch_bounds__(256) unpermute_rows_backward(
     const T* __restrict__ dy, const T* __restrict__ rows, const int64_t* __restrict__ order,
-    const float* __restrict__ gates, T* __restrict__ d_rows, float* __restrict__ d_gates, int64_t m,
-    int64_t n, int k, int h) {
+    const float* __restrict__ probabilities, T* __restrict__ d_rows,
+    float* __restrict__ d_probabilities, int64_t m, int64_t n, int k, int h) {
     int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-    // The row's place in gates [n, k].
+    // Index into probabilities [n, k].
     int64_t at = 0;
     float dot[1] = {0.f};
     if (row < m) {
@@ -2477,7 +2480,7 @@ __global__ void __launch_bounds__(256) put_rows_backward(
         uint32_t assignment = order[row];
         int64_t token = assignment % uint32_t(n);
         at = token * k + assignment / uint32_t(n);
-        float gate = gates[at];
+        float probability = probabilities[at];
         for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
             Vector<T, W> grad = read<W>(dy + token * h + column);
             Vector<T, W> in = read<W>(rows + row * h + column);
@@ -2485,13 +2488,13 @@ __global__ void __launch_bounds__(256) put_rows_backward(
             #pragma unroll
             for (int w = 0; w < W; w++) {
                 dot[0] += to_float(grad.at[w]) * to_float(in.at[w]);
-                out.at[w] = from_float<T>(gate * to_float(grad.at[w]));
+                out.at[w] = from_float<T>(probability * to_float(grad.at[w]));
             }
             write<W>(d_rows + row * h + column, out);
         }
     }
     over_row<Sum>(dot);
-    if (row < m && threadIdx.x == 0) d_gates[at] = dot[0];
+    if (row < m && threadIdx.x == 0) d_probabilities[at] = dot[0];
 }
 
 template <typename T, typename F>
@@ -2508,39 +2511,39 @@ void with_rows(int64_t rows, int64_t h, F launch) {
         go(Number<1>());
 }
 
-void take(
+void permute(
     int64_t stream, int64_t dtype, int64_t x, int64_t order, int64_t y, int64_t m, int64_t n,
     int64_t h) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         with_rows<T>(m, h, [&](auto W, dim3 grid, dim3 block) {
-            take_rows<T, W.value>
+            permute_rows<T, W.value>
                 <<<grid, block, 0, on(stream)>>>(as<T>(x), as<int64_t>(order), as<T>(y), m, n, h);
             check_launch();
         });
     });
 }
-void put(
-    int64_t stream, int64_t dtype, int64_t rows, int64_t place, int64_t gates, int64_t y, int64_t m,
-    int64_t n, int64_t k, int64_t h) {
+void unpermute(
+    int64_t stream, int64_t dtype, int64_t rows, int64_t position, int64_t probabilities, int64_t y,
+    int64_t m, int64_t n, int64_t k, int64_t h) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         with_rows<T>(n, h, [&](auto W, dim3 grid, dim3 block) {
-            put_rows<T, W.value><<<grid, block, 0, on(stream)>>>(
-                as<T>(rows), as<int64_t>(place), as<float>(gates), as<T>(y), m, n, k, h);
+            unpermute_rows<T, W.value><<<grid, block, 0, on(stream)>>>(
+                as<T>(rows), as<int64_t>(position), as<float>(probabilities), as<T>(y), m, n, k, h);
             check_launch();
         });
     });
 }
-void put_backward(
-    int64_t stream, int64_t dtype, int64_t dy, int64_t rows, int64_t order, int64_t gates,
-    int64_t d_rows, int64_t d_gates, int64_t m, int64_t n, int64_t k, int64_t h) {
+void unpermute_backward(
+    int64_t stream, int64_t dtype, int64_t dy, int64_t rows, int64_t order, int64_t probabilities,
+    int64_t d_rows, int64_t d_probabilities, int64_t m, int64_t n, int64_t k, int64_t h) {
     with_type(dtype, [&](auto zero) {
         using T = decltype(zero);
         with_rows<T>(m, h, [&](auto W, dim3 grid, dim3 block) {
-            put_rows_backward<T, W.value><<<grid, block, 0, on(stream)>>>(
-                as<T>(dy), as<T>(rows), as<int64_t>(order), as<float>(gates), as<T>(d_rows),
-                as<float>(d_gates), m, n, k, h);
+            unpermute_rows_backward<T, W.value><<<grid, block, 0, on(stream)>>>(
+                as<T>(dy), as<T>(rows), as<int64_t>(order), as<float>(probabilities), as<T>(d_rows),
+                as<float>(d_probabilities), m, n, k, h);
             check_launch();
         });
     });
@@ -2551,14 +2554,14 @@ void put_backward(
 INDEX = (torch.int64,)
 
 
-@operation("take(Tensor x, Tensor order) -> Tensor")
-class _Take(Operation):
+@operation("permute(Tensor x, Tensor order) -> Tensor")
+class _Permute(Operation):
     """x: [n, h]; order: [m], assignments; assignment a belongs to token a % n -> [m, h]"""
 
     @staticmethod
     def empty(x, order):
-        need("take", "x", x, 2)
-        expect("take", x, order=(order, INDEX, (order.numel(),)))
+        need("permute", "x", x, 2)
+        expect("permute", x, order=(order, INDEX, (order.numel(),)))
         return x.new_empty(len(order), x.shape[1])
 
     @staticmethod
@@ -2571,143 +2574,147 @@ class _Take(Operation):
 
     @staticmethod
     def kernel(y, x, order):
-        launch("take", dense(x), order.contiguous(), y, len(y), len(x), x.shape[1])
+        launch("permute", dense(x), order.contiguous(), y, len(y), len(x), x.shape[1])
 
 
-@operation("put(Tensor rows, Tensor place, Tensor? gates) -> Tensor")
-class _Put(Operation):
-    """rows: [m, h]; place: [k, n], the row of each token's choices, m where it was dropped; gates:
-    [n, k] float32, or None for 1 -> [n, h], the sum of each token's rows times their gates"""
+@operation("unpermute(Tensor rows, Tensor position, Tensor? probabilities) -> Tensor")
+class _Unpermute(Operation):
+    """rows: [m, h]; position: [k, n], the row of each token's choices, m where it was dropped;
+    probabilities: [n, k] in at least float32, or None for 1 -> [n, h], the sum of each token's rows
+    times their probabilities"""
 
     @staticmethod
-    def empty(rows, place, gates):
-        need("put", "rows", rows, 2)
-        need("put", "place", place, 2, INDEX)
+    def empty(rows, position, probabilities):
+        need("unpermute", "rows", rows, 2)
+        need("unpermute", "position", position, 2, INDEX)
         expect(
-            "put",
+            "unpermute",
             rows,
-            place=(place, INDEX, place.shape),
-            gates=(gates, (wide_dtype(rows),), place.t().shape),
+            position=(position, INDEX, position.shape),
+            probabilities=(probabilities, (wide_dtype(rows),), position.t().shape),
         )
-        return rows.new_empty(place.shape[1], rows.shape[1])
+        return rows.new_empty(position.shape[1], rows.shape[1])
 
     @staticmethod
-    def reference(rows, place, gates):
-        if gates is None:
-            return moe.unpermute_rows(rows, place)
+    def reference(rows, position, probabilities):
+        if probabilities is None:
+            return moe.unpermute_rows(rows, position)
         # Row m, of zeros, stands for what was dropped.
         kept = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-        choices = zip(place, gates.t())
-        return sum(wide(kept[at]) * gate.unsqueeze(1) for at, gate in choices).to(rows.dtype)
+        choices = zip(position, probabilities.t())
+        return sum(wide(kept[at]) * p.unsqueeze(1) for at, p in choices).to(rows.dtype)
 
     @staticmethod
     def fits(rows, *_):
         return rows.numel() > 0
 
     @staticmethod
-    def kernel(y, rows, place, gates):
+    def kernel(y, rows, position, probabilities):
         launch(
-            "put",
+            "unpermute",
             dense(rows),
-            place.contiguous(),
-            None if gates is None else gates.contiguous(),
+            position.contiguous(),
+            None if probabilities is None else probabilities.contiguous(),
             y,
             len(rows),
-            *place.t().shape,
+            *position.t().shape,
             rows.shape[1],
         )
 
 
-@operation("put_backward(Tensor dy, Tensor rows, Tensor order, Tensor gates) -> (Tensor, Tensor)")
-class _PutBackward(Operation):
-    """dy: [n, h]; rows: [m, h]; order: [m]; gates: [n, k] -> drows [m, h]; dgates [n, k], 0 for
-    dropped choices"""
+@operation(
+    "unpermute_backward(Tensor dy, Tensor rows, Tensor order, Tensor probabilities)"
+    " -> (Tensor, Tensor)"
+)
+class _UnpermuteBackward(Operation):
+    """dy: [n, h]; rows: [m, h]; order: [m]; probabilities: [n, k] -> drows [m, h]; dprobabilities
+    [n, k], 0 for dropped choices"""
 
     @staticmethod
-    def empty(dy, rows, order, gates):
-        need("put_backward", "dy", dy, 2)
-        need("put_backward", "rows", rows, 2)
+    def empty(dy, rows, order, probabilities):
+        need("unpermute_backward", "dy", dy, 2)
+        need("unpermute_backward", "rows", rows, 2)
         expect(
-            "put_backward",
+            "unpermute_backward",
             dy,
             rows=(rows, (dy.dtype,), (len(order), dy.shape[1])),
             order=(order, INDEX, (len(order),)),
-            gates=(gates, (wide_dtype(dy),), (len(dy), gates.shape[-1])),
+            probabilities=(probabilities, (wide_dtype(dy),), (len(dy), probabilities.shape[-1])),
         )
-        return contiguous(rows), contiguous(gates)
+        return contiguous(rows), contiguous(probabilities)
 
     @staticmethod
-    def reference(dy, rows, order, gates):
+    def reference(dy, rows, order, probabilities):
         n = max(1, len(dy))
         token, choice = order % n, order // n
-        # Index into the flattened gates [n, k].
-        at = token * gates.shape[1] + choice
+        # Index into the flattened probabilities [n, k].
+        at = token * probabilities.shape[1] + choice
         d = wide(dy)[token]
-        dgates = gates.new_zeros(gates.shape)
-        dgates.view(-1)[at] = (d * wide(rows)).sum(-1)
-        return (d * gates.flatten()[at].unsqueeze(1)).to(rows.dtype), dgates
+        dprobabilities = probabilities.new_zeros(probabilities.shape)
+        dprobabilities.view(-1)[at] = (d * wide(rows)).sum(-1)
+        return (d * probabilities.flatten()[at].unsqueeze(1)).to(rows.dtype), dprobabilities
 
     @staticmethod
     def fits(dy, rows, *_):
         return rows.numel() > 0
 
     @staticmethod
-    def kernel(outputs, dy, rows, order, gates):
-        drows, dgates = outputs
+    def kernel(outputs, dy, rows, order, probabilities):
+        drows, dprobabilities = outputs
         launch(
-            "put_backward",
+            "unpermute_backward",
             dense(dy),
             dense(rows),
             order.contiguous(),
-            gates.contiguous(),
+            probabilities.contiguous(),
             drows,
-            dgates.zero_(),
+            dprobabilities.zero_(),
             len(rows),
-            *gates.shape,
+            *probabilities.shape,
             rows.shape[1],
         )
 
 
-class _TakeFunction(torch.autograd.Function):
-    """take forward, put without gates backward: each is the other's adjoint."""
+class _PermuteFunction(torch.autograd.Function):
+    """permute forward, unpermute without probabilities backward: each is the other's adjoint."""
 
     @staticmethod
-    def forward(ctx, x, order, place):
-        ctx.save_for_backward(place)
-        return torch.ops.fused.take(x, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return torch.ops.fused.put(dy, *ctx.saved_tensors, None), None, None
-
-
-class _PutFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, gates, place, order):
-        ctx.save_for_backward(rows, order, gates)
-        return torch.ops.fused.put(rows, place, gates)
+    def forward(ctx, x, order, position):
+        ctx.save_for_backward(position)
+        return torch.ops.fused.permute(x, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return *torch.ops.fused.put_backward(dy, *ctx.saved_tensors), None, None
+        return torch.ops.fused.unpermute(dy, *ctx.saved_tensors, None), None, None
 
 
-def take(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+class _UnpermuteFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, probabilities, position, order):
+        ctx.save_for_backward(rows, order, probabilities)
+        return torch.ops.fused.unpermute(rows, position, probabilities)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return *torch.ops.fused.unpermute_backward(dy, *ctx.saved_tensors), None, None
+
+
+def permute(x: Tensor, order: Tensor, position: Tensor) -> Tensor:
     """Copies of the tokens in the order of the assignments (moe.DispatchPlan).
 
-    x: [n, h]; order: [m]; place: [k, n], the inverse of order -> [m, h]
+    x: [n, h]; order: [m]; position: [k, n], the inverse of order -> [m, h]
     """
-    return _TakeFunction.apply(x, order, place)
+    return _PermuteFunction.apply(x, order, position)
 
 
-def put(rows: Tensor, gates: Tensor, place: Tensor, order: Tensor) -> Tensor:
-    """The sum of each token's rows times their gates, the way back from `take`.
+def unpermute(rows: Tensor, probabilities: Tensor, position: Tensor, order: Tensor) -> Tensor:
+    """The sum of each token's rows times their router probabilities, the way back from `permute`.
 
-    rows: [m, h]; gates: [n, k] in at least float32; place: [k, n]; order: [m] -> [n, h]
+    rows: [m, h]; probabilities: [n, k] in at least float32; position: [k, n]; order: [m] -> [n, h]
     """
-    return _PutFunction.apply(rows, gates, place, order)
+    return _UnpermuteFunction.apply(rows, probabilities, position, order)
 
 
 # --- AdamW ----------------------------------------------------------------------------------------
@@ -2964,7 +2971,7 @@ class BiasDropoutAdd(gpt.BiasDropoutAdd):
             bias,
             residual,
             drop_key,
-            self.dropout.salt,
+            self.dropout.site,
             self.dropout.shard_index.get(1, 0) * x.shape[1],
             self.dropout.p,
         )
@@ -2986,8 +2993,8 @@ class VocabParallelHead(tensor_parallel.VocabParallelHead):
 
 
 class MoE(moe.MoE):
-    take = staticmethod(take)
-    put = staticmethod(put)
+    permute = staticmethod(permute)
+    unpermute = staticmethod(unpermute)
 
 
 FUSED = {
@@ -3125,24 +3132,26 @@ def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
 def loss_examples(new, n: int, vocab_size: int) -> dict:
     logits = new(n, vocab_size)
     targets = torch.randint(vocab_size, (n,), device=logits.device)
-    return {"cross_entropy": ((logits, targets), cross_entropy, cross_entropy, (0,))}
+    return {"cross_entropy": ((logits, targets), cross_entropy, eager_cross_entropy, (0,))}
 
 
 def expert_examples(new, n: int, h: int) -> dict:
     """The permutation of n tokens to 2 of 8 experts each."""
     device = new(1).device
-    decision = moe.Routing(
+    routing = moe.Routing(
         lambda logits, training: logits,
         MoEConfig(
             num_layers=1, hidden_size=8, num_heads=1, num_experts=8, router="topk", router_topk=2
         ),
     )
-    routes = decision(torch.rand(n, 8, device=device))
-    gates = torch.rand(n, 2, device=device)
-    rows = new(len(routes.order), h)
+    plan = routing(torch.rand(n, 8, device=device))
+    probabilities = torch.rand(n, 2, device=device)
+    rows = new(len(plan.order), h)
+    there = new(n, h), plan.order, plan.position
+    back = rows, probabilities, plan.position, plan.order
     return {
-        "take": ((new(n, h), routes.order, routes.place), take, moe.permute, (0,)),
-        "put": ((rows, gates, routes.place, routes.order), put, moe.unpermute, (0, 1)),
+        "permute": (there, permute, moe.permute, (0,)),
+        "unpermute": (back, unpermute, moe.unpermute, (0, 1)),
     }
 
 

@@ -171,18 +171,20 @@ def loss_of_float_logits(logits, targets):
 
 
 def clone(args: tuple) -> tuple:
-    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+    """The arguments with copies of the tensors."""
+    copies = list(args)
+    for i, a in enumerate(args):
+        if isinstance(a, torch.Tensor):
+            copies[i] = a.clone()
+    return tuple(copies)
 
 
 def draw(results: dict, bandwidth: float, path: Path) -> None:
     """Bars of the shares of the copy bandwidth, at the last of the sizes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     size, rows = list(results.items())[-1]
-    figure, axes = plt.subplots(figsize=(9, 0.34 * len(rows) + 1.2), layout="constrained")
+    figure, axes = report.pyplot().subplots(
+        figsize=(9, 0.34 * len(rows) + 1.2), layout="constrained"
+    )
     colours = {"fused": "#4c78a8", "compiled": "#f2b447", "PyTorch": "#bbbbbb"}
     for i, (kind, colour) in enumerate(colours.items()):
         shares = [100 * row["bytes"] / row["seconds"][kind]["median"] / bandwidth for row in rows]
