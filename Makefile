@@ -1,4 +1,4 @@
-# make train · make test · make lint · make figures · make gpu-figures: each sets up .venv by itself
+# make train · make test · make test-all · make lint · make figures · make gpu-figures: each sets up .venv by itself
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
@@ -10,6 +10,9 @@ train: .venv/installed
 
 test: .venv/tests-installed
 	.venv/bin/python -m pytest $(ARGS)
+
+test-all: .venv/tests-installed
+	.venv/bin/python -m pytest --all $(ARGS)
 
 lint: .venv/tests-installed
 	.venv/bin/ruff format --check .
@@ -41,4 +44,4 @@ gpu-figures: .venv/installed                                                 # o
 	.venv/bin/pip install -r tests/requirements.txt
 	touch $@
 
-.PHONY: train test lint figures gpu-figures
+.PHONY: train test test-all lint figures gpu-figures

@@ -1,13 +1,41 @@
-"""What all tests share: one cache of compiled code for each kind of processor."""
+"""What all tests share: the cache of compiled code, tests for `make test-all`, time per file."""
 
 import os
 import tempfile
+from collections import Counter
+from pathlib import Path
 
+import pytest
 import torch
 
-# torch.compile keeps code on the disk under a key without the processor's vector width: after a run
-# with 16 lanes, one
-# with 8 (ATEN_CPU_CAPABILITY=avx2) took the code for 16 and computed other dropout masks.
-kind = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
-folder = os.path.join(tempfile.gettempdir(), f"torchinductor-{os.getuid()}-{kind}")
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+# Inductor's cache on disk does not know the processor's vector width (ATEN_CPU_CAPABILITY), and
+# would give code of one width to a run of another.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    f"{tempfile.gettempdir()}/inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}",
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="repetitions too (make test-all)")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out repetitions: more sizes, seeds and layouts of what another test covers."""
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("repetition")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("repetition")]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Seconds of each file, so that a test that grows slow is seen."""
+    seconds = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[Path(report.nodeid.split("::")[0]).name] += report.duration
+    terminalreporter.section("seconds of each file")
+    for name, total in seconds.most_common():
+        terminalreporter.write_line(f"{total:7.1f}  {name}")
