@@ -135,8 +135,8 @@ class GPT(nn.Module):
             p.copy_(self.init_parameter(name, p.shape, generator(seed, name)))
 
     def init_parameter(self, name: str, shape, generator: torch.Generator) -> Tensor:
-        """The initial value of one whole parameter, float32 on the CPU: normal, with deviation 0.02,
-        or 0.02 / √(2L) before a residual connection (GPT-2); biases 0, norms 1."""
+        """The initial value of one whole parameter, float32 on the CPU: normal, standard deviation
+        0.02, or 0.02 / √(2L) before a residual connection (GPT-2); biases 0, norms 1."""
         if name.endswith("norm.weight"):
             return torch.ones(shape, device="cpu")
         if name.endswith("bias"):

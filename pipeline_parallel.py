@@ -88,8 +88,8 @@ def check(num_layers: int, p: int, v: int = 1, layer_split: list[int] | None = N
     total = sum(layer_split)
     if len(layer_split) != stages or total != num_layers or min(layer_split) < 0:
         rule = (
-            f"must be {stages} numbers ({{pp}} times {{virtual_stages}}), none below 0, that add up "
-            f"to {{num_layers}}; these are {len(layer_split)} that add up to {total}"
+            f"must be {stages} numbers ({{pp}} times {{virtual_stages}}), none below 0, that add "
+            f"up to {{num_layers}}; these are {len(layer_split)} that add up to {total}"
         )
         raise FieldError("layer_split", layer_split, rule, num_layers=num_layers, **sizes)
     for rank in range(1, p - 1):

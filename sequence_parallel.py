@@ -7,8 +7,8 @@ matrix inputs 4). Those act on each token alone, so each rank can do s / t of th
 all-reduce is a reduce-scatter followed by an all-gather. The sharded part goes between the two, and
 the bytes on the wire stay the same:
 
-    tensor      f: identity | all-reduce          attention or MLP     f̄: all-reduce     | identity
-    sequence    g: all-gather | reduce-scatter    attention or MLP     ḡ: reduce-scatter | all-gather
+    tensor     f: identity   | all-reduce       attention or MLP    f̄: all-reduce     | identity
+    sequence   g: all-gather | reduce-scatter   attention or MLP    ḡ: reduce-scatter | all-gather
 
     (forward | backward; the letters of figures 4 and 5: f̄ is what arXiv 1909.08053 calls g)
 

@@ -2,28 +2,26 @@
 
     python train.py                                  one device
     torchrun --nproc-per-node 2 train.py             two ranks, data parallel
-    torchrun --nproc-per-node 2 train.py --tp 2 --sequence-parallel --recompute selective
 
-NCCL and bf16 on GPUs, gloo and fp32 on CPUs. `--help` lists the flags. A run leaves in `--out`:
+NCCL and bf16 on GPUs, gloo and fp32 on CPUs. `--help` lists the flags. A run leaves in `--out`
+config.json, metrics.jsonl (one line per step), loss.png, sample.txt, checkpoints/step-000100/.
 
-    config.json   metrics.jsonl (one line per step)   loss.png   sample.txt   checkpoints/step-000100/
+The layout changes nothing but speed and memory. Nothing else depends on it:
 
-The layout changes nothing but speed and memory, because nothing else depends on it:
+    initial weights     depend on (seed, name of the parameter)
+    samples of a step   depend on (seed, step)
+    dropout masks       depend on (seed, step, sample, layer, position)
+    loss                is the sum of token losses / counted tokens of the global batch; gradients
+                        are summed over ranks and micro-batches, never averaged
 
-    initial weights    on (seed, name of the parameter)
-    samples of a step  on (seed, step)
-    dropout masks      on (seed, step, sample, layer, position)
-    loss               sum of token losses / counted tokens of the global batch, known beforehand;
-                       gradients are summed over ranks and micro-batches, never averaged
-
-With experts this holds for the same --micro-batch-size, for routers balance within a micro-batch.
-runtime/ has what a run needs beside this file: flags, ranks, resuming, messages, the output folder.
+With experts this holds for one --micro-batch-size: routers balance within a micro-batch. What a run
+needs beside this file stands in runtime/: flags, ranks, resuming, messages, the output folder.
 """
 
 from runtime import terminal
 
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    # Ctrl-C may come while PyTorch is imported
     terminal.quiet_interrupts()
 
 import sys
@@ -48,7 +46,6 @@ from prompts.learning import PromptLearning, TemplateData
 from prompts.prompt_data import PromptConfig
 from runtime import launch
 from runtime.config import DTYPES, Config
-from runtime.evaluation import evaluate
 from runtime.hooks import RunHooks
 from runtime.saving import RunCheckpoints
 from runtime.training_run import TrainingRun
@@ -56,15 +53,10 @@ from runtime.world import Groups
 
 
 class Trainer(RunHooks):
-    """The model of this rank and everything that one step changes.
-
-    A `dataset` has `batch(samples)` and `counted_tokens(samples)`.
-    """
+    """The model of this rank and everything that one step changes."""
 
     def __init__(self, config: Config, device: torch.device, groups: Groups):
-        self.config = config
-        self.device = device
-        self.groups = groups
+        self.config, self.device, self.groups = config, device, groups
         self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
         self.dp_rank = groups.dp.rank() if groups.dp else 0
@@ -74,15 +66,13 @@ class Trainer(RunHooks):
         # "off"; or why kernels do not run here; or "", where they run
         self.no_kernels = "off"
         self.build()
+        self.optimizer = self.make_optimizer()
         self.checkpoints = RunCheckpoints(self, groups.files)
 
-    def build(self) -> None:
-        """The model, and the techniques in the order in which they change it.
-
-        It is built on the meta device: no rank ever holds more than one whole parameter beside its
-        own shards, or one whole layer where parameters are sharded.
-        """
+    def build(self) -> None:  # noqa: C901 (an ordered list)
+        """The model, and the techniques in the order in which they change it."""
         config, groups = self.config, self.groups
+        # shapes without storage: no rank ever holds more than one whole parameter beside its shards
         with torch.device("meta"):
             model = GPT(self.model_config)
         if self.model_config.num_experts:
@@ -104,14 +94,13 @@ class Trainer(RunHooks):
                 zero_bubble.apply(stage)
             if config.compile:
                 for block in stage.blocks.values():
-                    # traced when it runs first, so it sees selective recomputation
                     block.forward = torch.compile(block.forward)
             recompute.apply(stage, config.recompute, config.recompute_layers)
             if config.kernels == "auto":
                 self.no_kernels = kernels.apply(stage, self.device)
             self.gradients.append(self.materialise(stage))
-        self.optimizer = self.make_optimizer()
-        # what evaluates and generates
+        self.expert_layers = moe.layers(*self.stages)
+        # what runs the stages, for steps, evaluation and generation
         self.model, self.schedule = self.stages[0], None
         if groups.pp:
             channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
@@ -119,19 +108,16 @@ class Trainer(RunHooks):
             self.model = pipeline_parallel.Pipeline(self.stages, channels, shards)
             m = config.global_batch_size // self.dp // self.micro_batch
             self.schedule = schedules.make(config.pipeline_schedule, p, m, v)
-        self.expert_layers = moe.layers(*self.stages)
 
     def materialise(self, stage: GPT) -> GradientAccumulator:
-        """Give a stage its initial values, sharded over the data-parallel ranks. Returns what
-        collects its gradients."""
-        config, groups = self.config, self.groups
+        """Give a stage its values, sharded over data-parallel ranks. Returns its gradients."""
+        config, dp, edp = self.config, self.groups.dp, self.groups.edp
         init = partial(sharding.init, stage, config.seed, self.device, DTYPES[self.precision])
-        if groups.dp:
-            dtype = DTYPES.get(config.reduce_dtype)
-            zero = config.zero_stage
-            return fsdp.apply(stage, groups.dp, zero, self.scaler, dtype, init, groups.edp)
-        init()
-        return GradientAccumulator(stage, self.scaler)
+        if not dp:
+            init()
+            return GradientAccumulator(stage, self.scaler)
+        dtype = DTYPES.get(config.reduce_dtype)
+        return fsdp.apply(stage, dp, config.zero_stage, self.scaler, dtype, init, edp)
 
     def make_optimizer(self) -> AdamW:
         named = sharding.named_parameters(*self.stages)
@@ -151,11 +137,9 @@ class Trainer(RunHooks):
         return range((step - 1) * size, step * size)
 
     def forward_backward(self, step: int, dataset) -> torch.Tensor:
-        """Leave the global batch's gradient in every `main_grad`.
-
-        Returns this rank's part of the loss, a float64 scalar: the parts of all ranks add up to the
-        mean over the counted tokens of the global batch.
-        """
+        """Leave the global batch's gradient in every `main_grad`. Returns this rank's part of the
+        loss, float64: all parts add up to the mean over the counted tokens of the global batch.
+        dataset: has batch(samples) and counted_tokens(samples)."""
         samples = self.samples(step)
         count = max(1, dataset.counted_tokens(samples))
         share = len(samples) // self.dp
@@ -169,9 +153,8 @@ class Trainer(RunHooks):
         def forward(chunk: int, k: int, *x: torch.Tensor | None) -> torch.Tensor:
             """Micro-batch k through stage number `chunk` of this rank, from the activation x."""
             batch = dataset.batch(mine[k * b : (k + 1) * b]).to(self.device)
-            key = None
-            if self.model_config.dropout:
-                key = dropout_key(self.config.seed, step, batch.samples)
+            dropout = self.model_config.dropout
+            key = dropout_key(self.config.seed, step, batch.samples) if dropout else None
             y = self.stages[chunk](batch.tokens, batch.targets, key, *x)
             if self.stages[chunk].head is None:
                 return y  # [b, s, h], for the next stage
@@ -185,23 +168,24 @@ class Trainer(RunHooks):
         for gradients in self.gradients:
             gradients.zero()
         if self.schedule is None:
-            for k in range(share // b):
-                if k == share // b - 1:
-                    self.gradients[0].last_backward()
-                forward(0, k).backward(loss_grad)
+            self.run_micro_batches(forward, share // b, loss_grad)
         else:
             self.run_pipeline(forward, dataset.s, loss_grad)
-        for gradients in self.gradients:
-            gradients.reduce_gradients()
-        if self.schedule is not None:
-            self.model.sum_tied()
         # all tensor-parallel ranks have the loss: one counts
         counts = not self.groups.tp or self.groups.tp.rank() == 0
         return loss if counts else torch.zeros_like(loss)
 
+    def run_micro_batches(self, forward, m: int, loss_grad: torch.Tensor) -> None:
+        (gradients,) = self.gradients
+        for k in range(m):
+            if k == m - 1:
+                gradients.last_backward()
+            forward(0, k).backward(loss_grad)
+        gradients.reduce_gradients()
+
     def run_pipeline(self, forward, s: int, loss_grad: torch.Tensor) -> None:
-        # the last backward of each stage; with I and W there is none
         actions = self.schedule[self.groups.pp.rank()]
+        # of each stage; with I and W none is the last
         last = {action.chunk: action for action in actions if action.op == "B"}
 
         def before_backward(action):
@@ -209,31 +193,22 @@ class Trainer(RunHooks):
                 self.gradients[action.chunk].last_backward()
 
         self.model.run(self.schedule, forward, self.micro_batch, s, loss_grad, before_backward)
+        for gradients in self.gradients:
+            gradients.reduce_gradients()
+        self.model.sum_tied()
 
     def update(self, step: int) -> tuple[float, float]:
         """Clip, then update. Returns (gradient norm before clipping, learning rate)."""
         c = self.config
-        min_lr = c.lr / 10 if c.min_lr is None else c.min_lr
-        lr = learning_rate(step, c.lr, min_lr, c.warmup_steps, c.steps)
+        lr = learning_rate(step, c.lr, c.lowest_lr, c.warmup_steps, c.steps)
         norm = self.optimizer.step(lr)
         for gradients in self.gradients:
             gradients.gather_parameters()
         return norm, lr
 
-    def routing(self) -> dict:
-        """The routers' statistics of the step, for metrics.jsonl. A collective."""
-        if not self.model_config.num_experts:
-            return {}
-        groups = [group for group in (self.groups.dp, self.groups.pp) if group]
-        return moe.statistics(self.model_config, self.expert_layers, groups, self.device)
-
-    def evaluate(self, dataset, sequences: int) -> float:
-        """Mean loss per token over the first `sequences` samples of a held-out dataset."""
-        return evaluate(self, dataset, sequences)
-
 
 class PromptTrainer(PromptLearning, Trainer):
-    """Learns prompts for a frozen model (prompt_tuning.py)."""
+    """Learns prompts for a frozen model."""
 
 
 class FineTuner(TemplateData, Trainer):
@@ -247,8 +222,7 @@ def trainer_class(config: Config) -> type[Trainer]:
 
 
 def loop(trainer: Trainer, run: TrainingRun) -> bool:
-    """The steps that are left. Returns whether a signal to any rank ended it early, after a
-    checkpoint. Raises RunError."""
+    """The steps that are left. Returns whether a signal ended it early. Raises RunError."""
     with run.watched():
         for step in run.steps_left():
             run.begin_step(step)
@@ -268,8 +242,7 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0; 2 for what cannot run, 1 for what fails while running, each with one message;
-    130 for Ctrl-C before the first step."""
+    """Returns the exit status: 0; 2 for what cannot run, 1 for what fails while running."""
     return launch.main(argv, trainer_class, loop)
 
 

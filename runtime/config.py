@@ -225,9 +225,9 @@ class Config:
     keep: int = flag(2, "how many checkpoints remain; 0: all")
     resume: bool = flag(
         False,
-        "continue from the newest checkpoint in OUT, if there is one. Flags that are not given come "
-        "from OUT/config.json (of the layout, tp to zero-stage, all or none). Ranks that torchrun "
-        "restarts do this anyway",
+        "continue from the newest checkpoint in OUT, if there is one. Flags that are not given come"
+        " from OUT/config.json (of the layout, tp to zero-stage, all or none). Ranks that torchrun"
+        " restarts do this anyway",
     )
     prompt_config: str | None = flag(
         None,
@@ -302,6 +302,10 @@ class Config:
         if self.micro_batch_size:
             return self.micro_batch_size
         return 1 if self.pp > 1 else self.global_batch_size // dp
+
+    @property
+    def lowest_lr(self) -> float:
+        return self.lr / 10 if self.min_lr is None else self.min_lr
 
     @property
     def pipeline_schedule(self) -> str:

@@ -27,8 +27,8 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
         write_sample = lambda path: path.write_text(text, encoding="utf-8", errors="replace")  # noqa: E731
         leave(world, run.out / "sample.txt", write_sample)
         world.say(
-            f"\na sample (generate.py makes more):\n\n{text}\n\n{run.out}: loss.png, metrics.jsonl, "
-            f"sample.txt, checkpoints; {duration(seconds)} of training"
+            f"\na sample (generate.py makes more):\n\n{text}\n\n{run.out}: loss.png, metrics.jsonl,"
+            f" sample.txt, checkpoints; {duration(seconds)} of training"
         )
 
 
@@ -52,7 +52,7 @@ def draw_loss(world: World, run, title: str) -> None:
 
 
 def leave(world: World, path: Path, write) -> None:
-    """write(path), for what can be made again: without room for it, the run is done all the same."""
+    """write(path), for what can be made again: without room for it the run is done all the same."""
     try:
         write(path)
     except OSError as e:

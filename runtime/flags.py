@@ -43,8 +43,8 @@ def over_saved_flags(values: dict, out: str) -> dict:
     saved = saved_flags(Path(out))
     if not saved and set(values) <= {"resume", "out"}:
         raise ConfigError(
-            f"--resume --out {out}: there is no run in this folder to go on with; give the flags of "
-            "one to begin it here"
+            f"--resume --out {out}: there is no run in this folder to go on with; give the flags of"
+            " one to begin it here"
         )
     # A layout is given whole: --tp 4 does not keep the --pp 2 that the run had.
     if any(name in values for name in LAYOUT):

@@ -6,7 +6,9 @@ prompts/learning.py is the example: it freezes the model, adds prompts, and leav
 from pathlib import Path
 
 import checkpoint
+import moe
 from runtime import opening
+from runtime.evaluation import evaluate
 
 
 class RunHooks:
@@ -35,6 +37,17 @@ class RunHooks:
             path = checkpoint.find(self.config.load)
             self.checkpoints.load(path, weights_only=True)
             world.say(f"starting from the weights of {path}")
+
+    def evaluate(self, dataset, sequences: int) -> float:
+        """Mean loss per token over the first `sequences` samples of a held-out dataset."""
+        return evaluate(self, dataset, sequences)
+
+    def routing(self) -> dict:
+        """The routers' statistics of the step, for metrics.jsonl. A collective."""
+        if not self.model_config.num_experts:
+            return {}
+        groups = [group for group in (self.groups.dp, self.groups.pp) if group]
+        return moe.statistics(self.model_config, self.expert_layers, groups, self.device)
 
     def extra_state(self) -> dict:
         """What a checkpoint's index has beside the usual."""

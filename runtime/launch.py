@@ -153,13 +153,13 @@ def is_done(config: Config, world: World, last_file: Path, start: int) -> bool:
     """Whether nothing is left to do. Raises ConfigError where --steps lies behind."""
     if start > config.steps:
         raise ConfigError(
-            f"--steps {config.steps}: the run in {config.out} is at step {start} already; more than "
-            "that would go on"
+            f"--steps {config.steps}: the run in {config.out} is at step {start} already; more than"
+            " that would go on"
         )
     done = world.on_rank_0(lambda: start >= config.steps and last_file.exists(), ())
     if done:
         world.say(
-            f"{config.out}: step {start} of --steps {config.steps} is done, and there is nothing to "
-            "do; with more --steps the run goes on"
+            f"{config.out}: step {start} of --steps {config.steps} is done, and there is nothing to"
+            " do; with more --steps the run goes on"
         )
     return done

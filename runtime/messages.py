@@ -57,7 +57,9 @@ def surprises(trainer, world: World):
     try:
         architectures.check_export_of_experts(model)
     except architectures.HuggingFaceError as e:
-        yield f"no Hugging Face class has such experts, and huggingface.py will not export them: {e}"
+        yield (
+            f"no Hugging Face class has such experts, and huggingface.py will not export them: {e}"
+        )
     if config.kernels == "auto" and trainer.no_kernels and trainer.device.type == "cuda":
         yield f"--kernels auto: {trainer.no_kernels}; PyTorch's own operations run"
     if config.recompute == "selective" and model.attention == "fused":

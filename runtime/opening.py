@@ -62,10 +62,10 @@ def check_room(config: Config, world: World) -> None:
         needs = room.state_bytes(model, precision, state, config.zero_stage, ranks)
     if needs > has:
         raise ConfigError(
-            f"--hidden-size {model.hidden_size} --num-layers {model.num_layers} --num-experts "
-            f"{model.num_experts} --vocab-size {model.vocab_size}: weights, gradients and optimizer "
-            f"state of this model {room.complaint('take', needs, has)}; a smaller model, or more "
-            "ranks with --tp, --pp or --zero-stage 3, would need less of each"
+            f"--hidden-size {model.hidden_size} --num-layers {model.num_layers} --num-experts"
+            f" {model.num_experts} --vocab-size {model.vocab_size}: weights, gradients and"
+            f" optimizer state of this model {room.complaint('take', needs, has)}; a smaller model,"
+            " or more ranks with --tp, --pp or --zero-stage 3, would need less of each"
         )
     micro = config.micro_batch(dp)
     needs = room.activation_bytes(model, precision, micro, ranks)

@@ -179,9 +179,9 @@ def check_batch(config: Config, model: MoEConfig, dp: int) -> None:
     micro = config.micro_batch(dp)
     if share % micro:
         raise ConfigError(
-            f"--micro-batch-size {micro}: must divide each rank's {share} sequences "
-            f"(--global-batch-size {batch} over {dp} data-parallel ranks); {divisors(share, micro)} "
-            "would fit"
+            f"--micro-batch-size {micro}: must divide each rank's {share} sequences"
+            f" (--global-batch-size {batch} over {dp} data-parallel ranks);"
+            f" {divisors(share, micro)} would fit"
         )
     tokens = micro * model.seq_length
     if model.num_experts and model.router == "sinkhorn" and tokens < model.num_experts:
@@ -205,8 +205,8 @@ def check_prompts(config: Config) -> None:
     style = prompt_data.PromptConfig.read(config.prompt_config).virtual_prompt_style
     if style == "inference":
         rule = (
-            "virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and fine-tuning "
-            "do"
+            "virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and"
+            " fine-tuning do"
         )
         refuse(config, "prompt_config", rule)
     for name in ("data", "val_data"):
@@ -224,8 +224,8 @@ def check_device(config: Config) -> None:
     """What this machine and its packages can do. Raises ConfigError."""
     if config.optimizer_state == "bf16" and config.precision == "fp16":
         raise ConfigError(
-            "--optimizer-state bf16: the upper half of an fp32 master is a bf16 number; --precision "
-            "bf16 would fit, or --optimizer-state fp32"
+            "--optimizer-state bf16: the upper half of an fp32 master is a bf16 number; --precision"
+            " bf16 would fit, or --optimizer-state fp32"
         )
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("--tensorboard: needs the package tensorboard (pip install tensorboard)")

@@ -107,10 +107,9 @@ class TrainingRun:
             return RunError(f"after step {self.step}: {e}; {advice}")
         rank = self.world.rank
         return RunError(
-            f"rank {rank}, step {self.step}: {type(e).__name__}: {e}\n"
-            f"{''.join(traceback.format_exception(e))}"
-            f"train.py: rank {rank} failed in step {self.step}; continue from the newest checkpoint "
-            "with --resume"
+            f"rank {rank}, step {self.step}: {type(e).__name__}:"
+            f" {e}\n{''.join(traceback.format_exception(e))}train.py: rank {rank} failed in step"
+            f" {self.step}; continue from the newest checkpoint with --resume"
         )
 
     def steps_left(self):
@@ -233,9 +232,9 @@ def diverged(config, step: int, bad_steps: int) -> RunError:
     if config.precision == "fp16":
         precision = ", or --precision bf16 (the loss scale is at its lowest, 1)"
     return RunError(
-        f"step {step}: the run has diverged: the gradients of the last {bad_steps} steps were not "
-        f"finite, and all were skipped (--max-bad-steps {config.max_bad_steps}); {where}; {advice}, "
-        f"with a lower --lr (now {config.lr:g}) or a longer --warmup-steps (now "
-        f"{config.warmup_steps}){precision}",
+        f"step {step}: the run has diverged: the gradients of the last {bad_steps} steps were not"
+        f" finite, and all were skipped (--max-bad-steps {config.max_bad_steps}); {where};"
+        f" {advice}, with a lower --lr (now {config.lr:g}) or a longer --warmup-steps (now"
+        f" {config.warmup_steps}){precision}",
         everywhere=True,
     )

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-# Inductor's cache on disk does not know the processor's vector width (ATEN_CPU_CAPABILITY), and
-# would give code of one width to a run of another.
-os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR",
-    f"{tempfile.gettempdir()}/inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}",
-)
+# torch.compile keeps code on the disk under a key without the processor's vector width: after a run
+# with 16 lanes, one with 8 (ATEN_CPU_CAPABILITY=avx2) took the code for 16 and computed other
+# dropout masks.
+KIND = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
+CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor-{os.getuid()}-{KIND}")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
 
 
 def pytest_addoption(parser):

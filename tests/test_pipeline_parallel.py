@@ -61,7 +61,7 @@ def test_stages_have_the_parameters_of_the_model_under_its_names():
         [n for n, _ in sharding.named_parameters(chunk)] for stage in chunks for chunk in stage
     ]
     # the tied matrix twice
-    assert set(sum(names, [])) == set(whole) and sum(map(len, names)) == len(whole) + 1
+    assert {n for some in names for n in some} == set(whole) and sum(map(len, names)) == len(whole) + 1
     assert [sorted(chunk.blocks) for stage in chunks for chunk in stage] == [
         ["0", "1"],
         ["4", "5"],
@@ -163,7 +163,7 @@ def what_is_sent(rank, p, flags):
     most = 0
     owed = 0
     send = t.model.channels.send
-    owe = t.model.owe
+    owe = t.model.defer
 
     def watched(x, *args):
         nonlocal most
@@ -177,7 +177,7 @@ def what_is_sent(rank, p, flags):
         owe(chunk, weights)
 
     t.model.channels.send = watched
-    t.model.owe = counted
+    t.model.defer = counted
     t.forward_backward(1, Synthetic(16, 61))
     return most, len(refs), sum(ref() is not None for ref in refs), owed
 
@@ -207,12 +207,11 @@ def weights_wait(rank):
     model.zero_grad()
     owed = []
     for p in model.parameters():
-        p.owed = owed
+        p.deferred = owed
     model(tokens, tokens).sum().backward()
     waiting = {n for n, p in model.named_parameters() if p.grad is None}
     for weight, rows, x in owed:
-        p_before = weight.owed
-        weight.owed = None
+        weight.deferred = None
         weight.backward(rows.t() @ x)
     assert all(
         torch.allclose(p.grad, together[n], rtol=1e-12, atol=1e-14)
