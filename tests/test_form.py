@@ -1,0 +1,99 @@
+"""The form of the tree: imports run one way, files and functions stay small."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("", "runtime", "inference", "corpus", "prompts", "lessons")
+
+
+def modules() -> dict[str, Path]:
+    """Module name -> file, of everything but tests and comparisons."""
+    found = {}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).glob("*.py")):
+            name = path.stem if path.stem != "__init__" else ""
+            found[".".join(part for part in (folder, name) if part)] = path
+    return found
+
+
+def is_command(node: ast.AST) -> bool:
+    """`if __name__ == "__main__":`: then the file is a program, and no module."""
+    return isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+
+
+def imported_names(node: ast.AST) -> set[str]:
+    """Everything that a file imports, also inside functions."""
+    names = set()
+    for child in ast.iter_child_nodes(node):
+        if is_command(child):
+            continue
+        if isinstance(child, ast.Import):
+            names |= {alias.name for alias in child.names}
+        elif isinstance(child, ast.ImportFrom) and child.module:
+            names |= {child.module} | {f"{child.module}.{alias.name}" for alias in child.names}
+        names |= imported_names(child)
+    return names
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    known = modules()
+    graph = {}
+    for name, path in known.items():
+        graph[name] = imported_names(ast.parse(path.read_text())) & known.keys() - {name}
+    return graph
+
+
+def test_imports_have_no_circle():
+    """Also not through imports inside functions."""
+    graph = imports()
+    done, path = set(), []
+
+    def visit(name: str) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            path.append(name)
+            for other in sorted(graph[name]):
+                visit(other)
+            path.pop()
+            done.add(name)
+
+    for name in graph:
+        visit(name)
+
+
+def test_the_check_finds_a_circle(monkeypatch):
+    circle = {"a": {"b"}, "b": {"c"}, "c": {"a"}}
+    monkeypatch.setitem(globals(), "imports", lambda: circle)
+    with pytest.raises(AssertionError, match="a -> b -> c -> a"):
+        test_imports_have_no_circle()
+
+
+def test_the_model_knows_of_nothing_else():
+    assert imports()["gpt"] == {"dropout", "cross_entropy", "model_config"}
+    for name in ("dropout", "cross_entropy", "model_config"):
+        assert not imports()[name]
+
+
+def test_only_trainers_built_on_train_import_it():
+    assert {name for name, others in imports().items() if "train" in others} == {"prompts.commands"}
+
+
+@pytest.mark.parametrize("file, most", [("gpt.py", 330), ("train.py", 250), ("README.md", 150)])
+def test_files_that_are_read_first_are_short(file, most):
+    assert len((ROOT / file).read_text().splitlines()) <= most
+
+
+def test_functions_fit_a_screen():
+    long = []
+    for path in [*modules().values(), *ROOT.glob("tests/*.py"), *ROOT.glob("comparisons/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                if lines > 50:
+                    long.append(f"{path.name} {node.name}: {lines} lines")
+    assert not long
