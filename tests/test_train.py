@@ -729,12 +729,9 @@ def test_sbatch(here, text):
         (here / name).write_text(f"#!/bin/bash\n{script}\n")
         (here / name).chmod(0o755)
     script = (ROOT / "train.sbatch").read_text()
-    line = next(x for x in script.splitlines() if x.startswith("TRAIN="))
-    (here / "job").write_text(
-        script.replace(
-            line, f'TRAIN="{" ".join(SMALL)} --data {text} --steps 100000 --out {here}/run"'
-        ).replace(":29500", ":0")
-    )
+    flags = re.search(r'^TRAIN="(.*?)"', script, re.MULTILINE | re.DOTALL)[1]
+    small = f"{' '.join(SMALL)} --data {text} --steps 100000 --out {here}/run"
+    (here / "job").write_text(script.replace(flags, small).replace(":29500", ":0"))
     environment = os.environ | {
         "PATH": f"{here}:{os.environ['PATH']}",
         "SLURM_NNODES": "1",

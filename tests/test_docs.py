@@ -1,0 +1,286 @@
+"""README.md and docs/: every link, file, command and flag in them exists.
+
+Commands are taken from code blocks and from `inline code`. Each is parsed by the parser of the file
+that it calls, and goes no further. A word in capitals (FILE, RUN) stands for something of the
+reader's.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+
+from inference import cli
+from prompts import commands as prompt_commands
+from prompts.prompt_data import PromptConfig
+from runtime import flags, rules
+from runtime.config import Config
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+MAKEFILE = (ROOT / "Makefile").read_text()
+# files whose command line is parsed by a function that takes it; others read sys.argv
+MAINS = {
+    "train.py": lambda argv: flags.make_parser(0).parse_args(argv),
+    "generate.py": cli.main,
+    "prompt_tuning.py": prompt_commands.main,
+    "huggingface.py": lambda argv: importlib.import_module("huggingface").main(argv),
+}
+
+
+def tracked() -> set[str]:
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return set(done.stdout.split("\n"))
+
+
+# --- what a document says -------------------------------------------------------------------------
+
+
+def code_blocks(text: str) -> list[str]:
+    """The lines of blocks that name no language; a line that ends with \\ goes on."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    plain = "\n".join(block for language, block in blocks if not language)
+    return plain.replace("\\\n", " ").split("\n")
+
+
+def inline_code(text: str) -> list[str]:
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The words of each command, without what follows | or >."""
+    text = path.read_text()
+    found = []
+    for line in code_blocks(text) + inline_code(text):
+        line = re.sub(r"^([A-Z_]+=\w+ )+", "", line)
+        if not re.match(r"(python|torchrun|make|sbatch) ", line):
+            continue
+        words = shlex.split(line, comments=True)
+        ends = [words.index(sign) for sign in ("|", ">") if sign in words]
+        found.append(words[: min(ends, default=len(words))])
+    return found
+
+
+def every_command() -> list[tuple[str, str]]:
+    """(document, command), each command once."""
+    pairs = {}
+    for path in DOCS:
+        for words in commands(path):
+            pairs.setdefault(shlex.join(words), path.name)
+    return [(document, command) for command, document in pairs.items()]
+
+
+# --- whether it exists ----------------------------------------------------------------------------
+
+
+class Parsed(BaseException):
+    """A command line was accepted; nothing more shall run."""
+
+
+@pytest.fixture
+def only_parse(monkeypatch):
+    """parse_args raises Parsed after it has accepted its arguments."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self, args=None, namespace=None):
+        parse_args(self, args, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+
+
+def is_placeholder(word: str) -> bool:
+    return re.fullmatch(r"[A-Z_]+", word) is not None
+
+
+def check_script(path: str, argv: list[str], monkeypatch) -> None:
+    """A script of this repository, and the flags that a document gives it."""
+    assert path in tracked(), f"{path} does not exist"
+    assert '__name__ == "__main__"' in (ROOT / path).read_text(), f"{path} is no command"
+    has_flags = any(word.startswith("-") for word in argv)
+    if not has_flags and not (path.startswith("comparisons/") and argv):
+        return
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT / "comparisons")
+    monkeypatch.setattr("sys.argv", [path, *argv])
+    # --help prints, and ends
+    with pytest.raises(SystemExit if "--help" in argv else Parsed):
+        if path in MAINS:
+            MAINS[path](argv)
+        else:
+            importlib.import_module(path.removesuffix(".py").replace("/", ".")).main()
+
+
+def check_make(words: list[str], monkeypatch) -> None:
+    targets = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
+    variables = set(re.findall(r"^(\w+) \?=", MAKEFILE, re.MULTILINE))
+    for word in words:
+        name, equals, value = word.partition("=")
+        assert name in (variables if equals else targets), f"make knows no {name}"
+        if name == "ARGS" and "train" in words:
+            check_script("train.py", value.split(), monkeypatch)
+
+
+def split_launcher(words: list[str]) -> tuple[str, list[str], str]:
+    """(script, its arguments, ranks) of the words after torchrun."""
+    args = torch.distributed.run.get_args_parser().parse_args(words)
+    return args.training_script, args.training_script_args, args.nproc_per_node
+
+
+@pytest.mark.parametrize("document, command", every_command(), ids=lambda text: text[:60])
+def test_command(document, command, monkeypatch, request):
+    program, *words = shlex.split(command)
+    if program == "torchrun":
+        if not any(word.endswith(".py") for word in words):
+            # a flag of the launcher is mentioned; test_flags knows them
+            return
+        script, words, _ = split_launcher(words)
+        words.insert(0, script)
+    # after the launcher's own flags were parsed
+    request.getfixturevalue("only_parse")
+    if program == "make":
+        check_make(words, monkeypatch)
+    elif program == "sbatch":
+        assert words[0] in tracked()
+    elif words[0] == "-m":
+        if words[1:]:
+            check_script(words[1].replace(".", "/") + ".py", words[2:], monkeypatch)
+    elif not is_placeholder(words[0]):
+        check_script(words[0], words[1:], monkeypatch)
+
+
+def training_commands() -> list[tuple[int, str]]:
+    """(ranks, flags) of the commands that begin a run of their own."""
+    found = {}
+    for _, command in every_command():
+        program, *words = shlex.split(command)
+        ranks = "1"
+        if program == "torchrun" and "train.py" in words:
+            script, words, ranks = split_launcher(words)
+            words.insert(0, script)
+        elsewhere = {"--resume", "--load", "--help", "train"} & set(words)
+        if words[:1] == ["train.py"] and not elsewhere and ranks.isdigit():
+            found[int(ranks), shlex.join(words[1:])] = None
+    # four nodes of eight
+    script = (ROOT / "train.sbatch").read_text()
+    found[32, re.search(r'^TRAIN="(.*?)"', script, re.MULTILINE | re.DOTALL)[1]] = None
+    return list(found)
+
+
+@pytest.mark.parametrize("ranks, arguments", training_commands(), ids=lambda x: str(x)[:60])
+def test_training_command_can_run(ranks, arguments):
+    """Its layout and batch fit its ranks and its model. Nothing starts."""
+    given = vars(flags.make_parser(0).parse_args(shlex.split(arguments)))
+    rules.validate(Config(**given), ranks)
+
+
+def test_prompt_configuration():
+    """The JSON in docs/prompts.md is a configuration, and the line below it is data for it."""
+    text = (ROOT / "docs" / "prompts.md").read_text()
+    configuration, line = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    config = PromptConfig.of(json.loads(configuration))
+    record = json.loads(line)
+    config.templates[record["taskname"]].check_record(record, answer=True)
+
+
+def option_strings(main, argv, monkeypatch) -> set[str]:
+    """The flags of the parser that main(argv), or main() with sys.argv, makes."""
+    parsers = []
+
+    def keep(self, args=None, namespace=None):
+        parsers.append(self)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", keep)
+    monkeypatch.setattr("sys.argv", ["command", *argv])
+    with pytest.raises(Parsed):
+        main()
+    return {flag for action in parsers[0]._actions for flag in action.option_strings}
+
+
+def test_flags(monkeypatch):
+    """Every --flag that is mentioned anywhere belongs to some command here, or to torchrun."""
+    monkeypatch.syspath_prepend(ROOT / "comparisons")
+    launcher = torch.distributed.run.get_args_parser()
+    known = {flag for action in launcher._actions for flag in action.option_strings}
+    mains = [(lambda main=main: main(["--toy"]), []) for main in MAINS.values()]
+    for path in sorted((ROOT / "comparisons").glob("*.py")):
+        if path.stem != "report":
+            mains.append((importlib.import_module(f"comparisons.{path.stem}").main, []))
+    for main, argv in mains:
+        known |= option_strings(main, argv, monkeypatch)
+    for path in DOCS:
+        mentioned = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text()))
+        assert mentioned <= known, (path.name, mentioned - known)
+
+
+# --- links, images, size --------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """Of the headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
+    words = [re.sub(r"[^\w -]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_links(path):
+    """Each local link leads to a committed file, and to a heading that is there."""
+    committed = tracked()
+    targets = re.findall(r"\]\(([^)]+)\)", path.read_text())
+    assert targets
+    for target in targets:
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert str(file.relative_to(ROOT)) in committed, f"{target} is not committed"
+        if anchor:
+            assert anchor in anchors(file), f"{target}: no such heading"
+
+
+def test_every_figure_and_every_comparison_is_shown():
+    text = (ROOT / "docs" / "results.md").read_text()
+    names = [f"figures/{path.name}" for path in (ROOT / "figures").iterdir()]
+    for path in (ROOT / "comparisons").glob("*.py"):
+        if path.stem != "report":
+            names.append(f"python comparisons/{path.name}")
+    missing = [name for name in names if name not in text]
+    assert not missing
+
+
+def test_every_module_is_described():
+    text = (ROOT / "docs" / "design.md").read_text()
+    modules = set()
+    for name in tracked():
+        if re.fullmatch(r"((runtime|inference|corpus|prompts|lessons)/)?\w+\.py", name):
+            modules.add(name)
+    missing = [name for name in modules if f"](../{name})" not in text]
+    assert not [name for name in missing if not name.endswith("__init__.py")]
+
+
+def test_readme_is_one_short_page():
+    content = README.read_bytes()
+    assert content.count(b"\n") <= 150
+    assert len(content) <= 8 * 1024
+
+
+def test_paths_in_prose_exist():
+    """`runtime/config` and `inference/packing.py` in prose: a module with or without its ending."""
+    folders = ("runtime", "inference", "corpus", "prompts", "lessons", "comparisons", "tests")
+    pattern = rf"(?<![\w/])(?:{'|'.join(folders)})/\w+(?:\.py)?"
+    for path in DOCS:
+        for name in re.findall(pattern, path.read_text()):
+            file = ROOT / (name if name.endswith(".py") else f"{name}.py")
+            assert file.exists(), f"{path.name}: {name}"
