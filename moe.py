@@ -3,32 +3,35 @@
 The parameters of a layer grow with the number of experts E. Its FLOPs do not: a token pays for the
 k experts that it goes through. routers.py decides who goes where; this file moves the tokens.
 
-    tokens 0 1 2 3 4 5    permute: sorted by expert    all-to-all       experts         all-to-all,
-    chosen 2 0 3 0 2 1    1 3 | 5 | 0 4 | 2       -->  rank 0: 0, 1 --> one grouped --> unpermute
-                          e0    e1  e2    e3           rank 1: 2, 3     matmul
+    tokens 0 1 2 3 4 5    permute: sort by expert    all-to-all          experts        all-to-all,
+    expert 2 0 3 0 2 1    1 3 | 5 | 0 4 | 2     -->  rank 0 has e0, e1 -> one grouped -> unpermute
+                          e0    e1  e2    e3         rank 1 has e2, e3    matmul
 
     y_token = Σ over its k experts e of  p_e(token) expert_e(x_token)        p: router probabilities
 
 Expert parallelism (GShard, arXiv 2006.16668): ep data-parallel ranks hold every expert once between
-them, E / ep each. Tokens travel to their experts and back. Backward is the same in reverse: permute
-and unpermute are each other's adjoint, and the adjoint of an all-to-all is the all-to-all back.
+them, E / ep each. An all-to-all is a collective in which every rank sends some rows to every other:
+tokens travel to their experts and back. Backward does the same in reverse: permute and unpermute
+are each other's adjoint (transpose), and the adjoint of an all-to-all is the all-to-all back.
 
     python moe.py      two ranks with half of the experts each: gradients, bytes sent
 
-The tokens of one micro-batch on one data-parallel rank share a plan, a capacity and a
-load-balancing loss. This alone makes a result depend on how a batch is split into micro-batches.
-When backward reaches an expert's weights, tokens of all ep ranks have gone through it, so fsdp.py
-sums its gradient only over the ranks that hold the same experts. Under tensor parallelism every
-rank sees the logits of the whole micro-batch, and holds a shard of each expert's inner dimension.
+What differs from a dense layer:
 
-Costs beyond a dense layer: under tensor parallelism one more all-reduce of b s E in backward (with
-sequence parallelism an all-gather forward and a reduce-scatter backward), and the gathered rows are
-kept for backward; full recomputation repeats the all-to-alls; ZB-H1 computes the experts' weight
-gradients in I; on a GPU the host waits for each iteration of Sinkhorn, and once for the counts.
+- Tokens of one micro-batch on one data-parallel rank share a plan, a capacity and a load-balancing
+  loss. So a result depends on how a batch is split into micro-batches; nothing else does this.
+- An expert's gradient has seen the tokens of all ep ranks when backward reaches its weights. So
+  fsdp.py sums it only over the ranks that hold the same experts.
+- Under tensor parallelism every rank sees the logits of the whole micro-batch, and has a shard of
+  each expert's inner dimension (ffn). That is one more all-reduce of b s E numbers in backward;
+  with sequence parallelism an all-gather in forward and a reduce-scatter in backward.
+- The gathered rows are kept for backward. Full recomputation repeats the all-to-alls. Under ZB-H1
+  (zero_bubble.py) experts' weight gradients are not deferred. On a GPU the host waits for each
+  iteration of Sinkhorn, and once for the counts.
 
-Not covered: all-to-alls that overlap with computation, and that send only a shard of the tokens
-from each of t ranks; a tensor-parallel size of experts other than attention's; shared experts;
-other rules for dropping tokens (all in Megatron-LM). Experts have no biases.
+Not covered: all-to-alls that overlap with computation, or send only a shard of the tokens from each
+tensor-parallel rank; a tensor-parallel size of experts other than attention's; experts that all
+tokens share; other rules for dropping tokens (all in Megatron-LM). Experts have no biases.
 """
 
 import math
@@ -51,6 +54,7 @@ from sharding import Shard, shard_parameter
 
 def permute_rows(x: Tensor, order: Tensor) -> Tensor:
     """Rows of tokens, in the order of assignments. x: [n, h]; order: [m] -> [m, h]"""
+    # assignment a belongs to token a % n
     return x.index_select(0, order % max(1, len(x)))
 
 
@@ -66,7 +70,11 @@ def unpermute_rows(rows: Tensor, position: Tensor) -> Tensor:
 
 
 class _Permute(torch.autograd.Function):
-    """`permute_rows` forward and `unpermute_rows` backward, or the reverse."""
+    """`permute_rows` in forward and `unpermute_rows` in backward, or the reverse.
+
+    Autograd's own backward of index_select is an index_add, which on a GPU adds atomically. With
+    the inverse index it is a gather too.
+    """
 
     @staticmethod
     def forward(ctx, x, function, adjoint, forward_index, backward_index):
@@ -85,6 +93,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, sent, received, group):
+        # the other way round
         ctx.arguments = received, sent, group
         y = rows.new_empty(sum(received), rows.shape[1])
         dist.all_to_all_single(y, rows.contiguous(), received, sent, group=group)
@@ -109,7 +118,9 @@ def unpermute(rows: Tensor, probabilities: Tensor, position: Tensor, order: Tens
 
 
 def dispatch(x: Tensor, plan: DispatchPlan, group: dist.ProcessGroup | None, permute=permute):
-    """Tokens to the ranks of their experts. x: [n, h] -> [rows of this rank's experts, h]"""
+    """Tokens to the ranks of their experts. x: [n, h] -> [rows of this rank's experts, h]
+
+    permute (and unpermute in `combine`): these functions, or fused kernels that do the same."""
     rows = permute(x, plan.order, plan.position)
     if group is None:
         return rows
@@ -171,7 +182,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def grouped_by_library(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
-    """The same with torch's kernel for all experts at once."""
+    """_GroupedLinear by torch's kernel, for all experts at once."""
     ends = counts.cumsum(0, dtype=torch.int32)
     return [F.grouped_mm(x, w.transpose(1, 2), offs=ends) for w in weights]
 
@@ -196,13 +207,14 @@ class ExpertLinear(nn.Module):
     def __init__(self, num_experts: int, n_in: int, n_out: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, n_out, n_in))
+        # gpt.Block adds mlp.down.bias, if there is one
         self.bias = None
 
 
 class _AddLoss(torch.autograd.Function):
-    """Adds a loss that the training loop never sees: in backward it gets a gradient of 1.
-
-    A pipeline stage hands on y alone. The loss has its weight, and the loss scale, in it already.
+    """Returns y, and in backward gives `loss` a gradient of 1: so the loss is trained on, though
+    the training loop never sees it. A pipeline stage hands on y alone, and has nowhere to put a
+    second result. The loss comes with its weight in the step's loss, and fp16's loss scale, in it.
     """
 
     @staticmethod
@@ -219,7 +231,9 @@ class _AddLoss(torch.autograd.Function):
 class MoE(nn.Module):
     """Stands where gpt.MLP stood. x: [b, s, h] -> [b, s, h]
 
-    enter and leave are f and g of tensor parallelism, around the router and the experts.
+    enter and leave: f and g of tensor parallelism (tensor_parallel.py), else nothing. The router
+    computes logits of this rank's part of the sequence; routing and experts need those of the whole
+    micro-batch, so both x and the logits enter.
     """
 
     permute = staticmethod(permute)
@@ -269,6 +283,7 @@ class MoE(nn.Module):
         y = self.leave(y.view(x.shape))
         has_losses = self.router.aux_loss or self.router.z_loss
         if self.training and torch.is_grad_enabled() and has_losses:
+            # of this rank's positions: `logits`, not `all_logits`
             weight = self.token_weight or 1 / len(all_logits)
             y = _AddLoss.apply(y, self.router.losses(logits, plan.load) * weight)
         return y
@@ -292,11 +307,10 @@ def statistics(
 ) -> dict:
     """The routers' statistics of the training forwards since `routing.statistics` was None.
 
-    A collective over the ranks of all `groups`: those with other tokens and those with other
-    layers. Each value is a list with one entry for each layer with experts. expert_load: each
-    expert's choices over an even share; dropped_share: of choices; router_entropy: of a token's
-    probabilities, in nats; load_balancing_loss (1 where load is even) and z_loss: before their
-    coefficients.
+    A collective over `groups`: ranks that saw other tokens, ranks that hold other layers. Each
+    value is a list with one entry for each layer with experts. expert_load: each expert's choices
+    over an even share; dropped_share: of choices; router_entropy: of a token's probabilities, in
+    nats; load_balancing_loss (1 where load is even) and z_loss: before their coefficients.
     """
     e = config.num_experts
     shape = len(config.expert_layers), e + len(ROUTER_STATS)
@@ -342,7 +356,9 @@ def apply(
     as `check`, ValueError for a model that has experts already.
     """
     config = model.config
-    check(config, ep_group.size() if ep_group else 1, ep_group.size() if ep_group else 1)
+    ep = ep_group.size() if ep_group else 1
+    # how many data-parallel ranks there are is not known here
+    check(config, ep, dp=ep)
     if layers(model):
         raise ValueError("this model has experts already: call moe.apply once")
     for number in getattr(config, "expert_layers", ()):
@@ -351,15 +367,16 @@ def apply(
         if not layer.up.weight.is_meta:
             init(model, layer, f"blocks.{number}.mlp.")
         if ep_group:
-            share_experts(layer, ep_group)
+            split_by_expert(layer, ep_group)
         if tp_group:
-            shard_experts(layer, tp_group)
+            split_inside_experts(layer, tp_group)
         block.mlp = layer
 
 
 @torch.no_grad()
 def init(model: gpt.GPT, layer: MoE, prefix: str) -> None:
-    """Initial values, as GPT.init(seed=0) gives a model that is not on the meta device."""
+    """Initial values of random seed 0. GPT.__init__ gives all its parameters such values, unless it
+    is on the meta device."""
     for name, p in layer.named_parameters():
         g = gpt.generator(0, prefix + name)
         p.copy_(model.init_parameter(prefix + name, p.shape, g))
@@ -372,7 +389,7 @@ def build(config: GPTConfig) -> gpt.GPT:
     return model
 
 
-def share_experts(layer: MoE, group: dist.ProcessGroup) -> None:
+def split_by_expert(layer: MoE, group: dist.ProcessGroup) -> None:
     """Keep this rank's E / ep experts."""
     layer.group = layer.routing.group = group
     for matrix in (layer.gate, layer.up, layer.down):
@@ -380,8 +397,8 @@ def share_experts(layer: MoE, group: dist.ProcessGroup) -> None:
             shard_parameter(matrix, "weight", Shard(0, group))  # [E / ep, out, in]
 
 
-def shard_experts(layer: MoE, group: dist.ProcessGroup) -> None:
-    """Keep this rank's shard of each expert's inner dimension: columns, then rows."""
+def split_inside_experts(layer: MoE, group: dist.ProcessGroup) -> None:
+    """Keep this rank's shard of each expert's inner dimension ffn."""
     for matrix in (layer.gate, layer.up):
         if matrix is not None:
             shard_parameter(matrix, "weight", Shard(1, group))  # [E, ffn / t, h]
@@ -406,6 +423,7 @@ def _lesson(rank: int, world: int):
     alone = [dist.new_group([r]) for r in range(world)][rank]
     gradients = fsdp.apply(model, dist.group.WORLD, expert_group=alone)
     tokens, targets = (x.chunk(2) for x in demo.random_tokens(8, 32, 257))
+    # announces that the next backward is the step's last
     gradients.last_backward()
     mine = range(rank, 2, world)
     with ranks.Collectives() as forward:
@@ -432,7 +450,8 @@ def main():
     print(f"choices of layer 0: {choices} of {4 * 32 * 2}")
     print(f"\na micro-batch is 4 x 32 rows of 64 numbers of 8 bytes, {4 * 32 * 64 * 8:,} bytes.")
     print("Each layer sends 4 counts, then about half of the rows to the other rank, and gets its")
-    print("own back; backward does the same in reverse. Bytes of the larger side of each:")
+    print("own back; backward does the same in reverse. Bytes that a rank sends or receives,")
+    print("whichever is more:")
     for name, calls in (("forward", forward), ("backward", backward)):
         exchanges = [call for call in calls if "all-to-all" in call[0]]
         print(f"counted {name:>9}: {demo.format_calls(exchanges)}")

@@ -4,28 +4,35 @@ behind the other (arXiv 2104.04473, section 2.2).
     rank 0   embedding    --activation-->   rank 1   blocks 2 3   --activation-->  ..  last rank:
              blocks 0 1   <--gradient----                         <--gradient----      head, loss
 
-    time ->   rank 0   F0 F1 .  .  B0 .  B1      F: forward of a micro-batch, B: its backward
-              rank 1   .  F0 B0 F1 B1 .  .       (1F1B, two micro-batches; . is the bubble)
+    time ->   rank 0   F0 F1 .  B0 .  B1     F: forward of a micro-batch, B: its backward, 1 column
+              rank 1   .  F0 B0 F1 B1 .      each; . is the bubble: the rank waits (schedule 1F1B)
 
-`apply` makes this rank's stages out of a finished model: a `Stage` is the same GPT with the other
-layers left out, under global names. `Pipeline` runs any schedule of schedules.py. A schedule is a
-list of actions for each rank; `lower` adds the sends and receives, and one loop runs the list:
+Words: a rank is one process. Of p ranks each holds v stages (v > 1: virtual stages), numbered
+c p + rank; c is called the chunk. A batch is split into m micro-batches.
 
-    F    receive an activation, run the stage, send the activation on
-    B    receive a gradient, go back through the stage, send the gradient back
-    I, W the two halves of B: input gradient, weight gradient (zero_bubble.py)
+`apply` makes this rank's stages out of a whole model that is still on the meta device (shapes, no
+values). A `Stage` is that GPT with the other layers left out; block 2 is still called `blocks.2`.
+`Pipeline` runs any schedule of schedules.py: a list of actions for each rank. `lower` adds the
+messages that the actions need, and one loop runs the list:
+
+    F        run the stage on the activation that came; the result goes to the next stage
+    B        go back through the stage from the gradient that came; the result goes back
+    I, W     the two halves of B: input gradient, and later weight gradients (zero_bubble.py)
+    receive  post a receive, ahead of its use;   send  start to send
+    settle   wait for a send, as soon as a later message has shown that its peer has consumed it
 
     python pipeline_parallel.py        four schedules on two ranks: gradients, measured time lines
 
-Receives are posted ahead. A send is waited for when its message must have been consumed, and then
-the output of the stage is freed: backward needs its graph, not its values.
+After a stage's forward only the autograd graph of its output is kept, not the output itself:
+`get_gradient_edge(y)` is where backward starts, and the values of y are freed once they are sent.
 
-A tied embedding is two parameters here, one on the first stage and one on the last, with equal
-initial values. `sum_tied` adds their gradients, so that they stay equal. One counts in the norm.
+A tied matrix is two parameters here: the embedding's on the first stage, the head's on the last.
+Both get their initial values under the embedding's name, so they begin equal. `sum_tied` adds their
+gradients, so they stay equal. The gradient norm counts only one of them.
 
-Not covered: overlapping the data-parallel sum with the cooldown under zero-bubble schedules
-(Megatron-LM; here only where B is one action). The times in `events` are the host's: right on CPUs;
-on a GPU they would have to be CUDA events.
+Not covered: starting the data-parallel sum before the last W under zero-bubble schedules
+(Megatron-LM). The times in `events` are the host's: right on CPUs; on a GPU they would have to be
+CUDA events.
 """
 
 import time
@@ -92,6 +99,7 @@ def check(num_layers: int, p: int, v: int = 1, layer_split: list[int] | None = N
             f"up to {{num_layers}}; these are {len(layer_split)} that add up to {total}"
         )
         raise FieldError("layer_split", layer_split, rule, num_layers=num_layers, **sizes)
+    # the first and the last rank have the embedding and the head
     for rank in range(1, p - 1):
         if not sum(layer_split[rank::p]):
             empty = list(range(rank, stages, p))
@@ -121,6 +129,7 @@ def apply(
     stages = []
     for number in range(rank, p * v, p):
         stage = Stage(model, layers[number], first=number == 0, last=number == last)
+        # a Llama has no tied matrix
         if stage.head is not None and stage.embedding is None and not model.config.llama:
             untie(stage.head)
         stages.append(stage)
@@ -128,7 +137,8 @@ def apply(
 
 
 def untie(head: gpt.Head) -> None:
-    """The last stage's copy of a tied matrix becomes a parameter of its own."""
+    """The last stage's copy of a tied matrix becomes a parameter of its own. Its sharding record
+    says of what it is a copy: initial values, checkpoints and the gradient norm read that."""
     weight = nn.Parameter(head.output.weight.detach())
     record = sharding.Sharding(tuple(weight.shape), copy_of="embedding.tokens.weight")
     head.output.weight = set_sharding(weight, record)
@@ -138,10 +148,10 @@ def untie(head: gpt.Head) -> None:
 
 
 class Channels:
-    """Which communicator a message takes.
+    """Which communicator (process group) a message takes.
 
-    NCCL has one for each (sender, receiver, kind), as the model in schedules.py supposes. gloo has
-    tags, so one group is enough.
+    NCCL runs the messages of one communicator in order, and has no tags: with one for each (sender,
+    receiver, kind) no message waits for another kind. gloo has tags, so one group is enough.
     """
 
     def __init__(
@@ -170,16 +180,19 @@ KINDS = {"F": 0, "B": 1}
 
 @dataclass
 class _Step:
-    """What is on its way in one step. Messages have keys (kind, stage, micro_batch); what belongs
-    to an action has keys (chunk, micro_batch)."""
+    """What is between two actions in one training step.
 
-    forward: Callable
+    A message has the key (kind, stage that it goes to, micro_batch); what two actions of one
+    micro-batch share has the key (chunk, micro_batch).
+    """
+
+    run_stage: Callable
     loss_grad: Tensor | None
     arriving: dict = field(default_factory=dict)  # message -> (tensor, work)
     departing: dict = field(default_factory=dict)  # message -> tensor, until its send
-    sent: dict = field(default_factory=dict)  # message -> (work, tensor), until it is consumed
-    graphs: dict = field(default_factory=dict)  # -> (input, the edge where backward starts)
-    deferred: dict = field(default_factory=dict)  # -> weight gradients between I and W
+    sent: dict = field(default_factory=dict)  # message -> (tensor, work), until it settles
+    graphs: dict = field(default_factory=dict)  # micro-batch -> (input, edge of the output)
+    deferred: dict = field(default_factory=dict)  # micro-batch -> weight gradients from I to W
 
 
 class Pipeline:
@@ -203,7 +216,7 @@ class Pipeline:
     def run(
         self,
         schedule: Schedule,
-        forward: Callable,
+        run_stage: Callable,
         b: int,
         s: int,
         loss_grad: Tensor | None = None,
@@ -211,15 +224,18 @@ class Pipeline:
     ) -> None:
         """One step.
 
-        forward(chunk, micro_batch, x): runs stage number `chunk` of this rank on its input x ([b,
+        run_stage(chunk, micro_batch, x): runs stage number `chunk` of this rank on its input x ([b,
         s, h], None on the first stage); returns the activation for the next stage or, on the last
-        one, a scalar. b, s: sequences in a micro-batch, and their length. loss_grad: the gradient
-        of the scalar. before_backward(action): called before each B, I and W.
+        one, a scalar (anything in evaluation, where nothing goes back). b, s: sequences in a
+        micro-batch, and their length. loss_grad: the gradient of the scalar.
+        before_backward(action): called before each B, I and W; train.py tells there that a stage's
+        gradients may be summed over the data-parallel ranks.
         """
+        # a schedule is lowered once, as long as the same list comes again
         if self.lowered[0] is not schedule:
             self.lowered = schedule, lower(schedule, self.v)[self.rank]
         shape = b, s // self.sequence_shards, self.config.hidden_size
-        step = _Step(forward, loss_grad)
+        step = _Step(run_stage, loss_grad)
         self.events = []
         for item in self.lowered[1]:
             if isinstance(item, Transfer):
@@ -231,7 +247,7 @@ class Pipeline:
                 before_backward(item)
             self.act(step, item, received)
             self.events.append(Event(self.rank, *item, start, time.perf_counter()))
-            # or it would live as long as the next action
+            # free the activation or gradient now, not when the next action overwrites the name
             del received
 
     def act(self, step: _Step, action: Action, received: Tensor | None) -> None:
@@ -247,6 +263,7 @@ class Pipeline:
 
     def transfer(self, step: _Step, transfer: Transfer, shape: tuple[int, int, int]) -> None:
         message = transfer.kind, transfer.stage, transfer.micro_batch
+        # a number of its own for each message of a step
         number = transfer.micro_batch * self.p * self.v + transfer.stage
         tag = number * 2 + KINDS[transfer.kind]
         if transfer.op == "receive":
@@ -257,16 +274,17 @@ class Pipeline:
         elif transfer.op == "send":
             tensor = step.departing.pop(message).contiguous()
             work = self.channels.send(tensor, transfer.peer, transfer.kind, tag)
-            step.sent[message] = work, tensor
+            step.sent[message] = tensor, work
         else:
-            # settle: the message must have been consumed by now
-            step.sent.pop(message)[0].wait()
+            # settle: no wait in fact, for the message was consumed
+            step.sent.pop(message)[1].wait()
 
     def wait_for_input(self, step: _Step, action: Action) -> Tensor | None:
         """What an action starts from: an activation for F, a gradient for B and I, else None."""
         stage = self.stage_of(action)
-        source = 0 if action.op == "F" else self.last_stage
-        if action.op == "W" or stage == source:
+        # where a micro-batch begins, or turns round, nothing comes in
+        begins = 0 if action.op == "F" else self.last_stage
+        if action.op == "W" or stage == begins:
             return None
         kind = "F" if action.op == "F" else "B"
         tensor, work = step.arriving.pop((kind, stage, action.micro_batch))
@@ -277,7 +295,7 @@ class Pipeline:
     def forward(self, step: _Step, action: Action, received: Tensor | None) -> None:
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_()
-        y = step.forward(action.chunk, action.micro_batch, received)
+        y = step.run_stage(action.chunk, action.micro_batch, received)
         if torch.is_grad_enabled():
             # the graph of y, not its values
             step.graphs[action.chunk, action.micro_batch] = received, get_gradient_edge(y)
@@ -300,13 +318,14 @@ class Pipeline:
 
     def weight_gradients(self, step: _Step, action: Action) -> None:
         for weight, grad_output, x in step.deferred.pop((action.chunk, action.micro_batch)):
-            # to where autograd would have added it, hooks included
+            # adds to weight.grad and runs the weight's hooks, as a backward pass would
             weight.backward(grad_output.t() @ x)
 
     def defer(self, chunk: int, deferred: list | None) -> None:
-        """Give the weights of a stage a list for their gradients, or take it back."""
-        for p in self.stages[chunk].parameters():
-            p.deferred = deferred
+        """Give the weights of a stage a list, or take it back. While a weight has one, the linear
+        layers of zero_bubble.py append (weight, ∂y, x) to it instead of computing ∂W."""
+        for weight in self.stages[chunk].parameters():
+            weight.deferred = deferred
 
     def hand_over(self, step: _Step, message: tuple[str, int, int], tensor: Tensor) -> None:
         """To the send that follows, or to another stage of this rank."""
@@ -315,13 +334,14 @@ class Pipeline:
         else:
             step.departing[message] = tensor
 
-    # -- what else needs the whole model -----------------------------------------------------------
+    # -- beside training steps ---------------------------------------------------------------------
 
     def parameters(self):
         return (p for stage in self.stages for p in stage.parameters())
 
     def forward_only(self, m: int) -> Schedule:
-        """For evaluation: stage by stage, in groups of p micro-batches."""
+        """For evaluation: as many micro-batches as ranks through one stage, then the next stage. So
+        every rank has work, and few activations wait."""
         order = []
         for first in range(0, m, self.p):
             for chunk in range(self.v):
@@ -330,46 +350,49 @@ class Pipeline:
         return [order] * self.p
 
     def evaluate(self, batches: list, result: Callable) -> None:
-        """Run batches of one size forward; the last stage hands each to result(batch, loss of each
-        token [b, s])."""
+        """Run batches of one size forward, without gradients (the caller says so); the last stage
+        hands each to result(batch, loss of each token [b, s])."""
 
-        def forward(chunk, k, x):
+        def run_stage(chunk, k, x):
             stage = self.stages[chunk]
             y = stage(batches[k].tokens, batches[k].targets, None, x)
             if stage.head is not None:
                 result(batches[k], y)
             return y
 
-        self.run(self.forward_only(len(batches)), forward, *batches[0].tokens.shape)
+        self.run(self.forward_only(len(batches)), run_stage, *batches[0].tokens.shape)
 
     def sum_tied(self) -> None:
-        """Add the gradients of the two copies of a tied embedding, on both stages alike (a + b is
-        b + a to the last bit). After the data-parallel sum."""
+        """Add the gradients of the two copies of a tied matrix, on both ranks.
+
+        a + b is b + a to the last bit, so the copies stay equal. Call it when the step's messages
+        are done, and after the data-parallel sum has filled `main_grad` (optimizer.py).
+        """
         if self.config.llama or self.rank not in (0, self.p - 1):
             return
         peer = self.p - 1 - self.rank
-        for p in self.tied_copies():
-            if not p.requires_grad:
+        for weight in self.tied_copies():
+            if not weight.requires_grad:
                 continue
-            other = torch.empty_like(p.main_grad)
-            sending = self.channels.send(p.main_grad.contiguous(), peer, "B", 0)
+            other = torch.empty_like(weight.main_grad)
+            sending = self.channels.send(weight.main_grad.contiguous(), peer, "B", 0)
             self.channels.receive(other, peer, "B", 0).wait()
             sending.wait()
-            p.main_grad.add_(other)
+            weight.main_grad.add_(other)
 
     def tied_copies(self) -> list[Tensor]:
-        """This rank's copy of the tied matrix, as the optimizer has it."""
+        """This rank's copy of the tied matrix; of a sharded one (fsdp.py) the local shard."""
         if self.rank == 0:
             return [local_part(self.stages[0].embedding.tokens.weight)]
         named = sharding.named_parameters(*self.stages)
-        return [p for _, p in named if sharding_of(p).copy_of]
+        return [weight for _, weight in named if sharding_of(weight).copy_of]
 
 
 # --------------------------------------------------------------------------------------------------
 
 
 def _lesson(rank: int, name: str, p: int, m: int):
-    """One step of a schedule by hand: what train.py does, without the rest."""
+    """One training step under a schedule, without an optimizer. The first of two steps warms up."""
     import zero_bubble
     from dropout import dropout_key
     from lessons import demo
@@ -385,6 +408,7 @@ def _lesson(rank: int, name: str, p: int, m: int):
     total = torch.zeros(())
 
     def forward(chunk, k, x):
+        # of (random seed, step, sample): the same mask on whichever rank
         key = dropout_key(0, 1, torch.tensor([k]))
         y = stages[chunk](tokens[k : k + b], targets[k : k + b], key, x)
         if stages[chunk].head is None:
@@ -392,6 +416,7 @@ def _lesson(rank: int, name: str, p: int, m: int):
         total.add_(y.detach().sum() / (m * s))
         return y.sum()
 
+    # sums of token losses become their mean
     loss_grad = torch.tensor(1 / (m * s))
     if p == 1:
         for k in range(m):
@@ -399,7 +424,6 @@ def _lesson(rank: int, name: str, p: int, m: int):
         return total.item(), demo.gathered_gradients(*stages), [], []
     pipeline = Pipeline(stages, Channels(dist.group.WORLD))
     schedule = schedules.make(name, p, m, len(stages))
-    # the first step warms up
     for _ in range(2):
         total.zero_()
         for stage in stages:
@@ -425,7 +449,7 @@ def main():
     from lessons import demo, ranks
 
     p, m = 2, 4
-    ((loss, one, _, _),) = ranks.run(_lesson, 1, "1f1b", 1, m)
+    ((loss, expected, _, _),) = ranks.run(_lesson, 1, "1f1b", 1, m)
     print("a GPT (h 256, L 8, s 128, dropout 0.1, tied embeddings), 4 micro-batches of 1 sequence")
     print(f"on one rank the loss is {loss:.6f}; on {p} ranks:")
     for name in schedules.NAMES:
@@ -437,7 +461,7 @@ def main():
         events = [e._replace(start=e.start - begin, end=e.end - begin) for e in events]
         events.sort(key=lambda e: e.start)
         print(f"\n{name}{f', v = {v}' if v > 1 else ''}: loss {sum(r[0] for r in results):.6f}")
-        worst = demo.largest_difference(one, gradients)
+        worst = demo.largest_difference(expected, gradients)
         print(f"largest relative difference of a gradient {worst:.1e}; in flight {in_flight}")
         formula = schedules.bubble_formula(name, p, m, v)
         print(f"bubble {schedules.bubble(events):.2f} measured, {formula:.2f} by formula")

@@ -3,20 +3,21 @@
 The logits are z = x W_rᵀ, one number for each token and expert. Left alone, a router sends all
 tokens to a few experts. Two ways to balance the load:
 
-    sinkhorn    A transport plan between tokens and experts in which each expert gets equal mass
-                (S-BASE, arXiv 2202.01169, section 3.1). Each token goes where its row of the plan
-                is largest. The lower the plan's temperature, the more even the load. The plan has
-                no gradient; the output of an expert is multiplied by a router probability, and
-                that is computed from the raw logits.
+    sinkhorn    A transport plan: a matrix of tokens by experts in which every token has the same
+                mass, and every expert too (S-BASE, arXiv 2202.01169, section 3.1). Each token goes
+                where its row is largest. The mass is even; how many rows are largest in a column is
+                nearly even, the more so the lower the plan's temperature. The plan has no gradient:
+                an expert's output is multiplied by a router probability from the raw logits.
     topk        The k largest logits. One loss pulls towards even load (Switch, arXiv 2101.03961,
                 eq. 4-6), another keeps logits small (ST-MoE, arXiv 2202.08906, eq. 5).
 
-    logits  e0  e1       plan, temperature 1      temperature 0.02      Raw logits send all four
-    t0     2.0 1.0       .10  .15  -> e1          -> e1                 tokens to e0. Rows of the
-    t1     2.2 1.0       .12  .14  -> e1          -> e0                 plan sum to 1/4, columns
-    t2     1.5 1.0       .07  .18  -> e1          -> e1                 to 1/2.
+    logits  e0  e1       plan, temperature 1      temperature 0.02
+    t0     2.0 1.0       .10  .15  -> e1          -> e1
+    t1     2.2 1.0       .12  .14  -> e1          -> e0
+    t2     1.5 1.0       .07  .18  -> e1          -> e1
     t3     3.0 0.0       .21  .04  -> e0          -> e0
 
+The raw logits would send all four tokens to e0. Rows of the plan sum to 1/4, columns to 1/2.
 A plan looks at later tokens and at other sequences, so training with it is not strictly causal.
 Evaluation uses the raw logits, each token for itself, and so routes some tokens elsewhere than
 training did.
@@ -60,10 +61,9 @@ class MoEConfig(GPTConfig):
     router: str = "sinkhorn"  # or topk
     router_topk: int = 1  # experts of a token
     router_temperature: float = 0.02  # of Sinkhorn's plan: lower is more even; Megatron-LM has 1
-    # the most tokens of an expert, over its even share of a micro-batch; 0: no limit
-    capacity_factor: float = 0.0
-    aux_loss: float | None = None  # of the load-balancing loss; the default is 0.01 with topk
-    z_loss: float | None = None  # of the z-loss; the default is 0.001 with topk
+    capacity_factor: float = 0.0  # largest load of an expert / even share; 0: no limit
+    aux_loss: float | None = None  # coefficient of the load-balancing loss; topk: 0.01
+    z_loss: float | None = None  # coefficient of the z-loss; topk: 0.001
 
     def __post_init__(self):
         self.check_types()
@@ -113,19 +113,20 @@ class MoEConfig(GPTConfig):
 # --- a balanced plan -----------------------------------------------------------------------------
 
 
-def scale_rows_and_columns(cost: Tensor, tolerance: float, most: int):
-    """Sinkhorn's iteration: d0 and d1 for which the rows of d0 cost d1 sum to 1/N, columns to 1/E.
+def scale_rows_and_columns(kernel: Tensor, tolerance: float, most: int):
+    """Sinkhorn's iteration: d0, d1 for which diag(d0) kernel diag(d1) has rows that sum to 1/N and
+    columns that sum to 1/E.
 
-    Scales rows, then columns, until d1 changes by at most a share `tolerance` on average, or `most`
-    times. Columns come last and are exact. cost: [N, E]. Returns (d0 [N], d1 [E], whether d1 stayed
-    within the range of a float).
+    Scales rows, then columns, until loads differ from even by at most a share `tolerance` on
+    average, or `most` times. Columns come last and are exact. kernel: [N, E], large where a token
+    fits an expert. Returns (d0 [N], d1 [E], whether d1 stayed within the range of a float).
     """
-    n, e = cost.shape
-    d1 = cost.new_ones(e)
+    n, e = kernel.shape
+    d1 = kernel.new_ones(e)
     for _ in range(most):
-        d0 = 1 / n / (cost @ d1)
-        # of an expert, over its even share
-        load = (e * d1 * (cost.t() @ d0)).clamp(min=1e-100)
+        d0 = 1 / n / (kernel @ d1)
+        # load of each expert / even share
+        load = (e * d1 * (kernel.t() @ d0)).clamp(min=1e-100)
         d1 = d1 / load
         # "not above": also ends where a number is NaN
         if not (1 - load).abs().mean() > tolerance:
@@ -140,29 +141,30 @@ def balance(
 ) -> tuple[Tensor, Tensor]:
     """The plan d0 C d1 with C = exp(logits / temperature) (arXiv 2202.01169, section 3.1).
 
-    At a low temperature the iteration is slow, so the temperature is halved step by step. The dual
-    potentials f, one bias per expert in units of logits, warm-start the next temperature. f also
-    takes d1 in when d1 leaves the range of a float. Of each row only differences matter, so its
-    largest entry is set to 0. The plan is balanced; the largest entries of its rows need not be: a
-    token that is split 6 to 4 goes one way whole. A lower temperature splits fewer tokens. Equal
-    tokens go together at any temperature.
+    At a low temperature the iteration is slow, so the temperature is halved step by step from 1.
+    After each temperature, and whenever d1 leaves the range of a float, d1 is folded into f, the
+    dual potentials: one bias per expert, in units of logits. The next iteration starts from there.
+    Of each row only differences matter, so its largest entry is set to 0. A token that the plan
+    splits 6 to 4 goes one way whole; a lower temperature splits fewer tokens. Equal tokens go
+    together at any temperature.
 
-    logits: [N, E]. Returns (plan, float64 [N, E]; f [E]). In each row logits + f have the order of
-    the plan, also where the plan is too small for a float.
+    logits: [N, E]; temperature: at most 1; most: iterations at one temperature, and temperatures.
+    Returns (plan, float64 [N, E]; f [E]). In each row logits + f have the order of the plan, also
+    where the plan is too small for a float.
     """
     logits = logits.double()
     f = logits.new_zeros(logits.shape[1])
     now = 1.0
     for _ in range(most):
         z = (logits + f) / now
-        cost = (z - z.amax(1, keepdim=True)).exp()
-        d0, d1, settled = scale_rows_and_columns(cost, tolerance, most)
+        kernel = (z - z.amax(1, keepdim=True)).exp()
+        d0, d1, in_range = scale_rows_and_columns(kernel, tolerance, most)
         f = f + now * d1.log()
-        if settled and now <= temperature:
+        if in_range and now <= temperature:
             break
-        if settled:
+        if in_range:
             now = max(now / 2, temperature)
-    return d0.unsqueeze(1) * cost * d1, f
+    return d0.unsqueeze(1) * kernel * d1, f
 
 
 def sinkhorn(
@@ -178,8 +180,7 @@ def sinkhorn(
 class Router(nn.Module):
     """One logit for each token and expert, in at least float32."""
 
-    def __init__(self, config):
-        """config: a moe.MoEConfig."""
+    def __init__(self, config: MoEConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.k = config.router_topk
@@ -197,13 +198,13 @@ class Router(nn.Module):
         return logits
 
     def losses(self, logits: Tensor, load: Tensor) -> Tensor:
-        """The router's losses, summed over these tokens, each with its coefficient. A scalar.
+        """The losses of each token, summed over these tokens. A scalar; 0.0 without losses.
 
-            load-balancing   E Σ_e f_e P_e         1 where the load is even
-            z-loss           (log Σ_e exp z_e)²
+            load-balancing   E Σ_e load_e p_e      1 where the load is even
+            z-loss           (log Σ_e exp z_e)²    each times its coefficient
 
-        P_e: the mean probability of expert e. logits: [.., E], any part of a micro-batch; load:
-        [E], f: each expert's share of the micro-batch's choices, before any token is dropped.
+        p: a token's probabilities. logits: [.., E], any part of a micro-batch; load: [E], each
+        expert's share of the micro-batch's choices, before any token is dropped.
         """
         total = 0.0
         if self.aux_loss:
@@ -250,8 +251,8 @@ class SinkhornRouter(Router):
 class DispatchPlan(NamedTuple):
     """Where rows go and come from; n tokens, k choices each, m assignments that were not dropped.
 
-    Assignment a is choice a // n of token a % n. The picture above (k = 1): chosen [[2], [0], [3],
-    [0], [2], [1]], order [1, 3, 5, 0, 4, 2], position [[3, 0, 5, 1, 4, 2]].
+    Assignment a is choice a // n of token a % n. For the picture in moe.py (k = 1) chosen is [[2],
+    [0], [3], [0], [2], [1]], order [1, 3, 5, 0, 4, 2] and position [[3, 0, 5, 1, 4, 2]].
     """
 
     chosen: Tensor  # [n, k] expert
@@ -261,7 +262,7 @@ class DispatchPlan(NamedTuple):
     counts: Tensor  # [E / ep] rows for each expert of this rank
     sent: list[int]  # rows to each expert-parallel rank; empty without expert parallelism
     received: list[int]  # rows from each
-    by_expert: Tensor | None  # [sum of received] the received rows, in the order of experts
+    by_expert: Tensor | None  # [sum of received] indices that sort received rows by expert
     by_rank: Tensor | None  # the inverse of by_expert
 
 
@@ -272,14 +273,15 @@ def inverse_permutation(order: Tensor, size: int) -> Tensor:
     return position
 
 
-# all but the first are reported as means over tokens (dropped_share: over choices)
+# reported as means over "tokens" (dropped_share: over choices)
 ROUTER_STATS = ("tokens", "dropped_share", "router_entropy", "load_balancing_loss", "z_loss")
 
 
 class Routing(recompute.RunOnce):
     """From logits to a dispatch plan, and the router's statistics. It has no gradient.
 
-    Routing runs once; recomputation reuses the plan.
+    Where recompute.py runs a layer a second time in backward, routing does not run again: the plan
+    of the first run is reused.
     """
 
     def __init__(self, scores, config: MoEConfig):
@@ -297,8 +299,8 @@ class Routing(recompute.RunOnce):
         """logits: [n, E], of the whole micro-batch.
 
         With a capacity, an expert drops its last choices: second choices before first ones, later
-        tokens before earlier ones. For a dropped choice the token gets zeros, so only the residual
-        connection goes on; the probabilities of its other choices stay as they are.
+        tokens before earlier ones. A dropped choice adds zeros; the probabilities of the token's
+        other choices stay as they are.
         """
         n, e = logits.shape
         chosen = self.scores(logits, self.training).topk(self.k).indices
@@ -309,7 +311,9 @@ class Routing(recompute.RunOnce):
         # evaluation drops nothing
         if self.capacity_factor and self.training:
             factor = min(self.capacity_factor, e)
+            # rounded first, so that a float's last bit does not add one
             capacity = math.ceil(round(factor * len(choices) / e, 6))
+            # in `order`, where the expert of each assignment begins
             first = (counts.cumsum(0) - counts)[choices[order]]
             rank_in_expert = torch.arange(len(choices), device=choices.device) - first
             order = order[rank_in_expert < capacity]

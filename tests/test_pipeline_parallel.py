@@ -61,7 +61,9 @@ def test_stages_have_the_parameters_of_the_model_under_its_names():
         [n for n, _ in sharding.named_parameters(chunk)] for stage in chunks for chunk in stage
     ]
     # the tied matrix twice
-    assert {n for some in names for n in some} == set(whole) and sum(map(len, names)) == len(whole) + 1
+    assert {n for some in names for n in some} == set(whole) and sum(map(len, names)) == len(
+        whole
+    ) + 1
     assert [sorted(chunk.blocks) for stage in chunks for chunk in stage] == [
         ["0", "1"],
         ["4", "5"],
