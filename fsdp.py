@@ -1,52 +1,63 @@
-"""Sharded data parallelism, a stage at a time (ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv
+"""Sharded data parallelism, one stage at a time (ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv
 2304.11277).
 
-Data-parallel ranks train one model on different samples, and add up their gradients. Replicas of
-everything are the simple way; each stage stops replicating one more thing. Ψ parameters, N ranks,
-bytes in mixed precision (bf16 weights, fp32 gradients, fp32 master and moments):
+Data-parallel ranks train one model on different samples and sum their gradients. Plain data
+parallelism replicates everything; each stage of ZeRO shards one more thing over the N ranks. Each
+of Ψ parameters has 2 bytes of weight (bf16), 4 of gradient (fp32) and 12 of optimizer state (fp32
+master and two moments):
 
-    stage  on a rank         bytes of a rank          sent in a step of m micro-batches, times Ψ (N-1)/N elements
-    0      everything        (2 + 4 + 12) Ψ           2        all-reduce of gradients
-    1      state / N         (2 + 4 + 12/N) Ψ         2        reduce-scatter of gradients, all-gather of updated parameters
-    2      gradients / N     (2 + (4 + 12)/N) Ψ       m + 1    .. the reduce-scatter after each micro-batch: only the sum of a part is kept
-    3      parameters / N    (2 + 4 + 12)/N Ψ         3 m      .. parameters gathered for forward, and again for backward
+    stage  sharded           bytes on a rank       elements sent by a rank in a step of m
+                                                   micro-batches, times Ψ (N-1)/N
+    0      nothing           (2 + 4 + 12) Ψ        2        all-reduce of gradients
+    1      optimizer state   (2 + 4 + 12/N) Ψ      2        reduce-scatter of gradients,
+                                                            all-gather of updated parameters
+    2      + gradients       (2 + (4 + 12)/N) Ψ    m + 1    m reduce-scatters, 1 all-gather
+    3      + parameters      (2 + 4 + 12)/N Ψ      3 m      m reduce-scatters, 2 m all-gathers:
+                                                            for each forward and each backward
 
-(Between steps. In stage 3 two units of parameters, and in stages 2 and 3 two of gradients, come and
-go.) What one collective moves is a unit: the parameters of one layer (the embedding and the head
-are layers too), side by side in one flat [N, T] tensor whose row r is rank r's part of each. (A
-layer's experts, where they are spread over some of the ranks, are a second unit: fewer ranks hold
-the same ones.) A parameter is cut along its first dimension of size N or more (or its largest),
-padded where N does not divide it.
+    python fsdp.py      four stages on two ranks: gradients, and bytes and elements by this table
 
-    stage 3    compute        | block 0 | block 1 | block 2 |        Forward gathers a unit while the one before it computes, and drops it after use;
-    forward    all-gather  0  |    1    |    2    |   ..             backward does the same in reverse, and sends a unit's gradients
-                                                                     as soon as its last one is
-                                                                     there.
+A unit is one layer's parameters, flattened to [N, T]; row r is rank r's shard. The embedding and
+the head are layers too. One collective moves one unit. An all-gather of rows gives the [N, T]
+tensor; a reduce-scatter of [N, T] gradients gives each rank its row of the sum.
 
-`parameter.shard` is what this rank updates: the optimizer, the norm and checkpoints see shards,
-through their sharding record, and nothing else of this file. Gradients are summed, never averaged:
-the loss of each micro-batch is already divided by the number of counted tokens in the whole global
-batch, so unequal masks and any split into ranks and micro-batches come out right. Only the loop
-knows which backward is a step's last: before it, stages 0 and 1 send nothing.
+The loop calls four methods in each step; autograd and the layers call the rest:
 
-    python fsdp.py      the four stages on two ranks: gradients, bytes, elements sent, how long gathers were in flight and waited for
+    zero()                 forget the gradients of the step before
+      forward              stage 3: gather a unit, run its layer, free the unit
+    last_backward()        announces the step's last backward, which only the loop knows
+      backward             a unit whose gradients are complete is reduced while backward goes on:
+                           in stages 0 and 1 in the last backward, in 2 and 3 in every one
+    reduce_gradients()     wait until `main_grad` of each shard is the sum over the ranks
+    (optimizer step)       updates `parameter.shard`
+    gather_parameters()    stages 1 and 2: get the shards that other ranks have updated
 
-Left out, and found in torch.distributed.fsdp: keeping the last unit between forward and backward (a
-gather less, a unit more), sharding inside a node and replicating across, offloading to the CPU. A
-tied matrix is gathered for the lookup, and for the head, where it stays until the head's backward
-is over: the lookup's backward does not read it."""
+Communication overlaps computation. In stage 3 a unit is gathered while the layer before it runs;
+backward does the same from the last layer to the first:
 
-import time
+    compute                 | block 0 | block 1 | block 2 |
+    all-gather of unit   0  |    1    |    2    |   ..
+
+So two units of parameters exist at a time, and in stages 2 and 3 two units of gradients; the table
+leaves these out. Gradients are summed, never averaged: the loop has divided each loss by the number
+of counted tokens in the whole global batch.
+
+Not covered: torch.distributed.fsdp can also keep the last unit between forward and backward, shard
+inside a node and replicate across nodes, and offload to the CPU.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import sharding
-from model_config import GPTConfig
+from model_config import FieldError
 from optimizer import GradientAccumulator, LossScaler, accumulation_dtype, sum_uses_apart
 from sharding import Shard, local_part, set_sharding, sharding_of
 
@@ -55,387 +66,398 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def cut_dim(shape, n: int) -> int:
-    """The first dimension that n ranks can share, or the largest."""
-    return next(
-        (dim for dim, size in enumerate(shape) if size >= n),
-        max(range(len(shape)), key=lambda dim: shape[dim]),
-    )
+# --- a unit: one layer's parameters ---------------------------------------------------------------
 
 
-class Unit:
-    """The parameters of one layer, and how they lie in a flat [n, T] tensor: row r holds rank r's
-    part of each, one after the other.
+def shard_dim(shape: torch.Size, n: int) -> int:
+    """The dimension along which a parameter is sharded over n ranks: the first one of size n or
+    more, else the largest."""
+    for dim, size in enumerate(shape):
+        if size >= n:
+            return dim
+    return max(range(len(shape)), key=lambda dim: shape[dim])
 
-    Its gradients go when none is `missing` from the backward that runs. (Under zb-h1 biases of a
-    later micro-batch may arrive before the weights of this one; they add up, and leave when the
-    unit is full once more, or at the end of the step.)"""
+
+class Slot(NamedTuple):
+    """Where the shard of one parameter lies in every row."""
+
+    offset: int
+    dim: int  # along which the parameter is sharded
+    shape: torch.Size  # of a shard, with padding
+
+
+class FlatParameters:
+    """A unit: one layer's parameters, flattened to [N, T]; row r is rank r's shard.
+
+    A row holds the rank's shard of each parameter, one after the other. A parameter that N does not
+    divide is padded at its end. For N = 2, weight [5, 2] and bias [2], both sharded along dimension
+    0, T is 7:
+
+        row 0    w00 w01 w10 w11 w20 w21  b0        weight[0:3], bias[0:1]
+        row 1    w30 w31 w40 w41  -   -   b1        weight[3:5] and a row of padding, bias[1:2]
+
+    In stage 0 nothing is sharded: N is 1, whatever the size of the group.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, stage: int):
-        """group: the ranks that hold the same parameters, and sum their gradients. In stage 0
-        nothing is cut."""
+        """parameters: all of them learn, or none. group: the ranks that hold the same parameters,
+        and sum their gradients."""
         self.parameters = parameters
         self.trainable = [p for p in parameters if p.requires_grad]
-        self.group, self.n, self.rank = group, *((group.size(), group.rank()) if stage else (1, 0))
-        # places: parameter -> (offset in a row, dim, shape of a part)
-        n = self.n
+        self.group = group
+        self.N = group.size() if stage else 1
+        self.rank = group.rank() if stage else 0
         self.T = 0
-        self.places = {}
         self.padding = False
+        self.slots: dict[nn.Parameter, Slot] = {}
         for p in parameters:
-            dim = cut_dim(p.shape, n)
-            shape = torch.Size(
-                -(-size // n) if d == dim else size for d, size in enumerate(p.shape)
-            )
-            self.places[p] = self.T, dim, shape
-            self.T += shape.numel()
-            self.padding |= n * shape[dim] > p.shape[dim]
-        # whose gradients a backward has yet to bring; whose are in `gradients`
-        self.missing = set(self.trainable)
-        self.arrived = set()
-        self.gradients: Tensor | None = None  # [n, T], of this rank's samples
-        # [T], stages 2 and 3: this rank's part, summed over ranks and micro-batches
-        self.sum: Tensor | None = None
-        # (result, work), while gradients are on their way
-        self.reducing = None
-        # [T], stage 3: this rank's part of the parameters
-        self.shards: Tensor | None = None
-        # stage 3: where gathered parameters are; its storage comes and goes
-        self.whole: Tensor | None = None
-        # (flat [n, T], work), while parameters are on their way
-        self.arriving = None
+            dim = shard_dim(p.shape, self.N)
+            shape = list(p.shape)
+            shape[dim] = -(-p.shape[dim] // self.N)  # ceil
+            self.slots[p] = Slot(self.T, dim, torch.Size(shape))
+            self.T += math.prod(shape)
+            self.padding |= self.N * shape[dim] > p.shape[dim]
 
-    def part(self, row: Tensor, p: nn.Parameter) -> Tensor:
-        """The part of p, padded, in a row [T]."""
-        offset, _, shape = self.places[p]
+        # parameters whose gradients the present backward has yet to bring
+        self.missing = set(self.trainable)
+        # parameters whose gradients are in `local_grads`
+        self.arrived: set[nn.Parameter] = set()
+        # [N, T], from this rank's samples
+        self.local_grads: Tensor | None = None
+        # stages 2 and 3: [T], this rank's row of the sum over ranks and micro-batches
+        self.summed_grads: Tensor | None = None
+        # while gradients are being summed: (this rank's row of the sum [T], work)
+        self.reducing: tuple | None = None
+
+        # stage 3: [T], this rank's shards of the parameters
+        self.row: Tensor | None = None
+        # stage 3: the storage of the whole parameters, empty except from `gather` to `free`
+        self.whole: Tensor | None = None
+        # while parameters are being gathered: (flat [N, T], work)
+        self.gathering: tuple | None = None
+
+    def shard_in(self, row: Tensor, p: nn.Parameter) -> Tensor:
+        """A view of the shard of p, with padding, in row [T]."""
+        offset, _, shape = self.slots[p]
         return row[offset : offset + shape.numel()].view(shape)
 
-    def rows(self, flat: Tensor, p: nn.Parameter) -> Tensor:
-        """All parts of p in flat [n, T]: [n, *shape of a part]"""
-        offset, _, shape = self.places[p]
+    def shards_in(self, flat: Tensor, p: nn.Parameter) -> Tensor:
+        """A view of the shards of p of all ranks in flat [N, T]: [N, *shape of a shard]."""
+        offset, _, shape = self.slots[p]
         return flat[:, offset : offset + shape.numel()].unflatten(1, shape)
 
-    def pairs(self, flat: Tensor, p: nn.Parameter, whole: Tensor):
-        """(in_flat, in_whole): views of flat [n, T] and of whole, which is shaped like p, that are
-        for the same elements; padding is in none."""
-        rows = self.rows(flat, p)
-        _, dim, shape = self.places[p]
-        # ranks whose part has no padding; what the next one has
-        full, rest = divmod(whole.shape[dim], shape[dim])
-        yield (
-            rows[:full],
-            whole.narrow(dim, 0, full * shape[dim])
-            .unflatten(dim, (full, shape[dim]))
-            .movedim(dim, 0),
-        )
+    def views(self, flat: Tensor, p: nn.Parameter, whole: Tensor) -> Iterator[tuple]:
+        """Pairs (view of flat [N, T], view of whole) of the same elements of p.
+
+        whole has the shape of p: p itself, or its gradient. Copying inside the pairs moves p into
+        flat, or out of it. The first pair has all shards that are full; the second one, if there is
+        one, has what stands before the padding in the next shard.
+        """
+        _, dim, shape = self.slots[p]
+        size = shape[dim]
+        full, rest = divmod(whole.shape[dim], size)
+        shards = self.shards_in(flat, p)
+        in_whole = whole.narrow(dim, 0, full * size).unflatten(dim, (full, size))
+        yield shards[:full], in_whole.movedim(dim, 0)  # [full, *shape of a shard] both
         if rest:
-            yield rows[full].narrow(dim, 0, rest), whole.narrow(dim, full * shape[dim], rest)
+            yield shards[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest)
+
+    def start_all_gather(self, flat: Tensor, row: Tensor) -> None:
+        """Begin to collect the rows [T] of all ranks in flat [N, T]."""
+        work = all_gather(flat.view(-1), row, group=self.group, async_op=True)
+        self.gathering = flat, work
+
+    @torch.no_grad()
+    def finish_all_gather(self) -> None:
+        """Wait for the rows, and copy them to where the model reads its parameters."""
+        flat, work = self.gathering
+        work.wait()
+        for p in self.parameters:
+            # `data`: autograd must not count this write, for the values are the ones it has seen
+            for in_flat, in_whole in self.views(flat, p, p.data):
+                in_whole.copy_(in_flat)
+        self.gathering = None
+
+
+# --- stages 0 to 2: every rank has all parameters -------------------------------------------------
 
 
 class DataParallel(GradientAccumulator):
-    """One of N replicas, of which `stage` decides what is whole. After `reduce_gradients()`,
-    `main_grad` of each shard is the sum over the group; after the optimizer's step,
-    `gather_parameters()` brings every rank what the others have updated."""
+    """Sums the gradients of N replicas of a model, unit by unit.
 
-    def __init__(
-        self,
-        units: list[Unit],
-        stage: int,
-        scaler: LossScaler | None,
-        reduce_dtype: torch.dtype | None,
-    ):
-        """units: in the order of forward."""
+    In stages 0 and 1 a rank adds up `local_grads` [N, T] over all micro-batches and reduces them
+    once, during the last backward. In stages 2 and 3 (`shards_gradients`) it reduces them in every
+    backward, frees them, and adds up `summed_grads` [T].
+    """
+
+    def __init__(self, units: list[FlatParameters], stage: int, scaler, reduce_dtype):
+        """units: in the order of forward. scaler, reduce_dtype: as in `apply`."""
         self.units = units
         self.stage = stage
+        self.shards_gradients = stage >= 2
         self.scaler = scaler
-        # sending: units whose gradients are on their way
-        self.last = False
-        self.sending = []
+        self.is_last_backward = False
+        # units whose gradients are being summed
+        self.reductions: list[FlatParameters] = []
         self.unit_of = {p: unit for unit in units for p in unit.parameters}
         self.parameters = [p for unit in units for p in unit.trainable]
         first = units[0].parameters[0]
-        self.sum_dtype = accumulation_dtype(first.dtype)
         self.device = first.device
+        self.sum_dtype = accumulation_dtype(first.dtype)
         self.reduce_dtype = reduce_dtype or self.sum_dtype
-        for unit in units if stage < 2 else []:
-            unit.gradients = torch.zeros(unit.n, unit.T, dtype=self.sum_dtype, device=self.device)
-            self.hand_over(unit, unit.gradients[unit.rank])
+        if not self.shards_gradients:
+            for unit in units:
+                unit.local_grads = self.new_grads(unit)
+                self.set_main_grads(unit, unit.local_grads[unit.rank])
         self.zero()
         self.listen()
 
-    def hand_over(self, unit: Unit, row: Tensor | None) -> None:
-        """Let each shard's `main_grad` be its part of a row [T]."""
+    def new_grads(self, unit: FlatParameters) -> Tensor:
+        """[N, T], to be overwritten by gradients. Padding is sent like the rest, so it is set to 0."""
+        new = torch.zeros if unit.padding else torch.empty
+        return new(unit.N, unit.T, dtype=self.sum_dtype, device=self.device)
+
+    def set_main_grads(self, unit: FlatParameters, row: Tensor | None) -> None:
+        """Let `main_grad` of each shard be a view of row [T]."""
         for p in unit.trainable:
-            local_part(p).main_grad = None if row is None else unit.part(row, p)
+            local_part(p).main_grad = None if row is None else unit.shard_in(row, p)
 
     def zero(self) -> None:
+        """Forget the gradients of the step before. The first ones to arrive overwrite them."""
         for unit in self.units:
-            # what arrives first overwrites
             unit.arrived.clear()
-            if self.stage > 1:
-                unit.sum = None
-                self.hand_over(unit, None)
+            if self.shards_gradients:
+                unit.summed_grads = None
+                self.set_main_grads(unit, None)
 
     def last_backward(self) -> None:
-        """The next backward is the step's last: units may go as soon as they are full."""
-        self.last = True
-        for unit in self.units:
-            if self.stage < 2:
+        """The next backward is the step's last: in stages 0 and 1 a unit may be reduced as soon as
+        this backward has brought all its gradients."""
+        self.is_last_backward = True
+        if not self.shards_gradients:
+            for unit in self.units:
                 unit.missing = set(unit.trainable)
 
-    # a hook: autograd does not record here
     def accumulate(self, p: nn.Parameter) -> None:
-        # owed: a pipeline schedule computes it later
+        """Move p.grad into its unit. Autograd calls this when the gradient of p is complete."""
+        # None: a pipeline schedule has deferred this weight gradient
         if p.grad is None:
             return
         unit = self.unit_of[p]
         unscale = 1 / self.scaler.scale if self.scaler else 1
-        if unit.gradients is None:
-            make = torch.zeros if unit.padding else torch.empty
-            unit.gradients = make(unit.n, unit.T, dtype=self.sum_dtype, device=self.device)
-        for in_flat, in_whole in unit.pairs(unit.gradients, p, p.grad):
+        if unit.local_grads is None:
+            unit.local_grads = self.new_grads(unit)
+        for in_flat, in_grad in unit.views(unit.local_grads, p, p.grad):
             if p in unit.arrived:
-                in_flat.add_(in_whole, alpha=unscale)
+                in_flat.add_(in_grad, alpha=unscale)
             else:
-                in_flat.copy_(in_whole)
+                in_flat.copy_(in_grad)
                 if unscale != 1:
                     in_flat.mul_(unscale)
-        unit.arrived.add(p)
-        unit.missing.discard(p)
         p.grad = None
+        unit.arrived.add(p)
+        # Under zb-h1 a bias of a later micro-batch may come before the weights of this one. It is
+        # added, and the unit still waits for its weights.
+        unit.missing.discard(p)
         if not unit.missing:
             self.complete(unit)
 
-    def complete(self, unit: Unit) -> None:
-        """A backward has left all gradients of a unit."""
-        if self.stage > 1:
+    def complete(self, unit: FlatParameters) -> None:
+        """A backward has brought all gradients of a unit."""
+        if self.shards_gradients:
             self.reduce(unit)
-        elif self.last:
-            self.launch()
+        elif self.is_last_backward:
+            self.reduce_in_order()
 
-    def launch(self, everything: bool = False) -> None:
-        """Stages 0 and 1: send the units that are full, in the same order on every rank."""
-        # as backward reaches them
+    def reduce_in_order(self, everything: bool = False) -> None:
+        """Stages 0 and 1: reduce the units that are complete, or everything.
+
+        From the last layer to the first, as backward completes them. The order must be the same on
+        every rank, so a unit that is not complete holds up those of the layers before it.
+        """
         for unit in reversed(self.units):
-            if unit not in self.sending:
-                if unit.missing and not everything:
-                    return
-                self.reduce(unit)
+            if unit in self.reductions:
+                continue
+            if unit.missing and not everything:
+                return
+            self.reduce(unit)
 
     @torch.no_grad()
-    def reduce(self, unit: Unit) -> None:
-        """Start the sum of a unit's gradients over the ranks."""
-        if self.stage > 1:
-            # [n, T] is memory: one is filled while one is on its way
+    def reduce(self, unit: FlatParameters) -> None:
+        """Start to sum a unit's gradients over the ranks."""
+        if self.shards_gradients:
+            # memory: one unit of gradients is filled, and at most one more is on its way
             self.finish_reductions()
-        # not used this time
-        for p in set(unit.parameters) - unit.arrived:
-            unit.rows(unit.gradients, p).zero_()
+        for p in unit.trainable:
+            # not used since the last reduction: what is there is old
+            if p not in unit.arrived:
+                unit.shards_in(unit.local_grads, p).zero_()
         unit.missing = set(unit.trainable)
         unit.arrived = set()
-        # itself, where that is its type
-        x = unit.gradients.to(self.reduce_dtype if unit.group.size() > 1 else self.sum_dtype)
-        mine = x[unit.rank]
-        if self.stage > 1:
-            # the next micro-batch's go elsewhere
-            mine = torch.empty_like(mine)
-            unit.gradients = None
+        dtype = self.reduce_dtype if unit.group.size() > 1 else self.sum_dtype
+        # `local_grads` itself, not a copy, where that is its type already
+        flat = unit.local_grads.to(dtype)  # [N, T]
+        row = flat[unit.rank]  # [T]
+        if self.shards_gradients:
+            row = torch.empty_like(row)
+            unit.local_grads = None
         if self.stage == 0:
-            unit.reducing = mine, dist.all_reduce(x, group=unit.group, async_op=True)
+            work = dist.all_reduce(flat, group=unit.group, async_op=True)
         else:
-            unit.reducing = mine, reduce_scatter(mine, x.view(-1), group=unit.group, async_op=True)
-        self.sending.append(unit)
+            work = reduce_scatter(row, flat.view(-1), group=unit.group, async_op=True)
+        unit.reducing = row, work
+        self.reductions.append(unit)
 
     @torch.no_grad()
     def finish_reductions(self) -> None:
-        for unit in self.sending:
-            result, work = unit.reducing
+        """Wait for the sums that are on their way, and leave them in `main_grad`."""
+        for unit in self.reductions:
+            row, work = unit.reducing
             work.wait()
-            # of the first micro-batch
-            if self.stage > 1 and unit.sum is None:
-                unit.sum = result.to(self.sum_dtype)
-                self.hand_over(unit, unit.sum)
-            elif self.stage > 1:
-                unit.sum += result
-            elif result.dtype != self.sum_dtype:
-                unit.gradients[unit.rank] = result
+            if not self.shards_gradients:
+                # in another type it is not in `local_grads` yet
+                if row.dtype != self.sum_dtype:
+                    unit.local_grads[unit.rank] = row
+            elif unit.summed_grads is None:
+                # the first micro-batch
+                unit.summed_grads = row.to(self.sum_dtype)
+                self.set_main_grads(unit, unit.summed_grads)
+            else:
+                unit.summed_grads += row
             unit.reducing = None
-        self.sending.clear()
+        self.reductions.clear()
 
     def reduce_gradients(self) -> None:
-        """Wait until every `main_grad` is the sum over the group."""
-        if self.stage < 2:
-            self.launch(everything=True)
-        for unit in reversed(self.units) if self.stage > 1 else []:
-            # by a backward that did not reach all of it
-            if unit.arrived:
-                self.reduce(unit)
+        """After the step's last backward: wait until each `main_grad` is the sum over the group."""
+        if self.shards_gradients:
+            for unit in reversed(self.units):
+                # a backward has brought some gradients of this unit, and not all
+                if unit.arrived:
+                    self.reduce(unit)
+        else:
+            self.reduce_in_order(everything=True)
         self.finish_reductions()
-        self.last = False
+        self.is_last_backward = False
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """After the optimizer's step: every rank gets the parts that the others have updated."""
+        """After the optimizer's step: every rank gets the shards that the others have updated."""
         if self.stage == 0:
             return
-        for before, unit in pairwise([None, *self.units, None]):
-            if unit:
-                flat = torch.empty(
-                    unit.n, unit.T, dtype=unit.parameters[0].dtype, device=self.device
-                )
-                for p in unit.parameters:
-                    unit.part(flat[unit.rank], p).copy_(p.shard)
-                unit.arriving = (
-                    flat,
-                    all_gather(flat.view(-1), flat[unit.rank], group=unit.group, async_op=True),
-                )
-            # while this one is on its way
-            if before:
-                self.unpack(before)
+        previous = None
+        for unit in self.units:
+            flat = unit.parameters[0].new_empty(unit.N, unit.T)
+            row = flat[unit.rank]
+            for p in unit.parameters:
+                unit.shard_in(row, p).copy_(p.shard)
+            unit.start_all_gather(flat, row)
+            # copied while this one is on its way
+            if previous:
+                previous.finish_all_gather()
+            previous = unit
+        previous.finish_all_gather()
 
-    @torch.no_grad()
-    def unpack(self, unit: Unit) -> None:
-        """Wait for a unit's parameters, and put them where the model reads them."""
-        flat, work = unit.arriving
-        work.wait()
-        for p in unit.parameters:
-            # data: a write that autograd does not count, for the values are the same
-            for in_flat, in_whole in unit.pairs(flat, p, p.data):
-                in_whole.copy_(in_flat)
-        unit.arriving = None
+
+# --- stage 3: parameters are gathered for each use ------------------------------------------------
 
 
 class FullySharded(DataParallel):
-    """Stage 3: between its uses, a unit is its shards alone."""
+    """Stage 3: a rank keeps its row of each unit, and has whole parameters only around a layer.
 
-    def __init__(
-        self,
-        layers: list[nn.Module],
-        units: list[Unit],
-        scaler: LossScaler | None,
-        reduce_dtype: torch.dtype | None,
-    ):
+    forward of layer i     wait for its units, start to gather those of i + 1; run; free its units
+    backward of layer i    free the units of i + 1; wait for its own, start to gather those of i - 1
+
+    The hook on the gradient of a layer's output marks the start of that layer's backward. A tied
+    matrix belongs to a unit of two layers, the embedding and the head. Backward starts at the head,
+    so there it is kept between forward and backward. The backward of the embedding's lookup does
+    not read it, so it is not gathered once more.
+    """
+
+    def __init__(self, layers: list[nn.Module], units, scaler, reduce_dtype):
+        """layers, units: both in the order of forward."""
         super().__init__(units, 3, scaler, reduce_dtype)
-        self.needs = [
-            list(dict.fromkeys(self.unit_of[p] for p in layer.parameters())) for layer in layers
-        ]
-        self.chained = False
-        self.users = {
-            unit: [i for i, needed in enumerate(self.needs) if unit in needed] for unit in units
-        }
+        # number of a layer: the units that it reads
+        self.layer_units: dict[int, list[FlatParameters]] = {}
+        # unit: the numbers of the layers that read it, more than one for a tied matrix
+        self.readers: dict[FlatParameters, list[int]] = {unit: [] for unit in units}
+        # whether the input of the first layer has a gradient: that of another pipeline stage
+        self.input_has_gradient = False
         for i, layer in enumerate(layers):
+            self.layer_units[i] = list(dict.fromkeys(self.unit_of[p] for p in layer.parameters()))
+            for unit in self.layer_units[i]:
+                self.readers[unit].append(i)
             layer.forward = partial(self.forward, i, layer.forward)
 
-    def forward(self, i: int, layer, *args) -> Tensor:
-        """A layer, around which its parameters come and go."""
-        self.gather(self.needs[i], self.needs[i + 1] if i + 1 < len(self.needs) else [])
-        y = layer(*args)
+    def forward(self, i: int, layer_forward, *args) -> Tensor:
+        """What runs in the place of layer i's own forward."""
+        self.gather(self.layer_units[i], self.layer_units.get(i + 1, []))
+        y = layer_forward(*args)
         recorded = torch.is_grad_enabled() and y.requires_grad
-        for unit in self.needs[i]:
-            # a tied matrix stays with its last user
-            if not (recorded and len(self.users[unit]) > 1 and self.users[unit][-1] == i):
+        for unit in self.layer_units[i]:
+            is_tied = len(self.readers[unit]) > 1
+            if not (recorded and is_tied and unit in self.backward_units(i)):
                 self.free(unit)
         if i == 0:
-            # to another pipeline stage, by the gradient of the input
-            self.chained = args[0].requires_grad
-            if recorded and self.chained:
+            self.input_has_gradient = args[0].requires_grad
+            if recorded and self.input_has_gradient:
                 args[0].register_hook(lambda grad: self.before_backward(-1))
         if recorded:
             y.register_hook(lambda grad: self.before_backward(i))
         return y
 
-    def before_backward(self, i: int) -> None:
-        """The gradient of a layer's output is there: what came after it is done. (i = -1: all is
-        done.)"""
-        mine, before = (
-            [unit for unit in self.needs[k] if self.users[unit][-1] == k] if k >= 0 else []
-            for k in (i, i - 1)
-        )
-        for unit in self.needs[i + 1] if i + 1 < len(self.needs) else []:
-            if unit not in mine:
-                self.free(unit)
-        self.gather(mine, before)
+    def backward_units(self, i: int) -> list[FlatParameters]:
+        """The units that backward of layer i reads: a tied one only in its last layer, the head."""
+        return [unit for unit in self.layer_units.get(i, []) if self.readers[unit][-1] == i]
 
-    def complete(self, unit: Unit) -> None:
-        # nothing comes before the first layer to say that it is done
-        if unit in self.needs[0] and not self.chained:
-            for other in self.needs[0]:
-                if other is unit or not other.trainable:
-                    self.free(other)
+    def before_backward(self, i: int) -> None:
+        """The gradient of layer i's output is there, so backward of layer i + 1 is over. i = -1:
+        the gradient of the first layer's input is there, and all is over."""
+        needed = self.backward_units(i)
+        for unit in self.layer_units.get(i + 1, []):
+            if unit not in needed:
+                self.free(unit)
+        self.gather(needed, self.backward_units(i - 1))
+
+    def complete(self, unit: FlatParameters) -> None:
+        # Where no gradient leaves the first layer, no hook says that its backward is over: its
+        # gradients do.
+        if unit in self.layer_units[0] and not self.input_has_gradient:
+            for first in self.layer_units[0]:
+                if first is unit or not first.trainable:
+                    self.free(first)
         super().complete(unit)
 
-    def gather(self, now: list[Unit], soon: list[Unit]) -> None:
-        """Have the parameters of `now`; then start to gather those of `soon`."""
+    def gather(self, now: list[FlatParameters], next_units: list[FlatParameters]) -> None:
+        """Have the parameters of the units `now`, and start to gather those that come next."""
         for unit in now:
-            self.start(unit)
-            if unit.arriving:
+            self.start_gather(unit)
+            if unit.gathering:
                 unit.whole.untyped_storage().resize_(unit.whole.nbytes)
-                self.unpack(unit)
-        for unit in soon:
-            self.start(unit)
+                unit.finish_all_gather()
+        for unit in next_units:
+            self.start_gather(unit)
+
+    def start_gather(self, unit: FlatParameters) -> None:
+        """Unless its parameters are there, or on their way."""
+        if not unit.gathering and not unit.whole.untyped_storage().size():
+            unit.start_all_gather(unit.row.new_empty(unit.N, unit.T), unit.row)
+
+    def free(self, unit: FlatParameters) -> None:
+        """Give back the memory of a unit's parameters; they keep their shapes."""
+        unit.whole.untyped_storage().resize_(0)
 
     def gather_parameters(self) -> None:
-        """Forward gathers; what a forward without a backward has left is old."""
+        """After the optimizer's step: the next forward gathers. Parameters that a forward without a
+        backward has left are old now."""
         for unit in self.units:
-            if unit.arriving:
-                unit.arriving[1].wait()
-                unit.arriving = None
+            if unit.gathering:
+                _, work = unit.gathering
+                work.wait()
+                unit.gathering = None
             self.free(unit)
 
-    def start(self, unit: Unit) -> None:
-        if not unit.arriving and not unit.whole.untyped_storage().size():
-            flat = torch.empty(unit.n, unit.T, dtype=unit.shards.dtype, device=self.device)
-            unit.arriving = (
-                flat,
-                all_gather(flat.view(-1), unit.shards, group=unit.group, async_op=True),
-            )
 
-    def free(self, unit: Unit) -> None:
-        unit.whole.untyped_storage().resize_(0)
-
-
-@torch.no_grad()
-def cut_unit(unit: Unit, stage: int) -> None:
-    """Give each parameter its `shard`: a view of this rank's part or, in stage 3, all that is left
-    of the parameter."""
-    if stage == 3:
-        flat = unit.parameters[0].new_zeros(unit.n, unit.T)
-        for p in unit.parameters:
-            for in_flat, in_whole in unit.pairs(flat, p, p):
-                in_flat.copy_(in_whole)
-        unit.shards = flat[unit.rank].clone()
-        sizes = [p.numel() for p in unit.parameters]
-        unit.whole = unit.shards.new_empty(sum(sizes))
-        for p, place in zip(unit.parameters, unit.whole.split(sizes)):
-            p.data = place.view(p.shape)
-        unit.whole.untyped_storage().resize_(0)
-    for p, (_, dim, shape) in unit.places.items():
-        if stage == 3:
-            part = unit.part(unit.shards, p)
-        else:
-            padded = p.new_zeros([n * unit.n if d == dim else n for d, n in enumerate(shape)])
-            padded.narrow(dim, 0, p.shape[dim]).copy_(p)
-            # itself, where dim is 0
-            part = padded.narrow(dim, unit.rank * shape[dim], shape[dim]).contiguous()
-            if dim == 0:
-                # p moves to where it has room for the padding
-                p.data = padded[: p.shape[0]]
-        p.shard = nn.Parameter(part, requires_grad=p.requires_grad)
-        set_sharding(
-            p.shard,
-            replace(
-                sharding_of(p), placements=(*sharding_of(p).placements, Shard(dim, unit.group))
-            ),
-        )
-
-
-def spread(p: nn.Parameter, group: dist.ProcessGroup) -> bool:
-    """Whether ranks of the group hold different parts of p."""
-    ranks = set(dist.get_process_group_ranks(group))
-    return any(
-        c.group.size() > 1 and ranks.issuperset(dist.get_process_group_ranks(c.group))
-        for c in sharding_of(p).placements
-    )
+# --- in a model -----------------------------------------------------------------------------------
 
 
 def apply(
@@ -447,219 +469,161 @@ def apply(
     init=None,
     expert_group: dist.ProcessGroup | None = None,
 ) -> GradientAccumulator:
-    """Make `model` one of `group.size()` replicas, sharded as `stage` says (0 to 3). All ranks must
-    hold equal weights. Parameters that are spread over ranks of the group already, experts, have
-    fewer replicas: `expert_group`, the ranks that hold the same ones. reduce_dtype: of gradients on
-    their way; the default is that of their sum, at least float32. init(names): gives the parameters
-    of these names their values, for a model on the meta device: a layer is drawn and cut before the
-    next one is drawn. Raises ValueError for another stage."""
+    """Make `model` one of `group.size()` data-parallel replicas, sharded by `stage`. All ranks must
+    hold equal weights. Returns what sums the gradients.
+
+    reduce_dtype: of gradients while they are sent; by default that of their sum, at least float32.
+    init(names): gives the parameters of these names their values, for a model on the meta device.
+    It is called for one layer at a time, which is sharded before the next one gets values.
+    expert_group: the ranks that hold the same experts, where the ranks of `group` hold different
+    ones. Raises FieldError for another stage, ValueError where expert_group is missing.
+    """
     if stage not in (0, 1, 2, 3):
-        raise ValueError(
-            f"stage {stage}: must be 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients)"
-            " or 3 (and parameters)"
-        )
-    layers = {
-        f"{name}.{key}" if key else name: layer
-        for name, child in model.named_children()
-        for key, layer in (child.items() if isinstance(child, nn.ModuleDict) else [("", child)])
-    }
-    seen = set()
+        rule = "must be 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and"
+        raise FieldError("zero_stage", stage, rule + " parameters)")
+    layers = named_layers(model)
     units = []
-    # a tied weight belongs to the first layer that has it
+    seen = set()
     for prefix, layer in layers.items():
+        # a tied weight belongs to the first layer that has it
         names = [f"{prefix}.{name}" for name, p in layer.named_parameters() if p not in seen]
-        seen.update(layer.parameters())
         if names and init:
             init(names)
-            # they are other objects now
-            seen.update(layer.parameters())
+        # after init, which replaces meta parameters by real ones
+        seen.update(layer.parameters())
         parameters = [model.get_parameter(name) for name in names]
-        if expert_group is None and any(spread(p, group) for p in parameters):
-            raise ValueError(
-                "parameters of this model are spread over ranks of the group: hand over"
-                " expert_group, the ranks that hold the same ones"
-            )
-        # of what is frozen there are no gradients to sum: only stage 3 cuts it
-        for learns, spread_out in product((True, False), repeat=2):
-            some = [
-                p
-                for p in parameters
-                if p.requires_grad == learns and spread(p, group) == spread_out
-            ]
-            replicas = expert_group if spread_out else group
-            if some and (learns or stage == 3):
-                units.append(Unit(some, replicas, stage))
-                if stage:
-                    cut_unit(units[-1], stage)
-    # a pipeline's chunk may be empty
+        units += make_units(parameters, group, stage, expert_group)
     if not units:
+        # a pipeline stage without a layer
         return GradientAccumulator(model, scaler)
     sum_uses_apart(model)
-    return (
-        FullySharded(list(layers.values()), units, scaler, reduce_dtype)
-        if stage == 3
-        else DataParallel(units, stage, scaler, reduce_dtype)
-    )
+    if stage == 3:
+        return FullySharded(list(layers.values()), units, scaler, reduce_dtype)
+    return DataParallel(units, stage, scaler, reduce_dtype)
+
+
+def named_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """{name: layer} in the order of forward: each child of the model, and for the dictionary of
+    blocks each block."""
+    layers = {}
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleDict):
+            for number, block in child.items():
+                layers[f"{name}.{number}"] = block
+        else:
+            layers[name] = child
+    return layers
+
+
+def make_units(parameters: list[nn.Parameter], group, stage: int, expert_group):
+    """The units of one layer, sharded: one of experts, which have fewer replicas than the rest, and
+    one of the rest. Frozen parameters have no gradients; they make units only in stage 3."""
+    subsets = defaultdict(list)
+    for p in parameters:
+        subsets[p.requires_grad, is_sharded_over(p, group)].append(p)
+    units = []
+    # the same order on every rank
+    for learns, is_expert in sorted(subsets, reverse=True):
+        if is_expert and expert_group is None:
+            raise ValueError(
+                "ranks of the group hold different experts: give expert_group, the ranks that hold "
+                "the same ones"
+            )
+        if not learns and stage < 3:
+            continue
+        replicas = expert_group if is_expert else group
+        unit = FlatParameters(subsets[learns, is_expert], replicas, stage)
+        if stage == 3:
+            keep_own_row(unit)
+        elif stage > 0:
+            share_own_shards(unit)
+        units.append(unit)
+    return units
+
+
+def is_sharded_over(p: nn.Parameter, group: dist.ProcessGroup) -> bool:
+    """Whether ranks of the group hold different shards of p already: p is of an expert."""
+    ranks = set(dist.get_process_group_ranks(group))
+    for shard in sharding_of(p).placements:
+        shard_ranks = dist.get_process_group_ranks(shard.group)
+        if len(shard_ranks) > 1 and ranks.issuperset(shard_ranks):
+            return True
+    return False
+
+
+@torch.no_grad()
+def keep_own_row(unit: FlatParameters) -> None:
+    """Stage 3: keep this rank's row. The parameters become views of `unit.whole`, which is free."""
+    flat = unit.parameters[0].new_zeros(unit.N, unit.T)
+    for p in unit.parameters:
+        for in_flat, in_whole in unit.views(flat, p, p):
+            in_flat.copy_(in_whole)
+    unit.row = flat[unit.rank].clone()
+    sizes = [p.numel() for p in unit.parameters]
+    unit.whole = unit.row.new_empty(sum(sizes))
+    for p, storage in zip(unit.parameters, unit.whole.split(sizes)):
+        p.data = storage.view(p.shape)
+        set_shard(unit, p, unit.shard_in(unit.row, p))
+    unit.whole.untyped_storage().resize_(0)
+
+
+@torch.no_grad()
+def share_own_shards(unit: FlatParameters) -> None:
+    """Stages 1 and 2: the shard of a parameter that is sharded along dimension 0 is a view of it,
+    so it costs no memory. Any other shard is a copy."""
+    for p, (_, dim, shape) in unit.slots.items():
+        padded_shape = list(shape)
+        padded_shape[dim] *= unit.N
+        padded = p.new_zeros(padded_shape)
+        padded.narrow(dim, 0, p.shape[dim]).copy_(p)
+        if dim == 0:
+            # p moves to where it has room for the padding
+            p.data = padded[: p.shape[0]]
+        # contiguous() of a slice along dimension 0 is the slice itself
+        set_shard(unit, p, padded.narrow(dim, unit.rank * shape[dim], shape[dim]).contiguous())
+
+
+def set_shard(unit: FlatParameters, p: nn.Parameter, part: Tensor) -> None:
+    """Give p its `shard`: what the optimizer updates, with a sharding record of its own."""
+    record = sharding_of(p)
+    placements = (*record.placements, Shard(unit.slots[p].dim, unit.group))
+    p.shard = nn.Parameter(part, requires_grad=p.requires_grad)
+    set_sharding(p.shard, replace(record, placements=placements))
+
+
+# --- the table at the top -------------------------------------------------------------------------
 
 
 def bytes_per_parameter(
     stage: int, n: int, weight: int = 2, gradient: int = 4, state: int = 12
 ) -> tuple[float, float, float]:
-    """(parameters, gradients, optimizer state) of a rank, in bytes for each parameter of the model
-    (section 5.1-5.3, with Ψ = 1, N_d = n). The defaults are mixed precision as here; the paper's
-    gradients are 2 bytes."""
-    return (
-        weight / (n if stage > 2 else 1),
-        gradient / (n if stage > 1 else 1),
-        state / (n if stage > 0 else 1),
-    )
+    """(parameters, gradients, optimizer state) of one of n ranks, in bytes for each parameter of
+    the model (sections 5.1 to 5.3 with Ψ = 1, N_d = n).
+
+    The defaults are mixed precision as in this project; in the paper a gradient has 2 bytes.
+    """
+    if stage >= 3:
+        weight /= n
+    if stage >= 2:
+        gradient /= n
+    if stage >= 1:
+        state /= n
+    return weight, gradient, state
 
 
 def elements_sent(stage: int, m: int) -> int:
-    """By a rank in a step of m micro-batches, in units of Ψ (N - 1) / N, with ring collectives, of
-    which an all-reduce is 2 (section 7 for m = 1; here with m)."""
+    """By a rank in a step of m micro-batches, in units of Ψ (N - 1) / N, with ring collectives: an
+    all-reduce counts 2 (section 7 has m = 1)."""
     return (2, 2, m + 1, 3 * m)[stage]
-
-
-def held_bytes(model: nn.Module, gradients: DataParallel) -> tuple[int, int]:
-    """(parameters, gradients) of this rank now, in bytes: each storage once."""
-
-    def storages(tensors):
-        found = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in tensors
-            if t is not None and t.untyped_storage().nbytes()
-        }
-        return sum(found.values())
-
-    parameters = list(model.parameters())
-    return (
-        storages([*parameters, *map(local_part, parameters)]),
-        storages(x for unit in gradients.units for x in (unit.gradients, unit.sum)),
-    )
 
 
 # --------------------------------------------------------------------------------------------------
 
 
-class _Flight:
-    """A collective that notes how long it was on its way, and how much of that its rank waited for
-    it."""
-
-    flown = waited = 0.0
-
-    def __init__(self, work):
-        self.work = work
-        self.start = time.perf_counter()
-        work.get_future().add_done_callback(self.landed)
-
-    def landed(self, _) -> None:
-        _Flight.flown += time.perf_counter() - self.start
-
-    def wait(self) -> None:
-        start = time.perf_counter()
-        self.work.wait()
-        _Flight.waited += time.perf_counter() - start
-
-
-def _lesson(rank: int, world: int, stage: int, m: int):
-    """Two steps by hand: what train.py does, without the rest."""
-    global all_gather
-    import gpt
-    from lessons import ranks
-    from optimizer import AdamW
-
-    with torch.device("meta"):
-        model = gpt.GPT(
-            GPTConfig(
-                num_layers=4,
-                hidden_size=256,
-                num_heads=8,
-                ffn_hidden_size=688,
-                seq_length=128,
-                vocab_size=2048,
-                llama=True,
-            )
-        )
-
-    def init(names=None):
-        sharding.init(model, 0, "cpu", torch.float32, names)
-
-    if world == 1:
-        init()
-    gradients = (
-        GradientAccumulator(model)
-        if world == 1
-        else apply(model, dist.group.WORLD, stage, init=init)
-    )
-    optimizer = AdamW(sharding.named_parameters(model))
-    tokens = (
-        torch.randint(2048, (8, 129), generator=torch.Generator().manual_seed(0))
-        .chunk(world)[rank]
-        .chunk(m)
-    )
-    original = all_gather
-    all_gather = lambda out, x, **options: _Flight(original(out, x, **options))
-    for step in (1, 2):
-        _Flight.flown = _Flight.waited = 0.0
-        with ranks.Collectives() as sent:
-            gradients.zero()
-            for k in range(m):
-                if k == m - 1:
-                    gradients.last_backward()
-                model(tokens[k][:, :-1], tokens[k][:, 1:]).sum().backward(
-                    torch.tensor(1 / (8 * 128))
-                )
-            gradients.reduce_gradients()
-            if step == 1:
-                held = held_bytes(model, gradients) if world > 1 else None
-                first = {
-                    n: sharding.gather(p.main_grad.clone(), sharding_of(p))
-                    for n, p in sharding.named_parameters(model)
-                }
-            optimizer.step(0.0)
-            gradients.gather_parameters()
-    all_gather = original
-    state = sum(
-        x.nbytes for kind in (optimizer.exp_avg, optimizer.exp_avg_sq) for x in kind.values()
-    )
-    # the norm is a number
-    calls = [(kind, size) for kind, size in sent.calls if size > 64]
-    return first, held, state, calls, (_Flight.flown, _Flight.waited)
-
-
 def main():
-    from lessons import ranks
+    from lessons import zero_stages
 
-    n = 2
-    m = 2
-    one, *_ = ranks.run(_lesson, 1, 1, 0, 1)[0]
-    psi = sum(g.numel() for g in one.values())
-    print(
-        f"a Llama (h 256, L 4, V 2048) of Ψ = {psi:,} parameters in fp32 on {n} ranks, {m}"
-        " micro-batches: bytes of a rank, measured / by formula"
-    )
-    print(
-        f"{'stage':>5}{'gradients differ by':>21}{'parameters':>26}{'gradients':>26}{'moments':>26}"
-        f"   {'sent, times Ψ (N-1)/N':<23}gathers in flight, waited for"
-    )
-    for stage in range(4):
-        gradients, held, state, calls, (flown, waited) = ranks.run(_lesson, n, n, stage, m)[0]
-        worst = max(
-            ((one[name] - g).abs().max() / one[name].abs().max()).item()
-            for name, g in gradients.items()
-        )
-        columns = [
-            f"{got:,} / {psi * by:,.0f}"
-            for got, by in zip((*held, state), bytes_per_parameter(stage, n, 4, 4, 8))
-        ]
-        sent = sum(size / 4 * (2 if kind == "all-reduce" else 1) for kind, size in calls) / psi
-        print(
-            f"{stage:>5}{worst:>21.1e}"
-            + "".join(f"{c:>26}" for c in columns)
-            + f"   {f'{sent:.3f} / {elements_sent(stage, m)}':<23}"
-            + (f"{flown * 1e3:.1f} ms, {waited * 1e3:.1f} ms" if flown else "")
-        )
+    zero_stages.main()
 
 
 if __name__ == "__main__":

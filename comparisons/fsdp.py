@@ -186,7 +186,7 @@ class Recorder:
         fsdp.all_gather = self.timed("all-gather", fsdp.all_gather)
         fsdp.reduce_scatter = self.timed("reduce-scatter", fsdp.reduce_scatter)
         self.methods = {
-            "start": self.for_unit(self.sharder.start),
+            "start_gather": self.for_unit(self.sharder.start_gather),
             "reduce": self.for_unit(self.sharder.reduce),
             "gather": self.gather(self.sharder.gather),
             "reduce_gradients": self.reduce_gradients(self.sharder.reduce_gradients),

@@ -23,7 +23,7 @@ from single_device import Random
 
 import fsdp
 import train
-from lessons import ranks
+from lessons import ranks, zero_stages
 from runtime.world import Groups
 
 SHAPE = dict(
@@ -71,11 +71,11 @@ def on_rank(rank: int, n: int, stage: int, state: str, shape: dict) -> tuple[dic
     dataset = Random(M * n, shape["seq_length"], shape["vocab_size"])
     with ranks.Collectives() as sent:
         trainer.forward_backward(1, dataset)
-        held = fsdp.held_bytes(trainer.model, sharder)
+        held = zero_stages.held_bytes(trainer.model, sharder)
         trainer.update(1)
     parts = dict(zip(PARTS, (*held, report.optimizer_bytes(trainer.optimizer))))
     # with padding
-    psi = sum(unit.n * unit.T for unit in sharder.units)
+    psi = sum(unit.N * unit.T for unit in sharder.units)
     return parts, elements_sent(sent.calls) / psi, trainer.num_parameters
 
 

@@ -218,9 +218,10 @@ def test_float32():
 
 
 def no_sum():
-    fsdp.DataParallel.reduce_gradients = fsdp.DataParallel.launch = lambda self, everything=False: (
-        None
-    )
+    def nothing(self, everything=False):
+        pass
+
+    fsdp.DataParallel.reduce_gradients = fsdp.DataParallel.reduce_in_order = nothing
 
 
 def no_accumulation():
@@ -240,7 +241,7 @@ def early_reduction():
 
     def zero(self):
         original(self)
-        self.last = True
+        self.is_last_backward = True
 
     fsdp.DataParallel.zero = zero
 
@@ -355,8 +356,8 @@ def last_micro_batch_alone():
     original = fsdp.DataParallel.finish_reductions
 
     def finish_reductions(self):
-        for unit in self.sending:
-            unit.sum = None
+        for unit in self.reductions:
+            unit.summed_grads = None
         original(self)
 
     fsdp.DataParallel.finish_reductions = finish_reductions
@@ -846,7 +847,7 @@ def experts_divided_by_ep():
 
 def experts_summed_over_all():
     """Experts reduced like everything else, with other ranks' other experts."""
-    fsdp.spread = lambda p, group: False
+    fsdp.is_sharded_over = lambda p, group: False
 
 
 def no_second_exchange():
