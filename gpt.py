@@ -9,9 +9,9 @@
     mlp(x)       = gelu(x W_up) W_down                      Llama: (silu(x W_gate) * x W_up) W_down
 
 One `GPTConfig` covers both families. LayerNorm, GELU, learned positions, biases and tied embeddings
-make a GPT. RMSNorm, SwiGLU, rotary positions and grouped-query attention make a Llama (Touvron et
-al. 2023). The techniques in the other files change this finished model from outside, by replacing
-the submodules below or wrapping blocks; names like `blocks.7.attention.query` never change.
+make a GPT. RMSNorm, SwiGLU, rotary positions and grouped-query attention make a Llama (2023).
+Techniques in other files change this model from outside, by replacing the submodules below or
+wrapping blocks; names like `blocks.7.attention.query` never change.
 
 Shapes: b micro-batch, s sequence, h hidden, a heads, d = h / a, L layers, V vocabulary.
 
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cross_entropy import cross_entropy
-from dropout import Dropout, dropout_key, layer_key
+from dropout import Dropout, layer_key
 from model_config import GPTConfig
 
 
@@ -196,8 +196,7 @@ class CausalProbabilities(nn.Module):
 
 
 class ExplicitAttention(nn.Module):
-    """dropout(softmax(q kᵀ / √d + causal mask)) v, written out.
-    q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]"""
+    """dropout(softmax(q kᵀ / √d + mask)) v. q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]"""
 
     def __init__(self, p: float, site: int):
         super().__init__()
@@ -323,7 +322,7 @@ def main():
         if not name.startswith("blocks.1."):
             print(f"    {name:<36}{list(p.shape)}")
     tokens = torch.randint(257, (2, 33), generator=torch.Generator().manual_seed(0))
-    loss = model(tokens[:, :-1], tokens[:, 1:], dropout_key(0, 1, torch.arange(2))).mean()
+    loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
     print(f"the loss of random tokens is {loss:.4f}, and ln V is {math.log(257):.4f}")
 
 
