@@ -196,7 +196,7 @@ class CausalProbabilities(nn.Module):
 
 
 class ExplicitAttention(nn.Module):
-    """dropout(softmax(q kᵀ / √d + mask)) v. q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]"""
+    """dropout(softmax(q kᵀ / √d + mask)) v. q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, ad]"""
 
     def __init__(self, p: float, site: int):
         super().__init__()
