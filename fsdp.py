@@ -213,7 +213,7 @@ class DataParallel(GradientAccumulator):
         self.listen()
 
     def new_grads(self, unit: FlatParameters) -> Tensor:
-        """[N, T], to be overwritten by gradients. Padding is sent like the rest, so it is set to 0."""
+        """[N, T], for gradients to overwrite. Padding is sent too, so there it must be 0."""
         new = torch.zeros if unit.padding else torch.empty
         return new(unit.N, unit.T, dtype=self.sum_dtype, device=self.device)
 

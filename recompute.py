@@ -1,14 +1,17 @@
 """Activation recomputation: keep less for backward, and compute it again there (Korthikanti et al.,
 arXiv 2205.05198, sections 4 and 5).
 
+Backward needs the activations of forward. They take more memory than anything else in training:
+34 s b h + 5 a s² b bytes in each layer. Three granularities:
+
     none         everything that backward needs is kept
-    selective    core attention, softmax(q kᵀ) v with its dropout, is computed again. Its 5 a s² b
-                 bytes are most of a layer for long sequences; its 4 b s² h FLOPs are few.
-    full         only a layer's input is kept, 2 s b h bytes, and the whole layer is computed
-                 again: a third more FLOPs
+    selective    core attention, softmax(q kᵀ) v with its dropout, is computed again: it keeps most
+                 of a layer's bytes, 5 a s² b, and costs few FLOPs, 4 b s² h
+    full         a layer keeps only its input, 2 s b h bytes, and is computed again as a whole:
+                 a third more FLOPs
 
     forward      x --layer, not recorded--> y          kept: x
-    backward     x --layer, recorded------> y,  then back through that recording with ∂L/∂y
+    backward     x --layer, recorded------> y,  then back through this recording with ∂L/∂y
 
     python recompute.py      one layer, three ways: bytes by formula and measured, FLOPs, gradients
 
@@ -38,12 +41,65 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 from dropout import dropout_key
-from model_config import GPTConfig
+from model_config import FieldError, GPTConfig
+
+# --- one function ---------------------------------------------------------------------------------
+
+
+@torch.compiler.disable
+def checkpoint(function, *args) -> Tensor:
+    """function(*args), of which only the arguments are kept for backward.
+
+    `function` returns one tensor, and the same one when it runs again. A tensor that it uses and
+    does not get as an argument must be a parameter. Where no argument needs a gradient, backward
+    would never come back here; then `function` runs as it is, and keeps what it keeps.
+    """
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if torch.is_grad_enabled() and any(a.requires_grad for a in tensors):
+        return _Checkpoint.apply(function, *args)
+    return function(*args)
+
+
+# stands where a tensor was among the arguments
+_SAVED = object()
+
+
+class _Checkpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, *args):
+        # recording is off in here, as in every autograd function
+        ctx.function = function
+        ctx.run_once_results = []
+        # tensors are saved by autograd, the other arguments here
+        ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
+        ctx.args = list(args)
+        for i, a in enumerate(args):
+            if isinstance(a, Tensor):
+                ctx.args[i] = _SAVED
+        with _keeping(ctx.run_once_results):
+            return function(*args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        saved = iter(ctx.saved_tensors)
+        args = list(ctx.args)
+        for i, needs_grad in enumerate(ctx.needs_input_grad[1:]):
+            if args[i] is _SAVED:
+                # a leaf of the inner recording
+                args[i] = next(saved).detach().requires_grad_(needs_grad)
+        with torch.enable_grad(), _keeping(ctx.run_once_results):
+            output = ctx.function(*args)
+        # parameters inside get their gradients here
+        output.backward(grad)
+        grads = [a.grad if isinstance(a, Tensor) else None for a in args]
+        return None, *grads
+
 
 # --- modules that run once ------------------------------------------------------------------------
 
-# results of RunOnce modules in the checkpoint that is running
-_results = None
+# the results of RunOnce modules, in the checkpoint that is running
+_results: list | None = None
 
 
 class RunOnce(nn.Module):
@@ -64,98 +120,60 @@ def once(function, *args):
 @contextlib.contextmanager
 def _keeping(results: list):
     global _results
-    before = _results
+    outer = _results
     _results = results
     try:
         yield
     finally:
-        _results = before
+        _results = outer
 
 
-# --- one function ---------------------------------------------------------------------------------
+# --- in a model -----------------------------------------------------------------------------------
 
 
-class _Checkpoint(torch.autograd.Function):
-    @staticmethod
-    # recording is off in here, as in every autograd function
-    def forward(ctx, function, *args):
-        ctx.function = function
-        ctx.results = []
-        ctx.is_tensor = [isinstance(a, Tensor) for a in args]
-        ctx.others = [None if isinstance(a, Tensor) else a for a in args]
-        ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
-        with _keeping(ctx.results):
-            return function(*args)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        tensors = iter(ctx.saved_tensors)
-        args = [
-            next(tensors).detach() if is_tensor else other
-            for is_tensor, other in zip(ctx.is_tensor, ctx.others)
-        ]
-        for a, needed in zip(args, ctx.needs_input_grad[1:]):
-            if needed:
-                a.requires_grad_()
-        with torch.enable_grad(), _keeping(ctx.results):
-            # again, recording
-            output = ctx.function(*args)
-        # parameters inside get theirs here
-        output.backward(grad)
-        return None, *(
-            a.grad if needed else None for a, needed in zip(args, ctx.needs_input_grad[1:])
-        )
-
-
-@torch.compiler.disable
-def checkpoint(function, *args) -> Tensor:
-    """function(*args), of which only the arguments are kept for backward. `function` returns one
-    tensor and is the same when it runs again; a tensor that it uses without being an argument must
-    be a parameter. Where no argument needs a gradient, backward would not come back to it: it runs
-    as it is, recorded, and keeps what it keeps."""
-    if not torch.is_grad_enabled() or not any(
-        isinstance(a, Tensor) and a.requires_grad for a in args
-    ):
-        return function(*args)
-    return _Checkpoint.apply(function, *args)
+GRANULARITIES = ("none", "selective", "full")
 
 
 def check(config: GPTConfig, granularity: str, layers: int | None) -> None:
-    """Raises ValueError, naming what to change."""
-    if granularity not in ("none", "selective", "full"):
-        raise ValueError(f"recompute {granularity}: must be none, selective or full")
-    if layers is not None and not 0 <= layers <= config.num_layers:
-        raise ValueError(
-            f"recompute_layers {layers}: must be from 0 to num_layers {config.num_layers}"
-        )
-    if layers is not None and granularity == "none":
-        raise ValueError(f"recompute_layers {layers}: needs recompute selective or full")
+    """Raises FieldError for what does not exist. Arguments as in `apply`."""
+    if granularity not in GRANULARITIES:
+        raise FieldError("recompute", granularity, "must be none, selective or full")
+    if layers is None:
+        return
+    L = config.num_layers
+    if not 0 <= layers <= L:
+        raise FieldError("recompute_layers", layers, "must be from 0 to {num_layers}", num_layers=L)
+    if granularity == "none":
+        rule = "needs {recompute}"
+        raise FieldError("recompute_layers", layers, rule, recompute="selective or full")
 
 
 def apply(model: gpt.GPT, granularity: str, layers: int | None = None) -> None:
-    """Make layers 0 .. layers - 1 of the whole model (None: all) recompute. granularity: none,
-    selective or full. After all techniques that change what a layer computes. Raises ValueError as
-    `check`."""
+    """Make layers 0 .. layers - 1 of the whole model (None: all) recompute.
+
+    granularity: none, selective or full. Comes after all techniques that change what a layer
+    computes. Raises FieldError as `check`.
+    """
     check(model.config, granularity, layers)
     for number, block in model.blocks.items():
-        if granularity == "none" or (layers is not None and int(number) >= layers):
+        if layers is not None and int(number) >= layers:
             continue
+        core = block.attention.core
         if granularity == "full":
             for module in block.modules():
                 if isinstance(module, RunOnce):
                     module.forward = partial(once, module.forward)
             block.forward = partial(checkpoint, block.forward)
-        # fused: nothing to save
-        elif isinstance(block.attention.core, gpt.ExplicitAttention):
-            block.attention.core.forward = partial(checkpoint, block.attention.core.forward)
+        elif granularity == "selective" and isinstance(core, gpt.ExplicitAttention):
+            core.forward = partial(checkpoint, core.forward)
 
 
-# --------------------------------------------------------------------------------------------------
-# The formulas of the paper, for its model: LayerNorm, GELU with 4h inside, dropout everywhere,
-# 16-bit activations, 1-byte masks.
+# --- the paper's formulas -------------------------------------------------------------------------
+#
+# For the paper's model: LayerNorm, GELU with 4h inside, dropout everywhere, 16-bit activations,
+# 1-byte masks. s, b, h, a, L, V are as in gpt.py; t tensor-parallel ranks, p pipeline stages.
 
-# table 2: (sequence parallelism, recompute)
+# the rows of table 2: (sequence parallelism, recompute)
 ROWS = {
     "no parallelism": (False, "none"),
     "tensor": (False, "none"),
@@ -177,34 +195,45 @@ def layer_bytes(
 ) -> float:
     """Bytes of activations that one layer keeps on one rank (table 2).
 
-    attention 11 sbh + 5 a s² b, MLP 19 sbh, two LayerNorms 4 sbh; of the 34 sbh, tensor parallelism
-    cuts 24."""
+    Attention keeps 11 s b h + 5 a s² b, the MLP 19 s b h, two LayerNorms 4 s b h. Tensor
+    parallelism divides 24 of the 34 s b h by t, sequence parallelism the other 10.
+    """
+    sequence_ranks = t if sequence_parallel else 1
     if recompute == "full":
-        # its input alone, whole or a slice
-        return 2 * s * b * h / (t if sequence_parallel else 1)
-    # the two inputs of matrices, two masks, two LayerNorms
-    outside = 10 / t if sequence_parallel else 10
+        # the layer's input
+        return 2 * s * b * h / sequence_ranks
+    # the inputs of the two column-parallel matrices, two masks, two LayerNorms
+    outside = 10 / sequence_ranks
     # softmax 2, its mask 1, after dropout 2, times a s² b
     scores = 5 * a * s / (h * t) if recompute == "none" else 0
     return s * b * h * (outside + 24 / t + scores)
 
 
 def first_stage_layers(L: int, p: int = 1, v: int = 1) -> float:
-    """How many layers' activations the first of p pipeline stages keeps under 1F1B: L whatever p is
-    (p micro-batches of L / p layers), and 1 + (p - 1) / (p v) times that with v interleaved chunks
-    (section 4.2.3)."""
-    return L * (1 + (p - 1) / (p * v)) if v > 1 else L
+    """How many layers' activations the first of p pipeline stages keeps under 1F1B (section 4.2.3).
+
+    It keeps p micro-batches of L / p layers, L in all. v interleaved chunks on each stage make it
+    1 + (p - 1) / (p v) times as many.
+    """
+    if v == 1:
+        return L
+    return L * (1 + (p - 1) / (p * v))
 
 
 def outside_layers_bytes(s: int, b: int, h: int, V: int, t: int = 1, p: int = 1) -> float:
-    """Bytes outside the layers on the first stage, sequence-parallel: the mask of the embedding's
-    dropout, and with one stage the final LayerNorm, the head's input and the fp32 logits (section
-    4.3). For the 22B model the paper says "less than 0.01%"; this, its formula, gives 0.57% of the
-    layers' bytes under tensor and sequence parallelism."""
-    return s * b * h * p / t + (4 * s * b * h / t * (1 + V / h) if p == 1 else 0)
+    """Bytes outside the layers on the first stage, with sequence parallelism (section 4.3).
+
+    The mask of the embedding's dropout; with one stage also the input of the final LayerNorm, that
+    of the head, and the fp32 logits. For the 22B model the paper says "less than 0.01%" of the
+    layers' bytes under tensor and sequence parallelism. Its formula, this one, gives 0.57%.
+    """
+    embedding = s * b * h * p / t
+    if p > 1:
+        return embedding
+    return embedding + 4 * s * b * h / t * (1 + V / h)
 
 
-# --------------------------------------------------------------------------------------------------
+# --- bytes measured -------------------------------------------------------------------------------
 
 
 class _Kept:
@@ -215,91 +244,74 @@ class _Kept:
 
 
 def saved_bytes(function, *parameters: Tensor) -> int:
-    """Call `function`, which runs a forward pass and returns what keeps its graph alive. Returns
-    the bytes that autograd holds for the backward pass: each storage once, whole, the storages of
-    `parameters` left out."""
+    """The bytes that autograd holds for backward after function(), a forward pass that returns what
+    keeps its graph alive. Each storage counts once, whole; those of `parameters` do not count."""
     kept = []
 
     def pack(tensor):
-        # an output itself would keep its own graph alive
+        # detached: an output itself would keep its own graph alive
         holder = _Kept(tensor.detach())
         kept.append(weakref.ref(holder))
         return holder
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        output = function()
-    left_out = {p.untyped_storage().data_ptr() for p in parameters}
-    storages = {
-        s.data_ptr(): s.nbytes()
-        for ref in kept
-        if (holder := ref())
-        for s in [holder.tensor.untyped_storage()]
-    }
-    return sum(size for address, size in storages.items() if address not in left_out)
+        # bound to a name, so that the graph lives while it is measured
+        output = function()  # noqa: F841
+    storages = {}
+    for reference in kept:
+        holder = reference()
+        if holder is not None:
+            storage = holder.tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    for p in parameters:
+        storages.pop(p.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
 
 
 # --------------------------------------------------------------------------------------------------
 
 
-def main():
+def _lesson(granularity: str, config: GPTConfig, b: int) -> tuple[int, int, list[Tensor]]:
+    """(bytes kept, FLOPs, gradients) of one layer, forward and backward, in bf16."""
     from torch.utils.flop_counter import FlopCounterMode
 
     import sharding
+    from lessons import demo
 
-    s = 1024
-    b = 2
-    h = 512
-    a = 8
+    model = demo.meta_model(config)
+    apply(model, granularity)
+    sharding.init(model, 0, "cpu", torch.bfloat16)
+    block = model.blocks["0"]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(b, config.seq_length, config.hidden_size, generator=generator)
+    x = x.bfloat16().requires_grad_()
     key = dropout_key(0, 1, torch.arange(b))
-    first = None
+    kept = saved_bytes(lambda: block(x, key), *block.parameters())
+    with FlopCounterMode(display=False) as counter:
+        block(x, key).sum().backward()
+    return kept, counter.get_total_flops(), [p.grad for p in block.parameters()]
+
+
+def main():
+    s, b, h, a = 1024, 2, 512, 8
+    config = GPTConfig(1, h, a, seq_length=s, vocab_size=64, dropout=0.1)
+    print(f"one GPT layer, h {h}, a {a}, s {s}, b {b}, dropout 0.1, bf16: kept and computed")
     print(
-        f"one GPT layer, h {h}, a {a}, s {s}, b {b}, dropout 0.1, bf16: what is kept, what is"
-        " computed"
+        "            bytes by formula    measured   ratio             FLOPs            more", end=""
     )
-    print(
-        f"{'':>10}{'bytes by formula':>18}{'measured':>12}{'ratio':>8}{'FLOPs':>18}{'more':>16}{'':>3}gradients"
-    )
-    for granularity in ("none", "selective", "full"):
-        with torch.device("meta"):
-            model = gpt.GPT(
-                GPTConfig(
-                    num_layers=1,
-                    hidden_size=h,
-                    num_heads=a,
-                    seq_length=s,
-                    vocab_size=64,
-                    dropout=0.1,
-                )
-            )
-        apply(model, granularity)
-        sharding.init(model, 0, "cpu", torch.bfloat16)
-        block = model.blocks["0"]
-        x = (
-            torch.randn(b, s, h, generator=torch.Generator().manual_seed(0))
-            .bfloat16()
-            .requires_grad_()
-        )
-        measured = saved_bytes(lambda: block(x, key), *block.parameters())
+    print("   gradients")
+    results = {granularity: _lesson(granularity, config, b) for granularity in GRANULARITIES}
+    _, least_flops, expected = results["none"]
+    for granularity, (kept, flops, gradients) in results.items():
         formula = layer_bytes(s, b, h, a, recompute=granularity)
-        with FlopCounterMode(display=False) as flops:
-            block(x, key).sum().backward()
-        gradients = [p.grad for p in block.parameters()]
-        first = first or (flops.get_total_flops(), gradients)
-        same = (
-            ""
-            if first[1] is gradients
-            else "identical"
-            if all(map(torch.equal, first[1], gradients))
-            else "differ"
-        )
-        print(
-            f"{granularity:>10}{formula:>18,.0f}{measured:>12,}{measured / formula:>8.4f}{flops.get_total_flops():>18,}{flops.get_total_flops() - first[0]:>16,}"
-            f"   {same}"
-        )
-    print(
-        f"by the paper: selective 4 b s² h = {4 * b * s * s * h:,} more FLOPs, full one forward"
-        f" pass of the layer, 24 b s h² + 4 b s² h = {24 * b * s * h * h + 4 * b * s * s * h:,}"
-    )
+        print(f"{granularity:>10}{formula:>18,.0f}{kept:>12,}{kept / formula:>8.4f}", end="")
+        print(f"{flops:>18,}{flops - least_flops:>16,}", end="   ")
+        if granularity == "none":
+            print()
+        else:
+            print("identical" if all(map(torch.equal, expected, gradients)) else "differ")
+    print(f"by the paper: selective 4 b s² h = {4 * b * s * s * h:,} more FLOPs; full one forward")
+    print(f"pass of the layer, 24 b s h² + 4 b s² h = {24 * b * s * h * h + 4 * b * s * s * h:,}")
 
 
 if __name__ == "__main__":

@@ -1,40 +1,46 @@
-"""A parameter on a rank is a slice of a global tensor. One small record says which slice.
+"""A parameter on a rank is a shard of a global tensor. One small record says which shard.
 
-A technique that keeps only part of a parameter writes a `Sharding` on it: the shape of the whole
-tensor, and the cuts that lead from the whole to this rank's part, outermost first. Initialisation,
-checkpoints, the gradient norm and the tests read that record and nothing else, so none of them has
-a case per technique:
+A technique that keeps only a part of a parameter writes a `Sharding` on it: the shape of the global
+tensor, and the placements that lead from it to this rank's part, outermost first. A [6, 3] weight,
+sharded by rows over 2 tensor-parallel ranks, then over 2 data-parallel ranks:
 
-    tensor parallel 2, then sharded data parallel 2, of a [6, 3] weight:
-    Sharding((6, 3), (Shard(0, tp), Shard(0, dp)))       rows 0..2 | 3..5, then each of those padded to 4 rows and halved again
+    Sharding((6, 3), (Shard(0, tp), Shard(0, dp)))
 
-A size that the ranks do not divide is padded with zeros at the end; the padding belongs to no
-global tensor.
+    tp 0, rows 0 1 2    dp 0: rows 0 1    dp 1: row 2 and a row of padding
+    tp 1, rows 3 4 5    dp 0: rows 3 4    dp 1: row 5 and a row of padding
 
-Initial weights do not depend on the layout: each parameter is drawn whole, from a generator seeded
-by (seed, global name), then cut. Models are built on the meta device first, so no rank ever holds
-more than one whole parameter beside its own parts (with parameters sharded by fsdp.py, one whole
-layer).
+    python sharding.py       shards this weight over four ranks and gathers it again
 
-    python sharding.py       cuts one tensor over four ranks and puts it together again
+Initialisation, checkpoints, the gradient norm and the tests read this record and nothing else, so
+none of them has a case per technique. Where the ranks do not divide a size, it is padded with zeros
+at the end. Padding belongs to no global tensor.
 
-Megatron-LM instead seeds each tensor-parallel rank differently, so a new layout is a new model;
-DTensor records the same cuts as placements over a mesh, at the price of a tensor subclass in every
-operation."""
+Initial weights do not depend on the layout. Each parameter is drawn whole, from a generator seeded
+by (seed, global name), then sharded. Models are built on the meta device first, so a rank never
+holds more than one whole parameter beside its own shards (with fsdp.py, one whole layer).
+
+Not covered: DTensor records the same placements over a mesh, and pays for a tensor subclass in
+every operation. Megatron-LM seeds each tensor-parallel rank differently, so there a new layout
+starts from another model.
+"""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt import generator
 
+# --- the record -----------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Shard:
-    """Dimension `dim` divided evenly, after padding, over the ranks of `group`."""
+    """Dimension `dim`, divided evenly, after padding, over the ranks of `group`."""
 
     dim: int
     group: dist.ProcessGroup
@@ -42,9 +48,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which part of which global tensor. shape: of the whole, without padding; cuts: outermost
-    first; copy_of: the global name of the parameter that this one is a second copy of, on another
-    pipeline stage."""
+    """Which part of which global tensor a rank holds.
+
+    shape: of the global tensor, without padding. placements: outermost first; none for a whole
+    parameter. copy_of: where a tied weight is on two pipeline stages, the global name of the first
+    copy, on the record of the second.
+    """
 
     shape: tuple[int, ...]
     placements: tuple[Shard, ...] = ()
@@ -52,17 +61,26 @@ class Sharding:
 
 
 def sharding_of(parameter: Tensor) -> Sharding:
-    """The record of a parameter; one without a record is whole."""
+    """The record of a parameter. One without a record is whole."""
     return getattr(parameter, "sharding", None) or Sharding(tuple(parameter.shape))
 
 
+def set_sharding(part: Tensor, sharding: Sharding) -> Tensor:
+    """Write the record on a tensor, which is returned."""
+    part.sharding = sharding
+    return part
+
+
+# --- the parameters of a model --------------------------------------------------------------------
+
+
 def local_part(parameter: Tensor) -> Tensor:
-    """What this rank updates of a parameter: its shard (fsdp.py), or all of it."""
+    """What this rank updates of a parameter: its shard under ZeRO (fsdp.py), or all of it."""
     return getattr(parameter, "shard", parameter)
 
 
-def named_parameters(*models: nn.Module):
-    """(global name, what this rank updates of the parameter) of models that hold parts of one; a
+def named_parameters(*models: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(global name, what this rank updates of the parameter) of models that hold parts of one. A
     tied weight comes once, under its first name."""
     for model in models:
         for name, p in model.named_parameters():
@@ -74,113 +92,107 @@ def num_parameters(model: nn.Module) -> int:
     return sum(math.prod(sharding_of(p).shape) for p in model.parameters())
 
 
+# --- shard and gather -----------------------------------------------------------------------------
+
+
 def local_slice(sharding: Sharding) -> tuple[list[int], list[int], list[int]]:
-    """Where this rank's part lies: (offset in the global tensor, size, size with padding), each a
+    """Where this rank's part lies in the global tensor: (offset, size, size with padding), each a
     number per dimension."""
-    offset = [0] * len(sharding.shape)
+    start = [0] * len(sharding.shape)
     end = list(sharding.shape)
     padded = list(sharding.shape)
-    for c in sharding.placements:
-        # ceil
-        padded[c.dim] = -(-padded[c.dim] // c.group.size())
-        offset[c.dim] = min(offset[c.dim] + c.group.rank() * padded[c.dim], end[c.dim])
-        end[c.dim] = min(offset[c.dim] + padded[c.dim], end[c.dim])
-    return offset, [e - o for e, o in zip(end, offset)], padded
+    for shard in sharding.placements:
+        dim = shard.dim
+        padded[dim] = -(-padded[dim] // shard.group.size())  # ceil
+        start[dim] = min(start[dim] + shard.group.rank() * padded[dim], end[dim])
+        end[dim] = min(start[dim] + padded[dim], end[dim])
+    size = [e - s for s, e in zip(start, end)]
+    return start, size, padded
 
 
 def unpad(part: Tensor, sharding: Sharding) -> Tensor:
     """A view of this rank's part without its padding."""
-    return part[tuple(slice(0, size) for size in local_slice(sharding)[1])]
+    _, size, _ = local_slice(sharding)
+    return part[tuple(slice(0, n) for n in size)]
 
 
 def shard_of(whole: Tensor, sharding: Sharding) -> Tensor:
-    """This rank's part of a global tensor, with zeros for padding where the ranks do not divide
-    it."""
+    """This rank's part of a global tensor: a view, or where it is padded a copy."""
     offset, size, padded = local_slice(sharding)
     part = whole[tuple(slice(o, o + n) for o, n in zip(offset, size))]
     if size == padded:
         return part
-    # F.pad counts from the last dimension
-    ahead = [x for p, n in zip(reversed(padded), reversed(size)) for x in (0, p - n)]
-    return torch.nn.functional.pad(part, ahead)
+    # F.pad takes (before, after) of each dimension, the last one first
+    amounts = []
+    for with_padding, n in zip(reversed(padded), reversed(size)):
+        amounts += [0, with_padding - n]
+    return F.pad(part, amounts)
 
 
 def shard_parameter(module: nn.Module, name: str, shard: Shard) -> None:
-    """Replace the parameter `name` of a module by this rank's part of it, and write the cut on its
-    record. A missing one (bias=False) stays missing."""
+    """Replace the parameter `name` of a module by this rank's part of it, with a record. A missing
+    parameter (bias=False) stays missing."""
     p = getattr(module, name)
-    if p is not None:
-        part = nn.Parameter(
-            shard_of(p.detach(), Sharding(tuple(p.shape), (shard,))).clone(),
-            requires_grad=p.requires_grad,
-        )
-        setattr(
-            module,
-            name,
-            set_sharding(
-                part, replace(sharding_of(p), placements=(*sharding_of(p).placements, shard))
-            ),
-        )
-
-
-def set_sharding(part: Tensor, sharding: Sharding) -> Tensor:
-    """The same tensor, with its record."""
-    part.sharding = sharding
-    return part
+    if p is None:
+        return
+    part = shard_of(p.detach(), Sharding(tuple(p.shape), (shard,))).clone()
+    record = sharding_of(p)
+    record = replace(record, placements=(*record.placements, shard))
+    setattr(module, name, set_sharding(nn.Parameter(part, p.requires_grad), record))
 
 
 def gather(part: Tensor, sharding: Sharding) -> Tensor:
-    """The global tensor, on every rank of the groups that cut it. A collective: all of those ranks
-    call it."""
-    # unpadded size along each cut, before that cut
-    sizes = []
+    """The global tensor, on every rank of the groups of its placements. A collective: all of those
+    ranks call it."""
+    # what is sharded by each placement: (shard, its dimension's size without padding)
+    steps = []
     shape = list(sharding.shape)
-    for c in sharding.placements:
-        sizes.append(shape[c.dim])
-        shape[c.dim] = -(-shape[c.dim] // c.group.size())
-    for c, size in reversed(list(zip(sharding.placements, sizes))):
-        parts = [
-            torch.empty_like(part, memory_format=torch.contiguous_format)
-            for _ in range(c.group.size())
-        ]
-        dist.all_gather(parts, part.contiguous(), group=c.group)
-        part = torch.cat(parts, c.dim).narrow(c.dim, 0, size)
+    for shard in sharding.placements:
+        steps.append((shard, shape[shard.dim]))
+        shape[shard.dim] = -(-shape[shard.dim] // shard.group.size())
+    # from the innermost placement outwards
+    for shard, size in reversed(steps):
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(shard.group.size())]
+        dist.all_gather(parts, part, group=shard.group)
+        part = torch.cat(parts, shard.dim).narrow(shard.dim, 0, size)
     return part
+
+
+# --- initial values -------------------------------------------------------------------------------
 
 
 def init(
     model: nn.Module, seed: int, device, dtype: torch.dtype, names: list[str] | None = None
 ) -> None:
-    """Give a model built on the meta device its values, or only the parameters of these names.
-    `model.init_parameter(name, shape, generator)` draws one whole parameter."""
+    """Give a model on the meta device its initial values, or only the parameters of these names.
+
+    `model.init_parameter(name, shape, generator)` draws one whole parameter.
+    """
     materialise(model, device, dtype, names)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if names is None or name in names:
                 record = sharding_of(p)
-                name = sharding_of(p).copy_of or name
-                p.copy_(
-                    shard_of(
-                        model.init_parameter(name, record.shape, generator(seed, name)), record
-                    )
-                )
+                name = record.copy_of or name
+                whole = model.init_parameter(name, record.shape, generator(seed, name))
+                p.copy_(shard_of(whole, record))
 
 
 def materialise(
     model: nn.Module, device, dtype: torch.dtype, names: list[str] | None = None
 ) -> None:
-    """Replace each meta parameter (of these names) by zeros on `device`, keeping ties and sharding
-    records. (Zeros, because padding stays what it is.)"""
+    """Replace each parameter on the meta device (of these names) by zeros on `device`. Ties and
+    records stay. Padding keeps these zeros."""
+    wanted = [p for name, p in model.named_parameters() if names is None or name in names]
     real = {}
-    wanted = {p for name, p in model.named_parameters() if names is None or name in names}
+    for p in wanted:
+        zeros = torch.zeros(p.shape, dtype=dtype, device=device)
+        real[p] = nn.Parameter(zeros, requires_grad=p.requires_grad)
+        if hasattr(p, "sharding"):
+            set_sharding(real[p], p.sharding)
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            if p in wanted and p not in real:
-                real[p] = nn.Parameter(
-                    torch.zeros(p.shape, dtype=dtype, device=device), requires_grad=p.requires_grad
-                )
-                if hasattr(p, "sharding"):
-                    set_sharding(real[p], p.sharding)
             setattr(module, name, real.get(p, p))
 
 
@@ -198,12 +210,10 @@ def _lesson(rank: int):
 def main():
     from lessons import ranks
 
-    print("a [6, 3] weight, cut over 2 tensor-parallel ranks, then over 2 data-parallel ranks:")
+    print("a [6, 3] weight, sharded over 2 tensor-parallel ranks, then 2 data-parallel ranks:")
     for rank, (part, same) in enumerate(ranks.run(_lesson, 4)):
-        print(
-            f"rank {rank} (dp {rank // 2}, tp {rank % 2}) holds {part.tolist()}; gathered equals"
-            f" whole: {same}"
-        )
+        print(f"rank {rank} (dp {rank // 2}, tp {rank % 2}) holds {part.tolist()}", end="; ")
+        print(f"gathered equals whole: {same}")
 
 
 if __name__ == "__main__":
