@@ -1,12 +1,20 @@
-"""Who this process is among the ranks, its device, and the process groups that everything else is
-handed.
+"""Which rank this process is, its device, and the process groups that everything else is handed.
 
-One mesh (pp, dp, tp), made once. Tensor-parallel ranks are neighbours, because they talk most: on a
-node of 8 GPUs, `--tp 8` stays inside.
+There is one mesh (pp, dp, tp), made once. Tensor-parallel ranks are neighbours, because they talk
+most: on a node of 8 GPUs, `--tp 8` stays inside the node.
 
-    ranks 0 .. 7 under --pp 2 --tp 2        pp 0: dp 0: tp 0, 1   dp 1: tp 2, 3        pp 1: dp 0: tp 4, 5   dp 1: tp 6, 7
+    ranks 0 .. 7 under --pp 2 --tp 2, each pair being tp 0 and tp 1:
+
+            dp 0    dp 1
+    pp 0    0 1     2 3
+    pp 1    4 5     6 7
 
 Experts are spread over --ep of the dp ranks, neighbours again: dp = (edp, ep).
+
+    torchrun --nproc-per-node 8 train.py --pp 2 --tp 2
+
+No module of this project keeps a process group in a global variable: a technique gets its group as
+an argument (`Groups`).
 """
 
 import ctypes
@@ -24,62 +32,26 @@ from runtime.watchdog import Watchdog
 
 
 class WorldError(RuntimeError):
-    """The ranks did not meet; the message says which rank waited, for how long, and for whom."""
+    """The ranks did not meet. The message says which rank waited, for how long, and for whom."""
 
 
-def keep_freed_memory() -> None:
-    """Tell glibc to keep large blocks when they are freed. By default each logits or gradient
-    tensor is new memory from the kernel, zeroed page by page: a fifth of the time of a GPT-2 124M
-    step on a CPU."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    # another C library
-    except (OSError, AttributeError):
-        return
-    m_trim_threshold = -1
-    m_mmap_max = -4
-    mallopt(m_mmap_max, 0)
-    mallopt(m_trim_threshold, -1)
-
-
-def nccl_groups(
-    pipelines: list[list[int]], rank: int, device: torch.device
-) -> dict[tuple, dist.ProcessGroup]:
-    """One communicator for each neighbour, direction and kind: activations to the next rank,
-    gradients to the one before, both round the end, and a tied embedding's gradient between first
-    and last. pipelines: the global ranks of every pipeline of the world; all ranks call this
-    together. Each is used once here, in the same order everywhere: NCCL sets a communicator up in
-    its first operation, which waits for the peer. Returns this rank's own."""
-    mine = {}
-    for ranks in pipelines:
-        p = len(ranks)
-        pairs = (
-            {(i, (i + 1) % p, "F") for i in range(p)}
-            | {(i, (i - 1) % p, "B") for i in range(p)}
-            | {(0, p - 1, "B"), (p - 1, 0, "B")}
-        )
-        for sender, receiver, kind in sorted(pairs):
-            group = dist.new_group([ranks[sender], ranks[receiver]])
-            if rank in (ranks[sender], ranks[receiver]):
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
-                mine[sender, receiver, kind] = group
-    return mine
+# --- the process groups of a rank -----------------------------------------------------------------
 
 
 @dataclass
 class Groups:
-    """The process groups of this rank, None where there is one rank in a group; nccl: the
-    pipeline's communicators on GPUs."""
+    """The process groups of this rank. None where a group has one rank."""
 
     dp: dist.ProcessGroup | None = None
-    # of the dp ranks, those that have every expert once between them
+    # of the dp ranks, those that hold each expert once between them
     ep: dist.ProcessGroup | None = None
-    # .. those that hold replicas of the same experts; a rank alone, maybe
+    # of the dp ranks, those that hold the same experts; may be this rank alone
     edp: dist.ProcessGroup | None = None
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
+    # the pipeline's communicators on GPUs: (sender, receiver, kind) -> group, as `nccl_groups`
     nccl: dict | None = None
-    # all ranks, on the CPU: for checkpoints that are written meanwhile
+    # all ranks, on the CPU: for checkpoints that are written while training goes on
     files: dist.ProcessGroup | None = None
 
     @classmethod
@@ -92,22 +64,18 @@ class Groups:
         timeout: timedelta | None = None,
         ep: int = 1,
     ) -> "Groups":
-        """One mesh (pp, dp, tp). Neighbours are tensor parallel: they talk most; the next ones
-        expert parallel. timeout: of collectives. All ranks call this together."""
+        """One mesh (pp, dp, tp) of `world` ranks. timeout: of collectives. A collective."""
         dp = world // pp // tp
         mesh = init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-        groups = cls(
-            **{
-                name: mesh.get_group(name)
-                for name, n in zip(mesh.mesh_dim_names, mesh.shape)
-                if n > 1
-            }
-        )
-        # the same ranks, with dp = (edp, ep)
+        groups = cls()
+        for name, size in zip(mesh.mesh_dim_names, mesh.shape):
+            if size > 1:
+                setattr(groups, name, mesh.get_group(name))
         if ep > 1:
-            experts = init_device_mesh(
-                device_type, (pp, dp // ep, ep, tp), mesh_dim_names=("pp", "edp", "ep", "tp")
-            )
+            # the same ranks, with dp = (edp, ep)
+            shape = (pp, dp // ep, ep, tp)
+            names = ("pp", "edp", "ep", "tp")
+            experts = init_device_mesh(device_type, shape, mesh_dim_names=names)
             groups.ep = experts.get_group("ep")
             groups.edp = experts.get_group("edp")
         groups.files = dist.new_group(backend="gloo", timeout=timeout)
@@ -115,21 +83,59 @@ class Groups:
             if group and timeout:
                 group.set_timeout(timeout)
         if pp > 1 and dist.get_backend() == "nccl":
-            groups.nccl = nccl_groups(
-                mesh.mesh.flatten(1).t().tolist(),
-                dist.get_rank(),
-                torch.device("cuda", torch.cuda.current_device()),
-            )
+            pipelines = mesh.mesh.flatten(1).t().tolist()  # [dp tp, pp]
+            device = torch.device("cuda", torch.cuda.current_device())
+            groups.nccl = nccl_groups(pipelines, dist.get_rank(), device)
         return groups
+
+
+def nccl_groups(
+    pipelines: list[list[int]], rank: int, device: torch.device
+) -> dict[tuple[int, int, str], dist.ProcessGroup]:
+    """This rank's communicators: {(sender, receiver, kind): group}, with positions in the pipeline.
+
+    There is one for each neighbour, direction and kind: activations (F) to the next rank and
+    gradients (B) to the previous one, both also round the end, and the gradient of a tied embedding
+    (B) between first and last. pipelines: the global ranks of every pipeline.
+
+    A collective of all ranks. Each communicator is used once here, in the same order everywhere:
+    NCCL sets it up in its first operation, which waits for the peer.
+    """
+    own = {}
+    for ranks in pipelines:
+        p = len(ranks)
+        links = {(0, p - 1, "B"), (p - 1, 0, "B")}
+        for i in range(p):
+            links.add((i, (i + 1) % p, "F"))
+            links.add((i, (i - 1) % p, "B"))
+        for sender, receiver, kind in sorted(links):
+            pair = [ranks[sender], ranks[receiver]]
+            group = dist.new_group(pair)
+            if rank in pair:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                own[sender, receiver, kind] = group
+    return own
+
+
+# --- this process ---------------------------------------------------------------------------------
+
+# what torchrun sets: the variable, its value for one rank alone, its least value
+VARIABLES = {
+    "RANK": (0, 0),
+    "WORLD_SIZE": (1, 1),
+    "LOCAL_RANK": (0, 0),
+    "LOCAL_WORLD_SIZE": (1, 1),
+    "TORCHELASTIC_RESTART_COUNT": (0, 0),
+}
 
 
 @dataclass
 class World:
-    """Who this process is among the ranks, and the groups that it talks to."""
+    """Which rank this process is, and the groups that it talks to."""
 
     rank: int
     size: int
-    # on this machine
+    # of the ranks on this machine
     local_rank: int
     local_size: int
     # how often torchrun has started these ranks again
@@ -138,24 +144,20 @@ class World:
     groups: Groups | None = None
     watchdog: Watchdog | None = None
 
+    # --- start and end
+
     @classmethod
     def from_launcher(cls) -> "World":
-        """What torchrun says; without it, one rank. Raises WorldError."""
-        defaults = {
-            "RANK": 0,
-            "WORLD_SIZE": 1,
-            "LOCAL_RANK": 0,
-            "LOCAL_WORLD_SIZE": 1,
-            "TORCHELASTIC_RESTART_COUNT": 0,
-        }
-        said = {name: os.environ.get(name, str(default)) for name, default in defaults.items()}
-        for name, text in said.items():
-            least = int(name.endswith("SIZE"))
+        """As torchrun has set the environment; without torchrun, one rank. Raises WorldError."""
+        values = []
+        for name, (default, least) in VARIABLES.items():
+            text = os.environ.get(name, str(default))
             if not text.isdecimal() or int(text) < least:
                 raise WorldError(
                     f"{name}={text}: must be a whole number, at least {least}; torchrun sets it"
                 )
-        world = cls(*map(int, said.values()))
+            values.append(int(text))
+        world = cls(*values)
         if world.rank >= world.size or (world.size > 1 and "RANK" not in os.environ):
             raise WorldError(
                 f"RANK={os.environ.get('RANK', 'not set')} of WORLD_SIZE={world.size}: ranks are"
@@ -164,45 +166,56 @@ class World:
         return world
 
     def connect(self, device: str, tp: int, pp: int, timeout: float, ep: int = 1) -> None:
-        """Choose the device, and with several ranks make the process groups: one mesh, from which
-        everything else is handed groups. timeout: seconds without progress after which the watchdog
-        ends the run; collectives wait a minute longer."""
+        """Choose the device and, with several ranks, make the process groups. A collective.
+
+        timeout: seconds without progress after which the watchdog ends the run; collectives wait a
+        minute longer. Raises WorldError.
+        """
+        self.choose_device(device)
+        if self.size == 1:
+            self.groups = Groups()
+            return
+        # torchrun may keep its store over restarts, with addresses of dead ranks in it
+        store = dist.PrefixStore(f"start {self.restarts}", self.meet(timeout))
+        # a clone has its own connection
+        beats = dist.PrefixStore("watchdog", store.clone())
+        self.watchdog = Watchdog(beats, self.rank, self.size, timeout)
+        self.beat("the start, where the ranks meet")
+        # NCCL needs a device for each rank
+        nccl = self.device.type == "cuda" and self.local_size <= torch.cuda.device_count()
+        collective_timeout = timedelta(seconds=timeout + 60)
+        dist.init_process_group(
+            "nccl" if nccl else "gloo",
+            store=dist.PrefixStore("ranks", store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=collective_timeout,
+            device_id=self.device if nccl else None,
+        )
+        self.groups = Groups.make(self.device.type, self.size, tp, pp, collective_timeout, ep)
+        self.beat(None)
+
+    def choose_device(self, device: str) -> None:
+        """device: cpu; or cuda or auto, which take a GPU where there is one."""
         if device != "cpu" and torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        else:
-            self.device = torch.device("cpu")
-            keep_freed_memory()
-            if self.size > 1:
-                torch.set_num_threads(self.cores)
+            return
+        self.device = torch.device("cpu")
+        keep_freed_memory()
         if self.size > 1:
-            # NCCL wants a device for each rank
-            shared = self.device.type == "cpu" or self.local_size > torch.cuda.device_count()
-            # torchrun may keep it over restarts, with dead ranks' addresses
-            store = dist.PrefixStore(f"start {self.restarts}", self.meet(timeout))
-            # with a connection of its own
-            self.watchdog = Watchdog(
-                dist.PrefixStore("watchdog", store.clone()), self.rank, self.size, timeout
-            )
-            self.beat("the start, where the ranks meet")
-            dist.init_process_group(
-                "gloo" if shared else "nccl",
-                store=dist.PrefixStore("ranks", store),
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timedelta(seconds=timeout + 60),
-                device_id=None if shared else self.device,
-            )
-            self.groups = Groups.make(
-                self.device.type, self.size, tp, pp, timedelta(seconds=timeout + 60), ep
-            )
-            self.beat(None)
-        else:
-            self.groups = Groups()
+            torch.set_num_threads(self.cores)
+
+    @property
+    def cores(self) -> int:
+        """Processors for this rank."""
+        return max(1, len(os.sched_getaffinity(0)) // self.local_size)
 
     def meet(self, timeout: float) -> dist.Store:
-        """The store through which the ranks find each other. timeout: seconds to wait for the
-        others, on every rank. Raises WorldError."""
+        """The store through which the ranks find each other. Raises WorldError.
+
+        timeout: seconds that each rank waits for the others.
+        """
         try:
             store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
             store.set_timeout(timedelta(seconds=timeout))
@@ -212,42 +225,41 @@ class World:
                 f"rank {self.rank}: the {self.size} ranks cannot meet: {terminal.one_line(e)}"
             ) from None
         except (dist.DistError, OSError) as e:
-            why = str(e).split(chr(10))[0]
+            first_line = str(e).split("\n")[0]
             raise WorldError(
                 f"rank {self.rank}: the {self.size} ranks did not meet within {timeout:.0f} s"
-                f" ({why}); start all of them, with the same MASTER_ADDR and MASTER_PORT, or give"
-                " them more time with --timeout"
+                f" ({first_line}); start all of them, with the same MASTER_ADDR and MASTER_PORT, or"
+                " give them more time with --timeout"
             ) from None
 
-    @property
-    def cores(self) -> int:
-        """Processors for this rank."""
-        return max(1, len(os.sched_getaffinity(0)) // self.local_size)
-
     def disconnect(self) -> None:
-        """Everything that holds a group has to be gone by now: gloo aborts the process at exit
-        otherwise, now and then."""
+        """End the process groups. Everything that holds one must be gone by now: gloo otherwise
+        aborts the process at exit, now and then."""
         if self.watchdog:
             self.watchdog.stop()
-        self.groups = self.watchdog = None
+        self.groups = None
+        self.watchdog = None
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()
 
-    def gather(self, x) -> list:
+    # --- what all ranks learn; each of these is a collective
+
+    def gather(self, value) -> list:
         """Every rank's object, on every rank."""
-        gathered = [x] * self.size
+        gathered = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(gathered, x)
+            dist.all_gather_object(gathered, value)
         return gathered
 
     def on_rank_0(self, work, errors: tuple):
-        """What work() gives on rank 0, on every rank; an exception of `errors` is raised on every
-        rank. A collective."""
+        """Call work() on rank 0. Its result is returned on every rank; an exception of `errors` is
+        raised on every rank."""
         result = error = None
         try:
-            result = work() if self.rank == 0 else None
+            if self.rank == 0:
+                result = work()
         except errors as e:
             error = e
         result, error = self.gather((result, error))[0]
@@ -255,26 +267,46 @@ class World:
             raise error
         return result
 
-    def gather_numbers(self, *numbers: torch.Tensor | float) -> list[tuple]:
+    def gather_numbers(self, *numbers: torch.Tensor | float) -> list[tuple[float, ...]]:
         """For each number, its values on all ranks: one small collective a step."""
-        row = torch.stack(
-            [torch.as_tensor(n, dtype=torch.float64, device=self.device) for n in numbers]
-        )
-        rows = [torch.empty_like(row) for _ in range(self.size)] if self.size > 1 else [row]
+        values = [torch.as_tensor(n, dtype=torch.float64, device=self.device) for n in numbers]
+        row = torch.stack(values)
+        rows = [row]
         if self.size > 1:
+            rows = [torch.empty_like(row) for _ in range(self.size)]
             dist.all_gather(rows, row)
         return list(zip(*(r.tolist() for r in rows)))
 
+    # --- the watchdog and the terminal
+
     def beat(self, where: str | None) -> None:
-        """Progress, for the watchdog; None: nothing to watch until the next."""
-        if self.watchdog:
-            self.watchdog.beat(where) if where else self.watchdog.pause()
+        """Progress, for the watchdog. None: it does not watch until the next beat."""
+        if self.watchdog and where:
+            self.watchdog.beat(where)
+        elif self.watchdog:
+            self.watchdog.pause()
+
+    def say(self, *words) -> None:
+        """A line on standard output, from rank 0."""
+        if self.rank == 0:
+            terminal.say(*words)
 
     def say_aside(self, *words) -> None:
-        """For people, where standard output is for programs."""
+        """A line on standard error, from rank 0: for people, where a program reads the output."""
         if self.rank == 0:
             terminal.say(*words, error=True)
 
-    def say(self, *words) -> None:
-        if self.rank == 0:
-            terminal.say(*words)
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep large blocks when they are freed. By default the kernel gives new memory,
+    zeroed page by page, for each logits or gradient tensor: a fifth of the time of a GPT-2 124M
+    step on a CPU."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        # another C library
+        return
+    m_trim_threshold = -1
+    m_mmap_max = -4
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, -1)
