@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -17,13 +18,14 @@ from parity import SMALL, Synthetic
 import fsdp
 import moe
 import routers
-import train as trainer
 from lessons import ranks
 from routers import MoEConfig
 from runtime import rules
+from runtime.config import Config, ConfigError
 from runtime.sizes import flops_per_token
 from runtime.world import Groups
 from sharding import shard_of, sharding_of
+from train import Trainer
 
 FACTS = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]])
 
@@ -52,22 +54,20 @@ def make(e, k=1, h=16, ffn=24, router="sinkhorn", seed=0, **fields) -> moe.MoE:
 
 
 def test_sinkhorn_by_hand():
-    """The published example: three tokens to expert 1 and one to 0, six iterations; the gates are
-    of the raw logits."""
+    """The published example: three tokens to expert 1 and one to 0, six iterations; probabilities
+    are of the raw logits."""
     layer = make(2)
     chosen = layer.router.scores(FACTS, True).argmax(1, keepdim=True)
     layer.router.temperature = 1.0
     assert layer.router.scores(FACTS, True).argmax(1).tolist() == [1, 1, 1, 0]
-    gates = layer.router.probabilities(FACTS, torch.tensor([[1], [1], [1], [0]]))
-    torch.testing.assert_close(
-        gates.flatten(), torch.tensor([0.73106, 0.73106, 0.73106, 0.95257]), atol=1e-5, rtol=0
-    )
+    probabilities = layer.router.probabilities(FACTS, torch.tensor([[1], [1], [1], [0]]))
+    expected = torch.tensor([0.73106, 0.73106, 0.73106, 0.95257])
+    torch.testing.assert_close(probabilities.flatten(), expected, atol=1e-5, rtol=0)
     # at a low temperature two each
     assert sorted(chosen.flatten().tolist()) == [0, 0, 1, 1]
     # six iterations
-    assert torch.equal(
-        routers.sinkhorn(FACTS, most=6), routers.sinkhorn(FACTS)
-    ) and not torch.equal(routers.sinkhorn(FACTS, most=5), routers.sinkhorn(FACTS))
+    assert torch.equal(routers.sinkhorn(FACTS, most=6), routers.sinkhorn(FACTS))
+    assert not torch.equal(routers.sinkhorn(FACTS, most=5), routers.sinkhorn(FACTS))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.02])
@@ -146,22 +146,21 @@ def test_later_choices_are_in_the_plans_order():
     router = make(8, 4).router
     chosen = router.scores(logits, True).topk(4).indices
     assert (routers.sinkhorn(logits, 0.02, 1e-2).gather(1, chosen) == 0).any()
-    assert (
-        chosen[:, 0].bincount(minlength=8).max() < 1.05 * 128
-        and chosen.flatten().bincount(minlength=8).max() < 1.1 * 512
-    )
+    assert chosen[:, 0].bincount(minlength=8).max() < 1.05 * 128
+    assert chosen.flatten().bincount(minlength=8).max() < 1.1 * 512
     torch.testing.assert_close(
         router.scores(logits, True).argsort(1),
         (routers.balance(logits, 0.02, 1e-2)[1] + logits).argsort(1),
     )
 
 
-def test_gates_and_losses_by_hand():
+def test_probabilities_and_losses_by_hand():
     logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]])
     chosen = torch.tensor([[2, 1], [0, 1]])
     p = logits.softmax(-1)
     top = make(3, 2, router="topk", aux_loss=0.5, z_loss=0.1).router
-    torch.testing.assert_close(top.gates(logits, chosen)[0], p[0, [2, 1]] / p[0, [2, 1]].sum())
+    of_two = p[0, [2, 1]] / p[0, [2, 1]].sum()
+    torch.testing.assert_close(top.probabilities(logits, chosen)[0], of_two)
     share = torch.tensor([0.25, 0.5, 0.25])
     expected = (
         0.5 * 3 * sum(share[e] * p[:, e].mean() for e in range(3))
@@ -181,29 +180,43 @@ def test_gates_and_losses_by_hand():
 
 
 def capacity_of(layer: moe.MoE, n: int) -> float:
-    """As a fraction, so that it is exact."""
+    """The most of n tokens that one expert takes. As a fraction, so that it is exact."""
     factor = Fraction(str(layer.routing.capacity_factor))
-    return (
-        min(n * layer.router.k, math.ceil(factor * n * layer.router.k / len(layer.router.weight)))
-        if factor
-        else math.inf
-    )
+    if not factor:
+        return math.inf
+    choices = n * layer.router.k
+    return min(choices, math.ceil(factor * choices / len(layer.router.weight)))
 
 
-def loop(layer: moe.MoE, x: torch.Tensor) -> torch.Tensor:
-    """The layer, one token and one expert at a time, with the router's losses added to the output's
-    sum. x: [b, s, h]"""
+def probability(r: routers.Router, z: torch.Tensor, chosen: torch.Tensor, n: int) -> torch.Tensor:
+    """Of expert n for one token, with logits z: [E]; chosen: [k]"""
+    p = z.softmax(0)
+    if isinstance(r, routers.SinkhornRouter):
+        return z[n].sigmoid() if r.k == 1 else p[n]
+    return p[n] if r.k == 1 else p[n] / p[chosen].sum()
+
+
+def expert(layer: moe.MoE, t: torch.Tensor, n: int) -> torch.Tensor:
+    """Expert n of one token. t: [h] -> [h]"""
+    up = layer.up.weight[n] @ t
+    if layer.gate is None:
+        inner = F.gelu(up, approximate="tanh")
+    else:
+        inner = F.silu(layer.gate.weight[n] @ t) * up
+    return layer.down.weight[n] @ inner
+
+
+def loop(layer: moe.MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer, one token and one expert at a time. x: [b, s, h] -> ([b, s, h], the router's
+    losses, which training adds)"""
     r = layer.router
     b, s, h = x.shape
     tokens = x.reshape(-1, h)
     y = []
     taken = torch.zeros(len(r.weight), dtype=torch.long)
     logits = [r.weight @ t for t in tokens]
-    chosen = (
-        r.scores(torch.stack(logits).detach(), layer.training)
-        .sort(descending=True)
-        .indices[:, : r.k]
-    )
+    scores = r.scores(torch.stack(logits).detach(), layer.training)
+    chosen = scores.sort(descending=True).indices[:, : r.k]
     kept = {}
     e = len(r.weight)
     limit = capacity_of(layer, len(tokens)) if layer.training else torch.inf
@@ -214,19 +227,8 @@ def loop(layer: moe.MoE, x: torch.Tensor) -> torch.Tensor:
     for i, (t, z) in enumerate(zip(tokens, logits)):
         total = torch.zeros(h, dtype=x.dtype)
         for choice, n in enumerate(chosen[i].tolist()):
-            p = z.softmax(0)
-            if isinstance(r, routers.SinkhornRouter):
-                g = z[n].sigmoid() if r.k == 1 else p[n]
-            else:
-                g = p[n] if r.k == 1 else p[n] / p[chosen[i]].sum()
-            up = layer.up.weight[n] @ t
-            inner = (
-                F.silu(layer.gate.weight[n] @ t) * up
-                if layer.gate is not None
-                else F.gelu(up, approximate="tanh")
-            )
             if kept[i, choice]:
-                total = total + g * (layer.down.weight[n] @ inner)
+                total = total + probability(r, z, chosen[i], n) * expert(layer, t, n)
         y.append(total)
     share = taken.double() / (len(tokens) * r.k)
     aux = e * sum(
@@ -296,10 +298,9 @@ def test_equals_a_loop_over_tokens():
         )
         y, loss = loop(layer, x)
         ((y * weight).sum() + (loss if layer.training else 0)).backward()
-        expected = {
-            n: p.grad if p.grad is not None else torch.zeros_like(p)
-            for n, p in [*layer.named_parameters(), ("x", x)]
-        }
+        expected = {}
+        for n, p in [*layer.named_parameters(), ("x", x)]:
+            expected[n] = torch.zeros_like(p) if p.grad is None else p.grad
         layer.zero_grad()
         x.grad = None
         out = layer(x)
@@ -308,9 +309,9 @@ def test_equals_a_loop_over_tokens():
         for n, p in [*layer.named_parameters(), ("x", x)]:
             close(p.grad, expected[n], (seed, n))
         if layer.training:
-            told = layer.routing.statistics
-            choices = told[: len(layer.router.weight)]
-            sums = dict(zip(routers.ROUTER_STATS, told[len(layer.router.weight) :].tolist()))
+            e = len(layer.router.weight)
+            choices, sums = layer.routing.statistics.split([e, len(routers.ROUTER_STATS)])
+            sums = dict(zip(routers.ROUTER_STATS, sums.tolist()))
             assert sums == pytest.approx(statistics_by_hand(layer, x.detach(), choices), rel=1e-10)
             empty = empty + int((choices == 0).sum())
             dropped = dropped + sums["dropped_share"]
@@ -357,15 +358,15 @@ def test_the_router_computes_in_float32():
     assert torch.equal(logits, F.linear(x.float(), layer.router.weight.float()))
 
 
-def test_take_and_put_are_adjoint():
-    """<take(x), y> = <x, put(y)>, with dropped assignments."""
+def test_permute_and_unpermute_are_adjoint():
+    """<permute(x), y> = <x, unpermute(y)>, with dropped assignments."""
     g = torch.Generator().manual_seed(0)
     order = torch.randperm(3 * 7, generator=g)[:17]
-    place = routers.inverse_permutation(order, 21).view(3, 7)
+    position = routers.inverse_permutation(order, 21).view(3, 7)
     x = torch.randn(7, 5, generator=g).double()
     y = torch.randn(17, 5, generator=g).double()
     torch.testing.assert_close(
-        (moe.permute_rows(x, order) * y).sum(), (x * moe.unpermute_rows(y, place)).sum()
+        (moe.permute_rows(x, order) * y).sum(), (x * moe.unpermute_rows(y, position)).sum()
     )
 
 
@@ -375,17 +376,10 @@ def spread(rank: int, world: int, seeds: list[int]):
     for seed in seeds:
         whole, _ = draw(seed)
         e, h = whole.router.weight.shape
-        config = MoEConfig(
-            1, h, 1, vocab_size=3, num_experts=e, ffn_hidden_size=whole.up.weight.shape[1]
-        )
         if e % world:
             continue
         part = copy.deepcopy(whole)
-        model = torch.nn.Module()
-        model.config = config
-        model.blocks = torch.nn.ModuleDict({"0": torch.nn.Module()})
-        model.blocks["0"].mlp = part
-        moe.apply(model, dist.group.WORLD)
+        moe.share_experts(part, dist.group.WORLD)
         x = torch.randn(
             1,
             (seed + 5 * rank) % 9 + 1,
@@ -417,11 +411,11 @@ def test_experts_over_ranks(world):
 
 
 def statistics_of(rank: int, world: int, flags: dict):
-    config = trainer.Config(**flags)
-    groups = (
-        Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups()
-    )
-    t = trainer.Trainer(config, torch.device("cpu"), groups)
+    config = Config(**flags)
+    groups = Groups()
+    if world > 1:
+        groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
+    t = Trainer(config, torch.device("cpu"), groups)
     # each step's are its own
     for step in (1, 1):
         t.forward_backward(step, Synthetic(t.model_config.seq_length, t.model_config.vocab_size))
@@ -441,11 +435,9 @@ def test_statistics_do_not_depend_on_the_layout():
         capacity_factor=1.0,
     )
     one = ranks.run(statistics_of, 1, 1, base)[0]
-    assert (
-        len(one["expert_load"]) == 2
-        and all(abs(sum(layer) - 4) < 1e-12 for layer in one["expert_load"])
-        and all(0 < x < 0.5 for x in one["dropped_share"])
-    )
+    assert len(one["expert_load"]) == 2
+    assert all(abs(sum(layer) - 4) < 1e-12 for layer in one["expert_load"])
+    assert all(0 < x < 0.5 for x in one["dropped_share"])
     # log 4
     assert all(1 < x <= 1.3863 for x in one["router_entropy"])
     for world, flags in (
@@ -459,19 +451,19 @@ def test_statistics_do_not_depend_on_the_layout():
 
 
 def test_recomputation_does_not_route_again():
-    counts = []
+    def count(calls, original, *args):
+        calls.append(args)
+        return original(*args)
+
     for recompute in ("none", "full"):
-        t = trainer.Trainer(
-            trainer.Config(**SMALL | dict(num_experts=4, recompute=recompute)),
-            torch.device("cpu"),
-            Groups(),
-        )
+        calls = []
+        config = Config(**SMALL | dict(num_experts=4, recompute=recompute))
+        t = Trainer(config, torch.device("cpu"), Groups())
         for layer in t.expert_layers.values():
-            layer.routing.scores = lambda *args, original=layer.routing.scores: (
-                counts.append(recompute) or original(*args)
-            )
+            layer.routing.scores = partial(count, calls, layer.routing.scores)
         t.forward_backward(1, Synthetic(16, 61))
-    assert counts.count("none") == counts.count("full") == 2
+        # one micro-batch, two layers
+        assert len(calls) == 2
 
 
 def test_flops_count_what_a_token_goes_through():
@@ -535,8 +527,8 @@ def test_evaluation_routes_each_token_for_itself():
     ids=str,
 )
 def test_bad_configurations(flags, world, words):
-    with pytest.raises(trainer.ConfigError) as e:
-        rules.validate(trainer.Config(**flags), world)
+    with pytest.raises(ConfigError) as e:
+        rules.validate(Config(**flags), world)
     assert all(word in str(e.value) for word in words), str(e.value)
 
 
@@ -617,7 +609,6 @@ def test_a_run_with_experts(tmp_path):
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [len(line["expert_load"]) for line in lines] == [2] * 4 and all(
-        line["dropped_share"] == [0, 0] for line in lines
-    )
+    assert [len(line["expert_load"]) for line in lines] == [2] * 4
+    assert all(line["dropped_share"] == [0, 0] for line in lines)
     assert (tmp_path / "run/sample.txt").read_text().startswith("def ")
