@@ -105,7 +105,7 @@ KINDS = {
 class FieldError(ValueError):
     """A value that cannot be: the field to change, its value, the rule, and what would fit.
 
-    rule: may name other fields as {field}; `others` has their values.
+    rule: may name other fields as {field}; `others` has their values, None to name one alone.
     """
 
     def __init__(self, field: str, value, rule: str, fits=None, **others):
@@ -116,7 +116,9 @@ class FieldError(ValueError):
     def message(self, name_of=str) -> str:
         """name_of(field): what the reader calls a field, a flag for example."""
         field, value, rule, fits = self.args
-        others = {name: f"{name_of(name)} {value}" for name, value in self.others.items()}
+        others = {}
+        for name, other in self.others.items():
+            others[name] = name_of(name) if other is None else f"{name_of(name)} {other}"
         text = f"{name_of(field)} {value}: {rule.format(**others)}"
         return text if fits is None else f"{text}; {fits} would fit"
 

@@ -89,8 +89,8 @@ def check(num_layers: int, p: int, v: int = 1, layer_split: list[int] | None = N
         if num_layers % stages:
             low = num_layers // stages * stages
             fits = f"{low} or {low + stages}" if low else low + stages
-            rule = "must be divisible by {pp} times {virtual_stages}, unless layer_split is given"
-            raise FieldError("num_layers", num_layers, rule, fits, **sizes)
+            rule = "must be divisible by {pp} times {virtual_stages}, unless {layer_split} is given"
+            raise FieldError("num_layers", num_layers, rule, fits, **sizes, layer_split=None)
         return
     total = sum(layer_split)
     if len(layer_split) != stages or total != num_layers or min(layer_split) < 0:

@@ -38,7 +38,8 @@ def test_layer_split_by_hand():
     [
         (
             (8, 3),
-            "num_layers 8: must be divisible by pp 3 times virtual_stages 1; 6 or 9 would fit",
+            "num_layers 8: must be divisible by pp 3 times virtual_stages 1, unless layer_split is "
+            "given; 6 or 9 would fit",
         ),
         ((8, 16), "16 would fit"),
         ((8, 2, 1, [4, 5]), "add up to num_layers 8; these are 2 that add up to 9"),
