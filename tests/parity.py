@@ -108,9 +108,9 @@ def on_rank(rank: int, world: int, variants: list[dict], steps: int, mutate) -> 
 
 
 def one_run(world: int, config: trainer.Config, steps: int) -> Result:
-    groups = (
-        Groups.make("cpu", world, config.tp, config.pp, ep=config.ep) if world > 1 else Groups()
-    )
+    groups = Groups()
+    if world > 1:
+        groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
     # on CUDA: gloo still, all ranks on one GPU
     t = trainer.trainer_class(config)(config, torch.device(config.device), groups)
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from parity import LLAMA, SMALL, differs, same, train, train_each
 
+import dropout
 import fsdp
-import gpt
 import moe
 import optimizer
 import pipeline_parallel
@@ -19,7 +19,6 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 import train as trainer
-from dropout import Dropout, dropout_key
 from sharding import Shard, shard_of, sharding_of
 
 
@@ -263,7 +262,7 @@ def local_mean():
 
 def local_dropout():
     """Masks by the row in this rank's batch, not by the global sample."""
-    trainer.dropout_key = lambda seed, step, samples: dropout_key(
+    trainer.dropout_key = lambda seed, step, samples: dropout.dropout_key(
         seed, step, torch.arange(len(samples))
     )
 
@@ -387,7 +386,7 @@ def test_gate_sees_sharding(stages, mutate):
 
 
 def same_mask_every_step():
-    trainer.dropout_key = lambda seed, step, samples: dropout_key(seed, 1, samples)
+    trainer.dropout_key = lambda seed, step, samples: dropout.dropout_key(seed, 1, samples)
 
 
 def test_gate_sees_the_step_in_the_mask():
@@ -399,7 +398,9 @@ def test_gate_sees_the_step_in_the_mask():
 
 def no_f():
     """The input gradient of column-parallel layers is each rank's part."""
-    tensor_parallel.ColumnParallelLinear.on_gradient = staticmethod(tensor_parallel.start_nothing)
+    tensor_parallel.ColumnParallelLinear.start_input_grad = staticmethod(
+        tensor_parallel.start_nothing
+    )
 
 
 def no_g():
@@ -417,7 +418,7 @@ def clones():
         def rank(self):
             return 0
 
-    def cut(whole, record, original=shard_of):
+    def shard_of_rank_0(whole, record, original=shard_of):
         return original(
             whole,
             sharding.Sharding(
@@ -425,7 +426,7 @@ def clones():
             ),
         )
 
-    sharding.shard_of = cut
+    sharding.shard_of = shard_of_rank_0
 
 
 def without_all_reduce(op):
@@ -454,16 +455,17 @@ def no_vocabulary_sums():
 
 def dropout_without(dims):
     """Masks of tensors with so many dimensions begin at coordinate 0 on every rank."""
-    original = Dropout.forward
+    original = dropout.Dropout.forward
 
-    def forward(self, x, drop_key):
-        kept = self.slice
-        self.slice = {} if x.dim() == dims else self.slice
-        y = original(self, x, drop_key)
-        self.slice = kept
+    def forward(self, x, key):
+        shard_index = self.shard_index
+        if x.dim() == dims:
+            self.shard_index = {}
+        y = original(self, x, key)
+        self.shard_index = shard_index
         return y
 
-    Dropout.forward = forward
+    dropout.Dropout.forward = forward
 
 
 def dropout_without_heads():
@@ -487,14 +489,14 @@ def mine(x, group):
 
 def no_sum_in_g():
     """The input gradient of column-parallel layers is a slice of each rank's part."""
-    sequence_parallel.ColumnParallelLinear.on_gradient = staticmethod(
+    sequence_parallel.ColumnParallelLinear.start_input_grad = staticmethod(
         lambda x, group: lambda: mine(x, group)
     )
 
 
 def no_gather_in_g():
     """Every rank takes its own slice for the others' too."""
-    sequence_parallel.ColumnParallelLinear.on_input = staticmethod(
+    sequence_parallel.ColumnParallelLinear.start_input = staticmethod(
         lambda x, group: lambda: x.repeat(1, group.size(), 1)
     )
 
@@ -503,14 +505,14 @@ def old_input():
     """Backward's second gather gives something else than forward's."""
     seen = {}
 
-    def on_input(x, group, original=sequence_parallel.start_gather):
+    def start_input(x, group, original=sequence_parallel.start_gather):
         finish = original(x, group)
         again = seen.pop(x.data_ptr(), False)
         if not again:
             seen[x.data_ptr()] = True
         return (lambda: 2 * finish()) if again else finish
 
-    sequence_parallel.ColumnParallelLinear.on_input = staticmethod(on_input)
+    sequence_parallel.ColumnParallelLinear.start_input = staticmethod(start_input)
 
 
 def no_sum_in_g_bar():
@@ -535,8 +537,8 @@ def no_norm_gradients():
 
 
 def positions_from_0():
-    original = sequence_parallel.SlicedPositions.__init__
-    sequence_parallel.SlicedPositions.__init__ = lambda self, positions, n, t: original(
+    original = sequence_parallel.ShardedPositions.__init__
+    sequence_parallel.ShardedPositions.__init__ = lambda self, positions, n, t: original(
         self, positions, 0, t
     )
 
@@ -561,7 +563,7 @@ def test_gate_sees_sequence(mutate):
 
 def masks_of_the_moment():
     """A mask from a generator, which recomputation draws anew."""
-    gpt.dropped = lambda key, salt, shape, start, p: torch.rand(shape) < p
+    dropout.dropout_mask = lambda key, site, shape, start, p: torch.rand(shape) < p
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -635,7 +637,7 @@ EIGHT = [dict(schedule="1f1b"), dict(schedule="zb-h1"), dict(virtual_stages=2)]
 )
 def test_pipeline(base, world, variants, flags):
     """Every schedule, even and uneven splits, tied embeddings (GPT)."""
-    for variant, result in zip(variants, train_each(world, variants, base=PIPELINE[base], **flags)):
+    for result in train_each(world, variants, base=PIPELINE[base], **flags):
         same(
             result,
             train(base=PIPELINE[base] | {k: v for k, v in flags.items() if k == "num_layers"}),
@@ -688,7 +690,7 @@ def norm_counts_both_copies():
 
 
 def forgotten_weights():
-    """The weight gradients that ZB-H1 owes at the end of the step are never computed."""
+    """The weight gradients that ZB-H1 defers to the end of the step are never computed."""
     original = pipeline_parallel.lower
     pipeline_parallel.lower = lambda *args: [
         [x for x in program if x[0] != "W" or x.micro_batch < 7] for program in original(*args)
@@ -876,10 +878,10 @@ def no_way_back_for_gradients():
     )
 
 
-def gates_of_others():
-    """Each token's experts are weighted by another token's gates."""
-    moe.combine = lambda rows, gates, *rest, original=moe.combine: original(
-        rows, gates.flip(0), *rest
+def probabilities_of_others():
+    """Each token's experts are weighted by another token's router probabilities."""
+    moe.combine = lambda rows, probabilities, *rest, original=moe.combine: original(
+        rows, probabilities.flip(0), *rest
     )
 
 
@@ -890,7 +892,7 @@ def gates_of_others():
         experts_summed_over_all,
         no_second_exchange,
         no_way_back_for_gradients,
-        gates_of_others,
+        probabilities_of_others,
     ],
 )
 def test_gate_sees_experts(mutate):
@@ -980,4 +982,4 @@ def test_router_losses_are_means_over_the_global_batch():
 def test_random_layouts():
     """A few of `python tests/random_layouts.py`."""
     for seed in (83,):
-        random_layouts.check(random_layouts.init_parameter(seed))
+        random_layouts.check(random_layouts.draw(seed))
