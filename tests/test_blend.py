@@ -15,6 +15,8 @@ from corpus import blend
 from corpus.blend import Blend, Interleave, parse_weights
 from corpus.tokenizer import ByteTokenizer
 from data import Corpus, DataError
+from runtime import opening
+from runtime.flags import parse
 from runtime.world import World
 
 # Corpus -> number of documents.
@@ -184,8 +186,8 @@ def test_index_of_a_blend(here):
 
 
 def open_data(*flags):
-    config = train.parse([*flags, "--seq-length", "16", "--device", "cpu"], 0)
-    return train.open_data(config, World.from_launcher(), ByteTokenizer())
+    config = parse([*flags, "--seq-length", "16", "--device", "cpu"], 0)
+    return opening.open_data(config, World.from_launcher(), ByteTokenizer())
 
 
 def test_held_out_text_is_blended_and_never_trained_on(here):

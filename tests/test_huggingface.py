@@ -23,6 +23,7 @@ import pipeline_parallel
 import sharding
 import tensor_parallel
 from checkpoint import CheckpointError
+from gpt import GPT
 from huggingface import export_folder, import_folder
 from inference import cli
 from lessons import ranks
@@ -345,20 +346,19 @@ def load_and_save(rank, folder, families, tp, pp, ep):
     logits = {}
     for family in families:
         config = MoEConfig(**checkpoint.read_index(folder / family)["model"])
-        chunks = (
-            pipeline_parallel.split(config, groups.pp.rank(), pp)
-            if groups.pp
-            else [huggingface.empty_model(config)]
-        )
-        for chunk in chunks:
-            if groups.ep:
-                moe.apply(chunk, groups.ep)
+        with torch.device("meta"):
+            model = GPT(config)
+        moe.apply(model, groups.ep, groups.tp)
+        stages = [model]
+        if groups.pp:
+            stages = pipeline_parallel.apply(model, groups.pp.rank(), pp)
+        for stage in stages:
             if groups.tp:
-                tensor_parallel.apply(chunk, groups.tp)
-            sharding.materialise(chunk, "cpu", torch.float32)
+                tensor_parallel.apply(stage, groups.tp)
+            sharding.materialise(stage, "cpu", torch.float32)
         parts = {
             f"model.{n}": set_sharding(p.detach(), sharding_of(p))
-            for n, p in sharding.named_parameters(*chunks)
+            for n, p in sharding.named_parameters(*stages)
         }
         checkpoint.read(folder / family, parts)
         checkpoint.save(
@@ -367,27 +367,27 @@ def load_and_save(rank, folder, families, tp, pp, ep):
             parts,
             STATE | {"model": dataclasses.asdict(config)},
         )
-        y = forward_logits(chunks, groups.pp)
+        y = forward_logits(stages, groups.pp)
         if y is not None:
             logits[family] = y
     return logits
 
 
 @torch.no_grad()
-def forward_logits(chunks, pp_group):
+def forward_logits(stages, pp_group):
     """None on a rank of a pipeline that does not have the model's head."""
     if not pp_group:
-        return chunks[0](TOKENS)
+        return stages[0](TOKENS)
     logits = None
 
     def forward(chunk, k, x):
         nonlocal logits
-        y = chunks[chunk](TOKENS, None, None, x)
-        if chunks[chunk].head is not None:
+        y = stages[chunk](TOKENS, None, None, x)
+        if stages[chunk].head is not None:
             logits = y
         return y
 
-    pipeline = pipeline_parallel.Pipeline(chunks, pipeline_parallel.Channels(pp_group))
+    pipeline = pipeline_parallel.Pipeline(stages, pipeline_parallel.Channels(pp_group))
     pipeline.run(pipeline.forward_only(1), forward, *TOKENS.shape)
     return logits
 

@@ -379,7 +379,7 @@ def spread(rank: int, world: int, seeds: list[int]):
         if e % world:
             continue
         part = copy.deepcopy(whole)
-        moe.share_experts(part, dist.group.WORLD)
+        moe.split_by_expert(part, dist.group.WORLD)
         x = torch.randn(
             1,
             (seed + 5 * rank) % 9 + 1,

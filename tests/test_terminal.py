@@ -118,7 +118,7 @@ def test_each_command_is_quiet_when_it_is_interrupted():
 
 def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, capfd):
     import train
-    from runtime import metrics
+    from runtime import metrics, opening
 
     class Full(metrics.Metrics):
         def add(self, line):
@@ -127,12 +127,12 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, ca
             super().add(line)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "Metrics", Full)
+    monkeypatch.setattr(opening, "Metrics", Full)
     assert train.main([*command[2:], "--save-every", "2"]) == 1
     error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("train.py")]
     assert len(error) == 1
     assert all(words in error[0] for words in ("after step 4", "No space left", "--resume"))
-    monkeypatch.setattr(train, "Metrics", metrics.Metrics)
+    monkeypatch.setattr(opening, "Metrics", metrics.Metrics)
     assert train.main([*command[2:], "--resume"]) == 0
     assert [json.loads(line)["step"] for line in open("run/metrics.jsonl")] == list(
         range(1, STEPS + 1)

@@ -28,7 +28,7 @@ from corpus.tokenizer import (
 )
 from inference import cli
 from routers import MoEConfig
-from runtime import architectures
+from runtime import architectures, finish, training_run
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -52,8 +52,8 @@ def here(tmp_path, monkeypatch):
         return generate_all(model, prompts, min(n, 20), **options)
 
     monkeypatch.setattr(generate, "generate", generate_few)
-    monkeypatch.setattr(train, "EVAL_SEQUENCES", 2)
-    monkeypatch.setattr(train, "plot_loss", lambda *_: None)
+    monkeypatch.setattr(training_run, "EVAL_SEQUENCES", 2)
+    monkeypatch.setattr(finish, "plot_loss", lambda *_: None)
     return tmp_path
 
 
