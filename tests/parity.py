@@ -4,7 +4,8 @@
 
 `train` runs a few steps of any configuration on `world` ranks, on synthetic data with unequal loss
 masks, and returns loss, every gradient and every parameter under global names, gathered through the
-sharding record."""
+sharding record.
+"""
 
 import math
 from dataclasses import dataclass
@@ -126,22 +127,21 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
             return mine
         stages = [None] * groups.pp.size()
         dist.all_gather_object(stages, mine, group=groups.pp)
-        found = {}
+        merged = {}
         for n, x in (item for stage in stages for item in stage.items()):
-            # two copies of a tied embedding
-            found[n] = (
-                x if n not in found or torch.equal(x, found[n]) else torch.full_like(x, torch.inf)
-            )
-        return found
+            # two copies of a tied embedding must be equal
+            if n in merged and not torch.equal(x, merged[n]):
+                x = torch.full_like(x, torch.inf)
+            merged[n] = x
+        return merged
 
     sizes = t.model_config.seq_length, t.model_config.vocab_size
     prompts = getattr(t, "prompts", None)
     dataset = Prompted(*sizes, prompts) if prompts else Synthetic(*sizes)
     result = Result([], [], {}, {})
     for layer in t.expert_layers.values():
-        layer.routing.scores = partial(
-            scores_with_margin, result, layer.routing, original=layer.routing.scores
-        )
+        original = layer.routing.scores
+        layer.routing.scores = partial(scores_with_margin, result, layer.routing, original)
     for step in range(1, steps + 1):
         loss = t.forward_backward(step, dataset)
         if world > 1:
@@ -154,48 +154,42 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
     return result
 
 
-def scores_with_margin(result: Result, decision, logits, training, *, original):
-    """What decision.scores gives, and how near it came to another choice."""
+def scores_with_margin(result: Result, routing, original, logits, training):
+    """What routing.scores gives; notes in result.margin how near it came to another choice."""
     scores = original(logits, training)
-    if decision.k < scores.shape[1]:
-        largest = scores.sort(descending=True).values[:, decision.k - 1 : decision.k + 1]
-        result.margin = min(
-            result.margin, ((largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)).min().item()
-        )
+    if routing.k < scores.shape[1]:
+        # the last score that is chosen, and the first that is not
+        largest = scores.sort(descending=True).values[:, routing.k - 1 : routing.k + 1]
+        margin = (largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)
+        result.margin = min(result.margin, margin.min().item())
     return scores
 
 
 def train(world: int = 1, steps: int = 3, mutate=None, base: dict = SMALL, **flags) -> Result:
     """What rank 0 has after `steps` steps. mutate: a function at the top of a module, called first
     on each rank, that breaks something."""
-    return _train(
-        world,
-        steps,
-        mutate,
-        tuple(
-            sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in (base | flags).items())
-        ),
-    )
+    frozen = {}
+    for name, value in (base | flags).items():
+        frozen[name] = tuple(value) if isinstance(value, list) else value
+    return _train(world, steps, mutate, tuple(sorted(frozen.items())))
 
 
 # one-device references are shared between tests
 @lru_cache(maxsize=32)
-def _train(world, steps, mutate, flags):
-    return ranks.run(
-        on_rank,
-        world,
-        world,
-        [{k: list(v) if isinstance(v, tuple) else v for k, v in flags}],
-        steps,
-        mutate,
-    )[0][0]
+def _train(world, steps, mutate, frozen):
+    flags = {}
+    for name, value in frozen:
+        flags[name] = list(value) if isinstance(value, tuple) else value
+    (result,) = ranks.run(on_rank, world, world, [flags], steps, mutate)[0]
+    return result
 
 
 def train_each(
     world: int, variants: list[dict], steps: int = 3, base: dict = SMALL, **flags
 ) -> list[Result]:
     """Several runs on the same ranks, one after the other: launching them costs more than a run."""
-    return ranks.run(on_rank, world, world, [base | flags | v for v in variants], steps, None)[0]
+    variants = [base | flags | variant for variant in variants]
+    return ranks.run(on_rank, world, world, variants, steps, None)[0]
 
 
 def difference(a: Result, b: Result) -> dict[str, float]:
@@ -204,21 +198,22 @@ def difference(a: Result, b: Result) -> dict[str, float]:
     against the largest gradient of the model."""
     assert a.gradients.keys() == b.gradients.keys() and a.parameters.keys() == b.parameters.keys()
     largest = max(g.abs().max().item() for g in b.gradients.values())
-    scale = {
-        n: (not n.endswith("key.bias") and g.abs().max().item()) or largest
-        for n, g in b.gradients.items()
-    }
+    of_gradients = []
+    for n, g in b.gradients.items():
+        scale = g.abs().max().item()
+        if n.endswith("key.bias") or scale == 0:
+            scale = largest
+        of_gradients.append((a.gradients[n] - g).abs().max().item() / scale)
+    of_parameters = []
+    for n, p in b.parameters.items():
+        # 0.1: at 1e-10 relative, the gate allows 1e-11 absolute
+        scale = max(p.abs().max().item(), 0.1)
+        of_parameters.append((a.parameters[n] - p).abs().max().item() / scale)
     return {
         "loss": max(abs(x - y) / abs(y) for x, y in zip(a.losses, b.losses, strict=True)),
         "norm": max(abs(x - y) / abs(y) for x, y in zip(a.norms, b.norms, strict=True)),
-        "gradient": max(
-            (a.gradients[n] - g).abs().max().item() / scale[n] for n, g in b.gradients.items()
-        ),
-        "parameter": max(
-            ((a.parameters[n] - p).abs().max() / max(p.abs().max(), 0.1)).item()
-            for n, p in b.parameters.items()
-        ),
-        # 0.1: at 1e-10 relative, the gate allows 1e-11 absolute
+        "gradient": max(of_gradients),
+        "parameter": max(of_parameters),
     }
 
 

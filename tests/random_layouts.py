@@ -4,7 +4,8 @@ parallelism, recomputation, on up to 8 ranks.
     python tests/random_layouts.py [--count 200] [--first 0]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
-parity.py."""
+parity.py.
+"""
 
 import argparse
 import random
@@ -14,7 +15,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from parity import LLAMA, SMALL, difference, same, train
+from parity import LLAMA, SMALL, difference, same, train  # noqa: E402 (needs the path)
 
 
 def draw(seed: int) -> dict:
@@ -47,14 +48,7 @@ def draw(seed: int) -> dict:
         if layout["schedule"] == "interleaved":
             m = pp * g.choice([1, 2])
             layout["virtual_stages"] = v
-        while True:
-            cuts = sorted(g.randint(0, model["num_layers"]) for _ in range(pp * v - 1))
-            layout["layer_split"] = [
-                b - a for a, b in zip([0, *cuts], [*cuts, model["num_layers"]])
-            ]
-            # a rank without a parameter is refused
-            if all(sum(layout["layer_split"][rank::pp]) for rank in range(1, pp - 1)):
-                break
+        layout["layer_split"] = draw_layer_split(g, model["num_layers"], pp, v)
     model["global_batch_size"] = micro * m * dp
     if dp > 1:
         # of its own: the other draws stay what they were
@@ -62,17 +56,32 @@ def draw(seed: int) -> dict:
     g_experts = random.Random(-(10**6) - seed)
     # who goes where depends on the micro-batch, so one device takes the same ones
     if g_experts.random() < 0.4:
-        model |= dict(
-            num_experts=12 * g_experts.choice([1, 2]),
-            router=g_experts.choice(["sinkhorn", "topk"]),
-            router_topk=g_experts.choice([1, 2]),
-            expert_every=g_experts.randint(1, model["num_layers"]),
-            capacity_factor=g_experts.choice([0.0, 1.0]),
-            micro_batch_size=micro,
-        )
+        model |= draw_experts(g_experts, model["num_layers"])
+        model["micro_batch_size"] = micro
         layout["ep"] = g_experts.choice([n for n in range(1, dp + 1) if dp % n == 0])
-    base = SMALL if g.random() < 0.5 else LLAMA | dict(num_kv_heads=4 if tp == 4 else 2)
+    base = SMALL
+    if g.random() >= 0.5:
+        base = LLAMA | dict(num_kv_heads=4 if tp == 4 else 2)
     return {"world": pp * tp * dp, "model": base | model, "layout": layout}
+
+
+def draw_layer_split(g: random.Random, num_layers: int, p: int, v: int) -> list[int]:
+    """Layers of each of the p v stages. A rank without a parameter is refused, so none is drawn."""
+    while True:
+        ends = sorted(g.randint(0, num_layers) for _ in range(p * v - 1))
+        split = [end - start for start, end in zip([0, *ends], [*ends, num_layers])]
+        if all(sum(split[rank::p]) for rank in range(1, p - 1)):
+            return split
+
+
+def draw_experts(g: random.Random, num_layers: int) -> dict:
+    return dict(
+        num_experts=12 * g.choice([1, 2]),
+        router=g.choice(["sinkhorn", "topk"]),
+        router_topk=g.choice([1, 2]),
+        expert_every=g.randint(1, num_layers),
+        capacity_factor=g.choice([0.0, 1.0]),
+    )
 
 
 def check(drawn: dict) -> dict[str, float]:
@@ -83,7 +92,7 @@ def check(drawn: dict) -> dict[str, float]:
     return difference(a, b)
 
 
-if __name__ == "__main__":
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -104,4 +113,8 @@ if __name__ == "__main__":
         f"{args.count - len(failed)} of {args.count} layouts equal one device; largest relative"
         f" difference {worst:.1e}; {time.time() - start:.0f} s"
     )
-    sys.exit(bool(failed))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,6 +18,7 @@ from parity import SMALL, Synthetic
 import fsdp
 import moe
 import routers
+from gpt import GPT
 from lessons import ranks
 from routers import MoEConfig
 from runtime import rules
@@ -533,7 +534,7 @@ def test_bad_configurations(flags, world, words):
 
 
 def parallelize_twice(rank: int):
-    model = moe.build(MoEConfig(2, 16, 2, vocab_size=7, num_experts=2))
+    model = GPT(MoEConfig(2, 16, 2, vocab_size=7, num_experts=2))
     moe.apply(model, dist.group.WORLD)
     with pytest.raises(ValueError, match="once"):
         moe.apply(model, dist.group.WORLD)
@@ -544,7 +545,7 @@ def test_parallelize_twice():
 
 
 def shard_without_expert_group(rank: int):
-    model = moe.build(MoEConfig(2, 16, 2, vocab_size=7, num_experts=2))
+    model = GPT(MoEConfig(2, 16, 2, vocab_size=7, num_experts=2))
     moe.apply(model, dist.group.WORLD)
     with pytest.raises(ValueError, match="expert_group"):
         fsdp.apply(model, dist.group.WORLD)
