@@ -620,11 +620,7 @@ def elements_sent(stage: int, m: int) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-def main():
+if __name__ == "__main__":
     from lessons import zero_stages
 
     zero_stages.main()
-
-
-if __name__ == "__main__":
-    main()

@@ -12,8 +12,7 @@ from torch import nn
 import fsdp
 import gpt
 import sharding
-from lessons import ranks
-from lessons.zero_stages import held_bytes
+from lessons import ranks, zero_stages
 from model_config import GPTConfig
 from optimizer import AdamW
 from sharding import local_part, sharding_of, unpad
@@ -165,7 +164,7 @@ class Two:
     rank = staticmethod(lambda: 0)
 
 
-def test_flat_parameters_by_hand():
+def test_shards_by_hand():
     """Five rows over two ranks: three, and two with one of padding. A [1, 4] weight is sharded
     along its second dimension."""
     first = nn.Parameter(torch.arange(10.0).view(5, 2))
@@ -237,7 +236,7 @@ def bytes_and_elements(rank, n, stage, shape, m):
                 gradients.last_backward()
             model(tokens[k][:, :-1], tokens[k][:, 1:]).mean().backward()
         gradients.reduce_gradients()
-        held = held_bytes(model, gradients)
+        held = zero_stages.held_bytes(model, gradients)
         optimizer.step(1e-3)
         gradients.gather_parameters()
     moments = [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
@@ -359,7 +358,7 @@ def test_unknown_stage():
 
 
 def test_lesson(capsys):
-    fsdp.main()
+    zero_stages.main()
     out = capsys.readouterr().out
     rows = re.findall(r"^ +(\d) +(\S+)((?: +[\d,]+ / [\d,]+){3}) +([\d.]+) / (\d)", out, re.M)
     assert [int(stage) for stage, *_ in rows] == [0, 1, 2, 3]

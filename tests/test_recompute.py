@@ -8,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import recompute
 import sharding
 from dropout import dropout_key
-from gpt import GPT
-from lessons import ranks
+from lessons import demo, ranks
 from model_config import GPTConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "comparisons"))
@@ -17,13 +16,8 @@ import activation_memory
 
 
 def build(dtype=torch.float64, granularity="none", layers=None, **fields):
-    with torch.device("meta"):
-        model = GPT(
-            GPTConfig(
-                **dict(num_layers=3, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61)
-                | fields
-            )
-        )
+    shape = dict(num_layers=3, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61)
+    model = demo.meta_model(GPTConfig(**shape | fields))
     recompute.apply(model, granularity, layers)
     sharding.init(model, 0, "cpu", dtype)
     return model
@@ -31,11 +25,8 @@ def build(dtype=torch.float64, granularity="none", layers=None, **fields):
 
 def run(model):
     tokens = torch.arange(2 * 17).view(2, 17) % 61
-    loss = model(
-        tokens[:, :-1],
-        tokens[:, 1:],
-        dropout_key(0, 1, torch.arange(2)) if model.config.dropout else None,
-    ).sum()
+    key = dropout_key(0, 1, torch.arange(2)) if model.config.dropout else None
+    loss = model(tokens[:, :-1], tokens[:, 1:], key).sum()
     loss.backward()
     return loss.item(), [p.grad for p in model.parameters()]
 
@@ -52,7 +43,8 @@ def run(model):
 def test_bit_for_bit(granularity, layers, fields):
     loss, gradients = run(build(**fields))
     again, same = run(build(granularity=granularity, layers=layers, **fields))
-    assert loss == again and all(map(torch.equal, gradients, same))
+    assert loss == again
+    assert all(map(torch.equal, gradients, same))
 
 
 def test_checkpoint_of_anything():
@@ -61,24 +53,31 @@ def test_checkpoint_of_anything():
     w = torch.nn.Parameter(torch.randn(3))
 
     def function(x, factor, y, nothing):
-        assert nothing is None and factor == 2
+        assert nothing is None
+        assert factor == 2
         return (x * y * w).sin() * factor
 
     plain = torch.autograd.grad(function(x, 2, y, None).sum(), (x, w))
     recompute.checkpoint(function, x, 2, y, None).sum().backward()
-    assert torch.equal(x.grad, plain[0]) and torch.equal(w.grad, plain[1]) and y.grad is None
+    assert torch.equal(x.grad, plain[0])
+    assert torch.equal(w.grad, plain[1])
+    assert y.grad is None
     with torch.no_grad():
         assert not recompute.checkpoint(function, x, 2, y, None).requires_grad
     # one inside another
     x.grad = None
-    recompute.checkpoint(
-        lambda x: recompute.checkpoint(function, x.cos(), 2, y, None), x
-    ).sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(function(x.cos(), 2, y, None).sum(), x)[0])
+
+    def outer(x):
+        return recompute.checkpoint(function, x.cos(), 2, y, None)
+
+    recompute.checkpoint(outer, x).sum().backward()
+    (expected,) = torch.autograd.grad(function(x.cos(), 2, y, None).sum(), x)
+    assert torch.equal(x.grad, expected)
     w.grad = None
     # no argument needs a gradient; w still gets its own
     recompute.checkpoint(function, y, 2, y, None).sum().backward()
-    assert torch.equal(w.grad, torch.autograd.grad(function(y, 2, y, None).sum(), w)[0])
+    (expected,) = torch.autograd.grad(function(y, 2, y, None).sum(), w)
+    assert torch.equal(w.grad, expected)
 
 
 def forwards(granularity, layers):
@@ -99,7 +98,8 @@ def forwards(granularity, layers):
 def test_which_layers_run_twice():
     assert forwards("full", 2) == [2, 2, 1, 2, 2, 1]
     assert forwards("selective", 2) == [2, 2, 1, 1, 1, 1]
-    assert forwards("full", None) == [2] * 6 and forwards("none", None) == [1] * 6
+    assert forwards("full", None) == [2] * 6
+    assert forwards("none", None) == [1] * 6
 
 
 def flops(granularity, s=16, b=2, h=32, **fields):
@@ -115,12 +115,14 @@ def flops(granularity, s=16, b=2, h=32, **fields):
 @pytest.mark.parametrize("s, b", [(16, 2), (48, 1)])
 def test_extra_flops_are_the_paper_s(s, b):
     h = 32
-    (forward, none), (_, selective), (_, full) = (
-        flops(g, s, b) for g in ("none", "selective", "full")
-    )
+    forward, none = flops("none", s, b)
+    _, selective = flops("selective", s, b)
+    _, full = flops("full", s, b)
     # 2104.04473, section 5.1
     assert forward == 24 * b * s * h * h + 4 * b * s * s * h
-    assert none == 3 * forward and full == 4 * forward and selective == none + 4 * b * s * s * h
+    assert none == 3 * forward
+    assert full == 4 * forward
+    assert selective == none + 4 * b * s * s * h
 
 
 def test_formulas_of_the_paper():
@@ -141,26 +143,21 @@ def test_formulas_of_the_paper():
         "full": 2 * sbh,
     }
     for row, expected in rows.items():
-        sequence, granularity = recompute.ROWS[row]
-        assert recompute.layer_bytes(
-            s, b, h, a, 1 if row == "no parallelism" else t, sequence, granularity
-        ) == pytest.approx(expected, rel=1e-12)
+        tensor_ranks = 1 if row == "no parallelism" else t
+        by_formula = recompute.layer_bytes(s, b, h, a, tensor_ranks, *recompute.ROWS[row])
+        assert by_formula == pytest.approx(expected, rel=1e-12)
     assert recompute.layer_bytes(s, b, h, a, t, True, "full") == 2 * sbh / t
+    tensor = recompute.ROWS["tensor"]
     both = recompute.ROWS["tensor + sequence + selective"]
-    assert (
-        activation_memory.first_stage("22B", *recompute.ROWS["tensor"]) == 59.25
-        and activation_memory.first_stage("22B", *both) == 9.5625
-    )
-    assert activation_memory.first_stage(
-        "175B", *recompute.ROWS["tensor"]
-    ) == 66.84375 and activation_memory.first_stage("175B", *both) == pytest.approx(
-        12.3515625, rel=1e-12
-    )
+    first_stage = activation_memory.first_stage
+    assert first_stage("22B", *tensor) == 59.25
+    assert first_stage("22B", *both) == 9.5625
+    assert first_stage("175B", *tensor) == 66.84375
+    assert first_stage("175B", *both) == pytest.approx(12.3515625, rel=1e-12)
     # "under 0.01%", the paper says; its formula gives 0.57%
     outside = recompute.outside_layers_bytes(s, b, h, 51200, t)
-    assert outside / (
-        48 * recompute.layer_bytes(s, b, h, a, t, sequence_parallel=True)
-    ) == pytest.approx(0.0057, abs=0.00005)
+    layers = 48 * recompute.layer_bytes(s, b, h, a, t, sequence_parallel=True)
+    assert outside / layers == pytest.approx(0.0057, abs=0.00005)
 
 
 @pytest.mark.parametrize("t", [1, 2, 4])
@@ -187,9 +184,9 @@ def test_saved_bytes_by_hand():
     assert recompute.saved_bytes(lambda: x * x + x[:5].exp().sum(), w) == 400 + 200
     # a graph that is gone keeps nothing
     assert recompute.saved_bytes(lambda: (x @ w).relu().detach(), w) == 0
-    assert (
-        recompute.saved_bytes(lambda: recompute.checkpoint(lambda x: (x @ w).relu(), x), w) == 400
-    )
+    # x alone
+    again = recompute.saved_bytes(lambda: recompute.checkpoint(lambda x: (x @ w).relu(), x), w)
+    assert again == 400
 
 
 def test_fused_attention_has_nothing_to_recompute():
@@ -223,9 +220,10 @@ def test_bad_input(granularity, layers, words):
 def test_lesson(capsys):
     recompute.main()
     out = capsys.readouterr().out
-    assert (
-        out.count("identical") == 2
-        and "4,294,967,296" in out.splitlines()[3]
-        and "17,179,869,184" in out.splitlines()[4]
-    )
-    assert all(abs(float(line.split()[3]) - 1) < 0.02 for line in out.splitlines()[2:5])
+    assert out.count("identical") == 2
+    none, selective, full = out.splitlines()[2:5]
+    assert "4,294,967,296" in selective
+    assert "17,179,869,184" in full
+    for line in (none, selective, full):
+        ratio = float(line.split()[3])
+        assert abs(ratio - 1) < 0.02

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ import sharding
 import tensor_parallel
 from dropout import dropout_key
 from gpt import GPT
-from lessons import ranks
+from lessons import demo, ranks
 from model_config import GPTConfig
 
 B = 2
@@ -17,18 +19,8 @@ H = 32
 
 
 def build(group, dtype=torch.float32, **fields):
-    with torch.device("meta"):
-        model = GPT(
-            GPTConfig(
-                num_layers=1,
-                hidden_size=H,
-                num_heads=4,
-                seq_length=S,
-                vocab_size=61,
-                dropout=0.1,
-                **fields,
-            )
-        )
+    shape = dict(num_layers=1, hidden_size=H, num_heads=4, seq_length=S, vocab_size=61)
+    model = demo.meta_model(GPTConfig(**shape, dropout=0.1, **fields))
     tensor_parallel.apply(model, group)
     sequence_parallel.apply(model, group)
     sharding.init(model, 0, "cpu", dtype)
@@ -50,15 +42,14 @@ def g_and_g_bar(rank):
     torch.testing.assert_close(torch.autograd.grad(gathered, y, x)[0], scattered)
     # the layer that overlaps is g, then the multiplication
     linear = torch.nn.Linear(5, 4, dtype=torch.float64)
-    for a, b in zip(
-        *(
-            [z, *torch.autograd.grad(z, (y, linear.weight, linear.bias), torch.ones_like(z) + rank)]
-            for z in (
-                sequence_parallel.ColumnParallelLinear(group)(y, linear)[0],
-                linear(sequence_parallel.gather_sequence(y, group)),
-            )
-        )
+    inputs = (y, linear.weight, linear.bias)
+    results = []
+    for z in (
+        sequence_parallel.ColumnParallelLinear(group)(y, linear)[0],
+        linear(sequence_parallel.gather_sequence(y, group)),
     ):
+        results.append([z, *torch.autograd.grad(z, inputs, torch.ones_like(z) + rank)])
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     return x.detach(), y.detach(), scattered.detach(), gathered.detach()
 
@@ -101,7 +92,6 @@ def test_collectives_of_the_paper():
 def keeps(rank):
     group = dist.group.WORLD
     block = build(group).blocks["0"]
-    key = dropout_key(0, 1, torch.arange(B))
     x = torch.randn(B, S // 2, H, requires_grad=True)
     project = block.mlp.project
     linear = block.mlp.up
@@ -135,22 +125,18 @@ def test_any_length_that_t_divides():
 
 
 def test_bad_input():
-    with pytest.raises(
-        ValueError,
-        match=(
-            "seq_length 30: must be divisible by tp 4 under sequence parallelism; 28 or 32"
-            " would fit"
-        ),
-    ):
+    words = (
+        "seq_length 30: must be divisible by tp 4 under sequence parallelism; 28 or 32 would fit"
+    )
+    with pytest.raises(ValueError, match=words):
         sequence_parallel.check(GPTConfig(1, 32, 4, seq_length=30), 4)
-    assert "tensor_parallel.apply" in ranks.run(not_cut, 1)[0]
+    assert "tensor_parallel.apply" in ranks.run(wrong_order, 1)[0]
 
 
-def not_cut(rank):
+def wrong_order(rank):
+    model = GPT(GPTConfig(1, 32, 4, seq_length=8, vocab_size=61))
     with pytest.raises(ValueError) as e:
-        sequence_parallel.apply(
-            GPT(GPTConfig(1, 32, 4, seq_length=8, vocab_size=61)), dist.group.WORLD
-        )
+        sequence_parallel.apply(model, dist.group.WORLD)
     model = build(dist.group.WORLD)
     with pytest.raises(ValueError, match="already"):
         sequence_parallel.apply(model, dist.group.WORLD)
@@ -160,7 +146,7 @@ def not_cut(rank):
         model = GPT(model.config)
     tensor_parallel.apply(model, dist.group.WORLD)
     recompute.apply(model, "full")
-    with pytest.raises(ValueError, match="recompute.apply comes after"):
+    with pytest.raises(ValueError, match=r"recompute\.apply comes after"):
         sequence_parallel.apply(model, dist.group.WORLD)
     return str(e.value)
 
@@ -168,12 +154,8 @@ def not_cut(rank):
 def test_lesson(capsys):
     sequence_parallel.main()
     out = capsys.readouterr().out
-    assert (
-        all(float(part.split()[0]) < 1e-12 for part in out.split("from one rank's ")[1:])
-        and out.count("from one rank's") == 2
-    )
-    kept = [
-        int(part.split(" ")[0].replace(",", ""))
-        for part in out.split("kept for backward, in bf16: ")[1:]
-    ]
-    assert kept[1] < kept[0]
+    differences = re.findall(r"difference of a gradient (\S+)", out)
+    assert len(differences) == 2
+    assert all(float(difference) < 1e-12 for difference in differences)
+    tensor, sequence = re.findall(r"kept for backward, in bf16: ([\d,]+) bytes", out)
+    assert int(sequence.replace(",", "")) < int(tensor.replace(",", ""))

@@ -2,9 +2,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import gpt
 import sharding
-from lessons import ranks
+from lessons import demo, ranks
 from model_config import GPTConfig
 from sharding import Shard, Sharding, shard_of, sharding_of
 
@@ -19,20 +18,20 @@ def cut_and_gather(rank):
     for shape in SHAPES:
         whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
         last = len(shape) - 1
-        for cuts in [
+        for placements in [
             (),
             (Shard(0, world),),
             (Shard(last, tp),),
             (Shard(0, tp), Shard(0, dp)),
             (Shard(last, dp), Shard(0, tp)),
         ]:
-            record = Sharding(shape, cuts)
+            record = Sharding(shape, placements)
             part = shard_of(whole, record)
-            assert torch.equal(sharding.gather(part, record), whole), (shape, cuts)
+            assert torch.equal(sharding.gather(part, record), whole), (shape, placements)
             # every element is on some rank once, padding is zero
             total = (part**2).sum()
-            for c in cuts:
-                dist.all_reduce(total, group=c.group)
+            for shard in placements:
+                dist.all_reduce(total, group=shard.group)
             torch.testing.assert_close(total, (whole**2).sum())
     return shard_of(torch.arange(5.0), Sharding((5,), (Shard(0, world),))).tolist()
 
@@ -44,8 +43,7 @@ def test_cut_and_gather():
 
 def test_initial_weights_depend_on_seed_and_name_alone():
     def build(seed, layers):
-        with torch.device("meta"):
-            model = gpt.GPT(GPTConfig(layers, 32, 4, seq_length=8, vocab_size=40))
+        model = demo.meta_model(GPTConfig(layers, 32, 4, seq_length=8, vocab_size=40))
         sharding.init(model, seed, "cpu", torch.float32)
         return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -64,7 +62,7 @@ def test_initial_weights_depend_on_seed_and_name_alone():
 
 
 class Second:
-    """The second of two ranks: cutting needs no communication."""
+    """The second of two ranks: to take a shard needs no communication."""
 
     def size(self):
         return 2
@@ -74,15 +72,17 @@ class Second:
 
 
 def test_init_cuts_what_it_drew():
-    def weight(rows, *cuts):
+    def init_parameter(name, shape, generator):
+        return torch.randn(shape, generator=generator)
+
+    def weight(rows, *placements):
         model = torch.nn.Linear(3, rows, bias=False, device="meta")
-        model.weight.sharding = Sharding((4, 3), cuts)
-        model.init_parameter = lambda name, shape, generator: torch.randn(
-            shape, generator=generator
-        )
+        model.weight.sharding = Sharding((4, 3), placements)
+        model.init_parameter = init_parameter
         sharding.init(model, 0, "cpu", torch.float64)
         return model.weight
 
     part = weight(2, Shard(0, Second()))
-    assert torch.equal(part, weight(4)[2:]) and part.dtype == torch.float64
+    assert torch.equal(part, weight(4)[2:])
+    assert part.dtype == torch.float64
     assert sharding_of(part).shape == (4, 3)

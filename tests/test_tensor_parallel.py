@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,8 +10,7 @@ import sharding
 import tensor_parallel
 from cross_entropy import cross_entropy
 from dropout import dropout_key
-from gpt import GPT
-from lessons import ranks
+from lessons import demo, ranks
 from model_config import GPTConfig
 from sharding import Shard, Sharding, shard_of, sharding_of
 
@@ -19,17 +20,8 @@ H = 32
 
 
 def build(group, dtype=torch.float64, num_layers=2, **fields):
-    with torch.device("meta"):
-        model = GPT(
-            GPTConfig(
-                num_layers=num_layers,
-                hidden_size=H,
-                num_heads=8,
-                seq_length=S,
-                vocab_size=61,
-                **fields,
-            )
-        )
+    shape = dict(num_layers=num_layers, hidden_size=H, num_heads=8, seq_length=S, vocab_size=61)
+    model = demo.meta_model(GPTConfig(**shape, **fields))
     if group:
         tensor_parallel.apply(model, group)
     sharding.init(model, 0, "cpu", dtype)
@@ -42,17 +34,16 @@ def build(group, dtype=torch.float64, num_layers=2, **fields):
 def f_and_g(rank):
     group = dist.group.WORLD
     x = torch.full((3,), rank + 1.0, dtype=torch.float64, requires_grad=True)
-    out = {}
-    for name, f in (
-        ("f", tensor_parallel.copy_to_ranks),
-        ("g", lambda x, group: tensor_parallel.reduce_from_ranks(x * 1, group)),
+    grad_output = torch.full((3,), 10.0 * (rank + 1), dtype=torch.float64)
+    results = {}
+    for name, y in (
+        ("f", tensor_parallel.copy_to_ranks(x, group)),
+        # g overwrites its input, which must not be the leaf x
+        ("g", tensor_parallel.reduce_from_ranks(x * 1, group)),
     ):
-        y = f(x, group)
-        (grad,) = torch.autograd.grad(
-            y, x, torch.full((3,), 10.0 * (rank + 1), dtype=torch.float64)
-        )
-        out[name] = y[0].item(), grad[0].item()
-    return out
+        (grad,) = torch.autograd.grad(y, x, grad_output)
+        results[name] = y[0].item(), grad[0].item()
+    return results
 
 
 def test_f_and_g_by_hand():
@@ -67,34 +58,21 @@ def column_linear(rank, which):
     """The layer that overlaps against f followed by plain matrix multiplications."""
     group = dist.group.WORLD
     torch.manual_seed(rank)
-    linears = [
-        torch.nn.Linear(H, n, bias, dtype=torch.float64)
-        for n, bias in ((6, True), (3, False), (5, True))
-    ][:which]
-    x = (
-        torch.randn(B, S, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        .to(torch.float64)
-        .requires_grad_()
-    )
+    shapes = ((6, True), (3, False), (5, True))
+    linears = [torch.nn.Linear(H, n, bias, dtype=torch.float64) for n, bias in shapes[:which]]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(B, S, H, dtype=torch.float64, generator=generator).requires_grad_()
+    inputs = [x, *(p for linear in linears for p in linear.parameters())]
     results = []
-    for forward in (
-        lambda: tensor_parallel.ColumnParallelLinear(group)(x, *linears),
-        lambda: gpt.SharedInput()(tensor_parallel.copy_to_ranks(x, group), *linears),
+    for outputs in (
+        tensor_parallel.ColumnParallelLinear(group)(x, *linears),
+        gpt.SharedInput()(tensor_parallel.copy_to_ranks(x, group), *linears),
     ):
-        parameters = [x, *(p for linear in linears for p in linear.parameters())]
-        outputs = forward()
-        results.append(
-            [
-                *outputs,
-                *torch.autograd.grad(
-                    sum(
-                        (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(1))).sum()
-                        for y in outputs
-                    ),
-                    parameters,
-                ),
-            ]
-        )
+        total = 0.0
+        for y in outputs:
+            weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+            total = total + (y * weight).sum()
+        results.append([*outputs, *torch.autograd.grad(total, inputs)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     # frozen inputs and frozen weights get nothing
@@ -104,11 +82,9 @@ def column_linear(rank, which):
     outputs = tensor_parallel.ColumnParallelLinear(group)(x, *linears)
     if which > 1:
         sum(y.sum() for y in outputs).backward()
-    assert (
-        x.grad is None
-        and linears[0].weight.grad is None
-        and all(linear.weight.grad is not None for linear in linears[1:])
-    )
+    assert x.grad is None
+    assert linears[0].weight.grad is None
+    assert all(linear.weight.grad is not None for linear in linears[1:])
     return True
 
 
@@ -121,8 +97,8 @@ def test_column_parallel_linear_is_f_then_linear(which):
 
 
 def vocabulary(rank, v, dtype):
-    """Embedding and cross entropy, cut by words, against the whole; v is not divided by the
-    ranks."""
+    """Embedding and cross entropy, sharded by vocabulary, against the whole; the ranks do not
+    divide v."""
     group = dist.group.WORLD
     t = dist.get_world_size()
     g = torch.Generator().manual_seed(0)
@@ -133,9 +109,8 @@ def vocabulary(rank, v, dtype):
     targets[0, 0] = 0
     targets[0, 1] = v - 1
 
-    embedding = tensor_parallel.VocabParallelEmbedding(
-        torch.nn.Embedding(v, H, _weight=table.to(dtype)), group
-    )
+    embedding = torch.nn.Embedding(v, H, _weight=table.to(dtype))
+    embedding = tensor_parallel.VocabParallelEmbedding(embedding, group)
     whole = table.to(dtype).clone().requires_grad_()
     record = sharding_of(embedding.weight)
     y = embedding(targets)
@@ -145,35 +120,29 @@ def vocabulary(rank, v, dtype):
     (expected * weight.unsqueeze(-1)).sum().backward()
     torch.testing.assert_close(sharding.gather(embedding.weight.grad, record), whole.grad)
 
-    logits = x @ table.to(dtype).t()
-    mine = shard_of(logits, Sharding((B, S, v), (Shard(2, group),))) + 0
-    assert mine.shape[-1] == -(-v // t)
-    real = max(0, min(mine.shape[-1], v - rank * mine.shape[-1]))
+    by_vocabulary = Sharding((B, S, v), (Shard(2, group),))
+    logits = (x @ table.to(dtype).t()).requires_grad_()
+    local = shard_of(logits.detach(), by_vocabulary) + 0
+    assert local.shape[-1] == -(-v // t)
+    real = max(0, min(local.shape[-1], v - rank * local.shape[-1]))
     # the padding: were it looked at, it would win
-    mine[..., real:] = 50
-    mine = mine.requires_grad_()
-    given = logits.clone().requires_grad_()
-    loss = tensor_parallel.vocab_parallel_cross_entropy(mine * 1, targets, v, group)
-    expected = cross_entropy(given * 1, targets)
+    local[..., real:] = 50
+    local.requires_grad_()
+    # times 1: cross entropy overwrites its input, which must not be a leaf
+    loss = tensor_parallel.vocab_parallel_cross_entropy(local * 1, targets, v, group)
+    expected = cross_entropy(logits * 1, targets)
     exact = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(loss, expected, rtol=exact, atol=exact)
     (loss * weight).sum().backward()
     (expected * weight).sum().backward()
-    assert (mine.grad[..., real:] == 0).all() and (embedding.weight.grad[real:] == 0).all()
+    assert (local.grad[..., real:] == 0).all()
+    assert (embedding.weight.grad[real:] == 0).all()
     rounded = 8e-3 if dtype == torch.bfloat16 else exact
-    torch.testing.assert_close(
-        sharding.gather(mine.grad, Sharding((B, S, v), (Shard(2, group),))),
-        given.grad,
-        rtol=rounded,
-        atol=rounded / 100,
-    )
+    whole_grad = sharding.gather(local.grad, by_vocabulary)
+    torch.testing.assert_close(whole_grad, logits.grad, rtol=rounded, atol=rounded / 100)
     with torch.no_grad():
-        torch.testing.assert_close(
-            tensor_parallel.vocab_parallel_cross_entropy(mine * 1, targets, v, group),
-            expected.detach(),
-            rtol=exact,
-            atol=exact,
-        )
+        loss = tensor_parallel.vocab_parallel_cross_entropy(local * 1, targets, v, group)
+    torch.testing.assert_close(loss, expected.detach(), rtol=exact, atol=exact)
     return True
 
 
@@ -207,31 +176,24 @@ def model_on_ranks(rank, fields):
     with torch.no_grad():
         # logits: gathered, without the padding
         torch.testing.assert_close(model(tokens), one(tokens), rtol=1e-10, atol=1e-10)
-    return sum(p.numel() for p in model.parameters()), {
-        n: tuple(p.shape) for n, p in model.named_parameters()
-    }
+    return {n: tuple(p.shape) for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("fields", [dict(), dict(llama=True, num_kv_heads=4)], ids=["gpt", "llama"])
 def test_model_is_the_same_function(fields):
-    _, shapes = ranks.run(model_on_ranks, 4, fields)[3]
+    shapes = ranks.run(model_on_ranks, 4, fields)[3]
     # 61 words over 4 ranks, padded
     assert shapes["embedding.tokens.weight"] == (16, H)
-    assert shapes["blocks.0.attention.query.weight"] == (8, H) and shapes[
-        "blocks.0.attention.output.weight"
-    ] == (H, 8)
-    assert shapes["blocks.1.mlp.up.weight"] == (32, H) and shapes["blocks.1.mlp.down.weight"] == (
-        H,
-        32,
-    )
+    assert shapes["blocks.0.attention.query.weight"] == (8, H)
+    assert shapes["blocks.0.attention.output.weight"] == (H, 8)
+    assert shapes["blocks.1.mlp.up.weight"] == (32, H)
+    assert shapes["blocks.1.mlp.down.weight"] == (H, 32)
     if fields:
-        assert shapes["blocks.0.attention.key.weight"] == (4, H) and shapes[
-            "head.output.weight"
-        ] == (16, H)
+        assert shapes["blocks.0.attention.key.weight"] == (4, H)
+        assert shapes["head.output.weight"] == (16, H)
     else:
-        assert shapes["blocks.0.attention.query.bias"] == (8,) and shapes[
-            "blocks.0.attention.output.bias"
-        ] == (H,)
+        assert shapes["blocks.0.attention.query.bias"] == (8,)
+        assert shapes["blocks.0.attention.output.bias"] == (H,)
 
 
 def real_weights(rank):
@@ -254,7 +216,6 @@ def refusals(rank):
     """What would be silently wrong is refused, and what is no word is refused on every rank, as on
     one device."""
     group = dist.group.WORLD
-    said = []
     model = build(group)
     good = torch.zeros(B, S, dtype=torch.long)
     for bad in (61, 62, 63, 1000, -1, -100):
@@ -303,14 +264,9 @@ def test_collectives_of_the_paper():
     whole = ("all-reduce", B * S * H * 4)
     forward, backward, everything = ranks.run(counted, 2, "none")[0]
     assert forward == [whole] * 2 and backward == [whole] * 2
-    assert (
-        everything
-        == [whole]
-        + [whole] * 2
-        + [("all-reduce", B * S * 4), ("all-reduce", 2 * B * S * 4)]
-        + [whole]
-        + [whole] * 2
-    )
+    statistics = [("all-reduce", B * S * 4), ("all-reduce", 2 * B * S * 4)]
+    # the embedding, the layer, the loss; the head's input gradient, the layer
+    assert everything == [whole, *forward, *statistics, whole, *backward]
     # core attention does not communicate
     assert ranks.run(counted, 2, "selective")[0][:2] == (forward, backward)
     # the forward pass once more
@@ -334,5 +290,6 @@ def test_what_t_ranks_cannot_share(fields, t, words):
 def test_lesson(capsys):
     tensor_parallel.main()
     out = capsys.readouterr().out
-    assert float(out.split("difference of a gradient ")[1].split(";")[0]) < 1e-12
+    (difference,) = re.findall(r"difference of a gradient (\S+)", out)
+    assert float(difference) < 1e-12
     assert out.count("all-reduce 131,072, all-reduce 131,072") == 2
