@@ -479,7 +479,7 @@ def a_table_for_all_tasks():
         (no_sum_of_encoder_parts, "tpmlp", dict(tp=2)),
         (a_table_for_all_tasks, "table", dict()),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_the_gate_sees(settings, mutate, kind, flags):
     base = flags_of(settings[kind])
