@@ -1,15 +1,15 @@
 """Sharded data parallelism, one stage at a time (ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv
 2304.11277).
 
-Data-parallel ranks train one model on different samples and sum their gradients. Plain data
-parallelism replicates everything; each stage of ZeRO shards one more thing over the N ranks. Each
-of Ψ parameters has 2 bytes of weight (bf16), 4 of gradient (fp32) and 12 of optimizer state (fp32
-master and two moments):
+Data-parallel ranks (processes) train one model on different samples and sum their gradients. Plain
+data parallelism replicates everything; each stage of ZeRO shards one more thing over the N ranks.
+Each of Ψ parameters has 2 bytes of weight (bf16), 4 of gradient (fp32) and 12 of optimizer state
+(fp32 master weight and two moments):
 
     stage  sharded           bytes on a rank       elements sent by a rank in a step of m
                                                    micro-batches, times Ψ (N-1)/N
-    0      nothing           (2 + 4 + 12) Ψ        2        all-reduce of gradients
-    1      optimizer state   (2 + 4 + 12/N) Ψ      2        reduce-scatter of gradients,
+    0      nothing           (2 + 4 + 12) Ψ        2        all-reduce of gradients, once a step
+    1      optimizer state   (2 + 4 + 12/N) Ψ      2        reduce-scatter of gradients once a step,
                                                             all-gather of updated parameters
     2      + gradients       (2 + (4 + 12)/N) Ψ    m + 1    m reduce-scatters, 1 all-gather
     3      + parameters      (2 + 4 + 12)/N Ψ      3 m      m reduce-scatters, 2 m all-gathers:
@@ -17,11 +17,16 @@ master and two moments):
 
     python fsdp.py      four stages on two ranks: gradients, and bytes and elements by this table
 
-A unit is one layer's parameters, flattened to [N, T]; row r is rank r's shard. The embedding and
-the head are layers too. One collective moves one unit. An all-gather of rows gives the [N, T]
-tensor; a reduce-scatter of [N, T] gradients gives each rank its row of the sum.
+A reduce-scatter sums [N, T] tensors over the ranks and gives rank r row r of the sum. An all-gather
+collects the ranks' rows to [N, T] on every rank. An all-reduce is the first, then the second.
+Stages 0 and 1 add up the gradients of m micro-batches before they send them; stages 2 and 3 keep
+only a row of the sum.
 
-The loop calls four methods in each step; autograd and the layers call the rest:
+A unit is one layer's parameters, flattened to [N, T]; row r is rank r's shard. (A layer with
+experts, or with frozen parameters, has one more unit for these.) The embedding and the head are
+layers too. One collective moves one unit.
+
+The training loop calls the methods without indentation; between them autograd and the layers run:
 
     zero()                 forget the gradients of the step before
       forward              stage 3: gather a unit, run its layer, free the unit
@@ -29,8 +34,13 @@ The loop calls four methods in each step; autograd and the layers call the rest:
       backward             a unit whose gradients are complete is reduced while backward goes on:
                            in stages 0 and 1 in the last backward, in 2 and 3 in every one
     reduce_gradients()     wait until `main_grad` of each shard is the sum over the ranks
-    (optimizer step)       updates `parameter.shard`
+    (optimizer step)       updates `parameter.shard` from `main_grad`; in stage 0 the parameter
     gather_parameters()    stages 1 and 2: get the shards that other ranks have updated
+
+    a unit's tensors       stages 0, 1            stage 2                 stage 3
+    parameters             in the model           in the model            row [T]; whole, for a while
+    local_grads [N, T]     all through the step   until they are reduced  until they are reduced
+    main_grad is in        a row of local_grads   summed_grads [T]        summed_grads [T]
 
 Communication overlaps computation. In stage 3 a unit is gathered while the layer before it runs;
 backward does the same from the last layer to the first:
@@ -38,9 +48,9 @@ backward does the same from the last layer to the first:
     compute                 | block 0 | block 1 | block 2 |
     all-gather of unit   0  |    1    |    2    |   ..
 
-So two units of parameters exist at a time, and in stages 2 and 3 two units of gradients; the table
-leaves these out. Gradients are summed, never averaged: the loop has divided each loss by the number
-of counted tokens in the whole global batch.
+So whole parameters of two layers exist at a time, and in stages 2 and 3 gradients of two; the table
+leaves these out. Gradients are summed, never averaged: train.py has divided each loss by the number
+of tokens that count in the whole global batch.
 
 Not covered: torch.distributed.fsdp can also keep the last unit between forward and backward, shard
 inside a node and replicate across nodes, and offload to the CPU.
@@ -100,8 +110,8 @@ class FlatParameters:
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, stage: int):
-        """parameters: all of them learn, or none. group: the ranks that hold the same parameters,
-        and sum their gradients."""
+        """parameters: either all of them learn or all are frozen. group: the ranks that hold the
+        same parameters, and sum their gradients."""
         self.parameters = parameters
         self.trainable = [p for p in parameters if p.requires_grad]
         self.group = group
@@ -118,7 +128,8 @@ class FlatParameters:
             self.T += math.prod(shape)
             self.padding |= self.N * shape[dim] > p.shape[dim]
 
-        # parameters whose gradients the present backward has yet to bring
+        # parameters whose gradients are yet to come: in stages 0 and 1 in the last backward, in 2
+        # and 3 in the one that runs
         self.missing = set(self.trainable)
         # parameters whose gradients are in `local_grads`
         self.arrived: set[nn.Parameter] = set()
@@ -151,7 +162,8 @@ class FlatParameters:
 
         whole has the shape of p: p itself, or its gradient. Copying inside the pairs moves p into
         flat, or out of it. The first pair has all shards that are full; the second one, if there is
-        one, has what stands before the padding in the next shard.
+        one, has what stands before the padding in the next shard. In the example above: rows 0 to 2
+        of the weight, then rows 3 and 4.
         """
         _, dim, shape = self.slots[p]
         size = shape[dim]
@@ -173,7 +185,8 @@ class FlatParameters:
         flat, work = self.gathering
         work.wait()
         for p in self.parameters:
-            # `data`: autograd must not count this write, for the values are the ones it has seen
+            # `data`: the write must not raise p's version, or backward would refuse what it has
+            # saved; the values are the ones that forward has seen
             for in_flat, in_whole in self.views(flat, p, p.data):
                 in_whole.copy_(in_flat)
         self.gathering = None
@@ -191,7 +204,8 @@ class DataParallel(GradientAccumulator):
     """
 
     def __init__(self, units: list[FlatParameters], stage: int, scaler, reduce_dtype):
-        """units: in the order of forward. scaler, reduce_dtype: as in `apply`."""
+        """units: in the order of forward. scaler: has multiplied the loss (fp16), so gradients are
+        divided by it. reduce_dtype: as in `apply`."""
         self.units = units
         self.stage = stage
         self.shards_gradients = stage >= 2
@@ -210,6 +224,7 @@ class DataParallel(GradientAccumulator):
                 unit.local_grads = self.new_grads(unit)
                 self.set_main_grads(unit, unit.local_grads[unit.rank])
         self.zero()
+        # of GradientAccumulator: has autograd call `accumulate` with each parameter
         self.listen()
 
     def new_grads(self, unit: FlatParameters) -> Tensor:
@@ -256,8 +271,8 @@ class DataParallel(GradientAccumulator):
                     in_flat.mul_(unscale)
         p.grad = None
         unit.arrived.add(p)
-        # Under zb-h1 a bias of a later micro-batch may come before the weights of this one. It is
-        # added, and the unit still waits for its weights.
+        # Under zb-h1 (zero_bubble.py) gradients of weights come later than those of biases. A bias
+        # of the next micro-batch may come first: it is added; the unit still waits for its weights.
         unit.missing.discard(p)
         if not unit.missing:
             self.complete(unit)
@@ -272,8 +287,10 @@ class DataParallel(GradientAccumulator):
     def reduce_in_order(self, everything: bool = False) -> None:
         """Stages 0 and 1: reduce the units that are complete, or everything.
 
-        From the last layer to the first, as backward completes them. The order must be the same on
-        every rank, so a unit that is not complete holds up those of the layers before it.
+        From the last layer to the first, as backward completes them. All ranks must reduce in one
+        order. So a unit that is not complete, because this rank's samples did not use it, holds up
+        the layers before it until `reduce_gradients`. (In stages 2 and 3 all ranks must use the
+        same units in each micro-batch.)
         """
         for unit in reversed(self.units):
             if unit in self.reductions:
@@ -289,7 +306,7 @@ class DataParallel(GradientAccumulator):
             # memory: one unit of gradients is filled, and at most one more is on its way
             self.finish_reductions()
         for p in unit.trainable:
-            # not used since the last reduction: what is there is old
+            # not used since the last reduction: what is there is old, or never written
             if p not in unit.arrived:
                 unit.shards_in(unit.local_grads, p).zero_()
         unit.missing = set(unit.trainable)
@@ -297,6 +314,7 @@ class DataParallel(GradientAccumulator):
         dtype = self.reduce_dtype if unit.group.size() > 1 else self.sum_dtype
         # `local_grads` itself, not a copy, where that is its type already
         flat = unit.local_grads.to(dtype)  # [N, T]
+        # in stage 1 the sum goes to this rank's own row of the input
         row = flat[unit.rank]  # [T]
         if self.shards_gradients:
             row = torch.empty_like(row)
@@ -368,9 +386,9 @@ class FullySharded(DataParallel):
     backward of layer i    free the units of i + 1; wait for its own, start to gather those of i - 1
 
     The hook on the gradient of a layer's output marks the start of that layer's backward. A tied
-    matrix belongs to a unit of two layers, the embedding and the head. Backward starts at the head,
-    so there it is kept between forward and backward. The backward of the embedding's lookup does
-    not read it, so it is not gathered once more.
+    matrix is in the embedding's unit, and the head reads that unit too. After the head's forward it
+    is kept, for backward begins at the head. The backward of the embedding's lookup does not read
+    it, so it is not gathered once more.
     """
 
     def __init__(self, layers: list[nn.Module], units, scaler, reduce_dtype):
@@ -380,7 +398,7 @@ class FullySharded(DataParallel):
         self.layer_units: dict[int, list[FlatParameters]] = {}
         # unit: the numbers of the layers that read it, more than one for a tied matrix
         self.readers: dict[FlatParameters, list[int]] = {unit: [] for unit in units}
-        # whether the input of the first layer has a gradient: that of another pipeline stage
+        # whether the first layer's input has a gradient: in a pipeline, from its second stage on
         self.input_has_gradient = False
         for i, layer in enumerate(layers):
             self.layer_units[i] = list(dict.fromkeys(self.unit_of[p] for p in layer.parameters()))
@@ -410,8 +428,8 @@ class FullySharded(DataParallel):
         return [unit for unit in self.layer_units.get(i, []) if self.readers[unit][-1] == i]
 
     def before_backward(self, i: int) -> None:
-        """The gradient of layer i's output is there, so backward of layer i + 1 is over. i = -1:
-        the gradient of the first layer's input is there, and all is over."""
+        """The gradient of layer i's output has been computed, so backward of layer i + 1 is over.
+        i = -1: that of the first layer's input has been computed, so all backward is over."""
         needed = self.backward_units(i)
         for unit in self.layer_units.get(i + 1, []):
             if unit not in needed:
@@ -419,8 +437,8 @@ class FullySharded(DataParallel):
         self.gather(needed, self.backward_units(i - 1))
 
     def complete(self, unit: FlatParameters) -> None:
-        # Where no gradient leaves the first layer, no hook says that its backward is over: its
-        # gradients do.
+        # Without a gradient of its input no hook says that the first layer's backward is over. Then
+        # its unit is free when its own gradients are complete; its frozen parameters with it.
         if unit in self.layer_units[0] and not self.input_has_gradient:
             for first in self.layer_units[0]:
                 if first is unit or not first.trainable:
@@ -447,8 +465,8 @@ class FullySharded(DataParallel):
         unit.whole.untyped_storage().resize_(0)
 
     def gather_parameters(self) -> None:
-        """After the optimizer's step: the next forward gathers. Parameters that a forward without a
-        backward has left are old now."""
+        """After the optimizer's step: drop parameters that a forward without a backward has left,
+        for they are old now. The next forward gathers new ones."""
         for unit in self.units:
             if unit.gathering:
                 _, work = unit.gathering
@@ -472,7 +490,8 @@ def apply(
     """Make `model` one of `group.size()` data-parallel replicas, sharded by `stage`. All ranks must
     hold equal weights. Returns what sums the gradients.
 
-    reduce_dtype: of gradients while they are sent; by default that of their sum, at least float32.
+    scaler: of the loss, in fp16. reduce_dtype: of gradients while they are sent; by default that of
+    their sum, at least float32.
     init(names): gives the parameters of these names their values, for a model on the meta device.
     It is called for one layer at a time, which is sharded before the next one gets values.
     expert_group: the ranks that hold the same experts, where the ranks of `group` hold different
@@ -485,7 +504,7 @@ def apply(
     units = []
     seen = set()
     for prefix, layer in layers.items():
-        # a tied weight belongs to the first layer that has it
+        # a tied weight is in the unit of the first layer that has it
         names = [f"{prefix}.{name}" for name, p in layer.named_parameters() if p not in seen]
         if names and init:
             init(names)
@@ -494,8 +513,9 @@ def apply(
         parameters = [model.get_parameter(name) for name in names]
         units += make_units(parameters, group, stage, expert_group)
     if not units:
-        # a pipeline stage without a layer
+        # a pipeline stage without a layer, or one in which nothing learns
         return GradientAccumulator(model, scaler)
+    # gradients of a tied weight's two uses are added in at least float32
     sum_uses_apart(model)
     if stage == 3:
         return FullySharded(list(layers.values()), units, scaler, reduce_dtype)
@@ -542,7 +562,8 @@ def make_units(parameters: list[nn.Parameter], group, stage: int, expert_group):
 
 
 def is_sharded_over(p: nn.Parameter, group: dist.ProcessGroup) -> bool:
-    """Whether ranks of the group hold different shards of p already: p is of an expert."""
+    """Whether ranks of the data-parallel group hold different shards of p already. Only moe.py
+    shards over these ranks: then p is of an expert."""
     ranks = set(dist.get_process_group_ranks(group))
     for shard in sharding_of(p).placements:
         shard_ranks = dist.get_process_group_ranks(shard.group)
@@ -553,7 +574,8 @@ def is_sharded_over(p: nn.Parameter, group: dist.ProcessGroup) -> bool:
 
 @torch.no_grad()
 def keep_own_row(unit: FlatParameters) -> None:
-    """Stage 3: keep this rank's row. The parameters become views of `unit.whole`, which is free."""
+    """Stage 3: keep this rank's row. The parameters become views of `unit.whole`, whose storage is
+    empty until they are gathered."""
     flat = unit.parameters[0].new_zeros(unit.N, unit.T)
     for p in unit.parameters:
         for in_flat, in_whole in unit.views(flat, p, p):
@@ -570,7 +592,8 @@ def keep_own_row(unit: FlatParameters) -> None:
 @torch.no_grad()
 def share_own_shards(unit: FlatParameters) -> None:
     """Stages 1 and 2: the shard of a parameter that is sharded along dimension 0 is a view of it,
-    so it costs no memory. Any other shard is a copy."""
+    so it costs no memory. Any other shard is a copy: a parameter whose first dimension is smaller
+    than N, which is rare and small."""
     for p, (_, dim, shape) in unit.slots.items():
         padded_shape = list(shape)
         padded_shape[dim] *= unit.N
@@ -598,7 +621,7 @@ def bytes_per_parameter(
     stage: int, n: int, weight: int = 2, gradient: int = 4, state: int = 12
 ) -> tuple[float, float, float]:
     """(parameters, gradients, optimizer state) of one of n ranks, in bytes for each parameter of
-    the model (sections 5.1 to 5.3 with Ψ = 1, N_d = n).
+    the model (ZeRO, sections 5.1 to 5.3 with Ψ = 1, N_d = n).
 
     The defaults are mixed precision as in this project; in the paper a gradient has 2 bytes.
     """
@@ -613,7 +636,7 @@ def bytes_per_parameter(
 
 def elements_sent(stage: int, m: int) -> int:
     """By a rank in a step of m micro-batches, in units of Ψ (N - 1) / N, with ring collectives: an
-    all-reduce counts 2 (section 7 has m = 1)."""
+    all-reduce counts 2 (ZeRO, section 7, has m = 1)."""
     return (2, 2, m + 1, 3 * m)[stage]
 
 
