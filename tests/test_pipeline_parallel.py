@@ -1,3 +1,4 @@
+import re
 import weakref
 
 import pytest
@@ -10,15 +11,15 @@ import gpt
 import pipeline_parallel
 import schedules
 import sharding
-import train
 import zero_bubble
 from lessons import ranks
 from lessons.demo import meta_model
 from model_config import GPTConfig
-from pipeline_parallel import apply as split_model
 from pipeline_parallel import layers_of_stages
+from runtime.config import Config
 from runtime.world import Groups
 from sharding import sharding_of
+from train import Trainer
 
 CONFIG = GPTConfig(num_layers=8, hidden_size=32, num_heads=4, seq_length=16, vocab_size=61)
 
@@ -57,25 +58,20 @@ def test_splits_that_cannot_be(arguments, words):
 def test_stages_have_the_parameters_of_the_model_under_its_names():
     with torch.device("meta"):
         whole = {n: p.shape for n, p in gpt.GPT(CONFIG).named_parameters()}
-    chunks = [split_model(meta_model(CONFIG), rank, 2, 2) for rank in range(2)]
-    names = [
-        [n for n, _ in sharding.named_parameters(chunk)] for stage in chunks for chunk in stage
-    ]
+    # two ranks of two stages each
+    stages = []
+    for rank in range(2):
+        stages += pipeline_parallel.apply(meta_model(CONFIG), rank, 2, 2)
+    names = [n for n, _ in sharding.named_parameters(*stages)]
     # the tied matrix twice
-    assert {n for some in names for n in some} == set(whole) and sum(map(len, names)) == len(
-        whole
-    ) + 1
-    assert [sorted(chunk.blocks) for stage in chunks for chunk in stage] == [
-        ["0", "1"],
-        ["4", "5"],
-        ["2", "3"],
-        ["6", "7"],
-    ]
-    first = chunks[0][0]
-    last = chunks[1][1]
-    for chunk in (first, last):
-        sharding.init(chunk, 0, "cpu", torch.float32)
-    # drawn alike
+    assert set(names) == set(whole) and len(names) == len(whole) + 1
+    blocks = [sorted(stage.blocks) for stage in stages]
+    assert blocks == [["0", "1"], ["4", "5"], ["2", "3"], ["6", "7"]]
+    first = stages[0]
+    last = stages[-1]
+    for stage in (first, last):
+        sharding.init(stage, 0, "cpu", torch.float32)
+    # their initial values are equal
     assert torch.equal(first.embedding.tokens.weight, last.head.output.weight)
     assert sharding_of(last.head.output.weight).copy_of == "embedding.tokens.weight"
 
@@ -87,12 +83,9 @@ class Kept:
 
 def activation_bytes(rank, flags):
     """For each chunk, what one micro-batch keeps; and the most that was kept at once in a step."""
-    config = train.Config(
-        **SMALL
-        | dict(num_layers=8, vocab_size=61, precision="fp32", micro_batch_size=1, hidden_size=64)
-        | flags
-    )
-    t = train.Trainer(config, torch.device("cpu"), Groups.make("cpu", 2, 1, 2))
+    fields = dict(num_layers=8, hidden_size=64, precision="fp32", micro_batch_size=1)
+    config = Config(**SMALL | fields | flags)
+    t = Trainer(config, torch.device("cpu"), Groups.make("cpu", 2, 1, 2))
     refs = []
     one = {}
     most = 0
@@ -101,9 +94,8 @@ def activation_bytes(rank, flags):
     def alive():
         nonlocal refs
         refs = [ref for ref in refs if ref() is not None]
-        storages = {
-            s.data_ptr(): s.nbytes() for ref in refs for s in [ref().tensor.untyped_storage()]
-        }
+        storages = [ref().tensor.untyped_storage() for ref in refs]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return sum(size for address, size in storages.items() if address not in parameters)
 
     def pack(tensor):
@@ -154,19 +146,15 @@ def test_activations_in_flight(flags, in_flight):
 
 def what_is_sent(rank, p, flags):
     """The most tensors alive at once that were handed to a send, how many were sent, how many
-    outlive the step, and how often I owed weights."""
-    t = train.Trainer(
-        train.Config(
-            **LLAMA | dict(num_layers=8, micro_batch_size=1, global_batch_size=16, pp=p) | flags
-        ),
-        torch.device("cpu"),
-        Groups.make("cpu", p, 1, p),
-    )
+    outlive the step, and how often I deferred weight gradients."""
+    fields = dict(num_layers=8, micro_batch_size=1, global_batch_size=16, pp=p)
+    config = Config(**LLAMA | fields | flags)
+    t = Trainer(config, torch.device("cpu"), Groups.make("cpu", p, 1, p))
     refs = []
     most = 0
-    owed = 0
+    deferred = 0
     send = t.model.channels.send
-    owe = t.model.defer
+    defer = t.model.defer
 
     def watched(x, *args):
         nonlocal most
@@ -174,15 +162,15 @@ def what_is_sent(rank, p, flags):
         most = max(most, sum(ref() is not None for ref in refs))
         return send(x, *args)
 
-    def counted(chunk, weights):
-        nonlocal owed
-        owed += weights is not None
-        owe(chunk, weights)
+    def counted(chunk, gradients):
+        nonlocal deferred
+        deferred += gradients is not None
+        defer(chunk, gradients)
 
     t.model.channels.send = watched
     t.model.defer = counted
     t.forward_backward(1, Synthetic(16, 61))
-    return most, len(refs), sum(ref() is not None for ref in refs), owed
+    return most, len(refs), sum(ref() is not None for ref in refs), deferred
 
 
 @pytest.mark.parametrize(
@@ -193,9 +181,9 @@ def what_is_sent(rank, p, flags):
 def test_what_was_sent_is_let_go(p, flags):
     """16 micro-batches, but never more than a few outputs and gradients at once; none after the
     step."""
-    for rank, (most, sent, left, owed) in enumerate(ranks.run(what_is_sent, p, p, flags)):
+    for rank, (most, sent, left, deferred) in enumerate(ranks.run(what_is_sent, p, p, flags)):
         assert sent >= 16 and most <= 2 * p + 2 and left == 0, (rank, most, sent, left)
-        assert owed == (16 if flags.get("schedule") == "zb-h1" else 0)
+        assert deferred == (16 if flags.get("schedule") == "zb-h1" else 0)
 
 
 def weights_wait(rank):
@@ -208,38 +196,27 @@ def weights_wait(rank):
     model(tokens, tokens).sum().backward()
     together = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    owed = []
+    deferred = []
     for p in model.parameters():
-        p.deferred = owed
+        p.deferred = deferred
     model(tokens, tokens).sum().backward()
     waiting = {n for n, p in model.named_parameters() if p.grad is None}
-    for weight, rows, x in owed:
+    for weight, grad_output, x in deferred:
         weight.deferred = None
-        weight.backward(rows.t() @ x)
+        weight.backward(grad_output.t() @ x)
     assert all(
         torch.allclose(p.grad, together[n], rtol=1e-12, atol=1e-14)
         for n, p in model.named_parameters()
     )
-    return waiting, len(owed)
+    return waiting, len(deferred)
 
 
 def test_weight_gradients_wait():
-    waiting, owed = ranks.run(weights_wait, 1)[0]
+    waiting, deferred = ranks.run(weights_wait, 1)[0]
     # the tied matrix has the embedding's gradient already
-    assert owed == 8 * 6 + 1 and len(waiting) == 8 * 6
-    assert all(
-        n.endswith(
-            (
-                "query.weight",
-                "key.weight",
-                "value.weight",
-                "output.weight",
-                "up.weight",
-                "down.weight",
-            )
-        )
-        for n in waiting
-    )
+    assert deferred == 8 * 6 + 1 and len(waiting) == 8 * 6
+    matrices = ("query", "key", "value", "output", "up", "down")
+    assert all(n.endswith(tuple(f"{matrix}.weight" for matrix in matrices)) for n in waiting)
 
 
 @pytest.mark.parametrize("world, flags", [(4, dict(pp=2, tp=2, sequence_parallel=True))], ids=str)
@@ -247,25 +224,27 @@ def test_checkpoints_load_under_any_layout(tmp_path, world, flags):
     """From a pipeline to one device, to tensor parallelism, to another pipeline; the tied matrix is
     saved once."""
     flags |= dict(model="gpt2", num_layers=4)
-    saved = [r for r in ranks.run(under, world, world, str(tmp_path), 2, flags)]
-    union = {n: x for one in saved for n, x in one.items()}
-    for other, its in (*CHECKPOINT_LAYOUTS[:2], (2, dict(pp=2, virtual_stages=2)), (4, dict(pp=4))):
-        loaded = {
-            n: x
-            for one in ranks.run(
-                under, other, other, str(tmp_path), 0, its | dict(model="gpt2", num_layers=4)
-            )
-            for n, x in one.items()
-        }
-        assert loaded.keys() == union.keys() and equal(union, loaded), (other, its)
+    saved = merged(ranks.run(under, world, world, str(tmp_path), 2, flags))
+    pipelines = (2, dict(pp=2, virtual_stages=2)), (4, dict(pp=4))
+    for other_world, layout in (*CHECKPOINT_LAYOUTS[:2], *pipelines):
+        other = layout | dict(model="gpt2", num_layers=4)
+        loaded = merged(ranks.run(under, other_world, other_world, str(tmp_path), 0, other))
+        assert loaded.keys() == saved.keys() and equal(saved, loaded), (other_world, layout)
     payload = sum(f.stat().st_size for f in tmp_path.glob("*/*.safetensors"))
-    assert payload < sum(t.numel() * t.element_size() for t in union.values()) + 40_000 * world
+    assert payload < sum(t.numel() * t.element_size() for t in saved.values()) + 40_000 * world
+
+
+def merged(of_ranks: list[dict]) -> dict:
+    """The tensors of all ranks, in one dictionary."""
+    return {n: x for of_rank in of_ranks for n, x in of_rank.items()}
 
 
 def evaluation(rank, world, flags):
-    config = train.Config(**SMALL | dict(num_layers=4, dropout=0.0) | flags)
-    groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
-    t = train.Trainer(config, torch.device("cpu"), groups)
+    config = Config(**SMALL | dict(num_layers=4, dropout=0.0) | flags)
+    groups = Groups()
+    if world > 1:
+        groups = Groups.make("cpu", world, config.tp, config.pp)
+    t = Trainer(config, torch.device("cpu"), groups)
     # 7 sequences: some ranks have less to do than others
     return t.evaluate(Synthetic(16, 61), 7)
 
@@ -288,16 +267,9 @@ def test_lesson(capsys):
     pipeline_parallel.main()
     out = capsys.readouterr().out
     assert out.count("rank 0") == len(schedules.NAMES)
-    assert all(
-        float(part.split(";")[0]) < 1e-5 for part in out.split("difference of a gradient ")[1:]
-    )
-    assert (
-        len(
-            {
-                line.split("loss ")[1].split(",")[0].split(";")[0]
-                for line in out.splitlines()
-                if "largest" in line
-            }
-        )
-        == 1
-    )
+    differences = re.findall(r"difference of a gradient (\S+);", out)
+    assert len(differences) == len(schedules.NAMES)
+    assert all(float(difference) < 1e-5 for difference in differences)
+    # of one rank, and of each schedule
+    losses = re.findall(r"loss (?:is )?(\d+\.\d+)", out)
+    assert len(losses) == 1 + len(schedules.NAMES) and len(set(losses)) == 1

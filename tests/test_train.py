@@ -132,9 +132,8 @@ def test_two_ranks_end_to_end(here, text):
     }
     assert list(checkpoint.steps("run/checkpoints")) == [10, 12]
     metrics = lines("run")
-    assert [x["step"] for x in metrics] == list(range(1, 13)) and metrics[-1][
-        "tokens"
-    ] == 12 * 4 * 32
+    assert [x["step"] for x in metrics] == list(range(1, 13))
+    assert metrics[-1]["tokens"] == 12 * 4 * 32
     assert {
         "step",
         "loss",
@@ -185,9 +184,8 @@ def test_tensor_parallel_end_to_end(here, text):
     assert [x["tokens"] for x in lines("two")] == [x["tokens"] for x in lines("one")]
     # another layout is given whole
     assert in_process(text, "--out", "two", *flags, "--steps", "10", "--resume", "--tp", "1") == 0
-    assert [x["step"] for x in lines("two")] == list(range(1, 11)) and lines("two")[-1][
-        "loss"
-    ] < lines("two")[0]["loss"]
+    assert [x["step"] for x in lines("two")] == list(range(1, 11))
+    assert lines("two")[-1]["loss"] < lines("two")[0]["loss"]
     model, index = cli.load_model("two")
     assert index["step"] == 10 and len(generate.generate(model, [[1, 2]], 5)[0]) == 5
 
@@ -225,11 +223,9 @@ def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatc
     assert list(checkpoint.steps("run/checkpoints")) == [4, 6]
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith("train.py: step 9: the run has diverged") and "last 3 steps" in said
-    assert (
-        "--max-bad-steps 3" in said
-        and "remove the later step-000006" in said
-        and "a lower --lr" in said
-    )
+    assert "--max-bad-steps 3" in said
+    assert "remove the later step-000006" in said
+    assert "a lower --lr" in said
     assert "the last good checkpoint is run/checkpoints/step-000004" in said
 
 
@@ -258,9 +254,8 @@ def test_the_search_for_the_first_loss_scale_is_no_divergence(here, text):
     )
     assert in_process(text, "--out", "run", *flags) == 0
     skipped = lines("run")[-1]["skipped_steps"]
-    assert 1 <= skipped <= 4 and list(checkpoint.steps("run/checkpoints")) == list(
-        range(skipped + 1, 9)
-    )
+    assert 1 <= skipped <= 4
+    assert list(checkpoint.steps("run/checkpoints")) == list(range(skipped + 1, 9))
 
 
 def kill_and_resume(text, folder, delays, flags, world=1):
@@ -469,9 +464,9 @@ def test_layouts_that_cannot_be(flags, words):
 
 def test_one_message_from_one_rank(here, text):
     done = run(text, "--out", "run", "--tokenizer", "none.json", world=2)
-    assert (
-        done.returncode == 1 and done.stderr.count("train.py: ") == 1 and "none.json" in done.stderr
-    )
+    assert done.returncode == 1
+    assert done.stderr.count("train.py: ") == 1
+    assert "none.json" in done.stderr
 
 
 def test_output_of_another_run(here, text, capfd):
@@ -481,11 +476,9 @@ def test_output_of_another_run(here, text, capfd):
     assert "--out run: holds another run" in capfd.readouterr().err and exact("run") == before
     assert in_process(text, "--out", "run", "--resume", "--num-layers", "3") == 2
     err = capfd.readouterr().err
-    assert (
-        "holds another model" in err
-        and "num_layers is 2 there and 3 here" in err
-        and exact("run") == before
-    )
+    assert "holds another model" in err
+    assert "num_layers is 2 there and 3 here" in err
+    assert exact("run") == before
     newest = list(checkpoint.steps("run/checkpoints").values())[-1]
     os.truncate(next(newest.glob("*.safetensors")), 1000)
     assert in_process(text, "--out", "run", "--resume") == 2
@@ -509,17 +502,13 @@ def test_a_damaged_checkpoint_is_passed_over(here, text, capfd):
     capfd.readouterr()
     assert in_process(text, "--out", "run", *flags, "--resume") == 0
     out = capfd.readouterr().out
-    assert (
-        f"{file} is damaged" in out
-        and "is missing" in out
-        and "going back to the one before" in out
-        and "resuming after step 6" in out
-    )
-    assert (
-        exact("run") == before
-        and weights("run")[0] == whole[0]
-        and all(torch.equal(t, whole[1][n]) for n, t in weights("run")[1].items())
-    )
+    assert f"{file} is damaged" in out
+    assert "is missing" in out
+    assert "going back to the one before" in out
+    assert "resuming after step 6" in out
+    assert exact("run") == before
+    assert weights("run")[0] == whole[0]
+    assert all(torch.equal(t, whole[1][n]) for n, t in weights("run")[1].items())
     checkpoint.verify(found[9])
 
 
@@ -538,11 +527,9 @@ def test_other_damage_is_passed_over_too(here, text, capfd, how):
     capfd.readouterr()
     assert in_process(text, "--out", "run", *flags, "--resume") == 0
     out = capfd.readouterr().out
-    assert (
-        "step-000012" in out
-        and "going back to the one before" in out
-        and "resuming after step 6" in out
-    )
+    assert "step-000012" in out
+    assert "going back to the one before" in out
+    assert "resuming after step 6" in out
     checkpoint.verify(newest)
 
 
@@ -583,9 +570,8 @@ def test_start_from_weights(here, text, capfd):
     assert "starting from the weights of a/checkpoints/step-000006" in capfd.readouterr().out
     a = weights("a")[1]
     b = weights("b")[1]
-    assert all(torch.equal(a[n], b[n]) for n in a if n.startswith("model.")) and not any(
-        torch.equal(a[n], b[n].to(a[n].dtype)) for n in a if n.startswith("exp_avg.")
-    )
+    assert all(torch.equal(a[n], b[n]) for n in a if n.startswith("model."))
+    assert not any(torch.equal(a[n], b[n].to(a[n].dtype)) for n in a if n.startswith("exp_avg."))
     assert b["exp_avg.head.output.weight"].dtype == torch.bfloat16
     # its shape comes with it
     assert parse(["--load", "b"], 0).model_config() == parse(SMALL, 0).model_config()
@@ -649,11 +635,11 @@ def test_no_room_while_training(here, text):
     assert in_process(text, "--out", "run", "--steps", "4") == 0
     done = run(text, "--out", "run", "--resume", "--save-every", "2", preexec_fn=limit)
     assert done.returncode == 1, done.stderr
-    assert (
-        re.search("after step ([678]|1[0-2]): cannot save run/checkpoints/step-000006", done.stderr)
-        and "step-000004 is whole" in done.stderr
-        and "Traceback" not in done.stderr
+    assert re.search(
+        "after step ([678]|1[0-2]): cannot save run/checkpoints/step-000006", done.stderr
     )
+    assert "step-000004 is whole" in done.stderr
+    assert "Traceback" not in done.stderr
     assert list(checkpoint.steps("run/checkpoints")) == [4]
     # with room again
     assert in_process(text, "--out", "run", "--resume") == 0
@@ -687,9 +673,8 @@ def test_help_names_every_flag(capsys):
     with pytest.raises(SystemExit) as e:
         parse(["--help"], 0)
     out = capsys.readouterr().out
-    assert e.value.code == 0 and all(
-        f"--{f.name.replace('_', '-')}" in out for f in dataclasses.fields(Config)
-    )
+    assert e.value.code == 0
+    assert all(f"--{f.name.replace('_', '-')}" in out for f in dataclasses.fields(Config))
 
 
 def test_four_ranks_exit_with_status_0(here, text):
