@@ -39,7 +39,7 @@ The training loop calls the methods without indentation; between them autograd a
 
     a unit's tensors       stages 0, 1            stage 2                 stage 3
     parameters             in the model           in the model            row [T]; whole, for a while
-    local_grads [N, T]     all through the step   until they are reduced  until they are reduced
+    local_grads [N, T]     all through the step   until reduced           until reduced
     main_grad is in        a row of local_grads   summed_grads [T]        summed_grads [T]
 
 Communication overlaps computation. In stage 3 a unit is gathered while the layer before it runs;
