@@ -38,7 +38,7 @@ The training loop calls the methods without indentation; between them autograd a
     gather_parameters()    stages 1 and 2: get the shards that other ranks have updated
 
     a unit's tensors       stages 0, 1            stage 2                 stage 3
-    parameters             in the model           in the model            row [T]; whole, for a while
+    parameters             in the model           in the model            row [T]; whole for a while
     local_grads [N, T]     all through the step   until reduced           until reduced
     main_grad is in        a row of local_grads   summed_grads [T]        summed_grads [T]
 

@@ -41,12 +41,13 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 from dropout import dropout_key
+from eager import leave_eager
 from model_config import FieldError, GPTConfig
 
 # --- one function ---------------------------------------------------------------------------------
 
 
-@torch.compiler.disable
+@leave_eager
 def checkpoint(function, *args) -> Tensor:
     """function(*args), of which only the arguments are kept for backward.
 

@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 import tensor_parallel
+from eager import leave_eager
 from model_config import FieldError, GPTConfig
 from sharding import sharding_of
 
@@ -92,7 +93,7 @@ class _Pair(torch.autograd.Function):
         return ctx.adjoint(grad, ctx.group)(), None, None, None
 
 
-@torch.compiler.disable
+@leave_eager
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """g (figure 5): shards [b, s/t, h] become the whole [b, s, h] on every rank.
 
@@ -101,7 +102,7 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Pair.apply(x, group, start_gather, start_scatter)
 
 
-@torch.compiler.disable
+@leave_eager
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """ḡ (figure 5): parts of a sum [b, s, h] become each rank's shard of the sum, [b, s/t, h]."""
     return _Pair.apply(x, group, start_scatter, start_gather)
@@ -166,6 +167,20 @@ class _CopyWeights(torch.autograd.Function):
         return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads))
 
 
+@leave_eager
+def put_parameters(places: list[tuple[nn.Module, str]], tensors) -> None:
+    """places: (module, name of a parameter)"""
+    for (owner, name), tensor in zip(places, tensors):
+        owner._parameters[name] = tensor
+
+
+@leave_eager
+def copy_parameters(places: list, group: dist.ProcessGroup) -> tuple[list, tuple]:
+    """(the parameters, their copies, which have passed through identity | all-reduce)"""
+    parameters = [owner._parameters[name] for owner, name in places]
+    return parameters, _CopyWeights.apply(group, *parameters)
+
+
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Let the whole parameters in `module` that learn pass through identity | all-reduce, together,
     whenever it runs. While its forward runs, their places hold the copies."""
@@ -176,25 +191,15 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
                 places.append((owner, name))
     forward = module.forward
 
-    @torch.compiler.disable
-    def put(tensors) -> None:
-        for (owner, name), tensor in zip(places, tensors):
-            owner._parameters[name] = tensor
-
-    @torch.compiler.disable
-    def copies() -> tuple[list, tuple]:
-        parameters = [owner._parameters[name] for owner, name in places]
-        return parameters, _CopyWeights.apply(group, *parameters)
-
     def synchronised(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        parameters, stand_ins = copies()
-        put(stand_ins)
+        parameters, copies = copy_parameters(places, group)
+        put_parameters(places, copies)
         try:
             return forward(*args, **kwargs)
         finally:
-            put(parameters)
+            put_parameters(places, parameters)
 
     if places:
         module.forward = synchronised

@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 import sharding
+from eager import leave_eager
 from model_config import FieldError, GPTConfig, divisors
 from sharding import Shard, shard_parameter, sharding_of
 
@@ -67,7 +68,7 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-@torch.compiler.disable
+@leave_eager
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """f (section 3): x, the same on every rank, enters a region where each rank computes a part.
 
@@ -77,7 +78,7 @@ def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Copy.apply(x, group)
 
 
-@torch.compiler.disable
+@leave_eager
 def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """g (section 3): each rank's part leaves the region as the sum. Any shape; x is overwritten."""
     return _Reduce.apply(x.contiguous(), group)
@@ -191,7 +192,7 @@ class ColumnParallelLinear(gpt.SharedInput):
         self.group = group
         self.weight_gradient = weight_gradient
 
-    @torch.compiler.disable
+    @leave_eager
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
         weights = [linear.weight for linear in linears]
         biases = [None] * len(linears)
@@ -316,7 +317,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
-@torch.compiler.disable
+@leave_eager
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:

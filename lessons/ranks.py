@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.device_mesh"]
+    ["torch", "torch.distributed.checkpoint", "torch.distributed.device_mesh"]
 )
 
 
