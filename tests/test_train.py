@@ -403,11 +403,11 @@ def test_batch_that_the_ranks_do_not_divide():
         (dict(tp=16), "--tp 16: must divide the 8 ranks"),
         (
             dict(tp=8, num_heads=4),
-            "--tp 8: must divide --num-heads 4; [1, 2, 4] would fit this model",
+            "--tp 8: must divide --num-heads 4; [1, 2, 4] would fit",
         ),
         (
             dict(tp=4, num_kv_heads=2),
-            "--tp 4: must divide --num-kv-heads 2; [1, 2] would fit this model",
+            "--tp 4: must divide --num-kv-heads 2; [1, 2] would fit",
         ),
         (dict(tp=8, ffn_hidden_size=684), "--tp 8: must divide --ffn-hidden-size 684"),
         (
