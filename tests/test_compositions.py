@@ -46,15 +46,11 @@ SHARDED = [
 def test_zero_stages(world, base):
     """Stages 1 to 3; 3 and 4 divide hardly a size in the model. Accumulation, and recomputation,
     which gathers again what it needs again."""
-    variants = [
-        dict(flags, zero_stage=stage)
-        for stage in (1, 2, 3)
-        for flags in (SHARDED if world == 2 else SHARDED[1:2])
-    ]
-    for result in train_each(
-        world, variants, base=base, global_batch_size=12 * (1 + (world == 4)), vocab_size=61
-    ):
-        same(result, train(base=base, global_batch_size=12 * (1 + (world == 4)), vocab_size=61))
+    of_world = SHARDED if world == 2 else SHARDED[1:2]
+    variants = [dict(flags, zero_stage=stage) for stage in (1, 2, 3) for flags in of_world]
+    sizes = dict(vocab_size=61, global_batch_size=24 if world == 4 else 12)
+    for result in train_each(world, variants, base=base, **sizes):
+        same(result, train(base=base, **sizes))
 
 
 OVER = [
@@ -523,9 +519,9 @@ def no_gather_in_g_bar():
     """The gradient of a row-parallel layer's output is zero outside of this rank's slice."""
 
     def back(grad, group):
-        return lambda: torch.cat(
-            [grad if i == group.rank() else torch.zeros_like(grad) for i in range(group.size())], 1
-        )
+        parts = [torch.zeros_like(grad) for _ in range(group.size())]
+        parts[group.rank()] = grad
+        return lambda: torch.cat(parts, 1)
 
     sequence_parallel.scatter_sequence = lambda x, group: sequence_parallel._Pair.apply(
         x, group, sequence_parallel.start_scatter, back
@@ -637,27 +633,18 @@ EIGHT = [dict(schedule="1f1b"), dict(schedule="zb-h1"), dict(virtual_stages=2)]
 )
 def test_pipeline(base, world, variants, flags):
     """Every schedule, even and uneven splits, tied embeddings (GPT)."""
+    model = {k: v for k, v in flags.items() if k == "num_layers"}
     for result in train_each(world, variants, base=PIPELINE[base], **flags):
-        same(
-            result,
-            train(base=PIPELINE[base] | {k: v for k, v in flags.items() if k == "num_layers"}),
-        )
+        same(result, train(base=PIPELINE[base] | model))
 
 
 def wrong_loss_scale():
     """As if each micro-batch were divided by its own number of micro-batches once more."""
 
-    def run(
-        self,
-        schedule,
-        forward,
-        b,
-        s,
-        backward_of_loss=None,
-        *args,
-        original=pipeline_parallel.Pipeline.run,
-    ):
-        return original(self, schedule, forward, b, s, backward_of_loss / 8, *args)
+    original = pipeline_parallel.Pipeline.run
+
+    def run(self, schedule, forward, b, s, loss_grad, *args):
+        return original(self, schedule, forward, b, s, loss_grad / 8, *args)
 
     pipeline_parallel.Pipeline.run = run
 
@@ -665,13 +652,15 @@ def wrong_loss_scale():
 def wrong_micro_batch():
     """The last stage takes the targets of the next micro-batch."""
 
-    def run(self, schedule, forward, *args, original=pipeline_parallel.Pipeline.run):
-        return original(
-            self,
-            schedule,
-            lambda chunk, k, x: forward(chunk, (k + (self.stages[chunk].head is not None)) % 8, x),
-            *args,
-        )
+    original = pipeline_parallel.Pipeline.run
+
+    def run(self, schedule, forward, *args):
+        def shifted(chunk, k, x):
+            if self.stages[chunk].head is not None:
+                k = (k + 1) % 8
+            return forward(chunk, k, x)
+
+        return original(self, schedule, shifted, *args)
 
     pipeline_parallel.Pipeline.run = run
 
@@ -830,9 +819,8 @@ def test_experts_float16():
     one = train(base=base, steps=1)
     half = train(base=base, steps=1, precision="fp16", mutate=small_loss_scale)
     for name in (name for name in one.gradients if "router" in name):
-        assert (half.gradients[name] - one.gradients[name]).abs().max() < 0.03 * one.gradients[
-            name
-        ].abs().max()
+        expected = one.gradients[name]
+        assert (half.gradients[name] - expected).abs().max() < 0.03 * expected.abs().max()
 
 
 def experts_divided_by_ep():
@@ -862,11 +850,9 @@ def no_second_exchange():
         if len(calls) % 2:
             return forward(ctx, rows, sent, received, group)
         ctx.arguments = received, sent, group
-        return (
-            rows.repeat(3, 1)[: sum(received)]
-            if len(rows)
-            else rows.new_zeros(sum(received), rows.shape[1])
-        )
+        if not len(rows):
+            return rows.new_zeros(sum(received), rows.shape[1])
+        return rows.repeat(3, 1)[: sum(received)]
 
     moe._AllToAll.forward = staticmethod(skip)
 
@@ -908,13 +894,13 @@ def routed_by_slice():
         scores = self.scores
         # s = 16
         b = len(logits) // 16
-        self.scores = lambda logits, training: torch.cat(
-            [
-                scores(half.flatten(0, 1), training).view(b, 8, -1)
-                for half in logits.view(b, 16, -1).chunk(2, 1)
-            ],
-            1,
-        ).flatten(0, 1)
+
+        def of_halves(logits, training):
+            halves = logits.view(b, 16, -1).chunk(2, 1)
+            parts = [scores(half.flatten(0, 1), training).view(b, 8, -1) for half in halves]
+            return torch.cat(parts, 1).flatten(0, 1)
+
+        self.scores = of_halves
         plan = forward(self, logits)
         self.scores = scores
         return plan
@@ -939,10 +925,9 @@ def no_gradient_of_the_router_across():
         # E
         if x.shape[-1] != 4:
             return original(x, group)
-        whole = original(x.detach(), group)
-        return torch.cat(
-            [x if i == group.rank() else part for i, part in enumerate(whole.chunk(2, 1))], 1
-        )
+        parts = list(original(x.detach(), group).chunk(2, 1))
+        parts[group.rank()] = x
+        return torch.cat(parts, 1)
 
     sequence_parallel.gather_sequence = gather
 

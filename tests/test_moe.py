@@ -10,6 +10,7 @@ from fractions import Fraction
 from functools import partial
 
 import pytest
+import small_run
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -561,53 +562,23 @@ def test_shard_without_expert_group():
 def test_a_run_with_experts(tmp_path):
     """Two ranks with half of the experts each: metrics, checkpoint, sample."""
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 3000)
-    flags = [
-        "--model",
-        "tiny-moe",
-        "--expert-every",
-        "1",
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "32",
-        "--num-heads",
-        "4",
-        "--ffn-hidden-size",
-        "48",
-        "--seq-length",
-        "32",
-        "--data",
-        str(tmp_path / "corpus.txt"),
-        "--out",
-        str(tmp_path / "run"),
-        "--precision",
-        "fp64",
-        "--device",
-        "cpu",
-        "--global-batch-size",
-        "8",
-        "--micro-batch-size",
-        "2",
-        "--eval-every",
-        "0",
-        "--steps",
-        "4",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-        "train.py",
-        "--ep",
-        "2",
-    ]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+    flags = small_run.flags(
+        model="tiny-moe",
+        expert_every=1,
+        num_layers=2,
+        ffn_hidden_size=48,
+        ep=2,
+        precision="fp64",
+        global_batch_size=8,
+        micro_batch_size=2,
+        steps=4,
+        data=tmp_path / "corpus.txt",
+        out=tmp_path / "run",
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command = [*launcher, *rendezvous, "train.py", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [len(line["expert_load"]) for line in lines] == [2] * 4

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import killed_ranks
 import pytest
+import small_run
 import torch
 from safetensors import safe_open
 
@@ -31,26 +32,7 @@ from runtime.flags import parse
 from runtime.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
-SMALL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-heads",
-    "4",
-    "--ffn-hidden-size",
-    "64",
-    "--seq-length",
-    "32",
-    "--global-batch-size",
-    "4",
-    "--device",
-    "cpu",
-    "--steps",
-    "12",
-    "--eval-every",
-    "0",
-]
+SMALL = small_run.flags(num_layers=2, global_batch_size=4, steps=12)
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +55,9 @@ def here(tmp_path, monkeypatch, text):
 
 
 def command(text, *more, world=1):
-    launcher = (
-        [sys.executable]
-        if world == 1
-        else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    )
+    launcher = [sys.executable]
+    if world > 1:
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     return [*launcher, str(ROOT / "train.py"), *SMALL, "--data", text, *more]
 
 
@@ -160,17 +140,8 @@ def test_two_ranks_end_to_end(here, text):
 def test_tensor_parallel_end_to_end(here, text):
     """Two tensor- and sequence-parallel ranks give the curve of one; what they leave behind goes on
     under one rank."""
-    flags = (
-        "--eval-every",
-        "4",
-        "--dropout",
-        "0.1",
-        "--steps",
-        "8",
-        "--recompute",
-        "full",
-        "--recompute-layers",
-        "1",
+    flags = small_run.as_flags(
+        eval_every=4, dropout=0.1, steps=8, recompute="full", recompute_layers=1
     )
     done = run(text, "--out", "two", *flags, "--tp", "2", "--sequence-parallel", world=2)
     assert done.returncode == 0, done.stderr
@@ -178,9 +149,9 @@ def test_tensor_parallel_end_to_end(here, text):
     assert len(Path("two/sample.txt").read_text()) > 4
     assert in_process(text, "--out", "one", *flags) == 0
     for key in ("loss", "grad_norm", "eval_loss"):
-        assert [x[key] for x in lines("two") if key in x] == pytest.approx(
-            [x[key] for x in lines("one") if key in x], rel=1e-5
-        )
+        one = [x[key] for x in lines("one") if key in x]
+        two = [x[key] for x in lines("two") if key in x]
+        assert two == pytest.approx(one, rel=1e-5)
     assert [x["tokens"] for x in lines("two")] == [x["tokens"] for x in lines("one")]
     # another layout is given whole
     assert in_process(text, "--out", "two", *flags, "--steps", "10", "--resume", "--tp", "1") == 0
@@ -221,12 +192,13 @@ def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatc
     assert in_process(text, "--out", "run", *flags) == 1
     assert [x["step"] for x in lines("run")] == list(range(1, 10))
     assert list(checkpoint.steps("run/checkpoints")) == [4, 6]
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert said.startswith("train.py: step 9: the run has diverged") and "last 3 steps" in said
-    assert "--max-bad-steps 3" in said
-    assert "remove the later step-000006" in said
-    assert "a lower --lr" in said
-    assert "the last good checkpoint is run/checkpoints/step-000004" in said
+    message = capfd.readouterr().err.splitlines()[-1]
+    assert message.startswith("train.py: step 9: the run has diverged")
+    assert "last 3 steps" in message
+    assert "--max-bad-steps 3" in message
+    assert "remove the later step-000006" in message
+    assert "a lower --lr" in message
+    assert "the last good checkpoint is run/checkpoints/step-000004" in message
 
 
 def test_without_a_limit_no_older_checkpoint_is_removed(here, text, monkeypatch):
@@ -240,18 +212,7 @@ def test_without_a_limit_no_older_checkpoint_is_removed(here, text, monkeypatch)
 
 
 def test_the_search_for_the_first_loss_scale_is_no_divergence(here, text):
-    flags = (
-        "--precision",
-        "fp16",
-        "--steps",
-        "8",
-        "--save-every",
-        "1",
-        "--keep",
-        "0",
-        "--max-bad-steps",
-        "1",
-    )
+    flags = small_run.as_flags(precision="fp16", steps=8, save_every=1, keep=0, max_bad_steps=1)
     assert in_process(text, "--out", "run", *flags) == 0
     skipped = lines("run")[-1]["skipped_steps"]
     assert 1 <= skipped <= 4
@@ -288,6 +249,11 @@ def test_killed_at_random_moments(here, text):
     assert exact("killed") == exact("whole") and same_weights("killed", "whole")
 
 
+def children_of(process: subprocess.Popen) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
 @pytest.mark.parametrize("number, world", [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_signal_saves_and_stops(here, text, number, world):
     p = subprocess.Popen(
@@ -301,15 +267,9 @@ def test_signal_saves_and_stops(here, text, number, world):
             break
     if world == 1:
         p.send_signal(number)
-    # to one rank alone: all stop after the same step
     else:
-        children = [
-            int(pid)
-            for pid in subprocess.run(
-                ["pgrep", "-P", str(p.pid)], capture_output=True, text=True
-            ).stdout.split()
-        ]
-        os.kill(children[-1], number)
+        # to one rank alone: all stop after the same step
+        os.kill(children_of(p)[-1], number)
     rest = p.communicate(timeout=60)[0]
     assert p.returncode == 0, rest
     assert "checkpoint saved" in rest and "--resume" in rest
@@ -551,22 +511,8 @@ def test_start_from_weights(here, text, capfd):
     """--load takes the weights alone, of a checkpoint or a run: step 1, no moments, another
     optimizer state."""
     assert in_process(text, "--out", "a", "--steps", "6") == 0
-    assert (
-        in_process(
-            text,
-            "--out",
-            "b",
-            "--steps",
-            "1",
-            "--load",
-            "a",
-            "--optimizer-state",
-            "bf16",
-            "--lr",
-            "0",
-        )
-        == 0
-    )
+    flags = small_run.as_flags(steps=1, load="a", optimizer_state="bf16", lr=0)
+    assert in_process(text, "--out", "b", *flags) == 0
     assert "starting from the weights of a/checkpoints/step-000006" in capfd.readouterr().out
     a = weights("a")[1]
     b = weights("b")[1]
@@ -605,12 +551,7 @@ def test_a_rank_that_hangs_is_named(here, text):
     for line in p.stdout:
         output.append(line)
         if line.startswith("step ") and not children:
-            children = [
-                int(pid)
-                for pid in subprocess.run(
-                    ["pgrep", "-P", str(p.pid)], capture_output=True, text=True
-                ).stdout.split()
-            ]
+            children = children_of(p)
             os.kill(children[1], signal.SIGSTOP)
         # torchrun would wait half a minute for a process that is stopped
         if "rank 1: " in line:
@@ -680,26 +621,9 @@ def test_help_names_every_flag(capsys):
 def test_four_ranks_exit_with_status_0(here, text):
     """gloo has aborted at exit before, when groups were left to the interpreter. (Of a length that
     tp does not divide.)"""
-    done = run(
-        text,
-        "--out",
-        "run",
-        "--steps",
-        "2",
-        "--tp",
-        "2",
-        "--pp",
-        "2",
-        "--model",
-        "gpt2",
-        "--vocab-size",
-        "257",
-        "--dropout",
-        "0",
-        "--seq-length",
-        "33",
-        world=4,
-    )
+    model = small_run.as_flags(model="gpt2", vocab_size=257, dropout=0, seq_length=33)
+    layout = small_run.as_flags(tp=2, pp=2)
+    done = run(text, "--out", "run", "--steps", "2", *layout, *model, world=4)
     assert done.returncode == 0, done.stderr
     assert len(Path("run/sample.txt").read_text()) > 4
 
@@ -854,17 +778,13 @@ def test_the_flags_of_a_run_survive_a_full_disk(here, text, monkeypatch):
 
 def test_a_run_whose_base_is_gone_goes_on(here, text, capfd):
     assert in_process(text, "--out", "base", "--steps", "2") == 0
-    assert (
-        train.main(
-            ["--data", text, "--device", "cpu", "--load", "base", "--out", "run", "--steps", "2"]
-        )
-        == 0
-    )
+    flags = ["--data", text, "--device", "cpu", "--load", "base"]
+    assert train.main([*flags, "--out", "run", "--steps", "2"]) == 0
     shutil.rmtree("base")
     assert train.main(["--resume", "--out", "run", "--steps", "4"]) == 0
     assert [x["step"] for x in lines("run")] == [1, 2, 3, 4]
     capfd.readouterr()
-    assert train.main(["--data", text, "--device", "cpu", "--load", "base", "--out", "new"]) == 2
+    assert train.main([*flags, "--out", "new"]) == 2
     assert "--load base: no such folder" in capfd.readouterr().err
 
 
