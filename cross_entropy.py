@@ -54,7 +54,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def main():
-    b, v = 1024, 50257
+    b, v = 128, 50257
     targets = torch.randint(v, (b,), generator=torch.Generator().manual_seed(0))
     logits = torch.randn(b, v, generator=torch.Generator().manual_seed(0))
     gradients = []

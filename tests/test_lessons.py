@@ -24,13 +24,16 @@ def run(name, argv, monkeypatch, capsys) -> str:
 @pytest.mark.parametrize(
     "name, argv, words",
     [
+        ("cross_entropy", [], "in place: loss"),
         ("data", ["--seq-length", "16"], "sequences of 16 tokens to train on"),
         ("runtime.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
+        ("dropout", [], "joined, equal it: True"),
         ("kernels", [], "cross_entropy"),
         ("moe", [], "largest relative difference of a gradient"),
         ("optimizer", [], "steps, "),
         ("inference.packing", [], "microseconds, one row"),
         ("lessons.ranks", [], "8 ranks: the sum of their numbers is 28"),
+        ("routers", [], "plan at temperature 0.02"),
         ("sharding", [], "gathered equals whole: True"),
         ("corpus.tokenizer", ["some text"], "9 bytes, 9 tokens"),
     ],
