@@ -33,9 +33,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed.checkpoint", "torch.distributed.device_mesh"]
-)
+# what every rank would import for itself after the fork; torch._dynamo: optimizers import it
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.device_mesh",
+]
+_context.set_forkserver_preload(PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Have ranks find these modules imported. Before the first `run`."""
+    _context.set_forkserver_preload([*PRELOADED, *modules])
 
 
 def run(

@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from lessons import ranks
+
 # torch.compile keeps code on the disk under a key without the processor's vector width: after a run
 # with 16 lanes, one with 8 (ATEN_CPU_CAPABILITY=avx2) took the code for 16 and computed other
 # dropout masks.
 KIND = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
 CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor-{os.getuid()}-{KIND}")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
+# a rank begins with the project imported, which saves it half a second
+ranks.preload("train", "parity")
 
 
 def pytest_addoption(parser):
