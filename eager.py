@@ -1,8 +1,8 @@
 """Functions that torch.compile leaves alone: collectives, and what runs functions a second time.
 
 `torch.compiler.disable` does that, but importing the compiler takes seconds, in every process, also
-where nothing is compiled. So `leave_eager` only notes a function. `train.py --compile` calls
-`disable_compiler()` once, before it compiles blocks.
+where nothing is compiled. So `leave_eager` only notes a function, and `compile_blocks`, which
+`train.py --compile` calls, disables the compiler for all of them first.
 
     @leave_eager
     def copy_to_ranks(x, group): ...
@@ -35,6 +35,14 @@ def disable_compiler() -> None:
         function = vars(owner)[last]
         if not hasattr(function, "_torchdynamo_disable"):
             setattr(owner, last, torch.compiler.disable(function))
+
+
+def compile_blocks(model) -> None:
+    """torch.compile each block of a GPT. It is traced when it runs first, so it sees what is applied
+    later too, selective recomputation for example."""
+    disable_compiler()
+    for block in model.blocks.values():
+        block.forward = torch.compile(block.forward)
 
 
 def run_eagerly():

@@ -40,7 +40,7 @@ import sharding
 import tensor_parallel
 import zero_bubble
 from dropout import dropout_key
-from eager import disable_compiler
+from eager import compile_blocks
 from gpt import GPT
 from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
 from prompts.learning import PromptLearning, TemplateData
@@ -94,9 +94,7 @@ class Trainer(RunHooks):
             if groups.pp and config.pipeline_schedule == "zb-h1":
                 zero_bubble.apply(stage)
             if config.compile:
-                disable_compiler()
-                for block in stage.blocks.values():
-                    block.forward = torch.compile(block.forward)
+                compile_blocks(stage)
             recompute.apply(stage, config.recompute, config.recompute_layers)
             if config.kernels == "auto":
                 self.no_kernels = kernels.apply(stage, self.device)

@@ -309,7 +309,7 @@ def generate_from(checkpoint: str) -> tuple:
 
 JSON = [changed_json, changed_json, changed_bytes]
 LEARN = (
-    command("prompt_tuning"),
+    command("prompts.commands"),
     [
         "train",
         "--config",
@@ -324,7 +324,7 @@ LEARN = (
         "cpu",
     ],
 )
-ANSWERS = [(command("prompt_tuning"), [word, *INFER]) for word in ("generate", "evaluate")]
+ANSWERS = [(command("prompts.commands"), [word, *INFER]) for word in ("generate", "evaluate")]
 # kind -> (what makes a valid folder, the files in it)
 KINDS = {
     "index": (

@@ -19,7 +19,6 @@ import checkpoint
 import gpt
 from checkpoint import CheckpointError
 from lessons import ranks
-from model_config import GPTConfig
 from routers import MoEConfig
 
 STATE = {"tokens": 7, "config": {"a": 1}, "model": {}}
@@ -336,7 +335,7 @@ def whole_model(tmp_path_factory):
 
     with torch.device("meta"):
         model = gpt.GPT(
-            GPTConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=32)
+            MoEConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=32)
         )
     sharding.init(model, 0, "cpu", torch.float32)
     optimizer = {"updates": 3, "skipped": 0, "scaler": None}
