@@ -38,8 +38,8 @@ def disable_compiler() -> None:
 
 
 def compile_blocks(model) -> None:
-    """torch.compile each block of a GPT. It is traced when it runs first, so it sees what is applied
-    later too, selective recomputation for example."""
+    """torch.compile each block of a GPT. It is traced when it runs first, so it sees what is
+    applied later too, selective recomputation for example."""
     disable_compiler()
     for block in model.blocks.values():
         block.forward = torch.compile(block.forward)

@@ -70,7 +70,7 @@ class Trainer(RunHooks):
         self.optimizer = self.make_optimizer()
         self.checkpoints = RunCheckpoints(self, groups.files)
 
-    def build(self) -> None:  # noqa: C901 (an ordered list)
+    def build(self) -> None:
         """The model, and the techniques in the order in which they change it."""
         config, groups = self.config, self.groups
         # shapes without storage: no rank ever holds more than one whole parameter beside its shards

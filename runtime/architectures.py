@@ -248,7 +248,8 @@ MIXTRAL = dataclasses.replace(
 def architecture_of(config: MoEConfig) -> Architecture:
     if not config.llama:
         return GPT2
-    return MIXTRAL if config.num_experts else LLAMA
+    # a GPTConfig has no experts
+    return MIXTRAL if getattr(config, "num_experts", 0) else LLAMA
 
 
 def empty_model(config: MoEConfig) -> GPT:
