@@ -1,6 +1,7 @@
 """What a run leaves after its last step: loss.png and a sample of text."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import generate
@@ -24,8 +25,7 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
         corpus = run.train_set.index["corpus"]
         title = f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}"
         draw_loss(world, run, title)
-        write_sample = lambda path: path.write_text(text, encoding="utf-8", errors="replace")  # noqa: E731
-        leave(world, run.out / "sample.txt", write_sample)
+        leave(world, run.out / "sample.txt", partial(write_text, text))
         world.say(
             f"\na sample (generate.py makes more):\n\n{text}\n\n{run.out}: loss.png, metrics.jsonl,"
             f" sample.txt, checkpoints; {duration(seconds)} of training"
@@ -49,6 +49,10 @@ def sample(trainer, tokenizer) -> str:
 
 def draw_loss(world: World, run, title: str) -> None:
     leave(world, run.out / "loss.png", lambda path: plot_loss(run.metrics.lines, title, path))
+
+
+def write_text(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8", errors="replace")
 
 
 def leave(world: World, path: Path, write) -> None:
