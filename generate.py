@@ -43,7 +43,6 @@ from torch import Tensor
 
 import gpt
 import sharding
-from eager import run_eagerly
 from gpt import GPT
 from inference import cuda_graphs
 from inference.batches import (
@@ -103,6 +102,8 @@ class ModelRunner:
         self.captures = cuda_graphs.can_capture(stages, self.device)
 
     @torch.inference_mode()
+    # a compiled block would be compiled again for every length
+    @torch.compiler.set_stance("force_eager")
     def forward(
         self, batch: DecodeBatch, tokens: Tensor, chunk: int = 0, activations: Tensor | None = None
     ) -> Tensor:
@@ -112,10 +113,9 @@ class ModelRunner:
         cache = batch.cache
         self.slot.cache = cache
         inputs = tokens if activations is None else activations
-        with run_eagerly():
-            if self.captures and cache.positions is not None:
-                return cuda_graphs.decode(self.compute, chunk, cache, inputs)
-            return self.compute(chunk, cache, inputs, batch.last_column)
+        if self.captures and cache.positions is not None:
+            return cuda_graphs.decode(self.compute, chunk, cache, inputs)
+        return self.compute(chunk, cache, inputs, batch.last_column)
 
     def compute(self, chunk: int, cache: Cache, x: Tensor, last_column: Tensor | None) -> Tensor:
         """x: tokens or activations. last_column: [b], during prefill the column of each sequence's

@@ -67,7 +67,6 @@ import optimizer
 import tensor_parallel
 from cross_entropy import cross_entropy as eager_cross_entropy
 from dropout import dropout_key, dropout_mask
-from eager import leave_eager
 from model_config import GPTConfig
 from routers import MoEConfig
 
@@ -2405,7 +2404,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return _CrossEntropyFunction.apply(logits, targets, logits.shape[-1], None)
 
 
-@leave_eager
+@torch.compiler.disable
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:

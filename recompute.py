@@ -41,13 +41,12 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 from dropout import dropout_key
-from eager import leave_eager
 from model_config import FieldError, GPTConfig
 
 # --- one function ---------------------------------------------------------------------------------
 
 
-@leave_eager
+@torch.compiler.disable
 def checkpoint(function, *args) -> Tensor:
     """function(*args), of which only the arguments are kept for backward.
 

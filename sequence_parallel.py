@@ -35,7 +35,6 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 import tensor_parallel
-from eager import leave_eager
 from model_config import FieldError, GPTConfig
 from sharding import sharding_of
 
@@ -93,7 +92,7 @@ class _Pair(torch.autograd.Function):
         return ctx.adjoint(grad, ctx.group)(), None, None, None
 
 
-@leave_eager
+@torch.compiler.disable
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """g (figure 5): shards [b, s/t, h] become the whole [b, s, h] on every rank.
 
@@ -102,7 +101,7 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Pair.apply(x, group, start_gather, start_scatter)
 
 
-@leave_eager
+@torch.compiler.disable
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """ḡ (figure 5): parts of a sum [b, s, h] become each rank's shard of the sum, [b, s/t, h]."""
     return _Pair.apply(x, group, start_scatter, start_gather)
@@ -167,14 +166,14 @@ class _CopyWeights(torch.autograd.Function):
         return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads))
 
 
-@leave_eager
+@torch.compiler.disable
 def put_parameters(places: list[tuple[nn.Module, str]], tensors) -> None:
     """places: (module, name of a parameter)"""
     for (owner, name), tensor in zip(places, tensors):
         owner._parameters[name] = tensor
 
 
-@leave_eager
+@torch.compiler.disable
 def copy_parameters(places: list, group: dist.ProcessGroup) -> tuple[list, tuple]:
     """(the parameters, their copies, which have passed through identity | all-reduce)"""
     parameters = [owner._parameters[name] for owner, name in places]

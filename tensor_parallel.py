@@ -33,7 +33,6 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 import sharding
-from eager import leave_eager
 from model_config import FieldError, GPTConfig, divisors
 from sharding import Shard, shard_parameter, sharding_of
 
@@ -68,7 +67,7 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-@leave_eager
+@torch.compiler.disable
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """f (section 3): x, the same on every rank, enters a region where each rank computes a part.
 
@@ -78,7 +77,7 @@ def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Copy.apply(x, group)
 
 
-@leave_eager
+@torch.compiler.disable
 def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """g (section 3): each rank's part leaves the region as the sum. Any shape; x is overwritten."""
     return _Reduce.apply(x.contiguous(), group)
@@ -192,7 +191,7 @@ class ColumnParallelLinear(gpt.SharedInput):
         self.group = group
         self.weight_gradient = weight_gradient
 
-    @leave_eager
+    @torch.compiler.disable
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
         weights = [linear.weight for linear in linears]
         biases = [None] * len(linears)
@@ -317,7 +316,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
-@leave_eager
+@torch.compiler.disable
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:

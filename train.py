@@ -40,7 +40,6 @@ import sharding
 import tensor_parallel
 import zero_bubble
 from dropout import dropout_key
-from eager import compile_blocks
 from gpt import GPT
 from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
 from prompts.learning import PromptLearning, TemplateData
@@ -79,10 +78,16 @@ class Trainer(RunHooks):
         if self.model_config.num_experts:
             moe.apply(model, groups.ep, groups.tp)
         self.num_parameters = sharding.num_parameters(model)
-        self.stages = [model]
+        # self.model runs the stages: for steps, evaluation and generation
+        self.stages, self.model, self.schedule = [model], model, None
         if groups.pp:
             p, v = groups.pp.size(), config.virtual_stages
             self.stages = pipeline_parallel.apply(model, groups.pp.rank(), p, v, config.layer_split)
+            channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
+            shards = config.tp if config.sequence_parallel else 1
+            self.model = pipeline_parallel.Pipeline(self.stages, channels, shards)
+            m = config.global_batch_size // self.dp // self.micro_batch
+            self.schedule = schedules.make(config.pipeline_schedule, p, m, v)
         self.gradients = []
         for stage in self.stages:
             self.before_techniques(stage)
@@ -94,20 +99,13 @@ class Trainer(RunHooks):
             if groups.pp and config.pipeline_schedule == "zb-h1":
                 zero_bubble.apply(stage)
             if config.compile:
-                compile_blocks(stage)
+                for block in stage.blocks.values():
+                    block.forward = torch.compile(block.forward)
             recompute.apply(stage, config.recompute, config.recompute_layers)
             if config.kernels == "auto":
                 self.no_kernels = kernels.apply(stage, self.device)
             self.gradients.append(self.materialise(stage))
         self.expert_layers = moe.layers(*self.stages)
-        # what runs the stages, for steps, evaluation and generation
-        self.model, self.schedule = self.stages[0], None
-        if groups.pp:
-            channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
-            shards = config.tp if config.sequence_parallel else 1
-            self.model = pipeline_parallel.Pipeline(self.stages, channels, shards)
-            m = config.global_batch_size // self.dp // self.micro_batch
-            self.schedule = schedules.make(config.pipeline_schedule, p, m, v)
 
     def materialise(self, stage: GPT) -> GradientAccumulator:
         """Give a stage its values, sharded over data-parallel ranks. Returns its gradients."""

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _context = multiprocessing.get_context("forkserver")
-# what every rank would import for itself after the fork; torch._dynamo: optimizers import it
+# what every rank would import for itself after the fork
 PRELOADED = [
     "torch",
     "torch._dynamo",
