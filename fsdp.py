@@ -22,9 +22,9 @@ collects the ranks' rows to [N, T] on every rank. An all-reduce is the first, th
 Stages 0 and 1 add up the gradients of m micro-batches before they send them; stages 2 and 3 keep
 only a row of the sum.
 
-A unit is one layer's parameters, flattened to [N, T]; row r is rank r's shard. (A layer with
-experts, or with frozen parameters, has one more unit for these.) The embedding and the head are
-layers too. One collective moves one unit.
+A unit is one layer's parameters, flattened to [N, T]; row r is rank r's shard
+(flat_parameters.py). One collective moves one unit. The embedding and the head are layers too. A
+layer with experts, or with frozen parameters, has one more unit for these.
 
 The training loop calls the methods without indentation; between them autograd and the layers run:
 
@@ -56,55 +56,28 @@ Not covered: torch.distributed.fsdp can also keep the last unit between forward 
 inside a node and replicate across nodes, and offload to the CPU.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flat_parameters import FlatParameters
+from gradients import GradientAccumulator, LossScaler, accumulation_dtype, sum_uses_apart
 from model_config import FieldError
-from optimizer import GradientAccumulator, LossScaler, accumulation_dtype, sum_uses_apart
 from sharding import Shard, local_part, set_sharding, sharding_of
 
 # their names from torch 2.13 on
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
-# --- a unit: one layer's parameters ---------------------------------------------------------------
-
-
-def shard_dim(shape: torch.Size, n: int) -> int:
-    """The dimension along which a parameter is sharded over n ranks: the first one of size n or
-    more, else the largest."""
-    for dim, size in enumerate(shape):
-        if size >= n:
-            return dim
-    return max(range(len(shape)), key=lambda dim: shape[dim])
+# --- a unit ---------------------------------------------------------------------------------------
 
 
-class Slot(NamedTuple):
-    """Where the shard of one parameter lies in every row."""
-
-    offset: int
-    dim: int  # along which the parameter is sharded
-    shape: torch.Size  # of a shard, with padding
-
-
-class FlatParameters:
-    """A unit: one layer's parameters, flattened to [N, T]; row r is rank r's shard.
-
-    A row holds the rank's shard of each parameter, one after the other. A parameter that N does not
-    divide is padded at its end. For N = 2, weight [5, 2] and bias [2], both sharded along dimension
-    0, T is 7:
-
-        row 0    w00 w01 w10 w11 w20 w21  b0        weight[0:3], bias[0:1]
-        row 1    w30 w31 w40 w41  -   -   b1        weight[3:5] and a row of padding, bias[1:2]
+class Unit(FlatParameters):
+    """One layer's parameters, and where their rows and gradients are at the moment.
 
     In stage 0 nothing is sharded: N is 1, whatever the size of the group.
     """
@@ -112,21 +85,10 @@ class FlatParameters:
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, stage: int):
         """parameters: either all of them learn or all are frozen. group: the ranks that hold the
         same parameters, and sum their gradients."""
-        self.parameters = parameters
+        super().__init__(parameters, group.size() if stage else 1)
         self.trainable = [p for p in parameters if p.requires_grad]
         self.group = group
-        self.N = group.size() if stage else 1
         self.rank = group.rank() if stage else 0
-        self.T = 0
-        self.padding = False
-        self.slots: dict[nn.Parameter, Slot] = {}
-        for p in parameters:
-            dim = shard_dim(p.shape, self.N)
-            shape = list(p.shape)
-            shape[dim] = -(-p.shape[dim] // self.N)  # ceil
-            self.slots[p] = Slot(self.T, dim, torch.Size(shape))
-            self.T += math.prod(shape)
-            self.padding |= self.N * shape[dim] > p.shape[dim]
 
         # parameters whose gradients are yet to come: in stages 0 and 1 in the last backward, in 2
         # and 3 in the one that runs
@@ -146,33 +108,6 @@ class FlatParameters:
         self.whole: Tensor | None = None
         # while parameters are being gathered: (flat [N, T], work)
         self.gathering: tuple | None = None
-
-    def shard_in(self, row: Tensor, p: nn.Parameter) -> Tensor:
-        """A view of the shard of p, with padding, in row [T]."""
-        offset, _, shape = self.slots[p]
-        return row[offset : offset + shape.numel()].view(shape)
-
-    def shards_in(self, flat: Tensor, p: nn.Parameter) -> Tensor:
-        """A view of the shards of p of all ranks in flat [N, T]: [N, *shape of a shard]."""
-        offset, _, shape = self.slots[p]
-        return flat[:, offset : offset + shape.numel()].unflatten(1, shape)
-
-    def views(self, flat: Tensor, p: nn.Parameter, whole: Tensor) -> Iterator[tuple]:
-        """Pairs (view of flat [N, T], view of whole) of the same elements of p.
-
-        whole has the shape of p: p itself, or its gradient. Copying inside the pairs moves p into
-        flat, or out of it. The first pair has all shards that are full; the second one, if there is
-        one, has what stands before the padding in the next shard. In the example above: rows 0 to 2
-        of the weight, then rows 3 and 4.
-        """
-        _, dim, shape = self.slots[p]
-        size = shape[dim]
-        full, rest = divmod(whole.shape[dim], size)
-        shards = self.shards_in(flat, p)
-        in_whole = whole.narrow(dim, 0, full * size).unflatten(dim, (full, size))
-        yield shards[:full], in_whole.movedim(dim, 0)  # [full, *shape of a shard] both
-        if rest:
-            yield shards[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest)
 
     def start_all_gather(self, flat: Tensor, row: Tensor) -> None:
         """Begin to collect the rows [T] of all ranks in flat [N, T]."""
@@ -203,7 +138,7 @@ class DataParallel(GradientAccumulator):
     backward, frees them, and adds up `summed_grads` [T].
     """
 
-    def __init__(self, units: list[FlatParameters], stage: int, scaler, reduce_dtype):
+    def __init__(self, units: list[Unit], stage: int, scaler, reduce_dtype):
         """units: in the order of forward. scaler: has multiplied the loss (fp16), so gradients are
         divided by it. reduce_dtype: as in `apply`."""
         self.units = units
@@ -212,7 +147,7 @@ class DataParallel(GradientAccumulator):
         self.scaler = scaler
         self.is_last_backward = False
         # units whose gradients are being summed
-        self.reductions: list[FlatParameters] = []
+        self.reductions: list[Unit] = []
         self.unit_of = {p: unit for unit in units for p in unit.parameters}
         self.parameters = [p for unit in units for p in unit.trainable]
         first = units[0].parameters[0]
@@ -227,12 +162,12 @@ class DataParallel(GradientAccumulator):
         # of GradientAccumulator: has autograd call `accumulate` with each parameter
         self.listen()
 
-    def new_grads(self, unit: FlatParameters) -> Tensor:
+    def new_grads(self, unit: Unit) -> Tensor:
         """[N, T], for gradients to overwrite. Padding is sent too, so there it must be 0."""
         new = torch.zeros if unit.padding else torch.empty
         return new(unit.N, unit.T, dtype=self.sum_dtype, device=self.device)
 
-    def set_main_grads(self, unit: FlatParameters, row: Tensor | None) -> None:
+    def set_main_grads(self, unit: Unit, row: Tensor | None) -> None:
         """Let `main_grad` of each shard be a view of row [T]."""
         for p in unit.trainable:
             local_part(p).main_grad = None if row is None else unit.shard_in(row, p)
@@ -277,7 +212,7 @@ class DataParallel(GradientAccumulator):
         if not unit.missing:
             self.complete(unit)
 
-    def complete(self, unit: FlatParameters) -> None:
+    def complete(self, unit: Unit) -> None:
         """A backward has brought all gradients of a unit."""
         if self.shards_gradients:
             self.reduce(unit)
@@ -300,7 +235,7 @@ class DataParallel(GradientAccumulator):
             self.reduce(unit)
 
     @torch.no_grad()
-    def reduce(self, unit: FlatParameters) -> None:
+    def reduce(self, unit: Unit) -> None:
         """Start to sum a unit's gradients over the ranks."""
         if self.shards_gradients:
             # memory: one unit of gradients is filled, and at most one more is on its way
@@ -395,9 +330,9 @@ class FullySharded(DataParallel):
         """layers, units: both in the order of forward."""
         super().__init__(units, 3, scaler, reduce_dtype)
         # number of a layer: the units that it reads
-        self.layer_units: dict[int, list[FlatParameters]] = {}
+        self.layer_units: dict[int, list[Unit]] = {}
         # unit: the numbers of the layers that read it, more than one for a tied matrix
-        self.readers: dict[FlatParameters, list[int]] = {unit: [] for unit in units}
+        self.readers: dict[Unit, list[int]] = {unit: [] for unit in units}
         # whether the first layer's input has a gradient: in a pipeline, from its second stage on
         self.input_has_gradient = False
         for i, layer in enumerate(layers):
@@ -423,7 +358,7 @@ class FullySharded(DataParallel):
             y.register_hook(lambda grad: self.before_backward(i))
         return y
 
-    def backward_units(self, i: int) -> list[FlatParameters]:
+    def backward_units(self, i: int) -> list[Unit]:
         """The units that backward of layer i reads: a tied one only in its last layer, the head."""
         return [unit for unit in self.layer_units.get(i, []) if self.readers[unit][-1] == i]
 
@@ -436,7 +371,7 @@ class FullySharded(DataParallel):
                 self.free(unit)
         self.gather(needed, self.backward_units(i - 1))
 
-    def complete(self, unit: FlatParameters) -> None:
+    def complete(self, unit: Unit) -> None:
         # Without a gradient of its input no hook says that the first layer's backward is over. Then
         # its unit is free when its own gradients are complete; its frozen parameters with it.
         if unit in self.layer_units[0] and not self.input_has_gradient:
@@ -445,7 +380,7 @@ class FullySharded(DataParallel):
                     self.free(first)
         super().complete(unit)
 
-    def gather(self, now: list[FlatParameters], next_units: list[FlatParameters]) -> None:
+    def gather(self, now: list[Unit], next_units: list[Unit]) -> None:
         """Have the parameters of the units `now`, and start to gather those that come next."""
         for unit in now:
             self.start_gather(unit)
@@ -455,12 +390,12 @@ class FullySharded(DataParallel):
         for unit in next_units:
             self.start_gather(unit)
 
-    def start_gather(self, unit: FlatParameters) -> None:
+    def start_gather(self, unit: Unit) -> None:
         """Unless its parameters are there, or on their way."""
         if not unit.gathering and not unit.whole.untyped_storage().size():
             unit.start_all_gather(unit.row.new_empty(unit.N, unit.T), unit.row)
 
-    def free(self, unit: FlatParameters) -> None:
+    def free(self, unit: Unit) -> None:
         """Give back the memory of a unit's parameters; they keep their shapes."""
         unit.whole.untyped_storage().resize_(0)
 
@@ -552,7 +487,7 @@ def make_units(parameters: list[nn.Parameter], group, stage: int, expert_group):
         if not learns and stage < 3:
             continue
         replicas = expert_group if is_expert else group
-        unit = FlatParameters(subsets[learns, is_expert], replicas, stage)
+        unit = Unit(subsets[learns, is_expert], replicas, stage)
         if stage == 3:
             keep_own_row(unit)
         elif stage > 0:
@@ -573,7 +508,7 @@ def is_sharded_over(p: nn.Parameter, group: dist.ProcessGroup) -> bool:
 
 
 @torch.no_grad()
-def keep_own_row(unit: FlatParameters) -> None:
+def keep_own_row(unit: Unit) -> None:
     """Stage 3: keep this rank's row. The parameters become views of `unit.whole`, whose storage is
     empty until they are gathered."""
     flat = unit.parameters[0].new_zeros(unit.N, unit.T)
@@ -590,7 +525,7 @@ def keep_own_row(unit: FlatParameters) -> None:
 
 
 @torch.no_grad()
-def share_own_shards(unit: FlatParameters) -> None:
+def share_own_shards(unit: Unit) -> None:
     """Stages 1 and 2: the shard of a parameter that is sharded along dimension 0 is a view of it,
     so it costs no memory. Any other shard is a copy: a parameter whose first dimension is smaller
     than N, which is rare and small."""
@@ -606,7 +541,7 @@ def share_own_shards(unit: FlatParameters) -> None:
         set_shard(unit, p, padded.narrow(dim, unit.rank * shape[dim], shape[dim]).contiguous())
 
 
-def set_shard(unit: FlatParameters, p: nn.Parameter, part: Tensor) -> None:
+def set_shard(unit: Unit, p: nn.Parameter, part: Tensor) -> None:
     """Give p its `shard`: what the optimizer updates, with a sharding record of its own."""
     record = sharding_of(p)
     placements = (*record.placements, Shard(unit.slots[p].dim, unit.group))

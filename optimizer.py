@@ -1,4 +1,4 @@
-"""AdamW with mixed-precision state, loss scaling, the global gradient norm and the learning rate.
+"""AdamW with mixed-precision state, and the learning rate.
 
 A model may compute in bf16 or fp16. What it keeps from step to step needs more bits: in bf16,
 1 + 0.0001 is 1, and the update is lost. Mixed-precision training (arXiv 1710.03740) keeps for each
@@ -14,24 +14,16 @@ AdamW (arXiv 1711.05101, algorithm 2) at step t, with learning rate lr and weigh
     m = β1 m + (1 - β1) g           v = β2 v + (1 - β2) g²
     w = w - lr λ w - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
 
-    python optimizer.py        why masters are needed, how one splits, the learning rate, the scale
+    python optimizer.py        why masters are needed, how one splits, the learning rate
 
-With fp16 the loss is multiplied by a scale before backward, so that small gradients are not rounded
-to zero. Each gradient is divided by the scale on its way into `main_grad`, so `main_grad` is always
-in true units. When a gradient overflows, every rank sees a norm that is not finite. Then the step
-is skipped and the scale is lowered (`LossScaler`).
-
-The file follows one step: gradients are summed, their norm is taken, the loss scale and the
-learning rate are set, the masters are updated. `GradientAccumulator` is for one device; fsdp.py has
-the one that also sums over ranks.
+gradients.py has the way to `main_grad`, the norm by which a gradient is clipped, and the loss scale
+of fp16. A step whose norm is not finite is skipped.
 
 Not covered: Megatron-LM also has other optimizers, other schedules of the learning rate, and
 parameter groups by user rule.
 """
 
 import math
-import weakref
-from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -39,199 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from gradients import LossScaler, accumulation_dtype, global_norm
 from sharding import set_sharding, sharding_of
-
-# --- gradients: summed in float32 -----------------------------------------------------------------
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for 16-bit parameters; float32 and float64 stay."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def sum_uses_apart(model: nn.Module) -> None:
-    """Make autograd sum the gradients of a weight that the model uses twice in at least float32.
-
-    A tied embedding is such a weight. Autograd adds the gradients of its uses before any hook sees
-    them, by default in the weight's own type. In fp16 that sum can overflow although neither part
-    does. A pipeline has a copy of the weight on two stages and sums the two parts in float32; with
-    this, one device gets the same gradient.
-    """
-    uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
-    for p, count in uses.items():
-        if count > 1 and p.requires_grad:
-            p.grad_dtype = accumulation_dtype(p.dtype)
-
-
-class GradientAccumulator:
-    """Adds `parameter.grad` to `parameter.main_grad`, in at least float32, after each backward.
-
-    `parameter.grad` is freed at once. The loop calls `zero()` before the first backward of a step,
-    `last_backward()` before the last one, `reduce_gradients()` after it, and `gather_parameters()`
-    after the optimizer's step. On one device the last three have nothing to do.
-    """
-
-    def __init__(self, model: nn.Module, scaler: "LossScaler | None" = None):
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.scaler = scaler
-        sum_uses_apart(model)
-        self.zero()
-        self.listen()
-
-    def listen(self) -> None:
-        """Have autograd call `accumulate` when a gradient is complete; for a tied weight, once."""
-        # A weak reference: the garbage collector cannot see, and so never frees, a cycle that goes
-        # through a hook.
-        this = weakref.ref(self)
-        for p in self.parameters:
-            p.register_post_accumulate_grad_hook(lambda p: this() and this().accumulate(p))
-
-    def accumulate(self, p: nn.Parameter) -> None:
-        # None: a pipeline schedule has deferred this weight gradient.
-        if p.grad is None:
-            return
-        unscale = 1 / self.scaler.scale if self.scaler else 1
-        if p.main_grad is None:
-            # For a float32 parameter this is p.grad itself, not a copy.
-            p.main_grad = p.grad.to(accumulation_dtype(p.dtype))
-            if unscale != 1:
-                p.main_grad.mul_(unscale)
-        else:
-            p.main_grad.add_(p.grad, alpha=unscale)
-        p.grad = None
-
-    def last_backward(self) -> None:
-        pass
-
-    def reduce_gradients(self) -> None:
-        pass
-
-    def gather_parameters(self) -> None:
-        pass
-
-    def zero(self) -> None:
-        for p in self.parameters:
-            p.main_grad = None
-
-
-# --- the global gradient norm ---------------------------------------------------------------------
-
-
-def global_norm(
-    parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None
-) -> Tensor:
-    """The 2-norm of all gradients of the whole model, the same on every rank.
-
-    Each element counts once: the sharding record of a parameter names the groups over which it is
-    sliced, and its sum of squares is all-reduced over just these. stages: the ranks that hold the
-    other pipeline stages. Returns a float64 scalar, non-finite if any gradient on any rank is.
-    """
-    parameters = list(parameters)
-    # groups: the sums of squares of all gradients that are sliced over these groups
-    squares = defaultdict(list)
-    for p in parameters:
-        sharding = sharding_of(p)
-        # The second copy of a tied weight counts on the stage that has the first.
-        if p.main_grad is None or sharding.copy_of:
-            continue
-        groups = tuple(dict.fromkeys(shard.group for shard in sharding.placements))
-        squares[groups].append(torch.linalg.vector_norm(p.main_grad).double().square())
-    total = 0.0
-    for groups, local_squares in squares.items():
-        subtotal = torch.stack(local_squares).sum()
-        for group in groups:
-            dist.all_reduce(subtotal, group=group)
-        total = total + subtotal
-    if stages:
-        device = _norm_device(parameters, stages)
-        total = torch.as_tensor(total, dtype=torch.float64, device=device)
-        dist.all_reduce(total, group=stages)
-    return torch.as_tensor(total).sqrt()
-
-
-def _norm_device(parameters: list[nn.Parameter], stages: dist.ProcessGroup) -> torch.device:
-    if parameters:
-        on_gpu = parameters[0].is_cuda
-    else:
-        # A stage may have nothing to train, and still takes part in the sum.
-        on_gpu = dist.get_backend(stages) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
-# --- the loss scale -------------------------------------------------------------------------------
-
-
-class LossScaler:
-    """Dynamic loss scaling for fp16, with NeMo's constants.
-
-    Of overflows since the scale last grew, the `hysteresis`-th and each later one halve the scale.
-    `interval` steps in a row without an overflow double it and restore the hysteresis.
-
-    The first scale is searched for: until a first step is finite, each overflow divides the scale
-    by 2^8. NeMo starts at 2^32, which suits batches of millions of tokens, because the loss is
-    divided by their number. A batch of 2,000 tokens fits at 2^16: the search skips 2 steps to get
-    there, halving would skip 17.
-    """
-
-    def __init__(self, scale: float = 2.0**32, interval: int = 1000, hysteresis: int = 2):
-        self.scale = scale
-        self.interval = interval
-        self.hysteresis = hysteresis
-        # finite steps since the last overflow, or since the scale was doubled
-        self.good_steps = 0
-        # the scale is halved when an overflow brings this to 0
-        self.tolerance = hysteresis
-        # no step has been finite yet
-        self.searching = True
-        # the latest step overflowed at scale 1, the lowest there is
-        self.exhausted = False
-
-    def update(self, finite: bool) -> None:
-        """Choose the scale of the next step. finite: whether this step had no overflow."""
-        self.searching &= not finite
-        self.exhausted = not finite and self.scale <= 1
-        if self.searching:
-            self.scale = max(self.scale / 2**8, 1.0)
-        elif finite:
-            self.good_steps += 1
-            if self.good_steps == self.interval:
-                self.scale *= 2
-                self.good_steps = 0
-                self.tolerance = self.hysteresis
-        else:
-            self.good_steps = 0
-            self.tolerance -= 1
-            if self.tolerance <= 0:
-                self.scale = max(self.scale / 2, 1.0)
-
-    def state_dict(self) -> dict:
-        return {
-            "scale": self.scale,
-            "good_steps": self.good_steps,
-            "tolerance": self.tolerance,
-            "searching": self.searching,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Raises ValueError where the values have other types, or the scale is below 1."""
-        scale = state["scale"]
-        good_steps = state["good_steps"]
-        tolerance = state["tolerance"]
-        # Checkpoints older than the search lack this field; they go on by halves.
-        searching = state.get("searching", False)
-        if not (
-            isinstance(good_steps, int)
-            and isinstance(tolerance, int)
-            and isinstance(searching, bool)
-            and math.isfinite(scale)
-            and scale >= 1
-        ):
-            raise ValueError(f"not the state of a loss scaler: {state}")
-        self.scale = float(scale)
-        self.good_steps = good_steps
-        self.tolerance = tolerance
-        self.searching = searching
-
 
 # --- the learning rate ----------------------------------------------------------------------------
 
@@ -586,16 +387,6 @@ def main():
     rates = [learning_rate(step, 3e-4, 3e-5, 10, 100) for step in steps]
     print("  step  " + "".join(f"{step:>10}" for step in steps))
     print("  rate  " + "".join(f"{rate:>10.1e}" for rate in rates))
-
-    scaler = LossScaler()
-    skipped = 0
-    for _ in range(40):
-        # a model whose gradients overflow above 2^16
-        finite = scaler.scale <= 2**16
-        skipped += not finite
-        scaler.update(finite)
-    exponent = math.log2(scaler.scale)
-    print(f"loss scale: from 2^32 to 2^{exponent:.0f} in 40 steps, {skipped} of them skipped")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ c p + rank; c is called the chunk. A batch is split into m micro-batches.
 
 `apply` makes this rank's stages out of a whole model that is still on the meta device (shapes, no
 values). A `Stage` is that GPT with the other layers left out; block 2 is still called `blocks.2`.
-`Pipeline` runs any schedule of schedules.py: a list of actions for each rank. `lower` adds the
+`Pipeline` runs any schedule of schedules.py: a list of actions for each rank. transfers.py adds the
 messages that the actions need, and one loop runs the list:
 
     F        run the stage on the activation that came; the result goes to the next stage
@@ -48,8 +48,9 @@ import gpt
 import schedules
 import sharding
 from model_config import FieldError
-from schedules import Action, Event, Schedule, Transfer, lower
+from schedules import Action, Event, Schedule
 from sharding import local_part, set_sharding, sharding_of
+from transfers import Transfer, lower
 
 # --- stages ---------------------------------------------------------------------------------------
 

@@ -477,7 +477,8 @@ class Learned(NamedTuple):
 
 def learn(model: gpt.GPT, seed: int, steps: int, batch_of: Callable) -> Learned:
     """Train what is not frozen. batch_of(generator): the batch of a step."""
-    from optimizer import AdamW, GradientAccumulator
+    from gradients import GradientAccumulator
+    from optimizer import AdamW
 
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses = []

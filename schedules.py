@@ -20,14 +20,13 @@ A list holds compute only, in order, without times: time is the output of `simul
 divided into p v stages, and stage k = chunk * p + rank. F of stage k needs F of stage k - 1; B (or
 I) of stage k needs B (or I) of stage k + 1.
 
-Sends and receives follow from the lists: `lower` derives them. `deadlock` then runs them in a model
-of NCCL, so that a deadlock is a failed simulation on a laptop and not a hang on a cluster.
+Sends and receives follow from the lists: transfers.py derives them.
 
 Not covered: in Megatron-LM a schedule is control flow, with the communication between the lines.
 Other schedules (ZB-V, DualPipe) would be other lists.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -334,204 +333,6 @@ def _peak(actions: list[Action], change: dict[str, int]) -> int:
     return peak
 
 
-# --- sends and receives ---------------------------------------------------------------------------
-
-
-class Transfer(NamedTuple):
-    """An entry of a rank's program that communicates."""
-
-    # send; receive, to post it; or settle, to wait for a send that has certainly arrived, and free
-    # the tensor that was sent
-    op: str
-    # the rank at the other end
-    peer: int
-    # F for an activation, B for a gradient
-    kind: str
-    # the stage that it goes to
-    stage: int
-    micro_batch: int
-
-
-# what `lower` makes of one rank's list
-Program = list[Action | Transfer]
-
-
-class Message(NamedTuple):
-    """An activation (kind F) or a gradient (kind B) that one rank sends to another."""
-
-    sender: int
-    receiver: int
-    kind: str
-    # the stage that it goes to
-    stage: int
-    micro_batch: int
-    # how many messages of this kind the sender has sent to the receiver before
-    number: int
-    # the position, in the sender's list, of the action that computes it
-    sent_at: int
-    # the position, in the receiver's list, of the action that needs it
-    used_at: int
-
-    def transfer(self, op: str) -> Transfer:
-        peer = self.sender if op == "receive" else self.receiver
-        return Transfer(op, peer, self.kind, self.stage, self.micro_batch)
-
-
-def lower(schedule: Schedule, v: int = 1, ahead: int = 2) -> list[Program]:
-    """The lists with their sends and receives.
-
-    A send follows the action that computes its content. A receive is posted `ahead` actions before
-    the one that needs it. Receives from one peer and of one kind are posted in the order in which
-    that peer sends them, as NCCL requires.
-
-    A message proves its sender's progress: before that send the sender has used all that its list
-    needs up to there. This rank's sends among that have arrived, and are settled.
-    """
-    p = len(schedule)
-    messages = _messages(schedule, v)
-    return [_program(rank, actions, messages, p, ahead) for rank, actions in enumerate(schedule)]
-
-
-def _messages(schedule: Schedule, v: int) -> dict[tuple[str, int, int], Message]:
-    """Everything that goes from rank to rank, by (kind, stage that it goes to, micro_batch); those
-    of one sender in the order of sending. The action that needs a message has just this key as its
-    own result: F of stage k needs what F of stage k - 1 sends to stage k."""
-    p = len(schedule)
-    position_of = {
-        result_of(action, rank, p): position
-        for rank, actions in enumerate(schedule)
-        for position, action in enumerate(actions)
-    }
-    messages = {}
-    counts = Counter()
-    for rank, actions in enumerate(schedule):
-        for position, action in enumerate(actions):
-            kind, stage, k = result_of(action, rank, p)
-            goes_to = stage + DIRECTION[action.op]
-            receiver = goes_to % p
-            if 0 <= goes_to < p * v and receiver != rank:
-                number = counts[rank, receiver, kind]
-                counts[rank, receiver, kind] += 1
-                used_at = position_of[kind, goes_to, k]
-                messages[kind, goes_to, k] = Message(
-                    rank, receiver, kind, goes_to, k, number, position, used_at
-                )
-    return messages
-
-
-def _program(
-    rank: int,
-    actions: list[Action],
-    messages: dict[tuple[str, int, int], Message],
-    p: int,
-    ahead: int,
-) -> Program:
-    """One rank's list with its communication; see `lower`."""
-    # the message that each action needs, None where it needs none
-    incoming = [messages.get(result_of(action, rank, p)) for action in actions]
-    # the message that follows an action, by the action's position
-    outgoing = {message.sent_at: message for message in messages.values() if message.sender == rank}
-    # (sender, kind): the messages in the order of sending, and how many receives are posted
-    in_order = defaultdict(list)
-    posted = Counter()
-    for message in messages.values():
-        if message.receiver == rank:
-            in_order[message.sender, message.kind].append(message)
-    # sends that may not have arrived yet
-    unsettled: list[Message] = []
-    program: Program = []
-    for position, action in enumerate(actions):
-        for needed in filter(None, incoming[position : position + ahead + 1]):
-            channel = needed.sender, needed.kind
-            while posted[channel] <= needed.number:
-                program.append(in_order[channel][posted[channel]].transfer("receive"))
-                posted[channel] += 1
-        program.append(action)
-        proof = incoming[position]
-        if proof:
-            arrived = [
-                sent
-                for sent in unsettled
-                if sent.receiver == proof.sender and sent.used_at <= proof.sent_at
-            ]
-            program += [sent.transfer("settle") for sent in arrived]
-            unsettled = [sent for sent in unsettled if sent not in arrived]
-        if position in outgoing:
-            program.append(outgoing[position].transfer("send"))
-            unsettled.append(outgoing[position])
-    return program + [sent.transfer("settle") for sent in unsettled]
-
-
-# --- deadlocks ------------------------------------------------------------------------------------
-
-
-def deadlock(programs: list[Program], v: int = 1) -> str | None:
-    """None if the programs run to their end in a model of NCCL; otherwise, what is stuck.
-
-    The model: each (sender, receiver, kind) is a communicator with a queue on either side. The
-    heads of the two queues must match and complete together. Posting never waits (every
-    communicator has been set up before). An action waits for what it receives, a settle for what
-    was sent.
-
-    Not modelled: other traffic on the GPU, and fewer hardware queues than communicators
-    (CUDA_DEVICE_MAX_CONNECTIONS).
-    """
-    p = len(programs)
-    # (sender, receiver, kind, send or receive): what is posted, as (stage, micro_batch)
-    queues = defaultdict(deque)
-    # (kind, stage that it goes to, micro_batch)
-    arrived: set[tuple[str, int, int]] = set()
-    position = [0] * p
-    progress = True
-    while progress:
-        progress = False
-        for rank, program in enumerate(programs):
-            while position[rank] < len(program):
-                entry = program[position[rank]]
-                if isinstance(entry, Transfer) and entry.op != "settle":
-                    mismatch = _post(entry, rank, queues, arrived)
-                    if mismatch:
-                        return mismatch
-                elif not _awaited(entry, rank, p, v) <= arrived:
-                    break
-                position[rank] += 1
-                progress = True
-    stuck = [
-        f"rank {rank} at {program[position[rank]]}"
-        for rank, program in enumerate(programs)
-        if position[rank] < len(program)
-    ]
-    left = [f"{side} {channel}" for (*channel, side), queue in queues.items() if queue]
-    return "; ".join(stuck + left) or None
-
-
-def _post(entry: Transfer, rank: int, queues: dict, arrived: set) -> str:
-    """Queue a send or a receive, and complete the heads that match. Returns what does not match."""
-    sender, receiver = (rank, entry.peer) if entry.op == "send" else (entry.peer, rank)
-    queues[sender, receiver, entry.kind, entry.op].append((entry.stage, entry.micro_batch))
-    sends = queues[sender, receiver, entry.kind, "send"]
-    receives = queues[sender, receiver, entry.kind, "receive"]
-    while sends and receives:
-        if sends[0] != receives[0]:
-            return (
-                f"rank {sender} sends {sends[0]} where rank {receiver} receives {receives[0]}"
-                " (stage, micro-batch)"
-            )
-        arrived.add((entry.kind, *sends.popleft()))
-        receives.popleft()
-    return ""
-
-
-def _awaited(entry: Action | Transfer, rank: int, p: int, v: int) -> set[tuple[str, int, int]]:
-    """The message that an action or a settle waits for, if any."""
-    if isinstance(entry, Transfer):
-        return {(entry.kind, entry.stage, entry.micro_batch)}
-    kind, stage, k = result_of(entry, rank, p)
-    comes_from = stage - DIRECTION[entry.op]
-    is_sent = 0 <= comes_from < p * v and comes_from % p != rank
-    return {(kind, stage, k)} if is_sent else set()
-
-
 # --- drawing --------------------------------------------------------------------------------------
 
 COLOURS = {"F": "#7aa6d8", "B": "#8fc98b", "I": "#8fc98b", "W": "#e3c36b"}
@@ -623,7 +424,7 @@ def main():
         print(f"  micro-batches in flight: {in_flight(schedule)}")
         if name == "zb-h1":
             print(f"  deferred weight gradients: {deferred_weight_gradients(schedule)}")
-        print(f"  stuck on NCCL: {deadlock(lower(schedule, v), v)}\n")
+        print()
 
 
 if __name__ == "__main__":

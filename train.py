@@ -41,7 +41,8 @@ import tensor_parallel
 import zero_bubble
 from dropout import dropout_key
 from gpt import GPT
-from optimizer import AdamW, GradientAccumulator, LossScaler, accumulation_dtype, learning_rate
+from gradients import GradientAccumulator, LossScaler, accumulation_dtype
+from optimizer import AdamW, learning_rate
 from prompts.learning import PromptLearning, TemplateData
 from prompts.prompt_data import PromptConfig
 from runtime import launch

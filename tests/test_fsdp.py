@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import flat_parameters
 import fsdp
 import gpt
 import sharding
@@ -129,7 +130,7 @@ def one_shape(rank, n, whole, stage):
     record = sharding_of(p.shard)
     if not torch.equal(sharding.gather(p.shard.detach(), record), whole):
         yield "shards"
-    if record.placements[0].dim != fsdp.shard_dim(whole.shape, n):
+    if record.placements[0].dim != flat_parameters.shard_dim(whole.shape, n):
         yield "shards"
     with torch.no_grad():
         p.shard.mul_(2)
@@ -169,7 +170,7 @@ def test_shards_by_hand():
     along its second dimension."""
     first = nn.Parameter(torch.arange(10.0).view(5, 2))
     second = nn.Parameter(torch.arange(4.0).view(1, 4))
-    unit = fsdp.FlatParameters([first, second], Two(), 1)
+    unit = flat_parameters.FlatParameters([first, second], 2)
     assert unit.T == 3 * 2 + 2
     assert [slot.dim for slot in unit.slots.values()] == [0, 1]
     assert unit.padding

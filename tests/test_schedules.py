@@ -1,7 +1,6 @@
 """Schedules need no ranks: everything here runs on lists."""
 
 import copy
-import random
 
 import pytest
 
@@ -11,25 +10,18 @@ from schedules import (
     Action,
     Cost,
     ScheduleError,
-    Transfer,
     bubble,
     bubble_formula,
-    deadlock,
     deferred_weight_gradients,
     in_flight,
-    lower,
     make,
     simulate,
 )
-
-EVERY_M = False
+from transfers import deadlock, lower
 
 
 def micro_batches(p):
-    """The numbers of micro-batches to try with p ranks. (EVERY_M = True leaves out none, and takes
-    a minute.)"""
-    if EVERY_M:
-        return range(1, 65)
+    """The numbers of micro-batches at which a schedule may change its form."""
     chosen = {1, 2, p - 1, p, p + 1, 2 * p, 2 * p + 3, 4 * p, 31, 64}
     return [m for m in range(1, 65) if m in chosen]
 
@@ -61,7 +53,19 @@ def test_every_schedule(p):
     """m up to 64 and v up to 4: every action once in an order that runs (make validates), the
     bubble exactly the formula's, no deadlock on NCCL, and as much held in memory as the schedule
     promises."""
-    cases = [(m, name, v) for m in micro_batches(p) for name in NAMES for v in chunks(name, p, m)]
+    check_every_schedule(p, micro_batches(p))
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("p", range(1, 17))
+def test_every_schedule_and_number_of_micro_batches(p):
+    check_every_schedule(p, range(1, 65))
+
+
+def check_every_schedule(p, numbers_of_micro_batches):
+    cases = [
+        (m, name, v) for m in numbers_of_micro_batches for name in NAMES for v in chunks(name, p, m)
+    ]
     for m, name, v in cases:
         schedule = make(name, p, m, v)
         case = (name, p, m, v)
@@ -176,69 +180,6 @@ def test_bad_arguments():
         schedules.validate([[("F", 0, 0)]], 1)
 
 
-def test_lowering_by_hand():
-    first, second = lower(make("1f1b", 2, 2), ahead=1)
-
-    def word(entry):
-        if isinstance(entry, Action):
-            return str(entry)
-        return entry.op, entry.kind, entry.micro_batch
-
-    assert [word(entry) for entry in second] == [
-        ("receive", "F", 0),
-        "F of chunk 0, micro-batch 0",
-        ("receive", "F", 1),
-        "B of chunk 0, micro-batch 0",
-        ("send", "B", 0),
-        "F of chunk 0, micro-batch 1",
-        "B of chunk 0, micro-batch 1",
-        ("send", "B", 1),
-        ("settle", "B", 0),
-        ("settle", "B", 1),
-    ]
-    # An activation has arrived when its gradient comes back.
-    settled = [(i, entry.micro_batch) for i, entry in enumerate(first) if entry[0] == "settle"]
-    assert [first[i - 1] for i, _ in settled] == [Action("B", 0, 0), Action("B", 0, 1)]
-    assert [micro_batch for _, micro_batch in settled] == [0, 1]
-    assert sum(isinstance(entry, Transfer) and entry.op == "send" for entry in first) == 2
-
-
-@pytest.mark.parametrize("name, v", [("1f1b", 1), ("interleaved", 3)])
-def test_every_send_has_its_receive(name, v):
-    p = 4
-    m = 8
-    programs = lower(make(name, p, m, v), v)
-    sides = {"send": [], "receive": [], "settle": []}
-    for rank, program in enumerate(programs):
-        for entry in program:
-            if isinstance(entry, Transfer):
-                ends = min(rank, entry.peer), max(rank, entry.peer)
-                sides[entry.op].append((*ends, entry.kind, entry.stage, entry.micro_batch))
-    assert sorted(sides["send"]) == sorted(sides["receive"])
-    # nearly v times the traffic
-    assert len(sides["send"]) == 2 * m * (p * v - 1)
-
-
-def test_deadlocks_are_seen():
-    """`deadlock` can fail: for a send or a receive that is missing, and for swapped receives."""
-    for seed in range(20):
-        g = random.Random(seed)
-        programs = lower(make("interleaved", 4, 8, 2), 2)
-        rank = g.randrange(4)
-        program = programs[rank]
-        transfers = [
-            i for i, x in enumerate(program) if isinstance(x, Transfer) and x.op != "settle"
-        ]
-        if seed % 2:
-            del program[g.choice(transfers)]
-        else:
-            channel = "receive", (rank - 1) % 4, "F"
-            receives = [i for i in transfers if program[i][:3] == channel]
-            i, j = g.sample(receives, 2)
-            program[i], program[j] = program[j], program[i]
-        assert deadlock(programs, 2) is not None
-
-
 def test_plot(tmp_path):
     events = {name: simulate(make(name, 2, 4), Cost()) for name in NAMES}
     events["interleaved"] = simulate(make("interleaved", 2, 4, v=2), Cost())
@@ -249,5 +190,5 @@ def test_plot(tmp_path):
 def test_lesson(capsys):
     schedules.main()
     out = capsys.readouterr().out
-    assert out.count("stuck on NCCL: None") == 4
+    assert out.count("micro-batches in flight") == 4
     assert "bubble 0.1875 of the ideal time, by formula 0.1875" in out
