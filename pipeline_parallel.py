@@ -367,7 +367,7 @@ class Pipeline:
         """Add the gradients of the two copies of a tied matrix, on both ranks.
 
         a + b is b + a to the last bit, so the copies stay equal. Call it when the step's messages
-        are done, and after the data-parallel sum has filled `main_grad` (optimizer.py).
+        are done, and after the data-parallel sum has filled `main_grad` (gradients.py).
         """
         if self.config.llama or self.rank not in (0, self.p - 1):
             return
@@ -432,7 +432,7 @@ def _lesson(rank: int, name: str, p: int, m: int):
         dist.barrier()
         pipeline.run(schedule, forward, b, s, loss_grad)
     for parameter in pipeline.parameters():
-        # what sum_tied adds to; in training optimizer.py makes it
+        # what sum_tied adds to; in training gradients.py makes it
         parameter.main_grad = parameter.grad
     pipeline.sum_tied()
     events = [None] * p
