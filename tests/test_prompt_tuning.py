@@ -22,6 +22,7 @@ import train
 from corpus.tokenizer import ByteTokenizer
 from gpt import GPT
 from inference import loading
+from lessons import two_prompts
 from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
 from prompts import commands, prompt_data, prompt_file
@@ -738,7 +739,7 @@ def test_the_tokenizer_of_the_model(tmp_path, capsys):
 
 
 def test_lessons(capsys):
-    assert prompt_tuning.lesson() == 0
+    assert two_prompts.lesson() == 0
     out = capsys.readouterr().out
     assert out.count("bit for bit") == 2
     expected = []
@@ -750,7 +751,7 @@ def test_lessons(capsys):
 
 
 def test_a_lesson_that_has_not_learned_says_so(capsys):
-    assert prompt_tuning.lesson(steps=(2, 2)) == 1
+    assert two_prompts.lesson(steps=(2, 2)) == 1
     err = capsys.readouterr().err
     assert "not learned: the model has a loss of" in err
     assert "first of hgfe is not" in err
