@@ -293,7 +293,7 @@ def _lesson(granularity: str, config: GPTConfig, b: int) -> tuple[int, int, list
 
 
 def main():
-    s, b, h, a = 1024, 2, 512, 8
+    s, b, h, a = 256, 2, 256, 4
     config = GPTConfig(1, h, a, seq_length=s, vocab_size=64, dropout=0.1)
     print(f"one GPT layer, h {h}, a {a}, s {s}, b {b}, dropout 0.1, bf16: kept and computed")
     print(

@@ -222,8 +222,8 @@ def test_lesson(capsys):
     out = capsys.readouterr().out
     assert out.count("identical") == 2
     none, selective, full = out.splitlines()[2:5]
-    assert "4,294,967,296" in selective
-    assert "17,179,869,184" in full
+    assert "134,217,728" in selective
+    assert "939,524,096" in full
     for line in (none, selective, full):
         ratio = float(line.split()[3])
         assert abs(ratio - 1) < 0.02
