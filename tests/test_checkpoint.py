@@ -802,17 +802,23 @@ EXPERTS = {
     "pp 2, ep 2": (4, dict(pp=2, ep=2)),
 }
 
-# all 64, in both precisions, take 4 minutes: EVERY_PAIR=1 make test ARGS="-k pairs"
-if "EVERY_PAIR" not in os.environ:
-    MATRIX = {name: MATRIX[name] for name in ("dp 3, stage 3", "pp 2, dp 2, stage 3")}
-    EXPERTS = {name: EXPERTS[name] for name in ("one", "ep 4, stage 3")}
+FEW = {name: MATRIX[name] for name in ("dp 3, stage 3", "pp 2, dp 2, stage 3")}
+FEW_EXPERTS = {name: EXPERTS[name] for name in ("one", "ep 4, stage 3")}
+# all take 4 minutes
+EVERY_PAIR = [
+    pytest.param(matrix, model, *precision, marks=pytest.mark.repetition)
+    for matrix, model in ((MATRIX, {}), (EXPERTS, dict(num_experts=4)))
+    for precision in (("fp64", 1e-10), ("fp32", 1e-6))
+]
 
 
 @pytest.mark.parametrize(
-    "precision, tolerance", [("fp64", 1e-10), ("fp32", 1e-6)][: 1 + ("EVERY_PAIR" in os.environ)]
-)
-@pytest.mark.parametrize(
-    "matrix, model", [(MATRIX, {}), (EXPERTS, dict(num_experts=4))], ids=["dense", "experts"]
+    "matrix, model, precision, tolerance",
+    [
+        pytest.param(FEW, {}, "fp64", 1e-10, id="dense"),
+        pytest.param(FEW_EXPERTS, dict(num_experts=4), "fp64", 1e-10, id="experts"),
+        *EVERY_PAIR,
+    ],
 )
 def test_pairs_of_layouts(tmp_path, matrix, model, precision, tolerance):
     """Saved after two steps under each of eight layouts (seven with experts), loaded under each:

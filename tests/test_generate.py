@@ -367,6 +367,8 @@ LAYOUTS = {
     "llama": [dict(tp=2), dict(tp=2, pp=2)],
     "experts": [dict(tp=2, ep=2), dict(ep=4), dict(pp=2, ep=2)],
 }
+# beyond the context: prompts have up to 8 tokens
+CONTEXT, NEW_TOKENS = 12, 14
 LAYOUT_SHAPES = {"gpt": GPT_SHAPES[0], "llama": LLAMA_SHAPES[1], "experts": EXPERTS}
 
 
@@ -389,7 +391,7 @@ def on_layouts(rank, path, layouts, requests):
             texts = generate.generate(
                 model,
                 [prompts[i] for i in numbers],
-                36,
+                NEW_TOKENS,
                 keys=[keys[i] for i in numbers],
                 lockstep=groups.dp if groups.ep else None,
                 eot=5,
@@ -405,7 +407,8 @@ def on_layouts(rank, path, layouts, requests):
 def test_layouts(family, tmp_path):
     """tp, pp, both, data parallel, experts: one device's tokens, greedy and sampled, of a
     checkpoint loaded under each. With one prompt there are ranks without any."""
-    model = loud(build(torch.float64, **LAYOUT_SHAPES[family] | dict(num_layers=4)))
+    shape = LAYOUT_SHAPES[family] | dict(num_layers=4, seq_length=CONTEXT)
+    model = loud(build(torch.float64, **shape))
     save(tmp_path, model)
     requests = [
         (ragged(model.config.vocab_size), dict(temperature=0)),
@@ -415,7 +418,7 @@ def test_layouts(family, tmp_path):
     layouts = LAYOUTS[family]
     results = iter(ranks.run(on_layouts, 4, str(tmp_path), layouts, requests)[0])
     expected = [
-        generate.generate(model.eval(), prompts, 36, eot=5, **options)
+        generate.generate(model.eval(), prompts, NEW_TOKENS, eot=5, **options)
         for prompts, options in requests
     ]
     for layout in layouts:
@@ -431,7 +434,7 @@ def from_training(rank, flags):
     if flags.get("sequence_parallel"):
         for stage in trainer.stages:
             sequence_parallel.shard_sequence(stage, groups.tp, sharded=False)
-    return generate.generate(trainer.model, [[1, 2, 3], [4]], 30, seed=1)
+    return generate.generate(trainer.model, [[1, 2, 3], [4]], 20, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -462,7 +465,7 @@ def test_from_a_model_in_training(flags):
     texts = ranks.run(from_training, 4, base | flags)
     experts = {name: value for name, value in flags.items() if name == "num_experts"}
     one_device = train.Trainer(train.Config(**base | experts), torch.device("cpu"), Groups())
-    assert texts == [generate.generate(one_device.model, [[1, 2, 3], [4]], 30, seed=1)] * 4
+    assert texts == [generate.generate(one_device.model, [[1, 2, 3], [4]], 20, seed=1)] * 4
 
 
 # --- bad input, and the command -------------------------------------------------------------------
@@ -636,19 +639,19 @@ def test_no_checkpoint(folder, words, tmp_path, monkeypatch, capsys):
     assert words in err
 
 
-def test_under_torchrun(saved, tmp_path):
+def test_under_torchrun(saved, tmp_path, capsys):
     """Two stages: rank 0 alone prints, and all ranks leave with status 0."""
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "ab"}\n{"prompt": "x"}\n{"prompt": "a longer one"}\n')
     flags = ["--checkpoint", saved, "--device", "cpu", "--prompt-file", path, "--max-tokens", "12"]
     torchrun = Path(sys.executable).parent / "torchrun"
     stages = [torchrun, "--nproc-per-node", "2", "generate.py", "--pp", "2", *flags]
-    options = dict(cwd=ROOT, capture_output=True, text=True)
-    two = subprocess.run(stages, timeout=120, **options)
-    one = subprocess.run([sys.executable, "generate.py", *flags], timeout=60, **options)
-    assert two.returncode == one.returncode == 0, two.stderr
-    assert two.stdout == one.stdout
-    assert len(one.stdout.splitlines()) == 3
+    two = subprocess.run(stages, timeout=120, cwd=ROOT, capture_output=True, text=True)
+    assert two.returncode == 0, two.stderr
+    assert cli.main(list(map(str, flags))) == 0
+    one = capsys.readouterr().out
+    assert two.stdout == one
+    assert len(one.splitlines()) == 3
 
 
 def test_lessons(capsys):

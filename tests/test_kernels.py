@@ -280,14 +280,17 @@ def strange(x, r):
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
+@pytest.mark.parametrize(
+    "trials", [range(4), pytest.param(range(4, 12), marks=pytest.mark.repetition)], ids=str
+)
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("place", PLACES, indirect=True)
-def test_error_against_float64(place, name, dtype):
+def test_error_against_float64(place, name, dtype, trials):
     """At most twice the error of PyTorch's own operations, or of rounding the exact result once.
     Forward and backward."""
     make, fused, own = CASES[name]
-    for trial in range(12):
+    for trial in trials:
         r = random.Random(f"{name} {dtype} {trial}")
         torch.manual_seed(trial)
         args = make(r, lambda *shape: torch.randn(shape, device=place).to(dtype))
@@ -514,6 +517,8 @@ def test_gradients_by_differences(name):
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, torch.clone):
                 assert torch.autograd.gradcheck(fused, args)
             checked += 1
+        if checked == 4:
+            break
     assert checked >= 3
 
 

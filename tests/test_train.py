@@ -137,6 +137,7 @@ def test_two_ranks_end_to_end(here, text):
     )
 
 
+@pytest.mark.repetition
 def test_tensor_parallel_end_to_end(here, text):
     """Two tensor- and sequence-parallel ranks give the curve of one; what they leave behind goes on
     under one rank."""
@@ -254,7 +255,11 @@ def children_of(process: subprocess.Popen) -> list[int]:
     return [int(pid) for pid in found.stdout.split()]
 
 
-@pytest.mark.parametrize("number, world", [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(
+    "number, world",
+    # test_terminal.py has Ctrl-C at every moment of a run
+    [(signal.SIGTERM, 2), pytest.param(signal.SIGINT, 1, marks=pytest.mark.repetition)],
+)
 def test_signal_saves_and_stops(here, text, number, world):
     p = subprocess.Popen(
         command(text, "--out", "run", "--steps", "100000", world=world),
