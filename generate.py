@@ -328,5 +328,5 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         from inference import cli
 
-        sys.exit(cli.main(sys.argv[1:]))
+        terminal.leave(cli.main(sys.argv[1:]))
     lesson()

@@ -332,4 +332,4 @@ if __name__ == "__main__":
         sys.exit(two_prompts.lesson())
     from prompts import commands
 
-    sys.exit(commands.main(sys.argv[1:]))
+    terminal.leave(commands.main(sys.argv[1:]))

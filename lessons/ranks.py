@@ -86,6 +86,8 @@ def run(
 def _main(rank: int, world: int, store: str, threads: int, timeout: float, function, args, pipe):
     """What the process of one rank does. It sends (finished, result or traceback), and leaves when
     it is told to."""
+    # what was imported before the fork stays: a collection need not look at it
+    gc.freeze()
     torch.set_num_threads(threads)
     try:
         dist.init_process_group(

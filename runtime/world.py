@@ -175,6 +175,9 @@ class World:
         if self.size == 1:
             self.groups = Groups()
             return
+        # What is imported by now stays. Without it the collections of `disconnect` take 50 ms
+        # instead of a second.
+        gc.freeze()
         # torchrun may keep its store over restarts, with addresses of dead ranks in it
         store = dist.PrefixStore(f"start {self.restarts}", self.meet(timeout))
         # a clone has its own connection
@@ -239,8 +242,8 @@ class World:
             self.watchdog.stop()
         self.groups = None
         self.watchdog = None
-        gc.collect()
         if dist.is_initialized():
+            gc.collect()
             dist.destroy_process_group()
             gc.collect()
 

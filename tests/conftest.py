@@ -1,5 +1,6 @@
 """What all tests share: the cache of compiled code, tests for `make test-all`, time per file."""
 
+import gc
 import os
 import tempfile
 from collections import Counter
@@ -17,7 +18,7 @@ KIND = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
 CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor-{os.getuid()}-{KIND}")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
 # a rank begins with the project imported, which saves it half a second
-ranks.preload("train", "parity")
+ranks.preload("pytest", "train", "parity")
 
 
 def pytest_addoption(parser):
@@ -31,6 +32,12 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("repetition")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("repetition")]
+
+
+def pytest_collection_finish():
+    """What is imported stays: later collections, of which tests cause many, skip it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

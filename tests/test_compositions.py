@@ -624,7 +624,6 @@ TWO = [
     dict(schedule="gpipe"),
     dict(schedule="1f1b"),
     dict(schedule="zb-h1"),
-    dict(virtual_stages=2),
     dict(virtual_stages=3),
     dict(layer_split=[2, 4], micro_batch_size=2),
     dict(layer_split=[6, 0], schedule="zb-h1"),
@@ -649,11 +648,11 @@ SHARDED_TOO = dict(pp=2, tp=2, num_layers=4, sequence_parallel=True, recompute="
     "base, world, variants, flags",
     [
         ("gpt", 2, TWO, dict(pp=2)),
-        ("llama", 2, TWO[4:5], dict(pp=2)),
+        ("llama", 2, TWO[3:4], dict(pp=2)),
         # three chunks a rank
         ("gpt", 4, FOUR[3:], dict(pp=4, num_layers=12)),
         ("gpt", 8, EIGHT[1:2], SHARDED_TOO),
-        again("llama", 2, TWO[1:4], dict(pp=2)),
+        again("llama", 2, TWO[1:3], dict(pp=2)),
         again("gpt", 4, FOUR[:3], dict(pp=4, num_layers=12)),
         again("gpt", 8, EIGHT, SHARDED_TOO),
     ],
