@@ -8,11 +8,14 @@ RESULTS ?= --out comparisons --figures figures
 train: .venv/installed
 	.venv/bin/torchrun --nproc-per-node $(RANKS) train.py $(ARGS)
 
+# as many tests at a time as there are cores, up to 8, each with one thread
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
 test: .venv/tests-installed
-	.venv/bin/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: .venv/tests-installed
-	.venv/bin/python -m pytest --all $(ARGS)
+	$(PYTEST) --all $(ARGS)
 
 lint: .venv/tests-installed
 	.venv/bin/ruff format --check .

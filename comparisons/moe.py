@@ -203,7 +203,7 @@ def table_row(runs: list[dict], dense: list[dict], steps: int) -> dict:
 def training(seeds: int, steps: int, shape: dict, figures: Path) -> dict:
     jobs = [(kind, seed, steps, shape) for seed in range(seeds) for kind in KINDS]
     runs = {kind: [] for kind in KINDS}
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with multiprocessing.get_context("forkserver").Pool(2) as pool:
         for run in pool.imap(one_training, jobs):
             runs[run["kind"]].append(run)
             print_run(run, steps)

@@ -21,8 +21,8 @@ from lessons import demo, ranks
 from optimizer import AdamW
 
 # 8 sequences: of all ranks and micro-batches together
-B, S, V = 8, 128, 2048
-SHAPE = dict(num_layers=4, hidden_size=256, num_heads=8, ffn_hidden_size=688, llama=True)
+B, S, V = 8, 64, 1024
+SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, ffn_hidden_size=344, llama=True)
 
 
 def held_bytes(model: nn.Module, gradients: fsdp.DataParallel) -> tuple[int, int]:
@@ -112,7 +112,7 @@ def main():
     n, m = 2, 2
     reference = ranks.run(on_rank, 1, 1, 0, 1)[0][0]
     psi = sum(gradient.numel() for gradient in reference.values())
-    print(f"a Llama (h 256, L 4, V 2048) of Ψ = {psi:,} parameters in fp32 on {n} ranks, {m}")
+    print(f"a Llama (h 128, L 4, V 1024) of Ψ = {psi:,} parameters in fp32 on {n} ranks, {m}")
     print("micro-batches. Bytes of a rank, and elements sent: measured / by formula")
     titles = "".join(f"{title:>26}" for title in ("parameters", "gradients", "moments"))
     print(f"stage  gradients differ by{titles}   sent, Ψ (N-1)/N   gathers in flight, waited for")

@@ -68,7 +68,7 @@ def test_zero_stages(world, base):
     which gathers again what it needs again."""
     of_world = SHARDED if world == 2 else SHARDED[1:2]
     variants = [dict(flags, zero_stage=stage) for stage in (1, 2, 3) for flags in of_world]
-    sizes = dict(vocab_size=61, global_batch_size=24 if world == 4 else 12)
+    sizes = dict(vocab_size=61, global_batch_size=12)
     for result in train_each(world, variants, base=base, **sizes):
         same(result, train(base=base, **sizes))
 
@@ -126,16 +126,28 @@ TENSOR = {
 }
 
 
+WITH_RECOMPUTATION = [
+    dict(sequence_parallel=sequence, recompute=recompute)
+    for sequence in (False, True)
+    for recompute in ("none", "selective", "full")
+]
+
+
 @pytest.mark.parametrize(
-    "base, tp, dp", [("gpt", 2, 1), ("gpt", 4, 1), ("llama", 2, 2), again("gpt", 2, 2)]
+    "base, tp, dp, variants",
+    [
+        ("gpt", 2, 1, WITH_RECOMPUTATION),
+        # without anything else, and with all of it
+        ("gpt", 4, 1, WITH_RECOMPUTATION[::5]),
+        ("llama", 2, 2, WITH_RECOMPUTATION[::5]),
+        again("gpt", 2, 2, WITH_RECOMPUTATION),
+        again("gpt", 4, 1, WITH_RECOMPUTATION[1:5]),
+        again("llama", 2, 2, WITH_RECOMPUTATION[1:5]),
+    ],
+    ids=str,
 )
-def test_tensor_parallel(base, tp, dp):
+def test_tensor_parallel(base, tp, dp, variants):
     """With and without sequence parallelism, times every way to recompute."""
-    variants = [
-        dict(sequence_parallel=sequence, recompute=recompute)
-        for sequence in (False, True)
-        for recompute in ("none", "selective", "full")
-    ]
     for result in train_each(tp * dp, variants, base=TENSOR[base], tp=tp, micro_batch_size=4 // dp):
         same(result, train(base=TENSOR[base]))
 
