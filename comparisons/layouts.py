@@ -8,9 +8,9 @@
     dp 4, stage 3      3.65497         ##########             ##########
     tp 2, pp 2         3.65497         ########               #######
 
-Each layout is `torchrun train.py` on N ranks: GPUs if there are N, else CPU ranks that share the
-cores. All have the same model, global batch, micro-batch size and seed. Layouts take turns, a run
-of --steps steps each, for --rounds rounds. --toy runs two of them, with a small model.
+Each layout but the first is `torchrun train.py` on N ranks: GPUs if there are N, else CPU ranks that
+share the cores. All have the same model, global batch, micro-batch size and seed. Layouts take
+turns, a run of --steps steps each, for --rounds rounds. --toy runs two of them, with a small model.
 
 Tokens/s of a round are the median over its steps, the first 3 left out. The table has the median of
 the rounds, with the least and the most. After its last step a run is stopped by SIGTERM, so that
@@ -192,7 +192,8 @@ def run(ranks: int, script: list[str], flags: list[str], steps: int) -> list[dic
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as stderr:
         out = Path(folder) / "run"
         metrics = out / "metrics.jsonl"
-        command = [*torchrun, "--nproc-per-node", str(ranks), *script, *flags]
+        launcher = [*torchrun, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
+        command = [*launcher, *script, *flags]
         command += ["--steps", "1000", "--out", str(out)]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr)
         lines = []

@@ -719,7 +719,8 @@ def test_bad_input(call, words):
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
-def test_compiles_for_every_card(tmp_path):
+@pytest.mark.parametrize("card", [90, pytest.param(80, marks=pytest.mark.repetition)])
+def test_compiles_for_every_card(tmp_path, card):
     """For sm_80 and sm_90, as torch's build does, without warnings. Kernels that move vectors move
     16 bytes at a time. No kernel that runs often spills registers to memory."""
     from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
@@ -733,10 +734,7 @@ def test_compiles_for_every_card(tmp_path):
         "all-warnings",
         "-Xptxas",
         "-v",
-        "--threads",
-        "2",
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+        f"-gencode=arch=compute_{card},code=[sm_{card},compute_{card}]",
     ]
     done = subprocess.run(
         ["nvcc", "-c", "kernels.cu", "-o", "kernels.o", "--keep", *flags],
@@ -747,10 +745,10 @@ def test_compiles_for_every_card(tmp_path):
     assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
     spills = re.findall(r"Function properties for (\S+)\n.*? (\d+) bytes spill stores", done.stderr)
     spilled = {name for name, bytes_ in spills if int(bytes_) > 16}
-    assert len(re.findall("Compiling entry function", done.stderr)) > 2 * 60
+    assert len(re.findall("Compiling entry function", done.stderr)) > 60
     # Only LayerNorm's rows of more than 1024 vectors.
     assert all("norm_backward" in name and "Li4ELi512E" in name for name in spilled), spilled
-    ptx = next(tmp_path.glob("*compute_90*.ptx")).read_text()
+    ptx = next(tmp_path.glob("*.ptx")).read_text()
     of_16_bytes = r"(ld|st)\.global(\.nc)?(\.\w+)*\.v4\.[ubf]32|\.v2\.[ubf]64|\.b128"
     for kernel in re.split(r"\.visible \.entry ", ptx)[1:]:
         name = kernel.split("(")[0]

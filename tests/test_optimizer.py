@@ -188,6 +188,10 @@ def test_no_bf16_state_for_fp16_weights():
         AdamW(nn.Linear(2, 2, dtype=torch.float16).named_parameters(), state_dtype=torch.bfloat16)
 
 
+# bf16 is slow on CPUs
+NARROW = dict(lr=1e-3, hidden_size=32)
+
+
 def test_bf16_state_follows_fp32_state():
     """After 200 steps the mean loss of the last 50 is within 0.5%.
 
@@ -195,7 +199,7 @@ def test_bf16_state_follows_fp32_state():
     percents. `python comparisons/optimizer_state.py` takes 500 steps of a larger model.
     """
     fp32, bf16 = (
-        curve("bf16", lr=1e-3, **state)[0][-50:].mean()
+        curve("bf16", **NARROW, **state)[0][-50:].mean()
         for state in ({}, dict(optimizer_state="bf16"))
     )
     assert abs(bf16 - fp32) < 0.005 * fp32, (fp32, bf16)
@@ -281,9 +285,9 @@ def test_bf16_follows_fp32():
     which changes how sums are rounded, moves either curve by percents.
     """
     fp32, bf16 = (
-        curve(precision, lr=1e-3)[0].unfold(0, 20, 20).mean(1) for precision in ("fp32", "bf16")
+        curve(precision, **NARROW)[0].unfold(0, 20, 20).mean(1) for precision in ("fp32", "bf16")
     )
-    # Something was learned: the ratio is 0.51 to 0.52 for five seeds.
+    # Something was learned: the ratio is 0.56 to 0.57 for five seeds.
     assert fp32[-1] < 0.75 * fp32[0]
     assert ((bf16 - fp32).abs() / fp32).max() < 0.005
 

@@ -243,6 +243,7 @@ def kill_and_resume(text, folder, delays, flags, world=1):
             p.communicate()
 
 
+@pytest.mark.repetition
 def test_killed_at_random_moments(here, text):
     flags = ("--save-every", "1", "--keep", "2", "--dropout", "0.1", "--steps", "40")
     assert in_process(text, "--out", "whole", *flags) == 0
