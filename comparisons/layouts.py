@@ -8,8 +8,8 @@
     dp 4, stage 3      3.65497         ##########             ##########
     tp 2, pp 2         3.65497         ########               #######
 
-Each layout but the first is `torchrun train.py` on N ranks: GPUs if there are N, else CPU ranks that
-share the cores. All have the same model, global batch, micro-batch size and seed. Layouts take
+Each layout but the first is `torchrun train.py` on N ranks: GPUs if there are N, else CPU ranks
+that share the cores. All have the same model, global batch, micro-batch size and seed. Layouts take
 turns, a run of --steps steps each, for --rounds rounds. --toy runs two of them, with a small model.
 
 Tokens/s of a round are the median over its steps, the first 3 left out. The table has the median of
