@@ -9,13 +9,15 @@ its end. For N = 2, weight [5, 2] and bias [2], both sharded along dimension 0, 
     row 0    w00 w01 w10 w11 w20 w21  b0        weight[0:3], bias[0:1]
     row 1    w30 w31 w40 w41  -   -   b1        weight[3:5] and a row of padding, bias[1:2]
 
-An all-gather of the rows then gives every rank all parameters of the layer. A reduce-scatter of
-gradients that lie in this order gives rank r row r of their sum, which has the gradients of its
-shards.
+An all-gather collects the rows of all ranks on every rank: all parameters of the layer. A
+reduce-scatter sums tensors [N, T] over the ranks and gives rank r row r of the sum. For gradients
+in this order, row r has the gradients of rank r's shards.
 
     python flat_parameters.py        the example above, and the same rows copied back
 
 fsdp.py decides when the rows are sent. This file knows where each element lies.
+
+Not covered: PyTorch's newer `fully_shard` keeps each parameter as a DTensor of its own.
 """
 
 import math
@@ -38,10 +40,11 @@ def shard_dim(shape: torch.Size, n: int) -> int:
 class Slot(NamedTuple):
     """Where the shard of one parameter lies in every row."""
 
+    # of the first element
     offset: int
-    # along which the parameter is sharded
+    # the dimension along which the parameter is sharded
     dim: int
-    # of a shard, with padding
+    # the shape of a shard, padding included
     shape: torch.Size
 
 
@@ -79,8 +82,8 @@ class FlatParameters:
 
         whole has the shape of p: p itself, or its gradient. Copying inside the pairs moves p into
         flat, or out of it. The first pair has all shards that are full; the second one, if there is
-        one, has what stands before the padding in the next shard. In the example above: rows 0 to 2
-        of the weight, then rows 3 and 4.
+        one, has what stands before the padding in the next shard. In the example above: the
+        weight's first three rows, then its last two.
         """
         _, dim, shape = self.slots[p]
         size = shape[dim]

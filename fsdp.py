@@ -15,16 +15,19 @@ Each of Ψ parameters has 2 bytes of weight (bf16), 4 of gradient (fp32) and 12 
     3      + parameters      (2 + 4 + 12)/N Ψ      3 m      m reduce-scatters, 2 m all-gathers:
                                                             for each forward and each backward
 
-    python fsdp.py      four stages on two ranks: gradients, and bytes and elements by this table
+    python fsdp.py      four stages on two ranks in fp32 (4 + 4 + 8 bytes): gradients, and bytes
+                        and elements measured beside the formulas
 
 A reduce-scatter sums [N, T] tensors over the ranks and gives rank r row r of the sum. An all-gather
-collects the ranks' rows to [N, T] on every rank. An all-reduce is the first, then the second.
+collects the ranks' rows to [N, T] on every rank. An all-reduce is a
+reduce-scatter, then an all-gather.
 Stages 0 and 1 add up the gradients of m micro-batches before they send them; stages 2 and 3 keep
 only a row of the sum.
 
 A unit is one layer's parameters, flattened to [N, T]; row r is rank r's shard
-(flat_parameters.py). One collective moves one unit. The embedding and the head are layers too. A
-layer with experts, or with frozen parameters, has one more unit for these.
+(flat_parameters.py). In stage 0 nothing is sharded, and N is 1. One collective moves one unit. The
+embedding and the head are layers too. A layer with experts has one more unit for these. So has, in
+stage 3, a layer with frozen parameters.
 
 The training loop calls the methods without indentation; between them autograd and the layers run:
 
@@ -99,7 +102,8 @@ class Unit(FlatParameters):
         self.local_grads: Tensor | None = None
         # stages 2 and 3: [T], this rank's row of the sum over ranks and micro-batches
         self.summed_grads: Tensor | None = None
-        # while gradients are being summed: (this rank's row of the sum [T], work)
+        # `work` is the handle of a collective that runs. While gradients are being summed:
+        # (this rank's row of the sum [T], work)
         self.reducing: tuple | None = None
 
         # stage 3: [T], this rank's shards of the parameters
@@ -121,7 +125,7 @@ class Unit(FlatParameters):
         work.wait()
         for p in self.parameters:
             # `data`: the write must not raise p's version, or backward would refuse what it has
-            # saved; the values are the ones that forward has seen
+            # saved. The values are the ones that forward has seen.
             for in_flat, in_whole in self.views(flat, p, p.data):
                 in_whole.copy_(in_flat)
         self.gathering = None
@@ -163,7 +167,8 @@ class DataParallel(GradientAccumulator):
         self.listen()
 
     def new_grads(self, unit: Unit) -> Tensor:
-        """[N, T], for gradients to overwrite. Padding is sent too, so there it must be 0."""
+        """[N, T], for gradients to overwrite. Padding must be 0: it is in `main_grad` too, and the
+        gradient norm reads it."""
         new = torch.zeros if unit.padding else torch.empty
         return new(unit.N, unit.T, dtype=self.sum_dtype, device=self.device)
 
@@ -323,7 +328,7 @@ class FullySharded(DataParallel):
     The hook on the gradient of a layer's output marks the start of that layer's backward. A tied
     matrix is in the embedding's unit, and the head reads that unit too. After the head's forward it
     is kept, for backward begins at the head. The backward of the embedding's lookup does not read
-    it, so it is not gathered once more.
+    a tied matrix, so this one is not gathered once more.
     """
 
     def __init__(self, layers: list[nn.Module], units, scaler, reduce_dtype):
@@ -363,8 +368,8 @@ class FullySharded(DataParallel):
         return [unit for unit in self.layer_units.get(i, []) if self.readers[unit][-1] == i]
 
     def before_backward(self, i: int) -> None:
-        """The gradient of layer i's output has been computed, so backward of layer i + 1 is over.
-        i = -1: that of the first layer's input has been computed, so all backward is over."""
+        """Autograd calls this when the gradient of layer i's output is known. Backward of layer
+        i + 1 is then over. i = -1: the first layer's input has its gradient, so all is over."""
         needed = self.backward_units(i)
         for unit in self.layer_units.get(i + 1, []):
             if unit not in needed:

@@ -1,8 +1,8 @@
 """A gradient on its way from backward to the update: unscaled, summed, measured.
 
-Each backward of a micro-batch leaves a gradient in the weight's own type. Sums need more bits: in
-bf16, 256 + 1 is 256. So the gradients of a step's micro-batches are added up in float32, in
-`parameter.main_grad` (mixed-precision training, arXiv 1710.03740):
+Each backward of a micro-batch leaves a gradient, by default in the weight's own type. Sums need
+more bits: in bf16, 256 + 1 is 256. So the gradients of a step's micro-batches are added up in
+float32, in `parameter.main_grad` (mixed-precision training, arXiv 1710.03740):
 
     main_grad = sum over micro-batches and ranks of  grad / scale
 
@@ -41,9 +41,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_uses_apart(model: nn.Module) -> None:
-    """Make autograd sum the gradients of a weight that the model uses twice in at least float32.
+    """Make autograd sum a tied weight's gradients in at least float32.
 
-    A tied embedding is such a weight. Autograd adds the gradients of its uses before any hook sees
+    A tied weight has two names in the model: an embedding that is the head's matrix too. Autograd
+    adds the gradients of its uses before any hook sees
     them, by default in the weight's own type. In fp16 that sum can overflow although neither part
     does. A pipeline has a copy of the weight on two stages and sums the two parts in float32; with
     this, one device gets the same gradient.
@@ -118,7 +119,7 @@ def global_norm(
     other pipeline stages. Returns a float64 scalar, non-finite if any gradient on any rank is.
     """
     parameters = list(parameters)
-    # groups: the sums of squares of all gradients that are sliced over these groups
+    # from groups to the sums of squares of all gradients that are sliced over these groups
     squares = defaultdict(list)
     for p in parameters:
         sharding = sharding_of(p)
@@ -155,7 +156,7 @@ def _norm_device(parameters: list[nn.Parameter], stages: dist.ProcessGroup) -> t
 class LossScaler:
     """Dynamic loss scaling for fp16, with NeMo's constants.
 
-    Of overflows since the scale last grew, the `hysteresis`-th and each later one halve the scale.
+    With hysteresis 2, the first overflow changes nothing, and each further one halves the scale.
     `interval` steps in a row without an overflow double it and restore the hysteresis.
 
     The first scale is searched for: until a first step is finite, each overflow divides the scale
@@ -211,7 +212,8 @@ class LossScaler:
         # Checkpoints older than the search lack this field; they go on by halves.
         searching = state.get("searching", False)
         if not (
-            isinstance(good_steps, int)
+            isinstance(scale, (int, float))
+            and isinstance(good_steps, int)
             and isinstance(tolerance, int)
             and isinstance(searching, bool)
             and math.isfinite(scale)

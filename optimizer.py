@@ -55,8 +55,9 @@ def learning_rate(step: int, peak: float, minimum: float, warmup: int, total: in
 # it the master is exact, and the upper half is not stored twice.
 #
 # Floats of one sign are ordered as their bits are, read as integers. So adding half of the last
-# place that stays (0x8000) rounds half away from zero. Copies to bf16 round half to even: the two
-# differ in ties only.
+# place that stays (0x8000) rounds to the nearest, and ties away from zero. Copies to bf16 round
+# ties to even: the two differ in ties only. `low` is what is missing to the rounded upper half, so
+# it has a sign.
 
 
 def split_master(master: Tensor, weight: Tensor, low: Tensor) -> None:
@@ -169,10 +170,10 @@ class AdamW:
         return norm
 
     def diverged(self, most: int) -> bool:
-        """Whether the last `most` steps, or more, were all skipped; never for 0.
+        """Whether at least the last `most` steps were all skipped. most = 0 turns this off.
 
         With fp16 only once scale 1 has overflowed too. While the scale still falls, the next step
-        may fit; from any scale to the lowest it takes 33 steps at most.
+        may fit. By halves it takes 33 steps from 2^32 to 1.
         """
         no_lower_scale = self.scaler is None or self.scaler.exhausted
         return 0 < most <= self.skipped_in_a_row and no_lower_scale
@@ -180,6 +181,7 @@ class AdamW:
     # --- three ways to compute the update: lists of tensors, in one pass, in pieces
 
     def update_parameters(self, lr: float, clip_factor: float) -> None:
+        """Change every parameter that has a gradient. Clipping multiplies `main_grad` in place."""
         gradients = {
             name: p.main_grad for name, p in self.parameters.items() if p.main_grad is not None
         }
@@ -323,7 +325,7 @@ class AdamW:
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take over the masters that were loaded into what `tensors()` gave."""
+        """Copy masters, which were loaded into what `tensors()` gave, back into the weights."""
         for name, low in self.low.items():
             split_master(tensors[f"model.{name}"], self.parameters[name], low)
         self.weights_from_masters()
@@ -347,12 +349,12 @@ def check_state_dtype(
     state_dtype: torch.dtype | None, dtypes: set[torch.dtype], betas: tuple[float, float]
 ) -> None:
     """dtypes: of the weights. Raises ValueError for bf16 state of fp16 weights, whose masters do
-    not split, and for bf16 state with β2 above 0.99: v (1 - β2) is then below half of bf16's last
-    place of v, so that v can never shrink."""
+    not split, and for bf16 state with β2 above 0.99. With β2 near 1 the decay of v is rounded away:
+    neighbouring bf16 numbers differ by 0.4 to 0.8%, and v (1 - β2) is less than half of that."""
     if state_dtype and betas[1] > 0.99:
         raise ValueError(
-            f"optimizer_state bf16: with β2 {betas[1]} second moments in bf16 would never shrink;"
-            " use β2 of at most 0.99, or optimizer_state fp32"
+            f"optimizer_state bf16: with β2 {betas[1]} the decay of second moments can be rounded"
+            " away in bf16; use β2 of at most 0.99, or optimizer_state fp32"
         )
     if state_dtype and torch.float16 in dtypes:
         raise ValueError(

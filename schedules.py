@@ -7,9 +7,9 @@
                    later, where the rank would otherwise be idle (arXiv 2401.10241)
 
     rank 0    F0 F1 F2 F3 .. .. .. .. .. .. B0 -- F4 B1 -- F5       1F1B, p = 4 ranks; B takes
-    rank 1       F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- F4 B2 --       twice as long as F, and dots
-    rank 2          F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- F4 B3       are idle time: the bubble
-    rank 3             F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4
+    rank 1    .. F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- F4 B2 --       twice as long as F (B0 --),
+    rank 2    .. .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- F4 B3       and dots are idle time: the
+    rank 3    .. .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4       bubble
 
     python schedules.py        the four as time lines, the bubble by simulation and by formula
 
@@ -17,8 +17,8 @@ An action is (op, chunk, micro_batch). The ops are F, forward; B, backward; and 
 schedules I, the input gradient, and W, the weight gradient, instead of B.
 
 A list holds compute only, in order, without times: time is the output of `simulate`. The model is
-divided into p v stages, and stage k = chunk * p + rank. F of stage k needs F of stage k - 1; B (or
-I) of stage k needs B (or I) of stage k + 1.
+divided into p * v stages, and stage i = chunk * p + rank. F of stage i needs F of stage i - 1; B
+(or I) of stage i needs B (or I) of stage i + 1.
 
 Sends and receives follow from the lists: transfers.py derives them.
 
@@ -90,8 +90,8 @@ def interleaved_one_f_one_b(p: int, m: int, v: int) -> Schedule:
 
 
 def zero_bubble_h1(p: int, m: int) -> Schedule:
-    """1F1B with I in the place of B. Rank r starts on W once r weight gradients are deferred, so
-    that it passes input gradients on sooner; what is left is computed at the end."""
+    """1F1B with I in the place of B. On rank r the W of micro-batch k comes after the I of k + r:
+    input gradients are passed on sooner. What is left is computed at the end."""
     schedule = []
     for rank, one_f_one_b_actions in enumerate(one_f_one_b(p, m)):
         actions = []
@@ -301,9 +301,10 @@ def bubble(events: list[Event]) -> float:
 def bubble_formula(name: str, p: int, m: int, v: int = 1, cost: Cost = Cost()) -> float:
     """The same by the papers' formulas.
 
-    GPipe and 1F1B: (p - 1) / m. Interleaved: (p - 1) / (v m). ZB-H1 with m >= p and T_W <= T_F: a
-    time of (p - 1) (T_F + T_I - T_W). Where T_W > T_I, no schedule reaches that: the last rank
-    cannot start before (p - 1) T_F, which is the formula then.
+    T_F, T_I and T_W are the times of F, I and W. GPipe and 1F1B: (p - 1) / m. Interleaved: (p - 1)
+    / (v m). ZB-H1 with m >= p and T_W <= T_F: a time of (p - 1) (T_F + T_I - T_W). Where T_W > T_I,
+    no schedule reaches that: the last rank cannot start before (p - 1) T_F, which is the formula
+    then.
     """
     if name != "zb-h1":
         return (p - 1) / (v * m)
@@ -395,8 +396,9 @@ def plot(panels: dict[str, list[Event]], path) -> None:
 
 
 def text(events: list[Event], unit: float = 1.0) -> str:
-    """Time lines in letters, two for each `unit` of seconds: F0 is forward of micro-batch 0, lower
-    case for later chunks, dashes for the rest of a long action, dots for idle time."""
+    """Time lines in letters, two for each `unit` of seconds. F0 is forward of micro-batch 0 (of a
+    number with two digits only the first is shown). Lower case: a later chunk. Dashes: the rest of
+    a long action. Dots: idle time."""
     lines = []
     for rank in range(1 + max(e.rank for e in events)):
         line = ""

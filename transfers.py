@@ -6,7 +6,8 @@ entries between the actions of a rank:
 
     receive     posted before the action that needs the tensor, so that the tensor travels meanwhile
     send        right after the action that computes the tensor
-    settle      waits for a send that has certainly arrived, and frees the tensor that was sent
+    settle      waits until a send is complete, and frees its tensor; it comes where the schedule
+                shows that the receiver has the tensor already, or at the end of the list
 
     rank 0    receive B0; F0; send F0; receive B1; F1; send F1; B0; settle F0; B1; settle F1
     rank 1    receive F0; receive F1; F0; B0; send B0; F1; B1; send B1; settle B0; settle B1
@@ -35,8 +36,7 @@ from schedules import DIRECTION, Action, Schedule, make, result_of
 class Transfer(NamedTuple):
     """An entry of a rank's program that communicates."""
 
-    # send; receive, to post it; or settle, to wait for a send that has certainly arrived, and free
-    # the tensor that was sent
+    # send, receive or settle
     op: str
     # the rank at the other end
     peer: int
@@ -79,8 +79,8 @@ def lower(schedule: Schedule, v: int = 1, ahead: int = 2) -> list[Program]:
     the one that needs it. Receives from one peer and of one kind are posted in the order in which
     that peer sends them, as NCCL requires.
 
-    A message proves its sender's progress: before that send the sender has used all that its list
-    needs up to there. This rank's sends among that have arrived, and are settled.
+    A message from a rank shows that this rank has run all actions of its list that come before the
+    send. So the tensors that those actions needed have arrived there, and their sends are settled.
     """
     p = len(schedule)
     messages = _messages(schedule, v)
@@ -89,8 +89,8 @@ def lower(schedule: Schedule, v: int = 1, ahead: int = 2) -> list[Program]:
 
 def _messages(schedule: Schedule, v: int) -> dict[tuple[str, int, int], Message]:
     """Everything that goes from rank to rank, by (kind, stage that it goes to, micro_batch); those
-    of one sender in the order of sending. The action that needs a message has just this key as its
-    own result: F of stage k needs what F of stage k - 1 sends to stage k."""
+    of one sender in the order of sending. A message has the key of the action that needs it: F of
+    stage k needs what F of stage k - 1 sends, and both have the key ("F", k, micro_batch)."""
     p = len(schedule)
     position_of = {
         result_of(action, rank, p): position

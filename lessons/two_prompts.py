@@ -1,7 +1,8 @@
 """The demonstration of prompt_tuning.py: a frozen model learns two tasks, one after the other.
 
-A small model learns to give a word's first or last letter, as a capital letter in front of the word
-demands. Then it is frozen, and two prompts learn to demand the same:
+Read prompt_tuning.py first. A small model learns to give one letter of a word. A capital letter in
+front says which one: F the first, L the last. Then the model is frozen, and for each task a prompt
+learns to stand in the place of the capital letter:
 
     Fabcd=a    Labcd=d              what the model learns from
     P_0 P_1 abcd=a                  what a prompt [2, h] learns
@@ -129,6 +130,7 @@ def learn_task(
         print(f"    the table of {existing} meanwhile: {state}")
     values = {name: p.detach() for name, p in prompts.named_parameters()}
     tables |= prompt_tuning.compute_tables(config, h, values)
+    # apply() has replaced it
     model.embedding.tokens = embedding
     return result.last_loss
 
@@ -166,7 +168,8 @@ class Learned(NamedTuple):
 
 
 def learn(model: gpt.GPT, seed: int, steps: int, batch_of: Callable) -> Learned:
-    """Train what is not frozen. batch_of(generator): the batch of a step."""
+    """Train what is not frozen. batch_of(generator): the batch of a step. (There is one micro-batch
+    and one rank, so there is nothing to reduce.)"""
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses = []
     gradients = GradientAccumulator(model)
