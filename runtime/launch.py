@@ -38,7 +38,7 @@ REFUSED = (
 
 def main(argv: list[str], trainer_class, loop) -> int:
     """Exit status: 0; 2 for what cannot run, 1 for what fails while running, each with one message;
-    130 for Ctrl-C before the first step."""
+    130 for Ctrl-C before the first step or after the last."""
     terminal.prepare()
     try:
         world = World.from_launcher()

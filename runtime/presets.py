@@ -150,4 +150,6 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    from runtime import terminal
+
+    terminal.run(main)
