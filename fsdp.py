@@ -19,10 +19,9 @@ Each of Ψ parameters has 2 bytes of weight (bf16), 4 of gradient (fp32) and 12 
                         and elements measured beside the formulas
 
 A reduce-scatter sums [N, T] tensors over the ranks and gives rank r row r of the sum. An all-gather
-collects the ranks' rows to [N, T] on every rank. An all-reduce is a
-reduce-scatter, then an all-gather.
-Stages 0 and 1 add up the gradients of m micro-batches before they send them; stages 2 and 3 keep
-only a row of the sum.
+collects the ranks' rows to [N, T] on every rank. An all-reduce is a reduce-scatter, then an
+all-gather. Stages 0 and 1 add up the gradients of m micro-batches before they send them. Stages 2
+and 3 keep only a row of the sum.
 
 A unit is one layer's parameters, flattened to [N, T]; row r is rank r's shard
 (flat_parameters.py). In stage 0 nothing is sharded, and N is 1. One collective moves one unit. The

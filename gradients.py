@@ -44,10 +44,9 @@ def sum_uses_apart(model: nn.Module) -> None:
     """Make autograd sum a tied weight's gradients in at least float32.
 
     A tied weight has two names in the model: an embedding that is the head's matrix too. Autograd
-    adds the gradients of its uses before any hook sees
-    them, by default in the weight's own type. In fp16 that sum can overflow although neither part
-    does. A pipeline has a copy of the weight on two stages and sums the two parts in float32; with
-    this, one device gets the same gradient.
+    adds the gradients of both uses before any hook sees them, by default in the weight's own type.
+    In fp16 that sum can overflow although neither part does. A pipeline has a copy of the weight on
+    two stages, and sums the two parts in float32. With this, one device gets the same gradient.
     """
     uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     for p, count in uses.items():

@@ -175,8 +175,8 @@ class World:
         if self.size == 1:
             self.groups = Groups()
             return
-        # What is imported by now stays. So the collections of `disconnect` need not look at it:
-        # they take 50 ms, and would take a second.
+        # What is imported by now stays, so the garbage collections of `disconnect` skip it. Each
+        # would take 0.2 s.
         gc.freeze()
         # torchrun may keep its store over restarts, with addresses of dead ranks in it
         store = dist.PrefixStore(f"start {self.restarts}", self.meet(timeout))

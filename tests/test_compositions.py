@@ -661,11 +661,13 @@ SHARDED_TOO = dict(pp=2, tp=2, num_layers=4, sequence_parallel=True, recompute="
     "base, world, variants, flags",
     [
         ("gpt", 2, TWO, dict(pp=2)),
+        ("gpt", 2, [dict(virtual_stages=2)], dict(pp=2, num_layers=4)),
         ("llama", 2, TWO[3:4], dict(pp=2)),
         # three chunks a rank
         ("gpt", 4, FOUR[3:], dict(pp=4, num_layers=12)),
         ("gpt", 8, EIGHT[1:2], SHARDED_TOO),
         again("llama", 2, TWO[1:3], dict(pp=2)),
+        again("llama", 2, [dict(virtual_stages=2)], dict(pp=2, num_layers=4)),
         again("gpt", 4, FOUR[:3], dict(pp=4, num_layers=12)),
         again("gpt", 8, EIGHT, SHARDED_TOO),
     ],
