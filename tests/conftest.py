@@ -17,8 +17,8 @@ from lessons import ranks
 KIND = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
 CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor-{os.getuid()}-{KIND}")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
-# a rank begins with the project imported, which saves it half a second
-ranks.preload("pytest", "train", "parity")
+# ranks and commands begin with all of this imported
+ranks.preload("pytest", "train", "prompt_tuning", "parity", "matplotlib.pyplot")
 
 
 def pytest_addoption(parser):

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import random_layouts
@@ -230,13 +231,31 @@ def test_experts_on_a_gpu_in_bfloat16():
         assert (gpu.gradients[name] - gradient).abs().max() < 0.05 * gradient.abs().max(), name
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
-def test_compiled():
-    flags = dict(num_layers=1, steps=1)
-    same(
-        train(2, **flags, tp=2, sequence_parallel=True, recompute="full", compile=True),
-        train(**flags),
-    )
+needs_compiler = pytest.mark.skipif(
+    not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU"
+)
+
+
+def without_cpp():
+    """torch.compile traces and differentiates, but generates no C++ from the graphs: compiling that
+    takes a minute."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "world, flags, mutate",
+    [
+        # (test_gpt.py compiles dropout)
+        (1, dict(dropout=0.0), None),
+        (2, dict(tp=2, sequence_parallel=True, recompute="full"), without_cpp),
+        again(1, dict(), None),
+        again(2, dict(tp=2, sequence_parallel=True, recompute="full"), None),
+    ],
+)
+def test_compiled(world, flags, mutate):
+    one = dict(num_layers=1, steps=1, dropout=flags.get("dropout", 0.1))
+    same(train(world, **one | flags, compile=True, mutate=mutate), train(**one))
 
 
 def test_float32():
@@ -865,11 +884,15 @@ def test_experts_float32():
         same(result, train(base=base, steps=1), 1e-5)
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
-def test_experts_compiled():
+@needs_compiler
+@pytest.mark.parametrize("mutate", [without_cpp, again(None)])
+def test_experts_compiled(mutate):
     """And stage 3."""
     base = EXPERTS["sinkhorn"] | dict(num_layers=1)
-    same(train(2, base=base, steps=1, ep=2, zero_stage=3, compile=True), train(base=base, steps=1))
+    same(
+        train(2, base=base, steps=1, ep=2, zero_stage=3, compile=True, mutate=mutate),
+        train(base=base, steps=1),
+    )
 
 
 def small_loss_scale():

@@ -579,8 +579,13 @@ def test_meta_tensors():
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
-def test_compiled():
-    """A function of several operations, forward and backward, in one graph."""
+@pytest.mark.parametrize(
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=pytest.mark.repetition)],
+)
+def test_compiled(backend):
+    """A function of several operations, forward and backward, in one graph. Without and with
+    generated C++ for what is not an operation of kernels.py."""
 
     def function(x, w, b, gate, logits, targets):
         y = kernels.swiglu(kernels.layer_norm(kernels.rms_norm(x, w), w, b), gate)
@@ -600,7 +605,7 @@ def test_compiled():
         torch.randint(24, (2, 5)),
     ]
     results = []
-    for f in (function, torch.compile(function, fullgraph=True)):
+    for f in (function, torch.compile(function, fullgraph=True, backend=backend)):
         copies = [a.clone().requires_grad_(a.is_floating_point()) for a in args]
         y = f(*copies)
         y.backward()

@@ -4,11 +4,10 @@ import copy
 import json
 import math
 import random
-import subprocess
-import sys
 from fractions import Fraction
 from functools import partial
 
+import processes
 import pytest
 import small_run
 import torch
@@ -575,10 +574,7 @@ def test_a_run_with_experts(tmp_path):
         data=tmp_path / "corpus.txt",
         out=tmp_path / "run",
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command = [*launcher, *rendezvous, "train.py", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = processes.run(["train.py", *flags], world=2)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [len(line["expert_load"]) for line in lines] == [2] * 4

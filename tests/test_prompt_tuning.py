@@ -3,12 +3,10 @@ every layout against one device, and the commands from a checkpoint to a prompt 
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import parity
+import processes
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -861,25 +859,14 @@ def test_runs_that_cannot_be(base, tmp_path, capsys, change, words):
     assert words in capsys.readouterr().err
 
 
-def run_on_two_ranks(*argv):
-    """prompt_tuning.py under torchrun."""
-    torchrun = Path(sys.executable).parent / "torchrun"
-    return subprocess.run(
-        [torchrun, "--nproc-per-node", "2", "prompt_tuning.py", *map(str, argv)],
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_layouts_learn_alike(base, tmp_path):
-    """The command under torchrun, two stages: the same table to rounding."""
+    """The command on two ranks, two stages: the same table to rounding."""
     content = for_base(base, style="p-tuning", p_tuning=dict(encoder_hidden=8))
     assert learn(tmp_path / "one", content) == 0
     settings = tmp_path / "one.json"
     out = tmp_path / "two"
-    run = run_on_two_ranks("train", "--config", settings, "--out", out, *TRAIN_FLAGS, "--pp", "2")
+    words = ["train", "--config", settings, "--out", out, *TRAIN_FLAGS, "--pp", "2"]
+    run = processes.run(["prompt_tuning.py", *words], world=2)
     assert run.returncode == 0, run.stderr
     prompts = tmp_path / "one" / "prompts.safetensors"
     one, two = load_file(prompts), load_file(out / "prompts.safetensors")
@@ -896,7 +883,9 @@ def test_layouts_answer_alike(base, tmp_path, capsys):
     test = base / "test.jsonl"
     _, expected, _ = infer("generate", prompts, base, test, capsys)
     paths = ("--prompts", prompts, "--checkpoint", base, "--data", test)
-    run = run_on_two_ranks("generate", *paths, *INFER_FLAGS, "--pp", "2")
+    run = processes.run(
+        ["prompt_tuning.py", "generate", *paths, *INFER_FLAGS, "--pp", "2"], world=2
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout == expected
     assert len(expected.splitlines()) == 12

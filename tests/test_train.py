@@ -15,6 +15,7 @@ import types
 from pathlib import Path
 
 import killed_ranks
+import processes
 import pytest
 import small_run
 import torch
@@ -54,17 +55,16 @@ def here(tmp_path, monkeypatch, text):
     return tmp_path
 
 
+def argv(text, *more):
+    return ["train.py", *SMALL, "--data", text, *more]
+
+
 def command(text, *more, world=1):
+    """In new interpreters, under torchrun."""
     launcher = [sys.executable]
     if world > 1:
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    return [*launcher, str(ROOT / "train.py"), *SMALL, "--data", text, *more]
-
-
-def run(text, *more, world=1, **options):
-    return subprocess.run(
-        command(text, *more, world=world), capture_output=True, text=True, timeout=120, **options
-    )
+    return [*launcher, str(ROOT / "train.py"), *argv(text, *more)[1:]]
 
 
 def in_process(text, *more):
@@ -103,9 +103,8 @@ def same_weights(a, b):
 
 
 def test_two_ranks_end_to_end(here, text):
-    done = run(
-        text, "--out", "run", "--eval-every", "5", "--save-every", "5", "--dropout", "0.1", world=2
-    )
+    flags = ("--eval-every", "5", "--save-every", "5", "--dropout", "0.1")
+    done = processes.run(argv(text, "--out", "run", *flags), world=2)
     assert done.returncode == 0, done.stderr
     assert {".launch", "config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"} == {
         p.name for p in Path("run").iterdir()
@@ -130,8 +129,8 @@ def test_two_ranks_end_to_end(here, text):
     assert "nats per byte" in done.stdout and done.stdout.count("step ") >= 12
     assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
     # one rank: the same curve, through the command too
-    in_one = run(text, "--out", "one", "--dropout", "0.1")
-    assert in_one.returncode == 0
+    in_one = processes.run(argv(text, "--out", "one", "--dropout", "0.1"))
+    assert in_one.returncode == 0, in_one.stderr
     assert [x["loss"] for x in exact("one")] == pytest.approx(
         [x["loss"] for x in metrics], rel=1e-5
     )
@@ -144,7 +143,8 @@ def test_tensor_parallel_end_to_end(here, text):
     flags = small_run.as_flags(
         eval_every=4, dropout=0.1, steps=8, recompute="full", recompute_layers=1
     )
-    done = run(text, "--out", "two", *flags, "--tp", "2", "--sequence-parallel", world=2)
+    layout = ("--tp", "2", "--sequence-parallel")
+    done = processes.run(argv(text, "--out", "two", *flags, *layout), world=2)
     assert done.returncode == 0, done.stderr
     assert "tp 2, sequence-parallel True, recompute full, recompute-layers 1" in done.stdout
     assert len(Path("two/sample.txt").read_text()) > 4
@@ -251,34 +251,18 @@ def test_killed_at_random_moments(here, text):
     assert exact("killed") == exact("whole") and same_weights("killed", "whole")
 
 
-def children_of(process: subprocess.Popen) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
-    return [int(pid) for pid in found.stdout.split()]
-
-
 @pytest.mark.parametrize(
     "number, world",
     # test_terminal.py has Ctrl-C at every moment of a run
     [(signal.SIGTERM, 2), pytest.param(signal.SIGINT, 1, marks=pytest.mark.repetition)],
 )
 def test_signal_saves_and_stops(here, text, number, world):
-    p = subprocess.Popen(
-        command(text, "--out", "run", "--steps", "100000", world=world),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    for line in p.stdout:
-        if line.startswith("step "):
-            break
-    if world == 1:
-        p.send_signal(number)
-    else:
-        # to one rank alone: all stop after the same step
-        os.kill(children_of(p)[-1], number)
-    rest = p.communicate(timeout=60)[0]
-    assert p.returncode == 0, rest
-    assert "checkpoint saved" in rest and "--resume" in rest
+    ranks = processes.start_ranks(world, argv(text, "--out", "run", "--steps", "100000"))
+    ranks[0].wait_for("step ")
+    # to one rank alone: all stop after the same step
+    ranks[-1].kill(number)
+    assert [rank.wait() for rank in ranks] == [0] * world, ranks[0].stderr
+    assert "checkpoint saved" in ranks[0].stdout and "--resume" in ranks[0].stdout
     (step,) = checkpoint.steps("run/checkpoints")
     assert lines("run")[-1]["step"] == step < 100000
 
@@ -429,8 +413,8 @@ def test_layouts_that_cannot_be(flags, words):
 
 
 def test_one_message_from_one_rank(here, text):
-    done = run(text, "--out", "run", "--tokenizer", "none.json", world=2)
-    assert done.returncode == 1
+    done = processes.run(argv(text, "--out", "run", "--tokenizer", "none.json"), world=2)
+    assert done.returncode == 2
     assert done.stderr.count("train.py: ") == 1
     assert "none.json" in done.stderr
 
@@ -535,7 +519,7 @@ def test_start_from_weights(here, text, capfd):
 def test_killed_ranks_are_started_again(here, text, seed):
     """torchrun --max-restarts: a killed rank leads to a restart from the newest checkpoint, and to
     the weights of an undisturbed run. (`python tests/killed_ranks.py` does this many times.)"""
-    whole = run(text, "--out", "whole", *killed_ranks.FLAGS, world=2)
+    whole = processes.run(argv(text, "--out", "whole", *killed_ranks.FLAGS), world=2)
     assert whole.returncode == 0, whole.stderr
     kills, output = killed_ranks.run(
         command(text, "--out", "killed", *killed_ranks.FLAGS, world=2), seed, most=1
@@ -546,28 +530,16 @@ def test_killed_ranks_are_started_again(here, text, seed):
 
 def test_a_rank_that_hangs_is_named(here, text):
     """SIGSTOP: the rank does not answer. All end, and the message names it and its step."""
-    p = subprocess.Popen(
-        command(text, "--out", "run", "--steps", "100000", "--timeout", "2", world=2),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    children = []
-    output = []
-    for line in p.stdout:
-        output.append(line)
-        if line.startswith("step ") and not children:
-            children = children_of(p)
-            os.kill(children[1], signal.SIGSTOP)
-        # torchrun would wait half a minute for a process that is stopped
-        if "rank 1: " in line:
-            os.kill(children[1], signal.SIGKILL)
-    output = "".join(output)
-    assert p.wait(timeout=60) == 1
-    assert "no progress for 2 s" in output and re.search(
-        r"rank 0: step \d+, in \S+\.py:\d+ \w+", output
-    ), output
-    assert re.search(r"rank 1: does not answer; last heard of in step \d+", output), output
+    flags = ("--steps", "100000", "--timeout", "2")
+    ranks = processes.start_ranks(2, argv(text, "--out", "run", *flags))
+    ranks[0].wait_for("step ")
+    ranks[1].kill(signal.SIGSTOP)
+    assert ranks[0].wait() == 1
+    ranks[1].kill(signal.SIGKILL)
+    error = ranks[0].stderr
+    assert "no progress for 2 s" in error
+    assert re.search(r"rank 0: step \d+, in \S+\.py:\d+ \w+", error), error
+    assert re.search(r"rank 1: does not answer; last heard of in step \d+", error), error
 
 
 def test_no_room_while_training(here, text):
@@ -580,7 +552,13 @@ def test_no_room_while_training(here, text):
 
     data.prepare([text], ByteTokenizer())
     assert in_process(text, "--out", "run", "--steps", "4") == 0
-    done = run(text, "--out", "run", "--resume", "--save-every", "2", preexec_fn=limit)
+    done = subprocess.run(
+        command(text, "--out", "run", "--resume", "--save-every", "2"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=limit,
+    )
     assert done.returncode == 1, done.stderr
     assert re.search(
         "after step ([678]|1[0-2]): cannot save run/checkpoints/step-000006", done.stderr
@@ -629,7 +607,12 @@ def test_four_ranks_exit_with_status_0(here, text):
     tp does not divide.)"""
     model = small_run.as_flags(model="gpt2", vocab_size=257, dropout=0, seq_length=33)
     layout = small_run.as_flags(tp=2, pp=2)
-    done = run(text, "--out", "run", "--steps", "2", *layout, *model, world=4)
+    done = subprocess.run(
+        command(text, "--out", "run", "--steps", "2", *layout, *model, world=4),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert len(Path("run/sample.txt").read_text()) > 4
 

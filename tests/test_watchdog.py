@@ -1,13 +1,11 @@
-import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
+import processes
+import pytest
 import small_run
 import torch.distributed as dist
 
@@ -90,80 +88,49 @@ def test_a_store_that_does_not_answer_holds_nobody(capfd):
 
 # --- ranks that were started without a launcher ---------------------------------------------------
 
-ROOT = Path(__file__).parent.parent
+
+@pytest.fixture
+def argv(tmp_path, monkeypatch):
+    """A run of train.py on a text in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"x{random.Random(n).randrange(99)} = {n}\n" for n in range(3000)))
+    return ["train.py", *small_run.flags(data=text)]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen:
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text("".join(f"x{random.Random(n).randrange(99)} = {n}\n" for n in range(3000)))
-    environment = os.environ | {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    command = [sys.executable, str(ROOT / "train.py"), *small_run.flags(data=text), *flags]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env=environment,
-    )
-
-
-def test_a_rank_alone_does_not_wait_for_ever(tmp_path):
+def test_a_rank_alone_does_not_wait_for_ever(argv):
     # Each has a port of its own, so they never meet.
-    both = [start(rank, free_port(), tmp_path, "--timeout", "3") for rank in range(2)]
+    environments = [processes.of_rank(rank, 2, processes.free_port()) for rank in range(2)]
+    both = [processes.start([*argv, "--timeout", "3"], **e) for e in environments]
     for rank, process in enumerate(both):
-        error = process.communicate(timeout=60)[1]
-        assert process.returncode == 1 and "Traceback" not in error
-        assert f"train.py: rank {rank}: the 2 ranks did not meet within 3 s" in error
+        assert process.wait() == 1 and "Traceback" not in process.stderr
+        assert f"train.py: rank {rank}: the 2 ranks did not meet within 3 s" in process.stderr
 
 
-def test_a_folder_that_rank_0_refuses_ends_all_ranks(tmp_path):
-    port = free_port()
-    both = [start(rank, port, tmp_path, "--out", "/proc/run") for rank in range(2)]
-    ended = [(process.communicate(timeout=60)[1], process.returncode) for process in both]
-    assert [status for _, status in ended] == [2, 2]
-    assert "--out /proc/run: cannot be written" in ended[0][0] and "train.py" not in ended[1][0]
+def test_a_folder_that_rank_0_refuses_ends_all_ranks(argv):
+    both = processes.start_ranks(2, [*argv, "--out", "/proc/run"])
+    assert [process.wait() for process in both] == [2, 2]
+    assert "--out /proc/run: cannot be written" in both[0].stderr
+    assert "train.py" not in both[1].stderr
 
 
-def test_rank_0_is_stopped_and_holds_the_store(tmp_path):
-    port = free_port()
-    both = [
-        start(rank, port, tmp_path, "--steps", "100000", "--timeout", "4", "--out", "run")
-        for rank in range(2)
-    ]
-    try:
-        for line in both[0].stdout:
-            if line.startswith("step "):
-                break
-        both[0].send_signal(signal.SIGSTOP)
-        error = both[1].communicate(timeout=60)[1]
-        assert both[1].returncode == 1 and "rank 1: no progress for 4 s" in error
-    finally:
-        both[0].kill()
-        both[0].communicate()
+def test_rank_0_is_stopped_and_holds_the_store(argv):
+    flags = ["--steps", "100000", "--timeout", "4", "--out", "run"]
+    both = processes.start_ranks(2, [*argv, *flags])
+    both[0].wait_for("step ")
+    both[0].kill(signal.SIGSTOP)
+    assert both[1].wait() == 1 and "rank 1: no progress for 4 s" in both[1].stderr
+    both[0].kill(signal.SIGKILL)
 
 
-def test_ranks_with_other_flags_are_refused(tmp_path):
+def test_ranks_with_other_flags_are_refused(argv):
     """Their replicas would differ, and nobody would see it."""
-    port = free_port()
-    both = [start(rank, port, tmp_path, "--out", "run", "--seed", str(rank)) for rank in range(2)]
-    ended = [(process.communicate(timeout=60)[1], process.returncode) for process in both]
-    assert [status for _, status in ended] == [2, 2]
-    assert "--seed: rank 1 was started with 1, and rank 0 with 0" in ended[0][0]
-    assert "train.py" not in ended[1][0]
-    assert not (tmp_path / "run").exists()
+    port = processes.free_port()
+    both = []
+    for rank in range(2):
+        flags = ["--out", "run", "--seed", str(rank)]
+        both.append(processes.start([*argv, *flags], **processes.of_rank(rank, 2, port)))
+    assert [process.wait() for process in both] == [2, 2]
+    assert "--seed: rank 1 was started with 1, and rank 0 with 0" in both[0].stderr
+    assert "train.py" not in both[1].stderr
+    assert not Path("run").exists()

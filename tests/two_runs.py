@@ -8,38 +8,29 @@ time before."""
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import processes
 import small_run
 
-ROOT = Path(__file__).parent.parent
 STEPS = 100
 FLAGS = small_run.flags(save_every=50, log_every=50)
-
-
-def start(text: Path, out: Path, *more: str) -> subprocess.Popen:
-    flags = [*FLAGS, *small_run.as_flags(data=text, out=out), *more]
-    command = [sys.executable, str(ROOT / "train.py"), *flags]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=out.parent
-    )
 
 
 def compete(text: Path, out: Path, resume: bool) -> str:
     """Start two runs into `out`. Returns what went wrong, "" for nothing."""
     last_step = 2 * STEPS if resume else STEPS
-    flags = ["--steps", str(last_step)]
+    flags = [*FLAGS, *small_run.as_flags(data=text, out=out, steps=last_step)]
     if resume:
         flags.append("--resume")
-    both = [start(text, out, *flags) for _ in range(2)]
+    both = [processes.start(["train.py", *flags]) for _ in range(2)]
     ended = []
     for process in both:
-        _, error = process.communicate(timeout=120)
-        messages = [line for line in error.splitlines() if line.startswith("train.py")]
-        ended.append((process.returncode, messages))
+        status = process.wait(timeout=120)
+        messages = [line for line in process.stderr.splitlines() if line.startswith("train.py")]
+        ended.append((status, messages))
     (trained, _), (refused, messages) = sorted(ended, key=lambda entry: entry[0])
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     if (trained, refused) != (0, 2):

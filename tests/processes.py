@@ -1,0 +1,143 @@
+"""Starts commands of this project as `python FILE FLAGS` and torchrun do, without their wait.
+
+    done = processes.run(["train.py", "--steps", "3"], world=2)       # two ranks, to their end
+    done.returncode, done.stdout, done.stderr
+
+    process = processes.start(["train.py", "--steps", "1000"])        # one process
+    process.wait_for("step ")
+    process.kill(signal.SIGINT)
+    process.wait()
+
+A new interpreter imports PyTorch and this project for 3 to 6 seconds. These processes are forked
+from the server of lessons/ranks.py, which has imported both. What a test says about the start or
+the end of an interpreter, or about torchrun itself, needs `subprocess` instead.
+"""
+
+import gc
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+class Command:
+    """A running command. Its output goes to files, so that nobody needs to read it meanwhile."""
+
+    def __init__(self, argv: list, environment: dict[str, str]):
+        self.folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("forkserver")
+        words = [str(ROOT / argv[0]), *map(str, argv[1:])]
+        self.process = context.Process(
+            target=_become,
+            args=(words, os.environ | environment, os.getcwd(), self.folder.name),
+            daemon=True,
+        )
+        self.process.start()
+
+    def _output(self, name: str) -> str:
+        path = Path(self.folder.name) / name
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def stdout(self) -> str:
+        return self._output("stdout")
+
+    @property
+    def stderr(self) -> str:
+        return self._output("stderr")
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, minus a signal's number, or None while it runs."""
+        return self.process.exitcode
+
+    def wait_for(self, start: str, timeout: float = 60) -> None:
+        """Wait until a line of standard output starts like this."""
+        deadline = time.monotonic() + timeout
+        while not any(line.startswith(start) for line in self.stdout.splitlines()):
+            running = self.returncode is None and time.monotonic() < deadline
+            assert running, f"no line starts with {start!r}:\n{self.stdout}{self.stderr}"
+            time.sleep(0.01)
+
+    def kill(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def wait(self, timeout: float = 60) -> int:
+        """The exit status. Fails where the command does not end."""
+        self.process.join(timeout)
+        assert self.returncode is not None, f"still running:\n{self.stdout}{self.stderr}"
+        return self.returncode
+
+
+def _become(argv: list[str], environment: dict[str, str], folder: str, outputs: str) -> None:
+    gc.freeze()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(os.path.join(outputs, name), os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+        os.close(file)
+        setattr(sys, name, open(number, "w", closefd=False))
+    sys.argv = argv
+    sys.path.insert(0, str(ROOT))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def start(argv: list, **environment: str) -> Command:
+    return Command(argv, environment)
+
+
+def start_ranks(world: int, argv: list) -> list[Command]:
+    """All ranks of a command on this machine."""
+    port = free_port()
+    return [start(argv, **of_rank(rank, world, port)) for rank in range(world)]
+
+
+def of_rank(rank: int, world: int, port: int) -> dict[str, str]:
+    """The environment variables of one rank, as a launcher sets them. port: where ranks meet."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run(argv: list, world: int = 1, timeout: float = 120) -> subprocess.CompletedProcess:
+    """Run a command to its end. As torchrun does: when a rank fails, the others are stopped, and
+    the exit status is that of the first to fail."""
+    started = start_ranks(world, argv) if world > 1 else [start(argv)]
+    deadline = time.monotonic() + timeout
+    running = {command.process.sentinel: command for command in started}
+    status = 0
+    while running:
+        ended = wait(running, deadline - time.monotonic())
+        late = [command.stderr for command in running.values()]
+        assert ended, f"still running after {timeout} s:\n{''.join(late)}"
+        for sentinel in ended:
+            ended_with = running.pop(sentinel).wait()
+            status = status or ended_with
+        if status:
+            for command in running.values():
+                command.process.terminate()
+    stdout = "".join(command.stdout for command in started)
+    stderr = "".join(command.stderr for command in started)
+    return subprocess.CompletedProcess(argv, status, stdout, stderr)
