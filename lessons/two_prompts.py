@@ -31,7 +31,7 @@ from prompts.prompt_data import PromptConfig, PromptData, Template
 ANSWERS = {"first": lambda word: word[0], "last": lambda word: word[-1]}
 
 
-def lesson(seed: int = 0, steps: tuple[int, int] = (300, 200)) -> int:
+def lesson(seed: int = 0, steps: tuple[int, int] = (220, 120)) -> int:
     """steps: (of the model, of each prompt). Returns the exit status: 1 where a loss stays above
     0.05 or an answer is wrong."""
     tokenizer = ByteTokenizer()

@@ -9,11 +9,12 @@ import pytest
 
 @pytest.mark.parametrize("kind", ["index", "config", "prompts", "tokenizer", "metrics", "tokens"])
 def test_a_file_that_was_changed_is_refused_in_one_line(kind):
-    found = [bad_files.check(kind, seed) for seed in range(12)]
+    # an unreadable line of metrics is skipped with a message, a damaged token cache is built again,
+    # and the run goes on, which takes longer
+    goes_on = kind in ("metrics", "tokens")
+    found = [bad_files.check(kind, seed) for seed in range(6 if goes_on else 12)]
     assert not [problem for _, problem in found if problem]
-    # an unreadable line of metrics is skipped with a message, a damaged token cache is built again
-    least = 0 if kind in ("metrics", "tokens") else 3
-    assert sum(refused for refused, _ in found) >= least
+    assert sum(refused for refused, _ in found) >= (0 if goes_on else 3)
 
 
 def test_changes_by_hand():
