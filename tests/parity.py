@@ -116,24 +116,20 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
     t = trainer.trainer_class(config)(config, torch.device(config.device), groups)
 
     def whole(part) -> dict[str, torch.Tensor]:
-        """part(parameter), put together from all ranks that hold something of the model, under
-        global names."""
-        mine = {
-            n: sharding.gather(part(p), sharding_of(p)).cpu().clone()
-            for n, p in sharding.named_parameters(*t.stages)
-            if p.requires_grad
-        }
-        if not groups.pp:
-            return mine
-        stages = [None] * groups.pp.size()
-        dist.all_gather_object(stages, mine, group=groups.pp)
-        merged = {}
-        for n, x in (item for stage in stages for item in stage.items()):
-            # two copies of a tied embedding must be equal
-            if n in merged and not torch.equal(x, merged[n]):
-                x = torch.full_like(x, torch.inf)
-            merged[n] = x
-        return merged
+        """part(parameter) of all parameters, under global names, put together on rank 0 from all
+        ranks."""
+        mine = []
+        for name, p in sharding.named_parameters(*t.stages):
+            if p.requires_grad:
+                record = sharding_of(p)
+                offset = sharding.local_slice(record)[0]
+                own = sharding.unpad(part(p), record).cpu().clone()
+                mine.append((name, record.shape, offset, own))
+        if world == 1:
+            return put_together([mine])
+        of_ranks = [None] * world if dist.get_rank() == 0 else None
+        dist.gather_object(mine, of_ranks)
+        return put_together(of_ranks or [])
 
     sizes = t.model_config.seq_length, t.model_config.vocab_size
     prompts = getattr(t, "prompts", None)
@@ -152,6 +148,20 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
         result.norms.append(t.update(step)[0])
     result.parameters = whole(lambda p: p.detach())
     return result
+
+
+def put_together(of_ranks: list[list]) -> dict[str, torch.Tensor]:
+    """Global tensors from (name, global shape, offset, part) of each rank. What several ranks have
+    must be equal on all of them: where it is not, and where nobody has anything, infinity."""
+    whole = {}
+    seen = {}
+    for name, shape, offset, part in (entry for of_rank in of_ranks for entry in of_rank):
+        if name not in whole:
+            whole[name] = part.new_full(shape, math.inf)
+        region = tuple(slice(o, o + n) for o, n in zip(offset, part.shape))
+        copy = seen.setdefault((name, tuple(offset)), part)
+        whole[name][region] = part if torch.equal(copy, part) else math.inf
+    return whole
 
 
 def scores_with_margin(result: Result, routing, original, logits, training):
