@@ -18,7 +18,7 @@ KIND = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
 CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor-{os.getuid()}-{KIND}")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
 # ranks and commands begin with all of this imported
-ranks.preload("pytest", "train", "prompt_tuning", "parity", "matplotlib.pyplot")
+ranks.preload("pytest", "train", "prompt_tuning", "parity", "matplotlib.pyplot", "transformers")
 
 
 def pytest_addoption(parser):

@@ -138,7 +138,7 @@ def prepare_in_process(path, cache, queue):
 
 def test_two_runs_at_once(here):
     path = str(write_jsonl(here / "a.jsonl", TEXTS * 50))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     queue = context.Queue()
     processes = [
         context.Process(target=prepare_in_process, args=(path, str(here / "cache"), queue))

@@ -564,12 +564,14 @@ def examples(dtype: torch.dtype, place: str) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=GPU.marks)])
-def test_registrations(place):
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.repetition)]
+)
+def test_registrations(place, dtype):
     """torch.library.opcheck: schemas name what is changed in place, meta tensors have the right
     shapes and strides, torch.compile agrees."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for name, args in examples(dtype, place).items():
-            torch.library.opcheck(getattr(torch.ops.fused, name).default, args)
+    for name, args in examples(dtype, place).items():
+        torch.library.opcheck(getattr(torch.ops.fused, name).default, args)
 
 
 def test_meta_tensors():
