@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from report import median, spread
 
 import kernels
+from lessons import kernel_bytes
 
 SIZES = {
     "GPT-2 124M": dict(b=16, s=1024, h=768, ffn=3072, vocab_size=50304, heads=12),
@@ -48,7 +49,7 @@ class Backward:
             if isinstance(a, torch.Tensor):
                 self.inputs[i] = a.detach().clone().requires_grad_(i in with_gradient)
         self.wanted = [self.inputs[i] for i in with_gradient]
-        self.outputs = kernels.as_tuple(function(*self.inputs))
+        self.outputs = kernel_bytes.as_tuple(function(*self.inputs))
         self.grad_outputs = [torch.randn_like(o) for o in self.outputs]
 
     def __call__(self):
@@ -119,7 +120,7 @@ def copy_bandwidth(device: str, size: int, rounds: int) -> float:
 
 def one_pass_bytes(name: str, direction: str, fused, args: tuple, with_gradient: tuple) -> int:
     """Bytes of every input and output of the operation, once."""
-    moved = kernels.measure(fused, args, with_gradient)[0][direction == "backward"]
+    moved = kernel_bytes.measure(fused, args, with_gradient)[0][direction == "backward"]
     if name == "causal_softmax":
         # The upper triangle of each input is not read.
         inputs = 1 if direction == "forward" else 2
@@ -136,7 +137,7 @@ def measure(
     torch.compile.
     """
     torch.manual_seed(0)
-    args, fused, eager, with_gradient = kernels.examples(**size, device=device)[name]
+    args, fused, eager, with_gradient = kernel_bytes.examples(**size, device=device)[name]
     if name == "cross_entropy":
         # cross_entropy overwrites the logits, so its backward could run only once.
         eager = loss_of_float_logits
@@ -222,7 +223,7 @@ def print_row(row: dict) -> None:
 
 
 def parse_arguments():
-    names = list(kernels.examples(1, 8, 8, 8, 8, 1))
+    names = list(kernel_bytes.examples(1, 8, 8, 8, 8, 1))
     parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="+", metavar="OPERATION", default=names)

@@ -7,7 +7,7 @@ random order a warp may also pause until the others cannot continue without it. 
 is found, before a read and before the next write. An unaligned vector, or an index beyond shared
 memory, ends the process.
 
-    emulated = build(kernels.CUDA, tuple(kernels.FUNCTIONS.values()))
+    emulated = load(kernels.sources())
     emulated.set_order(2, 5)
     emulated.rms_norm(0, dtype, address, ..)
 
@@ -17,14 +17,12 @@ and code under #ifdef __CUDA_ARCH__.
 
 import hashlib
 import re
-import shutil
 from functools import cache
 from pathlib import Path
 
-import kernels
+from runtime import extensions
 
 HEADER = r"""
-#include <pybind11/pybind11.h>
 #include <ucontext.h>
 #include <algorithm>
 #include <cmath>
@@ -76,7 +74,7 @@ struct Barrier {
 // lane has not read yet.
 uint64_t slots[32][2][32];
 
-void wait(Barrier& barrier, int all) {
+inline void wait(Barrier& barrier, int all) {
     int mine = barrier.generation;
     progress = true;
     if (++barrier.arrived == all) {
@@ -90,10 +88,10 @@ void wait(Barrier& barrier, int all) {
     }
 }
 
-int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
+inline int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
 
 // The number of the running thread in its block.
-int number() { return thread.x + block_size.x * (thread.y + block_size.y * thread.z); }
+inline int number() { return thread.x + block_size.x * (thread.y + block_size.y * thread.z); }
 
 // A shuffle: every lane of the warp gives a value and receives that of lane `from`.
 template <typename T>
@@ -106,7 +104,7 @@ T exchange(T value, int from) {
     return value;
 }
 
-void enter() {
+inline void enter() {
     (*kernel)();
     current->done = progress = true;
     swapcontext(&current->context, &scheduler);
@@ -114,14 +112,14 @@ void enter() {
 
 // Order 0: ascending, 1: descending, 2: random.
 template <typename T>
-void arrange(std::vector<T>& items) {
+inline void arrange(std::vector<T>& items) {
     static std::mt19937 generator(0);
     if (order == 1) std::reverse(items.begin(), items.end());
     if (order == 2) std::shuffle(items.begin(), items.end(), generator);
 }
 
 // Runs every thread of a block in a fiber of its own, in turns, until all are done.
-void run_block(int threads) {
+inline void run_block(int threads) {
     while (int(fibers.size()) < threads)
         fibers.emplace_back(new Fiber);
     of_block = Barrier();
@@ -203,16 +201,15 @@ void set_order(int64_t order, int64_t multiprocessors) {
 
 def include_folder() -> Path | None:
     """The folder of CUDA's headers, whose 16-bit types work on the host too; None without CUDA."""
-    folders = [Path("/usr/local/cuda/include")]
-    if nvcc := shutil.which("nvcc"):
-        folders.insert(0, Path(nvcc).resolve().parent.parent / "include")
-    return next((folder for folder in folders if (folder / "cuda_bf16.h").exists()), None)
+    root = extensions.cuda_root()
+    return root and root / "include"
 
 
 def translated(source: str) -> str:
     """Every launch, kernel<T><<<grid, block, 0, on(stream)>>>(..), as a call of emulator::run."""
+    here = ('#include "', "#include <cuda", "#pragma once")
     lines = source.splitlines()
-    source = "\n".join(line for line in lines if not line.startswith("#include <cuda"))
+    source = "\n".join(line for line in lines if not line.startswith(here))
     return re.sub(
         r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<(\w+), (\w+), 0, on\(stream\)>>>(\(.*?\));",
         r"emulator::run(\2, \3, [=] { \1\4; });",
@@ -221,21 +218,24 @@ def translated(source: str) -> str:
     )
 
 
+def load(sources: dict[str, str]):
+    """A Python module with the launchers of {file name: text} and set_order(order,
+    multiprocessors), where order is 0 ascending, 1 descending or 2 random."""
+    # common.cuh, which all include, then what includes it
+    headers = [file for file in ("common.cuh", "columns.cuh") if file in sources]
+    files = [*headers, *(file for file in sources if file not in headers)]
+    return _build(HEADER + translated("\n".join(sources[file] for file in files)))
+
+
 @cache
-def build(source: str, functions: tuple[str, ...]):
-    """A Python module with these launchers and set_order(order, multiprocessors), where order is
-    0 ascending, 1 descending or 2 random."""
-    text = HEADER + translated(source)
+def _build(text: str):
     name = f"fused_on_cpu_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    folder = kernels.cache_folder(name)
-    kernels.once(
-        folder,
-        f"{name}.so",
-        lambda: kernels.compile_inline(
+
+    def compile_into(folder: Path) -> None:
+        extensions.compile_sources(
             name,
             folder,
-            text,
-            functions=[*functions, "set_order"],
+            {"emulator.cpp": text},
             extra_include_paths=[str(include_folder())],
             extra_cflags=[
                 "-O1",
@@ -244,6 +244,6 @@ def build(source: str, functions: tuple[str, ...]):
                 "-Wno-unknown-pragmas",
                 "-Wno-attributes",
             ],
-        ),
-    )
-    return kernels.import_file(name, folder / f"{name}.so")
+        )
+
+    return extensions.load(name, compile_into)

@@ -88,6 +88,17 @@ def test_files_that_are_read_first_are_short(file, most):
     assert len((ROOT / file).read_text().splitlines()) <= most
 
 
+def test_no_line_of_cuda_is_wide():
+    sources = sorted((ROOT / "csrc").iterdir())
+    wide = [
+        f"{path.name}:{number}"
+        for path in sources
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 100
+    ]
+    assert sources and not wide
+
+
 def test_functions_fit_a_screen():
     long = []
     for path in [*modules().values(), *ROOT.glob("tests/*.py"), *ROOT.glob("comparisons/*.py")]:

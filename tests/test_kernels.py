@@ -29,8 +29,10 @@ import sharding
 import train as trainer
 from cross_entropy import cross_entropy
 from dropout import dropout_key, dropout_mask
+from lessons import kernel_bytes
 from model_config import GPTConfig
 from routers import MoEConfig
+from runtime import extensions
 
 GPU = pytest.param(
     "gpu",
@@ -48,7 +50,7 @@ NUMBERS = [torch.float32, torch.bfloat16, torch.float16]
 
 def emulate(set_attribute, order: int = 2, multiprocessors: int = 2) -> None:
     """Make the operations run the CUDA source on the CPU, from now on."""
-    built = cuda_on_cpu.build(kernels.CUDA, tuple(kernels.FUNCTIONS.values()))
+    built = cuda_on_cpu.load(kernels.sources())
     built.set_order(order, multiprocessors)
     set_attribute(kernels, "load", lambda: (built, ""))
     for name, operation in kernels.OPERATIONS.items():
@@ -253,7 +255,7 @@ def run(function, args, dtype, grad_dtype):
     """(outputs, gradients) of a function of arguments in dtype. The gradients of the outputs are
     random, the same each time, and exact in grad_dtype."""
     args = leaves(args, dtype)
-    outputs = kernels.as_tuple(function(*args))
+    outputs = kernel_bytes.as_tuple(function(*args))
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(o.shape, generator=generator).to(grad_dtype).to(o) for o in outputs]
     wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
@@ -468,14 +470,13 @@ def test_any_order_of_threads(monkeypatch):
 )
 def test_a_missing_barrier_is_seen(monkeypatch, marker, offset):
     """Without a barrier where warps exchange sums, some order of threads gives a wrong result."""
-    source = kernels.COMMON + kernels.NORMS
-    functions = tuple(
-        name for declaration, name in kernels.FUNCTIONS.items() if f"{declaration} {{" in source
-    )
-    lines = source.split("\n")
+    sources = {file: kernels.sources()[file] for file in ("common.cuh", "norms.cu")}
+    # float alone: the other types take as long to compile again
+    text = re.sub(r"launch\(__(nv_bfloat16|half)\(\)\);", "return;", sources["common.cuh"])
+    lines = text.split("\n")
     at = next(i for i, line in enumerate(lines) if marker in line) + offset
     assert lines.pop(at).strip().startswith("__syncthreads();")
-    broken = cuda_on_cpu.build("\n".join(lines), functions)
+    broken = cuda_on_cpu.load(sources | {"common.cuh": "\n".join(lines)})
     monkeypatch.setattr(kernels, "load", lambda: (broken, ""))
     x = torch.randn(40, 2048)
     w = torch.rand(2048)
@@ -576,7 +577,7 @@ def test_registrations(place, dtype):
 
 def test_meta_tensors():
     for name, args in examples(torch.bfloat16, "meta").items():
-        outputs = kernels.as_tuple(getattr(torch.ops.fused, name)(*args))
+        outputs = kernel_bytes.as_tuple(getattr(torch.ops.fused, name)(*args))
         assert all(o is None or o.is_meta for o in outputs)
 
 
@@ -727,12 +728,12 @@ def test_bad_input(call, words):
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 @pytest.mark.parametrize("card", [90, pytest.param(80, marks=pytest.mark.repetition)])
-def test_compiles_for_every_card(tmp_path, card):
+@pytest.mark.parametrize("file", sorted(path.name for path in kernels.CSRC.glob("*.cu")))
+def test_compiles_for_every_card(tmp_path, file, card):
     """For sm_80 and sm_90, with the options of torch's build, without warnings. Kernels that move
     vectors move 16 bytes at a time. No kernel that runs often spills registers to memory."""
     from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
-    (tmp_path / "kernels.cu").write_text(kernels.CUDA)
     flags = [
         *COMMON_NVCC_FLAGS,
         "-std=c++20",
@@ -744,7 +745,7 @@ def test_compiles_for_every_card(tmp_path, card):
         f"-arch=sm_{card}",
     ]
     done = subprocess.run(
-        ["nvcc", "-cubin", "kernels.cu", "-o", "kernels.cubin", "--keep", *flags],
+        ["nvcc", "-cubin", kernels.CSRC / file, "-o", "kernels.cubin", "--keep", *flags],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -752,7 +753,7 @@ def test_compiles_for_every_card(tmp_path, card):
     assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
     spills = re.findall(r"Function properties for (\S+)\n.*? (\d+) bytes spill stores", done.stderr)
     spilled = {name for name, bytes_ in spills if int(bytes_) > 16}
-    assert len(re.findall("Compiling entry function", done.stderr)) > 60
+    assert "Compiling entry function" in done.stderr
     # Only LayerNorm's rows of more than 1024 vectors.
     assert all("norm_backward" in name and "Li4ELi512E" in name for name in spilled), spilled
     ptx = next(tmp_path.glob("*.ptx")).read_text()
@@ -768,7 +769,7 @@ def test_once(tmp_path):
     script = f"""
 import fcntl, os, time
 from pathlib import Path
-{inspect.getsource(kernels.once)}
+{inspect.getsource(extensions.once)}
 folder = Path({str(tmp_path)!r})
 def make():
     with open(folder / "built", "a") as f:
@@ -818,7 +819,7 @@ def test_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     import torch.utils.cpp_extension as cpp_extension
 
-    monkeypatch.setattr(cpp_extension, "load_inline", fails_to_build)
+    monkeypatch.setattr(cpp_extension, "load", fails_to_build)
     assert load() == (None, "the build failed: nvcc fatal error: no such thing")
     model = on_meta()
     before = [type(m) for m in model.modules()]
@@ -954,7 +955,7 @@ def test_same_training(base, world, flags):
 @pytest.mark.parametrize("base, world, flags", [LAYOUTS[i] for i in (0, 1, 3, 6)], ids=str)
 def test_same_training_by_cuda_source(base, world, flags):
     # Here, so that the ranks do not all build it at once.
-    cuda_on_cpu.build(kernels.CUDA, tuple(kernels.FUNCTIONS.values()))
+    cuda_on_cpu.load(kernels.sources())
     same(
         train(world, base=base, mutate=swapped_and_emulated, steps=1, precision="fp32", **flags),
         train(base=base, steps=1, precision="fp32"),

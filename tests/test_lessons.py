@@ -28,7 +28,7 @@ def run(name, argv, monkeypatch, capsys) -> str:
         ("data", ["--seq-length", "16"], "sequences of 16 tokens to train on"),
         ("runtime.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
         ("dropout", [], "joined, equal it: True"),
-        ("kernels", [], "cross_entropy"),
+        ("lessons.kernel_bytes", [], "cross_entropy"),
         ("moe", [], "largest relative difference of a gradient"),
         ("flat_parameters", [], "copied back, equals itself: True"),
         ("gradients", [], "of them skipped"),

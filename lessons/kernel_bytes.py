@@ -1,0 +1,247 @@
+"""The demonstration of kernels.py: bytes moved and errors, beside PyTorch's own operations.
+
+    python kernels.py
+
+It says whether the kernels run here. Then, for every operation, it counts the bytes that one pass
+over its arguments and outputs moves, and those that PyTorch's own operations move, forward and
+backward. The error is the largest of an output or a gradient, against float64.
+
+    examples(..)       the operations with arguments of a model's sizes
+    measure(..)        one call, forward and backward: its bytes and its results
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gpt
+import kernels
+import moe
+from cross_entropy import cross_entropy
+from dropout import dropout_key
+from model_config import GPTConfig
+from routers import MoEConfig
+
+
+class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the bytes that PyTorch's operations have to move.
+
+    Every tensor that an operation reads or writes counts once, every tensor that it changes in
+    place twice. Views and empty tensors move nothing.
+    """
+
+    ALLOCATIONS = (
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.new_empty.default,
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        schema = function._schema
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        if is_view or function in self.ALLOCATIONS:
+            return outputs
+        # {address: bytes}: an output that is an argument counts once here.
+        moved = {
+            t.untyped_storage().data_ptr(): t.numel() * t.element_size()
+            for t in torch.utils._pytree.tree_leaves((args, kwargs, outputs))
+            if isinstance(t, Tensor) and t.numel()
+        }
+        changed = [
+            t.numel() * t.element_size()
+            for t, argument in zip(args, schema.arguments)
+            if isinstance(t, Tensor) and argument.alias_info and argument.alias_info.is_write
+        ]
+        self.bytes += sum(moved.values()) + sum(changed)
+        return outputs
+
+
+def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
+    """The examples of what stands in a block; new(*shape) makes a random tensor."""
+    d = h // heads
+    config = GPTConfig(num_layers=1, hidden_size=h, num_heads=heads, seq_length=s, llama=True)
+    table = gpt.rotary_table(config, s, new(1))
+    key = dropout_key(0, 1, torch.arange(b, device=new(1).device))
+    mask = torch.full_like(new(s, s), -math.inf).triu(1)
+    return {
+        "rms_norm": (
+            (new(b, s, h), new(h)),
+            kernels.rms_norm,
+            lambda x, w: F.rms_norm(x, (h,), w, 1e-5),
+            (0, 1),
+        ),
+        "layer_norm": (
+            (new(b, s, h), new(h), new(h)),
+            kernels.layer_norm,
+            lambda x, w, bias: F.layer_norm(x, (h,), w, bias, 1e-5),
+            (0, 1, 2),
+        ),
+        "rotary": (
+            (new(b, s, heads, d).transpose(1, 2), new(b, s, heads, d).transpose(1, 2), *table),
+            kernels.rotary,
+            lambda q, k, *t: (gpt.rotate(q, t), gpt.rotate(k, t)),
+            (0, 1),
+        ),
+        "swiglu": ((new(b, s, ffn), new(b, s, ffn)), kernels.swiglu, gpt.SwiGLU(), (0, 1)),
+        "bias_gelu": (
+            (new(b, s, ffn), new(ffn)),
+            kernels.bias_gelu,
+            lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+            (0, 1),
+        ),
+        "bias_dropout_add": (
+            (new(b, s, h), new(h), new(b, s, h), key),
+            lambda x, bias, r, k: kernels.bias_dropout_add(x, bias, r, k, 2, 0, 0.1),
+            gpt.BiasDropoutAdd(0.1, 2),
+            (0, 1, 2),
+        ),
+        "causal_softmax": (
+            (new(b * heads, s, s),),
+            lambda scores: kernels.causal_softmax(scores, d**-0.5),
+            lambda scores: (scores * d**-0.5 + mask).softmax(-1),
+            (0,),
+        ),
+    }
+
+
+def loss_examples(new, n: int, vocab_size: int) -> dict:
+    logits = new(n, vocab_size)
+    targets = torch.randint(vocab_size, (n,), device=logits.device)
+    return {"cross_entropy": ((logits, targets), kernels.cross_entropy, cross_entropy, (0,))}
+
+
+def expert_examples(new, n: int, h: int) -> dict:
+    """The permutation of n tokens to 2 of 8 experts each."""
+    device = new(1).device
+    routing = moe.Routing(
+        lambda logits, training: logits,
+        MoEConfig(
+            num_layers=1, hidden_size=8, num_heads=1, num_experts=8, router="topk", router_topk=2
+        ),
+    )
+    plan = routing(torch.rand(n, 8, device=device))
+    probabilities = torch.rand(n, 2, device=device)
+    rows = new(len(plan.order), h)
+    there = new(n, h), plan.order, plan.position
+    back = rows, probabilities, plan.position, plan.order
+    return {
+        "permute": (there, kernels.permute, moe.permute, (0,)),
+        "unpermute": (back, kernels.unpermute, moe.unpermute, (0, 1)),
+    }
+
+
+def optimizer_examples(new, size: int) -> dict:
+    """AdamW of one parameter, with 16-bit moments and a split master."""
+    weight = new(size)
+    low = torch.zeros_like(weight, dtype=torch.int16)
+    gradient = torch.randn(size, device=weight.device)
+    state = weight, low, None, gradient, new(size), new(size).abs()
+    lr, decay, beta1, beta2, eps, step, scale = 1e-3, 0.1, 0.9, 0.95, 1e-8, 10, 1.0
+    options = lr, decay, beta1, beta2, eps, step, scale
+    return {"adamw": ((*state, *options), kernels.adamw, kernels.OPERATIONS["adamw"].reference, ())}
+
+
+def examples(
+    b: int,
+    s: int,
+    h: int,
+    ffn: int,
+    vocab_size: int,
+    heads: int = 8,
+    device="cpu",
+    dtype=torch.bfloat16,
+) -> dict:
+    """{name: (arguments, fused, PyTorch's own, which arguments have gradients)} of every operation,
+    at the sizes of a model. Without gradients there is no backward."""
+
+    def new(*shape):
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    return {
+        **module_examples(new, b, s, h, ffn, heads),
+        **loss_examples(new, b * s, vocab_size),
+        **expert_examples(new, b * s, h),
+        **optimizer_examples(new, ffn * h),
+    }
+
+
+def as_tuple(outputs) -> tuple:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def measure(function, args: tuple, with_gradient: tuple, dtype: torch.dtype | None = None):
+    """One call of a function, forward and backward.
+
+    Floating-point arguments are cast to `dtype`, if it is given. Returns ([bytes moved forward,
+    bytes moved backward], [*outputs, *gradients]); without gradients ([bytes moved forward], []).
+    """
+    inputs = list(args)
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor):
+            cast = dtype if dtype is not None and a.is_floating_point() else a.dtype
+            inputs[i] = a.detach().to(cast).clone().requires_grad_(i in with_gradient)
+        if i in with_gradient:
+            # Not a leaf: an operation may overwrite it.
+            inputs[i] = inputs[i] * 1
+    with Traffic() as forward:
+        outputs = function(*inputs)
+    if not with_gradient:
+        return [forward.bytes], []
+    outputs = as_tuple(outputs)
+    grad_outputs = [
+        torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(o)
+        for o in outputs
+    ]
+    with Traffic() as backward:
+        gradients = torch.autograd.grad(outputs, [inputs[i] for i in with_gradient], grad_outputs)
+    return [forward.bytes, backward.bytes], [*outputs, *gradients]
+
+
+def largest_error(results: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest |x - y| / |y|, in the 2-norm, of outputs and gradients against float64."""
+    pairs = zip(results, exact)
+    return max(((x.double() - y).norm() / y.norm()).item() for x, y in pairs)
+
+
+def main():
+    library, why_not = kernels.load()
+    if library:
+        print(f"compiled for {torch.cuda.get_device_name()}")
+    else:
+        print(f"not compiled here ({why_not}): the references run")
+    device, ours = ("cuda", "kernel") if library else ("cpu", "reference")
+    print(
+        "\nBytes per element of the first argument, bf16, forward + backward:\n"
+        "  one pass   every argument and output of the operation once\n"
+        f"  PyTorch    summed over PyTorch's own operations on this device ({device})\n"
+        "Error: the largest of an output or a gradient, against float64.\n\n"
+        f"{'':>18}{'one pass':>14}{'PyTorch':>16}{'ratio':>7}"
+        f"{'error: ' + ours:>18}{'PyTorch':>9}"
+    )
+    torch.manual_seed(0)
+    sizes = dict(b=2, s=256, h=512, ffn=1408, vocab_size=4096)
+    for name, (args, fused, eager, with_gradient) in examples(**sizes, device=device).items():
+        one_pass, fused_results = measure(fused, args, with_gradient)
+        several, eager_results = measure(eager, args, with_gradient)
+        errors = "", ""
+        if with_gradient:
+            exact = measure(eager, args, with_gradient, torch.float64)[1]
+            results = fused_results, eager_results
+            errors = tuple(f"{largest_error(r, exact):.1e}" for r in results)
+        counts = [
+            " + ".join(f"{moved / args[0].numel():.1f}" for moved in passes)
+            for passes in (one_pass, several)
+        ]
+        ratio = sum(several) / sum(one_pass)
+        print(f"{name:>18}{counts[0]:>14}{counts[1]:>16}{ratio:>7.1f}{errors[0]:>18}{errors[1]:>9}")
+
+
+if __name__ == "__main__":
+    main()
