@@ -11,8 +11,7 @@ The layout changes nothing but speed and memory. Nothing else depends on it:
     initial weights     depend on (seed, name of the parameter)
     samples of a step   depend on (seed, step)
     dropout masks       depend on (seed, step, sample, layer, position)
-    loss                is the sum of token losses / counted tokens of the global batch; gradients
-                        are summed over ranks and micro-batches, never averaged
+    loss                Σ token losses / counted tokens of the global batch, no mean of means
 
 With experts this holds for one --micro-batch-size: routers balance within a micro-batch. What a run
 needs beside this file stands in runtime/: flags, ranks, resuming, messages, the output folder.
@@ -29,6 +28,7 @@ from functools import partial
 
 import torch
 
+import chunked_head
 import fsdp
 import kernels
 import moe
@@ -94,6 +94,7 @@ class Trainer(RunHooks):
             self.before_techniques(stage)
             if groups.tp:
                 tensor_parallel.apply(stage, groups.tp)
+            chunked_head.apply(stage, config.head_chunk)
             if config.sequence_parallel:
                 sequence_parallel.apply(stage, groups.tp)
             self.after_model_parallel(stage)

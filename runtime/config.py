@@ -151,6 +151,9 @@ class Config:
     recompute_layers: int | None = flag(
         None, "recompute only the first n layers; the default is all"
     )
+    head_chunk: int = flag(
+        0, "tokens that have logits at a time; by default all of a micro-batch have them"
+    )
     attention: str | None = flag(
         None,
         "fused never writes the s x s scores; it is the default where dropout is 0",

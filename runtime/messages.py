@@ -19,6 +19,7 @@ LAYOUT = (
     "reduce_dtype",
     "recompute",
     "recompute_layers",
+    "head_chunk",
     "optimizer_state",
 )
 

@@ -10,6 +10,7 @@ import importlib.util
 
 import torch
 
+import chunked_head
 import moe
 import pipeline_parallel
 import recompute
@@ -150,6 +151,7 @@ def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
     dp = world // config.tp // config.pp
     with as_flags():
         recompute.check(model, config.recompute, config.recompute_layers)
+        chunked_head.check(config.head_chunk)
         tensor_parallel.check(model, config.tp, world)
         if config.sequence_parallel:
             sequence_parallel.check(model, config.tp)

@@ -27,6 +27,7 @@ def run(name, argv, monkeypatch, capsys) -> str:
         ("cross_entropy", [], "in place: loss"),
         ("data", ["--seq-length", "16"], "sequences of 16 tokens to train on"),
         ("runtime.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
+        ("chunked_head", [], "64 tokens"),
         ("dropout", [], "joined, equal it: True"),
         ("lessons.kernel_bytes", [], "cross_entropy"),
         ("moe", [], "largest relative difference of a gradient"),

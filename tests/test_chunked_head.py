@@ -1,0 +1,146 @@
+"""Logits a few tokens at a time: one device's loss and gradients, and the bytes that are left."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from parity import LLAMA, SMALL, differs, same, train, train_each
+
+import chunked_head
+import gpt
+from chunked_head import chunked_loss
+from lessons import ranks
+from model_config import FieldError
+from sharding import Shard, Sharding, gather, shard_of
+
+# 8 sequences of 16 tokens: 7 does not divide them, and 257 is divided by no t; GPT's matrix is tied
+TIED = SMALL | dict(vocab_size=257, head_chunk=7)
+UNTIED = LLAMA | dict(vocab_size=257, num_heads=8, num_kv_heads=4, head_chunk=7)
+LAYOUTS = [
+    (1, [dict(), dict(head_chunk=1000), dict(micro_batch_size=4, recompute="selective")]),
+    (2, [dict(tp=2), dict(tp=2, sequence_parallel=True), dict(zero_stage=3)]),
+    (2, [dict(pp=2, schedule="zb-h1"), dict(pp=2)]),
+    (4, [dict(tp=4), dict(tp=2, pp=2, sequence_parallel=True, recompute="full")]),
+]
+
+
+@pytest.mark.parametrize("base", [TIED, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("world, variants", LAYOUTS, ids=["one", "two", "stages", "four"])
+def test_equals_the_whole_head(base, world, variants):
+    for result in train_each(world, variants, base=base):
+        same(result, train(base=base | dict(head_chunk=0)))
+
+
+def no_sums():
+    """The ranks' columns are never added up."""
+    chunked_head.dist = SimpleNamespace(
+        all_reduce=lambda *args, **options: None, ReduceOp=dist.ReduceOp
+    )
+
+
+def last_chunk_forgotten():
+    """Backward works on all chunks but the last."""
+    backward = chunked_head._ChunkedLoss.backward
+
+    def broken(ctx, grad):
+        grad = grad.clone()
+        grad[-7:] = 0
+        return backward(ctx, grad)
+
+    chunked_head._ChunkedLoss.backward = staticmethod(broken)
+
+
+@pytest.mark.parametrize(
+    "world, flags, mutate", [(2, dict(tp=2), no_sums), (1, dict(), last_chunk_forgotten)]
+)
+def test_the_gate_sees(world, flags, mutate):
+    differs(train(world, base=TIED, mutate=mutate, **flags), train(base=TIED | dict(head_chunk=0)))
+
+
+def losses_of_ranks(rank: int, vocab_size: int) -> bool:
+    """Whether loss and gradients on these ranks are those of the whole head."""
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 8, dtype=torch.float64, generator=generator)
+    weight = torch.randn(vocab_size, 8, dtype=torch.float64, generator=generator)
+    targets = torch.randint(vocab_size, (2, 5), generator=generator)
+    grad = torch.randn(2, 5, dtype=torch.float64, generator=generator)
+    whole = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    logits = F.linear(*whole).flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), reduction="none").view(2, 5)
+    expected.backward(grad)
+    record = Sharding(tuple(weight.shape), (Shard(0, group),))
+    part = [x.clone().requires_grad_(), shard_of(weight, record).clone().requires_grad_()]
+    loss = chunked_loss(*part, targets, 3, vocab_size, group)
+    loss.backward(grad)
+    dx = part[0].grad.clone()
+    dist.all_reduce(dx, group=group)
+    dw = gather(part[1].grad, record)
+    pairs = (loss, expected), (dx, whole[0].grad), (dw, whole[1].grad)
+    return all((a - b).abs().max() < 1e-12 for a, b in pairs)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 8, 31])
+def test_vocabularies(vocab_size):
+    """With 5 words the last of four ranks has padding alone."""
+    assert all(ranks.run(losses_of_ranks, 4, vocab_size))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits(dtype):
+    """The gradient of W is summed over chunks in float32: nearer to float64 than one chunk's
+    rounding."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 64, 32).to(dtype)
+    weight = torch.randn(101, 32).to(dtype) / 4
+    targets = torch.randint(101, (4, 64))
+    gradients = []
+    for kind in (torch.float64, dtype):
+        leaves = [t.to(kind).requires_grad_() for t in (x, weight)]
+        chunked_loss(*leaves, targets, 16, 101).sum().backward()
+        gradients.append([leaf.grad.double() for leaf in leaves])
+    for exact, rounded in zip(*gradients):
+        assert (exact - rounded).norm() < 2 * torch.finfo(dtype).eps * exact.norm()
+
+
+def test_bytes_are_those_of_the_formula():
+    n, h, v = 512, 16, 4096
+    x, weight = torch.randn(1, n, h), torch.randn(v, h)
+    targets = torch.randint(v, (1, n))
+    for chunk in (32, 128):
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        peak = chunked_head.peak_bytes(
+            lambda leaves=leaves, chunk=chunk: (
+                chunked_loss(*leaves, targets, chunk, v).sum().backward()
+            )
+        )
+        formula = 4 * (chunk * v + n * h + 2 * v * h)
+        # and a few numbers for each token
+        assert formula <= peak < formula + 100 * n
+
+
+def test_without_targets_logits_are_whole():
+    model = gpt.GPT(
+        gpt.GPTConfig(num_layers=1, hidden_size=8, num_heads=1, seq_length=4, vocab_size=11)
+    )
+    tokens = torch.arange(4)[None]
+    logits = model(tokens)
+    names = [name for name, _ in model.named_parameters()]
+    chunked_head.apply(model, 3)
+    assert torch.equal(model(tokens), logits)
+    assert [name for name, _ in model.named_parameters()] == names
+    # off: nothing changes
+    other = gpt.GPT(model.config)
+    chunked_head.apply(other, 0)
+    assert type(other.head) is gpt.Head
+    with pytest.raises(FieldError, match="-1"):
+        chunked_head.check(-1)
+
+
+def test_a_target_that_is_no_word():
+    x, weight = torch.randn(1, 2, 4), torch.randn(5, 4)
+    for wrong in (-1, 5):
+        with pytest.raises((RuntimeError, IndexError)):
+            chunked_loss(x, weight, torch.tensor([[0, wrong]]), 1, 5)
