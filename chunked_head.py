@@ -4,21 +4,23 @@ Logits are [b, s, V]. For GPT-2 (V = 50,257) with 32 sequences of 1,024 tokens t
 16 bits, and twice that in float32: often the largest tensor of a step. But the loss of a token
 needs the logits of this token alone:
 
-    forward     for N tokens at a time:  z = x Wᵀ [N, V]      log Σ exp(z) and z_target, kept
-    backward    for N tokens at a time:  z = x Wᵀ again       ∂z = g (exp(z - log Σ) - onehot)
+    forward     for N tokens at a time:  z = x Wᵀ [N, V]      L = log Σ exp(z), kept
+                                         loss = L - z_target
+    backward    for N tokens at a time:  z = x Wᵀ again       ∂z = g (exp(z - L) - onehot)
                                          ∂x = ∂z W            ∂W += ∂zᵀ x
 
-So N V numbers exist instead of b s V. The price is one more multiplication by W: 8 instead of 6
-b s h V FLOPs. (Selective recomputation, arXiv 2205.05198, applied to the head.) With tensor
-parallelism each rank has V / t columns, and the ranks add up three numbers of each token, as in
+So N V logits exist instead of b s V. Beside them backward has ∂W in float32, and what a chunk adds
+to it. The price is one more multiplication by W: 8 instead of 6 b s h V FLOPs. (Selective
+recomputation, arXiv 2205.05198, applied to the head.) With tensor parallelism each rank has V / t
+columns, and the ranks reduce three numbers of each token, as in
 tensor_parallel.vocab_parallel_cross_entropy.
 
     python chunked_head.py                   peak bytes, whole and in chunks
     python train.py --head-chunk 1024        in a run
 
-Not covered: fused kernels for a chunk (this is plain PyTorch everywhere); Liger computes the
-gradients in forward, which saves the second multiplication and needs the weight of every token's
-loss before.
+Not covered: fused kernels for the loss of a chunk; with --schedule zb-h1 ∂W of the head is computed
+with ∂x, and does not wait. Liger computes the gradients in forward: that saves the second
+multiplication, but forward must know g, the factor of each token's loss.
 """
 
 import os
@@ -44,14 +46,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunk, vocab_size, group):
-        # the parameter itself: under ZeRO stage 3 its values come and go
+        # not saved by autograd: under ZeRO stage 3 its values are freed, and gathered again
         ctx.weight = weight
         ctx.chunk = chunk
         ctx.columns = len(weight)
         local, elsewhere = targets, torch.zeros_like(targets, dtype=torch.bool)
         if group is not None:
             local, elsewhere = tensor_parallel.local_ids(targets, len(weight), vocab_size, group)
-            # what follows is padding
+            # the columns after these are padding
             ctx.columns = min(len(weight), max(0, vocab_size - group.rank() * len(weight)))
         dtype = torch.promote_types(x.dtype, torch.float32)
         largest, total, target_logit = x.new_empty(3, len(x), dtype=dtype)
@@ -61,7 +63,7 @@ class _ChunkedLoss(torch.autograd.Function):
             largest[rows] = z.amax(-1).clamp_(min=torch.finfo(dtype).min)
             target_logit[rows] = z.gather(-1, local[rows].unsqueeze(-1)).squeeze(-1)
             total[rows] = z.sub_(largest[rows].unsqueeze(-1)).exp_().sum(-1)
-            # before the next one is made
+            # free these logits before the next ones are made
             del z
         target_logit = target_logit.masked_fill(elsewhere, 0)
         if group is not None:
@@ -80,8 +82,10 @@ class _ChunkedLoss(torch.autograd.Function):
         x, local, elsewhere, log_total = ctx.saved_tensors
         weight = ctx.weight
         dx = torch.empty_like(x)
-        # summed over chunks in at least float32
-        dw = torch.zeros_like(weight, dtype=log_total.dtype)
+        dw = None
+        if ctx.needs_input_grad[1]:
+            # summed over chunks in at least float32
+            dw = torch.zeros_like(weight, dtype=log_total.dtype)
         # -1 where the target is in this rank's columns, 0 elsewhere
         minus_onehot = elsewhere.to(log_total.dtype) - 1
         for rows in row_chunks(len(x), ctx.chunk):
@@ -90,12 +94,14 @@ class _ChunkedLoss(torch.autograd.Function):
             z.scatter_add_(-1, local[rows].unsqueeze(-1), minus_onehot[rows].unsqueeze(-1))
             dz = z.mul_(grad[rows].unsqueeze(-1)).to(x.dtype)
             dx[rows] = dz @ weight
-            dw += dz.t() @ x[rows]
+            if dw is not None:
+                dw += dz.t() @ x[rows]
             del z, dz
         return dx, dw, None, None, None, None
 
 
 def row_chunks(n: int, chunk: int) -> list[slice]:
+    """n rows as slices of `chunk` rows; the last may have fewer."""
     return [slice(start, start + chunk) for start in range(0, n, chunk)]
 
 
@@ -139,7 +145,9 @@ class ChunkedHead(nn.Module):
         self.vocab_size = sharding.sharding_of(head.output.weight).shape[0]
         self.group = getattr(head, "group", None)
         # f, which sequence parallelism replaces by g
-        self.enter = tensor_parallel.CopyToRanks(self.group) if self.group else nn.Identity()
+        self.enter = nn.Identity()
+        if self.group is not None:
+            self.enter = tensor_parallel.CopyToRanks(self.group)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """As gpt.Head. Without targets, to generate, the logits are whole."""
@@ -216,11 +224,10 @@ def main():
         formula = 4 * ((chunk or b * s) * v + b * s * h + v * h * (2 if chunk else 1))
         name = f"{chunk} tokens" if chunk else "whole"
         print(f"{name:>16}{peak:>14,}{formula:>14,}")
-    for chunked in gradients[1:]:
-        worst = max(
-            ((a - c).abs().max() / a.abs().max()).item() for a, c in zip(gradients[0], chunked)
-        )
-        print(f"largest relative difference of a gradient: {worst:.1e}")
+    for chunk, chunked in zip((256, 64), gradients[1:]):
+        pairs = zip(gradients[0], chunked)
+        worst = max(((a - c).abs().max() / a.abs().max()).item() for a, c in pairs)
+        print(f"{chunk} tokens: largest relative difference of a gradient {worst:.1e}")
 
 
 if __name__ == "__main__":

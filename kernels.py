@@ -16,24 +16,25 @@ Bytes per element of the first argument in bf16, forward + backward:
     rotary               8 + 8     queries and keys rotated by their position    arXiv 2104.09864
     swiglu               6 + 10    silu(gate) up                                 arXiv 2002.05202
     bias_gelu            4 + 6     gelu(x + b), tanh form                        arXiv 1606.08415
-    bias_dropout_add     6 + 4     residual + dropout(x + b), mask recomputed    dropout_mask
+    bias_dropout_add     6 + 4     residual + dropout(x + b), mask recomputed    dropout.py
     causal_softmax       3 + 4     softmax(scale x + causal mask), half is read  (all: 4 + 6)
     cross_entropy        2 + 4     log Σ exp z - z_target, gradient in place     arXiv 1805.02867
     permute              6 + 6     copies of tokens, sorted by expert, k = 2     moe.py
     unpermute            3 + 5     back: times probabilities, summed, k = 2      moe.py
     adamw                20        parameter update, bf16 moments, split master  optimizer.py
 
-The CUDA sources are in csrc/, a file for each operation: read common.cuh, then swiglu.cu. Here each
-operation has a chapter: plain PyTorch (`reference`), which runs on CPUs, in float64 and where there
-is no compiler; output shapes alone (`empty`), for torch.compile and the meta device; and the launch
-of its kernel. Matrix multiplications stay with cuBLAS,
+The CUDA sources are in csrc/, a file for each operation, or for two that share their kernels: read
+common.cuh, then swiglu.cu. Here each operation is a class: plain PyTorch (`reference`), which runs
+on CPUs, in float64 and where there is no compiler; output shapes alone (`empty`), for torch.compile
+and the meta device; and the launch of its kernel. Matrix multiplications stay with cuBLAS,
 attention with scaled_dot_product_attention.
 
 How a memory-bound kernel comes near the limit: instructions that move vectors of 16 bytes; several
 loads in flight before the first is used; neighbouring threads at neighbouring addresses; sums in
 registers and shuffles; each element read once. Comments in the CUDA sources say where each of these
 is decided; comparisons/kernels.py measures how near each kernel comes. 16-bit inputs are computed
-in float and rounded once. A size that is no multiple of 16 bytes is left to PyTorch.
+in float and rounded once. Rows that are not whole vectors are left to PyTorch, except by
+cross_entropy.
 
 `apply(model, device)` puts the operations into a finished model from outside. It changes the class
 of a module (nn.RMSNorm becomes RMSNorm below), so names, parameters, hooks and the work of other
@@ -46,7 +47,6 @@ tuned for each card and size.
 
 import contextlib
 import functools
-import hashlib
 import math
 import sys
 from pathlib import Path
@@ -105,9 +105,8 @@ def load():
         device = torch.cuda.get_device_name()
         version = f"{capability[0]}.{capability[1]}"
         return None, f"{device} has compute capability {version}, and they need 8.0"
-    versions = torch.__version__, torch.version.cuda, sys.version
-    build = (sources(), *versions, nvcc_flags(capability))
-    name = f"fused_{hashlib.sha256(repr(build).encode()).hexdigest()[:16]}"
+    versions = torch.__version__, torch.version.cuda
+    name = extensions.name_of("fused", sources(), versions, nvcc_flags(capability))
     try:
         return extensions.load(name, lambda folder: compile_kernels(name, folder, capability)), ""
     except (OSError, RuntimeError, ImportError) as e:
@@ -272,7 +271,7 @@ def row_fits(t: Tensor, *_) -> bool:
 
 
 def elements_fit(t: Tensor, *_) -> bool:
-    """Whether all elements of t are whole vectors."""
+    """Whether the number of elements of t is a multiple of a vector's."""
     return t.numel() % vector_of(t) == 0
 
 

@@ -16,6 +16,7 @@ Without a GPU only --toy runs: the same code with the references, at sizes whose
 and torch.compile without a compiler backend.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -80,8 +81,19 @@ def call(name: str, kind: str, function, args: tuple, with_gradient: tuple, dire
     return Backward(function, args, with_gradient)
 
 
+def one_stream(device: str):
+    """A context in which everything on a GPU runs on one stream, and not on the default one.
+
+    A CUDA graph is captured on such a stream. Autograd runs a backward on the stream of its
+    forward, so forwards and warm-ups must have run there too.
+    """
+    if device == "cpu":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream())
+
+
 class Timer:
-    """Measures the seconds per call of several functions in turn."""
+    """Measures the seconds per call of several functions in turn. On a GPU: in `one_stream`."""
 
     def __init__(self, functions: list, device: str):
         self.functions = functions
@@ -94,7 +106,7 @@ class Timer:
             torch.cuda.synchronize()
             self.repeats = 5
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 for _ in range(self.repeats):
                     for f in functions:
                         f()
@@ -250,23 +262,24 @@ def main():
     backend = "aot_eager" if args.toy else "inductor"
     # A compiled backward must run many times, like the others.
     torch._functorch.config.donated_buffer = False
-    bandwidth = copy_bandwidth(device, 2**31 if device == "cuda" else 2**26, rounds)
-    print_header(bandwidth)
-    results = {}
-    for title, size in sizes.items():
-        results[title] = []
-        print(title)
-        for name in args.only:
-            for row in measure(name, size, device, rounds, sets, backend):
-                row["share of copy bandwidth"] = {
-                    kind: row["bytes"] / seconds["median"] / bandwidth
-                    for kind, seconds in row["seconds"].items()
-                }
-                results[title].append(row)
-                print_row(row)
-            if device == "cuda":
-                torch.cuda.empty_cache()
-            torch._dynamo.reset()
+    with one_stream(device):
+        bandwidth = copy_bandwidth(device, 2**31 if device == "cuda" else 2**26, rounds)
+        print_header(bandwidth)
+        results = {}
+        for title, size in sizes.items():
+            results[title] = []
+            print(title)
+            for name in args.only:
+                for row in measure(name, size, device, rounds, sets, backend):
+                    row["share of copy bandwidth"] = {
+                        kind: row["bytes"] / seconds["median"] / bandwidth
+                        for kind, seconds in row["seconds"].items()
+                    }
+                    results[title].append(row)
+                    print_row(row)
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+                torch._dynamo.reset()
     saved = {"copy_bandwidth": bandwidth, "sizes": sizes, "results": results}
     report.save("kernels", saved, args)
     draw(results, bandwidth, args.figures / "kernels.png")

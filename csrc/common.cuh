@@ -17,8 +17,7 @@
 // each thread more registers. __restrict__ promises that no other pointer reaches that memory.
 // Shared memory has 32 banks; it is slower when lanes of a warp read different words of one bank.
 //
-// Launchers take addresses and numbers, so this source needs no PyTorch headers: it builds in
-// seconds, and any C++ compiler can read it.
+// Launchers take addresses and numbers, so no PyTorch header is included, and the build is short.
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -211,8 +210,8 @@ void launch_each(int64_t n, F f, int64_t stream) {
 // which stay in registers from the first pass over the row to the last. A row that needs at most 4
 // vectors a lane (3 where the kernel has few registers to spare) takes one warp, and no thread
 // waits for another warp. `launch` receives W, K and the most threads of a block as types, so that
-// loops unroll. Longer rows do not fit (`row_fits` in Python), and PyTorch's operations compute
-// them.
+// loops unroll, and `threads`. SPARE: whether the kernel has registers to spare. Longer rows do not
+// fit (`row_fits` in Python), and PyTorch's operations compute them.
 template <int N>
 struct Number {
     static constexpr int value = N;

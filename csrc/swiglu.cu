@@ -19,7 +19,7 @@ struct SwiGLU {
     }
 };
 
-// silu'(x) = s + x s (1 - s)
+// silu'(x) = s + x s (1 - s) with s = sigmoid(x)
 template <typename T>
 struct SwiGLUBackward {
     const T *dy, *gate, *up;

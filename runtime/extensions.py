@@ -1,6 +1,7 @@
 """Builds C++ and CUDA extensions once per machine, and keeps them.
 
-    library = extensions.load(name, lambda: sources, **options)
+    name = extensions.name_of("fused", sources, flags)
+    module = extensions.load(name, lambda folder: compile_sources(name, folder, sources, ..))
 
 torch.utils.cpp_extension compiles. This file adds that one process of a machine builds while the
 others wait, that a build which was killed leaves nothing behind, and that a compiled extension is
@@ -8,6 +9,7 @@ taken only whole.
 """
 
 import fcntl
+import hashlib
 import importlib.util
 import os
 import re
@@ -18,7 +20,8 @@ from pathlib import Path
 # A launcher: a function of integers and floating-point numbers. What follows a line that ends in >
 # is a template.
 LAUNCHER = re.compile(r"(?<!>\n)^((?:void|int64_t) (\w+)\([^)]*\)) \{", re.M)
-# Called from Python with a tuple. pybind11 would do the same, and compile eight times as long.
+# The wrapper of one launcher, which unpacks Python's arguments. pybind11 could write it, but takes
+# eight times as long to compile.
 CALL = """
 static PyObject* call_{name}(PyObject*, PyObject* arguments) {{
     {variables}
@@ -47,11 +50,18 @@ def folder_of(name: str) -> Path:
     return (Path(root) if root else Path.home() / ".cache" / "torch_extensions") / name
 
 
+def name_of(prefix: str, *build) -> str:
+    """A name that changes with all that a build depends on. build: sources, flags, versions."""
+    everything = repr((*build, CALL, MODULE, sys.version))
+    return f"{prefix}_{hashlib.sha256(everything.encode()).hexdigest()[:16]}"
+
+
 def load(name: str, compile_into):
     """The extension `name`. Where no process of this machine has built it, compile_into(folder)
     makes folder/NAME.so first.
 
-    Raises RuntimeError if a compiler fails, OSError if there is no compiler.
+    Raises RuntimeError if a compiler fails, OSError if there is no compiler, ImportError if what
+    was built cannot be loaded.
     """
     folder = folder_of(name)
     once(folder, f"{name}.so", lambda: compile_into(folder))
@@ -78,7 +88,8 @@ def cuda_root() -> Path | None:
     """The folder of CUDA, with its headers; None where there is none. nvcc may be a script that
     calls another nvcc, so the folder above it need not be CUDA's."""
     nvcc = shutil.which("nvcc")
-    roots = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parent.parent]
+    roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    roots.append(nvcc and Path(nvcc).resolve().parent.parent)
     for root in (*filter(None, roots), "/usr/local/cuda"):
         if (Path(root) / "include" / "cuda_runtime.h").exists():
             return Path(root)
@@ -95,21 +106,21 @@ def compile_sources(name: str, folder: Path, sources: dict[str, str], **options)
     from torch.utils import cpp_extension
 
     scratch = folder / "build"
-    path = os.environ["PATH"]
+    search_path = os.environ.get("PATH", os.defpath)
     # A build that was killed left a lock, which cpp_extension would wait for.
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     for file, text in (sources | {"bindings.cpp": bindings(name, sources)}).items():
         (scratch / file).write_text(text)
     compiled = [str(path) for path in scratch.iterdir() if path.suffix in (".cpp", ".cu")]
-    if cpp_extension.CUDA_HOME is None and cuda_root():
-        cpp_extension.CUDA_HOME = str(cuda_root())
+    if root := cuda_root():
+        cpp_extension.CUDA_HOME = str(root)
     # pip installs ninja beside the Python executable.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{search_path}"
     try:
         cpp_extension.load(name, sorted(compiled), build_directory=str(scratch), **options)
     finally:
-        os.environ["PATH"] = path
+        os.environ["PATH"] = search_path
     os.replace(scratch / f"{name}.so", folder / f"{name}.so")
 
 
@@ -129,13 +140,15 @@ def bindings(name: str, sources: dict[str, str]) -> str:
         for i, kind in enumerate(types):
             variables.append(f"{'double' if kind == 'double' else 'long long'} a{i};")
         call = f"{function}({', '.join(f'a{i}' for i in range(len(types)))})"
-        counts = declaration.startswith("int64_t")
+        returns_number = declaration.startswith("int64_t")
         text += f"{declaration};" + CALL.format(
             name=function,
             variables=" ".join(variables),
             kinds="".join("d" if kind == "double" else "L" for kind in types),
             addresses="".join(f", &a{i}" for i in range(len(types))),
-            result=f"return PyLong_FromLongLong({call})" if counts else f"{call}; Py_RETURN_NONE",
+            result=f"return PyLong_FromLongLong({call})"
+            if returns_number
+            else f"{call}; Py_RETURN_NONE",
         )
     methods = [f'    {{"{f}", call_{f}, METH_VARARGS, nullptr}},' for f in found]
     return text + MODULE.format(name=name, methods="\n".join(methods))

@@ -68,7 +68,7 @@ def check_room(config: Config, world: World) -> None:
             " or more ranks with --tp, --pp or --zero-stage 3, would need less of each"
         )
     micro = config.micro_batch(dp)
-    needs = room.activation_bytes(model, precision, micro, ranks)
+    needs = room.activation_bytes(model, precision, micro, ranks, config.head_chunk)
     if needs > has:
         raise ConfigError(
             f"--micro-batch-size {micro}: the activations of so many sequences of "

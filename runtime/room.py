@@ -52,15 +52,17 @@ def state_bytes(
 
 
 def activation_bytes(
-    model: MoEConfig, precision: str, micro_batch: int, ranks: dict[str, int]
+    model: MoEConfig, precision: str, micro_batch: int, ranks: dict[str, int], head_chunk: int = 0
 ) -> int:
     """Bytes that the fullest rank holds at least for one micro-batch: each layer's input, and
-    without a pipeline the logits. ranks: as in `state_bytes`."""
+    without a pipeline the logits, of `head_chunk` tokens if it is given. ranks: as in
+    `state_bytes`."""
     size = {"fp64": 8, "fp32": 4}.get(precision, 2)
-    numbers = model.hidden_size * model.num_layers // ranks["pp"]
+    tokens = micro_batch * model.seq_length
+    numbers = tokens * (model.hidden_size * model.num_layers // ranks["pp"])
     if ranks["pp"] == 1:
-        numbers += model.vocab_size
-    return micro_batch * model.seq_length * size * numbers // ranks["tp"]
+        numbers += min(head_chunk or tokens, tokens) * model.vocab_size
+    return size * numbers // ranks["tp"]
 
 
 def memory(device: str, ranks_on_machine: int) -> int:

@@ -15,13 +15,19 @@ Not covered: speed, indices beyond a tensor's end, what blocks do to each other 
 and code under #ifdef __CUDA_ARCH__.
 """
 
-import hashlib
 import re
 from functools import cache
 from pathlib import Path
 
 from runtime import extensions
 
+FLAGS = [
+    "-O1",
+    "-fsanitize=bounds,alignment",
+    "-fsanitize-undefined-trap-on-error",
+    "-Wno-unknown-pragmas",
+    "-Wno-attributes",
+]
 HEADER = r"""
 #include <ucontext.h>
 #include <algorithm>
@@ -229,7 +235,7 @@ def load(sources: dict[str, str]):
 
 @cache
 def _build(text: str):
-    name = f"fused_on_cpu_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    name = extensions.name_of("fused_on_cpu", text, FLAGS)
 
     def compile_into(folder: Path) -> None:
         extensions.compile_sources(
@@ -237,13 +243,7 @@ def _build(text: str):
             folder,
             {"emulator.cpp": text},
             extra_include_paths=[str(include_folder())],
-            extra_cflags=[
-                "-O1",
-                "-fsanitize=bounds,alignment",
-                "-fsanitize-undefined-trap-on-error",
-                "-Wno-unknown-pragmas",
-                "-Wno-attributes",
-            ],
+            extra_cflags=FLAGS,
         )
 
     return extensions.load(name, compile_into)

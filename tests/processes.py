@@ -1,4 +1,5 @@
-"""Starts commands of this project as `python FILE FLAGS` and torchrun do, without their wait.
+"""Starts commands of this project as `python FILE FLAGS` and torchrun do, without waiting for
+imports.
 
     done = processes.run(["train.py", "--steps", "3"], world=2)       # two ranks, to their end
     done.returncode, done.stdout, done.stderr
@@ -9,8 +10,10 @@
     process.wait()
 
 A new interpreter imports PyTorch and this project for 3 to 6 seconds. These processes are forked
-from the server of lessons/ranks.py, which has imported both. What a test says about the start or
-the end of an interpreter, or about torchrun itself, needs `subprocess` instead.
+from a server that has imported what `ranks.preload` names (tests/conftest.py). They start no
+processes of their own, and what PyTorch reads from the environment while it is imported is the
+server's. What a test says about the start or the end of an interpreter, or about torchrun itself,
+needs `subprocess` instead.
 """
 
 import gc
@@ -44,7 +47,8 @@ class Command:
 
     def _output(self, name: str) -> str:
         path = Path(self.folder.name) / name
-        return path.read_text() if path.exists() else ""
+        # half a character may be written
+        return path.read_text(errors="replace") if path.exists() else ""
 
     @property
     def stdout(self) -> str:
@@ -122,22 +126,25 @@ def free_port() -> int:
 
 
 def run(argv: list, world: int = 1, timeout: float = 120) -> subprocess.CompletedProcess:
-    """Run a command to its end. As torchrun does: when a rank fails, the others are stopped, and
-    the exit status is that of the first to fail."""
+    """Run a command to its end. When a rank fails, the others are killed after a moment, in which
+    they may end by themselves, and the exit status is that of the first to fail."""
     started = start_ranks(world, argv) if world > 1 else [start(argv)]
     deadline = time.monotonic() + timeout
     running = {command.process.sentinel: command for command in started}
     status = 0
     while running:
-        ended = wait(running, deadline - time.monotonic())
-        late = [command.stderr for command in running.values()]
-        assert ended, f"still running after {timeout} s:\n{''.join(late)}"
+        ended = wait(running, max(0, deadline - time.monotonic()))
         for sentinel in ended:
             ended_with = running.pop(sentinel).wait()
-            status = status or ended_with
-        if status:
+            if ended_with and not status:
+                status = ended_with
+                deadline = min(deadline, time.monotonic() + 5)
+        if not ended:
+            late = [command.stderr for command in running.values()]
             for command in running.values():
-                command.process.terminate()
+                command.process.kill()
+            assert status, f"still running after {timeout} s:\n{''.join(late)}"
+            break
     stdout = "".join(command.stdout for command in started)
     stderr = "".join(command.stderr for command in started)
     return subprocess.CompletedProcess(argv, status, stdout, stderr)

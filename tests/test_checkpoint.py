@@ -803,7 +803,7 @@ EXPERTS = {
 }
 
 FEW = {name: MATRIX[name] for name in ("dp 3, stage 3", "pp 2, dp 2, stage 3")}
-FEW_EXPERTS = {name: EXPERTS[name] for name in ("one", "ep 4, stage 3")}
+FEW_EXPERTS = {name: EXPERTS[name] for name in ("one", "ep 2")}
 # all take 4 minutes
 EVERY_PAIR = [
     pytest.param(matrix, model, *precision, marks=pytest.mark.repetition)

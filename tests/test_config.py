@@ -138,6 +138,8 @@ def test_memory_bounds_are_lower_bounds():
     shared = room.state_bytes(model, "bf16", "fp32", 3, alone | dict(dp=8))
     assert shared == pytest.approx(room.state_bytes(model, "bf16", "fp32", 0, alone) / 8, rel=1e-6)
     assert room.activation_bytes(model, "bf16", 1, alone) == 4096 * 2 * (4096 * 32 + 32000)
+    chunked = room.activation_bytes(model, "bf16", 1, alone, head_chunk=64)
+    assert chunked == 2 * (4096 * 4096 * 32 + 64 * 32000)
 
 
 @pytest.mark.parametrize(

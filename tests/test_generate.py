@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -642,14 +643,18 @@ def test_no_checkpoint(folder, words, tmp_path, monkeypatch, capsys):
     assert words in err
 
 
-def test_under_torchrun(saved, tmp_path, capsys):
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.repetition)])
+def test_on_two_ranks(saved, tmp_path, capsys, torchrun):
     """Two stages: rank 0 alone prints, and all ranks leave with status 0."""
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "ab"}\n{"prompt": "x"}\n{"prompt": "a longer one"}\n')
     flags = ["--checkpoint", saved, "--device", "cpu", "--prompt-file", path, "--max-tokens", "12"]
-    torchrun = Path(sys.executable).parent / "torchrun"
-    stages = [torchrun, "--nproc-per-node", "2", "generate.py", "--pp", "2", *flags]
-    two = subprocess.run(stages, timeout=120, cwd=ROOT, capture_output=True, text=True)
+    argv = ["generate.py", "--pp", "2", *flags]
+    if torchrun:
+        words = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2", *argv]
+        two = subprocess.run(words, timeout=120, cwd=ROOT, capture_output=True, text=True)
+    else:
+        two = processes.run(argv, world=2)
     assert two.returncode == 0, two.stderr
     assert cli.main(list(map(str, flags))) == 0
     one = capsys.readouterr().out

@@ -292,6 +292,7 @@ def test_dropout_slice_is_a_slice_of_the_mask():
     assert not torch.equal(whole[0], whole[2])
 
 
+@pytest.mark.repetition
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_dropout_is_the_same():
     """Bit for bit. (Inductor once turned coordinate × constant into a vector whose lanes overflowed
@@ -476,7 +477,10 @@ def test_lesson(capsys):
     assert f"ln V is {math.log(257):.4f}" in out.splitlines()[-1]
 
 
-def test_lesson_of_presets(capsys):
+def test_lesson_of_presets(capsys, monkeypatch):
+    """Of some presets: test_presets_have_the_published_sizes counts all."""
+    some = dict(list(PRESETS.items())[::5]) | {"megatron-1t": PRESETS["megatron-1t"]}
+    monkeypatch.setattr(presets, "PRESETS", some)
     presets.main()
     out = capsys.readouterr().out
-    assert "1,008,038,758,400" in out and len(out.splitlines()) == len(PRESETS) + 1
+    assert "1,008,038,758,400" in out and len(out.splitlines()) == len(some) + 1

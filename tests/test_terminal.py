@@ -141,7 +141,11 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, ca
 
 @pytest.mark.parametrize(
     "argv",
-    [["corpus.blend"], ["corpus.tokenizer", "a text"], ["runtime.json_files", "pyproject.toml"]],
+    [
+        ["corpus.blend"],
+        ["runtime.json_files", "pyproject.toml"],
+        pytest.param(["corpus.tokenizer", "a text"], marks=pytest.mark.repetition),
+    ],
 )
 def test_small_commands_with_a_closed_or_full_output(argv):
     line = f"{sys.executable} -m {' '.join(argv)}"

@@ -605,7 +605,7 @@ def test_help_names_every_flag(capsys):
 @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.repetition)])
 def test_four_ranks_exit_with_status_0(here, text, torchrun):
     """Of a length that tp does not divide. Under torchrun: gloo has aborted at exit before, when
-    groups were left to the interpreter. (test_generate.py has that for two ranks.)"""
+    groups were left to the interpreter. (test_killed_ranks_are_started_again has two ranks.)"""
     flags = small_run.as_flags(model="gpt2", vocab_size=257, dropout=0, seq_length=33, tp=2, pp=2)
     flags += ["--out", "run", "--steps", "2"]
     if torchrun:
