@@ -27,10 +27,8 @@ LAYOUTS = [
 
 
 CASES = [(TIED, *layout) for layout in LAYOUTS] + [
-    (UNTIED, *LAYOUTS[0]),
-    pytest.param(UNTIED, *LAYOUTS[1], marks=pytest.mark.repetition),
-    pytest.param(UNTIED, *LAYOUTS[2], marks=pytest.mark.repetition),
     (UNTIED, *LAYOUTS[3]),
+    *[pytest.param(UNTIED, *layout, marks=pytest.mark.repetition) for layout in LAYOUTS[:3]],
 ]
 
 

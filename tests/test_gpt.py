@@ -292,7 +292,6 @@ def test_dropout_slice_is_a_slice_of_the_mask():
     assert not torch.equal(whole[0], whole[2])
 
 
-@pytest.mark.repetition
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_dropout_is_the_same():
     """Bit for bit. (Inductor once turned coordinate × constant into a vector whose lanes overflowed
