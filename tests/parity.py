@@ -154,13 +154,16 @@ def put_together(of_ranks: list[list]) -> dict[str, torch.Tensor]:
     """Global tensors from (name, global shape, offset, part) of each rank. What several ranks have
     must be equal on all of them: where it is not, and where nobody has anything, infinity."""
     whole = {}
-    seen = {}
+    first = {}
     for name, shape, offset, part in (entry for of_rank in of_ranks for entry in of_rank):
         if name not in whole:
             whole[name] = part.new_full(shape, math.inf)
-        region = tuple(slice(o, o + n) for o, n in zip(offset, part.shape))
-        copy = seen.setdefault((name, tuple(offset)), part)
-        whole[name][region] = part if torch.equal(copy, part) else math.inf
+        at = tuple(slice(o, o + n) for o, n in zip(offset, part.shape))
+        if (name, tuple(offset)) not in first:
+            first[name, tuple(offset)] = part
+            whole[name][at] = part
+        elif not torch.equal(first[name, tuple(offset)], part):
+            whole[name][at] = math.inf
     return whole
 
 

@@ -8,7 +8,7 @@ import pytest
 import random_layouts
 import torch
 import torch.distributed as dist
-from parity import LLAMA, SMALL, differs, same, train, train_each
+from parity import LLAMA, SMALL, differs, put_together, same, train, train_each
 
 import dropout
 import fsdp
@@ -264,6 +264,16 @@ def test_float32():
         train(precision="fp32", steps=1),
         1e-5,
     )
+
+
+def test_what_replicas_disagree_on_is_infinite():
+    """Also where a third rank agrees with the first; and what no rank has."""
+    a, b = torch.ones(2, 3), torch.zeros(2, 3)
+    ranks = [[("w", (5, 3), [0, 0], a)], [("w", (5, 3), [0, 0], b)], [("w", (5, 3), [0, 0], a)]]
+    assert put_together(ranks)["w"].isinf().all()
+    ranks[1] = [("w", (5, 3), [2, 0], b)]
+    expected = torch.cat((a, b, torch.full((1, 3), torch.inf)))
+    assert torch.equal(put_together(ranks)["w"], expected)
 
 
 # Each of these removes one thing that parity needs. If a test below fails, the gate has gone blind
