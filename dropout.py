@@ -39,7 +39,11 @@ def hash_(x: Tensor) -> Tensor:
 
 
 def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
-    """One int32 key per sample. samples: [b] global sample numbers (int64). Returns [b]."""
+    """One int32 key per sample. samples: [b] global sample numbers (int64). Returns [b].
+
+    Not for compiled code: torch 2.13's compiler for CPUs takes an int32 product that begins with a
+    known number for positive, and gives other keys.
+    """
     key = torch.full_like(samples, seed & 0x7FFFFFFF, dtype=torch.int32)
     for word in (step & 0x7FFFFFFF, (samples & 0x7FFFFFFF).int(), (samples >> 31).int()):
         key = hash_(key ^ word)

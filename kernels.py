@@ -13,6 +13,7 @@ Bytes per element of the first argument in bf16, forward + backward:
     operation           one pass   computes                                      source
     rms_norm             4 + 6     x / √(mean x² + ε) w                          arXiv 1910.07467
     layer_norm           4 + 6     (x - mean) / √(variance + ε) w + b            arXiv 1607.06450
+    add_norm             8 + 8     x + residual, and the norm of that
     rotary               8 + 8     queries and keys rotated by their position    arXiv 2104.09864
     swiglu               6 + 10    silu(gate) up                                 arXiv 2002.05202
     bias_gelu            4 + 6     gelu(x + b), tanh form                        arXiv 1606.08415
@@ -21,35 +22,30 @@ Bytes per element of the first argument in bf16, forward + backward:
     cross_entropy        2 + 4     log Σ exp z - z_target, gradient in place     arXiv 1805.02867
     permute              6 + 6     copies of tokens, sorted by expert, k = 2     moe.py
     unpermute            3 + 5     back: times probabilities, summed, k = 2      moe.py
-    adamw                20        parameter update, bf16 moments, split master  optimizer.py
+    adamw                20        all parameters, bf16 moments, split master    optimizer.py
 
-The CUDA sources are in csrc/, a file for each operation, or for two that share their kernels: read
-common.cuh, then swiglu.cu. Here each operation is a class: plain PyTorch (`reference`), which runs
-on CPUs, in float64 and where there is no compiler; output shapes alone (`empty`), for torch.compile
-and the meta device; and the launch of its kernel. Matrix multiplications stay with cuBLAS,
-attention with scaled_dot_product_attention.
+The CUDA sources are in csrc/: read common.cuh, then swiglu.cu, norms.cu, cross_entropy.cu. Here an
+operation is a function that checks its arguments, allocates its outputs and launches its kernel.
+With meta tensors nothing is launched, so the same function tells torch.compile the shapes. Matrix
+multiplications stay with cuBLAS, attention with scaled_dot_product_attention.
 
 How a memory-bound kernel comes near the limit: instructions that move vectors of 16 bytes; several
 loads in flight before the first is used; neighbouring threads at neighbouring addresses; sums in
 registers and shuffles; each element read once. Comments in the CUDA sources say where each of these
-is decided; comparisons/kernels.py measures how near each kernel comes. 16-bit inputs are computed
-in float and rounded once. Rows that are not whole vectors are left to PyTorch, except by
-cross_entropy.
+is decided; comparisons/kernels.py measures how near each kernel comes.
 
-`apply(model, device)` puts the operations into a finished model from outside. It changes the class
-of a module (nn.RMSNorm becomes RMSNorm below), so names, parameters, hooks and the work of other
-techniques stay.
+On CPUs, in float64 and for rows that are not whole vectors, the functions below compute with
+PyTorch's own operations, those of gpt.py and moe.py. `apply(model, device, dtype)` puts them into a
+finished model from outside. It changes the class of a module (nn.RMSNorm becomes RMSNorm below), so
+names, parameters, hooks and the work of other techniques stay.
 
 Not covered, and found in Transformer Engine, Apex and Liger: FP8 and its scales; norms fused with
-the cast or the matrix multiplication; the loss fused with the last matrix multiplication; kernels
-tuned for each card and size.
+the matrix multiplication behind them; kernels tuned for each card and size.
 """
 
-import contextlib
 import functools
 import math
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -57,311 +53,122 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+import cross_entropy as plain
 import gpt
 import moe
-import optimizer
 import tensor_parallel
 from dropout import dropout_mask
-from runtime import extensions
-
-# --- building -------------------------------------------------------------------------------------
-
-CSRC = Path(__file__).parent / "csrc"
-
-
-@functools.cache
-def sources() -> dict[str, str]:
-    """{file name: text} of csrc/."""
-    return {path.name: path.read_text() for path in sorted(CSRC.iterdir())}
-
-
-def nvcc_flags(capability: tuple[int, int]) -> list[str]:
-    arch = "".join(map(str, capability))
-    return ["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
-
-
-def compile_kernels(name: str, folder: Path, capability: tuple[int, int]) -> None:
-    message = f"kernels.py: compiling CUDA kernels, about half a minute; they are kept in {folder}"
-    print(message, file=sys.stderr, flush=True)
-    extensions.compile_sources(
-        name,
-        folder,
-        sources(),
-        extra_cflags=["-O1"],
-        extra_cuda_cflags=nvcc_flags(capability),
-    )
-
-
-@functools.cache
-def load():
-    """(the compiled kernels, "") for this process's GPU, or (None, why they do not run here).
-
-    Compiled at the first use, and kept in TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions.
-    """
-    if not torch.cuda.is_available():
-        return None, "no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
-        device = torch.cuda.get_device_name()
-        version = f"{capability[0]}.{capability[1]}"
-        return None, f"{device} has compute capability {version}, and they need 8.0"
-    versions = torch.__version__, torch.version.cuda
-    name = extensions.name_of("fused", sources(), versions, nvcc_flags(capability))
-    try:
-        return extensions.load(name, lambda folder: compile_kernels(name, folder, capability)), ""
-    except (OSError, RuntimeError, ImportError) as e:
-        return None, f"the build failed: {extensions.first_error(str(e))}"
-
-
-# --- registering ----------------------------------------------------------------------------------
-
-# Bytes of a vector.
-VECTOR = 16
-# Vectors of the longest row that threads can hold in registers.
-LONGEST = 2048
-LIBRARY = torch.library.Library("fused", "DEF")
-# {name: class}
-OPERATIONS = {}
-# The dtypes of the kernels, as with_type in the CUDA source reads them.
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FLOATS = (*CODES, torch.float64)
-
-
-def operation(schema: str):
-    """Register a class, a namespace of functions, as torch.ops.fused.NAME:
-
-    empty(*args)             checks the arguments and allocates the outputs; None if the operation
-                             changes its arguments in place
-    reference(*args)         plain PyTorch
-    kernel(outputs, *args)   launches the CUDA kernel
-    fits(*args)              False where only the reference can compute these arguments (optional)
-    """
-
-    def register(cls):
-        name = schema.split("(")[0]
-
-        def on_cpu(*args):
-            cls.empty(*args)
-            return cls.reference(*args)
-
-        def on_cuda(*args):
-            outputs = cls.empty(*args)
-            if args[0].dtype not in CODES or not cls.fits(*args) or load()[0] is None:
-                return cls.reference(*args)
-            cls.kernel(outputs, *args)
-            return outputs
-
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        for key, function in (("CPU", on_cpu), ("CUDA", on_cuda), ("Meta", cls.empty)):
-            LIBRARY.impl(name, function, key)
-        cls.on_cuda = staticmethod(on_cuda)
-        OPERATIONS[name] = cls
-        return cls
-
-    return register
-
-
-class Operation:
-    """Base of the classes that `operation` registers."""
-
-    @staticmethod
-    def fits(*args) -> bool:
-        return True
-
-
-def launch(name: str, *args) -> None:
-    """Call a launcher on the current stream. It receives tensors as addresses and None as 0; its
-    dtype is that of the first tensor."""
-
-    def number(argument):
-        if argument is None:
-            return 0
-        return argument.data_ptr() if isinstance(argument, Tensor) else argument
-
-    first = next(a for a in args if isinstance(a, Tensor))
-    launcher = getattr(load()[0], name)
-    numbers = map(number, args)
-    if not first.is_cuda:
-        # The emulator of the tests.
-        return launcher(0, CODES[first.dtype], *numbers)
-    with torch.cuda.device(first.device):
-        launcher(torch.cuda.current_stream().cuda_stream, CODES[first.dtype], *numbers)
-
-
-def expect(operation: str, first: Tensor, **arguments) -> None:
-    """Check arguments NAME=(tensor or None, allowed dtypes, shape), on the device of `first`.
-
-    Raises ValueError with the operation, the argument, what it is and what was expected.
-    """
-    for name, (t, dtypes, shape) in arguments.items():
-        if t is None:
-            continue
-        subject = f"{operation}: {name}"
-        if t.device != first.device:
-            where = f"expected {first.device}, where the first argument is"
-            raise ValueError(f"{subject} is on {t.device}, {where}")
-        if t.dtype not in dtypes:
-            raise ValueError(f"{subject} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
-        if tuple(t.shape) != tuple(shape):
-            raise ValueError(f"{subject} has shape {list(t.shape)}, expected {list(shape)}")
-
-
-def need(operation: str, name: str, t: Tensor, least: int, dtypes=FLOATS) -> None:
-    """Check dtype and number of dimensions (at least `least`) of a first argument. Raises
-    ValueError."""
-    subject = f"{operation}: {name}"
-    if t.dtype not in dtypes:
-        raise ValueError(f"{subject} is {t.dtype}, expected {' or '.join(map(str, dtypes))}")
-    if t.dim() < least:
-        shape = list(t.shape)
-        raise ValueError(f"{subject} has shape {shape}, expected at least {least} dimensions")
-
-
-def dense(t: Tensor | None) -> Tensor | None:
-    """t if it is contiguous and begins at a multiple of 16 bytes, else a copy that does."""
-    if t is None:
-        return None
-    t = t.contiguous()
-    return t if t.data_ptr() % VECTOR == 0 else t.clone()
-
-
-def contiguous(t: Tensor) -> Tensor:
-    """A new contiguous tensor with shape, dtype and device of t."""
-    return torch.empty_like(t, memory_format=torch.contiguous_format)
-
-
-def wide_dtype(t: Tensor) -> torch.dtype:
-    """float32 for 16 and 32 bits, float64 for float64."""
-    return torch.promote_types(t.dtype, torch.float32)
-
-
-def wide(t: Tensor) -> Tensor:
-    """t in at least float32."""
-    return t.to(wide_dtype(t))
-
-
-def plus_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + bias in at least float32."""
-    return wide(x) if bias is None else wide(x) + wide(bias)
-
-
-def column_sums(t: Tensor) -> Tensor:
-    """The sum over rows: [.., h] -> [h]"""
-    return t.sum(tuple(range(t.dim() - 1))) if t.dim() > 1 else t.clone()
-
-
-def rows_of(t: Tensor) -> int:
-    """The number of rows of [.., h]."""
-    return math.prod(t.shape[:-1])
-
-
-def vector_of(t: Tensor) -> int:
-    """The number of elements of t in a vector."""
-    return VECTOR // t.element_size()
-
-
-def rows_fit(t: Tensor, *_) -> bool:
-    """Whether rows of t [.., h] are whole vectors. Rows are counted in 32 bits."""
-    return t.shape[-1] > 0 and t.shape[-1] % vector_of(t) == 0 and rows_of(t) < 2**31
-
-
-def row_fits(t: Tensor, *_) -> bool:
-    """Whether threads can hold a row of t [.., n] in registers, up to 2048 vectors."""
-    return rows_fit(t) and t.shape[-1] <= LONGEST * vector_of(t)
-
-
-def elements_fit(t: Tensor, *_) -> bool:
-    """Whether the number of elements of t is a multiple of a vector's."""
-    return t.numel() % vector_of(t) == 0
-
-
-def parts_for(counter: str, *args: int, h: int, like: Tensor, times: int = 1) -> Tensor:
-    """An empty tensor for the partial sums of column sums: [times x parts, h] float32.
-
-    The function `counter` of the CUDA source gives the number of parts on this device.
-    """
-    with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
-        parts = times * getattr(load()[0], counter)(*args)
-        return torch.empty(parts, h, dtype=torch.float32, device=like.device)
-
+from runtime.cuda_kernels import (
+    LONGEST,
+    VECTOR,
+    ask,
+    check,
+    dense,
+    empty,
+    floats,
+    gradient,
+    launch,
+    nothing,
+    of_vector,
+    operation,
+    rows,
+    runs,
+    runs_rows,
+    why_not,
+)
 
 # --- norms ----------------------------------------------------------------------------------------
 
 
-@operation("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
-class _RMSNorm(Operation):
-    """x: [.., h]; weight: [h] -> y [.., h]; rstd = 1/√(mean x² + ε) [..], in at least float32"""
+@operation(
+    "norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def norm_forward(x, residual, weight, bias, eps):
+    """-> z = x + residual (empty without a residual); y, its LayerNorm, or without a bias its
+    RMSNorm; mean (empty for RMSNorm) and rstd, [..] float32"""
+    h = x.shape[-1:]
+    check(
+        "norm",
+        x,
+        residual=(residual, x.dtype, x.shape),
+        weight=(weight, x.dtype, h),
+        bias=(bias, x.dtype, h),
+    )
+    z = nothing(x) if residual is None else empty(x)
+    y, rstd = empty(x), floats(x)
+    mean = nothing(rstd) if bias is None else floats(x)
+    inputs = map(dense, (x, residual, weight, bias))
+    launch("norm_forward", x, *inputs, z, y, mean, rstd, rows(x), *h, eps)
+    return z, y, mean, rstd
 
+
+@operation(
+    "norm_backward(Tensor dy, Tensor? dz, Tensor z, Tensor weight, Tensor mean, Tensor rstd,"
+    " bool weights) -> (Tensor, Tensor, Tensor)"
+)
+def norm_backward(dy, dz, z, weight, mean, rstd, weights):
+    """dz: the gradient of z that comes from elsewhere, or None. -> the gradient of z; with
+    `weights` those of weight and bias"""
+    h = z.shape[-1]
+    check("norm_backward", z, dy=(dy, z.dtype, z.shape), dz=(dz, z.dtype, z.shape))
+    with_mean = mean.numel() > 0
+    blocks = ask("norm_blocks", z.device, z.dtype, rows(z), h, with_mean)
+    dw = empty(weight) if weights else nothing(weight)
+    db = empty(weight) if weights and with_mean else nothing(weight)
+    parts = empty(z, 1 + with_mean, blocks, h, dtype=torch.float32) if weights else None
+    dx = empty(z)
+    inputs = map(dense, (dy, dz, z, weight, mean, rstd))
+    sizes = rows(z), h, with_mean, blocks
+    launch("norm_backward", z, *inputs, dx, dw, db if with_mean else None, parts, *sizes)
+    return dx, dw, db
+
+
+class _Norm(torch.autograd.Function):
     @staticmethod
-    def empty(x, weight, eps):
-        need("rms_norm", "x", x, 1)
-        expect("rms_norm", x, weight=(weight, (x.dtype,), x.shape[-1:]))
-        return contiguous(x), x.new_empty(x.shape[:-1], dtype=wide_dtype(x))
-
-    @staticmethod
-    def reference(x, weight, eps):
-        z = wide(x)
-        rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
-        y = z * rstd * wide(weight)
-        return y.to(x.dtype).contiguous(), rstd.squeeze(-1).contiguous()
-
-    fits = staticmethod(row_fits)
-
-    @staticmethod
-    def kernel(outputs, x, weight, eps):
-        launch("rms_norm", dense(x), dense(weight), *outputs, rows_of(x), x.shape[-1], eps)
-
-
-@operation("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)")
-class _RMSNormBackward(Operation):
-    """-> dx [.., h], dweight [h]"""
-
-    @staticmethod
-    def empty(dy, x, weight, rstd):
-        need("rms_norm_backward", "dy", dy, 1)
-        expect(
-            "rms_norm_backward",
-            dy,
-            x=(x, (dy.dtype,), dy.shape),
-            weight=(weight, (dy.dtype,), dy.shape[-1:]),
-            rstd=(rstd, (wide_dtype(dy),), dy.shape[:-1]),
-        )
-        return contiguous(x), contiguous(weight)
-
-    @staticmethod
-    def reference(dy, x, weight, rstd):
-        d = wide(dy)
-        unit = wide(x) * rstd.unsqueeze(-1)
-        g = d * wide(weight)
-        dx = rstd.unsqueeze(-1) * (g - unit * (g * unit).mean(-1, keepdim=True))
-        return dx.to(x.dtype).contiguous(), column_sums(d * unit).to(x.dtype)
-
-    fits = staticmethod(row_fits)
-
-    @staticmethod
-    def kernel(outputs, dy, x, weight, rstd):
-        h = x.shape[-1]
-        launch(
-            "rms_norm_backward",
-            *map(dense, (dy, x, weight, rstd)),
-            *outputs,
-            parts_for("norm_parts", h=h, like=x),
-            rows_of(x),
-            h,
-        )
-
-
-class _RMSNormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, rstd = torch.ops.fused.rms_norm(x, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return y
+    def forward(ctx, x, residual, weight, bias, eps):
+        z, y, mean, rstd = norm_forward(x, residual, weight, bias, eps)
+        z = x if residual is None else z
+        ctx.save_for_backward(z, weight, mean, rstd)
+        ctx.set_materialize_grads(False)
+        return z.view_as(z), y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        return *torch.ops.fused.rms_norm_backward(dy, *ctx.saved_tensors), None
+    def backward(ctx, dz, dy):
+        needed = ctx.needs_input_grad
+        if dy is None:
+            # Nobody used the norm.
+            return dz, dz if needed[1] else None, None, None, None
+        dx, dw, db = norm_backward(dy, dz, *ctx.saved_tensors, needed[2])
+        residual = dx if needed[1] else None
+        return dx, residual, dw if needed[2] else None, db if needed[3] else None, None
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return norm_beside(x, weight, bias, eps)[1]
+
+
+def norm_beside(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float):
+    """(x, its norm). The gradients of both are added in one pass: of the first, which goes round
+    the norm, and of the second."""
+    if not runs_rows(x, LONGEST):
+        return x, plain_norm(x, weight, bias, eps)
+    return _Norm.apply(x, None, weight, bias, eps)
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float):
+    """(x + residual, the norm of that). x, residual: [.., h]"""
+    if not runs_rows(x, LONGEST):
+        z = x + residual
+        return z, plain_norm(z, weight, bias, eps)
+    return _Norm.apply(x, residual, weight, bias, eps)
+
+
+def plain_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    if bias is None:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -370,104 +177,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     x: [.., h]; weight: [h], of the same dtype -> [.., h]. Raises ValueError for shapes and dtypes
     that do not fit together, like every operation here.
     """
-    return _RMSNormFunction.apply(x, weight, eps)
-
-
-@operation(
-    "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)"
-)
-class _LayerNorm(Operation):
-    """x: [.., h]; weight, bias: [h] -> y [.., h]; mean, rstd = 1/√(variance + ε) [..]"""
-
-    @staticmethod
-    def empty(x, weight, bias, eps):
-        need("layer_norm", "x", x, 1)
-        expect(
-            "layer_norm",
-            x,
-            weight=(weight, (x.dtype,), x.shape[-1:]),
-            bias=(bias, (x.dtype,), x.shape[-1:]),
-        )
-        mean = x.new_empty(x.shape[:-1], dtype=wide_dtype(x))
-        return contiguous(x), mean, torch.empty_like(mean)
-
-    @staticmethod
-    def reference(x, weight, bias, eps):
-        z = wide(x)
-        mean = z.mean(-1, keepdim=True)
-        z = z - mean
-        rstd = (z.square().mean(-1, keepdim=True) + eps).rsqrt()
-        y = z * rstd * wide(weight) + wide(bias)
-        return (
-            y.to(x.dtype).contiguous(),
-            mean.squeeze(-1).contiguous(),
-            rstd.squeeze(-1).contiguous(),
-        )
-
-    fits = staticmethod(row_fits)
-
-    @staticmethod
-    def kernel(outputs, x, weight, bias, eps):
-        launch("layer_norm", *map(dense, (x, weight, bias)), *outputs, rows_of(x), x.shape[-1], eps)
-
-
-@operation(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-class _LayerNormBackward(Operation):
-    """-> dx [.., h], dweight [h], dbias [h]"""
-
-    @staticmethod
-    def empty(dy, x, weight, mean, rstd):
-        need("layer_norm_backward", "dy", dy, 1)
-        per_row = (wide_dtype(dy),), dy.shape[:-1]
-        expect(
-            "layer_norm_backward",
-            dy,
-            x=(x, (dy.dtype,), dy.shape),
-            weight=(weight, (dy.dtype,), dy.shape[-1:]),
-            mean=(mean, *per_row),
-            rstd=(rstd, *per_row),
-        )
-        return contiguous(x), contiguous(weight), contiguous(weight)
-
-    @staticmethod
-    def reference(dy, x, weight, mean, rstd):
-        d = wide(dy)
-        unit = (wide(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-        g = d * wide(weight)
-        along = (g * unit).mean(-1, keepdim=True)
-        dx = rstd.unsqueeze(-1) * (g - unit * along - g.mean(-1, keepdim=True))
-        dweight, dbias = column_sums(d * unit), column_sums(d)
-        return dx.to(x.dtype).contiguous(), dweight.to(x.dtype), dbias.to(x.dtype)
-
-    fits = staticmethod(row_fits)
-
-    @staticmethod
-    def kernel(outputs, dy, x, weight, mean, rstd):
-        h = x.shape[-1]
-        launch(
-            "layer_norm_backward",
-            *map(dense, (dy, x, weight, mean, rstd)),
-            *outputs,
-            parts_for("norm_parts", h=h, like=x, times=2),
-            rows_of(x),
-            h,
-        )
-
-
-class _LayerNormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        y, mean, rstd = torch.ops.fused.layer_norm(x, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return *torch.ops.fused.layer_norm_backward(dy, *ctx.saved_tensors), None
+    return norm(x, weight, None, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -475,88 +185,44 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 
     x: [.., h]; weight, bias: [h] -> [.., h]
     """
-    return _LayerNormFunction.apply(x, weight, bias, eps)
+    return norm(x, weight, bias, eps)
 
 
 # --- rotary embedding -----------------------------------------------------------------------------
 
 
-def heads_inside(t: Tensor) -> Tensor:
-    """An empty [b, a, s, d] that lies in memory as [b, s, a, d], like a projection's output."""
-    b, a, s, d = t.shape
-    return t.new_empty(b, s, a, d).transpose(1, 2)
-
-
 def aligned_heads(t: Tensor) -> Tensor:
     """t [b, a, s, d] with any strides, if each head begins at a multiple of 16 bytes; else a copy
     of which that is true."""
-    in_vectors = t.data_ptr() % VECTOR == 0 and not any(n % vector_of(t) for n in t.stride()[:3])
-    return t if t.stride(-1) == 1 and in_vectors else dense(t)
+    in_vectors = t.stride(-1) == 1 and not any(n % of_vector(t) for n in t.stride()[:3])
+    if in_vectors and (t.device.type == "meta" or t.data_ptr() % VECTOR == 0):
+        return t
+    return dense(t)
 
 
 @operation("rotary(Tensor q, Tensor k, Tensor cosine, Tensor sine, float sign) -> (Tensor, Tensor)")
-class _Rotary(Operation):
-    """q: [b, a, s, d]; k: [b, a_kv, s, d]; cosine, sine: [s, d], whose second half repeats the
-    first; sign: 1, or -1 to rotate back, which is the gradient -> q and k, rotated"""
-
-    @staticmethod
-    def empty(q, k, cosine, sine, sign):
-        need("rotary", "q", q, 4)
-        b, _, s, d = q.shape
-        need("rotary", "k", k, 4)
-        expect(
-            "rotary",
-            q,
-            k=(k, (q.dtype,), (b, k.shape[1], s, d)),
-            cosine=(cosine, (q.dtype,), (s, d)),
-            sine=(sine, (q.dtype,), (s, d)),
-        )
-        if d % 2:
-            shape = list(q.shape)
-            raise ValueError(f"rotary: q has shape {shape}, expected an even last dimension")
-        return heads_inside(q), heads_inside(k)
-
-    @staticmethod
-    def reference(q, k, cosine, sine, sign):
-        table = wide(cosine), wide(sine) * sign
-        return tuple(heads_inside(t).copy_(gpt.rotate(wide(t), table)) for t in (q, k))
-
-    @staticmethod
-    def fits(q, *_):
-        return 0 < q.shape[-1] <= 2048 and q.shape[-1] // 2 % vector_of(q) == 0
-
-    @staticmethod
-    def kernel(outputs, q, k, cosine, sine, sign):
-        q, k = aligned_heads(q), aligned_heads(k)
-        b, a, s, d = q.shape
-        launch(
-            "rotary",
-            q,
-            k,
-            dense(cosine),
-            dense(sine),
-            *outputs,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            b,
-            a,
-            k.shape[1],
-            s,
-            d,
-            sign,
-        )
+def rotary_operation(q, k, cosine, sine, sign):
+    """sign: 1, or -1 to rotate back, which is the gradient -> q and k rotated, which lie in memory
+    as [b, s, a, d], like a projection's outputs"""
+    b, a, s, d = q.shape
+    check(
+        "rotary",
+        q,
+        k=(k, q.dtype, (b, k.shape[1], s, d)),
+        cosine=(cosine, q.dtype, (s, d)),
+        sine=(sine, q.dtype, (s, d)),
+    )
+    outputs = [empty(t, b, s, t.shape[1], d).transpose(1, 2) for t in (q, k)]
+    q, k = aligned_heads(q), aligned_heads(k)
+    tensors = q, k, dense(cosine), dense(sine), *outputs
+    strides = *q.stride()[:3], *k.stride()[:3]
+    launch("rotary", q, *tensors, *strides, b, a, k.shape[1], s, d, sign)
+    return tuple(outputs)
 
 
-class _RotaryFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, cosine, sine):
-        ctx.save_for_backward(cosine, sine)
-        return torch.ops.fused.rotary(q, k, cosine, sine, 1.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dq, dk):
-        return *torch.ops.fused.rotary(dq, dk, *ctx.saved_tensors, -1.0), None, None
+@gradient(rotary_operation, keep=(2, 3))
+def _(ctx, dq, dk):
+    return *rotary_operation(dq, dk, *ctx.saved_tensors, -1.0), None, None, None
 
 
 def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
@@ -565,154 +231,78 @@ def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, 
     q: [b, a, s, d]; k: [b, a_kv, s, d], both of any strides; cosine, sine: [s, d] from
     gpt.rotary_table -> the shapes of q and k
     """
-    return _RotaryFunction.apply(q, k, cosine, sine)
+    is_small = q.numel() + k.numel() < 2**31
+    if not (runs(q) and runs(k) and is_small and q.shape[-1] // 2 % of_vector(q) == 0):
+        return gpt.rotate(q, (cosine, sine)), gpt.rotate(k, (cosine, sine))
+    return rotary_operation(q, k, cosine, sine, 1.0)
 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------
 
 
 @operation("swiglu(Tensor gate, Tensor up) -> Tensor")
-class _SwiGLU(Operation):
-    """gate, up: one shape, any -> the same shape"""
-
-    @staticmethod
-    def empty(gate, up):
-        need("swiglu", "gate", gate, 0)
-        expect("swiglu", gate, up=(up, (gate.dtype,), gate.shape))
-        return contiguous(gate)
-
-    @staticmethod
-    def reference(gate, up):
-        return (F.silu(wide(gate)) * wide(up)).to(gate.dtype).contiguous()
-
-    fits = staticmethod(elements_fit)
-
-    @staticmethod
-    def kernel(y, gate, up):
-        launch("swiglu", dense(gate), dense(up), y, y.numel())
+def swiglu_forward(gate, up):
+    check("swiglu", gate, up=(up, gate.dtype, gate.shape))
+    y = empty(gate)
+    launch("swiglu", gate, dense(gate), dense(up), y, y.numel())
+    return y
 
 
 @operation("swiglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)")
-class _SwiGLUBackward(Operation):
-    """-> dgate, dup"""
-
-    @staticmethod
-    def empty(dy, gate, up):
-        need("swiglu_backward", "dy", dy, 0)
-        expect(
-            "swiglu_backward",
-            dy,
-            gate=(gate, (dy.dtype,), dy.shape),
-            up=(up, (dy.dtype,), dy.shape),
-        )
-        return contiguous(gate), contiguous(up)
-
-    @staticmethod
-    def reference(dy, gate, up):
-        d = wide(dy)
-        x = wide(gate)
-        s = x.sigmoid()
-        dgate = d * wide(up) * (s + x * s * (-x).sigmoid())
-        dup = d * x * s
-        return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous()
-
-    fits = staticmethod(elements_fit)
-
-    @staticmethod
-    def kernel(outputs, dy, gate, up):
-        launch("swiglu_backward", dense(dy), dense(gate), dense(up), *outputs, dy.numel())
+def swiglu_backward(dy, gate, up):
+    check("swiglu_backward", gate, dy=(dy, gate.dtype, gate.shape))
+    d_gate, d_up = empty(gate), empty(up)
+    launch("swiglu_backward", dy, *map(dense, (dy, gate, up)), d_gate, d_up, dy.numel())
+    return d_gate, d_up
 
 
-class _SwiGLUFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return torch.ops.fused.swiglu(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return torch.ops.fused.swiglu_backward(dy, *ctx.saved_tensors)
+@gradient(swiglu_forward, keep=(0, 1))
+def _(ctx, dy):
+    return swiglu_backward(dy, *ctx.saved_tensors)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) up (arXiv 2002.05202, eq. 6). gate, up: one shape, any -> the same shape"""
-    return _SwiGLUFunction.apply(gate, up)
+    if not runs(gate) or gate.numel() % of_vector(gate):
+        return F.silu(gate) * up
+    return swiglu_forward(gate, up)
 
 
 # --- bias + GELU, bias + dropout + residual -------------------------------------------------------
 
 
+def bias_parts(name: str, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
+    """(the gradient of a bias [h], empty; its partial sums [parts, h]), if it is wanted."""
+    if not wanted:
+        return nothing(like), None
+    h = like.shape[-1]
+    parts = ask(name, like.device, like.dtype, rows(like), h)
+    return empty(like, h), empty(like, parts, h, dtype=torch.float32)
+
+
 @operation("bias_gelu(Tensor x, Tensor? bias) -> Tensor")
-class _BiasGELU(Operation):
-    """x: [.., h]; bias: [h] or None -> [.., h]"""
-
-    fits = staticmethod(rows_fit)
-
-    @staticmethod
-    def empty(x, bias):
-        need("bias_gelu", "x", x, 1)
-        expect("bias_gelu", x, bias=(bias, (x.dtype,), x.shape[-1:]))
-        return contiguous(x)
-
-    @staticmethod
-    def reference(x, bias):
-        return F.gelu(plus_bias(x, bias), approximate="tanh").to(x.dtype).contiguous()
-
-    @staticmethod
-    def kernel(y, x, bias):
-        launch("bias_gelu", dense(x), dense(bias), y, rows_of(x), x.shape[-1])
+def bias_gelu_forward(x, bias):
+    check("bias_gelu", x, bias=(bias, x.dtype, x.shape[-1:]))
+    y = empty(x)
+    launch("bias_gelu", x, dense(x), dense(bias), y, rows(x), x.shape[-1])
+    return y
 
 
 @operation("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)")
-class _BiasGELUBackward(Operation):
+def bias_gelu_backward(dy, x, bias):
     """-> dx [.., h]; dbias [h], empty without a bias"""
-
-    fits = staticmethod(rows_fit)
-
-    @staticmethod
-    def empty(dy, x, bias):
-        need("bias_gelu_backward", "dy", dy, 1)
-        expect(
-            "bias_gelu_backward",
-            dy,
-            x=(x, (dy.dtype,), dy.shape),
-            bias=(bias, (dy.dtype,), dy.shape[-1:]),
-        )
-        return contiguous(x), x.new_empty(0 if bias is None else x.shape[-1])
-
-    @staticmethod
-    def reference(dy, x, bias):
-        u = plus_bias(x, bias)
-        z2 = 2 * math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)
-        slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * u * u)
-        # gelu(u) = u sigmoid(2z)
-        d = wide(dy) * (z2.sigmoid() + u * z2.sigmoid() * (-z2).sigmoid() * slope)
-        dbias = x.new_empty(0) if bias is None else column_sums(d).to(x.dtype)
-        return d.to(x.dtype).contiguous(), dbias
-
-    @staticmethod
-    def kernel(outputs, dy, x, bias):
-        rows = rows_of(x)
-        h = x.shape[-1]
-        parts = None
-        if bias is not None:
-            parts = parts_for("bias_gelu_parts", rows, h, CODES[x.dtype], h=h, like=x)
-        launch("bias_gelu_backward", *map(dense, (dy, x, bias)), *outputs, parts, rows, h)
+    check("bias_gelu_backward", x, dy=(dy, x.dtype, x.shape))
+    dx = empty(x)
+    d_bias, parts = bias_parts("bias_gelu_parts", x, bias is not None)
+    tensors = *map(dense, (dy, x, bias)), dx, d_bias, parts
+    launch("bias_gelu_backward", x, *tensors, rows(x), x.shape[-1])
+    return dx, d_bias
 
 
-class _BiasGELUFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias):
-        ctx.save_for_backward(x, bias)
-        return torch.ops.fused.bias_gelu(x, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, bias = ctx.saved_tensors
-        dx, dbias = torch.ops.fused.bias_gelu_backward(dy, x, bias)
-        return dx, None if bias is None else dbias
+@gradient(bias_gelu_forward, keep=(0, 1))
+def _(ctx, dy):
+    dx, d_bias = bias_gelu_backward(dy, *ctx.saved_tensors)
+    return dx, d_bias if ctx.needs_input_grad[1] else None
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -720,136 +310,59 @@ def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
 
     x: [.., h]; bias: [h] or None -> [.., h]
     """
-    return _BiasGELUFunction.apply(x, bias)
+    if not runs_rows(x):
+        return F.gelu(x if bias is None else x + bias, approximate="tanh")
+    return bias_gelu_forward(x, bias)
 
 
-def mask_arguments(p: float, start: int, s: int, site: int) -> tuple:
-    """The launchers' arguments of struct Mask: s, start, site, limit, scale."""
+def mask_arguments(s: int, start: int, site: int, p: float) -> tuple:
+    """The launchers' arguments of struct Mask."""
     return s, start, site, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
-
-
-def check_mask(operation: str, t: Tensor, key: Tensor | None, p: float) -> None:
-    """Raises ValueError unless key is None or fits to t [b, s, h], and 0 <= p < 1."""
-    if key is not None:
-        if t.dim() != 3:
-            where = "expected [b, s, h], whose coordinates are hashed"
-            raise ValueError(f"{operation}: x has shape {list(t.shape)}, {where}")
-        expect(operation, t, key=(key, (torch.int32,), t.shape[:1]))
-    if not 0 <= p < 1:
-        raise ValueError(f"{operation}: p is {p}, expected at least 0 and below 1")
-
-
-def dropped_out(x: Tensor, key: Tensor | None, site: int, start: int, p: float) -> Tensor:
-    """x with the masked elements 0 and the others scaled by 1 / (1 - p); x itself without a key."""
-    if key is None:
-        return x
-    dropped = dropout_mask(key, site, x.shape, {1: start}, p)
-    return x.masked_fill(dropped, 0.0) * (1 / (1 - p))
 
 
 @operation(
     "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, Tensor? key,"
     " int site, int start, float p) -> Tensor"
 )
-class _BiasDropoutAdd(Operation):
-    """x, residual: [.., h], and [b, s, h] if there is a key; bias: [h] or None; key: [b] int32, or
-    None to drop nothing; site: which dropout of a layer; start: global number of the first
-    position -> the shape of x"""
-
-    fits = staticmethod(rows_fit)
-
-    @staticmethod
-    def empty(x, bias, residual, key, site, start, p):
-        need("bias_dropout_add", "x", x, 1)
-        expect(
-            "bias_dropout_add",
-            x,
-            bias=(bias, (x.dtype,), x.shape[-1:]),
-            residual=(residual, (x.dtype,), x.shape),
-        )
-        check_mask("bias_dropout_add", x, key, p)
-        return contiguous(x)
-
-    @staticmethod
-    def reference(x, bias, residual, key, site, start, p):
-        y = wide(residual) + dropped_out(plus_bias(x, bias), key, site, start, p)
-        return y.to(x.dtype).contiguous()
-
-    @staticmethod
-    def kernel(y, x, bias, residual, key, site, start, p):
-        s = 1 if key is None else x.shape[-2]
-        launch(
-            "bias_dropout_add",
-            *map(dense, (x, bias, residual, key)),
-            y,
-            rows_of(x),
-            x.shape[-1],
-            *mask_arguments(p, start, s, site),
-        )
+def bias_dropout_add_forward(x, bias, residual, key, site, start, p):
+    check(
+        "bias_dropout_add",
+        x,
+        bias=(bias, x.dtype, x.shape[-1:]),
+        residual=(residual, x.dtype, x.shape),
+        key=(key, torch.int32, x.shape[:1]),
+    )
+    y = empty(x)
+    mask = mask_arguments(1 if key is None else x.shape[1], start, site, p)
+    inputs = map(dense, (x, bias, residual, key))
+    launch("bias_dropout_add", x, *inputs, y, rows(x), x.shape[-1], *mask)
+    return y
 
 
 @operation(
     "bias_dropout_add_backward(Tensor dy, Tensor key, int site, int start, float p, bool bias)"
     " -> (Tensor, Tensor)"
 )
-class _BiasDropoutAddBackward(Operation):
-    """dy: [b, s, h] -> dx [b, s, h]; dbias [h], empty without a bias"""
-
-    fits = staticmethod(rows_fit)
-
-    @staticmethod
-    def empty(dy, key, site, start, p, bias):
-        need("bias_dropout_add_backward", "dy", dy, 1)
-        check_mask("bias_dropout_add_backward", dy, key, p)
-        return contiguous(dy), dy.new_empty(dy.shape[-1] if bias else 0)
-
-    @staticmethod
-    def reference(dy, key, site, start, p, bias):
-        d = dropped_out(wide(dy), key, site, start, p)
-        dbias = column_sums(d).to(dy.dtype) if bias else dy.new_empty(0)
-        return d.to(dy.dtype).contiguous(), dbias
-
-    @staticmethod
-    def kernel(outputs, dy, key, site, start, p, bias):
-        rows = rows_of(dy)
-        h = dy.shape[-1]
-        parts = None
-        if bias:
-            counted = rows, h, CODES[dy.dtype]
-            parts = parts_for("bias_dropout_add_parts", *counted, h=h, like=dy)
-        launch(
-            "bias_dropout_add_backward",
-            dense(dy),
-            dense(key),
-            *outputs,
-            parts,
-            rows,
-            h,
-            *mask_arguments(p, start, dy.shape[1], site),
-        )
+def bias_dropout_add_backward(dy, key, site, start, p, bias):
+    """-> dx [b, s, h]; dbias [h], empty without a bias"""
+    dx = empty(dy)
+    d_bias, parts = bias_parts("bias_dropout_add_parts", dy, bias)
+    mask = mask_arguments(dy.shape[1], start, site, p)
+    tensors = dense(dy), dense(key), dx, d_bias, parts
+    launch("bias_dropout_add_backward", dy, *tensors, rows(dy), dy.shape[-1], *mask)
+    return dx, d_bias
 
 
-class _BiasDropoutAddFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias, residual, key, site, start, p):
-        ctx.save_for_backward(key)
-        ctx.has_bias_grad = bias is not None and ctx.needs_input_grad[1]
-        ctx.mask = (site, start, p)
-        return torch.ops.fused.bias_dropout_add(x, bias, residual, key, site, start, p)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (key,) = ctx.saved_tensors
-        if key is None:
-            # Nothing was dropped: dx is dy itself.
-            dx = dy
-            dbias = column_sums(dy) if ctx.has_bias_grad else None
-        else:
-            dx, dbias = torch.ops.fused.bias_dropout_add_backward(
-                dy, key, *ctx.mask, ctx.has_bias_grad
-            )
-        return dx, dbias if ctx.has_bias_grad else None, dy, None, None, None, None
+@gradient(bias_dropout_add_forward, keep=(3,))
+def _(ctx, dy):
+    (key,) = ctx.saved_tensors
+    bias = ctx.needs_input_grad[1]
+    if key is None:
+        # Nothing was dropped: dx is dy itself.
+        dx, d_bias = dy, dy.flatten(0, -2).sum(0) if bias else None
+    else:
+        dx, d_bias = bias_dropout_add_backward(dy, key, *ctx.numbers, bias)
+    return dx, d_bias if bias else None, dy, None, None, None, None
 
 
 def bias_dropout_add(
@@ -867,79 +380,42 @@ def bias_dropout_add(
     site: which dropout of a layer; start: global number of the first position
     -> [b, s, h]
     """
-    return _BiasDropoutAddFunction.apply(x, bias, residual, key if p else None, site, start, p)
+    key = key if p else None
+    if not 0 <= p < 1:
+        raise ValueError(f"bias_dropout_add: p is {p}, expected at least 0 and below 1")
+    if key is not None and x.dim() != 3:
+        shape = f"x has shape {list(x.shape)}, expected [b, s, h], whose coordinates are hashed"
+        raise ValueError(f"bias_dropout_add: {shape}")
+    if runs_rows(x):
+        return bias_dropout_add_forward(x, bias, residual, key, site, start, p)
+    y = x if bias is None else x + bias
+    if key is not None:
+        dropped = dropout_mask(key, site, x.shape, {1: start}, p)
+        y = y.masked_fill(dropped, 0.0) * (1 / (1 - p))
+    return residual + y
 
 
 # --- causal softmax -------------------------------------------------------------------------------
 
 
-def check_square(operation: str, name: str, t: Tensor) -> None:
-    need(operation, name, t, 2)
-    if t.shape[-1] != t.shape[-2]:
-        raise ValueError(f"{operation}: {name} has shape {list(t.shape)}, expected [.., s, s]")
-
-
 @operation("causal_softmax(Tensor scores, float scale) -> Tensor")
-class _CausalSoftmax(Operation):
-    """scores: [.., s, s] -> probabilities p [.., s, s]"""
-
-    @staticmethod
-    def empty(scores, scale):
-        check_square("causal_softmax", "scores", scores)
-        return contiguous(scores)
-
-    @staticmethod
-    def reference(scores, scale):
-        s = scores.shape[-1]
-        above = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
-        p = (wide(scores) * scale).masked_fill(above, -math.inf).softmax(-1)
-        return p.to(scores.dtype).contiguous()
-
-    fits = staticmethod(row_fits)
-
-    @staticmethod
-    def kernel(y, scores, scale):
-        launch("causal_softmax", dense(scores), y, rows_of(y), y.shape[-1], scale)
+def causal_softmax_forward(scores, scale):
+    y = empty(scores)
+    launch("causal_softmax", scores, dense(scores), y, rows(y), y.shape[-1], scale)
+    return y
 
 
 @operation("causal_softmax_backward(Tensor dp, Tensor p, float scale) -> Tensor")
-class _CausalSoftmaxBackward(Operation):
-    """dp, p: [.., s, s] -> the gradient of the scores"""
-
-    @staticmethod
-    def empty(dp, p, scale):
-        check_square("causal_softmax_backward", "dp", dp)
-        expect("causal_softmax_backward", dp, p=(p, (dp.dtype,), dp.shape))
-        return contiguous(p)
-
-    @staticmethod
-    def reference(dp, p, scale):
-        z = wide(p)
-        # Above the diagonal p is 0, and dp, which may be anything, is not read.
-        d = wide(dp)
-        d = d.masked_fill(torch.ones_like(d, dtype=torch.bool).triu(1), 0)
-        dscores = scale * z * (d - (d * z).sum(-1, keepdim=True))
-        return dscores.to(p.dtype).contiguous()
-
-    fits = staticmethod(row_fits)
-
-    @staticmethod
-    def kernel(out, dp, p, scale):
-        launch("causal_softmax_backward", dense(dp), dense(p), out, rows_of(p), p.shape[-1], scale)
+def causal_softmax_backward(dp, p, scale):
+    check("causal_softmax_backward", p, dp=(dp, p.dtype, p.shape))
+    out = empty(p)
+    launch("causal_softmax_backward", p, dense(dp), dense(p), out, rows(p), p.shape[-1], scale)
+    return out
 
 
-class _CausalSoftmaxFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, scores, scale):
-        p = torch.ops.fused.causal_softmax(scores, scale)
-        ctx.save_for_backward(p)
-        ctx.scale = scale
-        return p
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dp):
-        return torch.ops.fused.causal_softmax_backward(dp, *ctx.saved_tensors, ctx.scale), None
+@gradient(causal_softmax_forward, keep_output=True)
+def _(ctx, dp):
+    return causal_softmax_backward(dp, *ctx.saved_tensors, *ctx.numbers), None
 
 
 def causal_softmax(scores: Tensor, scale: float) -> Tensor:
@@ -947,7 +423,13 @@ def causal_softmax(scores: Tensor, scale: float) -> Tensor:
 
     scores: [.., s, s] -> [.., s, s], 0 above the diagonal
     """
-    return _CausalSoftmaxFunction.apply(scores, scale)
+    if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2]:
+        shape = list(scores.shape)
+        raise ValueError(f"causal_softmax: scores has shape {shape}, expected [.., s, s]")
+    if not runs_rows(scores, LONGEST):
+        above = torch.full_like(scores, -math.inf).triu(1)
+        return (scores * scale + above).softmax(-1)
+    return causal_softmax_forward(scores, scale)
 
 
 # --- cross entropy --------------------------------------------------------------------------------
@@ -957,125 +439,51 @@ def causal_softmax(scores: Tensor, scale: float) -> Tensor:
 ELSEWHERE = -(2**62)
 
 
-def row_counts_fit(logits: Tensor, *_) -> bool:
-    """Rows and columns are counted in 32 bits."""
-    return 0 < logits.shape[-1] < 2**31 and rows_of(logits) < 2**31
-
-
 @operation(
     "cross_entropy_statistics(Tensor logits, Tensor targets, int valid) -> (Tensor, Tensor, Tensor)"
 )
-class _CrossEntropyStatistics(Operation):
+def cross_entropy_statistics(logits, targets, valid):
     """logits: [.., V], of which the first `valid` columns count; targets: [..] int64, or ELSEWHERE
-    -> largest, total = Σ exp(z - largest), target_logit (0 for ELSEWHERE), each [..] in at least
-    float32"""
-
-    fits = staticmethod(row_counts_fit)
-
-    @staticmethod
-    def empty(logits, targets, valid):
-        name = "cross_entropy_statistics"
-        need(name, "logits", logits, 1)
-        expect(name, logits, targets=(targets, (torch.int64,), logits.shape[:-1]))
-        if not 0 <= valid <= logits.shape[-1]:
-            raise ValueError(f"{name}: valid is {valid}, expected 0 to {logits.shape[-1]}")
-        largest = logits.new_empty(logits.shape[:-1], dtype=wide_dtype(logits))
-        return largest, torch.empty_like(largest), torch.empty_like(largest)
-
-    @staticmethod
-    def reference(logits, targets, valid):
-        if not valid:
-            largest = logits.new_full(targets.shape, -math.inf, dtype=wide_dtype(logits))
-            return largest, torch.zeros_like(largest), torch.zeros_like(largest)
-        z = wide(logits[..., :valid])
-        largest = z.amax(-1)
-        total = (z - largest.unsqueeze(-1)).exp().sum(-1)
-        elsewhere = targets == ELSEWHERE
-        columns = targets.masked_fill(elsewhere, 0).unsqueeze(-1)
-        target_logit = z.gather(-1, columns).squeeze(-1).masked_fill(elsewhere, 0)
-        return largest, total, target_logit
-
-    @staticmethod
-    def kernel(outputs, logits, targets, valid):
-        launch(
-            "cross_entropy_statistics",
-            logits.contiguous(),
-            targets.contiguous(),
-            *outputs,
-            targets.numel(),
-            logits.shape[-1],
-            valid,
-        )
+    -> largest, total = Σ exp(z - largest), target_logit (0 for ELSEWHERE), each [..] float32"""
+    check("cross_entropy", logits, targets=(targets, torch.int64, logits.shape[:-1]))
+    outputs = floats(logits), floats(logits), floats(logits)
+    inputs = logits.contiguous(), targets.contiguous()
+    sizes = rows(logits), logits.shape[-1], valid
+    launch("cross_entropy_statistics", logits, *inputs, *outputs, *sizes)
+    return outputs
 
 
 @operation(
     "cross_entropy_gradient(Tensor(a!) logits, Tensor targets, Tensor largest, Tensor total,"
     " Tensor grad, int valid) -> ()"
 )
-class _CrossEntropyGradient(Operation):
+def cross_entropy_gradient(logits, targets, largest, total, grad, valid):
     """Overwrites logits with their gradient, grad (exp(z - largest) / total - onehot(target)), and
-    with 0 beyond the valid columns. largest, total: [..], of the whole row; grad: [..], all in at
-    least float32"""
-
-    fits = staticmethod(row_counts_fit)
-
-    @staticmethod
-    def empty(logits, targets, largest, total, grad, valid):
-        need("cross_entropy_gradient", "logits", logits, 1)
-        per_row = (wide_dtype(logits),), logits.shape[:-1]
-        expect(
-            "cross_entropy_gradient",
-            logits,
-            targets=(targets, (torch.int64,), logits.shape[:-1]),
-            largest=(largest, *per_row),
-            total=(total, *per_row),
-            grad=(grad, *per_row),
-        )
-
-    @staticmethod
-    def reference(logits, targets, largest, total, grad, valid):
-        p = (wide(logits) - largest.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
-        p[..., valid:] = 0
-        elsewhere = (targets == ELSEWHERE).unsqueeze(-1)
-        columns = targets.unsqueeze(-1).masked_fill(elsewhere, 0)
-        # - 1 in the target's column, - 0 for ELSEWHERE.
-        p.scatter_add_(-1, columns, elsewhere.to(p.dtype) - 1)
-        logits.copy_(p.mul_(grad.unsqueeze(-1)))
-
-    @staticmethod
-    def kernel(outputs, logits, targets, largest, total, grad, valid):
-        z = logits.contiguous()
-        launch(
-            "cross_entropy_gradient",
-            z,
-            *(t.contiguous() for t in (targets, largest, total, grad)),
-            targets.numel(),
-            z.shape[-1],
-            valid,
-        )
-        if z is not logits:
-            logits.copy_(z)
-        else:
-            torch.autograd.graph.increment_version(logits)
+    with 0 beyond the valid columns. largest, total: [..], of the whole row; grad: [..], float32"""
+    per_row = torch.float32, logits.shape[:-1]
+    check("cross_entropy_gradient", logits, largest=(largest, *per_row), grad=(grad, *per_row))
+    z = logits.contiguous()
+    statistics = [t.contiguous() for t in (targets, largest, total, grad)]
+    launch("cross_entropy_gradient", z, z, *statistics, rows(z), z.shape[-1], valid)
+    if z is not logits:
+        logits.copy_(z)
+    elif z.device.type != "meta":
+        torch.autograd.graph.increment_version(logits)
 
 
-class _CrossEntropyFunction(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
     """logits are whole rows if `group` is None. With a group they are this rank's columns, and the
     statistics are all-reduced."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size, group):
         n = logits.shape[-1]
-        if group is None:
-            local = targets
-            valid = n
-        else:
+        local, valid = targets, n
+        if group is not None:
             local, elsewhere = tensor_parallel.local_ids(targets, n, vocab_size, group)
             local = local.masked_fill(elsewhere & (local >= 0), ELSEWHERE)
             valid = min(n, max(0, vocab_size - group.rank() * n))
-        largest, total, target_logit = torch.ops.fused.cross_entropy_statistics(
-            logits, local, valid
-        )
+        largest, total, target_logit = cross_entropy_statistics(logits, local, valid)
         if group is not None:
             of_all = largest.clone()
             dist.all_reduce(of_all, dist.ReduceOp.MAX, group=group)
@@ -1092,17 +500,19 @@ class _CrossEntropyFunction(torch.autograd.Function):
     def backward(ctx, grad):
         logits, *statistics = ctx.saved_tensors
         gradient = logits.detach()
-        torch.ops.fused.cross_entropy_gradient(gradient, *statistics, grad, ctx.valid)
+        cross_entropy_gradient(gradient, *statistics, grad, ctx.valid)
         return gradient, None, None, None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """log Σ exp z - z_target of each row, in at least float32.
+    """log Σ exp z - z_target of each row, in float32.
 
     logits: [.., V]; targets: [..] int64 -> [..]. Backward **overwrites** the logits with their
     gradient, so it can run only once.
     """
-    return _CrossEntropyFunction.apply(logits, targets, logits.shape[-1], None)
+    if not runs(logits):
+        return plain.cross_entropy(logits, targets)
+    return _CrossEntropy.apply(logits, targets, logits.shape[-1], None)
 
 
 @torch.compiler.disable
@@ -1114,160 +524,70 @@ def vocab_parallel_cross_entropy(
     As tensor_parallel.vocab_parallel_cross_entropy: only the statistics are all-reduced, 3 numbers
     per row.
     """
-    return _CrossEntropyFunction.apply(logits, targets, vocab_size, group)
+    if not runs(logits):
+        return tensor_parallel.vocab_parallel_cross_entropy(logits, targets, vocab_size, group)
+    return _CrossEntropy.apply(logits, targets, vocab_size, group)
 
 
 # --- the permutation of a mixture of experts ------------------------------------------------------
 
 
-INDEX = (torch.int64,)
+@operation("permute(Tensor x, Tensor order, Tensor position) -> Tensor")
+def permute_forward(x, order, position):
+    """x: [n, h]; order: [m], assignments; assignment a belongs to token a % n; position, for the
+    gradient: [k, n] -> [m, h]"""
+    check("permute", x, order=(order, torch.int64, (order.numel(),)))
+    y = empty(x, len(order), x.shape[1])
+    launch("permute", x, dense(x), order.contiguous(), y, len(order), *x.shape)
+    return y
 
 
-@operation("permute(Tensor x, Tensor order) -> Tensor")
-class _Permute(Operation):
-    """x: [n, h]; order: [m], assignments; assignment a belongs to token a % n -> [m, h]"""
-
-    @staticmethod
-    def empty(x, order):
-        need("permute", "x", x, 2)
-        expect("permute", x, order=(order, INDEX, (order.numel(),)))
-        return x.new_empty(len(order), x.shape[1])
-
-    @staticmethod
-    def reference(x, order):
-        return moe.permute_rows(x, order)
-
-    @staticmethod
-    def fits(x, order):
-        return x.numel() > 0 and rows_fit(x) and len(order) < 2**31
-
-    @staticmethod
-    def kernel(y, x, order):
-        launch("permute", dense(x), order.contiguous(), y, len(y), len(x), x.shape[1])
-
-
-@operation("unpermute(Tensor rows, Tensor position, Tensor? probabilities) -> Tensor")
-class _Unpermute(Operation):
+@operation(
+    "unpermute(Tensor rows, Tensor position, Tensor? probabilities, Tensor? order) -> Tensor"
+)
+def unpermute_forward(rows, position, probabilities, order=None):
     """rows: [m, h]; position: [k, n], the row of each token's choices, m where it was dropped;
-    probabilities: [n, k] in at least float32, or None for 1 -> [n, h], the sum of each token's rows
-    times their probabilities"""
-
-    @staticmethod
-    def empty(rows, position, probabilities):
-        need("unpermute", "rows", rows, 2)
-        need("unpermute", "position", position, 2, INDEX)
-        expect(
-            "unpermute",
-            rows,
-            position=(position, INDEX, position.shape),
-            probabilities=(probabilities, (wide_dtype(rows),), position.t().shape),
-        )
-        return rows.new_empty(position.shape[1], rows.shape[1])
-
-    @staticmethod
-    def reference(rows, position, probabilities):
-        if probabilities is None:
-            return moe.unpermute_rows(rows, position)
-        # Row m, of zeros, stands for what was dropped.
-        kept = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-        choices = zip(position, probabilities.t())
-        return sum(wide(kept[at]) * p.unsqueeze(1) for at, p in choices).to(rows.dtype)
-
-    @staticmethod
-    def fits(rows, *_):
-        return rows.numel() > 0 and rows_fit(rows)
-
-    @staticmethod
-    def kernel(y, rows, position, probabilities):
-        launch(
-            "unpermute",
-            dense(rows),
-            position.contiguous(),
-            None if probabilities is None else probabilities.contiguous(),
-            y,
-            len(rows),
-            *position.t().shape,
-            rows.shape[1],
-        )
+    probabilities: [n, k] float32, or None for 1; order, for the gradient: [m] -> [n, h]"""
+    k, n = position.shape
+    check(
+        "unpermute",
+        rows,
+        position=(position, torch.int64, (k, n)),
+        probabilities=(probabilities, torch.float32, (n, k)),
+    )
+    m, h = rows.shape
+    y = empty(rows, n, h)
+    tensors = dense(rows), position.contiguous(), dense(probabilities), y
+    launch("unpermute", rows, *tensors, m, n, k, h)
+    return y
 
 
 @operation(
     "unpermute_backward(Tensor dy, Tensor rows, Tensor order, Tensor probabilities)"
     " -> (Tensor, Tensor)"
 )
-class _UnpermuteBackward(Operation):
+def unpermute_backward(dy, rows, order, probabilities):
     """dy: [n, h]; rows: [m, h]; order: [m]; probabilities: [n, k] -> drows [m, h]; dprobabilities
     [n, k], 0 for dropped choices"""
-
-    @staticmethod
-    def empty(dy, rows, order, probabilities):
-        need("unpermute_backward", "dy", dy, 2)
-        need("unpermute_backward", "rows", rows, 2)
-        expect(
-            "unpermute_backward",
-            dy,
-            rows=(rows, (dy.dtype,), (len(order), dy.shape[1])),
-            order=(order, INDEX, (len(order),)),
-            probabilities=(probabilities, (wide_dtype(dy),), (len(dy), probabilities.shape[-1])),
-        )
-        return contiguous(rows), contiguous(probabilities)
-
-    @staticmethod
-    def reference(dy, rows, order, probabilities):
-        n = max(1, len(dy))
-        token, choice = order % n, order // n
-        # Index into the flattened probabilities [n, k].
-        at = token * probabilities.shape[1] + choice
-        d = wide(dy)[token]
-        dprobabilities = probabilities.new_zeros(probabilities.shape)
-        dprobabilities.view(-1)[at] = (d * wide(rows)).sum(-1)
-        return (d * probabilities.flatten()[at].unsqueeze(1)).to(rows.dtype), dprobabilities
-
-    @staticmethod
-    def fits(dy, rows, *_):
-        return rows.numel() > 0 and rows_fit(rows)
-
-    @staticmethod
-    def kernel(outputs, dy, rows, order, probabilities):
-        drows, dprobabilities = outputs
-        launch(
-            "unpermute_backward",
-            dense(dy),
-            dense(rows),
-            order.contiguous(),
-            probabilities.contiguous(),
-            drows,
-            dprobabilities.zero_(),
-            len(rows),
-            *probabilities.shape,
-            rows.shape[1],
-        )
+    check("unpermute_backward", rows, order=(order, torch.int64, rows.shape[:1]))
+    d_rows, d_probabilities = empty(rows), torch.zeros_like(probabilities)
+    tensors = dense(dy), dense(rows), order.contiguous(), dense(probabilities)
+    sizes = len(rows), *probabilities.shape, rows.shape[1]
+    launch("unpermute_backward", rows, *tensors, d_rows, d_probabilities, *sizes)
+    return d_rows, d_probabilities
 
 
-class _PermuteFunction(torch.autograd.Function):
+@gradient(permute_forward, keep=(2,))
+def _(ctx, dy):
     """permute forward, unpermute without probabilities backward: each is the other's adjoint."""
-
-    @staticmethod
-    def forward(ctx, x, order, position):
-        ctx.save_for_backward(position)
-        return torch.ops.fused.permute(x, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return torch.ops.fused.unpermute(dy, *ctx.saved_tensors, None), None, None
+    return unpermute_forward(dy, *ctx.saved_tensors, None, None), None, None
 
 
-class _UnpermuteFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, probabilities, position, order):
-        ctx.save_for_backward(rows, order, probabilities)
-        return torch.ops.fused.unpermute(rows, position, probabilities)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return *torch.ops.fused.unpermute_backward(dy, *ctx.saved_tensors), None, None
+@gradient(unpermute_forward, keep=(0, 2, 3))
+def _(ctx, dy):
+    rows, probabilities, order = ctx.saved_tensors
+    d_rows, d_probabilities = unpermute_backward(dy, rows, order, probabilities)
+    return d_rows, None, d_probabilities, None
 
 
 def permute(x: Tensor, order: Tensor, position: Tensor) -> Tensor:
@@ -1275,120 +595,106 @@ def permute(x: Tensor, order: Tensor, position: Tensor) -> Tensor:
 
     x: [n, h]; order: [m]; position: [k, n], the inverse of order -> [m, h]
     """
-    return _PermuteFunction.apply(x, order, position)
+    if not runs_rows(x) or not len(order):
+        return moe.permute(x, order, position)
+    return permute_forward(x, order, position)
 
 
 def unpermute(rows: Tensor, probabilities: Tensor, position: Tensor, order: Tensor) -> Tensor:
     """The sum of each token's rows times their router probabilities, the way back from `permute`.
 
-    rows: [m, h]; probabilities: [n, k] in at least float32; position: [k, n]; order: [m] -> [n, h]
+    rows: [m, h]; probabilities: [n, k] float32; position: [k, n]; order: [m] -> [n, h]
     """
-    return _UnpermuteFunction.apply(rows, probabilities, position, order)
+    if not runs_rows(rows):
+        return moe.unpermute(rows, probabilities, position, order)
+    return unpermute_forward(rows, position, probabilities, order)
 
 
 # --- AdamW ----------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=8)
+def on_device(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of numbers, which is copied when they change, and without waiting for the copy."""
+    t = torch.tensor(numbers, dtype=dtype)
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+
+
 @operation(
-    "adamw(Tensor(a!) weight, Tensor(b!)? low, Tensor(c!)? master, Tensor gradient,"
-    " Tensor(d!) exp_avg, Tensor(e!) exp_avg_sq,"
-    " float lr, float decay, float beta1, float beta2, float eps, int step, float scale) -> ()"
+    "adamw(Tensor(a!)[] weights, Tensor(b!)[] lows, Tensor(c!)[] masters, Tensor[] gradients,"
+    " Tensor(d!)[] exp_avgs, Tensor(e!)[] exp_avg_sqs, float[] decays, Tensor control,"
+    " float lr, float beta1, float beta2, float eps) -> ()"
 )
-class _AdamW(Operation):
-    """All tensors have one shape and are contiguous; gradient: float32, multiplied by scale first.
+def adamw_operation(
+    weights, lows, masters, gradients, exp_avgs, exp_avg_sqs, decays, control, *options
+):
+    """As `adamw`; lists of None are empty here."""
+    w = weights[0]
+    nones = [None] * len(weights)
+    state = torch.float32 if masters else torch.bfloat16
+    gradients = [g.contiguous() for g in gradients]
+    kinds = dict(
+        weight=(weights, w.dtype),
+        low=(lows or nones, torch.int16),
+        master=(masters or nones, torch.float32),
+        gradient=(gradients, torch.float32),
+        exp_avg=(exp_avgs, state),
+        exp_avg_sq=(exp_avg_sqs, state),
+    )
+    for i, weight in enumerate(weights):
+        for name, (tensors, dtype) in kinds.items():
+            check("adamw", w, **{name: (tensors[i], dtype, weight.shape)})
+            if tensors[i] is not None and not tensors[i].is_contiguous():
+                raise ValueError(f"adamw: {name} is not contiguous, and it is changed in place")
+    if w.device.type == "meta":
+        return
+    table = []
+    blocks = 0
+    for of_parameter in zip(*(tensors for tensors, _ in kinds.values())):
+        n = of_parameter[0].numel()
+        table += [0 if t is None else t.data_ptr() for t in of_parameter]
+        table += [n, blocks]
+        blocks += -(-n // ask("adamw_elements", w.device, w.dtype))
+    if blocks:
+        tables = on_device(tuple(table), torch.int64, w.device)
+        decays = on_device(tuple(decays), torch.float32, w.device)
+        logarithms = [math.log(beta) for beta in options[1:3]]
+        sizes = len(weights), blocks, bool(masters)
+        launch("adamw", w, tables, decays, control, *sizes, *options, *logarithms)
+    for t in (*weights, *lows, *masters, *exp_avgs, *exp_avg_sqs):
+        torch.autograd.graph.increment_version(t)
+
+
+def adamw(
+    weights: list[Tensor],
+    lows: list[Tensor | None],
+    masters: list[Tensor | None],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    decays: list[float],
+    control: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """optimizer.AdamW's update of many parameters of one kind, in place, in one launch and one pass
+    over their bytes (arXiv 1711.05101, algorithm 2).
 
     weight      low      master     exp_avg, exp_avg_sq
     bf16        int16    None       bf16                   the master is split into weight and low
     float32     None     None       bf16                   the weight is the master
     16 bits     None     float32    float32                the master is beside the weight
+
+    gradients: float32; decays: a weight decay for each; control: float32 [3] on the device: a
+    factor of the gradients, the number of this update from 1 on, 0 to skip it. Raises ValueError.
     """
-
-    @staticmethod
-    def empty(weight, low, master, gradient, exp_avg, exp_avg_sq, *_):
-        shape = weight.shape
-        state = (torch.bfloat16,)
-        dtypes = (torch.float32,)
-        if master is not None:
-            state = (torch.float32,)
-            dtypes = (torch.bfloat16, torch.float16)
-        if low is not None:
-            dtypes = (torch.bfloat16,)
-        need("adamw", "weight", weight, 0, dtypes)
-        expect(
-            "adamw",
-            weight,
-            low=(low, (torch.int16,), shape),
-            master=(master, (torch.float32,), shape),
-            gradient=(gradient, (torch.float32,), shape),
-            exp_avg=(exp_avg, state, shape),
-            exp_avg_sq=(exp_avg_sq, state, shape),
-        )
-        changed = dict(
-            weight=weight, low=low, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq
-        )
-        for name, t in changed.items():
-            if t is not None and not t.is_contiguous():
-                strides = list(t.stride())
-                raise ValueError(
-                    f"adamw: {name} has strides {strides}, expected a contiguous tensor, because it"
-                    " is changed in place"
-                )
-
-    @staticmethod
-    def reference(weight, low, master, gradient, exp_avg, exp_avg_sq, *options):
-        lr, decay, beta1, beta2, eps, step, scale = options
-        if master is not None:
-            x = master
-        elif low is not None:
-            x = optimizer.join_master(weight, low)
-        else:
-            x = weight.clone()
-        g = gradient * scale
-        m = exp_avg.float().lerp_(g, 1 - beta1)
-        v = exp_avg_sq.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        root = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
-        x.mul_(1 - lr * decay).addcdiv_(m, root, value=-lr / (1 - beta1**step))
-        exp_avg.copy_(m)
-        exp_avg_sq.copy_(v)
-        if low is not None:
-            optimizer.split_master(x, weight, low)
-        else:
-            weight.copy_(x)
-
-    @staticmethod
-    def fits(weight, *tensors_and_options):
-        tensors = [weight, *(t for t in tensors_and_options if isinstance(t, Tensor))]
-        return weight.numel() % 8 == 0 and all(t.data_ptr() % VECTOR == 0 for t in tensors)
-
-    @staticmethod
-    def kernel(outputs, weight, low, master, gradient, exp_avg, exp_avg_sq, *options):
-        lr, decay, beta1, beta2, eps, step, scale = options
-        launch(
-            "adamw",
-            weight,
-            low,
-            master,
-            gradient.contiguous(),
-            exp_avg,
-            exp_avg_sq,
-            weight.numel(),
-            beta1,
-            beta2,
-            eps,
-            1 - lr * decay,
-            lr / (1 - beta1**step),
-            math.sqrt(1 - beta2**step),
-            scale,
-        )
-        for t in (weight, low, master, exp_avg, exp_avg_sq):
-            if t is not None:
-                torch.autograd.graph.increment_version(t)
-
-
-def adamw(*args, **options) -> None:
-    """optimizer.AdamW's update of one parameter, in place, in one pass over its bytes (arXiv
-    1711.05101, algorithm 2). Arguments: _AdamW's schema; step counts from 1."""
-    torch.ops.fused.adamw(*args, **options)
+    if not weights:
+        return
+    lows, masters = ([t for t in tensors if t is not None] for tensors in (lows, masters))
+    lists = weights, lows, masters, gradients, exp_avgs, exp_avg_sqs, decays
+    adamw_operation(*lists, control, lr, beta1, beta2, eps)
 
 
 # --- in a model -----------------------------------------------------------------------------------
@@ -1396,12 +702,36 @@ def adamw(*args, **options) -> None:
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return norm(x, self.weight, None, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return norm(x, self.weight, self.bias, self.eps)
+
+
+def of_norm(norm: nn.Module) -> tuple:
+    """weight, bias and ε of a norm that the operations compute."""
+    return norm.weight, getattr(norm, "bias", None), norm.eps
+
+
+class Block(gpt.Block):
+    """gpt.Block, whose norms also pass on the residual, so that in backward the gradients of both
+    are added in one pass. Without dropout and bias they add the residual too."""
+
+    def forward(self, x: Tensor, drop_key: Tensor | None = None, rotary=None) -> Tensor:
+        if not isinstance(self.attention_norm, RMSNorm | LayerNorm):
+            return super().forward(x, drop_key, rotary)
+        x, y = norm_beside(x, *of_norm(self.attention_norm))
+        y = self.attention(y, drop_key, rotary)
+        bias = self.attention.output.bias
+        if only_adds(self.attention_residual, bias, drop_key):
+            x, y = add_norm(y, x, *of_norm(self.mlp_norm))
+        else:
+            x = self.attention_residual(y, bias, x, drop_key)
+            x, y = norm_beside(x, *of_norm(self.mlp_norm))
+        y = self.mlp(y)
+        return self.mlp_residual(y, self.mlp.down.bias, x, drop_key)
 
 
 class Rotary(gpt.Rotary):
@@ -1420,22 +750,21 @@ class GELU(gpt.GELU):
         return bias_gelu(x, bias)
 
 
+def only_adds(module: gpt.BiasDropoutAdd, bias: Tensor | None, drop_key: Tensor | None) -> bool:
+    """Whether nothing is left of the module but residual + x."""
+    return bias is None and (drop_key is None or module.dropout.p == 0)
+
+
 class BiasDropoutAdd(gpt.BiasDropoutAdd):
     def forward(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, drop_key: Tensor | None
     ) -> Tensor:
-        if bias is None and (drop_key is None or self.dropout.p == 0):
+        if only_adds(self, bias, drop_key):
             # PyTorch does this in one pass already.
             return residual + x
-        return bias_dropout_add(
-            x,
-            bias,
-            residual,
-            drop_key,
-            self.dropout.site,
-            self.dropout.shard_index.get(1, 0) * x.shape[1],
-            self.dropout.p,
-        )
+        start = self.dropout.shard_index.get(1, 0) * x.shape[1]
+        mask = self.dropout.site, start, self.dropout.p
+        return bias_dropout_add(x, bias, residual, drop_key, *mask)
 
 
 class CausalProbabilities(gpt.CausalProbabilities):
@@ -1461,6 +790,7 @@ class MoE(moe.MoE):
 FUSED = {
     nn.RMSNorm: RMSNorm,
     nn.LayerNorm: LayerNorm,
+    gpt.Block: Block,
     gpt.Rotary: Rotary,
     gpt.SwiGLU: SwiGLU,
     gpt.GELU: GELU,
@@ -1475,8 +805,9 @@ FUSED = {
 def swap(model: nn.Module) -> None:
     """Make the modules of a model compute with the operations above, on any device.
 
-    To be called after tensor_parallel.apply and whatever else replaces modules. The operations need
-    arguments of one dtype, so the model does not run under autocast afterwards.
+    To be called after tensor_parallel.apply and whatever else replaces modules, and before what
+    wraps the forward of a block. The operations need arguments of one dtype, so the model does not
+    run under autocast afterwards.
     """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm) and (
@@ -1490,18 +821,18 @@ def swap(model: nn.Module) -> None:
         module.__class__ = FUSED.get(type(module), type(module))
 
 
-def apply(model: nn.Module, device: torch.device) -> str:
-    """`swap` if the kernels run on this device; after everything else that replaces modules.
-
-    Returns "", or why the kernels do not run: the model is unchanged then.
-    """
-    why_not = load()[1] if device.type == "cuda" else "no CUDA device"
-    if not why_not:
+def apply(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
+    """`swap` if the kernels of this dtype run on this device. Returns "", or why they do not: the
+    model is unchanged then."""
+    reason = why_not(dtype) if device.type == "cuda" else "no CUDA device"
+    if not reason:
         swap(model)
-    return why_not
+    return reason
 
 
 if __name__ == "__main__":
+    # The lesson imports this file, whose operations must not be registered twice.
+    sys.modules["kernels"] = sys.modules[__name__]
     from lessons import kernel_bytes
 
     kernel_bytes.main()

@@ -95,6 +95,8 @@ class Trainer(RunHooks):
             if groups.tp:
                 tensor_parallel.apply(stage, groups.tp)
             chunked_head.apply(stage, config.head_chunk)
+            if config.kernels == "auto":
+                self.no_kernels = kernels.apply(stage, self.device, DTYPES[self.precision])
             if config.sequence_parallel:
                 sequence_parallel.apply(stage, groups.tp)
             self.after_model_parallel(stage)
@@ -104,8 +106,6 @@ class Trainer(RunHooks):
                 for block in stage.blocks.values():
                     block.forward = torch.compile(block.forward)
             recompute.apply(stage, config.recompute, config.recompute_layers)
-            if config.kernels == "auto":
-                self.no_kernels = kernels.apply(stage, self.device)
             self.gradients.append(self.materialise(stage))
         self.expert_layers = moe.layers(*self.stages)
 

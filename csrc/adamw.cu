@@ -1,100 +1,136 @@
-// AdamW in one pass. Everything is computed in float. Bytes per parameter, with 16-bit moments and
-// a master split between the bf16 weight and 16 more bits (optimizer.py): in 2 + 2 + 4 + 2 + 2, out
+// AdamW of many parameters in one launch and one pass. Bytes per element, with 16-bit moments and a
+// master split between the bf16 weight and 16 more bits (optimizer.py): in 2 + 2 + 4 + 2 + 2, out
 // 2 + 2 + 2 + 2, together 20. With a float master and float moments: in 4 + 4 + 4 + 4, out
 // 4 + 2 + 4 + 4, together 30.
 #include "common.cuh"
+#include <type_traits>
 
 // Where the master weight is: the float weight itself; split between `weight` and `low`; a tensor
-// of its own beside the 16-bit weight.
+// of its own beside the 16-bit weight, with moments in float.
 enum Master { ITSELF, SPLIT, BESIDE };
 
-template <typename T, typename S, Master MASTER>
-struct AdamW {
+// One row of the table that kernels.py writes, 8 numbers of 64 bits each.
+template <typename S>
+struct Parameter {
     T* weight;
     int16_t* low;
     float* master;
     const float* gradient;
     S *exp_avg, *exp_avg_sq;
-    // 1 - beta1
-    float fresh;
-    float beta2;
-    // 1 - beta2
-    float fresh2;
-    float eps;
-    // 1 - lr decay
-    float keep;
-    // lr / (1 - beta1^t)
-    float step_size;
-    // sqrt(1 - beta2^t)
-    float root;
-    // of the gradient
-    float scale;
-    template <int W>
-    __device__ void run(int64_t at) const {
-        Vector<T, W> weights;
-        Vector<int16_t, W> lows;
-        Vector<float, W> masters;
-        Vector<float, W> g = read<W>(gradient + at);
-        Vector<S, W> m = read<W>(exp_avg + at), v = read<W>(exp_avg_sq + at);
-        if constexpr (MASTER != BESIDE) weights = read<W>(weight + at);
-        if constexpr (MASTER == SPLIT) lows = read<W>(low + at);
-        if constexpr (MASTER == BESIDE) masters = read<W>(master + at);
-        #pragma unroll
-        for (int w = 0; w < W; w++) {
-            float grad = g.at[w] * scale;
-            float avg = to_float(m.at[w]), sq = to_float(v.at[w]);
-            float x;
-            if constexpr (MASTER == ITSELF) x = to_float(weights.at[w]);
-            if constexpr (MASTER == SPLIT) {
-                unsigned high = __bfloat16_as_ushort(weights.at[w]);
-                x = __uint_as_float((high << 16) + unsigned(int(lows.at[w])));
-            }
-            if constexpr (MASTER == BESIDE) x = masters.at[w];
-            avg += fresh * (grad - avg);
-            sq = beta2 * sq + fresh2 * grad * grad;
-            x = x * keep - step_size * avg / (sqrtf(sq) / root + eps);
-            m.at[w] = from_float<S>(avg);
-            v.at[w] = from_float<S>(sq);
-            if constexpr (MASTER == ITSELF) weights.at[w] = from_float<T>(x);
-            if constexpr (MASTER == SPLIT) {
-                unsigned bits = __float_as_uint(x);
-                unsigned high = (bits + 0x8000u) >> 16;
-                weights.at[w] = __ushort_as_bfloat16(uint16_t(high));
-                lows.at[w] = int16_t(bits - (high << 16));
-            }
-            if constexpr (MASTER == BESIDE) {
-                masters.at[w] = x;
-                weights.at[w] = from_float<T>(x);
-            }
-        }
-        write<W>(weight + at, weights);
-        if constexpr (MASTER == SPLIT) write<W>(low + at, lows);
-        if constexpr (MASTER == BESIDE) write<W>(master + at, masters);
-        write<W>(exp_avg + at, m);
-        write<W>(exp_avg_sq + at, v);
-    }
+    int64_t n;
+    // The first block that works on it.
+    int64_t first_block;
 };
 
-void adamw(
-    int64_t stream, int64_t dtype, int64_t weight, int64_t low, int64_t master, int64_t gradient,
-    int64_t exp_avg, int64_t exp_avg_sq, int64_t n, double beta1, double beta2, double eps,
-    double keep, double step_size, double root, double scale) {
-    auto launch = [&](auto zero, auto state, auto kind) {
-        using T = decltype(zero);
-        using S = decltype(state);
-        AdamW<T, S, Master(decltype(kind)::value)> f{
-            as<T>(weight), as<int16_t>(low), as<float>(master),
-            as<float>(gradient), as<S>(exp_avg), as<S>(exp_avg_sq),
-            float(1 - beta1), float(beta2), float(1 - beta2), float(eps),
-            float(keep), float(step_size), float(root), float(scale)};
-        launch_each<8>(n, f, stream);
-    };
-    if (low)
-        launch(__nv_bfloat16(), __nv_bfloat16(), Number<SPLIT>());
-    else if (!master)
-        launch(float(), __nv_bfloat16(), Number<ITSELF>());
-    else if (dtype == 1)
-        launch(__nv_bfloat16(), float(), Number<BESIDE>());
-    else
-        launch(__half(), float(), Number<BESIDE>());
+struct Options {
+    float lr, beta1, beta2, eps;
+    // ln beta: 1 - beta^t = -expm1(t ln beta), which does not cancel.
+    float log_beta1, log_beta2;
+};
+
+// Updates the N elements from `at` on: w = w keep - step_size m / (sqrt(v) / root + eps)
+template <int N, typename S, Master MASTER>
+__device__ __forceinline__ void update(
+    const Parameter<S>& p, int64_t at, const Options& o, float scale, float keep, float step_size,
+    float root) {
+    Vector<T, N> weights;
+    Vector<int16_t, N> lows;
+    Vector<float, N> masters;
+    Vector<float, N> g = read<N>(p.gradient + at);
+    Vector<S, N> m = read<N>(p.exp_avg + at), v = read<N>(p.exp_avg_sq + at);
+    if constexpr (MASTER != BESIDE) weights = read<N>(p.weight + at);
+    if constexpr (MASTER == SPLIT) lows = read<N>(p.low + at);
+    if constexpr (MASTER == BESIDE) masters = read<N>(p.master + at);
+    #pragma unroll
+    for (int w = 0; w < N; w++) {
+        float grad = g.at[w] * scale;
+        float avg = to_float(m.at[w]), sq = to_float(v.at[w]);
+        float x;
+        if constexpr (MASTER == ITSELF) x = to_float(weights.at[w]);
+        if constexpr (MASTER == SPLIT) {
+            unsigned high = __bfloat16_as_ushort(weights.at[w]);
+            x = __uint_as_float((high << 16) + unsigned(int(lows.at[w])));
+        }
+        if constexpr (MASTER == BESIDE) x = masters.at[w];
+        avg += (1 - o.beta1) * (grad - avg);
+        sq = o.beta2 * sq + (1 - o.beta2) * grad * grad;
+        x = x * keep - step_size * avg / (sqrtf(sq) / root + o.eps);
+        round_to(m.at[w], avg);
+        round_to(v.at[w], sq);
+        if constexpr (MASTER == SPLIT) {
+            unsigned bits = __float_as_uint(x);
+            unsigned high = (bits + 0x8000u) >> 16;
+            weights.at[w] = __ushort_as_bfloat16(uint16_t(high));
+            lows.at[w] = int16_t(bits - (high << 16));
+        } else {
+            round_to(weights.at[w], x);
+        }
+        if constexpr (MASTER == BESIDE) masters.at[w] = x;
+    }
+    write(p.weight + at, weights);
+    if constexpr (MASTER == SPLIT) write(p.low + at, lows);
+    if constexpr (MASTER == BESIDE) write(p.master + at, masters);
+    write(p.exp_avg + at, m);
+    write(p.exp_avg_sq + at, v);
+}
+
+// Each block updates ELEMENTS of one parameter.
+constexpr int ELEMENTS = 256 * 8;
+
+// control: (factor of the gradients, number of this update from 1 on, 0 to skip the step)
+template <typename S, Master MASTER>
+__global__ void __launch_bounds__(256) adamw_kernel(
+    const Parameter<S>* __restrict__ table, const float* __restrict__ decays,
+    const float* __restrict__ control, int count, Options o) {
+    if (control[2] == 0.f) return;
+    // The last parameter whose first block is not behind this one: a binary search.
+    int low = 0, high = count - 1;
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (table[middle].first_block <= blockIdx.x)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    Parameter<S> p = table[low];
+    float keep = 1.f - o.lr * decays[low];
+    float step_size = o.lr / -expm1f(control[1] * o.log_beta1);
+    float root = sqrtf(-expm1f(control[1] * o.log_beta2));
+    int64_t first = (int64_t(blockIdx.x) - p.first_block) * ELEMENTS;
+    int64_t end = first + ELEMENTS < p.n ? first + ELEMENTS : p.n;
+    // A shard may begin at any address: then one element at a time, like what is left at the end.
+    auto bits = reinterpret_cast<uintptr_t>(p.weight) | reinterpret_cast<uintptr_t>(p.low) |
+                reinterpret_cast<uintptr_t>(p.master) | reinterpret_cast<uintptr_t>(p.gradient) |
+                reinterpret_cast<uintptr_t>(p.exp_avg) | reinterpret_cast<uintptr_t>(p.exp_avg_sq);
+    int64_t whole = bits % 16 ? first : end - (end - first) % 8;
+    int64_t at = first + threadIdx.x * 8;
+    if (at < whole) update<8, S, MASTER>(p, at, o, control[0], keep, step_size, root);
+    for (at = whole + threadIdx.x; at < end; at += blockDim.x)
+        update<1, S, MASTER>(p, at, o, control[0], keep, step_size, root);
+}
+
+template <typename S, Master MASTER>
+const char* launch_adamw(
+    cudaStream_t stream, const void* table, const float* decays, const float* control,
+    int64_t count, int64_t blocks, Options o) {
+    auto rows = reinterpret_cast<const Parameter<S>*>(table);
+    auto kernel = adamw_kernel<S, MASTER>;
+    kernel<<<blocks, 256, 0, stream>>>(rows, decays, control, count, o);
+    return failure();
+}
+
+// How many elements a block updates.
+extern "C" int64_t adamw_elements() { return ELEMENTS; }
+
+// table: [count, 8]; decays: [count]. Moments are bf16 but where masters are beside the weights.
+extern "C" const char* adamw(
+    cudaStream_t stream, const int64_t* table, const float* decays, const float* control,
+    int64_t count, int64_t blocks, int64_t beside, double lr, double beta1, double beta2,
+    double eps, double log_beta1, double log_beta2) {
+    Options o{float(lr),  float(beta1),     float(beta2),
+              float(eps), float(log_beta1), float(log_beta2)};
+    if (beside) return launch_adamw<float, BESIDE>(stream, table, decays, control, count, blocks, o);
+    constexpr Master MASTER = std::is_same_v<T, __nv_bfloat16> ? SPLIT : ITSELF;
+    // fp16 weights have their masters beside them.
+    return launch_adamw<__nv_bfloat16, MASTER>(stream, table, decays, control, count, blocks, o);
 }

@@ -1,90 +1,48 @@
-// Bias + GELU. Bytes: forward x in, y out; backward dy and x in, dx out. columns.cuh walks down the
-// columns and adds up the bias gradient.
+// Bias + GELU: y = gelu(x + bias). Bytes: forward x in, y out; backward dy and x in, dx out.
+//
+// gelu(u) = u / 2 (1 + tanh z) = u sigmoid(2 z),  z = sqrt(2/pi) (u + 0.044715 u^3)
+// gelu'(u) = s + u s (1 - s) times the derivative of 2 z, with s = sigmoid(2 z)
 #include "columns.cuh"
 
-// gelu(u) = u / 2 (1 + tanh z) = u sigmoid(2 z),  z = sqrt(2/pi) (u + 0.044715 u^3)
-template <typename T>
-struct Gelu {
-    const T *x, *bias;
-    T* y;
-    template <int W>
-    struct Loaded {
-        Vector<T, W> x;
-        __device__ void load(const Gelu& f, int64_t at) { x = read<W>(f.x + at); }
-    };
-    template <int W>
-    struct Column {
-        Bias<T, W> bias;
-        __device__ Column(const Gelu& f, int column) : bias(f.bias, column) {}
-        __device__ void arrive(const Gelu&, int64_t, int64_t) {}
-        __device__ void run(const Gelu& f, int, int64_t at, const Loaded<W>& in, float (&)[W]) {
-            Vector<T, W> out;
-            #pragma unroll
-            for (int w = 0; w < W; w++) {
-                float u = to_float(in.x.at[w]) + bias.at[w];
-                float z2 = u * (1.5957691216057308f + 0.07135481282894904f * (u * u));
-                out.at[w] = from_float<T>(u * sigmoid<T>(z2).here);
-            }
-            write<W>(f.y + at, out);
-        }
-    };
-};
+// 2 z = u (LINEAR + CUBIC u^2): 2 sqrt(2/pi), and 0.044715 times that
+constexpr float LINEAR = 1.5957691216057308f, CUBIC = 0.07135481282894904f;
 
-template <typename T>
-struct GeluBackward {
-    const T *dy, *x, *bias;
-    T* dx;
-    template <int W>
-    struct Loaded {
-        Vector<T, W> dy, x;
-        __device__ void load(const GeluBackward& f, int64_t at) {
-            dy = read<W>(f.dy + at);
-            x = read<W>(f.x + at);
-        }
-    };
-    template <int W>
-    struct Column {
-        Bias<T, W> bias;
-        __device__ Column(const GeluBackward& f, int column) : bias(f.bias, column) {}
-        __device__ void arrive(const GeluBackward&, int64_t, int64_t) {}
-        __device__ void run(
-            const GeluBackward& f, int, int64_t at, const Loaded<W>& in, float (&sum)[W]) {
-            Vector<T, W> out;
-            #pragma unroll
-            for (int w = 0; w < W; w++) {
-                float u = to_float(in.x.at[w]) + bias.at[w];
-                float square = u * u;
-                Sigmoid s = sigmoid<T>(u * (1.5957691216057308f + 0.07135481282894904f * square));
-                float d = to_float(in.dy.at[w]);
-                // gelu'(u) = s + u s (1 - s) times the derivative of 2 z
-                float slope = u * s.here * s.there;
-                slope *= 1.5957691216057308f + 0.21406443848684713f * square;
-                d *= s.here + slope;
-                out.at[w] = from_float<T>(d);
-                sum[w] += d;
-            }
-            write<W>(f.dx + at, out);
-        }
-    };
-};
-
-void bias_gelu(
-    int64_t stream, int64_t dtype, int64_t x, int64_t bias, int64_t y, int64_t rows, int64_t h) {
-    with_type(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        launch_columns<T>(dtype, rows, h, Gelu<T>{as<T>(x), as<T>(bias), as<T>(y)}, 0, 0, stream);
+__global__ void __launch_bounds__(WIDE * DEEP, 2) gelu_forward(
+    const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ y, int64_t rows, int h) {
+    Vector<float> own = own_bias(bias, h);
+    down_columns(x, nullptr, y, nullptr, rows, h, [&](int64_t, int w, float x, float) {
+        float u = x + own.at[w];
+        return u * sigmoid(u * (LINEAR + CUBIC * (u * u))).here;
     });
 }
-int64_t bias_gelu_parts(int64_t rows, int64_t h, int64_t dtype) {
-    return column_parts(rows, h, dtype);
-}
-void bias_gelu_backward(
-    int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t bias, int64_t dx, int64_t d_bias,
-    int64_t parts, int64_t rows, int64_t h) {
-    with_type(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        launch_columns<T>(
-            dtype, rows, h, GeluBackward<T>{as<T>(dy), as<T>(x), as<T>(bias), as<T>(dx)}, parts,
-            d_bias, stream);
+
+__global__ void __launch_bounds__(WIDE * DEEP, 2) gelu_backward(
+    const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ bias,
+    T* __restrict__ dx, float* __restrict__ parts, int64_t rows, int h) {
+    Vector<float> own = own_bias(bias, h);
+    down_columns(dy, x, dx, parts, rows, h, [&](int64_t, int w, float dy, float x) {
+        float u = x + own.at[w], square = u * u;
+        Sigmoid s = sigmoid(u * (LINEAR + CUBIC * square));
+        float slope = u * s.here * s.there;
+        return dy * (s.here + slope * (LINEAR + 3 * CUBIC * square));
     });
+}
+
+extern "C" const char* bias_gelu(
+    cudaStream_t stream, const T* x, const T* bias, T* y, int64_t rows, int64_t h) {
+    dim3 grid = column_grid(rows, h, resident_blocks(gelu_forward)), block(WIDE, DEEP);
+    gelu_forward<<<grid, block, 0, stream>>>(x, bias, y, rows, h);
+    return failure();
+}
+extern "C" int64_t bias_gelu_parts(int64_t rows, int64_t h) {
+    return column_grid(rows, h, resident_blocks(gelu_backward)).y;
+}
+// parts: [bias_gelu_parts, h] floats; null: no gradient of the bias.
+extern "C" const char* bias_gelu_backward(
+    cudaStream_t stream, const T* dy, const T* x, const T* bias, T* dx, T* d_bias, float* parts,
+    int64_t rows, int64_t h) {
+    dim3 grid = column_grid(rows, h, resident_blocks(gelu_backward)), block(WIDE, DEEP);
+    gelu_backward<<<grid, block, 0, stream>>>(dy, x, bias, dx, parts, rows, h);
+    if (parts) launch_sum_parts(stream, parts, d_bias, nullptr, grid.y, h);
+    return failure();
 }

@@ -5,17 +5,16 @@
 // exponentials; a log-softmax saved for backward would be a second tensor of that size.)
 // A block is a row. One pass gives maximum and sum (online softmax, arXiv 1805.02867): where a
 // larger element appears, the sum so far is scaled down.
-#include "common.cuh"
+#include "rows.cuh"
 
 // The target of a row whose token is in another rank's columns.
 constexpr int64_t ELSEWHERE = -(int64_t(1) << 62);
 
 // Calls f(at, vector) for the elements from `at` on, all along a row. The row may begin at any
 // address, because V need not be a multiple of W: first single elements up to an aligned address,
-// then whole vectors, four loads before the first is used, then single elements again.
-template <typename T, typename F>
+// then whole vectors, then single elements again. The loads of four vectors are in flight together.
+template <typename F>
 __device__ __forceinline__ void along_row(const T* row, int n, F f) {
-    constexpr int W = PER_VECTOR<T>;
     int head = int((16 - reinterpret_cast<uintptr_t>(row) % 16) % 16 / sizeof(T));
     head = head < n ? head : n;
     int vectors = (n - head) / W;
@@ -24,20 +23,19 @@ __device__ __forceinline__ void along_row(const T* row, int n, F f) {
     int step = blockDim.x;
     if (v < head) f(v, read<1>(row + v));
     for (; v + 3 * step < vectors; v += 4 * step) {
-        Vector<T, W> z[4];
+        Vector<> z[4];
         #pragma unroll
         for (int i = 0; i < 4; i++)
-            z[i] = read<W>(row + head + (v + i * step) * W);
+            z[i] = read(row + head + (v + i * step) * W);
         #pragma unroll
         for (int i = 0; i < 4; i++)
             f(head + (v + i * step) * W, z[i]);
     }
     for (; v < vectors; v += step)
-        f(head + v * W, read<W>(row + head + v * W));
+        f(head + v * W, read(row + head + v * W));
     if (tail + int(threadIdx.x) < n) f(tail + int(threadIdx.x), read<1>(row + tail + threadIdx.x));
 }
 
-template <typename T>
 __global__ void __launch_bounds__(512) cross_entropy_forward(
     const T* __restrict__ logits, const int64_t* __restrict__ targets, float* __restrict__ largest,
     float* __restrict__ total, float* __restrict__ target_logit, int V, int valid) {
@@ -46,22 +44,22 @@ __global__ void __launch_bounds__(512) cross_entropy_forward(
     float most = -FLT_MAX;
     float sum = 0;
     along_row(row, valid, [&](int, auto z) {
-        constexpr int W = sizeof(z) / sizeof(T);
+        constexpr int N = sizeof(z) / sizeof(T);
         float here = to_float(z.at[0]);
         #pragma unroll
-        for (int w = 1; w < W; w++)
+        for (int w = 1; w < N; w++)
             here = fmaxf(here, to_float(z.at[w]));
         if (here > most) {
-            sum *= exp_for<T>(most - here);
+            sum *= exp_of(most - here);
             most = here;
         }
         #pragma unroll
-        for (int w = 0; w < W; w++)
-            sum += exp_for<T>(to_float(z.at[w]), most);
+        for (int w = 0; w < N; w++)
+            sum += exp_of(to_float(z.at[w]) - most);
     });
     float all[1] = {most};
     over_row<Max>(all);
-    float sums[1] = {sum * exp_for<T>(most - all[0])};
+    float sums[1] = {sum * exp_of(most - all[0])};
     over_row<Sum>(sums);
     if (threadIdx.x == 0) {
         int64_t target = targets[blockIdx.x];
@@ -73,7 +71,6 @@ __global__ void __launch_bounds__(512) cross_entropy_forward(
     }
 }
 
-template <typename T>
 __global__ void __launch_bounds__(512) cross_entropy_backward(
     T* __restrict__ logits, const int64_t* __restrict__ targets, const float* __restrict__ largest,
     const float* __restrict__ total, const float* __restrict__ grad, int V, int valid) {
@@ -88,45 +85,27 @@ __global__ void __launch_bounds__(512) cross_entropy_backward(
     float z_target = target >= 0 ? to_float(row[target]) : 0.f;
     __syncthreads();
     along_row(row, V, [&](int at, auto z) {
-        constexpr int W = sizeof(z) / sizeof(T);
-        if (at + W <= valid)
-            #pragma unroll
-            for (int w = 0; w < W; w++)
-                z.at[w] = from_float<T>(share * exp_for<T>(to_float(z.at[w]), down));
-        else
-            for (int w = 0; w < W; w++)
-                z.at[w] = from_float<T>(
-                    at + w < valid ? share * exp_for<T>(to_float(z.at[w]), down) : 0.f);
-        write<W>(row + at, z);
+        constexpr int N = sizeof(z) / sizeof(T);
+        #pragma unroll
+        for (int w = 0; w < N; w++)
+            round_to(z.at[w], at + w < valid ? share * exp_of(to_float(z.at[w]) - down) : 0.f);
+        write(row + at, z);
     });
     __syncthreads();
-    if (threadIdx.x == 0 && target >= 0)
-        row[target] = from_float<T>(share * exp_for<T>(z_target, down) - d);
+    if (threadIdx.x == 0 && target >= 0) round_to(row[target], share * exp_of(z_target - down) - d);
 }
 
-void cross_entropy_statistics(
-    int64_t stream, int64_t dtype, int64_t logits, int64_t targets, int64_t largest, int64_t total,
-    int64_t target_logit, int64_t rows, int64_t V, int64_t valid) {
-    if (rows == 0) return;
-    with_type(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        dim3 grid(rows), block(512);
-        cross_entropy_forward<T><<<grid, block, 0, on(stream)>>>(
-            as<T>(logits), as<int64_t>(targets), as<float>(largest), as<float>(total),
-            as<float>(target_logit), V, valid);
-        check_launch();
-    });
+extern "C" const char* cross_entropy_statistics(
+    cudaStream_t stream, const T* logits, const int64_t* targets, float* largest, float* total,
+    float* target_logit, int64_t rows, int64_t V, int64_t valid) {
+    cross_entropy_forward<<<rows, 512, 0, stream>>>(
+        logits, targets, largest, total, target_logit, V, valid);
+    return failure();
 }
-void cross_entropy_gradient(
-    int64_t stream, int64_t dtype, int64_t logits, int64_t targets, int64_t largest, int64_t total,
-    int64_t grad, int64_t rows, int64_t V, int64_t valid) {
-    if (rows == 0) return;
-    with_type(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        dim3 grid(rows), block(512);
-        cross_entropy_backward<T><<<grid, block, 0, on(stream)>>>(
-            as<T>(logits), as<int64_t>(targets), as<float>(largest), as<float>(total),
-            as<float>(grad), V, valid);
-        check_launch();
-    });
+extern "C" const char* cross_entropy_gradient(
+    cudaStream_t stream, T* logits, const int64_t* targets, const float* largest,
+    const float* total, const float* grad, int64_t rows, int64_t V, int64_t valid) {
+    cross_entropy_backward<<<rows, 512, 0, stream>>>(
+        logits, targets, largest, total, grad, V, valid);
+    return failure();
 }

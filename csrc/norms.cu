@@ -1,163 +1,113 @@
-// RMSNorm and LayerNorm. Bytes: forward reads x and writes y; backward reads dy and x and writes
-// dx. A row stays in registers between its sum and its use. Forward saves two floats per row: the
-// mean and the reciprocal of the standard deviation.
+// LayerNorm, with a bias, and RMSNorm, without: y = (z - mean) rstd weight + bias, where RMSNorm
+// leaves the mean out. z is x, or x + residual, which is written beside y. Bytes: forward reads x
+// (and the residual) and writes y (and z); backward reads dy and z and writes dz. A row stays in
+// registers between its sum and its use. Forward saves two floats per row: the mean, and rstd, the
+// reciprocal of the standard deviation.
 //
 // Weight gradients are sums over all rows. A thread keeps the sums of its columns in registers
-// while it walks over rows, so a block ends with one partial sum per column. Three blocks per
-// multiprocessor write [blocks, h] floats, which sum_parts adds up: a few percent of the traffic.
-// The result is the same every time; atomics would add in any order.
-#include "common.cuh"
+// while it walks over rows, so a block ends with one partial sum per column. As many blocks as are
+// resident at a time write [blocks, h] floats, which sum_parts adds up: a few percent of the
+// traffic. The result is the same every time; atomics would add in any order. (The last block alone
+// could not add them up: a multiprocessor reads one percent of what all read in that time.)
+#include "parts.cuh"
+#include "rows.cuh"
 
-template <typename T, int W, int K, int MOST, bool MEAN>
-__global__ void __launch_bounds__(MOST) norm_forward(
-    const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias,
-    T* __restrict__ y, float* __restrict__ means, float* __restrict__ rstds, int64_t rows, int h,
-    float eps) {
-    // All threads of a block make the same number of turns, because they meet in over_row.
-    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows;
-         first += int64_t(gridDim.x) * blockDim.y) {
-        int64_t row = first + threadIdx.y;
-        float v[K][W] = {};
-        float sum[1] = {0.f};
-        float sums[MEAN ? 2 : 1] = {};
-        float mean = 0;
-        // The mean of x - mean: what rounding left.
-        float rest = 0;
-        #pragma unroll
-        for (int k = 0; k < K; k++) {
-            int column = (k * blockDim.x + threadIdx.x) * W;
-            if (row < rows && column < h) {
-                Vector<T, W> in = read<W>(x + row * h + column);
-                #pragma unroll
-                for (int w = 0; w < W; w++)
-                    v[k][w] = to_float(in.at[w]);
-            }
-        }
-        if constexpr (MEAN) {
-            #pragma unroll
-            for (int k = 0; k < K; k++)
-                #pragma unroll
-                for (int w = 0; w < W; w++)
-                    sum[0] += v[k][w];
-            over_row<Sum>(sum);
-            mean = sum[0] / h;
-        }
-        #pragma unroll
-        for (int k = 0; k < K; k++)
-            #pragma unroll
-            for (int w = 0; w < W; w++) {
-                // A second pass over the registers: mean(x^2) - mean^2 would cancel.
-                v[k][w] -= mean;
-                if (int((k * blockDim.x + threadIdx.x) * W) < h) {
-                    sums[0] += v[k][w] * v[k][w];
-                    if constexpr (MEAN) sums[1] += v[k][w];
-                }
-            }
-        over_row<Sum>(sums);
-        if constexpr (MEAN) rest = sums[1] / h;
-        float rstd = rsqrtf(sums[0] / h - rest * rest + eps);
-        if (row < rows && threadIdx.x == 0) {
-            if constexpr (MEAN) means[row] = mean + rest;
-            rstds[row] = rstd;
-        }
-        #pragma unroll
-        for (int k = 0; k < K; k++) {
-            int column = (k * blockDim.x + threadIdx.x) * W;
-            if (row < rows && column < h) {
-                // After the first rows these come from the caches.
-                Vector<T, W> scale = read<W>(weight + column);
-                Vector<T, W> shift = MEAN ? read<W>(bias + column) : Vector<T, W>();
-                Vector<T, W> out;
-                #pragma unroll
-                for (int w = 0; w < W; w++)
-                    out.at[w] = from_float<T>(
-                        (v[k][w] - rest) * rstd * to_float(scale.at[w]) +
-                        (MEAN ? to_float(shift.at[w]) : 0.f));
-                write<W>(y + row * h + column, out);
-            }
-        }
+template <int K, int MOST, bool MEAN>
+__global__ void __launch_bounds__(MOST) norm_forward_kernel(
+    const T* __restrict__ x, const T* __restrict__ residual, const T* __restrict__ weight,
+    const T* __restrict__ bias, T* __restrict__ z, T* __restrict__ y, float* __restrict__ means,
+    float* __restrict__ rstds, int64_t rows, int h, float eps) {
+    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+    // Threads without a row go along: all threads of a block meet in over_row.
+    int n = row < rows ? h : 0;
+    Row<K> in(x + row * h, n);
+    if (residual) {
+        Row<K> other(residual + row * h, n);
+        in.each([&](int k, int w) { round_to(in.at[k].at[w], in(k, w) + other(k, w)); });
+        in.store(z + row * h, in);
     }
+    float mean = 0, rest = 0;
+    if constexpr (MEAN) {
+        float sum[1] = {0.f};
+        in.each([&](int k, int w) { sum[0] += in(k, w); });
+        over_row<Sum>(sum);
+        mean = sum[0] / h;
+    }
+    // A second pass over the registers: mean(x^2) - mean^2 would cancel. The mean of x - mean is
+    // what rounding left of the mean.
+    float sums[MEAN ? 2 : 1] = {};
+    in.each([&](int k, int w) {
+        float d = in(k, w) - mean;
+        sums[0] += d * d;
+        if constexpr (MEAN) sums[1] += d;
+    });
+    over_row<Sum>(sums);
+    if constexpr (MEAN) rest = sums[1] / h;
+    float rstd = rsqrtf(sums[0] / h - rest * rest + eps);
+    if (row < rows && threadIdx.x == 0) {
+        if constexpr (MEAN) means[row] = mean + rest;
+        rstds[row] = rstd;
+    }
+    // After the first rows these come from the caches.
+    Row<K> scale(weight, n), shift(bias, MEAN ? n : 0);
+    in.store(y + row * h, [&](int k, int w) {
+        float unit = (in(k, w) - mean - rest) * rstd;
+        return unit * scale(k, w) + (MEAN ? shift(k, w) : 0.f);
+    });
 }
 
-// x' = (x - mean) rstd,  g = dy w
-// dx = rstd (g - x' mean(g x') - mean(g)), the last term for LayerNorm only
-// dw = sum over rows of dy x',  db = sum over rows of dy
-template <typename T, int W, int K, int MOST, bool MEAN>
-__global__ void __launch_bounds__(MOST) norm_backward(
-    const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ weight,
-    const float* __restrict__ means, const float* __restrict__ rstds, T* __restrict__ dx,
-    float* __restrict__ dw_parts, float* __restrict__ db_parts, int64_t rows, int h) {
-    float dw[K][W] = {};
-    float db[K][W] = {};
+// u = (z - mean) rstd,  g = dy weight
+// dx = rstd (g - u mean(g u) - mean(g)) + dz, where mean(g) is for LayerNorm only, and dz is the
+// gradient that reaches z beside the norm, if there is one
+// dw = sum over rows of dy u,  db = sum over rows of dy
+template <int K, int MOST, bool MEAN>
+__global__ void __launch_bounds__(MOST) norm_backward_kernel(
+    const T* __restrict__ dy, const T* __restrict__ dz, const T* __restrict__ z,
+    const T* __restrict__ weight, const float* __restrict__ means, const float* __restrict__ rstds,
+    T* __restrict__ dx, float* __restrict__ parts, int64_t rows, int h) {
+    float of_column[MEAN ? 2 : 1][K][W] = {};
     for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows;
          first += int64_t(gridDim.x) * blockDim.y) {
         int64_t row = first + threadIdx.y;
         bool live = row < rows;
-        // Kept in their own dtype: 16 bits take half the registers of floats.
-        Vector<T, W> in[K], grad[K];
-        // 2 K loads before the first is used.
-        #pragma unroll
-        for (int k = 0; k < K; k++) {
-            int column = (k * blockDim.x + threadIdx.x) * W;
-            if (live && column < h) {
-                in[k] = read<W>(x + row * h + column);
-                grad[k] = read<W>(dy + row * h + column);
-            }
-        }
+        Row<K> in(z + row * h, live ? h : 0), grad(dy + row * h, live ? h : 0);
         float rstd = live ? rstds[row] : 0.f;
         float mean = MEAN && live ? means[row] : 0.f;
+        Row<K> scale(weight, live ? h : 0);
         float sums[2] = {0.f, 0.f};
-        #pragma unroll
-        for (int k = 0; k < K; k++) {
-            int column = (k * blockDim.x + threadIdx.x) * W;
-            if (live && column < h) {
-                Vector<T, W> scale = read<W>(weight + column);
-                #pragma unroll
-                for (int w = 0; w < W; w++) {
-                    float unit = (to_float(in[k].at[w]) - mean) * rstd;
-                    float d = to_float(grad[k].at[w]);
-                    float g = d * to_float(scale.at[w]);
-                    sums[0] += g * unit;
-                    sums[1] += g;
-                    dw[k][w] += d * unit;
-                    if constexpr (MEAN) db[k][w] += d;
-                }
-            }
-        }
+        in.each([&](int k, int w) {
+            float unit = (in(k, w) - mean) * rstd;
+            float g = grad(k, w) * scale(k, w);
+            sums[0] += g * unit;
+            sums[1] += g;
+            of_column[0][k][w] += grad(k, w) * unit;
+            if constexpr (MEAN) of_column[1][k][w] += grad(k, w);
+        });
         over_row<Sum>(sums);
         float along = sums[0] / h;
         float shift = MEAN ? sums[1] / h : 0.f;
-        #pragma unroll
-        for (int k = 0; k < K; k++) {
-            int column = (k * blockDim.x + threadIdx.x) * W;
-            if (live && column < h) {
-                Vector<T, W> scale = read<W>(weight + column);
-                Vector<T, W> out;
-                #pragma unroll
-                for (int w = 0; w < W; w++) {
-                    float g = to_float(grad[k].at[w]) * to_float(scale.at[w]);
-                    float unit = (to_float(in[k].at[w]) - mean) * rstd;
-                    out.at[w] = from_float<T>(rstd * (g - unit * along - shift));
-                }
-                write<W>(dx + row * h + column, out);
-            }
-        }
+        Row<K> beside(dz + row * h, dz && live ? h : 0);
+        in.store(dx + row * h, [&](int k, int w) {
+            float unit = (in(k, w) - mean) * rstd;
+            float d = rstd * (grad(k, w) * scale(k, w) - unit * along - shift);
+            return dz ? d + beside(k, w) : d;
+        });
     }
-    // [rows of a block, h] if a block has several rows: at most 256 threads with 24 columns each.
-    __shared__ __align__(16) float sums[6144];
+    if (!parts) return;
+    // Rows of a block meet in shared memory, [blockDim.y, h]: at most 256 threads of 3 vectors.
+    __shared__ __align__(16) float of_row[256 * 3 * W];
     #pragma unroll
     for (int which = 0; which < (MEAN ? 2 : 1); which++) {
-        float (&mine)[K][W] = which ? db : dw;
-        float* parts = (which ? db_parts : dw_parts) + int64_t(blockIdx.x) * h;
+        float* out = parts + (int64_t(which) * gridDim.x + blockIdx.x) * h;
         #pragma unroll
         for (int k = 0; k < K; k++) {
-            int column = (k * blockDim.x + threadIdx.x) * W;
-            Vector<float, W> out;
+            Vector<float> sum;
             #pragma unroll
             for (int w = 0; w < W; w++)
-                out.at[w] = mine[k][w];
+                sum.at[w] = of_column[which][k][w];
+            int column = Row<K>::column(k);
             if (column < h)
-                write<W>(blockDim.y == 1 ? parts + column : sums + threadIdx.y * h + column, out);
+                write((blockDim.y == 1 ? out : of_row + threadIdx.y * h) + column, sum);
         }
         if (blockDim.y == 1) continue;
         __syncthreads();
@@ -165,73 +115,50 @@ __global__ void __launch_bounds__(MOST) norm_backward(
              column += blockDim.x * blockDim.y) {
             float sum = 0;
             for (int y = 0; y < int(blockDim.y); y++)
-                sum += sums[y * h + column];
-            parts[column] = sum;
+                sum += of_row[y * h + column];
+            out[column] = sum;
         }
         __syncthreads();
     }
 }
 
-template <bool MEAN>
-void launch_norm_forward(
-    int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t bias, int64_t y, int64_t mean,
-    int64_t rstd, int64_t rows, int64_t h, double eps) {
-    if (rows == 0) return;
-    with_type(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        with_row<T, true>(h, [&](auto W, auto K, auto MOST, int64_t threads) {
-            dim3 block(threads, threads < 256 ? 256 / threads : 1);
-            dim3 grid(pieces(rows, block.y));
-            norm_forward<T, W.value, K.value, MOST.value, MEAN><<<grid, block, 0, on(stream)>>>(
-                as<T>(x), as<T>(weight), as<T>(bias), as<T>(y), as<float>(mean), as<float>(rstd),
-                rows, h, eps);
-            check_launch();
-        });
+// A bias makes it LayerNorm. residual may be null, and then z is not written.
+extern "C" const char* norm_forward(
+    cudaStream_t stream, const T* x, const T* residual, const T* weight, const T* bias, T* z, T* y,
+    float* means, float* rstds, int64_t rows, int64_t h, double eps) {
+    with_row(h, [&](auto K, auto MOST, dim3 block) {
+        auto kernel = bias ? norm_forward_kernel<K.value, MOST.value, true>
+                           : norm_forward_kernel<K.value, MOST.value, false>;
+        dim3 grid(pieces(rows, block.y));
+        kernel<<<grid, block, 0, stream>>>(
+            x, residual, weight, bias, z, y, means, rstds, rows, h, eps);
+    });
+    return failure();
+}
+
+// As many blocks as all multiprocessors hold at a time, or as have rows. Each leaves partial sums.
+extern "C" int64_t norm_blocks(int64_t rows, int64_t h, int64_t mean) {
+    return with_row(h, [&](auto K, auto MOST, dim3 block) {
+        auto kernel = mean ? norm_backward_kernel<K.value, MOST.value, true>
+                           : norm_backward_kernel<K.value, MOST.value, false>;
+        int blocks = 0;
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, block.x * block.y, 0);
+        int64_t resident = blocks * multiprocessors(), most = pieces(rows, block.y);
+        return resident < most ? resident : most;
     });
 }
 
-int64_t norm_parts() { return 3 * multiprocessors(); }
-
-// parts: [1 or 2, norm_parts(), h] floats.
-template <bool MEAN>
-void launch_norm_backward(
-    int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t mean,
-    int64_t rstd, int64_t dx, int64_t dw, int64_t db, int64_t parts, int64_t rows, int64_t h) {
-    with_type(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        int64_t count = norm_parts();
-        float* dw_parts = as<float>(parts);
-        float* db_parts = dw_parts + count * h;
-        with_row<T, false>(h, [&](auto W, auto K, auto MOST, int64_t threads) {
-            dim3 block(threads, threads <= 256 ? 256 / threads : 1);
-            dim3 grid(count);
-            norm_backward<T, W.value, K.value, MOST.value, MEAN><<<grid, block, 0, on(stream)>>>(
-                as<T>(dy), as<T>(x), as<T>(weight), as<float>(mean), as<float>(rstd), as<T>(dx),
-                dw_parts, db_parts, rows, h);
-            check_launch();
-        });
-        launch_sum_parts<T>(dw_parts, as<T>(dw), as<T>(db), count, h, stream);
+// dz may be null. parts: [1 or 2, blocks, h] floats; null: no gradients of weight and bias.
+extern "C" const char* norm_backward(
+    cudaStream_t stream, const T* dy, const T* dz, const T* z, const T* weight, const float* means,
+    const float* rstds, T* dx, T* dw, T* db, float* parts, int64_t rows, int64_t h, int64_t mean,
+    int64_t blocks) {
+    with_row(h, [&](auto K, auto MOST, dim3 block) {
+        auto kernel = mean ? norm_backward_kernel<K.value, MOST.value, true>
+                           : norm_backward_kernel<K.value, MOST.value, false>;
+        kernel<<<blocks, block, 0, stream>>>(
+            dy, dz, z, weight, means, rstds, dx, parts, rows, h);
     });
-}
-
-void rms_norm(
-    int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t y, int64_t rstd, int64_t rows,
-    int64_t h, double eps) {
-    launch_norm_forward<false>(stream, dtype, x, weight, 0, y, 0, rstd, rows, h, eps);
-}
-void rms_norm_backward(
-    int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t rstd, int64_t dx,
-    int64_t dw, int64_t parts, int64_t rows, int64_t h) {
-    launch_norm_backward<false>(stream, dtype, dy, x, weight, 0, rstd, dx, dw, 0, parts, rows, h);
-}
-void layer_norm(
-    int64_t stream, int64_t dtype, int64_t x, int64_t weight, int64_t bias, int64_t y, int64_t mean,
-    int64_t rstd, int64_t rows, int64_t h, double eps) {
-    launch_norm_forward<true>(stream, dtype, x, weight, bias, y, mean, rstd, rows, h, eps);
-}
-void layer_norm_backward(
-    int64_t stream, int64_t dtype, int64_t dy, int64_t x, int64_t weight, int64_t mean,
-    int64_t rstd, int64_t dx, int64_t dw, int64_t db, int64_t parts, int64_t rows, int64_t h) {
-    launch_norm_backward<true>(
-        stream, dtype, dy, x, weight, mean, rstd, dx, dw, db, parts, rows, h);
+    if (parts) launch_sum_parts(stream, parts, dw, db, blocks, h);
+    return failure();
 }

@@ -1,60 +1,64 @@
-// SwiGLU: y = silu(gate) up. Tensors: two in, one out; backward three in, two out. Each element is
-// independent, so a thread computes one vector and ends. It needs few registers for its 2 or 3
-// loads of 16 bytes, so enough blocks are resident to keep the memory busy.
+// SwiGLU: y = silu(gate) up. Bytes: gate and up in, y out; backward dy, gate and up in, both
+// gradients out. Each element is independent, so the question is only how to move bytes.
 #include "common.cuh"
 
-template <typename T>
-struct SwiGLU {
-    const T *gate, *up;
-    T* y;
-    template <int W>
-    __device__ void run(int64_t at) const {
-        Vector<T, W> g = read<W>(gate + at), u = read<W>(up + at), out;
-        #pragma unroll
-        for (int w = 0; w < W; w++) {
-            float x = to_float(g.at[w]);
-            out.at[w] = from_float<T>(x * sigmoid<T>(x).here * to_float(u.at[w]));
-        }
-        write<W>(y + at, out);
-    }
-};
+__device__ float swiglu_of(float gate, float up) { return gate * sigmoid(gate).here * up; }
+
+// First try: a thread is an element. In 16 bits each load instruction of a warp moves 64 bytes, and
+// a thread has 4 bytes in flight. 2048 threads have 8 KB, where 21 KB are needed: the memory waits
+// for the threads. The index costs as many instructions as the element.
+__global__ void __launch_bounds__(256)
+    swiglu_by_element(const T* gate, const T* up, T* y, int64_t n) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < n) round_to(y[i], swiglu_of(to_float(gate[i]), to_float(up[i])));
+}
+
+// Second try: a thread is a vector. A warp's load moves 512 bytes, a thread has 32 bytes in flight,
+// and one index serves 8 elements. The thread needs few registers for its 2 or 3 loads, so
+// multiprocessors are full, and nothing is left to win: bytes that are moved once, wide, and early.
+__global__ void __launch_bounds__(256)
+    swiglu_by_vector(const T* gate, const T* up, T* y, int64_t vectors) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= vectors) return;
+    Vector<> g = read(gate + i * W), u = read(up + i * W), out;
+    #pragma unroll
+    for (int w = 0; w < W; w++)
+        round_to(out.at[w], swiglu_of(to_float(g.at[w]), to_float(u.at[w])));
+    write(y + i * W, out);
+}
 
 // silu'(x) = s + x s (1 - s) with s = sigmoid(x)
-template <typename T>
-struct SwiGLUBackward {
-    const T *dy, *gate, *up;
-    T *d_gate, *d_up;
-    template <int W>
-    __device__ void run(int64_t at) const {
-        Vector<T, W> d = read<W>(dy + at), g = read<W>(gate + at), u = read<W>(up + at);
-        Vector<T, W> out_g, out_u;
-        #pragma unroll
-        for (int w = 0; w < W; w++) {
-            float x = to_float(g.at[w]), grad = to_float(d.at[w]);
-            Sigmoid s = sigmoid<T>(x);
-            float silu = x * s.here;
-            out_u.at[w] = from_float<T>(grad * silu);
-            // s.there is 1 - s.
-            out_g.at[w] = from_float<T>(grad * to_float(u.at[w]) * (s.here + silu * s.there));
-        }
-        write<W>(d_gate + at, out_g);
-        write<W>(d_up + at, out_u);
+__global__ void __launch_bounds__(256) swiglu_backward_by_vector(
+    const T* dy, const T* gate, const T* up, T* d_gate, T* d_up, int64_t vectors) {
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= vectors) return;
+    Vector<> d = read(dy + i * W), g = read(gate + i * W), u = read(up + i * W), out_g, out_u;
+    #pragma unroll
+    for (int w = 0; w < W; w++) {
+        float x = to_float(g.at[w]), grad = to_float(d.at[w]);
+        Sigmoid s = sigmoid(x);
+        float silu = x * s.here;
+        round_to(out_u.at[w], grad * silu);
+        // s.there is 1 - s.
+        round_to(out_g.at[w], grad * to_float(u.at[w]) * (s.here + silu * s.there));
     }
-};
-
-void swiglu(int64_t stream, int64_t dtype, int64_t gate, int64_t up, int64_t y, int64_t n) {
-    with_type(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        launch_each<PER_VECTOR<T>>(n, SwiGLU<T>{as<T>(gate), as<T>(up), as<T>(y)}, stream);
-    });
+    write(d_gate + i * W, out_g);
+    write(d_up + i * W, out_u);
 }
-void swiglu_backward(
-    int64_t stream, int64_t dtype, int64_t dy, int64_t gate, int64_t up, int64_t d_gate,
-    int64_t d_up, int64_t n) {
-    with_type(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        launch_each<PER_VECTOR<T>>(
-            n, SwiGLUBackward<T>{as<T>(dy), as<T>(gate), as<T>(up), as<T>(d_gate), as<T>(d_up)},
-            stream);
-    });
+
+// n > 0: elements, a multiple of W but for the first try.
+extern "C" const char* swiglu_naive(
+    cudaStream_t stream, const T* gate, const T* up, T* y, int64_t n) {
+    swiglu_by_element<<<pieces(n, 256), 256, 0, stream>>>(gate, up, y, n);
+    return failure();
+}
+extern "C" const char* swiglu(cudaStream_t stream, const T* gate, const T* up, T* y, int64_t n) {
+    swiglu_by_vector<<<pieces(n / W, 256), 256, 0, stream>>>(gate, up, y, n / W);
+    return failure();
+}
+extern "C" const char* swiglu_backward(
+    cudaStream_t stream, const T* dy, const T* gate, const T* up, T* d_gate, T* d_up, int64_t n) {
+    swiglu_backward_by_vector<<<pieces(n / W, 256), 256, 0, stream>>>(
+        dy, gate, up, d_gate, d_up, n / W);
+    return failure();
 }

@@ -4,7 +4,8 @@
 
 It says whether the kernels run here. Then, for every operation, it counts the bytes that one pass
 over its arguments and outputs moves, and those that PyTorch's own operations move, forward and
-backward. The error is the largest of an output or a gradient, against float64.
+backward. Where the kernels run, it prints errors too: the largest of an output or a gradient,
+against float64.
 
     examples(..)       the operations with arguments of a model's sizes
     measure(..)        one call, forward and backward: its bytes and its results
@@ -19,6 +20,7 @@ from torch import Tensor
 import gpt
 import kernels
 import moe
+import optimizer
 from cross_entropy import cross_entropy
 from dropout import dropout_key
 from model_config import GPTConfig
@@ -48,19 +50,21 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
         is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
         if is_view or function in self.ALLOCATIONS:
             return outputs
-        # {address: bytes}: an output that is an argument counts once here.
-        moved = {
-            t.untyped_storage().data_ptr(): t.numel() * t.element_size()
-            for t in torch.utils._pytree.tree_leaves((args, kwargs, outputs))
-            if isinstance(t, Tensor) and t.numel()
-        }
+        # By storage: an output that is an argument counts once here.
+        moved = {t.untyped_storage()._cdata: t.nbytes for t in tensors((args, kwargs, outputs))}
         changed = [
-            t.numel() * t.element_size()
-            for t, argument in zip(args, schema.arguments)
-            if isinstance(t, Tensor) and argument.alias_info and argument.alias_info.is_write
+            t.nbytes
+            for argument, value in zip(schema.arguments, args)
+            if argument.alias_info and argument.alias_info.is_write
+            for t in tensors(value)
         ]
         self.bytes += sum(moved.values()) + sum(changed)
         return outputs
+
+
+def tensors(tree) -> list[Tensor]:
+    """All tensors in a tree of lists, tuples and dictionaries."""
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
@@ -81,6 +85,12 @@ def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
             (new(b, s, h), new(h), new(h)),
             kernels.layer_norm,
             lambda x, w, bias: F.layer_norm(x, (h,), w, bias, 1e-5),
+            (0, 1, 2),
+        ),
+        "add_norm": (
+            (new(b, s, h), new(b, s, h), new(h)),
+            lambda x, residual, w: kernels.add_norm(x, residual, w, None, 1e-5),
+            lambda x, residual, w: (x + residual, F.rms_norm(x + residual, (h,), w, 1e-5)),
             (0, 1, 2),
         ),
         "rotary": (
@@ -137,15 +147,37 @@ def expert_examples(new, n: int, h: int) -> dict:
     }
 
 
+ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
+
+
+def fused_adamw(weight, low, gradient, exp_avg, exp_avg_sq, control):
+    lists = [[t] for t in (weight, low, None, gradient, exp_avg, exp_avg_sq, 0.1)]
+    kernels.adamw(*lists, control, **ADAMW)
+
+
+def plain_adamw(weight, low, gradient, exp_avg, exp_avg_sq, control):
+    """The same by PyTorch's operations."""
+    lr, beta1, beta2, eps = ADAMW.values()
+    factor, step, _ = control.tolist()
+    x = optimizer.join_master(weight, low)
+    g = gradient * factor
+    m = exp_avg.float().lerp_(g, 1 - beta1)
+    v = exp_avg_sq.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    root = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
+    x.mul_(1 - lr * 0.1).addcdiv_(m, root, value=-lr / (1 - beta1**step))
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    optimizer.split_master(x, weight, low)
+
+
 def optimizer_examples(new, size: int) -> dict:
     """AdamW of one parameter, with 16-bit moments and a split master."""
-    weight = new(size)
+    weight = new(size).bfloat16()
     low = torch.zeros_like(weight, dtype=torch.int16)
-    gradient = torch.randn(size, device=weight.device)
-    state = weight, low, None, gradient, new(size), new(size).abs()
-    lr, decay, beta1, beta2, eps, step, scale = 1e-3, 0.1, 0.9, 0.95, 1e-8, 10, 1.0
-    options = lr, decay, beta1, beta2, eps, step, scale
-    return {"adamw": ((*state, *options), kernels.adamw, kernels.OPERATIONS["adamw"].reference, ())}
+    state = torch.zeros_like(weight), torch.zeros_like(weight)
+    control = torch.tensor([1.0, 10.0, 1.0], device=weight.device)
+    args = weight, low, weight.float(), *state, control
+    return {"adamw": (args, fused_adamw, plain_adamw, ())}
 
 
 def examples(
@@ -210,37 +242,46 @@ def largest_error(results: list[Tensor], exact: list[Tensor]) -> float:
     return max(((x.double() - y).norm() / y.norm()).item() for x, y in pairs)
 
 
+def on_meta(args: tuple) -> tuple:
+    """The arguments without data: an operation then counts its bytes and computes nothing."""
+    return tuple(a.to("meta") if isinstance(a, Tensor) else a for a in args)
+
+
+def errors(args: tuple, fused, own, with_gradient: tuple) -> list[float]:
+    """[of the kernel, of PyTorch's own operations]"""
+    exact = measure(own, args, with_gradient, torch.float64)[1]
+    return [largest_error(measure(f, args, with_gradient)[1], exact) for f in (fused, own)]
+
+
 def main():
-    library, why_not = kernels.load()
-    if library:
-        print(f"compiled for {torch.cuda.get_device_name()}")
+    reason = kernels.why_not()
+    device = "cpu" if reason else "cuda"
+    if reason:
+        print(f"the kernels do not run here ({reason}): their bytes are counted, without errors")
     else:
-        print(f"not compiled here ({why_not}): the references run")
-    device, ours = ("cuda", "kernel") if library else ("cpu", "reference")
+        print(f"compiled for {torch.cuda.get_device_name()}")
     print(
         "\nBytes per element of the first argument, bf16, forward + backward:\n"
         "  one pass   every argument and output of the operation once\n"
         f"  PyTorch    summed over PyTorch's own operations on this device ({device})\n"
         "Error: the largest of an output or a gradient, against float64.\n\n"
         f"{'':>18}{'one pass':>14}{'PyTorch':>16}{'ratio':>7}"
-        f"{'error: ' + ours:>18}{'PyTorch':>9}"
+        f"{'error: kernel':>18}{'PyTorch':>9}"
     )
     torch.manual_seed(0)
     sizes = dict(b=2, s=256, h=512, ffn=1408, vocab_size=4096)
-    for name, (args, fused, eager, with_gradient) in examples(**sizes, device=device).items():
-        one_pass, fused_results = measure(fused, args, with_gradient)
-        several, eager_results = measure(eager, args, with_gradient)
-        errors = "", ""
-        if with_gradient:
-            exact = measure(eager, args, with_gradient, torch.float64)[1]
-            results = fused_results, eager_results
-            errors = tuple(f"{largest_error(r, exact):.1e}" for r in results)
+    for name, (args, fused, own, with_gradient) in examples(**sizes, device=device).items():
+        one_pass = measure(fused, on_meta(args), with_gradient)[0]
+        several = measure(own, args, with_gradient)[0]
+        found = "", ""
+        if with_gradient and not reason:
+            found = [f"{e:.1e}" for e in errors(args, fused, own, with_gradient)]
         counts = [
             " + ".join(f"{moved / args[0].numel():.1f}" for moved in passes)
             for passes in (one_pass, several)
         ]
         ratio = sum(several) / sum(one_pass)
-        print(f"{name:>18}{counts[0]:>14}{counts[1]:>16}{ratio:>7.1f}{errors[0]:>18}{errors[1]:>9}")
+        print(f"{name:>18}{counts[0]:>14}{counts[1]:>16}{ratio:>7.1f}{found[0]:>18}{found[1]:>9}")
 
 
 if __name__ == "__main__":

@@ -1,47 +1,23 @@
-"""Builds C++ and CUDA extensions once per machine, and keeps them.
+"""Builds C++ and CUDA libraries once per machine, keeps them, and calls their functions.
 
     name = extensions.name_of("fused", sources, flags)
-    module = extensions.load(name, lambda folder: compile_sources(name, folder, sources, ..))
+    library = extensions.load(name, lambda folder: compile_sources(name, folder, sources, ..))
+    extensions.call(library, "swiglu", stream, x, y, 1024)
 
 torch.utils.cpp_extension compiles. This file adds that one process of a machine builds while the
-others wait, that a build which was killed leaves nothing behind, and that a compiled extension is
-taken only whole.
+others wait, that a build which was killed leaves nothing behind, and that a library is taken only
+whole. Functions are called through ctypes: extern "C", of addresses and numbers.
 """
 
+import ctypes
 import fcntl
 import hashlib
-import importlib.util
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
 
-# A launcher: a function of integers and floating-point numbers. What follows a line that ends in >
-# is a template.
-LAUNCHER = re.compile(r"(?<!>\n)^((?:void|int64_t) (\w+)\([^)]*\)) \{", re.M)
-# The wrapper of one launcher, which unpacks Python's arguments. pybind11 could write it, but takes
-# eight times as long to compile.
-CALL = """
-static PyObject* call_{name}(PyObject*, PyObject* arguments) {{
-    {variables}
-    if (!PyArg_ParseTuple(arguments, "{kinds}"{addresses})) return nullptr;
-    try {{
-        {result};
-    }} catch (const std::exception& e) {{
-        PyErr_SetString(PyExc_RuntimeError, e.what());
-        return nullptr;
-    }}
-}}
-"""
-MODULE = """
-static PyMethodDef methods[] = {{
-{methods}
-    {{nullptr, nullptr, 0, nullptr}},
-}};
-static PyModuleDef module = {{PyModuleDef_HEAD_INIT, "{name}", nullptr, -1, methods}};
-PyMODINIT_FUNC PyInit_{name}() {{ return PyModule_Create(&module); }}
-"""
+from torch import Tensor
 
 
 def folder_of(name: str) -> Path:
@@ -52,23 +28,45 @@ def folder_of(name: str) -> Path:
 
 def name_of(prefix: str, *build) -> str:
     """A name that changes with all that a build depends on. build: sources, flags, versions."""
-    everything = repr((*build, CALL, MODULE, sys.version))
+    everything = repr(build)
     return f"{prefix}_{hashlib.sha256(everything.encode()).hexdigest()[:16]}"
 
 
-def load(name: str, compile_into):
-    """The extension `name`. Where no process of this machine has built it, compile_into(folder)
-    makes folder/NAME.so first.
+def load(name: str, compile_into) -> ctypes.CDLL:
+    """The library `name`. Where no process of this machine has built it, compile_into(folder) makes
+    folder/NAME.so first.
 
-    Raises RuntimeError if a compiler fails, OSError if there is no compiler, ImportError if what
-    was built cannot be loaded.
+    Raises RuntimeError if a compiler fails, OSError if there is no compiler, or if what was built
+    cannot be loaded.
     """
     folder = folder_of(name)
     once(folder, f"{name}.so", lambda: compile_into(folder))
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.so")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return ctypes.CDLL(str(folder / f"{name}.so"))
+
+
+def call(library: ctypes.CDLL, name: str, *args) -> int | None:
+    """Call NAME(..): tensors as addresses, None as a null pointer, numbers as int64_t or double.
+
+    A function of a stream, which is None or a c_void_p and comes first, returns nullptr or a
+    message, which becomes a RuntimeError. Any other returns an int64_t.
+    """
+    function = getattr(library, name)
+    if not args or isinstance(args[0], int):
+        function.restype = ctypes.c_int64
+        return function(*map(as_c, args))
+    function.restype = ctypes.c_char_p
+    if message := function(*map(as_c, args)):
+        raise RuntimeError(f"{name}: {message.decode()}")
+
+
+def as_c(argument):
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr() if argument.numel() else None)
+    if isinstance(argument, int):
+        return ctypes.c_int64(argument)
+    if isinstance(argument, float):
+        return ctypes.c_double(argument)
+    return argument
 
 
 def once(folder: Path, file: str, make) -> None:
@@ -97,12 +95,8 @@ def cuda_root() -> Path | None:
 
 
 def compile_sources(name: str, folder: Path, sources: dict[str, str], **options) -> None:
-    """Compile {file name: text} into folder/NAME.so, a module of all launchers in them.
-
-    A launcher is a function void or int64_t NAME(..) at the start of a line, with arguments of the
-    types int64_t and double. Only files that end in .cpp or .cu are compiled; the others are there
-    to be included.
-    """
+    """Compile {file name: text} into folder/NAME.so. Only files that end in .cpp or .cu are
+    compiled; the others are there to be included."""
     from torch.utils import cpp_extension
 
     scratch = folder / "build"
@@ -110,48 +104,19 @@ def compile_sources(name: str, folder: Path, sources: dict[str, str], **options)
     # A build that was killed left a lock, which cpp_extension would wait for.
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    for file, text in (sources | {"bindings.cpp": bindings(name, sources)}).items():
+    for file, text in sources.items():
         (scratch / file).write_text(text)
-    compiled = [str(path) for path in scratch.iterdir() if path.suffix in (".cpp", ".cu")]
+    compiled = sorted(str(path) for path in scratch.iterdir() if path.suffix in (".cpp", ".cu"))
     if root := cuda_root():
         cpp_extension.CUDA_HOME = str(root)
     # pip installs ninja beside the Python executable.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{search_path}"
+    options |= dict(build_directory=str(scratch), is_python_module=False)
     try:
-        cpp_extension.load(name, sorted(compiled), build_directory=str(scratch), **options)
+        cpp_extension.load(name, compiled, **options)
     finally:
         os.environ["PATH"] = search_path
     os.replace(scratch / f"{name}.so", folder / f"{name}.so")
-
-
-def launchers(sources: dict[str, str]) -> dict[str, str]:
-    """{name: declaration} of all launchers in {file name: text}."""
-    compiled = [text for file, text in sources.items() if file.endswith((".cpp", ".cu"))]
-    return {name: declaration for text in compiled for declaration, name in LAUNCHER.findall(text)}
-
-
-def bindings(name: str, sources: dict[str, str]) -> str:
-    """The C++ source of a Python module `name` with all launchers."""
-    found = launchers(sources)
-    text = "#include <Python.h>\n#include <cstdint>\n#include <exception>\n"
-    for function, declaration in found.items():
-        types = re.findall(r"(int64_t|double)\s+\w+\s*[,)]", declaration)
-        variables = []
-        for i, kind in enumerate(types):
-            variables.append(f"{'double' if kind == 'double' else 'long long'} a{i};")
-        call = f"{function}({', '.join(f'a{i}' for i in range(len(types)))})"
-        returns_number = declaration.startswith("int64_t")
-        text += f"{declaration};" + CALL.format(
-            name=function,
-            variables=" ".join(variables),
-            kinds="".join("d" if kind == "double" else "L" for kind in types),
-            addresses="".join(f", &a{i}" for i in range(len(types))),
-            result=f"return PyLong_FromLongLong({call})"
-            if returns_number
-            else f"{call}; Py_RETURN_NONE",
-        )
-    methods = [f'    {{"{f}", call_{f}, METH_VARARGS, nullptr}},' for f in found]
-    return text + MODULE.format(name=name, methods="\n".join(methods))
 
 
 def first_error(output: str) -> str:

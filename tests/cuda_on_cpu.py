@@ -5,14 +5,15 @@ threads of a block are fibers of one operating system thread. A fiber runs until
 barrier, or for the other lanes of its warp. Fibers run in ascending, descending or random order; in
 random order a warp may also pause until the others cannot continue without it. So a missing barrier
 is found, before a read and before the next write. An unaligned vector, or an index beyond shared
-memory, ends the process.
+memory, ends the process. A vector that is read or written outside the tensors of a launch makes the
+launch fail.
 
-    emulated = load(kernels.sources())
-    emulated.set_order(2, 5)
-    emulated.rms_norm(0, dtype, address, ..)
+    emulated = load(kernels.sources(), "float")
+    extensions.call(emulated, "set_order", 2, 5)
+    extensions.call(emulated, "swiglu", None, gate, up, y, n)
 
-Not covered: speed, indices beyond a tensor's end, what blocks do to each other at the same time,
-and code under #ifdef __CUDA_ARCH__.
+Not covered: speed, single elements beyond a tensor's end, what blocks do to each other at the same
+time, and code under #ifdef __CUDA_ARCH__.
 """
 
 import re
@@ -25,10 +26,13 @@ FLAGS = [
     "-O1",
     "-fsanitize=bounds,alignment",
     "-fsanitize-undefined-trap-on-error",
+    # longjmp to another stack
+    "-U_FORTIFY_SOURCE",
     "-Wno-unknown-pragmas",
     "-Wno-attributes",
 ]
 HEADER = r"""
+#include <setjmp.h>
 #include <ucontext.h>
 #include <algorithm>
 #include <cmath>
@@ -37,6 +41,8 @@ HEADER = r"""
 #include <memory>
 #include <random>
 #include <stdexcept>
+#include <string>
+#include <type_traits>
 #include <vector>
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
@@ -49,27 +55,73 @@ HEADER = r"""
 #define blockIdx emulator::block
 #define blockDim emulator::block_size
 #define gridDim emulator::grid_size
-#define cudaGetLastError() cudaSuccess
-#define cudaGetErrorString(e) ""
+#define cudaGetLastError() emulator::take_failure()
+#define cudaGetErrorString(error) emulator::failure.c_str()
+#define cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, threads, bytes) \
+    (*(blocks) = emulator::multiprocessors + 1)
 #define cudaGetDevice(device) (*(device) = 0)
 #define cudaDeviceGetAttribute(value, attribute, device) (*(value) = emulator::multiprocessors)
 
 namespace emulator {
 int multiprocessors = 2;
 int order = 0;
+// Of the launch that failed last, and whether one has since take_failure.
+std::string failure;
+bool failed = false;
+cudaError_t take_failure() {
+    bool now = failed;
+    failed = false;
+    return now ? cudaErrorUnknown : cudaSuccess;
+}
+
+// The memory of the tensors of this launch, [begin, end); none: everything is allowed. Shared
+// memory is among this library's own variables.
+std::vector<std::pair<uintptr_t, uintptr_t>> memory;
+extern "C" __attribute__((visibility("hidden"))) char __bss_start[], _end[];
+template <typename V, typename E>
+V& checked(E* address) {
+    auto begin = reinterpret_cast<uintptr_t>(address);
+    bool inside = memory.empty() || (address >= (E*)__bss_start && address < (E*)_end);
+    for (auto [from, to] : memory)
+        inside |= from <= begin && begin + sizeof(V) <= to;
+    if (!inside) throw std::runtime_error("a vector outside the tensors of the launch");
+    return *reinterpret_cast<V*>(address);
+}
 uint3 thread, block;
 dim3 block_size, grid_size;
 
+void run_forever();
 struct Fiber {
     ucontext_t context;
+    jmp_buf place;
     std::unique_ptr<char[]> stack{new char[1 << 16]};
     uint3 index;
-    bool done;
+    bool begun = false, done;
+    Fiber() {
+        getcontext(&context);
+        context.uc_stack.ss_sp = stack.get();
+        context.uc_stack.ss_size = 1 << 16;
+        makecontext(&context, run_forever, 0);
+    }
 };
 std::vector<std::unique_ptr<Fiber>> fibers;
-ucontext_t scheduler;
+jmp_buf scheduler;
 Fiber* current;
 const std::function<void()>* kernel;
+
+// From the scheduler to a fiber, and back. setcontext begins a fiber, once; jumps need no call of
+// the system.
+__attribute__((noinline)) void resume(Fiber& f) {
+    current = &f;
+    thread = f.index;
+    if (_setjmp(scheduler)) return;
+    if (f.begun) _longjmp(f.place, 1);
+    f.begun = true;
+    setcontext(&f.context);
+}
+__attribute__((noinline)) void pause() {
+    if (!_setjmp(current->place)) _longjmp(scheduler, 1);
+}
 // Whether any fiber has advanced in this round over all fibers.
 bool progress;
 
@@ -88,10 +140,8 @@ inline void wait(Barrier& barrier, int all) {
         barrier.generation++;
         return;
     }
-    while (barrier.generation == mine) {
-        Fiber* self = current;
-        swapcontext(&self->context, &scheduler);
-    }
+    while (barrier.generation == mine)
+        pause();
 }
 
 inline int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
@@ -110,10 +160,22 @@ T exchange(T value, int from) {
     return value;
 }
 
-inline void enter() {
-    (*kernel)();
-    current->done = progress = true;
-    swapcontext(&current->context, &scheduler);
+inline void fail(const std::exception& e) {
+    if (!failed) failure = e.what();
+    failed = true;
+}
+
+// A fiber: the kernel of one launch after another.
+void run_forever() {
+    for (;;) {
+        try {
+            (*kernel)();
+        } catch (const std::exception& e) {
+            fail(e);
+        }
+        current->done = progress = true;
+        pause();
+    }
 }
 
 // Order 0: ascending, 1: descending, 2: random.
@@ -137,10 +199,6 @@ inline void run_block(int threads) {
         f.index = {
             i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
         f.done = false;
-        getcontext(&f.context);
-        f.context.uc_stack.ss_sp = f.stack.get();
-        f.context.uc_stack.ss_size = 1 << 16;
-        makecontext(&f.context, enter, 0);
         running.push_back(&f);
     }
     static std::mt19937 chance(1);
@@ -152,20 +210,20 @@ inline void run_block(int threads) {
         for (Fiber* f : running) {
             int warp = int(f->index.x + block_size.x * f->index.y) / 32;
             if (f->done || warp == paused) continue;
-            current = f;
-            thread = f->index;
-            swapcontext(&scheduler, &f->context);
+            resume(*f);
             left -= f->done;
         }
         if (order == 2 && progress && paused < 0) paused = chance() % (threads / 32 + 1);
-        if (!progress && paused < 0)
+        if (!progress && paused < 0) {
+            // They stay in the middle of this kernel.
+            fibers.clear();
             throw std::runtime_error("threads of a block wait for others that never come");
+        }
         if (!progress) paused = -1;
     }
 }
 
-// A launch.
-void run(dim3 grid, dim3 size, std::function<void()> f) {
+void run_blocks(dim3 grid, dim3 size, const std::function<void()>& f) {
     if (grid.x == 0 || grid.y == 0 || size.x * size.y * size.z > 1024)
         throw std::runtime_error("invalid configuration of a launch");
     grid_size = grid;
@@ -179,6 +237,15 @@ void run(dim3 grid, dim3 size, std::function<void()> f) {
     for (uint3 b : blocks) {
         block = b;
         run_block(threads_of_block());
+    }
+}
+
+// A launch.
+void run(dim3 grid, dim3 size, std::function<void()> f) {
+    try {
+        run_blocks(grid, size, f);
+    } catch (const std::exception& e) {
+        fail(e);
     }
 }
 }  // namespace emulator
@@ -198,9 +265,18 @@ inline unsigned __float_as_uint(float x) {
     memcpy(&y, &x, 4);
     return y;
 }
-void set_order(int64_t order, int64_t multiprocessors) {
+extern "C" int64_t set_order(int64_t order, int64_t multiprocessors) {
     emulator::order = order;
     emulator::multiprocessors = multiprocessors;
+    return 0;
+}
+extern "C" int64_t forget_memory() {
+    emulator::memory.clear();
+    return 0;
+}
+extern "C" int64_t add_memory(int64_t begin, int64_t end) {
+    emulator::memory.emplace_back(begin, end);
+    return 0;
 }
 """
 
@@ -212,30 +288,38 @@ def include_folder() -> Path | None:
 
 
 def translated(source: str) -> str:
-    """Every launch, kernel<T><<<grid, block, 0, on(stream)>>>(..), as a call of emulator::run."""
+    """Every launch, kernel<T><<<grid, block, 0, stream>>>(..), as a call of emulator::run, and
+    every vector that is read or written as a call of emulator::checked."""
     here = ('#include "', "#include <cuda", "#pragma once")
     lines = source.splitlines()
     source = "\n".join(line for line in lines if not line.startswith(here))
+    source, vectors = re.subn(
+        r"\*reinterpret_cast<((?:const )?Vector<E, N>)\*>", r"emulator::checked<\1>", source
+    )
+    assert vectors == 2, "read and write of common.cuh"
     return re.sub(
-        r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<(\w+), (\w+), 0, on\(stream\)>>>(\(.*?\));",
+        r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<([^;{}]*?), (\w+), 0, stream>>>(\(.*?\));",
         r"emulator::run(\2, \3, [=] { \1\4; });",
         source,
         flags=re.DOTALL,
     )
 
 
-def load(sources: dict[str, str]):
-    """A Python module with the launchers of {file name: text} and set_order(order,
-    multiprocessors), where order is 0 ascending, 1 descending or 2 random."""
-    # common.cuh, which all include, then what includes it
-    headers = [file for file in ("common.cuh", "columns.cuh") if file in sources]
-    files = [*headers, *(file for file in sources if file not in headers)]
-    return _build(HEADER + translated("\n".join(sources[file] for file in files)))
+def load(sources: dict[str, str], element: str = "float"):
+    """The library of {file name: text}, for elements of a type, with set_order(order,
+    multiprocessors), where order is 0 ascending, 1 descending or 2 random; add_memory(begin, end)
+    of each tensor of the next launch, and forget_memory()."""
+    # what others include comes first
+    files = [file for file in ("common.cuh", "parts.cuh", "rows.cuh") if file in sources]
+    files += [file for file in sources if file.endswith(".cuh") and file not in files]
+    files += [file for file in sources if file.endswith(".cu")]
+    return _build(HEADER + translated("\n".join(sources[file] for file in files)), element)
 
 
 @cache
-def _build(text: str):
-    name = extensions.name_of("fused_on_cpu", text, FLAGS)
+def _build(text: str, element: str):
+    flags = [*FLAGS, f"-DELEMENT={element}"]
+    name = extensions.name_of("fused_on_cpu", text, flags)
 
     def compile_into(folder: Path) -> None:
         extensions.compile_sources(
@@ -243,7 +327,7 @@ def _build(text: str):
             folder,
             {"emulator.cpp": text},
             extra_include_paths=[str(include_folder())],
-            extra_cflags=FLAGS,
+            extra_cflags=flags,
         )
 
     return extensions.load(name, compile_into)

@@ -1,0 +1,101 @@
+// Rows that stay in registers, for norms.cu and causal_softmax.cu.
+#pragma once
+#include "common.cuh"
+
+// A row of n elements, a multiple of W. blockDim.x threads hold K vectors each; neighbouring
+// threads hold neighbouring vectors. All K loads are in flight before the first is used. Elements
+// stay in their own type: 16 bits take half the registers of floats.
+template <int K>
+struct Row {
+    Vector<> at[K];
+    int n;
+    __device__ Row(const T* from, int n) : n(n) {
+        #pragma unroll
+        for (int k = 0; k < K; k++)
+            if (column(k) < n) at[k] = read(from + column(k));
+    }
+    static __device__ int column(int k) { return (k * blockDim.x + threadIdx.x) * W; }
+    __device__ float operator()(int k, int w) const { return to_float(at[k].at[w]); }
+    // f(k, w) for each element of this thread.
+    template <typename F>
+    __device__ void each(F f) const {
+        #pragma unroll
+        for (int k = 0; k < K; k++)
+            if (column(k) < n)
+                #pragma unroll
+                for (int w = 0; w < W; w++)
+                    f(k, w);
+    }
+    // to = f(k, w), rounded.
+    template <typename F>
+    __device__ void store(T* to, F f) const {
+        #pragma unroll
+        for (int k = 0; k < K; k++)
+            if (column(k) < n) {
+                Vector<> out;
+                #pragma unroll
+                for (int w = 0; w < W; w++)
+                    round_to(out.at[w], f(k, w));
+                write(to + column(k), out);
+            }
+    }
+};
+
+// All-reduce over the threads of one row: N sums or maxima, which every thread of the row receives.
+// The 32 lanes of a warp exchange registers in 5 steps; several warps exchange through shared
+// memory. A row is blockDim.x threads, a block holds blockDim.y rows. All threads of the block must
+// call it together, because it waits at barriers.
+struct Sum {
+    static __device__ float of(float a, float b) { return a + b; }
+};
+struct Max {
+    static __device__ float of(float a, float b) { return fmaxf(a, b); }
+};
+
+template <typename OF, int N>
+__device__ __forceinline__ void over_row(float (&x)[N]) {
+    #pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2)
+        #pragma unroll
+        for (int n = 0; n < N; n++)
+            x[n] = OF::of(x[n], __shfl_xor_sync(0xffffffffu, x[n], lane));
+    int warps = blockDim.x / 32;
+    if (warps == 1) return;
+    __shared__ float of_warp[32][N];
+    int first = threadIdx.y * warps;
+    if (threadIdx.x % 32 == 0)
+        #pragma unroll
+        for (int n = 0; n < N; n++)
+            of_warp[first + threadIdx.x / 32][n] = x[n];
+    __syncthreads();
+    #pragma unroll
+    for (int n = 0; n < N; n++) {
+        x[n] = of_warp[first][n];
+        // All lanes read one address: a broadcast, no bank conflict.
+        for (int w = 1; w < warps; w++)
+            x[n] = OF::of(x[n], of_warp[first + w][n]);
+    }
+    // Only now may the next reduction overwrite of_warp.
+    __syncthreads();
+}
+
+// Chooses K and the threads of a row of n elements: launch(K, MOST, block), K and MOST as types, so
+// that loops unroll. A row that needs at most 3 vectors a lane takes one warp, and no thread waits
+// for another warp; several such rows share a block of at most MOST threads. Rows of more than 2048
+// vectors do not fit, and PyTorch computes them.
+template <int N>
+struct Number {
+    static constexpr int value = N;
+};
+
+template <typename F>
+auto with_row(int64_t n, F launch) {
+    auto block = [&](int64_t K) {
+        int64_t threads = pieces(pieces(n / W, K), 32) * 32;
+        return dim3(threads, threads < 256 ? 256 / threads : 1);
+    };
+    if (n <= 32 * 3 * W) return launch(Number<3>(), Number<256>(), block(3));
+    if (n <= 256 * 2 * W) return launch(Number<2>(), Number<256>(), block(2));
+    if (n <= 512 * 2 * W) return launch(Number<2>(), Number<512>(), block(2));
+    return launch(Number<4>(), Number<512>(), block(4));
+}
