@@ -830,9 +830,18 @@ def test_without_kernels():
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
-@pytest.mark.parametrize("card", [90, pytest.param(80, marks=pytest.mark.repetition)])
+@pytest.mark.parametrize(
+    "card, element",
+    [
+        (90, "__nv_bfloat16"),
+        pytest.param(90, "float", marks=pytest.mark.repetition),
+        pytest.param(90, "__half", marks=pytest.mark.repetition),
+        pytest.param(80, "__nv_bfloat16", marks=pytest.mark.repetition),
+        pytest.param(80, "float", marks=pytest.mark.repetition),
+    ],
+)
 @pytest.mark.parametrize("file", sorted(path.name for path in cuda_kernels.CSRC.glob("*.cu")))
-def test_compiles_for_every_card(tmp_path, file, card):
+def test_compiles_for_every_card(tmp_path, file, card, element):
     """For sm_80 and sm_90, with the options of torch's build, without warnings. Kernels that move
     vectors move 16 bytes at a time. No kernel that runs often spills registers to memory."""
     from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
@@ -846,6 +855,7 @@ def test_compiles_for_every_card(tmp_path, file, card):
         "-Xptxas",
         "-v",
         f"-arch=sm_{card}",
+        f"-DELEMENT={element}",
     ]
     done = subprocess.run(
         ["nvcc", "-cubin", cuda_kernels.CSRC / file, "-o", "kernels.cubin", "--keep", *flags],
