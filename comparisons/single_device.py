@@ -29,6 +29,7 @@ import train
 from lessons import demo, ranks
 from model_config import GPTConfig
 from runtime.config import DTYPES
+from runtime.metrics import mfu
 from runtime.sizes import flops_per_token
 from runtime.world import Groups, keep_freed_memory
 
@@ -241,9 +242,7 @@ def measure(fields: dict, precision: str, rounds: int, device: str, threads: int
         "optimizer_share_of_step": median([u / (fb + u) for fb, u, _ in ours]),
         "breakdown_outside_optimizer": shares,
     }
-    if device == "cuda":
-        result["mfu_against_989_tflops"] = flops / step / 989e12
-    return result
+    return result | mfu(flops / step / 1e12, torch.device(device), precision)
 
 
 def print_row(name: str, row: dict) -> None:

@@ -169,16 +169,19 @@ class Curves:
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 
 
-def mfu(tflops: float, device: torch.device, precision: str) -> dict:
-    """{"mfu": share of the device's dense peak}, or {} where the peak is not known: on CPUs, on
-    other GPUs, in fp32."""
-    if device.type != "cuda" or precision not in ("bf16", "fp16"):
-        return {}
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense peak in 16 bits, FLOP/s; None where it is not known: on CPUs and on other
+    GPUs."""
+    if device.type != "cuda":
+        return None
     name = torch.cuda.get_device_name(device)
-    for gpu, peak in PEAK.items():
-        if gpu in name:
-            return {"mfu": tflops * 1e12 / peak}
-    return {}
+    return next((peak for gpu, peak in PEAK.items() if gpu in name), None)
+
+
+def mfu(tflops: float, device: torch.device, precision: str) -> dict:
+    """{"mfu": share of the device's dense peak}, or {} where the peak is not known, and in fp32."""
+    peak = peak_flops(device) if precision in ("bf16", "fp16") else None
+    return {"mfu": tflops * 1e12 / peak} if peak else {}
 
 
 def plot_loss(lines: list[dict], title: str, path: Path) -> None:
