@@ -1,6 +1,6 @@
 """Every operation of kernels.py at training sizes, beside PyTorch's own and torch.compile.
 
-    python comparisons/kernels.py [--rounds 20] [--only swiglu rotary]
+    python comparisons/kernels.py [--sizes llama2-7b] [--cases swiglu rotary] [--rounds 20]
 
 Measured are the time, and the share of the copy bandwidth: bytes of one pass / time / bandwidth of
 a copy. One pass reads every input once and writes every output once; for causal_softmax half of
@@ -8,16 +8,32 @@ the reads count, because the upper triangle is not read. The bytes are the same 
 so a kind that moves more bytes has a smaller share. The copy bandwidth is that of a copy of a large
 tensor in the same run, bytes read and written.
 
-On a GPU a CUDA graph captures many calls, and events time its replays, so that no launch is waited
-for. The calls rotate through sets of arguments that together do not fit the cache. Forward and
-backward are timed separately. All numbers are medians.
+Launching and filling the GPU take microseconds, and no small copy reaches that bandwidth. So a copy
+of as many bytes is measured beside each operation, in turn with it and in the same way. Where that
+copy takes 12 microseconds or less, its time is the measure of the operation: marked *.
 
-Without a GPU only --toy runs: the same code with the references, at sizes whose times mean nothing,
-and torch.compile without a compiler backend.
+On a GPU a CUDA graph captures many calls, and events time its replays, so that no launch is waited
+for. The calls rotate through sets of arguments that together do not fit the cache. The outputs of
+each set are kept until its next call, so that writes too go to memory. Forward and backward are
+timed separately. All numbers are medians.
+
+kernels.json is written after each case, and cases that it has already stay: a case measured again
+replaces the old one. A case that fails takes one line. The figure shows all of the file's cases of
+one size.
+
+Without a GPU only --toy runs: the same code with PyTorch's own operations as the fused ones, at
+sizes whose times mean nothing, and torch.compile without a compiler backend.
 """
 
 import contextlib
+import functools
+import gc
+import itertools
+import json
+import os
 import sys
+import time
+from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -32,53 +48,45 @@ import kernels
 from lessons import kernel_bytes
 
 SIZES = {
-    "GPT-2 124M": dict(b=16, s=1024, h=768, ffn=3072, vocab_size=50304, heads=12),
-    "GPT 1.3B": dict(b=4, s=2048, h=2048, ffn=8192, vocab_size=50304, heads=16),
-    "Llama-2 7B": dict(b=2, s=4096, h=4096, ffn=11008, vocab_size=32000, heads=32),
+    "gpt2-124m": dict(b=16, s=1024, h=768, ffn=3072, vocab_size=50304, heads=12),
+    "gpt-1.3b": dict(b=4, s=2048, h=2048, ffn=8192, vocab_size=50304, heads=16),
+    "llama2-7b": dict(b=2, s=4096, h=4096, ffn=11008, vocab_size=32000, heads=32),
 }
 TOY = {"toy": dict(b=2, s=32, h=64, ffn=176, vocab_size=512, heads=4)}
-# Bytes of all sets of arguments together: more than a cache holds.
+CASES = list(kernel_bytes.examples(1, 8, 8, 8, 8, 1))
+# Bytes of all sets of arguments and outputs together: more than a cache holds.
 CACHE = 2**28
+# Seconds of a copy up to which an operation is held to it.
+SMALL = 12e-6
 
 
 class Backward:
     """The backward of one operation, which can run many times after one forward."""
 
-    def __init__(self, function, args: tuple, with_gradient: tuple):
+    def __init__(self, function, args: tuple, with_gradient: tuple, hooks):
         self.inputs = list(args)
         for i, a in enumerate(args):
             if isinstance(a, torch.Tensor):
                 self.inputs[i] = a.detach().clone().requires_grad_(i in with_gradient)
         self.wanted = [self.inputs[i] for i in with_gradient]
-        self.outputs = kernel_bytes.as_tuple(function(*self.inputs))
+        with hooks:
+            self.outputs = kernel_bytes.as_tuple(function(*self.inputs))
         self.grad_outputs = [torch.randn_like(o) for o in self.outputs]
 
     def __call__(self):
         return torch.autograd.grad(self.outputs, self.wanted, self.grad_outputs, retain_graph=True)
 
 
-def loss_backward(args: tuple):
-    """The backward of the fused loss as a function of nothing.
-
-    It overwrites the logits, so the operation itself is called; its time does not depend on their
-    values.
-    """
-    logits, targets = args
-    largest, total, _ = torch.ops.fused.cross_entropy_statistics(logits, targets, logits.shape[-1])
-    grad = torch.randn_like(total)
-    logits = logits.clone()
-    return lambda: torch.ops.fused.cross_entropy_gradient(
-        logits, targets, largest, total, grad, logits.shape[-1]
-    )
-
-
-def call(name: str, kind: str, function, args: tuple, with_gradient: tuple, direction: str):
+def call(kind: str, function, args: tuple, with_gradient: tuple, direction: str):
     """One call of an operation, forward or backward, as a function of nothing."""
     if direction == "forward":
         return lambda: function(*args)
-    if (name, kind) == ("cross_entropy", "fused"):
-        return loss_backward(args)
-    return Backward(function, args, with_gradient)
+    hooks = contextlib.nullcontext()
+    if kind == "fused":
+        # The backward of cross_entropy overwrites the logits that it saved. Autograd does not check
+        # what was saved through hooks, so it can run again: its time does not depend on values.
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    return Backward(function, args, with_gradient, hooks)
 
 
 def one_stream(device: str):
@@ -93,27 +101,36 @@ def one_stream(device: str):
 
 
 class Timer:
-    """Measures the seconds per call of several functions in turn. On a GPU: in `one_stream`."""
+    """Measures the seconds per call of several functions in turn. On a GPU: in `one_stream`.
+
+    What a function returns is kept until its next call. Freed at once, one block of memory would be
+    every call's output, and the cache would hold it.
+    """
 
     def __init__(self, functions: list, device: str):
         self.functions = functions
         self.device = device
-        for f in functions:
-            # Twice, to compile and to warm up.
-            f()
-            f()
+        self.outputs = [None] * len(functions)
+        # Twice, to compile and to warm up.
+        self.call_each()
+        self.call_each()
         if device == "cuda":
             torch.cuda.synchronize()
+            self.outputs = [None] * len(functions)
             self.repeats = 5
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 for _ in range(self.repeats):
-                    for f in functions:
-                        f()
+                    self.call_each()
+
+    def call_each(self) -> None:
+        for i, function in enumerate(self.functions):
+            # The old output is freed after the new one has its memory.
+            self.outputs[i] = function()
 
     def __call__(self) -> float:
         if self.device == "cpu":
-            return report.timed(lambda: [f() for f in self.functions]) / len(self.functions)
+            return report.timed(self.call_each) / len(self.functions)
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         start.record()
@@ -123,11 +140,21 @@ class Timer:
         return start.elapsed_time(end) / 1e3 / self.repeats / len(self.functions)
 
 
-def copy_bandwidth(device: str, size: int, rounds: int) -> float:
-    """Bytes read and written per second by the device's own copy of `size` bytes."""
-    x, y = torch.randint(256, (2, size), dtype=torch.uint8, device=device)
-    timer = Timer([lambda: y.copy_(x)], device)
-    return 2 * size / median([timer() for _ in range(rounds)])
+def copies(moved: int, count: int, device: str) -> list:
+    """`count` copies, each of which reads moved / 2 bytes and writes as many, of tensors of its
+    own."""
+    functions = []
+    for _ in range(count):
+        source = torch.randint(256, (moved // 2,), dtype=torch.uint8, device=device)
+        functions.append(functools.partial(torch.empty_like(source).copy_, source))
+    return functions
+
+
+def copy_bandwidth(device: str, rounds: int) -> float:
+    """Bytes read and written per second by the device's own copy of a large tensor."""
+    moved = 2**32 if device == "cuda" else 2**27
+    timer = Timer(copies(moved, 1, device), device)
+    return moved / median([timer() for _ in range(rounds)])
 
 
 def one_pass_bytes(name: str, direction: str, fused, args: tuple, with_gradient: tuple) -> int:
@@ -138,45 +165,6 @@ def one_pass_bytes(name: str, direction: str, fused, args: tuple, with_gradient:
         inputs = 1 if direction == "forward" else 2
         moved -= inputs * args[0].numel() * args[0].element_size() // 2
     return moved
-
-
-def measure(
-    name: str, size: dict, device: str, rounds: int, sets: int | None, backend: str
-) -> list[dict]:
-    """One row of results for each direction of an operation.
-
-    sets: how many sets of arguments; None for as many as no cache holds, up to 8. backend: of
-    torch.compile.
-    """
-    torch.manual_seed(0)
-    args, fused, eager, with_gradient = kernel_bytes.examples(**size, device=device)[name]
-    if name == "cross_entropy":
-        # cross_entropy overwrites the logits, so its backward could run only once.
-        eager = loss_of_float_logits
-    kinds = {"fused": fused, "PyTorch": eager, "compiled": torch.compile(eager, backend=backend)}
-    rows = []
-    for direction in ("forward", "backward") if with_gradient else ("forward",):
-        bytes_ = one_pass_bytes(name, direction, fused, args, with_gradient)
-        count = sets or min(8, max(1, -(-CACHE // bytes_)))
-        timers = {}
-        for kind, function in kinds.items():
-            calls = [
-                call(name, kind, function, clone(args), with_gradient, direction)
-                for _ in range(count)
-            ]
-            timers[kind] = Timer(calls, device)
-        times = report.in_turn(timers, rounds)
-        rows.append(
-            {
-                "operation": name,
-                "pass": direction,
-                "bytes": bytes_,
-                "seconds": {kind: spread([t[kind] for t in times]) for kind in timers},
-                "over compiled": spread([t["compiled"] / t["fused"] for t in times]),
-            }
-        )
-        del timers, calls
-    return rows
 
 
 def loss_of_float_logits(logits, targets):
@@ -192,97 +180,235 @@ def clone(args: tuple) -> tuple:
     return tuple(copies)
 
 
-def draw(results: dict, bandwidth: float, path: Path) -> None:
-    """Bars of the shares of the copy bandwidth, at the last of the sizes."""
-    size, rows = list(results.items())[-1]
+def measure(name: str, size: dict, device: str, rounds: int, sets: int | None, backend: str):
+    """{direction: `measure_pass`} of an operation.
+
+    sets: how many sets of arguments; None for as many as no cache holds, up to 8. backend: of
+    torch.compile.
+    """
+    torch.manual_seed(0)
+    args, fused, eager, with_gradient = kernel_bytes.examples(**size, device=device)[name]
+    if name == "cross_entropy":
+        # cross_entropy overwrites the logits, so its backward could run only once.
+        eager = loss_of_float_logits
+    kinds = {"fused": fused, "PyTorch": eager, "compiled": torch.compile(eager, backend=backend)}
+    rows = {}
+    for direction in ("forward", "backward") if with_gradient else ("forward",):
+        moved = one_pass_bytes(name, direction, fused, args, with_gradient)
+        count = sets or min(8, max(1, -(-CACHE // moved)))
+
+        def calls(kind, direction=direction, count=count):
+            one = functools.partial(call, kind, kinds[kind])
+            return [one(clone(args), with_gradient, direction) for _ in range(count)]
+
+        functions = {kind: functools.partial(calls, kind) for kind in kinds}
+        functions["copy"] = functools.partial(copies, moved, count, device)
+        rows[direction] = {"bytes": moved} | measure_pass(functions, device, rounds)
+    return rows
+
+
+def measure_pass(functions: dict, device: str, rounds: int) -> dict:
+    """Seconds of each kind and its time over the compiled one's and the copy's. A kind that fails
+    is left out, and its error kept. functions: {kind: makes the functions to be timed}."""
+    timers = {}
+    errors = {}
+    for kind, make in functions.items():
+        try:
+            timers[kind] = Timer(make(), device)
+        except Exception as e:
+            errors[kind] = report.one_line(e)
+            if faulty(device):
+                raise
+    times = report.in_turn(timers, rounds)
+
+    def ratios(first: str) -> dict:
+        others = [kind for kind in timers if kind != first and first in timers]
+        return {kind: spread([t[first] / t[kind] for t in times]) for kind in others}
+
+    return {
+        "seconds": {kind: spread([t[kind] for t in times]) for kind in timers},
+        "share of an equal copy": ratios("copy"),
+        "over compiled": ratios("compiled").get("fused"),
+        "errors": errors,
+    }
+
+
+def faulty(device: str) -> bool:
+    """Whether the GPU serves this process no more, as after an access to a wrong address."""
+    if device == "cpu":
+        return False
+    try:
+        torch.ones(1, device=device).item()
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def add_shares(row: dict, bandwidth: float) -> None:
+    """Add the shares of the copy bandwidth, and the one that the fused operation is held to."""
+    seconds = row["seconds"]
+    row["copy bandwidth"] = bandwidth
+    row["share of copy bandwidth"] = {
+        kind: row["bytes"] / value["median"] / bandwidth for kind, value in seconds.items()
+    }
+    row["small"] = "copy" in seconds and seconds["copy"]["median"] <= SMALL
+    row["share"] = row["share of copy bandwidth"].get("fused")
+    if row["small"] and "fused" in seconds:
+        row["share"] = row["share of an equal copy"]["fused"]["median"]
+
+
+def draw(results: dict, path: Path) -> None:
+    """Bars of the shares of the copy bandwidth, at the last of the sizes that was measured."""
+    size = [title for title in [*TOY, *SIZES] if title in results][-1]
+    rows = {}
+    for name in CASES:
+        passes = results[size].get(name, {})
+        rows |= {f"{name} {d}": passes[d] for d in ("forward", "backward") if d in passes}
     figure, axes = report.pyplot().subplots(
-        figsize=(9, 0.34 * len(rows) + 1.2), layout="constrained"
+        figsize=(9, 0.34 * len(rows) + 1.4), layout="constrained"
     )
     colours = {"fused": "#4c78a8", "compiled": "#f2b447", "PyTorch": "#bbbbbb"}
     for i, (kind, colour) in enumerate(colours.items()):
-        shares = [100 * row["bytes"] / row["seconds"][kind]["median"] / bandwidth for row in rows]
+        shares = [100 * row["share of copy bandwidth"].get(kind, 0) for row in rows.values()]
         positions = [-y - 0.27 * i for y in range(len(rows))]
         axes.barh(positions, shares, height=0.25, color=colour, label=kind)
-    axes.axvline(90, color="#333333", linewidth=0.8, linestyle=":")
+    copies = [100 * row["share of copy bandwidth"].get("copy", 0) for row in rows.values()]
+    axes.vlines(
+        copies,
+        [-y - 0.7 for y in range(len(rows))],
+        [-y + 0.16 for y in range(len(rows))],
+        color="#333333",
+        linewidth=1,
+        label="copy of as many bytes",
+    )
     axes.set(
         yticks=[-y - 0.27 for y in range(len(rows))],
-        yticklabels=[f"{row['operation']} {row['pass']}" for row in rows],
-        xlabel="bytes of one pass / time, % of the copy bandwidth",
+        yticklabels=rows,
+        xlabel="bytes of one pass / time, % of the bandwidth of a large copy",
         title=f"Sizes of {size}, {report.environment()['device']}, bf16",
     )
-    axes.legend(frameon=False)
+    axes.margins(y=0.01)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=150)
 
 
 def print_header(bandwidth: float) -> None:
     print(f"copy: {bandwidth / 1e12:.3f} TB/s, bytes read and written")
-    print(f"{'':>46}{'% of the copy bandwidth':>34}{'time of compiled':>18}")
+    print(f"{'':>55}{'% of the copy bandwidth':>30}{'% of equal':>13}{'time of compiled':>18}")
     print(
-        f"{'':>30}{'MiB':>8}{'fused µs':>10}{'fused':>10}{'compiled':>10}{'PyTorch':>10}"
-        f"{'over fused':>18}"
+        f"{'':>30}{'MiB':>7}{'fused µs':>10}{'copy µs':>9}{'fused':>9}{'compiled':>10}"
+        f"{'PyTorch':>10}{'copy: fused':>13}{'over fused':>18}"
     )
 
 
-def print_row(row: dict) -> None:
-    microseconds = row["seconds"]["fused"]["median"] * 1e6
+def cell(value: float | None, scale: float, number: str) -> str:
+    """A column of the table; a dash where a kind failed."""
+    return "-" if value is None else format(scale * value, number)
+
+
+def print_row(name: str, direction: str, row: dict) -> None:
+    seconds = {kind: value["median"] for kind, value in row["seconds"].items()}
     shares = row["share of copy bandwidth"]
-    percent = "".join(f"{100 * shares[kind]:>9.1f}%" for kind in ("fused", "compiled", "PyTorch"))
+    percent = {k: cell(shares.get(k), 100, ".1f") for k in ("fused", "compiled", "PyTorch")}
+    equal = row["share of an equal copy"].get("fused", {}).get("median")
+    compiled = (row["over compiled"] or {}).get("median")
+    star = "*" if row["small"] else " "
     print(
-        f"{row['operation']:>20} {row['pass']:<9}{row['bytes'] / 2**20:>8.1f}{microseconds:>10.1f}"
-        f"{percent}{row['over compiled']['median']:>18.2f}",
+        f"{name:>20} {direction:<9}{row['bytes'] / 2**20:>7.1f}"
+        f"{cell(seconds.get('fused'), 1e6, '.1f'):>10}{cell(seconds.get('copy'), 1e6, '.1f'):>9}"
+        f"{percent['fused']:>9}{percent['compiled']:>10}{percent['PyTorch']:>10}"
+        f"{cell(equal, 100, '.1f'):>12}{star}{cell(compiled, 1, '.2f'):>18}",
         flush=True,
     )
+    for kind, error in row["errors"].items():
+        print(f"{'':>21}{kind}: {error}", flush=True)
+
+
+def measure_case(name: str, size: dict, device: str, args, bandwidth: float) -> dict:
+    """What is kept of one operation: {direction: row}, or {"error": one line}."""
+    backend = "aot_eager" if args.toy else "inductor"
+    try:
+        rows = measure(name, size, device, args.rounds, 1 if args.toy else None, backend)
+        for direction, row in rows.items():
+            add_shares(row, bandwidth)
+            print_row(name, direction, row)
+    except Exception as e:
+        rows = {"error": report.one_line(e)}
+        print(f"{name:>20} {rows['error']}", flush=True)
+    return rows | {"date": date.today().isoformat()}
+
+
+def go_on_in_a_new_process(left: list, args, deadline: float) -> None:
+    """Measure the other cases, after an error that only the end of a process clears."""
+    print("the GPU serves this process no more: a new one goes on", flush=True)
+    minutes = str((deadline - time.monotonic()) / 60)
+    rest = ["--left", json.dumps(left), "--minutes", minutes]
+    os.execv(sys.executable, [sys.executable, *sys.argv, *rest])
+
+
+def run(args, device: str, results: dict) -> None:
+    """Add the cases of this process to the results, and write them after each."""
+    deadline = time.monotonic() + 60 * args.minutes
+    sizes = TOY if args.toy else SIZES
+    pairs = args.left
+    if pairs is None:
+        pairs = report.missing_first(itertools.product(args.sizes, args.cases), results)
+    bandwidth = copy_bandwidth(device, args.rounds)
+    print_header(bandwidth)
+    title = None
+    for i, (size, name) in enumerate(pairs):
+        if time.monotonic() > deadline:
+            left = ", ".join(f"{size} {name}" for size, name in pairs[i:])
+            print(f"no time left for {left}")
+            break
+        if size != title:
+            title = size
+            print(title)
+        rows = measure_case(name, sizes[size], device, args, bandwidth)
+        results.setdefault(size, {})[name] = rows
+        saved = {"toy": args.toy, "sizes": sizes, "results": results}
+        report.write("kernels", saved, args)
+        if faulty(device):
+            go_on_in_a_new_process(pairs[i + 1 :], args, deadline)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        torch._dynamo.reset()
 
 
 def parse_arguments():
-    names = list(kernel_bytes.examples(1, 8, 8, 8, 8, 1))
     parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", nargs="+", metavar="OPERATION", default=names)
+    parser.add_argument("--sizes", nargs="+", metavar="MODEL", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--cases", nargs="+", metavar="OPERATION", default=CASES, choices=CASES)
+    parser.add_argument("--left", type=json.loads, help="(what a process that failed had to do)")
+    report.minutes(parser)
     args = report.parse(parser)
-    if unknown := set(args.only) - set(names):
-        operations = " ".join(unknown)
-        known = ", ".join(names)
-        report.refuse(parser, f"--only {operations}: no such operation; there are {known}")
+    if args.toy:
+        args.sizes = list(TOY)
+        args.rounds = 1
+    args.earlier = report.earlier("kernels", parser, args)
     return args
 
 
 def main():
     args = parse_arguments()
-    library, why_not = kernels.load()
-    if not library and not args.toy:
+    why_not = kernels.why_not()
+    if why_not and not args.toy:
         sys.exit(
-            f"comparisons/kernels.py: the kernels do not run here ({why_not}); --toy runs the"
-            " references at tiny sizes"
+            f"comparisons/kernels.py: the kernels do not run here ({why_not}); --toy runs the same"
+            " at tiny sizes with PyTorch's own operations"
         )
-    device = "cuda" if library else "cpu"
-    sizes = TOY if args.toy else SIZES
-    sets = 1 if args.toy else None
-    rounds = 1 if args.toy else args.rounds
-    backend = "aot_eager" if args.toy else "inductor"
+    device = "cpu" if why_not else "cuda"
+    results = args.earlier
     # A compiled backward must run many times, like the others.
     torch._functorch.config.donated_buffer = False
     with one_stream(device):
-        bandwidth = copy_bandwidth(device, 2**31 if device == "cuda" else 2**26, rounds)
-        print_header(bandwidth)
-        results = {}
-        for title, size in sizes.items():
-            results[title] = []
-            print(title)
-            for name in args.only:
-                for row in measure(name, size, device, rounds, sets, backend):
-                    row["share of copy bandwidth"] = {
-                        kind: row["bytes"] / seconds["median"] / bandwidth
-                        for kind, seconds in row["seconds"].items()
-                    }
-                    results[title].append(row)
-                    print_row(row)
-                if device == "cuda":
-                    torch.cuda.empty_cache()
-                torch._dynamo.reset()
-    saved = {"copy_bandwidth": bandwidth, "sizes": sizes, "results": results}
-    report.save("kernels", saved, args)
-    draw(results, bandwidth, args.figures / "kernels.png")
+        run(args, device, results)
+    if results:
+        print(f"written: {args.out / 'kernels.json'}")
+        draw(results, args.figures / "kernels.png")
 
 
 if __name__ == "__main__":

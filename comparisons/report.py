@@ -12,6 +12,8 @@ shared machine changes from minute to minute, a ratio within a round hardly does
 import argparse
 import contextlib
 import json
+import math
+import os
 import platform
 import sys
 import time
@@ -27,6 +29,8 @@ HERE = Path(__file__).parent
 SCRATCH = HERE.parent / "runs" / "comparisons"
 # flags that are at least 1
 COUNTS = "rounds", "steps", "seeds", "threads", "ranks"
+# of the environment: results that are put into one file have these in common
+SAME = "device", "torch", "python"
 
 # --------------------------------------------------------------------------------------------------
 # flags
@@ -84,6 +88,21 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> None:
     sys.exit(2)
 
 
+def minutes(parser: argparse.ArgumentParser) -> None:
+    """Add --minutes, for a comparison that writes its file after each case."""
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="begin no case after so many minutes; cases without results come first",
+    )
+
+
+def missing_first(pairs, results: dict) -> list[tuple[str, str]]:
+    """Pairs (title, case) in the order in which to measure them: those without results first."""
+    return sorted(pairs, key=lambda pair: pair[1] in results.get(pair[0], {}))
+
+
 # --------------------------------------------------------------------------------------------------
 # results
 
@@ -113,12 +132,58 @@ def environment(threads: int | None = None) -> dict:
     }
 
 
-def save(name: str, results: dict, args: argparse.Namespace, threads: int | None = None) -> None:
-    """Write NAME.json, the environment first, into the folder of --out, and print where. threads:
-    as in `environment`."""
+def write(name: str, results: dict, args: argparse.Namespace, threads: int | None = None) -> Path:
+    """Write NAME.json, the environment first, into the folder of --out. A process that is killed
+    leaves the old file or the new one. threads: as in `environment`."""
     path = args.out / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(threads), **results}, indent=1) + "\n")
-    print(f"written: {path}", flush=True)
+    text = json.dumps({"environment": environment(threads), **results}, indent=1) + "\n"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+    return path
+
+
+def save(name: str, results: dict, args: argparse.Namespace, threads: int | None = None) -> None:
+    """`write`, and print where."""
+    print(f"written: {write(name, results, args, threads)}", flush=True)
+
+
+def earlier(name: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict:
+    """{title: {case: results}} of NAME.json in the folder of --out, for new cases to be added to.
+
+    Results of another device or of other versions are not mixed with new ones. They end the
+    process: one line, exit status 2. With --toy they are forgotten.
+    """
+    path = args.out / f"{name}.json"
+    try:
+        saved = json.loads(path.read_text())
+        there = {key: saved["environment"][key] for key in SAME} | {"toy": saved["toy"]}
+        results = saved["results"]
+    except FileNotFoundError:
+        return {}
+    except (KeyError, TypeError, ValueError):
+        there, results = {"file": "not written by this command"}, {}
+    here = {key: environment()[key] for key in SAME} | {"toy": args.toy}
+    if there == here:
+        return results
+    if not args.toy:
+        differs = [key for key in there if there[key] != here.get(key)]
+        was = ", ".join(f"{key} {there[key]}" for key in differs)
+        now = ", ".join(f"{key} {here[key]}" for key in differs if key in here)
+        refuse(
+            parser,
+            f"{path} has other results ({was}; here {now or 'none'}), which are not mixed with"
+            " new ones; name another folder with --out, or move that file away",
+        )
+    return {}
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong, for a row of a table."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out of memory"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
 
 
 def spread(values) -> dict:

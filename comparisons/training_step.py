@@ -1,8 +1,9 @@
 """One training step on one GPU in bf16, beside published figures: tokens/s, MFU and peak memory.
 
-    python comparisons/training_step.py [--models gpt2-124m gpt-1.3b llama2-7b] [--steps 10]
+    python comparisons/training_step.py [--models llama2-7b] [--cases "kernels auto"] [--steps 10]
 
-The cases are fused kernels on and off, torch.compile on and off, and each kind of recomputation:
+The cases are fused kernels on and off, torch.compile on and off, and each kind of recomputation.
+The models:
 
     model        shape                                         micro-batch   state
     gpt2-124m    L 12  h 768   a 12  s 1024  V 50304  GPT      32 x 8        float32
@@ -15,20 +16,26 @@ cases have fused attention. The small model fits without recomputation.
 
 A step is one of train.Trainer on random tokens, without dropout, the optimizer's step included.
 Each case runs in a process of its own, so that peaks of memory do not mix and a case that does not
-fit costs one line. After 3 steps of warm-up the median, minimum and maximum of --steps steps count.
-MFU is model FLOPs (runtime/sizes.py) / time / the device's dense bf16 peak. If that peak is not
-known, it is that of a large matrix multiplication measured here, and the output says so. The losses
-of a model's first steps should agree in all cases, to bf16 precision.
+fit costs one line. There initial weights are drawn on the GPU, because drawing those of 7 billion
+parameters on a CPU takes a minute. After 3 steps of warm-up the median, minimum and maximum of
+--steps steps count. MFU is model FLOPs (runtime/sizes.py) / time / the device's dense bf16 peak. If
+that peak is not known, it is that of a large matrix multiplication measured here, and the output
+says so. The losses of a model's first steps should agree in all cases, to bf16 precision.
 
---toy runs the same at toy size on any device: one case of each model, without torch.compile. The
-figure is figures/training_step.png.
+training_step.json is written after each case, and cases that it has already stay: a case measured
+again replaces the old one. The figure, figures/training_step.png, shows all of the file's cases.
+
+--toy runs the same at toy size on any device: one case of each model.
 """
 
 import functools
 import itertools
 import json
+import math
 import subprocess
 import sys
+import time
+from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -40,7 +47,8 @@ from single_device import Random
 
 import kernels
 import train
-from runtime.metrics import peak_memory
+from gpt import GPT
+from runtime.metrics import peak_flops, peak_memory
 from runtime.sizes import flops_per_token
 from runtime.world import Groups, keep_freed_memory
 
@@ -70,8 +78,6 @@ RECOMPUTE = {
     "selective": dict(recompute="selective", attention="explicit"),
     "full": dict(recompute="full"),
 }
-# Dense bf16 FLOP/s, by a word of the device's name.
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 # (model, tokens/s of one GPU, what it is and what differs)
 PUBLISHED = [
     ("gpt2-124m", 475_000, "llm.c, GPT-2 124M, bf16, H100, one of 8"),
@@ -111,11 +117,25 @@ def toy_fields(model: str) -> dict:
     return TOY | TOY_LLAMA if "llama" in model else TOY
 
 
+def draw_on_the_gpu() -> None:
+    """Have initial weights of this process drawn there, from the same seeds: other values, from
+    the normal distribution of gpt.py, but for the smaller one before residual connections."""
+    on_the_cpu = GPT.init_parameter
+
+    def init_parameter(model, name: str, shape, generator: torch.Generator) -> torch.Tensor:
+        if name.endswith(("norm.weight", "bias")):
+            return on_the_cpu(model, name, shape, generator)
+        seeded = torch.Generator("cuda").manual_seed(generator.initial_seed())
+        return torch.randn(shape, generator=seeded, device="cuda").mul_(0.02)
+
+    GPT.init_parameter = init_parameter
+
+
 def run_case(fields: dict, steps: int) -> dict:
     """Train in this process.
 
-    Returns tokens_per_second of each counted step, losses of the warm-up steps, peak_memory_bytes
-    and flops_per_token.
+    Returns tokens_per_second of each counted step, losses of the warm-up steps, peak_memory_bytes,
+    flops_per_token, and why the kernels did not run: "off", a reason, or "".
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
@@ -140,22 +160,24 @@ def run_case(fields: dict, steps: int) -> dict:
         "losses": losses[:WARMUP],
         "peak_memory_bytes": peak_memory(device),
         "flops_per_token": flops_per_token(c),
+        "no_kernels": trainer.no_kernels,
     }
 
 
-def in_process(fields: dict, steps: int) -> dict:
-    """run_case in a process of its own; {"error": a few words} if it failed."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--steps", str(steps), "--case", json.dumps(fields)],
-        capture_output=True,
-        text=True,
-    )
+def in_process(fields: dict, steps: int, seconds: float | None = None) -> dict | None:
+    """run_case in a process of its own; {"error": a few words} if it failed, None if it was
+    stopped after so many seconds."""
+    command = [sys.executable, __file__, "--steps", str(steps), "--fields", json.dumps(fields)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return None
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
     if "out of memory" in done.stderr.lower():
         return {"error": "out of memory"}
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return {"error": lines[-1] if lines else f"exit status {done.returncode}"}
+    return {"error": lines[-1][:160] if lines else f"exit status {done.returncode}"}
 
 
 def peak(toy: bool) -> tuple[float, str]:
@@ -163,11 +185,10 @@ def peak(toy: bool) -> tuple[float, str]:
 
     toy: a small multiplication, because one of the usual size can take minutes on a CPU in bf16.
     """
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    known = next((flops for word, flops in PEAKS.items() if word in name), None)
-    if known:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if known := peak_flops(device):
+        name = torch.cuda.get_device_name()
         return known, f"{name}'s dense bf16 peak, {known / 1e12:.0f} TFLOP/s"
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     measured = report.matmul_flops(torch.bfloat16, device, n=256 if toy else 2048)
     return measured, f"a bf16 matrix multiplication measured here, {measured / 1e12:.2f} TFLOP/s"
 
@@ -232,34 +253,39 @@ def draw(results: dict, of: str, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def measure(model: str, args, flops: float) -> dict[str, dict]:
-    """{case: results} of one model, printed as rows of a table. flops: FLOP/s of an MFU of 100%."""
-    rows = {}
-    for name, fields in cases(model).items():
-        if args.toy:
-            # Processes start slowly, so only the first model tests that they do.
-            run = in_process if model == args.models[0] else run_case
-            row = run(BF16 | CASES[model] | fields | toy_fields(model), steps=2)
-        else:
-            row = in_process(BF16 | CASES[model] | fields, args.steps)
-        columns = f"{row.get('error')} | | |"
-        if "error" not in row:
-            rate = spread(row["tokens_per_second"])
-            mfu = rate["median"] * row["flops_per_token"] / flops
-            memory = row["peak_memory_bytes"] / 2**30
-            row |= {
-                "tokens_per_second": rate,
-                "mfu": mfu,
-                "kernels": fields["kernels"],
-                "compile": fields["compile"],
-            }
-            rates = f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})"
-            columns = f"{rates} | {mfu:.1%} | {memory:.1f} |"
-        rows[name] = row
-        print(f"| {model} | {name} | {columns}", flush=True)
-        if args.toy:
-            break
-    return rows
+def columns(row: dict) -> str:
+    """The columns of a case: tokens/s, MFU, GiB, or why there are none."""
+    if "error" in row:
+        return f"{row['error']} | | |"
+    rate = row["tokens_per_second"]
+    memory = row["peak_memory_bytes"] / 2**30
+    rates = f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})"
+    return f"{rates} | {row['mfu']:.1%} | {memory:.1f} |"
+
+
+def measure(model: str, name: str, args, flops: float, deadline: float) -> dict | None:
+    """The row of one case, None if there was no time left. flops: FLOP/s of an MFU of 100%."""
+    fields = cases(model)[name]
+    given = BF16 | CASES[model] | fields
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return None
+    seconds = left if math.isfinite(left) else None
+    if not args.toy:
+        row = in_process(given, args.steps, seconds)
+    elif model == next(iter(CASES)):
+        row = in_process(given | toy_fields(model), args.steps, seconds)
+    else:
+        # Processes start slowly, so only one model tests that they do.
+        row = run_case(given | toy_fields(model), args.steps)
+    if row is None:
+        return None
+    row |= {"kernels": fields["kernels"], "compile": fields["compile"]}
+    row |= {"date": date.today().isoformat()}
+    if "error" not in row:
+        row["tokens_per_second"] = spread(row["tokens_per_second"])
+        row["mfu"] = row["tokens_per_second"]["median"] * row["flops_per_token"] / flops
+    return row
 
 
 def print_losses(model: str, rows: dict[str, dict]) -> None:
@@ -274,45 +300,91 @@ def print_losses(model: str, rows: dict[str, dict]) -> None:
         )
 
 
+def chosen(args, results: dict) -> list[tuple[str, str]]:
+    """The pairs (model, case) to measure, those without results first."""
+    pairs = []
+    for model in args.models:
+        names = [name for name in args.cases if name in cases(model)]
+        pairs += [(model, name) for name in names[: 1 if args.toy else None]]
+    return report.missing_first(pairs, results)
+
+
+def run(args, results: dict, flops: float, of: str) -> list[dict]:
+    """Add the chosen cases to the results, and write them after each. Returns the new rows."""
+    deadline = time.monotonic() + 60 * args.minutes
+    rows = []
+    print("| model | | tokens/s | MFU | peak memory, GiB |\n|---|---|---|---|---|")
+    for model, name in chosen(args, results):
+        row = measure(model, name, args, flops, deadline)
+        if row is None:
+            print(f"| {model} | {name} | no time left | | |", flush=True)
+            continue
+        print(f"| {model} | {name} | {columns(row)}", flush=True)
+        rows.append(row)
+        results.setdefault(model, {})[name] = row
+        saved = {
+            "toy": args.toy,
+            "peak_flops": flops,
+            "peak": of,
+            "published": PUBLISHED,
+            "results": results,
+        }
+        report.write("training_step", saved, args)
+    return rows
+
+
+def in_order(results: dict) -> dict[str, dict]:
+    """The models and cases in the order in which they stand above."""
+    return {
+        model: {name: results[model][name] for name in cases(model) if name in results[model]}
+        for model in CASES
+        if model in results
+    }
+
+
 def parse_arguments():
+    names = list(dict.fromkeys(name for model in CASES for name in cases(model)))
     parser = report.arguments(__doc__)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", nargs="+", metavar="CASE", default=names, choices=names)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--case", type=json.loads, help="(one case, in a process of its own)")
-    return report.parse(parser)
+    parser.add_argument("--fields", type=json.loads, help="(one case, in a process of its own)")
+    report.minutes(parser)
+    args = report.parse(parser)
+    if args.fields:
+        return args
+    if args.toy:
+        args.steps = 2
+    args.earlier = report.earlier("training_step", parser, args)
+    return args
 
 
 def main() -> int:
     args = parse_arguments()
-    if args.case:
-        print(json.dumps(run_case(args.case, args.steps)))
+    if args.fields:
+        if torch.cuda.is_available():
+            draw_on_the_gpu()
+        print(json.dumps(run_case(args.fields, args.steps)))
         return 0
     if not torch.cuda.is_available() and not args.toy:
         sys.exit(
             "training_step.py: there is no GPU here; --toy runs the same at toy size on any device"
         )
     flops, of = peak(args.toy)
-    if why_not := kernels.load()[1]:
+    if why_not := kernels.why_not():
         print(f"(fused kernels do not run here, {why_not}: 'kernels auto' is PyTorch's own)")
-    print(f"MFU: of {of}\n\n| model | | tokens/s | MFU | peak memory, GiB |\n|---|---|---|---|---|")
-    results = {}
+    print(f"MFU: of {of}\n")
+    results = args.earlier
+    rows = run(args, results, flops, of)
+    results = in_order(results)
     for model in args.models:
-        results[model] = measure(model, args, flops)
-        if not args.toy:
-            for rate, name in published(model):
-                print(f"| {name} | published | {rate:,} | | |")
-    for model, rows in results.items():
-        print_losses(model, rows)
-    saved = {
-        "steps": 2 if args.toy else args.steps,
-        "peak_flops": flops,
-        "peak": of,
-        "published": PUBLISHED,
-        "results": results,
-    }
-    report.save("training_step", saved, args)
-    draw(results, of, args.figures / "training_step.png")
-    rows = [row for of_model in results.values() for row in of_model.values()]
+        for rate, name in published(model):
+            print(f"| {name} | published | {rate:,} | | |")
+    for model, of_model in results.items():
+        print_losses(model, of_model)
+    if results:
+        print(f"written: {args.out / 'training_step.json'}")
+        draw(results, of, args.figures / "training_step.png")
     return int(any(row.get("error", "out of memory") != "out of memory" for row in rows))
 
 

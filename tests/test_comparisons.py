@@ -1,7 +1,9 @@
 """comparisons/: each runs through at toy size, so that a rename that breaks one fails here. None of
 them overwrites measured results."""
 
+import argparse
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -125,3 +127,130 @@ def test_make_figures_writes_what_is_tracked():
     assert all("$(RESULTS)" in rest for _, rest in lines)
     known = {script for script, _, _ in SCRIPTS}
     assert {script for script, _ in lines} <= known
+
+
+# --- results that grow ----------------------------------------------------------------------------
+
+
+def row(share: float) -> dict:
+    seconds = {kind: {"median": 1.0} for kind in ("fused", "compiled", "PyTorch", "copy")}
+    return {
+        "bytes": 2,
+        "seconds": seconds,
+        "share of an equal copy": {"fused": {"median": share}},
+        "over compiled": {"median": 1.0},
+        "errors": {},
+    }
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """comparisons/kernels.py that measures nothing; {operation: share, or an error}"""
+    monkeypatch.syspath_prepend(str(COMPARISONS))
+    values = {}
+
+    def measure(name, *_):
+        if isinstance(values[name], Exception):
+            raise values[name]
+        return {"forward": row(values[name])}
+
+    monkeypatch.setattr("comparisons.kernels.measure", measure)
+    monkeypatch.setattr("comparisons.kernels.copy_bandwidth", lambda *_: 4.0)
+    return values
+
+
+def results(path: Path) -> dict:
+    return json.loads(path.read_text())["results"]
+
+
+def test_cases_of_kernels_are_merged(measured, tmp_path, monkeypatch, capsys):
+    """Cases stay until they are measured again. One that fails costs a line."""
+    measured |= {"swiglu": 0.5, "rotary": torch.cuda.OutOfMemoryError("1 GiB\nmore"), "adamw": 0.7}
+    argv = ["--toy", "--out", tmp_path, "--cases"]
+    main_of("kernels", [*argv, "swiglu", "rotary"], monkeypatch)
+    assert "rotary out of memory\n" in capsys.readouterr().out
+    measured["swiglu"] = 0.6
+    main_of("kernels", [*argv, "swiglu", "adamw"], monkeypatch)
+    printed = capsys.readouterr().out
+    assert printed.index("adamw forward") < printed.index("swiglu forward")
+    cases = results(tmp_path / "kernels.json")["toy"]
+    assert set(cases) == {"swiglu", "rotary", "adamw"}
+    assert cases["rotary"]["error"] == "out of memory"
+    assert cases["swiglu"]["forward"]["share of an equal copy"]["fused"]["median"] == 0.6
+    assert cases["adamw"]["forward"]["share"] == 0.5
+    assert not cases["adamw"]["forward"]["small"]
+
+
+def test_no_time_is_left(measured, tmp_path, monkeypatch, capsys):
+    measured["adamw"] = 0.5
+    main_of("kernels", ["--toy", "--out", tmp_path, "--cases", "adamw"], monkeypatch)
+    argv = ["--cases", "adamw", "swiglu", "--minutes", "0"]
+    main_of("kernels", ["--toy", "--out", tmp_path, *argv], monkeypatch)
+    assert "no time left for toy swiglu, toy adamw" in capsys.readouterr().out
+    assert set(results(tmp_path / "kernels.json")["toy"]) == {"adamw"}
+
+
+def test_a_new_process_goes_on_after_a_fault(measured, tmp_path, monkeypatch):
+    """The case at fault has a line; the new process measures those after it."""
+    measured |= {"swiglu": RuntimeError("illegal address"), "adamw": 0.5}
+    monkeypatch.setattr("comparisons.kernels.faulty", lambda device: True)
+
+    def execv(program, words):
+        raise SystemExit(json.dumps(words[1:]))
+
+    monkeypatch.setattr("os.execv", execv)
+    argv = ["--toy", "--out", tmp_path, "--cases", "swiglu", "adamw"]
+    with pytest.raises(SystemExit) as e:
+        main_of("kernels", argv, monkeypatch)
+    assert results(tmp_path / "kernels.json")["toy"]["swiglu"]["error"].endswith("illegal address")
+    monkeypatch.undo()
+    words = json.loads(e.value.code)
+    assert words[words.index("--left") + 1] == '[["toy", "adamw"]]'
+
+
+def test_outputs_of_all_calls_are_alive(monkeypatch):
+    """No call writes where the one before it wrote, and none where it wrote itself."""
+    monkeypatch.syspath_prepend(str(COMPARISONS))
+    module = importlib.import_module("comparisons.kernels")
+    timer = module.Timer([lambda: torch.ones(4096)] * 3, "cpu")
+    first = [output.data_ptr() for output in timer.outputs]
+    timer.call_each()
+    second = [output.data_ptr() for output in timer.outputs]
+    assert len(set(first)) == len(set(second)) == 3
+    assert all(a != b for a, b in zip(first, second))
+
+
+def test_cases_of_training_steps_are_merged(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(COMPARISONS))
+    step = dict(tokens_per_second=[8.0, 9.0], losses=[2.0], peak_memory_bytes=1, flops_per_token=1)
+    given = [{"error": "out of memory"}, step, None]
+    module = "comparisons.training_step"
+    monkeypatch.setattr(f"{module}.in_process", lambda *_: given.pop(0))
+    monkeypatch.setattr(f"{module}.peak", lambda toy: (17.0, "nothing"))
+    argv = ["--toy", "--out", tmp_path, "--models", "gpt2-124m", "--cases"]
+    for case in ("kernels auto", "kernels off", "kernels off, compile"):
+        assert main_of("training_step", [*argv, case], monkeypatch) == 0
+    assert "| kernels off, compile | no time left" in capsys.readouterr().out
+    cases = results(tmp_path / "training_step.json")["gpt2-124m"]
+    assert cases["kernels auto"]["error"] == "out of memory"
+    assert cases["kernels off"]["mfu"] == 0.5
+    assert len(cases) == 2
+
+
+def test_results_of_another_device_are_not_mixed(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(COMPARISONS))
+    report = importlib.import_module("report")
+    parser = argparse.ArgumentParser("kernels.py")
+    args = argparse.Namespace(out=tmp_path, toy=False)
+    assert report.earlier("kernels", parser, args) == {}
+    path = report.write("kernels", {"toy": False, "results": {"a": {}}}, args)
+    assert report.earlier("kernels", parser, args) == {"a": {}}
+    saved = json.loads(path.read_text())
+    saved["environment"]["device"] = "NVIDIA H200"
+    for text in (json.dumps(saved), "{", "[]"):
+        path.write_text(text)
+        with pytest.raises(SystemExit) as e:
+            report.earlier("kernels", parser, args)
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and err.count("\n") == 1 and "--out" in err
+    assert report.earlier("kernels", parser, argparse.Namespace(out=tmp_path, toy=True)) == {}
