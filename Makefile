@@ -1,9 +1,9 @@
-# make train · make test · make test-all · make lint · make figures · make gpu-figures: each sets up .venv by itself
+# make train · make test · make test-all · make lint · make figures · make gpu: each sets up .venv by itself
 PYTHON ?= python3
 RANKS ?= 2
 ARGS ?=
-# where figures and gpu-figures write; to try them: make figures ARGS=--toy RESULTS='--out runs/toy'
-RESULTS ?= --out comparisons --figures figures
+# where figures and gpu write; with ARGS=--toy into runs/comparisons/toy
+RESULTS ?= $(if $(findstring --toy,$(ARGS)),,--out comparisons --figures figures)
 
 train: .venv/installed
 	.venv/bin/torchrun --nproc-per-node $(RANKS) train.py $(ARGS)
@@ -32,9 +32,21 @@ figures: .venv/installed
 	.venv/bin/python comparisons/generation.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/layouts.py $(RESULTS) $(ARGS)
 
-gpu-figures: .venv/installed                                                 # on a GPU
-	.venv/bin/python comparisons/kernels.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/training_step.py $(RESULTS) $(ARGS)
+# on a GPU, ten minutes each (docs/gpu.md); gpu runs the four after it, in this order
+gpu: .venv/tests-installed
+	.venv/bin/python comparisons/gpu.py $(RESULTS) $(ARGS)
+
+gpu-check: .venv/tests-installed
+	.venv/bin/python comparisons/gpu.py check $(RESULTS) $(ARGS)
+
+gpu-kernels: .venv/tests-installed
+	.venv/bin/python comparisons/gpu.py kernels $(RESULTS) $(ARGS)
+
+gpu-gpt2: .venv/tests-installed
+	.venv/bin/python comparisons/gpu.py gpt2 $(RESULTS) $(ARGS)
+
+gpu-llama: .venv/tests-installed
+	.venv/bin/python comparisons/gpu.py llama $(RESULTS) $(ARGS)
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
@@ -47,4 +59,4 @@ gpu-figures: .venv/installed                                                 # o
 	.venv/bin/pip install -r tests/requirements.txt
 	touch $@
 
-.PHONY: train test test-all lint figures gpu-figures
+.PHONY: train test test-all lint figures gpu gpu-check gpu-kernels gpu-gpt2 gpu-llama

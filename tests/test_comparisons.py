@@ -2,13 +2,18 @@
 them overwrites measured results."""
 
 import argparse
+import functools
 import importlib
+import io
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch._functorch.config
@@ -21,7 +26,6 @@ SCRIPTS = [
     ("data_parallel", [], ["data_parallel.json"]),
     ("fsdp", [], ["fsdp.json", "fsdp_time_line.png"]),
     ("generation", [], ["generation.json", "generation.png"]),
-    ("kernels", [], ["kernels.json", "kernels.png"]),
     ("layouts", ["--ranks", "2"], ["layouts.json", "layouts.png"]),
     ("moe", ["training"], ["moe_training.json", "moe_load.png", "moe_loss.png"]),
     ("moe", ["speed"], ["moe_speed.json"]),
@@ -32,8 +36,18 @@ SCRIPTS = [
     ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.png"]),
     ("single_device", [], ["single_device.json"]),
     ("tensor_parallel", [], ["tensor_parallel.json"]),
-    ("training_step", [], ["training_step.json", "training_step.png"]),
     ("zero_memory", [], ["zero_memory.json", "zero_memory.png"]),
+]
+# what comparisons/gpu.py runs: (command, files that it writes, words that it prints)
+GPU = [
+    ("check", ["gpu_check.txt"], ["cross_entropy", "test_sanitizer[memcheck]"]),
+    ("kernels", ["gpu_kernels.txt", "kernels.json", "kernels.png"], ["adamw forward"]),
+    ("gpt2", ["gpu_gpt2.txt", "training_step.json", "training_step.png"], ["| gpt2-124m | kern"]),
+    (
+        "llama",
+        ["gpu_llama.txt", "training_step.json", "training_step.png"],
+        ["test_on_a_gpu[2-", "| llama2-7b | kernels auto |"],
+    ),
 ]
 # these need transformers, which is not installed everywhere
 TRANSFORMERS = ("generation", "single_device")
@@ -77,8 +91,58 @@ def test_toy(script, argv, files, tmp_path, monkeypatch, capfd):
     assert f"written: {out}" in printed.out
 
 
+def forked(call, argv: list[str], seconds: float, log) -> tuple[int, str]:
+    """As `call` of comparisons/gpu.py, but in a process that has imported the project."""
+    if argv == ["kernels.py"]:
+        # It registers its operations, which a process can do once.
+        return call(argv, seconds, log)
+    if argv[:2] == ["-m", "pytest"]:
+        argv = [Path(pytest.__file__).parent / "__main__.py", *argv[2:]]
+    done = processes.run(argv)
+    log.write(done.stdout + done.stderr)
+    return done.returncode, done.stdout[-80:].strip()
+
+
+@pytest.mark.parametrize("name, files, words", GPU, ids=[name for name, *_ in GPU])
+def test_gpu_commands(name, files, words, tmp_path, monkeypatch, capfd):
+    """`make gpu ARGS=--toy`, without a GPU even where there is one: its tests skip, and comparisons
+    compute on the CPU."""
+    before = tracked()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(COMPARISONS))
+    gpu = importlib.import_module("comparisons.gpu")
+    monkeypatch.setattr(gpu, "call", functools.partial(forked, gpu.call))
+    out = tmp_path / "out"
+    status = main_of("gpu", [name, "--toy", "--out", out], monkeypatch)
+    log = (out / f"gpu_{name}.txt").read_text()
+    assert not status, log
+    assert sorted(files) == sorted(path.name for path in out.iterdir())
+    assert tracked() == before
+    for word in words:
+        assert word in log
+    assert f"written: {out / files[0]}" in capfd.readouterr().out
+
+
+def test_gpu_command_is_stopped_in_time(monkeypatch):
+    """With the processes that it started. What it printed is kept."""
+    monkeypatch.syspath_prepend(str(COMPARISONS))
+    gpu = importlib.import_module("comparisons.gpu")
+    code = """
+import subprocess, sys
+print("begun")
+subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
+"""
+    log = io.StringIO()
+    start = time.monotonic()
+    assert gpu.call(["-c", code], 1, log) == (-signal.SIGKILL, "begun")
+    assert time.monotonic() - start < 30
+    assert log.getvalue() == "begun\n"
+    assert gpu.call(["-c", "raise SystemExit(3)"], 60, log) == (3, "")
+
+
 def test_none_is_forgotten():
-    scripts = {script for script, _, _ in SCRIPTS}
+    scripts = {script for script, _, _ in SCRIPTS} | {"gpu", "kernels", "training_step"}
     assert {path.stem for path in COMPARISONS.glob("*.py")} == scripts | {"report"}
 
 
@@ -125,7 +189,7 @@ def test_make_figures_writes_what_is_tracked():
     )
     assert len(lines) >= 10
     assert all("$(RESULTS)" in rest for _, rest in lines)
-    known = {script for script, _, _ in SCRIPTS}
+    known = {script for script, _, _ in SCRIPTS} | {"gpu"}
     assert {script for script, _ in lines} <= known
 
 

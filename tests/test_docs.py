@@ -279,7 +279,8 @@ def test_readme_is_one_short_page():
 def test_paths_in_prose_exist():
     """`runtime/config` and `inference/packing.py` in prose: a module with or without its ending."""
     folders = ("runtime", "inference", "corpus", "prompts", "lessons", "comparisons", "tests")
-    pattern = rf"(?<![\w/])(?:{'|'.join(folders)})/\w+(?:\.py)?"
+    # but results of comparisons, which have other endings
+    pattern = rf"(?<![\w/])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt))(?:\.py)?"
     for path in DOCS:
         for name in re.findall(pattern, path.read_text()):
             file = ROOT / (name if name.endswith(".py") else f"{name}.py")

@@ -29,7 +29,6 @@ def run(name, argv, monkeypatch, capsys) -> str:
         ("runtime.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
         ("chunked_head", [], "64 tokens"),
         ("dropout", [], "joined, equal it: True"),
-        ("lessons.kernel_bytes", [], "cross_entropy"),
         ("moe", [], "largest relative difference of a gradient"),
         ("flat_parameters", [], "copied back, equals itself: True"),
         ("gradients", [], "of them skipped"),

@@ -1,0 +1,176 @@
+"""What to run where there is a GPU: four commands of at most ten minutes each, in this order.
+
+    python comparisons/gpu.py                 all four
+    python comparisons/gpu.py check           one of them: check, kernels, gpt2, llama
+    python comparisons/gpu.py --toy           all four at tiny sizes, also without a GPU
+
+    check     builds the kernels; their bytes and errors; their tests on the GPU; compute-sanitizer
+    kernels   the time of each operation                               comparisons/kernels.py
+    gpt2      a step of GPT-2 124M                                     comparisons/training_step.py
+    llama     one device's loss and gradients under layouts that share the GPU; a step of Llama-2 7B
+
+docs/gpu.md says what each prints and writes. The output also goes to gpu_NAME.txt, a line at a
+time, and the comparisons write their files after each case. So whatever stops a command costs at
+most the case that it was in. The same command again measures first what has no result yet.
+"""
+
+import contextlib
+import importlib.util
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TextIO
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import report
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+# Seconds that a command may take. What still runs is stopped a little before: the command's own
+# imports take time too.
+LIMIT = 600
+MARGIN = 20
+# Seconds that a comparison has to end by itself, after it may begin no case.
+END = 30
+# Seconds that parity may take of the ten minutes of `llama`.
+PARITY = 240
+COMMANDS = "check", "kernels", "gpt2", "llama"
+# A line for each test, and the reason of each that is skipped.
+PYTEST = ["-m", "pytest", "-vv", "-rs", "--no-header", "-p", "no:cacheprovider", "-m", "gpu"]
+PARITY_TESTS = ["tests/test_compositions.py", "tests/test_generate.py", "tests/test_optimizer.py"]
+# Those that say most come first: time may be over after any of them.
+LLAMA_CASES = [
+    "kernels auto",
+    "kernels off, compile",
+    "kernels auto, compile",
+    "kernels off",
+    "kernels auto, full recompute",
+]
+
+
+def from_root(folder: Path) -> str:
+    """Its name where commands run. Folders of the project have no name of this machine in it."""
+    folder = folder.resolve()
+    return str(folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder)
+
+
+def parts(name: str, args) -> list[tuple[list[str], float]]:
+    """What a command runs, one after the other: (arguments of python, seconds at most)."""
+    pytest = list(PYTEST)
+    if not args.toy and importlib.util.find_spec("xdist"):
+        pytest += ["-n", "4", "--dist", "worksteal"]
+    flags = ["--out", from_root(args.out), "--figures", from_root(args.figures)]
+    flags += ["--toy"] if args.toy else []
+    step = ["comparisons/training_step.py", *flags, "--models"]
+    of_kernels = [*pytest, "tests/test_kernels.py", "-k"]
+    return {
+        "check": [
+            (["kernels.py"], LIMIT),
+            ([*of_kernels, "not sanitizer"], LIMIT),
+            ([*of_kernels, "sanitizer"], LIMIT),
+        ],
+        "kernels": [(["comparisons/kernels.py", *flags], LIMIT)],
+        "gpt2": [([*step, "gpt2-124m"], LIMIT)],
+        "llama": [
+            ([*pytest, *PARITY_TESTS], PARITY),
+            ([*step, "llama2-7b", "--steps", "5", "--cases", *LLAMA_CASES], LIMIT),
+        ],
+    }[name]
+
+
+def call(argv: list[str], seconds: float, log: TextIO) -> tuple[int, str]:
+    """Run python with these arguments; its output goes to the screen and to the log. Returns its
+    exit status and its last line. After so many seconds it is killed, with the processes that it
+    started."""
+    # One thread, because tests run beside each other. Unbuffered: what was printed before a kill is
+    # kept.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *argv],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+    def kill():
+        # Also those that outlive the first of them.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(seconds, kill)
+    timer.start()
+    last = ""
+    try:
+        for line in process.stdout:
+            say(line.rstrip("\n"), log)
+            last = line.strip("= \n") or last
+        return process.wait(), last
+    finally:
+        timer.cancel()
+        kill()
+
+
+def say(line: str, log: TextIO) -> None:
+    print(line, flush=True)
+    print(line, file=log, flush=True)
+
+
+def describe(status: int) -> str:
+    if status == 0:
+        return "done"
+    if status == -signal.SIGKILL:
+        return "stopped, for its time was over"
+    return f"failed, exit status {status}"
+
+
+def run(name: str, args) -> bool:
+    """One of the commands. Returns whether all its parts were done."""
+    deadline = time.monotonic() + LIMIT - MARGIN
+    done = True
+    ends = []
+    with open(args.out / f"gpu_{name}.txt", "w") as log:
+        for key, value in report.environment().items():
+            say(f"{key}: {value}", log)
+        for argv, most in parts(name, args):
+            start = time.monotonic()
+            seconds = max(0, min(most, deadline - start))
+            command = f"python {shlex.join(argv)}"
+            say(f"\n$ {command}", log)
+            if argv[0].startswith("comparisons/"):
+                # It ends by itself, and draws what it has.
+                argv = [*argv, "--minutes", f"{max(0, seconds - END) / 60:.1f}"]
+            status, last = call(argv, seconds, log)
+            done = done and status == 0
+            took = time.monotonic() - start
+            ends.append(f"{describe(status)}, {took:.0f} s: {command[:100]}\n    {last}")
+        say(f"\n{name}\n  " + "\n  ".join(ends), log)
+        print(f"written: {log.name}\n", flush=True)
+    return done
+
+
+def main() -> int:
+    parser = report.arguments(__doc__)
+    parser.add_argument("names", nargs="*", metavar="COMMAND", help=", ".join(COMMANDS))
+    args = report.parse(parser)
+    if unknown := set(args.names) - set(COMMANDS):
+        known = ", ".join(COMMANDS)
+        report.refuse(parser, f"{' '.join(unknown)}: no such command; there are {known}")
+    if not torch.cuda.is_available() and not args.toy:
+        report.refuse(parser, "there is no GPU here; --toy runs all of it at tiny sizes")
+    results = [run(name, args) for name in args.names or COMMANDS]
+    return int(not all(results))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main())
