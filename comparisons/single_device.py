@@ -12,8 +12,16 @@ keeps fp32 masters and moments; theirs trains in plain bf16, which is less work.
 The peak of matrix multiplications is measured in every round. Our share of it is model FLOPs
 (runtime.sizes.flops_per_token) over the time of forward and backward. The optimizer's time stands
 apart.
+
+    python comparisons/single_device.py --other FOLDER
+
+compares with another checkout of this project instead, before and after a change: a process of each
+takes a step in turn.
 """
 
+import functools
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,6 +66,26 @@ TOY = {
         global_batch_size=2,
     )
 }
+# Takes a training step of the checkout in its folder for each line that it reads, and prints the
+# seconds.
+STEPS = """
+import json, sys
+sys.path.insert(1, "comparisons")
+import torch, train
+from report import timed
+from runtime.world import Groups, keep_freed_memory
+from single_device import Random
+fields, device, threads = json.loads(sys.argv[1])
+torch.set_num_threads(threads)
+if device == "cpu":
+    keep_freed_memory()
+config = train.Config(**fields)
+c = config.model_config()
+dataset = Random(config.global_batch_size, c.seq_length, c.vocab_size)
+trainer = train.Trainer(config, torch.device(device), Groups())
+for _ in sys.stdin:
+    print(timed(lambda: (trainer.forward_backward(1, dataset), trainer.update(1))), flush=True)
+"""
 # of an operation, in the breakdown of a step: parts of its name in PyTorch's profiler
 KINDS = {
     "matrix multiplications": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
@@ -212,6 +240,56 @@ def on_rank(rank: int, fields: dict, precision: str, rounds: int, device: str):
 
 
 # --------------------------------------------------------------------------------------------------
+# two checkouts
+
+
+def next_step(process: subprocess.Popen) -> float:
+    """Seconds of one step of a process that runs STEPS. Where it failed, its error was printed."""
+    try:
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return float(process.stdout.readline())
+    except (BrokenPipeError, ValueError):
+        sys.exit(f"single_device.py: the step of {process.args[-1]} failed")
+
+
+def compare_checkouts(other: Path, fields: dict, rounds: int, device: str, threads: int) -> dict:
+    """Seconds of a step of this checkout and of another, in turn, and their ratio."""
+    processes = {}
+    try:
+        for name, folder in (("this", Path(__file__).parent.parent), ("other", other)):
+            processes[name] = subprocess.Popen(
+                [sys.executable, "-c", STEPS, json.dumps([fields, device, threads]), str(folder)],
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        steps = {name: functools.partial(next_step, p) for name, p in processes.items()}
+        times = report.in_turn(steps, rounds)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()
+    seconds = {name: spread([t[name] for t in times]) for name in processes}
+    return {"seconds": seconds, "other over this": spread([t["other"] / t["this"] for t in times])}
+
+
+def main_of_checkouts(cases: dict, args) -> None:
+    results = {}
+    print(f"{'':<22}{'this, s':>10}{'other, s':>10}   other over this")
+    for name, fields in cases.items():
+        for precision in args.precisions:
+            fields = fields | {"precision": precision}
+            row = compare_checkouts(args.other, fields, args.rounds, args.device, args.threads)
+            results[f"{name} {precision}"] = row
+            this, other = (row["seconds"][key]["median"] for key in ("this", "other"))
+            ratio = report.format_spread(row["other over this"])
+            print(f"{name + ' ' + precision:<22}{this:>10.3f}{other:>10.3f}   {ratio}", flush=True)
+    report.save("two_checkouts", {"results": results}, args, threads=args.threads)
+
+
+# --------------------------------------------------------------------------------------------------
 # the results
 
 
@@ -270,13 +348,19 @@ def main():
     parser.add_argument(
         "--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"]
     )
+    parser.add_argument("--other", type=Path, metavar="FOLDER", help="another checkout")
     args = report.parse(parser)
+    if args.other and not (args.other / "train.py").exists():
+        report.refuse(parser, f"--other {args.other}: no checkout of this project, has no train.py")
     cases = {name: CASES[name] for name in args.cases}
     if args.toy:
         cases = TOY
         args.rounds = 1
         args.threads = 1
         args.precisions = ["fp32"]
+    if args.other:
+        main_of_checkouts(cases, args)
+        return
     results = {}
     print(
         f"{'':<22}{'tokens/s':>10}{'transformers':>14}{'ratio':>8}{'same allocator':>16}"

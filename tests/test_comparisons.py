@@ -159,6 +159,21 @@ def test_as_a_command(tmp_path):
     assert "--toy" in done.stdout
 
 
+@pytest.mark.repetition
+def test_two_checkouts(tmp_path, monkeypatch, capfd):
+    argv = ["--toy", "--other", ROOT, "--out", tmp_path]
+    main_of("single_device", argv, monkeypatch)
+    assert "written" in capfd.readouterr().out
+    found = json.loads((tmp_path / "two_checkouts.json").read_text())["results"]["toy fp32"]
+    assert found["other over this"]["median"] > 0
+
+
+def test_another_checkout_is_one(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as e:
+        main_of("single_device", ["--other", tmp_path, "--out", tmp_path], monkeypatch)
+    assert e.value.code == 2 and "has no train.py" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
