@@ -129,7 +129,8 @@ extern "C" const char* adamw(
     double eps, double log_beta1, double log_beta2) {
     Options o{float(lr),  float(beta1),     float(beta2),
               float(eps), float(log_beta1), float(log_beta2)};
-    if (beside) return launch_adamw<float, BESIDE>(stream, table, decays, control, count, blocks, o);
+    if (beside)
+        return launch_adamw<float, BESIDE>(stream, table, decays, control, count, blocks, o);
     constexpr Master MASTER = std::is_same_v<T, __nv_bfloat16> ? SPLIT : ITSELF;
     // fp16 weights have their masters beside them.
     return launch_adamw<__nv_bfloat16, MASTER>(stream, table, decays, control, count, blocks, o);

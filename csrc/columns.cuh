@@ -2,8 +2,8 @@
 // columns; neighbouring threads own neighbouring columns. It reads the bias of its columns once and
 // walks down the rows, FEW at a time, so that several loads are in flight. Backward adds up the
 // bias gradient in registers on the way; a sum over the rows of dx would be a pass of its own. A
-// block is 64 threads wide and DEEP threads deep; shared memory adds up the DEEP sums at the end, so
-// that fewer parts are left. The partial sums [gridDim.y, h] are a few percent of the bytes.
+// block is 64 threads wide and DEEP threads deep; shared memory adds up the DEEP sums at the end,
+// so that fewer parts are left. The partial sums [gridDim.y, h] are a few percent of the bytes.
 #pragma once
 #include "parts.cuh"
 

@@ -67,13 +67,8 @@ def tensors(tree) -> list[Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
 
-def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
-    """The examples of what stands in a block; new(*shape) makes a random tensor."""
-    d = h // heads
-    config = GPTConfig(num_layers=1, hidden_size=h, num_heads=heads, seq_length=s, llama=True)
-    table = gpt.rotary_table(config, s, new(1))
-    key = dropout_key(0, 1, torch.arange(b, device=new(1).device))
-    mask = torch.full_like(new(s, s), -math.inf).triu(1)
+def norm_examples(new, b: int, s: int, h: int) -> dict:
+    """new(*shape) makes a random tensor."""
     return {
         "rms_norm": (
             (new(b, s, h), new(h)),
@@ -90,9 +85,25 @@ def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
         "add_norm": (
             (new(b, s, h), new(b, s, h), new(h)),
             lambda x, residual, w: kernels.add_norm(x, residual, w, None, 1e-5),
-            lambda x, residual, w: (x + residual, F.rms_norm(x + residual, (h,), w, 1e-5)),
+            add_then_norm,
             (0, 1, 2),
         ),
+    }
+
+
+def add_then_norm(x, residual, w):
+    z = x + residual
+    return z, F.rms_norm(z, w.shape, w, 1e-5)
+
+
+def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
+    """The examples of what stands in a block beside norms."""
+    d = h // heads
+    config = GPTConfig(num_layers=1, hidden_size=h, num_heads=heads, seq_length=s, llama=True)
+    table = gpt.rotary_table(config, s, new(1))
+    key = dropout_key(0, 1, torch.arange(b, device=new(1).device))
+    mask = torch.full_like(new(s, s), -math.inf).triu(1)
+    return {
         "rotary": (
             (new(b, s, heads, d).transpose(1, 2), new(b, s, heads, d).transpose(1, 2), *table),
             kernels.rotary,
@@ -150,7 +161,11 @@ def expert_examples(new, n: int, h: int) -> dict:
 ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
 
 
-def fused_adamw(weight, low, gradient, exp_avg, exp_avg_sq, control):
+def fused_adamw(weight, *others):
+    """By the kernel; on a CPU, like all operations there, by PyTorch's."""
+    if not kernels.runs(weight):
+        return plain_adamw(weight, *others)
+    low, gradient, exp_avg, exp_avg_sq, control = others
     lists = [[t] for t in (weight, low, None, gradient, exp_avg, exp_avg_sq, 0.1)]
     kernels.adamw(*lists, control, **ADAMW)
 
@@ -197,6 +212,7 @@ def examples(
         return torch.randn(shape, device=device, dtype=dtype)
 
     return {
+        **norm_examples(new, b, s, h),
         **module_examples(new, b, s, h, ffn, heads),
         **loss_examples(new, b * s, vocab_size),
         **expert_examples(new, b * s, h),
