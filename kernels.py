@@ -88,13 +88,7 @@ def norm_forward(x, residual, weight, bias, eps):
     """-> z = x + residual (empty without a residual); y, its LayerNorm, or without a bias its
     RMSNorm; mean (empty for RMSNorm) and rstd, [..] float32"""
     h = x.shape[-1:]
-    check(
-        "norm",
-        x,
-        residual=(residual, x.dtype, x.shape),
-        weight=(weight, x.dtype, h),
-        bias=(bias, x.dtype, h),
-    )
+    check("norm", x, residual=(residual, x.shape), weight=(weight, h), bias=(bias, h))
     z = nothing(x) if residual is None else empty(x)
     y, rstd = empty(x), floats(x)
     mean = nothing(rstd) if bias is None else floats(x)
@@ -111,7 +105,6 @@ def norm_backward(dy, dz, z, weight, mean, rstd, weights):
     """dz: the gradient of z that comes from elsewhere, or None. -> the gradient of z; with
     `weights` those of weight and bias"""
     h = z.shape[-1]
-    check("norm_backward", z, dy=(dy, z.dtype, z.shape), dz=(dz, z.dtype, z.shape))
     with_mean = mean.numel() > 0
     blocks = ask("norm_blocks", z.device, z.dtype, rows(z), h, with_mean)
     dw = empty(weight) if weights else nothing(weight)
@@ -140,35 +133,23 @@ class _Norm(torch.autograd.Function):
         if dy is None:
             # Nobody used the norm.
             return dz, dz if needed[1] else None, None, None, None
-        dx, dw, db = norm_backward(dy, dz, *ctx.saved_tensors, needed[2])
+        dx, dw, db = norm_backward(dy, dz, *ctx.saved_tensors, needed[2] or needed[3])
         residual = dx if needed[1] else None
         return dx, residual, dw if needed[2] else None, db if needed[3] else None, None
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    return norm_beside(x, weight, bias, eps)[1]
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float):
+    """(z, its norm), z = x + residual: a LayerNorm, or without a bias an RMSNorm.
 
-
-def norm_beside(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float):
-    """(x, its norm). The gradients of both are added in one pass: of the first, which goes round
-    the norm, and of the second."""
-    if not runs_rows(x, LONGEST):
-        return x, plain_norm(x, weight, bias, eps)
-    return _Norm.apply(x, None, weight, bias, eps)
-
-
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float):
-    """(x + residual, the norm of that). x, residual: [.., h]"""
-    if not runs_rows(x, LONGEST):
-        z = x + residual
-        return z, plain_norm(z, weight, bias, eps)
-    return _Norm.apply(x, residual, weight, bias, eps)
-
-
-def plain_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    x, residual: [.., h]; without a residual z is x. In backward the gradient that reaches z beside
+    the norm is added in the same pass.
+    """
+    if runs_rows(x, LONGEST):
+        return _Norm.apply(x, residual, weight, bias, eps)
+    z = x if residual is None else x + residual
     if bias is None:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return z, F.rms_norm(z, z.shape[-1:], weight, eps)
+    return z, F.layer_norm(z, z.shape[-1:], weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -177,7 +158,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     x: [.., h]; weight: [h], of the same dtype -> [.., h]. Raises ValueError for shapes and dtypes
     that do not fit together, like every operation here.
     """
-    return norm(x, weight, None, eps)
+    return add_norm(x, None, weight, None, eps)[1]
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -185,7 +166,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 
     x: [.., h]; weight, bias: [h] -> [.., h]
     """
-    return norm(x, weight, bias, eps)
+    return add_norm(x, None, weight, bias, eps)[1]
 
 
 # --- rotary embedding -----------------------------------------------------------------------------
@@ -205,12 +186,13 @@ def rotary_operation(q, k, cosine, sine, sign):
     """sign: 1, or -1 to rotate back, which is the gradient -> q and k rotated, which lie in memory
     as [b, s, a, d], like a projection's outputs"""
     b, a, s, d = q.shape
+    of_position = s, d
     check(
         "rotary",
         q,
-        k=(k, q.dtype, (b, k.shape[1], s, d)),
-        cosine=(cosine, q.dtype, (s, d)),
-        sine=(sine, q.dtype, (s, d)),
+        k=(k, (b, k.shape[1], s, d)),
+        cosine=(cosine, of_position),
+        sine=(sine, of_position),
     )
     outputs = [empty(t, b, s, t.shape[1], d).transpose(1, 2) for t in (q, k)]
     q, k = aligned_heads(q), aligned_heads(k)
@@ -242,7 +224,7 @@ def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, 
 
 @operation("swiglu(Tensor gate, Tensor up) -> Tensor")
 def swiglu_forward(gate, up):
-    check("swiglu", gate, up=(up, gate.dtype, gate.shape))
+    check("swiglu", gate, up=(up, gate.shape))
     y = empty(gate)
     launch("swiglu", gate, dense(gate), dense(up), y, y.numel())
     return y
@@ -250,7 +232,6 @@ def swiglu_forward(gate, up):
 
 @operation("swiglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)")
 def swiglu_backward(dy, gate, up):
-    check("swiglu_backward", gate, dy=(dy, gate.dtype, gate.shape))
     d_gate, d_up = empty(gate), empty(up)
     launch("swiglu_backward", dy, *map(dense, (dy, gate, up)), d_gate, d_up, dy.numel())
     return d_gate, d_up
@@ -282,7 +263,7 @@ def bias_parts(name: str, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor | 
 
 @operation("bias_gelu(Tensor x, Tensor? bias) -> Tensor")
 def bias_gelu_forward(x, bias):
-    check("bias_gelu", x, bias=(bias, x.dtype, x.shape[-1:]))
+    check("bias_gelu", x, bias=(bias, x.shape[-1:]))
     y = empty(x)
     launch("bias_gelu", x, dense(x), dense(bias), y, rows(x), x.shape[-1])
     return y
@@ -291,7 +272,6 @@ def bias_gelu_forward(x, bias):
 @operation("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)")
 def bias_gelu_backward(dy, x, bias):
     """-> dx [.., h]; dbias [h], empty without a bias"""
-    check("bias_gelu_backward", x, dy=(dy, x.dtype, x.shape))
     dx = empty(x)
     d_bias, parts = bias_parts("bias_gelu_parts", x, bias is not None)
     tensors = *map(dense, (dy, x, bias)), dx, d_bias, parts
@@ -325,13 +305,9 @@ def mask_arguments(s: int, start: int, site: int, p: float) -> tuple:
     " int site, int start, float p) -> Tensor"
 )
 def bias_dropout_add_forward(x, bias, residual, key, site, start, p):
-    check(
-        "bias_dropout_add",
-        x,
-        bias=(bias, x.dtype, x.shape[-1:]),
-        residual=(residual, x.dtype, x.shape),
-        key=(key, torch.int32, x.shape[:1]),
-    )
+    of_sample = x.shape[:1], torch.int32
+    tensors = dict(bias=(bias, x.shape[-1:]), residual=(residual, x.shape), key=(key, *of_sample))
+    check("bias_dropout_add", x, **tensors)
     y = empty(x)
     mask = mask_arguments(1 if key is None else x.shape[1], start, site, p)
     inputs = map(dense, (x, bias, residual, key))
@@ -407,7 +383,6 @@ def causal_softmax_forward(scores, scale):
 
 @operation("causal_softmax_backward(Tensor dp, Tensor p, float scale) -> Tensor")
 def causal_softmax_backward(dp, p, scale):
-    check("causal_softmax_backward", p, dp=(dp, p.dtype, p.shape))
     out = empty(p)
     launch("causal_softmax_backward", p, dense(dp), dense(p), out, rows(p), p.shape[-1], scale)
     return out
@@ -445,7 +420,7 @@ ELSEWHERE = -(2**62)
 def cross_entropy_statistics(logits, targets, valid):
     """logits: [.., V], of which the first `valid` columns count; targets: [..] int64, or ELSEWHERE
     -> largest, total = Σ exp(z - largest), target_logit (0 for ELSEWHERE), each [..] float32"""
-    check("cross_entropy", logits, targets=(targets, torch.int64, logits.shape[:-1]))
+    check("cross_entropy", logits, targets=(targets, logits.shape[:-1], torch.int64))
     outputs = floats(logits), floats(logits), floats(logits)
     inputs = logits.contiguous(), targets.contiguous()
     sizes = rows(logits), logits.shape[-1], valid
@@ -460,8 +435,6 @@ def cross_entropy_statistics(logits, targets, valid):
 def cross_entropy_gradient(logits, targets, largest, total, grad, valid):
     """Overwrites logits with their gradient, grad (exp(z - largest) / total - onehot(target)), and
     with 0 beyond the valid columns. largest, total: [..], of the whole row; grad: [..], float32"""
-    per_row = torch.float32, logits.shape[:-1]
-    check("cross_entropy_gradient", logits, largest=(largest, *per_row), grad=(grad, *per_row))
     z = logits.contiguous()
     statistics = [t.contiguous() for t in (targets, largest, total, grad)]
     launch("cross_entropy_gradient", z, z, *statistics, rows(z), z.shape[-1], valid)
@@ -536,7 +509,7 @@ def vocab_parallel_cross_entropy(
 def permute_forward(x, order, position):
     """x: [n, h]; order: [m], assignments; assignment a belongs to token a % n; position, for the
     gradient: [k, n] -> [m, h]"""
-    check("permute", x, order=(order, torch.int64, (order.numel(),)))
+    check("permute", x, order=(order, (order.numel(),), torch.int64))
     y = empty(x, len(order), x.shape[1])
     launch("permute", x, dense(x), order.contiguous(), y, len(order), *x.shape)
     return y
@@ -549,12 +522,7 @@ def unpermute_forward(rows, position, probabilities, order=None):
     """rows: [m, h]; position: [k, n], the row of each token's choices, m where it was dropped;
     probabilities: [n, k] float32, or None for 1; order, for the gradient: [m] -> [n, h]"""
     k, n = position.shape
-    check(
-        "unpermute",
-        rows,
-        position=(position, torch.int64, (k, n)),
-        probabilities=(probabilities, torch.float32, (n, k)),
-    )
+    check("unpermute", rows, probabilities=(probabilities, (n, k), torch.float32))
     m, h = rows.shape
     y = empty(rows, n, h)
     tensors = dense(rows), position.contiguous(), dense(probabilities), y
@@ -569,7 +537,6 @@ def unpermute_forward(rows, position, probabilities, order=None):
 def unpermute_backward(dy, rows, order, probabilities):
     """dy: [n, h]; rows: [m, h]; order: [m]; probabilities: [n, k] -> drows [m, h]; dprobabilities
     [n, k], 0 for dropped choices"""
-    check("unpermute_backward", rows, order=(order, torch.int64, rows.shape[:1]))
     d_rows, d_probabilities = empty(rows), torch.zeros_like(probabilities)
     tensors = dense(dy), dense(rows), order.contiguous(), dense(probabilities)
     sizes = len(rows), *probabilities.shape, rows.shape[1]
@@ -643,7 +610,7 @@ def adamw_operation(
     )
     for i, weight in enumerate(weights):
         for name, (tensors, dtype) in kinds.items():
-            check("adamw", w, **{name: (tensors[i], dtype, weight.shape)})
+            check("adamw", w, **{name: (tensors[i], weight.shape, dtype)})
             if tensors[i] is not None and not tensors[i].is_contiguous():
                 raise ValueError(f"adamw: {name} is not contiguous, and it is changed in place")
     if w.device.type == "meta":
@@ -702,12 +669,12 @@ def adamw(
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight, None, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def of_norm(norm: nn.Module) -> tuple:
@@ -722,14 +689,14 @@ class Block(gpt.Block):
     def forward(self, x: Tensor, drop_key: Tensor | None = None, rotary=None) -> Tensor:
         if not isinstance(self.attention_norm, RMSNorm | LayerNorm):
             return super().forward(x, drop_key, rotary)
-        x, y = norm_beside(x, *of_norm(self.attention_norm))
+        x, y = add_norm(x, None, *of_norm(self.attention_norm))
         y = self.attention(y, drop_key, rotary)
         bias = self.attention.output.bias
         if only_adds(self.attention_residual, bias, drop_key):
             x, y = add_norm(y, x, *of_norm(self.mlp_norm))
         else:
             x = self.attention_residual(y, bias, x, drop_key)
-            x, y = norm_beside(x, *of_norm(self.mlp_norm))
+            x, y = add_norm(x, None, *of_norm(self.mlp_norm))
         y = self.mlp(y)
         return self.mlp_residual(y, self.mlp.down.bias, x, drop_key)
 

@@ -154,13 +154,15 @@ def ask(name: str, device: torch.device, dtype: torch.dtype, *args: int) -> int:
 
 
 def check(operation: str, first: Tensor, **arguments) -> None:
-    """Check arguments NAME=(tensor or None, dtype, shape), on the device of `first`.
+    """Check arguments NAME=(tensor or None, shape), of dtype and device of `first`, or NAME=(tensor
+    or None, shape, dtype).
 
     Raises ValueError with the operation, the argument, what it is and what was expected.
     """
-    for name, (t, dtype, shape) in arguments.items():
+    for name, (t, shape, *dtype) in arguments.items():
         if t is None:
             continue
+        (dtype,) = dtype or (first.dtype,)
         subject = f"{operation}: {name}"
         if t.device != first.device:
             where = f"expected {first.device}, where the first argument is"

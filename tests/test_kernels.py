@@ -261,7 +261,7 @@ CASES = {
     ),
     "norm_beside": (
         lambda r, new: [*norm_arguments(r, new), 1e-5],
-        kernels.norm_beside,
+        lambda x, *rest: kernels.add_norm(x, None, *rest),
         norm_beside,
     ),
     "rotary": (
@@ -614,7 +614,8 @@ def test_first_try_of_swiglu(place):
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_frozen_norm(place):
-    """A norm whose weights are frozen computes no gradients of them."""
+    """A norm whose weights are frozen computes no gradients of them; one that is half frozen, the
+    other half."""
     x = torch.randn(4, 64, device=place, requires_grad=True)
     w = torch.randn(64, device=place)
     launched.clear()
@@ -622,6 +623,9 @@ def test_frozen_norm(place):
     assert launched == ["norm_forward", "norm_backward"]
     expected = torch.autograd.grad(F.layer_norm(x, (64,), w, w).sum(), x)[0]
     torch.testing.assert_close(x.grad, expected)
+    b = torch.zeros(64, device=place, requires_grad=True)
+    kernels.layer_norm(x, w, b).sum().backward()
+    assert torch.equal(b.grad, torch.full_like(b, 4))
 
 
 # --- PyTorch's own checks -------------------------------------------------------------------------
@@ -707,7 +711,7 @@ def test_compiled(backend, monkeypatch):
     key = dropout_key(1, 1, torch.arange(2))
 
     def function(x, w, b, gate, logits, targets):
-        x, y = kernels.norm_beside(*kernels.add_norm(x, gate, w, None, 1e-5)[:1], w, b, 1e-5)
+        x, y = kernels.add_norm(kernels.add_norm(x, gate, w, None, 1e-5)[0], None, w, b, 1e-5)
         y = kernels.swiglu(y, gate)
         y = kernels.bias_dropout_add(kernels.bias_gelu(y, b), b, x, key, 2, 0, 0.3)
         q, k = kernels.rotary(y[:, None], y[:, None], w[:12].repeat(8, 2), b[:12].repeat(8, 2))
@@ -1044,8 +1048,8 @@ def swapped_without_sums() -> None:
 def swapped_without_residual() -> None:
     """A mutation: the gradient that goes round a norm is lost."""
     swapped_and_emulated()
-    norm_beside = kernels.norm_beside
-    kernels.norm_beside = lambda x, *rest: (x.detach(), norm_beside(x, *rest)[1])
+    add_norm = kernels.add_norm
+    kernels.add_norm = lambda x, *rest: (x.detach(), add_norm(x, *rest)[1])
 
 
 EXPERTS = LLAMA | dict(
