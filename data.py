@@ -67,6 +67,7 @@ from corpus.documents import (
 from corpus.lockstep import Lockstep
 from corpus.tokenizer import TokenizerError, make_tokenizer
 from corpus.workers import run_jobs
+from runtime.device_queue import to_device
 
 # Part of the cache key: raise it when the same text would be cached differently.
 FORMAT = "3"
@@ -87,7 +88,7 @@ class Batch(NamedTuple):
     samples: Tensor
 
     def to(self, device) -> "Batch":
-        return Batch(*(tensor.to(device) for tensor in self))
+        return Batch(*(to_device(tensor, device) for tensor in self))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -118,35 +118,38 @@ def global_norm(
     other pipeline stages. Returns a float64 scalar, non-finite if any gradient on any rank is.
     """
     parameters = list(parameters)
-    # from groups to the sums of squares of all gradients that are sliced over these groups
-    squares = defaultdict(list)
+    # from groups to all gradients that are sliced over these groups
+    gradients = defaultdict(list)
     for p in parameters:
         sharding = sharding_of(p)
         # The second copy of a tied weight counts on the stage that has the first.
         if p.main_grad is None or sharding.copy_of:
             continue
         groups = tuple(dict.fromkeys(shard.group for shard in sharding.placements))
-        squares[groups].append(torch.linalg.vector_norm(p.main_grad).double().square())
-    total = 0.0
-    for groups, local_squares in squares.items():
-        subtotal = torch.stack(local_squares).sum()
+        gradients[groups].append(p.main_grad)
+    total = torch.zeros((), dtype=torch.float64, device=norm_device(parameters, stages))
+    for groups, local_gradients in gradients.items():
+        # one launch for many tensors
+        norms = torch.stack(torch._foreach_norm(local_gradients))
+        subtotal = norms.double().square().sum()
         for group in groups:
             dist.all_reduce(subtotal, group=group)
-        total = total + subtotal
+        total += subtotal
     if stages:
-        device = _norm_device(parameters, stages)
-        total = torch.as_tensor(total, dtype=torch.float64, device=device)
         dist.all_reduce(total, group=stages)
-    return torch.as_tensor(total).sqrt()
+    return total.sqrt()
 
 
-def _norm_device(parameters: list[nn.Parameter], stages: dist.ProcessGroup) -> torch.device:
-    if parameters:
-        on_gpu = parameters[0].is_cuda
-    else:
-        # A stage may have nothing to train, and still takes part in the sum.
-        on_gpu = dist.get_backend(stages) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+def norm_device(
+    parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None
+) -> torch.device:
+    """Where `global_norm` of these parameters is."""
+    for p in parameters:
+        return p.device
+    # A stage may have nothing to train, and still takes part in the sum.
+    if stages and dist.get_backend(stages) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 # --- the loss scale -------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def grouped_linear(x: Tensor, counts: Tensor, *weights: Tensor) -> list[Tensor]:
     x: [rows, in] in the order of experts; counts: [E] rows of each; weights: [E, out, in] each ->
     [rows, out] each. In bf16 on a GPU one kernel does all experts (its rows must be whole numbers
     of 16 bytes). Elsewhere it is one matrix multiplication for each: the library's CPU version is
-    the same loop.
+    the same loop, for which the host has to wait for the counts.
     """
     aligned = all(size % 8 == 0 for w in weights for size in w.shape[1:])
     if x.is_cuda and x.dtype == torch.bfloat16 and len(x) and aligned:
@@ -304,13 +304,14 @@ def layers(*models: nn.Module) -> dict[int, MoE]:
 
 def statistics(
     config: MoEConfig, found: dict[int, MoE], groups: list[dist.ProcessGroup], device
-) -> dict:
+) -> dict[str, Tensor]:
     """The routers' statistics of the training forwards since `routing.statistics` was None.
 
     A collective over `groups`: ranks that saw other tokens, ranks that hold other layers. Each
-    value is a list with one entry for each layer with experts. expert_load: each expert's choices
+    value has one entry for each layer with experts. expert_load: each expert's choices
     over an even share; dropped_share: of choices; router_entropy: of a token's probabilities, in
-    nats; load_balancing_loss (1 where load is even) and z_loss: before their coefficients.
+    nats; load_balancing_loss (1 where load is even) and z_loss: before their coefficients. They are
+    tensors on the device: the host need not wait for them.
     """
     e = config.num_experts
     shape = len(config.expert_layers), e + len(ROUTER_STATS)
@@ -324,9 +325,9 @@ def statistics(
     tokens, *sums = table[:, e:].t()
     # dropped choices, of k for each token
     sums[0] = sums[0] / config.router_topk
-    result = {"expert_load": (choices / choices.mean(1, keepdim=True)).tolist()}
+    result = {"expert_load": choices / choices.mean(1, keepdim=True)}
     for name, total in zip(ROUTER_STATS[1:], sums):
-        result[name] = (total / tokens).tolist()
+        result[name] = total / tokens
     return result
 
 

@@ -17,21 +17,22 @@ AdamW (arXiv 1711.05101, algorithm 2) at step t, with learning rate lr and weigh
     python optimizer.py        why masters are needed, how one splits, the learning rate
 
 gradients.py has the way to `main_grad`, the norm by which a gradient is clipped, and the loss scale
-of fp16. A step whose norm is not finite is skipped.
+of fp16. A step whose norm is not finite is skipped. The device decides this, and how much to clip:
+the host enqueues the same operations either way, and does not wait to see the norm.
 
 Not covered: Megatron-LM also has other optimizers, other schedules of the learning rate, and
 parameter groups by user rule.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
-from gradients import LossScaler, accumulation_dtype, global_norm
+from gradients import LossScaler, accumulation_dtype, global_norm, norm_device
 from sharding import set_sharding, sharding_of
 
 # --- the learning rate ----------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class AdamW:
     ):
         """clip: the largest global gradient norm, 0 for none. stages: as in `global_norm`.
         state_dtype: torch.bfloat16, or None for at least float32. fused: kernels.adamw, which
-        updates a parameter with 16-bit state in one pass over memory, or None. Raises ValueError
+        updates all parameters with 16-bit state in one pass over memory, or None. Raises ValueError
         as `check_state_dtype` does."""
         # global name: the parameter, or this rank's shard of it
         self.parameters = dict(named_parameters)
@@ -127,11 +128,13 @@ class AdamW:
         self.stages = stages
         self.state_dtype = state_dtype
         self.fused = fused
-        # steps taken; steps skipped; steps skipped since the last one that was taken (a run that
-        # resumes from a checkpoint starts this count at 0)
-        self.updates = 0
-        self.skipped = 0
-        self.skipped_in_a_row = 0
+        # Counted on the device: steps taken (float32, as torch's fused update has it); steps
+        # skipped; steps skipped since the last one that was taken (a run that resumes from a
+        # checkpoint starts this count at 0).
+        device = norm_device(self.parameters.values(), stages)
+        self.updates = torch.zeros((), device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.allocate()
 
     def allocate(self) -> None:
@@ -152,43 +155,54 @@ class AdamW:
             self.exp_avg_sq[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
 
     @torch.no_grad()
-    def step(self, lr: float) -> float:
-        """Update all parameters from `main_grad`. Returns the gradient norm before clipping; where
-        it is not finite, which all ranks see alike, nothing is updated."""
-        norm = global_norm(self.parameters.values(), self.stages).item()
-        finite = math.isfinite(norm)
-        if finite:
-            clip_factor = self.clip / norm if self.clip and norm > self.clip else 1.0
-            self.updates += 1
-            self.skipped_in_a_row = 0
-            self.update_parameters(lr, clip_factor)
-        else:
-            self.skipped += 1
-            self.skipped_in_a_row += 1
+    def step(self, lr: float) -> Tensor:
+        """Update all parameters from `main_grad`. Returns the gradient norm before clipping, a
+        float64 scalar on the device; where it is not finite, which all ranks see alike, nothing is
+        updated."""
+        norm = global_norm(self.parameters.values(), self.stages)
+        finite = norm.isfinite()
+        self.updates += finite
+        self.skipped += ~finite
+        self.skipped_in_a_row += 1
+        self.skipped_in_a_row *= ~finite
+        factor = torch.ones_like(norm)
+        if self.clip:
+            # as tensors: scalar / tensor would be scalar * (1 / tensor), with one more rounding
+            factor = torch.minimum(factor, torch.full_like(norm, self.clip) / norm)
+        self.update_parameters(lr, factor, finite)
         if self.scaler:
-            self.scaler.update(finite)
+            # fp16 waits for the device here: the next forward needs the new loss scale.
+            self.scaler.update(bool(finite))
         return norm
 
-    def diverged(self, most: int) -> bool:
+    def diverged(self, most: int, skipped_in_a_row: int) -> bool:
         """Whether at least the last `most` steps were all skipped. most = 0 turns this off.
+        skipped_in_a_row: as the caller has read it from the device.
 
         With fp16 only once scale 1 has overflowed too. While the scale still falls, the next step
         may fit. By halves it takes 33 steps from 2^32 to 1.
         """
         no_lower_scale = self.scaler is None or self.scaler.exhausted
-        return 0 < most <= self.skipped_in_a_row and no_lower_scale
+        return 0 < most <= skipped_in_a_row and no_lower_scale
 
     # --- three ways to compute the update: lists of tensors, in one pass, in pieces
 
-    def update_parameters(self, lr: float, clip_factor: float) -> None:
-        """Change every parameter that has a gradient. Clipping multiplies `main_grad` in place."""
+    def update_parameters(self, lr: float, factor: Tensor, finite: Tensor) -> None:
+        """Change every parameter that has a gradient, if `finite`. Clipping multiplies `main_grad`
+        in place by `factor`."""
         gradients = {
             name: p.main_grad for name, p in self.parameters.items() if p.main_grad is not None
         }
-        for name in [name for name in gradients if self.fits_one_pass(name)]:
-            self.update_in_one_pass(lr, name, gradients.pop(name), clip_factor)
-        if clip_factor != 1 and gradients:
-            torch._foreach_mul_(list(gradients.values()), clip_factor)
+        one_pass = {n: gradients.pop(n) for n in list(gradients) if self.fits_one_pass(n)}
+        if one_pass:
+            self.update_in_one_pass(lr, one_pass, factor, finite)
+        if not gradients:
+            return
+        # of torch's fused update: 1 where nothing is to change
+        found_inf = (~finite).float()
+        if self.clip:
+            rest = list(gradients.values())
+            torch._foreach_mul_(rest, factor.to(rest[0].dtype))
         if self.state_dtype is None:
             matrices = [name for name in gradients if self.parameters[name].dim() >= 2]
             vectors = [name for name in gradients if self.parameters[name].dim() < 2]
@@ -200,10 +214,11 @@ class AdamW:
                     [gradients[name] for name in names],
                     [self.exp_avg[name] for name in names],
                     [self.exp_avg_sq[name] for name in names],
+                    found_inf,
                 )
         else:
             for name, gradient in gradients.items():
-                self.update_in_pieces(lr, name, gradient)
+                self.update_in_pieces(lr, name, gradient, found_inf)
         self.weights_from_masters(gradients)
 
     def update_lists(
@@ -214,20 +229,19 @@ class AdamW:
         gradients: list[Tensor],
         exp_avg: list[Tensor],
         exp_avg_sq: list[Tensor],
+        found_inf: Tensor,
     ) -> None:
         """All of one decay at once, all in float32 (or float64)."""
         if not masters:
             return
-        # adamw counts the present step itself.
-        steps_before = torch.full((len(masters),), self.updates - 1.0, device=masters[0].device)
-        adamw(
+        # what torch.optim.AdamW(fused=True) calls, after it has counted the step
+        torch._fused_adamw_(
             masters,
             gradients,
             exp_avg,
             exp_avg_sq,
             [],
-            list(steps_before.unbind()),
-            fused=True,
+            [self.updates] * len(masters),
             amsgrad=False,
             maximize=False,
             beta1=self.betas[0],
@@ -235,6 +249,7 @@ class AdamW:
             eps=self.eps,
             lr=lr,
             weight_decay=decay,
+            found_inf=found_inf,
         )
 
     def decay_of(self, name: str) -> float:
@@ -253,30 +268,29 @@ class AdamW:
         )
 
     def update_in_one_pass(
-        self, lr: float, name: str, gradient: Tensor, clip_factor: float
+        self, lr: float, gradients: dict[str, Tensor], factor: Tensor, finite: Tensor
     ) -> None:
-        """One parameter, by the kernel, which also multiplies the gradient by `clip_factor`."""
-        p = self.parameters[name]
-        master = self.masters.get(name)
-        if master is not None and master.dtype == p.dtype:
-            # The weight is its own master.
-            master = None
-        self.fused(
-            p.detach(),
-            self.low.get(name),
-            master,
-            gradient,
-            self.exp_avg[name],
-            self.exp_avg_sq[name],
-            lr,
-            self.decay_of(name),
-            *self.betas,
-            self.eps,
-            self.updates,
-            clip_factor,
-        )
+        """Parameters that `fused` can update: one launch for all of one kind. It multiplies
+        gradients by `factor` as it reads them."""
+        control = torch.stack((factor.float(), self.updates, finite.float()))
+        # (dtype of the weight, has a low half, has a master beside it) -> arguments, one by one
+        kinds = defaultdict(list)
+        for name, gradient in gradients.items():
+            p = self.parameters[name]
+            low = self.low.get(name)
+            master = self.masters.get(name)
+            if master is not None and master.dtype == p.dtype:
+                # The weight is its own master.
+                master = None
+            state = self.exp_avg[name], self.exp_avg_sq[name], self.decay_of(name)
+            kind = p.dtype, low is not None, master is not None
+            kinds[kind].append((p.detach(), low, master, gradient, *state))
+        for arguments in kinds.values():
+            # one list for each argument
+            lists = map(list, zip(*arguments))
+            self.fused(*lists, control, lr, *self.betas, self.eps)
 
-    def update_in_pieces(self, lr: float, name: str, gradient: Tensor) -> None:
+    def update_in_pieces(self, lr: float, name: str, gradient: Tensor, found_inf: Tensor) -> None:
         """One parameter with 16-bit state, which is converted to float32 a piece at a time."""
         weights = self.parameters[name].view(-1).split(PIECE)
         gradients = gradient.view(-1).split(PIECE)
@@ -289,7 +303,8 @@ class AdamW:
             master = weight if low is None else join_master(weight, low)
             wide_m = m.to(g.dtype)
             wide_v = v.to(g.dtype)
-            self.update_lists(lr, self.decay_of(name), [master], [g], [wide_m], [wide_v])
+            decay = self.decay_of(name)
+            self.update_lists(lr, decay, [master], [g], [wide_m], [wide_v], found_inf)
             m.copy_(wide_m)
             v.copy_(wide_v)
             if low is not None:
@@ -333,14 +348,14 @@ class AdamW:
     def state_dict(self) -> dict:
         """The numbers that go with `tensors()`: updates taken, steps skipped, the loss scaler."""
         return {
-            "updates": self.updates,
-            "skipped": self.skipped,
+            "updates": int(self.updates),
+            "skipped": int(self.skipped),
             "scaler": self.scaler.state_dict() if self.scaler else None,
         }
 
     def load_state_dict(self, state: dict) -> None:
-        self.updates = state["updates"]
-        self.skipped = state["skipped"]
+        self.updates.fill_(state["updates"])
+        self.skipped.fill_(state["skipped"])
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 

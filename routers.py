@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 import recompute
 from model_config import FieldError, GPTConfig
+from runtime.device_queue import number
 
 # --- configuration --------------------------------------------------------------------------------
 
@@ -120,6 +121,8 @@ def scale_rows_and_columns(kernel: Tensor, tolerance: float, most: int):
     Scales rows, then columns, until loads differ from even by at most a share `tolerance` on
     average, or `most` times. Columns come last and are exact. kernel: [N, E], large where a token
     fits an expert. Returns (d0 [N], d1 [E], whether d1 stayed within the range of a float).
+
+    On a GPU the host waits in each iteration, for whether it was the last depends on the numbers.
     """
     n, e = kernel.shape
     d1 = kernel.new_ones(e)
@@ -335,13 +338,13 @@ class Routing(recompute.RunOnce):
             logits.shape[1] * (p @ load.double()).sum(),
             logits.logsumexp(-1).square().sum(),
         )
-        sums = [torch.as_tensor(x, dtype=torch.float64, device=logits.device) for x in sums]
+        sums = [number(x, torch.float64, logits.device) for x in sums]
         new = torch.cat((counts.double(), torch.stack(sums)))
         self.statistics = new if self.statistics is None else self.statistics + new
 
     def across_ranks(self, counts: Tensor):
         """Tell the other ranks how many rows will come. counts: [E]. Returns the last fields of
-        DispatchPlan."""
+        DispatchPlan. On a GPU the host waits here: an all-to-all takes its sizes from the host."""
         if self.group is None:
             return counts, [], [], None, None
         ep = self.group.size()

@@ -47,6 +47,7 @@ from prompts.learning import PromptLearning, TemplateData
 from prompts.prompt_data import PromptConfig
 from runtime import launch
 from runtime.config import DTYPES, Config
+from runtime.device_queue import number
 from runtime.hooks import RunHooks
 from runtime.saving import RunCheckpoints
 from runtime.training_run import TrainingRun
@@ -147,7 +148,7 @@ class Trainer(RunHooks):
         b = self.micro_batch
         scale = self.scaler.scale if self.scaler else 1.0
         dtype = accumulation_dtype(DTYPES[self.precision])
-        loss_grad = torch.tensor(scale / count, dtype=dtype, device=self.device)
+        loss_grad = number(scale / count, dtype, self.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
         def forward(chunk: int, k: int, *x: torch.Tensor | None) -> torch.Tensor:
@@ -197,7 +198,7 @@ class Trainer(RunHooks):
             gradients.reduce_gradients()
         self.model.sum_tied()
 
-    def update(self, step: int) -> tuple[float, float]:
+    def update(self, step: int) -> tuple[torch.Tensor, float]:
         """Clip, then update. Returns (gradient norm before clipping, learning rate)."""
         c = self.config
         lr = learning_rate(step, c.lr, c.lowest_lr, c.warmup_steps, c.steps)
@@ -228,14 +229,13 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
             run.begin_step(step)
             loss = trainer.forward_backward(step, run.train_set)
             norm, lr = trainer.update(step)
-            line = run.measure(step, loss, norm, lr)
+            measured = run.measure(step, loss, norm, lr)
             if run.evaluation_is_due(step):
-                line["eval_loss"] = trainer.evaluate(run.held_out, run.eval_sequences)
-            run.log(line)
-            run.end_if_diverged(step)
+                measured.eval_loss = trainer.evaluate(run.held_out, run.eval_sequences)
+            run.log(step)
             if run.save_is_due(step):
                 run.save(step)
-            run.end_step(step, line)
+            run.end_step(step)
             if run.stopping:
                 return True
     return False

@@ -140,7 +140,7 @@ class PromptLearning(TemplateData):
     def after_model_parallel(self, stage) -> None:
         prompt_tuning.apply(stage, self.prompts, self.groups.tp)
 
-    def routing(self) -> dict:
+    def routing(self) -> dict[str, Tensor]:
         """Frozen routers have no statistics."""
         return {}
 

@@ -5,6 +5,8 @@ prompts/learning.py is the example: it freezes the model, adds prompts, and leav
 
 from pathlib import Path
 
+from torch import Tensor
+
 import checkpoint
 import moe
 from runtime import opening
@@ -42,8 +44,8 @@ class RunHooks:
         """Mean loss per token over the first `sequences` samples of a held-out dataset."""
         return evaluate(self, dataset, sequences)
 
-    def routing(self) -> dict:
-        """The routers' statistics of the step, for metrics.jsonl. A collective."""
+    def routing(self) -> dict[str, Tensor]:
+        """The routers' statistics of the step, on the device. A collective."""
         if not self.model_config.num_experts:
             return {}
         groups = [group for group in (self.groups.dp, self.groups.pp) if group]

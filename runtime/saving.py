@@ -5,7 +5,6 @@ gradients. Older checkpoints are removed only after that, so a run that diverges
 """
 
 import dataclasses
-import math
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ class RunCheckpoints:
         """Start to write a checkpoint; `saver.wait()` waits for its end."""
         self.saver.wait()
         # of the checkpoint before: steps were taken since
-        self.remove_old(folder)
+        self.remove_old(folder, good=not self.trainer.optimizer.skipped_in_a_row)
         self.unproven = step
         trainer = self.trainer
         state = {
@@ -45,10 +44,9 @@ class RunCheckpoints:
         }
         self.saver.save(folder, step, trainer.optimizer.tensors(), state=state)
 
-    def remove_old(self, folder: Path, loss: float = 0.0) -> None:
+    def remove_old(self, folder: Path, good: bool) -> None:
         """Remove the checkpoints that --keep leaves no room for, once the newest one is good: a
         step was taken from its weights, or they gave a finite loss."""
-        good = not self.trainer.optimizer.skipped_in_a_row and math.isfinite(loss)
         if self.unproven is not None and good and not self.saver.busy:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 checkpoint.remove_old(folder, self.unproven, self.trainer.config.keep)

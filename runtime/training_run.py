@@ -4,14 +4,19 @@ train.py's `loop` is the story; each line of it that is no computation is a meth
 """
 
 import contextlib
+import math
 import signal
 import time
 import traceback
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import checkpoint
+from runtime.device_queue import Moment, to_host
 from runtime.errors import RunError
 from runtime.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
 from runtime.sizes import flops_per_token
@@ -40,6 +45,32 @@ class StepProfiler:
             self.done = True
 
 
+@dataclass
+class Measurement:
+    """The numbers of one step, on their way from the device to the host."""
+
+    step: int
+    lr: float
+    # tokens of the loss since the start of the run
+    tokens: int
+    # [ranks, numbers], as `TrainingRun.measure` lists them; there when `end` has passed
+    numbers: Tensor
+    routing: dict[str, Tensor]
+    begin: Moment
+    end: Moment
+    # on held-out text, after an evaluation
+    eval_loss: float | None = None
+
+
+def reading_lag(trainer) -> int:
+    """How many steps later the host reads a step's numbers, the same on all ranks.
+
+    On a GPU step k is read when step k + 1 is enqueued, so that the device has work meanwhile. With
+    fp16 the host waits for each step anyway (AdamW.step).
+    """
+    return int(trainer.device.type == "cuda" and trainer.scaler is None)
+
+
 class TrainingRun:
     """One run, from step `start` on, on this rank."""
 
@@ -66,6 +97,12 @@ class TrainingRun:
         self.bytes_per_token = held_out.index["bytes"] / held_out.index["tokens"]
         self.eval_sequences = min(held_out.num_sequences, EVAL_SEQUENCES)
         self.step = start
+        # steps that are enqueued and not yet read, oldest first
+        self.unread: deque[Measurement] = deque()
+        self.lag = reading_lag(trainer)
+        # of the step that was read last: its line of metrics.jsonl, and the steps up to it
+        self.line: dict = {}
+        self.skipped_in_a_row = 0
         self.signals: list[int] = []
         # a signal reached some rank: this step is the last
         self.stopping = False
@@ -87,6 +124,9 @@ class TrainingRun:
         except RunError:
             raise
         except Exception as e:
+            # what breaks here follows from e, which is reported
+            with contextlib.suppress(Exception):
+                self.write_lines()
             raise self.describe(e) from None
         finally:
             self.world.beat(None)
@@ -121,91 +161,134 @@ class TrainingRun:
         self.step = step
         if self.profiler:
             self.profiler.begin_step(step)
-        self.step_begin = time.perf_counter()
+        every = self.config.save_every
+        if every and step % every == 0:
+            self.save_waits = True
+        self.step_begin = Moment(self.trainer.device)
         self.world.beat(f"step {step}")
 
-    def measure(self, step: int, loss: torch.Tensor, norm: float, lr: float) -> dict:
-        """The step's line of metrics.jsonl. A collective."""
-        trainer, world = self.trainer, self.world
-        saver = trainer.checkpoints.saver
-        trainer.checkpoints.remove_old(self.checkpoints)
-        memory = peak_memory(trainer.device)
-        numbers = (loss, bool(self.signals), memory, saver.failed)
-        losses, stops, peaks, failed = world.gather_numbers(*numbers)
-        if any(failed):
-            # raises, on all ranks
-            saver.wait()
-        self.stopping = any(stops)
-        seconds = time.perf_counter() - self.step_begin
+    def measure(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> Measurement:
+        """Send the step's numbers on their way to the host. A collective."""
+        trainer = self.trainer
+        optimizer = trainer.optimizer
+        numbers = self.world.gather_numbers(
+            loss,
+            norm,
+            optimizer.skipped,
+            optimizer.skipped_in_a_row,
+            bool(self.signals),
+            peak_memory(trainer.device),
+            trainer.checkpoints.saver.failed,
+        )
         self.tokens += self.train_set.counted_tokens(trainer.samples(step))
+        measured = Measurement(
+            step,
+            lr,
+            self.tokens,
+            to_host(numbers),
+            {name: to_host(values) for name, values in trainer.routing().items()},
+            self.step_begin,
+            Moment(trainer.device),
+        )
+        self.unread.append(measured)
+        return measured
+
+    def read(self, measured: Measurement) -> None:
+        """Wait until the device has done the step; then `line` is its line of metrics.jsonl. The
+        checkpoint before is old now. Raises, on all ranks, where one could not be written."""
+        trainer = self.trainer
+        measured.end.wait()
+        columns = zip(*measured.numbers.tolist())
+        losses, norms, skipped, skipped_in_a_row, stops, peaks, failed = columns
+        if any(failed):
+            trainer.checkpoints.saver.wait()
+        self.stopping = any(stops)
+        self.skipped_in_a_row = int(skipped_in_a_row[0])
+        trainer.checkpoints.remove_old(self.checkpoints, good=not self.skipped_in_a_row)
+        seconds = measured.end.seconds_since(measured.begin)
         processed = self.config.global_batch_size * self.train_set.s
         line = {
-            "step": step,
+            "step": measured.step,
             "loss": sum(losses),
-            "grad_norm": norm,
-            "lr": lr,
-            "tokens": self.tokens,
+            "grad_norm": norms[0],
+            "lr": measured.lr,
+            "tokens": measured.tokens,
             "step_seconds": seconds,
             "tokens_per_second": processed / seconds,
-            "tflops_per_device": processed * self.flops / seconds / world.size / 1e12,
+            "tflops_per_device": processed * self.flops / seconds / self.world.size / 1e12,
             "peak_memory_bytes": int(max(peaks)),
         }
         line |= mfu(line["tflops_per_device"], trainer.device, trainer.precision)
-        line |= trainer.routing()
+        line |= {name: values.tolist() for name, values in measured.routing.items()}
         if trainer.scaler:
             line["loss_scale"] = trainer.scaler.scale
-        if trainer.optimizer.skipped:
-            line["skipped_steps"] = trainer.optimizer.skipped
-        return line
+        if skipped[0]:
+            line["skipped_steps"] = int(skipped[0])
+        if measured.eval_loss is not None:
+            line["eval_loss"] = measured.eval_loss
+        self.line = line
 
     def is_last(self, step: int) -> bool:
-        return step == self.config.steps or self.stopping
+        # a signal that is read late ends the run after the step that is enqueued by then
+        return step == self.config.steps or (self.stopping and step == self.step)
 
     def evaluation_is_due(self, step: int) -> bool:
         every = self.config.eval_every
         due = step == self.config.steps or (every and step % every == 0)
         if due:
+            # the steps before; the line of this one waits for the held-out loss
+            self.write_lines(unread=1)
             self.world.beat(f"the evaluation after step {step}")
         return bool(due)
 
-    def log(self, line: dict) -> None:
-        """To metrics.jsonl every step; to the screen every --log-every steps."""
-        step = line["step"]
-        if self.metrics:
-            self.metrics.add(line)
-        if self.curves:
-            self.curves.add(line)
-        if self.is_last(step) or step % self.config.log_every == 0 or "eval_loss" in line:
-            each = (time.perf_counter() - self.begin) / (step - self.start)
-            left = each * (self.config.steps - step)
-            self.world.say(progress(line, self.config.steps, left, self.bytes_per_token))
+    def log(self, step: int) -> None:
+        """Write the lines of all steps but the newest `lag`; of all steps, where the run is
+        evaluated, saved or ended after this one. Raises RunError as `end_if_diverged`."""
+        self.write_lines(unread=self.lag)
+        evaluated = self.unread and self.unread[-1].eval_loss is not None
+        if evaluated or self.save_waits or self.is_last(step):
+            self.write_lines()
         self.world.beat(f"the save after step {step}")
+
+    def write_lines(self, unread: int = 0) -> None:
+        """Read all but the newest `unread` steps. A line goes to metrics.jsonl every step; to the
+        screen every --log-every steps."""
+        while len(self.unread) > unread:
+            self.read(self.unread.popleft())
+            line = self.line
+            step = line["step"]
+            if self.metrics:
+                self.metrics.add(line)
+            if self.curves:
+                self.curves.add(line)
+            if self.is_last(step) or step % self.config.log_every == 0 or "eval_loss" in line:
+                each = (time.perf_counter() - self.begin) / (step - self.start)
+                left = each * (self.config.steps - step)
+                self.world.say(progress(line, self.config.steps, left, self.bytes_per_token))
+            self.end_if_diverged(step)
 
     def end_if_diverged(self, step: int) -> None:
         """Raises RunError after --max-bad-steps skipped steps in a row."""
-        optimizer = self.trainer.optimizer
-        if optimizer.diverged(self.config.max_bad_steps):
+        bad_steps = self.skipped_in_a_row
+        if self.trainer.optimizer.diverged(self.config.max_bad_steps, bad_steps):
             self.trainer.checkpoints.saver.wait()
-            raise diverged(self.config, step, optimizer.skipped_in_a_row)
+            raise diverged(self.config, step, bad_steps)
 
     def save_is_due(self, step: int) -> bool:
         """After the last step, and every --save-every steps, or as soon as a step was taken."""
-        every = self.config.save_every
-        if every and step % every == 0:
-            self.save_waits = True
-        good = not self.trainer.optimizer.skipped_in_a_row
-        return self.is_last(step) or (self.save_waits and good)
+        return self.is_last(step) or (self.save_waits and not self.skipped_in_a_row)
 
     def save(self, step: int) -> None:
         self.save_waits = False
         corpus = self.train_set.index["corpus"]
         self.trainer.checkpoints.save(self.checkpoints, step, self.tokens, corpus)
 
-    def end_step(self, step: int, line: dict) -> None:
+    def end_step(self, step: int) -> None:
         if self.is_last(step):
             self.trainer.checkpoints.saver.wait()
-            loss = line.get("eval_loss", line["loss"])
-            self.trainer.checkpoints.remove_old(self.checkpoints, loss)
+            finite = math.isfinite(self.line.get("eval_loss", self.line["loss"]))
+            good = finite and not self.skipped_in_a_row
+            self.trainer.checkpoints.remove_old(self.checkpoints, good)
         if self.profiler:
             self.profiler.end_step(step, self.is_last(step))
         if self.stopping:

@@ -17,7 +17,8 @@ watches the heartbeat of the main thread, one beat at each step, evaluation and 
 
 A rank that is stopped (SIGSTOP), or whose machine is gone, does not answer. A rank in an endless
 loop shows where it is. On a GPU the line shown is where the host waits for the device, often a
-little after the collective that does not end.
+little after the collective that does not end; the step is the one that the host enqueues, and the
+device may be at the step before.
 """
 
 import os

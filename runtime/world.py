@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from runtime import terminal
+from runtime.device_queue import number
 from runtime.watchdog import Watchdog
 
 
@@ -270,15 +271,14 @@ class World:
             raise error
         return result
 
-    def gather_numbers(self, *numbers: torch.Tensor | float) -> list[tuple[float, ...]]:
-        """For each number, its values on all ranks: one small collective a step."""
-        values = [torch.as_tensor(n, dtype=torch.float64, device=self.device) for n in numbers]
-        row = torch.stack(values)
-        rows = [row]
-        if self.size > 1:
-            rows = [torch.empty_like(row) for _ in range(self.size)]
-            dist.all_gather(rows, row)
-        return list(zip(*(r.tolist() for r in rows)))
+    def gather_numbers(self, *numbers: torch.Tensor | float) -> torch.Tensor:
+        """All ranks' numbers, [ranks, numbers], float64 on the device: one small collective."""
+        row = torch.stack([number(n, torch.float64, self.device) for n in numbers])
+        if self.size == 1:
+            return row.unsqueeze(0)
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(rows, row)
+        return torch.stack(rows)
 
     # --- the watchdog and the terminal
 

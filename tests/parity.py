@@ -145,7 +145,7 @@ def one_run(world: int, config: trainer.Config, steps: int) -> Result:
         if step == 1:
             result.gradients = whole(lambda p: p.main_grad)
         result.losses.append(loss.item())
-        result.norms.append(t.update(step)[0])
+        result.norms.append(t.update(step)[0].item())
     result.parameters = whole(lambda p: p.detach())
     return result
 

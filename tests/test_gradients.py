@@ -148,6 +148,15 @@ def norm_of_slices(rank):
     return global_norm([sliced, replicated]).item()
 
 
+def test_global_norm_of_nothing_is_zero():
+    """A pipeline stage may have nothing to train, or no gradient."""
+    without = nn.Parameter(torch.zeros(2))
+    without.main_grad = None
+    for parameters in ([], [without]):
+        norm = global_norm(parameters)
+        assert norm.item() == 0 and norm.dtype == torch.float64
+
+
 def test_global_norm_counts_each_slice_once():
     """√(1² + ... + 7² + 3 · 2²): the replicated parameter counts once, and both ranks hold it."""
     assert ranks.run(norm_of_slices, 2) == pytest.approx([math.sqrt(152)] * 2, rel=1e-14)

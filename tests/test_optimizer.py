@@ -54,7 +54,7 @@ def test_equals_torch(clip):
         for group in theirs.param_groups:
             group["lr"] = lr
         theirs.step()
-        assert ours.step(lr) == pytest.approx(norm.item(), rel=1e-12)
+        assert ours.step(lr).item() == pytest.approx(norm.item(), rel=1e-12)
         assert norm > clip or not clip
     for p, q in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
@@ -183,6 +183,69 @@ def test_a_large_parameter_is_updated_in_pieces(monkeypatch):
     assert all(torch.equal(t, results[1][n]) for n, t in results[0].items())
 
 
+def fused_in_python(
+    weights, lows, masters, gradients, exp_avg, exp_avg_sq, decays, control, lr, beta1, beta2, eps
+):
+    """What kernels.adamw does, one tensor after the other."""
+    assert control.shape == (3,) and control.dtype == torch.float32
+    factor, update, happens = control.tolist()
+    state = zip(weights, lows, masters, gradients, exp_avg, exp_avg_sq, decays, strict=True)
+    for weight, low, master, gradient, m, v, decay in state if happens else ():
+        x = weight if master is None else master
+        if low is not None:
+            x = join_master(weight, low)
+        wide_m = m.float()
+        wide_v = v.float()
+        before = [torch.tensor(update - 1)]
+        options = dict(beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=eps)
+        lists = [x], [gradient * factor], [wide_m], [wide_v], [], before
+        adamw(*lists, fused=True, amsgrad=False, maximize=False, **options)
+        m.copy_(wide_m)
+        v.copy_(wide_v)
+        if low is not None:
+            split_master(x, weight, low)
+        else:
+            weight.copy_(x)
+
+
+@pytest.mark.parametrize(
+    "state_dtype, kinds",
+    [
+        (None, [(torch.bfloat16, False, True)]),
+        (torch.bfloat16, [(torch.bfloat16, True, False), (torch.float32, False, False)]),
+    ],
+    ids=["fp32", "bf16"],
+)
+def test_one_launch_for_all_parameters_of_a_kind(state_dtype, kinds):
+    """To the last bit as without it, with clipping and a skipped step. Each kind of weight is one
+    call; float32 with float32 state is not for it."""
+    calls = []
+
+    def fused(*arguments):
+        weights, lows, masters = arguments[:3]
+        of_each = zip(weights, lows, masters)
+        calls.append({(w.dtype, low is not None, x is not None) for w, low, x in of_each})
+        fused_in_python(*arguments)
+
+    results = []
+    for function in (None, fused):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 4, bias=False))
+        model[0].bfloat16()
+        model[2].bfloat16()
+        named = model.named_parameters()
+        optimizer = AdamW(named, clip=0.5, state_dtype=state_dtype, fused=function)
+        for step in range(5):
+            for p in model.parameters():
+                p.main_grad = torch.randn(p.shape) * 0.1 ** (step % 3)
+                p.main_grad[0] *= math.inf if step == 2 else 1
+            optimizer.step(1e-2)
+        results.append(optimizer.tensors() | dict(model.named_parameters()))
+        assert optimizer.state_dict() == {"updates": 4, "skipped": 1, "scaler": None}
+    assert all(torch.equal(t, results[1][n]) for n, t in results[0].items())
+    assert calls == [{kind} for kind in kinds] * 5
+
+
 def test_no_bf16_state_for_fp16_weights():
     with pytest.raises(ValueError, match=r"optimizer_state bf16.*precision bf16"):
         AdamW(nn.Linear(2, 2, dtype=torch.float16).named_parameters(), state_dtype=torch.bfloat16)
@@ -215,7 +278,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
     before = {n: t.clone() for n, t in optimizer.tensors().items()}
     gradients.zero()
     (model(batches[1]).sum() * bad).backward()
-    assert not math.isfinite(optimizer.step(1e-3))
+    assert not optimizer.step(1e-3).isfinite()
     assert all(torch.equal(before[n], t) for n, t in optimizer.tensors().items())
     assert optimizer.state_dict() == {"updates": 1, "skipped": 1, "scaler": None}
 
@@ -231,8 +294,9 @@ def test_divergence(scale, first):
         for p in model.parameters():
             p.main_grad = torch.full(p.shape, math.nan if bad else 1.0)
         optimizer.step(1e-3)
-        diverged.append(optimizer.diverged(3))
-        assert not optimizer.diverged(0)
+        in_a_row = int(optimizer.skipped_in_a_row)
+        diverged.append(optimizer.diverged(3, in_a_row))
+        assert not optimizer.diverged(0, in_a_row)
     assert diverged == [False] * first + [True] * (12 - first)
 
 

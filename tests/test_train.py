@@ -27,10 +27,11 @@ import generate
 import train
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
-from runtime import metrics, rules
+from runtime import metrics, rules, training_run
 from runtime.config import Config, ConfigError
 from runtime.flags import parse
 from runtime.metrics import Metrics
+from runtime.saving import RunCheckpoints
 
 ROOT = Path(__file__).parent.parent
 SMALL = small_run.flags(num_layers=2, global_batch_size=4, steps=12)
@@ -83,6 +84,11 @@ def lines(folder):
 
 def exact(folder):
     return [{k: x[k] for k in ("step", "loss", "grad_norm", "lr", "tokens")} for x in lines(folder)]
+
+
+def without_times(folder):
+    times = ("step_seconds", "tokens_per_second", "tflops_per_device", "peak_memory_bytes")
+    return [{k: v for k, v in line.items() if k not in times} for line in lines(folder)]
 
 
 def weights(folder):
@@ -181,11 +187,91 @@ def test_resume_is_bit_for_bit(here, text, capfd):
     assert exact("parts") == exact("whole")
 
 
+# --- lines that are written a step later, as on a GPU
+
+
+@pytest.fixture(params=[0, 1])
+def lag(request, monkeypatch):
+    monkeypatch.setattr(training_run, "reading_lag", lambda trainer: request.param)
+    return request.param
+
+
+def test_when_lines_are_written(here, text, monkeypatch, lag):
+    """F, step: enqueued; L: its line written; E: evaluated; S: saved."""
+    events = []
+
+    def note(owner, name, mark, step_of):
+        original = getattr(owner, name)
+
+        def noted(*args, **options):
+            events.append(f"{mark}{step_of(*args)}")
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(train.Trainer, "forward_backward", "F", lambda trainer, step, dataset: step)
+    note(Metrics, "add", "L", lambda metrics, line: line["step"])
+    note(train.Trainer, "evaluate", "E", lambda *args: "")
+    note(RunCheckpoints, "save", "S", lambda checkpoints, folder, step, *rest: step)
+    flags = ("--steps", "6", "--save-every", "3", "--eval-every", "4")
+    assert in_process(text, "--out", "run", *flags) == 0
+    expected = "F1 L1 F2 L2 F3 L3 S3 F4 E L4 F5 L5 F6 E L6 S6"
+    if lag:
+        expected = "F1 F2 L1 F3 L2 L3 S3 F4 E L4 F5 F6 L5 E L6 S6"
+    assert " ".join(events) == expected
+    assert [x["step"] for x in lines("run")] == [1, 2, 3, 4, 5, 6]
+
+
+# runs train.py as it is on a GPU
+LATE = """
+import sys
+import train
+from runtime import training_run
+
+training_run.reading_lag = lambda trainer: 1
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("more", ["--save-every 4", "--num-experts 4 --ep 2 --expert-every 1"])
+def test_late_lines_are_the_same(here, text, more):
+    """On two ranks, but for times: so are the checkpoints, and what they say of the optimizer."""
+    Path("late.py").write_text(LATE)
+    flags = (*more.split(), "--eval-every", "5", "--dropout", "0.1")
+    for script, out in (("train.py", "now"), (str(here / "late.py"), "late")):
+        done = processes.run([script, *argv(text, "--out", out, *flags)[1:]], world=2)
+        assert done.returncode == 0, done.stderr
+    assert without_times("late") == without_times("now")
+    assert len(lines("late")) == 12 and same_weights("late", "now")
+    saved = [checkpoint.steps(f"{out}/checkpoints") for out in ("late", "now")]
+    assert list(saved[0]) == list(saved[1])
+    for late, now in zip(saved[0].values(), saved[1].values()):
+        index = [json.loads((path / "index.json").read_text()) for path in (late, now)]
+        assert index[0]["optimizer"] == index[1]["optimizer"]
+
+
+def test_a_signal_ends_the_run_after_the_step_that_is_enqueued(here, text, monkeypatch, lag):
+    original = train.Trainer.forward_backward
+
+    def forward_backward(self, step, dataset):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, step, dataset)
+
+    monkeypatch.setattr(train.Trainer, "forward_backward", forward_backward)
+    assert in_process(text, "--out", "run", "--log-every", "10") == 0
+    assert [x["step"] for x in lines("run")] == list(range(1, 4 + lag))
+    assert list(checkpoint.steps("run/checkpoints")) == [3 + lag]
+
+
+# --- when something breaks
+
+
 def exploding(step, *args):
     return 1e30 if step == 6 else 1e-3
 
 
-def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatch, capfd):
+def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatch, capfd, lag):
     """Step 6 ruins the weights, which is seen from step 7 on: the checkpoint of step 4 is good,
     that of step 6 is not."""
     monkeypatch.setattr(train, "learning_rate", exploding)
@@ -202,7 +288,7 @@ def test_a_run_that_diverges_ends_and_keeps_what_was_good(here, text, monkeypatc
     assert "the last good checkpoint is run/checkpoints/step-000004" in message
 
 
-def test_without_a_limit_no_older_checkpoint_is_removed(here, text, monkeypatch):
+def test_without_a_limit_no_older_checkpoint_is_removed(here, text, monkeypatch, lag):
     """Saves wait while steps are skipped; the last one, at the end of the run, removes nothing."""
     monkeypatch.setattr(train, "learning_rate", exploding)
     assert (
@@ -570,7 +656,7 @@ def test_no_room_while_training(here, text):
     assert in_process(text, "--out", "run", "--resume") == 0
 
 
-def test_a_failure_names_rank_and_step(here, text, monkeypatch, capfd):
+def test_a_failure_names_rank_and_step(here, text, monkeypatch, capfd, lag):
     original = train.Trainer.update
 
     def update(self, step):
@@ -582,10 +668,11 @@ def test_a_failure_names_rank_and_step(here, text, monkeypatch, capfd):
     assert in_process(text, "--out", "run") == 1
     err = capfd.readouterr().err
     assert "rank 0, step 3: RuntimeError: the cable was pulled" in err and "--resume" in err
+    assert [x["step"] for x in lines("run")] == [1, 2]
 
 
 @pytest.mark.parametrize("steps", ["1", "6"])
-def test_profile(here, text, steps):
+def test_profile(here, text, steps, lag):
     assert in_process(text, "--out", "plain", "--steps", steps) == 0
     assert in_process(text, "--out", "run", "--steps", steps, "--profile") == 0
     assert json.loads(Path("run/trace-0.json").read_text())["traceEvents"]
