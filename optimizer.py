@@ -165,10 +165,12 @@ class AdamW:
         self.skipped += ~finite
         self.skipped_in_a_row += 1
         self.skipped_in_a_row *= ~finite
-        factor = torch.ones_like(norm)
+        one = factor = torch.ones_like(norm)
         if self.clip:
             # as tensors: scalar / tensor would be scalar * (1 / tensor), with one more rounding
-            factor = torch.minimum(factor, torch.full_like(norm, self.clip) / norm)
+            factor = torch.minimum(one, torch.full_like(norm, self.clip) / norm)
+            # NaN would stay in the padding of sharded gradients, and so in the next norms
+            factor = torch.where(finite, factor, one)
         self.update_parameters(lr, factor, finite)
         if self.scaler:
             # fp16 waits for the device here: the next forward needs the new loss scale.

@@ -100,7 +100,7 @@ class TrainingRun:
         # steps that are enqueued and not yet read, oldest first
         self.unread: deque[Measurement] = deque()
         self.lag = reading_lag(trainer)
-        # of the step that was read last: its line of metrics.jsonl, and the steps up to it
+        # of the step that was read last: its line of metrics.jsonl; skipped steps in a row up to it
         self.line: dict = {}
         self.skipped_in_a_row = 0
         self.signals: list[int] = []
@@ -194,8 +194,9 @@ class TrainingRun:
         return measured
 
     def read(self, measured: Measurement) -> None:
-        """Wait until the device has done the step; then `line` is its line of metrics.jsonl. The
-        checkpoint before is old now. Raises, on all ranks, where one could not be written."""
+        """Wait until the device has done the step, and make its line of metrics.jsonl. All ranks
+        learn the same: whether a signal reached one of them, whether the step was skipped. Where
+        one could not write a checkpoint, all raise."""
         trainer = self.trainer
         measured.end.wait()
         columns = zip(*measured.numbers.tolist())

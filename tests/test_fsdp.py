@@ -1,5 +1,6 @@
 import copy
 import gc
+import math
 import re
 import weakref
 from functools import partial
@@ -202,6 +203,29 @@ def sharded_model(shape, stage):
 def is_there(unit):
     """Whether its parameters are gathered."""
     return bool(unit.whole.untyped_storage().size())
+
+
+def norms_after_a_bad_step(rank, stage):
+    """Norms of three steps with the same gradients, of which the second is NaN."""
+    model = nn.Sequential(nn.Linear(2, 5))
+    gradients = fsdp.apply(model, dist.group.WORLD, stage)
+    optimizer = AdamW(sharding.named_parameters(model), clip=0.1)
+    norms = []
+    for factor in (1.0, math.nan, 1.0):
+        gradients.zero()
+        gradients.last_backward()
+        (model(torch.ones(1, 2)).sum() * factor).backward()
+        gradients.reduce_gradients()
+        norms.append(optimizer.step(0.0).item())
+        gradients.gather_parameters()
+    return norms
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_padding_forgets_a_step_that_is_not_finite(stage):
+    """Two ranks share 5 rows: padding is in the norm, and no gradient overwrites it."""
+    for first, bad, last in ranks.run(norms_after_a_bad_step, 2, stage):
+        assert math.isnan(bad) and last == first == pytest.approx(2 * math.sqrt(15))
 
 
 class Peak:
