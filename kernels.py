@@ -2,7 +2,7 @@
 
 Between its matrix multiplications a transformer adds, scales and normalises. That is little
 arithmetic per element, so these operations take the time of moving their bytes: a GPU that
-multiplies at 800 TFLOP/s copies at 4 TB/s, and could do 400 FLOPs while an element of 2 bytes is
+multiplies at 800 TFLOP/s copies at 4 TB/s, and could do 800 FLOPs while an element of 2 bytes is
 read and written. PyTorch reads and writes memory once per small operation. A fused kernel reads
 each input once and writes each output once, and no kernel can be faster than that.
 
@@ -18,7 +18,7 @@ Bytes per element of the first argument in bf16, forward + backward:
     swiglu               6 + 10    silu(gate) up                                 arXiv 2002.05202
     bias_gelu            4 + 6     gelu(x + b), tanh form                        arXiv 1606.08415
     bias_dropout_add     6 + 4     residual + dropout(x + b), mask recomputed    dropout.py
-    causal_softmax       3 + 4     softmax(scale x + causal mask), half is read  (all: 4 + 6)
+    causal_softmax       3 + 4     softmax(scale x + causal mask); half is read
     cross_entropy        2 + 4     log Σ exp z - z_target, gradient in place     arXiv 1805.02867
     permute              6 + 6     copies of tokens, sorted by expert, k = 2     moe.py
     unpermute            3 + 5     back: times probabilities, summed, k = 2      moe.py
@@ -34,10 +34,12 @@ loads in flight before the first is used; neighbouring threads at neighbouring a
 registers and shuffles; each element read once. Comments in the CUDA sources say where each of these
 is decided; comparisons/kernels.py measures how near each kernel comes.
 
-On CPUs, in float64 and for rows that are not whole vectors, the functions below compute with
-PyTorch's own operations, those of gpt.py and moe.py. `apply(model, device, dtype)` puts them into a
-finished model from outside. It changes the class of a module (nn.RMSNorm becomes RMSNorm below), so
-names, parameters, hooks and the work of other techniques stay.
+On CPUs, in float64, for empty tensors, and for rows that are not whole vectors or too long, the
+functions below compute with PyTorch's own operations, those of gpt.py and moe.py. (Not adamw, which
+then raises RuntimeError.) `apply(model, device, dtype)` puts them into a finished model from
+outside. It changes the class of a module (nn.RMSNorm becomes RMSNorm below), so names, parameters
+and the work of other techniques stay. Hooks on the norms of a block do not run: the block computes
+them.
 
 Not covered, and found in Transformer Engine, Apex and Liger: FP8 and its scales; norms fused with
 the matrix multiplication behind them; kernels tuned for each card and size.
@@ -61,19 +63,19 @@ from dropout import dropout_mask
 from runtime.cuda_kernels import (
     LONGEST,
     VECTOR,
-    ask,
     check,
     dense,
     empty,
-    floats,
     gradient,
     launch,
-    nothing,
-    of_vector,
+    not_wanted,
     operation,
+    per_row,
+    query,
     rows,
-    runs,
-    runs_rows,
+    supported,
+    supported_rows,
+    vector_elements,
     why_not,
 )
 
@@ -89,9 +91,9 @@ def norm_forward(x, residual, weight, bias, eps):
     RMSNorm; mean (empty for RMSNorm) and rstd, [..] float32"""
     h = x.shape[-1:]
     check("norm", x, residual=(residual, x.shape), weight=(weight, h), bias=(bias, h))
-    z = nothing(x) if residual is None else empty(x)
-    y, rstd = empty(x), floats(x)
-    mean = nothing(rstd) if bias is None else floats(x)
+    z = not_wanted(x) if residual is None else empty(x)
+    y, rstd = empty(x), per_row(x)
+    mean = not_wanted(rstd) if bias is None else per_row(x)
     inputs = map(dense, (x, residual, weight, bias))
     launch("norm_forward", x, *inputs, z, y, mean, rstd, rows(x), *h, eps)
     return z, y, mean, rstd
@@ -106,14 +108,14 @@ def norm_backward(dy, dz, z, weight, mean, rstd, weights):
     `weights` those of weight and bias"""
     h = z.shape[-1]
     with_mean = mean.numel() > 0
-    blocks = ask("norm_blocks", z.device, z.dtype, rows(z), h, with_mean)
-    dw = empty(weight) if weights else nothing(weight)
-    db = empty(weight) if weights and with_mean else nothing(weight)
+    blocks = query("norm_blocks", z.device, z.dtype, rows(z), h, with_mean)
+    dw = empty(weight) if weights else not_wanted(weight)
+    db = empty(weight) if weights and with_mean else not_wanted(weight)
     parts = empty(z, 1 + with_mean, blocks, h, dtype=torch.float32) if weights else None
     dx = empty(z)
     inputs = map(dense, (dy, dz, z, weight, mean, rstd))
     sizes = rows(z), h, with_mean, blocks
-    launch("norm_backward", z, *inputs, dx, dw, db if with_mean else None, parts, *sizes)
+    launch("norm_backward", z, *inputs, dx, dw, db, parts, *sizes)
     return dx, dw, db
 
 
@@ -124,6 +126,7 @@ class _Norm(torch.autograd.Function):
         z = x if residual is None else z
         ctx.save_for_backward(z, weight, mean, rstd)
         ctx.set_materialize_grads(False)
+        # a view: autograd does not let an input be an output
         return z.view_as(z), y
 
     @staticmethod
@@ -144,7 +147,7 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | 
     x, residual: [.., h]; without a residual z is x. In backward the gradient that reaches z beside
     the norm is added in the same pass.
     """
-    if runs_rows(x, LONGEST):
+    if supported_rows(x, LONGEST):
         return _Norm.apply(x, residual, weight, bias, eps)
     z = x if residual is None else x + residual
     if bias is None:
@@ -175,7 +178,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 def aligned_heads(t: Tensor) -> Tensor:
     """t [b, a, s, d] with any strides, if each head begins at a multiple of 16 bytes; else a copy
     of which that is true."""
-    in_vectors = t.stride(-1) == 1 and not any(n % of_vector(t) for n in t.stride()[:3])
+    in_vectors = t.stride(-1) == 1 and not any(n % vector_elements(t) for n in t.stride()[:3])
     if in_vectors and (t.device.type == "meta" or t.data_ptr() % VECTOR == 0):
         return t
     return dense(t)
@@ -214,7 +217,8 @@ def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, 
     gpt.rotary_table -> the shapes of q and k
     """
     is_small = q.numel() + k.numel() < 2**31
-    if not (runs(q) and runs(k) and is_small and q.shape[-1] // 2 % of_vector(q) == 0):
+    whole_vectors = q.shape[-1] % (2 * vector_elements(q)) == 0
+    if not (supported(q) and supported(k) and is_small and whole_vectors):
         return gpt.rotate(q, (cosine, sine)), gpt.rotate(k, (cosine, sine))
     return rotary_operation(q, k, cosine, sine, 1.0)
 
@@ -244,7 +248,7 @@ def _(ctx, dy):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) up (arXiv 2002.05202, eq. 6). gate, up: one shape, any -> the same shape"""
-    if not runs(gate) or gate.numel() % of_vector(gate):
+    if not supported(gate) or gate.numel() % vector_elements(gate):
         return F.silu(gate) * up
     return swiglu_forward(gate, up)
 
@@ -255,9 +259,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def bias_parts(name: str, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
     """(the gradient of a bias [h], empty; its partial sums [parts, h]), if it is wanted."""
     if not wanted:
-        return nothing(like), None
+        return not_wanted(like), None
     h = like.shape[-1]
-    parts = ask(name, like.device, like.dtype, rows(like), h)
+    parts = query(name, like.device, like.dtype, rows(like), h)
     return empty(like, h), empty(like, parts, h, dtype=torch.float32)
 
 
@@ -269,11 +273,11 @@ def bias_gelu_forward(x, bias):
     return y
 
 
-@operation("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)")
-def bias_gelu_backward(dy, x, bias):
-    """-> dx [.., h]; dbias [h], empty without a bias"""
+@operation("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool wanted) -> (Tensor, Tensor)")
+def bias_gelu_backward(dy, x, bias, wanted):
+    """-> dx [.., h]; if it is wanted dbias [h]"""
     dx = empty(x)
-    d_bias, parts = bias_parts("bias_gelu_parts", x, bias is not None)
+    d_bias, parts = bias_parts("bias_gelu_parts", x, wanted)
     tensors = *map(dense, (dy, x, bias)), dx, d_bias, parts
     launch("bias_gelu_backward", x, *tensors, rows(x), x.shape[-1])
     return dx, d_bias
@@ -281,8 +285,9 @@ def bias_gelu_backward(dy, x, bias):
 
 @gradient(bias_gelu_forward, keep=(0, 1))
 def _(ctx, dy):
-    dx, d_bias = bias_gelu_backward(dy, *ctx.saved_tensors)
-    return dx, d_bias if ctx.needs_input_grad[1] else None
+    wanted = ctx.needs_input_grad[1]
+    dx, d_bias = bias_gelu_backward(dy, *ctx.saved_tensors, wanted)
+    return dx, d_bias if wanted else None
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -290,7 +295,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
 
     x: [.., h]; bias: [h] or None -> [.., h]
     """
-    if not runs_rows(x):
+    if not supported_rows(x):
         return F.gelu(x if bias is None else x + bias, approximate="tanh")
     return bias_gelu_forward(x, bias)
 
@@ -335,7 +340,7 @@ def _(ctx, dy):
     bias = ctx.needs_input_grad[1]
     if key is None:
         # Nothing was dropped: dx is dy itself.
-        dx, d_bias = dy, dy.flatten(0, -2).sum(0) if bias else None
+        dx, d_bias = dy, dy.reshape(-1, dy.shape[-1]).sum(0) if bias else None
     else:
         dx, d_bias = bias_dropout_add_backward(dy, key, *ctx.numbers, bias)
     return dx, d_bias if bias else None, dy, None, None, None, None
@@ -362,7 +367,7 @@ def bias_dropout_add(
     if key is not None and x.dim() != 3:
         shape = f"x has shape {list(x.shape)}, expected [b, s, h], whose coordinates are hashed"
         raise ValueError(f"bias_dropout_add: {shape}")
-    if runs_rows(x):
+    if supported_rows(x):
         return bias_dropout_add_forward(x, bias, residual, key, site, start, p)
     y = x if bias is None else x + bias
     if key is not None:
@@ -401,7 +406,7 @@ def causal_softmax(scores: Tensor, scale: float) -> Tensor:
     if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2]:
         shape = list(scores.shape)
         raise ValueError(f"causal_softmax: scores has shape {shape}, expected [.., s, s]")
-    if not runs_rows(scores, LONGEST):
+    if not supported_rows(scores, LONGEST):
         above = torch.full_like(scores, -math.inf).triu(1)
         return (scores * scale + above).softmax(-1)
     return causal_softmax_forward(scores, scale)
@@ -421,7 +426,7 @@ def cross_entropy_statistics(logits, targets, valid):
     """logits: [.., V], of which the first `valid` columns count; targets: [..] int64, or ELSEWHERE
     -> largest, total = Σ exp(z - largest), target_logit (0 for ELSEWHERE), each [..] float32"""
     check("cross_entropy", logits, targets=(targets, logits.shape[:-1], torch.int64))
-    outputs = floats(logits), floats(logits), floats(logits)
+    outputs = per_row(logits), per_row(logits), per_row(logits)
     inputs = logits.contiguous(), targets.contiguous()
     sizes = rows(logits), logits.shape[-1], valid
     launch("cross_entropy_statistics", logits, *inputs, *outputs, *sizes)
@@ -483,7 +488,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     logits: [.., V]; targets: [..] int64 -> [..]. Backward **overwrites** the logits with their
     gradient, so it can run only once.
     """
-    if not runs(logits):
+    if not supported(logits):
         return plain.cross_entropy(logits, targets)
     return _CrossEntropy.apply(logits, targets, logits.shape[-1], None)
 
@@ -497,7 +502,7 @@ def vocab_parallel_cross_entropy(
     As tensor_parallel.vocab_parallel_cross_entropy: only the statistics are all-reduced, 3 numbers
     per row.
     """
-    if not runs(logits):
+    if not supported(logits):
         return tensor_parallel.vocab_parallel_cross_entropy(logits, targets, vocab_size, group)
     return _CrossEntropy.apply(logits, targets, vocab_size, group)
 
@@ -509,7 +514,9 @@ def vocab_parallel_cross_entropy(
 def permute_forward(x, order, position):
     """x: [n, h]; order: [m], assignments; assignment a belongs to token a % n; position, for the
     gradient: [k, n] -> [m, h]"""
-    check("permute", x, order=(order, (order.numel(),), torch.int64))
+    of_token = position.shape[:1] + x.shape[:1]
+    indices = dict(order=(order, (order.numel(),)), position=(position, of_token))
+    check("permute", x, **{name: (*t, torch.int64) for name, t in indices.items()})
     y = empty(x, len(order), x.shape[1])
     launch("permute", x, dense(x), order.contiguous(), y, len(order), *x.shape)
     return y
@@ -522,7 +529,13 @@ def unpermute_forward(rows, position, probabilities, order=None):
     """rows: [m, h]; position: [k, n], the row of each token's choices, m where it was dropped;
     probabilities: [n, k] float32, or None for 1; order, for the gradient: [m] -> [n, h]"""
     k, n = position.shape
-    check("unpermute", rows, probabilities=(probabilities, (n, k), torch.float32))
+    check(
+        "unpermute",
+        rows,
+        probabilities=(probabilities, (n, k), torch.float32),
+        position=(position, (k, n), torch.int64),
+        order=(order, rows.shape[:1], torch.int64),
+    )
     m, h = rows.shape
     y = empty(rows, n, h)
     tensors = dense(rows), position.contiguous(), dense(probabilities), y
@@ -546,7 +559,7 @@ def unpermute_backward(dy, rows, order, probabilities):
 
 @gradient(permute_forward, keep=(2,))
 def _(ctx, dy):
-    """permute forward, unpermute without probabilities backward: each is the other's adjoint."""
+    # the gradient of permute is unpermute without probabilities
     return unpermute_forward(dy, *ctx.saved_tensors, None, None), None, None
 
 
@@ -562,7 +575,7 @@ def permute(x: Tensor, order: Tensor, position: Tensor) -> Tensor:
 
     x: [n, h]; order: [m]; position: [k, n], the inverse of order -> [m, h]
     """
-    if not runs_rows(x) or not len(order):
+    if not supported_rows(x) or not len(order):
         return moe.permute(x, order, position)
     return permute_forward(x, order, position)
 
@@ -572,7 +585,7 @@ def unpermute(rows: Tensor, probabilities: Tensor, position: Tensor, order: Tens
 
     rows: [m, h]; probabilities: [n, k] float32; position: [k, n]; order: [m] -> [n, h]
     """
-    if not runs_rows(rows):
+    if not supported_rows(rows):
         return moe.unpermute(rows, probabilities, position, order)
     return unpermute_forward(rows, position, probabilities, order)
 
@@ -582,7 +595,8 @@ def unpermute(rows: Tensor, probabilities: Tensor, position: Tensor, order: Tens
 
 @functools.lru_cache(maxsize=8)
 def on_device(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of numbers, which is copied when they change, and without waiting for the copy."""
+    """A tensor of numbers, which is copied when they change, and without waiting for the copy. For
+    one stream of a device, and not while a CUDA graph is captured."""
     t = torch.tensor(numbers, dtype=dtype)
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
@@ -613,6 +627,9 @@ def adamw_operation(
             check("adamw", w, **{name: (tensors[i], weight.shape, dtype)})
             if tensors[i] is not None and not tensors[i].is_contiguous():
                 raise ValueError(f"adamw: {name} is not contiguous, and it is changed in place")
+    check("adamw", w, control=(control, (3,), torch.float32))
+    if len(decays) != len(weights) or bool(lows) != (w.dtype == torch.bfloat16 and not masters):
+        raise ValueError("adamw: lows or decays do not belong to these weights; see kernels.adamw")
     if w.device.type == "meta":
         return
     table = []
@@ -621,7 +638,7 @@ def adamw_operation(
         n = of_parameter[0].numel()
         table += [0 if t is None else t.data_ptr() for t in of_parameter]
         table += [n, blocks]
-        blocks += -(-n // ask("adamw_elements", w.device, w.dtype))
+        blocks += -(-n // query("adamw_elements", w.device, w.dtype))
     if blocks:
         tables = on_device(tuple(table), torch.int64, w.device)
         decays = on_device(tuple(decays), torch.float32, w.device)
@@ -687,7 +704,8 @@ class Block(gpt.Block):
     are added in one pass. Without dropout and bias they add the residual too."""
 
     def forward(self, x: Tensor, drop_key: Tensor | None = None, rotary=None) -> Tensor:
-        if not isinstance(self.attention_norm, RMSNorm | LayerNorm):
+        norms = self.attention_norm, self.mlp_norm
+        if not all(isinstance(norm, RMSNorm | LayerNorm) for norm in norms):
             return super().forward(x, drop_key, rotary)
         x, y = add_norm(x, None, *of_norm(self.attention_norm))
         y = self.attention(y, drop_key, rotary)
@@ -781,7 +799,7 @@ def swap(model: nn.Module) -> None:
             len(module.normalized_shape) > 1
             or module.weight is None
             or module.eps is None
-            or getattr(module, "bias", module) is None
+            or (isinstance(module, nn.LayerNorm) and module.bias is None)
         ):
             # Not a norm that the operations compute.
             continue

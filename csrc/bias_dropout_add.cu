@@ -31,7 +31,7 @@ struct Mask {
     uint32_t limit;
     // 1 / (1 - p).
     float scale;
-    // The first step of a row's hash; 32 bits, because a division of 64 takes a hundred steps.
+    // The first step of a row's hash; in 32 bits: a division of 64 bits takes many instructions.
     __device__ uint32_t of_row(int64_t row) const {
         uint32_t sample = mix(uint32_t(keys[uint32_t(row) / s]) ^ site);
         return first_step(mix(sample ^ spread(uint32_t(row) % s + 1 + start)));
@@ -55,21 +55,23 @@ __global__ void __launch_bounds__(WIDE * DEEP, 2) dropout_add_forward(
     T* __restrict__ y, int64_t rows, int h, Mask mask) {
     Vector<float> own = own_bias(bias, h);
     ColumnHashes columns;
-    down_columns(
-        x, residual, y, nullptr, rows, h, [&](int64_t row, int w, float x, float residual) {
-            x += own.at[w];
-            if (mask.keys) x = mask.apply(mask.of_row(row), columns.at[w], x);
-            return residual + x;
-        });
+    auto of_row = [&](int64_t row) { return mask.keys ? mask.of_row(row) : 0u; };
+    auto element = [&](uint32_t row_hash, int w, float x, float residual) {
+        x += own.at[w];
+        return residual + (mask.keys ? mask.apply(row_hash, columns.at[w], x) : x);
+    };
+    down_columns(x, residual, y, nullptr, rows, h, of_row, element);
 }
 
 __global__ void __launch_bounds__(WIDE * DEEP, 2) dropout_add_backward(
     const T* __restrict__ dy, T* __restrict__ dx, float* __restrict__ parts, int64_t rows, int h,
     Mask mask) {
     ColumnHashes columns;
-    down_columns(dy, nullptr, dx, parts, rows, h, [&](int64_t row, int w, float dy, float) {
-        return mask.apply(mask.of_row(row), columns.at[w], dy);
-    });
+    auto of_row = [&](int64_t row) { return mask.of_row(row); };
+    auto element = [&](uint32_t row_hash, int w, float dy, float) {
+        return mask.apply(row_hash, columns.at[w], dy);
+    };
+    down_columns(dy, nullptr, dx, parts, rows, h, of_row, element);
 }
 
 extern "C" const char* bias_dropout_add(

@@ -10,7 +10,8 @@ constexpr float LINEAR = 1.5957691216057308f, CUBIC = 0.07135481282894904f;
 __global__ void __launch_bounds__(WIDE * DEEP, 2) gelu_forward(
     const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ y, int64_t rows, int h) {
     Vector<float> own = own_bias(bias, h);
-    down_columns(x, nullptr, y, nullptr, rows, h, [&](int64_t, int w, float x, float) {
+    auto nothing = [](int64_t) { return 0; };
+    down_columns(x, nullptr, y, nullptr, rows, h, nothing, [&](int, int w, float x, float) {
         float u = x + own.at[w];
         return u * sigmoid(u * (LINEAR + CUBIC * (u * u))).here;
     });
@@ -20,7 +21,8 @@ __global__ void __launch_bounds__(WIDE * DEEP, 2) gelu_backward(
     const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ bias,
     T* __restrict__ dx, float* __restrict__ parts, int64_t rows, int h) {
     Vector<float> own = own_bias(bias, h);
-    down_columns(dy, x, dx, parts, rows, h, [&](int64_t, int w, float dy, float x) {
+    auto nothing = [](int64_t) { return 0; };
+    down_columns(dy, x, dx, parts, rows, h, nothing, [&](int, int w, float dy, float x) {
         float u = x + own.at[w], square = u * u;
         Sigmoid s = sigmoid(u * (LINEAR + CUBIC * square));
         float slope = u * s.here * s.there;

@@ -23,12 +23,12 @@ __device__ __forceinline__ Vector<float> own_bias(const T* bias, int h) {
     return out;
 }
 
-// out = f(row, w, a, b) for elements a and b of two tensors; b is 0 where the second is null.
+// out = f(of_row(row), w, a, b) for elements a and b of two tensors; b is 0 without a second one.
 // parts, if not null, receives the sums of f's results over the rows of this block.
-template <typename F>
+template <typename R, typename F>
 __device__ __forceinline__ void down_columns(
     const T* __restrict__ a, const T* __restrict__ b, T* __restrict__ out,
-    float* __restrict__ parts, int64_t rows, int h, F f) {
+    float* __restrict__ parts, int64_t rows, int h, R of_row, F f) {
     int column = own_column();
     float sum[W] = {};
     for (int64_t first = (int64_t(blockIdx.y) * DEEP + threadIdx.y) * FEW;
@@ -44,9 +44,10 @@ __device__ __forceinline__ void down_columns(
         for (int r = 0; r < FEW; r++)
             if (first + r < rows) {
                 Vector<> y;
+                auto here = of_row(first + r);
                 #pragma unroll
                 for (int w = 0; w < W; w++) {
-                    float d = f(first + r, w, to_float(of_a[r].at[w]), to_float(of_b[r].at[w]));
+                    float d = f(here, w, to_float(of_a[r].at[w]), to_float(of_b[r].at[w]));
                     round_to(y.at[w], d);
                     sum[w] += d;
                 }
@@ -69,14 +70,12 @@ __device__ __forceinline__ void down_columns(
     }
 }
 
-// Blocks of 256 threads over [rows, h]: as many in all as there are resident at a time with
-// `resident` on a multiprocessor, as far as every thread has work.
+// Blocks of 256 threads over [rows, h]: as many as fit on the GPU at once, `resident` of them on a
+// multiprocessor, but none without rows.
 inline dim3 column_grid(int64_t rows, int64_t h, int64_t resident) {
     int64_t across = pieces(h, WIDE * W), most = pieces(rows, DEEP * FEW);
     int64_t down = pieces(multiprocessors() * resident, across);
-    down = down < most ? down : most;
-    // Without rows: one part, of zeros.
-    return dim3(across, down > 1 ? down : 1);
+    return dim3(across, down < most ? down : most);
 }
 // How many blocks of a kernel are resident on a multiprocessor.
 template <typename K>

@@ -2,24 +2,28 @@
 
 // For readers who have never written a kernel.
 //
-// Kernel          A function that many threads run, each on its own elements. blockIdx and
-//                 threadIdx tell a thread its position.
+// Kernel          A function, __global__, that many threads run, each on its own elements. It may
+//                 call __device__ functions. blockIdx and threadIdx tell a thread its position.
 // Warp            32 threads, its lanes. They execute each instruction together. A shuffle reads
 //                 another lane's register. Loads of neighbouring addresses become one load.
-// Block           Up to 1024 threads on one multiprocessor. They share its shared memory and can
-//                 wait for each other with __syncthreads().
+// Multiprocessor  A GPU has about a hundred. Each keeps up to 2048 threads resident (1536 on some
+//                 cards), if its 65,536 registers suffice for them. It runs the warps whose data
+//                 has arrived while the others wait for memory. Its shared memory is as fast as a
+//                 cache, and a kernel says what is in it.
+// Block           Up to 1024 threads on one multiprocessor, in one dimension or two (threadIdx.x
+//                 and .y). They see the same shared memory and can wait for each other with
+//                 __syncthreads().
 // Grid            All blocks of a launch. Blocks cannot wait for each other.
-// Multiprocessor  Keeps up to 2048 threads resident, if its 65,536 registers suffice for them. It
-//                 runs the warps whose data has arrived while the others wait for memory.
 // Launch          kernel<<<grid, block, bytes, stream>>>(..). Launches on a stream run in order.
 //
 // __launch_bounds__(n) promises that a block has at most n threads, so that the compiler may give
 // each thread more registers. __restrict__ promises that no other pointer reaches that memory, so
-// that loads may be moved before stores. Shared memory has 32 banks, word i in bank i % 32; it is
+// that loads may be moved before stores. #pragma unroll writes a loop out, so that its arrays become
+// registers. Shared memory has 32 banks, word i in bank i % 32; it is
 // slower when lanes of a warp read different words of one bank.
 //
 // A launcher, extern "C", takes addresses and numbers and returns nullptr or an error message.
-// kernels.py calls it through ctypes. No PyTorch header is included, and the build is short.
+// runtime/extensions.py calls it through ctypes. No PyTorch header is included, and the build is short.
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -35,8 +39,8 @@
 using T = ELEMENT;
 
 // What one load or store instruction moves: at most 16 bytes, which are 8 elements of 16 bits. Wide
-// vectors need fewer instructions and keep more bytes in flight. Memory answers after about 700 ns,
-// so 4 TB/s need 4e12 x 700e-9 = 3 MB in flight at any time, 21 KB on each of 132 multiprocessors.
+// vectors need fewer instructions and keep more bytes in flight. If memory answers after 700 ns, then
+// 4 TB/s need 4e12 x 700e-9 = 3 MB in flight at any time, 21 KB on each of 132 multiprocessors.
 // 2048 threads with one vector each have 32 KB in flight; 512 threads need three vectors each.
 constexpr int W = 16 / sizeof(T);
 template <typename E = T, int N = W>
@@ -84,8 +88,8 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 #endif
 }
 
-// e^x: two instructions where the result is rounded to 16 bits anyway, the accurate function for
-// float. At 4 TB/s an H200 has time for about 8 thread instructions per byte moved; a kernel that
+// e^x: two instructions where elements have 16 bits, whose rounding hides the error; the accurate
+// function for float. At 4 TB/s an H200 has time for about 8 thread instructions per byte moved; a kernel that
 // needs more is limited by instructions, not by memory.
 __device__ __forceinline__ float exp_of(float x) {
     if constexpr (sizeof(T) == 2)

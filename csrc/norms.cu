@@ -1,14 +1,15 @@
 // LayerNorm, with a bias, and RMSNorm, without: y = (z - mean) rstd weight + bias, where RMSNorm
 // leaves the mean out. z is x, or x + residual, which is written beside y. Bytes: forward reads x
-// (and the residual) and writes y (and z); backward reads dy and z and writes dz. A row stays in
+// (and the residual) and writes y (and z); backward reads dy and z and writes dx. A row stays in
 // registers between its sum and its use. Forward saves two floats per row: the mean, and rstd, the
 // reciprocal of the standard deviation.
 //
 // Weight gradients are sums over all rows. A thread keeps the sums of its columns in registers
 // while it walks over rows, so a block ends with one partial sum per column. As many blocks as are
-// resident at a time write [blocks, h] floats, which sum_parts adds up: a few percent of the
-// traffic. The result is the same every time; atomics would add in any order. (The last block alone
-// could not add them up: a multiprocessor reads one percent of what all read in that time.)
+// resident at a time write [blocks, h] floats, which sum_parts reads and adds up: little beside
+// [rows, h] where there are many more rows than blocks. The result is the same every time; atomics
+// would add in any order. (One last block could not do it: one of 132 multiprocessors has one
+// percent of the bandwidth.)
 #include "parts.cuh"
 #include "rows.cuh"
 
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(MOST) norm_forward_kernel(
     if (residual) {
         Row<K> other(residual + row * h, n);
         in.each([&](int k, int w) { round_to(in.at[k].at[w], in(k, w) + other(k, w)); });
-        in.store(z + row * h, in);
+        in.store(z + row * h, [&](int k, int w) { return in(k, w); });
     }
     float mean = 0, rest = 0;
     if constexpr (MEAN) {
@@ -33,8 +34,8 @@ __global__ void __launch_bounds__(MOST) norm_forward_kernel(
         over_row<Sum>(sum);
         mean = sum[0] / h;
     }
-    // A second pass over the registers: mean(x^2) - mean^2 would cancel. The mean of x - mean is
-    // what rounding left of the mean.
+    // The mean is subtracted first, in a second pass over the registers: mean(x^2) - mean^2 would
+    // cancel. `rest`, the mean of the differences, is the error that rounding left in the mean.
     float sums[MEAN ? 2 : 1] = {};
     in.each([&](int k, int w) {
         float d = in(k, w) - mean;

@@ -5,7 +5,7 @@
 // token's other choice).
 #include "rows.cuh"
 
-// Indices are divided in 32 bits: a division of 64 bits takes a hundred instructions.
+// Indices are divided in 32 bits: a division of 64 bits takes many instructions.
 __global__ void __launch_bounds__(256) permute_rows(
     const T* __restrict__ x, const int64_t* __restrict__ order, T* __restrict__ y, int64_t m,
     int64_t n, int h) {

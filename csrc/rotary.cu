@@ -19,7 +19,7 @@ constexpr int OF_THREAD = 4;
 __global__ void __launch_bounds__(256) rotary_kernel(
     Heads q, Heads k, const T* __restrict__ cosine, const T* __restrict__ sine, int64_t tokens,
     int s, int d, float sign) {
-    // 32 bits: a division of 64 bits takes a hundred instructions.
+    // 32 bits: a division of 64 bits takes many instructions.
     uint32_t pairs = d / 2 / W, groups = (q.heads + k.heads + OF_THREAD - 1) / OF_THREAD;
     uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     int64_t token = i / (pairs * groups);

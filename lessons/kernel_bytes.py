@@ -163,7 +163,7 @@ ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
 
 def fused_adamw(weight, *others):
     """By the kernel; on a CPU, like all operations there, by PyTorch's."""
-    if not kernels.runs(weight):
+    if not kernels.supported(weight):
         return plain_adamw(weight, *others)
     low, gradient, exp_avg, exp_avg_sq, control = others
     lists = [[t] for t in (weight, low, None, gradient, exp_avg, exp_avg_sq, 0.1)]
@@ -269,6 +269,32 @@ def errors(args: tuple, fused, own, with_gradient: tuple) -> list[float]:
     return [largest_error(measure(f, args, with_gradient)[1], exact) for f in (fused, own)]
 
 
+def microseconds(function) -> float:
+    """Of one call on a GPU, from 100 in a row."""
+    function()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(100):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 10
+
+
+def time_swiglu() -> None:
+    """The two kernels of csrc/swiglu.cu, and a copy of as many bytes, on a GPU."""
+    gate, up, y = torch.randn(3, 2**26, device="cuda", dtype=torch.bfloat16)
+    target, source = torch.empty(2, 3 * 2**25, device="cuda", dtype=torch.bfloat16)
+
+    def run(name):
+        kernels.launch(name, gate, gate, up, y, y.numel())
+
+    print("swiglu, forward, 2^26 elements, microseconds:")
+    print(f"    a thread is an element   {microseconds(lambda: run('swiglu_naive')):8.1f}")
+    print(f"    a thread is a vector     {microseconds(lambda: run('swiglu')):8.1f}")
+    print(f"    a copy of as many bytes  {microseconds(lambda: target.copy_(source)):8.1f}")
+
+
 def main():
     reason = kernels.why_not()
     device = "cpu" if reason else "cuda"
@@ -276,6 +302,7 @@ def main():
         print(f"the kernels do not run here ({reason}): their bytes are counted, without errors")
     else:
         print(f"compiled for {torch.cuda.get_device_name()}")
+        time_swiglu()
     print(
         "\nBytes per element of the first argument, bf16, forward + backward:\n"
         "  one pass   every argument and output of the operation once\n"

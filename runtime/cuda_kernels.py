@@ -121,9 +121,9 @@ def gradient(of, keep: tuple[int, ...] = (), keep_output: bool = False):
     return register
 
 
-def call(name: str, like: Tensor, *args):
-    """Call a function of the library for tensors `like`. Tensors go as addresses, None as 0."""
-    library, reason = load(like.dtype)
+def call(name: str, dtype: torch.dtype, *args):
+    """Call a function of a dtype's library. Tensors go as addresses; None and empty ones as 0."""
+    library, reason = load(dtype)
     if library is None:
         raise RuntimeError(f"{name}: the kernels do not run here: {reason}")
     return extensions.call(library, name, *args)
@@ -135,22 +135,23 @@ def launch(name: str, like: Tensor, *args) -> None:
         return
     if not like.is_cuda:
         # The emulator of the tests.
-        return call(name, like, None, *args)
+        return call(name, like.dtype, None, *args)
     with torch.cuda.device(like.device):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        call(name, like, stream, *args)
+        call(name, like.dtype, stream, *args)
+
+
+def query(name: str, device: torch.device, dtype: torch.dtype, *args: int) -> int:
+    """What a function of the library says about sizes, on this device. On the meta device 1."""
+    return 1 if device.type == "meta" else answer(name, device, dtype, *args)
 
 
 @functools.cache
-def ask(name: str, device: torch.device, dtype: torch.dtype, *args: int) -> int:
-    """What a function of the library says about sizes, on this device."""
-    if device.type == "meta":
-        return 1
-    like = torch.empty(0, device=device, dtype=dtype)
+def answer(name: str, device: torch.device, dtype: torch.dtype, *args: int) -> int:
     if device.type == "cpu":
-        return call(name, like, *args)
+        return call(name, dtype, *args)
     with torch.cuda.device(device):
-        return call(name, like, *args)
+        return call(name, dtype, *args)
 
 
 def check(operation: str, first: Tensor, **arguments) -> None:
@@ -186,14 +187,15 @@ def empty(t: Tensor, *shape: int, dtype=None) -> Tensor:
     return t.new_empty(shape or t.shape, dtype=dtype)
 
 
-def floats(t: Tensor) -> Tensor:
+def per_row(t: Tensor) -> Tensor:
     """A new float32 tensor with a number for each row of t [.., h]."""
     return t.new_empty(t.shape[:-1], dtype=torch.float32)
 
 
-def nothing(t: Tensor, dtype=None) -> Tensor:
-    """For an output that is not wanted: an operation returns tensors, never None."""
-    return t.new_empty(0, dtype=dtype)
+def not_wanted(t: Tensor) -> Tensor:
+    """For an output that is not wanted: an operation returns tensors, never None. A kernel gets an
+    empty tensor as a null pointer."""
+    return t.new_empty(0)
 
 
 def rows(t: Tensor) -> int:
@@ -201,17 +203,21 @@ def rows(t: Tensor) -> int:
     return math.prod(t.shape[:-1])
 
 
-def of_vector(t: Tensor) -> int:
+def vector_elements(t: Tensor) -> int:
     """The number of elements of t in a vector."""
     return VECTOR // t.element_size()
 
 
-def runs(t: Tensor) -> bool:
+def supported(t: Tensor) -> bool:
     """Whether the kernels compute tensors like t. Rows are counted in 32 bits."""
     on_device = t.device.type in DEVICES and t.dtype in ELEMENTS
     return on_device and 0 < t.numel() and t.dim() > 0 and rows(t) < 2**31
 
 
-def runs_rows(t: Tensor, longest: int = 2**31) -> bool:
+def supported_rows(t: Tensor, longest: int = 2**27) -> bool:
     """Whether they compute t [.., h], whose rows must be whole vectors, at most `longest`."""
-    return runs(t) and t.shape[-1] % of_vector(t) == 0 and t.shape[-1] <= longest * of_vector(t)
+    return (
+        supported(t)
+        and t.shape[-1] % vector_elements(t) == 0
+        and t.shape[-1] <= longest * vector_elements(t)
+    )
