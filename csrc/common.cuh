@@ -18,12 +18,13 @@
 //
 // __launch_bounds__(n) promises that a block has at most n threads, so that the compiler may give
 // each thread more registers. __restrict__ promises that no other pointer reaches that memory, so
-// that loads may be moved before stores. #pragma unroll writes a loop out, so that its arrays become
-// registers. Shared memory has 32 banks, word i in bank i % 32; it is
-// slower when lanes of a warp read different words of one bank.
+// that loads may be moved before stores. #pragma unroll writes a loop out, so that its arrays
+// become registers. Shared memory has 32 banks, word i in bank i % 32; it is slower when lanes of a
+// warp read different words of one bank.
 //
 // A launcher, extern "C", takes addresses and numbers and returns nullptr or an error message.
-// runtime/extensions.py calls it through ctypes. No PyTorch header is included, and the build is short.
+// runtime/extensions.py calls it through ctypes. No PyTorch header is included, and the build is
+// short.
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -39,9 +40,10 @@
 using T = ELEMENT;
 
 // What one load or store instruction moves: at most 16 bytes, which are 8 elements of 16 bits. Wide
-// vectors need fewer instructions and keep more bytes in flight. If memory answers after 700 ns, then
-// 4 TB/s need 4e12 x 700e-9 = 3 MB in flight at any time, 21 KB on each of 132 multiprocessors.
-// 2048 threads with one vector each have 32 KB in flight; 512 threads need three vectors each.
+// vectors need fewer instructions and keep more bytes in flight. If memory answers after 700 ns,
+// then 4 TB/s need 4e12 x 700e-9 = 3 MB in flight at any time, 21 KB on each of 132
+// multiprocessors. 2048 threads with one vector each have 32 KB in flight; 512 threads need three
+// vectors each.
 constexpr int W = 16 / sizeof(T);
 template <typename E = T, int N = W>
 struct alignas(sizeof(E) * N < 16 ? sizeof(E) * N : 16) Vector {
@@ -89,8 +91,8 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 }
 
 // e^x: two instructions where elements have 16 bits, whose rounding hides the error; the accurate
-// function for float. At 4 TB/s an H200 has time for about 8 thread instructions per byte moved; a kernel that
-// needs more is limited by instructions, not by memory.
+// function for float. At 4 TB/s an H200 has time for about 8 thread instructions per byte moved; a
+// kernel that needs more is limited by instructions, not by memory.
 __device__ __forceinline__ float exp_of(float x) {
     if constexpr (sizeof(T) == 2)
         return exp2_fast(1.4426950408889634f * x);
