@@ -68,8 +68,7 @@ NEW = 48
 
 
 def build(config: GPTConfig, device: str):
-    """(our model packed for few texts, packed for many, transformers' model), with the same
-    weights."""
+    """(our model, transformers' model), with the same weights."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -94,11 +93,14 @@ def build(config: GPTConfig, device: str):
         # until now they are mapped from the file
         for p in theirs.parameters():
             p.data = p.data.clone()
-    for_few = model.to(device).eval().requires_grad_(False)
-    for_many = copy.deepcopy(for_few)
-    packing.pack(for_few, 1)
-    packing.pack(for_many, 64)
-    return for_few, for_many, theirs
+    return model.to(device).eval().requires_grad_(False), theirs
+
+
+def packed(model, texts: int):
+    """A copy that is laid out for decoding `texts` texts at a time."""
+    model = copy.deepcopy(model)
+    packing.pack(model, texts)
+    return model
 
 
 def generate_theirs(theirs, prompts: torch.Tensor, n: int) -> list[list[int]]:
@@ -143,6 +145,12 @@ def against_transformers(model, theirs, batch: int, rounds: int) -> dict:
     }
 
 
+def layouts_of(model) -> dict:
+    """Which layout `pack` chose for the matrices of each shape."""
+    layers = [module for module in model.modules() if isinstance(module, packing.PackedLinear)]
+    return {str(list(layer.matrix.shape)): layer.layout.__name__ for layer in layers}
+
+
 def seconds_per_token(model, length: int, new: int, cached: bool) -> float:
     """Of decoding `new` tokens of one text, after a prompt of `length` tokens."""
     prompt = [[1 + i % 200 for i in range(length)]]
@@ -184,11 +192,10 @@ def memory_speed(config: GPTConfig, device: str) -> float:
 
 def measure(name: str, config: GPTConfig, args) -> dict:
     """All measurements of one model, printed as they come."""
-    for_few, for_many, theirs = build(config, args.device)
-    buffers = (*for_few.blocks.named_buffers(), *for_few.head.named_buffers())
-    weights = sum(buffer.nbytes for _, buffer in buffers)
+    model, theirs = build(config, args.device)
+    weights = sum(p.nbytes for p in (*model.blocks.parameters(), *model.head.parameters()))
     speed = memory_speed(config, args.device)
-    lengths = by_length(for_few, args.lengths, args.rounds)
+    lengths = by_length(packed(model, 1), args.lengths, args.rounds)
     print(
         f"{name}: {weights / 1e6:.0f} MB of weights a step; memory {speed / 1e9:.1f} GB/s, so"
         f" at most {speed / weights:,.0f} steps/s",
@@ -202,8 +209,10 @@ def measure(name: str, config: GPTConfig, args) -> dict:
         )
     batches = {}
     for batch in args.batches:
-        model = for_few if batch <= packing.MAX_TEXTS_BY_COLUMNS else for_many
-        batches[batch] = result = against_transformers(model, theirs, batch, args.rounds)
+        ours = packed(model, batch)
+        result = against_transformers(ours, theirs, batch, args.rounds)
+        result["layouts"] = layouts_of(ours)
+        batches[batch] = result
         ratio = result["ratio"]
         print(
             f"  batch {batch:>3}: {result['tokens_per_second']:>9,.1f} tokens/s, transformers"

@@ -103,13 +103,17 @@ class Cache:
         values = self.values[layer]
         for stored, new in ((keys, k), (values, v)):
             if self.shared_position is not None:
-                stored[:, :, self.shared_position] = new[:, :, 0]
+                stored.select(2, self.shared_position).copy_(new.squeeze(2))
             else:
                 rows = torch.arange(len(new), device=new.device)
                 stored[rows, :, self.positions] = new[:, :, 0]
         # heads that share a key stand where the tokens of a sequence would: [b, a_kv, a / a_kv, d]
         q = q.reshape(*k.shape[:2], -1, k.shape[3])
-        context = F.scaled_dot_product_attention(
+        attention = F.scaled_dot_product_attention
+        # in 16 bits it would round the scores
+        if q.device.type == "cpu" and q.dtype.itemsize >= 4 and len(keys) * keys.shape[1] >= 32:
+            attention = attention_in_one_call
+        context = attention(
             q, keys[:, :, : self.used], values[:, :, : self.used], self.mask
         )  # [b, a_kv, a / a_kv, d]
         return context.flatten(1).unsqueeze(1)  # [b, 1, a d]
@@ -121,6 +125,18 @@ class Cache:
                 stored[layer] = tensor[rows]
         # they were captured over the tensors before
         self.graphs.clear()
+
+
+def attention_in_one_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q kᵀ / √d + mask) v: one batched matmul for all heads, where torch's kernel for CPUs
+    calls one for each. Faster from some 32 heads (of all sequences together) on. q: [b, a, s, d];
+    k, v: [b, a, used, d]; mask: [b, 1, 1, used]"""
+    b, a, s, d = q.shape
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # [b a, .., d]
+    scores = torch.bmm(q * d**-0.5, k.transpose(1, 2))  # [b a, s, used]
+    if mask is not None:
+        scores.view(b, a, s, -1).add_(mask)
+    return torch.bmm(scores.softmax(-1), v).view(b, a, s, d)
 
 
 @dataclass

@@ -1,23 +1,32 @@
 """Packing: the weights of a model, laid out for decoding.
 
-A decoding step multiplies each matrix with a few rows, one for each text. Its time is the time to
-read the matrix from memory, so the layout of the matrix matters:
+A decoding step multiplies each matrix W [out, in] with a few rows x [n, in], one for each text:
 
     one matrix for several      query, key and value read the same input; one call with the three
                                 matrices below each other costs less than three calls
-    bias inside                 added in the multiplication, a bias costs nothing
-    stored by columns           a CPU (MKL) reads such a matrix faster for 1 row and for 3 to 8
-                                rows, and slower for 16 and more
+    bias inside                 added by the packed layer, also where the block would add it later
+    a layout for each matrix    on a CPU, the fastest of four ways to get y [n, out]
 
-`pack` does this once. Afterwards the model can only generate, not train: its parameters are gone.
+        by rows            y  = x Wᵀ       torch's own layout
+        by columns         y  = x Wᵀ       W is stored transposed
+        weights first      yᵀ = W xᵀ       the same product, with n as the inner dimension
+        weights in oneDNN  yᵀ = W xᵀ       the same by oneDNN instead of MKL; float32 alone
+
+A matrix library is made for two large factors. With few rows one factor is narrow, and each of the
+four calls runs another kernel: none is the fastest for every shape, number of rows and processor.
+So `pack` measures them once, with the rows that will come. The layouts differ in rounding alone.
+
+After `pack` the model can only generate, not train: its parameters are gone.
 
     python -m inference.packing        the time of each, on this machine
 
-Not covered: weights in 8 or 4 bits. oneDNN's packed matrices were tried: up to twice as fast for 4
-to 16 rows of a large matrix, slower for small matrices and for one row.
+Not covered: weights in 8 or 4 bits. oneDNN's packed matrices (its own order of the weights) were
+tried as a fifth layout: for 16 rows they take 1.2 times the time of `weights in oneDNN`.
 """
 
+import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import torch
@@ -25,9 +34,58 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpt
+from model_config import GPTConfig
 
-# with more texts at a time, a matrix stored by rows is faster on a CPU
-MAX_TEXTS_BY_COLUMNS = 8
+# A layout other than the first takes at most this share of its time.
+CLEARLY_FASTER = 0.95
+# enough matrices to be measured that a cache does not hold them all
+SAMPLE_BYTES = 64 * 2**20
+# at least three rounds
+SECONDS_TO_MEASURE = 0.5
+
+
+# --- four ways to multiply: matrix [out, in], x [.., in], bias [out] or None -> [.., out] ---------
+
+
+def by_rows(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, matrix, bias)
+
+
+def by_columns(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, matrix, bias)
+
+
+def weights_first(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return transposed(matrix @ x.flatten(0, -2).t(), x, bias)
+
+
+def weights_in_onednn(matrix: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    product = torch.ops.mkldnn._linear_pointwise(matrix, x.flatten(0, -2), None, "none", [], "")
+    return transposed(product, x, bias)
+
+
+def transposed(product: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """product: W xᵀ, [out, n] -> [.., out]"""
+    y = product.t().contiguous()
+    y = y if bias is None else y.add_(bias)
+    return y.unflatten(0, x.shape[:-1])
+
+
+def layouts_for(matrix: Tensor) -> list[Callable]:
+    """What `pack` chooses from; the first one where nothing is clearly faster."""
+    layouts = [by_rows]
+    if matrix.device.type == "cpu":
+        layouts.append(by_columns)
+        # in 16 bits, a bias that is added afterwards rounds once more
+        if matrix.dtype in (torch.float32, torch.float64):
+            layouts.append(weights_first)
+        if matrix.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            layouts.append(weights_in_onednn)
+    return layouts
+
+
+def stored(matrix: Tensor, layout: Callable) -> Tensor:
+    return matrix.t().contiguous().t() if layout is by_columns else matrix
 
 
 class PackedLinear(nn.Module):
@@ -36,22 +94,25 @@ class PackedLinear(nn.Module):
     # The block adds a deferred bias itself where there is one.
     bias = None
 
-    def __init__(self, linears: list[nn.Linear], by_columns: bool):
+    def __init__(self, linears: list[nn.Linear]):
         """linears: layers with the same input. Their parameters are removed."""
         super().__init__()
         self.sizes = [len(linear.weight) for linear in linears]
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         matrix = torch.cat([linear.weight.detach() for linear in linears])  # [sum of out, in]
-        if by_columns:
-            matrix = matrix.t().contiguous().t()
+        self.layout = by_rows
         self.register_buffer("matrix", matrix)
         self.register_buffer("added_bias", torch.cat(biases) if biases else None)
         for linear in linears:
             linear.weight = linear.bias = None
 
+    def set_layout(self, layout: Callable) -> None:
+        self.layout = layout
+        self.matrix = stored(self.matrix, layout)
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [.., in] -> [.., sum of out]"""
-        return F.linear(x, self.matrix, self.added_bias)
+        return self.layout(self.matrix, x, self.added_bias)
 
 
 class PackedSharedInput(PackedLinear):
@@ -79,34 +140,115 @@ class PackedRMSNorm(nn.Module):
         return x / length.hypot(self.root_eps) * self.scaled_weight
 
 
+class PackedGELU(nn.Module):
+    """gpt.GELU in half of its time on CPUs. With z = √(2/π) (x + 0.044715 x³) it is
+    x (1 + tanh z) / 2 = x / (1 + exp(-2z)), and exp is cheaper than tanh."""
+
+    def __init__(self, like: Tensor):
+        super().__init__()
+        self.factor = 2 * (2 / math.pi) ** 0.5
+        self.register_buffer("offset", like.new_tensor(self.factor))
+
+    def forward(self, x: Tensor, bias: None) -> Tensor:
+        two_z = torch.addcmul(self.offset, x, x, value=0.044715 * self.factor).mul_(x)
+        return two_z.sigmoid_().mul_(x)
+
+
 def pack(model: gpt.GPT, texts: int = 1) -> None:
     """Lay out the weights of a model, or of a stage of it, for decoding `texts` texts at a time.
     A layer that is sharded over ranks, or has experts, stays as it is."""
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    by_columns = on_cpu and texts <= MAX_TEXTS_BY_COLUMNS
-    if on_cpu:
-        pack_norms(model)
+    pack_linears(model)
+    weight = next(model.parameters())
+    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
+        pack_pointwise(model)
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    if layers:
+        choose_layouts(layers, texts)
+
+
+def pack_linears(model: gpt.GPT) -> None:
     if type(model.head) is gpt.Head:
-        model.head.output = PackedLinear([model.head.output], by_columns)
+        model.head.output = PackedLinear([model.head.output])
     for block in model.blocks.values():
         attention = block.attention
         mlp = block.mlp
         if type(attention.project) is gpt.SharedInput:
-            layers = [attention.query, attention.key, attention.value]
-            attention.project = PackedSharedInput(layers, by_columns)
-            attention.output = PackedLinear([attention.output], by_columns)
+            attention.project = PackedSharedInput([attention.query, attention.key, attention.value])
+            attention.output = PackedLinear([attention.output])
         if isinstance(mlp, gpt.MLP) and type(mlp.project) is gpt.SharedInput:
             layers = [linear for linear in (mlp.gate, mlp.up) if linear is not None]
-            mlp.project = PackedSharedInput(layers, by_columns)
-            mlp.down = PackedLinear([mlp.down], by_columns)
+            mlp.project = PackedSharedInput(layers)
+            mlp.down = PackedLinear([mlp.down])
 
 
-def pack_norms(model: gpt.GPT) -> None:
+def pack_pointwise(model: gpt.GPT) -> None:
     for parent in list(model.modules()):
-        for name, norm in parent.named_children():
-            is_rms_norm = isinstance(norm, nn.RMSNorm)
-            if is_rms_norm and norm.weight.dtype in (torch.float32, torch.float64):
-                setattr(parent, name, PackedRMSNorm(norm))
+        for name, child in parent.named_children():
+            if isinstance(child, nn.RMSNorm):
+                setattr(parent, name, PackedRMSNorm(child))
+            # elsewhere a bias is left for the activation to add
+            if isinstance(parent, gpt.MLP) and isinstance(parent.project, PackedSharedInput):
+                if type(child) is gpt.GELU:
+                    setattr(parent, name, PackedGELU(parent.project.matrix))
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def choose_layouts(layers: list[PackedLinear], rows: int) -> None:
+    """Give each layer the layout in which matrices of its shape take the least time in a step with
+    `rows` rows. layers: in the order of a step."""
+    layouts = layouts_for(layers[0].matrix)
+    choice = {}
+    if len(layouts) > 1:
+        for shape, seconds in measure(sample_of(layers), layouts, rows).items():
+            best = min(seconds, key=seconds.get)
+            clear = seconds[best] < CLEARLY_FASTER * seconds[layouts[0]]
+            choice[shape] = best if clear else layouts[0]
+    for layer in layers:
+        layer.set_layout(choice.get(layer.matrix.shape, layouts[0]))
+
+
+def sample_of(layers: list[PackedLinear]) -> list[PackedLinear]:
+    """Some layers of each shape."""
+    seen = Counter()
+    sample = []
+    for layer in layers:
+        shape = layer.matrix.shape
+        if seen[shape] * layer.matrix.nbytes < SAMPLE_BYTES:
+            sample.append(layer)
+        seen[shape] += 1
+    return sample
+
+
+def measure(layers: list[PackedLinear], layouts: list[Callable], rows: int) -> dict:
+    """{shape: {layout: seconds}}, the least of some rounds. The layers run one after the other as
+    in a step, so that a cache holds as much of them as then."""
+    seconds = defaultdict(lambda: dict.fromkeys(layouts, math.inf))
+    matrices = {layout: [stored(layer.matrix, layout) for layer in layers] for layout in layouts}
+    inputs = [torch.randn(rows, matrix.shape[1]).to(matrix) for matrix in matrices[by_rows]]
+    end = time.perf_counter() + SECONDS_TO_MEASURE
+    rounds = 0
+    while rounds < 3 or time.perf_counter() < end:
+        rounds += 1
+        for layout in layouts:
+            times = Counter()
+            for layer, matrix, x in zip(layers, matrices[layout], inputs):
+                times[matrix.shape] += time_of(layout, matrix, x, layer.added_bias)
+            for shape, total in times.items():
+                seconds[shape][layout] = min(seconds[shape][layout], total)
+    return seconds
+
+
+def time_of(layout: Callable, *args) -> float:
+    """Seconds; infinite where this build of PyTorch or this processor has no such operation."""
+    start = time.perf_counter()
+    try:
+        layout(*args)
+    except (AttributeError, RuntimeError):
+        return math.inf
+    return time.perf_counter() - start
 
 
 # --------------------------------------------------------------------------------------------------
@@ -114,59 +256,22 @@ def pack_norms(model: gpt.GPT) -> None:
 
 def main():
     torch.set_num_threads(1)
-    compare_storage()
-    compare_calls()
-
-
-def compare_storage() -> None:
-    """A matrix stored by rows and by columns."""
-    # together they are larger than a cache
-    matrices = [torch.randn(3072, 768) for _ in range(24)]
-    by_columns = [matrix.t().contiguous().t() for matrix in matrices]
+    config = GPTConfig(num_layers=2, hidden_size=768, num_heads=12, seq_length=64, vocab_size=8192)
     print(
-        f"a [3072, 768] matrix in float32 times n rows, one thread, {torch.__version__}:"
-        " microseconds, stored by rows and by columns (medians)"
+        f"a GPT of h 768 in float32, one thread, {torch.__version__}: microseconds to multiply each"
+        " matrix with n rows"
     )
-    for n in (1, 2, 4, 8, 16, 32, 64):
-        x = torch.randn(n, 1, 768)
-        times_by_rows = []
-        times_by_columns = []
-        for _ in range(3):
-            times_by_rows += [microseconds(F.linear, x, matrix) for matrix in matrices]
-            times_by_columns += [microseconds(F.linear, x, matrix) for matrix in by_columns]
-        rows = median(times_by_rows)
-        columns = median(times_by_columns)
-        print(f"    n = {n:>2}  {rows:>8,.0f}{columns:>8,.0f}   ratio {rows / columns:.2f}")
-
-
-def compare_calls() -> None:
-    """Three calls or one, a bias after the multiplication or inside."""
-    x = torch.randn(1, 1, 256)
-    q, k, v = torch.randn(3, 256, 256)
-    bias = torch.randn(256)
-    joined = torch.cat((q, k, v))
-    calls = {
-        "three matrices [256, 256]": lambda: (F.linear(x, q), F.linear(x, k), F.linear(x, v)),
-        "one [768, 256]": lambda: F.linear(x, joined),
-        "a bias added after": lambda: F.linear(x, q) + bias,
-        "inside": lambda: F.linear(x, q, bias),
-    }
-    times = {name: [] for name in calls}
-    for _ in range(2000):
-        for name, call in calls.items():
-            times[name].append(microseconds(call))
-    results = [f"{name} {median(measured):.1f}" for name, measured in times.items()]
-    print("microseconds, one row: " + ", ".join(results))
-
-
-def microseconds(function: Callable, *args) -> float:
-    start = time.perf_counter()
-    function(*args)
-    return (time.perf_counter() - start) * 1e6
-
-
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+    model = gpt.GPT(config).requires_grad_(False)
+    pack_linears(model)
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    layouts = layouts_for(layers[0].matrix)
+    print(" " * 22 + "".join(f"{layout.__name__:>20}" for layout in layouts))
+    with torch.inference_mode():
+        for n in (1, 4, 16, 64):
+            for shape, seconds in measure(layers, layouts, n).items():
+                count = sum(layer.matrix.shape == shape for layer in layers)
+                times = "".join(f"{seconds[layout] / count * 1e6:>20,.0f}" for layout in layouts)
+                print(f"n {n:>2}  {list(shape)!s:>16}{times}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
 import checkpoint
@@ -335,9 +336,10 @@ def test_ends():
 @pytest.mark.parametrize(
     "shape", [*GPT_SHAPES, LLAMA_SHAPES[1], EXPERTS], ids=lambda s: f"h{s['hidden_size']}"
 )
-@pytest.mark.parametrize("texts", [1, 16])
-def test_packed(shape, texts):
+@pytest.mark.parametrize("layout", [packing.by_rows, packing.by_columns, packing.weights_first])
+def test_packed(shape, layout, monkeypatch):
     """Laid out for decoding, biases folded in: the same tokens."""
+    monkeypatch.setattr(packing, "layouts_for", lambda matrix: [layout])
     model = loud(build(torch.float64, **shape))
     # biases and norms that do something
     with torch.no_grad():
@@ -348,9 +350,53 @@ def test_packed(shape, texts):
     prompts = ragged(model.config.vocab_size)
     logits = model.eval()(torch.tensor([prompts[2]]))
     expected = generate.generate(model, prompts, 24, **SAMPLED)
-    packing.pack(model, texts)
+    packing.pack(model, 16)
     assert (model(torch.tensor([prompts[2]])) - logits).abs().max() < 1e-12 * logits.abs().max()
     assert generate.generate(model, prompts, 24, **SAMPLED) == expected
+
+
+@pytest.mark.parametrize("n", [1, 5, 16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layouts_of_packing_multiply_alike(n, has_bias):
+    """Every layout in float32, to rounding: contiguous, and written over neither input."""
+    x, matrix, bias = torch.randn(n, 1, 48), torch.randn(33, 48), torch.randn(33)
+    bias = bias if has_bias else None
+    expected = F.linear(x.double(), matrix.double(), bias.double() if has_bias else None)
+    copy = x.clone()
+    with torch.inference_mode():
+        for layout in packing.layouts_for(matrix):
+            y = layout(packing.stored(matrix, layout), x, bias)
+            assert y.shape == (n, 1, 33) and y.is_contiguous()
+            assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert x.equal(copy)
+
+
+def test_each_matrix_has_its_fastest_layout(monkeypatch):
+    """What is missing or is not clearly faster is not chosen; the rows are those that will come."""
+    costs = {packing.by_rows: 1.0, packing.by_columns: 0.97, packing.weights_first: 0.5}
+    rows = set()
+
+    def time_of(layout, matrix, x, bias):
+        rows.add(len(x))
+        if layout is packing.weights_first and len(matrix) == 257:
+            return math.inf
+        return costs[layout]
+
+    monkeypatch.setattr(packing, "time_of", time_of)
+    monkeypatch.setattr(packing, "layouts_for", lambda matrix: list(costs))
+    monkeypatch.setattr(packing, "SECONDS_TO_MEASURE", 0)
+    model = build(torch.float64, **GPT_SHAPES[0] | dict(vocab_size=257)).requires_grad_(False)
+    packing.pack(model, 3)
+    assert rows == {3}
+    assert model.head.output.layout is packing.by_rows
+    assert model.blocks["0"].mlp.down.layout is packing.weights_first
+    broken = packing.PackedLinear([torch.nn.Linear(4, 4).requires_grad_(False)])
+    monkeypatch.undo()
+
+    def missing(*args):
+        raise RuntimeError("not in this build")
+
+    assert packing.time_of(missing, broken.matrix, torch.ones(1, 4), None) == math.inf
 
 
 def test_training_goes_on_afterwards():

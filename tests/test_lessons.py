@@ -33,7 +33,7 @@ def run(name, argv, monkeypatch, capsys) -> str:
         ("flat_parameters", [], "copied back, equals itself: True"),
         ("gradients", [], "of them skipped"),
         ("optimizer", [], "joined 2.0000"),
-        ("inference.packing", [], "microseconds, one row"),
+        ("inference.packing", [], "microseconds to multiply"),
         ("lessons.ranks", [], "8 ranks: the sum of their numbers is 28"),
         ("routers", [], "plan at temperature 0.02"),
         ("sharding", [], "gathered equals whole: True"),
