@@ -33,6 +33,7 @@ import torch
 
 import checkpoint
 import huggingface
+import kernels
 import moe
 import pipeline_parallel
 import tensor_parallel
@@ -81,6 +82,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", help="needed where the one that the model was trained with has moved"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--kernels",
+        choices=("auto", "off"),
+        default="auto",
+        help="auto: fused CUDA operations where the device has them (kernels.py)",
+    )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +199,10 @@ def connect(args: argparse.Namespace, world: World, batch_size: int, timeout: fl
     stages = stages_of(model)
     for stage in stages:
         pack(stage, batch_size)
+        if args.kernels == "auto" and world.device.type == "cuda":
+            why_not = kernels.apply(stage, world.device)
+            if why_not:
+                world.say_aside(f"--kernels auto: {why_not}; PyTorch's own operations run")
     tokenizer = find_tokenizer(args.checkpoint, index, args.tokenizer)
     check_vocabulary(tokenizer, args.tokenizer, stages[0].config.vocab_size)
     # experts are spread over data-parallel ranks

@@ -19,6 +19,7 @@ from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
 import checkpoint
 import generate
+import kernels
 import moe
 import sequence_parallel
 import sharding
@@ -352,6 +353,21 @@ def test_packed(shape, layout, monkeypatch):
     expected = generate.generate(model, prompts, 24, **SAMPLED)
     packing.pack(model, 16)
     assert (model(torch.tensor([prompts[2]])) - logits).abs().max() < 1e-12 * logits.abs().max()
+    assert generate.generate(model, prompts, 24, **SAMPLED) == expected
+
+
+@pytest.mark.parametrize(
+    "shape", [*GPT_SHAPES, LLAMA_SHAPES[1], EXPERTS], ids=lambda s: f"h{s['hidden_size']}"
+)
+def test_packed_with_kernels(shape):
+    """As on a GPU: packed, then the modules of kernels.py, here with the operations that a CPU has.
+    The same tokens."""
+    model = loud(build(torch.float64, **shape))
+    prompts = ragged(model.config.vocab_size)
+    expected = generate.generate(model, prompts, 24, **SAMPLED)
+    packing.pack_linears(model)
+    kernels.swap(model)
+    assert type(model.head) is kernels.Head
     assert generate.generate(model, prompts, 24, **SAMPLED) == expected
 
 
