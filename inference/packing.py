@@ -227,7 +227,7 @@ def measure(layers: list[PackedLinear], layouts: list[Callable], rows: int) -> d
     in a step, so that a cache holds as much of them as then."""
     seconds = defaultdict(lambda: dict.fromkeys(layouts, math.inf))
     matrices = {layout: [stored(layer.matrix, layout) for layer in layers] for layout in layouts}
-    inputs = [torch.randn(rows, matrix.shape[1]).to(matrix) for matrix in matrices[by_rows]]
+    inputs = [matrix.new_ones(rows, matrix.shape[1]) for matrix in matrices[by_rows]]
     end = time.perf_counter() + SECONDS_TO_MEASURE
     rounds = 0
     while rounds < 3 or time.perf_counter() < end:
