@@ -200,7 +200,7 @@ def connect(args: argparse.Namespace, world: World, batch_size: int, timeout: fl
     for stage in stages:
         pack(stage, batch_size)
         if args.kernels == "auto" and world.device.type == "cuda":
-            why_not = kernels.apply(stage, world.device)
+            why_not = kernels.apply(stage, world.device, DTYPES[precision])
             if why_not:
                 world.say_aside(f"--kernels auto: {why_not}; PyTorch's own operations run")
     tokenizer = find_tokenizer(args.checkpoint, index, args.tokenizer)
