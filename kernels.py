@@ -147,7 +147,7 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | 
     x, residual: [.., h]; without a residual z is x. In backward the gradient that reaches z beside
     the norm is added in the same pass.
     """
-    if supported_rows(x, LONGEST):
+    if supported_rows(x, LONGEST) and weight is not None:
         return _Norm.apply(x, residual, weight, bias, eps)
     z = x if residual is None else x + residual
     if bias is None:
@@ -440,12 +440,12 @@ def cross_entropy_statistics(logits, targets, valid):
 def cross_entropy_gradient(logits, targets, largest, total, grad, valid):
     """Overwrites logits with their gradient, grad (exp(z - largest) / total - onehot(target)), and
     with 0 beyond the valid columns. largest, total: [..], of the whole row; grad: [..], float32"""
-    z = logits.contiguous()
+    if not logits.is_contiguous():
+        raise ValueError("cross_entropy_gradient: logits are not contiguous, and are overwritten")
     statistics = [t.contiguous() for t in (targets, largest, total, grad)]
-    launch("cross_entropy_gradient", z, z, *statistics, rows(z), z.shape[-1], valid)
-    if z is not logits:
-        logits.copy_(z)
-    elif z.device.type != "meta":
+    sizes = rows(logits), logits.shape[-1], valid
+    launch("cross_entropy_gradient", logits, logits, *statistics, *sizes)
+    if logits.device.type != "meta":
         torch.autograd.graph.increment_version(logits)
 
 
@@ -490,7 +490,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """
     if not supported(logits):
         return plain.cross_entropy(logits, targets)
-    return _CrossEntropy.apply(logits, targets, logits.shape[-1], None)
+    return _CrossEntropy.apply(logits.contiguous(), targets, logits.shape[-1], None)
 
 
 @torch.compiler.disable
@@ -504,7 +504,7 @@ def vocab_parallel_cross_entropy(
     """
     if not supported(logits):
         return tensor_parallel.vocab_parallel_cross_entropy(logits, targets, vocab_size, group)
-    return _CrossEntropy.apply(logits, targets, vocab_size, group)
+    return _CrossEntropy.apply(logits.contiguous(), targets, vocab_size, group)
 
 
 # --- the permutation of a mixture of experts ------------------------------------------------------
@@ -550,7 +550,7 @@ def unpermute_forward(rows, position, probabilities, order=None):
 def unpermute_backward(dy, rows, order, probabilities):
     """dy: [n, h]; rows: [m, h]; order: [m]; probabilities: [n, k] -> drows [m, h]; dprobabilities
     [n, k], 0 for dropped choices"""
-    d_rows, d_probabilities = empty(rows), torch.zeros_like(probabilities)
+    d_rows, d_probabilities = empty(rows), empty(probabilities).zero_()
     tensors = dense(dy), dense(rows), order.contiguous(), dense(probabilities)
     sizes = len(rows), *probabilities.shape, rows.shape[1]
     launch("unpermute_backward", rows, *tensors, d_rows, d_probabilities, *sizes)

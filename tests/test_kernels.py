@@ -625,6 +625,37 @@ def test_first_try_of_swiglu(place):
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
+def test_arguments_that_are_not_contiguous(place):
+    """Probabilities [n, k] that lie in memory as [k, n], and logits that are all one row."""
+    _, k, h, plan = routed(random.Random(3), lambda *shape: torch.randn(shape, device=place))
+    n = plan.position.shape[1]
+    rows = torch.randn(len(plan.order), h, device=place)
+    targets = torch.arange(4, device=place)
+    results = []
+    for unpermute, loss in (
+        (kernels.unpermute, kernels.cross_entropy),
+        (moe.unpermute, cross_entropy),
+    ):
+        torch.manual_seed(0)
+        p = torch.rand(k, n).to(place).t().requires_grad_()
+        z = torch.randn(40).to(place).requires_grad_()
+        unpermute(rows, p, plan.position, plan.order).square().sum().backward()
+        # a copy, because PyTorch's own overwrites the logits in forward
+        logits = z.expand(4, 40) if loss is kernels.cross_entropy else z.expand(4, 40) * 1
+        loss(logits, targets).sum().backward()
+        results.append((p.grad, z.grad))
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_norm_without_weight(monkeypatch):
+    """PyTorch's own."""
+    monkeypatch.setattr(cuda_kernels, "DEVICES", {"cpu"})
+    x = torch.randn(4, 64)
+    assert torch.equal(kernels.rms_norm(x, None), F.rms_norm(x, (64,), None, 1e-5))
+
+
+@pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_frozen_norm(place):
     """A norm whose weights are frozen computes no gradients of them; one that is half frozen, the
     other half."""
