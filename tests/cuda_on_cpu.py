@@ -28,6 +28,8 @@ FLAGS = [
     "-fsanitize-undefined-trap-on-error",
     # longjmp to another stack
     "-U_FORTIFY_SOURCE",
+    # the shared memory of a template is this library's own, also where another one is loaded
+    "-fno-gnu-unique",
     "-Wno-unknown-pragmas",
     "-Wno-attributes",
 ]

@@ -247,7 +247,8 @@ def without_cpp():
     "world, flags, mutate",
     [
         # (test_gpt.py generates C++ for dropout)
-        (2, dict(tp=2, sequence_parallel=True, recompute="full"), without_cpp),
+        (1, dict(recompute="full"), without_cpp),
+        again(2, dict(tp=2, sequence_parallel=True, recompute="full"), without_cpp),
         again(1, dict(), None),
         again(1, dict(dropout=0.0), None),
         again(2, dict(tp=2, sequence_parallel=True, recompute="full"), None),
@@ -895,7 +896,7 @@ def test_experts_float32():
 
 
 @needs_compiler
-@pytest.mark.parametrize("mutate", [without_cpp, again(None)])
+@pytest.mark.parametrize("mutate", [again(without_cpp), again(None)])
 def test_experts_compiled(mutate):
     """And stage 3."""
     base = EXPERTS["sinkhorn"] | dict(num_layers=1)

@@ -577,7 +577,10 @@ NORMS = "common.cuh", "parts.cuh", "rows.cuh", "norms.cu"
     "text",
     [
         "of_warp[first + threadIdx.x / 32][n] = x[n];\n    __syncthreads();",
-        "// Only now may the next reduction overwrite of_warp.\n    __syncthreads();",
+        pytest.param(
+            "// Only now may the next reduction overwrite of_warp.\n    __syncthreads();",
+            marks=pytest.mark.repetition,
+        ),
     ],
     ids=["before reading", "before the next writing"],
 )
@@ -1115,7 +1118,7 @@ FP32 = dict(steps=1, precision="fp32", global_batch_size=4)
 @pytest.mark.parametrize(
     "base, world, flags",
     [
-        layout if i in (1, 2, 3, 6) else pytest.param(*layout, marks=pytest.mark.repetition)
+        layout if i in (1, 3, 6) else pytest.param(*layout, marks=pytest.mark.repetition)
         for i, layout in enumerate(LAYOUTS)
     ],
     ids=str,
@@ -1139,7 +1142,14 @@ def test_mutations_are_seen(mutate, world):
 
 
 @by_emulator
-@pytest.mark.parametrize("precision, state", [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
+@pytest.mark.parametrize(
+    "precision, state",
+    [
+        ("bf16", "fp32"),
+        ("bf16", "bf16"),
+        pytest.param("fp32", "bf16", marks=pytest.mark.repetition),
+    ],
+)
 def test_optimizer_in_one_pass(precision, state):
     """AdamW with the operation and without it: the same parameters, up to the rounding of 16-bit
     moments. The operation scales the clipped gradient itself."""

@@ -233,7 +233,13 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("more", ["--save-every 4", "--num-experts 4 --ep 2 --expert-every 1"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--save-every 4",
+        pytest.param("--num-experts 4 --ep 2 --expert-every 1", marks=pytest.mark.repetition),
+    ],
+)
 def test_late_lines_are_the_same(here, text, more):
     """On two ranks, but for times: so are the checkpoints, and what they say of the optimizer."""
     Path("late.py").write_text(LATE)
