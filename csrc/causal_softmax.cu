@@ -4,13 +4,14 @@
 #include "rows.cuh"
 
 // A block's rows beyond the last one have no columns, and go along to meet the others in over_row.
-struct Place {
+struct CausalRow {
     int64_t row;
     // The last column that the row attends to.
     int last;
     // Columns that are read: up to the vector of the last one.
     int n;
-    __device__ Place(int64_t rows, int s) : row(int64_t(blockIdx.x) * blockDim.y + threadIdx.y) {
+    __device__ CausalRow(int64_t rows, int s) {
+        row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
         last = row < rows ? int(uint32_t(row) % uint32_t(s)) : -1;
         n = last < 0 ? 0 : (last / W + 1) * W;
     }
@@ -19,7 +20,7 @@ struct Place {
 template <int K, int MOST>
 __global__ void __launch_bounds__(MOST) softmax_forward(
     const T* __restrict__ scores, T* __restrict__ y, int64_t rows, int s, float scale) {
-    Place at(rows, s);
+    CausalRow at(rows, s);
     Row<K> in(scores + at.row * s, at.n);
     float largest[1] = {-INFINITY}, sum[1] = {0.f};
     in.each([&](int k, int w) {
@@ -43,7 +44,7 @@ template <int K, int MOST>
 __global__ void __launch_bounds__(MOST) softmax_backward(
     const T* __restrict__ dp, const T* __restrict__ p, T* __restrict__ out, int64_t rows, int s,
     float scale) {
-    Place at(rows, s);
+    CausalRow at(rows, s);
     Row<K> grad(dp + at.row * s, at.n), in(p + at.row * s, at.n);
     float sum[1] = {0.f};
     in.each([&](int k, int w) {

@@ -13,6 +13,21 @@ struct Heads {
     int64_t batch, head, position;
     int heads;
 };
+// Where a token's head is read and written. live: whether there is such a head.
+struct Place {
+    const T* x;
+    T* y;
+    bool live;
+    __device__ Place(
+        const Heads& q, const Heads& k, int head, int64_t b, int64_t position, int64_t token,
+        int d) {
+        const Heads& of = head < q.heads ? q : k;
+        int64_t own = head < q.heads ? head : head - q.heads;
+        live = head < q.heads + k.heads;
+        x = of.from + b * of.batch + own * of.head + position * of.position;
+        y = of.to + (token * of.heads + own) * d;
+    }
+};
 
 constexpr int OF_THREAD = 4;
 
@@ -30,21 +45,15 @@ __global__ void __launch_bounds__(256) rotary_kernel(
     Vector<> first[OF_THREAD], second[OF_THREAD];
     #pragma unroll
     for (int j = 0; j < OF_THREAD; j++) {
-        int head = group + j * groups;
-        if (head >= q.heads + k.heads) continue;
-        const Heads& of = head < q.heads ? q : k;
-        int64_t own = head < q.heads ? head : head - q.heads;
-        const T* x = of.from + b * of.batch + own * of.head + position * of.position;
-        first[j] = read(x + low);
-        second[j] = read(x + high);
+        Place at(q, k, group + j * groups, b, position, token, d);
+        if (!at.live) continue;
+        first[j] = read(at.x + low);
+        second[j] = read(at.x + high);
     }
     #pragma unroll
     for (int j = 0; j < OF_THREAD; j++) {
-        int head = group + j * groups;
-        if (head >= q.heads + k.heads) continue;
-        const Heads& of = head < q.heads ? q : k;
-        int64_t own = head < q.heads ? head : head - q.heads;
-        T* y = of.to + (token * of.heads + own) * d;
+        Place at(q, k, group + j * groups, b, position, token, d);
+        if (!at.live) continue;
         Vector<> out_first, out_second;
         #pragma unroll
         for (int w = 0; w < W; w++) {
@@ -53,8 +62,8 @@ __global__ void __launch_bounds__(256) rotary_kernel(
             round_to(out_first.at[w], x1 * cos_w - x2 * sin_w);
             round_to(out_second.at[w], x2 * cos_w + x1 * sin_w);
         }
-        write(y + low, out_first);
-        write(y + high, out_second);
+        write(at.y + low, out_first);
+        write(at.y + high, out_second);
     }
 }
 
