@@ -1,0 +1,65 @@
+"""Silent bugs of distributed training, each a few lines that change this project.
+
+A parallel layout needs each of its synchronisations. Without one of them training still runs, and
+the loss may still fall. Each function here removes one, in the process that calls it:
+
+    @bug(2, dict(tp=2))
+    def no_f():
+        \"\"\"The input gradient of a column-parallel layer is each rank's part.\"\"\"
+
+2 ranks with these flags of train.py are the layout in which it shows. This is the one list: the
+tests remove each in turn and expect the comparison with one device to fail; lessons (`--without`),
+`bugs.py` and the bug hunts of `exercises/` use it too.
+
+    python bugs.py              the list
+    python bugs.py no-f         what it does to loss and gradients
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bug:
+    # no-f
+    name: str
+    # the module of this package; named after the technique
+    technique: str
+    # what is wrong, in a sentence
+    removes: str
+    # removes it, in this process
+    apply: Callable[[], None]
+    # ranks
+    world: int
+    # flags of train.py, for each layout in which it shows
+    layouts: tuple[dict, ...]
+
+    @property
+    def flags(self) -> dict:
+        """The first layout."""
+        return self.layouts[0]
+
+
+_BUGS: dict[str, Bug] = {}
+
+
+def bug(world: int, *layouts: dict):
+    """Lists a function without arguments. world: ranks; layouts: flags of train.py for each."""
+
+    def enter(function: Callable[[], None]) -> Callable[[], None]:
+        name = function.__name__.replace("_", "-")
+        technique = function.__module__.split(".")[-1]
+        removes = " ".join(function.__doc__.split())
+        _BUGS[name] = Bug(name, technique, removes, function, world, layouts)
+        return function
+
+    return enter
+
+
+def bugs() -> dict[str, Bug]:
+    """Name -> bug, all of them. Imports every technique."""
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        importlib.import_module(module.name)
+    return dict(_BUGS)
