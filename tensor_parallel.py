@@ -393,53 +393,7 @@ def shard_vocabulary(model: gpt.GPT, group: dist.ProcessGroup) -> None:
         model.head = VocabParallelHead(head, group)
 
 
-# --------------------------------------------------------------------------------------------------
-
-
-def _lesson(rank: int, world: int):
-    from dropout import dropout_key
-    from lessons import demo, ranks
-
-    model = demo.meta_model(demo.tiny_config(dropout=0.1))
-    if world > 1:
-        apply(model, dist.group.WORLD)
-    sharding.init(model, 0, "cpu", torch.float64)
-    tokens, targets = demo.random_tokens(8, 32, 257)
-    key = dropout_key(0, 1, torch.arange(8))
-    loss = model(tokens, targets, key).mean()
-    loss.backward()
-    gradients = demo.gathered_gradients(model)
-    x = torch.zeros(8, 32, 64, dtype=torch.float64, requires_grad=True)
-    with ranks.Collectives() as forward:
-        y = model.blocks["0"](x, key)
-    with ranks.Collectives() as backward:
-        y.sum().backward()
-    with ranks.Collectives() as whole_forward, torch.no_grad():
-        model(tokens, targets, key)
-    size = sum(p.numel() for p in model.parameters())
-    return loss.item(), gradients, size, forward.calls, backward.calls, whole_forward.calls
-
-
-def main():
-    from lessons import demo, ranks
-
-    loss, one, whole_size, *_ = ranks.run(_lesson, 1, 1)[0]
-    loss_2, two, size, forward, backward, whole = ranks.run(_lesson, 2, 2)[0]
-    print("a GPT (h 64, L 2, V 257, dropout 0.1, tied embeddings, float64) on one rank and on two:")
-    print(f"loss {loss:.12f} and {loss_2:.12f}")
-    print(f"largest relative difference of a gradient {demo.largest_difference(one, two):.1e}")
-    print(f"parameters {whole_size:,}, and {size:,} on each of two ranks (norms, positions and two")
-    print("biases are whole)")
-    expected = 8 * 32 * 64 * 8
-    print("\none layer, by the paper: 2 all-reduces forward and 2 backward of b s h = 8 x 32 x 64")
-    print(f"elements of 8 bytes, {expected:,} bytes each")
-    print(f"counted   forward: {demo.format_calls(forward)}")
-    print(f"counted  backward: {demo.format_calls(backward)}")
-    sizes = [f"{size:,}" for _, size in whole]
-    print(f"the whole model forward: embedding {sizes[0]}; 2 layers {', '.join(sizes[1:-2])};")
-    logits = 8 * 32 * 257 * 8
-    print(f"loss {' + '.join(sizes[-2:])}, where the logits would be {logits:,} bytes")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import tensor_parallel as lesson
+
+    lesson.main()

@@ -1,11 +1,17 @@
-"""`python FILE` of each module whose own tests do not run it."""
+"""`python FILE`: the lessons, and the demonstrations of modules whose own tests do not run them."""
 
 import importlib
 import json
+import re
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+
+from lessons import form
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,3 +60,66 @@ def test_metrics(tmp_path, monkeypatch, capsys):
     figure = tmp_path / "loss.png"
     assert str(figure) in run("runtime.metrics", [tmp_path], monkeypatch, capsys)
     assert figure.exists()
+
+
+# --- lessons: predict, check, break it ------------------------------------------------------------
+
+# a lesson runs through `form.main`
+LESSONS = [
+    path.stem
+    for path in sorted((ROOT / "lessons").glob("*.py"))
+    if "form.main(" in path.read_text() and path.stem != "form"
+]
+
+
+def removals() -> list[tuple[str, str]]:
+    """(lesson, what --without removes), with "" for nothing."""
+    cases = []
+    for name in LESSONS:
+        without = getattr(importlib.import_module(f"lessons.{name}"), "WITHOUT", {})
+        cases += [(name, removed) for removed in ("", *without)]
+    return cases
+
+
+@pytest.mark.parametrize("name, removed", removals())
+def test_predict_check_break_it(name, removed, monkeypatch, capsys):
+    """Every check holds; without a mechanism, one does not. It fits on a projector."""
+    argv = ["--without", removed] if removed else []
+    with pytest.raises(SystemExit) as left:
+        run(f"lessons.{name}", argv, monkeypatch, capsys)
+    out = capsys.readouterr().out
+    assert left.value.code == (1 if removed else 0), out
+    assert ("WRONG" in out) == bool(removed), out
+    assert "PREDICT" in out and "CHECK" in out
+    lines = out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    # the README and docs/course.md say `python NAME.py`, and each flag that is named exists
+    for command in re.findall(r"python (\S+) --without (\S+)", out):
+        without = importlib.import_module(f"lessons.{name}").WITHOUT
+        assert command[0] == f"{name}.py" and command[1] in without
+
+
+def test_quiz_waits_for_an_answer(monkeypatch, capsys):
+    answers = iter(["two", "no"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+    lesson = form.Lesson("some.py", quiz=True)
+    lesson.predict("How many?")
+    lesson.check("2", True)
+    lesson.predict("More?")
+    lesson.check("a measured 3 where the formula says 4", False)
+    assert next(answers, "none left") == "none left"
+    assert lesson.verdict() == 1
+    out = capsys.readouterr().out
+    assert "1 of 2 checks fail." in out
+    assert re.search(r"says 4 +WRONG$", out, re.MULTILINE)
+
+
+def test_a_lesson_from_the_command_line():
+    """`python FILE`, its exit status, and a flag that does not exist."""
+    command = [sys.executable, "tensor_parallel.py"]
+    run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    broken = run([*command, "--without", "f"])
+    assert broken.returncode == 1 and "2 of 5 checks fail without f." in broken.stdout
+    unknown = run([*command, "--without", "h"])
+    assert unknown.returncode == 2 and "choose from" in unknown.stderr

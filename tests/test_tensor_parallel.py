@@ -1,4 +1,3 @@
-import re
 
 import pytest
 import torch
@@ -285,11 +284,3 @@ def test_what_t_ranks_cannot_share(fields, t, words):
     with pytest.raises(ValueError) as e:
         tensor_parallel.check(GPTConfig(**dict(num_layers=1, hidden_size=48) | fields), t)
     assert all(word in str(e.value) for word in words), str(e.value)
-
-
-def test_lesson(capsys):
-    tensor_parallel.main()
-    out = capsys.readouterr().out
-    (difference,) = re.findall(r"difference of a gradient (\S+)", out)
-    assert float(difference) < 1e-12
-    assert out.count("all-reduce 131,072, all-reduce 131,072") == 2
