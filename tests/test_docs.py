@@ -118,7 +118,14 @@ def check_script(path: str, argv: list[str], monkeypatch) -> None:
         if path in MAINS:
             MAINS[path](argv)
         else:
-            importlib.import_module(path.removesuffix(".py").replace("/", ".")).main()
+            main_of(path)()
+
+
+def main_of(path: str):
+    """The function that `python PATH` runs. That of a module without one is its lesson's."""
+    name = path.removesuffix(".py").replace("/", ".")
+    module = importlib.import_module(name)
+    return getattr(module, "main", None) or importlib.import_module(f"lessons.{name}").main
 
 
 def check_make(words: list[str], monkeypatch) -> None:
@@ -217,6 +224,10 @@ def test_flags(monkeypatch):
     for path in sorted((ROOT / "comparisons").glob("*.py")):
         if path.stem != "report":
             mains.append((importlib.import_module(f"comparisons.{path.stem}").main, []))
+    mains.append((importlib.import_module("lessons.tensor_parallel").main, []))
+    for path in ("bugs.py", "verify.py", "explorer.py", "exercises/check.py"):
+        if (ROOT / path).exists():
+            mains.append((main_of(path), []))
     for main, argv in mains:
         known |= option_strings(main, argv, monkeypatch)
     for path in DOCS:
