@@ -10,7 +10,7 @@ formula, the measured bytes and their difference.
 
 Then the formulas alone, for the paper's models: GiB of activations on the first pipeline stage.
 
-Figure: figures/activation_memory.png
+Figure: figures/activation_memory.svg
 """
 
 import sys
@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import style
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -46,8 +47,14 @@ MODELS = {
     "530B": (128, 20480, 105, 8, 35, 3, 1),
     "1T": (160, 25600, 128, 8, 64, 1, 1),
 }
-# rows of table 2 that the figure shows, each as a share of tensor parallelism alone
-DRAWN = ("tensor + sequence", "tensor + selective", "tensor + sequence + selective", "full")
+# rows of table 2 that the figure shows
+DRAWN = (
+    "tensor",
+    "tensor + sequence",
+    "tensor + selective",
+    "tensor + sequence + selective",
+    "full",
+)
 
 
 def parallel_layer(
@@ -138,51 +145,54 @@ def first_stage_table() -> dict[str, dict[str, float]]:
     return table
 
 
-def draw_models(axes) -> None:
-    """The paper's figure 7, by its formulas."""
-    gib = first_stage_table()
-    for i, row in enumerate(DRAWN):
-        percent = [100 * gib[model][row] / gib[model]["tensor"] for model in MODELS]
-        positions = [j + 0.2 * (i - 1.5) for j in range(len(MODELS))]
-        bars = axes.bar(positions, percent, 0.18, label=row)
-        axes.bar_label(bars, [f"{x:.0f}" for x in percent], fontsize=8)
-    axes.set_xticks(range(len(MODELS)), MODELS)
-    axes.set(
-        ylabel="% of tensor parallelism alone",
-        title="The paper's models by its formulas, t = 8 (arXiv 2205.05198, figure 7)",
-        ylim=(0, 100),
-    )
+# of a GPU, in GiB
+CARD = 80e9 / 2**30
 
 
-def draw_measured(axes, results: list[dict], shapes: dict) -> None:
-    """The same from the measured bytes, with the formula as a mark on each bar."""
+def draw_models(panels, first_stage: dict[str, dict[str, float]]) -> None:
+    """The paper's models, by its formulas."""
+    for axes, (model, gib) in zip(panels, first_stage.items()):
+        axes.axvline(CARD, color="black", linestyle="--", linewidth=1, zorder=0.5)
+        bars = axes.barh(DRAWN, [gib[row] for row in DRAWN], color=style.COLOURS["activations"])
+        # the dashed line stops at a number
+        box = dict(facecolor="white", edgecolor="none", pad=0.5)
+        axes.bar_label(bars, fmt="{:.1f}", fontsize=style.SMALL, padding=3, bbox=box)
+        axes.set(title=model, xlabel="GiB on the first stage", xlim=(0, 180))
+    for axes in panels:
+        style.label(axes, "80 GB", (CARD, 4), offset=(3, 0))
+
+
+def draw_measured(panels, results: list[dict], shapes: dict) -> None:
+    """One layer: a bar of the measured bytes, and a mark where the formula is."""
     t = max(r["t"] for r in results)
-    by_row = {(r["layer"], r["row"]): r for r in results if r["t"] == t}
-
-    def percent(row: str, kind: str) -> list[float]:
-        return [100 * by_row[s, row][kind] / by_row[s, "tensor"][kind] for s in shapes]
-
-    for i, row in enumerate(DRAWN):
-        positions = [j + 0.2 * (i - 1.5) for j in range(len(shapes))]
-        measured = percent(row, "measured")
-        bars = axes.bar(positions, measured, 0.18)
-        axes.bar_label(bars, [f"{x:.0f}" for x in measured], fontsize=8, padding=3)
-        label = "by formula" if i == 0 else None
-        axes.plot(positions, percent(row, "formula"), "k_", markersize=11, label=label)
-    names = [f"{name}\nh {x['h']}, a {x['a']}, s {x['s']}" for name, x in shapes.items()]
-    axes.set_xticks(range(len(shapes)), names, fontsize=8)
-    axes.set_title(f"Measured: what autograd holds for one layer, t = {t}")
+    found = {(r["layer"], r["row"]): r for r in results if r["t"] == t}
+    for axes, (name, x) in zip(panels, shapes.items()):
+        measured, formula = (
+            [found[name, row][kind] / 2**20 for row in DRAWN] for kind in ("measured", "formula")
+        )
+        bars = axes.barh(DRAWN, measured, color=style.COLOURS["activations"])
+        axes.bar_label(bars, fmt="{:.1f}", fontsize=style.SMALL, padding=4)
+        axes.plot(formula, DRAWN, "k|", markersize=10)
+        sizes = f"h {x['h']}, a {x['a']}, s {x['s']}"
+        axes.set(title=f"{name}\n{sizes}", xlabel="MiB of one layer", xlim=(0, 1.45 * max(formula)))
 
 
-def draw(results: list[dict], shapes: dict, path: Path) -> None:
-    plt = report.pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4), layout="constrained", sharey=True)
-    draw_models(left)
-    draw_measured(right, results, shapes)
-    for axes in (left, right):
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3, axis="y")
-    figure.savefig(path, dpi=120)
+def draw(results: dict, figures: Path) -> None:
+    """results: what activation_memory.json holds."""
+    shapes = results["shapes"]
+    columns = max(len(MODELS), len(shapes))
+    figure, (models, layers) = style.figure(4.5, 2, columns, sharey=True)
+    draw_models(models, results["first_stage_GiB"])
+    draw_measured(layers, results["layers"], shapes)
+    for axes in [*models, *layers]:
+        style.rows_of(axes, DRAWN)
+        axes.title.set_size(style.SMALL)
+    t = max(r["t"] for r in results["layers"])
+    figure.suptitle(
+        "Activations a rank holds. Above: the paper's models by its formulas, t = 8. Below:"
+        f" measured, t = {t};\na black mark is where the formula is."
+    )
+    style.save(figure, figures / "activation_memory.svg")
 
 
 def main():
@@ -210,7 +220,7 @@ def main():
         },
         args,
     )
-    draw(results, shapes, args.figures / "activation_memory.png")
+    draw(report.saved("activation_memory", args), args.figures)
 
 
 if __name__ == "__main__":

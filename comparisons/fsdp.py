@@ -10,7 +10,7 @@ Peak bytes are the most that PyTorch's allocator held for tensors at any time, b
 building the model to the end of the second step. Each kind has processes of its own. What gloo
 allocates inside counts in neither.
 
-The figure is the time line of one of our steps on rank 0: figures/fsdp_time_line.png
+The figure is the time line of one of our steps on rank 0: figures/fsdp_time_line.svg
 
 Shape: Llama's block, h 512, L 6, a 8, ffn 1376, s 256, V 8192, 4 sequences a rank, fp32, one thread
 a rank.
@@ -26,6 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import style
 import torch
 import torch.distributed as dist
 from report import spread
@@ -262,54 +263,52 @@ def hidden(events: list, what: str) -> float:
     return overlap / sum(last - first for first, last in collectives)
 
 
+# of the figure: row: kinds of events
 ROWS = {
     "compute": ("forward", "backward"),
-    "all-gather": ("all-gather",),
-    "reduce-scatter": ("reduce-scatter",),
+    "all-gather\n(weights)": ("all-gather",),
+    "reduce-scatter\n(gradients)": ("reduce-scatter",),
 }
 COLOURS = {
-    "forward": "#4c78a8",
-    "backward": "#59a14f",
-    "all-gather": "#f2b447",
-    "reduce-scatter": "#b07aa1",
+    "forward": style.COLOURS["F"],
+    "backward": style.COLOURS["B"],
+    "all-gather": style.COLOURS["weights"],
+    "reduce-scatter": style.COLOURS["gradients"],
 }
 
 
-def draw(events: list, path: Path) -> None:
-    plt = report.pyplot()
+def draw_event(axes, y: int, what: str, name: str, start: float, end: float) -> None:
+    """A box, with its unit's name where there is room. start, end: ms."""
+    colour = COLOURS[what]
+    box = dict(height=0.8, color=colour, edgecolor="white", linewidth=0.5)
+    axes.barh(y, end - start, left=start, **box)
+    if end - start > 0.012 * axes.get_xlim()[1]:
+        text = dict(ha="center", va="center", fontsize=style.SMALL)
+        axes.text((start + end) / 2, y, name, color=style.contrast(colour), **text)
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what fsdp.json holds."""
+    events = results["time_line"]
     last = max(unit for _, unit, _, _ in events)
     names = {0: "E", last: "H"}
-    figure, axes = plt.subplots(figsize=(10, 2.2), layout="constrained")
+    figure, axes = style.figure(2.2)
+    axes.set_xlim(0, 1e3 * max(end for _, _, _, end in events))
+    style.rows_of(axes, list(ROWS))
     for y, kinds in enumerate(ROWS.values()):
         for what, unit, start, end in events:
-            if what not in kinds:
-                continue
-            start_ms, end_ms = start * 1e3, end * 1e3
-            axes.barh(
-                -y,
-                end_ms - start_ms,
-                left=start_ms,
-                height=0.7,
-                color=COLOURS[what],
-                edgecolor="white",
-                linewidth=0.5,
-            )
-            axes.text(
-                (start_ms + end_ms) / 2,
-                -y,
-                names.get(unit, unit - 1),
-                ha="center",
-                va="center",
-                fontsize=7,
-                clip_on=True,
-            )
-    axes.set(
-        yticks=[-y for y in range(len(ROWS))],
-        yticklabels=ROWS,
-        xlabel="ms",
-        title="A stage-3 step on rank 0: E embedding, 0 .. blocks, H head",
+            if what in kinds:
+                name = names.get(unit, str(unit - 1))
+                draw_event(axes, y, what, name, 1e3 * start, 1e3 * end)
+    for what in ROWS["compute"]:
+        begin = 1e3 * min(start for kind, _, start, _ in events if kind == what)
+        style.label(axes, what, (begin, -0.5), COLOURS[what], offset=(0, 6))
+    axes.set_xlabel("ms")
+    axes.set_title(
+        f"A stage-3 step on rank 0, measured. E: embedding, 0 to {last - 2}: blocks, H: head",
+        pad=16,
     )
-    figure.savefig(path, dpi=150)
+    style.save(figure, figures / "fsdp_time_line.svg")
 
 
 def main():
@@ -331,7 +330,7 @@ def main():
         },
     }
     report.save("fsdp", results | {"time_line": events}, args, threads=1)
-    draw(events, args.figures / "fsdp_time_line.png")
+    draw(report.saved("fsdp", args), args.figures)
     for name, value in results.items():
         print(f"{name}: {value}")
 

@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import style
 import torch
 from report import in_turn, median, spread, timed
 
@@ -231,50 +232,45 @@ def measure(name: str, config: GPTConfig, args) -> dict:
 # --- the figure -----------------------------------------------------------------------------------
 
 
-def draw(results: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for (name, result), colour in zip(results.items(), ("tab:blue", "tab:green", "tab:orange")):
-        draw_lengths(left, name, result["by_length"], colour)
-        draw_ratios(right, name, result["by_batch"], colour)
-    left.set(xlabel="tokens in the context", ylabel="tokens per second", xscale="log", yscale="log")
-    batches = list(result["by_batch"])
-    right.set(
-        xlabel="batch",
-        ylabel="tokens/s over transformers'",
-        xscale="log",
-        xticks=batches,
-        xticklabels=batches,
-        ylim=(0, None),
+def draw(results: dict, figures: Path) -> None:
+    """results: what generation.json holds."""
+    figure, (left, right) = style.figure(3.4, 1, 2)
+    for (name, of_model), colour in zip(results["results"].items(), style.SERIES):
+        draw_lengths(left, name, of_model["by_length"], colour)
+        draw_ratios(right, name, of_model["by_batch"], colour)
+    left.set(
+        title="tokens/s of one text (dashed: without the cache)", xlabel="tokens in the context"
     )
-    right.axhline(1, color="gray", linewidth=0.8)
+    lengths = [int(length) for length in of_model["by_length"]]
+    rates = [1, 3, 10, 30, 100, 300]
+    left.set(xscale="log", xticks=lengths, xticklabels=lengths)
+    left.set(yscale="log", yticks=rates, yticklabels=rates)
+    right.axhline(1, color="black", linewidth=0.8)
+    right.set(title="tokens/s over transformers' (band: least to most)", xlabel="texts at a time")
+    batches = [int(batch) for batch in of_model["by_batch"]]
+    right.set(xscale="log", xticks=batches, xticklabels=batches, ylim=(0, None))
     for axes in (left, right):
         axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+        style.label_ends(axes)
+    style.save(figure, figures / "generation.svg")
 
 
 def draw_lengths(axes, name: str, lengths: dict, colour: str) -> None:
     """Tokens/s over the length of the context: solid with the cache, dashed without."""
-    for kind, style in (("with", "o-"), ("without", "o--")):
+    x = [int(length) for length in lengths]
+    for kind, line in (("with", "o-"), ("without", "o--")):
         medians = [speeds[kind]["median"] for speeds in lengths.values()]
-        label = f"{name}, {kind} cache"
-        axes.plot(list(lengths), medians, style, color=colour, label=label, markersize=3)
+        axes.plot(x, medians, line, color=colour, label=name)
 
 
 def draw_ratios(axes, name: str, batches: dict, colour: str) -> None:
     """Our speed over theirs, for each batch: the median, in a band from minimum to maximum."""
     ratios = [result["ratio"] for result in batches.values()]
-    x = list(batches)
+    x = [int(batch) for batch in batches]
     axes.plot(x, [ratio["median"] for ratio in ratios], "o-", color=colour, label=name)
     low = [ratio["min"] for ratio in ratios]
     high = [ratio["max"] for ratio in ratios]
-    axes.fill_between(x, low, high, color=colour, alpha=0.15)
+    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -301,7 +297,7 @@ def main():
         keep_freed_memory()
     results = {name: measure(name, config, args) for name, config in cases.items()}
     report.save("generation", {"results": results}, args)
-    draw(results, args.figures / "generation.png")
+    draw(report.saved("generation", args), args.figures)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import style
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
@@ -258,39 +259,31 @@ def add_shares(row: dict, bandwidth: float) -> None:
         row["share"] = row["share of an equal copy"]["fused"]["median"]
 
 
-def draw(results: dict, path: Path) -> None:
-    """Bars of the shares of the copy bandwidth, at the last of the sizes that was measured."""
-    size = [title for title in [*TOY, *SIZES] if title in results][-1]
+def draw(results: dict, figures: Path) -> None:
+    """Bars of the shares of the copy bandwidth, at the last of the sizes that was measured.
+    results: what kernels.json holds."""
+    measured = results["results"]
+    size = [title for title in [*TOY, *SIZES] if title in measured][-1]
     rows = {}
     for name in CASES:
-        passes = results[size].get(name, {})
+        passes = measured[size].get(name, {})
         rows |= {f"{name} {d}": passes[d] for d in ("forward", "backward") if d in passes}
-    figure, axes = report.pyplot().subplots(
-        figsize=(9, 0.34 * len(rows) + 1.4), layout="constrained"
-    )
-    colours = {"fused": "#4c78a8", "compiled": "#f2b447", "PyTorch": "#bbbbbb"}
-    for i, (kind, colour) in enumerate(colours.items()):
+    figure, axes = style.figure(0.4 * len(rows) + 1.4)
+    for i, kind in enumerate(("fused", "compiled", "PyTorch")):
         shares = [100 * row["share of copy bandwidth"].get(kind, 0) for row in rows.values()]
-        positions = [-y - 0.27 * i for y in range(len(rows))]
-        axes.barh(positions, shares, height=0.25, color=colour, label=kind)
+        positions = [y + 0.27 * (i - 1) for y in range(len(rows))]
+        axes.barh(positions, shares, height=0.25, color=style.COLOURS[kind], label=kind)
     copies = [100 * row["share of copy bandwidth"].get("copy", 0) for row in rows.values()]
-    axes.vlines(
-        copies,
-        [-y - 0.7 for y in range(len(rows))],
-        [-y + 0.16 for y in range(len(rows))],
-        color="#333333",
-        linewidth=1,
-        label="copy of as many bytes",
-    )
+    low = [y - 0.42 for y in range(len(rows))]
+    high = [y + 0.42 for y in range(len(rows))]
+    axes.vlines(copies, low, high, color="black", linewidth=1, label="copy of as many bytes")
+    style.rows_of(axes, list(rows))
     axes.set(
-        yticks=[-y - 0.27 for y in range(len(rows))],
-        yticklabels=rows,
         xlabel="bytes of one pass / time, % of the bandwidth of a large copy",
-        title=f"Sizes of {size}, {report.environment()['device']}, bf16",
+        title=f"Sizes of {size}, {results['environment']['device']}, bf16",
     )
-    axes.margins(y=0.01)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.legend(loc="outside lower center", ncols=4)
+    style.save(figure, figures / "kernels.svg")
 
 
 def print_header(bandwidth: float) -> None:
@@ -408,7 +401,7 @@ def main():
         run(args, device, results)
     if results:
         print(f"written: {args.out / 'kernels.json'}")
-        draw(results, args.figures / "kernels.png")
+        draw(report.saved("kernels", args), args.figures)
 
 
 if __name__ == "__main__":

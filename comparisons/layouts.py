@@ -24,7 +24,7 @@ The losses of all steps must be those of one device: to 1e-4 in fp32, 2e-2 in bf
 * compute something else: those with experts are compared with each other, those with bf16 moments
 are not compared.
 
-Figure: layouts.png, drawn from layouts.json by `draw`
+Figures: figures/same_loss.svg, one device and six layouts; figures/layouts.svg, all of them
 """
 
 import itertools
@@ -40,6 +40,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import style
 import torch
 from report import format_spread, median, spread
 
@@ -95,14 +96,15 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 WARMUP = 3
 # the flags that a figure's title names
 SHAPE_FLAGS = ("num-layers", "hidden-size", "seq-length", "global-batch-size", "micro-batch-size")
-COLOURS = {
-    "one device": "#8c8c8c",
-    "data": "#4c78a8",
-    "tensor": "#f2b447",
-    "pipeline": "#59a14f",
-    "tensor and pipeline": "#b07aa1",
-    "experts *": "#d9a9a0",
-}
+# the layouts of README's picture, by their flags: one device, then data parallelism and five more
+SHOWN = (
+    "",
+    "--zero-stage 3",
+    "--zero-stage 3 --recompute full",
+    "--tp 4 --sequence-parallel",
+    "--pp 4 --schedule zb-h1",
+    "--tp 2 --sequence-parallel --pp 2",
+)
 
 
 def degree(name: str, flags: str) -> int:
@@ -128,7 +130,7 @@ def layouts(n: int) -> dict[str, tuple[int, str]]:
 
 
 def family(ranks: int, flags: str) -> str:
-    """A key of COLOURS."""
+    """A key of style.COLOURS; experts are another computation, and have a *."""
     if ranks == 1:
         return "one device"
     if "--num-experts" in flags:
@@ -286,17 +288,53 @@ def print_table(rows: list[dict]) -> None:
         print(f"| {row['name']} | {rate} | {memory:,.0f} | {difference} |")
 
 
-def draw(results: dict, path: Path) -> None:
-    """A row for each layout: its last loss, tokens/s and memory. results: what `main` saves."""
+def colour_of(row: dict) -> str:
+    recomputes = "--recompute" in row["flags"]
+    return style.COLOURS["recompute" if recomputes else row["family"].removesuffix(" *")]
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what layouts.json holds."""
+    draw_same_loss(results, figures / "same_loss.svg")
+    draw_all(results, figures / "layouts.svg")
+
+
+def draw_same_loss(results: dict, path: Path) -> None:
+    """The losses of one device and of a few layouts, lying on each other; memory beside them."""
+    rows = [row for row in results["rows"] if row["flags"] in SHOWN]
+    figure, (losses, memory) = style.figure(3.6, 1, 2, width_ratios=(5, 4))
+    steps = range(1, results["steps"] + 1)
+    for i, row in enumerate(rows):
+        # each thinner than the one below it, so that all are seen
+        width = 1.5 + 2 * (len(rows) - 1 - i)
+        style_of_line = dict(linewidth=width, solid_capstyle="round", solid_joinstyle="round")
+        losses.plot(steps, row["losses"], color=colour_of(row), **style_of_line)
+    worst = max(row["loss_difference"] for row in rows)
+    losses.text(
+        0.97,
+        0.95,
+        f"{len(rows)} curves lie on each other.\nLargest relative difference from\n"
+        f"one device, in any step: {worst:.1e}",
+        transform=losses.transAxes,
+        ha="right",
+        va="top",
+    )
+    losses.set(title="Loss, nats per token", xlabel="step", xticks=steps)
+    mebibytes = [row["peak_memory_bytes"] / 2**20 for row in rows]
+    draw_bars(
+        memory, rows, "MiB", [{"median": value, "min": value, "max": value} for value in mebibytes]
+    )
+    style.rows_of(memory, [row["name"] for row in rows])
+    memory.set_title("Peak memory of a rank")
+    style.save(figure, path)
+
+
+def draw_all(results: dict, path: Path) -> None:
+    """A row for each layout: its last loss, tokens/s and memory."""
     rows = results["rows"]
-    plt = report.pyplot()
-    figure, (losses, rates, memory) = plt.subplots(
-        1,
-        3,
-        figsize=(12, 1.4 + 0.3 * len(rows)),
-        width_ratios=(0.8, 2, 2),
-        layout="constrained",
-        sharey=True,
+    size = 1.2 + 0.24 * len(rows)
+    figure, (losses, rates, memory) = style.figure(
+        size, 1, 3, width_ratios=(0.7, 2, 2), sharey=True
     )
     draw_losses(losses, rows, results["steps"])
     draw_bars(rates, rows, "tokens/s", [row["tokens_per_second"] for row in rows])
@@ -307,11 +345,9 @@ def draw(results: dict, path: Path) -> None:
         "peak memory of a rank, MiB",
         [{"median": value, "min": value, "max": value} for value in mebibytes],
     )
-    losses.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    # the first row on top
-    losses.set_ylim(len(rows) - 0.5, -0.5)
-    figure.suptitle(figure_title(results), fontsize=11)
-    figure.savefig(path, dpi=130)
+    style.rows_of(losses, [row["name"] for row in rows])
+    figure.suptitle(figure_title(results))
+    style.save(figure, path)
 
 
 def draw_losses(axes, rows: list[dict], steps: int) -> None:
@@ -323,7 +359,7 @@ def draw_losses(axes, rows: list[dict], steps: int) -> None:
             f"{row['losses'][-1]:.5f}",
             ha="center",
             va="center",
-            fontsize=11,
+            fontsize=style.SMALL,
         )
     axes.set_xlabel(f"loss of step {steps}")
     axes.set_xlim(0, 1)
@@ -339,7 +375,7 @@ def draw_bars(axes, rows: list[dict], label: str, values: list[dict]) -> None:
             y,
             value["median"],
             height=0.72,
-            color=COLOURS[row["family"]],
+            color=colour_of(row),
             hatch="///" if row["name"].endswith("*") else None,
             edgecolor="white",
             linewidth=0,
@@ -347,19 +383,10 @@ def draw_bars(axes, rows: list[dict], label: str, values: list[dict]) -> None:
         if value["min"] < value["max"]:
             errors = [[value["median"] - value["min"]], [value["max"] - value["median"]]]
             axes.errorbar(value["median"], y, xerr=errors, color="#333333", linewidth=1, capsize=2)
-        axes.annotate(
-            f"{value['median']:,.0f}",
-            (value["max"], y),
-            (5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
+        style.label(axes, f"{value['median']:,.0f}", (value["max"], y), offset=(4, 0))
     axes.set_xlabel(label)
-    axes.margins(x=0.12)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.15)
+    axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
 
 
@@ -438,7 +465,7 @@ def main() -> int:
         "failed": failed,
     }
     report.save("layouts", results, args)
-    draw(results, args.figures / "layouts.png")
+    draw(report.saved("layouts", args), args.figures)
     return 1 if failed or wrong else 0
 
 

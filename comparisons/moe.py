@@ -3,7 +3,7 @@
     python comparisons/moe.py training [--seeds 3] [--steps 1500] [--toy] [--out DIR]
     python comparisons/moe.py speed [--rounds 15] [--toy] [--out DIR]
 
-training (half an hour on 2 cores; figures/moe_load.png, figures/moe_loss.png): a small Llama on the
+training (half an hour on 2 cores; figures/moe_load.svg, figures/moe_loss.svg): a small Llama on the
 default corpus, dense and with experts in layer 1, one expert for each token. The routers: Sinkhorn
 with 4 and 8 experts; Sinkhorn at temperature 1; the largest raw logit (router topk without its
 losses); the same with its losses. All see the same samples. So their training FLOPs differ by the
@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import style
 import torch
 import torch.distributed as dist
 from report import spread, timed
@@ -62,14 +63,6 @@ KINDS = {
     "sinkhorn at temperature 1, 8 experts": dict(num_experts=8, router_temperature=1.0),
     "raw top-1, 8 experts": dict(num_experts=8, router="topk", aux_loss=0.0, z_loss=0.0),
     "top-1 with losses, 8 experts": dict(num_experts=8, router="topk"),
-}
-COLOURS = dict(zip(KINDS, ("black", "tab:cyan", "tab:blue", "tab:purple", "tab:red", "tab:orange")))
-# of the bar chart: label: (kind, load before or after balancing)
-BARS = {
-    "raw top-1": ("raw top-1, 8 experts", "chosen"),
-    "top-1 with\nlosses": ("top-1 with losses, 8 experts", "chosen"),
-    "sinkhorn,\nbefore": ("sinkhorn, 8 experts", "raw"),
-    "sinkhorn,\nafter": ("sinkhorn, 8 experts", "chosen"),
 }
 # steps between evaluations
 EVERY = 100
@@ -142,11 +135,6 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def smooth(values: list[float], width: int = 50) -> list[float]:
-    """The mean of the last `width` values, at each."""
-    return [mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
-
-
 def largest(loads: list[list[list[float]]]) -> list[float]:
     """Of each step: the largest load of any expert in any layer."""
     return [max(max(layer) for layer in step) for step in loads]
@@ -200,90 +188,73 @@ def table_row(runs: list[dict], dense: list[dict], steps: int) -> dict:
     return row
 
 
-def training(seeds: int, steps: int, shape: dict, figures: Path) -> dict:
+def training(seeds: int, steps: int, shape: dict) -> dict:
     jobs = [(kind, seed, steps, shape) for seed in range(seeds) for kind in KINDS]
     runs = {kind: [] for kind in KINDS}
     with multiprocessing.get_context("forkserver").Pool(2) as pool:
         for run in pool.imap(one_training, jobs):
             runs[run["kind"]].append(run)
             print_run(run, steps)
-    draw_load(runs, steps, figures / "moe_load.png")
-    draw_loss(runs, steps, figures / "moe_loss.png")
     rows = {kind: table_row(runs[kind], runs["dense"], steps) for kind in KINDS}
     return {"steps": steps, "rows": rows}
 
 
-def band(axes, x, series: list[list[float]], kind: str, **style) -> None:
-    """The mean of all seeds, in a band from the least to the most. series: [seed][x]"""
-    values = torch.tensor(series)
-    axes.plot(x, values.mean(0), color=COLOURS[kind], linewidth=1.2, **style)
-    axes.fill_between(
-        x, values.amin(0), values.amax(0), color=COLOURS[kind], alpha=0.15, linewidth=0
-    )
+# of the figure of loads: what: (key of its row, marker, place in its row)
+LOADS = {
+    "of the largest raw logits": ("raw_logits_mean", "D", -0.22),
+    "of the experts chosen": ("mean", "o", 0),
+    "of the experts chosen, in the worst step": ("largest_of_any_step_and_layer", "s", 0.22),
+}
 
 
-def draw_load(runs: dict[str, list[dict]], steps: int, path: Path) -> None:
-    plt = report.pyplot()
-    figure, (over_time, bars) = plt.subplots(
-        1, 2, figsize=(12, 4.4), layout="constrained", width_ratios=(3, 2)
+def draw_load(rows: dict[str, dict], path: Path) -> None:
+    kinds = [kind for kind in KINDS if "8 experts" in kind]
+    seeds = rows["dense"]["training"]["n"]
+    figure, axes = style.figure(2.9)
+    for colour, (label, (key, marker, shift)) in zip(style.SERIES, LOADS.items()):
+        loads = [rows[kind]["load_over_mean_after_200_steps"][key] for kind in kinds]
+        positions = [y + shift for y in range(len(kinds))]
+        style.ranges(axes, positions, loads, colour, marker=marker)
+        style.label(axes, label, (loads[0]["max"], positions[0]), colour)
+    axes.axvline(1, color="black", linewidth=0.8)
+    style.rows_of(axes, [kind.removesuffix(", 8 experts") for kind in kinds])
+    ticks = [1, 1.15, 1.5, 2, 3, 4, 6, 8]
+    axes.set_xscale("log")
+    axes.set(xticks=ticks, xticklabels=ticks, xlim=(0.95, 9))
+    axes.minorticks_off()
+    axes.set(
+        xlabel="largest load of an expert over the mean",
+        title=f"8 experts, after step 200: median of {seeds} seeds, on a line from least to most",
     )
-    x = range(1, steps + 1)
-    for kind in KINDS:
-        if "8" not in kind:
-            continue
-        chosen = [smooth(largest(run["chosen"]), 20) for run in runs[kind]]
-        band(over_time, x, chosen, kind, label=kind.removesuffix(", 8 experts"))
-        if kind == "sinkhorn, 8 experts":
-            raw = [smooth(largest(run["raw"]), 20) for run in runs[kind]]
-            label = "sinkhorn's raw logits, before balancing"
-            band(over_time, x, raw, kind, linestyle=":", label=label)
-    over_time.axhline(1, color="gray", linewidth=0.6)
-    over_time.set(
-        xlabel="step",
-        ylabel="largest load of an expert over the mean",
-        title="the busiest of 8 experts (mean of 20 steps; band: seeds)",
-        ylim=(0.9, None),
-    )
-    over_time.set_yscale("log", base=2)
-    over_time.set_yticks([1, 1.15, 1.5, 2, 4, 8], ["1", "1.15", "1.5", "2", "4", "8"])
-    over_time.grid(alpha=0.3)
-    over_time.legend(fontsize=8)
-    for x, (kind, which) in enumerate(BARS.values()):
-        # of seed 0, the last layer with experts
-        loads = torch.tensor(runs[kind][0][which][-100:])[:, -1].mean(0)
-        positions = [x + (i - 3.5) / 10 for i in range(8)]
-        alpha = 0.5 if which == "raw" else 1
-        bars.bar(
-            positions, sorted(loads.tolist(), reverse=True), 0.09, color=COLOURS[kind], alpha=alpha
-        )
-    bars.axhline(1, color="gray", linewidth=0.6)
-    bars.set_xticks(range(len(BARS)), BARS)
-    bars.set(
-        ylabel="load over the mean",
-        title=f"each expert, steps {max(1, steps - 99)} to {steps}, seed 0",
-    )
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)
 
 
-def draw_loss(runs: dict[str, list[dict]], steps: int, path: Path) -> None:
-    plt = report.pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
-    for kind in KINDS:
-        flops = [runs[kind][0]["flops_per_step"] * step for step in range(1, steps + 1)]
-        training_losses = [smooth(run["loss"], 100) for run in runs[kind]]
-        band(left, flops, training_losses, kind, label=kind)
-        evaluated = [flops[step - 1] for step in runs[kind][0]["held_out"]]
-        held_out = [list(run["held_out"].values()) for run in runs[kind]]
-        band(right, evaluated, held_out, kind, label=kind)
-    left.set_title("training (mean of 100 steps; band: seeds)")
-    right.set_title("held out: each token by its raw logits")
-    for axes in (left, right):
-        axes.set(xlabel="training FLOPs", ylabel="loss, nats per byte", ylim=(None, 2.0))
-        axes.grid(alpha=0.3)
-    left.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def draw_loss(rows: dict[str, dict], path: Path) -> None:
+    """Each kind's range of seeds, less the median of dense."""
+    panels = {
+        "training, at equal FLOPs": "training_at_the_flops_of_dense",
+        "held out": "held_out",
+    }
+    figure, both = style.figure(2.8, 1, 2, sharex=True, sharey=True)
+    for axes, (title, key) in zip(both, panels.items()):
+        base = rows["dense"][key]["median"]
+        for y, kind in enumerate(KINDS):
+            part = {name: rows[kind][key][name] - base for name in ("median", "min", "max")}
+            colour = style.COLOURS["dense" if kind == "dense" else "experts"]
+            style.ranges(axes, [y], [part], colour)
+            if kind != "dense":
+                text = f"{part['median']:+.3f}"
+                style.label(axes, text, (part["median"], y), colour, (0, 8), ha="center")
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set(title=title, xlabel="loss less dense's median, nats per byte")
+        style.rows_of(axes, list(KINDS))
+    style.save(figure, path)
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what moe_training.json holds."""
+    draw_load(results["rows"], figures / "moe_load.svg")
+    draw_loss(results["rows"], figures / "moe_loss.svg")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -466,8 +437,9 @@ def main():
         )
     if args.what == "training":
         shape = SMALL | TOY if args.toy else SMALL
-        results = training(args.seeds, args.steps, shape, args.figures)
+        results = training(args.seeds, args.steps, shape)
         report.save("moe_training", results, args)
+        draw(report.saved("moe_training", args), args.figures)
         results = results["rows"]
     else:
         results = speed(args.rounds, TOY_SPEED if args.toy else SPEED)

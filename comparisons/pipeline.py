@@ -9,17 +9,21 @@ forward and backward of PyTorch's Schedule1F1B and ScheduleInterleaved1F1B besid
 chunks and batches. Ratios are medians over rounds. Shape: h 512, L 8, a 8, s 256, V 257,
 micro-batch size 1, fp32.
 
-Then, by simulation alone, the bubble against m for p = 4, 8 and 64 stages.
+Then, by simulation alone, the bubble against m for p = 4, 8 and 64 stages. A bubble is idle time
+over the ideal time, everywhere.
 
-Figures: figures/pipeline_schedules.png, figures/pipeline_bubble.png
+Figures: figures/pipeline_schedules.svg, simulated with F, I and W of equal length, because measured
+time lines are not kept; figures/pipeline_bubble.svg
 """
 
+import itertools
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import style
 import torch
 import torch.distributed as dist
 from report import format_spread, median, spread
@@ -61,14 +65,10 @@ LAYOUTS = {
 MICRO_BATCHES = (8, 4)
 # layouts that PyTorch has too; compared with m = 8
 IN_TORCH = ("1f1b", "interleaved v=2")
-# of the figure of bubbles: (schedule, v): marker
-MARKERS = {
-    ("gpipe", 1): "o",
-    ("1f1b", 1): "s",
-    ("interleaved", 2): "^",
-    ("interleaved", 4): "v",
-    ("zb-h1", 1): "d",
-}
+# layouts whose time lines are drawn, with m = 8
+DRAWN = ("1f1b", "interleaved v=2", "zb-h1")
+# layouts of the figure of bubbles: marker. GPipe's bubble is 1F1B's.
+MARKERS = {"1f1b": "o", "zb-h1": "d", "interleaved v=2": "^", "interleaved v=4": "v"}
 
 
 def layout(name: str) -> tuple[str, int]:
@@ -225,21 +225,6 @@ def rounds_of(measured: list[dict], name: str, m: int) -> list[list[Event]]:
     return [[e for events in of_round for e in events] for of_round in zip(*by_rank)]
 
 
-def step_length(events: list[Event]) -> float:
-    return max(e.end for e in events) - min(e.start for e in events)
-
-
-def typical_round(panels: list[list[list[Event]]]) -> int:
-    """The round in which the lengths of several schedules' steps are together nearest to their
-    medians."""
-    lengths = [[step_length(events) for events in panel] for panel in panels]
-
-    def distance(i: int) -> float:
-        return sum(abs(row[i] / median(row) - 1) for row in lengths)
-
-    return min(range(len(panels[0])), key=distance)
-
-
 def bubbles(measured: list[dict], name: str, m: int) -> tuple[float, float]:
     """(measured, the median over rounds; simulated from the measured costs), as fractions of the
     ideal time."""
@@ -306,38 +291,79 @@ def torch_row(measured: list[dict], name: str) -> dict:
 # simulated
 
 
-def simulated_bubble(name: str, p: int, m: int, v: int) -> float:
-    schedule = schedules.make(name, p, m, v)
-    return schedules.bubble(schedules.simulate(schedule, Cost(1 / v, 1 / v, 1 / v), v))
+def simulated(name: str, p: int, m: int) -> list[Event]:
+    """The events of a layout where F, I and W of a rank's layers take 1 each."""
+    kind, v = layout(name)
+    return schedules.simulate(schedules.make(kind, p, m, v), Cost(1 / v, 1 / v, 1 / v), v)
 
 
-def draw_bubbles(path: Path, stages: tuple[int, ...]) -> None:
-    """stages: one panel for each number of pipeline ranks."""
-    plt = report.pyplot()
-    size = (4.3 * len(stages), 3.6)
-    figure, panels = plt.subplots(1, len(stages), figsize=size, layout="constrained")
-    for axes, p in zip(panels, stages):
-        ms = [p * k for k in (1, 2, 4, 8)]
-        for (name, v), marker in MARKERS.items():
-            values = [simulated_bubble(name, p, m, v) for m in ms]
-            label = f"{name}, v = {v}" if v > 1 else name
-            axes.plot(ms, values, marker, label=label, markersize=5)
-        for v in (1, 2, 4):
-            formula = [(p - 1) / (v * m) for m in ms]
-            label = "(p-1)/(v m), the paper" if v == 1 else None
-            axes.plot(ms, formula, "k-", linewidth=0.6, label=label)
-        axes.set(
-            xscale="log",
-            yscale="log",
-            xlabel="micro-batches m",
-            ylabel="bubble / ideal time",
-            title=f"p = {p}",
+def simulated_bubbles(ps: tuple[int, ...]) -> list[dict]:
+    """The bubble of each layout for each p, with m = p, 2 p, 4 p and 8 p."""
+    rows = []
+    for p, name, k in itertools.product(ps, MARKERS, (1, 2, 4, 8)):
+        m = p * k
+        kind, v = layout(name)
+        rows.append(
+            {
+                "layout": name,
+                "p": p,
+                "m": m,
+                "simulated": schedules.bubble(simulated(name, p, m)),
+                "formula": schedules.bubble_formula(kind, p, m, v),
+            }
         )
-        axes.set_xticks(ms, ms)
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# drawn
+
+
+def draw_schedules(rows: dict[str, dict], path: Path) -> None:
+    """rows: {"LAYOUT, m=M": what `schedule_row` returned}"""
+    panels = {}
+    for name in DRAWN:
+        events = simulated(name, P, 8)
+        measured = rows[f"{name}, m=8"]["bubble_measured"]
+        title = (
+            f"{name}: bubble = idle / ideal time = {100 * schedules.bubble(events):.1f}%;"
+            f" measured, median: {100 * measured:.1f}%"
+        )
+        panels[title] = events
+    style.pyplot()
+    schedules.plot(
+        panels, path, unit="time; F, I and W of all layers of a rank take 1 each, B takes 2"
+    )
+
+
+def draw_bubbles(rows: list[dict], path: Path) -> None:
+    """rows: what `simulated_bubbles` returned."""
+    ps = sorted({row["p"] for row in rows})
+    figure, panels = style.figure(3.2, 1, len(ps), sharey=True)
+    colour = style.COLOURS["pipeline"]
+    for axes, p in zip(panels, ps):
+        for name, marker in MARKERS.items():
+            points = [row for row in rows if (row["p"], row["layout"]) == (p, name)]
+            ms = [row["m"] for row in points]
+            label = name.replace("1f1b", "gpipe and 1f1b")
+            axes.plot(ms, [100 * row["formula"] for row in points], color=colour, label=label)
+            axes.plot(ms, [100 * row["simulated"] for row in points], marker, color="black")
+        axes.set(
+            xscale="log", xticks=ms, xticklabels=ms, xlabel="micro-batches m", title=f"p = {p}"
+        )
+        percent = (3, 10, 30, 100)
+        axes.set(yscale="log", yticks=percent, yticklabels=[f"{x}%" for x in percent])
         axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+    panels[0].set_ylabel("bubble: idle / ideal time")
+    style.label_ends(panels[-1])
+    figure.suptitle("Lines: by formula; marks: by simulation, with F, I and W of equal length")
+    style.save(figure, path)
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what pipeline.json holds."""
+    draw_schedules(results["schedules"], figures / "pipeline_schedules.svg")
+    draw_bubbles(results["simulated_bubbles"], figures / "pipeline_bubble.svg")
 
 
 def main():
@@ -361,15 +387,9 @@ def main():
     print(f"m = 4: interleaved v = 2 takes {format_spread(interleaved)} of 1F1B's step time")
     for name in IN_TORCH:
         results["torch"][name] = torch_row(measured, name)
+    results["simulated_bubbles"] = simulated_bubbles((2, 4) if args.toy else (4, 8, 64))
     report.save("pipeline", results, args, threads=1)
-
-    panels = {name: rounds_of(measured, name, 8) for name in ("1f1b", "interleaved v=2", "zb-h1")}
-    typical = typical_round(list(panels.values()))
-    schedules.plot(
-        {f"{name}, p = {P}, m = 8, measured": panel[typical] for name, panel in panels.items()},
-        args.figures / "pipeline_schedules.png",
-    )
-    draw_bubbles(args.figures / "pipeline_bubble.png", (2, 4) if args.toy else (4, 8, 64))
+    draw(report.saved("pipeline", args), args.figures)
 
 
 if __name__ == "__main__":

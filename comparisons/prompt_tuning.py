@@ -18,7 +18,7 @@ The answer is a letter and an end of text, generated greedily. It is right when 
 untuned model does not know that a letter is asked for; there, the likeliest of the five letters
 counts as its answer.
 
-Figure: prompt_tuning.png
+Figure: figures/prompt_tuning.svg
 """
 
 import argparse
@@ -33,6 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import style
 import torch
 
 import generate
@@ -307,64 +308,69 @@ class Measurements:
         lines = experiment.training
         self.note(table, "untuned", likeliest_letter_accuracy, experiment)
         self.note(table, "untuned, freely generated", free_accuracy, experiment)
-        for style in ("p-tuning", "fine-tuning", "prompt-tuning"):
-            tokens = 0 if style == "fine-tuning" else TOKENS
+        for method in ("p-tuning", "fine-tuning", "prompt-tuning"):
+            tokens = 0 if method == "fine-tuning" else TOKENS
             seeds = self.args.seeds
-            self.note(table, style, self.spread, experiment, style, seeds, tokens, lines)
+            self.note(table, method, self.spread, experiment, method, seeds, tokens, lines)
         seeds = self.args.curve_seeds
-        for style in ("p-tuning", "prompt-tuning"):
-            by_tokens = self.results["by_tokens"].setdefault(style, {})
-            by_examples = self.results["by_examples"].setdefault(style, {})
-            by_tokens[str(TOKENS)] = table[style]
-            by_examples[str(len(lines))] = table[style]
+        for method in ("p-tuning", "prompt-tuning"):
+            by_tokens = self.results["by_tokens"].setdefault(method, {})
+            by_examples = self.results["by_examples"].setdefault(method, {})
+            by_tokens[str(TOKENS)] = table[method]
+            by_examples[str(len(lines))] = table[method]
             for n in self.args.tokens:
-                self.note(by_tokens, n, self.spread, experiment, style, seeds, n, lines)
+                self.note(by_tokens, n, self.spread, experiment, method, seeds, n, lines)
             for n in self.args.examples:
                 some = lines[:n]
-                self.note(by_examples, n, self.spread, experiment, style, seeds, TOKENS, some)
+                self.note(by_examples, n, self.spread, experiment, method, seeds, TOKENS, some)
 
 
 def print_summary(results: dict) -> None:
     before = results["accuracy"]["untuned"]
     ceiling = results["accuracy"]["fine-tuning"]["median"]
-    for style in ("p-tuning", "prompt-tuning"):
-        reached = results["accuracy"][style]["median"]
+    for method in ("p-tuning", "prompt-tuning"):
+        reached = results["accuracy"][method]["median"]
         share = (reached - before) / (ceiling - before or 1)
         print(
-            f"{style}: {reached:.3f}, {share:.2f} of the way from"
-            f" {before:.3f} to {ceiling:.3f}, {results['parameters'][style]:,} parameters learned"
+            f"{method}: {reached:.3f}, {share:.2f} of the way from"
+            f" {before:.3f} to {ceiling:.3f}, {results['parameters'][method]:,} parameters learned"
         )
 
 
-def draw_curve(axes, curves: dict[str, dict], label: str) -> None:
-    """curves: {style: {number: spread}}; label: what the number counts."""
+def draw_curve(axes, curves: dict[str, dict]) -> None:
+    """curves: {style of learning: {number of tokens or examples: spread}}"""
     ticks = sorted({int(n) for curve in curves.values() for n in curve})
-    for style, colour in (("p-tuning", "tab:blue"), ("prompt-tuning", "tab:green")):
-        points = sorted((int(n), r) for n, r in curves.get(style, {}).items())
-        if points:
-            x = [n for n, _ in points]
-            axes.plot(x, [r["median"] for _, r in points], "o-", color=colour, label=style)
-            least = [r["min"] for _, r in points]
-            most = [r["max"] for _, r in points]
-            axes.fill_between(x, least, most, color=colour, alpha=0.15)
-    axes.set(xlabel=label, xscale="log", xticks=ticks, xticklabels=ticks, ylim=(0, 1))
+    for name, curve in curves.items():
+        points = sorted((int(n), r) for n, r in curve.items())
+        x = [n for n, _ in points]
+        colour = style.COLOURS[name]
+        axes.plot(x, [r["median"] for _, r in points], "o-", color=colour, label=name)
+        least = [r["min"] for _, r in points]
+        most = [r["max"] for _, r in points]
+        axes.fill_between(x, least, most, color=colour, alpha=0.15, linewidth=0)
+    axes.set(xscale="log", xticks=ticks, xticklabels=ticks, ylim=(0, 1))
     axes.minorticks_off()
-    axes.grid(alpha=0.3)
 
 
-def draw(results: dict, path: Path) -> None:
-    plt = report.pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
-    draw_curve(left, results["by_tokens"], "virtual tokens")
-    draw_curve(right, results["by_examples"], "training examples")
-    ceiling = results["accuracy"]["fine-tuning"]["median"]
-    before = results["accuracy"]["untuned"]
+def draw(results: dict, figures: Path) -> None:
+    """results: what prompt_tuning.json holds."""
+    figure, (left, right) = style.figure(3.2, 1, 2, sharey=True)
+    draw_curve(left, results["by_tokens"])
+    draw_curve(right, results["by_examples"])
+    left.set(xlabel="virtual tokens", ylabel="accuracy on unseen files")
+    right.set(xlabel="training examples")
+    levels = {
+        "full fine-tuning": results["accuracy"]["fine-tuning"]["median"],
+        "untuned": results["accuracy"]["untuned"],
+    }
     for axes in (left, right):
-        axes.axhline(ceiling, color="gray", linestyle="--", label="full fine-tuning")
-        axes.axhline(before, color="gray", linestyle=":", label="untuned")
-    left.set_ylabel("accuracy on unseen files")
-    right.legend(loc="lower right", fontsize=8)
-    figure.savefig(path, dpi=120)
+        for text, y in levels.items():
+            axes.axhline(y, color=style.COLOURS["fine-tuning"], linestyle="--", linewidth=1)
+            if axes is right:
+                start = axes.get_xlim()[0]
+                style.label(axes, text, (start, y), offset=(2, 6))
+    style.label_ends(right)
+    style.save(figure, figures / "prompt_tuning.svg")
 
 
 def arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -420,7 +426,7 @@ def main():
         experiment = Experiment(Path(folder), base, args.device, training, test, steps)
         Measurements(args, results).all(experiment)
     print_summary(results)
-    draw(results, args.figures / "prompt_tuning.png")
+    draw(report.saved("prompt_tuning", args), args.figures)
 
 
 if __name__ == "__main__":

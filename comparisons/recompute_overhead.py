@@ -8,7 +8,8 @@ Two tensor-parallel ranks run one layer. Attention has the same share of its FLO
 own layer: h 6144, a 64, s 2048, b 4, bf16.) Each round runs every configuration in turn. Times are
 medians over rounds; an overhead is the median of the ratios to the first row of the same round.
 
-Figure: figures/recompute_overhead.png
+The figure, figures/recompute_overhead.svg, has the overheads: medians, on lines from the least to
+the most of the rounds. It does not have times, whose ranges are not kept.
 """
 
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import style
 import torch
 import torch.distributed as dist
 from activation_memory import parallel_layer
@@ -142,35 +144,39 @@ def print_table(rows: list[dict], dropout: float) -> None:
         )
 
 
-def draw(tables: dict[str, list[dict]], path: Path) -> None:
-    plt = report.pyplot()
-    panels = {
-        "the paper: 22B layer, 8 A100": [
-            (row, forward, backward) for row, (_, _, forward, backward) in ROWS.items() if forward
-        ]
-    }
-    for name, rows in tables.items():
-        panels[name] = [(r["row"], r["forward_ms"], r["backward_ms"]) for r in rows]
-    size = (5 * len(panels), 3.4)
-    figure, all_axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", sharey=True)
-    names = list(ROWS)
-    for axes, (title, rows) in zip(all_axes, panels.items()):
-        # every panel begins with the row without recomputation
-        _, base_forward, base_backward = rows[0]
-        base = base_forward + base_backward
-        positions = [-names.index(row) for row, _, _ in rows]
-        forward = [100 * f / base for _, f, _ in rows]
-        backward = [100 * b / base for _, _, b in rows]
-        axes.barh(positions, forward, color="tab:blue", label="forward")
-        label = "backward, recomputation included"
-        bars = axes.barh(positions, backward, left=forward, color="tab:orange", label=label)
-        totals = [f"{f + b:.0f}" for f, b in zip(forward, backward)]
-        axes.bar_label(bars, totals, fontsize=8, padding=2)
-        axes.set_yticks([-i for i in range(len(names))], names)
-        axes.set(title=title, xlabel="% of no recomputation", xlim=(0, 175))
-        axes.grid(alpha=0.3, axis="x")
-    all_axes[0].legend(fontsize=7, loc="lower right")
-    figure.savefig(path, dpi=120)
+# of the figure: the dropouts that were measured: marker
+MARKERS = {"dropout 0.1": "o", "dropout 0.0": "s"}
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what recompute_overhead.json holds."""
+    # the first row is the base of the others
+    names = list(ROWS)[1:]
+    figure, axes = style.figure(3.2)
+    for i, (dropout, marker) in enumerate(MARKERS.items()):
+        rows = results[dropout][1:]
+        positions = [names.index(row["row"]) + 0.24 * i for row in rows]
+        spreads = []
+        for row in rows:
+            spreads.append({key: 100 * row["overhead"][key] for key in ("median", "min", "max")})
+        style.ranges(axes, positions, spreads, style.COLOURS["recompute"], marker=marker)
+        label = f"measured, {dropout}" if i == 0 else dropout
+        style.label(axes, label, (spreads[0]["max"], positions[0]))
+    paper = {}
+    for y, name in enumerate(names):
+        _, _, forward, backward = ROWS[name]
+        if forward:
+            paper[y - 0.24] = 100 * ((forward + backward) / PAPER_BASE - 1)
+    axes.plot(list(paper.values()), list(paper), "kD", markersize=5)
+    y = names.index("full") - 0.24
+    style.label(axes, "the paper: 22B layer, A100", (paper[y], y))
+    axes.axvline(0, color="black", linewidth=0.8)
+    style.rows_of(axes, names)
+    axes.set(
+        xlabel="% more time of forward and backward than without recomputation",
+        title="Overhead of one layer: median, and a line from the least to the most of the rounds",
+    )
+    style.save(figure, figures / "recompute_overhead.svg")
 
 
 def main():
@@ -190,8 +196,7 @@ def main():
         rows = results[f"dropout {dropout}"] = table(measured, extra_flops(shape, world))
         print_table(rows, dropout)
     report.save("recompute_overhead", results, args, threads=1)
-    tables = {f"{world} ranks here, {name}": rows for name, rows in results.items()}
-    draw(tables, args.figures / "recompute_overhead.png")
+    draw(report.saved("recompute_overhead", args), args.figures)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def arguments(doc: str) -> argparse.ArgumentParser:
         help="folder of NAME.json (default: runs/comparisons; with --toy runs/comparisons/toy)",
     )
     parser.add_argument(
-        "--figures", type=Path, metavar="DIR", help="folder of NAME.png (default: that of --out)"
+        "--figures", type=Path, metavar="DIR", help="folder of NAME.svg (default: that of --out)"
     )
     return parser
 
@@ -148,6 +148,11 @@ def save(name: str, results: dict, args: argparse.Namespace, threads: int | None
     print(f"written: {write(name, results, args, threads)}", flush=True)
 
 
+def saved(name: str, args: argparse.Namespace) -> dict:
+    """What NAME.json in the folder of --out holds."""
+    return json.loads((args.out / f"{name}.json").read_text())
+
+
 def earlier(name: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict:
     """{title: {case: results}} of NAME.json in the folder of --out, for new cases to be added to.
 
@@ -156,9 +161,9 @@ def earlier(name: str, parser: argparse.ArgumentParser, args: argparse.Namespace
     """
     path = args.out / f"{name}.json"
     try:
-        saved = json.loads(path.read_text())
-        there = {key: saved["environment"][key] for key in SAME} | {"toy": saved["toy"]}
-        results = saved["results"]
+        found = saved(name, args)
+        there = {key: found["environment"][key] for key in SAME} | {"toy": found["toy"]}
+        results = found["results"]
     except FileNotFoundError:
         return {}
     except (KeyError, TypeError, ValueError):
@@ -201,16 +206,6 @@ def print_results(results: dict) -> None:
     for name, value in results.items():
         text = format_spread(value) if isinstance(value, dict) else f"{value:,.0f}"
         print(f"{name}: {text}")
-
-
-def pyplot():
-    """matplotlib.pyplot, drawing into files: it opens no window."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 # --------------------------------------------------------------------------------------------------

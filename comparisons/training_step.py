@@ -23,7 +23,7 @@ that peak is not known, it is that of a large matrix multiplication measured her
 says so. The losses of a model's first steps should agree in all cases, to bf16 precision.
 
 training_step.json is written after each case, and cases that it has already stay: a case measured
-again replaces the old one. The figure, figures/training_step.png, shows all of the file's cases.
+again replaces the old one. The figure, figures/training_step.svg, shows all of the file's cases.
 
 --toy runs the same at toy size on any device: one case of each model.
 """
@@ -41,6 +41,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import style
 import torch
 from report import spread, timed
 from single_device import Random
@@ -86,11 +87,12 @@ PUBLISHED = [
 ]
 # Steps that are not counted.
 WARMUP = 3
+# (kernels, compile): a colour's name
 COLOURS = {
-    ("off", False): "#b9c9dc",
-    ("off", True): "#7f9fc4",
-    ("auto", False): "#f6d08d",
-    ("auto", True): "#e8a33d",
+    ("off", False): "PyTorch",
+    ("off", True): "compiled",
+    ("auto", False): "fused",
+    ("auto", True): "fused and compiled",
 }
 
 
@@ -200,57 +202,47 @@ def published(model: str) -> list[tuple[int, str]]:
 
 def draw_case(axes, y: int, row: dict) -> None:
     """One bar, with the numbers beside it, or why there is none."""
-    style = dict(textcoords="offset points", va="center", fontsize=8)
     if "error" in row:
-        axes.annotate(row["error"][:60], (0, y), (5, 0), color="#a03030", **style)
+        style.label(axes, row["error"][:60], (0, y))
         return
     rate = row["tokens_per_second"]
     axes.barh(
         y,
         rate["median"],
         height=0.75,
-        color=COLOURS[row["kernels"], row["compile"]],
+        color=style.COLOURS[COLOURS[row["kernels"], row["compile"]]],
         xerr=[[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]],
         error_kw=dict(ecolor="#333333", elinewidth=1, capsize=2),
     )
     memory = row["peak_memory_bytes"] / 2**30
     text = f"{rate['median']:,.0f}   MFU {row['mfu']:.1%}   {memory:.1f} GiB"
-    axes.annotate(text, (rate["max"], y), (5, 0), **style)
+    style.label(axes, text, (rate["max"], y))
 
 
 def draw_model(axes, model: str, rows: dict) -> None:
     for y, row in enumerate(rows.values()):
         draw_case(axes, y, row)
-    for style, (rate, name) in zip(("--", ":"), published(model)):
-        label = f"{rate:,}: {name}"
-        axes.axvline(rate, color="black", linewidth=1, linestyle=style, label=label)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right", fontsize=8)
-    axes.set_yticks(range(len(rows)), rows, fontsize=8)
-    axes.set_title(model, loc="left", fontsize=10)
-    axes.margins(x=0.3, y=0.02)
-    axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
+    title = [model]
+    for line, (rate, name) in zip(("dashed", "dotted"), published(model)):
+        axes.axvline(rate, color="black", linewidth=1, linestyle=line)
+        title.append(f"{line}: {rate:,}, {name}")
+    style.rows_of(axes, list(rows))
+    axes.set_title("\n".join(title))
+    axes.margins(x=0.4)
 
 
-def draw(results: dict, of: str, path: Path) -> None:
-    heights = [len(rows) + 1.5 for rows in results.values()]
-    figure, panels = report.pyplot().subplots(
-        len(results),
-        1,
-        figsize=(11, 0.8 + 0.3 * sum(heights)),
-        layout="constrained",
-        height_ratios=heights,
-        squeeze=False,
+def draw(results: dict, figures: Path) -> None:
+    """results: what training_step.json holds."""
+    models = in_order(results["results"])
+    heights = [len(rows) + 1.5 for rows in models.values()]
+    figure, panels = style.figure(
+        0.8 + 0.3 * sum(heights), len(models), height_ratios=heights, squeeze=False
     )
-    for axes, (model, rows) in zip(panels[:, 0], results.items()):
+    for axes, (model, rows) in zip(panels[:, 0], models.items()):
         draw_model(axes, model, rows)
     panels[-1, 0].set_xlabel("tokens/s of one device")
-    figure.suptitle(f"A training step; MFU of {of}", fontsize=10)
-    figure.savefig(path, dpi=130)
+    figure.suptitle(f"A training step; MFU of {results['peak']}")
+    style.save(figure, figures / "training_step.svg")
 
 
 def columns(row: dict) -> str:
@@ -384,7 +376,7 @@ def main() -> int:
         print_losses(model, of_model)
     if results:
         print(f"written: {args.out / 'training_step.json'}")
-        draw(results, of, args.figures / "training_step.png")
+        draw(report.saved("training_step", args), args.figures)
     return int(any(row.get("error", "out of memory") != "out of memory" for row in rows))
 
 

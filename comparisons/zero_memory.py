@@ -8,7 +8,7 @@ again with --optimizer-state bf16; 2 micro-batches. Bytes are those of the stora
 holds after backward, each once. Elements are counted call by call, padding included; an all-reduce
 counts as 2.
 
-Figure: figures/zero_memory.png
+Figure: figures/zero_memory.svg
 """
 
 import sys
@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
+import style
 import torch
 import torch.distributed as dist
 from single_device import Random
@@ -40,7 +41,6 @@ TOY = SHAPE | dict(num_layers=2, hidden_size=64, seq_length=32)
 # micro-batches
 M = 2
 PARTS = ("parameters", "gradients", "optimizer state")
-COLOURS = ("#4c78a8", "#f2b447", "#59a14f")
 # bytes per parameter: masters and moments, or the low half of masters and 16-bit moments
 STATE_BYTES = {"fp32": 12, "bf16": 6}
 # gradients travel in fp32, parameters in bf16
@@ -105,30 +105,36 @@ def print_row(row: dict) -> None:
     )
 
 
-def draw(rows: list[dict], n: int, path: Path) -> None:
-    plt = report.pyplot()
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    names = []
-    for x, row in enumerate(rows):
-        bottom = 0.0
-        for part, colour in zip(PARTS, COLOURS):
-            value = row["measured"][part]
-            label = part if x == 0 else None
-            axes.bar(x, value, bottom=bottom, width=0.7, color=colour, label=label)
-            bottom += value
-        total = sum(row["formula"].values())
-        label = "formula" if x == 0 else None
-        axes.plot([x - 0.4, x + 0.4], [total, total], color="black", linewidth=1.5, label=label)
-        names.append(f"{row['stage']}" + ("\nbf16 state" if row["state"] == "bf16" else ""))
+def draw_row(axes, y: int, row: dict) -> None:
+    """A bar of the measured parts, their sum, and a mark where the formula is."""
+    left = 0.0
+    for part in PARTS:
+        value = row["measured"][part]
+        colour = style.COLOURS["weights" if part == "parameters" else part]
+        axes.barh(y, value, left=left, height=0.75, color=colour)
+        if y == 0:
+            text = dict(ha="center", va="center", fontsize=style.SMALL)
+            axes.text(left + value / 2, y, part, color=style.contrast(colour), **text)
+        left += value
+    total = sum(row["formula"].values())
+    axes.plot([total, total], [y - 0.45, y + 0.45], color="black", linewidth=2)
+    style.label(axes, f"{left:.1f}", (left, y))
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what zero_memory.json holds."""
+    rows = results["rows"]
+    figure, axes = style.figure(3)
+    for y, row in enumerate(rows):
+        draw_row(axes, y, row)
+    names = [f"stage {row['stage']}, {row['state']} state" for row in rows]
+    style.rows_of(axes, names)
     axes.set(
-        xticks=range(len(rows)),
-        xticklabels=names,
-        xlabel="stage",
-        ylabel="bytes per parameter of the model",
-        title=f"A rank's memory, measured, N = {n}, bf16",
+        xticks=range(0, 19, 2),
+        xlabel="bytes of a rank, per parameter of the model",
+        title=f"Measured, {results['ranks']} ranks, bf16 (black mark: the formula)",
     )
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    style.save(figure, figures / "zero_memory.svg")
 
 
 def main():
@@ -164,7 +170,7 @@ def main():
         },
         args,
     )
-    draw(rows, n, args.figures / "zero_memory.png")
+    draw(report.saved("zero_memory", args), args.figures)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib
 import processes
 import pytest
 import torch
@@ -22,30 +23,30 @@ ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "comparisons"
 # (script, arguments beside --toy, files that it writes)
 SCRIPTS = [
-    ("activation_memory", [], ["activation_memory.json", "activation_memory.png"]),
+    ("activation_memory", [], ["activation_memory.json", "activation_memory.svg"]),
     ("data_parallel", [], ["data_parallel.json"]),
-    ("fsdp", [], ["fsdp.json", "fsdp_time_line.png"]),
-    ("generation", [], ["generation.json", "generation.png"]),
-    ("layouts", ["--ranks", "2"], ["layouts.json", "layouts.png"]),
-    ("moe", ["training"], ["moe_training.json", "moe_load.png", "moe_loss.png"]),
+    ("fsdp", [], ["fsdp.json", "fsdp_time_line.svg"]),
+    ("generation", [], ["generation.json", "generation.svg"]),
+    ("layouts", ["--ranks", "2"], ["layouts.json", "layouts.svg", "same_loss.svg"]),
+    ("moe", ["training"], ["moe_training.json", "moe_load.svg", "moe_loss.svg"]),
     ("moe", ["speed"], ["moe_speed.json"]),
     ("optimizer_state", [], ["optimizer_state.json"]),
-    ("pipeline", [], ["pipeline.json", "pipeline_schedules.png", "pipeline_bubble.png"]),
+    ("pipeline", [], ["pipeline.json", "pipeline_schedules.svg", "pipeline_bubble.svg"]),
     ("prompt_memory", [], ["prompt_memory.json"]),
-    ("prompt_tuning", [], ["prompt_tuning.json", "prompt_tuning.png"]),
-    ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.png"]),
+    ("prompt_tuning", [], ["prompt_tuning.json", "prompt_tuning.svg"]),
+    ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.svg"]),
     ("single_device", [], ["single_device.json"]),
     ("tensor_parallel", [], ["tensor_parallel.json"]),
-    ("zero_memory", [], ["zero_memory.json", "zero_memory.png"]),
+    ("zero_memory", [], ["zero_memory.json", "zero_memory.svg"]),
 ]
 # what comparisons/gpu.py runs: (command, files that it writes, words that it prints)
 GPU = [
     ("check", ["gpu_check.txt"], ["cross_entropy", "test_sanitizer[memcheck]"]),
-    ("kernels", ["gpu_kernels.txt", "kernels.json", "kernels.png"], ["adamw forward"]),
-    ("gpt2", ["gpu_gpt2.txt", "training_step.json", "training_step.png"], ["| gpt2-124m | kern"]),
+    ("kernels", ["gpu_kernels.txt", "kernels.json", "kernels.svg"], ["adamw forward"]),
+    ("gpt2", ["gpu_gpt2.txt", "training_step.json", "training_step.svg"], ["| gpt2-124m | kern"]),
     (
         "llama",
-        ["gpu_llama.txt", "training_step.json", "training_step.png"],
+        ["gpu_llama.txt", "training_step.json", "training_step.svg"],
         ["test_on_a_gpu[2-", "| llama2-7b | kernels auto |"],
     ),
 ]
@@ -68,7 +69,7 @@ def main_of(script: str, argv: list[str], monkeypatch):
 def tracked() -> dict[Path, int]:
     """{measured result or figure: when it was written}"""
     paths = [*COMPARISONS.iterdir(), *(ROOT / "figures").iterdir()]
-    return {path: path.stat().st_mtime_ns for path in paths if path.suffix in (".json", ".png")}
+    return {path: path.stat().st_mtime_ns for path in paths if path.suffix in (".json", ".svg")}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,47 @@ subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
 
 def test_none_is_forgotten():
     scripts = {script for script, _, _ in SCRIPTS} | {"gpu", "kernels", "training_step"}
-    assert {path.stem for path in COMPARISONS.glob("*.py")} == scripts | {"report"}
+    assert {path.stem for path in COMPARISONS.glob("*.py")} == scripts | {
+        "report",
+        "style",
+        "redraw",
+    }
+
+
+def texts(svg: str) -> list[str]:
+    """The texts of a figure, which stand as comments beside their outlines."""
+    return re.findall(r"<!-- (.*?) -->", svg)
+
+
+def test_figures_are_drawn_from_the_results(tmp_path, monkeypatch):
+    """What redraw.py draws is what is tracked: byte for byte where this matplotlib drew it, else
+    with the same texts. No text is smaller than 8 points at the size at which it is shown."""
+    monkeypatch.syspath_prepend(str(COMPARISONS))
+    monkeypatch.syspath_prepend(str(ROOT))
+    redraw = importlib.import_module("comparisons.redraw")
+    for name in redraw.measured():
+        redraw.redraw(name, tmp_path)
+    tracked_figures = ROOT / "figures"
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == sorted(path.name for path in tracked_figures.iterdir())
+    for name in drawn:
+        new = (tmp_path / name).read_text()
+        old = (tracked_figures / name).read_text()
+        same_version = f"Matplotlib v{matplotlib.__version__}," in old
+        assert texts(new) == texts(old), f"{name}: python comparisons/redraw.py draws it again"
+        assert new == old or not same_version, f"{name}: python comparisons/redraw.py"
+        assert len(new) < 300_000
+        assert float(re.search(r'<svg [^>]*width="([\d.]+)pt"', new)[1]) <= 8.5 * 72
+        # outlines are scaled from a font of 100 points
+        sizes = [100 * float(scale) for scale in re.findall(r"scale\(([\d.]+) -", new)]
+        assert len(sizes) >= len(texts(new)) and min(sizes) >= 8
+
+
+def test_every_figure_can_be_redrawn(monkeypatch):
+    monkeypatch.syspath_prepend(str(COMPARISONS))
+    redraw = importlib.import_module("comparisons.redraw")
+    draws = {path.stem for path in COMPARISONS.glob("*.py") if "\ndef draw(" in path.read_text()}
+    assert set(redraw.DRAWN_BY.values()) == draws
 
 
 def test_as_a_command(tmp_path):

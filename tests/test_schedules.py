@@ -187,6 +187,15 @@ def test_plot(tmp_path):
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
+def test_numbers_can_be_read_on_every_chunk():
+    """Text on any grey has a contrast of at least 4.5 (WCAG 2)."""
+    for grey in range(256):
+        c = grey / 255
+        luminance = c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        contrasts = {"black": (luminance + 0.05) / 0.05, "white": 1.05 / (luminance + 0.05)}
+        assert contrasts[schedules.text_on((c, c, c))] >= 4.5
+
+
 def test_lesson(capsys):
     schedules.main()
     out = capsys.readouterr().out

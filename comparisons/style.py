@@ -1,0 +1,161 @@
+"""The stylesheet of all figures: one width, one colour for each concept, one way to write a file.
+
+    figure, axes = style.figure(3)                       # 3 inches high; rows and columns as in
+    axes.plot(x, y, color=style.COLOURS["tensor"])       # plt.subplots
+    style.label_ends(axes)
+    style.save(figure, path)
+
+A page of this repository on GitHub shows a picture of 8.5 inches at its full size, so that a point
+is a point: no text is smaller than 8 of them. Text becomes outlines. It is then as wide on every
+machine as it was when labels were placed; what it says stands beside it as a comment in the SVG.
+The background is white, also on a dark page.
+
+A file depends on what is drawn and on the version of matplotlib, which it names; it has no date.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from schedules import COLOURS as ACTIONS
+from schedules import text_on
+
+# inches
+WIDTH = 8.5
+# points
+SMALL = 8
+
+# Each can be told from the others of its group by readers who are colour-blind (Okabe and Ito's
+# colours, and Tol's "muted"). Groups do not meet in one figure, but for actions and memory.
+COLOURS = {
+    # memory
+    "weights": "#332288",
+    "gradients": "#ddcc77",
+    "optimizer state": "#44aa99",
+    "activations": "#cc6677",
+    # F, B, I, W
+    **ACTIONS,
+    # techniques
+    "one device": "#4d4d4d",
+    "dense": "#4d4d4d",
+    "data": "#0072b2",
+    "tensor": "#e69f00",
+    "pipeline": "#009e73",
+    "tensor and pipeline": "#cc79a7",
+    "experts": "#d55e00",
+    "recompute": "#56b4e9",
+    # learning a task
+    "p-tuning": "#0072b2",
+    "prompt-tuning": "#009e73",
+    "fine-tuning": "#4d4d4d",
+    # an operation
+    "fused": "#0072b2",
+    "compiled": "#e69f00",
+    "fused and compiled": "#009e73",
+    "PyTorch": "#999999",
+}
+# for models and others that are compared in one figure alone
+SERIES = ("#0072b2", "#d55e00", "#009e73")
+
+RC = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "figure.titlesize": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL,
+    "legend.fontsize": SMALL,
+    "legend.frameon": False,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4,
+    "savefig.facecolor": "white",
+    "svg.fonttype": "path",
+    # of the names inside the file
+    "svg.hashsalt": "figures",
+}
+
+
+def pyplot():
+    """matplotlib.pyplot in this style, drawing into files: it opens no window."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(RC)
+    return plt
+
+
+def figure(height: float, rows: int = 1, columns: int = 1, **options):
+    """(figure, axes) of plt.subplots. height: inches."""
+    size = (WIDTH, height)
+    return pyplot().subplots(rows, columns, figsize=size, layout="constrained", **options)
+
+
+def save(figure, path: Path) -> None:
+    """Write the figure and forget it."""
+    figure.savefig(path, metadata={"Date": None})
+    pyplot().close(figure)
+
+
+def contrast(colour: str) -> str:
+    """The colour of text that can be read on a colour."""
+    import matplotlib.colors
+
+    return text_on(matplotlib.colors.to_rgb(colour))
+
+
+def ink(colour: str) -> tuple[float, float, float]:
+    """A colour dark enough for text on white, of the same hue."""
+    import matplotlib.colors
+
+    rgb = matplotlib.colors.to_rgb(colour)
+    return tuple(0.6 * c for c in rgb) if text_on(rgb) == "black" else rgb
+
+
+def label_ends(axes) -> None:
+    """Write each line's label at its right end. Where two would meet, the upper one moves up."""
+    lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+    # places the axes, so that data can be turned into pixels
+    axes.figure.draw_without_rendering()
+    pixels = 72 / axes.figure.dpi
+    ends = [pixels * axes.transData.transform(line.get_xydata()[-1])[1] for line in lines]
+    lowest = float("-inf")
+    for end, line in sorted(zip(ends, lines), key=lambda pair: pair[0]):
+        y = max(end, lowest)
+        lowest = y + 1.2 * SMALL
+        label(axes, line.get_label(), line.get_xydata()[-1], line.get_color(), (6, y - end))
+
+
+def label(axes, text: str, xy, colour: str = "black", offset=(6, 0), **options) -> None:
+    """Write text beside a point. offset: in points."""
+    options = dict(textcoords="offset points", va="center", fontsize=SMALL) | options
+    axes.annotate(text, xy, offset, color=ink(colour), annotation_clip=False, **options)
+
+
+def ranges(axes, positions, spreads: list[dict], colour: str, **options) -> None:
+    """Points at the medians, on horizontal lines from the least to the most. spreads: what
+    `report.spread` returned."""
+    least = [x["min"] for x in spreads]
+    most = [x["max"] for x in spreads]
+    axes.hlines(positions, least, most, color=colour, linewidth=1.5)
+    medians = [x["median"] for x in spreads]
+    options = dict(marker="o", linestyle="none", markersize=5) | options
+    axes.plot(medians, positions, color=colour, **options)
+
+
+def rows_of(axes, names, **options) -> None:
+    """Name the rows 0, 1, ... of a chart, the first on top."""
+    axes.set_yticks(range(len(names)), names, **options)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
