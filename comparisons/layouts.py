@@ -96,7 +96,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 WARMUP = 3
 # the flags that a figure's title names
 SHAPE_FLAGS = ("num-layers", "hidden-size", "seq-length", "global-batch-size", "micro-batch-size")
-# the layouts of README's picture, by their flags: one device, then data parallelism and five more
+# the layouts of README's picture, by their flags: none are one device and plain data parallelism
 SHOWN = (
     "",
     "--zero-stage 3",
@@ -307,8 +307,8 @@ def draw_same_loss(results: dict, path: Path) -> None:
     for i, row in enumerate(rows):
         # each thinner than the one below it, so that all are seen
         width = 1.5 + 2 * (len(rows) - 1 - i)
-        style_of_line = dict(linewidth=width, solid_capstyle="round", solid_joinstyle="round")
-        losses.plot(steps, row["losses"], color=colour_of(row), **style_of_line)
+        line = dict(linewidth=width, solid_capstyle="round", solid_joinstyle="round")
+        losses.plot(steps, row["losses"], color=colour_of(row), **line)
     worst = max(row["loss_difference"] for row in rows)
     losses.text(
         0.97,

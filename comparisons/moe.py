@@ -224,7 +224,7 @@ def draw_load(rows: dict[str, dict], path: Path) -> None:
     axes.minorticks_off()
     axes.set(
         xlabel="largest load of an expert over the mean",
-        title=f"8 experts, after step 200: median of {seeds} seeds, on a line from least to most",
+        title=f"8 experts, after step {SETTLED}; {seeds} seeds: median, least and most",
     )
     style.save(figure, path)
 

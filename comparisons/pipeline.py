@@ -67,8 +67,14 @@ MICRO_BATCHES = (8, 4)
 IN_TORCH = ("1f1b", "interleaved v=2")
 # layouts whose time lines are drawn, with m = 8
 DRAWN = ("1f1b", "interleaved v=2", "zb-h1")
-# layouts of the figure of bubbles: marker. GPipe's bubble is 1F1B's.
-MARKERS = {"1f1b": "o", "zb-h1": "d", "interleaved v=2": "^", "interleaved v=4": "v"}
+# of the figure of bubbles: layout: marker
+MARKERS = {
+    "gpipe": "x",
+    "1f1b": ".",
+    "zb-h1": "d",
+    "interleaved v=2": "^",
+    "interleaved v=4": "v",
+}
 
 
 def layout(name: str) -> tuple[str, int]:
@@ -345,9 +351,9 @@ def draw_bubbles(rows: list[dict], path: Path) -> None:
         for name, marker in MARKERS.items():
             points = [row for row in rows if (row["p"], row["layout"]) == (p, name)]
             ms = [row["m"] for row in points]
-            label = name.replace("1f1b", "gpipe and 1f1b")
-            axes.plot(ms, [100 * row["formula"] for row in points], color=colour, label=label)
-            axes.plot(ms, [100 * row["simulated"] for row in points], marker, color="black")
+            axes.plot(ms, [100 * row["formula"] for row in points], color=colour, label=name)
+            marks = [100 * row["simulated"] for row in points]
+            axes.plot(ms, marks, marker, color="black", markersize=6)
         axes.set(
             xscale="log", xticks=ms, xticklabels=ms, xlabel="micro-batches m", title=f"p = {p}"
         )

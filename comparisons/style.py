@@ -123,14 +123,17 @@ def ink(colour: str) -> tuple[float, float, float]:
 
 
 def label_ends(axes) -> None:
-    """Write each line's label at its right end. Where two would meet, the upper one moves up."""
-    lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+    """Write each line's label at its right end. Where two would meet, the upper one moves up. A
+    line that leaves the axes has none."""
     # places the axes, so that data can be turned into pixels
     axes.figure.draw_without_rendering()
-    pixels = 72 / axes.figure.dpi
-    ends = [pixels * axes.transData.transform(line.get_xydata()[-1])[1] for line in lines]
+    ends = []
+    for line in axes.get_lines():
+        x, y = axes.transData.transform(line.get_xydata()[-1])
+        if not line.get_label().startswith("_") and axes.bbox.contains(x, y):
+            ends.append((72 / axes.figure.dpi * y, line))
     lowest = float("-inf")
-    for end, line in sorted(zip(ends, lines), key=lambda pair: pair[0]):
+    for end, line in sorted(ends, key=lambda pair: pair[0]):
         y = max(end, lowest)
         lowest = y + 1.2 * SMALL
         label(axes, line.get_label(), line.get_xydata()[-1], line.get_color(), (6, y - end))

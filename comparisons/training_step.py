@@ -229,6 +229,8 @@ def draw_model(axes, model: str, rows: dict) -> None:
     style.rows_of(axes, list(rows))
     axes.set_title("\n".join(title))
     axes.margins(x=0.4)
+    # also where no case has a bar
+    axes.set_xlim(left=0)
 
 
 def draw(results: dict, figures: Path) -> None:
@@ -236,7 +238,7 @@ def draw(results: dict, figures: Path) -> None:
     models = in_order(results["results"])
     heights = [len(rows) + 1.5 for rows in models.values()]
     figure, panels = style.figure(
-        0.8 + 0.3 * sum(heights), len(models), height_ratios=heights, squeeze=False
+        1.3 + 0.3 * sum(heights), len(models), height_ratios=heights, squeeze=False
     )
     for axes, (model, rows) in zip(panels[:, 0], models.items()):
         draw_model(axes, model, rows)
