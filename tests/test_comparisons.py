@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import processes
@@ -72,6 +73,43 @@ def tracked() -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in paths if path.suffix in (".json", ".svg")}
 
 
+class ForkedTraining:
+    """What subprocess.Popen is for comparisons/layouts.py: ranks that have imported the project."""
+
+    def __init__(self, command: list[str], **options):
+        world = 1
+        argv = command[1:]
+        if "--nproc-per-node" in command:
+            after_launcher = command.index("--nproc-per-node") + 2
+            world = int(command[after_launcher - 1])
+            argv = command[after_launcher:]
+        self.ranks = processes.start_ranks(world, argv) if world > 1 else [processes.start(argv)]
+
+    def poll(self) -> int | None:
+        codes = [rank.returncode for rank in self.ranks]
+        return None if None in codes else max(codes)
+
+    def terminate(self) -> None:
+        for rank in self.ranks:
+            rank.process.kill()
+
+    def wait(self) -> None:
+        for rank in self.ranks:
+            rank.process.join()
+
+
+def start_without_imports(script: str, monkeypatch) -> None:
+    """Train in processes that have imported the project. (On a GPU a fork cannot.)"""
+    if torch.cuda.is_available() or script not in ("layouts", "prompt_memory"):
+        return
+    if script == "layouts":
+        fake = SimpleNamespace(Popen=ForkedTraining, DEVNULL=None)
+    else:
+        fake = SimpleNamespace(run=lambda command, **_: processes.run(command[1:]), DEVNULL=None)
+    monkeypatch.syspath_prepend(str(COMPARISONS))
+    monkeypatch.setattr(importlib.import_module(f"comparisons.{script}"), "subprocess", fake)
+
+
 @pytest.mark.parametrize(
     "script, argv, files", SCRIPTS, ids=lambda x: x if isinstance(x, str) else "-".join(x)
 )
@@ -81,6 +119,7 @@ def test_toy(script, argv, files, tmp_path, monkeypatch, capfd):
     before = tracked()
     out = tmp_path / "out"
     threads = torch.get_num_threads()
+    start_without_imports(script, monkeypatch)
     try:
         status = main_of(script, [*argv, "--toy", "--out", out], monkeypatch)
     finally:
