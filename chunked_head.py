@@ -198,37 +198,7 @@ def peak_bytes(function) -> int:
     return most
 
 
-def main():
-    b, s, h, v = 4, 256, 64, 8192
-    config = gpt.GPTConfig(num_layers=1, hidden_size=h, num_heads=1, seq_length=s, vocab_size=v)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(b, s, h, generator=generator)
-    targets = torch.randint(v, (b, s), generator=generator)
-    print(f"b {b}, s {s}, h {h}, V {v:,}, float32: the logits have {4 * b * s * v:,} bytes")
-    print(f"{'':>16}{'peak bytes':>14}{'by formula':>14}   logits, ∂x, ∂W (in chunks twice: the")
-    print(f"{'':>47}sum and what is added to it)")
-    gradients = []
-    for chunk in (0, 256, 64):
-        head = gpt.Head(config)
-        nn.init.normal_(head.output.weight, std=0.02, generator=generator.manual_seed(1))
-        model = nn.Module()
-        model.head = head
-        apply(model, chunk)
-        inputs = x.clone().requires_grad_()
-
-        def step(head=model.head, inputs=inputs):
-            head(inputs, targets).mean().backward()
-
-        peak = peak_bytes(step)
-        gradients.append((inputs.grad, head.output.weight.grad))
-        formula = 4 * ((chunk or b * s) * v + b * s * h + v * h * (2 if chunk else 1))
-        name = f"{chunk} tokens" if chunk else "whole"
-        print(f"{name:>16}{peak:>14,}{formula:>14,}")
-    for chunk, chunked in zip((256, 64), gradients[1:]):
-        pairs = zip(gradients[0], chunked)
-        worst = max(((a - c).abs().max() / a.abs().max()).item() for a, c in pairs)
-        print(f"{chunk} tokens: largest relative difference of a gradient {worst:.1e}")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import chunked_head as lesson
+
+    lesson.main()

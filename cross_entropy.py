@@ -9,7 +9,7 @@ softmax overwrites the logits in forward, and the gradient overwrites the softma
 `tensor_parallel.vocab_parallel_cross_entropy` is the same function of logits that are sharded by
 vocabulary; `kernels.cross_entropy` is one CUDA kernel.
 
-    python cross_entropy.py      bytes that autograd keeps, plain and in place
+    python cross_entropy.py      a gradient by hand, large logits, peak bytes plain and in place
 """
 
 import torch
@@ -53,31 +53,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return loss.view(targets.shape)
 
 
-def main():
-    b, v = 128, 50257
-    targets = torch.randint(v, (b,), generator=torch.Generator().manual_seed(0))
-    logits = torch.randn(b, v, generator=torch.Generator().manual_seed(0))
-    gradients = []
-    print(f"{b} tokens, V = {v:,}: the logits have {logits.nbytes:,} bytes")
-    for name, function in (("F.cross_entropy", F.cross_entropy), ("in place", cross_entropy)):
-        z = logits.clone().requires_grad_()
-        kept = {}
-
-        def note(x, kept=kept):
-            kept[x.untyped_storage().data_ptr()] = x.nbytes
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            # as from a matrix multiplication, which does not keep its output
-            made = z + 0
-            loss = function(made, targets).mean()
-        extra = sum(n for address, n in kept.items() if address != made.data_ptr())
-        loss.backward()
-        gradients.append(z.grad)
-        print(f"{name:>16}: loss {loss.item():.6f}, kept beside the logits {extra:,} bytes")
-    difference = (gradients[0] - gradients[1]).abs().max() / gradients[0].abs().max()
-    print(f"largest relative difference of the gradients {difference:.1e}")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import cross_entropy as lesson
+
+    lesson.main()

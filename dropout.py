@@ -14,7 +14,7 @@ advanced by the same number on every rank.
     mask [b, s, h]    rank 0 | rank 1       the same bits as on one device, whichever way
                       s: 0 1 | 2 3          the tensor is sharded
 
-    python dropout.py      the mask of a whole tensor, and the masks of its two halves
+    python dropout.py      the mask of a whole tensor and of its shards, and which masks differ
 
 Not covered: Megatron-LM keeps a generator per rank instead, and saves its state for recomputation
 and in checkpoints; another layout then drops other elements.
@@ -97,18 +97,7 @@ class Dropout(nn.Module):
         return x.masked_fill(mask, 0.0) * (1 / (1 - self.p))
 
 
-def main():
-    key = layer_key(dropout_key(seed=0, step=1, samples=torch.tensor([7])), layer=0)
-    whole = dropout_mask(key, site=1, shape=(1, 4, 12), start={}, p=0.25)
-    halves = [dropout_mask(key, 1, (1, 2, 12), {1: first}, 0.25) for first in (0, 2)]
-    print("sample 7, step 1, layer 0: the mask of [1, 4, 12], 1 is dropped (p = 0.25)")
-    for row in whole[0].int().tolist():
-        print("   ", *row)
-    same = torch.equal(torch.cat(halves, 1), whole)
-    print(f"the two halves along dimension 1, joined, equal it: {same}")
-    large = dropout_mask(key, 1, (1, 1000, 1000), {}, 0.25)
-    print(f"share of a million elements that is dropped: {large.double().mean():.4f}")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import dropout as lesson
+
+    lesson.main()

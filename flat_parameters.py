@@ -96,28 +96,7 @@ class FlatParameters:
             yield shards[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest)
 
 
-# --- python flat_parameters.py --------------------------------------------------------------------
-
-
-@torch.no_grad()
-def main():
-    weight = nn.Parameter(torch.arange(10.0).view(5, 2))
-    bias = nn.Parameter(torch.tensor([0.5, 1.5]))
-    layout = FlatParameters([weight, bias], 2)
-    # padding stays NaN: it belongs to no parameter
-    flat = torch.full((layout.N, layout.T), torch.nan)
-    for p in layout.parameters:
-        for in_flat, in_whole in layout.views(flat, p, p):
-            in_flat.copy_(in_whole)
-    print(f"weight {weight.tolist()}")
-    print(f"bias   {bias.tolist()}")
-    for rank, row in enumerate(flat):
-        print(f"row {rank}  {row.tolist()}")
-    back = torch.zeros_like(weight)
-    for in_flat, in_whole in layout.views(flat, weight, back):
-        in_whole.copy_(in_flat)
-    print(f"the weight, copied back, equals itself: {torch.equal(weight, back)}")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import flat_parameters as lesson
+
+    lesson.main()

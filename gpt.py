@@ -15,7 +15,7 @@ wrapping blocks; names like `blocks.7.attention.query` never change.
 
 Shapes: b micro-batch, s sequence, h hidden, a heads, d = h / a, L layers, V vocabulary.
 
-    python gpt.py        the parameters of a small model by name, and its loss before training
+    python gpt.py        parameters, the loss before training, what a changed token changes
 
 Not covered: ALiBi and T5 positions, sliding windows, packed sequences of variable length.
 """
@@ -315,16 +315,7 @@ class Head(nn.Module):
         return cross_entropy(logits, targets)
 
 
-def main():
-    config = GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=32, vocab_size=257)
-    model = GPT(config)
-    for name, p in model.named_parameters():
-        if not name.startswith("blocks.1."):
-            print(f"    {name:<36}{list(p.shape)}")
-    tokens = torch.randint(257, (2, 33), generator=torch.Generator().manual_seed(0))
-    loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
-    print(f"the loss of random tokens is {loss:.4f}, and ln V is {math.log(257):.4f}")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import gpt as lesson
+
+    lesson.main()

@@ -7,6 +7,8 @@ knows the field, its value, the rule and what would fit, so that train.py can na
     train.py --num-heads 5 ..       --num-heads 5: must divide --hidden-size 64; [2, 4, 8] would fit
 
 The check of every technique (tensor_parallel.check, ..) raises the same error.
+
+    python model_config.py       defaults, and shapes that are refused
 """
 
 from dataclasses import dataclass, fields
@@ -130,3 +132,9 @@ def divisors(n: int, near: int) -> list[int]:
     """The three divisors of n, of those up to 4096, that are nearest to a number."""
     found = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
     return sorted(sorted(found, key=lambda d: abs(d - near))[:3])
+
+
+if __name__ == "__main__":
+    from lessons import model_config as lesson
+
+    lesson.main()

@@ -13,7 +13,7 @@ Backward needs the activations of forward. They take more memory than anything e
     forward      x --layer, not recorded--> y          kept: x
     backward     x --layer, recorded------> y,  then back through this recording with ∂L/∂y
 
-    python recompute.py      one layer, three ways: bytes by formula and measured, FLOPs, gradients
+    python recompute.py      one layer, three ways: bytes kept, FLOPs, equal gradients
 
 Dropout needs no care: its masks are hashes of coordinates, so the second run makes the same ones. A
 `RunOnce` module runs once, and recomputation reuses its result: a router's dispatch plan, for
@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
-from dropout import dropout_key
 from model_config import FieldError, GPTConfig
 
 # --- one function ---------------------------------------------------------------------------------
@@ -268,51 +267,7 @@ def saved_bytes(function, *parameters: Tensor) -> int:
     return sum(storages.values())
 
 
-# --------------------------------------------------------------------------------------------------
-
-
-def _lesson(granularity: str, config: GPTConfig, b: int) -> tuple[int, int, list[Tensor]]:
-    """(bytes kept, FLOPs, gradients) of one layer, forward and backward, in bf16."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    import sharding
-    from lessons import demo
-
-    model = demo.meta_model(config)
-    apply(model, granularity)
-    sharding.init(model, 0, "cpu", torch.bfloat16)
-    block = model.blocks["0"]
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(b, config.seq_length, config.hidden_size, generator=generator)
-    x = x.bfloat16().requires_grad_()
-    key = dropout_key(0, 1, torch.arange(b))
-    kept = saved_bytes(lambda: block(x, key), *block.parameters())
-    with FlopCounterMode(display=False) as counter:
-        block(x, key).sum().backward()
-    return kept, counter.get_total_flops(), [p.grad for p in block.parameters()]
-
-
-def main():
-    s, b, h, a = 256, 2, 256, 4
-    config = GPTConfig(1, h, a, seq_length=s, vocab_size=64, dropout=0.1)
-    print(f"one GPT layer, h {h}, a {a}, s {s}, b {b}, dropout 0.1, bf16: kept and computed")
-    print(
-        "            bytes by formula    measured   ratio             FLOPs            more", end=""
-    )
-    print("   gradients")
-    results = {granularity: _lesson(granularity, config, b) for granularity in GRANULARITIES}
-    _, least_flops, expected = results["none"]
-    for granularity, (kept, flops, gradients) in results.items():
-        formula = layer_bytes(s, b, h, a, recompute=granularity)
-        print(f"{granularity:>10}{formula:>18,.0f}{kept:>12,}{kept / formula:>8.4f}", end="")
-        print(f"{flops:>18,}{flops - least_flops:>16,}", end="   ")
-        if granularity == "none":
-            print()
-        else:
-            print("identical" if all(map(torch.equal, expected, gradients)) else "differ")
-    print(f"by the paper: selective 4 b s² h = {4 * b * s * s * h:,} more FLOPs; full one forward")
-    print(f"pass of the layer, 24 b s h² + 4 b s² h = {24 * b * s * h * h + 4 * b * s * s * h:,}")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import recompute as lesson
+
+    lesson.main()

@@ -275,60 +275,7 @@ def check_order(model: gpt.GPT, group: dist.ProcessGroup, parts: list[nn.Module]
         )
 
 
-# --------------------------------------------------------------------------------------------------
-
-
-def _lesson(rank: int, kind: str):
-    import recompute
-    import sharding
-    from dropout import dropout_key
-    from lessons import demo, ranks
-
-    group = dist.group.WORLD
-    model = demo.meta_model(demo.tiny_config(seq_length=64, dropout=0.1))
-    if kind != "one rank":
-        tensor_parallel.apply(model, group)
-    if kind == "sequence":
-        apply(model, group)
-    sharding.init(model, 0, "cpu", torch.float64)
-    tokens, targets = demo.random_tokens(8, 64, 257)
-    key = dropout_key(0, 1, torch.arange(8))
-    model(tokens, targets, key).mean().backward()
-    gradients = demo.gathered_gradients(model)
-    length = 64 // group.size() if kind == "sequence" else 64
-    x = torch.zeros(8, length, 64, dtype=torch.float64, requires_grad=True)
-    with ranks.Collectives() as forward:
-        y = model.blocks["0"](x, key)
-    with ranks.Collectives() as backward:
-        y.sum().backward()
-    # the formula is for 16 bits
-    block = model.blocks["0"].bfloat16()
-    x = x.detach().bfloat16().requires_grad_()
-    kept = recompute.saved_bytes(lambda: block(x, key), *block.parameters())
-    return gradients, kept, forward.calls, backward.calls
-
-
-def main():
-    import recompute
-    from lessons import demo, ranks
-
-    one = ranks.run(_lesson, 1, "one rank")[0][0]
-    print("one layer of a GPT (h 64, a 4, s 64, b 8, dropout 0.1, float64) on two ranks")
-    print("bytes sent are those of the whole tensor: b s h x 8 = 262,144")
-    for kind in ("tensor", "sequence"):
-        gradients, kept, forward, backward = ranks.run(_lesson, 2, kind)[0]
-        worst = demo.largest_difference(one, gradients)
-        formula = recompute.layer_bytes(64, 8, 64, 4, 2, kind == "sequence")
-        print(f"\n{kind} parallel: largest relative difference of a gradient {worst:.1e}")
-        print(f"kept for backward, in bf16: {kept:,} bytes, by the paper {formula:,.0f}")
-        print(f"   forward: {demo.format_calls(forward)}")
-        print(f"  backward: {demo.format_calls(backward)}")
-    print(
-        "\nAn all-reduce sends what a reduce-scatter and an all-gather send together. So the bytes"
-    )
-    print("are the same, but for backward's second gathers and the one flat all-reduce of the")
-    print("gradients of six weights of h elements.")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import sequence_parallel as lesson
+
+    lesson.main()

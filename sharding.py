@@ -9,7 +9,7 @@ sharded by rows over 2 tensor-parallel ranks, then over 2 data-parallel ranks:
     tp 0, rows 0 1 2    dp 0: rows 0 1    dp 1: row 2 and a row of padding
     tp 1, rows 3 4 5    dp 0: rows 3 4    dp 1: row 5 and a row of padding
 
-    python sharding.py       shards this weight over four ranks and gathers it again
+    python sharding.py       this weight on four ranks: its rows, gathered, and initialised
 
 Initialisation, checkpoints, the gradient norm and the tests read this record and nothing else, so
 none of them has a case per technique. Where the ranks do not divide a size, it is padded with zeros
@@ -196,25 +196,7 @@ def materialise(
             setattr(module, name, real.get(p, p))
 
 
-# --------------------------------------------------------------------------------------------------
-
-
-def _lesson(rank: int):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    record = Sharding((6, 3), (Shard(0, mesh.get_group("tp")), Shard(0, mesh.get_group("dp"))))
-    whole = torch.arange(18.0).view(record.shape)
-    part = shard_of(whole, record)
-    return part, torch.equal(gather(part, record), whole)
-
-
-def main():
-    from lessons import ranks
-
-    print("a [6, 3] weight, sharded over 2 tensor-parallel ranks, then 2 data-parallel ranks:")
-    for rank, (part, same) in enumerate(ranks.run(_lesson, 4)):
-        print(f"rank {rank} (dp {rank // 2}, tp {rank % 2}) holds {part.tolist()}", end="; ")
-        print(f"gathered equals whole: {same}")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import sharding as lesson
+
+    lesson.main()

@@ -45,8 +45,9 @@ class Lesson:
         self.command = command
         self.quiz = quiz
         self.without = without
-        # picklable, and called first on every rank; None: nothing is removed
-        self.mutate: Callable[[], None] | None = mutate
+        # Removes it: on ranks picklable, and called first on every rank; elsewhere it changes what
+        # it is given. None: nothing is removed.
+        self.mutate: Callable[..., None] | None = mutate
         self.questions = 0
         self.checks = 0
         self.failed = 0

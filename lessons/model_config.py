@@ -1,0 +1,65 @@
+"""The lesson of model_config.py: defaults, and shapes that cannot be built.
+
+python model_config.py
+"""
+
+import torch
+
+import gpt
+from lessons import form
+from model_config import FieldError, GPTConfig
+
+
+class Unchecked(GPTConfig):
+    """A configuration that takes any shape."""
+
+    def check(self) -> None:
+        pass
+
+
+WITHOUT = {"check": Unchecked}
+
+
+def refusal(config_class: type, **fields) -> tuple[str, FieldError | None]:
+    """(what is said about a model of these fields, the error before it was built)."""
+    try:
+        config = config_class(2, 64, seq_length=32, vocab_size=257, **fields)
+    except FieldError as error:
+        return str(error), error
+    try:
+        gpt.GPT(config)(torch.zeros(1, 32, dtype=torch.long))
+    except Exception as error:
+        return f"in forward: {error}", None
+    return "nothing: it runs", None
+
+
+def teach(lesson: form.Lesson) -> None:
+    config_class = lesson.mutate or GPTConfig
+    lesson.predict(
+        "GPTConfig(num_layers=2, hidden_size=64, num_heads=4) says no more. How large is a head?"
+        " How wide is the MLP? How many heads have keys and values of their own?"
+    )
+    config = config_class(2, 64, 4)
+    found = config.head_dim, config.ffn_hidden_size, config.num_kv_heads
+    lesson.check(f"{found}: h / a, 4 h, a", found == (64 // 4, 4 * 64, 4))
+
+    lesson.predict("Can h 64 have 5 heads? Which numbers near 5 would do?")
+    said, error = refusal(config_class, num_heads=5)
+    lesson.check(said, error is not None and "[2, 4, 8] would fit" in said)
+    lesson.break_it("check", "Who complains now, where, and in which words?")
+    flag = error.message(lambda field: "--" + field.replace("_", "-")) if error else "no error"
+    lesson.check(f"train.py: {flag}", flag.startswith("--num-heads 5: must divide --hidden-size"))
+
+    lesson.predict(
+        "Fused attention never has the s x s probabilities in memory. Does dropout 0.1 go with it?"
+    )
+    said, error = refusal(config_class, num_heads=4, dropout=0.1, attention="fused")
+    lesson.check(said, error is not None and error.field == "attention")
+
+
+def main() -> None:
+    form.main("model_config.py", teach, WITHOUT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The lesson of recompute.py: one layer, three ways.
+
+python recompute.py
+"""
+
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import dropout
+import recompute
+import sharding
+from lessons import demo, form
+from model_config import GPTConfig
+from mutations import recompute as bugs
+
+S, B, H, A = 128, 2, 128, 4
+
+
+def no_recomputation() -> None:
+    """Everything is kept."""
+    recompute.checkpoint = lambda function, *args: function(*args)
+
+
+WITHOUT = {"same-masks": bugs.new_masks_in_recomputation, "recomputation": no_recomputation}
+
+
+def measure(granularity: str) -> tuple[int, int, list[Tensor]]:
+    """(bytes kept, FLOPs, gradients) of one layer, forward and backward, in bf16."""
+    config = GPTConfig(1, H, A, seq_length=S, vocab_size=64, dropout=0.1)
+    model = demo.meta_model(config)
+    recompute.apply(model, granularity)
+    sharding.init(model, 0, "cpu", torch.bfloat16)
+    block = model.blocks["0"]
+    x = torch.randn(B, S, H, generator=torch.Generator().manual_seed(0))
+    x = x.bfloat16().requires_grad_()
+    key = dropout.dropout_key(0, 1, torch.arange(B))
+    kept = recompute.saved_bytes(lambda: block(x, key), *block.parameters())
+    with FlopCounterMode(display=False) as counter:
+        block(x, key).sum().backward()
+    return kept, counter.get_total_flops(), [p.grad for p in block.parameters()]
+
+
+def measure_all(mutate) -> dict:
+    # patched with themselves: what is removed comes back afterwards
+    masks = mock.patch.object(dropout, "dropout_mask", dropout.dropout_mask)
+    checkpoint = mock.patch.object(recompute, "checkpoint", recompute.checkpoint)
+    with masks, checkpoint:
+        if mutate:
+            mutate()
+        return {granularity: measure(granularity) for granularity in recompute.GRANULARITIES}
+
+
+def teach(lesson: form.Lesson) -> None:
+    results = measure_all(lesson.mutate)
+    none, selective, full = results.values()
+    lesson.predict(
+        f"One GPT layer in bf16: s {S}, b {B}, h {H}, a {A}, dropout 0.1. How many bytes does it"
+        " keep for backward: by the formula; without the s² part; and if it keeps its input alone?"
+    )
+    ratios = []
+    for name, (kept, _, _) in results.items():
+        formula = recompute.layer_bytes(S, B, H, A, recompute=name)
+        ratios.append(kept / formula)
+        lesson.say(f"{name:<10}{kept:>10,} / {formula:>9,.0f}  {form.bar(kept, none[0])}")
+    lesson.check(
+        "measured / formula (34 s b h + 5 a s² b, 34 s b h, 2 s b h): "
+        + ", ".join(f"{ratio:.3f}" for ratio in ratios),
+        all(abs(ratio - 1) < 0.02 for ratio in ratios),
+    )
+
+    score_flops = 4 * B * S * S * H
+    layer_flops = 24 * B * S * H * H + score_flops
+    lesson.predict(
+        "Selective computes q kᵀ and the product with v a second time, 2 b s² h FLOPs each. Full"
+        " computes all of forward again, 24 b s h² more. How many FLOPs are added?"
+    )
+    lesson.check(
+        f"selective {selective[1] - none[1]:,}; 4 b s² h = {score_flops:,}",
+        selective[1] - none[1] == score_flops,
+    )
+    lesson.check(
+        f"full {full[1] - none[1]:,}; 24 b s h² + 4 b s² h = {layer_flops:,}",
+        full[1] - none[1] == layer_flops,
+    )
+
+    lesson.predict(
+        "Forward has one FLOP for two of backward. How much more has full in all? And selective?"
+    )
+    shares = [(flops - none[1]) / none[1] for _, flops, _ in (full, selective)]
+    selective_share = score_flops / (3 * layer_flops)
+    lesson.check(
+        f"full {shares[0]:.1%}, one third; selective {shares[1]:.1%}, s / (18 h + 3 s) ="
+        f" {selective_share:.1%}",
+        abs(shares[0] - 1 / 3) < 1e-9 and abs(shares[1] - selective_share) < 1e-9,
+    )
+    lesson.break_it("recomputation", "Everything is kept. Can gradients show it?")
+
+    lesson.predict(
+        f"Dropout runs twice. How many of the {len(none[2])} gradients differ in the last bit?"
+    )
+    different = []
+    for _, _, gradients in (selective, full):
+        different.append(sum(not torch.equal(a, b) for a, b in zip(none[2], gradients)))
+    lesson.check(
+        f"{different} of selective, then of full: masks are hashes of coordinates, the same again",
+        different == [0, 0],
+    )
+    lesson.break_it("same-masks", "Dropout draws new masks. Is the loss wrong? Why not?")
+
+
+def main() -> None:
+    form.main("recompute.py", teach, WITHOUT)
+
+
+if __name__ == "__main__":
+    main()
