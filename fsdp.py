@@ -15,8 +15,8 @@ Each of Ψ parameters has 2 bytes of weight (bf16), 4 of gradient (fp32) and 12 
     3      + parameters      (2 + 4 + 12)/N Ψ      3 m      m reduce-scatters, 2 m all-gathers:
                                                             for each forward and each backward
 
-    python fsdp.py      four stages on two ranks in fp32 (4 + 4 + 8 bytes): gradients, and bytes
-                        and elements measured beside the formulas
+    python fsdp.py      four stages on two ranks in fp32 (4 + 4 + 8 bytes): bytes and elements
+                        measured beside the formulas, gradients, parameters
 
 A reduce-scatter sums [N, T] tensors over the ranks and gives rank r row r of the sum. An all-gather
 collects the ranks' rows to [N, T] on every rank. An all-reduce is a reduce-scatter, then an
@@ -583,6 +583,6 @@ def elements_sent(stage: int, m: int) -> int:
 
 
 if __name__ == "__main__":
-    from lessons import zero_stages
+    from lessons import fsdp as lesson
 
-    zero_stages.main()
+    lesson.main()

@@ -6,7 +6,7 @@ multiplies at 800 TFLOP/s copies at 4 TB/s, and could do 800 FLOPs while an elem
 read and written. PyTorch reads and writes memory once per small operation. A fused kernel reads
 each input once and writes each output once, and no kernel can be faster than that.
 
-    python kernels.py       do the kernels run here; bytes moved and errors, beside PyTorch's own
+    python kernels.py       do the kernels run here; bytes moved, beside PyTorch's own operations
 
 Bytes per element of the first argument in bf16, forward + backward:
 
@@ -818,6 +818,6 @@ def apply(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
 if __name__ == "__main__":
     # The lesson imports this file, whose operations must not be registered twice.
     sys.modules["kernels"] = sys.modules[__name__]
-    from lessons import kernel_bytes
+    from lessons import kernels as lesson
 
-    kernel_bytes.main()
+    lesson.main()

@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from report import median, spread
 
 import kernels
-from lessons import kernel_bytes
+from lessons import kernels as lesson
 
 SIZES = {
     "gpt2-124m": dict(b=16, s=1024, h=768, ffn=3072, vocab_size=50304, heads=12),
@@ -54,7 +54,7 @@ SIZES = {
     "llama2-7b": dict(b=2, s=4096, h=4096, ffn=11008, vocab_size=32000, heads=32),
 }
 TOY = {"toy": dict(b=2, s=32, h=64, ffn=176, vocab_size=512, heads=4)}
-CASES = list(kernel_bytes.examples(1, 8, 8, 8, 8, 1))
+CASES = list(lesson.examples(1, 8, 8, 8, 8, 1))
 # Bytes of all sets of arguments and outputs together: more than a cache holds.
 CACHE = 2**28
 # Seconds of a copy up to which an operation is held to it.
@@ -71,7 +71,7 @@ class Backward:
                 self.inputs[i] = a.detach().clone().requires_grad_(i in with_gradient)
         self.wanted = [self.inputs[i] for i in with_gradient]
         with hooks:
-            self.outputs = kernel_bytes.as_tuple(function(*self.inputs))
+            self.outputs = lesson.as_tuple(function(*self.inputs))
         self.grad_outputs = [torch.randn_like(o) for o in self.outputs]
 
     def __call__(self):
@@ -158,16 +158,6 @@ def copy_bandwidth(device: str, rounds: int) -> float:
     return moved / median([timer() for _ in range(rounds)])
 
 
-def one_pass_bytes(name: str, direction: str, fused, args: tuple, with_gradient: tuple) -> int:
-    """Bytes of every input and output of the operation, once."""
-    moved = kernel_bytes.measure(fused, args, with_gradient)[0][direction == "backward"]
-    if name == "causal_softmax":
-        # The upper triangle of each input is not read.
-        inputs = 1 if direction == "forward" else 2
-        moved -= inputs * args[0].numel() * args[0].element_size() // 2
-    return moved
-
-
 def loss_of_float_logits(logits, targets):
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
@@ -188,14 +178,14 @@ def measure(name: str, size: dict, device: str, rounds: int, sets: int | None, b
     torch.compile.
     """
     torch.manual_seed(0)
-    args, fused, eager, with_gradient = kernel_bytes.examples(**size, device=device)[name]
+    args, fused, eager, with_gradient = lesson.examples(**size, device=device)[name]
     if name == "cross_entropy":
         # cross_entropy overwrites the logits, so its backward could run only once.
         eager = loss_of_float_logits
     kinds = {"fused": fused, "PyTorch": eager, "compiled": torch.compile(eager, backend=backend)}
     rows = {}
     for direction in ("forward", "backward") if with_gradient else ("forward",):
-        moved = one_pass_bytes(name, direction, fused, args, with_gradient)
+        moved = lesson.one_pass(name, fused, args, with_gradient)[direction == "backward"]
         count = sets or min(8, max(1, -(-CACHE // moved)))
 
         def calls(kind, direction=direction, count=count):

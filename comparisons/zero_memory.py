@@ -24,7 +24,8 @@ from single_device import Random
 
 import fsdp
 import train
-from lessons import ranks, zero_stages
+from lessons import ranks
+from lessons.fsdp import held_bytes
 from runtime.world import Groups
 
 SHAPE = dict(
@@ -71,7 +72,7 @@ def on_rank(rank: int, n: int, stage: int, state: str, shape: dict) -> tuple[dic
     dataset = Random(M * n, shape["seq_length"], shape["vocab_size"])
     with ranks.Collectives() as sent:
         trainer.forward_backward(1, dataset)
-        held = zero_stages.held_bytes(trainer.model, sharder)
+        held = held_bytes(trainer.model, sharder)
         trainer.update(1)
     parts = dict(zip(PARTS, (*held, report.optimizer_bytes(trainer.optimizer))))
     # with padding

@@ -73,7 +73,7 @@ def teach(lesson: form.Lesson) -> None:
         lesson.say(f"{name:<12}{peak:>12,}  {form.bar(peak, results[0][0])}")
     ratios = [results[chunk][0] / formulas[chunk] for chunk in CHUNKS[1:]]
     lesson.check(
-        f"measured / 4 (N V + 2 b s h + 2 V h): {ratios[0]:.3f} for N = 256, {ratios[1]:.3f} for 64",
+        f"measured / 4 (N V + 2 b s h + 2 V h): {ratios[0]:.3f} for N 256, {ratios[1]:.3f} for 64",
         all(abs(ratio - 1) < 0.02 for ratio in ratios),
     )
     lesson.break_it("chunks", "All tokens are one chunk. Is this the head of gpt.py?")

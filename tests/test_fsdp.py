@@ -1,7 +1,6 @@
 import copy
 import gc
 import math
-import re
 import weakref
 from functools import partial
 
@@ -14,7 +13,8 @@ import flat_parameters
 import fsdp
 import gpt
 import sharding
-from lessons import ranks, zero_stages
+from lessons import ranks
+from lessons.fsdp import held_bytes
 from model_config import GPTConfig
 from optimizer import AdamW
 from sharding import local_part, sharding_of, unpad
@@ -261,7 +261,7 @@ def bytes_and_elements(rank, n, stage, shape, m):
                 gradients.last_backward()
             model(tokens[k][:, :-1], tokens[k][:, 1:]).mean().backward()
         gradients.reduce_gradients()
-        held = zero_stages.held_bytes(model, gradients)
+        held = held_bytes(model, gradients)
         optimizer.step(1e-3)
         gradients.gather_parameters()
     moments = [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
@@ -380,15 +380,3 @@ def test_nothing_keeps_a_dropped_model():
 def test_unknown_stage():
     with pytest.raises(ValueError, match=r"stage 7: must be 0 .*, 1 .*, 2 .* or 3"):
         fsdp.apply(small_model(), None, 7)
-
-
-def test_lesson(capsys):
-    zero_stages.main()
-    out = capsys.readouterr().out
-    rows = re.findall(r"^ +(\d) +(\S+)((?: +[\d,]+ / [\d,]+){3}) +([\d.]+) / (\d)", out, re.M)
-    assert [int(stage) for stage, *_ in rows] == [0, 1, 2, 3]
-    for _, difference, held, sent, formula in rows:
-        assert float(difference) < 1e-5
-        assert float(sent) == float(formula)
-        for pair in re.findall(r"([\d,]+) / ([\d,]+)", held):
-            assert pair[0] == pair[1]

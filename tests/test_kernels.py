@@ -28,7 +28,7 @@ import sharding
 import train as trainer
 from cross_entropy import cross_entropy
 from dropout import dropout_key, dropout_mask
-from lessons import kernel_bytes
+from lessons import kernels as lesson
 from model_config import GPTConfig
 from routers import MoEConfig
 from runtime import cuda_kernels, extensions
@@ -320,7 +320,7 @@ def run(function, args, dtype, grad_dtype):
     """(outputs, gradients) of a function of arguments in dtype. The gradients of the outputs are
     random, the same each time, and exact in grad_dtype."""
     args = leaves(args, dtype)
-    outputs = kernel_bytes.as_tuple(function(*args))
+    outputs = lesson.as_tuple(function(*args))
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(o.shape, generator=generator).to(grad_dtype).to(o) for o in outputs]
     wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
@@ -747,7 +747,7 @@ def test_registrations(place, monkeypatch):
 
 def test_meta_tensors():
     for name, args in examples(torch.bfloat16, "meta").items():
-        outputs = kernel_bytes.as_tuple(getattr(torch.ops.fused, name)(*args))
+        outputs = lesson.as_tuple(getattr(torch.ops.fused, name)(*args))
         assert all(o is None or o.is_meta for o in outputs)
 
 

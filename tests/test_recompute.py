@@ -215,15 +215,3 @@ def test_fused_attention_has_nothing_to_recompute():
 def test_bad_input(granularity, layers, words):
     with pytest.raises(ValueError, match=words):
         build(granularity=granularity, layers=layers)
-
-
-def test_lesson(capsys):
-    recompute.main()
-    out = capsys.readouterr().out
-    assert out.count("identical") == 2
-    none, selective, full = out.splitlines()[2:5]
-    assert "134,217,728" in selective
-    assert "939,524,096" in full
-    for line in (none, selective, full):
-        ratio = float(line.split()[3])
-        assert abs(ratio - 1) < 0.02

@@ -1,17 +1,15 @@
-"""The demonstration of kernels.py: bytes moved and errors, beside PyTorch's own operations.
+"""The lesson of kernels.py: bytes moved in one pass, and by PyTorch's own operations.
 
     python kernels.py
 
-It says whether the kernels run here. Then, for every operation, it counts the bytes that one pass
-over its arguments and outputs moves, and those that PyTorch's own operations move, forward and
-backward. Where the kernels run, it prints errors too: the largest of an output or a gradient,
-against float64.
+It says whether the kernels run here. Where they do, it measures their errors and times too.
 
     examples(..)       the operations with arguments of a model's sizes
     measure(..)        one call, forward and backward: its bytes and its results
 """
 
 import math
+import re
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +21,7 @@ import moe
 import optimizer
 from cross_entropy import cross_entropy
 from dropout import dropout_key
+from lessons import form
 from model_config import GPTConfig
 from routers import MoEConfig
 
@@ -263,10 +262,21 @@ def on_meta(args: tuple) -> tuple:
     return tuple(a.to("meta") if isinstance(a, Tensor) else a for a in args)
 
 
+def one_pass(name: str, fused, args: tuple, with_gradient: tuple) -> list[int]:
+    """[forward, backward]: the bytes of every input and output of the operation, once."""
+    moved = measure(fused, on_meta(args), with_gradient)[0]
+    if name == "causal_softmax":
+        # the upper triangle is not read: of the scores; of the probabilities and their gradient
+        half = args[0].nbytes // 2
+        return [moved[0] - half, moved[1] - 2 * half]
+    return moved
+
+
 def errors(args: tuple, fused, own, with_gradient: tuple) -> list[float]:
-    """[of the kernel, of PyTorch's own operations]"""
+    """[of the kernel, of PyTorch's own operations, of the exact result in bf16]"""
     exact = measure(own, args, with_gradient, torch.float64)[1]
-    return [largest_error(measure(f, args, with_gradient)[1], exact) for f in (fused, own)]
+    results = [measure(f, args, with_gradient)[1] for f in (fused, own)]
+    return [largest_error(r, exact) for r in (*results, [y.bfloat16() for y in exact])]
 
 
 def microseconds(function) -> float:
@@ -281,7 +291,35 @@ def microseconds(function) -> float:
     return start.elapsed_time(end) * 10
 
 
-def time_swiglu() -> None:
+# --- the lesson -----------------------------------------------------------------------------------
+
+
+def no_fusion(cases: dict) -> None:
+    """swiglu is two operations, silu and a product."""
+    args, _, own, with_gradient = cases["swiglu"]
+    cases["swiglu"] = args, own, own, with_gradient
+
+
+WITHOUT = {"fusion": no_fusion}
+
+SIZES = dict(b=2, s=256, h=512, ffn=1408, vocab_size=4096)
+
+
+def expected() -> dict[str, list[int]]:
+    """The table at the top of kernels.py: {operation: bytes per element [forward, backward]}."""
+    rows = re.findall(r"^    (\w+) +(\d+)(?: \+ (\d+))?  ", kernels.__doc__, re.MULTILINE)
+    return {name: [int(n) for n in numbers if n] for name, *numbers in rows}
+
+
+def per_element(moved: list[int], args: tuple) -> list[float]:
+    return [n / args[0].numel() for n in moved]
+
+
+def written(counts: list[float]) -> str:
+    return " + ".join(f"{n:.1f}" for n in counts)
+
+
+def time_swiglu(lesson: form.Lesson) -> None:
     """The two kernels of csrc/swiglu.cu, and a copy of as many bytes, on a GPU."""
     gate, up, y = torch.randn(3, 2**26, device="cuda", dtype=torch.bfloat16)
     target, source = torch.empty(2, 3 * 2**25, device="cuda", dtype=torch.bfloat16)
@@ -289,42 +327,109 @@ def time_swiglu() -> None:
     def run(name):
         kernels.launch(name, gate, gate, up, y, y.numel())
 
-    print("swiglu, forward, 2^26 elements, microseconds:")
-    print(f"    a thread is an element   {microseconds(lambda: run('swiglu_naive')):8.1f}")
-    print(f"    a thread is a vector     {microseconds(lambda: run('swiglu')):8.1f}")
-    print(f"    a copy of as many bytes  {microseconds(lambda: target.copy_(source)):8.1f}")
+    times = {
+        "a thread is an element": microseconds(lambda: run("swiglu_naive")),
+        "a thread is a vector": microseconds(lambda: run("swiglu")),
+        "a copy of as many bytes": microseconds(lambda: target.copy_(source)),
+    }
+    lesson.say("swiglu, forward, 2^26 elements, microseconds:")
+    for name, time in times.items():
+        lesson.say(f"{name:<24}{time:8.1f}  {form.bar(time, max(times.values()))}")
 
 
-def main():
+def teach_errors(lesson: form.Lesson, cases: dict) -> None:
+    lesson.predict(
+        "A kernel computes in float32 and rounds once. Is its error smaller or larger than that of"
+        " PyTorch's operations, which round after each?"
+    )
+    ratios = {}
+    for name, (args, fused, own, with_gradient) in cases.items():
+        if with_gradient:
+            kernel, pytorch, rounding = errors(args, fused, own, with_gradient)
+            ratios[name] = kernel / (2 * max(pytorch, rounding) + 2**-23)
+    worst = max(ratios, key=ratios.get)
+    lesson.check(
+        "against float64 at most twice PyTorch's, or twice that of one rounding; largest share of"
+        f" this limit {ratios[worst]:.2f}, {worst}",
+        ratios[worst] <= 1,
+    )
+
+
+def teach_table(lesson: form.Lesson, cases: dict) -> None:
+    lesson.predict(
+        "PyTorch makes most of the twelve operations of kernels.py out of several, and each reads"
+        " and writes memory. For how many does it move at least ten times the bytes of one pass?"
+    )
+    lesson.say(f"{'bytes per element':<18}{'one pass':>12}{'PyTorch':>16}{'ratio':>7}")
+    ratios = []
+    differ = []
+    for name, (args, fused, own, with_gradient) in cases.items():
+        passes = per_element(one_pass(name, fused, args, with_gradient), args)
+        several = per_element(measure(own, args, with_gradient)[0], args)
+        ratio = sum(several) / sum(passes)
+        ratios.append(ratio)
+        if [round(n) for n in passes] != expected()[name]:
+            differ.append(name)
+        bar = form.bar(ratio, 16, 32)
+        lesson.say(f"{name:<18}{written(passes):>12}{written(several):>16}{ratio:>7.1f}  {bar}")
+    lesson.check(
+        "one pass is as in the table of kernels.py"
+        + (f", except {', '.join(differ)}" if differ else ""),
+        not differ,
+    )
+    lesson.check(
+        f"ten times for {sum(ratio > 9.95 for ratio in ratios)} of {len(ratios)}; never fewer:"
+        f" ratios from {min(ratios):.2f}",
+        min(ratios) > 0.99,
+    )
+
+
+def teach(lesson: form.Lesson) -> None:
     reason = kernels.why_not()
     device = "cpu" if reason else "cuda"
     if reason:
-        print(f"the kernels do not run here ({reason}): their bytes are counted, without errors")
+        lesson.say(f"The kernels do not run here ({reason}): bytes are counted, not times.")
     else:
-        print(f"compiled for {torch.cuda.get_device_name()}")
-        time_swiglu()
-    print(
-        "\nBytes per element of the first argument, bf16, forward + backward:\n"
-        "  one pass   every argument and output of the operation once\n"
-        f"  PyTorch    summed over PyTorch's own operations on this device ({device})\n"
-        "Error: the largest of an output or a gradient, against float64.\n\n"
-        f"{'':>18}{'one pass':>14}{'PyTorch':>16}{'ratio':>7}"
-        f"{'error: kernel':>18}{'PyTorch':>9}"
-    )
+        lesson.say(f"compiled for {torch.cuda.get_device_name()}")
+        time_swiglu(lesson)
     torch.manual_seed(0)
-    sizes = dict(b=2, s=256, h=512, ffn=1408, vocab_size=4096)
-    for name, (args, fused, own, with_gradient) in examples(**sizes, device=device).items():
-        one_pass = measure(fused, on_meta(args), with_gradient)[0]
-        several = measure(own, args, with_gradient)[0]
-        found = "", ""
-        if with_gradient and not reason:
-            found = [f"{e:.1e}" for e in errors(args, fused, own, with_gradient)]
-        counts = [
-            " + ".join(f"{moved / args[0].numel():.1f}" for moved in passes)
-            for passes in (one_pass, several)
-        ]
-        ratio = sum(several) / sum(one_pass)
-        print(f"{name:>18}{counts[0]:>14}{counts[1]:>16}{ratio:>7.1f}{found[0]:>18}{found[1]:>9}")
+    cases = examples(**SIZES, device=device)
+    if lesson.mutate:
+        lesson.mutate(cases)
+
+    lesson.predict(
+        "A bf16 number has 2 bytes. y = layer_norm(x), in one pass over memory: how many bytes for"
+        " each element of x? And backward, which reads x and ∂y, and writes ∂x?"
+    )
+    args, fused, _, with_gradient = cases["layer_norm"]
+    passes = per_element(one_pass("layer_norm", fused, args, with_gradient), args)
+    lesson.check(
+        f"{written(passes)}; 2 tensors of 2 bytes + 3 of 2", [round(n) for n in passes] == [4, 6]
+    )
+
+    lesson.predict(
+        "swiglu: y = silu(gate) up. Bytes of one pass, forward? PyTorch makes two operations of it,"
+        " silu and a product; backward is three. How many bytes have these?"
+    )
+    args, fused, own, with_gradient = cases["swiglu"]
+    passes = per_element(one_pass("swiglu", fused, args, with_gradient), args)
+    several = per_element(measure(own, args, with_gradient)[0], args)
+    lesson.check(
+        f"one pass {written(passes)}; 3 tensors of 2 bytes + 5 of 2",
+        [round(n) for n in passes] == [6, 10],
+    )
+    lesson.check(
+        f"PyTorch {written(several)}; (2 + 3) · 2 + 3 · 3 · 2",
+        [round(n) for n in several] == [10, 18],
+    )
+    lesson.break_it("fusion", "swiglu is silu, then a product. Which tensor is new?")
+    teach_table(lesson, cases)
+    if not reason:
+        teach_errors(lesson, cases)
+
+
+def main() -> None:
+    form.main("kernels.py", teach, WITHOUT)
 
 
 if __name__ == "__main__":
