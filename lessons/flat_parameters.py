@@ -85,8 +85,8 @@ def teach(lesson: form.Lesson) -> None:
 
     lesson.predict(
         "2 ranks have gradients g and 2 g of weight and bias, flattened in the same way. A"
-        " reduce-scatter sums them and gives rank r row r. Row 1 for g = 1, 1, ..? How many"
-        " collectives for this layer, instead of one for each parameter?"
+        " reduce-scatter sums them and gives rank r row r. If all elements of g are 1, what"
+        " is in row 1, and which elements of the parameters are these?"
     )
     ones = [torch.ones_like(p) for p in parameters]
     summed = flatten(two, ones) + flatten(two, [2 * g for g in ones])
@@ -95,7 +95,7 @@ def teach(lesson: form.Lesson) -> None:
     shards = [two.shard_in(row, p) for p in parameters]
     found = [x for shard in shards for x in shard.flatten().tolist() if x == x]
     lesson.check(
-        "row 1 has the sums for weight[3:5] and bias[1:2], 5 times 3, and padding; one collective",
+        "row 1 has five sums, 1 + 2 = 3, and padding: the sums for weight[3:5] and bias[1:2]",
         found == [3.0] * 5,
     )
 

@@ -31,10 +31,10 @@ def no_mask(model: gpt.GPT) -> None:
 
 @torch.no_grad()
 def no_small_weights(model: gpt.GPT) -> None:
-    """Standard deviation 1 instead of 0.02."""
+    """Standard deviation 0.2 instead of 0.02."""
     for p in model.parameters():
         if p.dim() == 2:
-            p.mul_(50)
+            p.mul_(10)
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def teach(lesson: form.Lesson) -> None:
     loss = model(tokens, targets).mean().item()
     lesson.check(f"{loss:.3f}; ln V = {math.log(V):.3f}", abs(loss - math.log(V)) < 0.05)
     lesson.break_it(
-        "small-weights", "Weights are 50 times as large. Is the loss smaller or larger?"
+        "small-weights", "Weights are 10 times as large. Is the loss smaller or larger?"
     )
 
     lesson.predict(

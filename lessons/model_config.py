@@ -46,7 +46,6 @@ def teach(lesson: form.Lesson) -> None:
     lesson.predict("Can h 64 have 5 heads? Which numbers near 5 would do?")
     said, error = refusal(config_class, num_heads=5)
     lesson.check(said, error is not None and "[2, 4, 8] would fit" in said)
-    lesson.break_it("check", "Who complains now, where, and in which words?")
     flag = error.message(lambda field: "--" + field.replace("_", "-")) if error else "no error"
     lesson.check(f"train.py: {flag}", flag.startswith("--num-heads 5: must divide --hidden-size"))
 
@@ -55,6 +54,7 @@ def teach(lesson: form.Lesson) -> None:
     )
     said, error = refusal(config_class, num_heads=4, dropout=0.1, attention="fused")
     lesson.check(said, error is not None and error.field == "attention")
+    lesson.break_it("check", "Which of the two errors comes later, which one never?")
 
 
 def main() -> None:

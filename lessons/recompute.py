@@ -105,7 +105,7 @@ def teach(lesson: form.Lesson) -> None:
     for _, _, gradients in (selective, full):
         different.append(sum(not torch.equal(a, b) for a, b in zip(none[2], gradients)))
     lesson.check(
-        f"{different} of selective, then of full: masks are hashes of coordinates, the same again",
+        f"{different[0]} with selective, {different[1]} with full: the hash makes the same masks again",
         different == [0, 0],
     )
     lesson.break_it("same-masks", "Dropout draws new masks. Is the loss wrong? Why not?")
