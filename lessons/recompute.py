@@ -104,8 +104,9 @@ def teach(lesson: form.Lesson) -> None:
     different = []
     for _, _, gradients in (selective, full):
         different.append(sum(not torch.equal(a, b) for a, b in zip(none[2], gradients)))
+    counts = f"{different[0]} with selective, {different[1]} with full"
     lesson.check(
-        f"{different[0]} with selective, {different[1]} with full: the hash makes the same masks again",
+        f"{counts}: masks are hashes of coordinates, so the same again",
         different == [0, 0],
     )
     lesson.break_it("same-masks", "Dropout draws new masks. Is the loss wrong? Why not?")
