@@ -73,6 +73,20 @@ def changed_rows(model: gpt.GPT, tokens: Tensor) -> list[int]:
     return differs.nonzero().flatten().tolist()
 
 
+def teach_causality(lesson: form.Lesson, model: gpt.GPT, tokens: Tensor) -> None:
+    lesson.predict(
+        f"Positions are 0 to {S - 1}. The token at {CHANGED} is changed. At how many positions do"
+        " the logits change?"
+    )
+    rows = changed_rows(model, tokens)
+    lesson.check(
+        f"{len(rows)}, from {rows[0]} to {rows[-1]}: a token sees itself and earlier ones,"
+        f" {S} - {CHANGED} = {S - CHANGED}",
+        rows == list(range(CHANGED, S)),
+    )
+    lesson.break_it("mask", "The loss is still ln V. What would training learn?")
+
+
 @torch.no_grad()
 def teach(lesson: form.Lesson) -> None:
     model = gpt.GPT(demo.tiny_config())
@@ -113,18 +127,7 @@ def teach(lesson: form.Lesson) -> None:
         all(abs(deviation / expected - 1) < 0.05 for deviation in deviations),
     )
     lesson.break_it("residual-scale", "The loss is still ln V. For which L would it matter?")
-
-    lesson.predict(
-        f"Positions are 0 to {S - 1}. The token at {CHANGED} is changed. At how many positions do"
-        " the logits change?"
-    )
-    rows = changed_rows(model, tokens)
-    lesson.check(
-        f"{len(rows)}, from {rows[0]} to {rows[-1]}: a token sees itself and earlier ones,"
-        f" {S} - {CHANGED} = {S - CHANGED}",
-        rows == list(range(CHANGED, S)),
-    )
-    lesson.break_it("mask", "The loss is still ln V. What would training learn?")
+    teach_causality(lesson, model, tokens)
 
 
 def main() -> None:

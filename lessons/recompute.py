@@ -53,6 +53,35 @@ def measure_all(mutate) -> dict:
         return {granularity: measure(granularity) for granularity in recompute.GRANULARITIES}
 
 
+def teach_flops(lesson: form.Lesson, none: int, selective: int, full: int) -> None:
+    """FLOPs of forward and backward, of each way."""
+    score_flops = 4 * B * S * S * H
+    layer_flops = 24 * B * S * H * H + score_flops
+    lesson.predict(
+        "Selective computes q kᵀ and the product with v a second time, 2 b s² h FLOPs each. Full"
+        " computes all of forward again, 24 b s h² more. How many FLOPs are added?"
+    )
+    lesson.check(
+        f"selective {selective - none:,}; 4 b s² h = {score_flops:,}",
+        selective - none == score_flops,
+    )
+    lesson.check(
+        f"full {full - none:,}; 24 b s h² + 4 b s² h = {layer_flops:,}",
+        full - none == layer_flops,
+    )
+
+    lesson.predict(
+        "Forward has one FLOP for two of backward. How much more has full in all? And selective?"
+    )
+    shares = [(flops - none) / none for flops in (full, selective)]
+    selective_share = score_flops / (3 * layer_flops)
+    lesson.check(
+        f"full {shares[0]:.1%}, one third; selective {shares[1]:.1%}, s / (18 h + 3 s) ="
+        f" {selective_share:.1%}",
+        abs(shares[0] - 1 / 3) < 1e-9 and abs(shares[1] - selective_share) < 1e-9,
+    )
+
+
 def teach(lesson: form.Lesson) -> None:
     results = measure_all(lesson.mutate)
     none, selective, full = results.values()
@@ -71,31 +100,7 @@ def teach(lesson: form.Lesson) -> None:
         all(abs(ratio - 1) < 0.02 for ratio in ratios),
     )
 
-    score_flops = 4 * B * S * S * H
-    layer_flops = 24 * B * S * H * H + score_flops
-    lesson.predict(
-        "Selective computes q kᵀ and the product with v a second time, 2 b s² h FLOPs each. Full"
-        " computes all of forward again, 24 b s h² more. How many FLOPs are added?"
-    )
-    lesson.check(
-        f"selective {selective[1] - none[1]:,}; 4 b s² h = {score_flops:,}",
-        selective[1] - none[1] == score_flops,
-    )
-    lesson.check(
-        f"full {full[1] - none[1]:,}; 24 b s h² + 4 b s² h = {layer_flops:,}",
-        full[1] - none[1] == layer_flops,
-    )
-
-    lesson.predict(
-        "Forward has one FLOP for two of backward. How much more has full in all? And selective?"
-    )
-    shares = [(flops - none[1]) / none[1] for _, flops, _ in (full, selective)]
-    selective_share = score_flops / (3 * layer_flops)
-    lesson.check(
-        f"full {shares[0]:.1%}, one third; selective {shares[1]:.1%}, s / (18 h + 3 s) ="
-        f" {selective_share:.1%}",
-        abs(shares[0] - 1 / 3) < 1e-9 and abs(shares[1] - selective_share) < 1e-9,
-    )
+    teach_flops(lesson, none[1], selective[1], full[1])
     lesson.break_it("recomputation", "Everything is kept. Can gradients show it?")
 
     lesson.predict(
