@@ -32,6 +32,8 @@ from collections.abc import Callable
 
 import torch
 
+from lessons import ranks
+
 WIDTH = 100
 # "PREDICT  "
 MARGIN = 9
@@ -116,6 +118,7 @@ def main(command: str, teach: Callable[[Lesson], None], without: dict | None = N
     arguments = vars(parser.parse_args())
     removed = arguments.get("without", "")
     torch.set_num_threads(1)
+    ranks.fork_this_process()
     lesson = Lesson(command, arguments["quiz"], removed, without.get(removed))
     try:
         teach(lesson)

@@ -6,8 +6,8 @@ calls `function(rank, *args)` on each of 4 ranks and returns a list of what they
 
 Each rank is a process, forked from a server that has imported torch but has computed nothing. So a
 launch takes tenths of a second, where fresh interpreters take seconds. (Forking this process would
-hang: OpenMP threads do not survive a fork.) Ranks meet through a file, so no port can clash, and
-each computes with one thread.
+hang, for OpenMP's threads do not survive a fork. A lesson has none, and `fork_this_process`.) Ranks
+meet through a file, so no port can clash, and each computes with one thread.
 
 When a rank fails, the others are stopped and its traceback is raised here. When a rank is missing
 or hangs, the process group's timeout turns that into a failure.
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _context = multiprocessing.get_context("forkserver")
+_has_server = False
 # what every rank would import for itself after the fork
 PRELOADED = [
     "torch",
@@ -45,7 +46,17 @@ _context.set_forkserver_preload(PRELOADED)
 
 def preload(*modules: str) -> None:
     """Have ranks find these modules imported. Before the first `run`."""
+    global _has_server
+    _has_server = True
     _context.set_forkserver_preload([*PRELOADED, *modules])
+
+
+def fork_this_process() -> None:
+    """Fork ranks from this process from now on, unless `preload` has said what a server imports.
+    It saves the server's import of torch. Only where this process has computed with one thread."""
+    global _context
+    if not _has_server:
+        _context = multiprocessing.get_context("fork")
 
 
 def run(
