@@ -219,17 +219,20 @@ def first_stage_layers(L: int, p: int = 1, v: int = 1) -> float:
     return L * (1 + (p - 1) / (p * v))
 
 
-def outside_layers_bytes(s: int, b: int, h: int, V: int, t: int = 1, p: int = 1) -> float:
-    """Bytes outside the layers on the first stage, with sequence parallelism (section 4.3).
+def outside_layers_bytes(
+    s: int, b: int, h: int, V: int, t: int = 1, p: int = 1, sequence_parallel: bool = True
+) -> float:
+    """Bytes outside the layers on the first stage (section 4.3, which has sequence parallelism).
 
     The mask of the embedding's dropout; with one stage also the input of the final LayerNorm, that
     of the head, and the fp32 logits. For the 22B model the paper says "less than 0.01%" of the
     layers' bytes under tensor and sequence parallelism. Its formula, this one, gives 0.57%.
     """
-    embedding = s * b * h * p / t
+    sequence_ranks = t if sequence_parallel else 1
+    embedding = s * b * h * p / sequence_ranks
     if p > 1:
         return embedding
-    return embedding + 4 * s * b * h / t * (1 + V / h)
+    return embedding + 4 * s * b * (h / sequence_ranks + V / t)
 
 
 # --- bytes measured -------------------------------------------------------------------------------

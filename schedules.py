@@ -124,21 +124,25 @@ NAMES = {
 
 def make(name: str, p: int, m: int, v: int = 1) -> Schedule:
     """The schedule of that name, validated. Raises ScheduleError."""
+    schedule = lists(name, p, m, v)
+    validate(schedule, m, v)
+    return schedule
+
+
+def lists(name: str, p: int, m: int, v: int = 1) -> Schedule:
+    """The schedule of that name. Raises ScheduleError where there is none for p, m and v."""
     if name not in NAMES or p < 1 or m < 1 or v < 1:
         raise ScheduleError(
             f"{name}, p {p}, m {m}, v {v}: the schedules are {', '.join(NAMES)}, and p, m and v are"
             " at least 1"
         )
     if name == "interleaved":
-        schedule = interleaved_one_f_one_b(p, m, v)
-    elif v == 1:
-        schedule = NAMES[name](p, m)
-    else:
+        return interleaved_one_f_one_b(p, m, v)
+    if v > 1:
         raise ScheduleError(
             f"{name} has one chunk on each rank, not {v}: only interleaved has more"
         )
-    validate(schedule, m, v)
-    return schedule
+    return NAMES[name](p, m)
 
 
 # --- what an action needs, and what it gives ------------------------------------------------------
@@ -312,16 +316,21 @@ def bubble_formula(name: str, p: int, m: int, v: int = 1, cost: Cost = Cost()) -
     return bubble_time / (m * (cost.forward + cost.input + cost.weight))
 
 
+# what an action changes: pairs (chunk, micro-batch) in flight, and those that wait for their W
+IN_FLIGHT = {"F": 1, "B": -1, "I": -1, "W": 0}
+DEFERRED = {"F": 0, "B": 0, "I": 1, "W": -1}
+
+
 def in_flight(schedule: Schedule) -> list[int]:
     """For each rank, the most (chunk, micro-batch) pairs at a time that have been through forward
     and not yet through B (or I): their activations are held."""
-    return [_peak(actions, {"F": 1, "B": -1, "I": -1, "W": 0}) for actions in schedule]
+    return [_peak(actions, IN_FLIGHT) for actions in schedule]
 
 
 def deferred_weight_gradients(schedule: Schedule) -> list[int]:
     """For each rank, the most (chunk, micro-batch) pairs at a time that have been through I and not
     yet through W: what their weight gradients are computed from is held."""
-    return [_peak(actions, {"F": 0, "B": 0, "I": 1, "W": -1}) for actions in schedule]
+    return [_peak(actions, DEFERRED) for actions in schedule]
 
 
 def _peak(actions: list[Action], change: dict[str, int]) -> int:

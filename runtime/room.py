@@ -31,15 +31,13 @@ def parameters(model: MoEConfig) -> tuple[int, int]:
     return least_parameters(model) - experts, experts
 
 
-def state_bytes(
+def state_parts(
     model: MoEConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]
-) -> int:
-    """Bytes of weights, gradients and optimizer state that the fullest rank holds at least.
+) -> tuple[float, float, float]:
+    """Bytes of (weights, gradients, optimizer state) that the fullest rank holds at least.
 
-    ranks: how many there are in tp, pp, dp and ep.
+    ranks: how many there are in tp, pp, dp and ep. Experts have dp / ep replicas.
     """
-    dense, experts = parameters(model)
-    held = (dense + experts // ranks["ep"]) // (ranks["tp"] * ranks["pp"])
     weight = {"fp64": 8, "fp32": 4}.get(precision, 2)
     gradient = max(weight, 4)
     moments = 4 if optimizer_state == "bf16" else 2 * gradient
@@ -47,8 +45,21 @@ def state_bytes(
     if weight == 2:
         master = 2 if optimizer_state == "bf16" else 4
     state = master + moments
+    dense, experts = parameters(model)
+    shares = ranks["tp"] * ranks["pp"]
+    replicas = ranks["dp"] // ranks["ep"]
     each = fsdp.bytes_per_parameter(zero_stage, ranks["dp"], weight, gradient, state)
-    return int(held * sum(each))
+    of_experts = fsdp.bytes_per_parameter(zero_stage, replicas, weight, gradient, state)
+    held = dense // shares
+    held_experts = experts // ranks["ep"] // shares
+    return tuple(held * x + held_experts * y for x, y in zip(each, of_experts))
+
+
+def state_bytes(
+    model: MoEConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]
+) -> int:
+    """Bytes of weights, gradients and optimizer state together. Arguments as in `state_parts`."""
+    return int(sum(state_parts(model, precision, optimizer_state, zero_stage, ranks)))
 
 
 def activation_bytes(
@@ -56,7 +67,7 @@ def activation_bytes(
 ) -> int:
     """Bytes that the fullest rank holds at least for one micro-batch: each layer's input, and
     without a pipeline the logits, of `head_chunk` tokens if it is given. ranks: as in
-    `state_bytes`."""
+    `state_parts`."""
     size = {"fp64": 8, "fp32": 4}.get(precision, 2)
     tokens = micro_batch * model.seq_length
     numbers = tokens * (model.hidden_size * model.num_layers // ranks["pp"])

@@ -1,0 +1,140 @@
+"""What docs/explorer.html computes from the lessons' formulas. The page runs these very functions:
+explorer.py translates them, and all that they call, to JavaScript.
+
+    time_lines     a schedule, simulated: events, bubble, what is held in memory
+    waits_for      why an action does not start sooner
+    held           what a rank holds at one moment
+    memory         bytes of a rank by a layout: weights, gradients, optimizer state, activations
+
+    python explorer.py
+"""
+
+from typing import NamedTuple
+
+import moe
+import pipeline_parallel
+import recompute
+import schedules
+import sequence_parallel
+import tensor_parallel
+from routers import MoEConfig
+from runtime import room
+from schedules import Action, Cost, Event
+
+# --- schedules ------------------------------------------------------------------------------------
+
+
+class TimeLines(NamedTuple):
+    # by start
+    events: list[Event]
+    # idle time / ideal time, simulated and by the papers' formula
+    bubble: float
+    formula: float
+    # idle time / total time
+    idle_of_total: float
+    # for each rank, the most at a time
+    in_flight: list[int]
+    deferred: list[int]
+
+
+def time_lines(
+    name: str,
+    p: int,
+    m: int,
+    v: int,
+    forward: float,
+    input: float,
+    weight: float,
+    transfer: float,
+) -> TimeLines:
+    """forward, input, weight: times of one micro-batch in all layers of a rank, of which a chunk
+    takes 1 / v. Raises ScheduleError."""
+    schedule = schedules.lists(name, p, m, v)
+    cost = Cost(forward / v, input / v, weight / v, transfer)
+    events = schedules.simulate(schedule, cost, v)
+    idle = schedules.bubble(events)
+    return TimeLines(
+        events,
+        idle,
+        schedules.bubble_formula(name, p, m, v, cost),
+        # ideal + idle = total
+        idle / (1 + idle),
+        schedules.in_flight(schedule),
+        schedules.deferred_weight_gradients(schedule),
+    )
+
+
+def waits_for(
+    event: Event, events: list[Event], p: int, v: int, transfer: float
+) -> list[tuple[Event, float]]:
+    """Pairs (event, when its result is there) of all that `event` waits for: the actions whose
+    results it needs, and last the one before it on its own rank."""
+    found = []
+    needed = schedules.needs(_action(event), event.rank, p, v)
+    for other in events:
+        if schedules.result_of(_action(other), other.rank, p) in needed:
+            delay = 0 if other.rank == event.rank else transfer
+            found.append((other, other.end + delay))
+    on_this_rank = [e for e in events if e.rank == event.rank]
+    position = on_this_rank.index(event)
+    if position > 0:
+        before = on_this_rank[position - 1]
+        found.append((before, before.end))
+    return found
+
+
+def _action(event: Event) -> Action:
+    return Action(event.op, event.chunk, event.micro_batch)
+
+
+def held(events: list[Event], rank: int, time: float, change: dict[str, int]) -> int:
+    """How many pairs (chunk, micro-batch) a rank holds at a time. change: schedules.IN_FLIGHT, or
+    DEFERRED."""
+    return sum(change[e.op] for e in events if e.rank == rank and e.end <= time)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    """Bytes."""
+
+    weights: float
+    gradients: float
+    state: float
+    activations: float
+
+
+def memory(
+    config: MoEConfig,
+    t: int,
+    p: int,
+    v: int,
+    dp: int,
+    ep: int,
+    zero_stage: int,
+    b: int,
+    sequence: bool,
+    granularity: str,
+) -> Memory:
+    """Of the fullest rank: in mixed precision, under 1F1B or interleaved with m >= p.
+
+    The activations are those of the paper's layer (recompute.py), of which a fused core keeps no
+    s² matrix. Raises FieldError for what cannot be.
+    """
+    config.check()
+    tensor_parallel.check(config, t, t * p * dp)
+    if sequence:
+        sequence_parallel.check(config, t)
+    pipeline_parallel.check(config.num_layers, p, v)
+    moe.check(config, ep, dp)
+    ranks = {"tp": t, "pp": p, "dp": dp, "ep": ep}
+    parts = room.state_parts(config, "bf16", "fp32", zero_stage, ranks)
+    if config.attention == "fused" and granularity == "none":
+        granularity = "selective"
+    s = config.seq_length
+    h = config.hidden_size
+    layer = recompute.layer_bytes(s, b, h, config.num_heads, t, sequence, granularity)
+    layers = layer * recompute.first_stage_layers(config.num_layers, p, v)
+    outside = recompute.outside_layers_bytes(s, b, h, config.vocab_size, t, p, sequence)
+    return Memory(*parts, layers + outside)
