@@ -15,7 +15,7 @@ docs/explorer.html is not what this file writes.
 
     page/formulas.py     what the page computes, in Python
     page/translate.py    Python to JavaScript; page/python.js, what the two do differently
-    page/page.html, page.css, page.js      what is drawn, and how
+    page/page.html, page.css, settings.js, schedules.js, memory.js    what is drawn, and how
 
 Not covered: measured times. `python pipeline_parallel.py` measures time lines, and
 comparisons/zero_memory.py bytes.
@@ -29,6 +29,7 @@ from pathlib import Path
 import schedules
 from page import formulas, translate
 from routers import MoEConfig
+from runtime import rules
 from runtime.presets import PRESETS
 
 ROOT = Path(__file__).parent
@@ -47,6 +48,7 @@ def formulas_in_javascript() -> str:
         program.add(thing)
     for name in ("time_lines", "waits_for", "held", "memory"):
         program.add(getattr(formulas, name))
+    program.add(rules.multiples)
     for name in ("IN_FLIGHT", "DEFERRED", "COLOURS"):
         program.constant("schedules", name, getattr(schedules, name))
     return program.source()
@@ -73,7 +75,8 @@ def page() -> str:
         (PAGE / "python.js").read_text(),
         formulas_in_javascript(),
         presets_in_javascript(),
-        (PAGE / "page.js").read_text(),
+        *((PAGE / name).read_text() for name in ("settings.js", "schedules.js", "memory.js")),
+        "start();\n",
     ]
     text = (PAGE / "page.html").read_text()
     text = text.replace("/* page.css */\n", (PAGE / "page.css").read_text())

@@ -83,8 +83,11 @@ const py = {
   },
   at(x, i) {
     if (x instanceof Dict) {
-      if (!x.has(i) && x.missing !== undefined) x.set(i, x.missing());
-      return x.has(i) ? x.get(i) : py.fail(`KeyError: ${i}`);
+      const pair = x.pairs.get(Dict.key(i));
+      if (pair !== undefined) return pair[1];
+      if (x.missing === undefined) py.fail(`KeyError: ${i}`);
+      x.set(i, x.missing());
+      return x.get(i);
     }
     const item = x[i < 0 ? i + x.length : i];
     return item === undefined ? py.fail(`IndexError: ${i}`) : item;
@@ -110,8 +113,14 @@ const py = {
   list: (x) => [...x],
   int: (x) => Math.trunc(x),
   abs: (x) => Math.abs(x),
-  all: (x) => [...x].every(py.truth),
-  any: (x) => [...x].some(py.truth),
+  all(x) {
+    for (const item of x) if (!py.truth(item)) return false;
+    return true;
+  },
+  any(x) {
+    for (const item of x) if (py.truth(item)) return true;
+    return false;
+  },
   sum: (x) => [...x].reduce((a, b) => py.add(a, b), 0),
   max: (...x) => py.best(x, (a, b) => a > b),
   min: (...x) => py.best(x, (a, b) => a < b),
@@ -126,7 +135,8 @@ const py = {
   },
   range(...bounds) {
     const [start, stop, step] = bounds.length === 1 ? [0, bounds[0], 1] : [...bounds, 1];
-    return Array.from({ length: Math.max(0, Math.ceil((stop - start) / step)) }, (_, i) => start + i * step);
+    const length = Math.max(0, Math.ceil((stop - start) / step));
+    return Array.from({ length }, (_, i) => start + i * step);
   },
   enumerate: (x) => Array.from(x, (item, i) => [i, item]),
   zip: (x, y) => Array.from({ length: Math.min(x.length, y.length) }, (_, i) => [x[i], y[i]]),

@@ -16,7 +16,7 @@ here that writes it. Where the languages differ, it writes a call of page/python
 argument goes to the place that the called function's signature gives it. A name is what it is in
 Python: local, global in its module, or a builtin.
 
-What is not translated (`with`, `try`, `yield`, format specifications ..) raises Untranslatable,
+What is not translated (`with`, `try`, `yield`, format specifications ..) raises TranslationError,
 which names the function, the line and the code.
 
 Not covered: integers beyond 2^53, which are rounded; 1.0 as text, which is 1; < of tuples; a list
@@ -33,7 +33,7 @@ from collections.abc import Hashable
 from types import FunctionType, ModuleType
 
 
-class Untranslatable(Exception):
+class TranslationError(Exception):
     """Names the function, the line in its file, and the code."""
 
 
@@ -148,14 +148,14 @@ class Program:
         return self.reference(value)
 
     def reference(self, thing) -> str:
-        """The JavaScript name of a function or a class. Raises Untranslatable where it has no
+        """The JavaScript name of a function or a class. Raises TranslationError where it has no
         source in Python."""
         if isinstance(thing, Hashable) and thing in BUILTINS:
             return BUILTINS[thing]
         try:
             inspect.getsource(thing)
         except (OSError, TypeError):
-            raise Untranslatable(f"{thing!r} is not translated") from None
+            raise TranslationError(f"{thing!r} is not translated") from None
         return self.add(thing)
 
 
@@ -240,7 +240,7 @@ class Function:
         line = self.first_line + getattr(node, "lineno", 1) - 1
         where = f"{self.function.__module__}.{self.function.__qualname__}, line {line}"
         code = ast.unparse(node).split("\n")[0]
-        raise Untranslatable(f"{where}: {type(node).__name__}, {code!r}, is not translated")
+        raise TranslationError(f"{where}: {type(node).__name__}, {code!r}, is not translated")
 
     def source(self, name: str) -> str:
         """name(arguments) { body }"""
@@ -271,7 +271,7 @@ class Function:
         return [line for statement in statements for line in self.statement(statement)]
 
     def statement(self, node: ast.stmt) -> list[str]:
-        if type(node) not in STATEMENTS or getattr(node, "orelse", None) and is_loop(node):
+        if type(node) not in STATEMENTS or (is_loop(node) and node.orelse):
             self.refuse(node)
         return STATEMENTS[type(node)](self, node)
 
