@@ -68,7 +68,7 @@ def waits_for(
     event: Event, events: list[Event], p: int, v: int, transfer: float
 ) -> list[tuple[Event, float]]:
     """Pairs (event, when its result is there) of all that `event` waits for: the actions whose
-    results it needs, and last the one before it on its own rank."""
+    results it needs, and at the end of the list the one before it on its own rank."""
     found = []
     needed = schedules.needs(_action(event), event.rank, p, v)
     for other in events:
@@ -79,6 +79,8 @@ def waits_for(
     position = on_this_rank.index(event)
     if position > 0:
         before = on_this_rank[position - 1]
+        # it may be one of them
+        found = [pair for pair in found if pair[0] != before]
         found.append((before, before.end))
     return found
 

@@ -74,7 +74,9 @@ function showMemory(s) {
   const model = modelOf(s);
   const { num_layers, hidden_size, num_heads } = model;
   const sizes = `${num_layers} layers, h ${number(hidden_size)}, ${num_heads} heads`;
-  const legend = PARTS.map((x) => `<span><i style="background:var(--${x})"></i>${x}</span>`);
+  const colour = (part) => `<i style="background:var(--${part})"></i>`;
+  const word = (part) => (part === "state" ? "optimizer state" : part);
+  const legend = PARTS.map((part) => `<span>${colour(part)}${word(part)}</span>`);
   byId("stack").innerHTML = `<h2>${s.preset} <span class="hint">${sizes}</span></h2>
     ${now.error ? refusal(now) : verdict(now)}
     <div class="legend">${legend.join("")}</div><svg role="img"></svg>

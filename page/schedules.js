@@ -20,8 +20,9 @@ function simulated(name, s) {
 
 function showSchedules(s) {
   const names = s.below === "none" ? [s.schedule] : [s.schedule, s.below];
+  const before = charts;
   charts = names.map((name) => simulated(name, s));
-  chosen = null;
+  chosen = chosen && again(chosen, charts[before.indexOf(chosen.chart)]);
   const end = py.max(charts.map((c) => c.end));
   byId("time").max = end || 1;
   byId("time").disabled = end === 0;
@@ -32,6 +33,13 @@ function showSchedules(s) {
   byId("legend").innerHTML = legend();
   showTime();
   showWaits();
+}
+
+// The same action as before, in a chart with other settings; null where there is none.
+function again({ event, kept }, chart) {
+  const action = JSON.stringify(event.slice(0, 4));
+  const found = chart?.lines?.events.find((e) => JSON.stringify(e.slice(0, 4)) === action);
+  return found ? { chart, event: found, kept } : null;
 }
 
 // --- one chart --------------------------------------------------------------------------------
@@ -63,19 +71,20 @@ function showChart(section, chart, end) {
   const fact = ([id, term, value, text]) =>
     `<div><dt>${term}</dt><dd data-fact="${id}" data-value="${value}">${text}</dd></div>`;
   const label = `${chart.name}, ${sizes}: arrow keys go from action to action`;
+  const open = section.querySelector("details")?.open ? "open" : "";
+  const table = `<summary>${chart.name} as a table</summary><div class="tight"></div>`;
   section.innerHTML = `${head}<dl class="facts">${facts.map(fact).join("")}</dl>
     <div class="lines"><svg class="gauges" width="${LEFT}" aria-hidden="true"></svg>
     <div><svg class="time" tabindex="0" role="application" aria-roledescription="time lines"
       aria-label="${label}" aria-describedby="waits"></svg></div></div>
-    <details><summary>${chart.name} as a table</summary><div class="tight"></div></details>`;
+    <details ${open}>${table}</details>`;
   chart.section = section;
   chart.svg = section.querySelector(".time");
   drawTimeLines(chart.svg, chart, end);
   chart.svg.onpointermove = (event) => point(chart, event.target.dataset.i, false);
   chart.svg.onclick = (event) => point(chart, event.target.dataset.i, true);
-  chart.svg.onfocus = () => {
-    if (!chosen && chart.svg.matches(":focus-visible")) choose(chart, chart.lines.events[0], false);
-  };
+  const byKeys = () => !chosen && chart.svg.matches(":focus-visible");
+  chart.svg.onfocus = () => byKeys() && choose(chart, chart.lines.events[0], false);
   chart.svg.onkeydown = (event) => pressed(chart, event);
 }
 
@@ -200,18 +209,18 @@ function showWaits() {
   const last = lastOf(waits);
   const chunk = (e) => (chart.v > 1 ? `, chunk ${e.chunk}` : "");
   const name = (e) => `${e.op} of micro-batch ${e.micro_batch}${chunk(e)}`;
-  const line = (wait, i) => {
+  const tie = last.length > 1 ? "last, at the same time" : "the last";
+  const lines = waits.map((wait, i) => {
     const [e, time] = wait;
     const isBefore = e.rank === event.rank && i === waits.length - 1;
     const rank = e.rank === event.rank ? "this rank" : `rank ${e.rank}`;
     const there = time > e.end ? `, is here at ${number(time)}` : "";
-    const tie = last.length > 1 ? "last, at the same time" : "the last";
     return `<li>${name(e)} on ${rank}${isBefore ? ", the action before" : ""}:
       ends at ${number(e.end)}${there} ${last.includes(wait) ? `<b>(${tie})</b>` : ""}</li>`;
-  };
+  });
   byId("waits").innerHTML = `<p><b>${name(event)} on rank ${event.rank}, ${chart.name}</b>, from
-    ${number(event.start)} to ${number(event.end)}, ${waits.length ? "waits for" : "waits for nothing"}
-    </p><ul>${waits.map(line).join("")}</ul>`;
+    ${number(event.start)} to ${number(event.end)}, waits for ${waits.length ? "" : "nothing"}</p>
+    <ul>${lines.join("")}</ul>`;
   chart.svg.querySelector(".marks").innerHTML = marks(chart, event, waits, last);
 }
 

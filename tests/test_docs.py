@@ -275,7 +275,7 @@ def test_every_module_is_described():
     text = (ROOT / "docs" / "design.md").read_text()
     modules = set()
     for name in tracked():
-        if re.fullmatch(r"((runtime|inference|corpus|prompts|lessons)/)?\w+\.py", name):
+        if re.fullmatch(r"((runtime|inference|corpus|prompts|lessons|page)/)?\w+\.py", name):
             modules.add(name)
     missing = [name for name in modules if f"](../{name})" not in text]
     assert not [name for name in missing if not name.endswith("__init__.py")]
@@ -289,9 +289,9 @@ def test_readme_is_one_short_page():
 
 def test_paths_in_prose_exist():
     """`runtime/config` and `inference/packing.py` in prose: a module with or without its ending."""
-    folders = ("runtime", "inference", "corpus", "prompts", "lessons", "comparisons", "tests")
-    # but results of comparisons, which have other endings
-    pattern = rf"(?<![\w/])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt))(?:\.py)?"
+    folders = "runtime inference corpus prompts lessons page comparisons tests".split()
+    # but files with other endings
+    pattern = rf"(?<![\w/])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt|js|html))(?:\.py)?"
     for path in DOCS:
         for name in re.findall(pattern, path.read_text()):
             file = ROOT / (name if name.endswith(".py") else f"{name}.py")

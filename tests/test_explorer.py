@@ -173,6 +173,11 @@ def test_translation_by_hand():
     )
 
 
+def test_lesson(capsys):
+    translate.main()
+    assert "function recompute_layer_bytes(s, b, h, a, t = 1, " in capsys.readouterr().out
+
+
 def test_a_function_brings_what_it_uses():
     source = javascript(schedules.bubble_formula)
     assert "class schedules_Cost" in source
@@ -299,8 +304,16 @@ def random_memory(rng) -> dict:
     )
 
 
-def config_of(s: dict) -> MoEConfig | None:
-    """None where the fields contradict each other even with the preset's other values."""
+def memory_settings(rng, possible: int, refused: int) -> list[dict]:
+    """So many layouts that can be, and so many that cannot."""
+    found = {list: [], str: []}
+    while len(found[list]) < possible or len(found[str]) < refused:
+        s = random_memory(rng)
+        found[type(memory_of(s))].append(s)
+    return found[list][:possible] + found[str][:refused]
+
+
+def config_of(s: dict) -> MoEConfig:
     return MoEConfig(**PRESETS[s["preset"]][0] | dict(seq_length=s["s"], num_experts=s["experts"]))
 
 
@@ -350,7 +363,7 @@ def test_formulas_on_random_settings():
     """200 of each view, in node."""
     rng = random.Random(0)
     lines = [random_schedule(rng) for _ in range(200)]
-    memories = [random_memory(rng) for _ in range(200)]
+    memories = memory_settings(rng, 150, 50)
     attempt = (
         "function attempt(f, more = '') {"
         " try { return f(); } catch (e) { if (!e.args) throw e; return py.str(e) + more; } }"
@@ -361,7 +374,7 @@ def test_formulas_on_random_settings():
     expected = [lines_of(s["schedule"], s) for s in lines]
     for s, call in zip(memories, calls_of[200:]):
         expected.append(None if call == "null" else memory_of(s))
-    assert sum(isinstance(x, list) for x in expected) > 200
+    assert sum(isinstance(x, list) for x in expected) > 250
     assert worst_difference(found, expected) <= 1e-12
 
 
@@ -376,6 +389,9 @@ def test_formulas_by_hand():
         for e, time in formulas.waits_for(b0, lines.events, 2, 1, 0.5)
     ]
     assert sorted(waits) == [("B", 0, 1, 5.0), ("F", 0, 0, 1.0), ("F", 1, 0, 2.0)]
+    # on the last rank the action before is the only one that is waited for
+    b0 = next(e for e in lines.events if e.op == "B" and e.rank == 1 and e.micro_batch == 0)
+    assert [e.op for e, _ in formulas.waits_for(b0, lines.events, 2, 1, 0.5)] == ["F"]
     held = [formulas.held(lines.events, 0, t, schedules.IN_FLIGHT) for t in (0, 1, 2, 7, 10)]
     assert held == [0, 1, 2, 1, 0]
 
@@ -459,12 +475,12 @@ def address(s: dict) -> str:
 
 
 def test_page_shows_what_python_computes(browser):
-    """200 random settings of each view: every start and end of both schedules, bubbles, bytes, messages."""
+    """200 random settings: starts, ends, bubbles, bytes, messages."""
     rng = random.Random(1)
-    worst, refused = 0.0, 0
+    worst = 0.0
     with Tab(browser) as tab:
         page = tab.open()
-        for _ in range(200):
+        for _ in range(100):
             s = random_schedule(rng)
             names = [s["schedule"]] if s["below"] == "none" else [s["schedule"], s["below"]]
             expected = [lines_of(name, s) for name in names]
@@ -475,18 +491,15 @@ def test_page_shows_what_python_computes(browser):
             found, _, ignored = page.evaluate(SHOWN, address(s))
             assert not ignored
             worst = max(worst, worst_difference(found, expected))
-        for _ in range(200):
-            s = random_memory(rng)
+        for s in memory_settings(rng, 80, 20):
             expected = memory_of(s, lambda field: NAMES.get(field, field.replace("_", " ")))
             if isinstance(expected, list):
                 expected.append(sum(expected))
-            refused += isinstance(expected, str)
             _, found, ignored = page.evaluate(SHOWN, address(s))
             assert not ignored
             worst = max(worst, worst_difference(found, expected))
-    print(f"largest relative difference {worst:.1e}; {refused} of 200 layouts refused")
+    print(f"largest relative difference {worst:.1e}")
     assert worst <= 1e-12
-    assert 20 < refused < 120
 
 
 GARBAGE = [
@@ -623,7 +636,18 @@ def test_an_action_that_is_pointed_at(browser):
         actions.nth(b0).click()
         actions.first.hover()
         assert "B of micro-batch 0 on rank 2" in waits.text_content()
-        page.locator("#chart-0 .idle").nth(4).click(position={"x": 200, "y": 5})
+        # it stays while settings change, and so does an open table
+        page.locator("#chart-0 summary").click()
+        page.evaluate("change({ input: '2' })")
+        text = " ".join(waits.text_content().split())
+        assert "B of micro-batch 0 on rank 3: ends at 7 (the last)" in text
+        assert page.locator("#chart-0 table").is_visible()
+        page.evaluate("change({ p: '2' })")
+        assert "Point at an action" in waits.text_content()
+        page.evaluate("change({ p: '4' })")
+        actions.nth(b0).click()
+        assert "B of micro-batch 0 on rank 2" in waits.text_content()
+        page.locator("#chart-0 rect.idle").nth(4).click(position={"x": 200, "y": 5})
         assert "Point at an action" in waits.text_content()
 
 
@@ -678,6 +702,6 @@ def test_looks(browser, width, scheme, tmp_path):
         for name, text in STATES.items():
             page = tab.open(text)
             if name == "interleaved":
-                page.locator(".action").nth(30).click()
+                page.locator("#chart-1 .action").nth(30).click()
             assert page.evaluate(LOOKS) == [], name
             page.screenshot(path=tmp_path / f"{name}-{width}-{scheme}.png", full_page=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("", "runtime", "inference", "corpus", "prompts", "lessons", "mutations")
+FOLDERS = ("", "runtime", "inference", "corpus", "prompts", "lessons", "mutations", "page")
 
 
 def modules() -> dict[str, Path]:
