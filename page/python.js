@@ -64,7 +64,8 @@ const py = {
     return x;
   },
   mul(x, y) {
-    if (!Array.isArray(x)) return x * y;
+    if (typeof x === "number" && typeof y === "number") return x * y;
+    if (!Array.isArray(x) || typeof y !== "number") py.fail("TypeError: *");
     return Array.from({ length: Math.max(0, y) * x.length }, (_, i) => x[i % x.length]);
   },
   div: (x, y) => (y === 0 ? py.fail("ZeroDivisionError") : x / y),
@@ -121,7 +122,7 @@ const py = {
     for (const item of x) if (py.truth(item)) return true;
     return false;
   },
-  sum: (x) => [...x].reduce((a, b) => py.add(a, b), 0),
+  sum: (x, start = 0) => [...x].reduce((a, b) => py.add(a, b), start),
   max: (...x) => py.best(x, (a, b) => a > b),
   min: (...x) => py.best(x, (a, b) => a < b),
   best(x, better) {
@@ -129,17 +130,21 @@ const py = {
     if (first === undefined) py.fail("ValueError: of an empty list");
     return rest.reduce((a, b) => (better(b, a) ? b : a), first);
   },
-  next(x) {
+  next(x, missing) {
     for (const item of x) return item;
-    return py.fail("StopIteration");
+    return missing === undefined ? py.fail("StopIteration") : missing;
   },
   range(...bounds) {
     const [start, stop, step] = bounds.length === 1 ? [0, bounds[0], 1] : [...bounds, 1];
     const length = Math.max(0, Math.ceil((stop - start) / step));
     return Array.from({ length }, (_, i) => start + i * step);
   },
-  enumerate: (x) => Array.from(x, (item, i) => [i, item]),
-  zip: (x, y) => Array.from({ length: Math.min(x.length, y.length) }, (_, i) => [x[i], y[i]]),
+  enumerate: (x, start = 0) => Array.from(x, (item, i) => [start + i, item]),
+  zip(...x) {
+    const lists = x.map((items) => [...items]);
+    const length = Math.min(...lists.map((items) => items.length));
+    return Array.from({ length }, (_, i) => lists.map((items) => items[i]));
+  },
   // by numbers, or by tuples of numbers; equal ones keep their order
   sorted(x, key = (item) => item) {
     const keys = [...x].map((item) => [[key(item)].flat(), item]);
@@ -159,8 +164,15 @@ const py = {
     return Array.isArray(x) ? `[${x.map(py.str).join(", ")}]` : String(x);
   },
   // "{name} is" with a Dict of names
-  format: (text, names) => text.replace(/\{(\w+)\}/g, (_, name) => py.str(py.at(names, name))),
-  index: (list, x) => list.findIndex((item) => py.equal(item, x)),
+  format(text, names) {
+    const value = (name) => py.str(py.at(names, name));
+    return text.replace(/\{(\w+)\}|[{}]/g, (part, name) => (name ? value(name) : py.fail(part)));
+  },
+  replace: (text, old, now) => text.replaceAll(old, () => now),
+  index(list, x) {
+    const i = list.findIndex((item) => py.equal(item, x));
+    return i < 0 ? py.fail("ValueError: not in list") : i;
+  },
   merge: (...dicts) => new Dict(dicts.flatMap((d) => d.items())),
   // a named tuple with other values in some fields
   replaced(tuple, changes) {

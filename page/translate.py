@@ -19,8 +19,9 @@ Python: local, global in its module, or a builtin.
 What is not translated (`with`, `try`, `yield`, format specifications ..) raises TranslationError,
 which names the function, the line and the code.
 
-Not covered: integers beyond 2^53, which are rounded; 1.0 as text, which is 1; < of tuples; a list
-of strings as text.
+Not covered: integers beyond 2^53, which are rounded; True as a number; 1.0 as text, which is 1, and
+a list of strings as text; < of tuples; += of a tuple, which is a list here; attributes that are
+missing.
 """
 
 import ast
@@ -51,7 +52,7 @@ METHODS = {
     "values": "{0}.values()",
     "get": "{0}.get({1})",
     "format": "py.format({0}, {1})",
-    "replace": "{0}.replaceAll({1})",
+    "replace": "py.replace({0}, {1})",
     "index": "py.index({0}, {1})",
     "join": "[...{1}].join({0})",
 }
@@ -228,6 +229,9 @@ class Function:
         self.arguments = [a.arg for a in arguments.args]
         if arguments.posonlyargs or arguments.kwonlyargs or arguments.vararg:
             self.refuse(arguments)
+        for decorator in self.tree.decorator_list:
+            if ast.unparse(decorator) != "property":
+                self.refuse(decorator)
         if arguments.kwarg:
             self.arguments.append(arguments.kwarg.arg)
         self.local = set(self.arguments)
@@ -262,6 +266,9 @@ class Function:
         if is_method:
             lines.append("const self = this;")
         lines += self.block(body)
+        # the end of a function gives None
+        if name != "constructor" and not isinstance(body[-1], ast.Return | ast.Raise):
+            lines.append("return null;")
         declared = sorted(identifier(name) for name in self.assigned - set(self.arguments))
         if declared:
             lines.insert(0, f"let {', '.join(declared)};")
@@ -524,6 +531,8 @@ def _comprehension(f: Function, node: ast.ListComp | ast.GeneratorExp | ast.Dict
 
 
 def _lambda(f: Function, node: ast.Lambda) -> str:
+    if node.args.defaults or node.args.vararg or node.args.kwonlyargs:
+        f.refuse(node)
     names = [a.arg for a in node.args.args]
     new = set(names) - f.local
     f.local |= new

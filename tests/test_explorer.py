@@ -7,6 +7,8 @@ keyboard, its looks.
 """
 
 import dataclasses
+import functools
+import inspect
 import json
 import random
 import shutil
@@ -121,7 +123,28 @@ def loops(n):
     return (all(x < n for x in [1, 2]) and any(x == n for x in range(5))) or next(x for x in [n, 1])
 
 
-CASES = [numbers, lists, branches, tables, texts, calls, loops]
+def builtins(n):
+    pairs = list(zip(range(n), "abcd", (x * x for x in range(9))))
+    found = [
+        pairs,
+        list(enumerate("ab", 1)),
+        sum([1, 2], n),
+        next((x for x in range(n) if x > 1), None),
+    ]
+    return [
+        *found,
+        "a.b".replace(".", "$&"),
+        [(1, 2), (3, n)].index((3, n)),
+        tuple(x for x in "ab"),
+    ]
+
+
+def falls_through(n):
+    if n > 1:
+        return n
+
+
+CASES = [builtins, falls_through, numbers, lists, branches, tables, texts, calls, loops]
 VALUES = {numbers: [(7, 2), (-7, 2), (7, -2), (6.5, 2), (0, 3)], texts: [(3,), (4,)]}
 
 
@@ -185,6 +208,15 @@ def test_a_function_brings_what_it_uses():
     assert 'test_explorer_LIMITS = new Dict([["small", 3], [["a", 1], 7]])' in javascript(tables)
 
 
+@functools.cache
+def uses_decorator(x):
+    return x
+
+
+def uses_default(x):
+    return sorted(x, key=lambda y, z=1: y)
+
+
 def uses_with(x):
     with open(x) as file:
         return file
@@ -235,6 +267,8 @@ def uses_nothing_known(x):
 @pytest.mark.parametrize(
     "function, code",
     [
+        (uses_decorator, "functools.cache"),
+        (uses_default, "Lambda"),
         (uses_with, "With, 'with open(x) as file:'"),
         (uses_format, "JoinedStr"),
         (uses_try, "Try"),
@@ -252,7 +286,7 @@ def test_what_is_not_translated_is_named(function, code):
     with pytest.raises(TranslationError) as e:
         javascript(function)
     assert code in str(e.value)
-    line = function.__code__.co_firstlineno
+    line = inspect.unwrap(function).__code__.co_firstlineno
     named = int(str(e.value).split("line ")[1].split(":")[0])
     assert function.__name__ in str(e.value) and line <= named <= line + 4
 
