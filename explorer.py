@@ -27,6 +27,7 @@ import json
 from pathlib import Path
 
 import schedules
+from comparisons import style
 from page import formulas, translate
 from routers import MoEConfig
 from runtime import rules
@@ -49,7 +50,8 @@ def formulas_in_javascript() -> str:
     for name in ("time_lines", "waits_for", "held", "memory"):
         program.add(getattr(formulas, name))
     program.add(rules.multiples)
-    for name in ("IN_FLIGHT", "DEFERRED", "COLOURS"):
+    program.add(schedules.text_on)
+    for name in ("IN_FLIGHT", "DEFERRED", "COLOURS", "MEANINGS"):
         program.constant("schedules", name, getattr(schedules, name))
     return program.source()
 
@@ -69,12 +71,20 @@ def presets_in_javascript() -> str:
     return "\n".join([*lines, "};", ""])
 
 
+def colours_in_javascript() -> str:
+    """Of the parts of memory, as in the figures."""
+    names = {"state": "optimizer state"}
+    parts = {part: style.COLOURS[names.get(part, part)] for part in formulas.Memory._fields}
+    return f"const PART_COLOURS = {json.dumps(parts)};\n"
+
+
 def page() -> str:
     """The whole page."""
     scripts = [
         (PAGE / "python.js").read_text(),
         formulas_in_javascript(),
         presets_in_javascript(),
+        colours_in_javascript(),
         *((PAGE / name).read_text() for name in ("settings.js", "schedules.js", "memory.js")),
         "start();\n",
     ]

@@ -3,7 +3,7 @@
 
 const GB = 1e9;
 const LIMITS = [24, 80, 141];
-const PARTS = ["weights", "gradients", "state", "activations"];
+const PARTS = Object.keys(PART_COLOURS);
 // the values that are compared, and the one that is set
 const POWERS = [1, 2, 4, 8, 16];
 const COMPARED = {
@@ -74,7 +74,7 @@ function showMemory(s) {
   const model = modelOf(s);
   const { num_layers, hidden_size, num_heads } = model;
   const sizes = `${num_layers} layers, h ${number(hidden_size)}, ${num_heads} heads`;
-  const colour = (part) => `<i style="background:var(--${part})"></i>`;
+  const colour = (part) => `<i style="background:${PART_COLOURS[part]}"></i>`;
   const word = (part) => (part === "state" ? "optimizer state" : part);
   const legend = PARTS.map((part) => `<span>${colour(part)}${word(part)}</span>`);
   byId("stack").innerHTML = `<h2>${s.preset} <span class="hint">${sizes}</span></h2>
@@ -159,7 +159,7 @@ function drawStack(svg, rows, now, name) {
     for (const part of row.memory ? PARTS : []) {
       const to = from + row.memory[part] / GB;
       const size = `x="${x(from)}" y="${y + 21}" width="${x(to) - x(from)}" height="18"`;
-      bars.push(`<rect ${size} fill="var(--${part})"/>`);
+      bars.push(`<rect class="part" ${size} fill="${PART_COLOURS[part]}"/>`);
       from = to;
     }
   });

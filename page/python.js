@@ -103,7 +103,10 @@ const py = {
     const part = x.slice(start ?? 0, stop ?? x.length);
     return step === 1 ? part : part.filter((_, i) => i % step === 0);
   },
-  unpack: (x, n) => (x.length === n ? x : py.fail(`ValueError: ${x.length} values, not ${n}`)),
+  unpack(x, n) {
+    const items = [...x];
+    return items.length === n ? items : py.fail(`ValueError: ${items.length} values, not ${n}`);
+  },
   getattr(x, name, missing) {
     if (name in x) return x[name];
     return missing === undefined ? py.fail(`AttributeError: ${name}`) : missing;

@@ -136,16 +136,14 @@ function ticks(x, end, width, height) {
 function shade(e, chart) {
   const brightness = 1 - (0.45 * e.chunk) / Math.max(1, chart.v - 1);
   const hex = schedules_COLOURS.get(e.op);
-  const rgb = [1, 3, 5].map((i) => Math.round(parseInt(hex.slice(i, i + 2), 16) * brightness));
-  const [r, g, b] = rgb.map((c) => (c / 255) ** 2.2);
-  return [`rgb(${rgb})`, 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "dark" : "light"];
+  const rgb = [1, 3, 5].map((i) => (parseInt(hex.slice(i, i + 2), 16) / 255) * brightness);
+  return [`rgb(${rgb.map((c) => Math.round(255 * c))})`, schedules_text_on(rgb)];
 }
 
 function legend() {
   const ops = new Set(charts.flatMap((c) => (c.lines ? c.lines.events.map((e) => e.op) : [])));
-  const names = { F: "F forward", B: "B backward", I: "I input gradient", W: "W weight gradient" };
   const entry = (colour, name) => `<span><i style="background:${colour}"></i>${name}</span>`;
-  const entries = [...ops].map((op) => entry(schedules_COLOURS.get(op), names[op]));
+  const entries = [...ops].map((op) => entry(schedules_COLOURS.get(op), schedules_MEANINGS.get(op)));
   if (ops.size) entries.push(entry("var(--idle)", "idle"));
   if (charts.some((c) => c.lines && c.v > 1)) entries.push("<span>darker: a later chunk</span>");
   return entries.join("");
