@@ -6,7 +6,7 @@ float32, in `parameter.main_grad` (mixed-precision training, arXiv 1710.03740):
 
     main_grad = sum over micro-batches and ranks of  grad / scale
 
-    python gradients.py        sums in bf16 and in float32; fp16 with and without a loss scale
+    python gradients.py        a lesson: sums in bf16 and float32, fp16 and its loss scale
 
 scale is 1, except in fp16. There the loss is multiplied by it before backward, so that small
 gradients are not rounded to zero. Each gradient is divided by it on its way into `main_grad`, so
@@ -228,45 +228,7 @@ class LossScaler:
         self.searching = searching
 
 
-# --- python gradients.py --------------------------------------------------------------------------
-
-
-def sum_of(dtype: torch.dtype, gradient: float, times: int, scaler=None) -> float:
-    """The `main_grad` of a weight after `times` backward passes that each bring `gradient`."""
-    model = nn.ParameterList([nn.Parameter(torch.ones(1, dtype=dtype))])
-    gradients = GradientAccumulator(model, scaler)
-    scale = scaler.scale if scaler else 1.0
-    for _ in range(times):
-        # in float32 until the loss scale is in it
-        loss = model[0].float() * gradient * scale
-        loss.sum().backward()
-    gradients.reduce_gradients()
-    return model[0].main_grad.item()
-
-
-def main():
-    print("1000 micro-batches, each with a gradient of 0.001:")
-    in_bf16 = torch.zeros(1, dtype=torch.bfloat16)
-    for _ in range(1000):
-        in_bf16 += 0.001
-    print(f"  summed in bf16                {in_bf16.item():.4f}")
-    print(f"  summed in main_grad (fp32)    {sum_of(torch.bfloat16, 0.001, 1000):.4f}")
-
-    print("a gradient of 1e-8 of an fp16 weight; the smallest fp16 number is 6e-8:")
-    print(f"  main_grad without a scale     {sum_of(torch.float16, 1e-8, 1):.2e}")
-    scaled = sum_of(torch.float16, 1e-8, 1, LossScaler(scale=2.0**16))
-    print(f"  main_grad with scale 2^16     {scaled:.2e}")
-
-    scaler = LossScaler()
-    skipped = 0
-    for _ in range(40):
-        # a model whose gradients overflow above 2^16
-        finite = scaler.scale <= 2**16
-        skipped += not finite
-        scaler.update(finite)
-    exponent = math.log2(scaler.scale)
-    print(f"loss scale: from 2^32 to 2^{exponent:.0f} in 40 steps, {skipped} of them skipped")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import gradients as lesson
+
+    lesson.main()

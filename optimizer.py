@@ -14,7 +14,7 @@ AdamW (arXiv 1711.05101, algorithm 2) at step t, with learning rate lr and weigh
     m = β1 m + (1 - β1) g           v = β2 v + (1 - β2) g²
     w = w - lr λ w - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
 
-    python optimizer.py        why masters are needed, how one splits, the learning rate
+    python optimizer.py        a lesson: masters, bytes of state, decay, the learning rate
 
 gradients.py has the way to `main_grad`, the norm by which a gradient is clipped, and the loss scale
 of fp16. A step whose norm is not finite is skipped. The device decides this, and how much to clip:
@@ -380,33 +380,7 @@ def check_state_dtype(
         )
 
 
-# --- python optimizer.py --------------------------------------------------------------------------
-
-
-def main():
-    print("an update of 1e-3, 1000 times, to a weight of 1:")
-    bf16 = torch.ones(1, dtype=torch.bfloat16)
-    master = torch.ones(1)
-    for _ in range(1000):
-        bf16 += 1e-3
-        master += 1e-3
-    print(f"  in bf16                     {bf16.item():.4f}")
-    print(f"  in an fp32 master           {master.item():.4f}")
-    print(f"  the master copied to bf16   {master.bfloat16().item():.4f}")
-
-    weight = torch.zeros(1, dtype=torch.bfloat16)
-    low = torch.zeros(1, dtype=torch.int16)
-    split_master(master, weight, low)
-    joined = join_master(weight, low)
-    print(f"the master {master.item():.9f}, split:")
-    print(f"  bf16 weight {weight.item()}, low bits {low.item()}; joined {joined.item():.9f}")
-
-    print("learning rate, peak 3e-4, minimum 3e-5, 10 of 100 steps warmup:")
-    steps = (1, 5, 10, 25, 55, 75, 100)
-    rates = [learning_rate(step, 3e-4, 3e-5, 10, 100) for step in steps]
-    print("  step  " + "".join(f"{step:>10}" for step in steps))
-    print("  rate  " + "".join(f"{rate:>10.1e}" for rate in rates))
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import optimizer as lesson
+
+    lesson.main()

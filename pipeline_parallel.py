@@ -21,7 +21,7 @@ messages that the actions need, and one loop runs the list:
     receive  post a receive, ahead of its use;   send  start to send
     settle   wait for a send, as soon as a later message has shown that its peer has consumed it
 
-    python pipeline_parallel.py        four schedules on two ranks: gradients, measured time lines
+    python pipeline_parallel.py        a lesson: four schedules on two ranks, their time lines
 
 After a stage's forward only the autograd graph of its output is kept, not the output itself:
 `get_gradient_edge(y)` is where backward starts, and the values of y are freed once they are sent.
@@ -45,7 +45,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import gpt
-import schedules
 import sharding
 from model_config import FieldError
 from schedules import Action, Event, Schedule
@@ -389,85 +388,7 @@ class Pipeline:
         return [weight for _, weight in named if sharding_of(weight).copy_of]
 
 
-# --------------------------------------------------------------------------------------------------
-
-
-def _lesson(rank: int, name: str, p: int, m: int):
-    """One training step under a schedule, without an optimizer. The first of two steps warms up."""
-    import zero_bubble
-    from dropout import dropout_key
-    from lessons import demo
-
-    b, s, vocabulary = 1, 128, 257
-    fields = dict(num_layers=8, hidden_size=256, num_heads=8, seq_length=s, dropout=0.1)
-    stages = apply(demo.meta_model(demo.tiny_config(**fields)), rank, p, virtual_stages(name))
-    for stage in stages:
-        if name == "zb-h1":
-            zero_bubble.apply(stage)
-        sharding.init(stage, 0, "cpu", torch.float32)
-    tokens, targets = demo.random_tokens(m, s, vocabulary)
-    total = torch.zeros(())
-
-    def forward(chunk, k, x):
-        # of (random seed, step, sample): the same mask on whichever rank
-        key = dropout_key(0, 1, torch.tensor([k]))
-        y = stages[chunk](tokens[k : k + b], targets[k : k + b], key, x)
-        if stages[chunk].head is None:
-            return y
-        total.add_(y.detach().sum() / (m * s))
-        return y.sum()
-
-    # sums of token losses become their mean
-    loss_grad = torch.tensor(1 / (m * s))
-    if p == 1:
-        for k in range(m):
-            forward(0, k, None).backward(loss_grad)
-        return total.item(), demo.gathered_gradients(*stages), [], []
-    pipeline = Pipeline(stages, Channels(dist.group.WORLD))
-    schedule = schedules.make(name, p, m, len(stages))
-    for _ in range(2):
-        total.zero_()
-        for stage in stages:
-            stage.zero_grad(set_to_none=True)
-        dist.barrier()
-        pipeline.run(schedule, forward, b, s, loss_grad)
-    for parameter in pipeline.parameters():
-        # what sum_tied adds to; in training gradients.py makes it
-        parameter.main_grad = parameter.grad
-    pipeline.sum_tied()
-    events = [None] * p
-    dist.all_gather_object(events, pipeline.events)
-    events = [event for of_rank in events for event in of_rank]
-    gradients = demo.gathered_gradients(*stages)
-    return total.item(), gradients, events, schedules.in_flight(schedule)
-
-
-def virtual_stages(name: str) -> int:
-    return 2 if name == "interleaved" else 1
-
-
-def main():
-    from lessons import demo, ranks
-
-    p, m = 2, 4
-    ((loss, expected, _, _),) = ranks.run(_lesson, 1, "1f1b", 1, m)
-    print("a GPT (h 256, L 8, s 128, dropout 0.1, tied embeddings), 4 micro-batches of 1 sequence")
-    print(f"on one rank the loss is {loss:.6f}; on {p} ranks:")
-    for name in schedules.NAMES:
-        v = virtual_stages(name)
-        results = ranks.run(_lesson, p, name, p, m)
-        gradients = {n: g for result in results for n, g in result[1].items()}
-        events, in_flight = results[0][2:]
-        begin = min(e.start for e in events)
-        events = [e._replace(start=e.start - begin, end=e.end - begin) for e in events]
-        events.sort(key=lambda e: e.start)
-        print(f"\n{name}{f', v = {v}' if v > 1 else ''}: loss {sum(r[0] for r in results):.6f}")
-        worst = demo.largest_difference(expected, gradients)
-        print(f"largest relative difference of a gradient {worst:.1e}; in flight {in_flight}")
-        formula = schedules.bubble_formula(name, p, m, v)
-        print(f"bubble {schedules.bubble(events):.2f} measured, {formula:.2f} by formula")
-        print(schedules.text(events, max(e.end for e in events) / 50))
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import pipeline_parallel as lesson
+
+    lesson.main()

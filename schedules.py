@@ -11,7 +11,7 @@
     rank 2    .. .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- F4 B3       and dots are idle time: the
     rank 3    .. .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4       bubble
 
-    python schedules.py        the four as time lines, the bubble by simulation and by formula
+    python schedules.py        a lesson: time lines of the four, bubbles, activations in flight
 
 An action is (op, chunk, micro_batch). The ops are F, forward; B, backward; and for zero-bubble
 schedules I, the input gradient, and W, the weight gradient, instead of B.
@@ -443,22 +443,7 @@ def text(events: list[Event], unit: float = 1.0) -> str:
     return "\n".join(lines)
 
 
-def main():
-    p = 4
-    m = 8
-    for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)):
-        schedule = make(name, p, m, v)
-        cost = Cost(1 / v, 1 / v, 1 / v)
-        events = simulate(schedule, cost)
-        formula = bubble_formula(name, p, m, v, cost)
-        print(f"{name}: p {p}, m {m}, v {v}")
-        print(text(events, 1 / v))
-        print(f"  bubble {bubble(events):.4f} of the ideal time, by formula {formula:.4f}")
-        print(f"  micro-batches in flight: {in_flight(schedule)}")
-        if name == "zb-h1":
-            print(f"  deferred weight gradients: {deferred_weight_gradients(schedule)}")
-        print()
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import schedules as lesson
+
+    lesson.main()

@@ -19,7 +19,7 @@ On NCCL a wrong order hangs: a rank waits for a message, and its peer for anothe
 the programs of all ranks in a model of NCCL, so that a deadlock is a failed simulation on a laptop
 and not a hang on a cluster.
 
-    python transfers.py        the programs of two ranks; then a receive is left out
+    python transfers.py        a lesson: the programs of two ranks, messages counted, deadlocks
 
 Not covered: in Megatron-LM communication stands between the lines of the schedule itself, with
 sends and receives of neighbours fused to one call.
@@ -28,7 +28,7 @@ sends and receives of neighbours fused to one call.
 from collections import Counter, defaultdict, deque
 from typing import NamedTuple
 
-from schedules import DIRECTION, Action, Schedule, make, result_of
+from schedules import DIRECTION, Action, Schedule, result_of
 
 # --- sends and receives ---------------------------------------------------------------------------
 
@@ -227,30 +227,7 @@ def _awaited(entry: Action | Transfer, rank: int, p: int, v: int) -> set[tuple[s
     return {(kind, stage, k)} if is_sent else set()
 
 
-# --- python transfers.py --------------------------------------------------------------------------
-
-
-def short(entry: Action | Transfer) -> str:
-    """An entry in a few letters: F0; send F0 to 1, where F0 is the activation of micro-batch 0."""
-    if isinstance(entry, Action):
-        return f"{entry.op}{entry.micro_batch}"
-    preposition = "from" if entry.op == "receive" else "to"
-    return f"{entry.op} {entry.kind}{entry.micro_batch} {preposition} {entry.peer}"
-
-
-def main():
-    programs = lower(make("1f1b", 2, 2))
-    for rank, program in enumerate(programs):
-        print(f"rank {rank}    " + "; ".join(map(short, program)))
-    print(f"  stuck: {deadlock(programs)}")
-    first = next(entry for entry in programs[1] if entry.op == "receive")
-    programs[1].remove(first)
-    print(f"without '{short(first)}' on rank 1:")
-    print(f"  stuck: {deadlock(programs)}")
-    for name, p, m, v in (("gpipe", 4, 8, 1), ("interleaved", 4, 8, 2), ("zb-h1", 4, 8, 1)):
-        stuck = deadlock(lower(make(name, p, m, v), v), v)
-        print(f"{name}, p {p}, m {m}, v {v}, stuck: {stuck}")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import transfers as lesson
+
+    lesson.main()

@@ -14,6 +14,7 @@ During I a linear layer appends (weight, ∂y, x) to the list that the pipeline 
 (`weight.deferred`); during W the pipeline works the list off. Without a list the weight gradient is
 computed at once. Gradients of biases and norms stay with I.
 
+    python zero_bubble.py            a lesson: what I leaves to W, FLOPs, bytes, gradients
     python pipeline_parallel.py      zb-h1 beside the other schedules
 
 Not covered: ZB-H2 and ZB-V, and overlapping the data-parallel sum with W (Megatron-LM).
@@ -109,3 +110,9 @@ def apply(model: gpt.GPT) -> None:
             module.weight_gradient = weight_gradient
         elif isinstance(module, tensor_parallel.RowParallelLinear):
             module.linear = linear
+
+
+if __name__ == "__main__":
+    from lessons import zero_bubble as lesson
+
+    lesson.main()

@@ -47,9 +47,9 @@ class Lesson:
         self.command = command
         self.quiz = quiz
         self.without = without
-        # Removes it: on ranks picklable, and called first on every rank; elsewhere it changes what
-        # it is given. None: nothing is removed.
-        self.mutate: Callable[..., None] | None = mutate
+        # What WITHOUT has under that name; None: nothing is removed. On ranks: picklable, and called
+        # first on every rank. Elsewhere it changes what it is given, or gives a context that ends.
+        self.mutate: Callable | None = mutate
         self.questions = 0
         self.checks = 0
         self.failed = 0
@@ -57,6 +57,10 @@ class Lesson:
     def say(self, text: str = "") -> None:
         """A line as it is, below the others: for tables, bars and time lines."""
         print(" " * MARGIN + text if text else "", flush=True)
+
+    def draw(self, picture: str) -> None:
+        """Lines as they are, from the left edge."""
+        print(picture, flush=True)
 
     def _paragraph(self, label: str, text: str, width: int = WIDTH) -> list[str]:
         return textwrap.wrap(
@@ -141,14 +145,42 @@ def bar(value: float, largest: float, width: int = 40) -> str:
 # --- time -----------------------------------------------------------------------------------------
 
 
+class Turns:
+    """Whether a thread had a processor to itself while it computed.
+
+        with turns:
+            compute()
+
+    Where other processes take turns with it, it takes longer than its processor time, and times do
+    not mean anything. Waiting (for a message, a disk) inside the `with` counts as a turn of others.
+    """
+
+    def __init__(self):
+        self.seconds = 0.0
+        self.processor_seconds = 0.0
+
+    def __enter__(self) -> "Turns":
+        self.seconds -= time.perf_counter()
+        self.processor_seconds -= time.thread_time()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.seconds += time.perf_counter()
+        self.processor_seconds += time.thread_time()
+
+    def shared(self, limit: float = 1.25) -> bool:
+        return self.seconds > limit * self.processor_seconds
+
+
 def busy(limit: float = 1.25, seconds: float = 0.2) -> bool:
-    """Whether this machine is too busy for times to mean something: a loop that only computes
-    takes more than `limit` times its processor time, because other processes take turns with it."""
-    start = time.perf_counter()
-    start_cpu = time.thread_time()
-    while time.perf_counter() - start < seconds:
-        sum(range(1000))
-    return time.perf_counter() - start > limit * (time.thread_time() - start_cpu)
+    """Whether this machine is too busy for times of one process to mean something, as a loop that
+    only computes sees it. Where several ranks are timed, let each have its `Turns`: beside one
+    other process two cores still have room for one rank, and not for two."""
+    with Turns() as turns:
+        start = time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            sum(range(1000))
+    return turns.shared(limit)
 
 
 def median_seconds(function: Callable[[], object], repetitions: int = 5) -> float:

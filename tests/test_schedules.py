@@ -194,10 +194,3 @@ def test_numbers_can_be_read_on_every_chunk():
         luminance = c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
         contrasts = {"black": (luminance + 0.05) / 0.05, "white": 1.05 / (luminance + 0.05)}
         assert contrasts[schedules.text_on((c, c, c))] >= 4.5
-
-
-def test_lesson(capsys):
-    schedules.main()
-    out = capsys.readouterr().out
-    assert out.count("micro-batches in flight") == 4
-    assert "bubble 0.1875 of the ideal time, by formula 0.1875" in out

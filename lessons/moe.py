@@ -1,0 +1,137 @@
+"""The lesson of moe.py: experts on one rank, and on two with half of the experts each.
+
+python moe.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+import fsdp
+import gpt
+import moe
+import sharding
+from lessons import demo, form, ranks
+from mutations import moe as bugs
+from routers import MoEConfig
+
+WITHOUT = {
+    "combine-exchange": bugs.no_combine_exchange,
+    "gradients-back": bugs.no_expert_gradients_back,
+    "own-probabilities": bugs.probabilities_of_other_tokens,
+    "expert-group": bugs.experts_summed_over_all,
+}
+
+# two micro-batches of B sequences; E experts in each of L layers
+B, S, H, V = 4, 32, 64, 257
+L, E = 2, 4
+TOKENS = B * S
+FFN = 4 * H
+
+
+def on_rank(rank: int, world: int, mutate) -> dict:
+    """One step in float64. Two ranks have one micro-batch each, and half of the experts."""
+    if mutate:
+        mutate()
+    model = demo.meta_model(demo.tiny_config(MoEConfig, num_experts=E))
+    moe.apply(model, dist.group.WORLD if world > 1 else None)
+    sharding.init(model, 0, "cpu", torch.float64)
+    # the ranks that hold the same experts: this rank alone
+    alone = demo.singleton_group()
+    gradients = fsdp.apply(model, dist.group.WORLD, expert_group=alone)
+    tokens, targets = (x.chunk(2) for x in demo.random_tokens(2 * B, S, V))
+    # announces that the next backward is the step's last
+    gradients.last_backward()
+    mine = range(rank, 2, world)
+    with ranks.Collectives() as forward:
+        losses = [model(tokens[k], targets[k]).sum() for k in mine]
+    loss_grad = torch.tensor(1 / (2 * TOKENS), dtype=torch.float64)
+    with ranks.Collectives() as backward:
+        torch.autograd.backward(losses, [loss_grad] * len(losses))
+        gradients.reduce_gradients()
+    return {
+        "loss": sum(loss.item() for loss in losses) / (2 * TOKENS),
+        "gradients": demo.gathered_gradients(model),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "forward": all_to_alls(forward),
+        "backward": all_to_alls(backward),
+    }
+
+
+def all_to_alls(counted: ranks.Collectives) -> list[int]:
+    """Bytes of each."""
+    return [size for name, size in counted.calls if name == "all-to-all"]
+
+
+def flops_of(layer: torch.nn.Module, *arguments) -> int:
+    """Of a forward of one micro-batch."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        layer(torch.zeros(B, S, H), *arguments)
+    return counter.get_total_flops()
+
+
+def teach(lesson: form.Lesson) -> None:
+    dense = gpt.MLP(demo.tiny_config())
+    experts = moe.MoE(demo.tiny_config(MoEConfig, num_experts=E))
+    torch.nn.init.zeros_(experts.router.weight)
+    lesson.predict(
+        f"An MLP ({H} -> {FFN} -> {H}) becomes {E} experts; each token goes through k 1. By what do"
+        " the matrices' numbers grow? The FLOPs of the experts?"
+    )
+    weights = sum(p.numel() for name, p in experts.named_parameters() if "router" not in name)
+    dense_weights = sum(p.numel() for p in dense.parameters() if p.dim() == 2)
+    router = 2 * TOKENS * H * E
+    flops = flops_of(experts) - router
+    lesson.check(
+        f"numbers {dense_weights:,} -> {weights:,}, times E; FLOPs {flops_of(dense):,} -> {flops:,},"
+        f" and 2 b s h E = {router:,} for the router",
+        weights == E * dense_weights and flops == flops_of(dense),
+    )
+
+    one = ranks.run(on_rank, 1, 1, None)[0]
+    two = ranks.run(on_rank, 2, 2, lesson.mutate)
+    lesson.predict(
+        f"One rank holds {one['parameters']:,} parameters, {L * weights:,} of them in experts. How"
+        " many does each of two ranks hold, with ep 2?"
+    )
+    expected = one["parameters"] - L * weights // 2
+    lesson.check(
+        f"{two[0]['parameters']:,}: half of the experts, and all of the rest = {expected:,}",
+        two[0]["parameters"] == expected,
+    )
+
+    lesson.predict(
+        "Two micro-batches on one rank, or one on each of two ranks: do loss and gradients differ?"
+    )
+    loss = sum(result["loss"] for result in two)
+    lesson.check(
+        f"loss {one['loss']:.12f} on one rank, {loss:.12f} on two", abs(one["loss"] - loss) < 1e-10
+    )
+    worst = demo.largest_difference(one["gradients"], two[0]["gradients"])
+    lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
+
+    lesson.predict(
+        f"A micro-batch is {TOKENS} tokens of {H} numbers of 8 bytes. How many all-to-alls has a"
+        " layer in forward, and in backward? What do they carry?"
+    )
+    forward, backward = two[0]["forward"], two[0]["backward"]
+    lesson.say(f"bytes, forward:  {', '.join(f'{size:,}' for size in forward)}")
+    lesson.say(f"bytes, backward: {', '.join(f'{size:,}' for size in backward)}")
+    rows = [size for size in forward if size != E * 8]
+    lesson.check(
+        f"forward 3: E 8 bytes of counts, rows there, rows back; backward 2, in reverse. A rank"
+        f" sends {TOKENS * H * 8:,} bytes of rows, its own share included, or receives more",
+        len(forward) == 3 * L and backward == rows[::-1] and min(rows) >= TOKENS * H * 8,
+    )
+    lesson.break_it("combine-exchange", "Tokens go to experts and do not come back.")
+    lesson.break_it("gradients-back", "The loss is right. Which parameters learn nothing?")
+    lesson.break_it("own-probabilities", "All rows travel as they should. What is wrong?")
+    lesson.break_it("expert-group", "The loss is right. Why must experts not be summed by all?")
+
+
+def main() -> None:
+    form.main("moe.py", teach, WITHOUT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The lesson of schedules.py: four schedules, simulated.
+
+python schedules.py
+"""
+
+import schedules
+from lessons import form
+from schedules import Action, Cost, Schedule
+
+P, M = 3, 6
+
+
+def no_warmup(schedule: Schedule) -> Schedule:
+    """Each rank takes the next micro-batch when it is done with the one before."""
+    return [sorted(actions, key=lambda a: a.micro_batch) for actions in schedule]
+
+
+def no_deferral(schedule: Schedule) -> Schedule:
+    """Each W comes right after its I."""
+    result = []
+    for actions in schedule:
+        order: list[Action] = []
+        for a in actions:
+            if a.op == "I":
+                order += [a, a._replace(op="W")]
+            elif a.op != "W":
+                order.append(a)
+        result.append(order)
+    return result
+
+
+# functions of a schedule
+WITHOUT = {"warmup": no_warmup, "deferral": no_deferral}
+
+
+class Drawn:
+    """A schedule, its time lines drawn, and its bubble by simulation and by formula."""
+
+    def __init__(self, lesson: form.Lesson, name: str, v: int = 1):
+        self.name = name
+        self.schedule = schedules.make(name, P, M, v)
+        if lesson.mutate:
+            self.schedule = lesson.mutate(self.schedule)
+        # v chunks do the work of one
+        cost = Cost(1 / v, 1 / v, 1 / v)
+        events = schedules.simulate(self.schedule, cost)
+        self.bubble = schedules.bubble(events)
+        self.formula = schedules.bubble_formula(name, P, M, v, cost)
+        # two characters a unit
+        unit = max(1 / v, max(e.end for e in events) / 42)
+        lesson.draw(schedules.text(events, unit))
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.bubble - self.formula) < 1e-12
+
+
+def teach(lesson: form.Lesson) -> None:
+    lesson.predict(
+        f"p {P} ranks, m {M} micro-batches, F takes 1 and B takes 2: a rank's work takes {3 * M}."
+        " For what fraction of that is it idle (the bubble), under GPipe and under 1F1B?"
+    )
+    lesson.draw("  GPipe, then 1F1B:")
+    gpipe = Drawn(lesson, "gpipe")
+    one_f_one_b = Drawn(lesson, "1f1b")
+    lesson.check(
+        f"GPipe {gpipe.bubble:.4f}, 1F1B {one_f_one_b.bubble:.4f}; (p - 1) / m ="
+        f" {gpipe.formula:.4f}",
+        gpipe.agrees and one_f_one_b.agrees,
+    )
+
+    lesson.predict(
+        "So what is 1F1B for? How many micro-batches' activations does a rank hold at most?"
+    )
+    held = [schedules.in_flight(drawn.schedule) for drawn in (gpipe, one_f_one_b)]
+    lesson.check(
+        f"on ranks 0, 1, 2: GPipe {held[0]}, all m; 1F1B {held[1]}, p - rank",
+        held == [[M] * P, [P - rank for rank in range(P)]],
+    )
+
+    lesson.predict(
+        "Interleaved: v 2 chunks on each rank, each action half as long. The bubble? Activations of"
+        " how many chunks does a rank hold at most?"
+    )
+    interleaved = Drawn(lesson, "interleaved", v=2)
+    held_chunks = schedules.in_flight(interleaved.schedule)
+    expected = [2 * (P - 1 - rank) + P + 1 for rank in range(P)]
+    lesson.check(
+        f"{interleaved.bubble:.4f}; (p - 1) / (v m) = {interleaved.formula:.4f}. Held:"
+        f" {held_chunks}, warmup + 1; each is half as large",
+        interleaved.agrees and held_chunks == expected,
+    )
+
+    lesson.predict("ZB-H1: F, I and W take 1 each. The bubble? How many W wait on a rank at most?")
+    zero_bubble = Drawn(lesson, "zb-h1")
+    deferred = schedules.deferred_weight_gradients(zero_bubble.schedule)
+    lesson.check(
+        f"{zero_bubble.bubble:.4f}; (p - 1) (T_F + T_I - T_W) / (m (T_F + T_I + T_W)) ="
+        f" {zero_bubble.formula:.4f}. Waiting: {deferred}, rank + 1",
+        zero_bubble.agrees and deferred == [rank + 1 for rank in range(P)],
+    )
+    lesson.break_it("warmup", "Less is held, and the order is right. What does it cost?")
+    lesson.break_it("deferral", "I is still passed on before W. What is lost?")
+
+
+def main() -> None:
+    form.main("schedules.py", teach, WITHOUT)
+
+
+if __name__ == "__main__":
+    main()

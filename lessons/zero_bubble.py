@@ -1,0 +1,161 @@
+"""The lesson of zero_bubble.py: one block of a GPT, whose backward runs in two parts.
+
+python zero_bubble.py
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import gpt
+import schedules
+import zero_bubble
+from lessons import demo, form
+from schedules import Cost
+
+# b s rows of h numbers
+B, S, H = 4, 32, 64
+ROWS = B * S
+FFN = 4 * H
+
+
+def start_deferring(block: nn.Module) -> list:
+    """As the pipeline does before I: a list for what W is computed from."""
+    deferred = []
+    for weight in block.parameters():
+        weight.deferred = deferred
+    return deferred
+
+
+def start_nothing(block: nn.Module) -> list:
+    """No list: backward computes the weight gradients at once."""
+    return []
+
+
+def finish(deferred: list) -> None:
+    """W, as the pipeline runs it."""
+    for weight, grad_output, x in deferred:
+        weight.backward(grad_output.t() @ x)
+
+
+def finish_all_but_one(deferred: list) -> None:
+    """The weight gradient that was deferred last is lost."""
+    finish(deferred[:-1])
+
+
+# (before I, W)
+WITHOUT = {"list": (start_nothing, finish), "last-w": (start_deferring, finish_all_but_one)}
+
+
+def make_block() -> nn.Module:
+    """The first block of a GPT (h 64, a 4, no dropout), float64."""
+    return gpt.GPT(demo.tiny_config()).double().blocks["0"]
+
+
+def random_rows(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def with_gradient(block: nn.Module) -> int:
+    return sum(p.grad is not None for p in block.parameters())
+
+
+def gradients_of(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Also of the block's input."""
+    found = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+    return found | {"input": x.grad}
+
+
+def flops_of_a_linear() -> list[int]:
+    """Of F, I and W."""
+    layer = zero_bubble.Linear(H, FFN, bias=False).double()
+    layer.weight.deferred = deferred = []
+    x = random_rows(ROWS, H)
+    with FlopCounterMode(display=False) as forward:
+        y = layer(x)
+    with FlopCounterMode(display=False) as input_gradient:
+        y.backward(torch.ones_like(y))
+    layer.weight.deferred = None
+    with FlopCounterMode(display=False) as weight_gradient:
+        finish(deferred)
+    return [mode.get_total_flops() for mode in (forward, input_gradient, weight_gradient)]
+
+
+def teach(lesson: form.Lesson) -> None:
+    start, finish_weights = lesson.mutate or (start_deferring, finish)
+    lesson.predict(
+        f"A linear layer reads {ROWS} rows of {H} numbers and writes rows of {FFN}. FLOPs of"
+        " forward (F), of I and of W?"
+    )
+    flops = flops_of_a_linear()
+    formula = 2 * ROWS * H * FFN
+    lesson.check(
+        f"F {flops[0]:,}, I {flops[1]:,}, W {flops[2]:,}; 2 rows in out = {formula:,}",
+        flops == [formula] * 3,
+    )
+
+    plain, x = make_block(), random_rows(B, S, H)
+    plain(x).square().sum().backward()
+    split, x_of_split = make_block(), random_rows(B, S, H)
+    zero_bubble.apply(split)
+    y = split(x_of_split)
+    deferred = start(split)
+    y.square().sum().backward()
+    after_i = with_gradient(split)
+    kept = {id(weight): [g, x] for weight, g, x in deferred}
+    kept_bytes = sum(tensor.nbytes for tensor in kept.get(id(split.mlp.up.weight), []))
+    for weight in split.parameters():
+        weight.deferred = None
+    finish_weights(deferred)
+
+    count = len(list(split.parameters()))
+    lesson.predict(
+        f"A block has {count} parameters: 6 matrices, 6 biases, 2 norms with weight and bias. How"
+        " many have a gradient after I? After W?"
+    )
+    after_w = with_gradient(split)
+    lesson.check(
+        f"after I {after_i}, biases and norms; after W {after_w}",
+        (after_i, after_w) == (count - 6, count),
+    )
+
+    lesson.predict(
+        f"Between I and W the linear layer mlp.up ({ROWS} rows, {H} -> {FFN}, float64) keeps which"
+        " tensors? How many bytes?"
+    )
+    lesson.check(
+        f"{kept_bytes:,}, of x and ∂y: rows (in + out) 8 = {ROWS * (H + FFN) * 8:,}",
+        kept_bytes == ROWS * (H + FFN) * 8,
+    )
+
+    lesson.predict("Does any gradient differ from that of one whole backward?")
+    expected, found = gradients_of(plain, x), gradients_of(split, x_of_split)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        lesson.check(f"{', '.join(missing)} has no gradient", False)
+    else:
+        worst = demo.largest_difference(expected, found)
+        lesson.check(f"none: the largest relative difference is {worst:.1e}", worst < 1e-10)
+
+    lesson.predict("p 2, m 4; F, I and W take 1 each. By how much is ZB-H1's bubble smaller?")
+    bubbles = {}
+    for name in ("1f1b", "zb-h1"):
+        events = schedules.simulate(schedules.make(name, 2, 4), Cost())
+        bubbles[name] = schedules.bubble(events)
+        lesson.draw(schedules.text(events))
+    lesson.check(
+        f"1F1B {bubbles['1f1b']:.3f} of the ideal time, ZB-H1 {bubbles['zb-h1']:.3f}: T_F + T_I -"
+        " T_W = 1 takes the place of T_F + T_I + T_W = 3",
+        abs(bubbles["zb-h1"] - bubbles["1f1b"] / 3) < 1e-12,
+    )
+    lesson.break_it("list", "Every gradient is right. What is lost?")
+    lesson.break_it("last-w", "Which parameter has no gradient? Would the loss still fall?")
+
+
+def main() -> None:
+    form.main("zero_bubble.py", teach, WITHOUT)
+
+
+if __name__ == "__main__":
+    main()
