@@ -14,7 +14,7 @@ them, E / ep each. An all-to-all is a collective in which every rank sends some 
 tokens travel to their experts and back. Backward does the same in reverse: permute and unpermute
 are each other's adjoint (transpose), and the adjoint of an all-to-all is the all-to-all back.
 
-    python moe.py      two ranks with half of the experts each: gradients, bytes sent
+    python moe.py      a lesson: two ranks with half of the experts each, gradients, bytes sent
 
 What differs from a dense layer:
 
@@ -43,7 +43,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
-import sharding
 import tensor_parallel
 from model_config import FieldError, GPTConfig, divisors
 from routers import ROUTER_STATS, DispatchPlan, MoEConfig, Routing, SinkhornRouter, TopKRouter
@@ -408,55 +407,7 @@ def split_inside_experts(layer: MoE, group: dist.ProcessGroup) -> None:
     layer.leave = tensor_parallel.ReduceFromRanks(group)
 
 
-# --------------------------------------------------------------------------------------------------
-
-
-def _lesson(rank: int, world: int):
-    """One step of a GPT with experts in both layers. Two ranks have half of the micro-batches and
-    half of the experts each."""
-    import fsdp
-    from lessons import demo, ranks
-
-    model = demo.meta_model(demo.tiny_config(MoEConfig, num_experts=4))
-    apply(model, dist.group.WORLD if world > 1 else None)
-    sharding.init(model, 0, "cpu", torch.float64)
-    # the ranks that hold the same experts: each rank alone
-    alone = [dist.new_group([r]) for r in range(world)][rank]
-    gradients = fsdp.apply(model, dist.group.WORLD, expert_group=alone)
-    tokens, targets = (x.chunk(2) for x in demo.random_tokens(8, 32, 257))
-    # announces that the next backward is the step's last
-    gradients.last_backward()
-    mine = range(rank, 2, world)
-    with ranks.Collectives() as forward:
-        losses = [model(tokens[k], targets[k]).sum() for k in mine]
-    loss_grad = torch.tensor(1 / (8 * 32), dtype=torch.float64)
-    with ranks.Collectives() as backward:
-        torch.autograd.backward(losses, [loss_grad] * len(losses))
-        gradients.reduce_gradients()
-    size = sum(p.numel() for p in model.parameters())
-    choices = layers(model)[0].routing.statistics[:4].int().tolist()
-    return demo.gathered_gradients(model), size, forward.calls, backward.calls, choices
-
-
-def main():
-    from lessons import demo, ranks
-
-    one, whole, *_, choices = ranks.run(_lesson, 1, 1)[0]
-    two, part, forward, backward, _ = ranks.run(_lesson, 2, 2)[0]
-    print("a GPT (h 64, L 2, V 257, 4 experts in each layer, float64): two micro-batches on one")
-    print("rank, or one on each of two ranks with half of the experts:")
-    worst = demo.largest_difference(one, two)
-    print(f"largest relative difference of a gradient {worst:.1e}")
-    print(f"parameters {whole:,} and {part:,} on a rank")
-    print(f"choices of layer 0: {choices} of {4 * 32 * 2}")
-    print(f"\na micro-batch is 4 x 32 rows of 64 numbers of 8 bytes, {4 * 32 * 64 * 8:,} bytes.")
-    print("Each layer sends 4 counts, then about half of the rows to the other rank, and gets its")
-    print("own back; backward does the same in reverse. Bytes that a rank sends or receives,")
-    print("whichever is more:")
-    for name, calls in (("forward", forward), ("backward", backward)):
-        exchanges = [call for call in calls if "all-to-all" in call[0]]
-        print(f"counted {name:>9}: {demo.format_calls(exchanges)}")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import moe as lesson
+
+    lesson.main()

@@ -22,7 +22,7 @@ A plan looks at later tokens and at other sequences, so training with it is not 
 Evaluation uses the raw logits, each token for itself, and so routes some tokens elsewhere than
 training did.
 
-    python routers.py      a plan by hand, and what temperature does to the load
+    python routers.py      a lesson: a plan by hand, temperature and load, what is dropped
 
 Not covered: router biases, expert groups and jitter (Megatron-LM).
 """
@@ -358,24 +358,7 @@ class Routing(recompute.RunOnce):
         return theirs.sum(0), ours.sum(1).tolist(), theirs.sum(1).tolist(), by_expert, by_rank
 
 
-def main():
-    example = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]], dtype=torch.float64)
-    plan = sinkhorn(example)
-    rounded = [[round(x, 3) for x in row] for row in plan.tolist()]
-    print(f"four tokens, two experts, logits {example.tolist()}:")
-    print(f"the plan's rows {rounded} sum to 1/4, its columns to 1/2;")
-    print(f"largest in each row: {plan.argmax(1).tolist()};", end=" ")
-    print(f"at temperature 0.02: {sinkhorn(example, 0.02).argmax(1).tolist()}")
-    g = torch.Generator().manual_seed(0)
-    logits = torch.randn(4096, 3, generator=g) @ torch.randn(3, 8, generator=g)
-    print("\n4096 tokens from 3 dimensions, 8 experts: largest load over the mean")
-    ways = {"raw logits": logits}
-    for t in (1.0, 0.3, 0.1, 0.02):
-        ways[f"plan at temperature {t}"] = sinkhorn(logits, t, 1e-2)
-    for name, scores in ways.items():
-        load = scores.argmax(1).bincount(minlength=8)
-        print(f"  {name:<26}{load.max() / 512:.2f}")
-
-
 if __name__ == "__main__":
-    main()
+    from lessons import routers as lesson
+
+    lesson.main()

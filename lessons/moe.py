@@ -75,17 +75,18 @@ def teach(lesson: form.Lesson) -> None:
     experts = moe.MoE(demo.tiny_config(MoEConfig, num_experts=E))
     torch.nn.init.zeros_(experts.router.weight)
     lesson.predict(
-        f"An MLP ({H} -> {FFN} -> {H}) becomes {E} experts; each token goes through k 1. By what do"
-        " the matrices' numbers grow? The FLOPs of the experts?"
+        f"An MLP ({H} -> {FFN} -> {H}) becomes {E} experts; each token goes through k 1. How do"
+        " the numbers in matrices grow, and the FLOPs of a micro-batch?"
     )
     weights = sum(p.numel() for name, p in experts.named_parameters() if "router" not in name)
     dense_weights = sum(p.numel() for p in dense.parameters() if p.dim() == 2)
     router = 2 * TOKENS * H * E
+    dense_flops = flops_of(dense)
     flops = flops_of(experts) - router
     lesson.check(
-        f"numbers {dense_weights:,} -> {weights:,}, times E; FLOPs {flops_of(dense):,} -> {flops:,},"
-        f" and 2 b s h E = {router:,} for the router",
-        weights == E * dense_weights and flops == flops_of(dense),
+        f"numbers {dense_weights:,} -> {weights:,}, times E; FLOPs {dense_flops:,} -> {flops:,}, and"
+        f" 2 b s h E = {router:,} for the router",
+        weights == E * dense_weights and flops == dense_flops,
     )
 
     one = ranks.run(on_rank, 1, 1, None)[0]
@@ -115,18 +116,22 @@ def teach(lesson: form.Lesson) -> None:
         " layer in forward, and in backward? What do they carry?"
     )
     forward, backward = two[0]["forward"], two[0]["backward"]
-    lesson.say(f"bytes, forward:  {', '.join(f'{size:,}' for size in forward)}")
-    lesson.say(f"bytes, backward: {', '.join(f'{size:,}' for size in backward)}")
+    for name, sizes in (("forward", forward), ("backward", backward)):
+        words = ", ".join(f"{size:,}" for size in sizes)
+        lesson.say(f"bytes, {L} layers, {name}: {words or 'none'}")
     rows = [size for size in forward if size != E * 8]
     lesson.check(
         f"forward 3: E 8 bytes of counts, rows there, rows back; backward 2, in reverse. A rank"
         f" sends {TOKENS * H * 8:,} bytes of rows, its own share included, or receives more",
         len(forward) == 3 * L and backward == rows[::-1] and min(rows) >= TOKENS * H * 8,
     )
-    lesson.break_it("combine-exchange", "Tokens go to experts and do not come back.")
+    lesson.break_it(
+        "combine-exchange",
+        "Tokens go to experts and their results do not come back. Why does no rank hang?",
+    )
     lesson.break_it("gradients-back", "The loss is right. Which parameters learn nothing?")
     lesson.break_it("own-probabilities", "All rows travel as they should. What is wrong?")
-    lesson.break_it("expert-group", "The loss is right. Why must experts not be summed by all?")
+    lesson.break_it("expert-group", "The loss is right. Whose gradients are summed here?")
 
 
 def main() -> None:

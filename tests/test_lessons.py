@@ -32,13 +32,8 @@ def run(name, argv, monkeypatch, capsys) -> str:
     [
         ("data", ["--seq-length", "16"], "sequences of 16 tokens to train on"),
         ("runtime.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
-        ("moe", [], "largest relative difference of a gradient"),
-        ("gradients", [], "of them skipped"),
-        ("optimizer", [], "joined 2.0000"),
         ("inference.packing", [], "microseconds to multiply"),
         ("lessons.ranks", [], "8 ranks: the sum of their numbers is 28"),
-        ("routers", [], "plan at temperature 0.02"),
-        ("transfers", [], "stuck: None"),
         ("corpus.tokenizer", ["some text"], "9 bytes, 9 tokens"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
