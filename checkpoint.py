@@ -16,7 +16,7 @@ its own layout, and reads them from whichever files hold them. No rank holds mor
 torch.distributed.checkpoint plans, writes and reads the slices; the planners below tell it which
 slices a rank has or needs. Weights are saved in fp32, moments in the optimizer's dtype.
 
-    python checkpoint.py                 saves on two ranks, loads on one and three, flips bits
+    python checkpoint.py                 a lesson: saved on two ranks, loaded on three, damaged
     python checkpoint.py show CKPT       the tensors and the index
     python checkpoint.py verify CKPT     reads all of it and compares the checksums
 
@@ -44,7 +44,6 @@ import hashlib
 import json
 import logging
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -83,7 +82,7 @@ from runtime.tokenizer_files import (  # noqa: F401 (.. checkpoint.tokenizer_of)
     tokenizer_record,
     verify_tokenizer,
 )
-from sharding import Shard, Sharding, local_slice, set_sharding, shard_of, sharding_of, unpad
+from sharding import local_slice, set_sharding, sharding_of, unpad
 
 # after which a rank begins its next file
 FILE_BYTES = 2**30
@@ -372,59 +371,7 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
     return index
 
 
-# --- python checkpoint.py -------------------------------------------------------------------------
-
-
-def my_rows() -> Sharding:
-    """Of a [5, 3] weight, sharded by rows over all ranks."""
-    if dist.get_world_size() == 1:
-        return Sharding((5, 3))
-    return Sharding((5, 3), (Shard(0, dist.group.WORLD),))
-
-
-def save_rows(rank: int, folder: str) -> None:
-    whole = torch.arange(15.0).view(5, 3)
-    part = set_sharding(shard_of(whole, my_rows()).clone(), my_rows())
-    saver = Saver(dist.new_group(backend="gloo"))
-    saver.save(Path(folder), 1, {"model.weight": part}, {"config": {}, "model": {}})
-    # training goes on, and does not change the copy that is being saved
-    part.zero_()
-    saver.wait()
-
-
-def load_rows(rank: int, folder: str) -> list:
-    part = set_sharding(torch.zeros(local_slice(my_rows())[2]), my_rows())
-    load(Path(folder) / folder_name(1), {"model.weight": part})
-    return part.tolist()
-
-
-def flip_a_bit(file: Path) -> None:
-    """Flip a bit in the middle of a file, print what `verify` says, and restore the file."""
-    original = file.read_bytes()
-    middle = len(original) // 2
-    flipped = bytes([original[middle] ^ 1])
-    file.write_bytes(original[:middle] + flipped + original[middle + 1 :])
-    try:
-        verify(file.parent)
-        print(f"a flipped bit in {file.name} is not found")
-    except Damaged as e:
-        print(f"a bit flipped: {str(e).removeprefix(str(file.parent) + '/')}")
-    file.write_bytes(original)
-
-
-def lesson() -> None:
-    from lessons import ranks
-
-    with tempfile.TemporaryDirectory() as folder:
-        ranks.run(save_rows, 2, folder)
-        files = sorted((Path(folder) / folder_name(1)).iterdir())
-        print("a [5, 3] weight, by rows on two ranks (3 rows; 2 rows and one of padding), saved as")
-        for file in files:
-            print(f"    {file.name}, {file.stat().st_size:,} bytes")
-        print(f"one rank loads     {ranks.run(load_rows, 1, folder)[0]}")
-        print(f"three ranks load   {ranks.run(load_rows, 3, folder)}")
-        for file in files:
-            flip_a_bit(file)
+# --- the command line -----------------------------------------------------------------------------
 
 
 def show(index: dict) -> None:
@@ -434,8 +381,6 @@ def show(index: dict) -> None:
 
 
 def main():
-    if len(sys.argv) == 1:
-        return lesson()
     if len(sys.argv) != 3 or sys.argv[1] not in ("show", "verify"):
         terminal.refuse(
             "usage: python checkpoint.py show CKPT | verify CKPT; CKPT is a checkpoint, or the"
@@ -454,4 +399,10 @@ def main():
 
 
 if __name__ == "__main__":
+    from lessons import form
+
+    if form.is_asked(sys.argv[1:]):
+        from lessons import checkpoint as lesson
+
+        terminal.run(lesson.main)
     terminal.run(main)

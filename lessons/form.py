@@ -134,6 +134,12 @@ def main(command: str, teach: Callable[[Lesson], None], without: dict | None = N
     sys.exit(status)
 
 
+def is_asked(argv: list[str]) -> bool:
+    """Whether these arguments, of a file that is a command too, start its lesson: none, or only
+    the lesson's own. argv: without the file's name."""
+    return all(word.startswith(("--quiz", "--without")) for word in argv[:1])
+
+
 # --- pictures in text -----------------------------------------------------------------------------
 
 

@@ -84,8 +84,8 @@ def teach(lesson: form.Lesson) -> None:
     dense_flops = flops_of(dense)
     flops = flops_of(experts) - router
     lesson.check(
-        f"numbers {dense_weights:,} -> {weights:,}, times E; FLOPs {dense_flops:,} -> {flops:,}, and"
-        f" 2 b s h E = {router:,} for the router",
+        f"numbers {dense_weights:,} -> {weights:,}, times E; FLOPs {dense_flops:,} -> {flops:,},"
+        f" and 2 b s h E = {router:,} for the router",
         weights == E * dense_weights and flops == dense_flops,
     )
 

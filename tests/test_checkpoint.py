@@ -534,17 +534,6 @@ def test_command(tmp_path, capsys, monkeypatch):
         )
 
 
-def test_lesson(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["checkpoint.py"])
-    checkpoint.main()
-    out = capsys.readouterr().out
-    assert (
-        "is not found" not in out
-        and out.count("a bit flipped:") == 4
-        and "[12.0, 13.0, 14.0]]" in out
-    )
-
-
 def save_in_the_background(rank, folder):
     saver = checkpoint.Saver(dist.new_group(backend="gloo"))
     part = tensors()
