@@ -436,9 +436,10 @@ def text(events: list[Event], unit: float = 1.0) -> str:
         for e in events:
             if e.rank == rank:
                 op = e.op.lower() if e.chunk else e.op
-                start = 2 * round(e.start / unit)
-                width = 2 * round((e.end - e.start) / unit)
-                line = line.ljust(start, ".") + f"{op}{e.micro_batch}"[:2].ljust(width, "-")
+                # both rounded, so that what follows without a pause is drawn without one
+                start, end = round(e.start / unit), round(e.end / unit)
+                letters = f"{op}{e.micro_batch}"[:2].ljust(2 * (end - start), "-")
+                line = line.ljust(2 * start, ".") + letters
         lines.append(f"  rank {rank}  {line}")
     return "\n".join(lines)
 

@@ -182,25 +182,41 @@ def measured_cost(steps: list[list[Event]]) -> Cost:
     )
 
 
-def show_times(lesson: form.Lesson, name: str, runs: list[Run], busy: bool) -> None:
-    """Time lines and the bubble of one schedule, measured or simulated."""
-    steps = steps_of(runs)
-    cost = measured_cost(steps)
-    v = chunks(name)
-    simulated = schedules.simulate(schedules.make(name, P, M, v), cost)
-    formula = schedules.bubble_formula(name, P, M, v, cost)
-    # the formula of ZB-H1 is for T_W <= T_F
-    in_range = name != "zb-h1" or cost.weight <= cost.forward
-    bubble = schedules.bubble(simulated)
+@dataclass
+class Times:
+    """What the steps under one schedule took."""
+
+    name: str
     # the step with the median bubble
-    typical = sorted(steps, key=schedules.bubble)[len(steps) // 2]
-    drawn = simulated if busy else typical
-    lesson.draw(schedules.text(drawn, max(e.end for e in drawn) / 36))
-    measured = "" if busy else f"measured {schedules.bubble(typical):.2f}, "
-    lesson.check(
-        f"{name}: {measured}simulated {bubble:.3f}, formula {formula:.3f}",
-        abs(bubble - formula) < 1e-9 if in_range else bubble > formula,
-    )
+    typical: list[Event]
+    # the schedule with the measured costs of its actions
+    simulated: list[Event]
+    cost: Cost
+
+    @classmethod
+    def of(cls, name: str, runs: list[Run]) -> "Times":
+        steps = steps_of(runs)
+        cost = measured_cost(steps)
+        simulated = schedules.simulate(schedules.make(name, P, M, chunks(name)), cost)
+        typical = sorted(steps, key=schedules.bubble)[len(steps) // 2]
+        return cls(name, typical, simulated, cost)
+
+
+def show_times(lesson: form.Lesson, times: list[Times], busy: bool) -> None:
+    """Time lines and bubbles, measured or simulated, all on one scale."""
+    drawn = {t.name: t.simulated if busy else t.typical for t in times}
+    longest = max(e.end for events in drawn.values() for e in events)
+    for t in times:
+        lesson.draw(schedules.text(drawn[t.name], longest / 42))
+        measured = "" if busy else f"measured {schedules.bubble(t.typical):.2f}, "
+        bubble = schedules.bubble(t.simulated)
+        formula = schedules.bubble_formula(t.name, P, M, chunks(t.name), t.cost)
+        # the formula of ZB-H1 is for T_W <= T_F
+        in_range = t.name != "zb-h1" or t.cost.weight <= t.cost.forward
+        lesson.check(
+            f"{t.name}: {measured}simulated {bubble:.3f}, formula {formula:.3f}",
+            abs(bubble - formula) < 1e-9 if in_range else bubble > formula,
+        )
 
 
 # --- the lesson -----------------------------------------------------------------------------------
@@ -254,13 +270,13 @@ def teach(lesson: form.Lesson) -> None:
     )
 
     lesson.predict(
-        "The bubble of each, as a fraction of the ideal time? For ZB-H1, T_F = T_I = T_W."
+        "The bubble of each as a fraction of the ideal time, if F, I and W take equally long?"
     )
     busy = any(run.shared for runs in of_schedule.values() for run in runs)
     if busy:
-        lesson.say("Too busy: times mean nothing now. Simulated with the medians of F, B, I, W:")
-    for name, runs in of_schedule.items():
-        show_times(lesson, name, runs, busy)
+        lesson.say("This machine is too busy for measured bubbles to mean anything. So these are")
+        lesson.say("simulated, with the medians that were measured for F, B, I and W:")
+    show_times(lesson, [Times.of(name, runs) for name, runs in of_schedule.items()], busy)
     lesson.break_it("tied-sum", "The loss is right. Which gradient is not?")
     lesson.break_it("loss-scale", "The loss is right. Why would AdamW hide this?")
 

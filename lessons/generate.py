@@ -1,0 +1,173 @@
+"""The lesson of generate.py: with the key-value cache and without, together and alone.
+
+python generate.py
+"""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import torch
+
+import generate
+import sharding
+from generate import ModelRunner
+from inference.kv_cache import Cache
+from lessons import demo, form
+
+
+def no_positions():
+    """While decoding, every token is rotated as if it stood at position 0."""
+    return mock.patch.object(ModelRunner, "rotary_at", rotary_at_0)
+
+
+def rotary_at_0(self, positions, s: int, original=ModelRunner.rotary_at):
+    return original(self, None if positions is None else torch.zeros_like(positions), s)
+
+
+def no_mask():
+    """A shorter sequence attends to columns of the cache that it has not filled."""
+    return mock.patch.object(Cache, "update_mask", lambda self, dtype: setattr(self, "mask", None))
+
+
+# each returns a context in which the mechanism is missing
+WITHOUT = {"positions": no_positions, "mask": no_mask}
+
+SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, ffn_hidden_size=344, seq_length=512)
+# of three prompts
+LENGTHS = (4, 39, 16)
+NEW = 24
+
+
+def make_model() -> torch.nn.Module:
+    """A Llama with random weights, float64."""
+    model = demo.meta_model(demo.tiny_config(**SHAPE, llama=True))
+    sharding.init(model, 0, "cpu", torch.float64)
+    return model
+
+
+class Watch:
+    """What forward passes read, and the largest cache of them."""
+
+    def __init__(self):
+        self.tokens = 0
+        self.cache_bytes = 0
+
+    def __enter__(self) -> "Watch":
+        original = ModelRunner.forward
+
+        def forward(runner, batch, tokens, *rest):
+            self.tokens += tokens.numel()
+            logits = original(runner, batch, tokens, *rest)
+            stored = [*batch.cache.keys.values(), *batch.cache.values.values()]
+            self.cache_bytes = max(self.cache_bytes, sum(x.nbytes for x in stored))
+            return logits
+
+        self.patch = mock.patch.object(ModelRunner, "forward", forward)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.patch.stop()
+
+
+def teach(lesson: form.Lesson) -> None:
+    model = make_model()
+    with (lesson.mutate or nullcontext)():
+        same_tokens(lesson, model)
+        tokens_read(lesson, model)
+        cache_size(lesson, model)
+        if not lesson.without:
+            speed(lesson, model.float())
+    lesson.break_it("positions", "Prefill is right. Which prompts get other tokens?")
+    lesson.break_it("mask", "Each prompt by itself is right. Why not all three together?")
+
+
+def same_tokens(lesson: form.Lesson, model) -> None:
+    lesson.predict(
+        "Three prompts of 4, 39 and 16 tokens, 24 new tokens each, drawn at temperature 1. Do they"
+        " get other tokens without the cache? Each prompt by itself?"
+    )
+    prompts = [list(range(1, n + 1)) for n in LENGTHS]
+    together = generate.generate(model, prompts, NEW)
+    uncached = generate.generate(model, prompts, NEW, cached=False)
+    alone = [generate.generate(model, [prompt], NEW)[0] for prompt in prompts]
+    for name, texts in (("without the cache", uncached), ("by itself", alone)):
+        equal = sum(a == b for x, y in zip(together, texts) for a, b in zip(x, y))
+        lesson.check(f"{name}: {equal} of {3 * NEW} tokens are equal", equal == 3 * NEW)
+
+
+def tokens_read(lesson: form.Lesson, model) -> None:
+    lesson.predict(
+        "A prompt of 40 tokens, then 20 new ones. How many tokens does the model read, with the"
+        " cache and without?"
+    )
+    read = []
+    for cached in (True, False):
+        with Watch() as watch:
+            generate.generate(model, [[1] * 40], 20, temperature=0, cached=cached)
+        read.append(watch.tokens)
+    lesson.check(
+        f"{read[0]} = 40 + 19, for the last one is not read; {read[1]} = 40 + 41 + .. + 59",
+        read == [40 + 19, sum(range(40, 60))],
+    )
+
+
+def cache_size(lesson: form.Lesson, model) -> None:
+    layers, h = SHAPE["num_layers"], SHAPE["hidden_size"]
+    lesson.predict(
+        f"L {layers}, h {h}, 60 positions, float64. Bytes of the cache? And with grouped-query"
+        " attention, where 4 heads share one key?"
+    )
+    with Watch() as watch:
+        generate.generate(model, [[1] * 40], 20, temperature=0)
+    config = demo.tiny_config(**SHAPE, llama=True, num_kv_heads=1)
+    grouped = demo.meta_model(config)
+    sharding.init(grouped, 0, "cpu", torch.float64)
+    with Watch() as watch_grouped:
+        generate.generate(grouped, [[1] * 40], 20, temperature=0)
+    formula = 2 * layers * h * 60 * 8
+    lesson.check(
+        f"{watch.cache_bytes:,}; keys and values, 2 L h 60 8 = {formula:,}. Grouped:"
+        f" {watch_grouped.cache_bytes:,}, a quarter",
+        watch.cache_bytes == formula == 4 * watch_grouped.cache_bytes,
+    )
+
+
+def speed(lesson: form.Lesson, model) -> None:
+    lesson.predict(
+        "Tokens a second after 32 and 448 tokens of context: which way slows down more?"
+    )
+    rates = {}
+    turns = form.Turns()
+    with turns:
+        for context in (32, 448):
+            for cached in (True, False):
+                seconds = seconds_per_token(model, context, cached)
+                rates[context, cached] = 1 / seconds
+    largest = max(rates.values())
+    for (context, cached), rate in rates.items():
+        name = "with the cache" if cached else "without"
+        lesson.say(f"{context:>3}  {name:<15}{rate:>7,.0f}  {form.bar(rate, largest)}")
+    slower = {cached: rates[32, cached] / rates[448, cached] for cached in (True, False)}
+    too_busy = ", if times mean anything on a machine as busy as this" if turns.shared() else ""
+    lesson.check(
+        f"with 14 times the context, {slower[True]:.1f} times slower with the cache,"
+        f" {slower[False]:.1f} times without{too_busy}",
+        slower[False] > slower[True],
+    )
+
+
+def seconds_per_token(model, context: int, cached: bool) -> float:
+    """The median time of a step that reads one more token."""
+    steps = generate.stream(model, [[1] * context], 8, temperature=0, cached=cached)
+    # the prefill
+    next(steps)
+    return form.median_seconds(lambda: next(steps))
+
+
+def main() -> None:
+    form.main("generate.py", teach, WITHOUT)
+
+
+if __name__ == "__main__":
+    main()
