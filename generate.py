@@ -17,7 +17,7 @@ float64 exactly; in 16 bits texts differ after some dozens of tokens).
 `decode`, below, is the loop, for one device and for tensor, data and expert parallelism. Pipeline
 stages run the same loop over micro-batches (inference/pipelined.py).
 
-    python generate.py                          a small model: with the cache and without
+    python generate.py                          a lesson: with the cache and without
     python generate.py --checkpoint runs/default --prompt "def "
     python generate.py --checkpoint runs/default --prompt-file prompts.jsonl > answers.jsonl
     torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
@@ -34,7 +34,6 @@ if __name__ == "__main__":
 
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -42,7 +41,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gpt
-import sharding
 from gpt import GPT
 from inference import cuda_graphs
 from inference.batches import (
@@ -57,7 +55,6 @@ from inference.batches import (
 from inference.kv_cache import Cache, CacheSlot, caching
 from inference.pipelined import PipelinedDecoder, Ring
 from inference.sampling import SamplingParams, keys_of, sample
-from model_config import GPTConfig
 from pipeline_parallel import Pipeline
 
 
@@ -275,58 +272,13 @@ def check_options(max_tokens: int, temperature: float, top_k: int, top_p: float)
         raise ValueError(f"max_tokens {max_tokens}: must be at least 0")
 
 
-# --------------------------------------------------------------------------------------------------
-
-
-def lesson():
-    config = GPTConfig(
-        num_layers=4,
-        hidden_size=256,
-        num_heads=8,
-        ffn_hidden_size=688,
-        seq_length=512,
-        vocab_size=257,
-        llama=True,
-    )
-    with torch.device("meta"):
-        model = GPT(config)
-    sharding.init(model, 0, "cpu", torch.float64)
-    prompts = [list(range(1, n)) for n in (5, 40, 17)]
-    print(
-        "a Llama (h 256, L 4) with random weights, float64, three prompts of 4, 39 and 16 tokens,"
-        " drawn at temperature 1:"
-    )
-    with_cache = generate(model, prompts, 24)
-    without = generate(model, prompts, 24, cached=False)
-    alone = [generate(model, [prompt], 24)[0] for prompt in prompts]
-    same_without = "equal" if with_cache == without else "different"
-    same_alone = "equal" if with_cache == alone else "different"
-    print(
-        f"  24 tokens each, with a cache and without: {same_without};"
-        f" each prompt by itself: {same_alone}"
-    )
-    model.float()
-    print(
-        f"{'context':>10}{'tokens/s with':>16}{'without':>10}{'cache, bytes':>15}"
-        " (2 L h numbers of 4 bytes per token)"
-    )
-    for n in (32, 128, 448):
-        cached = tokens_per_second(model, n, cached=True)
-        uncached = tokens_per_second(model, n, cached=False)
-        cache_bytes = 2 * config.num_layers * config.hidden_size * 4 * n
-        print(f"{n:>10}{cached:>16,.0f}{uncached:>10,.0f}{cache_bytes:>15,}")
-
-
-def tokens_per_second(model: GPT, context: int, cached: bool) -> float:
-    """The speed of decoding one text, after a prompt of `context` tokens."""
-    steps = stream(model, [[1] * context], 12, temperature=0, cached=cached)
-    times = [time.perf_counter() for _ in steps]
-    return (len(times) - 1) / (times[-1] - times[0])
-
-
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        from inference import cli
+    from lessons import form
 
-        terminal.leave(cli.main(sys.argv[1:]))
-    lesson()
+    if form.is_asked(sys.argv[1:]):
+        from lessons import generate as lesson
+
+        terminal.run(lesson.main)
+    from inference import cli
+
+    terminal.leave(cli.main(sys.argv[1:]))

@@ -7,7 +7,7 @@ fills the same view, so nothing is computed and, in float32, nothing is rounded:
 
     blocks.0.attention.key.weight [h, h]  =  c_attn.weight [h, 3h], columns h .. 2h, transposed
 
-    python huggingface.py                                    a small GPT-2 there and back
+    python huggingface.py                                    a lesson: there and back
     python huggingface.py import HF_DIR CKPT                 then generate.py --checkpoint CKPT
     python huggingface.py export CKPT HF_DIR --dtype bf16    CKPT may be a run: its newest one
 
@@ -28,13 +28,11 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict
@@ -46,7 +44,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import checkpoint
-import sharding
 from corpus.tokenizer import BUILT_IN, FileTokenizer, TokenizerError, record
 from routers import MoEConfig
 from runtime import json_files
@@ -413,65 +410,7 @@ def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
     return ids if largest < config.vocab_size else {}
 
 
-# --- python huggingface.py ------------------------------------------------------------------------
-
-
-def lesson():
-    """A GPT-2 there and back."""
-    from lessons import demo
-
-    config = demo.tiny_config(MoEConfig)
-    generator = torch.Generator().manual_seed(0)
-    model = empty_model(config)
-    sharding.init(model, 0, "cpu", torch.float32)
-    parameters = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    for parameter in parameters.values():
-        # no bias stays 0
-        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    state = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(config)}
-    with tempfile.TemporaryDirectory() as folder:
-        here, there, back = (Path(folder) / name for name in ("here", "there", "back"))
-        checkpoint.write(here, 0, parameters, state)
-        export_folder(here, there)
-        files = " and ".join(sorted(file.name for file in there.iterdir()))
-        print(f"a GPT-2 of {num_parameters(model):,} parameters, exported as {files};")
-        print("its first layer:\n")
-        print_first_layer(config, parameters)
-        import_folder(there, back)
-        again = {name: torch.empty_like(p) for name, p in parameters.items()}
-        checkpoint.read(back, again)
-        equal = sum(torch.equal(p, again[name]) for name, p in parameters.items())
-        print(f"\nimported again: {equal} of {len(parameters)} tensors are equal to the last bit")
-        if importlib.util.find_spec("transformers"):
-            compare_logits(model, there, torch.randint(257, (4, 32), generator=generator))
-
-
-def print_first_layer(config: MoEConfig, parameters: dict[str, Tensor]) -> None:
-    for theirs, (shape, parts) in their_tensors(config).items():
-        for name, location in parts.items():
-            if not name.startswith("blocks.0."):
-                continue
-            words = []
-            if location.transposed and len(shape) == 2:
-                words.append("transposed")
-            if location.third is not None:
-                words.append(f"part {location.third}")
-            ours = list(parameters[f"model.{name}"].shape)
-            print(f"  {name:<34}{ours!s:<11}{', '.join(words):<20}{theirs:<36}{shape}")
-
-
-def compare_logits(model: torch.nn.Module, folder: Path, tokens: Tensor) -> None:
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    with torch.no_grad():
-        logits = model(tokens)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        expected = theirs(tokens).logits
-    print(
-        f"loaded by transformers {transformers.__version__}: logits up to"
-        f" {expected.abs().max():.2f}, largest difference {(logits - expected).abs().max():.1e}"
-    )
+# --- the command line -----------------------------------------------------------------------------
 
 
 def size(text: str) -> int:
@@ -486,8 +425,7 @@ def size(text: str) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(
-            "The same weights as Hugging Face folders, in and out; without arguments, a small"
-            " example."
+            "The same weights as Hugging Face folders, in and out; without arguments, a lesson."
         )
     )
     parser.add_argument("command", choices=("import", "export"))
@@ -517,9 +455,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Exit status: 0, or 2 with one message."""
     terminal.prepare()
-    if not argv:
-        lesson()
-        return 0
     args = make_parser().parse_args(argv)
     try:
         if args.command == "import":
@@ -538,4 +473,10 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    from lessons import form
+
+    if form.is_asked(sys.argv[1:]):
+        from lessons import huggingface as lesson
+
+        terminal.run(lesson.main)
     terminal.run(lambda: main(sys.argv[1:]))

@@ -14,7 +14,7 @@ table alone is learned slowly; P = encoder(inputs):
 After training only the table is kept: T h numbers per task, in a prompt file. More tasks can be
 learned later; the tables of the existing tasks do not change by a bit.
 
-    python prompt_tuning.py        a small model learns two tasks, one after the other
+    python prompt_tuning.py        a lesson: a small model learns two tasks, one after the other
 
 The gradient of P flows through the whole model, but only prompts have gradients, optimizer state
 and a place in checkpoints. Parallel layouts need one addition, for sequence parallelism: each rank
@@ -326,10 +326,12 @@ def apply_tables(model: gpt.GPT, config: PromptConfig, tables: dict[str, Tensor]
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        from lessons import two_prompts
+    from lessons import form
 
-        sys.exit(two_prompts.lesson())
+    if form.is_asked(sys.argv[1:]):
+        from lessons import prompt_tuning as lesson
+
+        terminal.run(lesson.main)
     from prompts import commands
 
     terminal.leave(commands.main(sys.argv[1:]))

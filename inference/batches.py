@@ -13,7 +13,7 @@ of half of seq_length, and is prefilled again: the cached keys belong to the old
 `any_unfinished` is for ranks in lockstep: their forward passes are collectives of all of them, so
 each goes on until the last one has finished.
 
-    python generate.py       decodes batches of one and of three prompts
+    python generate.py       a lesson: three prompts together, and each by itself
 
 Not covered: continuous batching, where a new prompt takes the place of a finished sequence (Orca,
 Yu et al., OSDI 2022).

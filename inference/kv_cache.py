@@ -17,7 +17,7 @@ attention (arXiv 2305.13245) makes it smaller by a / a_kv.
 
 `caching` puts the cache into a finished model from outside, and takes it out again.
 
-    python generate.py       tokens with the cache and without, and the speed of both
+    python generate.py       a lesson: with the cache and without, tokens read, bytes, speed
 
 Not covered: a cache in pages, so that sequences of any length share memory without free columns
 (vLLM, arXiv 2309.06180).

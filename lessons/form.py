@@ -47,7 +47,7 @@ class Lesson:
         self.command = command
         self.quiz = quiz
         self.without = without
-        # What WITHOUT has under that name; None: nothing is removed. On ranks: picklable, and called
+        # What WITHOUT has under that name; None: nothing is removed. On ranks picklable, and called
         # first on every rank. Elsewhere it changes what it is given, or gives a context that ends.
         self.mutate: Callable | None = mutate
         self.questions = 0

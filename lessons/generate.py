@@ -134,9 +134,7 @@ def cache_size(lesson: form.Lesson, model) -> None:
 
 
 def speed(lesson: form.Lesson, model) -> None:
-    lesson.predict(
-        "Tokens a second after 32 and 448 tokens of context: which way slows down more?"
-    )
+    lesson.predict("Tokens a second after 32 and 448 tokens of context: which way slows down more?")
     rates = {}
     turns = form.Turns()
     with turns:

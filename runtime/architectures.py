@@ -22,7 +22,7 @@ are one tensor here, and one tensor for each expert e there:
     blocks.N.mlp.up      [E, ffn, h]                                           e.w3    [ffn, h]
     blocks.N.mlp.down    [E, h, ffn]                                           e.w2    [h, ffn]
 
-    python huggingface.py        exports a small GPT-2 and prints the names of its first layer
+    python huggingface.py        a lesson: where query, key and value lie in a GPT-2's files
 
 Hazards. Llama's rotary pairs are (i, i + d/2) on both sides, so rows keep their order; Meta's own
 files interleave them. Dropout is one number here and up to three there: the largest is taken. A

@@ -1064,10 +1064,3 @@ def test_shards_by_hand():
         ["d"],
         ["e"],
     ]
-
-
-def test_lesson(capsys):
-    huggingface.lesson()
-    out = capsys.readouterr().out
-    assert "36 of 36 tensors are equal to the last bit" in out and "transposed, part 2" in out
-    assert float(out.split("largest difference ")[1]) < 1e-5

@@ -20,7 +20,6 @@ import train
 from corpus.tokenizer import ByteTokenizer
 from gpt import GPT
 from inference import loading
-from lessons import two_prompts
 from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
 from prompts import commands, prompt_data, prompt_file
@@ -736,24 +735,9 @@ def test_the_tokenizer_of_the_model(tmp_path, capsys):
         assert json.loads(results)["a"]["examples"] == 2, err
 
 
-def test_lessons(capsys):
-    assert two_prompts.lesson() == 0
-    out = capsys.readouterr().out
-    assert out.count("bit for bit") == 2
-    expected = []
-    for word in ("hgfe", "badc", "ccgh"):
-        expected.append(f"first of {word}: {word[0]}, last of {word}: {word[-1]}")
-    assert ", ".join(expected) in out
+def test_an_example_token_by_token(capsys):
     prompt_data.main()
     assert "['p', 'o', 's', 'i', 't', 'i', 'v', 'e', '<end>']" in capsys.readouterr().out
-
-
-def test_a_lesson_that_has_not_learned_says_so(capsys):
-    assert two_prompts.lesson(steps=(2, 2)) == 1
-    err = capsys.readouterr().err
-    assert "not learned: the model has a loss of" in err
-    assert "first of hgfe is not" in err
-    assert err.count("\n") == 1
 
 
 def test_another_model(base, tmp_path, capsys):
