@@ -85,7 +85,9 @@ def names(lesson: form.Lesson, parameters: dict[str, Tensor], folder: Path) -> N
     )
     count = len(load_file(folder / "model.safetensors"))
     expected = len(parameters) - 2 * (6 - 2)
-    lesson.check(f"{count}; in each of 2 layers 2 take the place of 6: {expected}", count == expected)
+    lesson.check(
+        f"{count}; in each of 2 layers 2 take the place of 6: {expected}", count == expected
+    )
 
 
 def columns(lesson: form.Lesson, model, folder: Path) -> None:
@@ -101,7 +103,9 @@ def columns(lesson: form.Lesson, model, folder: Path) -> None:
         for word, candidate in (("as it is", block), ("transposed", block.t())):
             if torch.equal(candidate, key):
                 found.append(f"columns {first} to {first + H - 1}, {word}")
-    lesson.check(" and ".join(found) or "nowhere", found == [f"columns {H} to {2 * H - 1}, transposed"])
+    lesson.check(
+        " and ".join(found) or "nowhere", found == [f"columns {H} to {2 * H - 1}, transposed"]
+    )
 
 
 def back(lesson: form.Lesson, parameters: dict[str, Tensor], theirs: Path, folder: Path) -> None:
@@ -135,7 +139,8 @@ def logits(lesson: form.Lesson, model, folder: Path) -> None:
         expected = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
         worst = (model(tokens) - expected).abs().max()
     lesson.check(
-        f"by {worst:.1e} at most, of {expected.abs().max():.2f}; rounding is below 1e-5", worst.item() < 1e-5
+        f"by {worst:.1e} at most, of {expected.abs().max():.2f}; rounding is below 1e-5",
+        worst.item() < 1e-5,
     )
 
 
