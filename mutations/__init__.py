@@ -3,13 +3,13 @@
 A parallel layout needs each of its synchronisations. Without one of them training still runs, and
 the loss may still fall. Each function here removes one, in the process that calls it:
 
-    @bug(2, dict(tp=2))
+    @bug(2, dict(tp=2), first="step 1: gradient of head.norm")
     def no_f():
         \"\"\"The input gradient of a column-parallel layer is each rank's part.\"\"\"
 
-2 ranks with these flags of train.py are the layout in which it shows. This is the one list: the
-tests remove each in turn and expect the comparison with one device to fail; lessons (`--without`),
-`bugs.py` and the bug hunts of `exercises/` use it too.
+2 ranks with these flags of train.py are the layout in which it shows, and `first` is what verify.py
+then names. This is the one list: the tests remove each in turn and expect the comparison with one
+device to fail; lessons (`--without`), `bugs.py` and the bug hunts of `exercises/` use it too.
 
     python bugs.py              the list
     python bugs.py no-f         what it does to loss and gradients
@@ -35,6 +35,8 @@ class Bug:
     world: int
     # flags of train.py, for each layout in which it shows
     layouts: tuple[dict, ...]
+    # a regular expression of the first tensor that differs, in the words of verify.py
+    first: str
 
     @property
     def flags(self) -> dict:
@@ -45,14 +47,15 @@ class Bug:
 _BUGS: dict[str, Bug] = {}
 
 
-def bug(world: int, *layouts: dict):
-    """Lists a function without arguments. world: ranks; layouts: flags of train.py for each."""
+def bug(world: int, *layouts: dict, first: str):
+    """Lists a function without arguments. world: ranks; layouts: flags of train.py for each; first:
+    where it shows first."""
 
     def enter(function: Callable[[], None]) -> Callable[[], None]:
         name = function.__name__.replace("_", "-")
         technique = function.__module__.split(".")[-1]
         removes = " ".join(function.__doc__.split())
-        _BUGS[name] = Bug(name, technique, removes, function, world, layouts)
+        _BUGS[name] = Bug(name, technique, removes, function, world, layouts, first)
         return function
 
     return enter

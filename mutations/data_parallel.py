@@ -7,7 +7,7 @@ import optimizer
 from mutations import bug
 
 
-@bug(2, dict(micro_batch_size=2))
+@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
 def no_gradient_sum():
     """Each data-parallel rank keeps its own gradient: no all-reduce."""
 
@@ -17,7 +17,7 @@ def no_gradient_sum():
     fsdp.DataParallel.reduce_gradients = fsdp.DataParallel.reduce_in_order = nothing
 
 
-@bug(2, dict(micro_batch_size=2))
+@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
 def no_accumulation():
     """Only the last micro-batch's gradient remains."""
     original = fsdp.DataParallel.accumulate
@@ -29,7 +29,7 @@ def no_accumulation():
     fsdp.DataParallel.accumulate = accumulate
 
 
-@bug(2, dict(micro_batch_size=2))
+@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
 def early_reduction():
     """Gradients are reduced after the first micro-batch, before the others have added theirs."""
     original = fsdp.DataParallel.zero
@@ -41,7 +41,7 @@ def early_reduction():
     fsdp.DataParallel.zero = zero
 
 
-@bug(2, dict(micro_batch_size=2))
+@bug(2, dict(micro_batch_size=2), first="step 1: gradient of head.norm")
 def local_clip():
     """Each rank clips by the norm of its own gradient, before the sum."""
     original = fsdp.DataParallel.reduce_gradients
@@ -68,6 +68,7 @@ class Lost:
     dict(micro_batch_size=2, zero_stage=1),
     dict(micro_batch_size=2, zero_stage=2),
     dict(micro_batch_size=2, zero_stage=3),
+    first="step 1: gradient of head.norm",
 )
 def no_reduce_scatter():
     """Each rank keeps its shard of its own gradient: no sum over ranks."""
@@ -84,6 +85,7 @@ def no_reduce_scatter():
     dict(micro_batch_size=2, zero_stage=1),
     dict(micro_batch_size=2, zero_stage=2),
     dict(micro_batch_size=2, zero_stage=3),
+    first="step 1: gradient of head.norm",
 )
 def shard_of_another_rank():
     """Each rank gets another rank's shard of the summed gradient."""
@@ -94,19 +96,24 @@ def shard_of_another_rank():
     fsdp.reduce_scatter = reduce_scatter
 
 
-@bug(2, dict(micro_batch_size=2, zero_stage=1), dict(micro_batch_size=2, zero_stage=2))
+@bug(
+    2,
+    dict(micro_batch_size=2, zero_stage=1),
+    dict(micro_batch_size=2, zero_stage=2),
+    first="step 1: updated embedding.tokens",
+)
 def no_parameter_gather():
     """Each rank updates its own shard alone, and never sees the others' updates."""
     fsdp.DataParallel.gather_parameters = lambda self: None
 
 
-@bug(2, dict(micro_batch_size=2, zero_stage=3))
+@bug(2, dict(micro_batch_size=2, zero_stage=3), first="step 1: updated embedding.tokens")
 def stale_parameters():
     """Stage 3 gathers a parameter once, and uses the gathered copy after the update too."""
     fsdp.FullySharded.free = lambda self, unit: None
 
 
-@bug(2, dict(micro_batch_size=2, zero_stage=3))
+@bug(2, dict(micro_batch_size=2, zero_stage=3), first="step 1: output of embedding")
 def no_all_gather():
     """Stage 3 finds zeros where another rank's shard should be."""
 
@@ -118,7 +125,12 @@ def no_all_gather():
     fsdp.all_gather = all_gather
 
 
-@bug(2, dict(micro_batch_size=2, zero_stage=2), dict(micro_batch_size=2, zero_stage=3))
+@bug(
+    2,
+    dict(micro_batch_size=2, zero_stage=2),
+    dict(micro_batch_size=2, zero_stage=3),
+    first="step 1: gradient of head.norm",
+)
 def last_micro_batch_only():
     """Stages 2 and 3 forget the summed gradients of the micro-batches before."""
     original = fsdp.DataParallel.finish_reductions
@@ -136,6 +148,7 @@ def last_micro_batch_only():
     dict(micro_batch_size=2, zero_stage=1),
     dict(micro_batch_size=2, zero_stage=2),
     dict(micro_batch_size=2, zero_stage=3),
+    first="step 1: gradient norm",
 )
 def norm_of_one_shard():
     """Each rank clips by the norm of its own shard of the gradient."""

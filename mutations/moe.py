@@ -11,7 +11,11 @@ from mutations import bug
 from sharding import sharding_of
 
 
-@bug(4, dict(ep=2, num_experts=4, micro_batch_size=2))
+@bug(
+    4,
+    dict(ep=2, num_experts=4, micro_batch_size=2),
+    first="step 1: gradient of blocks.1.mlp.down.weight",
+)
 def experts_divided_by_ep():
     """The gradient of an expert is divided by the ranks whose tokens it has seen."""
     original = fsdp.DataParallel.accumulate
@@ -24,13 +28,17 @@ def experts_divided_by_ep():
     fsdp.DataParallel.accumulate = accumulate
 
 
-@bug(4, dict(ep=2, num_experts=4, micro_batch_size=2))
+@bug(
+    4,
+    dict(ep=2, num_experts=4, micro_batch_size=2),
+    first="step 1: gradient of blocks.1.mlp.down.weight",
+)
 def experts_summed_over_all():
     """The gradients of experts are summed over all ranks, also those with other experts."""
     fsdp.is_sharded_over = lambda p, group: False
 
 
-@bug(4, dict(ep=2, num_experts=4, micro_batch_size=2))
+@bug(4, dict(ep=2, num_experts=4, micro_batch_size=2), first="step 1: output of blocks.0")
 def no_combine_exchange():
     """The second all-to-all is missing: a token gets rows that are not its own."""
     forward = moe._AllToAll.forward
@@ -48,7 +56,11 @@ def no_combine_exchange():
     moe._AllToAll.forward = staticmethod(skip)
 
 
-@bug(4, dict(ep=2, num_experts=4, micro_batch_size=2))
+@bug(
+    4,
+    dict(ep=2, num_experts=4, micro_batch_size=2),
+    first="step 1: gradient of blocks.1.mlp.down.weight",
+)
 def no_expert_gradients_back():
     """The backward of the all-to-all is missing: tokens get no gradient from experts."""
     moe._AllToAll.backward = staticmethod(
@@ -56,7 +68,7 @@ def no_expert_gradients_back():
     )
 
 
-@bug(4, dict(ep=2, num_experts=4, micro_batch_size=2))
+@bug(4, dict(ep=2, num_experts=4, micro_batch_size=2), first="step 1: output of blocks.0")
 def probabilities_of_other_tokens():
     """Each token's experts are weighted by another token's router probabilities."""
     moe.combine = lambda rows, probabilities, *rest, original=moe.combine: original(
@@ -64,7 +76,11 @@ def probabilities_of_other_tokens():
     )
 
 
-@bug(2, dict(tp=2, sequence_parallel=True, num_experts=4, micro_batch_size=2))
+@bug(
+    2,
+    dict(tp=2, sequence_parallel=True, num_experts=4, micro_batch_size=2),
+    first="step 1: output of blocks.0",
+)
 def routed_by_slice():
     """Each tensor-parallel rank balances its own slice of the sequence."""
     forward = moe.Routing.forward
@@ -87,7 +103,11 @@ def routed_by_slice():
     moe.Routing.forward = by_slice
 
 
-@bug(2, dict(tp=2, sequence_parallel=True, num_experts=4, micro_batch_size=2))
+@bug(
+    2,
+    dict(tp=2, sequence_parallel=True, num_experts=4, micro_batch_size=2),
+    first="step 1: gradient of blocks.1.mlp.router",
+)
 def no_router_gradient_sum():
     """The slices of the router's logits are gathered; their gradients stay with each rank."""
 
@@ -102,7 +122,11 @@ def no_router_gradient_sum():
     sequence_parallel.gather_sequence = gather
 
 
-@bug(2, dict(tp=2, num_experts=4, micro_batch_size=2))
+@bug(
+    2,
+    dict(tp=2, num_experts=4, micro_batch_size=2),
+    first="step 1: gradient of blocks.1.mlp.router",
+)
 def no_f_around_experts():
     """The input gradient of an expert layer is each tensor-parallel rank's part."""
     tensor_parallel.copy_to_ranks = lambda x, group: x
@@ -120,6 +144,7 @@ def no_f_around_experts():
         aux_loss=0.1,
         z_loss=0.1,
     ),
+    first="step 1: gradient of blocks.1.mlp.router",
 )
 def router_losses_counted_twice():
     """Each tensor-parallel rank adds the router's losses of all tokens."""

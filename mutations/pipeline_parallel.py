@@ -11,7 +11,7 @@ from mutations import bug
 from sharding import sharding_of
 
 
-@bug(2, dict(pp=2, schedule="zb-h1"))
+@bug(2, dict(pp=2, schedule="zb-h1"), first="step 1: gradient of head.norm")
 def loss_divided_twice():
     """Each micro-batch's loss is divided by the number of micro-batches once more."""
     original = pipeline_parallel.Pipeline.run
@@ -22,7 +22,7 @@ def loss_divided_twice():
     pipeline_parallel.Pipeline.run = run
 
 
-@bug(2, dict(pp=2, schedule="zb-h1"))
+@bug(2, dict(pp=2, schedule="zb-h1"), first="step 1: output of blocks.1")
 def targets_of_another_micro_batch():
     """The last stage takes the targets of the next micro-batch."""
     original = pipeline_parallel.Pipeline.run
@@ -38,14 +38,14 @@ def targets_of_another_micro_batch():
     pipeline_parallel.Pipeline.run = run
 
 
-@bug(2, dict(pp=2, schedule="zb-h1"))
+@bug(2, dict(pp=2, schedule="zb-h1"), first="step 1: gradient norm")
 def norm_of_one_stage():
     """Each pipeline stage clips by the norm of its own layers."""
     original = optimizer.global_norm
     optimizer.global_norm = lambda parameters, stages=None: original(parameters)
 
 
-@bug(2, dict(pp=2, schedule="zb-h1"))
+@bug(2, dict(pp=2, schedule="zb-h1"), first="step 1: gradient norm")
 def tied_weight_counted_twice_in_norm():
     """Both copies of the tied embedding count in the gradient norm."""
     sharding.Sharding.__getattribute__ = lambda self, name: (
@@ -55,7 +55,7 @@ def tied_weight_counted_twice_in_norm():
     )
 
 
-@bug(2, dict(pp=2, schedule="zb-h1"))
+@bug(2, dict(pp=2, schedule="zb-h1"), first="step 1: gradient of blocks.1.mlp.down.weight")
 def lost_weight_gradients():
     """ZB-H1 never computes the weight gradients of the last micro-batch."""
     original = pipeline_parallel.lower
@@ -64,13 +64,13 @@ def lost_weight_gradients():
     ]
 
 
-@bug(2, dict(pp=2))
+@bug(2, dict(pp=2), first="step 1: gradient of embedding.tokens")
 def no_tied_sum():
     """The two copies of the tied embedding are not summed across stages."""
     pipeline_parallel.Pipeline.sum_tied = lambda self: None
 
 
-@bug(2, dict(pp=2))
+@bug(2, dict(pp=2), first="step 1: gradient of embedding.tokens")
 def half_a_tied_sum():
     """Both copies of the tied embedding take the first stage's gradient."""
 

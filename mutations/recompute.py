@@ -7,7 +7,12 @@ import recompute
 from mutations import bug
 
 
-@bug(1, dict(recompute="selective"), dict(recompute="full"))
+@bug(
+    1,
+    dict(recompute="selective"),
+    dict(recompute="full"),
+    first="step 1: gradient of blocks.1.(attention.value|mlp.down)",
+)
 def new_masks_in_recomputation():
     """Recomputation draws other dropout masks than forward did."""
 

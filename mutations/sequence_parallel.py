@@ -11,7 +11,7 @@ def mine(x, group):
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
 
 
-@bug(2, dict(tp=2, sequence_parallel=True))
+@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: gradient of head.norm")
 def no_sum_in_g():
     """The gradient of a column-parallel layer's input is not summed by the reduce-scatter."""
     sequence_parallel.ColumnParallelLinear.start_input_grad = staticmethod(
@@ -19,7 +19,7 @@ def no_sum_in_g():
     )
 
 
-@bug(2, dict(tp=2, sequence_parallel=True))
+@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: output of blocks.0")
 def no_gather_in_g():
     """Every rank repeats its own slice of the sequence instead of gathering the others'."""
     sequence_parallel.ColumnParallelLinear.start_input = staticmethod(
@@ -27,7 +27,7 @@ def no_gather_in_g():
     )
 
 
-@bug(2, dict(tp=2, sequence_parallel=True))
+@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: gradient of blocks.1.mlp.up.weight")
 def stale_input():
     """Backward's second all-gather gives another tensor than forward's."""
     seen = {}
@@ -42,13 +42,13 @@ def stale_input():
     sequence_parallel.ColumnParallelLinear.start_input = staticmethod(start_input)
 
 
-@bug(2, dict(tp=2, sequence_parallel=True))
+@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: output of embedding")
 def no_sum_in_g_bar():
     """Each rank keeps its slice of its own part: the reduce-scatter does not sum."""
     sequence_parallel.scatter_sequence = mine
 
 
-@bug(2, dict(tp=2, sequence_parallel=True))
+@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: gradient of blocks.1.mlp.down.weight")
 def no_gather_in_g_bar():
     """The gradient of a row-parallel layer's output is zero outside of this rank's slice."""
 
@@ -62,13 +62,13 @@ def no_gather_in_g_bar():
     )
 
 
-@bug(2, dict(tp=2, sequence_parallel=True))
+@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: gradient of head.norm")
 def no_norm_gradient_sum():
     """The gradients of norm weights are those of each rank's slice of the sequence."""
     sequence_parallel._CopyWeights.backward = staticmethod(lambda ctx, *grads: (None, *grads))
 
 
-@bug(2, dict(tp=2, sequence_parallel=True))
+@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: output of embedding")
 def positions_from_0():
     """Every slice of the sequence gets the position embeddings of the first."""
     original = sequence_parallel.ShardedPositions.__init__
@@ -77,7 +77,7 @@ def positions_from_0():
     )
 
 
-@bug(2, dict(tp=2, sequence_parallel=True))
+@bug(2, dict(tp=2, sequence_parallel=True), first="step 1: output of embedding")
 def same_masks_on_every_slice():
     """Every slice of the sequence gets the dropout mask of the first."""
     dropout_without(3)

@@ -9,7 +9,7 @@ from mutations import bug
 from sharding import Shard, shard_of
 
 
-@bug(2, dict(tp=2))
+@bug(2, dict(tp=2), first="step 1: gradient of head.norm")
 def no_f():
     """The gradient of a column-parallel layer's input is each rank's part, not the sum."""
     tensor_parallel.ColumnParallelLinear.start_input_grad = staticmethod(
@@ -17,13 +17,13 @@ def no_f():
     )
 
 
-@bug(2, dict(tp=2))
+@bug(2, dict(tp=2), first="step 1: output of embedding")
 def no_g():
     """The output of row-parallel layers, and of the embedding, is each rank's part."""
     tensor_parallel.reduce_from_ranks = lambda x, group: x
 
 
-@bug(2, dict(tp=2))
+@bug(2, dict(tp=2), first="initial embedding.tokens")
 def clones():
     """Every tensor-parallel rank starts from rank 0's shard of the weights."""
 
@@ -61,13 +61,13 @@ def without_all_reduce(op):
     tensor_parallel._VocabParallelCrossEntropy.forward = staticmethod(silent)
 
 
-@bug(2, dict(tp=2))
+@bug(2, dict(tp=2), first="step 1: output of head")
 def no_vocabulary_maximum():
     """Each rank subtracts the largest logit of its own part of the vocabulary."""
     without_all_reduce(dist.ReduceOp.MAX)
 
 
-@bug(2, dict(tp=2))
+@bug(2, dict(tp=2), first="step 1: output of head")
 def no_vocabulary_sums():
     """The sum in softmax is over this rank's part of the vocabulary."""
     without_all_reduce(dist.ReduceOp.SUM)
@@ -88,7 +88,7 @@ def dropout_without(dims):
     dropout.Dropout.forward = forward
 
 
-@bug(2, dict(tp=2))
+@bug(2, dict(tp=2), first="step 1: output of blocks.0")
 def same_masks_on_every_head():
     """Every rank's attention heads get the dropout masks of the first rank's."""
     dropout_without(4)

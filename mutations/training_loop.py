@@ -9,7 +9,7 @@ import train as trainer
 from mutations import bug
 
 
-@bug(2, dict(micro_batch_size=2))
+@bug(2, dict(micro_batch_size=2), first="step 1: loss")
 def mean_of_means():
     """Each rank divides by its own count of tokens: an average of averages."""
 
@@ -25,7 +25,7 @@ def mean_of_means():
     trainer.Trainer.forward_backward = forward_backward
 
 
-@bug(2, dict(micro_batch_size=2))
+@bug(2, dict(micro_batch_size=2), first="step 1: output of embedding")
 def dropout_by_local_row():
     """Masks depend on the row in this rank's batch, not on the global sample."""
     trainer.dropout_key = lambda seed, step, samples: dropout.dropout_key(
@@ -33,26 +33,26 @@ def dropout_by_local_row():
     )
 
 
-@bug(2, dict(micro_batch_size=2))
+@bug(2, dict(micro_batch_size=2), first="step 1: output of embedding")
 def same_samples_on_every_rank():
     """Every data-parallel rank trains on the first rank's samples."""
     trainer.Trainer.dp_rank = property(lambda self: 0, lambda self, value: None)
 
 
-@bug(2, dict(micro_batch_size=2))
+@bug(2, dict(micro_batch_size=2), first="initial embedding.tokens")
 def weights_by_rank():
     """Each rank draws its initial weights from its own seed."""
     original = sharding.generator
     sharding.generator = lambda seed, name: original(seed + dist.get_rank(), name)
 
 
-@bug(2, dict())
+@bug(2, dict(), first="step 2: output of embedding")
 def same_mask_every_step():
     """Dropout masks do not depend on the step."""
     trainer.dropout_key = lambda seed, step, samples: dropout.dropout_key(seed, 1, samples)
 
 
-@bug(2, dict(tp=2))
+@bug(2, dict(tp=2), first="step 1: loss")
 def loss_counted_by_every_rank():
     """All tensor-parallel ranks add the same loss to the reported one."""
     original = trainer.Trainer.forward_backward

@@ -2,10 +2,10 @@
 
     same(train(world=4, micro_batch_size=1), train())
 
-`train` runs a few steps of any configuration on `world` ranks (lessons/one_device.py).
+`train` runs a few steps of any configuration on `world` ranks (lessons/parity.py).
 """
 
-from lessons.one_device import (
+from lessons.parity import (
     LLAMA,
     SMALL,
     Prompted,

@@ -80,12 +80,16 @@ class Synthetic:
         mask = []
         for n in samples:
             g = torch.Generator().manual_seed(int(n))
-            tokens.append(torch.randint(self.v, (self.s + 1,), generator=g))
+            tokens.append(self.draw(g))
             mask.append(torch.rand(self.s, generator=g) >= (int(n) % 4) / 4)
         tokens = torch.stack(tokens)
         return data.Batch(
             tokens[:, :-1], tokens[:, 1:], torch.stack(mask), torch.tensor(list(samples))
         )
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """[s + 1] token ids."""
+        return torch.randint(self.v, (self.s + 1,), generator=generator)
 
     def counted_tokens(self, samples) -> int:
         return int(self.batch(samples).loss_mask.sum())
@@ -147,7 +151,7 @@ def on_rank(
 class Run:
     """One run on this rank. What it gathers is on rank 0; the other ranks get nothing."""
 
-    def __init__(self, world: int, config: trainer.Config, trace: bool):
+    def __init__(self, world: int, config: trainer.Config, trace: bool = False):
         self.world = world
         self.trace = trace
         self.groups = Groups()
@@ -369,9 +373,7 @@ class Difference:
     index: list[int]
 
     def __str__(self) -> str:
-        return (
-            f"{self.label}: {self.elements} of {self.of} elements differ, the first at {self.index}"
-        )
+        return f"{self.label}: {self.elements} of {self.of} elements, the first at {self.index}"
 
 
 def first_difference(a: Result, b: Result, tolerance: float = 1e-10) -> Difference | None:

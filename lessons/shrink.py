@@ -1,0 +1,166 @@
+"""The flags of a run, with every size made small: a layout on a laptop, in seconds.
+
+    world, layout = shrink(config, world=64)        flags for at most 8 ranks
+    one_device(layout)                              flags of the same training on one device
+
+What a layout does to a model stays, and only its size goes:
+
+    ranks            at most 2 of tp, ep and replicas, at most 4 of pp
+    layers           one in each pipeline stage, two or none where --layer-split is uneven
+    heads            2 key-value heads, and as many query heads for each as before, up to 8
+    MLP              its ratio to the hidden size
+    vocabulary       61 where tp does not divide it, else 64
+    experts          4, or 2; some of them are chosen for a token, or all
+    micro-batches    several where there were several, in whole groups of pp if interleaved
+    as they are      dropout, schedule, recomputation, ZeRO stage, sequence parallelism, routers,
+                     precision, learning rate
+
+    python verify.py -- --model llama2-70b --tp 8 --pp 4
+"""
+
+import dataclasses
+
+from moe import MoEConfig
+from routers import EXPERT_FIELDS
+from runtime.config import Config
+
+MOST_RANKS = 8
+# of which the user's value and the small one are shown
+SHOWN = (
+    "ranks tp pp ep virtual_stages layer_split num_layers hidden_size num_heads num_kv_heads"
+    " ffn_hidden_size seq_length vocab_size num_experts expert_every router_topk"
+    " recompute_layers global_batch_size micro_batch_size"
+).split()
+
+
+def shrink(config: Config, world: int) -> tuple[int, dict]:
+    """(ranks, every flag of the small run). config: checked for `world` ranks."""
+    model = config.model_config()
+    tp, pp, ep, dp = shrink_ranks(config, world)
+    layout = dataclasses.asdict(config) | dict(tp=tp, pp=pp, ep=ep)
+    layout |= shrink_layers(config, model, pp) | shrink_model(model, config.tp, tp)
+    if model.num_experts:
+        layout |= shrink_experts(model, ep, layout["num_layers"])
+    layout |= shrink_batch(config, world, pp, dp)
+    layout |= dict(
+        # of a checkpoint's shape only the family is left to say
+        model=("llama2-7b" if model.llama else "gpt2") if config.load else config.model,
+        load=None,
+        attention=None,
+        head_chunk=min(config.head_chunk, 5),
+        kernels="off",
+        compile=False,
+        device="cpu",
+    )
+    return tp * pp * dp, layout
+
+
+def shrink_ranks(config: Config, world: int) -> tuple[int, int, int, int]:
+    """(tp, pp, ep, dp)"""
+    dp = world // config.tp // config.pp
+    tp, pp, ep = min(config.tp, 2), min(config.pp, 4), min(config.ep, 2)
+    # replicas of each expert
+    replicas = min(dp // config.ep, 2)
+    if tp * pp * ep * replicas > MOST_RANKS:
+        pp = min(pp, 2)
+    if tp * pp * ep * replicas > MOST_RANKS:
+        replicas = 1
+    return tp, pp, ep, ep * replicas
+
+
+def shrink_layers(config: Config, model: MoEConfig, pp: int) -> dict:
+    v = min(config.virtual_stages, 2)
+    every = min(model.expert_every, 2) if model.num_experts else 1
+    layers = pp * v if pp > 1 else min(model.num_layers, 2 * every)
+    split = None
+    if config.layer_split:
+        split = shrink_split(config.layer_split, pp, v)
+        layers = sum(split)
+    some = config.recompute_layers
+    if some is not None:
+        # all, none, or some of them
+        some = layers if some == model.num_layers else min(some, layers // 2)
+    return dict(num_layers=layers, virtual_stages=v, layer_split=split, recompute_layers=some)
+
+
+def shrink_split(split: list[int], pp: int, v: int) -> list[int]:
+    """The first and the last stages: 0 layers where there were none, 1 where they were fewest,
+    else 2."""
+    n = pp * v
+    kept = split[: n - n // 2] + split[len(split) - n // 2 :]
+    fewest = min(layers for layers in kept if layers) if any(kept) else 1
+    small = [min(layers, 1 if layers == fewest else 2) for layers in kept]
+    for rank in range(1, pp - 1):
+        # a rank without the embedding or the head needs a layer
+        if not sum(small[rank::pp]):
+            small[rank] = 1
+    # all of its layers were in stages that are left out
+    if not any(small):
+        small[0] = 1
+    return small
+
+
+def shrink_model(model: MoEConfig, was_tp: int, tp: int) -> dict:
+    """was_tp: of the user's layout."""
+    queries = min(model.num_heads // model.num_kv_heads, 8)
+    kv = min(model.num_kv_heads, 2)
+    if queries == 1:
+        kv = min(model.num_kv_heads, 4)
+    # of one head
+    channels = 8 if kv * queries <= 8 else 4
+    hidden = kv * queries * channels
+    ffn = tp * max(1, round(hidden * model.ffn_hidden_size / model.hidden_size / tp))
+    return dict(
+        hidden_size=hidden,
+        num_heads=kv * queries,
+        num_kv_heads=kv,
+        ffn_hidden_size=ffn,
+        seq_length=16,
+        vocab_size=61 if model.vocab_size % was_tp else 64,
+        dropout=model.dropout,
+    )
+
+
+def shrink_experts(model: MoEConfig, ep: int, layers: int) -> dict:
+    values = {name: getattr(model, name) for name in EXPERT_FIELDS}
+    experts = min(model.num_experts, 4) // ep * ep
+    chosen = min(model.router_topk, experts)
+    if model.router_topk < model.num_experts:
+        chosen = min(chosen, max(1, experts - 1))
+    every = min(model.expert_every, 2, layers)
+    return values | dict(num_experts=experts, router_topk=chosen, expert_every=every)
+
+
+def shrink_batch(config: Config, world: int, pp: int, dp: int) -> dict:
+    was_dp = world // config.tp // config.pp
+    b = config.micro_batch(was_dp)
+    m = config.global_batch_size // was_dp // b
+    if config.pipeline_schedule == "interleaved":
+        m = pp * min(m // config.pp, 2)
+    else:
+        m = min(m, 2 * pp if pp > 1 else 3)
+    b = min(b, 2)
+    return dict(micro_batch_size=b, global_batch_size=b * m * dp)
+
+
+def one_device(layout: dict) -> dict:
+    """The flags of one device that computes the same. Experts depend on the micro-batch."""
+    alone = dict(tp=1, pp=1, ep=1, virtual_stages=1, schedule=None, layer_split=None)
+    alone |= dict(sequence_parallel=False, zero_stage=0, reduce_dtype=None)
+    alone |= dict(recompute="none", recompute_layers=None, head_chunk=0)
+    if not layout["num_experts"]:
+        alone["micro_batch_size"] = None
+    return layout | alone
+
+
+def described(config: Config, world: int, small_world: int, layout: dict) -> str:
+    """What was shrunk, in a line."""
+    model = config.model_config()
+    micro_batch = config.micro_batch(world // config.tp // config.pp)
+    values = vars(config) | vars(model) | dict(ranks=world, micro_batch_size=micro_batch)
+    small = layout | dict(ranks=small_world)
+    changes = []
+    for name in SHOWN:
+        if small[name] not in (None, values[name]):
+            changes.append(f"{name} {values[name]} -> {small[name]}")
+    return "shrunk: " + ", ".join(changes)

@@ -1,0 +1,319 @@
+"""Is a layout equal to one device? And is this difference of losses normal?
+
+    python verify.py -- --model llama2-7b --tp 2 --pp 2 --zero-stage 1 --sequence-parallel
+
+After `--` stand flags of train.py. A layout changes the order in which numbers are added, and
+nothing else. But (a + b) + c is not a + (b + c): each sum is rounded. So there are two questions:
+
+    float64       Rounding is 1e-16, so everything else shows. Two steps of the layout and of one
+                  device are equal to 1e-10, or verify names the first tensor that differs, in the
+                  order of execution: initial parameters; outputs of the embedding, each block and
+                  the head; loss; gradients, last layer first; their norm; updated parameters.
+    bf16, ..      Rounding shows in the loss. Some runs of one device that differ only in the order
+                  of their sums say by how much: the band.
+
+    python verify.py --metrics A/metrics.jsonl --against B/metrics.jsonl -- FLAGS OF BOTH
+                  whether the losses of two runs of yours differ by no more than the band
+
+The model is made small (shrink.py says how), so all this takes seconds. What a layout does to it
+stays: ranks of each kind, uneven stages, grouped heads, dropout, experts, schedule, micro-batches.
+
+The band at step t is twice the largest relative difference of two of the 6 runs, up to step t; the
+first 5 steps share theirs. Where rounding is normal noise, 20 steps without a bug leave it in 1 of
+2,000 comparisons. It assumes that rounding in your run is like that in the small model. Longer sums
+and more layers round more, more tokens in a step average more away. Measured at your own size it
+assumes less: `--repeats C D E` are metrics.jsonl of runs of one layout that differ only in
+--micro-batch-size. (With 3 runs, 1 of 50 comparisons without a bug leaves it, with 2 runs 1 of 8.)
+A bug that moves the loss by less than rounding does lies in the band too; float64 is for that.
+
+Exit status: 0 equal and inside the band, 1 not, 2 for flags that train.py refuses.
+
+Not covered: CUDA kernels, NCCL, torch.compile, the reading of data, prompt learning.
+"""
+
+import argparse
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gpt
+from lessons import ranks
+from lessons.parity import Result, Run, Synthetic, first_difference, largest_difference, train
+from lessons.shrink import described, one_device, shrink
+from runtime import flags, rules, terminal
+from runtime.config import Config, ConfigError
+from runtime.launch import REFUSED
+from runtime.metrics import MetricsError, read_metrics
+
+# of the band
+RUNS = 6
+# the first so many steps have one band
+SHARED = 5
+# the tests of layouts hold float64 to the same
+TOLERANCE = 1e-10
+# sizes of updates that show in two steps, and a clip that bites
+FLOAT64 = dict(
+    precision="fp64",
+    optimizer_state="fp32",
+    reduce_dtype=None,
+    lr=1e-3,
+    min_lr=None,
+    warmup_steps=0,
+)
+
+
+# --- float64: equal, or the first difference ------------------------------------------------------
+
+
+def compare(world: int, layout: dict, mutate=None) -> tuple[Result, Result]:
+    """(the layout on `world` ranks, one device): two steps in float64, with a trace. layout: flags
+    as `shrink` gives them. mutate: as in `train`, breaks the layout."""
+    layout = layout | FLOAT64 | dict(grad_clip=0.5 if layout["grad_clip"] else 0.0)
+    one = train(1, steps=2, trace=True, base=one_device(layout))
+    return train(world, steps=2, trace=True, mutate=mutate, base=layout), one
+
+
+def say_equality(result: Result, one: Result) -> bool:
+    first = first_difference(result, one, TOLERANCE)
+    if first is None:
+        largest, label = largest_difference(result, one)
+        say(
+            "float64", f"equal: {len(one.trace)} tensors; largest difference {largest:.1e}, {label}"
+        )
+        return True
+    say("float64", f"DIFFERS, first in {first}")
+    if first.largest < float("inf"):
+        say("", f"by up to {first.largest:.1e} of the tensor's largest element")
+    else:
+        say("", "ranks that should hold the same do not, or no rank holds it")
+    before = list(one.trace).index(first.label)
+    if before:
+        say("", f"equal: the {before} tensors before it, up to {list(one.trace)[before - 1]}")
+    return False
+
+
+# --- the band -------------------------------------------------------------------------------------
+
+
+class Skewed(Synthetic):
+    """Tokens that are not equally frequent: something to learn."""
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        return (torch.rand(self.s + 1, generator=generator) ** 3 * self.v).long()
+
+
+def losses_of(rank: int, world: int, layout: dict, steps: int, mutate) -> list[float]:
+    if mutate:
+        mutate()
+    run = Run(world, Config(**layout))
+    run.dataset = Skewed(run.dataset.s, run.dataset.v)
+    return run.train(steps).losses
+
+
+def losses_in_another_order(rank: int, layout: dict, steps: int, parts: int) -> list[float]:
+    """Of one device, whose sums are in an order that depends on the rank; on rank 0 as always.
+
+    Products of the matrices that tensor parallelism shards by rows are added in `parts` parts. The
+    samples of a step have another order, and other micro-batches if there are no experts."""
+    batch = layout["global_batch_size"]
+    if rank and not layout["num_experts"]:
+        sizes = [n for n in range(1, batch + 1) if batch % n == 0]
+        layout = layout | dict(micro_batch_size=sizes[rank % len(sizes)])
+    run = Run(1, Config(**layout))
+    run.dataset = Skewed(run.dataset.s, run.dataset.v)
+    t = run.trainer
+    if rank:
+        generator = torch.Generator().manual_seed(rank)
+        for block in t.model.blocks.values():
+            for linear in (block.attention.output, block.mlp.down):
+                if isinstance(linear, gpt.DeferredBiasLinear):
+                    order = torch.randperm(linear.in_features, generator=generator)
+                    linear.forward = partial(linear_in_parts, linear, order.chunk(parts))
+        # routing depends on who is in a micro-batch, so they stay in theirs
+        size = t.micro_batch if layout["num_experts"] else batch
+        t.samples = partial(shuffled, t.samples, size, generator)
+    return run.train(steps).losses
+
+
+def linear_in_parts(linear, parts: tuple[Tensor, ...], x: Tensor) -> Tensor:
+    """x Wᵀ, [b, s, out]; each part of the inner dimension is rounded, then they are added."""
+    return sum(F.linear(x[..., part], linear.weight[:, part]) for part in parts)
+
+
+def shuffled(samples, size: int, generator: torch.Generator, step: int) -> list[int]:
+    """The samples of a step, each `size` of them in another order."""
+    numbers = []
+    for part in torch.tensor(list(samples(step))).split(size):
+        numbers += part[torch.randperm(len(part), generator=generator)].tolist()
+    return numbers
+
+
+def band_of(runs: list[dict[int, float]]) -> dict[int, float]:
+    """{step: the relative difference of two losses up to which they are normal}, for the steps that
+    all runs have. runs: {step: loss} of runs that differ only in the order of their sums."""
+    steps = sorted(set.intersection(*map(set, runs)))
+    spread = []
+    for step in steps:
+        losses = [run[step] for run in runs]
+        spread.append((max(losses) - min(losses)) / losses[0])
+    return {step: 2 * max(spread[: max(i + 1, SHARED)]) for i, step in enumerate(steps)}
+
+
+def measure_band(layout: dict, steps: int, parts: int) -> tuple[dict[int, float], dict[int, float]]:
+    """(the band, the losses of one device), of a layout as `shrink` gives it, in its precision."""
+    one = one_device(layout)
+    runs = ranks.run(losses_in_another_order, RUNS, one, steps, parts)
+    runs = [dict(enumerate(losses, 1)) for losses in runs]
+    return band_of(runs), runs[0]
+
+
+def times_band(a: dict[int, float], b: dict[int, float], band: dict[int, float]) -> dict:
+    """{step: relative difference of the losses, over the band}, for the steps that all have."""
+    found = {}
+    for step in sorted(a.keys() & b.keys() & band.keys()):
+        apart = abs(a[step] - b[step]) / abs(b[step])
+        found[step] = apart / band[step] if apart else 0.0
+    return found
+
+
+def say_inside(name: str, found: dict[int, float]) -> bool:
+    """found: as times_band gives it."""
+    steps = f"steps {min(found)} to {max(found)}"
+    worst = max(found, key=found.get)
+    # not (x > 1): NaN is outside
+    outside = [step for step, times in found.items() if not times <= 1]
+    if not outside:
+        say(name, f"inside the band in {steps}: at most {found[worst]:.2f} of it, in step {worst}")
+        return True
+    say(name, f"OUTSIDE the band in {len(outside)} of {len(found)} steps, first in {outside[0]}")
+    say("", f"at most {found[worst]:.1f} times the band, in step {worst}")
+    return False
+
+
+def read_losses(path: Path) -> dict[int, float]:
+    """{step: loss}. A loss that was not finite is infinite. Raises MetricsError."""
+    losses = {}
+    for line in read_metrics(path)[0]:
+        losses[line["step"]] = float("inf") if line["loss"] is None else line["loss"]
+    if not losses:
+        raise MetricsError(f"{path}: has no steps")
+    return losses
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def say(name: str, text: str) -> None:
+    terminal.say(textwrap.fill(text, 100, initial_indent=f"{name:<12}", subsequent_indent=" " * 12))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python verify.py",
+        usage="python verify.py [flags] -- [flags of train.py]",
+        description="Whether a layout equals one device; whether losses differ by rounding alone.",
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="ranks of the layout; the default has 2 data-parallel replicas"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="steps of the band; 0: only float64 (default: 20)"
+    )
+    parser.add_argument("--metrics", type=Path, help="metrics.jsonl of a run of this layout")
+    parser.add_argument("--against", type=Path, help="metrics.jsonl of a run to compare it with")
+    parser.add_argument(
+        "--repeats", type=Path, nargs="+", help="two or more metrics.jsonl, to measure the band by"
+    )
+    return parser
+
+
+def read_flags(argv: list[str], world: int | None) -> tuple[Config, int]:
+    """The configuration, and its number of ranks. Raises an error of REFUSED, or SystemExit."""
+    config = flags.parse(argv, rank=0)
+    # float64 and gloo, whatever the run has
+    config.device, config.tensorboard = "cpu", False
+    if config.prompt_config:
+        raise ConfigError("--prompt-config: verify.py trains whole models only")
+    least = config.tp * config.pp * config.ep
+    for ranks_of_layout in [world] if world else [2 * least, least]:
+        try:
+            rules.validate(config, ranks_of_layout)
+            return config, ranks_of_layout
+        except ConfigError as e:
+            refused = e
+    raise refused
+
+
+def verify(config: Config, world: int, steps: int, mutate=None) -> tuple[bool, dict]:
+    """(whether the small layout is right, the band of each step). world: ranks of `config`; steps:
+    of the band, 0 for none; mutate: breaks the layout."""
+    small_world, layout = shrink(config, world)
+    say("layout", described(config, world, small_world, layout))
+    right = say_equality(*compare(small_world, layout, mutate))
+    if not steps:
+        return right, {}
+    layout["precision"] = config.precision or ("bf16" if torch.cuda.is_available() else "fp32")
+    band, one = measure_band(layout, steps, parts=max(2, config.tp))
+    shown = [step for step in (1, 5, 10, 20, 50, 100) if step <= steps]
+    limits = ", ".join(f"{band[step]:.0e} in step {step}" for step in shown)
+    say(layout["precision"], f"the band, of {RUNS} runs of one device: {limits}")
+    run = ranks.run(losses_of, small_world, small_world, layout, steps, mutate)[0]
+    inside = say_inside("", times_band(dict(enumerate(run, 1)), one, band))
+    return right and inside, band
+
+
+def measured_band(paths: list[Path]) -> dict[int, float]:
+    """Of the user's own repeated runs. Raises MetricsError."""
+    band = band_of([read_losses(path) for path in paths])
+    if not any(band.values()):
+        raise MetricsError("--repeats: these losses are equal to the last bit, so there is no band")
+    limits = f"{min(band.values()):.0e} to {max(band.values()):.0e}"
+    say("your band", f"of {len(paths)} runs, {len(band)} steps: {limits}")
+    return band
+
+
+def attempt(args: argparse.Namespace, train_flags: list[str], mutate) -> bool:
+    """Whether everything is right. Raises an error of REFUSED."""
+    pair = []
+    if args.metrics:
+        pair = [read_losses(path) for path in (args.metrics, args.against)]
+    right = True
+    if args.repeats:
+        band = measured_band(args.repeats)
+    else:
+        right, band = verify(*read_flags(train_flags, args.ranks), args.steps, mutate)
+    if pair:
+        found = times_band(*pair, band)
+        if not found:
+            raise MetricsError(f"{args.metrics}: {args.against} and the band have no step of it")
+        right &= say_inside("your runs", found)
+    return right
+
+
+def main(argv: list[str] | None = None, mutate=None) -> int:
+    """Returns the exit status. mutate: breaks the layout, as in lessons/parity.py."""
+    argv = sys.argv[1:] if argv is None else argv
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    parser = make_parser()
+    args = parser.parse_args(own)
+    if bool(args.metrics) != bool(args.against):
+        parser.error("--metrics and --against: two runs are compared, so give both")
+    if args.metrics and not args.repeats and not args.steps:
+        parser.error("--steps 0: without a band there is nothing to compare --metrics with")
+    if args.repeats and (len(args.repeats) < 2 or not args.metrics):
+        parser.error("--repeats: takes two runs or more, beside --metrics and --against")
+    ranks.preload("train", "lessons.parity")
+    try:
+        return 0 if attempt(args, argv[len(own) + 1 :], mutate) else 1
+    except REFUSED as e:
+        terminal.say(f"train.py: {terminal.one_line(e)}", error=True)
+        return 2
+
+
+if __name__ == "__main__":
+    terminal.run(main)
