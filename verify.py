@@ -56,7 +56,6 @@ RUNS = 6
 SHARED = 5
 # the tests of layouts hold float64 to the same
 TOLERANCE = 1e-10
-# sizes of updates that show in two steps, and a clip that bites
 FLOAT64 = dict(
     precision="fp64",
     optimizer_state="fp32",
@@ -73,9 +72,14 @@ FLOAT64 = dict(
 def compare(world: int, layout: dict, mutate=None) -> tuple[Result, Result]:
     """(the layout on `world` ranks, one device): two steps in float64, with a trace. layout: flags
     as `shrink` gives them. mutate: as in `train`, breaks the layout."""
-    layout = layout | FLOAT64 | dict(grad_clip=0.5 if layout["grad_clip"] else 0.0)
+    layout = in_float64(layout)
     one = train(1, steps=2, trace=True, base=one_device(layout))
     return train(world, steps=2, trace=True, mutate=mutate, base=layout), one
+
+
+def in_float64(layout: dict) -> dict:
+    """With updates that show in two steps, and a clip that bites."""
+    return layout | FLOAT64 | dict(grad_clip=0.5 if layout["grad_clip"] else 0.0)
 
 
 def say_equality(result: Result, one: Result) -> bool:
@@ -263,7 +267,7 @@ def verify(config: Config, world: int, steps: int, mutate=None) -> tuple[bool, d
     limits = ", ".join(f"{band[step]:.0e} in step {step}" for step in shown)
     say(layout["precision"], f"the band, of {RUNS} runs of one device: {limits}")
     run = ranks.run(losses_of, small_world, small_world, layout, steps, mutate)[0]
-    inside = say_inside("", times_band(dict(enumerate(run, 1)), one, band))
+    inside = say_inside("this layout", times_band(dict(enumerate(run, 1)), one, band))
     return right and inside, band
 
 

@@ -163,4 +163,4 @@ def described(config: Config, world: int, small_world: int, layout: dict) -> str
     for name in SHOWN:
         if small[name] not in (None, values[name]):
             changes.append(f"{name} {values[name]} -> {small[name]}")
-    return "shrunk: " + ", ".join(changes)
+    return f"{small_world} ranks; shrunk: " + ", ".join(changes)

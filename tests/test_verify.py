@@ -1,0 +1,240 @@
+"""verify.py: layouts that are equal, a bug that is named, losses inside and outside the band."""
+
+import json
+import random
+
+import pytest
+import random_layouts
+import torch
+
+import mutations
+import verify
+from lessons import ranks
+from lessons.parity import Result, first_difference, train_each
+from lessons.shrink import one_device, shrink, shrink_split
+from runtime import rules
+from runtime.config import Config, ConfigError
+from runtime.presets import PRESETS
+
+
+def again(*values):
+    """A case that covers no more than another one does: `make test-all` runs it."""
+    return pytest.param(*values, marks=pytest.mark.repetition)
+
+
+def shrunk(flags: str) -> tuple[int, dict]:
+    return shrink(*verify.read_flags(flags.split(), None))
+
+
+# --- float64 --------------------------------------------------------------------------------------
+
+TWO_RANKS = [
+    "--model llama2-70b --tp 2 --sequence-parallel --recompute selective --dropout 0.1",
+    "--model gpt2 --pp 2 --layer-split 5 7",
+    "--model gpt2 --pp 2 --schedule zb-h1",
+    "--model gpt2 --zero-stage 3 --recompute full --micro-batch-size 2",
+]
+MORE_ON_TWO_RANKS = [
+    "--model gpt2 --tp 2",
+    "--model gpt2 --pp 2 --schedule gpipe --recompute full",
+    "--model gpt2 --pp 2 --virtual-stages 2",
+    "--model gpt2 --zero-stage 1 --micro-batch-size 4",
+    "--model gpt2 --zero-stage 2 --micro-batch-size 4 --head-chunk 100",
+]
+
+
+@pytest.mark.parametrize(
+    "world, layouts",
+    [
+        (2, TWO_RANKS),
+        (4, ["--model mixtral-8x7b --ep 2 --micro-batch-size 1"]),
+        (8, ["--model llama2-7b --tp 2 --pp 2 --zero-stage 1 --sequence-parallel"]),
+        again(2, MORE_ON_TWO_RANKS),
+        again(4, ["--model gpt2 --num-experts 4 --ep 2 --tp 2 --sequence-parallel"]),
+    ],
+    ids=["2 ranks", "experts", "8 ranks", "more on 2 ranks", "experts and tensors"],
+)
+def test_equal(world, layouts):
+    """Twelve layouts. Where the ranks are fewer than verify.py's, there is one replica less."""
+    layouts = [verify.in_float64(shrunk(flags)[1]) for flags in layouts]
+    results = train_each(world, layouts, steps=2, base={}, trace=True)
+    references = train_each(1, [one_device(layout) for layout in layouts], 2, base={}, trace=True)
+    for layout, result, one in zip(layouts, results, references, strict=True):
+        assert len(one.trace) > 100
+        assert one.margin > 10 * verify.TOLERANCE
+        assert first_difference(result, one, verify.TOLERANCE) is None, layout
+
+
+def test_exit_status_and_the_named_tensor(capsys):
+    """The command: an equal layout, one with a bug, and flags that train.py refuses."""
+    flags = ["--ranks", "2", "--steps", "0", "--", "--model", "gpt2", "--tp", "2"]
+    assert verify.main(flags) == 0
+    said = capsys.readouterr().out
+    assert "num_layers 12 -> 2" in said and "equal: " in said
+    bug = mutations.bugs()["no-f"]
+    assert verify.main(flags, mutate=bug.apply) == 1
+    said = capsys.readouterr().out
+    assert f"DIFFERS, first in {bug.first}" in said and "up to step 1: loss" in said
+
+
+def test_refused_flags(capsys):
+    assert verify.main(["--", "--model", "llama2-7b", "--tp", "3"]) == 2
+    error = capsys.readouterr().err
+    assert error == "train.py: --tp 3: must divide --num-heads 32; [1] would fit\n"
+    with pytest.raises(SystemExit) as left:
+        verify.main(["--", "--tensors", "2"])
+    assert left.value.code == 2
+    assert "train.py: unrecognized arguments: --tensors 2" in capsys.readouterr().err
+    for arguments in (["--metrics", "a"], ["--repeats", "a", "b"]):
+        with pytest.raises(SystemExit) as left:
+            verify.main(arguments)
+        assert left.value.code == 2
+
+
+def test_first_difference_sees_what_is_not_a_number():
+    one = Result(
+        trace={
+            "initial w": torch.ones(2, 3, dtype=torch.float64),
+            "step 1: loss": torch.ones(1, dtype=torch.float64),
+        }
+    )
+    other = Result(trace={name: tensor.clone() for name, tensor in one.trace.items()})
+    assert first_difference(other, one) is None
+    other.trace["step 1: loss"][0] = torch.nan
+    assert first_difference(other, one).label == "step 1: loss"
+    other.trace["initial w"][1, 2] = 1 + 1e-9
+    first = first_difference(other, one)
+    assert (first.label, first.elements, first.index) == ("initial w", 1, [1, 2])
+
+
+# --- shrinking ------------------------------------------------------------------------------------
+
+
+def test_what_matters_stays():
+    world, layout = shrunk(
+        "--model llama2-70b --tp 8 --pp 4 --virtual-stages 5 --sequence-parallel --recompute full"
+        " --recompute-layers 3 --global-batch-size 64 --vocab-size 32001"
+    )
+    assert world == 8 and (layout["tp"], layout["pp"], layout["virtual_stages"]) == (2, 2, 2)
+    assert layout["num_heads"] // layout["num_kv_heads"] == 8
+    assert layout["num_layers"] == 4 and layout["recompute_layers"] == 2
+    assert layout["vocab_size"] % 2 and layout["sequence_parallel"]
+    # two replicas, 4 micro-batches each
+    assert layout["global_batch_size"] == 8 and layout["micro_batch_size"] == 1
+
+
+def test_uneven_stages_stay_uneven():
+    assert shrink_split([2, 4], 2, 1) == [1, 2]
+    assert shrink_split([11, 12, 12, 12, 12, 12, 12, 11], 4, 1) == [1, 2, 2, 1]
+    assert shrink_split([0, 0, 5, 5], 2, 2) == [0, 0, 1, 1]
+    # a rank in the middle keeps a layer
+    assert shrink_split([3, 0, 3, 0, 3, 3], 3, 1) == [1, 1, 1]
+
+
+def small_enough(config: Config, world: int) -> bool:
+    """Whether train.py takes the flags; then what shrink makes of them is taken too."""
+    try:
+        rules.validate(config, world)
+    except ConfigError:
+        return False
+    small_world, layout = shrink(config, world)
+    rules.validate(Config(**layout), small_world)
+    rules.validate(Config(**one_device(layout)), 1)
+    assert small_world <= 8
+    return True
+
+
+def test_every_layout_can_be_shrunk():
+    drawn = [random_layouts.draw(seed) for seed in range(50)]
+    count = 0
+    for case in drawn:
+        count += small_enough(Config(**case["model"] | case["layout"]), case["world"])
+    g = random.Random(0)
+    for _ in range(600):
+        tp, pp, v, ep = (g.choice([1, 2, 4, 8]) for _ in range(4))
+        dp = ep * g.choice([1, 2])
+        config = Config(model=g.choice(list(PRESETS)), tp=tp, pp=pp, virtual_stages=v, ep=ep)
+        config.global_batch_size = 32 * dp
+        config.device = "cpu"
+        count += small_enough(config, tp * pp * dp)
+    assert count > 100
+
+
+# --- the band -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", again("fp32"), again("fp16")])
+def test_rounding_is_inside_the_band_and_bugs_are_outside(precision):
+    flags = "--model gpt2 --tp 2 --lr 3e-3 --warmup-steps 10 --micro-batch-size 2 --precision "
+    _, layout = shrunk(flags + precision)
+    steps = 12
+    band, one = verify.measure_band(layout, steps, parts=2)
+
+    def times_band(world: int, layout: dict, mutate=None) -> float:
+        losses = ranks.run(verify.losses_of, world, world, layout, steps, mutate)[0]
+        found = verify.times_band(dict(enumerate(losses, 1)), one, band)
+        return max(found.values())
+
+    assert times_band(2, layout) <= 1
+    # a learning rate that is 1% off
+    assert times_band(1, one_device(layout) | dict(lr=3.03e-3)) > 1
+    rows = mutations.bugs()["dropout-by-local-row"].apply
+    assert times_band(2, layout | dict(tp=1), rows) > 10
+
+
+def test_the_band_by_hand():
+    """Twice the largest relative difference up to a step; the first five share theirs."""
+    runs = [{step: 2.0 for step in range(1, 8)} for _ in range(3)]
+    runs[1][3] = 2.02
+    runs[2][6] = 1.96
+    band = verify.band_of(runs)
+    expected = {1: 0.02, 2: 0.02, 3: 0.02, 4: 0.02, 5: 0.02, 6: 0.04, 7: 0.04}
+    assert band == pytest.approx(expected)
+    # a step that one run does not have
+    del runs[2][7]
+    assert list(verify.band_of(runs)) == [1, 2, 3, 4, 5, 6]
+    found = verify.times_band({1: 2.0, 2: 2.02, 6: 2.04, 9: 5.0}, runs[0], band)
+    assert found == pytest.approx({1: 0.0, 2: 0.5, 6: 0.5})
+
+
+def metrics(path, losses: list) -> str:
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_runs_of_the_user(tmp_path, capsys):
+    """By the band of the user's own repeated runs."""
+    a = metrics(tmp_path / "a", [3.0, 2.9, 2.8])
+    b = metrics(tmp_path / "b", [3.0, 2.901, 2.8])
+    c = metrics(tmp_path / "c", [3.0, 2.9015, 2.8])
+    d = metrics(tmp_path / "d", [3.0, 2.95, 2.8])
+    infinite = metrics(tmp_path / "e", [3.0, None, 2.8])
+    repeats = ["--repeats", a, b]
+    assert verify.main([*repeats, "--metrics", c, "--against", a]) == 0
+    assert "inside the band in steps 1 to 3: at most 0.75 of it, in step 2" in (
+        capsys.readouterr().out
+    )
+    assert verify.main([*repeats, "--metrics", d, "--against", a]) == 1
+    assert "OUTSIDE the band in 1 of 3 steps, first in 2" in capsys.readouterr().out
+    assert verify.main([*repeats, "--metrics", infinite, "--against", a]) == 1
+    capsys.readouterr()
+    # no band, no run, no common step
+    assert verify.main(["--repeats", a, a, "--metrics", b, "--against", a]) == 2
+    assert "equal to the last bit" in capsys.readouterr().err
+    assert verify.main([*repeats, "--metrics", str(tmp_path / "none"), "--against", a]) == 2
+    assert "has no steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("runs, least, most", [(6, 0.0, 0.002), (3, 0.01, 0.03), (2, 0.1, 0.16)])
+def test_normal_noise_seldom_leaves_the_band(runs, least, most):
+    """1 of 2,000, 50 and 8 comparisons of 20 steps do."""
+    generator = torch.Generator().manual_seed(runs)
+    trials = 4000
+    # losses of `runs` runs that make the band, and of two that are compared
+    noise = 1 + 1e-4 * torch.randn(trials, runs + 2, 20, generator=generator, dtype=torch.float64)
+    outside = 0
+    for of_trial in noise.tolist():
+        *repeats, a, b = (dict(enumerate(losses, 1)) for losses in of_trial)
+        outside += max(verify.times_band(a, b, verify.band_of(repeats)).values()) > 1
+    assert least <= outside / trials <= most
