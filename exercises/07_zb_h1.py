@@ -1,0 +1,38 @@
+"""Exercise 7: ZB-H1, backward in two parts.                                        (20 minutes)
+
+Backward of y = x Wᵀ computes two things: ∂x = ∂y W, for which the rank before is waiting, and
+∂W = ∂yᵀ x, which nobody needs before the optimizer's step. 1F1B computes both at once, and the rank
+before waits for both. Here B becomes I, the input gradient, and W, the weight gradient, later:
+
+    1F1B       rank 0    F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --         p = 3, m = 4
+               rank 1    .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 --
+               rank 2    .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --
+
+    ZB-H1      rank 0    F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
+               rank 1    .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+               rank 2    .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+I goes out at once, and W fills time in which the rank would wait. How long may W be put off? What
+it is computed from stays in memory until then. 1F1B holds p - r micro-batches on rank r: rank 0
+has the most. ZB-H1 lets the other ranks hold as much, so rank r may have r weight gradients more
+to do:
+
+    on rank r the W of micro-batch k comes right after the I of micro-batch k + r,
+    and at the end come the W that are left
+
+Read         exercise 5; the docstring of zero_bubble.py
+Paper        Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1, figure 3
+Not yet      `zero_bubble_h1` in schedules.py
+Check        python exercises/check.py 7
+Par          with T_F = T_I = T_W the bubble is (p - 1) / (3 m), a third of what 1F1B has
+"""
+
+from schedules import Action, one_f_one_b
+
+
+def zero_bubble_h1(p: int, m: int) -> list[list[Action]]:
+    """For each of p ranks: Action("F", 0, k), Action("I", 0, k) and Action("W", 0, k)."""
+    raise NotImplementedError(
+        "Go through the list of one_f_one_b. F stays. B of micro-batch k becomes I of k, followed "
+        "by W of micro-batch k - rank if there is one. After the list: every W that has not come."
+    )

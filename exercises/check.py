@@ -1,0 +1,145 @@
+"""Grades your answers to the exercises.
+
+    python exercises/check.py          all of them, one line each
+    python exercises/check.py 2        one, with what differs and why
+
+    correct    equal to the project's own function: 1e-10 in float64, data exactly
+    par        as many collectives, as many bytes, as much memory as in the paper
+
+You edit exercises/01_shards.py and so on: each says what to write and what to read before.
+exercises/README.md lists them. The exit status is 0 where all that were asked for are correct and
+reach par.
+
+    --solutions DIR      grade the files of that folder instead
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER.parent))
+
+import torch.distributed as dist  # noqa: E402
+
+from exercises import cuda_grader  # noqa: E402
+from exercises.graders import EXERCISES  # noqa: E402
+from exercises.grading import SECONDS, Grade, Watch, grade_on_rank  # noqa: E402
+from lessons import ranks  # noqa: E402
+
+
+class Answer(NamedTuple):
+    """A file to grade. path: absolute."""
+
+    number: int
+    path: str
+
+
+# --- on the ranks ---------------------------------------------------------------------------------
+
+# the worst first: what to show where ranks end differently
+ENDS = ("crash", "disagreement", "wrong", "peer failed", "right")
+
+
+def grade_on_ranks(rank: int, answers: list[Answer], folder: str) -> list[tuple[str, Grade]]:
+    """(one of ENDS, the grade) of each answer, on this rank."""
+    world = dist.get_world_size()
+    store = dist.FileStore(os.path.join(folder, "announcements"), world)
+    store.set_timeout(timedelta(seconds=2 * SECONDS))
+    found = []
+    for i, answer in enumerate(answers):
+        _, grader, _ = EXERCISES[answer.number]
+        watch = Watch(rank, world, store, str(i), answer.path)
+        found.append(grade_on_rank(grader, watch))
+    return found
+
+
+def grade(answers: list[Answer]) -> list[Grade]:
+    """Grade answers one after the other, on ranks that start once. All need as many ranks."""
+    worlds = {EXERCISES[answer.number][2] for answer in answers}
+    (world,) = worlds
+    problem = cuda_grader.build([a.path for a in answers if a.path.endswith(".cu")])
+    if problem:
+        return [Grade(False, problem)] * len(answers)
+    limit = (2 * SECONDS + 5) * len(answers)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            of_ranks = ranks.run(
+                grade_on_ranks, world, answers, folder, timeout=SECONDS, limit=limit
+            )
+        except RuntimeError as error:
+            # a rank was killed: by a wrong address in CUDA code, or by os._exit
+            message = str(error).strip().split("\n")[-1]
+            return [Grade(False, message)] * len(answers)
+    worst = [min(ends, key=lambda end: ENDS.index(end[0])) for ends in zip(*of_ranks)]
+    return [found for _, found in worst]
+
+
+# --- on the screen --------------------------------------------------------------------------------
+
+
+def title(file: str) -> str:
+    """01_shards.py -> 01 shards"""
+    return Path(file).stem.replace("_", " ")
+
+
+def line(number: int, found: Grade) -> str:
+    """One line for one exercise."""
+    file, _, _ = EXERCISES[number]
+    correct = "yes" if found.correct else "no"
+    if found.correct:
+        words = found.par.count
+    else:
+        words = " ".join(found.why.split())
+    par = "yes" if found.par and found.par.reached else "no"
+    text = f"{title(file):22} correct {correct:4} par {par if found.par else '-':4} {words}"
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def report(number: int, found: Grade) -> str:
+    """All that there is to say about one exercise."""
+    file, _, _ = EXERCISES[number]
+    lines = [f"exercise {title(file)}   ({FOLDER.name}/{file})"]
+    lines.append(labelled("correct", found.correct, found.why))
+    if found.par:
+        lines.append(labelled("par", found.par.reached, found.par.count))
+    return "\n".join(lines)
+
+
+def labelled(label: str, yes: bool, text: str) -> str:
+    """`correct: no   ...`, folded to 100 columns."""
+    import textwrap
+
+    start = f"  {label + ':':9}{'yes' if yes else 'no':5}"
+    folded = []
+    for part in text.split("\n"):
+        folded += textwrap.wrap(part, 100 - len(start)) or [""]
+    return start + ("\n" + " " * len(start)).join(folded)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("number", nargs="?", type=int, choices=EXERCISES, metavar="NUMBER")
+    parser.add_argument("--solutions", type=Path, default=FOLDER, metavar="DIR")
+    args = parser.parse_args(argv)
+    ranks.preload("exercises.graders")
+    numbers = [args.number] if args.number else list(EXERCISES)
+    good = 0
+    for number in numbers:
+        file, _, _ = EXERCISES[number]
+        (found,) = grade([Answer(number, str((args.solutions / file).resolve()))])
+        print((report if args.number else line)(number, found), flush=True)
+        good += found.correct and found.par.reached
+    if not args.number:
+        print(f"{good} of {len(numbers)} done; python exercises/check.py NUMBER says more")
+    sys.exit(good < len(numbers))
+
+
+if __name__ == "__main__":
+    main()

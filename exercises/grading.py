@@ -1,0 +1,309 @@
+"""How one answer to an exercise is graded: it runs on ranks, and is compared and counted there.
+
+    correct    equal to the project's own function: floats within 1e-10 in float64, data exactly
+    par        collectives, bytes or memory are those of the paper
+
+An answer may be wrong in any way, so three things protect the reader's time:
+
+- Every collective is announced to the other ranks before it starts. Where one rank calls an
+  all-reduce and another has returned, both stop at once and name the ranks, the collective and the
+  line: nothing hangs.
+- An answer that still runs after `SECONDS` is interrupted, with its line.
+- Of a crash, only the lines of the answer are shown.
+
+    python exercises/check.py 2        grades exercise 2
+
+exercises/graders.py has one grader for each exercise. A grader calls the answer's function, raises
+`AnswerError` where something differs, and returns a `Par`.
+
+Not covered: send and receive are not announced; the timeout of the process group ends them.
+"""
+
+import importlib.util
+import signal
+import sys
+import traceback
+from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lessons import ranks
+
+# for one answer, and for what waits for it
+SECONDS = 8
+# of the largest number of a tensor: the gate of the tests, in float64
+TOLERANCE = 1e-10
+
+
+class Par(NamedTuple):
+    """Whether what was counted is what the paper says, and both in words."""
+
+    reached: bool
+    count: str
+
+
+class Grade(NamedTuple):
+    """What `check.py` prints about one answer. par: None where it was not measured."""
+
+    correct: bool
+    why: str
+    par: Par | None = None
+
+
+# --- what can go wrong ----------------------------------------------------------------------------
+
+
+class AnswerError(Exception):
+    """The answer differs from the reference. The message says where, and teaches."""
+
+    def __init__(self, message: str, par: Par | None = None):
+        super().__init__(message)
+        self.par = par
+
+
+class DisagreementError(Exception):
+    """Ranks do not call the same collectives in the same order."""
+
+
+class PeerError(Exception):
+    """Another rank has stopped; its own error is the one to read."""
+
+
+class TimeLimitError(Exception):
+    """The answer still ran after SECONDS."""
+
+
+# --- what an answer does --------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """While entered: counts collectives, announces them to the other ranks, and remembers which
+    memory was made.
+
+    calls: (kind, bytes of the whole tensor), for an all-gather the gathered one, for a reduce-
+    scatter the one that is summed.
+    """
+
+    def __init__(self, rank: int, world: int, store, name: str, path: str):
+        super().__init__()
+        self.rank = rank
+        self.world = world
+        self.store = store
+        self.name = name
+        self.path = path
+        self.calls: list[tuple[str, int]] = []
+        self.made: list[StorageWeakRef] = []
+        # numel of each tensor that an operation returned
+        self.sizes: list[int] = []
+        self.announced = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.note_collective(str(function.overloadpacket).split(".")[-1], args)
+        result = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            # not a view of an argument
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                self.made.append(StorageWeakRef(x.untyped_storage()))
+                self.sizes.append(x.numel())
+        return result
+
+    def note_collective(self, operation: str, args) -> None:
+        kinds = [kind for part, kind in ranks.KINDS.items() if part in operation]
+        kind = kinds[0] if kinds else operation.strip("_")
+        tensors = [[x for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args]
+        # the list of gathered parts counts as the whole tensor that it is
+        self.calls.append((kind, max(sum(x.nbytes for x in xs) for xs in tensors)))
+        if kind not in ("send", "recv", "recv_any_source"):
+            first = next((x for xs in tensors for x in xs), torch.empty(0))
+            dtype = str(first.dtype).removeprefix("torch.")
+            self.announce(f"{article(kind)} of {dtype} {list(first.shape)}", self.line())
+
+    def line(self) -> str:
+        """Where the answer's own code is at the moment."""
+        frame = sys._getframe()
+        while frame and frame.f_code.co_filename != self.path:
+            frame = frame.f_back
+        return f" (line {frame.f_lineno})" if frame else ""
+
+    def announce(self, what: str, line: str = "") -> None:
+        """Say what this rank does next, and go on once every rank does the same."""
+        n = self.announced
+        self.announced += 1
+        self.store.set(f"{self.name} {self.rank} {n}", f"{what}|{line}")
+        said = []
+        for rank in range(self.world):
+            said.append(self.store.get(f"{self.name} {rank} {n}").decode().split("|"))
+        if any(what == "failed" for what, _ in said):
+            raise PeerError
+        if len({what for what, _ in said}) > 1:
+            parts = [f"rank {rank} {describe(*words)}" for rank, words in enumerate(said)]
+            raise DisagreementError(
+                "; ".join(parts) + ". Every rank must call every collective, in the same order."
+            )
+
+    def agree(self) -> None:
+        """After a call of the answer's code: all ranks have returned from it."""
+        self.announce("returned")
+
+    def failed(self) -> None:
+        self.store.set(f"{self.name} {self.rank} {self.announced}", "failed|")
+
+    @contextmanager
+    def counted(self):
+        """The calls inside: `with watch.counted() as calls`."""
+        calls = []
+        first = len(self.calls)
+        yield calls
+        calls += self.calls[first:]
+
+    def held(self, first: int, *besides: Tensor) -> int:
+        """Bytes that were made since made[first] and are still there, without `besides`."""
+        sizes = {}
+        for reference in self.made[first:]:
+            # None where it is gone
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None:
+                sizes[storage._cdata] = storage.nbytes()
+        for x in besides:
+            sizes.pop(x.untyped_storage()._cdata, None)
+        return sum(sizes.values())
+
+
+def article(kind: str) -> str:
+    return f"an {kind}" if kind[0] == "a" else f"a {kind}"
+
+
+def describe(what: str, line: str) -> str:
+    if what == "returned":
+        return "has returned from your code"
+    return f"waits in {what}{line}"
+
+
+# --- comparisons ----------------------------------------------------------------------------------
+
+
+def same(name: str, got, expected: Tensor, hint: str) -> None:
+    """Raises AnswerError unless got equals expected. name: of the tensor, with its rank."""
+    if not isinstance(got, Tensor):
+        raise AnswerError(f"{name} is {got!r}, expected a tensor {list(expected.shape)}. {hint}")
+    if got.shape != expected.shape:
+        raise AnswerError(
+            f"{name} has shape {list(got.shape)}, expected {list(expected.shape)}. {hint}"
+        )
+    got = got.detach().to(expected.dtype)
+    difference = (got - expected).abs()
+    # the largest number of the reference, as in the tests of the project
+    scale = expected.abs().max().clamp(min=1e-30)
+    # "not below": also where a number is NaN
+    if not (difference <= TOLERANCE * scale).all():
+        worst = difference.nan_to_num(nan=torch.inf).argmax()
+        place = [int(i) for i in torch.unravel_index(worst, expected.shape)]
+        raise AnswerError(
+            f"{name}, at {place}: expected {expected.flatten()[worst]:.6g}, got "
+            f"{got.flatten()[worst]:.6g}. {clue(got, expected)}{hint}"
+        )
+
+
+def clue(got: Tensor, expected: Tensor) -> str:
+    """What the numbers themselves tell."""
+    if not got.isfinite().all():
+        return "Some numbers are not finite. "
+    if not got.any():
+        return "All of yours are 0. "
+    for factor, words in ((2, "twice as large"), (0.5, "half as large")):
+        if torch.allclose(got, factor * expected, rtol=1e-9, atol=1e-12):
+            return f"All of yours are {words}: there are 2 ranks. "
+    return ""
+
+
+def count_text(calls: list[tuple[str, int]]) -> str:
+    """[(all-reduce, 512)] * 2 -> "2 all-reduces of 512 bytes" """
+    parts = []
+    for (kind, size), n in Counter(calls).items():
+        parts.append(f"{n} {kind}{'s' if n > 1 else ''} of {size:,} bytes")
+    return " + ".join(parts) or "no collective"
+
+
+def par_of(calls: list[tuple[str, int]], paper: list[tuple[str, int]], hint: str) -> Par:
+    """Collectives counted, and those of the paper."""
+    if Counter(calls) == Counter(paper):
+        return Par(True, f"{count_text(calls)}, as in the paper")
+    return Par(False, f"{count_text(calls)}; the paper has {count_text(paper)}. {hint}")
+
+
+# --- one answer on one rank -----------------------------------------------------------------------
+
+
+def load(path: str) -> SimpleNamespace:
+    """What a file defines."""
+    spec = importlib.util.spec_from_file_location("answer", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def crash_text(error: BaseException, path: str) -> str:
+    """The error, after the lines of the answer that led to it."""
+    if isinstance(error, NotImplementedError):
+        return f"not written yet. {error}"
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError in line {error.lineno}: {error.msg}"
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == path:
+            lines.append(f"line {frame.lineno}, in {frame.name}:  {frame.line}")
+    if isinstance(error, TimeLimitError):
+        lines.append(f"still runs after {SECONDS} seconds")
+    else:
+        message = str(error).strip().split("\n")[0]
+        lines.append(f"{type(error).__name__}: {message}")
+    # the last calls are enough
+    return "\n".join(lines[-4:])
+
+
+@contextmanager
+def limited():
+    """Raises TimeLimitError in what still runs after SECONDS."""
+
+    def ring(number, frame):
+        raise TimeLimitError
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def grade_on_rank(grader, watch: Watch) -> tuple[str, Grade]:
+    """(how it ended, the grade). grader: one of graders.py."""
+    path = watch.path
+    try:
+        with limited(), watch:
+            answer = load(path) if path.endswith(".py") else path
+            why, par = grader(answer, watch.rank, watch)
+        return "right", Grade(True, why, par)
+    except AnswerError as error:
+        kind = "wrong"
+        grade = Grade(False, str(error), error.par)
+    except DisagreementError as error:
+        kind = "disagreement"
+        grade = Grade(False, str(error))
+    except PeerError:
+        kind = "peer failed"
+        grade = Grade(False, "another rank failed")
+    except Exception as error:
+        kind = "crash"
+        grade = Grade(False, crash_text(error, path))
+    watch.failed()
+    return kind, grade

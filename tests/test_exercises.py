@@ -1,0 +1,328 @@
+"""exercises/: the project's own functions pass, the stubs and plausible mistakes do not.
+
+The wrong answers stand in wrong_answers.py. An answer to grade is a file, so the files here import
+from there.
+"""
+
+import re
+import shutil
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from exercises import check
+from exercises.check import Answer, grade
+from exercises.graders import EXERCISES
+
+ROOT = Path(__file__).parent.parent
+
+# number: the project's own function
+RIGHT = {
+    1: """
+from types import SimpleNamespace
+import sharding
+def shard_of(whole, dim, rank, n):
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: n)
+    return sharding.shard_of(whole, sharding.Sharding(whole.shape, (sharding.Shard(dim, group),)))
+def gather(part, size, dim, group):
+    shape = [size if i == dim else n for i, n in enumerate(part.shape)]
+    return sharding.gather(part, sharding.Sharding(tuple(shape), (sharding.Shard(dim, group),)))
+""",
+    2: "from tensor_parallel import copy_to_ranks, reduce_from_ranks",
+    3: "from tensor_parallel import vocab_parallel_cross_entropy",
+    4: "from sequence_parallel import gather_sequence, scatter_sequence",
+    5: "from schedules import one_f_one_b",
+    6: "from schedules import interleaved_one_f_one_b",
+    7: "from schedules import zero_bubble_h1",
+    8: "from schedules import simulate",
+    9: """
+from torch import nn
+from fsdp import DataParallel, Unit
+def reduce_gradients(grads, summed, group):
+    parameters = [nn.Parameter(grad) for grad in grads]
+    data_parallel = DataParallel([Unit(parameters, group, 2)], 2, None, None)
+    for p, grad in zip(parameters, grads):
+        p.grad = grad
+        data_parallel.accumulate(p)
+    data_parallel.finish_reductions()
+    row = data_parallel.units[0].summed_grads
+    return row if summed is None else summed + row
+""",
+    10: """
+import torch
+from torch import nn
+from fsdp import FullySharded, Unit, keep_own_row
+class ToRow(FullySharded):
+    def complete(self, unit):
+        super().complete(unit)
+        self.finish_reductions()
+        self.row.grad = unit.summed_grads.view_as(self.row)
+def sharded_linear(x, row, out_features, group):
+    layer = nn.Linear(x.shape[1], out_features, bias=False, dtype=x.dtype)
+    unit = Unit([layer.weight], group, 3)
+    keep_own_row(unit)
+    unit.row.copy_(row.detach().flatten())
+    ToRow([layer], [unit], None, None).row = row
+    return layer(x)
+""",
+    11: "from recompute import checkpoint",
+    12: "from recompute import layer_bytes",
+    13: """
+import routers
+def sinkhorn(logits, tolerance):
+    return routers.sinkhorn(logits, 1.0, tolerance, 100_000)
+""",
+}
+
+# (number, what stands in the place of the right answer, words of what the reader is told); "par":
+# the answer is right, and needs more than the paper's
+WRONG = [
+    (1, "shard_of = wrong.Shards.without_padding", "has shape [2, 3], expected"),
+    (1, "shard_of = wrong.Shards.rounded_down", "All parts have ceil(size / n)"),
+    (1, "gather = wrong.Shards.padding_kept", "padding is dropped at the end"),
+    (1, "gather = wrong.Shards.by_all_reduce", "par: 1 all-reduce"),
+    (2, "copy_to_ranks = wrong.FAndG.no_sum_in_backward", "The gradient of X is their sum"),
+    (
+        2,
+        "reduce_from_ranks = wrong.FAndG.sum_in_both_directions",
+        "All of yours are twice as large",
+    ),
+    (2, "reduce_from_ranks = wrong.FAndG.average", "All of yours are half as large"),
+    (2, "reduce_from_ranks = wrong.FAndG.gather_and_add", "par: 1 all-gather of 1,024 bytes"),
+    (
+        2,
+        "reduce_from_ranks = wrong.FAndG.only_on_one_rank",
+        "rank 0 waits in an all-reduce of float64",
+    ),
+    (
+        3,
+        "vocab_parallel_cross_entropy = wrong.VocabularyLoss.padding_counted",
+        "without the padding",
+    ),
+    (
+        3,
+        "vocab_parallel_cross_entropy = wrong.VocabularyLoss.largest_of_each_rank",
+        "largest logit",
+    ),
+    (3, "vocab_parallel_cross_entropy = wrong.VocabularyLoss.logits_gathered", "par: 512 bytes"),
+    (4, "gather_sequence = wrong.GAndGBar.backward_only_cuts", "Backward of g is a reduce-scatter"),
+    (4, "gather_sequence = wrong.GAndGBar.joined_along_the_batch", "joined along dimension 1"),
+    (4, "scatter_sequence = wrong.GAndGBar.backward_repeats", "Backward of ḡ is an all-gather"),
+    (4, "scatter_sequence = wrong.GAndGBar.by_all_reduce", "par: 2 all-gathers"),
+    (5, "one_f_one_b = wrong.OneFOneB.gpipe", "8 micro-batches in flight, the paper's 4"),
+    (5, "one_f_one_b = wrong.OneFOneB.warmup_too_long", "Warmup is p - 1 - rank forwards"),
+    (5, "one_f_one_b = wrong.OneFOneB.warmup_of_the_first_rank", "rank 1, position 3"),
+    (5, "one_f_one_b = wrong.OneFOneB.cooldown_forgotten", "the backwards that are left"),
+    (6, "interleaved_one_f_one_b = wrong.Interleaved.warmup_of_1f1b", "Warmup is 2 (p - 1 - rank)"),
+    (
+        6,
+        "interleaved_one_f_one_b = wrong.Interleaved.first_chunk_first_in_backward",
+        "from the last chunk to the first",
+    ),
+    (
+        6,
+        "interleaved_one_f_one_b = wrong.Interleaved.all_micro_batches_through_a_chunk",
+        "for groups of p micro-batches",
+    ),
+    (7, "zero_bubble_h1 = wrong.ZbH1.at_once", "bubble 0."),
+    (7, "zero_bubble_h1 = wrong.ZbH1.all_at_the_end", "comes right after the I"),
+    (7, "zero_bubble_h1 = wrong.ZbH1.one_too_late", "rank 0, position 5"),
+    (7, "zero_bubble_h1 = wrong.ZbH1.forgotten", "the W that are left come at the end"),
+    (8, "simulate = wrong.Simulate.transfers_forgotten", "arrives after a transfer"),
+    (8, "simulate = wrong.Simulate.transfers_to_itself", "what this rank computed at once"),
+    (8, "simulate = wrong.Simulate.two_actions_at_a_time", "starts when its rank is free"),
+    (8, "simulate = wrong.Simulate.deadlock_ignored", "raise ScheduleError"),
+    (9, "reduce_gradients = wrong.Zero2.last_micro_batch_only", "after micro-batch 1"),
+    (9, "reduce_gradients = wrong.Zero2.average", "All of yours are half as large"),
+    (9, "reduce_gradients = wrong.Zero2.padded_once_at_the_end", "padded at its own end"),
+    (9, "reduce_gradients = wrong.Zero2.view_of_an_all_reduce", "par: 3 all-reduces"),
+    (10, "sharded_linear = wrong.Zero3.weight_kept", "par: 1 all-gather"),
+    (10, "sharded_linear = wrong.Zero3.gradient_of_own_samples", "is the sum over the ranks"),
+    (10, "sharded_linear = wrong.Zero3.input_gradient_summed", "nothing is summed"),
+    (11, "checkpoint = wrong.Checkpoint.not_at_all", "par: kept beside the arguments"),
+    (11, "checkpoint = wrong.Checkpoint.arguments_only", "the gradient of A is None"),
+    (11, "checkpoint = wrong.Checkpoint.not_detached", "a second time"),
+    (12, "layer_bytes = wrong.MemoryFormula.everything_divided", "the other 10 only sequence"),
+    (12, "layer_bytes = wrong.MemoryFormula.scores_not_divided", "all scores by t"),
+    (12, "layer_bytes = wrong.MemoryFormula.masks_of_two_bytes", "Attention keeps 11 s b h"),
+    (13, "sinkhorn = wrong.Sinkhorn.rows_only", "columns to 1/E"),
+    (13, "sinkhorn = wrong.Sinkhorn.three_iterations", "until the loads are even"),
+    (13, "sinkhorn = wrong.Sinkhorn.overflow", "exp overflows"),
+    (13, "sinkhorn = wrong.Sinkhorn.new_matrices", "par: 1000 matrices"),
+]
+
+
+def answer(folder: Path, number: int, text: str) -> Answer:
+    """A file of its own, in the place of an exercise."""
+    path = folder / f"{len(list(folder.iterdir()))}_{EXERCISES[number][0]}"
+    path.write_text(text)
+    return Answer(number, str(path))
+
+
+def says(found: check.Grade) -> str:
+    """What the reader is told, in one line; "par: .." where only that is missed."""
+    count = found.par.count if found.par else ""
+    return f"par: {count}" if found.correct else f"{found.why} {count}"
+
+
+def exercises_on(world: int) -> list[int]:
+    return [n for n, (file, _, w) in EXERCISES.items() if w == world and file.endswith(".py")]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_right_answers_pass_stubs_and_wrong_ones_fail(world, tmp_path):
+    numbers = exercises_on(world)
+    answers = [answer(tmp_path, n, RIGHT[n]) for n in numbers]
+    answers += [Answer(n, str(ROOT / "exercises" / EXERCISES[n][0])) for n in numbers]
+    wrong = [case for case in WRONG if case[0] in numbers]
+    for n, line, _ in wrong:
+        answers.append(answer(tmp_path, n, f"{RIGHT[n]}\nimport wrong_answers as wrong\n{line}\n"))
+    found = grade(answers)
+    right, stubs, mistakes = (
+        found[: len(numbers)],
+        found[len(numbers) : 2 * len(numbers)],
+        found[2 * len(numbers) :],
+    )
+    assert not [(n, g) for n, g in zip(numbers, right) if not (g.correct and g.par.reached)]
+    assert not [(n, g) for n, g in zip(numbers, stubs) if not g.why.startswith("not written yet. ")]
+    unseen = []
+    for (n, line, words), g in zip(wrong, mistakes):
+        passed = g.correct and g.par.reached
+        if passed or words not in " ".join(says(g).split()):
+            unseen.append((n, line, says(g)))
+    assert not unseen, "\n".join(map(str, unseen))
+
+
+def test_every_exercise_has_three_wrong_answers():
+    assert all(sum(n == case[0] for case in WRONG) >= 3 for n in RIGHT)
+    assert len(CUDA) >= 4 and len(RIGHT) + 1 == len(EXERCISES)
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+BODY = "// Your code: the number of this thread; then its vector, if there is one."
+KERNEL = """
+    int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= vectors) return;
+    Vector<> g = read(gate + i * W), u = read(up + i * W), out;
+    for (int w = 0; w < W; w++)
+        round_to(out.at[w], to_float(g.at[w]) * sigmoid(to_float(g.at[w])).here * to_float(u.at[w]));
+    write(y + i * W, out);
+"""
+# (what is replaced in the kernel, by what, words of what the reader is told)
+CUDA = [
+    (KERNEL, KERNEL, "gate and up are read once"),
+    (KERNEL, "", "were never written"),
+    ("if (i >= vectors) return;", "", "outside the tensors"),
+    ("int64_t(blockIdx.x) * blockDim.x + threadIdx.x", "threadIdx.x", "index 1024"),
+    ("to_float(u.at[w]))", "1)", "y = gate · sigmoid(gate) · up"),
+    (
+        KERNEL[KERNEL.index("    Vector<>") :],
+        "    for (int64_t j = i * W; j < (i + 1) * W; j++)\n"
+        "        round_to(y[j], gate[j] * sigmoid(gate[j]).here * up[j]);\n",
+        "par: vectors of 16 bytes: 0 bytes in",
+    ),
+]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+def test_kernels(tmp_path):
+    """All in one call of the compiler."""
+    stub = (ROOT / "exercises" / "14_swiglu.cu").read_text()
+    assert BODY in stub
+    answers = []
+    for old, new, _ in CUDA:
+        assert KERNEL.count(old) == 1
+        answers.append(answer(tmp_path, 14, stub.replace(BODY, KERNEL.replace(old, new))))
+    found = grade(answers)
+    for i, ((_, _, words), g) in enumerate(zip(CUDA, found)):
+        assert words in " ".join(says(g).split()), says(g)
+        assert (g.correct and g.par.reached) == (i == 0)
+
+
+def test_the_kernel_of_the_project_is_the_answer():
+    """KERNEL is the body of csrc/swiglu.cu's second try, but for how it names the function."""
+    source = (ROOT / "csrc" / "swiglu.cu").read_text()
+    body = re.search(r"swiglu_by_vector\(.*?\{\n(.*?)\n\}", source, re.DOTALL)[1]
+    body = body.replace("#pragma unroll", "")
+    product = "to_float(g.at[w]) * sigmoid(to_float(g.at[w])).here * to_float(u.at[w])"
+    body = body.replace("swiglu_of(to_float(g.at[w]), to_float(u.at[w]))", product)
+    assert body.split() == KERNEL.split()
+
+
+# --- what a reader sees ---------------------------------------------------------------------------
+
+
+@cache
+def text_of(number: int) -> str:
+    return (ROOT / "exercises" / EXERCISES[number][0]).read_text()
+
+
+CRASH = """
+from tensor_parallel import copy_to_ranks
+def reduce_from_ranks(x, group):
+    return helper(x)
+def helper(x):
+    return x.no_such_method()
+"""
+ENDLESS = """
+from tensor_parallel import copy_to_ranks
+def reduce_from_ranks(x, group):
+    while True:
+        pass
+"""
+
+
+def test_a_crash_shows_the_readers_own_lines(tmp_path):
+    (found,) = grade([answer(tmp_path, 2, CRASH)])
+    assert found.why.split("\n") == [
+        "line 4, in reduce_from_ranks:  return helper(x)",
+        "line 6, in helper:  return x.no_such_method()",
+        "AttributeError: 'Tensor' object has no attribute 'no_such_method'",
+    ]
+
+
+def test_an_endless_loop_is_interrupted(tmp_path, monkeypatch):
+    start = time.monotonic()
+    (found,) = grade([answer(tmp_path, 2, ENDLESS)])
+    assert "in reduce_from_ranks" in found.why and "still runs after" in found.why
+    assert time.monotonic() - start < 30
+
+
+def test_a_syntax_error_has_its_line(tmp_path):
+    (found,) = grade([answer(tmp_path, 5, "def one_f_one_b(p, m)\n    return []\n")])
+    assert found.why.startswith("SyntaxError in line 1")
+
+
+def test_a_missing_function_is_named(tmp_path):
+    (found,) = grade([answer(tmp_path, 5, "x = 1\n")])
+    assert "no function `one_f_one_b`" in found.why
+
+
+def test_command(tmp_path, capsys):
+    """One exercise from another folder: solved, then not."""
+    file, _, _ = EXERCISES[5]
+    (tmp_path / file).write_text(RIGHT[5])
+    with pytest.raises(SystemExit) as ended:
+        check.main(["5", "--solutions", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "correct: yes" in out and "par:     yes" in out and "the paper's 4" in out
+    with pytest.raises(SystemExit) as ended:
+        check.main(["5"])
+    assert ended.value.code == 1 and "correct: no   not written yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_stubs_have_one_form(number):
+    """The idea, what to read, what not yet, and the command: in half a page."""
+    text = text_of(number)
+    head = text.split('"""')[1] if '"""' in text else text
+    for label in ("Read ", "Paper ", "Not yet ", "Check ", "Par "):
+        assert len(re.findall(rf"^(?:// )?{label}", text, re.MULTILINE)) == 1, label
+    assert f"python exercises/check.py {number}" in head
+    assert re.match(rf"(?:// )?Exercise {number}: ", head)
+    assert head.count("\n") <= 45
+    assert max(map(len, text.split("\n"))) <= 100
