@@ -38,6 +38,6 @@ def simulate(schedule: list[list[Action]], cost: Cost, v: int) -> list[Event]:
     """
     raise NotImplementedError(
         "Keep three things: `ended`, {result: when it was done}; `free_at`, for each rank; and "
-        "`position`, for each rank, in its list. An action starts at the largest of free_at and all "
-        "arrivals."
+        "`position`, for each rank, in its list. An action starts at the largest of free_at and of "
+        "all arrivals."
     )

@@ -3,23 +3,23 @@
 //     y = silu(gate) · up = gate · sigmoid(gate) · up          for each element on its own
 //
 // PyTorch runs two kernels for F.silu(gate) * up: the first reads gate and writes silu(gate), the
-// second reads that and up and writes y. That is 5 tensors through the memory. One kernel moves 3:
+// second reads that and up, and writes y. So 5 tensors go through the memory. One kernel moves 3:
 // gate and up in, y out. The arithmetic costs nothing beside it.
 //
-// A kernel is a function that many threads run. Threads stand in blocks, here of 256. A thread knows
+// A kernel is a function that many threads run. They stand in blocks, here of 256. A thread knows
 // its block, blockIdx.x, its place in the block, threadIdx.x, and the size of a block, blockDim.x.
 // So it can compute its own number among all threads. Each thread takes one vector: W neighbouring
 // elements, 16 bytes, which one instruction loads. For 600 vectors:
 //
 //     block    0                 1                 2
-//     thread   0 1 2 .. 255      0 1 2 .. 255      0 1 .. 87 | 88 .. 255
-//     vector   0 1 2 .. 255      256 .. 511        512 .. 599| beyond the end: no work
+//     thread   0 1 2 .. 255      0 1 2 .. 255      0 1 .. 87  | 88 .. 255
+//     vector   0 1 2 .. 255      256 .. 511        512 .. 599 | beyond the end: no work
 //
 // csrc/common.cuh gives you
 //     Vector<> g = read(gate + i * W);      W elements from an address; g.at[w] is one of them
-//     write(y + i * W, out);                the same, to an address
-//     to_float(x), round_to(x, value)       from an element to float, and back
-//     sigmoid(x).here                       1 / (1 + e^-x), which never overflows
+//     Vector<> out;  write(y + i * W, out); the same, to an address
+//     to_float(x), round_to(x, value)       from an element to float; from float into an element
+//     sigmoid(x).here                       1 / (1 + e^-x) of a float, which never overflows
 //
 // Read         the top of csrc/common.cuh, up to `round_to`
 // Paper        GLU Variants Improve Transformer, arXiv 2002.05202, section 2

@@ -28,7 +28,7 @@ import torch.distributed as dist  # noqa: E402
 
 from exercises import cuda_grader  # noqa: E402
 from exercises.graders import EXERCISES  # noqa: E402
-from exercises.grading import SECONDS, Grade, Watch, grade_on_rank  # noqa: E402
+from exercises.grading import Grade, Watch, grade_on_rank  # noqa: E402
 from lessons import ranks  # noqa: E402
 
 
@@ -39,37 +39,42 @@ class Answer(NamedTuple):
     path: str
 
 
+# that an answer may take
+SECONDS = 8
+
 # --- on the ranks ---------------------------------------------------------------------------------
 
 # the worst first: what to show where ranks end differently
 ENDS = ("crash", "disagreement", "wrong", "peer failed", "right")
 
 
-def grade_on_ranks(rank: int, answers: list[Answer], folder: str) -> list[tuple[str, Grade]]:
+def grade_on_ranks(
+    rank: int, answers: list[Answer], folder: str, seconds: int
+) -> list[tuple[str, Grade]]:
     """(one of ENDS, the grade) of each answer, on this rank."""
     world = dist.get_world_size()
     store = dist.FileStore(os.path.join(folder, "announcements"), world)
-    store.set_timeout(timedelta(seconds=2 * SECONDS))
+    store.set_timeout(timedelta(seconds=2 * seconds))
     found = []
     for i, answer in enumerate(answers):
         _, grader, _ = EXERCISES[answer.number]
         watch = Watch(rank, world, store, str(i), answer.path)
-        found.append(grade_on_rank(grader, watch))
+        found.append(grade_on_rank(grader, watch, seconds))
     return found
 
 
-def grade(answers: list[Answer]) -> list[Grade]:
+def grade(answers: list[Answer], seconds: int = SECONDS) -> list[Grade]:
     """Grade answers one after the other, on ranks that start once. All need as many ranks."""
     worlds = {EXERCISES[answer.number][2] for answer in answers}
     (world,) = worlds
     problem = cuda_grader.build([a.path for a in answers if a.path.endswith(".cu")])
     if problem:
         return [Grade(False, problem)] * len(answers)
-    limit = (2 * SECONDS + 5) * len(answers)
+    limit = (2 * seconds + 5) * len(answers)
     with tempfile.TemporaryDirectory() as folder:
         try:
             of_ranks = ranks.run(
-                grade_on_ranks, world, answers, folder, timeout=SECONDS, limit=limit
+                grade_on_ranks, world, answers, folder, seconds, timeout=2 * seconds, limit=limit
             )
         except RuntimeError as error:
             # a rank was killed: by a wrong address in CUDA code, or by os._exit

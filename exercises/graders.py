@@ -1,8 +1,8 @@
 """One grader for each exercise: what its answer is compared with, and what is counted.
 
-A grader is called on every rank, as grader(answer, rank, watch). It raises AnswerError with a sentence
-that teaches, or returns (what was compared, Par). `answer` has what the file defines; 14 has its
-path. `watch` counts (grading.py).
+A grader is called on every rank, as grader(answer, rank, watch). It raises AnswerError with a
+sentence that teaches, or returns (what was compared, Par). `answer` has what the file defines; 14
+has its path. `watch` counts (grading.py).
 
 The reference is plain computation on one rank, or the project's own function.
 """

@@ -79,7 +79,7 @@ def sinkhorn(logits, tolerance):
 # (number, what stands in the place of the right answer, words of what the reader is told); "par":
 # the answer is right, and needs more than the paper's
 WRONG = [
-    (1, "shard_of = wrong.Shards.without_padding", "has shape [2, 3], expected"),
+    (1, "shard_of = wrong.Shards.without_padding", "has shape [2, 2], expected [3, 2]"),
     (1, "shard_of = wrong.Shards.rounded_down", "All parts have ceil(size / n)"),
     (1, "gather = wrong.Shards.padding_kept", "padding is dropped at the end"),
     (1, "gather = wrong.Shards.by_all_reduce", "par: 1 all-reduce"),
@@ -150,7 +150,7 @@ WRONG = [
     (13, "sinkhorn = wrong.Sinkhorn.rows_only", "columns to 1/E"),
     (13, "sinkhorn = wrong.Sinkhorn.three_iterations", "until the loads are even"),
     (13, "sinkhorn = wrong.Sinkhorn.overflow", "exp overflows"),
-    (13, "sinkhorn = wrong.Sinkhorn.new_matrices", "par: 1000 matrices"),
+    (13, "sinkhorn = wrong.Sinkhorn.new_matrices", "Keep d0 [N] and d1 [E] instead"),
 ]
 
 
@@ -180,11 +180,8 @@ def test_right_answers_pass_stubs_and_wrong_ones_fail(world, tmp_path):
     for n, line, _ in wrong:
         answers.append(answer(tmp_path, n, f"{RIGHT[n]}\nimport wrong_answers as wrong\n{line}\n"))
     found = grade(answers)
-    right, stubs, mistakes = (
-        found[: len(numbers)],
-        found[len(numbers) : 2 * len(numbers)],
-        found[2 * len(numbers) :],
-    )
+    count = len(numbers)
+    right, stubs, mistakes = found[:count], found[count : 2 * count], found[2 * count :]
     assert not [(n, g) for n, g in zip(numbers, right) if not (g.correct and g.par.reached)]
     assert not [(n, g) for n, g in zip(numbers, stubs) if not g.why.startswith("not written yet. ")]
     unseen = []
@@ -208,20 +205,28 @@ KERNEL = """
     if (i >= vectors) return;
     Vector<> g = read(gate + i * W), u = read(up + i * W), out;
     for (int w = 0; w < W; w++)
-        round_to(out.at[w], to_float(g.at[w]) * sigmoid(to_float(g.at[w])).here * to_float(u.at[w]));
+        round_to(out.at[w], swiglu_of(to_float(g.at[w]), to_float(u.at[w])));
     write(y + i * W, out);
 """
+FUNCTION = """__device__ float swiglu_of(float gate, float up) {
+    return gate * sigmoid(gate).here * up;
+}
+// gate, up, y"""
 # (what is replaced in the kernel, by what, words of what the reader is told)
 CUDA = [
     (KERNEL, KERNEL, "gate and up are read once"),
     (KERNEL, "", "were never written"),
     ("if (i >= vectors) return;", "", "outside the tensors"),
     ("int64_t(blockIdx.x) * blockDim.x + threadIdx.x", "threadIdx.x", "index 1024"),
-    ("to_float(u.at[w]))", "1)", "y = gate · sigmoid(gate) · up"),
+    (
+        "to_float(g.at[w]), to_float(u.at[w])",
+        "to_float(u.at[w]), to_float(g.at[w])",
+        "y = gate · sigmoid(gate) · up",
+    ),
     (
         KERNEL[KERNEL.index("    Vector<>") :],
         "    for (int64_t j = i * W; j < (i + 1) * W; j++)\n"
-        "        round_to(y[j], gate[j] * sigmoid(gate[j]).here * up[j]);\n",
+        "        round_to(y[j], swiglu_of(gate[j], up[j]));\n",
         "par: vectors of 16 bytes: 0 bytes in",
     ),
 ]
@@ -235,7 +240,8 @@ def test_kernels(tmp_path):
     answers = []
     for old, new, _ in CUDA:
         assert KERNEL.count(old) == 1
-        answers.append(answer(tmp_path, 14, stub.replace(BODY, KERNEL.replace(old, new))))
+        text = stub.replace(BODY, KERNEL.replace(old, new))
+        answers.append(answer(tmp_path, 14, text.replace("// gate, up, y", FUNCTION)))
     found = grade(answers)
     for i, ((_, _, words), g) in enumerate(zip(CUDA, found)):
         assert words in " ".join(says(g).split()), says(g)
@@ -243,12 +249,10 @@ def test_kernels(tmp_path):
 
 
 def test_the_kernel_of_the_project_is_the_answer():
-    """KERNEL is the body of csrc/swiglu.cu's second try, but for how it names the function."""
+    """KERNEL is the body of csrc/swiglu.cu's second try."""
     source = (ROOT / "csrc" / "swiglu.cu").read_text()
     body = re.search(r"swiglu_by_vector\(.*?\{\n(.*?)\n\}", source, re.DOTALL)[1]
     body = body.replace("#pragma unroll", "")
-    product = "to_float(g.at[w]) * sigmoid(to_float(g.at[w])).here * to_float(u.at[w])"
-    body = body.replace("swiglu_of(to_float(g.at[w]), to_float(u.at[w]))", product)
     assert body.split() == KERNEL.split()
 
 
@@ -284,11 +288,11 @@ def test_a_crash_shows_the_readers_own_lines(tmp_path):
     ]
 
 
-def test_an_endless_loop_is_interrupted(tmp_path, monkeypatch):
+def test_an_endless_loop_is_interrupted(tmp_path):
     start = time.monotonic()
-    (found,) = grade([answer(tmp_path, 2, ENDLESS)])
-    assert "in reduce_from_ranks" in found.why and "still runs after" in found.why
-    assert time.monotonic() - start < 30
+    (found,) = grade([answer(tmp_path, 2, ENDLESS)], seconds=1)
+    assert "in reduce_from_ranks" in found.why and "still runs after 1 seconds" in found.why
+    assert time.monotonic() - start < 20
 
 
 def test_a_syntax_error_has_its_line(tmp_path):
