@@ -23,6 +23,7 @@ Check        python exercises/check.py 9
 Par          one reduce-scatter for each micro-batch; between them a rank keeps 1/N
 """
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 

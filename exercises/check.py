@@ -15,8 +15,10 @@ reach par.
 
 import argparse
 import os
+import re
 import sys
 import tempfile
+import textwrap
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -96,10 +98,9 @@ def line(number: int, found: Grade) -> str:
     """One line for one exercise."""
     file, _, _ = EXERCISES[number]
     correct = "yes" if found.correct else "no"
-    if found.correct:
-        words = found.par.count
-    else:
-        words = " ".join(found.why.split())
+    words = found.par.count if found.correct else found.why
+    # the first clause: check.py NUMBER says the rest
+    words = re.split(r"[;.] |\n", words)[0]
     par = "yes" if found.par and found.par.reached else "no"
     text = f"{title(file):22} correct {correct:4} par {par if found.par else '-':4} {words}"
     return text if len(text) <= 100 else text[:97] + "..."
@@ -117,8 +118,6 @@ def report(number: int, found: Grade) -> str:
 
 def labelled(label: str, yes: bool, text: str) -> str:
     """`correct: no   ...`, folded to 100 columns."""
-    import textwrap
-
     start = f"  {label + ':':9}{'yes' if yes else 'no':5}"
     folded = []
     for part in text.split("\n"):

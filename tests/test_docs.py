@@ -24,7 +24,7 @@ from runtime.config import Config
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [README, ROOT / "exercises" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAKEFILE = (ROOT / "Makefile").read_text()
 # files whose command line is parsed by a function that takes it; others read sys.argv
 MAINS = {

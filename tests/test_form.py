@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("", "runtime", "inference", "corpus", "prompts", "lessons", "mutations", "page")
+FOLDERS = (
+    "",
+    "runtime",
+    "inference",
+    "corpus",
+    "prompts",
+    "lessons",
+    "mutations",
+    "page",
+    "exercises",
+)
 
 
 def modules() -> dict[str, Path]:
