@@ -2,6 +2,7 @@
 
     python exercises/check.py          all of them, one line each
     python exercises/check.py 2        one, with what differs and why
+    python exercises/check.py hunt 1   a training run with a silent bug: which one? (hunt.py)
 
     correct    equal to the project's own function: 1e-10 in float64, data exactly
     par        as many collectives, as many bytes, as much memory as in the paper
@@ -11,6 +12,7 @@ exercises/README.md lists them. The exit status is 0 where all that were asked f
 reach par.
 
     --solutions DIR      grade the files of that folder instead
+    --answer NAME        of a hunt; without it the symptoms are shown first
 """
 
 import argparse
@@ -42,7 +44,7 @@ class Answer(NamedTuple):
 
 
 # that an answer may take
-SECONDS = 8
+SECONDS = 10
 
 # --- on the ranks ---------------------------------------------------------------------------------
 
@@ -79,8 +81,10 @@ def grade(answers: list[Answer], seconds: int = SECONDS) -> list[Grade]:
                 grade_on_ranks, world, answers, folder, seconds, timeout=2 * seconds, limit=limit
             )
         except RuntimeError as error:
-            # a rank was killed: by a wrong address in CUDA code, or by os._exit
+            # a rank was killed
             message = str(error).strip().split("\n")[-1]
+            if "exit code -" in message:
+                message += ": a wrong address. Is every index inside of the tensors?"
             return [Grade(False, message)] * len(answers)
     worst = [min(ends, key=lambda end: ENDS.index(end[0])) for ends in zip(*of_ranks)]
     return [found for _, found in worst]
@@ -125,24 +129,55 @@ def labelled(label: str, yes: bool, text: str) -> str:
     return start + ("\n" + " " * len(start)).join(folded)
 
 
+def grade_exercises(numbers: list[int], folder: Path) -> bool:
+    """Prints a line for each, or a report of a single one. Whether all are correct and on par."""
+    ranks.preload("exercises.graders")
+    good = 0
+    for number in numbers:
+        file, _, _ = EXERCISES[number]
+        (found,) = grade([Answer(number, str((folder / file).resolve()))])
+        print((report if len(numbers) == 1 else line)(number, found), flush=True)
+        good += found.correct and found.par.reached
+    if len(numbers) > 1:
+        print(f"{good} of {len(numbers)} done; python exercises/check.py NUMBER says more")
+    return good == len(numbers)
+
+
+def hunt_bug(number: int, answer: str | None) -> bool:
+    """Prints the symptoms, unless an answer is given, and judges it. Whether it is right."""
+    # it imports train.py, which no exercise needs
+    from exercises import hunt
+
+    if number not in hunt.HUNTS:
+        sys.exit(f"the hunts are 1 to {len(hunt.HUNTS)}")
+    if answer is None:
+        ranks.preload("train")
+        print(hunt.symptoms(number), flush=True)
+        if not sys.stdin.isatty():
+            print(f"python exercises/check.py hunt {number} --answer NAME")
+            return True
+        answer = input("your answer: ").strip()
+    right, text = hunt.judge(number, answer)
+    print("\n".join(textwrap.fill(part, 100) for part in text.split("\n")))
+    return right
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("number", nargs="?", type=int, choices=EXERCISES, metavar="NUMBER")
+    parser.add_argument("what", nargs="?", metavar="NUMBER | hunt")
+    parser.add_argument("hunt", nargs="?", type=int, default=1, metavar="NUMBER of a hunt")
     parser.add_argument("--solutions", type=Path, default=FOLDER, metavar="DIR")
+    parser.add_argument("--answer", metavar="NAME")
     args = parser.parse_args(argv)
-    ranks.preload("exercises.graders")
-    numbers = [args.number] if args.number else list(EXERCISES)
-    good = 0
-    for number in numbers:
-        file, _, _ = EXERCISES[number]
-        (found,) = grade([Answer(number, str((args.solutions / file).resolve()))])
-        print((report if args.number else line)(number, found), flush=True)
-        good += found.correct and found.par.reached
-    if not args.number:
-        print(f"{good} of {len(numbers)} done; python exercises/check.py NUMBER says more")
-    sys.exit(good < len(numbers))
+    if args.what == "hunt":
+        sys.exit(not hunt_bug(args.hunt, args.answer))
+    if args.what is None:
+        sys.exit(not grade_exercises(list(EXERCISES), args.solutions))
+    if not args.what.isdecimal() or int(args.what) not in EXERCISES:
+        parser.error(f"{args.what}: the exercises are 1 to {len(EXERCISES)}, and hunt")
+    sys.exit(not grade_exercises([int(args.what)], args.solutions))
 
 
 if __name__ == "__main__":

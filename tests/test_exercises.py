@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from exercises import check
+import mutations
+from exercises import check, hunt
 from exercises.check import Answer, grade
 from exercises.graders import EXERCISES
 
@@ -319,6 +320,17 @@ def test_command(tmp_path, capsys):
     assert ended.value.code == 1 and "correct: no   not written yet" in capsys.readouterr().out
 
 
+@pytest.mark.repetition
+def test_all_stubs(capsys):
+    """One line each, of at most 100 columns."""
+    with pytest.raises(SystemExit) as ended:
+        check.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1 and len(lines) == 15 and max(map(len, lines)) <= 100
+    assert lines[-1].startswith("0 of 14 done")
+    assert all("correct no" in line for line in lines[:-1])
+
+
 @pytest.mark.parametrize("number", EXERCISES)
 def test_stubs_have_one_form(number):
     """The idea, what to read, what not yet, and the command: in half a page."""
@@ -330,3 +342,43 @@ def test_stubs_have_one_form(number):
     assert re.match(rf"(?:// )?Exercise {number}: ", head)
     assert head.count("\n") <= 45
     assert max(map(len, text.split("\n"))) <= 100
+
+
+# --- the hunts ------------------------------------------------------------------------------------
+
+# number: (whether the first loss is right, the layers whose gradients are right)
+SYMPTOMS = {
+    1: (True, []),
+    2: (False, []),
+    3: (True, []),
+    4: (True, ["blocks.0", "blocks.1", "head"]),
+    5: (False, []),
+    6: (True, ["blocks.0", "blocks.1", "embedding", "head"]),
+}
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.repetition] * (n != 4)) for n in hunt.HUNTS]
+)
+def test_hunt_shows_what_its_answer_says(number):
+    text = hunt.symptoms(number)
+    assert max(map(len, text.split("\n"))) <= 100 and text.count("\n") < 40
+    losses = re.findall(r"(?:one device|this run) +(\S+)", text)
+    right = re.findall(r"^  (\S+) +\d+ of \d+ right", text, re.MULTILINE)
+    assert (losses[0] == losses[1], sorted(right)) == SYMPTOMS[number]
+
+
+@pytest.mark.parametrize("number", hunt.HUNTS)
+def test_hunt_knows_its_answer(number, capsys):
+    """The names are bugs under the same number of ranks; one of them is right."""
+    found = hunt.HUNTS[number]
+    bugs = mutations.bugs()
+    assert {bugs[name].world for name in (found.bug, *found.others)} == {2}
+    for answer, status, words in (
+        (found.bug, 0, f"Right: {found.bug}."),
+        (found.others[0], 1, f"No, not {found.others[0]}."),
+        ("no-such-bug", 1, "is none of"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            check.main(["hunt", str(number), "--answer", answer])
+        assert ended.value.code == status and words in capsys.readouterr().out

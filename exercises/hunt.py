@@ -1,0 +1,190 @@
+"""Bug hunts: a training run with one mechanism removed. Which one?
+
+A silent bug of distributed training shows in few places: the loss of the first step, the losses
+after it, the gradients of some layers, or ranks that no longer hold the same. Where it does *not*
+show tells as much. Each hunt trains a small model in float64 on two ranks, with a bug of mutations/
+in it, beside one device. You name what is missing.
+
+    python exercises/check.py hunt 1                    prints the symptoms, and asks
+    python exercises/check.py hunt 1 --answer no-g      answers
+"""
+
+import math
+import textwrap
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import mutations
+from lessons.one_device import Result, train
+
+# relative: what is more than rounding
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Hunt:
+    # what is removed: a name of mutations.bugs()
+    bug: str
+    # names that are as plausible at first sight; all can happen under the same flags
+    others: tuple[str, ...]
+    # how the symptoms lead to the answer
+    why: str
+    # file and place
+    read: str
+
+
+HUNTS = {
+    1: Hunt(
+        "no-f",
+        ("no-g", "clones", "no-vocabulary-sums"),
+        "The first loss is right, so forward is whole: the weights are right, and g and the loss "
+        "have their sums. Backward is wrong from the head on, and ranks differ in every norm that "
+        "stands before a matrix cut by columns: each has its own part of the gradient.",
+        "tensor_parallel.py, `start_all_reduce` in the backward of `_ColumnParallel`; exercise 2",
+    ),
+    2: Hunt(
+        "clones",
+        ("no-f", "no-g", "no-vocabulary-sums"),
+        "The first loss is wrong already, but it is one that an untrained model has, ln 61 = 4.11, "
+        "and no gradient differs between ranks: all sums are there. What is summed is wrong.",
+        "sharding.py, `init`: a parameter is drawn whole, then sharded by rank",
+    ),
+    3: Hunt(
+        "no-norm-gradient-sum",
+        ("no-sum-in-g", "no-sum-in-g-bar", "positions-from-0"),
+        "Only weights that stand outside of the tensor-parallel regions are wrong, and each rank "
+        "has another gradient for them: each has seen its own slice of the sequence.",
+        "sequence_parallel.py, `_CopyWeights` and `synchronise`",
+    ),
+    4: Hunt(
+        "no-tied-sum",
+        ("loss-divided-twice", "norm-of-one-stage", "targets-of-another-micro-batch"),
+        "One tensor alone is wrong: the matrix that is the embedding on the first stage and the "
+        "head on the last. Each stage has the gradient of its own use.",
+        "pipeline_parallel.py, `sum_tied`",
+    ),
+    5: Hunt(
+        "mean-of-means",
+        ("no-gradient-sum", "no-accumulation", "same-samples-on-every-rank"),
+        "Every gradient is a little wrong, and all ranks agree: the sum is there, and so are all "
+        "samples, but they count with other weights. Ranks have unequal numbers of tokens.",
+        "train.py, `forward_backward`: one count of tokens for the whole global batch",
+    ),
+    6: Hunt(
+        "no-parameter-gather",
+        ("no-reduce-scatter", "shard-of-another-rank", "norm-of-one-shard"),
+        "The first loss, every gradient and so the first update are right. The second loss is "
+        "wrong: the ranks do not compute with what they have updated.",
+        "fsdp.py, `gather_parameters`; exercise 9",
+    ),
+}
+
+
+# --- symptoms -------------------------------------------------------------------------------------
+
+
+def layer_of(name: str) -> str:
+    """blocks.1.mlp.up.weight -> blocks.1"""
+    parts = name.split(".")
+    return ".".join(parts[: 2 if parts[0] == "blocks" else 1])
+
+
+def difference(right: dict[str, Tensor], name: str, got: Tensor, floor: float) -> float:
+    """max|a - b| / max|a|, for a tensor that is exactly zero / `floor`; infinite where ranks hold
+    different numbers."""
+    expected = right[name]
+    scale = expected.abs().max().item()
+    # softmax does not see a key bias
+    if name.endswith("key.bias") or scale == 0:
+        scale = floor
+    largest = (got - expected).abs().max().item()
+    return largest / scale if math.isfinite(largest) else math.inf
+
+
+def gradient_lines(right: Result, run: Result) -> list[str]:
+    """One line for each layer, from the last to the first."""
+    floor = max(g.abs().max().item() for g in right.gradients.values())
+    layers = defaultdict(dict)
+    for name, gradient in run.gradients.items():
+        apart = difference(right.gradients, name, gradient, floor)
+        layers[layer_of(name)][name] = apart
+    order = sorted(layers, key=lambda layer: (layer == "head", layer), reverse=True)
+    order.sort(key=lambda layer: layer == "embedding")
+    lines = []
+    for layer in order:
+        wrong = {name: apart for name, apart in layers[layer].items() if apart > TOLERANCE}
+        lines += textwrap.wrap(
+            f"  {layer:11}{layer_text(layer, wrong, len(layers[layer]))}",
+            100,
+            subsequent_indent=" " * 13,
+        )
+    return lines
+
+
+def layer_text(layer: str, wrong: dict[str, float], count: int) -> str:
+    if not wrong:
+        return f"{count} of {count} right"
+    finite = [apart for apart in wrong.values() if math.isfinite(apart)]
+    text = f"{len(wrong)} of {count} wrong"
+    if finite:
+        text += f", by up to {max(finite):.0e} of the largest number"
+    if len(finite) < len(wrong):
+        text += f"; {len(wrong) - len(finite)} differ between ranks"
+    if len(wrong) <= count / 2:
+        text += ": " + ", ".join(name.removeprefix(layer + ".") for name in wrong)
+    return text
+
+
+def row(numbers: list[float]) -> str:
+    return "      ".join(f"{number:.12f}" for number in numbers)
+
+
+def show(number: int, right: Result, run: Result) -> str:
+    """What is seen of a run, beside one device."""
+    found = HUNTS[number]
+    bug = mutations.bugs()[found.bug]
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in bug.flags.items())
+    flags = flags.replace(" True", "")
+    steps = range(1, len(run.losses) + 1)
+    lines = [
+        f"hunt {number}: {bug.world} ranks, {flags}; one mechanism is missing",
+        "",
+        "loss         " + "              ".join(f"step {step}" for step in steps),
+        "  one device " + row(right.losses),
+        "  this run   " + row(run.losses),
+        "gradient norm",
+        "  one device " + row(right.norms),
+        "  this run   " + row(run.norms),
+        "gradients of step 1, tensors of each layer, from the last layer to the first",
+        *gradient_lines(right, run),
+        "",
+        "Which one is it?",
+    ]
+    for name in sorted((found.bug, *found.others)):
+        text = f"  {name:32}{mutations.bugs()[name].removes}"
+        lines += textwrap.wrap(text, 100, subsequent_indent=" " * 34)
+    return "\n".join(lines)
+
+
+def symptoms(number: int) -> str:
+    """Trains the run of a hunt, and one device beside it."""
+    bug = mutations.bugs()[HUNTS[number].bug]
+    right = train(1)
+    run = train(bug.world, mutate=bug.apply, **bug.flags)
+    return show(number, right, run)
+
+
+def judge(number: int, answer: str) -> tuple[bool, str]:
+    """Whether the answer is right, and what to read."""
+    found = HUNTS[number]
+    names = sorted((found.bug, *found.others))
+    if answer == found.bug:
+        return True, f"Right: {found.bug}. {found.why}\nRead {found.read}."
+    if answer not in names:
+        return False, f"{answer} is none of {', '.join(names)}."
+    return False, (
+        f"No, not {answer}. Ask of each name: is the first loss right without it? Which gradients "
+        "are? Do the ranks agree?"
+    )
