@@ -24,6 +24,8 @@ from sharding import Shard, Sharding, shard_of
 
 B, S, H = 2, 4, 8
 BYTES = B * S * H * 8
+# seconds, of simulated times
+TIME_TOLERANCE = 1e-9
 
 
 def function(answer, name: str):
@@ -390,9 +392,6 @@ def _compare_events(case: str, got: dict, expected: dict) -> None:
                 "that it needs has arrived; what another rank computed arrives after a transfer, "
                 "what this rank computed at once."
             )
-
-
-TIME_TOLERANCE = 1e-9
 
 
 def _refuses_a_deadlock(simulate) -> None:
