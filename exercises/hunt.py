@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import mutations
-from lessons.one_device import Result, train
+from lessons.parity import Result, train
 
 # relative: what is more than rounding
 TOLERANCE = 1e-10
