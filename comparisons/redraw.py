@@ -27,6 +27,7 @@ DRAWN_BY = {
     "pipeline": "pipeline",
     "prompt_tuning": "prompt_tuning",
     "recompute_overhead": "recompute_overhead",
+    "silent_bugs": "silent_bugs",
     "training_step": "training_step",
     "zero_memory": "zero_memory",
 }

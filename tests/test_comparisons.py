@@ -36,6 +36,7 @@ SCRIPTS = [
     ("prompt_memory", [], ["prompt_memory.json"]),
     ("prompt_tuning", [], ["prompt_tuning.json", "prompt_tuning.svg"]),
     ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.svg"]),
+    ("silent_bugs", [], ["silent_bugs.json", "silent_bugs.svg"]),
     ("single_device", [], ["single_device.json"]),
     ("tensor_parallel", [], ["tensor_parallel.json"]),
     ("zero_memory", [], ["zero_memory.json", "zero_memory.svg"]),

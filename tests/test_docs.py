@@ -291,7 +291,7 @@ def test_paths_in_prose_exist():
     """`runtime/config` and `inference/packing.py` in prose: a module with or without its ending."""
     folders = "runtime inference corpus prompts lessons page comparisons tests".split()
     # but files with other endings
-    pattern = rf"(?<![\w/])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt|js|html))(?:\.py)?"
+    pattern = rf"(?<![\w/-])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt|js|html))(?:\.py)?"
     for path in DOCS:
         for name in re.findall(pattern, path.read_text()):
             file = ROOT / (name if name.endswith(".py") else f"{name}.py")

@@ -1,0 +1,210 @@
+"""A gallery of silent bugs: distributed training with one mechanism removed.
+
+Nothing crashes, and nearly always the loss falls. Each bug is a few lines that change this project
+(mutations/). This file trains a small GPT with the bug, beside one device without it. In float64 a
+correct layout gives one device's numbers to 1e-10, so every difference shown is the bug.
+
+    python bugs.py                  the list: name, and what is removed
+    python bugs.py no-tied-sum      one bug: its code, both losses, gradients by layer, the ranks
+    python bugs.py --figure         draws all curves on one page, from comparisons/silent_bugs.json
+
+docs/bugs.md starts from the other end: what you see in a run, and which bugs show it.
+
+Not covered: bugs that crash or hang, and those of precision. The watchdog and the loss scale are
+for these.
+"""
+
+import argparse
+import difflib
+import importlib
+import inspect
+import json
+import math
+import re
+import sys
+import textwrap
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+import mutations
+from lessons import bug_runs, form, ranks
+from mutations import Bug
+
+ROOT = Path(__file__).parent
+WIDTH = form.WIDTH
+# of a run that is shown; the schedule of the learning rate is that of bug_runs.SETTING
+STEPS = 30
+# of the paragraphs that `show` prints
+LABEL = 12
+
+# --------------------------------------------------------------------------------------------------
+# what is known without a run
+
+
+def list_bugs() -> None:
+    """Every bug, by technique."""
+    for technique, group in groupby(mutations.bugs().values(), lambda bug: bug.technique):
+        print(f"\n{technique}")
+        for bug in group:
+            print(
+                textwrap.fill(
+                    bug.removes,
+                    WIDTH,
+                    initial_indent=f"  {bug.name:32} ",
+                    subsequent_indent=" " * 35,
+                )
+            )
+
+
+def code_of(bug: Bug, most: int = 7) -> list[str]:
+    """The changed lines: the function without its decorator, name and docstring."""
+    source = inspect.getsource(bug.apply)
+    body = textwrap.dedent(source.split('"""')[2]).strip("\n").split("\n")
+    return body if len(body) <= most else [*body[: most - 1], "..."]
+
+
+def entry(name: str) -> dict[str, str]:
+    """The paragraphs of a bug in docs/bugs.md: label -> text without links."""
+    text = (ROOT / "docs" / "bugs.md").read_text()
+    section = re.search(rf"^### {name}\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)[1]
+    section = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", section)
+    paragraphs = re.findall(r"^- \*([^*]+)\*: (.*?)(?=^-|\Z)", section, re.MULTILINE | re.DOTALL)
+    return {label: " ".join(body.split()) for label, body in paragraphs}
+
+
+def measured() -> dict:
+    """What comparisons/silent_bugs.py has measured."""
+    return json.loads((ROOT / "comparisons" / "silent_bugs.json").read_text())
+
+
+# --------------------------------------------------------------------------------------------------
+# one bug
+
+
+def say(label: str, text: str) -> None:
+    """A paragraph, its label before it."""
+    indent = " " * LABEL
+    print(textwrap.fill(text, WIDTH, initial_indent=label.ljust(LABEL), subsequent_indent=indent))
+
+
+def show_losses(one: list[float], two: list[float]) -> None:
+    """Both, and bars of the one with the bug; | is where the right one is."""
+    print(f"{'LOSS':{LABEL}}step    right     wrong")
+    top = 1.2 * max(one)
+    for i in sorted({0, *range(4, len(one), 5), len(one) - 1}):
+        bar = list(form.bar(min(two[i], top) if math.isfinite(two[i]) else top, top, 60).ljust(61))
+        bar[len(form.bar(one[i], top, 60))] = "|"
+        print(f"{'':{LABEL}}{i + 1:4}   {one[i]:6.3f}    {two[i]:6.3f}   {''.join(bar).rstrip()}")
+
+
+def layers(names) -> dict[str, list[str]]:
+    """Names of parameters by layer: embedding, blocks.0, .., head."""
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        found.setdefault(".".join(parts[: 2 if parts[0] == "blocks" else 1]), []).append(name)
+    return found
+
+
+def show_gradients(row: dict, names) -> None:
+    """Of each layer, the largest difference from the right gradient, as a share of its tensor."""
+    wrong = row["wrong gradients"]
+    print(f"{'GRADIENTS':{LABEL}}of step 1: difference / largest element of the right tensor")
+    for layer, tensors in layers(names).items():
+        largest = max(wrong.get(name, 0.0) for name in tensors)
+        count = sum(name in wrong for name in tensors)
+        bar = form.bar(min(largest, 1.0), 1.0)
+        line = f"{layer:12}{count:3} of {len(tensors):2} tensors {largest:9.2g}  {bar}"
+        print(" " * LABEL + line.rstrip())
+
+
+def show(bug: Bug, steps: int) -> None:
+    """Train with the bug and without, and print everything."""
+    flags = bug_runs.flags_of(bug)
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+    print(f"{bug.name}   {bug.world} ranks, {words.replace(' True', '')}")
+    say("REMOVED", bug.removes)
+    for line in code_of(bug):
+        print((" " * LABEL + line).rstrip())
+    sys.stdout.flush()
+    one_flags = bug_runs.of_one_device(flags)
+    one = bug_runs.train(1, None, one_flags, steps)
+    two = bug_runs.train(bug.world, bug.apply, flags, steps)
+    row = bug_runs.compare(two, one)
+    show_losses(one.losses, two.losses)
+    show_gradients(row, one.gradients)
+    say("", f"norm of all: {row['norm']:.3f} of the right one")
+    gradients, updated, parameters = row["ranks differ"]
+    say(
+        "RANKS",
+        f"that should hold the same differ by {gradients:.2g} in gradients,"
+        f" {updated:.2g} in parameters after step 1, {parameters:.2g} after step {steps}",
+    )
+    losses = [bug_runs.held_out_loss(flags, run.parameters) for run in (one, two)]
+    say(
+        "HELD OUT",
+        "loss of one device with these weights: right {:.3f}, wrong {:.3f}".format(*losses),
+    )
+    say("SEEN BY", f"verify.py: {row['first']}; test_gate_sees[{bug.name}]; {glance(bug.name)}")
+    for label, text in entry(bug.name).items():
+        say(label.upper(), text)
+
+
+def glance(name: str) -> str:
+    """Whether the loss curve gives a bug away."""
+    results = measured()
+    row = results["bugs"][name]
+    seeds = [0.0, *results["right"][row["right"]]["late of other seeds"]]
+    verdict = "yes" if row["loss gives it away"] else "no"
+    late = "not finite" if row["late"] is None else f"{row['late']:+.2f}"
+    return (
+        f"the loss curve: {verdict} ({late} after {results['steps']} steps; seeds alone differ by"
+        f" {max(seeds) - min(seeds):.2f})"
+    )
+
+
+def draw() -> None:
+    """figures/silent_bugs.svg"""
+    redraw = importlib.import_module("comparisons.redraw")
+    redraw.redraw("silent_bugs", ROOT / "figures")
+    print("drawn: figures/silent_bugs.svg")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 for a name that is not in the list. argv: default, that of
+    this process."""
+    parser = argparse.ArgumentParser(
+        prog="bugs.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", help="a bug of the list")
+    parser.add_argument("--figure", action="store_true", help="draw figures/silent_bugs.svg")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of training (default: {STEPS})")
+    args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: must be at least 1")
+    bugs = mutations.bugs()
+    if args.figure:
+        draw()
+    elif not args.name:
+        list_bugs()
+    elif args.name not in bugs:
+        near = difflib.get_close_matches(args.name, bugs, 3, 0.4) or ["python bugs.py lists them"]
+        print(f"bugs.py: {args.name}: no such bug; near: {', '.join(near)}", file=sys.stderr)
+        return 2
+    else:
+        torch.set_num_threads(1)
+        show(bugs[args.name], args.steps)
+    return 0
+
+
+if __name__ == "__main__":
+    ranks.preload("train")
+    try:
+        status = main()
+    except (KeyboardInterrupt, BrokenPipeError):
+        # the reader has seen enough
+        sys.stderr.close()
+        status = 130
+    sys.exit(status)
