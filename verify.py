@@ -15,7 +15,7 @@ nothing else. But (a + b) + c is not a + (b + c): each sum is rounded. So there 
     python verify.py --metrics A/metrics.jsonl --against B/metrics.jsonl -- FLAGS OF BOTH
                   whether the losses of two runs of yours differ by no more than the band
 
-The model is made small (shrink.py says how), so all this takes seconds. What a layout does to it
+The model is made small (lessons/shrink.py), so all this takes seconds. What a layout does to it
 stays: ranks of each kind, uneven stages, grouped heads, dropout, experts, schedule, micro-batches.
 
 The band at step t is twice the largest relative difference of two of the 6 runs, up to step t; the
