@@ -70,6 +70,23 @@ def flops_of(layer: torch.nn.Module, *arguments) -> int:
     return counter.get_total_flops()
 
 
+def teach_exchanges(lesson: form.Lesson, forward: list[int], backward: list[int]) -> None:
+    """The all-to-alls of a step. forward, backward: the bytes of each, in order."""
+    lesson.predict(
+        f"A micro-batch is {TOKENS} tokens of {H} numbers of 8 bytes. How many all-to-alls has a"
+        " layer in forward, and in backward? What do they carry?"
+    )
+    for name, sizes in (("forward", forward), ("backward", backward)):
+        words = ", ".join(f"{size:,}" for size in sizes)
+        lesson.say(f"bytes, {L} layers, {name}: {words or 'none'}")
+    rows = [size for size in forward if size != E * 8]
+    lesson.check(
+        f"forward 3: E 8 bytes of counts, rows there, rows back; backward 2, in reverse. A rank"
+        f" sends {TOKENS * H * 8:,} bytes of rows, its own share included, or receives more",
+        len(forward) == 3 * L and backward == rows[::-1] and min(rows) >= TOKENS * H * 8,
+    )
+
+
 def teach(lesson: form.Lesson) -> None:
     dense = gpt.MLP(demo.tiny_config())
     experts = moe.MoE(demo.tiny_config(MoEConfig, num_experts=E))
@@ -111,20 +128,7 @@ def teach(lesson: form.Lesson) -> None:
     worst = demo.largest_difference(one["gradients"], two[0]["gradients"])
     lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
 
-    lesson.predict(
-        f"A micro-batch is {TOKENS} tokens of {H} numbers of 8 bytes. How many all-to-alls has a"
-        " layer in forward, and in backward? What do they carry?"
-    )
-    forward, backward = two[0]["forward"], two[0]["backward"]
-    for name, sizes in (("forward", forward), ("backward", backward)):
-        words = ", ".join(f"{size:,}" for size in sizes)
-        lesson.say(f"bytes, {L} layers, {name}: {words or 'none'}")
-    rows = [size for size in forward if size != E * 8]
-    lesson.check(
-        f"forward 3: E 8 bytes of counts, rows there, rows back; backward 2, in reverse. A rank"
-        f" sends {TOKENS * H * 8:,} bytes of rows, its own share included, or receives more",
-        len(forward) == 3 * L and backward == rows[::-1] and min(rows) >= TOKENS * H * 8,
-    )
+    teach_exchanges(lesson, two[0]["forward"], two[0]["backward"])
     lesson.break_it(
         "combine-exchange",
         "Tokens go to experts and their results do not come back. Why does no rank hang?",

@@ -222,6 +222,26 @@ def show_times(lesson: form.Lesson, times: list[Times], busy: bool) -> None:
 # --- the lesson -----------------------------------------------------------------------------------
 
 
+def teach_held_and_sent(lesson: form.Lesson, of_schedule: dict[str, list]) -> None:
+    """What a rank holds, and what it sends. of_schedule: name -> the run of each rank."""
+    lesson.predict(
+        f"{M} micro-batches: activations of how many does each rank hold, under GPipe? 1F1B?"
+    )
+    held = {name: [run.held for run in runs] for name, runs in of_schedule.items()}
+    lesson.check(
+        f"GPipe {held['gpipe']}, all m; 1F1B {held['1f1b']}, p - rank",
+        held["gpipe"] == [M, M] and held["1f1b"] == [2, 1],
+    )
+
+    lesson.predict("v 2 halves the bubble. How many messages does a step send, with v 1 and v 2?")
+    sent = {name: sum(run.sent for run in runs) for name, runs in of_schedule.items()}
+    size = of_schedule["1f1b"][0].message_bytes
+    lesson.check(
+        f"{sent['1f1b']} and {sent['interleaved']}, 2 m (p v - 1); each b s h 8 = {size:,} bytes",
+        (sent["1f1b"], sent["interleaved"], size) == (8, 24, S * 128 * 8),
+    )
+
+
 def teach(lesson: form.Lesson) -> None:
     one = on_one_rank()
     two = ranks.run(on_rank, P, 2 if lesson.without else STEPS, lesson.mutate)
@@ -252,23 +272,7 @@ def teach(lesson: form.Lesson) -> None:
         max(worst.values()) < 1e-10,
     )
 
-    lesson.predict(
-        f"{M} micro-batches: activations of how many does each rank hold, under GPipe? 1F1B?"
-    )
-    held = {name: [run.held for run in runs] for name, runs in of_schedule.items()}
-    lesson.check(
-        f"GPipe {held['gpipe']}, all m; 1F1B {held['1f1b']}, p - rank",
-        held["gpipe"] == [M, M] and held["1f1b"] == [2, 1],
-    )
-
-    lesson.predict("v 2 halves the bubble. How many messages does a step send, with v 1 and v 2?")
-    sent = {name: sum(run.sent for run in runs) for name, runs in of_schedule.items()}
-    size = of_schedule["1f1b"][0].message_bytes
-    lesson.check(
-        f"{sent['1f1b']} and {sent['interleaved']}, 2 m (p v - 1); each b s h 8 = {size:,} bytes",
-        (sent["1f1b"], sent["interleaved"], size) == (8, 24, S * 128 * 8),
-    )
-
+    teach_held_and_sent(lesson, of_schedule)
     lesson.predict(
         "The bubble of each as a fraction of the ideal time, if F, I and W take equally long?"
     )

@@ -190,6 +190,13 @@ def ask(model: gpt.GPT, tables: dict[str, Tensor]) -> dict[tuple[str, str], str]
 # --- the lesson -----------------------------------------------------------------------------------
 
 
+def check_answers(lesson: form.Lesson, answers: dict[tuple[str, str], str]) -> None:
+    """answers: (task, word) -> what the model says."""
+    words = [f"{task} of {word}: {answer!r}" for (task, word), answer in answers.items()]
+    right = [answer == ANSWERS[task](word) for (task, word), answer in answers.items()]
+    lesson.check(", ".join(words), all(right))
+
+
 def teach(lesson: form.Lesson, seed: int = 0) -> None:
     settings = lesson.mutate or Settings()
     model, read = learn_to_read(seed)
@@ -235,10 +242,7 @@ def teach(lesson: form.Lesson, seed: int = 0) -> None:
             f"task {task}: {learned.steps} steps, loss {learned.loss:.4f}",
             learned.loss < LEARNED,
         )
-    answers = ask(model, tables)
-    words = [f"{task} of {word}: {answer!r}" for (task, word), answer in answers.items()]
-    right = [answer == ANSWERS[task](word) for (task, word), answer in answers.items()]
-    lesson.check(", ".join(words), all(right))
+    check_answers(lesson, ask(model, tables))
     lesson.break_it("frozen", "Both tasks are learned. Why does the first one fail afterwards?")
     lesson.break_it("training", "The tables stay as they began. Which checks see it?")
 

@@ -82,8 +82,34 @@ def flops_of_a_linear() -> list[int]:
     return [mode.get_total_flops() for mode in (forward, input_gradient, weight_gradient)]
 
 
-def teach(lesson: form.Lesson) -> None:
-    start, finish_weights = lesson.mutate or (start_deferring, finish)
+def teach_bubble(lesson: form.Lesson) -> None:
+    """The bubble that the split makes smaller."""
+    lesson.predict("p 2, m 4; F, I and W take 1 each. By how much is ZB-H1's bubble smaller?")
+    bubbles = {}
+    for name in ("1f1b", "zb-h1"):
+        events = schedules.simulate(schedules.make(name, 2, 4), Cost())
+        bubbles[name] = schedules.bubble(events)
+        lesson.draw(schedules.text(events))
+    lesson.check(
+        f"1F1B {bubbles['1f1b']:.3f} of the ideal time, ZB-H1 {bubbles['zb-h1']:.3f}: T_F + T_I -"
+        " T_W = 1 takes the place of T_F + T_I + T_W = 3",
+        abs(bubbles["zb-h1"] - bubbles["1f1b"] / 3) < 1e-12,
+    )
+
+
+def teach_gradients(lesson: form.Lesson, expected: dict, found: dict) -> None:
+    """Gradients of one whole backward, and of I and W. Each: name -> gradient."""
+    lesson.predict("Does any gradient differ from that of one whole backward?")
+    missing = [name for name in expected if name not in found]
+    if missing:
+        lesson.check(f"{', '.join(missing)} has no gradient", False)
+    else:
+        worst = demo.largest_difference(expected, found)
+        lesson.check(f"none: the largest relative difference is {worst:.1e}", worst < 1e-10)
+
+
+def teach_flops(lesson: form.Lesson) -> None:
+    """The two halves cost what forward costs."""
     lesson.predict(
         f"A linear layer reads {ROWS} rows of {H} numbers and writes rows of {FFN}. FLOPs of"
         " forward (F), of I and of W?"
@@ -95,6 +121,10 @@ def teach(lesson: form.Lesson) -> None:
         flops == [formula] * 3,
     )
 
+
+def teach(lesson: form.Lesson) -> None:
+    start, finish_weights = lesson.mutate or (start_deferring, finish)
+    teach_flops(lesson)
     plain, x = make_block(), random_rows(B, S, H)
     plain(x).square().sum().backward()
     split, x_of_split = make_block(), random_rows(B, S, H)
@@ -129,26 +159,8 @@ def teach(lesson: form.Lesson) -> None:
         kept_bytes == ROWS * (H + FFN) * 8,
     )
 
-    lesson.predict("Does any gradient differ from that of one whole backward?")
-    expected, found = gradients_of(plain, x), gradients_of(split, x_of_split)
-    missing = [name for name in expected if name not in found]
-    if missing:
-        lesson.check(f"{', '.join(missing)} has no gradient", False)
-    else:
-        worst = demo.largest_difference(expected, found)
-        lesson.check(f"none: the largest relative difference is {worst:.1e}", worst < 1e-10)
-
-    lesson.predict("p 2, m 4; F, I and W take 1 each. By how much is ZB-H1's bubble smaller?")
-    bubbles = {}
-    for name in ("1f1b", "zb-h1"):
-        events = schedules.simulate(schedules.make(name, 2, 4), Cost())
-        bubbles[name] = schedules.bubble(events)
-        lesson.draw(schedules.text(events))
-    lesson.check(
-        f"1F1B {bubbles['1f1b']:.3f} of the ideal time, ZB-H1 {bubbles['zb-h1']:.3f}: T_F + T_I -"
-        " T_W = 1 takes the place of T_F + T_I + T_W = 3",
-        abs(bubbles["zb-h1"] - bubbles["1f1b"] / 3) < 1e-12,
-    )
+    teach_gradients(lesson, gradients_of(plain, x), gradients_of(split, x_of_split))
+    teach_bubble(lesson)
     lesson.break_it("list", "Every gradient is right. What is lost?")
     lesson.break_it("last-w", "Which parameter has no gradient? Would the loss still fall?")
 
