@@ -12,7 +12,6 @@ import torch.distributed as dist
 import pipeline_parallel
 import schedules
 import sharding
-import zero_bubble
 from dropout import dropout_key
 from lessons import demo, form, ranks
 from mutations import pipeline_parallel as bugs
@@ -25,7 +24,7 @@ P, M = 2, 4
 S, V = 32, 257
 SHAPE = dict(num_layers=8, hidden_size=128, num_heads=4, seq_length=S, dropout=0.1)
 # under each schedule; the first warms up
-STEPS = 5
+STEPS = 4
 
 
 def chunks(name: str) -> int:
@@ -79,6 +78,9 @@ class Run:
 
 def make_stages(rank: int, p: int, name: str) -> list:
     """This rank's stages, with the weights of seed 0, in float64."""
+    # It imports torch._dynamo, which takes seconds; ranks have it already.
+    import zero_bubble
+
     model = demo.meta_model(demo.tiny_config(**SHAPE))
     stages = pipeline_parallel.apply(model, rank, p, chunks(name))
     for stage in stages:
@@ -167,54 +169,51 @@ def steps_of(runs: list[Run]) -> list[list[Event]]:
 
 
 def median_seconds(steps: list[list[Event]], op: str) -> float:
-    """Of an action of that kind, on any rank; 0 where there is none."""
-    times = [e.end - e.start for events in steps for e in events if e.op == op]
-    return median(times) if times else 0.0
+    """Of an action of that kind, on any rank."""
+    return median(e.end - e.start for events in steps for e in events if e.op == op)
 
 
-def measured_cost(steps: list[list[Event]]) -> Cost:
-    """The median times of F, I and W. Where there is only B, I and W are half of it each."""
-    half = median_seconds(steps, "B") / 2
-    return Cost(
-        median_seconds(steps, "F"),
-        half or median_seconds(steps, "I"),
-        half or median_seconds(steps, "W"),
-    )
+def measured_costs(steps: dict[str, list[list[Event]]]) -> dict[str, Cost]:
+    """For each schedule, the median times of its actions. The same work counts as equally long
+    under each; I and W are half of B each, and a chunk of v takes 1 / v."""
+    forward = median_seconds(steps["gpipe"] + steps["1f1b"] + steps["zb-h1"], "F")
+    half = median_seconds(steps["gpipe"] + steps["1f1b"], "B") / 2
+    whole = Cost(forward, half, half)
+    in_two = Cost(forward, median_seconds(steps["zb-h1"], "I"), median_seconds(steps["zb-h1"], "W"))
+    return {
+        "gpipe": whole,
+        "1f1b": whole,
+        "interleaved": Cost(forward / 2, half / 2, half / 2),
+        "zb-h1": in_two,
+    }
 
 
-@dataclass
-class Times:
-    """What the steps under one schedule took."""
-
-    name: str
-    # the step with the median bubble
-    typical: list[Event]
-    # the schedule with the measured costs of its actions
-    simulated: list[Event]
-    cost: Cost
-
-    @classmethod
-    def of(cls, name: str, runs: list[Run]) -> "Times":
-        steps = steps_of(runs)
-        cost = measured_cost(steps)
-        simulated = schedules.simulate(schedules.make(name, P, M, chunks(name)), cost)
-        typical = sorted(steps, key=schedules.bubble)[len(steps) // 2]
-        return cls(name, typical, simulated, cost)
-
-
-def show_times(lesson: form.Lesson, times: list[Times], busy: bool) -> None:
+def show_times(lesson: form.Lesson, of_schedule: dict[str, list[Run]]) -> None:
     """Time lines and bubbles, measured or simulated, all on one scale."""
-    drawn = {t.name: t.simulated if busy else t.typical for t in times}
+    busy = any(run.shared for runs in of_schedule.values() for run in runs)
+    if busy:
+        lesson.say("This machine is too busy for measured bubbles to mean anything. So these are")
+        lesson.say("simulated, with the medians that were measured for F, B, I and W:")
+    steps = {name: steps_of(runs) for name, runs in of_schedule.items()}
+    costs = measured_costs(steps)
+    simulated = {}
+    typical = {}
+    for name, cost in costs.items():
+        schedule = schedules.make(name, P, M, chunks(name))
+        simulated[name] = schedules.simulate(schedule, cost)
+        # the step with the median bubble
+        typical[name] = sorted(steps[name], key=schedules.bubble)[len(steps[name]) // 2]
+    drawn = simulated if busy else typical
     longest = max(e.end for events in drawn.values() for e in events)
-    for t in times:
-        lesson.draw(schedules.text(drawn[t.name], longest / 42))
-        measured = "" if busy else f"measured {schedules.bubble(t.typical):.2f}, "
-        bubble = schedules.bubble(t.simulated)
-        formula = schedules.bubble_formula(t.name, P, M, chunks(t.name), t.cost)
+    for name, cost in costs.items():
+        lesson.draw(schedules.text(drawn[name], longest / 42))
+        measured = "" if busy else f"measured {schedules.bubble(typical[name]):.2f}, "
+        bubble = schedules.bubble(simulated[name])
+        formula = schedules.bubble_formula(name, P, M, chunks(name), cost)
         # the formula of ZB-H1 is for T_W <= T_F
-        in_range = t.name != "zb-h1" or t.cost.weight <= t.cost.forward
+        in_range = name != "zb-h1" or cost.weight <= cost.forward
         lesson.check(
-            f"{t.name}: {measured}simulated {bubble:.3f}, formula {formula:.3f}",
+            f"{name}: {measured}simulated {bubble:.3f}, formula {formula:.3f}",
             abs(bubble - formula) < 1e-9 if in_range else bubble > formula,
         )
 
@@ -276,11 +275,7 @@ def teach(lesson: form.Lesson) -> None:
     lesson.predict(
         "The bubble of each as a fraction of the ideal time, if F, I and W take equally long?"
     )
-    busy = any(run.shared for runs in of_schedule.values() for run in runs)
-    if busy:
-        lesson.say("This machine is too busy for measured bubbles to mean anything. So these are")
-        lesson.say("simulated, with the medians that were measured for F, B, I and W:")
-    show_times(lesson, [Times.of(name, runs) for name, runs in of_schedule.items()], busy)
+    show_times(lesson, of_schedule)
     lesson.break_it("tied-sum", "The loss is right. Which gradient is not?")
     lesson.break_it("loss-scale", "The loss is right. Why would AdamW hide this?")
 
