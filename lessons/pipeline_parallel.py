@@ -3,6 +3,8 @@
 python pipeline_parallel.py
 """
 
+import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -47,17 +49,24 @@ class CountingChannels(pipeline_parallel.Channels):
 
 
 class WatchedPipeline(pipeline_parallel.Pipeline):
-    """Notes the most (chunk, micro-batch) pairs whose graphs are held, and whether its thread had a
-    processor to itself."""
+    """Notes the most (chunk, micro-batch) pairs whose graphs are held, the processor time of each
+    action, and whether the thread had a processor to itself."""
 
     def __init__(self, stages: list, channels: CountingChannels):
         super().__init__(stages, channels)
         self.most_held = 0
+        self.forget_times()
+
+    def forget_times(self) -> None:
         self.turns = form.Turns()
+        # op -> seconds of each action
+        self.seconds = defaultdict(list)
 
     def act(self, step, action: Action, received) -> None:
+        before = time.thread_time()
         with self.turns:
             super().act(step, action, received)
+        self.seconds[action.op].append(time.thread_time() - before)
         self.most_held = max(self.most_held, len(step.graphs))
 
 
@@ -73,6 +82,8 @@ class Run:
     message_bytes: int
     # of each step
     events: list[list[Event]] = field(default_factory=list)
+    # op -> processor seconds of each action
+    seconds: dict[str, list[float]] = field(default_factory=dict)
     shared: bool = False
 
 
@@ -129,7 +140,7 @@ def under_schedule(rank: int, name: str, steps: int) -> Run:
     events = []
     for step in range(steps):
         if step == 1:
-            pipeline.turns = form.Turns()
+            pipeline.forget_times()
         losses = []
         for stage in stages:
             stage.zero_grad(set_to_none=True)
@@ -145,8 +156,17 @@ def under_schedule(rank: int, name: str, steps: int) -> Run:
     pipeline.sum_tied()
     layers = [list(stage.blocks) for stage in stages]
     gradients = demo.gathered_gradients(*stages)
-    shared = pipeline.turns.shared()
-    return Run(layers, sum(losses), gradients, pipeline.most_held, sent, size, events[1:], shared)
+    return Run(
+        layers,
+        sum(losses),
+        gradients,
+        pipeline.most_held,
+        sent,
+        size,
+        events[1:],
+        dict(pipeline.seconds),
+        pipeline.turns.shared(),
+    )
 
 
 def on_rank(rank: int, steps: int, mutate) -> dict[str, Run]:
@@ -168,23 +188,24 @@ def steps_of(runs: list[Run]) -> list[list[Event]]:
     return steps
 
 
-def median_seconds(steps: list[list[Event]], op: str) -> float:
-    """Of an action of that kind, on any rank."""
-    return median(e.end - e.start for events in steps for e in events if e.op == op)
+def measured_costs(of_schedule: dict[str, list[Run]]) -> dict[str, Cost]:
+    """For each schedule, the median processor times of its actions: they mean something on a busy
+    machine too. Equal work counts as equally long: I and W are half of B each, where there is only
+    B, and a chunk of v takes 1 / v."""
 
+    def seconds(op: str) -> float:
+        """The median, with one chunk on each rank."""
+        runs = [run for name in ("gpipe", "1f1b", "zb-h1") for run in of_schedule[name]]
+        return median(x for run in runs for x in run.seconds.get(op, ()))
 
-def measured_costs(steps: dict[str, list[list[Event]]]) -> dict[str, Cost]:
-    """For each schedule, the median times of its actions. The same work counts as equally long
-    under each; I and W are half of B each, and a chunk of v takes 1 / v."""
-    forward = median_seconds(steps["gpipe"] + steps["1f1b"] + steps["zb-h1"], "F")
-    half = median_seconds(steps["gpipe"] + steps["1f1b"], "B") / 2
+    forward = seconds("F")
+    half = seconds("B") / 2
     whole = Cost(forward, half, half)
-    in_two = Cost(forward, median_seconds(steps["zb-h1"], "I"), median_seconds(steps["zb-h1"], "W"))
     return {
         "gpipe": whole,
         "1f1b": whole,
         "interleaved": Cost(forward / 2, half / 2, half / 2),
-        "zb-h1": in_two,
+        "zb-h1": Cost(forward, seconds("I"), seconds("W")),
     }
 
 
@@ -193,9 +214,9 @@ def show_times(lesson: form.Lesson, of_schedule: dict[str, list[Run]]) -> None:
     busy = any(run.shared for runs in of_schedule.values() for run in runs)
     if busy:
         lesson.say("This machine is too busy for measured bubbles to mean anything. So these are")
-        lesson.say("simulated, with the medians that were measured for F, B, I and W:")
+        lesson.say("simulated, with the processor times that were measured for F, B, I and W:")
     steps = {name: steps_of(runs) for name, runs in of_schedule.items()}
-    costs = measured_costs(steps)
+    costs = measured_costs(of_schedule)
     simulated = {}
     typical = {}
     for name, cost in costs.items():
