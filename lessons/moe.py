@@ -92,7 +92,7 @@ def teach(lesson: form.Lesson) -> None:
     experts = moe.MoE(demo.tiny_config(MoEConfig, num_experts=E))
     torch.nn.init.zeros_(experts.router.weight)
     lesson.predict(
-        f"An MLP ({H} -> {FFN} -> {H}) becomes {E} experts; each token goes through k 1. How do"
+        f"An MLP ({H} -> {FFN} -> {H}) becomes {E} experts; each token goes through k = 1. How do"
         " the numbers in matrices grow, and the FLOPs of a micro-batch?"
     )
     weights = sum(p.numel() for name, p in experts.named_parameters() if "router" not in name)

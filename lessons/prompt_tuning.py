@@ -202,6 +202,7 @@ def teach(lesson: form.Lesson, seed: int = 0) -> None:
     model, read = learn_to_read(seed)
     lesson.say(f"A Llama (h {H}, L 2) learns from lines like Fabcd=a and Labcd=d:")
     lesson.check(f"{read.steps} steps, loss {read.loss:.4f}. Now it is frozen", read.loss < LEARNED)
+    lesson.say()
     model.requires_grad_(False).eval()
     before = {name: p.clone() for name, p in model.named_parameters()}
 
@@ -236,7 +237,9 @@ def teach(lesson: form.Lesson, seed: int = 0) -> None:
         torch.equal(tables["first"], table),
     )
 
-    lesson.predict(f"The new words {', '.join(NEW_WORDS)}: the answers with each table?")
+    lesson.predict(
+        f"New words: {', '.join(NEW_WORDS)}. What does the model answer with each table?"
+    )
     for task, learned in (("first", first), ("last", last)):
         lesson.check(
             f"task {task}: {learned.steps} steps, loss {learned.loss:.4f}",

@@ -79,8 +79,8 @@ def teach(lesson: form.Lesson) -> None:
     )
 
     lesson.predict(
-        "Interleaved: v 2 chunks on each rank, each action half as long. The bubble? Activations of"
-        " how many chunks does a rank hold at most?"
+        "Interleaved: v 2 chunks on each rank (the second in lower case), actions half as long. The"
+        " bubble? Activations of how many chunks does a rank hold at most?"
     )
     interleaved = Drawn(lesson, "interleaved", v=2)
     held_chunks = schedules.in_flight(interleaved.schedule)

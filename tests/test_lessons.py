@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -113,3 +114,28 @@ def test_a_lesson_from_the_command_line():
     assert broken.returncode == 1 and "2 of 5 checks fail without f." in broken.stdout
     unknown = run([*command, "--without", "h"])
     assert unknown.returncode == 2 and "choose from" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    "argv, asked",
+    [
+        ([], True),
+        (["--quiz"], True),
+        (["--without", "mask"], True),
+        (["--checkpoint", "runs/one"], False),
+        (["show", "runs/one"], False),
+        (["--help"], False),
+    ],
+)
+def test_a_command_starts_its_lesson_without_arguments(argv, asked):
+    assert form.is_asked(argv) == asked
+
+
+def test_a_thread_that_shares_its_processor():
+    turns = form.Turns()
+    with turns:
+        time.sleep(0.02)
+    assert turns.shared()
+    turns.seconds, turns.processor_seconds = 1.0, 0.9
+    assert not turns.shared()
+    assert turns.shared(limit=1.1)
