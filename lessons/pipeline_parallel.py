@@ -14,6 +14,7 @@ import torch.distributed as dist
 import pipeline_parallel
 import schedules
 import sharding
+import zero_bubble
 from dropout import dropout_key
 from lessons import demo, form, ranks
 from mutations import pipeline_parallel as bugs
@@ -89,9 +90,6 @@ class Run:
 
 def make_stages(rank: int, p: int, name: str) -> list:
     """This rank's stages, with the weights of seed 0, in float64."""
-    # It imports torch._dynamo, which takes seconds; ranks have it already.
-    import zero_bubble
-
     model = demo.meta_model(demo.tiny_config(**SHAPE))
     stages = pipeline_parallel.apply(model, rank, p, chunks(name))
     for stage in stages:
@@ -121,7 +119,7 @@ def forward_of(stages: list, losses: list):
 LOSS_GRAD = torch.tensor(1 / (M * S), dtype=torch.float64)
 
 
-def on_one_rank() -> Run:
+def on_one_rank(rank: int) -> Run:
     stages = make_stages(0, 1, "1f1b")
     losses = []
     forward = forward_of(stages, losses)
@@ -263,7 +261,7 @@ def teach_held_and_sent(lesson: form.Lesson, of_schedule: dict[str, list]) -> No
 
 
 def teach(lesson: form.Lesson) -> None:
-    one = on_one_rank()
+    one = ranks.run(on_one_rank, 1)[0]
     two = ranks.run(on_rank, P, 2 if lesson.without else STEPS, lesson.mutate)
     of_schedule = {name: [rank[name] for rank in two] for name in schedules.NAMES}
 
