@@ -48,7 +48,8 @@ class G(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         raise NotImplementedError(
-            "Forward of g. Each rank has one term of Z, and every rank needs their sum."
+            "Forward of g. Each rank has one term of Z, and every rank needs their sum. "
+            "Work on a copy, x.clone(), as all_reduce overwrites x."
         )
 
     @staticmethod

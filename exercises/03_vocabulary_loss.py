@@ -8,7 +8,7 @@ has logits of its own words alone: [b, s, V/t]. To gather them would move b s V 
 
 and needs three numbers of all words, each of which is a reduction over ranks:
 
-    largest     max z: exp(z - largest) does not overflow, and both terms move by the same number
+    largest     max z: exp(z - largest) cannot overflow, and the loss of z - largest is the same
     total       Σ exp(z - largest)
     target      z_target - largest: one rank has this word; the others add 0
 
@@ -16,9 +16,9 @@ and needs three numbers of all words, each of which is a reduction over ranks:
 
 The padding is no word. It must add nothing to `total`, nor be `largest`: set it to -inf.
 
-Let autograd do the rest. `reduce_from_ranks` of exercise 2 is a sum whose backward is right. No
-gradient goes through `largest`, so take it of z.detach(), and reduce it by
-`dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)`.
+Let autograd do the rest. `reduce_from_ranks` of exercise 2 is a sum whose backward is right; it
+overwrites its argument. No gradient goes through `largest`, so take it of z.detach(), and reduce it
+by `dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)`.
 
 Read         cross_entropy.py
 Paper        Megatron-LM, arXiv 1909.08053, section 3: "fuse the output .. with the cross entropy"

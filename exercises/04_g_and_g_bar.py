@@ -8,6 +8,8 @@ all-gather. Put the sharded part between the two, and the bytes that are sent st
     [b, s/t, h] --g-->  [b, s, h]  --GELU(X A_i) B_i-->  [b, s, h]  --ḡ-->  [b, s/t, h]
                 all-gather          a term of a sum          reduce-scatter
 
+These are the letters of arXiv 2205.05198. Its g is not the g of exercise 2, for which it writes f̄.
+
     all-gather        each rank gives its shard, every rank gets all shards, joined
     reduce-scatter    each rank gives a whole tensor; rank r gets shard r of their sum
 
@@ -65,10 +67,11 @@ def sum_and_cut(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """g: shards [b, s/t, h] become the whole [b, s, h] on every rank."""
-    # which function is its backward?
+    # the second `join` is a placeholder: which function is the backward of g?
     return Pair.apply(x, group, join, join)
 
 
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """ḡ: terms [b, s, h] of a sum become each rank's shard of the sum, [b, s/t, h]."""
+    # and the second `sum_and_cut`: which is the backward of ḡ?
     return Pair.apply(x, group, sum_and_cut, sum_and_cut)

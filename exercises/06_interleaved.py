@@ -16,10 +16,12 @@ F0.1 is F of micro-batch 0, chunk 1. For p = 2, m = 4, v = 2:
     forwards     F0.0 F1.0   F0.1 F1.1   F2.0 F3.0   F2.1 F3.1
     backwards    B0.1 B1.1   B0.0 B1.0   B2.1 B3.1   B2.0 B3.0
 
-Every rank has these two lists, and alternates as in exercise 5. Only the warmup is longer: 2 (p - 1
-- rank) + (v - 1) p forwards. (v - 1) p of them are the earlier chunks of the first group. A rank
-that is one place nearer to the start begins one action earlier and gets its first gradient one
-action later: 2 more for each place.
+Every rank has these two lists, and alternates as in exercise 5. Only the warmup is longer:
+
+    warmup    2 (p - 1 - rank) + (v - 1) p forwards       (never more than the m v that there are)
+
+(v - 1) p of them are the earlier chunks of the first group. A rank that is one place nearer to the
+start begins one action earlier and gets its first gradient one action later: 2 more for each place.
 
 Read         exercise 5
 Paper        arXiv 2104.04473, section 2.2.2, figure 4
@@ -32,7 +34,7 @@ from schedules import Action
 
 
 def interleaved_one_f_one_b(p: int, m: int, v: int) -> list[list[Action]]:
-    """For each of p ranks, its actions: Action(op, chunk, micro_batch). p divides m."""
+    """For each of p ranks, its actions: Action(op, chunk, micro_batch). p divides m; v > 1."""
     raise NotImplementedError(
         "Make `forwards` with three loops: groups of p micro-batches, chunks, micro-batches of the "
         "group. `backwards` is the same list with B, and chunk v - 1 - chunk. Then warmup, one F "

@@ -129,7 +129,7 @@ def layer_text(layer: str, wrong: dict[str, float], count: int) -> str:
     finite = [apart for apart in wrong.values() if math.isfinite(apart)]
     text = f"{len(wrong)} of {count} wrong"
     if finite:
-        text += f", by up to {max(finite):.0e} of the largest number"
+        text += f", by up to {max(finite):.0e} of its largest number"
     if len(finite) < len(wrong):
         text += f"; {len(wrong) - len(finite)} differ between ranks"
     if len(wrong) <= count / 2:

@@ -94,7 +94,8 @@ def teach(lesson: form.Lesson) -> None:
         lesson.mutate(model)
     lesson.predict(
         f"A GPT: L {L} layers, h {H}, V {V}, positions for {S} tokens. How many parameters? In a"
-        " layer, attention has four matrices h x h, the MLP has h x 4h and 4h x h."
+        " layer, attention has four matrices h x h, the MLP has h x 4h and 4h x h. Embedding and"
+        " head are one matrix."
     )
     parts = count_parameters(model)
     formula = 12 * L * H * H + 13 * L * H + (V + S) * H + 2 * H

@@ -77,8 +77,8 @@ def teach_collectives(lesson: form.Lesson, tensor: dict, sequence: dict) -> None
     size = B * S * H * 8
     lesson.predict(
         "Tensor parallelism has 2 all-reduces in the forward of a layer. Which collectives take"
-        f" their place? b s h 8 = {size:,} bytes each: how many more bytes are sent, if an"
-        " all-reduce counts twice?"
+        f" their place? b s h 8 = {size:,} bytes each. How many more bytes are sent? (An"
+        " all-reduce sends its bytes twice.)"
     )
     more = wire_bytes(sequence["forward"]) - wire_bytes(tensor["forward"])
     gathers, scatters = [("all-gather", size)] * 2, [("reduce-scatter", size)] * 2
