@@ -17,7 +17,7 @@ A lesson is a function of a `Lesson`; `main` runs it:
     def teach(lesson: form.Lesson) -> None:
         lesson.predict("All-reduces in one layer?")
         lesson.check(f"forward {len(calls)}", len(calls) == 2)
-        lesson.break_it("f", "same first loss, wrong gradients. Why?")
+        lesson.break_it("f", "Same first loss, wrong gradients. Why?", "Each rank has a part.")
 
     def main() -> None:
         form.main("tensor_parallel.py", teach, WITHOUT)
@@ -87,12 +87,14 @@ class Lesson:
         *lines, last = self._paragraph("CHECK", text, WIDTH - 7)
         print("\n".join([*lines, last.ljust(WIDTH - 5) + verdict.rjust(5)]), flush=True)
 
-    def break_it(self, name: str, question: str) -> None:
-        """Name a flag that removes one mechanism, and ask what it does. Not said while one is
-        removed."""
+    def break_it(self, name: str, question: str, why: str) -> None:
+        """Name a flag that removes one mechanism, and ask what it does. why: the answer, for whoever
+        has removed it."""
         if not self.without:
             command = f"python {self.command} --without {name}"
             print("\n".join(self._paragraph("BREAK IT", f"{command}   {question}")), flush=True)
+        elif self.without == name:
+            print("\n".join(self._paragraph("WHY", why)), flush=True)
 
     def verdict(self) -> int:
         """Says how the checks went. Returns the exit status."""

@@ -82,6 +82,8 @@ def test_predict_check_break_it(name, removed, monkeypatch, capsys):
     assert left.value.code == (1 if removed else 0), out
     assert ("WRONG" in out) == bool(removed), out
     assert "PREDICT" in out and "CHECK" in out
+    # the answer to the question of BREAK IT
+    assert len(re.findall("^WHY ", out, re.MULTILINE)) == bool(removed), out
     lines = out.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
