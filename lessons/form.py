@@ -88,8 +88,8 @@ class Lesson:
         print("\n".join([*lines, last.ljust(WIDTH - 5) + verdict.rjust(5)]), flush=True)
 
     def break_it(self, name: str, question: str, why: str) -> None:
-        """Name a flag that removes one mechanism, and ask what it does. why: the answer, for who
-        has removed it."""
+        """Name a flag that removes one mechanism, and ask what it does. why: the answer,
+        printed where it is removed."""
         if not self.without:
             command = f"python {self.command} --without {name}"
             print("\n".join(self._paragraph("BREAK IT", f"{command}   {question}")), flush=True)
