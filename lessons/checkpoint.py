@@ -122,9 +122,27 @@ def teach(lesson: form.Lesson) -> None:
         copies(lesson, folder)
         bits(lesson, folder)
         kill(lesson, folder)
-    lesson.break_it("copy", "A thread writes while training goes on. What is on the disk?")
-    lesson.break_it("checksums", "All sizes are right. What does a load give?")
-    lesson.break_it("rename", "Step 2 is there. Why would it be better if it were not?")
+    lesson.break_it(
+        "copy",
+        "A thread writes while training goes on. What is on the disk?",
+        "The thread writes the weight as it is when the thread comes to it: zeros, and in"
+        " training a mixture of two steps. Each checksum is right, for it is of what was"
+        " written.",
+    )
+    lesson.break_it(
+        "checksums",
+        "All sizes are right. What does a load give?",
+        "The index has a checksum of its own; the shards have theirs in the index, and nobody"
+        " compares them. A flipped bit in a weight is another number, and the load gives it"
+        " without an error.",
+    )
+    lesson.break_it(
+        "rename",
+        "Step 2 is there. Why would it be better if it were not?",
+        "A run that goes on from the newest step finds step 2, which has no index and cannot"
+        " be read. If a folder gets its name only when it is whole, the newest one is step 1,"
+        " and it is good.",
+    )
 
 
 def rows(lesson: form.Lesson, folder: str) -> None:

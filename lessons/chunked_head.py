@@ -24,6 +24,15 @@ def no_chunks(head: nn.Module) -> None:
 
 WITHOUT = {"chunks": no_chunks}
 
+# the answers to what break_it asks
+WHY = {
+    "chunks": (
+        "No. It still forgets its logits and computes them again: 8 b s h V FLOPs and the"
+        " same gradients. But all logits exist at one time, and beside them ∂W twice: more"
+        " bytes than the head of gpt.py."
+    ),
+}
+
 
 def measure(chunk: int, mutate) -> tuple[int, int, list[Tensor]]:
     """(peak bytes, FLOPs, [∂x, ∂W]) of the head and its loss, forward and backward."""
@@ -76,7 +85,9 @@ def teach(lesson: form.Lesson) -> None:
         f"measured / 4 (N V + 2 b s h + 2 V h): {ratios[0]:.3f} for N 256, {ratios[1]:.3f} for 64",
         all(abs(ratio - 1) < 0.02 for ratio in ratios),
     )
-    lesson.break_it("chunks", "All tokens are one chunk. Is this the head of gpt.py?")
+    lesson.break_it(
+        "chunks", "All tokens are one chunk. Is this the head of gpt.py?", WHY["chunks"]
+    )
 
     lesson.predict(
         "A multiplication by W has 2 b s h V FLOPs; forward has one, backward two. Chunks forget"

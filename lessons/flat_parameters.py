@@ -19,6 +19,15 @@ class FullShards(FlatParameters):
 
 WITHOUT = {"last-shard": FullShards}
 
+# the answers to what break_it asks
+WHY = {
+    "last-shard": (
+        "The rows that stand before the padding: weight[3:5] for N = 2, weight[4] for N = 3,"
+        " in all 4 + 2 elements. T is right, for it follows from the shapes; the bias has only"
+        " full shards, so it is whole."
+    ),
+}
+
 
 def layer() -> list[nn.Parameter]:
     """weight [5, 2] with elements 0 to 9, bias [2] with 10 and 11."""
@@ -66,7 +75,9 @@ def teach(lesson: form.Lesson) -> None:
     lesson.check(
         f"T = {two.T} = 3 · 2 + 1; padding {padding} = 2 · 7 - 12", (two.T, padding) == (7, 2)
     )
-    lesson.break_it("last-shard", "Shards with padding are not copied. What is lost?")
+    lesson.break_it(
+        "last-shard", "Shards with padding are not copied. What is lost?", WHY["last-shard"]
+    )
 
     lesson.predict("And for N = 3? The bias has 2 elements for 3 ranks.")
     three = flatten_class(parameters, 3)

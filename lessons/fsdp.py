@@ -22,6 +22,30 @@ WITHOUT = {
     "free": bugs.stale_parameters,
 }
 
+# the answers to what break_it asks
+WHY = {
+    "reduce-scatter": (
+        "Stage 0: it sums by an all-reduce. In stages 1 to 3 a shard learns from the samples"
+        " of one rank. All ranks still gather the same parameters after the update, so they do"
+        " not differ from each other."
+    ),
+    "parameter-gather": (
+        "After the first update that changes something: in stages 1 and 2 a rank has old"
+        " values of the other's shard. Gradients are right here because the step before had a"
+        " learning rate of 0. Stage 3 gathers before each use."
+    ),
+    "all-gather": (
+        "Stage 0 gathers nothing, and is right. In stages 1 and 2 half of the model is 0"
+        " after the first update, another half on each rank; in stage 3 in every forward."
+        " Memory is the same: zeros need as many bytes."
+    ),
+    "free": (
+        "It is not gathered again, so less is sent, and after an update the model computes"
+        " with old parameters. Gradients are right here because the step before had a learning"
+        " rate of 0."
+    ),
+}
+
 # ranks; micro-batches of each; sequences of all ranks and micro-batches together
 N, M, B = 2, 2, 8
 S, V = 32, 512
@@ -144,7 +168,9 @@ def teach_units(lesson: form.Lesson, stage_3: dict) -> None:
         f" {units} layers: embedding, 2 blocks, head. How many are whole at one time, at most?"
     )
     lesson.check(f"{most}: the one that computes, and the next one", most == 2)
-    lesson.break_it("free", "A layer that was gathered stays whole. What else goes wrong?")
+    lesson.break_it(
+        "free", "A layer that was gathered stays whole. What else goes wrong?", WHY["free"]
+    )
 
 
 def teach(lesson: form.Lesson) -> None:
@@ -171,13 +197,23 @@ def teach(lesson: form.Lesson) -> None:
         "largest relative difference, stages 0 to 3: " + ", ".join(f"{x:.0e}" for x in worst),
         all(x < 1e-5 for x in worst),
     )
-    lesson.break_it("reduce-scatter", "Each rank keeps its own gradient. Which stage is right?")
+    lesson.break_it(
+        "reduce-scatter",
+        "Each rank keeps its own gradient. Which stage is right?",
+        WHY["reduce-scatter"],
+    )
 
     lesson.predict("And do the ranks have the same parameters after the optimizer's step?")
     apart = max(measured["difference"] for rank in results for measured in rank)
     lesson.check(f"the largest difference between two ranks, stages 0 to 2: {apart}", apart == 0)
-    lesson.break_it("parameter-gather", "Each rank updates its own shard. When does it show?")
-    lesson.break_it("all-gather", "Zeros stand where the other rank's shard should be.")
+    lesson.break_it(
+        "parameter-gather",
+        "Each rank updates its own shard. When does it show?",
+        WHY["parameter-gather"],
+    )
+    lesson.break_it(
+        "all-gather", "Zeros stand where the other rank's shard should be.", WHY["all-gather"]
+    )
     teach_units(lesson, stages[3])
 
 

@@ -78,8 +78,20 @@ def teach(lesson: form.Lesson) -> None:
         cache_size(lesson, model)
         if not lesson.without:
             speed(lesson, model.float())
-    lesson.break_it("positions", "Prefill is right. Which prompts get other tokens?")
-    lesson.break_it("mask", "Each prompt by itself is right. Why not all three together?")
+    lesson.break_it(
+        "positions",
+        "Prefill is right. Which prompts get other tokens?",
+        "Any of them: all new tokens stand at position 0, so attention sees wrong distances,"
+        " and some draws give another token. Each prompt by itself decodes with the same wrong"
+        " positions, so that check holds.",
+    )
+    lesson.break_it(
+        "mask",
+        "Each prompt by itself is right. Why not all three together?",
+        "The longest prompt has filled all columns; the shorter ones attend to columns that"
+        " hold no token of theirs, and get other tokens. A prompt by itself has no such"
+        " column.",
+    )
 
 
 def same_tokens(lesson: form.Lesson, model) -> None:

@@ -50,6 +50,25 @@ WITHOUT = {
     "mask": no_mask,
 }
 
+# the answers to what break_it asks
+WHY = {
+    "small-weights": (
+        "Larger. Logits are then large and random: the model is sure of a token, which is"
+        " nearly always a wrong one. Small logits make all tokens equally likely, and the loss"
+        " ln V."
+    ),
+    "residual-scale": (
+        "For a large L. Then 2 L sums add up to a residual stream whose variance grows with"
+        " L. The loss before training does not show it, for the last norm divides by the size"
+        " of the stream."
+    ),
+    "mask": (
+        "To copy: the target of a position is the next token, and attention now sees it. The"
+        " loss falls to almost 0, and the model cannot generate. Before training nothing is"
+        " copied yet, so the loss is ln V."
+    ),
+}
+
 
 def count_parameters(model: gpt.GPT) -> dict[str, int]:
     """Of each part of the model. The tied matrix is in the embedding."""
@@ -84,7 +103,7 @@ def teach_causality(lesson: form.Lesson, model: gpt.GPT, tokens: Tensor) -> None
         f" {S} - {CHANGED} = {S - CHANGED}",
         rows == list(range(CHANGED, S)),
     )
-    lesson.break_it("mask", "The loss is still ln V. What would training learn?")
+    lesson.break_it("mask", "The loss is still ln V. What would training learn?", WHY["mask"])
 
 
 @torch.no_grad()
@@ -112,7 +131,9 @@ def teach(lesson: form.Lesson) -> None:
     loss = model(tokens, targets).mean().item()
     lesson.check(f"{loss:.3f}; ln V = {math.log(V):.3f}", abs(loss - math.log(V)) < 0.05)
     lesson.break_it(
-        "small-weights", "Weights are 10 times as large. Is the loss smaller or larger?"
+        "small-weights",
+        "Weights are 10 times as large. Is the loss smaller or larger?",
+        WHY["small-weights"],
     )
 
     lesson.predict(
@@ -127,7 +148,11 @@ def teach(lesson: form.Lesson) -> None:
         f"{deviations[0]:.4f} and {deviations[1]:.4f}; 0.02 / √(2 L) = {expected:.4f}",
         all(abs(deviation / expected - 1) < 0.05 for deviation in deviations),
     )
-    lesson.break_it("residual-scale", "The loss is still ln V. For which L would it matter?")
+    lesson.break_it(
+        "residual-scale",
+        "The loss is still ln V. For which L would it matter?",
+        WHY["residual-scale"],
+    )
     teach_causality(lesson, model, tokens)
 
 

@@ -43,6 +43,24 @@ def ignore(self, value) -> None:
 # each returns a context in which the mechanism is missing
 WITHOUT = {"float32": no_float32, "scale": no_scale, "search": no_search}
 
+# the answers to what break_it asks
+WHY = {
+    "float32": (
+        "Those that need more bits than the weight's type has: 256 + 1 is 256 in bf16, 80,000"
+        " is infinite in fp16, and 6.6e-4 divided by 2^16 is 0 in fp16. The search adds no"
+        " gradients."
+    ),
+    "scale": (
+        "Those whose gradients are below about 3e-8: fp16 rounds them to 0 in backward. Sums"
+        " of larger gradients are right. With a scale of 1 nothing overflows, so no step is"
+        " skipped."
+    ),
+    "search": (
+        "15 more steps that are computed and then skipped: each overflow but the first halves"
+        " the scale, and the way from 2^32 to 2^16 takes 17 steps, not 2."
+    ),
+}
+
 
 def sum_of(dtype: torch.dtype, gradient: float, times: int, scaler=None) -> float:
     """The `main_grad` of a weight after `times` backward passes that each bring `gradient`."""
@@ -86,9 +104,11 @@ def teach(lesson: form.Lesson) -> None:
         tied(lesson)
         small(lesson)
         search(lesson)
-    lesson.break_it("float32", "Each gradient is right. Which sums are wrong?")
-    lesson.break_it("scale", "The loss is right. Which weights learn nothing?")
-    lesson.break_it("search", "The scale that is found is the same. What does it cost?")
+    lesson.break_it("float32", "Each gradient is right. Which sums are wrong?", WHY["float32"])
+    lesson.break_it("scale", "The loss is right. Which weights learn nothing?", WHY["scale"])
+    lesson.break_it(
+        "search", "The scale that is found is the same. What does it cost?", WHY["search"]
+    )
 
 
 def sums(lesson: form.Lesson) -> None:

@@ -74,8 +74,20 @@ def teach(lesson: form.Lesson) -> None:
         back(lesson, parameters, theirs, Path(folder) / "back")
         sizes(lesson, parameters, ours, Path(folder) / "bf16")
         logits(lesson, model, theirs)
-    lesson.break_it("transpose", "There and back, every bit is equal. Which check sees it?")
-    lesson.break_it("order", "Key and value change places, both ways. Which check sees it?")
+    lesson.break_it(
+        "transpose",
+        "There and back, every bit is equal. Which check sees it?",
+        "The one that looks into their file, and the one that asks transformers for logits."
+        " Nothing is transposed on the way there, nor on the way back. A square matrix keeps"
+        " its shape, so no size is wrong.",
+    )
+    lesson.break_it(
+        "order",
+        "Key and value change places, both ways. Which check sees it?",
+        "The one that looks for the columns of the key, and the one that asks transformers"
+        " for logits. Both ways make the same mistake, so every tensor comes back. Key and"
+        " value have one shape here, so no size is wrong.",
+    )
 
 
 def names(lesson: form.Lesson, parameters: dict[str, Tensor], folder: Path) -> None:
