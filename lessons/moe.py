@@ -21,6 +21,27 @@ WITHOUT = {
     "own-probabilities": bugs.probabilities_of_other_tokens,
     "expert-group": bugs.experts_summed_over_all,
 }
+# name -> why checks fail without it
+WHY = {
+    "combine-exchange": (
+        "Every rank leaves out the same call, so no rank waits for another. Rows of the right"
+        " shape stand where results should come back, but they are of other tokens: loss and"
+        " gradients are wrong."
+    ),
+    "gradients-back": (
+        "The experts: the results of experts travel through the exchange, so no gradient"
+        " reaches their matrices. The router learns, for probabilities are multiplied in after"
+        " the rows are back."
+    ),
+    "own-probabilities": (
+        "A token's result is multiplied by the probability of another token. Rows are sent as"
+        " before, so all counts and bytes hold; loss and gradients do not."
+    ),
+    "expert-group": (
+        "Rank 0 has experts 0 and 1, rank 1 has 2 and 3. Here the gradients of experts 0 and 2"
+        " are added, and of 1 and 3, as if they were copies of one. The loss is computed before."
+    ),
+}
 
 # two micro-batches of B sequences; E experts in each of L layers
 B, S, H, V = 4, 32, 64, 257
@@ -87,6 +108,27 @@ def teach_exchanges(lesson: form.Lesson, forward: list[int], backward: list[int]
     )
 
 
+def break_each(lesson: form.Lesson) -> None:
+    lesson.break_it(
+        "combine-exchange",
+        "Tokens go to experts and their results do not come back. Why does no rank hang?",
+        WHY["combine-exchange"],
+    )
+    lesson.break_it(
+        "gradients-back",
+        "The loss is right. Which parameters learn nothing?",
+        WHY["gradients-back"],
+    )
+    lesson.break_it(
+        "own-probabilities",
+        "All rows travel as they should. What is wrong?",
+        WHY["own-probabilities"],
+    )
+    lesson.break_it(
+        "expert-group", "The loss is right. Whose gradients are summed here?", WHY["expert-group"]
+    )
+
+
 def teach(lesson: form.Lesson) -> None:
     dense = gpt.MLP(demo.tiny_config())
     experts = moe.MoE(demo.tiny_config(MoEConfig, num_experts=E))
@@ -129,13 +171,7 @@ def teach(lesson: form.Lesson) -> None:
     lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
 
     teach_exchanges(lesson, two[0]["forward"], two[0]["backward"])
-    lesson.break_it(
-        "combine-exchange",
-        "Tokens go to experts and their results do not come back. Why does no rank hang?",
-    )
-    lesson.break_it("gradients-back", "The loss is right. Which parameters learn nothing?")
-    lesson.break_it("own-probabilities", "All rows travel as they should. What is wrong?")
-    lesson.break_it("expert-group", "The loss is right. Whose gradients are summed here?")
+    break_each(lesson)
 
 
 def main() -> None:

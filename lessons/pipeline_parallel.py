@@ -21,6 +21,18 @@ from mutations import pipeline_parallel as bugs
 from schedules import Action, Cost, Event
 
 WITHOUT = {"tied-sum": bugs.no_tied_sum, "loss-scale": bugs.loss_divided_twice}
+# name -> why checks fail without it
+WHY = {
+    "tied-sum": (
+        "That of the tied embedding. The first stage has the part from looking tokens up, the"
+        " last stage the part from the logits; without the sum each copy has one part, and after"
+        " a step the copies differ."
+    ),
+    "loss-scale": (
+        "Every gradient is 1/8 of what it should be, so the relative difference is 7/8. AdamW"
+        " divides m by √v: the factor cancels, but for ε and for clipping by the norm."
+    ),
+}
 
 # p ranks, m micro-batches of one sequence
 P, M = 2, 4
@@ -295,8 +307,10 @@ def teach(lesson: form.Lesson) -> None:
         "The bubble of each as a fraction of the ideal time, if F, I and W take equally long?"
     )
     show_times(lesson, of_schedule)
-    lesson.break_it("tied-sum", "The loss is right. Which gradient is not?")
-    lesson.break_it("loss-scale", "The loss is right. Why would AdamW hide this?")
+    lesson.break_it("tied-sum", "The loss is right. Which gradient is not?", WHY["tied-sum"])
+    lesson.break_it(
+        "loss-scale", "The loss is right. Why would AdamW hide this?", WHY["loss-scale"]
+    )
 
 
 def main() -> None:

@@ -25,6 +25,18 @@ def no_recomputation() -> None:
 
 
 WITHOUT = {"same-masks": bugs.new_masks_in_recomputation, "recomputation": no_recomputation}
+# name -> why checks fail without it
+WHY = {
+    "recomputation": (
+        "No. Recomputation gives the same numbers again, so gradients are equal with it and"
+        " without it. Only bytes and FLOPs show it."
+    ),
+    "same-masks": (
+        "The loss comes from the first run. Backward then uses a second run with other masks:"
+        " of the whole layer with full; of attention's scores with selective, so that only q, k,"
+        " v and the norm before them get wrong gradients."
+    ),
+}
 
 
 def measure(granularity: str) -> tuple[int, int, list[Tensor]]:
@@ -101,7 +113,9 @@ def teach(lesson: form.Lesson) -> None:
     )
 
     teach_flops(lesson, none[1], selective[1], full[1])
-    lesson.break_it("recomputation", "Everything is kept. Can gradients show it?")
+    lesson.break_it(
+        "recomputation", "Everything is kept. Can gradients show it?", WHY["recomputation"]
+    )
 
     lesson.predict(
         f"Dropout runs twice. How many of the {len(none[2])} gradients differ in the last bit?"
@@ -114,7 +128,9 @@ def teach(lesson: form.Lesson) -> None:
         f"{counts}: masks are hashes of coordinates, so the same again",
         different == [0, 0],
     )
-    lesson.break_it("same-masks", "Dropout draws new masks. Is the loss wrong? Why not?")
+    lesson.break_it(
+        "same-masks", "Dropout draws new masks. Is the loss wrong? Why not?", WHY["same-masks"]
+    )
 
 
 def main() -> None:

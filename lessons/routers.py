@@ -36,6 +36,18 @@ def at_temperature_1(logits: Tensor, temperature=1.0, *rest, original=routers.ba
 
 # each returns a context in which the mechanism is missing
 WITHOUT = {"columns": no_columns, "cooling": no_cooling}
+# name -> why checks fail without it
+WHY = {
+    "columns": (
+        "To the experts that most tokens like. Scaling a row does not change its order, so each"
+        " token goes where its raw logits send it, at any temperature."
+    ),
+    "cooling": (
+        "At temperature 1 the plan divides a token among experts, and it is these parts that"
+        " are even. But a token goes whole to its largest part. A lower temperature divides"
+        " fewer tokens."
+    ),
+}
 
 # the picture at the top of routers.py
 EXAMPLE = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]], dtype=torch.float64)
@@ -56,8 +68,10 @@ def teach(lesson: form.Lesson) -> None:
         temperature(lesson)
     capacity(lesson)
     losses(lesson)
-    lesson.break_it("columns", "Every token has the same mass. Where does it all go?")
-    lesson.break_it("cooling", "The mass is even. Why is the load not?")
+    lesson.break_it(
+        "columns", "Every token has the same mass. Where does it all go?", WHY["columns"]
+    )
+    lesson.break_it("cooling", "The mass is even. Why is the load not?", WHY["cooling"])
 
 
 def plan_by_hand(lesson: form.Lesson) -> None:

@@ -31,6 +31,19 @@ def no_deferral(schedule: Schedule) -> Schedule:
 
 # functions of a schedule
 WITHOUT = {"warmup": no_warmup, "deferral": no_deferral}
+# name -> why checks fail without it
+WHY = {
+    "warmup": (
+        "Time: only one micro-batch is in the pipeline, so while one rank works on it the"
+        " others wait. With F and B the bubble of all three is p - 1 = 2 times the"
+        " work."
+    ),
+    "deferral": (
+        "W that waits can fill the time when a rank would be idle; W right after I cannot. The"
+        " bubble is 0.2222, still below 0.3333 of 1F1B, for the rank before gets I without"
+        " waiting for W."
+    ),
+}
 
 
 class Drawn:
@@ -99,8 +112,10 @@ def teach(lesson: form.Lesson) -> None:
         f" {zero_bubble.formula:.4f}. Waiting: {deferred}, rank + 1",
         zero_bubble.agrees and deferred == [rank + 1 for rank in range(P)],
     )
-    lesson.break_it("warmup", "Less is held, and the order is right. What does it cost?")
-    lesson.break_it("deferral", "I is still passed on before W. What is lost?")
+    lesson.break_it(
+        "warmup", "Less is held, and the order is right. What does it cost?", WHY["warmup"]
+    )
+    lesson.break_it("deferral", "I is still passed on before W. What is lost?", WHY["deferral"])
 
 
 def main() -> None:

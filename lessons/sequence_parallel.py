@@ -21,6 +21,23 @@ WITHOUT = {
     "norm-sum": bugs.no_norm_gradient_sum,
     "own-masks": bugs.same_masks_on_every_slice,
 }
+# name -> why checks fail without it
+WHY = {
+    "g": (
+        "No input is gathered, so collectives and bytes differ. Shapes are right, and so is"
+        " what is kept. But a rank computes with its own tokens alone, and the reduce-scatter"
+        " adds parts of different tokens."
+    ),
+    "own-masks": (
+        "The second slice drops other elements than one rank would drop there, so loss and"
+        " gradients differ. What is sent and kept does not depend on which elements are dropped."
+    ),
+    "norm-sum": (
+        "Those of weights that each rank has whole and applies to its slice: norms, positions,"
+        " and biases that are added to a slice. A rank has the sum over its own tokens, and the"
+        " other half is missing."
+    ),
+}
 
 B, S, H, A, T = 8, 64, 64, 4, 2
 
@@ -86,7 +103,9 @@ def teach_collectives(lesson: form.Lesson, tensor: dict, sequence: dict) -> None
         f"{counted(sequence['forward'])}; {more} bytes more",
         sorted(sequence["forward"]) == gathers + scatters and more == 0,
     )
-    lesson.break_it("g", "Each rank repeats its own slice instead of gathering the others'.")
+    lesson.break_it(
+        "g", "Each rank repeats its own slice instead of gathering the others'.", WHY["g"]
+    )
 
     lesson.predict(
         "In backward two inputs, kept as slices, are gathered again; the gradients of 6 whole"
@@ -131,8 +150,10 @@ def teach(lesson: form.Lesson) -> None:
     )
     worst = demo.largest_difference(one["gradients"], sequence["gradients"])
     lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
-    lesson.break_it("own-masks", "Every slice has the dropout masks of the first.")
-    lesson.break_it("norm-sum", "The loss is right. Which gradients are not?")
+    lesson.break_it(
+        "own-masks", "Every slice has the dropout masks of the first.", WHY["own-masks"]
+    )
+    lesson.break_it("norm-sum", "The loss is right. Which gradients are not?", WHY["norm-sum"])
 
 
 def main() -> None:

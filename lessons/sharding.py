@@ -22,6 +22,19 @@ def no_common_seed() -> None:
 
 
 WITHOUT = {"own-shard": bugs.clones, "common-seed": no_common_seed}
+# name -> why checks fail without it
+WHY = {
+    "common-seed": (
+        "Each part is of another random weight, so together they are not the weight of one"
+        " rank, and another number of ranks starts another model. A weight that ranks hold whole"
+        " would differ among them."
+    ),
+    "own-shard": (
+        "Yes. The whole weight is rows 0, 1, 0, 0, 1, 0: a model that can learn, but not the"
+        " one that was drawn. Counts of bytes and elements hold, for all parts have the right"
+        " shape."
+    ),
+}
 
 
 class Model(nn.Module):
@@ -59,6 +72,17 @@ def on_rank(rank: int, mutate) -> dict:
         "parameters": sharding.num_parameters(model),
         "drawn": sharding.gather(model.weight.detach(), record),
     }
+
+
+def break_each(lesson: form.Lesson) -> None:
+    lesson.break_it(
+        "common-seed",
+        "Numbers are as random as before. What is wrong with them?",
+        WHY["common-seed"],
+    )
+    lesson.break_it(
+        "own-shard", "Each rank keeps the first rank's part. Would the loss fall?", WHY["own-shard"]
+    )
 
 
 def teach(lesson: form.Lesson) -> None:
@@ -106,8 +130,7 @@ def teach(lesson: form.Lesson) -> None:
         f"largest difference {worst:.3f}: each draws the whole weight, and keeps its part",
         worst == 0,
     )
-    lesson.break_it("common-seed", "Numbers are as random as before. What is wrong with them?")
-    lesson.break_it("own-shard", "Each rank keeps the first rank's part. Would the loss fall?")
+    break_each(lesson)
 
 
 def main() -> None:
