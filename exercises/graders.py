@@ -61,7 +61,7 @@ def shards(answer, rank: int, watch: Watch) -> tuple[str, Par]:
                 record = Sharding(shape, (Shard(dim, _Ranks(r, n)),))
                 same(
                     f"part {r} of {n} of a weight {list(shape)}, dimension {dim}",
-                    cut(whole, dim, r, n),
+                    cut(whole.clone(), dim, r, n),
                     shard_of(whole, record),
                     "All parts have ceil(size / n) rows or columns; what is missing at the end is "
                     "filled with zeros, because collectives move equal sizes.",
@@ -70,7 +70,7 @@ def shards(answer, rank: int, watch: Watch) -> tuple[str, Par]:
         whole = numbers(*shape)
         part = shard_of(whole, Sharding(shape, (Shard(dim, group),)))
         with watch.counted() as calls:
-            got = gather(part, shape[dim], dim, group)
+            got = gather(part.clone(), shape[dim], dim, group)
         watch.agree()
         same(
             f"gather of a weight {list(shape)}, dimension {dim}, on rank {rank}",
@@ -263,7 +263,13 @@ def difference_of_lists(case: str, got: list, expected: list, v: int, hint: str)
     if not isinstance(got, list) or len(got) != len(expected):
         raise AnswerError(f"{case}: expected a list of {len(expected)} lists, one for each rank.")
     for rank, (mine, right) in enumerate(zip(got, expected)):
-        mine = [tuple(action) for action in mine]
+        try:
+            mine = [schedules.Action(*action) for action in mine]
+        except TypeError:
+            raise AnswerError(
+                f"{case}, rank {rank}: expected a list of Action(op, chunk, micro_batch), got "
+                f"{mine!r:.60}"
+            ) from None
         right = [tuple(action) for action in right]
         if mine == right:
             continue
@@ -282,6 +288,8 @@ def schedule_par(got: list, expected: list, name: str, case: tuple[int, int, int
     then there is nothing to count."""
     p, m, v = case
     try:
+        if len(got) != p:
+            return None
         got = [[schedules.Action(*action) for action in actions] for actions in got]
         schedules.validate(got, m, v)
     except (schedules.ScheduleError, TypeError):
@@ -362,7 +370,7 @@ def simulation(answer, rank: int, watch: Watch) -> tuple[str, Par]:
         schedule = schedules.make(name, p, m, v)
         for of_transfer, now in (("", schedules.Cost()), (", transfers of 0.5 s", cost)):
             expected = {tuple(e)[:4]: e for e in schedules.simulate(schedule, now, v)}
-            events = simulate(schedule, now, v)
+            events = simulate([list(actions) for actions in schedule], now, v)
             got = {tuple(e)[:4]: schedules.Event(*e) for e in events or []}
             case = f"{name}, p {p}, m {m}{of_transfer}"
             _compare_events(case, got, expected)
@@ -377,6 +385,10 @@ _ONE = schedules.Cost()
 
 
 def _compare_events(case: str, got: dict, expected: dict) -> None:
+    for key in got.keys() - expected.keys():
+        raise AnswerError(
+            f"{case}: rank {key[0]} runs {schedules.Action(*key[1:])}, which is not in its list."
+        )
     # by start, so that the first difference is the cause of the others
     for key, event in expected.items():
         action = schedules.Action(*key[1:])
@@ -608,7 +620,7 @@ def sinkhorn(answer, rank: int, watch: Watch) -> tuple[str, Par]:
             # far from 0, but as easy as the first
             logits = numbers(n, e) + 2000
         first = len(watch.sizes)
-        plan = balance(logits, 1e-13)
+        plan = balance(logits.clone(), 1e-13)
         made = sum(size == n * e for size in watch.sizes[first:])
         same(
             f"the plan of logits near {logits.mean():.0f}",

@@ -132,6 +132,7 @@ WRONG = [
     (7, "zero_bubble_h1 = wrong.ZbH1.one_too_late", "rank 0, position 5"),
     (7, "zero_bubble_h1 = wrong.ZbH1.forgotten", "the W that are left come at the end"),
     (8, "simulate = wrong.Simulate.transfers_forgotten", "arrives after a transfer"),
+    (8, "simulate = wrong.Simulate.lists_emptied", "arrives after a transfer"),
     (8, "simulate = wrong.Simulate.transfers_to_itself", "what this rank computed at once"),
     (8, "simulate = wrong.Simulate.two_actions_at_a_time", "starts when its rank is free"),
     (8, "simulate = wrong.Simulate.deadlock_ignored", "raise ScheduleError"),
@@ -150,6 +151,7 @@ WRONG = [
     (12, "layer_bytes = wrong.MemoryFormula.masks_of_two_bytes", "Attention keeps 11 s b h"),
     (13, "sinkhorn = wrong.Sinkhorn.rows_only", "columns to 1/E"),
     (13, "sinkhorn = wrong.Sinkhorn.three_iterations", "until the loads are even"),
+    (13, "sinkhorn = wrong.Sinkhorn.logits_overwritten", "columns to 1/E"),
     (13, "sinkhorn = wrong.Sinkhorn.overflow", "exp overflows"),
     (13, "sinkhorn = wrong.Sinkhorn.new_matrices", "Keep d0 [N] and d1 [E] instead"),
 ]
@@ -304,6 +306,43 @@ def test_a_syntax_error_has_its_line(tmp_path):
 def test_a_missing_function_is_named(tmp_path):
     (found,) = grade([answer(tmp_path, 5, "x = 1\n")])
     assert "no function `one_f_one_b`" in found.why
+
+
+# (number, an answer that is no answer, words of what the reader is told)
+ODD = [
+    (5, "def one_f_one_b(p, m):\n    return [None] * p", "expected a list of Action(op, chunk"),
+    (5, "def one_f_one_b(p, m):\n    yield []", "expected a list of 4 lists"),
+    (5, "def one_f_one_b(p, m):\n    exit(3)", "line 2, in one_f_one_b:  exit(3)"),
+    (
+        8,
+        f"{RIGHT[8]}\nright = simulate\ndef simulate(*args):\n    return [*right(*args), "
+        "(9, 'F', 0, 0, 0, 1)]",
+        "which is not in its list",
+    ),
+    (11, "def checkpoint(function, *args):\n    return None", "y is None, expected a tensor"),
+    (11, "def checkpoint(function, *args):\n    return args[0].to_sparse().data_ptr()", "Error: "),
+    (
+        13,
+        f"{RIGHT[13]}\nright = sinkhorn\ndef sinkhorn(*args):\n    return right(*args) + 1j",
+        "is torch.complex128, expected torch.float64",
+    ),
+]
+
+
+def test_odd_answers_are_told_what_they_are(tmp_path):
+    found = grade([answer(tmp_path, n, text + "\n") for n, text, _ in ODD])
+    for (_, _, words), g in zip(ODD, found):
+        assert not g.correct and words in g.why and "not written yet" not in g.why, g.why
+
+
+def test_files_that_are_not_there_and_two_numbers(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        check.main(["14", "--solutions", str(tmp_path)])
+    assert ended.value.code == 1
+    assert "there is no file" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit) as ended:
+        check.main(["2", "3"])
+    assert ended.value.code == 2 and "2 3: one exercise" in capsys.readouterr().err
 
 
 def test_command(tmp_path, capsys):

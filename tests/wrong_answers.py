@@ -301,6 +301,14 @@ class Simulate:
         return _simulate(schedule, cost, v, lambda result, rank: 0)
 
     @staticmethod
+    def lists_emptied(schedule, cost, v):
+        """Without transfers, and nothing of the lists is left for the next comparison."""
+        events = Simulate.transfers_forgotten(schedule, cost, v)
+        for actions in schedule:
+            actions.clear()
+        return events
+
+    @staticmethod
     def transfers_to_itself(schedule, cost, v):
         return _simulate(schedule, cost, v)
 
@@ -467,6 +475,11 @@ class Sinkhorn:
     @staticmethod
     def three_iterations(logits, tolerance):
         return _scaled(_kernel(logits), 3)
+
+    @staticmethod
+    def logits_overwritten(logits, tolerance):
+        """Right for what is left of the logits."""
+        return logits.zero_().softmax(1) / len(logits)
 
     @staticmethod
     def overflow(logits, tolerance):
