@@ -31,6 +31,7 @@ import torch
 import mutations
 from lessons import bug_runs, form, ranks
 from mutations import Bug
+from runtime import terminal
 
 ROOT = Path(__file__).parent
 WIDTH = form.WIDTH
@@ -201,10 +202,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     ranks.preload("train")
-    try:
-        status = main()
-    except (KeyboardInterrupt, BrokenPipeError):
-        # the reader has seen enough
-        sys.stderr.close()
-        status = 130
-    sys.exit(status)
+    terminal.run(main)

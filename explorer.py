@@ -30,7 +30,7 @@ import schedules
 from comparisons import style
 from page import formulas, translate
 from routers import MoEConfig
-from runtime import rules
+from runtime import rules, terminal
 from runtime.presets import PRESETS
 
 ROOT = Path(__file__).parent
@@ -106,4 +106,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

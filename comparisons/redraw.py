@@ -16,6 +16,8 @@ HERE = Path(__file__).parent
 # the root first: lessons and comparisons share names
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from runtime import terminal  # noqa: E402
+
 # NAME.json: the comparison whose `draw` reads it
 DRAWN_BY = {
     "activation_memory": "activation_memory",
@@ -62,4 +64,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    terminal.run(main)

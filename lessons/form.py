@@ -33,6 +33,7 @@ from collections.abc import Callable
 import torch
 
 from lessons import ranks
+from runtime import terminal
 
 WIDTH = 100
 # "PREDICT  "
@@ -126,14 +127,12 @@ def main(command: str, teach: Callable[[Lesson], None], without: dict | None = N
     torch.set_num_threads(1)
     ranks.fork_this_process()
     lesson = Lesson(command, arguments["quiz"], removed, without.get(removed))
-    try:
+
+    def taught() -> int:
         teach(lesson)
-        status = lesson.verdict()
-    except (KeyboardInterrupt, BrokenPipeError):
-        # the reader has seen enough
-        sys.stderr.close()
-        status = 130
-    sys.exit(status)
+        return lesson.verdict()
+
+    sys.exit(terminal.status_of(taught))
 
 
 def is_asked(argv: list[str]) -> bool:

@@ -83,22 +83,28 @@ def refuse(message: str):
 
 
 def run(main) -> None:
-    """Run main() and end the process with the status that it returns. Where standard output is
-    closed or full: status 1, without a traceback."""
+    """Run main() and end the process with its status, as `status_of` gives it."""
+    leave(status_of(main))
+
+
+def status_of(main) -> int | None:
+    """What main() returns. Where standard output is closed or full: 1; after Ctrl-C: 130. Both
+    without a traceback."""
     prepare()
+    status = 1
     try:
         status = main()
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
     except BrokenPipeError:
         mute(sys.stdout)
-        status = 1
     except OSError as e:
         if e.filename is not None:
             raise
         mute(sys.stdout)
         say(f"standard output cannot be written ({e.strerror})", error=True)
-        status = 1
-    leave(status)
+    return status
 
 
 def leave(status: int):

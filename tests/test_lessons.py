@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -114,6 +115,13 @@ def test_a_lesson_from_the_command_line():
     run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
     broken = run([*command, "--without", "f"])
     assert broken.returncode == 1 and "2 of 5 checks fail without f." in broken.stdout
+    # no input, a full disk, a terminal without Greek letters
+    closed = run(["bash", "-c", f"{' '.join(command)} --quiz <&- > /dev/full"])
+    assert closed.returncode == 1 and "No space left on device" in closed.stderr
+    assert "Traceback" not in closed.stderr
+    ascii_only = os.environ | dict(PYTHONIOENCODING="ascii")
+    ascii_only = run(["bash", "-c", f"{' '.join(command)} --quiz <&-"], env=ascii_only)
+    assert ascii_only.returncode == 0 and not ascii_only.stderr
     unknown = run([*command, "--without", "h"])
     assert unknown.returncode == 2 and "choose from" in unknown.stderr
 
