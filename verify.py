@@ -180,8 +180,10 @@ def times_band(a: dict[int, float], b: dict[int, float], band: dict[int, float])
     """{step: relative difference of the losses, over the band}, for the steps that all have."""
     found = {}
     for step in sorted(a.keys() & b.keys() & band.keys()):
-        apart = abs(a[step] - b[step]) / abs(b[step])
-        found[step] = apart / band[step] if apart else 0.0
+        apart, limit = abs(a[step] - b[step]), band[step] * abs(b[step])
+        found[step] = 0.0
+        if apart:
+            found[step] = apart / limit if limit else float("inf")
     return found
 
 
@@ -205,7 +207,7 @@ def read_losses(path: Path) -> dict[int, float]:
     for line in read_metrics(path)[0]:
         losses[line["step"]] = float("inf") if line["loss"] is None else line["loss"]
     if not losses:
-        raise MetricsError(f"{path}: has no steps")
+        raise MetricsError(f"{path}: {'has no steps' if path.exists() else 'no such file'}")
     return losses
 
 
@@ -273,7 +275,13 @@ def verify(config: Config, world: int, steps: int, mutate=None) -> tuple[bool, d
 
 def measured_band(paths: list[Path]) -> dict[int, float]:
     """Of the user's own repeated runs. Raises MetricsError."""
-    band = band_of([read_losses(path) for path in paths])
+    runs = [read_losses(path) for path in paths]
+    for path, run in zip(paths, runs):
+        if not all(0 < loss < float("inf") for loss in run.values()):
+            raise MetricsError(f"--repeats: {path} has a loss that is not finite and positive")
+    band = band_of(runs)
+    if not band:
+        raise MetricsError("--repeats: these runs have no step in common")
     if not any(band.values()):
         raise MetricsError("--repeats: these losses are equal to the last bit, so there is no band")
     limits = f"{min(band.values()):.0e} to {max(band.values()):.0e}"
@@ -305,6 +313,8 @@ def main(argv: list[str] | None = None, mutate=None) -> int:
     own = argv[: argv.index("--")] if "--" in argv else argv
     parser = make_parser()
     args = parser.parse_args(own)
+    if args.steps < 0 or (args.ranks is not None and args.ranks < 1):
+        parser.error("--steps and --ranks: steps are 0 or more, ranks 1 or more")
     if bool(args.metrics) != bool(args.against):
         parser.error("--metrics and --against: two runs are compared, so give both")
     if args.metrics and not args.repeats and not args.steps:

@@ -85,7 +85,12 @@ def test_refused_flags(capsys):
         verify.main(["--", "--tensors", "2"])
     assert left.value.code == 2
     assert "train.py: unrecognized arguments: --tensors 2" in capsys.readouterr().err
-    for arguments in (["--metrics", "a"], ["--repeats", "a", "b"]):
+    for arguments in (
+        ["--metrics", "a"],
+        ["--repeats", "a", "b"],
+        ["--steps", "-1"],
+        ["--ranks", "0"],
+    ):
         with pytest.raises(SystemExit) as left:
             verify.main(arguments)
         assert left.value.code == 2
@@ -223,7 +228,13 @@ def test_runs_of_the_user(tmp_path, capsys):
     assert verify.main(["--repeats", a, a, "--metrics", b, "--against", a]) == 2
     assert "equal to the last bit" in capsys.readouterr().err
     assert verify.main([*repeats, "--metrics", str(tmp_path / "none"), "--against", a]) == 2
-    assert "has no steps" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err
+    # nothing may lie inside of a band that is infinite; a step without noise, and a loss of 0
+    assert verify.main(["--repeats", a, infinite, "--metrics", d, "--against", a]) == 2
+    assert "not finite" in capsys.readouterr().err
+    assert verify.times_band({1: 3.0, 2: 0.1}, {1: 3.1, 2: 0.0}, {1: 0.0, 2: 0.1}) == (
+        {1: float("inf"), 2: float("inf")}
+    )
 
 
 @pytest.mark.parametrize("runs, least, most", [(6, 0.0, 0.002), (3, 0.01, 0.03), (2, 0.1, 0.16)])
