@@ -130,7 +130,7 @@ def show(bug: Bug, steps: int) -> None:
     for line in code_of(bug):
         print((" " * LABEL + line).rstrip())
     sys.stdout.flush()
-    one_flags = bug_runs.of_one_device(flags)
+    one_flags = mutations.of_one_device(flags)
     one = bug_runs.train(1, None, one_flags, steps)
     two = bug_runs.train(bug.world, bug.apply, flags, steps)
     row = bug_runs.compare(two, one)

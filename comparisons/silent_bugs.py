@@ -319,7 +319,7 @@ def main():
     for name, bug in mutations.bugs().items():
         if args.toy and name not in TOY:
             continue
-        flags = bug_runs.of_one_device(bug_runs.flags_of(bug))
+        flags = mutations.of_one_device(bug_runs.flags_of(bug))
         key = " ".join(f"{flag} {value}" for flag, value in flags.items()) or "dense"
         if key not in ones:
             ones[key], results["right"][key] = measure_right(flags, steps, seeds)

@@ -24,7 +24,7 @@ import data
 import sharding
 import train as trainer
 from lessons import parity, ranks
-from mutations import Bug
+from mutations import Bug, of_one_device
 from runtime.evaluation import evaluate
 from runtime.world import Groups
 
@@ -45,15 +45,6 @@ SETTING = dict(
     seed=5,
     device="cpu",
 )
-# what one device needs too, to compute the same
-OF_THE_MODEL = (
-    "num_experts",
-    "router",
-    "router_topk",
-    "aux_loss",
-    "z_loss",
-    "seq_length",
-)
 # written for sequences of 16
 SHORT = ("routed-by-slice",)
 # relative
@@ -63,14 +54,6 @@ ROUNDING = 1e-10
 def flags_of(bug: Bug) -> dict:
     """Flags of train.py: the layout in which the bug shows."""
     return bug.flags | (dict(seq_length=16) if bug.name in SHORT else {})
-
-
-def of_one_device(flags: dict) -> dict:
-    """The same model on one device. Routers balance within a micro-batch."""
-    kept = {name: value for name, value in flags.items() if name in OF_THE_MODEL}
-    if "num_experts" in kept:
-        kept["micro_batch_size"] = flags["micro_batch_size"]
-    return kept
 
 
 # --- text -----------------------------------------------------------------------------------------

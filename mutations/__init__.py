@@ -44,6 +44,19 @@ class Bug:
         return self.layouts[0]
 
 
+# flags of the model, not of the layout
+OF_THE_MODEL = ("num_experts", "router", "router_topk", "aux_loss", "z_loss", "seq_length")
+
+
+def of_one_device(flags: dict) -> dict:
+    """Of the flags of a layout, those with which one device computes the same. Routers balance
+    within a micro-batch, so with experts its size is one of them."""
+    kept = {name: value for name, value in flags.items() if name in OF_THE_MODEL}
+    if "num_experts" in kept:
+        kept["micro_batch_size"] = flags["micro_batch_size"]
+    return kept
+
+
 _BUGS: dict[str, Bug] = {}
 
 

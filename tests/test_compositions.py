@@ -272,16 +272,6 @@ def test_what_replicas_disagree_on_is_infinite():
 # --- the gate can fail ---------------------------------------------------------------------------
 
 BUGS = mutations.bugs()
-# of the model, not of the layout: one device has them too
-OF_THE_MODEL = ("num_experts", "router", "router_topk", "aux_loss", "z_loss")
-
-
-def of_one_device(flags: dict) -> dict:
-    """What one device needs to compute the same. Routing depends on the micro-batch."""
-    kept = {name: value for name, value in flags.items() if name in OF_THE_MODEL}
-    if kept:
-        kept["micro_batch_size"] = flags["micro_batch_size"]
-    return kept
 
 
 def layouts_of_bugs() -> list:
@@ -299,7 +289,7 @@ def test_gate_sees(name, layout):
     bug = BUGS[name]
     flags = bug.layouts[layout]
     broken = train(bug.world, steps=2, trace=True, mutate=bug.apply, **flags)
-    one = train(steps=2, trace=True, **of_one_device(flags))
+    one = train(steps=2, trace=True, **mutations.of_one_device(flags))
     differs(broken, one)
     first = first_difference(broken, one)
     assert re.match(bug.first, first.label), first
