@@ -99,8 +99,11 @@ def main():
     )
     parser.add_argument("--out", type=Path, default=DEFAULT, metavar="FILE", help="the page")
     args = parser.parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(page(), encoding="utf-8")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(page(), encoding="utf-8")
+    except OSError as e:
+        terminal.refuse(f"explorer.py: --out {args.out}: {e.strerror}; name a file to write")
     print(f"written: {args.out}, {args.out.stat().st_size:,} bytes")
     print(f"open {args.out.resolve().as_uri()} in a browser")
 

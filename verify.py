@@ -325,7 +325,9 @@ def main(argv: list[str] | None = None, mutate=None) -> int:
     try:
         return 0 if attempt(args, argv[len(own) + 1 :], mutate) else 1
     except REFUSED as e:
-        terminal.say(f"train.py: {terminal.one_line(e)}", error=True)
+        # the flags after -- are train.py's, the files are ours
+        speaker = "verify.py" if isinstance(e, MetricsError) else "train.py"
+        terminal.say(f"{speaker}: {terminal.one_line(e)}", error=True)
         return 2
 
 

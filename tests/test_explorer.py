@@ -30,6 +30,14 @@ ROOT = Path(__file__).parent.parent
 RUNTIME = (ROOT / "page" / "python.js").read_text()
 
 
+def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["explorer.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as left:
+        explorer.main()
+    assert left.value.code == 2
+    assert f"--out {tmp_path}: Is a directory; name a file" in capsys.readouterr().err
+
+
 def test_page_is_up_to_date(tmp_path, monkeypatch, capsys):
     """Byte for byte what `python explorer.py` writes. If this fails, run it."""
     out = tmp_path / "new" / "page.html"
