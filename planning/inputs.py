@@ -1,12 +1,102 @@
 """What a prediction is made from: a machine, the software that runs on it, and a layout.
 
-    Machine      data-sheet numbers of a device and of the links between devices, and at most six
-                 constants that are fitted to measured times
-    Software     facts about an implementation: what it keeps, what it overlaps
+    Machine      data-sheet numbers of a device and of the links between devices
+    Constants    the share of each number that training reaches: fitted to measured times
+    Software     facts about an implementation: what it keeps in memory, what it overlaps
     Layout       how a model and its batch are spread over the ranks
+
+Not covered: nodes of different kinds, and a network that is slower between distant nodes.
 """
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What data sheets do not say: fitted (planning/calibrate.py) or measured (measure.py).
+
+    The first four are shares of a data-sheet number, from 0 to 1.
+    """
+
+    # of the peak, that large matrix multiplications reach
+    matmul: float
+    # of the memory's bandwidth, that element-wise operations reach
+    memory: float
+    # of the links in a node and of the network, that collectives reach
+    node: float
+    network: float
+    # seconds that a collective waits: for the slowest rank, for its kernel to start
+    wait: float
+    # of the network, that ZeRO-3's collectives of single parameters reach; only for software
+    # with `reduces_parameter_by_parameter`
+    zero3: float = 1.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """FLOP/s are dense, at the precision of training. Bandwidths are bytes/s of one device, in one
+    direction."""
+
+    name: str
+    peak: float
+    # bytes
+    memory: float
+    memory_bandwidth: float
+    node_bandwidth: float
+    network_bandwidth: float
+    ranks_per_node: int
+    constants: Constants
+
+    @property
+    def node_link(self) -> float:
+        """Bytes/s that a rank reaches inside a node."""
+        return self.node_bandwidth * self.constants.node
+
+    @property
+    def network_link(self) -> float:
+        """Bytes/s that a rank reaches over its own adapter."""
+        return self.network_bandwidth * self.constants.network
+
+    def link(self, size: int, stride: int) -> float:
+        """Bytes/s of one rank in a collective of `size` ranks, numbered `stride` apart.
+
+        A ring of ranks enters and leaves each node once, so its k members on one node share their
+        adapters: the ring has k times the bandwidth of one adapter.
+        """
+        if size * stride <= self.ranks_per_node:
+            return self.node_link
+        members_on_node = max(1, self.ranks_per_node // stride)
+        return self.network_link * min(size, members_on_node)
+
+
+@dataclass(frozen=True)
+class Software:
+    """Facts about an implementation, known from its source; none is fitted.
+
+    Overlapped communication takes time only where it is longer than the computation beside it.
+    """
+
+    name: str
+    # bytes of one number: a weight and an activation; a gradient; master weight and two moments
+    weight: int = 2
+    gradient: int = 4
+    optimizer_state: int = 12
+    # of a gradient that is summed over data-parallel ranks
+    reduced: int = 4
+    # attention of models without dropout runs in one kernel, which writes no s x s scores
+    fused_attention: bool = False
+    # the tensor-parallel all-reduce of backward runs beside the weight gradient
+    overlaps_tensor: bool = True
+    # the weight gradient's matrix multiplication adds to the 32-bit sum
+    fuses_accumulation: bool = False
+    # gradients are summed over data-parallel ranks beside the last backward
+    overlaps_data: bool = False
+    # a tensor-parallel rank sends a slice of the activation to the next stage, which gathers it
+    scatters_pipeline: bool = True
+    # ZeRO-3: gathers run beside the layer before; reductions are waited for
+    waits_for_reductions: bool = False
+    # the bytes of each activation are the paper's (arXiv 2205.05198), not this project's
+    paper_activations: bool = True
 
 
 @dataclass(frozen=True)
@@ -43,19 +133,29 @@ class Layout:
         return self.schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
 
 
-@dataclass(frozen=True)
-class Software:
-    """Facts about an implementation, known from its source. Not fitted.
+# --- presets --------------------------------------------------------------------------------------
 
-    Bytes are those of one number. Overlapped communication takes time only where it is longer than
-    the computation beside it.
-    """
+# fitted to the six rows that planning/calibrate.py names, all of A100s
+FITTED = Constants(matmul=0.782, memory=0.784, node=0.831, network=0.572, wait=330e-6, zero3=0.137)
 
-    name: str
-    # bytes of a weight, and of an activation
-    weight: int = 2
-    gradient: int = 4
-    # master weight and two moments
-    optimizer_state: int = 12
-    # attention in one kernel, which writes no s x s scores
-    fused_attention: bool = False
+# NVIDIA's data sheets: SXM modules; HDR InfiniBand (200 Gbit/s) or NDR (400), one adapter a GPU
+A100 = Machine("a100", 312e12, 80 * 2**30, 2.039e12, 300e9, 25e9, 8, FITTED)
+H100 = Machine("h100", 989e12, 80 * 2**30, 3.35e12, 450e9, 50e9, 8, FITTED)
+H200 = Machine("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 8, FITTED)
+MACHINES = {"a100": A100, "h100": H100, "h200": H200}
+
+SOFTWARE = {
+    # as it runs on GPUs
+    "train.py": Software(
+        "train.py",
+        fused_attention=True,
+        overlaps_data=True,
+        scatters_pipeline=False,
+        paper_activations=False,
+    ),
+    # arXiv 2104.04473 and 2205.05198
+    "megatron-2021": Software("megatron-2021"),
+    "megatron-2022": Software("megatron-2022", fuses_accumulation=True),
+    # the comparison in section 5.2 of arXiv 2104.04473
+    "deepspeed-zero3-2021": Software("deepspeed-zero3-2021", reduced=2, waits_for_reductions=True),
+}

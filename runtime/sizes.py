@@ -21,8 +21,12 @@ def block_matrices(config: GPTConfig, mlps: int) -> int:
     h = config.hidden_size
     kv = config.num_kv_heads * config.head_dim
     attention = 2 * h * h + 2 * h * kv
-    mlp = (3 if config.llama else 2) * h * config.ffn_hidden_size
-    return config.num_layers * attention + mlps * mlp
+    return config.num_layers * attention + mlps * mlp_matrices(config)
+
+
+def mlp_matrices(config: GPTConfig) -> int:
+    """Numbers in the matrices of one MLP, or of one expert."""
+    return (3 if config.llama else 2) * config.hidden_size * config.ffn_hidden_size
 
 
 def least_parameters(config: GPTConfig) -> int:

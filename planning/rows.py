@@ -1,0 +1,87 @@
+"""Measured or published step times, as rows of JSON: which model, layout, software, machine.
+
+    {"note": "...", "rows": [{"name": "22B full", "group": "table5",
+      "model": {"num_layers": 48, "hidden_size": 6144, "num_heads": 64, "seq_length": 2048,
+                "vocab_size": 51200},
+      "layout": {"tp": 8, "micro_batch_size": 4, "global_batch_size": 4, "recompute": "full"},
+      "software": "megatron-2022", "machine": "a100", "seconds": 1.42}]}
+
+published_times.json has 72 of them. Fields of "model" are those of a configuration, fields of
+"layout" those of `Layout`; what is left out has its default.
+
+    python planner.py predict FILE.json      a prediction for each row
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from planning.inputs import MACHINES, SOFTWARE, Layout, Machine, Software
+from routers import MoEConfig
+from runtime import json_files
+
+PUBLISHED = Path(__file__).parent / "published_times.json"
+# other names of a preset, in rows from elsewhere
+ALIASES = {"a100-80gb-selene": "a100"}
+
+
+class RowError(ValueError):
+    """A row that describes no training step; the message names the file, the row and the field."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step time. seconds: None where it is not known."""
+
+    name: str
+    model: MoEConfig
+    layout: Layout
+    software: Software
+    machine: Machine
+    seconds: float | None = None
+    group: str = ""
+
+
+@dataclass
+class _Line:
+    """A row as it stands in the file."""
+
+    model: dict
+    layout: Layout
+    software: str
+    machine: str
+    name: str = ""
+    group: str = ""
+    source: str = ""
+    seconds: float | None = None
+
+    def __post_init__(self):
+        self.machine = ALIASES.get(self.machine, self.machine)
+        for value, known, what in (
+            (self.machine, MACHINES, "machine"),
+            (self.software, SOFTWARE, "software"),
+        ):
+            if value not in known:
+                raise ValueError(f"{what} {value!r}: not known; there are {', '.join(known)}")
+
+
+@dataclass
+class _File:
+    rows: list[_Line] = field(default_factory=list)
+    note: str = ""
+
+
+def read(path: str | Path) -> list[Row]:
+    """The rows of a file. Raises RowError."""
+    try:
+        lines = json_files.read(path, _File).rows
+    except json_files.JSONError as e:
+        raise RowError(str(e)) from None
+    rows = []
+    for number, line in enumerate(lines):
+        try:
+            model = MoEConfig(**line.model)
+        except (TypeError, ValueError) as e:
+            raise RowError(f"{path}: rows[{number}] {line.name}: model: {e}") from None
+        software, machine = SOFTWARE[line.software], MACHINES[line.machine]
+        rows.append(Row(line.name, model, line.layout, software, machine, line.seconds, line.group))
+    return rows
