@@ -1,0 +1,242 @@
+"""Every collective of one rank in one step of train.py, counted without running it.
+
+    a layer, forward and backward of one micro-batch, A = b s h numbers
+
+        tensor                all-reduce A, twice in forward and twice in backward
+                                                                    (arXiv 1909.08053, section 3)
+        tensor + sequence     in forward 2 all-gathers and 2 reduce-scatters of A, in backward 4 and
+                              2; all-reduce of the norms' gradients (arXiv 2205.05198, 4.2.2)
+        full recomputation    the collectives of forward once more
+        experts               4 all-to-alls of k b s h numbers, and one of counts (arXiv 2006.16668)
+
+    pipeline                  A between neighbouring stages, there and back (arXiv 2104.04473)
+    data parallel             one all-reduce of each unit, or reduce-scatters and all-gathers: the
+                              table of fsdp.py, with padding
+    gradient norm             8 bytes over each group that shards parameters (gradients.py)
+
+`bytes` are those of the largest tensor in a call, as in lessons/ranks.py: the output of an
+all-gather, the input of a reduce-scatter. The tests hold these counts to what gloo ranks send.
+
+    python -m planning.collectives        what a rank of the 1T model sends in one step
+
+Letters: b micro-batch, s sequence, h hidden, t tensor-parallel ranks, p pipeline ranks, v stages on
+each, m micro-batches, V vocabulary, E experts, k experts of a token.
+
+Not covered: all-to-alls count k b s rows, an even load. A rank whose experts get more receives more.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from model_config import GPTConfig
+from planning import shapes
+from planning.inputs import Layout, Software
+from planning.shapes import Chunk, Part, Sizes, Unit
+
+
+class Collective(NamedTuple):
+    # all-reduce, all-gather, reduce-scatter, all-to-all, send or receive
+    kind: str
+    # tp, dp, pp, ep, or edp: the ranks that hold the same experts
+    group: str
+    # of the largest tensor in the call
+    bytes: int
+    # in one step
+    count: int
+
+
+# (kind, group, bytes) -> count
+Calls = Counter
+
+
+def collectives(
+    model: GPTConfig, layout: Layout, software: Software, rank: int = 0
+) -> list[Collective]:
+    """What a rank sends in one step, forward_backward and update. rank: of the p pipeline ranks, of
+    which the first has the embedding and the last the head; tensor- and data-parallel ranks send
+    alike. The layout is one that train.py accepts."""
+    sizes = shapes.sizes(model, layout)
+    chunks = shapes.chunks(model, layout, rank)
+    calls = Counter()
+    if layout.tp > 1:
+        add_tensor_parallel(calls, model, layout, software, sizes, chunks)
+    if layout.ep > 1:
+        add_expert_parallel(calls, model, layout, software, chunks)
+    if layout.dp > 1:
+        for part, count in parts(sizes, chunks):
+            for unit in part.units:
+                add_unit(calls, unit, count, layout, software, rank)
+    if layout.pp > 1:
+        add_pipeline(calls, model, layout, software, rank)
+        add_tied(calls, model, layout, software, sizes, rank)
+    add_norm(calls, layout, sizes, chunks)
+    return [Collective(*call, count) for call, count in calls.items() if count]
+
+
+def parts(sizes: Sizes, chunks: list[Chunk]) -> list[tuple[Part, int]]:
+    """(part of the model, how often this rank has it)"""
+    dense = sum(chunk.dense for chunk in chunks)
+    experts = sum(chunk.experts for chunk in chunks)
+    counted = [
+        (sizes.embedding, int(chunks[0].first)),
+        (sizes.block, dense),
+        (sizes.expert_block, experts),
+        (sizes.head, int(chunks[-1].last)),
+    ]
+    return [(part, count) for part, count in counted if count]
+
+
+# --- tensor and sequence parallelism --------------------------------------------------------------
+
+
+class Region(NamedTuple):
+    """A tensor-parallel region. f at its start and f̄ at its end; under sequence parallelism g and ḡ
+    (sequence_parallel.py)."""
+
+    layout: Layout
+
+    def enter(self, calls: Calls, size: int, count: int, runs: int = 1, again: int = 0) -> None:
+        """f: all-reduce in backward. g: all-gather in forward, reduce-scatter in backward.
+        runs: of forward; again: all-gathers in backward, of a kept shard."""
+        if not self.layout.sequence_parallel:
+            calls["all-reduce", "tp", size] += count
+            return
+        calls["all-gather", "tp", size] += count * (runs + again)
+        calls["reduce-scatter", "tp", size] += count
+
+    def leave(self, calls: Calls, size: int, count: int, runs: int = 1) -> None:
+        """f̄: all-reduce in forward. ḡ: reduce-scatter in forward, all-gather in backward."""
+        if not self.layout.sequence_parallel:
+            calls["all-reduce", "tp", size] += count * runs
+            return
+        calls["reduce-scatter", "tp", size] += count * runs
+        calls["all-gather", "tp", size] += count
+
+
+def add_tensor_parallel(
+    calls: Calls,
+    model: GPTConfig,
+    layout: Layout,
+    software: Software,
+    sizes: Sizes,
+    chunks: list[Chunk],
+) -> None:
+    m = layout.micro_batches
+    tokens = layout.micro_batch_size * model.seq_length
+    activation = tokens * model.hidden_size * software.weight
+    # what is summed has at least 32 bits
+    wide = max(4, software.weight)
+    runs = 2 if layout.recompute == "full" else 1
+    dense = sum(chunk.dense for chunk in chunks) * m
+    experts = sum(chunk.experts for chunk in chunks) * m
+    region = Region(layout)
+    # attention, and a dense MLP
+    region.enter(calls, activation, 2 * dense + experts, runs, again=1)
+    region.leave(calls, activation, 2 * (dense + experts), runs)
+    if experts:
+        # the tokens, and their logits: moe.py gathers them once
+        region.enter(calls, activation, experts, runs)
+        region.enter(calls, tokens * model.num_experts * wide, experts, runs)
+    if chunks[0].first:
+        region.leave(calls, activation, m)
+    if chunks[-1].last:
+        # the chunked head keeps the whole input
+        region.enter(calls, activation, m, again=int(not layout.head_chunk))
+        # the loss: the largest logit; the sum of exponentials and the target's logit
+        calls["all-reduce", "tp", tokens * wide] += m
+        calls["all-reduce", "tp", 2 * tokens * wide] += m
+    if layout.sequence_parallel:
+        for part, count in parts(sizes, chunks):
+            if part.whole:
+                # gradients of norms, positions, late biases and routers, side by side
+                calls["all-reduce", "tp", part.whole * wide] += count * m
+
+
+# --- expert parallelism ---------------------------------------------------------------------------
+
+
+def add_expert_parallel(
+    calls: Calls, model: GPTConfig, layout: Layout, software: Software, chunks: list[Chunk]
+) -> None:
+    experts = sum(chunk.experts for chunk in chunks) * layout.micro_batches
+    if not experts:
+        return
+    rows = layout.micro_batch_size * model.seq_length * model.router_topk
+    # there and back: in forward, in recomputation, in backward
+    times = 6 if layout.recompute == "full" else 4
+    calls["all-to-all", "ep", rows * model.hidden_size * software.weight] += experts * times
+    # int64: how many rows each expert will get; recomputation reuses the plan
+    calls["all-to-all", "ep", 8 * model.num_experts] += experts
+
+
+# --- data parallelism -----------------------------------------------------------------------------
+
+
+def add_unit(
+    calls: Calls, unit: Unit, count: int, layout: Layout, software: Software, rank: int
+) -> None:
+    """`count` equal units, [N, T] each, in the step's m micro-batches (the table of fsdp.py)."""
+    m, stage = layout.micro_batches, layout.zero_stage
+    numbers = unit.N * unit.T
+    gradients = numbers * software.gradient
+    weights = numbers * software.weight
+    if stage == 0:
+        calls["all-reduce", unit.group, gradients] += count
+        return
+    reductions = 1
+    if stage >= 2:
+        reductions = m
+        if unit.mixed and layout.pipeline_schedule == "zb-h1":
+            reductions = zero_bubble_reductions(m, rank)
+    calls["reduce-scatter", unit.group, gradients] += count * reductions
+    # stage 3: for each forward and each backward; else after the update
+    calls["all-gather", unit.group, weights] += count * (2 * m if stage == 3 else 1)
+
+
+def zero_bubble_reductions(m: int, rank: int) -> int:
+    """How often a unit is complete under zb-h1, where W comes `rank` micro-batches after I. The
+    W that are left at the end, when no I comes between them, are reduced together."""
+    left = min(rank, m - 1)
+    return m - max(0, left - 1)
+
+
+# --- the pipeline ---------------------------------------------------------------------------------
+
+
+def add_pipeline(
+    calls: Calls, model: GPTConfig, layout: Layout, software: Software, rank: int
+) -> None:
+    """Activations go to the next stage, their gradients back."""
+    tokens = layout.micro_batch_size * model.seq_length
+    shards = layout.tp if layout.sequence_parallel else 1
+    activation = tokens // shards * model.hidden_size * software.weight
+    v = layout.virtual_stages
+    # stages of this rank that have a next one, and those that have one before
+    to_next = v - (rank == layout.pp - 1)
+    to_previous = v - (rank == 0)
+    messages = layout.micro_batches * (to_next + to_previous)
+    calls["send", "pp", activation] += messages
+    calls["receive", "pp", activation] += messages
+
+
+def add_tied(
+    calls: Calls, model: GPTConfig, layout: Layout, software: Software, sizes: Sizes, rank: int
+) -> None:
+    """The first and the last rank add up the gradients of their copies of a tied matrix."""
+    if model.llama or rank not in (0, layout.pp - 1):
+        return
+    calls["send", "pp", sizes.tied * software.gradient] += 1
+    calls["receive", "pp", sizes.tied * software.gradient] += 1
+
+
+# --- the gradient norm ----------------------------------------------------------------------------
+
+
+def add_norm(calls: Calls, layout: Layout, sizes: Sizes, chunks: list[Chunk]) -> None:
+    """One float64 over each group of each kind of sharding, and over the pipeline."""
+    kinds = frozenset().union(*(part.groups for part, _ in parts(sizes, chunks)))
+    for groups in kinds:
+        for group in groups:
+            calls["all-reduce", group, 8] += 1
+    if layout.pp > 1:
+        calls["all-reduce", "pp", 8] += 1
