@@ -90,7 +90,7 @@ class Calls(ranks.Collectives):
         for name in ("dp", "ep", "edp", "tp", "pp"):
             group = getattr(groups, name)
             if group:
-                # where ep is dp, the two are one group
+                # where ep is dp and all ranks, the two are one group
                 self.names.setdefault(group.group_name, name)
         self.counted = Counter()
 
@@ -226,6 +226,7 @@ def test_collectives_are_those_of_gloo_ranks(measured, name):
     for rank, counted, _ in measured[name]:
         predicted = Counter()
         for c in collectives(model, layout, SOFTWARE, rank):
-            group = "dp" if c.group == "ep" and layout.ep == layout.dp else c.group
+            is_dp = c.group == "ep" and layout.ep == layout.ranks
+            group = "dp" if is_dp else c.group
             predicted[c.kind, group, c.bytes] += c.count
         assert predicted == counted, f"rank {rank}"
