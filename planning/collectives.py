@@ -22,7 +22,7 @@ all-gather, the input of a reduce-scatter. The tests hold these counts to what g
 Letters: b micro-batch, s sequence, h hidden, t tensor-parallel ranks, p pipeline ranks, v stages on
 each, m micro-batches, V vocabulary, E experts, k experts of a token.
 
-Not covered: all-to-alls count k b s rows, an even load. A rank whose experts get more receives more.
+Not covered: an uneven load of experts. All-to-alls count as many rows from a rank as to it.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ from typing import NamedTuple
 from model_config import GPTConfig
 from planning import shapes
 from planning.inputs import Layout, Software
-from planning.shapes import Chunk, Part, Sizes, Unit
+from planning.shapes import Chunk, Sizes, Unit
 
 
 class Collective(NamedTuple):
@@ -63,7 +63,7 @@ def collectives(
     if layout.ep > 1:
         add_expert_parallel(calls, model, layout, software, chunks)
     if layout.dp > 1:
-        for part, count in parts(sizes, chunks):
+        for part, count in shapes.parts(sizes, chunks):
             for unit in part.units:
                 add_unit(calls, unit, count, layout, software, rank)
     if layout.pp > 1:
@@ -71,19 +71,6 @@ def collectives(
         add_tied(calls, model, layout, software, sizes, rank)
     add_norm(calls, layout, sizes, chunks)
     return [Collective(*call, count) for call, count in calls.items() if count]
-
-
-def parts(sizes: Sizes, chunks: list[Chunk]) -> list[tuple[Part, int]]:
-    """(part of the model, how often this rank has it)"""
-    dense = sum(chunk.dense for chunk in chunks)
-    experts = sum(chunk.experts for chunk in chunks)
-    counted = [
-        (sizes.embedding, int(chunks[0].first)),
-        (sizes.block, dense),
-        (sizes.expert_block, experts),
-        (sizes.head, int(chunks[-1].last)),
-    ]
-    return [(part, count) for part, count in counted if count]
 
 
 # --- tensor and sequence parallelism --------------------------------------------------------------
@@ -146,7 +133,7 @@ def add_tensor_parallel(
         calls["all-reduce", "tp", tokens * wide] += m
         calls["all-reduce", "tp", 2 * tokens * wide] += m
     if layout.sequence_parallel:
-        for part, count in parts(sizes, chunks):
+        for part, count in shapes.parts(sizes, chunks):
             if part.whole:
                 # gradients of norms, positions, late biases and routers, side by side
                 calls["all-reduce", "tp", part.whole * wide] += count * m
@@ -161,7 +148,7 @@ def add_expert_parallel(
     experts = sum(chunk.experts for chunk in chunks) * layout.micro_batches
     if not experts:
         return
-    rows = layout.micro_batch_size * model.seq_length * model.router_topk
+    rows = shapes.expert_rows(model, layout)
     # there and back: in forward, in recomputation, in backward
     times = 6 if layout.recompute == "full" else 4
     calls["all-to-all", "ep", rows * model.hidden_size * software.weight] += experts * times
@@ -178,7 +165,8 @@ def add_unit(
     """`count` equal units, [N, T] each, in the step's m micro-batches (the table of fsdp.py)."""
     m, stage = layout.micro_batches, layout.zero_stage
     numbers = unit.N * unit.T
-    gradients = numbers * software.gradient
+    # alone, a rank sums in the type of its gradients
+    gradients = numbers * (software.reduced if unit.ranks > 1 else software.gradient)
     weights = numbers * software.weight
     if stage == 0:
         calls["all-reduce", unit.group, gradients] += count
@@ -234,7 +222,7 @@ def add_tied(
 
 def add_norm(calls: Calls, layout: Layout, sizes: Sizes, chunks: list[Chunk]) -> None:
     """One float64 over each group of each kind of sharding, and over the pipeline."""
-    kinds = frozenset().union(*(part.groups for part, _ in parts(sizes, chunks)))
+    kinds = frozenset().union(*(part.groups for part, _ in shapes.parts(sizes, chunks)))
     for groups in kinds:
         for group in groups:
             calls["all-reduce", group, 8] += 1

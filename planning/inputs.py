@@ -95,6 +95,8 @@ class Software:
     scatters_pipeline: bool = True
     # ZeRO-3: gathers run beside the layer before; reductions are waited for
     waits_for_reductions: bool = False
+    # RMSNorm in one kernel; on CPUs PyTorch makes it of single operations, which keep more
+    fused_rms_norm: bool = True
     # the bytes of each activation are the paper's (arXiv 2205.05198), not this project's
     paper_activations: bool = True
 
@@ -118,6 +120,10 @@ class Layout:
     recompute: str = "none"
     sequence_parallel: bool = False
     zero_stage: int = 0
+    # layers of each stage, None for an even split
+    layer_split: tuple[int, ...] | None = None
+    # tokens that have logits at a time, 0 for all of a micro-batch
+    head_chunk: int = 0
 
     @property
     def ranks(self) -> int:

@@ -26,15 +26,14 @@ Not covered: memory that PyTorch's allocator cannot use, workspaces of libraries
 (--kernels auto) and torch.compile keep in another form.
 """
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
-import recompute
+import schedules
 from model_config import GPTConfig
 from planning import shapes
 from planning.inputs import Layout, Software
-from planning.shapes import Chunk, Part, Sizes
+from planning.shapes import Chunk, Part, Unit
 
 # --- what a layer keeps ---------------------------------------------------------------------------
 
@@ -97,12 +96,10 @@ def norm_rows(model: GPTConfig, c: Counts, software: Software) -> dict[str, int]
     return rows
 
 
-def core_rows(
-    model: GPTConfig, layout: Layout, c: Counts, software: Software
-) -> dict[str, int]:
+def core_rows(model: GPTConfig, layout: Layout, c: Counts, software: Software) -> dict[str, int]:
     """softmax(q kᵀ) v with its dropout."""
-    if model.attention == "fused":
-        # two numbers for a row of scores in one: its log Σ exp, float32
+    if is_fused(model, software):
+        # log Σ exp of each row of scores, float32
         rows = 4 * layout.micro_batch_size * model.num_heads // layout.tp * model.seq_length
         return {"query": c.query, "key": c.key, "value": c.key, "row sums": rows}
     # grouped keys and values are repeated for each head
@@ -112,6 +109,10 @@ def core_rows(
         rows["attention mask"] = c.scores
         rows["dropped softmax"] = c.scores * software.weight
     return rows
+
+
+def is_fused(model: GPTConfig, software: Software) -> bool:
+    return software.fused_attention and model.attention == "fused"
 
 
 def mask_row(model: GPTConfig, c: Counts) -> dict[str, int]:
@@ -133,23 +134,24 @@ def expert_rows(model: GPTConfig, layout: Layout, c: Counts, software: Software)
     """As mlp_rows, of experts (moe.py)."""
     n = layout.micro_batch_size * model.seq_length
     k, e = model.router_topk, model.num_experts
-    assignments = n * k
+    # of b s tokens, so many go through an expert of this rank
+    per_token = shapes.expert_rows(model, layout) / n
     wide = max(4, software.weight)
     rows = {
         "router input": c.tokens * model.hidden_size * wide,
-        "expert input": k * c.whole,
-        "gelu input": k * c.ffn,
-        "down input": k * c.ffn,
-        "combine input": k * c.whole,
-        "weights of rows": assignments * software.weight,
+        "expert input": per_token * c.whole,
+        "gelu input": per_token * c.ffn,
+        "down input": per_token * c.ffn,
+        "combine input": per_token * c.whole,
+        "weights of rows": per_token * n * software.weight,
         # int64: where rows go, and where they come from
         "indices": plan_bytes(model, layout) - 8 * e,
     }
     if model.llama:
-        rows |= {"gate": k * c.ffn, "silu": k * c.ffn}
+        rows |= {"gate": per_token * c.ffn, "silu": per_token * c.ffn}
     # sigmoid or softmax, of all logits or of the chosen ones
     chosen_alone = model.router == "topk" and k > 1
-    rows["probabilities"] = wide * (assignments if chosen_alone else n * e)
+    rows["probabilities"] = wide * n * (k if chosen_alone else e)
     rows["losses"] = wide * c.tokens * e * ((model.aux_loss > 0) + (model.z_loss > 0))
     return rows
 
@@ -185,7 +187,7 @@ def layer(model: GPTConfig, layout: Layout, software: Software, experts: bool = 
     if layout.recompute == "full":
         kept = c.x + key + (plan_bytes(model, layout) if experts else 0)
         return Layer(kept, before + core + after - c.x, deferred)
-    if layout.recompute == "selective" and model.attention == "explicit":
+    if layout.recompute == "selective" and not is_fused(model, software):
         inputs = c.query + 2 * c.key + key
         # the queries of one sequence are in the order that the matrix product needs
         shared = c.query if layout.micro_batch_size == 1 else 0
@@ -250,18 +252,221 @@ class InFlight(NamedTuple):
     # of the first stage, and of the last one
     embeddings: int
     heads: int
+    # under zb-h1, pairs whose weight gradients wait
+    deferred: int = 0
 
 
-def in_flight(layout: Layout, rank: int) -> InFlight:
-    """schedules.in_flight in closed form (the tests compare)."""
+def in_flight(layout: Layout, rank: int) -> list[InFlight]:
+    """schedules.in_flight in closed form (the tests compare); for zb-h1 the states of which one is
+    the fullest."""
     p, m, v, name = layout.pp, layout.micro_batches, layout.virtual_stages, layout.pipeline_schedule
     if p == 1:
-        return InFlight(1, 1, 1)
+        return [InFlight(1, 1, 1)]
     if name == "gpipe":
-        return InFlight(m, m, m)
-    if v == 1:
-        pairs = min(m, p - rank)
-        return InFlight(pairs, pairs, pairs)
-    # warmup, and one forward more
-    pairs = min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1)
-    return InFlight(pairs, min(m, 2 * p), 1)
+        return [InFlight(m, m, m)]
+    if v > 1:
+        # warmup, and one forward more
+        pairs = min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1)
+        return [InFlight(pairs, min(m, 2 * p), 1)]
+    n = min(m, p - rank)
+    states = [InFlight(n, n, n)]
+    if name == "zb-h1":
+        states = [InFlight(n, n, n, min(rank, m - n))]
+        for k in {min(rank, m - 1), m - n}:
+            # after I of micro-batch k, before the W that follows
+            held = min(n - 1, m - 1 - k)
+            states.append(InFlight(held, held, held, min(k, rank) + 1))
+    return states
+
+
+def uneven_pairs(layout: Layout, rank: int, sizes_of_chunks: list[int]) -> int:
+    """Bytes at the peak where chunks keep different bytes: the list of actions is followed."""
+    m = layout.micro_batches
+    actions = schedules.lists(layout.pipeline_schedule, layout.pp, m, layout.virtual_stages)[rank]
+    level = peak = 0
+    for action in actions:
+        level += schedules.IN_FLIGHT[action.op] * sizes_of_chunks[action.chunk]
+        peak = max(peak, level)
+    return peak
+
+
+# --- of one micro-batch ---------------------------------------------------------------------------
+
+
+class Kept(NamedTuple):
+    """What each part of the model keeps of one micro-batch."""
+
+    block: Layer
+    expert_block: Layer
+    embedding: int
+    head: Head
+    # the rotary table, of each chunk that has blocks
+    rotary: int
+    # what goes from stage to stage
+    message: int
+
+
+def kept(model: GPTConfig, layout: Layout, software: Software) -> Kept:
+    return _kept(
+        model,
+        software,
+        layout.micro_batch_size,
+        layout.tp,
+        layout.ep,
+        layout.sequence_parallel,
+        layout.recompute,
+        layout.head_chunk,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _kept(model, software, b: int, t: int, ep: int, sequence: bool, again: str, chunk: int) -> Kept:
+    layout = Layout(
+        micro_batch_size=b,
+        tp=t,
+        ep=ep,
+        sequence_parallel=sequence,
+        recompute=again,
+        head_chunk=chunk,
+    )
+    c = counts_of(model, layout, software)
+    block = expert_block = layer(model, layout, software)
+    if getattr(model, "num_experts", 0):
+        expert_block = layer(model, layout, software, experts=True)
+    rotary = 2 * model.seq_length * model.head_dim * software.weight if model.llama else 0
+    of_head = head(model, layout, software, c)
+    return Kept(block, expert_block, embedding_bytes(model, layout, c), of_head, rotary, c.x)
+
+
+# --- activations at the peak ----------------------------------------------------------------------
+
+
+def activations(layout: Layout, kept: Kept, chunks: list[Chunk], rank: int) -> dict[str, int]:
+    """Bytes that are kept for backward, by part, at the peak of the step."""
+    of_chunks = [chunk_bytes(kept, chunk) for chunk in chunks]
+    # of a whole stage's deferred weight gradients; zb-h1 has one stage on a rank
+    waits = chunks[0].dense * kept.block.deferred + chunks[0].experts * kept.expert_block.deferred
+    waits += chunks[0].last * kept.head.deferred
+    fullest = {}
+    for state in in_flight(layout, rank):
+        layers = state.pairs * of_chunks[0]
+        if min(of_chunks) < max(of_chunks):
+            layers = uneven_pairs(layout, rank, of_chunks)
+        heads = state.heads * chunks[-1].last
+        # the layers are computed again when one head's backward is over
+        again = recomputed_bytes(kept, chunks[-1])
+        parts = {
+            "layers": layers + max(0, again - (kept.head.kept if heads else 0)),
+            "embedding": state.embeddings * chunks[0].first * kept.embedding,
+            "head": heads * kept.head.kept,
+            "deferred": state.deferred * waits,
+        }
+        if sum(parts.values()) > sum(fullest.values()):
+            fullest = parts
+    return fullest
+
+
+def chunk_bytes(kept: Kept, chunk: Chunk) -> int:
+    """Of one stage's blocks and one micro-batch."""
+    rotary = kept.rotary if chunk.dense + chunk.experts else 0
+    return chunk.dense * kept.block.kept + chunk.experts * kept.expert_block.kept + rotary
+
+
+def recomputed_bytes(kept: Kept, chunk: Chunk) -> int:
+    """The most that is computed again at a time. Backward begins with the last block; when it comes
+    to the one before, that one's input is free."""
+    last, other = kept.block, kept.expert_block
+    if chunk.ends_in_experts:
+        last, other = other, last
+    if not chunk.dense + chunk.experts:
+        return 0
+    if not (chunk.dense and chunk.experts):
+        return last.again
+    return max(last.again, other.again - last.kept)
+
+
+# --- weights, gradients, state --------------------------------------------------------------------
+
+
+def of_parameters(layout: Layout, software: Software, parts: list) -> dict[str, int]:
+    """parts: (Part, how often the rank has it)."""
+    stage = layout.zero_stage
+    parameters = gradients = state = 0
+    for part, count in parts:
+        # without data parallelism there are no units
+        units = part.units or (Unit("", 1, 1, part.size, part.size, part.size, False),)
+        for unit in units:
+            parameters += count * (unit.size, unit.padded, unit.padded, unit.T)[stage]
+            gradients += count * (unit.T if stage >= 2 else unit.N * unit.T)
+            state += count * unit.T
+    return {
+        "parameters": parameters * software.weight,
+        "gradients": gradients * software.gradient,
+        "optimizer": state * software.optimizer_state,
+    }
+
+
+def gathered_bytes(
+    model: GPTConfig, layout: Layout, software: Software, parts: list[tuple[Part, int]]
+) -> int:
+    """Stage 3: the parameters of one layer, while the next one's arrive as [N, T]."""
+    if layout.zero_stage < 3 or layout.dp == 1:
+        return 0
+    whole = [sum(unit.size for unit in part.units) for part, _ in parts]
+    flat = [sum(unit.N * unit.T for unit in part.units) for part, _ in parts]
+    # beside it: itself, before it is copied to its place; a neighbour, one more block
+    pairs = [(i, j) for i in range(len(parts)) for j in (i - 1, i, i + 1) if 0 <= j < len(parts)]
+    most = max(whole[i] + flat[j] for i, j in pairs)
+    return most * software.weight
+
+
+def buffer_bytes(
+    layout: Layout, software: Software, kept: Kept, parts: list[tuple[Part, int]], last: bool
+) -> int:
+    """What is there for a moment: gradients on their way to their sums, messages, copies of the
+    logits."""
+    total = kept.head.moment if last else 0
+    if layout.zero_stage >= 2 and layout.dp > 1:
+        # one unit is filled while one more is on its way; under zb-h1 all wait for their weights
+        sizes = sorted(unit.N * unit.T for part, _ in parts for unit in part.units)
+        total += software.gradient * sum(sizes[-2:])
+    if layout.pp > 1:
+        # receives are posted two actions ahead (transfers.lower); one send is on its way
+        total += 4 * kept.message
+    return total
+
+
+# --- a rank ---------------------------------------------------------------------------------------
+
+
+def memory(
+    model: GPTConfig, layout: Layout, software: Software, rank: int | None = None
+) -> dict[str, int]:
+    """Bytes by part, at the peak of a step, of one rank. rank: of the p pipeline ranks; None: the
+    fullest. Tensor- and data-parallel ranks hold the same.
+
+        parameters, gradients, optimizer     all through the step
+        layers, embedding, head              activations that are kept for backward
+        deferred                             zb-h1: what weight gradients wait for
+        gathered                             stage 3: whole parameters of a layer and the next
+        buffers                              for a moment
+
+    The layout is one that train.py accepts.
+    """
+    if rank is None:
+        ranks = range(layout.pp)
+        if shapes.is_even(model, layout):
+            # the first holds the most micro-batches, the last the logits
+            ranks = {0, layout.pp - 1}
+        each = [memory(model, layout, software, r) for r in ranks]
+        return max(each, key=lambda parts: sum(parts.values()))
+    sizes = shapes.sizes(model, layout)
+    chunks = shapes.chunks(model, layout, rank)
+    of_micro_batch = kept(model, layout, software)
+    parts = shapes.parts(sizes, chunks)
+    return {
+        **of_parameters(layout, software, parts),
+        **activations(layout, of_micro_batch, chunks, rank),
+        "gathered": gathered_bytes(model, layout, software, parts),
+        "buffers": buffer_bytes(layout, software, of_micro_batch, parts, chunks[-1].last),
+    }

@@ -90,7 +90,7 @@ def of_vocabulary(model: GPTConfig, t: int, **fields) -> Parameter:
 
 def of_embedding(model: GPTConfig, t: int) -> list[Parameter]:
     positions = [] if model.llama else [Parameter((model.seq_length, model.hidden_size))]
-    return [of_vocabulary(model, t)] + positions
+    return [of_vocabulary(model, t), *positions]
 
 
 def of_head(model: GPTConfig, t: int, p: int, chunked: bool) -> list[Parameter]:
@@ -99,7 +99,7 @@ def of_head(model: GPTConfig, t: int, p: int, chunked: bool) -> list[Parameter]:
         return of_norm(model)
     # the chunked head computes the gradient of its matrix at once
     matrix = of_vocabulary(model, t, waits=not chunked, is_copy=not model.llama)
-    return of_norm(model) + [matrix]
+    return [*of_norm(model), matrix]
 
 
 # --- units ----------------------------------------------------------------------------------------
@@ -110,6 +110,9 @@ class Unit(NamedTuple):
 
     # dp, or edp: the ranks that hold the same experts
     group: str
+    # in the group
+    ranks: int
+    # ranks that share the unit: all, or 1 in stage 0
     N: int
     T: int
     # numbers in its parameters, without padding
@@ -142,7 +145,7 @@ class Sizes(NamedTuple):
     tied: int
 
 
-def make_unit(parameters: list[Parameter], group: str, n: int) -> Unit:
+def make_unit(parameters: list[Parameter], group: str, ranks: int, n: int) -> Unit:
     row = padded = 0
     for p in parameters:
         dim = shard_dim(p.shape, n)
@@ -152,7 +155,7 @@ def make_unit(parameters: list[Parameter], group: str, n: int) -> Unit:
         # not along dimension 0: the parameter, and a copy of its shard (fsdp.share_own_shards)
         padded += n * shard if dim == 0 else p.size + copied_shard(p, dim, shard, n)
     mixed = len({p.waits for p in parameters}) > 1
-    return Unit(group, n, row, sum(p.size for p in parameters), padded, mixed)
+    return Unit(group, ranks, n, row, sum(p.size for p in parameters), padded, mixed)
 
 
 def copied_shard(p: Parameter, dim: int, shard: int, n: int) -> int:
@@ -167,7 +170,7 @@ def make_part(parameters: list[Parameter], layout: Layout) -> Part:
     groups = set()
     for group, ranks, some in (("edp", layout.dp // layout.ep, experts), ("dp", layout.dp, others)):
         if some and layout.dp > 1:
-            units.append(make_unit(some, group, ranks if layout.zero_stage else 1))
+            units.append(make_unit(some, group, ranks, ranks if layout.zero_stage else 1))
         shards = (group,) if layout.zero_stage and layout.dp > 1 else ()
         groups |= {p.groups + shards for p in some if not p.is_copy}
     size = sum(p.size for p in parameters)
@@ -189,7 +192,7 @@ def _sizes(model, t: int, ep: int, dp: int, zero_stage: int, p: int, chunked: bo
     expert_block = None
     if getattr(model, "num_experts", 0):
         expert_block = make_part(of_block(model, t, of_experts(model, t, ep)), layout)
-    tied = make_unit(embedding[:1], "dp", dp if zero_stage else 1).T
+    tied = make_unit(embedding[:1], "dp", dp, dp if zero_stage else 1).T
     return Sizes(
         make_part(embedding, layout),
         make_part(of_block(model, t, of_mlp(model, t)), layout),
@@ -197,6 +200,19 @@ def _sizes(model, t: int, ep: int, dp: int, zero_stage: int, p: int, chunked: bo
         make_part(of_head(model, t, p, chunked), layout),
         tied,
     )
+
+
+def expert_rows(model: GPTConfig, layout: Layout) -> int:
+    """Rows that a rank's experts get from one micro-batch, where the load is even: k for each of
+    b s tokens, but for those that a capacity drops."""
+    rows = layout.micro_batch_size * model.seq_length * model.router_topk
+    if not model.capacity_factor:
+        return rows
+    e = model.num_experts
+    factor = min(model.capacity_factor, e)
+    # as routers.Routing
+    capacity = math.ceil(round(factor * rows / e, 6))
+    return min(rows, e * capacity)
 
 
 # --- the parts of a pipeline rank -----------------------------------------------------------------
@@ -241,6 +257,19 @@ def chunks(model: GPTConfig, layout: Layout, rank: int) -> list[Chunk]:
             Chunk(stage == 0, stage == p * v - 1, end - start - experts, experts, ends_in_experts)
         )
     return found
+
+
+def parts(sizes: Sizes, chunks: list[Chunk]) -> list[tuple[Part, int]]:
+    """(part of the model, how often this rank has it)"""
+    dense = sum(chunk.dense for chunk in chunks)
+    experts = sum(chunk.experts for chunk in chunks)
+    counted = [
+        (sizes.embedding, int(chunks[0].first)),
+        (sizes.block, dense),
+        (sizes.expert_block, experts),
+        (sizes.head, int(chunks[-1].last)),
+    ]
+    return [(part, count) for part, count in counted if count]
 
 
 def is_even(model: GPTConfig, layout: Layout) -> bool:
