@@ -22,9 +22,14 @@ collectives, ZeRO, arXiv 1910.02054, section 7.
 Not covered: times of single kernels and of each matrix size (Calculon, arXiv 2305.14500, has them).
 """
 
+import dataclasses
 from typing import NamedTuple
 
+from planning.memory import memory
+
+from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import Layout, Machine, Software
+from planning.layouts import layouts
 from routers import MoEConfig
 from runtime import sizes
 
@@ -54,27 +59,34 @@ LOSS = 52
 # for each parameter: unscale (8), norm (4), clip (8), AdamW (28), to 16 bits (6), zero (4)
 UPDATE = 58
 
-# --- the times of one rank ------------------------------------------------------------------------
+# --- how fast one rank is -------------------------------------------------------------------------
 
 
-class Rates:
-    """How long things take on one rank, in seconds."""
+class Rank:
+    """One rank of a run: how long, in seconds, it takes for what."""
 
-    def __init__(self, machine: Machine, software: Software, layout: Layout):
+    def __init__(self, machine: Machine, software: Software, model: MoEConfig, layout: Layout):
         self.machine = machine
+        self.software = software
+        self.model = model
         self.layout = layout
-        self.bytes_per_number = software.weight
         self.flops = machine.peak * machine.constants.matmul
         self.bytes = machine.memory_bandwidth * machine.constants.memory
-        # a group's ranks are numbered so far apart: tensor-parallel ranks are neighbours
+        # of a micro-batch: b s, and the bytes of an activation [b, s, h]
+        self.tokens = layout.micro_batch_size * model.seq_length
+        self.activation = software.weight * self.tokens * model.hidden_size
+        # the ranks of a group are numbered so far apart: tensor-parallel ranks are neighbours
         self.strides = {"tp": 1, "ep": layout.tp, "dp": layout.tp, "pp": layout.tp * layout.dp}
+        # over which sequence parallelism shards what tensor parallelism leaves whole
+        self.sequence_ranks = layout.tp if layout.sequence_parallel else 1
+        self.fused_attention = software.fused_attention and model.attention == "fused"
 
     def matmul(self, flops: float) -> float:
         return flops / self.flops
 
     def memory(self, nbytes: float) -> float:
         """nbytes: as if numbers had 16 bits."""
-        return nbytes * self.bytes_per_number / 2 / self.bytes
+        return nbytes * self.software.weight / 2 / self.bytes
 
     def collective(self, group: str, nbytes: float, passes: int = 1, share: float = 1.0) -> float:
         """An all-gather, reduce-scatter or all-to-all of nbytes in all. An all-reduce takes two
@@ -92,6 +104,9 @@ class Rates:
         return self.machine.constants.wait + nbytes / link
 
 
+# --- a layer --------------------------------------------------------------------------------------
+
+
 class Pass(NamedTuple):
     """Seconds of one micro-batch going through one layer, forward or backward."""
 
@@ -104,136 +119,265 @@ class Pass(NamedTuple):
         return Pass(*(x + y for x, y in zip(self, other)))
 
 
-def layer(rates: Rates, software: Software, model: MoEConfig, layout: Layout) -> tuple[Pass, Pass]:
-    """(forward, backward) of one layer, the mean where only some layers have experts."""
-    t, b, s, h = layout.tp, layout.micro_batch_size, model.seq_length, model.hidden_size
-    L = model.num_layers
-    tokens = b * s
-    # MLPs that a token goes through, and numbers in the matrices that it meets
-    mlps = sizes.num_mlps(model, "router_topk")[0]
-    weights = sizes.block_matrices(model, mlps) / L
-    linear = rates.matmul(2 * tokens * weights / t)
+def layer(rank: Rank) -> tuple[Pass, Pass, float]:
+    """(forward, backward, the part of backward that computes weight gradients), of one layer; the
+    mean where only some layers have experts."""
+    model, layout = rank.model, rank.layout
+    t, s, h, L = layout.tp, model.seq_length, model.hidden_size, model.num_layers
+    # numbers in the matrices that a token goes through, and in those of this rank
+    met = sizes.block_matrices(model, sizes.num_mlps(model, "router_topk")[0]) / L
+    held = (dense_parameters(model) + expert_parameters(model) / layout.ep) / L / t
+    linear = rank.matmul(2 * rank.tokens * met / t)
     # scores and context
-    core = rates.matmul(4 * b * s * s * h / t)
-
-    sequence_ranks = t if layout.sequence_parallel else 1
-    activation = SWIGLU if model.llama else GELU
-    elementwise = rates.memory(
-        NORMS_AND_RESIDUALS * tokens * h / sequence_ranks
-        + (CONTEXT * h + activation * model.ffn_hidden_size * mlps / L) * tokens / t
-    )
-    fused = software.fused_attention and model.attention == "fused"
-    scores = 0.0 if fused else rates.memory(SCORES * model.num_heads * s * tokens / t)
-
-    # forward: after attention and after the MLP. Sequence parallelism has a reduce-scatter and an
-    # all-gather instead, of as many bytes.
-    all_reduce = rates.collective("tp", software.weight * tokens * h, passes=2)
-    experts = len(model.expert_layers) / L
-    sent = software.weight * tokens * h * model.router_topk / sequence_ranks
-    # to the experts and back
-    exchange = experts * 2 * rates.collective("ep", sent)
+    core = rank.matmul(4 * rank.tokens * s * h / t)
+    elementwise, scores = memory_bound(rank)
+    # all-reduces after attention and after the MLP; to the experts and back
+    all_reduce = rank.collective("tp", rank.activation, passes=2)
+    exchange = 2 * len(model.expert_layers) / L
+    exchange *= rank.collective("ep", rank.activation * model.router_topk / rank.sequence_ranks)
     forward = Pass(linear + core, elementwise + scores, 2 * all_reduce, exchange)
 
-    # Backward: before both. The all-reduce or reduce-scatter runs beside a weight gradient, which
-    # is a quarter of the layer's or more. Sequence parallelism's all-gather does not.
-    beside = linear / 4 if software.overlaps_tensor else 0.0
-    all_gather = all_reduce / 2 if layout.sequence_parallel else 0.0
-    exposed = all_gather + max(0.0, all_reduce - all_gather - beside)
-    accumulation = (
-        0.0
-        if layout.zero_stage >= 2 or software.fuses_accumulation
-        else rates.memory(ACCUMULATION * weights / t)
-    )
-    # a fused core computes the scores again
+    adds = layout.zero_stage < 2 and not rank.software.fuses_accumulation
+    accumulation = rank.memory(ACCUMULATION * held) if adds else 0.0
     backward = Pass(
-        2 * linear + (3 if fused else 2) * core,
+        # fused attention computes the scores again
+        2 * linear + (3 if rank.fused_attention else 2) * core,
         BACKWARD * (elementwise + scores) + accumulation,
-        2 * exposed,
+        tensor_backward(rank, all_reduce, beside=linear / 4),
         exchange,
     )
     if layout.recompute == "full":
         backward = backward.plus(forward)
-    elif layout.recompute == "selective" and not fused:
+    elif layout.recompute == "selective" and not rank.fused_attention:
         backward = backward.plus(Pass(core, scores, 0.0, 0.0))
-    return forward, backward
+    return forward, backward, linear + accumulation
 
 
-def head(rates: Rates, software: Software, model: MoEConfig, layout: Layout) -> float:
-    """Seconds of one micro-batch in the output layer and the loss, forward and backward."""
-    tokens = layout.micro_batch_size * model.seq_length
-    logits = tokens * model.vocab_size / layout.tp
-    # the input's gradient; maximum, sum of exp, target's logit
-    reductions = rates.collective("tp", software.weight * tokens * model.hidden_size, passes=2)
-    reductions += 3 * rates.collective("tp", 4 * tokens, passes=2)
-    return rates.matmul(6 * logits * model.hidden_size) + rates.memory(LOSS * logits) + reductions
+def memory_bound(rank: Rank) -> tuple[float, float]:
+    """Seconds of forward's element-wise operations: (outside, inside core attention)."""
+    model, t = rank.model, rank.layout.tp
+    mlps = sizes.num_mlps(model, "router_topk")[0] / model.num_layers
+    activation = (SWIGLU if model.llama else GELU) * model.ffn_hidden_size * mlps
+    norms = NORMS_AND_RESIDUALS * model.hidden_size / rank.sequence_ranks
+    inner = (CONTEXT * model.hidden_size + activation) / t
+    scores = 0 if rank.fused_attention else SCORES * model.num_heads * model.seq_length / t
+    return rank.memory(rank.tokens * (norms + inner)), rank.memory(rank.tokens * scores)
+
+
+def tensor_backward(rank: Rank, all_reduce: float, beside: float) -> float:
+    """Seconds that backward waits for tensor-parallel ranks.
+
+    Before attention and before the MLP there is an all-reduce. It runs beside a weight gradient: at
+    least a quarter of the layer's. Sequence parallelism has an all-gather and a reduce-scatter
+    instead, of as many bytes; nothing runs beside the all-gather.
+    """
+    if not rank.software.overlaps_tensor:
+        return 2 * all_reduce
+    all_gather = all_reduce / 2 if rank.layout.sequence_parallel else 0.0
+    return 2 * (all_gather + max(0.0, all_reduce - all_gather - beside))
+
+
+# --- outside the layers ---------------------------------------------------------------------------
+
+
+def expert_parameters(model: MoEConfig) -> int:
+    """Numbers in the matrices of all experts."""
+    return len(model.expert_layers) * model.num_experts * sizes.mlp_matrices(model)
+
+
+def dense_parameters(model: MoEConfig) -> int:
+    """Numbers in the matrices of all layers, experts left out."""
+    return sizes.block_matrices(model, model.num_layers - len(model.expert_layers))
 
 
 def parameters(model: MoEConfig, layout: Layout) -> float:
     """Numbers in the matrices of the fullest rank: the first, which has the embedding."""
-    experts = len(model.expert_layers) * model.num_experts * sizes.mlp_matrices(model)
-    everything = sizes.least_parameters(model)
-    embedding = model.vocab_size * model.hidden_size
-    outside = everything - experts - embedding
-    each = (outside + experts / layout.ep) / layout.pp + embedding
-    return each / layout.tp
+    layers = dense_parameters(model) + expert_parameters(model) / layout.ep
+    return (layers / layout.pp + model.vocab_size * model.hidden_size) / layout.tp
 
 
-def data_parallel(
-    rates: Rates, software: Software, size: float, forward: float, backward: float, m: int
-) -> float:
-    """Seconds that summing gradients and gathering parameters add to a step.
+def head(rank: Rank) -> float:
+    """Seconds of one micro-batch in the output layer and the loss, forward and backward."""
+    logits = rank.tokens * rank.model.vocab_size / rank.layout.tp
+    # the gradient of the input; the loss: maximum, sum of exp, target's logit, in 32 bits
+    waits = rank.collective("tp", rank.activation, passes=2)
+    waits += 3 * rank.collective("tp", 4 * rank.tokens, passes=2)
+    return rank.matmul(6 * logits * rank.model.hidden_size) + rank.memory(LOSS * logits) + waits
 
-    size: numbers of this rank's parameters. forward, backward: seconds of one micro-batch.
+
+def pipeline(rank: Rank) -> float:
+    """Seconds of sends in a step, and of the sum of a tied embedding's two gradients."""
+    model, layout = rank.model, rank.layout
+    if rank.software.scatters_pipeline:
+        send = rank.send(rank.activation / layout.tp)
+        if not layout.sequence_parallel:
+            send += rank.collective("tp", rank.activation)
+    else:
+        send = rank.send(rank.activation / rank.sequence_ranks)
+    # activations and gradients: of each chunk and micro-batch, and while the pipeline fills
+    count = 2 * (layout.micro_batches * layout.virtual_stages + layout.pp - 1)
+    tied = 0 if model.llama else model.vocab_size * model.hidden_size / layout.tp
+    return count * send + rank.send(rank.software.gradient * tied)
+
+
+def data_parallel(rank: Rank, size: float, forward: float, backward: float) -> float:
+    """Seconds that sums of gradients and gathers of parameters add to a step.
+
+    size: numbers of this rank's parameters. forward, backward: seconds of one micro-batch, beside
+    which they run.
     """
-    stage = rates.layout.zero_stage
-    share = rates.machine.constants.zero3 if software.waits_for_reductions else 1.0
-    gather = rates.collective("dp", software.weight * size, share=share)
-    reduce = rates.collective("dp", software.reduced * size, share=share)
+    software, stage, m = rank.software, rank.layout.zero_stage, rank.layout.micro_batches
+    share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
+    gather = rank.collective("dp", software.weight * size, share=share)
+    reduce = rank.collective("dp", software.reduced * size, share=share)
     if stage == 3:
-        beside = 0.0 if software.waits_for_reductions else reduce
-        exposed = max(0.0, gather - forward) + max(0.0, gather + beside - backward)
-        return m * (exposed + reduce - beside)
+        if software.waits_for_reductions:
+            return m * (max(0, gather - forward) + max(0, gather - backward) + reduce)
+        return m * (max(0, gather - forward) + max(0, gather + reduce - backward))
+    beside = backward if software.overlaps_data else 0.0
     if stage == 2:
-        return m * max(0.0, reduce - backward) + gather
+        return m * max(0, reduce - beside) + gather
     if stage == 1:
-        return max(0.0, reduce - (backward if software.overlaps_data else 0.0)) + gather
-    return max(0.0, 2 * reduce - (backward if software.overlaps_data else 0.0))
+        return max(0, reduce - beside) + gather
+    # an all-reduce: twice the bytes
+    return max(0, 2 * reduce - beside)
+
+
+# --- a step ---------------------------------------------------------------------------------------
 
 
 def step_time(
     machine: Machine, software: Software, model: MoEConfig, layout: Layout
 ) -> dict[str, float]:
-    """Seconds of one step of the global batch, by part. Their sum is the step."""
-    rates = Rates(machine, software, layout)
-    p, v, m = layout.pp, layout.virtual_stages, layout.micro_batches
-    L = model.num_layers
-    forward, backward = layer(rates, software, model, layout)
-    both = forward.plus(backward)
-    # of the slowest rank
+    """Seconds of one step of the global batch, by part. Their sum is the step.
+
+    The slowest rank sets the pace: it has the most layers, and the head.
+    """
+    rank = Rank(machine, software, model, layout)
+    p, v, m, L = layout.pp, layout.virtual_stages, layout.micro_batches, model.num_layers
+    forward, backward, weight_gradient = layer(rank)
     layers = -(-L // (p * v)) * v
-    last = head(rates, software, model, layout)
-    seconds = {name: m * layers * value for name, value in zip(Pass._fields, both)}
-    seconds["head"] = m * last
-    size = parameters(model, layout)
+    seconds = {}
+    for name, in_forward, in_backward in zip(Pass._fields, forward, backward):
+        seconds[name] = m * layers * (in_forward + in_backward)
+    seconds["head"] = m * head(rank)
     if p > 1:
-        # each rank waits while the others fill and drain the pipeline
-        seconds["bubble"] = (p - 1) * L / p * sum(both) / v
-        seconds["pipeline"] = pipeline(rates, software, model, layout)
+        # it waits while the others fill and drain the pipeline
+        waits = sum(forward) + sum(backward)
+        if layout.pipeline_schedule == "zb-h1":
+            # weight gradients take the place of waits for input gradients
+            waits -= 2 * min(weight_gradient, sum(backward) / 2)
+        seconds["bubble"] = (p - 1) * L / p * waits / v
+        seconds["pipeline"] = pipeline(rank)
+    size = parameters(model, layout)
     if layout.dp > 1:
-        times = layers * sum(forward), layers * sum(backward)
-        seconds["data"] = data_parallel(rates, software, size, *times, m)
+        seconds["data"] = data_parallel(rank, size, layers * sum(forward), layers * sum(backward))
     shards = layout.dp if layout.zero_stage else 1
-    seconds["optimizer"] = rates.memory(UPDATE * size / shards)
+    seconds["optimizer"] = rank.memory(UPDATE * size / shards)
     return seconds
 
 
-def pipeline(rates: Rates, software: Software, model: MoEConfig, layout: Layout) -> float:
-    """Seconds of sends in a step, and of the sum of a tied embedding's two gradients."""
-    nbytes = software.weight * layout.micro_batch_size * model.seq_length * model.hidden_size
-    send = rates.send(nbytes / (layout.tp if software.scatters_pipeline else 1))
-    if software.scatters_pipeline and not layout.sequence_parallel:
-        send += rates.collective("tp", nbytes)
-    # activations and gradients: of each chunk and micro-batch, and while the pipeline fills
-    count = 2 * (layout.micro_batches * layout.virtual_stages + layout.pp - 1)
-    tied = 0 if model.llama else software.gradient * model.vocab_size * model.hidden_size
-    return count * send + rates.send(tied / layout.tp)
+# --- which layout ---------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """A layout, with what `step_time` and `memory` say of it."""
+
+    layout: Layout
+    parts: dict[str, float]
+    bytes: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def search(
+    machine: Machine, software: Software, model: MoEConfig, gpus: int, global_batch: int
+) -> list[Plan]:
+    """Every layout that train.py accepts and that fits into memory, the fastest first.
+
+    Raises PlanError where none does.
+    """
+    found = []
+    # layouts, without their micro-batch: larger ones will not fit either
+    full = set()
+    for layout in layouts(model, software, gpus, global_batch):
+        others = dataclasses.replace(layout, micro_batch_size=1)
+        if others in full:
+            continue
+        held = memory(model, layout, software)
+        if sum(held.values()) > USABLE * machine.memory:
+            full.add(others)
+            continue
+        found.append(Plan(layout, step_time(machine, software, model, layout), held))
+    if not found:
+        raise PlanError(what_would_fit(machine, software, model, gpus, global_batch))
+    return sorted(found, key=lambda plan: plan.seconds)
+
+
+# --- which model ----------------------------------------------------------------------------------
+
+# tokens for each parameter (Hoffmann et al., arXiv 2203.15556, section 3)
+TOKENS_PER_PARAMETER = 20
+
+
+class Sized(NamedTuple):
+    """The largest model that a budget trains."""
+
+    model: MoEConfig
+    parameters: int
+    tokens: float
+    days: float
+    plan: Plan
+
+
+def gpt_of(layers: int) -> MoEConfig:
+    """A GPT as wide as GPT-3 175B for its depth: h = 128 L, heads of 128."""
+    return MoEConfig(
+        layers, 128 * layers, layers, seq_length=2048, vocab_size=51200, attention="fused"
+    )
+
+
+def size_for(
+    machine: Machine,
+    software: Software,
+    gpus: int,
+    days: float | None = None,
+    flops: float | None = None,
+    tokens: float | None = None,
+) -> Sized:
+    """The largest model that `gpus` train in so many days, or with so many model FLOPs, at the
+    speed that `search` predicts. tokens: to train on; None: 20 for each parameter.
+
+    Raises PlanError where even the smallest takes longer.
+    """
+    best = None
+    low, high = 4, 192
+    while low <= high:
+        middle = (low + high) // 2
+        sized = trained(machine, software, gpus, gpt_of(middle), tokens)
+        needed = sized and sized.tokens * sizes.flops_per_token(sized.model)
+        if sized and (days is None or sized.days <= days) and (flops is None or needed <= flops):
+            best, low = sized, middle + 1
+        else:
+            high = middle - 1
+    if best is None:
+        raise PlanError("the budget is too small for a model of 4 layers; more GPUs or days")
+    return best
+
+
+def trained(
+    machine: Machine, software: Software, gpus: int, model: MoEConfig, tokens: float | None
+) -> Sized | None:
+    """The fastest training of a model; None where it does not fit."""
+    count = sizes.least_parameters(model)
+    total = tokens or TOKENS_PER_PARAMETER * count
+    # sequences of a step: near 2 million tokens, and divisible by the GPUs
+    batch = gpus * max(1, round(1024 / gpus))
+    try:
+        plan = search(machine, software, model, gpus, batch)[0]
+    except PlanError:
+        return None
+    steps = total / (batch * model.seq_length)
+    return Sized(model, count, total, steps * plan.seconds / 86400, plan)

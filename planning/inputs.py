@@ -83,6 +83,9 @@ class Software:
     optimizer_state: int = 12
     # of a gradient that is summed over data-parallel ranks
     reduced: int = 4
+    # what it has of ZeRO and of schedules.py
+    zero_stages: tuple[int, ...] = (0, 1)
+    schedules: tuple[str, ...] = ("1f1b", "interleaved")
     # attention of models without dropout runs in one kernel, which writes no s x s scores
     fused_attention: bool = False
     # the tensor-parallel all-reduce of backward runs beside the weight gradient
@@ -142,7 +145,7 @@ class Layout:
 # --- presets --------------------------------------------------------------------------------------
 
 # fitted to the six rows that planning/calibrate.py names, all of A100s
-FITTED = Constants(matmul=0.782, memory=0.784, node=0.831, network=0.572, wait=330e-6, zero3=0.137)
+FITTED = Constants(matmul=0.782, memory=0.784, node=0.83, network=0.572, wait=330e-6, zero3=0.137)
 
 # NVIDIA's data sheets: SXM modules; HDR InfiniBand (200 Gbit/s) or NDR (400), one adapter a GPU
 A100 = Machine("a100", 312e12, 80 * 2**30, 2.039e12, 300e9, 25e9, 8, FITTED)
@@ -154,6 +157,8 @@ SOFTWARE = {
     # as it runs on GPUs
     "train.py": Software(
         "train.py",
+        zero_stages=(0, 1, 2, 3),
+        schedules=("1f1b", "interleaved", "zb-h1"),
         fused_attention=True,
         overlaps_data=True,
         scatters_pipeline=False,
@@ -163,5 +168,7 @@ SOFTWARE = {
     "megatron-2021": Software("megatron-2021"),
     "megatron-2022": Software("megatron-2022", fuses_accumulation=True),
     # the comparison in section 5.2 of arXiv 2104.04473
-    "deepspeed-zero3-2021": Software("deepspeed-zero3-2021", reduced=2, waits_for_reductions=True),
+    "deepspeed-zero3-2021": Software(
+        "deepspeed-zero3-2021", zero_stages=(3,), reduced=2, waits_for_reductions=True
+    ),
 }

@@ -1,0 +1,49 @@
+"""What to say where no layout fits: why, and how many GPUs would hold the model.
+
+PlanError: every layout of 8 GPUs takes at least 338 GiB on each, of which a100 has 75 for
+tensors, even with stage 3 and full recompute; 64 GPUs would hold it
+"""
+
+from planning.inputs import Machine, Software
+from planning.layouts import layouts
+from planning.memory import memory
+from routers import MoEConfig
+
+# Of a device's memory, what tensors may take. The rest is CUDA's and NCCL's, or lies in blocks that
+# are too small.
+USABLE = 0.94
+
+
+class PlanError(ValueError):
+    """Nothing fits; the message says what would."""
+
+
+def what_would_fit(
+    machine: Machine, software: Software, model: MoEConfig, gpus: int, global_batch: int
+) -> str:
+    """Why no layout fits, and how many GPUs would."""
+    least = least_bytes(software, model, gpus, global_batch)
+    if least is None:
+        return (
+            f"no layout of {gpus:,} GPUs divides {model.num_heads} heads, {model.num_layers} layers"
+            f" and a step of {global_batch:,} sequences; powers of two would"
+        )
+    has = USABLE * machine.memory
+    message = (
+        f"every layout of {gpus:,} GPUs takes at least {least / 2**30:,.0f} GiB on each, of which"
+        f" {machine.name} has {has / 2**30:,.0f} for tensors"
+    )
+    for times in (2**i for i in range(1, 13)):
+        needed = least_bytes(software, model, times * gpus, times * global_batch)
+        if needed is not None and needed <= has:
+            return f"{message}; {times * gpus:,} GPUs would hold it"
+    return f"{message}; a smaller model would fit"
+
+
+def least_bytes(software: Software, model: MoEConfig, gpus: int, global_batch: int) -> float | None:
+    """Of the layout that takes least on each rank; None where there is no layout."""
+    needs = [
+        sum(memory(model, layout, software).values())
+        for layout in layouts(model, software, gpus, global_batch, micro_batches=[1])
+    ]
+    return min(needs, default=None)
