@@ -25,11 +25,10 @@ Not covered: times of single kernels and of each matrix size (Calculon, arXiv 23
 import dataclasses
 from typing import NamedTuple
 
-from planning.memory import memory
-
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import Layout, Machine, Software
 from planning.layouts import layouts
+from planning.memory import memory
 from routers import MoEConfig
 from runtime import sizes
 
@@ -220,16 +219,17 @@ def pipeline(rank: Rank) -> float:
     return count * send + rank.send(rank.software.gradient * tied)
 
 
-def data_parallel(rank: Rank, size: float, forward: float, backward: float) -> float:
+def data_parallel(rank: Rank, forward: float, backward: float) -> float:
     """Seconds that sums of gradients and gathers of parameters add to a step.
 
-    size: numbers of this rank's parameters. forward, backward: seconds of one micro-batch, beside
-    which they run.
+    forward, backward: seconds of one micro-batch, beside which they run.
     """
     software, stage, m = rank.software, rank.layout.zero_stage, rank.layout.micro_batches
+    size = parameters(rank.model, rank.layout)
     share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
-    gather = rank.collective("dp", software.weight * size, share=share)
-    reduce = rank.collective("dp", software.reduced * size, share=share)
+    units = rank.model.num_layers / rank.layout.pp if software.reduces_by_layer else 1
+    gather = units * rank.collective("dp", software.weight * size / units, share=share)
+    reduce = units * rank.collective("dp", software.reduced * size / units, share=share)
     if stage == 3:
         if software.waits_for_reductions:
             return m * (max(0, gather - forward) + max(0, gather - backward) + reduce)
@@ -269,11 +269,10 @@ def step_time(
             waits -= 2 * min(weight_gradient, sum(backward) / 2)
         seconds["bubble"] = (p - 1) * L / p * waits / v
         seconds["pipeline"] = pipeline(rank)
-    size = parameters(model, layout)
     if layout.dp > 1:
-        seconds["data"] = data_parallel(rank, size, layers * sum(forward), layers * sum(backward))
+        seconds["data"] = data_parallel(rank, layers * sum(forward), layers * sum(backward))
     shards = layout.dp if layout.zero_stage else 1
-    seconds["optimizer"] = rank.memory(UPDATE * size / shards)
+    seconds["optimizer"] = rank.memory(UPDATE * parameters(model, layout) / shards)
     return seconds
 
 

@@ -92,6 +92,8 @@ class Software:
     overlaps_tensor: bool = True
     # the weight gradient's matrix multiplication adds to the 32-bit sum
     fuses_accumulation: bool = False
+    # one collective sums the gradients of one layer; else one collective those of all
+    reduces_by_layer: bool = False
     # gradients are summed over data-parallel ranks beside the last backward
     overlaps_data: bool = False
     # a tensor-parallel rank sends a slice of the activation to the next stage, which gathers it
@@ -100,8 +102,6 @@ class Software:
     waits_for_reductions: bool = False
     # RMSNorm in one kernel; on CPUs PyTorch makes it of single operations, which keep more
     fused_rms_norm: bool = True
-    # the bytes of each activation are the paper's (arXiv 2205.05198), not this project's
-    paper_activations: bool = True
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,19 @@ SOFTWARE = {
         zero_stages=(0, 1, 2, 3),
         schedules=("1f1b", "interleaved", "zb-h1"),
         fused_attention=True,
+        reduces_by_layer=True,
         overlaps_data=True,
         scatters_pipeline=False,
-        paper_activations=False,
     ),
     # arXiv 2104.04473 and 2205.05198
     "megatron-2021": Software("megatron-2021"),
     "megatron-2022": Software("megatron-2022", fuses_accumulation=True),
     # the comparison in section 5.2 of arXiv 2104.04473
     "deepspeed-zero3-2021": Software(
-        "deepspeed-zero3-2021", zero_stages=(3,), reduced=2, waits_for_reductions=True
+        "deepspeed-zero3-2021",
+        zero_stages=(3,),
+        reduced=2,
+        reduces_by_layer=True,
+        waits_for_reductions=True,
     ),
 }

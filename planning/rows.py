@@ -78,10 +78,12 @@ def read(path: str | Path) -> list[Row]:
         raise RowError(str(e)) from None
     rows = []
     for number, line in enumerate(lines):
+        software, machine = SOFTWARE[line.software], MACHINES[line.machine]
+        # Megatron-LM trained with dropout, which fused attention does not have
+        default = {} if software.fused_attention else {"dropout": 0.1}
         try:
-            model = MoEConfig(**line.model)
+            model = MoEConfig(**default | line.model)
         except (TypeError, ValueError) as e:
             raise RowError(f"{path}: rows[{number}] {line.name}: model: {e}") from None
-        software, machine = SOFTWARE[line.software], MACHINES[line.machine]
         rows.append(Row(line.name, model, line.layout, software, machine, line.seconds, line.group))
     return rows
