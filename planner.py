@@ -4,8 +4,8 @@ A step is a sum of parts. Each part is a quantity that follows from the layout, 
 that a data sheet gives, times the share of this rate that training reaches:
 
     matmul        24 b s h² + 4 b s² h FLOPs forward in each layer, twice backward     / FLOP/s
-    memory        bytes that element-wise operations read and write                    / bytes/s
-    tensor        2 (t-1)/t bytes of each all-reduce                                   / bytes/s
+    elementwise   bytes that norms, dropout, activations, softmax read and write       / bytes/s
+    tensor        2 (t-1)/t of the bytes of each all-reduce                            / bytes/s
     pipeline      sends between stages
     bubble        (p - 1) (f + b) / v, with the seconds f and b of a stage's passes
     head          logits and loss, on the last stage: the slowest rank sets the pace
@@ -83,18 +83,19 @@ class Rank:
     def matmul(self, flops: float) -> float:
         return flops / self.flops
 
-    def memory(self, nbytes: float) -> float:
+    def read_write(self, nbytes: float) -> float:
         """nbytes: as if numbers had 16 bits."""
         return nbytes * self.software.weight / 2 / self.bytes
 
     def collective(self, group: str, nbytes: float, passes: int = 1, share: float = 1.0) -> float:
-        """An all-gather, reduce-scatter or all-to-all of nbytes in all. An all-reduce takes two
-        passes. In a ring of N ranks each sends (N - 1) / N of the bytes. share: of the link."""
+        """An all-gather, reduce-scatter or all-to-all of nbytes in all is one pass around a ring:
+        each of N ranks sends (N - 1) / N of the bytes. An all-reduce is two passes. share: of the
+        link."""
         size = getattr(self.layout, group)
         if size == 1:
             return 0.0
         link = self.machine.link(size, self.strides[group]) * share
-        return self.machine.constants.wait + passes * nbytes * (size - 1) / size / link
+        return passes * (self.machine.constants.wait + nbytes * (size - 1) / size / link)
 
     def send(self, nbytes: float) -> float:
         """To the next stage: in the node if the whole pipeline is there, else over the network."""
@@ -110,7 +111,7 @@ class Pass(NamedTuple):
     """Seconds of one micro-batch going through one layer, forward or backward."""
 
     matmul: float
-    memory: float
+    elementwise: float
     tensor: float
     expert: float
 
@@ -129,7 +130,7 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     linear = rank.matmul(2 * rank.tokens * met / t)
     # scores and context
     core = rank.matmul(4 * rank.tokens * s * h / t)
-    elementwise, scores = memory_bound(rank)
+    elementwise, scores = read_and_written(rank)
     # all-reduces after attention and after the MLP; to the experts and back
     all_reduce = rank.collective("tp", rank.activation, passes=2)
     exchange = 2 * len(model.expert_layers) / L
@@ -137,7 +138,7 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     forward = Pass(linear + core, elementwise + scores, 2 * all_reduce, exchange)
 
     adds = layout.zero_stage < 2 and not rank.software.fuses_accumulation
-    accumulation = rank.memory(ACCUMULATION * held) if adds else 0.0
+    accumulation = rank.read_write(ACCUMULATION * held) if adds else 0.0
     backward = Pass(
         # fused attention computes the scores again
         2 * linear + (3 if rank.fused_attention else 2) * core,
@@ -152,7 +153,7 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     return forward, backward, linear + accumulation
 
 
-def memory_bound(rank: Rank) -> tuple[float, float]:
+def read_and_written(rank: Rank) -> tuple[float, float]:
     """Seconds of forward's element-wise operations: (outside, inside core attention)."""
     model, t = rank.model, rank.layout.tp
     mlps = sizes.num_mlps(model, "router_topk")[0] / model.num_layers
@@ -160,7 +161,7 @@ def memory_bound(rank: Rank) -> tuple[float, float]:
     norms = NORMS_AND_RESIDUALS * model.hidden_size / rank.sequence_ranks
     inner = (CONTEXT * model.hidden_size + activation) / t
     scores = 0 if rank.fused_attention else SCORES * model.num_heads * model.seq_length / t
-    return rank.memory(rank.tokens * (norms + inner)), rank.memory(rank.tokens * scores)
+    return rank.read_write(rank.tokens * (norms + inner)), rank.read_write(rank.tokens * scores)
 
 
 def tensor_backward(rank: Rank, all_reduce: float, beside: float) -> float:
@@ -201,7 +202,7 @@ def head(rank: Rank) -> float:
     # the gradient of the input; the loss: maximum, sum of exp, target's logit, in 32 bits
     waits = rank.collective("tp", rank.activation, passes=2)
     waits += 3 * rank.collective("tp", 4 * rank.tokens, passes=2)
-    return rank.matmul(6 * logits * rank.model.hidden_size) + rank.memory(LOSS * logits) + waits
+    return rank.matmul(6 * logits * rank.model.hidden_size) + rank.read_write(LOSS * logits) + waits
 
 
 def pipeline(rank: Rank) -> float:
@@ -272,7 +273,7 @@ def step_time(
     if layout.dp > 1:
         seconds["data"] = data_parallel(rank, layers * sum(forward), layers * sum(backward))
     shards = layout.dp if layout.zero_stage else 1
-    seconds["optimizer"] = rank.memory(UPDATE * parameters(model, layout) / shards)
+    seconds["optimizer"] = rank.read_write(UPDATE * parameters(model, layout) / shards)
     return seconds
 
 

@@ -34,7 +34,7 @@ PRIOR = {
     "memory": (0.7, 0.3),
     "node": (0.7, 0.3),
     "network": (0.5, 0.5),
-    "wait": (200e-6, 1.0),
+    "wait": (100e-6, 1.0),
     "zero3": (0.1, 1.0),
 }
 # of a measured time: the standard deviation of its logarithm

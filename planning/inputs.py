@@ -26,7 +26,7 @@ class Constants:
     # of the links in a node and of the network, that collectives reach
     node: float
     network: float
-    # seconds that a collective waits: for the slowest rank, for its kernel to start
+    # seconds that one pass of a collective waits: for the slowest rank, for kernels to start
     wait: float
     # of the network, that ZeRO-3's collectives of single parameters reach; only for software
     # with `reduces_parameter_by_parameter`
@@ -146,7 +146,7 @@ class Layout:
 # --- presets --------------------------------------------------------------------------------------
 
 # fitted to the six rows that planning/calibrate.py names, all of A100s
-FITTED = Constants(matmul=0.782, memory=0.784, node=0.83, network=0.572, wait=330e-6, zero3=0.137)
+FITTED = Constants(matmul=0.777, memory=0.79, node=0.835, network=0.574, wait=166e-6, zero3=0.137)
 
 # A Hopper device reaches less of its peak: with this share Megatron-core's 7.1B model (tp 2,
 # micro-batches of 4 x 4,096 tokens) gets the published 466 TFLOP/s. No other constant is fitted.
