@@ -57,6 +57,8 @@ ACCUMULATION = 10
 LOSS = 52
 # for each parameter: unscale (8), norm (4), clip (8), AdamW (28), to 16 bits (6), zero (4)
 UPDATE = 58
+# for each of h: gradients of two norms and two biases, in 32 bits
+NORM_GRADIENTS = 6 * 4
 
 # --- how fast one rank is -------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
         # fused attention computes the scores again
         2 * linear + (3 if rank.fused_attention else 2) * core,
         BACKWARD * (elementwise + scores) + accumulation,
-        tensor_backward(rank, all_reduce, beside=linear / 4),
+        tensor_backward(rank, all_reduce, linear / 4 if rank.software.overlaps_tensor else 0.0),
         exchange,
     )
     if layout.recompute == "full":
@@ -169,12 +171,16 @@ def tensor_backward(rank: Rank, all_reduce: float, beside: float) -> float:
 
     Before attention and before the MLP there is an all-reduce. It runs beside a weight gradient: at
     least a quarter of the layer's. Sequence parallelism has an all-gather and a reduce-scatter
-    instead, of as many bytes; nothing runs beside the all-gather.
+    instead, of as many bytes. Nothing runs beside the all-gather. It gathers the kept input again,
+    which runs beside the input gradient.
     """
-    if not rank.software.overlaps_tensor:
-        return 2 * all_reduce
-    all_gather = all_reduce / 2 if rank.layout.sequence_parallel else 0.0
-    return 2 * (all_gather + max(0.0, all_reduce - all_gather - beside))
+    if not rank.layout.sequence_parallel:
+        return 2 * max(0.0, all_reduce - beside)
+    one = all_reduce / 2
+    waits = 2 * (one + max(0.0, one - beside) + max(0.0, one - beside))
+    if rank.software.sums_norms_by_layer:
+        waits += rank.collective("tp", NORM_GRADIENTS * rank.model.hidden_size, passes=2)
+    return waits
 
 
 # --- outside the layers ---------------------------------------------------------------------------
@@ -197,11 +203,15 @@ def parameters(model: MoEConfig, layout: Layout) -> float:
 
 
 def head(rank: Rank) -> float:
-    """Seconds of one micro-batch in the output layer and the loss, forward and backward."""
+    """Seconds of one micro-batch in the output layer and the loss, forward and backward. The rank
+    that has the embedding too waits for its all-reduce."""
     logits = rank.tokens * rank.model.vocab_size / rank.layout.tp
-    # the gradient of the input; the loss: maximum, sum of exp, target's logit, in 32 bits
-    waits = rank.collective("tp", rank.activation, passes=2)
-    waits += 3 * rank.collective("tp", 4 * rank.tokens, passes=2)
+    # the gradient of the input; the sum of the embedding's parts
+    wide = 2 if rank.layout.pp == 1 else 1
+    waits = wide * rank.collective("tp", rank.activation, passes=2)
+    # the loss: the largest logit; the sum of exponentials and the target's logit, in 32 bits
+    waits += rank.collective("tp", 4 * rank.tokens, passes=2)
+    waits += rank.collective("tp", 8 * rank.tokens, passes=2)
     return rank.matmul(6 * logits * rank.model.hidden_size) + rank.read_write(LOSS * logits) + waits
 
 
@@ -228,7 +238,8 @@ def data_parallel(rank: Rank, forward: float, backward: float) -> float:
     software, stage, m = rank.software, rank.layout.zero_stage, rank.layout.micro_batches
     size = parameters(rank.model, rank.layout)
     share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
-    units = rank.model.num_layers / rank.layout.pp if software.reduces_by_layer else 1
+    # each layer, the embedding and the head
+    units = rank.model.num_layers / rank.layout.pp + 2 if software.reduces_by_layer else 1
     gather = units * rank.collective("dp", software.weight * size / units, share=share)
     reduce = units * rank.collective("dp", software.reduced * size / units, share=share)
     if stage == 3:

@@ -1,0 +1,77 @@
+"""planner.step_time waits for exactly the collectives that train.py calls.
+
+On an ideal machine, whose FLOP/s and bytes/s are infinite, a step is what communication takes. Where
+a pass of a collective takes a second and bytes nothing, seconds count passes; where passes take
+nothing and links have 1 byte/s, they count bytes. planning/collectives.py has the same from the
+layout, and is held to gloo ranks (test_planning_counts.py).
+"""
+
+import dataclasses
+import math
+
+import pytest
+
+import planner
+from model_config import GPTConfig
+from planning.collectives import collectives
+from planning.inputs import SOFTWARE, Constants, Layout, Machine
+from routers import MoEConfig
+
+# nothing runs beside computation, which takes no time here
+SOFTWARE_ALONE = dataclasses.replace(
+    SOFTWARE["train.py"], overlaps_tensor=False, overlaps_data=False
+)
+MODEL = MoEConfig(8, 256, 8, seq_length=128, vocab_size=512)
+PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+
+
+def ideal(wait: float, link: float) -> Machine:
+    return Machine("ideal", math.inf, 0, math.inf, link, link, 8, Constants(1, 1, 1, 1, wait))
+
+
+def called(layout: Layout, group: str, model: GPTConfig = MODEL) -> tuple[float, float]:
+    """(passes, bytes that go over a link) of the first pipeline rank, the gradient norm left
+    out."""
+    size = getattr(layout, group)
+    passes = sent = 0
+    for call in collectives(model, layout, SOFTWARE_ALONE, 0):
+        # the norm: one number
+        if call.group == group and call.bytes > 8:
+            passes += PASSES[call.kind] * call.count
+            sent += PASSES[call.kind] * call.count * call.bytes * (size - 1) / size
+    return passes, sent
+
+
+def predicted(layout: Layout, *parts: str) -> tuple[float, float]:
+    return tuple(
+        sum(planner.step_time(machine, SOFTWARE_ALONE, MODEL, layout)[part] for part in parts)
+        for machine in (ideal(1.0, math.inf), ideal(0.0, 1.0))
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("t", [2, 4, 8])
+def test_tensor(t, recompute):
+    layout = Layout(tp=t, global_batch_size=6, micro_batch_size=2, recompute=recompute)
+    assert predicted(layout, "tensor", "head") == pytest.approx(called(layout, "tp"))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tensor_and_sequence(recompute):
+    """All but 5 passes a micro-batch: the head's second gather, and two sums of gradients outside
+    the layers."""
+    layout = Layout(tp=4, sequence_parallel=True, global_batch_size=3, recompute=recompute)
+    passes, sent = predicted(layout, "tensor", "head")
+    expected, expected_bytes = called(layout, "tp")
+    assert passes == expected - 5 * 3
+    assert 0.93 < sent / expected_bytes <= 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_data(stage):
+    """Matrices alone count: the rest is 1%."""
+    layout = Layout(dp=4, global_batch_size=12, zero_stage=stage)
+    passes, sent = predicted(layout, "data")
+    expected, expected_bytes = called(layout, "dp")
+    assert passes == expected
+    assert 0.985 < sent / expected_bytes <= 1
