@@ -348,14 +348,18 @@ class Routing(recompute.RunOnce):
         if self.group is None:
             return counts, [], [], None, None
         ep = self.group.size()
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=self.group)
         ours = counts.view(ep, -1)  # [ep, E / ep] rows from here for rank r's experts
-        theirs = theirs.view(ep, -1)  # [ep, E / ep] rows from rank r for the experts here
+        theirs = self.exchange(counts).view(ep, -1)  # rows from rank r for the experts here
         expert = torch.arange(theirs.shape[1], device=counts.device).repeat(ep)
         by_expert = expert.repeat_interleave(theirs.flatten()).argsort(stable=True)
         by_rank = inverse_permutation(by_expert, len(by_expert))
         return theirs.sum(0), ours.sum(1).tolist(), theirs.sum(1).tolist(), by_expert, by_rank
+
+    def exchange(self, counts: Tensor) -> Tensor:
+        """[E] rows for each expert of each rank -> [E], from each rank for each expert here."""
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        return theirs
 
 
 if __name__ == "__main__":

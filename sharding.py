@@ -170,6 +170,9 @@ def init(
     `model.init_parameter(name, shape, generator)` draws one whole parameter.
     """
     materialise(model, device, dtype, names)
+    if torch.device(device).type == "meta":
+        # shapes alone
+        return
     with torch.no_grad():
         for name, p in model.named_parameters():
             if names is None or name in names:

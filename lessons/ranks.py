@@ -12,7 +12,7 @@ meet through a file, so no port can clash, and each computes with one thread.
 When a rank fails, the others are stopped and its traceback is raised here. When a rank is missing
 or hangs, the process group's timeout turns that into a failure.
 
-`Collectives` counts the collectives of a process.
+`Collectives` (runtime/collectives.py) counts the collectives of a process.
 
     python -m lessons.ranks          times a launch of 2, 4 and 8 ranks
 """
@@ -30,8 +30,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from runtime.collectives import Collectives
+
+__all__ = ["Collectives", "fork_this_process", "preload", "run"]
 
 _context = multiprocessing.get_context("forkserver")
 _has_server = False
@@ -175,33 +177,6 @@ def _dismiss(processes: list, pipes: list, timeout: float) -> None:
             raise RuntimeError(
                 f"rank {rank} of {len(processes)} left with exit code {process.exitcode}"
             )
-
-
-# part of the name of a c10d operation: the collective that it is
-KINDS = {
-    "allreduce": "all-reduce",
-    "allgather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "alltoall": "all-to-all",
-}
-
-
-class Collectives(TorchDispatchMode):
-    """While entered, notes every collective of this process: `calls` is a list of (name, bytes of
-    the largest tensor in it)."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            operation = str(function.overloadpacket).split(".")[-1]
-            kinds = [kind for part, kind in KINDS.items() if part in operation]
-            name = kinds[0] if kinds else operation
-            sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            self.calls.append((name, max(sizes, default=0)))
-        return function(*args, **(kwargs or {}))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,15 +17,36 @@ from pathlib import Path
 from runtime import json_files, terminal
 from runtime.config import LAYOUT, Config, ConfigError, flag_name
 
+# Flags of train.py that are no property of a run: they ask what a run would do
+# (runtime/as_rank.py). flag -> (type, metavar, help)
+QUESTION = {
+    "as_rank": (
+        int,
+        "R",
+        "train nothing; print what rank R of --of N ranks would hold, compute and send in one step",
+    ),
+    "of": (int, "N", "with --as-rank: the number of ranks, on a machine that need not have them"),
+    "json": (str, "FILE", "with --as-rank: also write the answer there, as JSON"),
+}
+
 
 def parse(argv: list[str], rank: int) -> Config:
-    """The configuration: flags, over `--config FILE`, over OUT/config.json with --resume, over the
-    defaults.
+    """The configuration, as `parse_all` gives it. Raises ConfigError for a flag that asks."""
+    config, question = parse_all(argv, rank)
+    for name in question:
+        raise ConfigError(f"{flag_name(name)}: is for train.py alone")
+    return config
+
+
+def parse_all(argv: list[str], rank: int) -> tuple[Config, dict]:
+    """(the configuration, the flags of QUESTION that are given). Flags of the command line come
+    over `--config FILE`, over OUT/config.json with --resume, over the defaults.
 
     Raises ConfigError for a file. For flags that argparse refuses it raises SystemExit with status
     2, and rank 0 alone prints why.
     """
     given = vars(make_parser(rank).parse_args(argv))
+    question = {name: given.pop(name) for name in QUESTION if name in given}
     values = read_toml(given.pop("config")) if "config" in given else {}
     values |= given
     out = values.get("out", Config().out)
@@ -33,7 +54,7 @@ def parse(argv: list[str], rank: int) -> Config:
     if values.get("resume") is True and isinstance(out, str):
         values = over_saved_flags(values, out)
     try:
-        return Config(**values)
+        return Config(**values), question
     except TypeError as e:
         raise ConfigError(f"--config: {e}") from None
 
@@ -72,6 +93,8 @@ def make_parser(rank: int) -> argparse.ArgumentParser:
     )
     for field in dataclasses.fields(Config):
         add_flag(parser, field)
+    for name, (kind, metavar, text) in QUESTION.items():
+        parser.add_argument(flag_name(name), type=kind, metavar=metavar, help=text)
     return parser
 
 

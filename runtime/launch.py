@@ -16,7 +16,7 @@ from corpus.tokenizer import TokenizerError, record
 from data import DataError
 from optimizer import learning_rate
 from prompts.prompt_data import PromptError
-from runtime import finish, flags, messages, opening, resume, rules, terminal
+from runtime import as_rank, finish, flags, messages, opening, resume, rules, terminal
 from runtime.config import Config, ConfigError
 from runtime.errors import RunError
 from runtime.metrics import MetricsError
@@ -64,9 +64,12 @@ def main(argv: list[str], trainer_class, loop) -> int:
 def attempt(argv: list[str], world: World, trainer_class, loop) -> tuple[int, Exception | None]:
     """(exit status, what to say)"""
     try:
-        config = flags.parse(argv, world.rank)
-        rules.validate(config, world.size)
-        run(config, world, trainer_class, loop)
+        config, question = flags.parse_all(argv, world.rank)
+        if question:
+            as_rank.main(config, trainer_class(config), question)
+        else:
+            rules.validate(config, world.size)
+            run(config, world, trainer_class, loop)
     except REFUSED as e:
         return 2, e
     except (RunError, WorldError) as e:

@@ -79,7 +79,9 @@ class Groups:
             experts = init_device_mesh(device_type, shape, mesh_dim_names=names)
             groups.ep = experts.get_group("ep")
             groups.edp = experts.get_group("edp")
-        groups.files = dist.new_group(backend="gloo", timeout=timeout)
+        # of the CPU: gloo beside NCCL
+        backend = "gloo" if dist.get_backend() == "nccl" else None
+        groups.files = dist.new_group(backend=backend, timeout=timeout)
         for group in (groups.dp, groups.ep, groups.edp, groups.tp, groups.pp):
             if group and timeout:
                 group.set_timeout(timeout)

@@ -1,0 +1,528 @@
+"""What one rank of a large run does in a step: bytes, FLOPs and collectives, without the cluster.
+
+    python train.py --as-rank 0 --of 3072 --model megatron-1t --tp 8 --pp 64 --sequence-parallel \\
+        --recompute selective --global-batch-size 3072 --micro-batch-size 1
+
+It runs the Trainer of train.py, its forward_backward and its update. So it cannot drift from what
+train.py does. Three things take the place of a cluster:
+
+    meta device           tensors have a shape and a type, and no values: they take no memory
+    fake process group    a collective of 3,072 ranks returns at once
+    counters              below autograd, each operation and each collective passes by them; a
+                          hook sees what autograd keeps for backward
+
+Micro-batches of a step are alike. So only the first few run, once `few` and once twice as many, and
+the counts of a step follow exactly: they are a + b m. What is kept at the peak follows from the
+schedule, for each action adds and frees the same bytes (`peak_of`).
+
+Where a value decides, none is read: every token counts in the loss, and each expert gets an even
+share of the tokens (`EvenRouting`). On real ranks the rows that all-to-alls carry vary around it.
+
+Precision is bf16 unless --precision is given, as on GPUs. FLOPs are those of matrix
+multiplications; fused attention counts all s² scores, and five of its matrices in backward, for it
+computes the scores again.
+
+Not covered: what fused CUDA kernels (--kernels auto) and torch.compile keep in another form;
+buffers of collectives, and workspaces. No tokenizer is opened: --vocab-size or the preset says how
+large the vocabulary is.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections import Counter, defaultdict
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import moe
+import schedules
+from data import Batch
+from routers import DispatchPlan, Routing
+from runtime import rules, terminal
+from runtime.collectives import Collectives
+from runtime.config import Config, ConfigError
+from runtime.world import Groups
+from sharding import local_part
+
+# far more than anybody has, and process groups that are made in a second
+MOST_RANKS = 2**17
+META = torch.device("meta")
+aten = torch.ops.aten
+
+# --- the answer -----------------------------------------------------------------------------------
+
+
+class Collective(NamedTuple):
+    """kind: all-reduce, all-gather, reduce-scatter, all-to-all, send or receive. group: tp, dp, pp,
+    ep, edp or world. bytes: of the largest tensor in one call. count: calls in one step."""
+
+    kind: str
+    group: str
+    bytes: int
+    count: int
+
+
+@dataclasses.dataclass
+class Report:
+    """What a rank holds and does in one step. Bytes by type are {"bfloat16": bytes, ..}."""
+
+    rank: int
+    world: int
+    # {"tp": (number of this rank, size), ..}
+    place: dict[str, tuple[int, int]]
+    # global numbers of this rank's layers
+    layers: list[int]
+    micro_batches: int
+    # bytes, true sizes of the tensors: with padding, and a shared tensor once
+    parameters: dict[str, int]
+    gradients: dict[str, int]
+    optimizer_state: dict[str, int]
+    # bytes that autograd keeps for backward, at the peak; and what W of zb-h1 waits for
+    activations: int
+    flops: int
+    collectives: list[Collective]
+
+
+# --- counters -------------------------------------------------------------------------------------
+
+
+def attention_flops(q: Tensor, k: Tensor, *rest, out_val=None) -> int:
+    """q kᵀ and the sum over v. q: [b, a, s, d]; k: [b, a_kv, s, d]"""
+    return 2 * 2 * q.numel() * k.shape[2]
+
+
+def attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, *rest, out_val=None) -> int:
+    """q kᵀ again, and the gradients of the scores, of v, q and k."""
+    return 5 * 2 * q.numel() * k.shape[2]
+
+
+# torch's formulas, and what they leave out
+FLOPS = flop_registry | {
+    aten.addmm_: flop_registry[aten.addmm],
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+
+
+class Flops(TorchDispatchMode):
+    """While entered, adds up the FLOPs of matrix multiplications."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        formula = FLOPS.get(function.overloadpacket)
+        if formula:
+            self.total += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+class Held:
+    """What autograd holds of one saved tensor: gone when the graph drops it."""
+
+    def __init__(self, kept: "Kept", tensor: Tensor):
+        self.kept = kept
+        # detached: an output itself would keep its own graph alive
+        self.tensor = tensor.detach()
+        kept.add(self.tensor.untyped_storage())
+
+    def __del__(self):
+        self.kept.drop(self.tensor.untyped_storage())
+
+
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """While entered, follows the bytes that autograd keeps for backward: `bytes` now, and `peak`.
+    Each storage counts once, whole (as in recompute.saved_bytes). Those of parameters do not."""
+
+    def __init__(self, parameters):
+        super().__init__(partial(Held, self), lambda held: held.tensor)
+        self.left_out = {key(p.untyped_storage()) for p in parameters}
+        # storage -> by how many tensors it is held
+        self.holders = Counter()
+        self.bytes = 0
+        self.peak = 0
+
+    def add(self, storage) -> None:
+        self.holders[key(storage)] += 1
+        if self.holders[key(storage)] == 1 and key(storage) not in self.left_out:
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+
+    def drop(self, storage) -> None:
+        self.holders[key(storage)] -= 1
+        if not self.holders[key(storage)]:
+            del self.holders[key(storage)]
+            if key(storage) not in self.left_out:
+                self.bytes -= storage.nbytes()
+
+
+def key(storage) -> int:
+    """Identifies a storage as long as it lives. (On the meta device none has an address.)"""
+    return storage._cdata
+
+
+def by_dtype(tensors) -> dict[str, int]:
+    """Bytes of tensors, by type; a storage that several share counts once."""
+    storages = {}
+    for tensor in tensors:
+        storages[key(tensor.untyped_storage())] = tensor
+    total = Counter()
+    for tensor in storages.values():
+        total[str(tensor.dtype).removeprefix("torch.")] += tensor.untyped_storage().nbytes()
+    return {name: size for name, size in total.items() if size}
+
+
+# --- in the place of values -----------------------------------------------------------------------
+
+
+class Tokens:
+    """A data set of shapes, in which every token counts."""
+
+    def __init__(self, s: int):
+        self.s = s
+
+    def batch(self, samples) -> Batch:
+        shape = len(samples), self.s
+        tokens = torch.empty(shape, dtype=torch.int64, device=META)
+        mask = torch.empty(shape, dtype=torch.bool, device=META)
+        return Batch(tokens, tokens.clone(), mask, tokens[:, 0].clone())
+
+    def counted_tokens(self, samples) -> int:
+        return len(samples) * self.s
+
+
+def even_scores(k: int, logits: Tensor, training: bool = True) -> Tensor:
+    """Scores whose k largest give token n the experts n k, n k + 1, .. (modulo E). logits, result:
+    [n, E]"""
+    n, e = logits.shape
+    first = k * torch.arange(n, device=logits.device).unsqueeze(1)
+    return -((torch.arange(e, device=logits.device) - first) % e).to(logits.dtype)
+
+
+class EvenRouting(Routing):
+    """Takes the place of a router's Routing on the meta device: how many rows an expert gets is a
+    value. The plan is made on the CPU, from even scores; what it indexes is on the meta device."""
+
+    def forward(self, logits: Tensor) -> DispatchPlan:
+        self.scores = partial(even_scores, self.k)
+        plan = super().forward(torch.zeros(logits.shape, dtype=logits.dtype))
+        on_meta = {}
+        for name, value in plan._asdict().items():
+            # of the counts the host reads each number
+            if isinstance(value, Tensor) and name != "counts":
+                on_meta[name] = value.to(META)
+        return plan._replace(**on_meta)
+
+    def exchange(self, counts: Tensor) -> Tensor:
+        super().exchange(counts)
+        # the other ranks send what this one sends
+        ep = self.group.size()
+        return counts.view(ep, -1)[self.group.rank()].repeat(ep)
+
+
+def with_even_routing(trainer_class):
+    """The trainer, whose routers need no values."""
+
+    class EvenTrainer(trainer_class):
+        def before_techniques(self, stage):
+            super().before_techniques(stage)
+            for layer in moe.layers(stage).values():
+                layer.routing.__class__ = EvenRouting
+
+    return EvenTrainer
+
+
+class FusedAttention(TorchFunctionMode):
+    """On the meta device torch takes fused attention apart, into matrices of s² scores. While this
+    is entered it stays one operation, which keeps q, k, v, the output and a number for each row."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            q, k, v = args
+            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world: int):
+    """A process group of `world` ranks, of which this process is one, and there is no other."""
+    # importing it takes a moment, which other runs need not spend
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if world == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# --- activations of a whole schedule --------------------------------------------------------------
+
+
+class Deferred(tuple):
+    """What a weight gradient waits for: (weight, grad_output, x), held as long as this lives."""
+
+    held = ()
+
+
+class DeferredList:
+    """Stands on a weight during I (zero_bubble.py); fills the pipeline's list."""
+
+    def __init__(self, kept: Kept, target: list):
+        self.kept = kept
+        self.target = target
+
+    def append(self, item: tuple) -> None:
+        entry = Deferred(item)
+        entry.held = [Held(self.kept, tensor) for tensor in item[1:]]
+        self.target.append(entry)
+
+
+class Actions:
+    """Watches a pipeline: how each kind of action changes what is kept.
+
+    `change` and `rise`: (op, chunk) -> bytes more after it than before it, and at most during it.
+    """
+
+    def __init__(self, pipeline, kept: Kept):
+        self.kept = kept
+        self.change = {}
+        self.rise = defaultdict(int)
+        # the pipeline's own methods
+        self.act, self.defer = pipeline.act, pipeline.defer
+        pipeline.act, pipeline.defer = self.watched_act, self.watched_defer
+
+    def watched_act(self, step, action, received) -> None:
+        kept = self.kept
+        before = kept.bytes
+        # the peak of this action
+        earlier, kept.peak = kept.peak, before
+        self.act(step, action, received)
+        kind = action.op, action.chunk
+        self.change[kind] = kept.bytes - before
+        self.rise[kind] = max(self.rise[kind], kept.peak - before)
+        kept.peak = max(earlier, kept.peak)
+
+    def watched_defer(self, chunk: int, deferred: list | None) -> None:
+        self.defer(chunk, None if deferred is None else DeferredList(self.kept, deferred))
+
+    def peak_of(self, actions: list[schedules.Action]) -> int:
+        """Bytes kept at the peak of one rank's list of actions."""
+        level = 0
+        peak = 0
+        for action in actions:
+            kind = action.op, action.chunk
+            peak = max(peak, level + self.rise[kind])
+            level += self.change[kind]
+        return peak
+
+
+# --- a step ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Step:
+    """What one step of m micro-batches has shown."""
+
+    trainer: object
+    flops: int
+    collectives: Counter
+    kept: Kept
+    # None without a pipeline
+    actions: Actions | None
+
+
+def run_step(config: Config, trainer_class, groups: Groups, m: int) -> Step:
+    """One step of m micro-batches, by the trainer's own code."""
+    dp = groups.dp.size() if groups.dp else 1
+    batch = m * config.micro_batch_size * dp
+    config = dataclasses.replace(config, global_batch_size=batch)
+    trainer = with_even_routing(trainer_class)(config, META, groups)
+    kept = Kept(p for stage in trainer.stages for p in stage.parameters())
+    actions = Actions(trainer.model, kept) if trainer.schedule else None
+    with kept, FusedAttention(), Flops() as flops, Collectives() as noted:
+        trainer.forward_backward(1, Tokens(trainer.model_config.seq_length))
+        # fp16 would read whether the step is finite
+        trainer.optimizer.scaler = None
+        trainer.update(1)
+    return Step(trainer, flops.total, noted.counted(groups), kept, actions)
+
+
+def report(config: Config, trainer_class, rank: int, world: int) -> Report:
+    """What rank `rank` of `world` does in a step of the run that `config` describes. Raises
+    ConfigError as rules.validate."""
+    config = as_on_a_cluster(config, world)
+    m = config.global_batch_size // (world // config.tp // config.pp) // config.micro_batch_size
+    # the interleaved schedule takes micro-batches in groups of p
+    few = config.pp if config.virtual_stages > 1 else 1
+    with fake_world(rank, world):
+        groups = Groups()
+        if world > 1:
+            groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
+        first = run_step(config, trainer_class, groups, min(m, few))
+        second = first
+        more = 0
+        if m > few:
+            second = run_step(config, trainer_class, groups, 2 * few)
+            more = (m - 2 * few) // few
+        return summary(config, groups, m, more, first, second)
+
+
+def as_on_a_cluster(config: Config, world: int) -> Config:
+    """What is not given is as on `world` GPUs. Raises ConfigError for what cannot run there."""
+    config = dataclasses.replace(
+        config,
+        precision=config.precision or "bf16",
+        device="auto",
+        kernels="off",
+        compile=False,
+    )
+    rules.validate(config, world)
+    micro_batch = config.micro_batch(world // config.tp // config.pp)
+    return dataclasses.replace(config, micro_batch_size=micro_batch)
+
+
+def summary(config: Config, groups: Groups, m: int, more: int, first: Step, second: Step) -> Report:
+    """first, second: steps of few micro-batches and of twice as many; `more` times their difference
+    is missing to m."""
+    counts = {}
+    for kind in first.collectives | second.collectives:
+        a, b = first.collectives[kind], second.collectives[kind]
+        counts[kind] = b + (b - a) * more
+    activations = second.kept.peak
+    if second.actions:
+        p, v = config.pp, config.virtual_stages
+        lists = schedules.lists(config.pipeline_schedule, p, m, v)
+        activations = second.actions.peak_of(lists[groups.pp.rank()])
+    trainer = second.trainer
+    parts = [p for stage in trainer.stages for p in stage.parameters()]
+    local = [local_part(p) for p in parts]
+    optimizer = trainer.optimizer
+    state = [optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq]
+    own = {key(p.untyped_storage()) for p in (*parts, *local)}
+    state = [
+        t for tensors in state for t in tensors.values() if key(t.untyped_storage()) not in own
+    ]
+    gradients = [p.main_grad for p in local if getattr(p, "main_grad", None) is not None]
+    return Report(
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+        world=dist.get_world_size() if dist.is_initialized() else 1,
+        place=place_of(groups),
+        layers=[int(n) for stage in trainer.stages for n in stage.blocks],
+        micro_batches=m,
+        parameters=by_dtype([*parts, *local]),
+        gradients=by_dtype(gradients),
+        optimizer_state=by_dtype(state),
+        activations=activations,
+        flops=second.flops + (second.flops - first.flops) * more,
+        collectives=sorted(Collective(*kind, count) for kind, count in counts.items()),
+    )
+
+
+def place_of(groups: Groups) -> dict[str, tuple[int, int]]:
+    place = {}
+    for name in ("pp", "dp", "edp", "ep", "tp"):
+        group = getattr(groups, name)
+        if group:
+            place[name] = group.rank(), group.size()
+    return place
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def main(config: Config, trainer_class, question: dict) -> None:
+    """Answer `train.py --as-rank R --of N`. question: those flags of flags.QUESTION that are given.
+    Raises ConfigError."""
+    rank, world = check(config, question)
+    answer = report(config, trainer_class, rank, world)
+    for line in lines(answer):
+        terminal.say(line)
+    path = question.get("json")
+    if path:
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(as_json(answer), file, indent=1)
+        except OSError as e:
+            raise ConfigError(f"--json {path}: cannot be written ({e.strerror})") from None
+
+
+def check(config: Config, question: dict) -> tuple[int, int]:
+    """(rank, world). Raises ConfigError for a question that has no answer."""
+    rank, world = question.get("as_rank"), question.get("of")
+    if rank is None:
+        name = "of" if world is not None else "json"
+        raise ConfigError(f"--{name} {question[name]}: belongs to --as-rank R --of N")
+    if world is None:
+        raise ConfigError(f"--as-rank {rank}: of how many ranks? --of 256 would say")
+    if not 1 <= world <= MOST_RANKS:
+        raise ConfigError(f"--of {world}: must be from 1 to {MOST_RANKS:,} ranks")
+    if not 0 <= rank < world:
+        raise ConfigError(f"--as-rank {rank}: ranks of --of {world} are numbered 0 to {world - 1}")
+    if "RANK" in os.environ:
+        raise ConfigError(
+            f"--as-rank {rank}: one process answers; start it with python, not with torchrun"
+        )
+    for name in ("resume", "load", "prompt_config"):
+        if getattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"--as-rank {rank}: reads no checkpoint; leave {flag} out")
+    return rank, world
+
+
+def lines(answer: Report) -> list[str]:
+    """The report for people."""
+    place = ", ".join(f"{name} {n} of {size}" for name, (n, size) in answer.place.items())
+    held = {
+        "parameters": answer.parameters,
+        "gradients": answer.gradients,
+        "optimizer state": answer.optimizer_state,
+        "activations": {"": answer.activations},
+    }
+    out = [
+        f"rank {answer.rank} of {answer.world:,}: {place or 'alone'}",
+        f"layers {ranges(answer.layers)}",
+        f"{answer.micro_batches} micro-batches, {answer.flops / 1e12:,.3f} TFLOP in a step",
+    ]
+    for name, sizes in held.items():
+        types = ", ".join(f"{dtype} {size:,}" for dtype, size in sizes.items() if dtype)
+        total = sum(sizes.values())
+        out.append(f"{name:<16}{total / 2**30:>10.3f} GiB{total:>20,} bytes   {types}".rstrip())
+    out.append(f"{'collective':<16}{'group':>6}{'calls':>10}{'bytes of a call':>18}{'GB':>12}")
+    for kind, group, size, count in answer.collectives:
+        out.append(f"{kind:<16}{group:>6}{count:>10,}{size:>18,}{size * count / 1e9:>12,.3f}")
+    return out
+
+
+def ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 8, 9] -> "0-2 8-9"; "none" for an empty list."""
+    found = []
+    for n in numbers:
+        if found and found[-1][1] == n - 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    words = [f"{first}-{last}" if last > first else str(first) for first, last in found]
+    return " ".join(words) or "none"
+
+
+def as_json(answer: Report) -> dict:
+    """The report for programs: the fields of Report; each collective with the names of its own."""
+    fields = dataclasses.asdict(answer)
+    fields["collectives"] = [collective._asdict() for collective in answer.collectives]
+    return fields
