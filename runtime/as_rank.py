@@ -11,9 +11,9 @@ train.py does. Three things take the place of a cluster:
     counters              below autograd, each operation and each collective passes by them; a
                           hook sees what autograd keeps for backward
 
-Micro-batches of a step are alike. So only the first few run, once `few` and once twice as many, and
-the counts of a step follow exactly: they are a + b m. What is kept at the peak follows from the
-schedule, for each action adds and frees the same bytes (`peak_of`).
+The micro-batches of a step are alike, so a step of one and a step of two are run. Each count of a
+step of m is a + b m, and these two give a and b. What is kept at the peak follows from the schedule
+of all m, for each action adds and frees the same bytes (`Actions.peak_of`).
 
 Where a value decides, none is read: every token counts in the loss, and each expert gets an even
 share of the tokens (`EvenRouting`). On real ranks the rows that all-to-alls carry vary around it.
@@ -40,7 +40,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import moe
@@ -113,19 +112,19 @@ FLOPS = flop_registry | {
 }
 
 
-class Flops(TorchDispatchMode):
-    """While entered, adds up the FLOPs of matrix multiplications."""
+class Counters(Collectives):
+    """While entered, also adds up the FLOPs of matrix multiplications."""
 
     def __init__(self):
         super().__init__()
-        self.total = 0
+        self.flops = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
+        result = super().__torch_dispatch__(function, types, args, kwargs)
         formula = FLOPS.get(function.overloadpacket)
         if formula:
-            self.total += formula(*args, **kwargs, out_val=result)
+            self.flops += formula(*args, **kwargs, out_val=result)
         return result
 
 
@@ -307,6 +306,10 @@ class Actions:
         self.act, self.defer = pipeline.act, pipeline.defer
         pipeline.act, pipeline.defer = self.watched_act, self.watched_defer
 
+    @staticmethod
+    def leave(pipeline) -> None:
+        del pipeline.act, pipeline.defer
+
     def watched_act(self, step, action, received) -> None:
         kept = self.kept
         before = kept.bytes
@@ -337,9 +340,8 @@ class Actions:
 
 @dataclasses.dataclass
 class Step:
-    """What one step of m micro-batches has shown."""
+    """What a step of a few micro-batches has shown."""
 
-    trainer: object
     flops: int
     collectives: Counter
     kept: Kept
@@ -347,91 +349,94 @@ class Step:
     actions: Actions | None
 
 
-def run_step(config: Config, trainer_class, groups: Groups, m: int) -> Step:
-    """One step of m micro-batches, by the trainer's own code."""
-    dp = groups.dp.size() if groups.dp else 1
-    batch = m * config.micro_batch_size * dp
-    config = dataclasses.replace(config, global_batch_size=batch)
-    trainer = with_even_routing(trainer_class)(config, META, groups)
+def run_step(trainer, m: int) -> Step:
+    """A step of only m micro-batches, by the trainer's own code."""
+    whole = trainer.config, trainer.schedule
+    sequences = m * trainer.micro_batch * trainer.dp
+    trainer.config = dataclasses.replace(trainer.config, global_batch_size=sequences)
     kept = Kept(p for stage in trainer.stages for p in stage.parameters())
-    actions = Actions(trainer.model, kept) if trainer.schedule else None
-    with kept, FusedAttention(), Flops() as flops, Collectives() as noted:
+    actions = None
+    if trainer.schedule:
+        trainer.schedule = [[a for a in list_ if a.micro_batch < m] for list_ in trainer.schedule]
+        actions = Actions(trainer.model, kept)
+    with kept, FusedAttention(), Counters() as counters:
         trainer.forward_backward(1, Tokens(trainer.model_config.seq_length))
-        # fp16 would read whether the step is finite
-        trainer.optimizer.scaler = None
         trainer.update(1)
-    return Step(trainer, flops.total, noted.counted(groups), kept, actions)
+    if actions:
+        actions.leave(trainer.model)
+    trainer.config, trainer.schedule = whole
+    return Step(counters.flops, counters.counted(trainer.groups), kept, actions)
 
 
 def report(config: Config, trainer_class, rank: int, world: int) -> Report:
     """What rank `rank` of `world` does in a step of the run that `config` describes. Raises
     ConfigError as rules.validate."""
     config = as_on_a_cluster(config, world)
-    m = config.global_batch_size // (world // config.tp // config.pp) // config.micro_batch_size
-    # the interleaved schedule takes micro-batches in groups of p
-    few = config.pp if config.virtual_stages > 1 else 1
     with fake_world(rank, world):
         groups = Groups()
         if world > 1:
             groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
-        first = run_step(config, trainer_class, groups, min(m, few))
-        second = first
-        more = 0
-        if m > few:
-            second = run_step(config, trainer_class, groups, 2 * few)
-            more = (m - 2 * few) // few
-        return summary(config, groups, m, more, first, second)
+        trainer = with_even_routing(trainer_class)(config, META, groups)
+        # it would read whether a step of fp16 is finite
+        trainer.optimizer.scaler = None
+        m = config.global_batch_size // trainer.dp // trainer.micro_batch
+        first = second = run_step(trainer, 1)
+        if m > 1:
+            second = run_step(trainer, 2)
+        return summary(trainer, rank, world, m, first, second)
 
 
 def as_on_a_cluster(config: Config, world: int) -> Config:
     """What is not given is as on `world` GPUs. Raises ConfigError for what cannot run there."""
-    config = dataclasses.replace(
-        config,
-        precision=config.precision or "bf16",
-        device="auto",
-        kernels="off",
-        compile=False,
-    )
+    # kernels and the compiler do not run on the meta device
+    meta = {"device": "auto", "kernels": "off", "compile": False}
+    config = dataclasses.replace(config, precision=config.precision or "bf16", **meta)
     rules.validate(config, world)
-    micro_batch = config.micro_batch(world // config.tp // config.pp)
-    return dataclasses.replace(config, micro_batch_size=micro_batch)
+    return config
 
 
-def summary(config: Config, groups: Groups, m: int, more: int, first: Step, second: Step) -> Report:
-    """first, second: steps of few micro-batches and of twice as many; `more` times their difference
-    is missing to m."""
-    counts = {}
+def summary(trainer, rank: int, world: int, m: int, first: Step, second: Step) -> Report:
+    """first, second: steps of one micro-batch and of two; a step of m has the difference of the two
+    m - 1 times more than the first."""
+    collectives = []
     for kind in first.collectives | second.collectives:
-        a, b = first.collectives[kind], second.collectives[kind]
-        counts[kind] = b + (b - a) * more
+        count, of_two = first.collectives[kind], second.collectives[kind]
+        collectives.append(Collective(*kind, count + (m - 1) * (of_two - count)))
     activations = second.kept.peak
     if second.actions:
-        p, v = config.pp, config.virtual_stages
-        lists = schedules.lists(config.pipeline_schedule, p, m, v)
-        activations = second.actions.peak_of(lists[groups.pp.rank()])
-    trainer = second.trainer
-    parts = [p for stage in trainer.stages for p in stage.parameters()]
-    local = [local_part(p) for p in parts]
-    optimizer = trainer.optimizer
-    state = [optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq]
-    own = {key(p.untyped_storage()) for p in (*parts, *local)}
-    state = [
-        t for tensors in state for t in tensors.values() if key(t.untyped_storage()) not in own
-    ]
-    gradients = [p.main_grad for p in local if getattr(p, "main_grad", None) is not None]
+        activations = second.actions.peak_of(trainer.schedule[trainer.groups.pp.rank()])
     return Report(
-        rank=dist.get_rank() if dist.is_initialized() else 0,
-        world=dist.get_world_size() if dist.is_initialized() else 1,
-        place=place_of(groups),
+        rank=rank,
+        world=world,
+        place=place_of(trainer.groups),
         layers=[int(n) for stage in trainer.stages for n in stage.blocks],
         micro_batches=m,
-        parameters=by_dtype([*parts, *local]),
-        gradients=by_dtype(gradients),
-        optimizer_state=by_dtype(state),
+        **bytes_of(trainer),
         activations=activations,
-        flops=second.flops + (second.flops - first.flops) * more,
-        collectives=sorted(Collective(*kind, count) for kind, count in counts.items()),
+        flops=first.flops + (m - 1) * (second.flops - first.flops),
+        collectives=sorted(collectives),
     )
+
+
+def bytes_of(trainer) -> dict[str, dict[str, int]]:
+    """What a trainer holds between backward and update, as fields of Report."""
+    parameters = [p for stage in trainer.stages for p in stage.parameters()]
+    local = [local_part(p) for p in parameters]
+    gradients = [p.main_grad for p in local if getattr(p, "main_grad", None) is not None]
+    optimizer = trainer.optimizer
+    state = []
+    for tensors in (optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq):
+        # a float32 weight is its own master
+        state += [t for name, t in tensors.items() if not shares(t, optimizer.parameters[name])]
+    return {
+        "parameters": by_dtype(parameters + local),
+        "gradients": by_dtype(gradients),
+        "optimizer_state": by_dtype(state),
+    }
+
+
+def shares(a: Tensor, b: Tensor) -> bool:
+    return key(a.untyped_storage()) == key(b.untyped_storage())
 
 
 def place_of(groups: Groups) -> dict[str, tuple[int, int]]:
