@@ -39,7 +39,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 import moe
@@ -94,12 +93,12 @@ class Report:
 # --- counters -------------------------------------------------------------------------------------
 
 
-def attention_flops(q: Tensor, k: Tensor, *rest, out_val=None) -> int:
+def attention_flops(q: Tensor, k: Tensor, *rest, **kwargs) -> int:
     """q kᵀ and the sum over v. q: [b, a, s, d]; k: [b, a_kv, s, d]"""
     return 2 * 2 * q.numel() * k.shape[2]
 
 
-def attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, *rest, out_val=None) -> int:
+def attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, *rest, **kwargs) -> int:
     """q kᵀ again, and the gradients of the scores, of v, q and k."""
     return 5 * 2 * q.numel() * k.shape[2]
 
@@ -243,15 +242,20 @@ def with_even_routing(trainer_class):
     return EvenTrainer
 
 
-class FusedAttention(TorchFunctionMode):
-    """On the meta device torch takes fused attention apart, into matrices of s² scores. While this
-    is entered it stays one operation, which keeps q, k, v, the output and a number for each row."""
+@contextlib.contextmanager
+def fused_attention():
+    """On the meta device torch takes fused attention apart, into matrices of s² scores. Here it
+    stays one operation, which keeps q, k, v, the output and a number for each of its rows."""
+    original = F.scaled_dot_product_attention
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.scaled_dot_product_attention:
-            q, k, v = args
-            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
-        return function(*args, **(kwargs or {}))
+    def one_operation(q, k, v, is_causal, enable_gqa):
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0]
+
+    F.scaled_dot_product_attention = one_operation
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
 
 
 @contextlib.contextmanager
@@ -359,7 +363,7 @@ def run_step(trainer, m: int) -> Step:
     if trainer.schedule:
         trainer.schedule = [[a for a in list_ if a.micro_batch < m] for list_ in trainer.schedule]
         actions = Actions(trainer.model, kept)
-    with kept, FusedAttention(), Counters() as counters:
+    with kept, fused_attention(), Counters() as counters:
         trainer.forward_backward(1, Tokens(trainer.model_config.seq_length))
         trainer.update(1)
     if actions:
