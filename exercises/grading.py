@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lessons import ranks
+from runtime.collectives import KINDS
 
 # of the largest number of a tensor: the gate of the tests, in float64
 TOLERANCE = 1e-10
@@ -115,12 +115,12 @@ class Watch(TorchDispatchMode):
         return result
 
     def note_collective(self, operation: str, args) -> None:
-        kinds = [kind for part, kind in ranks.KINDS.items() if part in operation]
+        kinds = [kind for part, kind in KINDS.items() if part in operation]
         kind = kinds[0] if kinds else operation.strip("_")
         tensors = [[x for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args]
         # the list of gathered parts counts as the whole tensor that it is
         self.calls.append((kind, max(sum(x.nbytes for x in xs) for xs in tensors)))
-        if kind not in ("send", "recv", "recv_any_source"):
+        if kind not in ("send", "receive"):
             first = next((x for xs in tensors for x in xs), torch.empty(0))
             dtype = str(first.dtype).removeprefix("torch.")
             self.announce(f"{article(kind)} of {dtype} {list(first.shape)}", self.line())

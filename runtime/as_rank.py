@@ -455,11 +455,11 @@ def place_of(groups: Groups) -> dict[str, tuple[int, int]]:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def main(config: Config, trainer_class, question: dict) -> None:
+def main(config: Config, question: dict, trainer_class) -> None:
     """Answer `train.py --as-rank R --of N`. question: those flags of flags.QUESTION that are given.
-    Raises ConfigError."""
+    trainer_class: from a Config to its class. Raises ConfigError."""
     rank, world = check(config, question)
-    answer = report(config, trainer_class, rank, world)
+    answer = report(config, trainer_class(config), rank, world)
     for line in lines(answer):
         terminal.say(line)
     path = question.get("json")

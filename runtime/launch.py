@@ -66,7 +66,7 @@ def attempt(argv: list[str], world: World, trainer_class, loop) -> tuple[int, Ex
     try:
         config, question = flags.parse_all(argv, world.rank)
         if question:
-            as_rank.main(config, trainer_class(config), question)
+            as_rank.main(config, question, trainer_class)
         else:
             rules.validate(config, world.size)
             run(config, world, trainer_class, loop)

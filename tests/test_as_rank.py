@@ -5,17 +5,20 @@ collective, every byte, every FLOP must be equal, on every rank.
 """
 
 import dataclasses
+import json
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import recompute
 import train as trainer
 from data import Batch
 from lessons import ranks
 from lessons.parity import LLAMA, SMALL, Synthetic
-from runtime import as_rank
+from runtime import as_rank, flags
+from runtime.config import ConfigError
 from runtime.world import Groups
 
 GPT = SMALL | dict(precision="fp32", micro_batch_size=1)
@@ -100,3 +103,88 @@ def test_equals_real_ranks(world):
             real, said = results[rank][number]
             for name, value in real.items():
                 assert said[name] == value, (layout, rank, name)
+
+
+def said(words: str) -> as_rank.Report:
+    """What `train.py --as-rank R --of N` finds."""
+    config, question = flags.parse_all(words.split(), 0)
+    return as_rank.report(config, trainer.Trainer, question["as_rank"], question["of"])
+
+
+def test_a_trillion_parameters():
+    """A rank in the middle of the 1T model of arXiv 2205.05198: its shapes are beyond any test's
+    memory, its counts are the paper's."""
+    report = said(
+        "--as-rank 800 --of 3072 --model megatron-1t --tp 8 --pp 64 --sequence-parallel"
+        " --recompute selective --global-batch-size 3072 --micro-batch-size 1"
+    )
+    s, h, t, m, layers = 2048, 25600, 8, 512, 2
+    assert report.place == {"pp": (16, 64), "dp": (4, 6), "tp": (0, 8)}
+    assert (report.layers, report.micro_batches) == ([32, 33], m)
+    # equation 7 without the head, and softmax(q k) v once more
+    flops = 72 * s * h**2 + 12 * s**2 * h + 4 * s**2 * h
+    assert report.flops == m * layers * flops // t
+    # four matrices of h² and two of 4 h², and what is whole or a bias
+    weights = layers * (12 * h**2 // t + 7 * h // t + 6 * h)
+    assert report.parameters == {"bfloat16": 2 * weights}
+    assert report.gradients == {"float32": 4 * weights}
+    assert report.optimizer_state == {"float32": 12 * weights}
+    whole = 2 * s * h
+    found = {(c.kind, c.group, c.bytes): c.count for c in report.collectives}
+    # g twice in forward, for its inputs again in backward, and twice for gradients; then g-bar
+    assert found["all-gather", "tp", whole] == 6 * m * layers
+    assert found["reduce-scatter", "tp", whole] == 4 * m * layers
+    for kind in ("send", "receive"):
+        assert found[kind, "pp", whole // t] == 2 * m
+    # 48 micro-batches are in flight there: p less the stage's number
+    of_layer = recompute.layer_bytes(s, 1, h, 160, t, True, "selective")
+    assert report.activations == pytest.approx(48 * layers * of_layer, rel=0.05)
+
+
+TINY = "--model tiny --num-layers 2 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64"
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """It prints, writes what it is asked to write, and leaves no run."""
+    monkeypatch.chdir(tmp_path)
+    words = f"--as-rank 5 --of 8 --pp 2 --tp 2 {TINY} --precision fp16 --json answer.json"
+    assert trainer.main(words.split()) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("rank 5 of 8: pp 1 of 2, dp 0 of 2, tp 1 of 2\nlayers 1\n")
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer["parameters"] == {"float16": answer["gradients"]["float32"] // 2}
+    for collective in answer["collectives"]:
+        assert f"{collective['bytes']:,}" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["answer.json"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--as-rank 4 --of 4", "--as-rank 4: ranks of --of 4 are numbered 0 to 3"),
+        ("--as-rank -1 --of 4", "--as-rank -1"),
+        ("--as-rank 0", "--as-rank 0: of how many ranks?"),
+        ("--of 4", "--of 4: belongs to --as-rank R --of N"),
+        ("--json FILE", "--json FILE: belongs to"),
+        ("--as-rank 0 --of 0", "--of 0: must be from 1"),
+        ("--as-rank 0 --of 10000000", "--of 10000000: must be from 1"),
+        ("--as-rank 0 --of 6 --tp 4", "--tp 4: must divide the 6 ranks"),
+        ("--as-rank 0 --of 1 --tp 2", "--tp 2: "),
+        ("--as-rank 0 --of 32", "--global-batch-size 16: must be divisible by the 32"),
+        ("--as-rank 0 --of 4 --load CKPT", "leave --load out"),
+        ("--as-rank 0 --of 4 --prompt-config FILE", "leave --prompt-config out"),
+        (f"--as-rank 0 --of 1 {TINY} --json missing/FILE", "--json missing/FILE: cannot be"),
+    ],
+)
+def test_refused_in_a_line(words, message, capsys):
+    assert trainer.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_not_for_torchrun_nor_for_other_commands(monkeypatch, capsys):
+    with pytest.raises(ConfigError, match="--as-rank: is for train"):
+        flags.parse(["--as-rank", "0", "--of", "2"], 0)
+    monkeypatch.setenv("RANK", "0")
+    assert trainer.main(["--as-rank", "0", "--of", "2"]) == 2
+    assert "not with torchrun" in capsys.readouterr().err
