@@ -6,7 +6,9 @@ collective, every byte, every FLOP must be equal, on every rank.
 
 import dataclasses
 import json
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,7 +99,8 @@ def measured(world: int, config: trainer.Config) -> dict:
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_equals_real_ranks(world):
-    results = ranks.run(both, world, world, LAYOUTS[world])
+    layouts = LAYOUTS[world]
+    results = ranks.run(both, world, world, layouts) if world > 1 else [both(0, 1, layouts)]
     for number, layout in enumerate(LAYOUTS[world]):
         for rank in range(world):
             real, said = results[rank][number]
@@ -139,6 +142,14 @@ def test_a_trillion_parameters():
     # 48 micro-batches are in flight there: p less the stage's number
     of_layer = recompute.layer_bytes(s, 1, h, 160, t, True, "selective")
     assert report.activations == pytest.approx(48 * layers * of_layer, rel=0.05)
+
+
+def test_the_output_in_the_documentation():
+    text = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
+    command, output = re.findall(
+        r"^python train.py (--as-rank.*?)^```\n+```text\n(.*?)^```", text, re.M | re.S
+    )[0]
+    assert as_rank.lines(said(command.replace("\\\n", " "))) == output.splitlines()
 
 
 TINY = "--model tiny --num-layers 2 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64"

@@ -20,7 +20,6 @@ from inference import cli
 from prompts import commands as prompt_commands
 from prompts.prompt_data import PromptConfig
 from runtime import flags, rules
-from runtime.config import Config
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -187,8 +186,8 @@ def training_commands() -> list[tuple[int, str]]:
 @pytest.mark.parametrize("ranks, arguments", training_commands(), ids=lambda x: str(x)[:60])
 def test_training_command_can_run(ranks, arguments):
     """Its layout and batch fit its ranks and its model. Nothing starts."""
-    given = vars(flags.make_parser(0).parse_args(shlex.split(arguments)))
-    rules.validate(Config(**given), ranks)
+    config, question = flags.parse_all(shlex.split(arguments), 0)
+    rules.validate(config, question.get("of", ranks))
 
 
 def test_prompt_configuration():
