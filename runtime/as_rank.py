@@ -11,9 +11,10 @@ train.py does. Three things take the place of a cluster:
     counters              below autograd, each operation and each collective passes by them; a
                           hook sees what autograd keeps for backward
 
-The micro-batches of a step are alike, so a step of one and a step of two are run. Each count of a
-step of m is a + b m, and these two give a and b. What is kept at the peak follows from the schedule
-of all m, for each action adds and frees the same bytes (`Actions.peak_of`).
+The micro-batches of a step are alike, so a step of one and a step of two are run (under zb-h1 of p
+and p + 1). Each count of a step of m is a + b m, and these two give a and b. What is kept at the
+peak follows from the schedule of all m, for each action adds and frees the same bytes
+(`Actions.peak_of`).
 
 Where a value decides, none is read: every token counts in the loss, and each expert gets an even
 share of the tokens (`EvenRouting`). On real ranks the rows that all-to-alls carry vary around it.
@@ -399,10 +400,12 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
         # it would read whether a step of fp16 is finite
         trainer.optimizer.scaler = None
         m = config.global_batch_size // trainer.dp // trainer.micro_batch
-        first = second = run_step(trainer, 1)
-        if m > 1:
-            second = run_step(trainer, 2)
-        return summary(trainer, rank, world, m, first, second)
+        # under zb-h1 up to p micro-batches wait for their weight gradients when the step ends
+        few = config.pp if config.pipeline_schedule == "zb-h1" else 1
+        first = second = run_step(trainer, min(few, m))
+        if m > few:
+            second = run_step(trainer, few + 1)
+        return summary(trainer, rank, world, m, m - few, first, second)
 
 
 def as_on_a_cluster(config: Config, world: int) -> Config:
@@ -414,13 +417,13 @@ def as_on_a_cluster(config: Config, world: int) -> Config:
     return config
 
 
-def summary(trainer, rank: int, world: int, m: int, first: Step, second: Step) -> Report:
-    """first, second: steps of one micro-batch and of two; a step of m has the difference of the two
-    m - 1 times more than the first."""
+def summary(trainer, rank: int, world: int, m: int, more: int, first: Step, second: Step) -> Report:
+    """The report of a step of m micro-batches, `more` than the first step has. The second step has
+    one more, so each of them adds the difference of the two."""
     collectives = []
     for kind in first.collectives | second.collectives:
-        count, of_two = first.collectives[kind], second.collectives[kind]
-        collectives.append(Collective(*kind, count + (m - 1) * (of_two - count)))
+        count, next_count = first.collectives[kind], second.collectives[kind]
+        collectives.append(Collective(*kind, count + more * (next_count - count)))
     activations = second.kept.peak
     if second.actions:
         activations = second.actions.peak_of(trainer.schedule[trainer.groups.pp.rank()])
@@ -432,7 +435,7 @@ def summary(trainer, rank: int, world: int, m: int, first: Step, second: Step) -
         micro_batches=m,
         **bytes_of(trainer),
         activations=activations,
-        flops=first.flops + (m - 1) * (second.flops - first.flops),
+        flops=first.flops + more * (second.flops - first.flops),
         collectives=sorted(collectives),
     )
 

@@ -108,6 +108,31 @@ def test_equals_real_ranks(world):
                 assert said[name] == value, (layout, rank, name)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        GPT | dict(zero_stage=2, pp=4, schedule="zb-h1", num_layers=4),
+        GPT | dict(zero_stage=3, pp=2, virtual_stages=2, num_layers=4),
+        LLAMA | dict(zero_stage=3, recompute="full"),
+        EXPERTS | dict(zero_stage=2, pp=2, schedule="gpipe"),
+    ],
+    ids=str,
+)
+def test_few_micro_batches_tell_of_all(layout):
+    """Their counts and the schedule give what a step of all of them gives."""
+    config = as_rank.as_on_a_cluster(trainer.Config(**layout | dict(global_batch_size=24)), 8)
+    for rank in (0, 7):
+        said = as_rank.report(config, trainer.Trainer, rank, 8)
+        with as_rank.fake_world(rank, 8):
+            groups = Groups.make("cpu", 8, config.tp, config.pp, ep=config.ep)
+            t = as_rank.with_even_routing(trainer.Trainer)(config, as_rank.META, groups)
+            assert said.micro_batches > 2
+            step = as_rank.run_step(t, said.micro_batches)
+        collectives = [as_rank.Collective(*key, n) for key, n in step.collectives.items()]
+        assert said.collectives == sorted(collectives)
+        assert (said.flops, said.activations) == (step.flops, step.kept.peak)
+
+
 def said(words: str) -> as_rank.Report:
     """What `train.py --as-rank R --of N` finds."""
     config, question = flags.parse_all(words.split(), 0)
