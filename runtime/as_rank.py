@@ -40,10 +40,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import dropout
 import moe
+import recompute
 import schedules
 from data import Batch
 from routers import DispatchPlan, Routing
@@ -144,7 +146,8 @@ class Held:
 
 class Kept(torch.autograd.graph.saved_tensors_hooks):
     """While entered, follows the bytes that autograd keeps for backward: `bytes` now, and `peak`.
-    Each storage counts once, whole (as in recompute.saved_bytes). Those of parameters do not."""
+    Each storage counts once, whole (as in recompute.saved_bytes). Those of parameters do not. What
+    recompute.py keeps beside saved tensors counts too: a rotary table, plans of routers."""
 
     def __init__(self, parameters):
         super().__init__(partial(Held, self), lambda held: held.tensor)
@@ -153,6 +156,22 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
         self.holders = Counter()
         self.bytes = 0
         self.peak = 0
+
+    def __enter__(self):
+        self.checkpoint = recompute._Checkpoint.forward
+        recompute._Checkpoint.forward = staticmethod(self.forward_of_checkpoint)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error):
+        recompute._Checkpoint.forward = staticmethod(self.checkpoint)
+        super().__exit__(*error)
+
+    def forward_of_checkpoint(self, ctx, function, *args) -> Tensor:
+        y = self.checkpoint(ctx, function, *args)
+        beside = tree_leaves((ctx.args, ctx.run_once_results))
+        ctx.held = [Held(self, x) for x in beside if isinstance(x, Tensor)]
+        return y
 
     def add(self, storage) -> None:
         self.holders[key(storage)] += 1
