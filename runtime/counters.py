@@ -1,0 +1,139 @@
+"""What a step computes and keeps, counted while it runs: FLOPs, and bytes kept for backward.
+
+    with Kept(parameters) as kept, Counters() as counters:
+        step()
+    kept.peak           bytes that autograd kept for backward, at the most
+    counters.flops      of matrix multiplications
+    counters.calls      the collectives (runtime/collectives.py)
+
+They count what runs, on any device, also on the meta device, where tensors have no values.
+
+    python train.py --as-rank 0 --of 8 --tp 2        prints these counts of one rank of eight
+
+Not covered: memory that is no tensor (workspaces, fragments), and tensors that nobody keeps for
+backward.
+"""
+
+from collections import Counter
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import recompute
+from runtime.collectives import Collectives
+
+aten = torch.ops.aten
+
+# --- FLOPs ----------------------------------------------------------------------------------------
+
+
+def attention_flops(q: Tensor, k: Tensor, *rest, **kwargs) -> int:
+    """q kᵀ and the sum over v. q: [b, a, s, d]; k: [b, a_kv, s, d]"""
+    return 2 * 2 * q.numel() * k.shape[2]
+
+
+def attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, *rest, **kwargs) -> int:
+    """q kᵀ again, and the gradients of the scores, of v, q and k."""
+    return 5 * 2 * q.numel() * k.shape[2]
+
+
+# torch's formulas, and what they leave out
+FLOPS = flop_registry | {
+    aten.addmm_: flop_registry[aten.addmm],
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+
+
+class Counters(Collectives):
+    """While entered, also adds up the FLOPs of matrix multiplications."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        formula = FLOPS.get(function.overloadpacket)
+        if formula:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+class Held:
+    """What autograd holds of one saved tensor: gone when the graph drops it."""
+
+    def __init__(self, kept: "Kept", tensor: Tensor):
+        self.kept = kept
+        # detached: an output itself would keep its own graph alive
+        self.tensor = tensor.detach()
+        kept.add(self.tensor.untyped_storage())
+
+    def __del__(self):
+        self.kept.drop(self.tensor.untyped_storage())
+
+
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """While entered, follows the bytes that autograd keeps for backward: `bytes` now, and `peak`.
+    Each storage counts once, whole (as in recompute.saved_bytes). Those of parameters do not. What
+    recompute.py keeps beside saved tensors counts too: a rotary table, plans of routers."""
+
+    def __init__(self, parameters):
+        super().__init__(partial(Held, self), lambda held: held.tensor)
+        self.left_out = {key(p.untyped_storage()) for p in parameters}
+        # storage -> by how many tensors it is held
+        self.holders = Counter()
+        self.bytes = 0
+        self.peak = 0
+
+    def __enter__(self):
+        self.checkpoint = recompute._Checkpoint.forward
+        recompute._Checkpoint.forward = staticmethod(self.forward_of_checkpoint)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error):
+        recompute._Checkpoint.forward = staticmethod(self.checkpoint)
+        super().__exit__(*error)
+
+    def forward_of_checkpoint(self, ctx, function, *args) -> Tensor:
+        y = self.checkpoint(ctx, function, *args)
+        beside = tree_leaves((ctx.args, ctx.run_once_results))
+        ctx.held = [Held(self, x) for x in beside if isinstance(x, Tensor)]
+        return y
+
+    def add(self, storage) -> None:
+        self.holders[key(storage)] += 1
+        if self.holders[key(storage)] == 1 and key(storage) not in self.left_out:
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+
+    def drop(self, storage) -> None:
+        self.holders[key(storage)] -= 1
+        if not self.holders[key(storage)]:
+            del self.holders[key(storage)]
+            if key(storage) not in self.left_out:
+                self.bytes -= storage.nbytes()
+
+
+def key(storage) -> int:
+    """Identifies a storage as long as it lives. (On the meta device none has an address.)"""
+    return storage._cdata
+
+
+def by_dtype(tensors) -> dict[str, int]:
+    """Bytes of tensors, by type; a storage that several share counts once."""
+    storages = {}
+    for tensor in tensors:
+        storages[key(tensor.untyped_storage())] = tensor
+    total = Counter()
+    for tensor in storages.values():
+        total[str(tensor.dtype).removeprefix("torch.")] += tensor.untyped_storage().nbytes()
+    return {name: size for name, size in total.items() if size}
