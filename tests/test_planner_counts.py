@@ -1,6 +1,6 @@
 """planner.step_time waits for exactly the collectives that train.py calls.
 
-On an ideal machine, whose FLOP/s and bytes/s are infinite, a step is what communication takes. Where
+On an ideal machine, with infinite FLOP/s and bytes/s, a step is what communication takes. Where
 a pass of a collective takes a second and bytes nothing, seconds count passes; where passes take
 nothing and links have 1 byte/s, they count bytes. planning/collectives.py has the same from the
 layout, and is held to gloo ranks (test_planning_counts.py).
