@@ -29,6 +29,7 @@ Not covered: memory that PyTorch's allocator cannot use, workspaces of libraries
 from functools import lru_cache
 from typing import NamedTuple
 
+import recompute
 import schedules
 from model_config import GPTConfig
 from planning import shapes
@@ -157,9 +158,11 @@ def expert_rows(model: GPTConfig, layout: Layout, c: Counts, software: Software)
 
 
 def plan_bytes(model: GPTConfig, layout: Layout) -> int:
-    """A DispatchPlan: chosen, order, position; across ranks also by_expert, by_rank. int64."""
-    assignments = layout.micro_batch_size * model.seq_length * model.router_topk
-    return 8 * assignments * (5 if layout.ep > 1 else 3) + 8 * model.num_experts
+    """A DispatchPlan, int64. chosen and position: of all choices; order, and across ranks
+    by_expert and by_rank: of those that are not dropped."""
+    choices = layout.micro_batch_size * model.seq_length * model.router_topk
+    rows = shapes.expert_rows(model, layout)
+    return 8 * (2 * choices + rows * (3 if layout.ep > 1 else 1) + model.num_experts)
 
 
 def layer_rows(
@@ -203,6 +206,26 @@ def deferred_bytes(model: GPTConfig, layout: Layout, c: Counts, experts: bool) -
     if experts:
         return attention
     return attention + 2 * c.whole + (3 if model.llama else 2) * c.ffn
+
+
+def paper_layer(model: GPTConfig, layout: Layout, software: Software) -> Layer:
+    """The same by arXiv 2205.05198, table 2, which counts 16-bit activations and 1-byte masks of a
+    GPT with dropout. Deferred weight gradients are not in it."""
+    s, b, h, a = model.seq_length, layout.micro_batch_size, model.hidden_size, model.num_heads
+    t, sequence = layout.tp, layout.sequence_parallel
+    everything = "selective" if is_fused(model, software) else "none"
+    by_recompute = {
+        name: recompute.layer_bytes(s, b, h, a, t, sequence, name) * software.weight / 2
+        for name in ("selective", "full", everything)
+    }
+    chosen = layout.recompute if layout.recompute != "none" else everything
+    kept = by_recompute[chosen]
+    again = by_recompute[everything] - kept
+    if chosen == "selective":
+        # free by then: the MLP's 19 s b h, its norm, the input of attention's output, a mask
+        free = s * b * h * (6 / (t if sequence else 1) + 18 / t) * software.weight / 2
+        again = max(0, again - free)
+    return Layer(kept, again, 0)
 
 
 # --- outside the layers ---------------------------------------------------------------------------
@@ -330,7 +353,10 @@ def _kept(model, software, b: int, t: int, ep: int, sequence: bool, again: str, 
         head_chunk=chunk,
     )
     c = counts_of(model, layout, software)
-    block = expert_block = layer(model, layout, software)
+    # the paper has no Llama
+    by_paper = software.paper_activations and not model.llama
+    of_layer = paper_layer if by_paper else layer
+    block = expert_block = of_layer(model, layout, software)
     if getattr(model, "num_experts", 0):
         expert_block = layer(model, layout, software, experts=True)
     rotary = 2 * model.seq_length * model.head_dim * software.weight if model.llama else 0
@@ -409,14 +435,29 @@ def of_parameters(layout: Layout, software: Software, parts: list) -> dict[str, 
 def gathered_bytes(
     model: GPTConfig, layout: Layout, software: Software, parts: list[tuple[Part, int]]
 ) -> int:
-    """Stage 3: the parameters of one layer, while the next one's arrive as [N, T]."""
+    """Stage 3: the parameters of one layer, while those of a neighbour arrive as [N, T]. Blocks of
+    all kinds count as neighbours."""
     if layout.zero_stage < 3 or layout.dp == 1:
         return 0
-    whole = [sum(unit.size for unit in part.units) for part, _ in parts]
-    flat = [sum(unit.N * unit.T for unit in part.units) for part, _ in parts]
-    # beside it: itself, before it is copied to its place; a neighbour, one more block
-    pairs = [(i, j) for i in range(len(parts)) for j in (i - 1, i, i + 1) if 0 <= j < len(parts)]
-    most = max(whole[i] + flat[j] for i, j in pairs)
+    of_layers = [part.units for part, _ in parts]
+    if not model.llama and layout.pp == 1:
+        # the head reads the tied matrix too
+        of_layers[-1] += of_layers[0]
+    most = 0
+    for i, units in enumerate(of_layers):
+        # a layer's units arrive together, and are copied to their places one by one
+        for k in range(len(units)):
+            copied = sum(unit.size for unit in units[: k + 1])
+            most = max(most, copied + sum(unit.N * unit.T for unit in units[k:]))
+        whole = sum(unit.size for unit in units)
+        for j, neighbours in enumerate(of_layers):
+            # another block of the same kind; never the embedding and the head
+            is_next = parts[i][1] > 1 if i == j else abs(i - j) < max(2, len(parts) - 1)
+            if is_next:
+                arriving = sum(unit.N * unit.T for unit in neighbours if unit not in units)
+                if i == j:
+                    arriving = sum(unit.N * unit.T for unit in units)
+                most = max(most, whole + arriving)
     return most * software.weight
 
 
