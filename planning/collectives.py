@@ -31,7 +31,7 @@ from typing import NamedTuple
 from model_config import GPTConfig
 from planning import shapes
 from planning.inputs import Layout, Software
-from planning.shapes import Chunk, Sizes, Unit
+from planning.shapes import Rank, Unit
 
 
 class Collective(NamedTuple):
@@ -55,21 +55,21 @@ def collectives(
     """What a rank sends in one step, forward_backward and update. rank: of the p pipeline ranks, of
     which the first has the embedding and the last the head; tensor- and data-parallel ranks send
     alike. The layout is one that train.py accepts."""
-    sizes = shapes.sizes(model, layout)
-    chunks = shapes.chunks(model, layout, rank)
+    held = shapes.of_rank(model, layout, rank)
     calls = Counter()
     if layout.tp > 1:
-        add_tensor_parallel(calls, model, layout, software, sizes, chunks)
-    if layout.ep > 1:
-        add_expert_parallel(calls, model, layout, software, chunks)
+        add_tensor_parallel(calls, model, layout, software, held)
+    if layout.ep > 1 and held.experts:
+        add_expert_parallel(calls, model, layout, software, held)
     if layout.dp > 1:
-        for part, count in shapes.parts(sizes, chunks):
+        for part, count in held.parts:
             for unit in part.units:
                 add_unit(calls, unit, count, layout, software, rank)
     if layout.pp > 1:
         add_pipeline(calls, model, layout, software, rank)
-        add_tied(calls, model, layout, software, sizes, rank)
-    add_norm(calls, layout, sizes, chunks)
+        if not model.llama and rank in (0, layout.pp - 1):
+            add_tied(calls, software, held)
+    add_norm(calls, layout, held)
     return [Collective(*call, count) for call, count in calls.items() if count]
 
 
@@ -101,12 +101,7 @@ class Region(NamedTuple):
 
 
 def add_tensor_parallel(
-    calls: Calls,
-    model: GPTConfig,
-    layout: Layout,
-    software: Software,
-    sizes: Sizes,
-    chunks: list[Chunk],
+    calls: Calls, model: GPTConfig, layout: Layout, software: Software, held: Rank
 ) -> None:
     m = layout.micro_batches
     tokens = layout.micro_batch_size * model.seq_length
@@ -114,8 +109,8 @@ def add_tensor_parallel(
     # what is summed has at least 32 bits
     wide = max(4, software.weight)
     runs = 2 if layout.recompute == "full" else 1
-    dense = sum(chunk.dense for chunk in chunks) * m
-    experts = sum(chunk.experts for chunk in chunks) * m
+    dense = held.dense * m
+    experts = held.experts * m
     region = Region(layout)
     # attention, and a dense MLP
     region.enter(calls, activation, 2 * dense + experts, runs, again=1)
@@ -124,16 +119,16 @@ def add_tensor_parallel(
         # the tokens, and their logits: moe.py gathers them once
         region.enter(calls, activation, experts, runs)
         region.enter(calls, tokens * model.num_experts * wide, experts, runs)
-    if chunks[0].first:
+    if held.first:
         region.leave(calls, activation, m)
-    if chunks[-1].last:
+    if held.last:
         # the chunked head keeps the whole input
         region.enter(calls, activation, m, again=int(not layout.head_chunk))
         # the loss: the largest logit; the sum of exponentials and the target's logit
         calls["all-reduce", "tp", tokens * wide] += m
         calls["all-reduce", "tp", 2 * tokens * wide] += m
     if layout.sequence_parallel:
-        for part, count in shapes.parts(sizes, chunks):
+        for part, count in held.parts:
             if part.whole:
                 # gradients of norms, positions, late biases and routers, side by side
                 calls["all-reduce", "tp", part.whole * wide] += count * m
@@ -143,11 +138,9 @@ def add_tensor_parallel(
 
 
 def add_expert_parallel(
-    calls: Calls, model: GPTConfig, layout: Layout, software: Software, chunks: list[Chunk]
+    calls: Calls, model: GPTConfig, layout: Layout, software: Software, held: Rank
 ) -> None:
-    experts = sum(chunk.experts for chunk in chunks) * layout.micro_batches
-    if not experts:
-        return
+    experts = held.experts * layout.micro_batches
     rows = shapes.expert_rows(model, layout)
     # there and back: in forward, in recomputation, in backward
     times = 6 if layout.recompute == "full" else 4
@@ -207,22 +200,18 @@ def add_pipeline(
     calls["receive", "pp", activation] += messages
 
 
-def add_tied(
-    calls: Calls, model: GPTConfig, layout: Layout, software: Software, sizes: Sizes, rank: int
-) -> None:
+def add_tied(calls: Calls, software: Software, held: Rank) -> None:
     """The first and the last rank add up the gradients of their copies of a tied matrix."""
-    if model.llama or rank not in (0, layout.pp - 1):
-        return
-    calls["send", "pp", sizes.tied * software.gradient] += 1
-    calls["receive", "pp", sizes.tied * software.gradient] += 1
+    calls["send", "pp", held.tied * software.gradient] += 1
+    calls["receive", "pp", held.tied * software.gradient] += 1
 
 
 # --- the gradient norm ----------------------------------------------------------------------------
 
 
-def add_norm(calls: Calls, layout: Layout, sizes: Sizes, chunks: list[Chunk]) -> None:
+def add_norm(calls: Calls, layout: Layout, held: Rank) -> None:
     """One float64 over each group of each kind of sharding, and over the pipeline."""
-    kinds = frozenset().union(*(part.groups for part, _ in shapes.parts(sizes, chunks)))
+    kinds = frozenset().union(*(part.groups for part, _ in held.parts))
     for groups in kinds:
         for group in groups:
             calls["all-reduce", group, 8] += 1

@@ -34,7 +34,7 @@ import schedules
 from model_config import GPTConfig
 from planning import shapes
 from planning.inputs import Layout, Software
-from planning.shapes import Chunk, Part, Unit
+from planning.shapes import Chunk, Part, Rank, Unit
 
 # --- what a layer keeps ---------------------------------------------------------------------------
 
@@ -188,8 +188,10 @@ def layer(model: GPTConfig, layout: Layout, software: Software, experts: bool = 
     deferred = deferred_bytes(model, layout, c, experts)
     key = 4 * layout.micro_batch_size if model.dropout else 0
     if layout.recompute == "full":
-        kept = c.x + key + (plan_bytes(model, layout) if experts else 0)
-        return Layer(kept, before + core + after - c.x, deferred)
+        # the plan of a router is not made again
+        plan = plan_bytes(model, layout) if experts else 0
+        again = before + core + after - c.x - plan + 8 * getattr(model, "num_experts", 0)
+        return Layer(c.x + key + plan, again, deferred)
     if layout.recompute == "selective" and not is_fused(model, software):
         inputs = c.query + 2 * c.key + key
         # the queries of one sequence are in the order that the matrix product needs
@@ -277,6 +279,8 @@ class InFlight(NamedTuple):
     heads: int
     # under zb-h1, pairs whose weight gradients wait
     deferred: int = 0
+    # under zb-h1: one pair more begins to wait, before its activations are free
+    begins: int = 0
 
 
 def in_flight(layout: Layout, rank: int) -> list[InFlight]:
@@ -294,7 +298,7 @@ def in_flight(layout: Layout, rank: int) -> list[InFlight]:
     n = min(m, p - rank)
     states = [InFlight(n, n, n)]
     if name == "zb-h1":
-        states = [InFlight(n, n, n, min(rank, m - n))]
+        states = [InFlight(n, n, n, min(rank, m - n), begins=1)]
         for k in {min(rank, m - 1), m - n}:
             # after I of micro-batch k, before the W that follows
             held = min(n - 1, m - 1 - k)
@@ -325,6 +329,9 @@ class Kept(NamedTuple):
     head: Head
     # the rotary table, of each chunk that has blocks
     rotary: int
+    # [b, s, h], and the mask of a dropout
+    whole: int
+    mask: int
     # what goes from stage to stage
     message: int
 
@@ -361,35 +368,46 @@ def _kept(model, software, b: int, t: int, ep: int, sequence: bool, again: str, 
         expert_block = layer(model, layout, software, experts=True)
     rotary = 2 * model.seq_length * model.head_dim * software.weight if model.llama else 0
     of_head = head(model, layout, software, c)
-    return Kept(block, expert_block, embedding_bytes(model, layout, c), of_head, rotary, c.x)
+    mask = sum(mask_row(model, c).values())
+    embedding = embedding_bytes(model, layout, c)
+    return Kept(block, expert_block, embedding, of_head, rotary, c.whole, mask, message=c.x)
 
 
 # --- activations at the peak ----------------------------------------------------------------------
 
 
-def activations(layout: Layout, kept: Kept, chunks: list[Chunk], rank: int) -> dict[str, int]:
+def activations(layout: Layout, kept: Kept, held: Rank, rank: int) -> dict[str, int]:
     """Bytes that are kept for backward, by part, at the peak of the step."""
+    chunks = held.chunks
     of_chunks = [chunk_bytes(kept, chunk) for chunk in chunks]
     # of a whole stage's deferred weight gradients; zb-h1 has one stage on a rank
-    waits = chunks[0].dense * kept.block.deferred + chunks[0].experts * kept.expert_block.deferred
-    waits += chunks[0].last * kept.head.deferred
+    waits = held.dense * kept.block.deferred + held.experts * kept.expert_block.deferred
+    waits += held.last * kept.head.deferred
     fullest = {}
     for state in in_flight(layout, rank):
         layers = state.pairs * of_chunks[0]
         if min(of_chunks) < max(of_chunks):
             layers = uneven_pairs(layout, rank, of_chunks)
-        heads = state.heads * chunks[-1].last
+        heads = state.heads * held.last
         # the layers are computed again when one head's backward is over
         again = recomputed_bytes(kept, chunks[-1])
         parts = {
             "layers": layers + max(0, again - (kept.head.kept if heads else 0)),
-            "embedding": state.embeddings * chunks[0].first * kept.embedding,
+            "embedding": state.embeddings * held.first * kept.embedding,
             "head": heads * kept.head.kept,
-            "deferred": state.deferred * waits,
+            "deferred": state.deferred * waits + state.begins * first_deferred(kept, chunks[-1]),
         }
         if sum(parts.values()) > sum(fullest.values()):
             fullest = parts
     return fullest
+
+
+def first_deferred(kept: Kept, chunk: Chunk) -> int:
+    """∂y of the last block's last matrix, which waits from then on; its dropout's mask is free. The
+    head's gradient takes the place of its logits."""
+    if chunk.last or chunk.ends_in_experts or not chunk.dense:
+        return 0
+    return kept.whole - kept.mask
 
 
 def chunk_bytes(kept: Kept, chunk: Chunk) -> int:
@@ -461,16 +479,20 @@ def gathered_bytes(
     return most * software.weight
 
 
-def buffer_bytes(
-    layout: Layout, software: Software, kept: Kept, parts: list[tuple[Part, int]], last: bool
-) -> int:
+def buffer_bytes(layout: Layout, software: Software, kept: Kept, held: Rank) -> int:
     """What is there for a moment: gradients on their way to their sums, messages, copies of the
     logits."""
-    total = kept.head.moment if last else 0
+    total = kept.head.moment if held.last else 0
     if layout.zero_stage >= 2 and layout.dp > 1:
-        # one unit is filled while one more is on its way; under zb-h1 all wait for their weights
-        sizes = sorted(unit.N * unit.T for part, _ in parts for unit in part.units)
-        total += software.gradient * sum(sizes[-2:])
+        units = [(unit, count) for part, count in held.parts for unit in part.units]
+        if layout.pipeline_schedule == "zb-h1":
+            # each has gradients of biases, and waits for those of its matrices
+            numbers = sum(unit.N * unit.T * count for unit, count in units)
+        else:
+            # one is filled while one more is on its way
+            largest = sorted(unit.N * unit.T for unit, count in units for _ in range(min(2, count)))
+            numbers = sum(largest[-2:])
+        total += software.gradient * numbers
     if layout.pp > 1:
         # receives are posted two actions ahead (transfers.lower); one send is on its way
         total += 4 * kept.message
@@ -501,13 +523,11 @@ def memory(
             ranks = {0, layout.pp - 1}
         each = [memory(model, layout, software, r) for r in ranks]
         return max(each, key=lambda parts: sum(parts.values()))
-    sizes = shapes.sizes(model, layout)
-    chunks = shapes.chunks(model, layout, rank)
+    held = shapes.of_rank(model, layout, rank)
     of_micro_batch = kept(model, layout, software)
-    parts = shapes.parts(sizes, chunks)
     return {
-        **of_parameters(layout, software, parts),
-        **activations(layout, of_micro_batch, chunks, rank),
-        "gathered": gathered_bytes(model, layout, software, parts),
-        "buffers": buffer_bytes(layout, software, of_micro_batch, parts, chunks[-1].last),
+        **of_parameters(layout, software, held.parts),
+        **activations(layout, of_micro_batch, held, rank),
+        "gathered": gathered_bytes(model, layout, software, held.parts),
+        "buffers": buffer_bytes(layout, software, of_micro_batch, held),
     }

@@ -4,8 +4,7 @@ A model is an embedding, blocks with one MLP or with experts, and a head. fsdp.p
 their parameters: all of one layer, or with expert parallelism the experts apart from the rest. A
 unit is flattened to [N, T], one row for each of N data-parallel ranks (flat_parameters.py).
 
-    of_rank(model, layout, rank)     how many of each part a pipeline rank holds
-    sizes(model, layout)             of each part: its parameters, and its units [N, T]
+    of_rank(model, layout, rank)     the parts that a pipeline rank holds, and their units [N, T]
 
 Letters: h hidden, t tensor-parallel ranks, V vocabulary, E experts, N data-parallel ranks that
 share a unit.
@@ -17,6 +16,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+import pipeline_parallel
 from flat_parameters import shard_dim
 from model_config import GPTConfig
 from planning.inputs import Layout
@@ -135,16 +135,6 @@ class Part(NamedTuple):
     groups: frozenset[tuple[str, ...]]
 
 
-class Sizes(NamedTuple):
-    embedding: Part
-    block: Part
-    # a block with experts; None where the model has none
-    expert_block: Part | None
-    head: Part
-    # of the tied embedding, what one rank updates of it
-    tied: int
-
-
 def make_unit(parameters: list[Parameter], group: str, ranks: int, n: int) -> Unit:
     row = padded = 0
     for p in parameters:
@@ -178,30 +168,6 @@ def make_part(parameters: list[Parameter], layout: Layout) -> Part:
     return Part(size, whole, tuple(units), frozenset(groups))
 
 
-def sizes(model: GPTConfig, layout: Layout) -> Sizes:
-    """Of each part of the model, on one rank."""
-    chunked = layout.head_chunk > 0
-    sharded = min(layout.zero_stage, 1)
-    return _sizes(model, layout.tp, layout.ep, layout.dp, sharded, min(layout.pp, 2), chunked)
-
-
-@lru_cache(maxsize=4096)
-def _sizes(model, t: int, ep: int, dp: int, zero_stage: int, p: int, chunked: bool) -> Sizes:
-    layout = Layout(dp=dp, ep=ep, zero_stage=zero_stage)
-    embedding = of_embedding(model, t)
-    expert_block = None
-    if getattr(model, "num_experts", 0):
-        expert_block = make_part(of_block(model, t, of_experts(model, t, ep)), layout)
-    tied = make_unit(embedding[:1], "dp", dp, dp if zero_stage else 1).T
-    return Sizes(
-        make_part(embedding, layout),
-        make_part(of_block(model, t, of_mlp(model, t)), layout),
-        expert_block,
-        make_part(of_head(model, t, p, chunked), layout),
-        tied,
-    )
-
-
 def expert_rows(model: GPTConfig, layout: Layout) -> int:
     """Rows that a rank's experts get from one micro-batch, where the load is even: k for each of
     b s tokens, but for those that a capacity drops."""
@@ -221,6 +187,7 @@ def expert_rows(model: GPTConfig, layout: Layout) -> int:
 class Chunk(NamedTuple):
     """One of the v stages of a pipeline rank."""
 
+    # whether it has the embedding; the head
     first: bool
     last: bool
     # numbers of blocks
@@ -230,52 +197,88 @@ class Chunk(NamedTuple):
     ends_in_experts: bool
 
 
-def experts_before(model: GPTConfig, layer: int) -> int:
-    """Of the first `layer` layers, how many have experts."""
-    if not getattr(model, "num_experts", 0):
-        return 0
-    return layer // model.expert_every
+class Rank(NamedTuple):
+    """What a pipeline rank holds."""
+
+    chunks: tuple[Chunk, ...]
+    # in the order of forward: (part of the model, how often)
+    parts: tuple[tuple[Part, int], ...]
+    first: bool
+    last: bool
+    # blocks of all its chunks
+    dense: int
+    experts: int
+    # of a tied matrix, the numbers that one data-parallel rank updates
+    tied: int
 
 
-def chunks(model: GPTConfig, layout: Layout, rank: int) -> list[Chunk]:
-    """The stages of a pipeline rank."""
-    p, v = layout.pp, layout.virtual_stages
-    found = []
-    for stage in range(rank, p * v, p):
-        if layout.layer_split:
-            start = sum(layout.layer_split[:stage])
-            end = start + layout.layer_split[stage]
-        else:
-            each = model.num_layers // (p * v)
-            start = stage * each
-            end = start + each
-        experts = experts_before(model, end) - experts_before(model, start)
-        ends_in_experts = end > start and experts_before(model, end) > experts_before(
-            model, end - 1
-        )
-        found.append(
-            Chunk(stage == 0, stage == p * v - 1, end - start - experts, experts, ends_in_experts)
-        )
-    return found
+def of_rank(model: GPTConfig, layout: Layout, rank: int) -> Rank:
+    """rank: of the p pipeline ranks."""
+    return _of_rank(
+        model,
+        rank,
+        layout.tp,
+        layout.pp,
+        layout.dp,
+        layout.ep,
+        layout.virtual_stages,
+        layout.layer_split,
+        min(layout.zero_stage, 1),
+        min(layout.head_chunk, 1),
+    )
 
 
-def parts(sizes: Sizes, chunks: list[Chunk]) -> list[tuple[Part, int]]:
-    """(part of the model, how often this rank has it)"""
+@lru_cache(maxsize=2**14)
+def _of_rank(model, rank, tp, pp, dp, ep, virtual_stages, layer_split, zero_stage, head_chunk):
+    # with all that the result depends on, so that many layouts share one
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        ep=ep,
+        virtual_stages=virtual_stages,
+        layer_split=layer_split,
+        zero_stage=zero_stage,
+        head_chunk=head_chunk,
+    )
+    chunks = chunks_of(model, layout, rank)
     dense = sum(chunk.dense for chunk in chunks)
     experts = sum(chunk.experts for chunk in chunks)
-    counted = [
-        (sizes.embedding, int(chunks[0].first)),
-        (sizes.block, dense),
-        (sizes.expert_block, experts),
-        (sizes.head, int(chunks[-1].last)),
-    ]
-    return [(part, count) for part, count in counted if count]
+    first, last = chunks[0].first, chunks[-1].last
+    parts = []
+    if first:
+        parts.append((make_part(of_embedding(model, tp), layout), 1))
+    if dense:
+        parts.append((make_part(of_block(model, tp, of_mlp(model, tp)), layout), dense))
+    if experts:
+        block = of_block(model, tp, of_experts(model, tp, ep))
+        parts.append((make_part(block, layout), experts))
+    if last:
+        parts.append((make_part(of_head(model, tp, pp, head_chunk > 0), layout), 1))
+    tied = make_unit([of_vocabulary(model, tp)], "dp", dp, dp if zero_stage else 1).T
+    return Rank(tuple(chunks), tuple(parts), first, last, dense, experts, tied)
+
+
+def chunks_of(model: GPTConfig, layout: Layout, rank: int) -> list[Chunk]:
+    """The stages of a pipeline rank."""
+    p, v = layout.pp, layout.virtual_stages
+    layers = pipeline_parallel.layers_of_stages(model.num_layers, p, v, layout.layer_split)
+    with_experts = getattr(model, "expert_layers", range(0))
+    found = []
+    for stage in range(rank, p * v, p):
+        numbers = layers[stage]
+        experts = sum(n in with_experts for n in numbers)
+        ends = len(numbers) > 0 and numbers[-1] in with_experts
+        chunk = Chunk(stage == 0, stage == p * v - 1, len(numbers) - experts, experts, ends)
+        found.append(chunk)
+    return found
 
 
 def is_even(model: GPTConfig, layout: Layout) -> bool:
     """Whether all stages have equal layers."""
-    stages = layout.pp * layout.virtual_stages
     if layout.layer_split and len(set(layout.layer_split)) > 1:
         return False
-    every = getattr(model, "expert_every", 1) if getattr(model, "num_experts", 0) else 1
-    return model.num_layers // stages % every == 0
+    if not getattr(model, "num_experts", 0):
+        return True
+    each = model.num_layers // (layout.pp * layout.virtual_stages)
+    return each % model.expert_every == 0
