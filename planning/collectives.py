@@ -28,10 +28,11 @@ Not covered: an uneven load of experts. All-to-alls count as many rows from a ra
 from collections import Counter
 from typing import NamedTuple
 
-from model_config import GPTConfig
 from planning import shapes
-from planning.inputs import Layout, Software
+from planning.inputs import SOFTWARE, Layout, Software
 from planning.shapes import Rank, Unit
+from routers import MoEConfig
+from runtime.presets import PRESETS
 
 
 class Collective(NamedTuple):
@@ -50,7 +51,7 @@ Calls = Counter
 
 
 def collectives(
-    model: GPTConfig, layout: Layout, software: Software, rank: int = 0
+    model: MoEConfig, layout: Layout, software: Software, rank: int = 0
 ) -> list[Collective]:
     """What a rank sends in one step, forward_backward and update. rank: of the p pipeline ranks, of
     which the first has the embedding and the last the head; tensor- and data-parallel ranks send
@@ -101,7 +102,7 @@ class Region(NamedTuple):
 
 
 def add_tensor_parallel(
-    calls: Calls, model: GPTConfig, layout: Layout, software: Software, held: Rank
+    calls: Calls, model: MoEConfig, layout: Layout, software: Software, held: Rank
 ) -> None:
     m = layout.micro_batches
     tokens = layout.micro_batch_size * model.seq_length
@@ -138,7 +139,7 @@ def add_tensor_parallel(
 
 
 def add_expert_parallel(
-    calls: Calls, model: GPTConfig, layout: Layout, software: Software, held: Rank
+    calls: Calls, model: MoEConfig, layout: Layout, software: Software, held: Rank
 ) -> None:
     experts = held.experts * layout.micro_batches
     rows = shapes.expert_rows(model, layout)
@@ -185,7 +186,7 @@ def zero_bubble_reductions(m: int, rank: int) -> int:
 
 
 def add_pipeline(
-    calls: Calls, model: GPTConfig, layout: Layout, software: Software, rank: int
+    calls: Calls, model: MoEConfig, layout: Layout, software: Software, rank: int
 ) -> None:
     """Activations go to the next stage, their gradients back."""
     tokens = layout.micro_batch_size * model.seq_length
@@ -217,3 +218,20 @@ def add_norm(calls: Calls, layout: Layout, held: Rank) -> None:
             calls["all-reduce", group, 8] += 1
     if layout.pp > 1:
         calls["all-reduce", "pp", 8] += 1
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def main():
+    model = MoEConfig(**PRESETS["megatron-1t"][0])
+    layout = Layout(tp=8, pp=64, dp=6, global_batch_size=3072, sequence_parallel=True)
+    print("the 1T model on 3,072 ranks, --tp 8 --pp 64 --sequence-parallel, one step")
+    for rank, place in ((0, "first"), (32, "middle"), (63, "last")):
+        print(f"{place} stage")
+        for kind, group, size, count in collectives(model, layout, SOFTWARE["train.py"], rank):
+            print(f"  {kind:<16}{group:<6}{count:>8,} x{size:>14,} bytes")
+
+
+if __name__ == "__main__":
+    main()

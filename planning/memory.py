@@ -29,12 +29,12 @@ Not covered: memory that PyTorch's allocator cannot use, workspaces of libraries
 from functools import lru_cache
 from typing import NamedTuple
 
-import recompute
 import schedules
-from model_config import GPTConfig
 from planning import shapes
-from planning.inputs import Layout, Software
+from planning.inputs import SOFTWARE, Layout, Software
 from planning.shapes import Chunk, Part, Rank, Unit
+from routers import MoEConfig
+from runtime.presets import PRESETS
 
 # --- what a layer keeps ---------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class Counts(NamedTuple):
     ffn: int
 
 
-def counts_of(model: GPTConfig, layout: Layout, software: Software) -> Counts:
+def counts_of(model: MoEConfig, layout: Layout, software: Software) -> Counts:
     b, s, h, t = layout.micro_batch_size, model.seq_length, model.hidden_size, layout.tp
     n, w = b * s, software.weight
     tokens = n // t if layout.sequence_parallel else n
@@ -84,20 +84,19 @@ def counts_of(model: GPTConfig, layout: Layout, software: Software) -> Counts:
     )
 
 
-def norm_rows(model: GPTConfig, c: Counts, software: Software) -> dict[str, int]:
+def norm_rows(model: MoEConfig, c: Counts, software: Software) -> dict[str, int]:
     """The mean and 1/σ of a token are float32; an RMSNorm has no mean."""
     if not model.llama:
         return {"norm input": c.x, "norm statistics": 8 * c.tokens}
     rows = {"norm input": c.x, "norm statistics": 4 * c.tokens}
     if not software.fused_rms_norm:
-        # made of single operations, which work in float32
-        wide = max(4, software.weight) // software.weight
-        rows["norm input"] = c.x * (1 if wide == 1 else 1 + wide)
-        rows["normalised"] = c.x
+        # single operations, in at least float32; the product with the weight keeps its input
+        wide = c.x * max(4, software.weight) // software.weight
+        rows |= {"norm input": wide, "normalised": wide}
     return rows
 
 
-def core_rows(model: GPTConfig, layout: Layout, c: Counts, software: Software) -> dict[str, int]:
+def core_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software) -> dict[str, int]:
     """softmax(q kᵀ) v with its dropout."""
     if is_fused(model, software):
         # log Σ exp of each row of scores, float32
@@ -112,16 +111,16 @@ def core_rows(model: GPTConfig, layout: Layout, c: Counts, software: Software) -
     return rows
 
 
-def is_fused(model: GPTConfig, software: Software) -> bool:
+def is_fused(model: MoEConfig, software: Software) -> bool:
     return software.fused_attention and model.attention == "fused"
 
 
-def mask_row(model: GPTConfig, c: Counts) -> dict[str, int]:
+def mask_row(model: MoEConfig, c: Counts) -> dict[str, int]:
     """One byte for an element."""
     return {"residual mask": c.tokens * model.hidden_size} if model.dropout else {}
 
 
-def mlp_rows(model: GPTConfig, c: Counts) -> dict[str, int]:
+def mlp_rows(model: MoEConfig, c: Counts) -> dict[str, int]:
     """Everything between the norm and the residual. silu(gate) * up needs both factors."""
     rows = {"up input": c.x}
     if model.llama:
@@ -131,7 +130,7 @@ def mlp_rows(model: GPTConfig, c: Counts) -> dict[str, int]:
     return rows | {"down input": c.ffn}
 
 
-def expert_rows(model: GPTConfig, layout: Layout, c: Counts, software: Software) -> dict[str, int]:
+def expert_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software) -> dict[str, int]:
     """As mlp_rows, of experts (moe.py)."""
     n = layout.micro_batch_size * model.seq_length
     k, e = model.router_topk, model.num_experts
@@ -146,27 +145,32 @@ def expert_rows(model: GPTConfig, layout: Layout, c: Counts, software: Software)
         "combine input": per_token * c.whole,
         "weights of rows": per_token * n * software.weight,
         # int64: where rows go, and where they come from
-        "indices": plan_bytes(model, layout) - 8 * e,
+        "indices": index_bytes(model, layout),
     }
     if model.llama:
         rows |= {"gate": per_token * c.ffn, "silu": per_token * c.ffn}
     # sigmoid or softmax, of all logits or of the chosen ones
     chosen_alone = model.router == "topk" and k > 1
     rows["probabilities"] = wide * n * (k if chosen_alone else e)
-    rows["losses"] = wide * c.tokens * e * ((model.aux_loss > 0) + (model.z_loss > 0))
+    if model.aux_loss:
+        # softmax, each expert's load
+        rows["load-balancing loss"] = wide * (c.tokens * e + e)
+    if model.z_loss:
+        # logits, and log Σ exp of each token
+        rows["z-loss"] = wide * c.tokens * (e + 1)
     return rows
 
 
-def plan_bytes(model: GPTConfig, layout: Layout) -> int:
-    """A DispatchPlan, int64. chosen and position: of all choices; order, and across ranks
-    by_expert and by_rank: of those that are not dropped."""
+def index_bytes(model: MoEConfig, layout: Layout) -> int:
+    """The indices of a DispatchPlan, int64. chosen and position: of all choices; order, and across
+    ranks by_expert and by_rank: of those that are not dropped."""
     choices = layout.micro_batch_size * model.seq_length * model.router_topk
     rows = shapes.expert_rows(model, layout)
-    return 8 * (2 * choices + rows * (3 if layout.ep > 1 else 1) + model.num_experts)
+    return 8 * (2 * choices + rows * (3 if layout.ep > 1 else 1))
 
 
 def layer_rows(
-    model: GPTConfig, layout: Layout, software: Software, experts: bool = False
+    model: MoEConfig, layout: Layout, software: Software, experts: bool = False
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """What a block keeps without recomputation: rows before attention's core, of the core, after
     it. A row: what is kept -> bytes."""
@@ -181,17 +185,24 @@ def layer_rows(
     return before, core, after
 
 
-def layer(model: GPTConfig, layout: Layout, software: Software, experts: bool = False) -> Layer:
+def layer(model: MoEConfig, layout: Layout, software: Software, experts: bool = False) -> Layer:
     """One block, with the layout's recomputation."""
     before, core, after = (sum(r.values()) for r in layer_rows(model, layout, software, experts))
     c = counts_of(model, layout, software)
     deferred = deferred_bytes(model, layout, c, experts)
     key = 4 * layout.micro_batch_size if model.dropout else 0
     if layout.recompute == "full":
-        # the plan of a router is not made again
-        plan = plan_bytes(model, layout) if experts else 0
-        again = before + core + after - c.x - plan + 8 * getattr(model, "num_experts", 0)
-        return Layer(c.x + key + plan, again, deferred)
+        plan = 0
+        if experts:
+            # is not made again: indices, each expert's load, and its rows
+            plan = index_bytes(model, layout)
+            plan += max(4, software.weight) * model.num_experts
+            plan += 8 * model.num_experts // layout.ep
+        # of what it computes again, so much is there already
+        shared = plan
+        if not model.llama or software.fused_rms_norm or software.weight >= 4:
+            shared += c.x
+        return Layer(c.x + key + plan, before + core + after - shared, deferred)
     if layout.recompute == "selective" and not is_fused(model, software):
         inputs = c.query + 2 * c.key + key
         # the queries of one sequence are in the order that the matrix product needs
@@ -201,7 +212,7 @@ def layer(model: GPTConfig, layout: Layout, software: Software, experts: bool = 
     return Layer(before + core + after, 0, deferred)
 
 
-def deferred_bytes(model: GPTConfig, layout: Layout, c: Counts, experts: bool) -> int:
+def deferred_bytes(model: MoEConfig, layout: Layout, c: Counts, experts: bool) -> int:
     """What W of a block starts from: ∂y and x of each matrix. Inputs and outputs of the block's
     regions are whole. Experts do not wait."""
     attention = 2 * c.whole + 2 * c.query + 2 * c.key
@@ -210,30 +221,10 @@ def deferred_bytes(model: GPTConfig, layout: Layout, c: Counts, experts: bool) -
     return attention + 2 * c.whole + (3 if model.llama else 2) * c.ffn
 
 
-def paper_layer(model: GPTConfig, layout: Layout, software: Software) -> Layer:
-    """The same by arXiv 2205.05198, table 2, which counts 16-bit activations and 1-byte masks of a
-    GPT with dropout. Deferred weight gradients are not in it."""
-    s, b, h, a = model.seq_length, layout.micro_batch_size, model.hidden_size, model.num_heads
-    t, sequence = layout.tp, layout.sequence_parallel
-    everything = "selective" if is_fused(model, software) else "none"
-    by_recompute = {
-        name: recompute.layer_bytes(s, b, h, a, t, sequence, name) * software.weight / 2
-        for name in ("selective", "full", everything)
-    }
-    chosen = layout.recompute if layout.recompute != "none" else everything
-    kept = by_recompute[chosen]
-    again = by_recompute[everything] - kept
-    if chosen == "selective":
-        # free by then: the MLP's 19 s b h, its norm, the input of attention's output, a mask
-        free = s * b * h * (6 / (t if sequence else 1) + 18 / t) * software.weight / 2
-        again = max(0, again - free)
-    return Layer(kept, again, 0)
-
-
 # --- outside the layers ---------------------------------------------------------------------------
 
 
-def embedding_bytes(model: GPTConfig, layout: Layout, c: Counts) -> int:
+def embedding_bytes(model: MoEConfig, layout: Layout, c: Counts) -> int:
     """Token ids, int64, and the dropout's mask."""
     ids = 8 * layout.micro_batch_size * model.seq_length
     # where another rank has the token
@@ -249,7 +240,7 @@ class Head(NamedTuple):
     moment: int
 
 
-def head(model: GPTConfig, layout: Layout, software: Software, c: Counts) -> Head:
+def head(model: MoEConfig, layout: Layout, software: Software, c: Counts) -> Head:
     """The norm, the input of the matrix, the logits in float32; targets and masks."""
     n, w = layout.micro_batch_size * model.seq_length, software.weight
     wide = max(4, w)
@@ -336,7 +327,7 @@ class Kept(NamedTuple):
     message: int
 
 
-def kept(model: GPTConfig, layout: Layout, software: Software) -> Kept:
+def kept(model: MoEConfig, layout: Layout, software: Software) -> Kept:
     return _kept(
         model,
         software,
@@ -360,11 +351,8 @@ def _kept(model, software, b: int, t: int, ep: int, sequence: bool, again: str, 
         head_chunk=chunk,
     )
     c = counts_of(model, layout, software)
-    # the paper has no Llama
-    by_paper = software.paper_activations and not model.llama
-    of_layer = paper_layer if by_paper else layer
-    block = expert_block = of_layer(model, layout, software)
-    if getattr(model, "num_experts", 0):
+    block = expert_block = layer(model, layout, software)
+    if model.num_experts:
         expert_block = layer(model, layout, software, experts=True)
     rotary = 2 * model.seq_length * model.head_dim * software.weight if model.llama else 0
     of_head = head(model, layout, software, c)
@@ -397,7 +385,7 @@ def activations(layout: Layout, kept: Kept, held: Rank, rank: int) -> dict[str, 
             "head": heads * kept.head.kept,
             "deferred": state.deferred * waits + state.begins * first_deferred(kept, chunks[-1]),
         }
-        if sum(parts.values()) > sum(fullest.values()):
+        if sum(parts.values()) >= sum(fullest.values()):
             fullest = parts
     return fullest
 
@@ -451,7 +439,7 @@ def of_parameters(layout: Layout, software: Software, parts: list) -> dict[str, 
 
 
 def gathered_bytes(
-    model: GPTConfig, layout: Layout, software: Software, parts: list[tuple[Part, int]]
+    model: MoEConfig, layout: Layout, software: Software, parts: list[tuple[Part, int]]
 ) -> int:
     """Stage 3: the parameters of one layer, while those of a neighbour arrive as [N, T]. Blocks of
     all kinds count as neighbours."""
@@ -503,7 +491,7 @@ def buffer_bytes(layout: Layout, software: Software, kept: Kept, held: Rank) -> 
 
 
 def memory(
-    model: GPTConfig, layout: Layout, software: Software, rank: int | None = None
+    model: MoEConfig, layout: Layout, software: Software, rank: int | None = None
 ) -> dict[str, int]:
     """Bytes by part, at the peak of a step, of one rank. rank: of the p pipeline ranks; None: the
     fullest. Tensor- and data-parallel ranks hold the same.
@@ -531,3 +519,37 @@ def memory(
         "gathered": gathered_bytes(model, layout, software, held.parts),
         "buffers": buffer_bytes(layout, software, of_micro_batch, held),
     }
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def main():
+    model = MoEConfig(**PRESETS["megatron-22b"][0])
+    layout = Layout(tp=8, dp=4, global_batch_size=16, micro_batch_size=4, sequence_parallel=True)
+    software = SOFTWARE["train.py"]
+    n_h = layout.micro_batch_size * model.seq_length * model.hidden_size
+    print("one layer of the 22B model, --tp 8 --sequence-parallel --micro-batch-size 4")
+    for rows in layer_rows(model, layout, software):
+        for name, size in rows.items():
+            print(f"  {name:<28}{size:>14,} bytes{size / n_h:>8.3f} n h")
+    layout = Layout(
+        tp=8,
+        pp=16,
+        dp=8,
+        virtual_stages=6,
+        global_batch_size=1536,
+        sequence_parallel=True,
+        recompute="selective",
+        zero_stage=1,
+    )
+    model = MoEConfig(**PRESETS["gpt3-175b"][0])
+    print("GPT-3 175B on 1,024 GPUs, the fullest rank of --tp 8 --pp 16 --virtual-stages 6")
+    parts = memory(model, layout, software)
+    for name, size in parts.items():
+        print(f"  {name:<28}{size / 2**30:>10.3f} GiB")
+    print(f"  {'sum':<28}{sum(parts.values()) / 2**30:>10.3f} GiB")
+
+
+if __name__ == "__main__":
+    main()

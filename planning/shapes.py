@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import pipeline_parallel
 from flat_parameters import shard_dim
-from model_config import GPTConfig
 from planning.inputs import Layout
+from routers import MoEConfig
+from runtime.presets import PRESETS
 
 # --- parameters -----------------------------------------------------------------------------------
 
@@ -39,7 +40,7 @@ class Parameter(NamedTuple):
         return math.prod(self.shape)
 
 
-def of_norm(model: GPTConfig) -> list[Parameter]:
+def of_norm(model: MoEConfig) -> list[Parameter]:
     """A weight; LayerNorm has a bias too."""
     return [Parameter((model.hidden_size,))] * (1 if model.llama else 2)
 
@@ -58,13 +59,13 @@ def of_rows(rows: int, columns: int, t: int, bias: bool) -> list[Parameter]:
     return [matrix, Parameter((rows,))] if bias else [matrix]
 
 
-def of_mlp(model: GPTConfig, t: int) -> list[Parameter]:
+def of_mlp(model: MoEConfig, t: int) -> list[Parameter]:
     h, ffn, bias = model.hidden_size, model.ffn_hidden_size, not model.llama
     gate = of_columns(ffn, h, t, False) if model.llama else []
     return gate + of_columns(ffn, h, t, bias) + of_rows(h, ffn, t, bias)
 
 
-def of_experts(model: GPTConfig, t: int, ep: int) -> list[Parameter]:
+def of_experts(model: MoEConfig, t: int, ep: int) -> list[Parameter]:
     """The router is whole; of the E experts this rank has E / ep, and of these a shard of ffn."""
     h, ffn, e = model.hidden_size, model.ffn_hidden_size, model.num_experts
     groups = ("ep",) * (ep > 1) + ("tp",) * (t > 1)
@@ -73,7 +74,7 @@ def of_experts(model: GPTConfig, t: int, ep: int) -> list[Parameter]:
     return [Parameter((e, h))] + [up] * (2 if model.llama else 1) + [down]
 
 
-def of_block(model: GPTConfig, t: int, mlp: list[Parameter]) -> list[Parameter]:
+def of_block(model: MoEConfig, t: int, mlp: list[Parameter]) -> list[Parameter]:
     h, bias = model.hidden_size, not model.llama
     kv = model.num_kv_heads * model.head_dim
     query = of_columns(h, h, t, bias)
@@ -82,18 +83,18 @@ def of_block(model: GPTConfig, t: int, mlp: list[Parameter]) -> list[Parameter]:
     return of_norm(model) + query + key_and_value + output + of_norm(model) + mlp
 
 
-def of_vocabulary(model: GPTConfig, t: int, **fields) -> Parameter:
+def of_vocabulary(model: MoEConfig, t: int, **fields) -> Parameter:
     """[V / t, h], padded where t does not divide V."""
     shape = -(-model.vocab_size // t), model.hidden_size
     return Parameter(shape, ("tp",) if t > 1 else (), **fields)
 
 
-def of_embedding(model: GPTConfig, t: int) -> list[Parameter]:
+def of_embedding(model: MoEConfig, t: int) -> list[Parameter]:
     positions = [] if model.llama else [Parameter((model.seq_length, model.hidden_size))]
     return [of_vocabulary(model, t), *positions]
 
 
-def of_head(model: GPTConfig, t: int, p: int, chunked: bool) -> list[Parameter]:
+def of_head(model: MoEConfig, t: int, p: int, chunked: bool) -> list[Parameter]:
     """On one stage a GPT's head has the matrix of the embedding, which counts there."""
     if not model.llama and p == 1:
         return of_norm(model)
@@ -168,7 +169,7 @@ def make_part(parameters: list[Parameter], layout: Layout) -> Part:
     return Part(size, whole, tuple(units), frozenset(groups))
 
 
-def expert_rows(model: GPTConfig, layout: Layout) -> int:
+def expert_rows(model: MoEConfig, layout: Layout) -> int:
     """Rows that a rank's experts get from one micro-batch, where the load is even: k for each of
     b s tokens, but for those that a capacity drops."""
     rows = layout.micro_batch_size * model.seq_length * model.router_topk
@@ -212,7 +213,7 @@ class Rank(NamedTuple):
     tied: int
 
 
-def of_rank(model: GPTConfig, layout: Layout, rank: int) -> Rank:
+def of_rank(model: MoEConfig, layout: Layout, rank: int) -> Rank:
     """rank: of the p pipeline ranks."""
     return _of_rank(
         model,
@@ -259,11 +260,11 @@ def _of_rank(model, rank, tp, pp, dp, ep, virtual_stages, layer_split, zero_stag
     return Rank(tuple(chunks), tuple(parts), first, last, dense, experts, tied)
 
 
-def chunks_of(model: GPTConfig, layout: Layout, rank: int) -> list[Chunk]:
+def chunks_of(model: MoEConfig, layout: Layout, rank: int) -> list[Chunk]:
     """The stages of a pipeline rank."""
     p, v = layout.pp, layout.virtual_stages
     layers = pipeline_parallel.layers_of_stages(model.num_layers, p, v, layout.layer_split)
-    with_experts = getattr(model, "expert_layers", range(0))
+    with_experts = model.expert_layers
     found = []
     for stage in range(rank, p * v, p):
         numbers = layers[stage]
@@ -274,11 +275,28 @@ def chunks_of(model: GPTConfig, layout: Layout, rank: int) -> list[Chunk]:
     return found
 
 
-def is_even(model: GPTConfig, layout: Layout) -> bool:
+def is_even(model: MoEConfig, layout: Layout) -> bool:
     """Whether all stages have equal layers."""
     if layout.layer_split and len(set(layout.layer_split)) > 1:
         return False
-    if not getattr(model, "num_experts", 0):
+    if not model.num_experts:
         return True
     each = model.num_layers // (layout.pp * layout.virtual_stages)
     return each % model.expert_every == 0
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def main():
+    model = MoEConfig(**PRESETS["gpt3-175b"][0])
+    layout = Layout(tp=8, dp=16, zero_stage=1)
+    print("GPT-3 175B, --tp 8 --zero-stage 1, 16 data-parallel ranks")
+    names = "embedding", "block", "head"
+    for name, (part, count) in zip(names, of_rank(model, layout, 0).parts):
+        for unit in part.units:
+            print(f"  {name:<10}{count:>3} x [{unit.N}, {unit.T:,}]{unit.size:>14,} numbers")
+
+
+if __name__ == "__main__":
+    main()
