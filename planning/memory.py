@@ -96,6 +96,11 @@ def norm_rows(model: MoEConfig, c: Counts, software: Software) -> dict[str, int]
     return rows
 
 
+def norm_copies(model: MoEConfig, software: Software) -> bool:
+    """Whether a norm keeps its input as a copy in float32."""
+    return model.llama and not software.fused_rms_norm and software.weight < 4
+
+
 def core_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software) -> dict[str, int]:
     """softmax(q kᵀ) v with its dropout."""
     if is_fused(model, software):
@@ -149,15 +154,18 @@ def expert_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software)
     }
     if model.llama:
         rows |= {"gate": per_token * c.ffn, "silu": per_token * c.ffn}
-    # sigmoid or softmax, of all logits or of the chosen ones
-    chosen_alone = model.router == "topk" and k > 1
-    rows["probabilities"] = wide * n * (k if chosen_alone else e)
+    if software.weight < 4:
+        rows["router weight in float32"] = 4 * e * model.hidden_size
+    # softmax of the chosen logits keeps all of them too; else sigmoid or softmax of all
+    of_chosen = model.router == "topk" and k > 1
+    rows["probabilities"] = wide * n * (k + e if of_chosen else e)
     if model.aux_loss:
         # softmax, each expert's load
         rows["load-balancing loss"] = wide * (c.tokens * e + e)
     if model.z_loss:
-        # logits, and log Σ exp of each token
-        rows["z-loss"] = wide * c.tokens * (e + 1)
+        # log Σ exp of each token, and the logits, where they are not there already
+        is_kept = of_chosen and not layout.sequence_parallel
+        rows["z-loss"] = wide * c.tokens * (1 if is_kept else 1 + e)
     return rows
 
 
@@ -167,6 +175,12 @@ def index_bytes(model: MoEConfig, layout: Layout) -> int:
     choices = layout.micro_batch_size * model.seq_length * model.router_topk
     rows = shapes.expert_rows(model, layout)
     return 8 * (2 * choices + rows * (3 if layout.ep > 1 else 1))
+
+
+def plan_bytes(model: MoEConfig, layout: Layout, software: Software) -> int:
+    """Of a DispatchPlan: also each expert's load, and its rows."""
+    e = model.num_experts
+    return index_bytes(model, layout) + max(4, software.weight) * e + 8 * e // layout.ep
 
 
 def layer_rows(
@@ -192,16 +206,10 @@ def layer(model: MoEConfig, layout: Layout, software: Software, experts: bool = 
     deferred = deferred_bytes(model, layout, c, experts)
     key = 4 * layout.micro_batch_size if model.dropout else 0
     if layout.recompute == "full":
-        plan = 0
-        if experts:
-            # is not made again: indices, each expert's load, and its rows
-            plan = index_bytes(model, layout)
-            plan += max(4, software.weight) * model.num_experts
-            plan += 8 * model.num_experts // layout.ep
-        # of what it computes again, so much is there already
-        shared = plan
-        if not model.llama or software.fused_rms_norm or software.weight >= 4:
-            shared += c.x
+        # the router's plan is not made again
+        plan = plan_bytes(model, layout, software) if experts else 0
+        # of what is kept, so much is among the rows
+        shared = plan + (0 if norm_copies(model, software) else c.x)
         return Layer(c.x + key + plan, before + core + after - shared, deferred)
     if layout.recompute == "selective" and not is_fused(model, software):
         inputs = c.query + 2 * c.key + key

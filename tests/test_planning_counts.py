@@ -72,6 +72,7 @@ LAYOUTS = {
         "interleaved, uneven": GPT | PIPELINE | dict(virtual_stages=2, layer_split=[2, 1, 0, 1]),
         "zb-h1": GPT | PIPELINE | ZB_H1,
         "experts": EXPERTS | dict(ep=2),
+        "experts, top 2": EXPERTS | dict(router_topk=2),
         "experts, sequence": EXPERTS | SEQUENCE | dict(router="sinkhorn", router_topk=2),
         "experts, capacity": EXPERTS | dict(ep=2, zero_stage=1, capacity_factor=0.5),
     },
@@ -81,7 +82,7 @@ LAYOUTS = {
         "interleaved, tensor": GPT | PIPELINE | TENSOR | dict(virtual_stages=2),
         "zb-h1, stage 2": GPT | PIPELINE | ZB_H1 | dict(zero_stage=2, global_batch_size=8),
         "experts, one each": EXPERTS | dict(ep=4, zero_stage=1),
-        "experts, tensor": EXPERTS | SEQUENCE | dict(ep=2, zero_stage=2),
+        "experts, tensor": EXPERTS | SEQUENCE | dict(ep=2, zero_stage=2, router_topk=2),
         "experts, full": EXPERTS | PIPELINE | dict(ep=2, recompute="full", zero_stage=3),
     },
 }
