@@ -1,5 +1,6 @@
 """planning/memory.py and planning/collectives.py: held to what train.py allocates and sends."""
 
+import dataclasses
 from collections import Counter
 from unittest import mock
 
@@ -32,6 +33,7 @@ CPU = Software(
     fused_attention=True,
     fused_rms_norm=False,
 )
+HALF = dataclasses.replace(CPU, name="in bf16", weight=2, optimizer_state=12)
 # a vocabulary that nothing divides
 GPT = parity.SMALL | dict(precision="fp32", micro_batch_size=1, global_batch_size=4)
 LLAMA = GPT | dict(model="llama2-7b", num_kv_heads=2, ffn_hidden_size=56, dropout=0.0)
@@ -49,6 +51,11 @@ LAYOUTS = {
         "one device": GPT,
         "chunked head": GPT | dict(head_chunk=5, micro_batch_size=2),
         "llama": LLAMA,
+        # not a GPT: on a GPU, but not on a CPU, a LayerNorm's statistics are float32
+        "16 bits": LLAMA | dict(precision="bf16", recompute="full", micro_batch_size=2),
+        "experts in 16 bits": EXPERTS | LLAMA | dict(num_layers=4, precision="bf16"),
+        "selective, scores of one": GPT | dict(recompute="selective", seq_length=64),
+        "experts before the last layer": EXPERTS | dict(num_layers=3, recompute="full"),
     },
     2: {
         "stage 0": GPT,
@@ -79,8 +86,9 @@ LAYOUTS = {
     4: {
         "uneven": GPT | FOUR_STAGES | dict(num_layers=5, layer_split=[1, 2, 2, 0]),
         "zb-h1 of four": GPT | FOUR_STAGES | ZB_H1 | dict(num_layers=4),
-        "interleaved, tensor": GPT | PIPELINE | TENSOR | dict(virtual_stages=2),
+        "interleaved, tensor": GPT | PIPELINE | SEQUENCE | dict(virtual_stages=2),
         "zb-h1, stage 2": GPT | PIPELINE | ZB_H1 | dict(zero_stage=2, global_batch_size=8),
+        "experts, one of two": EXPERTS | dict(num_experts=2, ep=2, zero_stage=1),
         "experts, one each": EXPERTS | dict(ep=4, zero_stage=1),
         "experts, tensor": EXPERTS | SEQUENCE | dict(ep=2, zero_stage=2, router_topk=2),
         "experts, full": EXPERTS | PIPELINE | dict(ep=2, recompute="full", zero_stage=3),
@@ -89,13 +97,14 @@ LAYOUTS = {
 NAMES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
 
 
-def inputs(world: int, name: str) -> tuple[MoEConfig, Layout]:
+def inputs(world: int, name: str) -> tuple[MoEConfig, Layout, Software]:
     flags = LAYOUTS[world][name]
     fields = {field: flags[field] for field in Layout.__dataclass_fields__ if field in flags}
     if "layer_split" in fields:
         fields["layer_split"] = tuple(fields["layer_split"])
     layout = Layout(**fields, dp=world // flags.get("tp", 1) // flags.get("pp", 1))
-    return trainer.Config(**flags).model_config(), layout
+    software = HALF if flags["precision"] == "bf16" else CPU
+    return trainer.Config(**flags).model_config(), layout, software
 
 
 # --- measured on ranks ----------------------------------------------------------------------------
@@ -302,10 +311,10 @@ def measured() -> dict:
 
 @pytest.mark.parametrize("world, name", NAMES)
 def test_collectives_are_those_of_gloo_ranks(measured, world, name):
-    model, layout = inputs(world, name)
+    model, layout, software = inputs(world, name)
     for rank, counted, _ in measured[world, name]:
         predicted = Counter()
-        for kind, group, size, count in collectives(model, layout, CPU, rank):
+        for kind, group, size, count in collectives(model, layout, software, rank):
             is_dp = group == "ep" and layout.ep == layout.ranks
             predicted[kind, "dp" if is_dp else group, size] += count
         assert predicted == counted, f"rank {rank}"
@@ -314,9 +323,9 @@ def test_collectives_are_those_of_gloo_ranks(measured, world, name):
 @pytest.mark.parametrize("world, name", NAMES)
 def test_memory_is_what_ranks_allocate(measured, world, name):
     """To the byte."""
-    model, layout = inputs(world, name)
+    model, layout, software = inputs(world, name)
     for rank, _, parts in measured[world, name]:
-        predicted = memory.memory(model, layout, CPU, rank)
+        predicted = memory.memory(model, layout, software, rank)
         for part in ("parameters", "gradients", "optimizer", "gathered"):
             assert predicted[part] == parts[part], f"rank {rank}: {part}"
         kept = sum(predicted[part] for part in ("layers", "embedding", "head", "deferred"))
