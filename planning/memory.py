@@ -32,7 +32,7 @@ from typing import NamedTuple
 import schedules
 from planning import shapes
 from planning.inputs import SOFTWARE, Layout, Software
-from planning.shapes import Chunk, Part, Rank, Unit
+from planning.shapes import Chunk, Rank, Unit
 from routers import MoEConfig
 from runtime.presets import PRESETS
 
@@ -446,53 +446,53 @@ def of_parameters(layout: Layout, software: Software, parts: list) -> dict[str, 
     }
 
 
-def gathered_bytes(
-    model: MoEConfig, layout: Layout, software: Software, parts: list[tuple[Part, int]]
-) -> int:
-    """Stage 3: the parameters of one layer, while those of a neighbour arrive as [N, T]. Blocks of
-    all kinds count as neighbours."""
+def numbers(units: tuple[Unit, ...]) -> int:
+    """In [N, T] of all units."""
+    return sum(unit.N * unit.T for unit in units)
+
+
+def gathered_bytes(model: MoEConfig, layout: Layout, software: Software, held: Rank) -> int:
+    """Stage 3: the parameters of one layer, while those of a neighbour arrive as [N, T]."""
     if layout.zero_stage < 3 or layout.dp == 1:
         return 0
-    of_layers = [part.units for part, _ in parts]
+    of_layers = [part.units for part, _ in held.parts]
     if not model.llama and layout.pp == 1:
         # the head reads the tied matrix too
         of_layers[-1] += of_layers[0]
+    whole = [sum(unit.size for unit in units) for units in of_layers]
     most = 0
-    for i, units in enumerate(of_layers):
+    for units in of_layers:
         # a layer's units arrive together, and are copied to their places one by one
         for k in range(len(units)):
             copied = sum(unit.size for unit in units[: k + 1])
-            most = max(most, copied + sum(unit.N * unit.T for unit in units[k:]))
-        whole = sum(unit.size for unit in units)
-        for j, neighbours in enumerate(of_layers):
-            # another block of the same kind; never the embedding and the head
-            is_next = parts[i][1] > 1 if i == j else abs(i - j) < max(2, len(parts) - 1)
-            if is_next:
-                arriving = sum(unit.N * unit.T for unit in neighbours if unit not in units)
-                if i == j:
-                    arriving = sum(unit.N * unit.T for unit in units)
-                most = max(most, whole + arriving)
+            most = max(most, copied + numbers(units[k:]))
+    for i, j in held.neighbours:
+        most = max(most, whole[i] + numbers(of_layers[j]))
     return most * software.weight
 
 
-def buffer_bytes(layout: Layout, software: Software, kept: Kept, held: Rank) -> int:
-    """What is there for a moment: gradients on their way to their sums, messages, copies of the
-    logits."""
-    total = kept.head.moment if held.last else 0
-    if layout.zero_stage >= 2 and layout.dp > 1:
-        units = [(unit, count) for part, count in held.parts for unit in part.units]
-        if layout.pipeline_schedule == "zb-h1":
-            # each has gradients of biases, and waits for those of its matrices
-            numbers = sum(unit.N * unit.T * count for unit, count in units)
-        else:
-            # one is filled while one more is on its way
-            largest = sorted(unit.N * unit.T for unit, count in units for _ in range(min(2, count)))
-            numbers = sum(largest[-2:])
-        total += software.gradient * numbers
-    if layout.pp > 1:
-        # receives are posted two actions ahead (transfers.lower); one send is on its way
-        total += 4 * kept.message
-    return total
+def gradient_buffers(layout: Layout, software: Software, held: Rank) -> int:
+    """Stages 2 and 3: gradients [N, T] on their way to their sums. One unit is filled while the one
+    before is being summed. Under zb-h1 all are filled: they wait for gradients of matrices."""
+    if layout.zero_stage < 2 or layout.dp == 1:
+        return 0
+    of_layers = [[unit.N * unit.T for unit in part.units] for part, _ in held.parts]
+    if layout.pipeline_schedule == "zb-h1":
+        filled = sum(sum(units) * count for units, (_, count) in zip(of_layers, held.parts))
+        # the last one of the micro-batch before
+        return (filled + of_layers[-1 - held.last][-1]) * software.gradient
+    most = max((sum(units) for units in of_layers), default=0)
+    for i, j in held.neighbours:
+        most = max(most, max(of_layers[i]) + max(of_layers[j]))
+    return most * software.gradient
+
+
+def moment_bytes(layout: Layout, kept: Kept, held: Rank) -> int:
+    """An estimate of what is there for a moment: copies of the logits; messages of a pipeline, of
+    which three are received ahead (transfers.lower) and one is on its way."""
+    logits = kept.head.moment if held.last else 0
+    messages = 4 * kept.message if layout.pp > 1 else 0
+    return logits + messages
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -508,7 +508,8 @@ def memory(
         layers, embedding, head              activations that are kept for backward
         deferred                             zb-h1: what weight gradients wait for
         gathered                             stage 3: whole parameters of a layer and the next
-        buffers                              for a moment
+        gradient buffers                     stages 2 and 3: on their way to their sums
+        moments                              copies of the logits, messages; an estimate
 
     The layout is one that train.py accepts.
     """
@@ -524,8 +525,9 @@ def memory(
     return {
         **of_parameters(layout, software, held.parts),
         **activations(layout, of_micro_batch, held, rank),
-        "gathered": gathered_bytes(model, layout, software, held.parts),
-        "buffers": buffer_bytes(layout, software, of_micro_batch, held),
+        "gathered": gathered_bytes(model, layout, software, held),
+        "gradient buffers": gradient_buffers(layout, software, held),
+        "moments": moment_bytes(layout, of_micro_batch, held),
     }
 
 

@@ -14,6 +14,7 @@ share a unit.
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import pipeline_parallel
@@ -191,7 +192,9 @@ class Chunk(NamedTuple):
     # whether it has the embedding; the head
     first: bool
     last: bool
-    # numbers of blocks
+    # of each layer: embedding, dense, experts or head
+    layers: tuple[str, ...]
+    # blocks with one MLP; with experts
     dense: int
     experts: int
     # whether the last block has experts
@@ -204,6 +207,8 @@ class Rank(NamedTuple):
     chunks: tuple[Chunk, ...]
     # in the order of forward: (part of the model, how often)
     parts: tuple[tuple[Part, int], ...]
+    # pairs (i, j) of parts of which one comes after the other
+    neighbours: frozenset[tuple[int, int]]
     first: bool
     last: bool
     # blocks of all its chunks
@@ -246,33 +251,40 @@ def _of_rank(model, rank, tp, pp, dp, ep, virtual_stages, layer_split, zero_stag
     dense = sum(chunk.dense for chunk in chunks)
     experts = sum(chunk.experts for chunk in chunks)
     first, last = chunks[0].first, chunks[-1].last
-    parts = []
+    made = {}
     if first:
-        parts.append((make_part(of_embedding(model, tp), layout), 1))
+        made["embedding"] = make_part(of_embedding(model, tp), layout), 1
     if dense:
-        parts.append((make_part(of_block(model, tp, of_mlp(model, tp)), layout), dense))
+        made["dense"] = make_part(of_block(model, tp, of_mlp(model, tp)), layout), dense
     if experts:
         block = of_block(model, tp, of_experts(model, tp, ep))
-        parts.append((make_part(block, layout), experts))
+        made["experts"] = make_part(block, layout), experts
     if last:
-        parts.append((make_part(of_head(model, tp, pp, head_chunk > 0), layout), 1))
+        made["head"] = make_part(of_head(model, tp, pp, head_chunk > 0), layout), 1
+    order = list(made)
+    neighbours = set()
+    for chunk in chunks:
+        numbers = [order.index(name) for name in chunk.layers]
+        for i, j in pairwise(numbers):
+            neighbours |= {(i, j), (j, i)}
     tied = make_unit([of_vocabulary(model, tp)], "dp", dp, dp if zero_stage else 1).T
-    return Rank(tuple(chunks), tuple(parts), first, last, dense, experts, tied)
+    parts = tuple(made.values())
+    return Rank(chunks, parts, frozenset(neighbours), first, last, dense, experts, tied)
 
 
-def chunks_of(model: MoEConfig, layout: Layout, rank: int) -> list[Chunk]:
+def chunks_of(model: MoEConfig, layout: Layout, rank: int) -> tuple[Chunk, ...]:
     """The stages of a pipeline rank."""
     p, v = layout.pp, layout.virtual_stages
     layers = pipeline_parallel.layers_of_stages(model.num_layers, p, v, layout.layer_split)
-    with_experts = model.expert_layers
     found = []
     for stage in range(rank, p * v, p):
-        numbers = layers[stage]
-        experts = sum(n in with_experts for n in numbers)
-        ends = len(numbers) > 0 and numbers[-1] in with_experts
-        chunk = Chunk(stage == 0, stage == p * v - 1, len(numbers) - experts, experts, ends)
-        found.append(chunk)
-    return found
+        first, last = stage == 0, stage == p * v - 1
+        blocks = ["experts" if n in model.expert_layers else "dense" for n in layers[stage]]
+        kinds = ["embedding"] * first + blocks + ["head"] * last
+        experts = blocks.count("experts")
+        ends = blocks[-1:] == ["experts"]
+        found.append(Chunk(first, last, tuple(kinds), len(blocks) - experts, experts, ends))
+    return tuple(found)
 
 
 def is_even(model: MoEConfig, layout: Layout) -> bool:

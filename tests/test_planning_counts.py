@@ -1,5 +1,6 @@
 """planning/memory.py and planning/collectives.py: held to what train.py allocates and sends."""
 
+import contextlib
 import dataclasses
 from collections import Counter
 from unittest import mock
@@ -90,11 +91,18 @@ LAYOUTS = {
         "zb-h1, stage 2": GPT | PIPELINE | ZB_H1 | dict(zero_stage=2, global_batch_size=8),
         "experts, one of two": EXPERTS | dict(num_experts=2, ep=2, zero_stage=1),
         "experts, one each": EXPERTS | dict(ep=4, zero_stage=1),
-        "experts, tensor": EXPERTS | SEQUENCE | dict(ep=2, zero_stage=2, router_topk=2),
-        "experts, full": EXPERTS | PIPELINE | dict(ep=2, recompute="full", zero_stage=3),
+        "experts, tensor": EXPERTS
+        | SEQUENCE
+        | dict(ep=2, zero_stage=2, router_topk=2, num_layers=4),
+        "experts, full": EXPERTS
+        | PIPELINE
+        | dict(ep=2, recompute="full", zero_stage=3, num_layers=6),
     },
 }
 NAMES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
+
+
+EXACT = "parameters", "gradients", "optimizer", "gathered", "gradient buffers"
 
 
 def inputs(world: int, name: str) -> tuple[MoEConfig, Layout, Software]:
@@ -200,11 +208,13 @@ class Deferred(list):
         self.entries.append(entry)
 
 
-def watch(trainer, kept: Kept, gathered: list):
-    """Patches: what is kept beside autograd is counted; `gathered` gets the bytes of whole units
-    and of those that arrive, in stage 3."""
+def watch(trainer, kept: Kept, gathered: list, summed: list):
+    """Patches: what is kept beside autograd is counted. `gathered` gets the bytes of whole units
+    and of those that arrive, in stage 3; `summed` those of gradients before their sum, in stages 2
+    and 3."""
     table = gpt.rotary_table
     start, finish = fsdp.Unit.start_all_gather, fsdp.Unit.finish_all_gather
+    new_of_unit = fsdp.DataParallel.new_grads
     units = [unit for g in trainer.gradients for unit in getattr(g, "units", ())]
 
     def note_gathered():
@@ -219,6 +229,14 @@ def watch(trainer, kept: Kept, gathered: list):
         note_gathered()
         finish(unit)
 
+    def new_grads(self, unit):
+        new = new_of_unit(self, unit)
+        if self.shards_gradients:
+            filled = [u.local_grads.nbytes for u in units if u.local_grads is not None]
+            leaving = [u.N * u.T * new.itemsize for u in self.reductions]
+            summed.append(new.nbytes + sum(filled + leaving))
+        return new
+
     if trainer.groups.pp:
         defer = trainer.model.defer
         trainer.model.defer = lambda chunk, entries: defer(
@@ -229,6 +247,7 @@ def watch(trainer, kept: Kept, gathered: list):
             gpt, "rotary_table", lambda *a, **k: hold_all(kept, Held(table(*a, **k)))
         ),
         mock.patch.object(routers, "DispatchPlan", lambda *a: hold_all(kept, HeldPlan(*a))),
+        mock.patch.object(fsdp.DataParallel, "new_grads", new_grads),
         mock.patch.multiple(
             fsdp.Unit, start_all_gather=start_all_gather, finish_all_gather=finish_all_gather
         ),
@@ -273,9 +292,11 @@ def measure_one(world: int, flags: dict) -> tuple[int, Counter, dict[str, int]]:
     held = storages([x for p in parameters for x in (p, local_part(p))])
     bytes_held = sum(held.values())
     kept = Kept(held)
-    gathered = [0]
-    patches = watch(t, kept, gathered)
-    with Calls(groups) as calls, patches[0], patches[1], patches[2]:
+    gathered, summed = [0], [0]
+    with contextlib.ExitStack() as stack:
+        calls = stack.enter_context(Calls(groups))
+        for patch in watch(t, kept, gathered, summed):
+            stack.enter_context(patch)
         with torch.autograd.graph.saved_tensors_hooks(kept.hold, lambda holder: holder.tensor):
             t.forward_backward(1, dataset)
         gradients = storages([local_part(p).main_grad for p in parameters])
@@ -292,6 +313,7 @@ def measure_one(world: int, flags: dict) -> tuple[int, Counter, dict[str, int]]:
         activations=kept.peak,
         gathered=in_step,
     )
+    parts["gradient buffers"] = max(summed)
     return groups.pp.rank() if groups.pp else 0, calls.counted, parts
 
 
@@ -326,7 +348,7 @@ def test_memory_is_what_ranks_allocate(measured, world, name):
     model, layout, software = inputs(world, name)
     for rank, _, parts in measured[world, name]:
         predicted = memory.memory(model, layout, software, rank)
-        for part in ("parameters", "gradients", "optimizer", "gathered"):
+        for part in EXACT:
             assert predicted[part] == parts[part], f"rank {rank}: {part}"
         kept = sum(predicted[part] for part in ("layers", "embedding", "head", "deferred"))
         assert kept == parts["activations"], f"rank {rank}"
