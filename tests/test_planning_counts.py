@@ -3,17 +3,15 @@
 import contextlib
 import dataclasses
 from collections import Counter
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import data
 import fsdp
-import gpt
 import recompute
-import routers
 import schedules
 import train as trainer
 from lessons import parity, ranks
@@ -21,9 +19,11 @@ from planning import memory
 from planning.collectives import collectives, zero_bubble_reductions
 from planning.inputs import SOFTWARE, Layout, Software
 from routers import MoEConfig
+from runtime import as_rank
+from runtime.collectives import Collectives
+from runtime.counters import Kept
 from runtime.presets import PRESETS
 from runtime.world import Groups
-from sharding import local_part
 
 # train.py on CPUs: a float32 weight is its own master
 CPU = Software(
@@ -99,11 +99,10 @@ LAYOUTS = {
 NAMES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
 
 
-EXACT = "parameters", "gradients", "optimizer", "gathered", "gradient buffers"
+ACTIVATIONS = "layers", "embedding", "head", "deferred"
 
 
-def inputs(world: int, name: str) -> tuple[MoEConfig, Layout, Software]:
-    flags = LAYOUTS[world][name]
+def inputs(world: int, flags: dict) -> tuple[MoEConfig, Layout, Software]:
     fields = {field: flags[field] for field in Layout.__dataclass_fields__ if field in flags}
     if "layer_split" in fields:
         fields["layer_split"] = tuple(fields["layer_split"])
@@ -115,142 +114,6 @@ def inputs(world: int, name: str) -> tuple[MoEConfig, Layout, Software]:
 # --- measured on ranks ----------------------------------------------------------------------------
 
 
-class Calls(ranks.Collectives):
-    """Collectives with the group of each: `counted` is (kind, group, bytes) -> count."""
-
-    def __init__(self, groups: Groups):
-        super().__init__()
-        self.names = {}
-        for name in ("dp", "ep", "edp", "tp", "pp"):
-            group = getattr(groups, name)
-            if group:
-                # where ep is dp and all ranks, the two are one group
-                self.names.setdefault(group.group_name, name)
-        self.counted = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        before = len(self.calls)
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        if len(self.calls) > before:
-            name, size = self.calls[-1]
-            name = {"recv_": "receive"}.get(name, name)
-            self.counted[name, self.group_in(args), size] += 1
-        return result
-
-    def group_in(self, args) -> str:
-        for a in args:
-            if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()):
-                return self.names[dist.ProcessGroup.unbox(a).group_name]
-
-
-class Kept:
-    """Counts the bytes of tensors that are held: each storage once, those of parameters not."""
-
-    def __init__(self, parameters: dict[int, int]):
-        self.parameters = parameters
-        self.holders = Counter()
-        self.now = 0
-        self.peak = 0
-
-    def hold(self, tensor) -> "Holder":
-        return Holder(self, tensor.detach())
-
-    def add(self, storage, holders: int) -> None:
-        key = storage._cdata
-        if key in self.parameters:
-            return
-        before = self.holders[key]
-        self.holders[key] += holders
-        if not before or not self.holders[key]:
-            self.now += holders * storage.nbytes()
-            self.peak = max(self.peak, self.now)
-
-
-class Holder:
-    """Of one tensor: counted as long as this lives."""
-
-    def __init__(self, kept: Kept, tensor):
-        self.kept = kept
-        self.tensor = tensor
-        kept.add(tensor.untyped_storage(), 1)
-
-    def __del__(self):
-        self.kept.add(self.tensor.untyped_storage(), -1)
-
-
-class Held(tuple):
-    """Tensors that something keeps beside autograd: of full recomputation the rotary table, and
-    what zb-h1 defers."""
-
-
-class HeldPlan(routers.DispatchPlan):
-    """A router's plan, which full recomputation keeps."""
-
-
-def hold_all(kept: Kept, result):
-    result.holders = [kept.hold(x) for x in result if isinstance(x, torch.Tensor)]
-    return result
-
-
-class Deferred(list):
-    """Stands on a weight in the place of the pipeline's list."""
-
-    def __init__(self, kept: Kept, entries: list):
-        self.kept = kept
-        self.entries = entries
-
-    def append(self, entry: tuple) -> None:
-        entry = Held(entry)
-        entry.holders = [self.kept.hold(x) for x in entry[1:]]
-        self.entries.append(entry)
-
-
-def watch(trainer, kept: Kept, gathered: list, summed: list):
-    """Patches: what is kept beside autograd is counted. `gathered` gets the bytes of whole units
-    and of those that arrive, in stage 3; `summed` those of gradients before their sum, in stages 2
-    and 3."""
-    table = gpt.rotary_table
-    start, finish = fsdp.Unit.start_all_gather, fsdp.Unit.finish_all_gather
-    new_of_unit = fsdp.DataParallel.new_grads
-    units = [unit for g in trainer.gradients for unit in getattr(g, "units", ())]
-
-    def note_gathered():
-        whole = sum(u.whole.untyped_storage().size() for u in units if u.whole is not None)
-        gathered.append(whole + sum(u.gathering[0].nbytes for u in units if u.gathering))
-
-    def start_all_gather(unit, *args):
-        start(unit, *args)
-        note_gathered()
-
-    def finish_all_gather(unit):
-        note_gathered()
-        finish(unit)
-
-    def new_grads(self, unit):
-        new = new_of_unit(self, unit)
-        if self.shards_gradients:
-            filled = [u.local_grads.nbytes for u in units if u.local_grads is not None]
-            leaving = [u.N * u.T * new.itemsize for u in self.reductions]
-            summed.append(new.nbytes + sum(filled + leaving))
-        return new
-
-    if trainer.groups.pp:
-        defer = trainer.model.defer
-        trainer.model.defer = lambda chunk, entries: defer(
-            chunk, None if entries is None else Deferred(kept, entries)
-        )
-    return (
-        mock.patch.object(
-            gpt, "rotary_table", lambda *a, **k: hold_all(kept, Held(table(*a, **k)))
-        ),
-        mock.patch.object(routers, "DispatchPlan", lambda *a: hold_all(kept, HeldPlan(*a))),
-        mock.patch.object(fsdp.DataParallel, "new_grads", new_grads),
-        mock.patch.multiple(
-            fsdp.Unit, start_all_gather=start_all_gather, finish_all_gather=finish_all_gather
-        ),
-    )
-
-
 class Samples(parity.Synthetic):
     """Token ids and targets have memory of their own, as what is copied to a GPU."""
 
@@ -259,16 +122,51 @@ class Samples(parity.Synthetic):
         return data.Batch(*(x.clone() for x in batch))
 
 
-def even_scores(k: int, logits, training: bool):
-    """Every expert gets as many tokens."""
-    n, e = logits.shape
-    first = k * torch.arange(n).unsqueeze(1)
-    return -((torch.arange(e) - first) % e).to(logits.dtype)
+class Units:
+    """Follows what fsdp.py holds beside the rows of a rank. `gathered`: the most bytes of whole
+    units and of those that arrive, in stage 3; `summed`: of gradients before their sum, in stages 2
+    and 3."""
 
+    def __init__(self, units: list[fsdp.Unit]):
+        self.units = units
+        self.gathered = self.summed = 0
 
-def storages(tensors) -> dict[int, int]:
-    found = (t.untyped_storage() for t in tensors)
-    return {storage._cdata: storage.nbytes() for storage in found}
+    def note_gathered(self) -> None:
+        whole = [u.whole.untyped_storage().size() for u in self.units if u.whole is not None]
+        arriving = [u.gathering[0].nbytes for u in self.units if u.gathering]
+        self.gathered = max(self.gathered, sum(whole + arriving))
+
+    def note_summed(self) -> None:
+        filled = [u.local_grads for u in self.units if u.local_grads is not None]
+        leaving = sum(u.N * u.T * filled[0].itemsize for u in self.units if u.reducing)
+        self.summed = max(self.summed, sum(g.nbytes for g in filled) + leaving)
+
+    def __enter__(self):
+        start, finish = fsdp.Unit.start_all_gather, fsdp.Unit.finish_all_gather
+
+        def start_all_gather(unit, *args):
+            start(unit, *args)
+            self.note_gathered()
+
+        def finish_all_gather(unit):
+            self.note_gathered()
+            finish(unit)
+
+        def new_grads(gradients, unit):
+            unit.local_grads = new(gradients, unit)
+            if gradients.shards_gradients:
+                self.note_summed()
+            return unit.local_grads
+
+        new = fsdp.DataParallel.new_grads
+        self.stack = contextlib.ExitStack()
+        methods = dict(start_all_gather=start_all_gather, finish_all_gather=finish_all_gather)
+        self.stack.enter_context(mock.patch.multiple(fsdp.Unit, **methods))
+        self.stack.enter_context(mock.patch.object(fsdp.DataParallel, "new_grads", new_grads))
+        return self
+
+    def __exit__(self, *error):
+        self.stack.close()
 
 
 def measure(rank: int, world: int, variants: list[dict]) -> list[tuple]:
@@ -283,35 +181,31 @@ def measure_one(world: int, flags: dict) -> tuple[int, Counter, dict[str, int]]:
         groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
     t = trainer.Trainer(config, torch.device("cpu"), groups)
     for layer in t.expert_layers.values():
-        layer.routing.scores = lambda *args: even_scores(config.router_topk or 1, *args)
+        layer.routing.scores = partial(as_rank.even_scores, layer.routing.k)
     dataset = Samples(t.model_config.seq_length, t.model_config.vocab_size)
-    parameters = [p for stage in t.stages for p in stage.parameters()]
-    held = storages([x for p in parameters for x in (p, local_part(p))])
-    bytes_held = sum(held.values())
-    kept = Kept(held)
-    gathered, summed = [0], [0]
-    with contextlib.ExitStack() as stack:
-        calls = stack.enter_context(Calls(groups))
-        for patch in watch(t, kept, gathered, summed):
-            stack.enter_context(patch)
-        with torch.autograd.graph.saved_tensors_hooks(kept.hold, lambda holder: holder.tensor):
+    held = bytes_of(t, "parameters")
+    kept = Kept(p for stage in t.stages for p in stage.parameters())
+    if t.schedule:
+        # so that what W of zb-h1 waits for counts
+        as_rank.Actions(t.model, kept)
+    units = [unit for gradients in t.gradients for unit in getattr(gradients, "units", ())]
+    with Collectives() as noted:
+        with kept, Units(units) as watched:
             t.forward_backward(1, dataset)
-        gradients = storages([local_part(p).main_grad for p in parameters])
-        # stage 1 and 2 gather updated parameters here; that is no peak
-        in_step = max(gathered)
         t.update(1)
-    o = t.optimizer
-    of_optimizer = (o.masters, o.low, o.exp_avg, o.exp_avg_sq)
-    state = storages([x for tensors in of_optimizer for x in tensors.values()])
-    parts = dict(
-        parameters=bytes_held,
-        gradients=sum(gradients.values()),
-        optimizer=sum(size for key, size in state.items() if key not in held),
-        activations=kept.peak,
-        gathered=in_step,
-    )
-    parts["gradient buffers"] = max(summed)
-    return groups.pp.rank() if groups.pp else 0, calls.counted, parts
+    parts = {
+        "parameters": held,
+        "gradients": bytes_of(t, "gradients"),
+        "optimizer": bytes_of(t, "optimizer_state"),
+        "activations": kept.peak,
+        "gathered": watched.gathered,
+        "gradient buffers": watched.summed,
+    }
+    return groups.pp.rank() if groups.pp else 0, noted.counted(groups), parts
+
+
+def bytes_of(t: trainer.Trainer, part: str) -> int:
+    return sum(as_rank.bytes_of(t)[part].values())
 
 
 @pytest.fixture(scope="module")
@@ -328,27 +222,57 @@ def measured() -> dict:
 # --- formulas against measurements ----------------------------------------------------------------
 
 
+def check_collectives(model, layout, software, rank: int, counted: Counter) -> None:
+    predicted = Counter()
+    for kind, group, size, count in collectives(model, layout, software, rank):
+        # where ep is dp and all ranks, the two are one group
+        is_dp = group == "ep" and layout.ep == layout.ranks
+        predicted[kind, "dp" if is_dp else group, size] += count
+    assert predicted == counted, f"rank {rank}"
+
+
+def check_memory(model, layout, software, rank: int, parts: dict[str, int]) -> None:
+    """To the byte."""
+    predicted = memory.memory(model, layout, software, rank)
+    predicted["activations"] = sum(predicted[part] for part in ACTIVATIONS)
+    assert {part: predicted[part] for part in parts} == parts, f"rank {rank}"
+
+
 @pytest.mark.parametrize("world, name", NAMES)
 def test_collectives_are_those_of_gloo_ranks(measured, world, name):
-    model, layout, software = inputs(world, name)
     for rank, counted, _ in measured[world, name]:
-        predicted = Counter()
-        for kind, group, size, count in collectives(model, layout, software, rank):
-            is_dp = group == "ep" and layout.ep == layout.ranks
-            predicted[kind, "dp" if is_dp else group, size] += count
-        assert predicted == counted, f"rank {rank}"
+        check_collectives(*inputs(world, LAYOUTS[world][name]), rank, counted)
 
 
 @pytest.mark.parametrize("world, name", NAMES)
 def test_memory_is_what_ranks_allocate(measured, world, name):
-    """To the byte."""
-    model, layout, software = inputs(world, name)
     for rank, _, parts in measured[world, name]:
-        predicted = memory.memory(model, layout, software, rank)
-        for part in EXACT:
-            assert predicted[part] == parts[part], f"rank {rank}: {part}"
-        kept = sum(predicted[part] for part in ("layers", "embedding", "head", "deferred"))
-        assert kept == parts["activations"], f"rank {rank}"
+        check_memory(*inputs(world, LAYOUTS[world][name]), rank, parts)
+
+
+@pytest.mark.parametrize("rank", [0, 300, 511])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(model="gpt3-5b", tp=4, sequence_parallel=True, pp=4, schedule="zb-h1", zero_stage=2),
+        dict(model="llama2-70b", tp=8, pp=16, recompute="full", zero_stage=1),
+        dict(model="mixtral-8x7b", tp=2, ep=8, pp=8, virtual_stages=4, zero_stage=3),
+    ],
+    ids=lambda flags: flags["model"],
+)
+def test_large_runs_are_what_as_rank_says(flags, rank):
+    flags = dict(global_batch_size=1024, micro_batch_size=1, precision="bf16") | flags
+    report = as_rank.report(trainer.Config(**flags), trainer.Trainer, rank, 512)
+    pipeline_rank = report.place["pp"][0]
+    counted = Counter({(c.kind, c.group, c.bytes): c.count for c in report.collectives})
+    parts = {
+        "parameters": sum(report.parameters.values()),
+        "gradients": sum(report.gradients.values()),
+        "optimizer": sum(report.optimizer_state.values()),
+        "activations": report.activations,
+    }
+    check_collectives(*inputs(512, flags), pipeline_rank, counted)
+    check_memory(*inputs(512, flags), pipeline_rank, parts)
 
 
 # --- formulas by themselves -----------------------------------------------------------------------
