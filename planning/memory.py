@@ -48,6 +48,8 @@ class Layer(NamedTuple):
     again: int
     # what the weight gradients of zb-h1 wait for
     deferred: int
+    # zb-h1: the most that its I adds before it frees the layer
+    rise: int
 
 
 class Counts(NamedTuple):
@@ -201,23 +203,55 @@ def layer_rows(
 
 def layer(model: MoEConfig, layout: Layout, software: Software, experts: bool = False) -> Layer:
     """One block, with the layout's recomputation."""
-    before, core, after = (sum(r.values()) for r in layer_rows(model, layout, software, experts))
     c = counts_of(model, layout, software)
+    rows = layer_rows(model, layout, software, experts)
+    before, core, after = (sum(r.values()) for r in rows)
     deferred = deferred_bytes(model, layout, c, experts)
+    *until_core, at_query = rises(model, layout, c, rows, experts)
     key = 4 * layout.micro_batch_size if model.dropout else 0
     if layout.recompute == "full":
-        # the router's plan is not made again
-        plan = plan_bytes(model, layout, software) if experts else 0
-        # of what is kept, so much is among the rows
-        shared = plan + (0 if norm_copies(model, software) else c.x)
-        return Layer(c.x + key + plan, before + core + after - shared, deferred)
+        kept, shared = c.x + key, 0 if norm_copies(model, software) else c.x
+        if experts:
+            # the router's plan is not made again; indices and load are among the rows
+            kept += plan_bytes(model, layout, software)
+            shared += index_bytes(model, layout)
+            shared += max(4, software.weight) * model.num_experts * (model.aux_loss > 0)
+        again = before + core + after - shared
+        return Layer(kept, again, deferred, again + max(0, *until_core, at_query))
     if layout.recompute == "selective" and not is_fused(model, software):
-        inputs = c.query + 2 * c.key + key
         # the queries of one sequence are in the order that the matrix product needs
-        shared = c.query if layout.micro_batch_size == 1 else 0
+        again = core - (c.query if layout.micro_batch_size == 1 else 0)
+        kept = before + c.query + 2 * c.key + key + after
         # what comes after the core is free by then
-        return Layer(before + inputs + after, max(0, core - shared - after), deferred)
-    return Layer(before + core + after, 0, deferred)
+        return Layer(
+            kept, max(0, again - after), deferred, max(*until_core, until_core[-1] + again)
+        )
+    return Layer(before + core + after, 0, deferred, max(*until_core, at_query))
+
+
+def rises(
+    model: MoEConfig, layout: Layout, c: Counts, rows: tuple[dict[str, int], ...], experts: bool
+) -> tuple[int, int, int, int]:
+    """zb-h1: how many bytes I has added when the gradients of these matrices begin to wait: down,
+    up, attention's output, query. It keeps ∂y and x of each, and frees all other rows."""
+    before, core, after = rows
+    mask = sum(mask_row(model, c).values())
+    # sequence parallelism has kept a shard, which is free when the whole x has come
+    whole, shard = (c.whole, c.x) if layout.sequence_parallel else (0, 0)
+    norm = sum(before.values()) - c.x
+    if experts:
+        # nothing of them waits
+        inner = sum(after.values()) - after["output input"] - mask
+        at_down = at_up = -mask
+        at_output = c.whole - inner - mask
+    else:
+        at_down = c.whole - mask
+        inner = {"mlp gate", "mlp silu", "mlp up", "mlp gelu input"}
+        freed = sum(size for name, size in after.items() if name in inner)
+        at_up = at_down + c.ffn * (2 if model.llama else 1) - freed + whole
+        at_output = at_up - shard - norm - mask + c.whole
+    at_query = at_output - sum(core.values()) + c.query + 2 * c.key + whole
+    return at_down, at_up, at_output, at_query
 
 
 def deferred_bytes(model: MoEConfig, layout: Layout, c: Counts, experts: bool) -> int:
@@ -244,6 +278,7 @@ class Head(NamedTuple):
     kept: int
     # as of Layer
     deferred: int
+    rise: int
     # copies in the model's own type, for a moment
     moment: int
 
@@ -260,9 +295,12 @@ def head(model: MoEConfig, layout: Layout, software: Software, c: Counts) -> Hea
         rows = min(n, layout.head_chunk)
         # logits, and the sum of the matrix's gradient with what is added to it
         moment = rows * columns * (wide + w * (w < 4)) + columns * model.hidden_size * (wide + w)
-        return Head(norm + c.whole + small + wide * n, 0, moment)
+        return Head(norm + c.whole + small + wide * n, 0, 0, moment)
     copies = n * columns * w if w < 4 else 0
-    return Head(norm + c.x + small + wide * n * columns, c.whole + n * columns * w, copies)
+    logits, gradient = wide * n * columns, w * n * columns
+    # the gradient takes the place of the logits; sequence parallelism brings the whole x
+    rise = gradient - logits + (c.whole if layout.sequence_parallel else 0)
+    return Head(norm + c.x + small + logits, c.whole + gradient, rise, copies)
 
 
 # --- in flight ------------------------------------------------------------------------------------
@@ -278,8 +316,6 @@ class InFlight(NamedTuple):
     heads: int
     # under zb-h1, pairs whose weight gradients wait
     deferred: int = 0
-    # under zb-h1: one pair more begins to wait, before its activations are free
-    begins: int = 0
 
 
 def in_flight(layout: Layout, rank: int) -> list[InFlight]:
@@ -295,13 +331,13 @@ def in_flight(layout: Layout, rank: int) -> list[InFlight]:
         pairs = min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1)
         return [InFlight(pairs, min(m, 2 * p), 1)]
     n = min(m, p - rank)
-    states = [InFlight(n, n, n)]
-    if name == "zb-h1":
-        states = [InFlight(n, n, n, min(rank, m - n), begins=1)]
-        for k in {min(rank, m - 1), m - n}:
-            # after I of micro-batch k, before the W that follows
-            held = min(n - 1, m - 1 - k)
-            states.append(InFlight(held, held, held, min(k, rank) + 1))
+    if name != "zb-h1":
+        return [InFlight(n, n, n)]
+    states = []
+    # before I of micro-batch k: when the last F has run, and when most W wait
+    for k in (m - n, min(rank, m - 1)):
+        pairs = min(n, m - k)
+        states.append(InFlight(pairs, pairs, pairs, min(k, rank)))
     return states
 
 
@@ -328,9 +364,6 @@ class Kept(NamedTuple):
     head: Head
     # the rotary table, of each chunk that has blocks
     rotary: int
-    # [b, s, h], and the mask of a dropout
-    whole: int
-    mask: int
     # what goes from stage to stage
     message: int
 
@@ -364,9 +397,8 @@ def _kept(model, software, b: int, t: int, ep: int, sequence: bool, again: str, 
         expert_block = layer(model, layout, software, experts=True)
     rotary = 2 * model.seq_length * model.head_dim * software.weight if model.llama else 0
     of_head = head(model, layout, software, c)
-    mask = sum(mask_row(model, c).values())
     embedding = embedding_bytes(model, layout, c)
-    return Kept(block, expert_block, embedding, of_head, rotary, c.whole, mask, message=c.x)
+    return Kept(block, expert_block, embedding, of_head, rotary, c.x)
 
 
 # --- activations at the peak ----------------------------------------------------------------------
@@ -379,31 +411,41 @@ def activations(layout: Layout, kept: Kept, held: Rank, rank: int) -> dict[str, 
     # of a whole stage's deferred weight gradients; zb-h1 has one stage on a rank
     waits = held.dense * kept.block.deferred + held.experts * kept.expert_block.deferred
     waits += held.last * kept.head.deferred
+    if layout.pipeline_schedule == "zb-h1" and layout.pp > 1:
+        more = zero_bubble_rise(kept, chunks[0])
+    else:
+        # the layers are computed again when one head's backward is over
+        more = max(0, recomputed_bytes(kept, chunks[-1]) - held.last * kept.head.kept)
     fullest = {}
     for state in in_flight(layout, rank):
         layers = state.pairs * of_chunks[0]
         if min(of_chunks) < max(of_chunks):
             layers = uneven_pairs(layout, rank, of_chunks)
-        heads = state.heads * held.last
-        # the layers are computed again when one head's backward is over
-        again = recomputed_bytes(kept, chunks[-1])
         parts = {
-            "layers": layers + max(0, again - (kept.head.kept if heads else 0)),
+            "layers": layers + more,
             "embedding": state.embeddings * held.first * kept.embedding,
-            "head": heads * kept.head.kept,
-            "deferred": state.deferred * waits + state.begins * first_deferred(kept, chunks[-1]),
+            "head": state.heads * held.last * kept.head.kept,
+            "deferred": state.deferred * waits,
         }
         if sum(parts.values()) >= sum(fullest.values()):
             fullest = parts
     return fullest
 
 
-def first_deferred(kept: Kept, chunk: Chunk) -> int:
-    """∂y of the last block's last matrix, which waits from then on; its dropout's mask is free. The
-    head's gradient takes the place of its logits."""
-    if chunk.last or chunk.ends_in_experts or not chunk.dense:
-        return 0
-    return kept.whole - kept.mask
+def zero_bubble_rise(kept: Kept, chunk: Chunk) -> int:
+    """The most that I of one stage adds to what is held, on its way from the head to the first
+    block: what waits for W takes the place of what is free."""
+    level = peak = 0
+    for kind in reversed(chunk.layers):
+        if kind == "head":
+            peak = max(peak, level + kept.head.rise)
+            level += kept.head.deferred - kept.head.kept
+        elif kind != "embedding":
+            block = kept.block if kind == "dense" else kept.expert_block
+            peak = max(peak, level + block.rise)
+            level += block.deferred - block.kept
+        peak = max(peak, level)
+    return peak
 
 
 def chunk_bytes(kept: Kept, chunk: Chunk) -> int:
