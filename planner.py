@@ -22,7 +22,14 @@ collectives, ZeRO, arXiv 1910.02054, section 7.
 Not covered: times of single kernels and of each matrix size (Calculon, arXiv 2305.14500, has them).
 """
 
+from runtime import terminal
+
+if __name__ == "__main__":
+    # what is imported below takes seconds, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
 import dataclasses
+import sys
 from typing import NamedTuple
 
 from planning.fits import USABLE, PlanError, what_would_fit
@@ -392,3 +399,15 @@ def trained(
         return None
     steps = total / (batch * model.seq_length)
     return Sized(model, count, total, steps * plan.seconds / 86400, plan)
+
+
+if __name__ == "__main__":
+    from lessons import form
+
+    if form.is_asked(sys.argv[1:]):
+        from lessons import planner as lesson
+
+        terminal.run(lesson.main)
+    from planning import commands
+
+    terminal.run(commands.main)

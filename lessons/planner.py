@@ -1,0 +1,187 @@
+"""The lesson of planner.py: the constants, one layout taken apart, and the errors.
+
+python planner.py
+"""
+
+import contextlib
+import dataclasses
+
+import planner
+import schedules
+from lessons import form
+from planning import calibrate, errors
+from planning import rows as published
+from planning.inputs import A100, Constants, Machine
+from planning.rows import Row
+from schedules import Cost
+
+WITHOUT = errors.WITHOUT
+# name -> why checks fail without it
+WHY = {
+    "adapters": (
+        "A ring of ranks enters and leaves a node once, so its members there share their adapters."
+        " Without this the fit gives one adapter more than its data sheet promises, and groups with"
+        " one member on each node are then predicted too fast."
+    ),
+    "collectives": (
+        "Nothing else tells one layout from another: all have the same FLOPs. The constant of"
+        " matrix multiplications shrinks until the mean is right, and each row is wrong."
+    ),
+    "wait": (
+        "Tensor parallelism makes hundreds of small collectives in a step, whose time hardly"
+        " depends on bytes. No bandwidth describes them; the fit then gives matrix multiplications"
+        " more than the peak."
+    ),
+    "slow-stage": (
+        "All stages wait for the slowest. Spread over p stages the head looks p times as cheap,"
+        " which the simulation does not confirm."
+    ),
+    "memory": (
+        "Norms, dropout, softmax and GELU have few FLOPs and many bytes. They are a larger share of"
+        " a small model than of a large one, so no share of the peak fits both."
+    ),
+    "overlap": (
+        "Megatron-LM's backward computes a weight gradient beside each all-reduce. Without this"
+        " all collectives are too slow, so fitted constants make the exposed ones too fast."
+    ),
+}
+
+MEANING = {
+    "matmul": "of the peak: large matrix multiplications",
+    "memory": "of the memory's bandwidth: element-wise operations",
+    "node": "of the links in a node: collectives",
+    "network": "of the network's adapters: collectives",
+    "wait": "each collective waits: for the slowest rank, for its kernel to start",
+    "zero3": "of the adapters: ZeRO-3 that sends parameter by parameter (DeepSpeed)",
+}
+# two rows of arXiv 2205.05198, table 5
+TWO = ("175B full", "175B sel+sp")
+
+
+def teach_constants(lesson: form.Lesson, fitted: Machine) -> None:
+    lesson.predict(
+        "A data sheet promises FLOP/s and bytes/s. Which share does training reach? A step is a sum"
+        " of quantities over rates; six constants serve for all models and layouts:"
+    )
+    close = True
+    for field in dataclasses.fields(Constants):
+        value = getattr(A100.constants, field.name)
+        text = f"{1e6 * value:.0f} µs" if field.name == "wait" else f"{value:.1%}"
+        lesson.say(f"{field.name:<9}{text:>7}  {MEANING[field.name]}")
+        close &= abs(getattr(fitted.constants, field.name) / value - 1) < 0.01
+    lesson.check("least squares over six published step times gives the same, to 1%", close)
+
+
+def teach_parts(lesson: form.Lesson, machine: Machine, pair: list[Row]) -> None:
+    """One model with full, and with selective recomputation and sequence parallelism."""
+    lesson.predict(
+        "175B on 64 A100s (tp 8, pp 8, 64 sequences): published 18.13 s with full recomputation,"
+        " 13.75 s with selective and sequence parallelism. Where are the 4.4 s?"
+    )
+    full, selective = [
+        planner.step_time(machine, row.software, row.model, row.layout) for row in pair
+    ]
+    largest = max(full.values())
+    for part, seconds in full.items():
+        if seconds:
+            less = selective[part]
+            bars = [form.bar(x, largest, 26) for x in (seconds, less)]
+            lesson.say(f"{part:<10}{seconds:>6.2f} {bars[0]:<27}{less:>6.2f} {bars[1]}".rstrip())
+    found = [errors.error(machine, row) for row in pair]
+    lesson.check(
+        f"in all {sum(full.values()):.2f} s and {sum(selective.values()):.2f} s:"
+        f" {found[0]:+.1%} and {found[1]:+.1%}, at most 5%",
+        max(map(abs, found)) <= 0.05,
+    )
+
+
+def simulated(machine: Machine, row: Row) -> float:
+    """Seconds of the pipeline of a row, one chunk on each rank, by schedules.simulate; sends take
+    no time. The last stage has the head too: a third of it in forward."""
+    layout, model = row.layout, row.model
+    rank = planner.Rank(machine, row.software, model, layout)
+    forward, backward, _ = planner.layer(rank)
+    head = planner.head(rank)
+    layers = model.num_layers / layout.pp
+    f = [layers * sum(forward)] * layout.pp
+    b = [layers * sum(backward)] * layout.pp
+    f[-1] += head / 3
+    b[-1] += 2 * head / 3
+    schedule = schedules.make("1f1b", layout.pp, layout.micro_batches)
+    events = schedules.simulate(schedule, Cost(f, b, [0.0] * layout.pp))
+    return max(event.end for event in events)
+
+
+def teach_pipeline(lesson: form.Lesson, machine: Machine, row: Row) -> None:
+    row = dataclasses.replace(row, layout=dataclasses.replace(row.layout, virtual_stages=1))
+    m, p = row.layout.micro_batches, row.layout.pp
+    lesson.predict(
+        f"{p} stages have 12 layers each, the last one also the head. Formula: m times the slowest"
+        " stage, and (p - 1) (f + b) to fill and drain. Does the simulated schedule agree?"
+    )
+    seconds = planner.step_time(machine, row.software, row.model, row.layout)
+    formula = sum(seconds[part] for part in (*planner.Pass._fields, "head", "bubble"))
+    measured = simulated(machine, row)
+    lesson.check(
+        f"m {m}, p {p}: {formula:.3f} s by the formula, {measured:.3f} s simulated",
+        abs(formula / measured - 1) < 1e-6,
+    )
+
+
+def teach_errors(lesson: form.Lesson, machine: Machine, rows: list[Row]) -> None:
+    fitted, held_out = errors.split(rows)
+    lesson.predict(
+        f"{len(held_out)} more published times were not fitted. Their mean error (and the worst)?"
+    )
+    groups = errors.by_group(machine, held_out)
+    cells = []
+    for group, found in groups.items():
+        cells.append(f"{group:<13}{found.mean:>5.1%} ({found.worst:.1%})".ljust(30))
+    for start in range(0, len(cells), 3):
+        lesson.say("".join(cells[start : start + 3]).rstrip())
+    everything = errors.summary([errors.error(machine, row) for row in held_out])
+    table5 = groups["table5"].mean
+    lesson.check(
+        f"mean {everything.mean:.1%}, at most 4%; nine of ten within {everything.ninth_decile:.1%},"
+        f" at most 8%; table5 {table5:.1%}, at most 2%",
+        everything.mean <= 0.04 and everything.ninth_decile <= 0.08 and table5 <= 0.02,
+    )
+    (row, error), *_ = errors.worst(machine, held_out, 1)
+    reason = errors.REASONS.get((row.group, row.name), "").split(";")[0]
+    because = f": {reason}" if reason and not lesson.without else ""
+    lesson.say(f"the worst: {row.group} {row.name} {error:+.1%}{because}")
+
+
+def teach_without(lesson: form.Lesson) -> None:
+    questions = {
+        "adapters": "A node's 8 GPUs have 8 adapters. Use one?",
+        "collectives": "Can one matmul constant make up for it?",
+        "wait": "And a lower bandwidth instead?",
+        "slow-stage": "Is the head 1/8 as slow on 8 stages?",
+        "memory": "Are FLOPs alone enough?",
+        "overlap": "No all-reduce beside a weight gradient?",
+    }
+    for name, question in questions.items():
+        lesson.break_it(name, question, WHY[name])
+
+
+def teach(lesson: form.Lesson) -> None:
+    rows = published.read(published.PUBLISHED)
+    fitted, _ = errors.split(rows)
+    pair = [row for row in rows if row.name in TWO]
+    teach_constants(lesson, calibrate.calibrate(A100, fitted))
+    # what is removed comes back at the end; the constants are fitted again without it
+    with lesson.mutate() if lesson.mutate else contextlib.nullcontext():
+        machine = calibrate.calibrate(A100, fitted) if lesson.mutate else A100
+        teach_parts(lesson, machine, pair)
+        teach_pipeline(lesson, machine, pair[0])
+        teach_errors(lesson, machine, rows)
+    teach_without(lesson)
+
+
+def main() -> None:
+    form.main("planner.py", teach, WITHOUT)
+
+
+if __name__ == "__main__":
+    main()

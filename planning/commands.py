@@ -1,0 +1,422 @@
+"""The commands of planner.py.
+
+    python planner.py plan --model gpt3-175b --gpus 1024 --gpu a100 --batch 1536
+    python planner.py size --gpus 64 --days 7
+    python planner.py predict planning/published_times.json
+    python planner.py measure
+    python planner.py try 5
+
+plan       the fastest layouts of a model, the command of the best, and why the second one loses
+size       which model to train with so many GPUs and days, on how many tokens
+predict    a JSON object for each row of a file: name, seconds of a step, bytes of the fullest rank
+measure    the constants of this machine (planning/measure.py)
+try        the best layouts, run on this machine for a few steps (planning/try_layouts.py)
+
+What cannot be answered is refused in one line: the flag, its value, the rule, what would fit. The
+exit status is then 2.
+
+Not covered: prices, and failures of machines. Days are those of training without a pause.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import math
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable
+
+import planner
+from planning import rows
+from planning.inputs import MACHINES, SOFTWARE, Layout, Machine, Software
+from planning.memory import memory
+from planning.rows import RowError
+from routers import MoEConfig
+from runtime import flags, json_files, rules, sizes, terminal
+from runtime.config import MODEL_FLAGS, Config, ConfigError, flag_name
+from runtime.json_files import JSONError
+
+DAY = 86400
+# published runs of these models; the default of --tokens
+TOKENS = 300e9
+# what the table calls the parts of planning/memory.py, and how wide they are
+PARTS = {
+    "weights": (8, ("parameters", "gathered")),
+    "grads": (6, ("gradients", "buffers")),
+    "state": (6, ("optimizer",)),
+    "activ.": (7, ("layers", "embedding", "head", "deferred")),
+}
+REFUSED = (ConfigError, RowError, JSONError)
+
+
+class Refused(ConfigError):
+    """A flag of these commands that cannot be; one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line."""
+
+    def error(self, message: str):
+        terminal.refuse(f"planner.py: {message}; --help lists the flags")
+
+
+def number(text: str) -> float:
+    """3e11, or 300_000_000_000. Above 0 and finite."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and finite; 1 would fit")
+    return value
+
+
+def count(text: str) -> int:
+    """At least 1."""
+    value = int(text)
+    if not 1 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1 and below 2^31")
+    return value
+
+
+def make_parser(name: str, description: str) -> Parser:
+    """A flag of train.py that is not given is not in the result."""
+    return Parser(
+        prog=f"planner.py {name}",
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+
+
+def add_machine(parser: Parser) -> None:
+    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="how many")
+    parser.add_argument("--gpu", choices=list(MACHINES), default=None, help="default: a100")
+    machine_help = "a machine that `python planner.py measure` has written"
+    parser.add_argument("--machine", metavar="FILE", default=None, help=machine_help)
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    """The machine that --gpu or --machine names. Raises Refused or JSONError."""
+    if args.machine and args.gpu:
+        raise Refused(f"--gpu {args.gpu}: --machine {args.machine} says which; give one of the two")
+    if args.machine:
+        machine = json_files.read(args.machine, Machine)
+    else:
+        machine = MACHINES[args.gpu or "a100"]
+    each = machine.ranks_per_node
+    if args.gpus > each and args.gpus % each:
+        fit = rules.multiples(args.gpus, each)
+        raise Refused(f"--gpus {args.gpus}: nodes have {each}, and each is used whole; {fit}")
+    return machine
+
+
+def software_of(machine: Machine) -> Software:
+    """train.py, as it runs on this machine."""
+    return SOFTWARE["train.py-cpu" if getattr(machine, "processors", 0) else "train.py"]
+
+
+# --- plan -----------------------------------------------------------------------------------------
+
+
+def layout_flags(layout: Layout) -> list[str]:
+    """The flags of train.py that give this layout. dp is what is left of the ranks."""
+    words = []
+    for field in dataclasses.fields(layout):
+        value = getattr(layout, field.name)
+        always = field.name in ("micro_batch_size", "global_batch_size")
+        if field.name == "dp" or (value == field.default and not always):
+            continue
+        words.append(flag_name(field.name))
+        if isinstance(value, tuple):
+            words += map(str, value)
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def command(model_flags: list[str], layout: Layout, ranks_per_node: int) -> str:
+    """The command that trains under this layout. On several nodes it runs on each of them."""
+    train = ["train.py", *model_flags, *layout_flags(layout)]
+    ranks = layout.ranks
+    if ranks == 1:
+        return shlex.join(["python", *train])
+    nodes, each = 1, ranks
+    if ranks > ranks_per_node:
+        nodes, each = ranks // ranks_per_node, ranks_per_node
+    launcher = ["torchrun", "--nproc-per-node", str(each)]
+    if nodes > 1:
+        launcher[1:1] = ["--nnodes", str(nodes)]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_NODE:29500"]
+    return shlex.join(launcher + train)
+
+
+def wrapped(text: str) -> str:
+    """A command on lines of at most 96 columns, each but the last with \\ at its end. A flag stays
+    on the line of its value."""
+    lines = [""]
+    words = re.sub(r" (--|train\.py)", r"\n\1", text).split("\n")
+    for word in words:
+        starts = word == "train.py" and len(words) > 8
+        if starts or len(lines[-1]) + len(word) > 92:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
+
+
+class Speed:
+    """What seconds of a step are worth."""
+
+    def __init__(self, machine: Machine, model: MoEConfig, layout: Layout, tokens: float):
+        self.machine = machine
+        self.layout = layout
+        self.tokens = tokens
+        self.of_step = layout.global_batch_size * model.seq_length
+        self.flops = sizes.flops_per_token(model)
+        self.has_experts = model.num_experts > 0
+
+    def tokens_per_second(self, seconds: float) -> float:
+        return self.of_step / seconds
+
+    def mfu(self, seconds: float) -> float:
+        """Model FLOPs over those of the peak."""
+        rate = self.flops * self.tokens_per_second(seconds)
+        return rate / (self.layout.ranks * self.machine.peak)
+
+    def days(self, seconds: float) -> float:
+        return self.tokens / self.tokens_per_second(seconds) / DAY
+
+
+def schedule_of(layout: Layout) -> str:
+    """interleaved with 3 virtual stages: v 3"""
+    if layout.pp == 1:
+        return "-"
+    if layout.virtual_stages > 1:
+        return f"v {layout.virtual_stages}"
+    return layout.pipeline_schedule
+
+
+# heading, width, text of a layout
+COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
+    ("tp", 3, lambda x: str(x.tp)),
+    ("pp", 4, lambda x: str(x.pp)),
+    ("dp", 5, lambda x: str(x.dp)),
+    ("ep", 4, lambda x: str(x.ep)),
+    ("schedule", 9, schedule_of),
+    ("b", 4, lambda x: str(x.micro_batch_size)),
+    ("recompute", 10, lambda x: x.recompute),
+    ("seq", 4, lambda x: "yes" if x.sequence_parallel else "no"),
+    ("zero", 5, lambda x: str(x.zero_stage)),
+]
+
+
+def table(plans: list[planner.Plan], speed: Speed) -> list[str]:
+    """A heading, and a line for each plan."""
+    # without experts there is no ep
+    columns = [c for c in COLUMNS if c[0] != "ep" or speed.has_experts]
+    heading = "".join(name.rjust(width) for name, width, _ in columns)
+    heading += f"{'s/step':>9}{'tokens/s':>11}{'MFU':>6}{'days':>7}"
+    heading += "".join(name.rjust(width) for name, (width, _) in PARTS.items())
+    lines = [heading]
+    for plan in plans:
+        line = "".join(text(plan.layout).rjust(width) for _, width, text in columns)
+        line += f"{plan.seconds:>9.3f}{speed.tokens_per_second(plan.seconds):>11,.0f}"
+        line += f"{speed.mfu(plan.seconds):>6.1%}{speed.days(plan.seconds):>7.3g}"
+        for width, parts in PARTS.values():
+            gib = sum(plan.bytes[part] for part in parts) / 2**30
+            line += f"{gib:>{width}.1f}"
+        lines.append(line)
+    return lines
+
+
+def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
+    """One sentence: how the second plan differs from the first, and in which parts of the time."""
+    changes = []
+    for field in dataclasses.fields(first.layout):
+        a, b = (getattr(plan.layout, field.name) for plan in (first, second))
+        if a != b:
+            changes.append(f"{field.name.replace('_', ' ')} {shown(b)} instead of {shown(a)}")
+    more = second.seconds - first.seconds
+    parts = {}
+    for part in first.parts | second.parts:
+        parts[part] = second.parts.get(part, 0.0) - first.parts.get(part, 0.0)
+    largest = sorted(parts, key=lambda part: -abs(parts[part]))[:3]
+    # what is below a tenth of the largest difference explains nothing
+    told = [part for part in largest if abs(parts[part]) > abs(parts[largest[0]]) / 10]
+    because = ", ".join(f"{part} {parts[part]:+.3f} s" for part in told)
+    return (
+        f"The second has {', '.join(changes)}; it takes {more:.3f} s ({more / first.seconds:.1%}) longer:"
+        f" {because}."
+    )
+
+
+def shown(value) -> str:
+    return {True: "on", False: "off", None: "default"}.get(value, str(value))
+
+
+def model_words(args: argparse.Namespace) -> list[str]:
+    """The flags of the model, as they were given."""
+    words = []
+    for name, value in vars(args).items():
+        if name in MODEL_FLAGS or name == "model":
+            words += [flag_name(name), str(value)]
+    return words
+
+
+def plan_parser() -> Parser:
+    parser = make_parser("plan", "The fastest layouts of a model that fit into memory.")
+    add_machine(parser)
+    parser.add_argument(
+        "--batch", type=count, required=True, metavar="N", help="sequences in a step"
+    )
+    parser.add_argument(
+        "--tokens", type=number, default=TOKENS, help="to train on (default: 300e9)"
+    )
+    parser.add_argument("--top", type=count, default=10, metavar="N", help="how many layouts")
+    for field in dataclasses.fields(Config):
+        if field.name in MODEL_FLAGS or field.name == "model":
+            flags.add_flag(parser, field)
+    return parser
+
+
+def plan(argv: list[str]) -> None:
+    args = plan_parser().parse_args(argv)
+    if not hasattr(args, "model"):
+        raise Refused("--model: which one? for example --model gpt3-175b")
+    given = {name: value for name, value in vars(args).items() if name in MODEL_FLAGS}
+    model = Config(model=args.model, **given).model_config()
+    machine = machine_of(args)
+    try:
+        plans = planner.search(machine, software_of(machine), model, args.gpus, args.batch)
+    except planner.PlanError as e:
+        raise Refused(f"--gpus {args.gpus} --batch {args.batch}: {e}") from None
+    best, *others = plans
+    print(
+        f"{args.model}, {billions(sizes.least_parameters(model))} parameters; {args.batch:,}"
+        f" sequences of {model.seq_length:,} tokens a step; {billions(args.tokens)} tokens"
+    )
+    fit = "1 layout fits" if not others else f"{len(plans):,} layouts fit"
+    print(f"{args.gpus:,} x {machine.name}, {machine.memory / 2**30:.0f} GiB each: {fit}")
+    print()
+    # above the columns of memory
+    print("GiB of the fullest rank".rjust(100 if model.num_experts else 96))
+    speed = Speed(machine, model, best.layout, args.tokens)
+    print("\n".join(table(plans[: args.top], speed)))
+    print()
+    print(wrapped(command(model_words(args), best.layout, machine.ranks_per_node)))
+    if others:
+        print()
+        print(textwrap.fill(why_it_loses(best, others[0]), 96))
+
+
+def billions(number: float) -> str:
+    """1.5e9: 1.5 billion"""
+    for name, unit in (("billion", 1e9), ("million", 1e6)):
+        if number >= unit:
+            return f"{number / unit:,.4g} {name}"
+    return f"{number:,.0f}"
+
+
+# --- size -----------------------------------------------------------------------------------------
+
+
+def size_parser() -> Parser:
+    parser = make_parser("size", "The largest GPT that so many GPUs train in so many days.")
+    add_machine(parser)
+    parser.add_argument("--days", type=number, required=True, help="of training")
+    parser.add_argument(
+        "--tokens",
+        type=number,
+        default=None,
+        help=f"to train on (default: {planner.TOKENS_PER_PARAMETER} for each parameter)",
+    )
+    return parser
+
+
+def size(argv: list[str]) -> None:
+    args = size_parser().parse_args(argv)
+    machine = machine_of(args)
+    try:
+        found = planner.size_for(
+            machine, software_of(machine), args.gpus, days=args.days, tokens=args.tokens
+        )
+    except planner.PlanError as e:
+        raise Refused(f"--gpus {args.gpus} --days {args.days:g}: {e}") from None
+    model, best = found.model, found.plan
+    speed = Speed(machine, model, best.layout, found.tokens)
+    print(
+        f"{billions(found.parameters)} parameters: {model.num_layers} layers, h"
+        f" {model.hidden_size:,}, {model.num_heads} heads, s {model.seq_length:,}, without dropout"
+    )
+    print(
+        f"{billions(found.tokens)} tokens, {found.tokens / found.parameters:.1f} for each"
+        f" parameter, in {found.days:.2f} days on {args.gpus:,} {machine.name}:"
+    )
+    print()
+    print("\n".join(table([best], speed)))
+    print()
+    # any GPT: the flags say the rest of its shape
+    words = ["--model", "gpt2"]
+    for field in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size", "dropout"):
+        words += [flag_name(field), f"{getattr(model, field):g}"]
+    print(wrapped(command(words, best.layout, machine.ranks_per_node)))
+
+
+# --- predict --------------------------------------------------------------------------------------
+
+
+def check(model: MoEConfig, layout: Layout) -> None:
+    """Raises ConfigError where train.py would refuse this layout of this model."""
+    fields = {}
+    for field in dataclasses.fields(layout):
+        if field.name != "dp":
+            fields[field.name] = getattr(layout, field.name)
+    config = Config(**fields)
+    rules.check_types(config)
+    rules.check_numbers(config)
+    if not 1 <= layout.dp < 2**31:
+        raise ConfigError(f"dp {layout.dp}: must be at least 1 and below 2^31")
+    rules.check_ranks(config, model, layout.ranks)
+    rules.check_techniques(config, model, layout.ranks)
+    rules.check_batch(config, model, layout.dp)
+
+
+def predict(argv: list[str]) -> None:
+    parser = make_parser("predict", "A JSON object for each row: name, seconds, bytes.")
+    parser.add_argument("file", metavar="FILE.json", help="rows as in planning/published_times.json")
+    path = parser.parse_args(argv).file
+    answers = []
+    for number, row in enumerate(rows.read(path)):
+        try:
+            check(row.model, row.layout)
+        except ConfigError as e:
+            raise RowError(f"{path}: rows[{number}] {row.name}: {e}") from None
+        seconds = planner.step_time(row.machine, row.software, row.model, row.layout)
+        nbytes = memory(row.model, row.layout, row.software)
+        total = {"seconds": sum(seconds.values()), "bytes": round(sum(nbytes.values()))}
+        answers.append({"name": row.name, **total})
+    # nothing is printed where one row is bad
+    for answer in answers:
+        print(json.dumps(answer))
+
+
+# --- all ------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    # these two import what a prediction does not need
+    elsewhere = {"measure": "planning.measure", "try": "planning.try_layouts"}
+    here = {"plan": plan, "size": size, "predict": predict}
+    parser = Parser(prog="planner.py", description=__doc__.split("\n")[0], add_help=True)
+    parser.add_argument("command", choices=[*here, *elsewhere])
+    name = parser.parse_args(argv[:1]).command
+    if name in elsewhere:
+        return importlib.import_module(elsewhere[name]).main(argv[1:])
+    try:
+        here[name](argv[1:])
+    except REFUSED as e:
+        terminal.say(f"planner.py: {terminal.one_line(e)}", error=True)
+        return 2
+    return 0
