@@ -27,6 +27,7 @@ DRAWN_BY = {
     "layouts": "layouts",
     "moe_training": "moe",
     "pipeline": "pipeline",
+    "planner": "planner",
     "prompt_tuning": "prompt_tuning",
     "recompute_overhead": "recompute_overhead",
     "silent_bugs": "silent_bugs",

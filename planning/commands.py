@@ -232,10 +232,11 @@ def table(plans: list[planner.Plan], speed: Speed) -> list[str]:
 def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
     """One sentence: how the second plan differs from the first, and in which parts of the time."""
     changes = []
-    for field in dataclasses.fields(first.layout):
-        a, b = (getattr(plan.layout, field.name) for plan in (first, second))
-        if a != b:
-            changes.append(f"{field.name.replace('_', ' ')} {shown(b)} instead of {shown(a)}")
+    for name, _, text in COLUMNS:
+        of_first, of_second = text(first.layout), text(second.layout)
+        # a schedule comes and goes with a pipeline
+        if of_first != of_second and "-" not in (of_first, of_second):
+            changes.append(f"{name} {of_second} instead of {of_first}")
     more = second.seconds - first.seconds
     parts = {}
     for part in first.parts | second.parts:
@@ -248,10 +249,6 @@ def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
         f"The second has {', '.join(changes)}; it takes {more:.3f} s ({more / first.seconds:.1%}) longer:"
         f" {because}."
     )
-
-
-def shown(value) -> str:
-    return {True: "on", False: "off", None: "default"}.get(value, str(value))
 
 
 def model_words(args: argparse.Namespace) -> list[str]:

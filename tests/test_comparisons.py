@@ -33,6 +33,7 @@ SCRIPTS = [
     ("moe", ["speed"], ["moe_speed.json"]),
     ("optimizer_state", [], ["optimizer_state.json"]),
     ("pipeline", [], ["pipeline.json", "pipeline_schedules.svg", "pipeline_bubble.svg"]),
+    ("planner", [], ["planner.json", "planner.svg"]),
     ("prompt_memory", [], ["prompt_memory.json"]),
     ("prompt_tuning", [], ["prompt_tuning.json", "prompt_tuning.svg"]),
     ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.svg"]),

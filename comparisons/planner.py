@@ -1,0 +1,273 @@
+"""How good predictions of planner.py are: beside published step times, and NeMo's published days.
+
+    python comparisons/planner.py [--toy] [--out DIR]
+
+Rows: planning/published_times.json, 72 published times of training steps on A100s. The constants
+are fitted to six of them (calibrate.FITTED); the others are held out. Also: the same without one
+ingredient of the model, constants fitted again; the same with other choices of six rows, drawn at
+random; and the fastest layouts of NeMo's 5B, 20B and 175B models, beside its published days for 300
+billion tokens (with 2,400 sequences in a step, which is our choice: NeMo's table does not say).
+
+Nothing is measured; it takes seconds.
+
+Figure: figures/planner.svg
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import report
+import style
+
+import planner
+from planning import errors
+from planning import rows as published
+from planning.inputs import A100, SOFTWARE, Machine
+from planning.rows import Row
+from routers import MoEConfig
+from runtime.presets import PRESETS
+from schedules import IDLE
+
+TOKENS = 300e9
+BATCH = 2400
+# published days on so many A100s, bf16
+GPUS = (800, 480, 160)
+NEMO = {
+    "gpt3-5b": (0.8, 1.3, 3.9),
+    "gpt3-20b": (3.6, 6.0, 18.1),
+    "gpt3-175b": (28.0, 46.7, 140.0),
+}
+# of the time of a step
+COLOURS = {
+    "matmul": style.COLOURS["one device"],
+    "memory": style.COLOURS["activations"],
+    "head": style.COLOURS["recompute"],
+    "tensor": style.COLOURS["tensor"],
+    "pipeline": style.COLOURS["pipeline"],
+    "bubble": IDLE,
+    "data": style.COLOURS["data"],
+    "optimizer": style.COLOURS["optimizer state"],
+}
+
+# --- what is compared -----------------------------------------------------------------------------
+
+
+def row_of_results(machine: Machine, row: Row) -> dict:
+    parts = planner.step_time(machine, row.software, row.model, row.layout)
+    return {
+        "group": row.group,
+        "name": row.name,
+        "fitted": errors.is_fitted(row),
+        "published": row.seconds,
+        "predicted": sum(parts.values()),
+        "parts": parts,
+        "layout": layout_fields(row.layout),
+    }
+
+
+def layout_fields(layout) -> dict:
+    names = "tp pp dp virtual_stages schedule micro_batch_size global_batch_size recompute"
+    names += " sequence_parallel zero_stage"
+    return {name: getattr(layout, name) for name in names.split()}
+
+
+def nemo(models: dict, gpus: tuple, batch: int) -> list[dict]:
+    """The fastest layout of each model on each number of GPUs, and its days."""
+    found = []
+    for name in models:
+        model = MoEConfig(**PRESETS[name][0])
+        for n, days in zip(gpus, models[name]):
+            best = planner.search(A100, SOFTWARE["train.py"], model, n, batch)[0]
+            steps = TOKENS / (batch * model.seq_length)
+            found.append(
+                {
+                    "model": name,
+                    "gpus": n,
+                    "published_days": days,
+                    "predicted_days": steps * best.seconds / 86400,
+                    "parts": best.parts,
+                    "layout": layout_fields(best.layout),
+                }
+            )
+    return found
+
+
+def measure(toy: bool) -> dict:
+    rows = published.read(published.PUBLISHED)
+    _, held_out = errors.split(rows)
+    everything = errors.summary([errors.error(A100, row) for row in held_out])
+    worst = []
+    for row, error in errors.worst(A100, held_out):
+        reason = errors.REASONS.get((row.group, row.name), "no reason known")
+        worst.append({"group": row.group, "name": row.name, "error": error, "reason": reason})
+    choices = errors.random_choices(rows, 3 if toy else 30)
+    models = {"gpt3-5b": NEMO["gpt3-5b"][2:]} if toy else NEMO
+    groups = errors.by_group(A100, held_out)
+    without = errors.ablations(rows)
+    return {
+        "toy": toy,
+        "held_out": everything._asdict(),
+        "groups": {group: found._asdict() for group, found in groups.items()},
+        "worst": worst,
+        "without": {name: found._asdict() for name, found in without.items()},
+        "random_choices": {
+            "mean": report.spread([found.mean for found in choices]),
+            "worst": report.spread([found.worst for found in choices]),
+        },
+        "nemo": nemo(models, GPUS[2:] if toy else GPUS, BATCH),
+        "rows": [row_of_results(A100, row) for row in rows],
+    }
+
+
+def print_results(results: dict) -> None:
+    print("| rows held out | number | mean error | nine of ten within | worst |")
+    print("|---|---|---|---|---|")
+    for name, found in (*results["groups"].items(), ("all", results["held_out"])):
+        print(f"| {name} | {table_cells(found)} |")
+    print("worst:")
+    for row in results["worst"]:
+        print(f"- {row['group']} {row['name']} {row['error']:+.1%}: {row['reason']}")
+    print("| without | rows | mean error | nine of ten within | worst |")
+    print("|---|---|---|---|---|")
+    for name, found in results["without"].items():
+        print(f"| {name or '(with all)'} | {table_cells(found)} |")
+    choices = results["random_choices"]
+    for name, found in choices.items():
+        print(f"{found['n']} random choices of six rows, {name} error of the others:", end=" ")
+        print(report.format_spread(found, ".1%"))
+    for row in results["nemo"]:
+        error = row["predicted_days"] / row["published_days"] - 1
+        print(
+            f"{row['model']} on {row['gpus']}: {row['predicted_days']:.2f} days; published"
+            f" {row['published_days']}: {error:+.0%}"
+        )
+
+
+def table_cells(found: dict) -> str:
+    numbers = [f"{found[key]:.1%}" for key in ("mean", "ninth_decile", "worst")]
+    return " | ".join([str(found["rows"]), *numbers])
+
+
+# --- the figure -----------------------------------------------------------------------------------
+
+
+def draw_all(axes, rows: list[dict]) -> None:
+    """Predicted against published. Hollow: fitted."""
+    ends = [min(row["published"] for row in rows) / 1.3, 1.3 * max(r["published"] for r in rows)]
+    axes.plot(ends, ends, color="#888888", linewidth=1)
+    for fitted, name in ((False, "held out"), (True, "fitted")):
+        these = [row for row in rows if row["fitted"] == fitted]
+        axes.plot(
+            [row["published"] for row in these],
+            [row["predicted"] for row in these],
+            linestyle="none",
+            marker="o",
+            markersize=5 if fitted else 4,
+            color=style.SERIES[1 if fitted else 0],
+            markerfacecolor="none" if fitted else style.SERIES[0],
+            alpha=1 if fitted else 0.6,
+            label=f"{name}, {len(these)}",
+        )
+    axes.set(xscale="log", yscale="log", xlabel="published, seconds of a step", ylabel="predicted")
+    axes.set_title("72 steps of 0.9 to 94 seconds")
+    axes.legend(loc="upper left")
+
+
+def draw_sweep(axes, rows: list[dict], label, series, title: str) -> None:
+    """Points are published, lines predicted. label(row): of the x axis. series(row): its line."""
+    names = list(dict.fromkeys(label(row) for row in rows))
+    for colour, name in zip(style.SERIES, dict.fromkeys(series(row) for row in rows)):
+        these = [row for row in rows if series(row) == name]
+        x = [names.index(label(row)) for row in these]
+        batches = [row["layout"]["global_batch_size"] for row in these]
+        predicted = [row["predicted"] / batch for row, batch in zip(these, batches)]
+        measured = [row["published"] / batch for row, batch in zip(these, batches)]
+        axes.plot(x, predicted, color=colour)
+        axes.plot(x, measured, color=colour, linestyle="none", marker="o")
+        if name:
+            style.label(axes, name, (x[-1], predicted[-1]), colour)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylim(0, None)
+    # room for the labels of the lines
+    axes.set_xlim(-0.3, len(names) - 0.1)
+    axes.set_title(title, fontsize=style.SMALL)
+
+
+def draw_sweeps(figure, rows: list[dict]) -> None:
+    group = {}
+    for row in rows:
+        group.setdefault(row["group"], []).append(row)
+    top, middle, bottom = figure.subplots(3, 1)
+    draw_sweep(
+        top,
+        group["fig13"],
+        lambda row: f"{row['layout']['tp']}x{row['layout']['pp']}",
+        lambda row: f"B {row['layout']['global_batch_size']}",
+        "tensor x pipeline ranks, 162B, 64 GPUs",
+    )
+    draw_sweep(
+        middle,
+        group["fig16"],
+        lambda row: str(row["layout"]["micro_batch_size"]),
+        lambda row: "",
+        "micro-batch, 91B, 64 GPUs",
+    )
+    middle.set_ylabel("seconds of a step / B")
+    draw_sweep(
+        bottom,
+        group["fig12"],
+        lambda row: str(row["layout"]["global_batch_size"]),
+        lambda row: f"v {row['layout']['virtual_stages']}",
+        "B, without and with interleaving, 175B, 96 GPUs",
+    )
+
+
+def draw_parts(axes, rows: list[dict]) -> None:
+    """A column for each model: the share of each part of the step."""
+    for x, row in enumerate(rows):
+        total = sum(row["parts"].values())
+        bottom = 0.0
+        for part, colour in COLOURS.items():
+            share = 100 * row["parts"].get(part, 0.0) / total
+            axes.bar(x, share, bottom=bottom, color=colour, width=0.7)
+            bottom += share
+        style.label(
+            axes,
+            f"{row['predicted_days']:.3g} days",
+            (x, 100),
+            offset=(0, 6),
+            ha="center",
+        )
+    axes.set_xticks(range(len(rows)), [row["model"] for row in rows])
+    axes.set(ylabel="% of the step", ylim=(0, 100))
+    axes.set_title("160 A100s, 300 B tokens\n", pad=2)
+    axes.grid(visible=False, axis="x")
+    # the highest part first, as in the columns
+    import matplotlib.patches
+
+    patches = [matplotlib.patches.Patch(color=c, label=part) for part, c in COLOURS.items()]
+    axes.legend(handles=patches[::-1], loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what planner.json holds."""
+    figure = style.pyplot().figure(figsize=(style.WIDTH, 4), layout="constrained")
+    left, middle, right = figure.subfigures(1, 3, width_ratios=[1, 1, 1.15])
+    draw_all(left.subplots(), results["rows"])
+    draw_sweeps(middle, results["rows"])
+    draw_parts(right.subplots(), [row for row in results["nemo"] if row["gpus"] == GPUS[-1]])
+    style.save(figure, figures / "planner.svg")
+
+
+def main():
+    args = report.parse(report.arguments(__doc__))
+    results = measure(args.toy)
+    print_results(results)
+    report.save("planner", results, args)
+    draw(report.saved("planner", args), args.figures)
+
+
+if __name__ == "__main__":
+    main()
