@@ -42,7 +42,7 @@ NEMO = {
 # of the time of a step
 COLOURS = {
     "matmul": style.COLOURS["one device"],
-    "memory": style.COLOURS["activations"],
+    "elementwise": style.COLOURS["activations"],
     "head": style.COLOURS["recompute"],
     "tensor": style.COLOURS["tensor"],
     "pipeline": style.COLOURS["pipeline"],
@@ -50,6 +50,9 @@ COLOURS = {
     "data": style.COLOURS["data"],
     "optimizer": style.COLOURS["optimizer state"],
 }
+
+# seconds
+TICKS = (1, 10, 100)
 
 # --- what is compared -----------------------------------------------------------------------------
 
@@ -155,7 +158,10 @@ def table_cells(found: dict) -> str:
 
 def draw_all(axes, rows: list[dict]) -> None:
     """Predicted against published. Hollow: fitted."""
-    ends = [min(row["published"] for row in rows) / 1.3, 1.3 * max(r["published"] for r in rows)]
+    ends = [
+        min(row["published"] for row in rows) / 1.3,
+        1.3 * max(row["published"] for row in rows),
+    ]
     axes.plot(ends, ends, color="#888888", linewidth=1)
     for fitted, name in ((False, "held out"), (True, "fitted")):
         these = [row for row in rows if row["fitted"] == fitted]
@@ -170,49 +176,51 @@ def draw_all(axes, rows: list[dict]) -> None:
             alpha=1 if fitted else 0.6,
             label=f"{name}, {len(these)}",
         )
-    axes.set(xscale="log", yscale="log", xlabel="published, seconds of a step", ylabel="predicted")
-    axes.set_title("72 steps of 0.9 to 94 seconds")
+    axes.set(xscale="log", yscale="log", xlabel="published seconds", ylabel="predicted seconds")
+    axes.set(xticks=TICKS, xticklabels=map(str, TICKS), aspect="equal")
+    axes.set(yticks=TICKS, yticklabels=map(str, TICKS), xlim=ends, ylim=ends)
+    axes.set_title("72 published steps")
     axes.legend(loc="upper left")
 
 
 def draw_sweep(axes, rows: list[dict], label, series, title: str) -> None:
     """Points are published, lines predicted. label(row): of the x axis. series(row): its line."""
     names = list(dict.fromkeys(label(row) for row in rows))
+    highest = 0.0
     for colour, name in zip(style.SERIES, dict.fromkeys(series(row) for row in rows)):
         these = [row for row in rows if series(row) == name]
         x = [names.index(label(row)) for row in these]
         batches = [row["layout"]["global_batch_size"] for row in these]
         predicted = [row["predicted"] / batch for row, batch in zip(these, batches)]
         measured = [row["published"] / batch for row, batch in zip(these, batches)]
-        axes.plot(x, predicted, color=colour)
-        axes.plot(x, measured, color=colour, linestyle="none", marker="o")
-        if name:
-            style.label(axes, name, (x[-1], predicted[-1]), colour)
+        axes.plot(x, predicted, color=colour, label=name)
+        axes.plot(x, measured, color=colour, linestyle="none", marker="o", label="_")
+        highest = max([highest, *predicted, *measured])
     axes.set_xticks(range(len(names)), names)
-    axes.set_ylim(0, None)
     # room for the labels of the lines
-    axes.set_xlim(-0.3, len(names) - 0.1)
+    axes.set(xlim=(-0.3, len(names) - 0.3), ylim=(0, 1.15 * highest))
     axes.set_title(title, fontsize=style.SMALL)
+    style.label_ends(axes)
 
 
-def draw_sweeps(figure, rows: list[dict]) -> None:
+def draw_sweeps(three_axes, rows: list[dict]) -> None:
     group = {}
     for row in rows:
         group.setdefault(row["group"], []).append(row)
-    top, middle, bottom = figure.subplots(3, 1)
+    top, middle, bottom = three_axes
     draw_sweep(
         top,
         group["fig13"],
         lambda row: f"{row['layout']['tp']}x{row['layout']['pp']}",
         lambda row: f"B {row['layout']['global_batch_size']}",
-        "tensor x pipeline ranks, 162B, 64 GPUs",
+        "Points: published; lines: predicted\n162B: tensor x pipeline",
     )
     draw_sweep(
         middle,
         group["fig16"],
         lambda row: str(row["layout"]["micro_batch_size"]),
-        lambda row: "",
-        "micro-batch, 91B, 64 GPUs",
+        lambda row: "_",
+        "91B: micro-batch",
     )
     middle.set_ylabel("seconds of a step / B")
     draw_sweep(
@@ -220,7 +228,7 @@ def draw_sweeps(figure, rows: list[dict]) -> None:
         group["fig12"],
         lambda row: str(row["layout"]["global_batch_size"]),
         lambda row: f"v {row['layout']['virtual_stages']}",
-        "B, without and with interleaving, 175B, 96 GPUs",
+        "175B: interleaving (v 4), by B",
     )
 
 
@@ -235,14 +243,14 @@ def draw_parts(axes, rows: list[dict]) -> None:
             bottom += share
         style.label(
             axes,
-            f"{row['predicted_days']:.3g} days",
+            f"{row['predicted_days']:.3g}",
             (x, 100),
             offset=(0, 6),
             ha="center",
         )
-    axes.set_xticks(range(len(rows)), [row["model"] for row in rows])
+    axes.set_xticks(range(len(rows)), [row["model"].removeprefix("gpt3-").upper() for row in rows])
     axes.set(ylabel="% of the step", ylim=(0, 100))
-    axes.set_title("160 A100s, 300 B tokens\n", pad=2)
+    axes.set_title("Days on 160 A100s, and parts of a step\n", pad=2)
     axes.grid(visible=False, axis="x")
     # the highest part first, as in the columns
     import matplotlib.patches
@@ -254,10 +262,11 @@ def draw_parts(axes, rows: list[dict]) -> None:
 def draw(results: dict, figures: Path) -> None:
     """results: what planner.json holds."""
     figure = style.pyplot().figure(figsize=(style.WIDTH, 4), layout="constrained")
-    left, middle, right = figure.subfigures(1, 3, width_ratios=[1, 1, 1.15])
-    draw_all(left.subplots(), results["rows"])
-    draw_sweeps(middle, results["rows"])
-    draw_parts(right.subplots(), [row for row in results["nemo"] if row["gpus"] == GPUS[-1]])
+    grid = figure.add_gridspec(3, 3, width_ratios=[1.2, 1, 0.8])
+    draw_all(figure.add_subplot(grid[:, 0]), results["rows"])
+    draw_sweeps([figure.add_subplot(grid[i, 1]) for i in range(3)], results["rows"])
+    of_160 = [row for row in results["nemo"] if row["gpus"] == GPUS[-1]]
+    draw_parts(figure.add_subplot(grid[:, 2]), of_160)
     style.save(figure, figures / "planner.svg")
 
 

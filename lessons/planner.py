@@ -36,7 +36,7 @@ WHY = {
         "All stages wait for the slowest. Spread over p stages the head looks p times as cheap,"
         " which the simulation does not confirm."
     ),
-    "memory": (
+    "elementwise": (
         "Norms, dropout, softmax and GELU have few FLOPs and many bytes. They are a larger share of"
         " a small model than of a large one, so no share of the peak fits both."
     ),
@@ -51,7 +51,7 @@ MEANING = {
     "memory": "of the memory's bandwidth: element-wise operations",
     "node": "of the links in a node: collectives",
     "network": "of the network's adapters: collectives",
-    "wait": "each collective waits: for the slowest rank, for its kernel to start",
+    "wait": "each pass of a collective waits: for the slowest rank, for kernels to start",
     "zero3": "of the adapters: ZeRO-3 that sends parameter by parameter (DeepSpeed)",
 }
 # two rows of arXiv 2205.05198, table 5
@@ -85,8 +85,8 @@ def teach_parts(lesson: form.Lesson, machine: Machine, pair: list[Row]) -> None:
     for part, seconds in full.items():
         if seconds:
             less = selective[part]
-            bars = [form.bar(x, largest, 26) for x in (seconds, less)]
-            lesson.say(f"{part:<10}{seconds:>6.2f} {bars[0]:<27}{less:>6.2f} {bars[1]}".rstrip())
+            bars = [form.bar(x, largest, 25) for x in (seconds, less)]
+            lesson.say(f"{part:<12}{seconds:>6.2f} {bars[0]:<26}{less:>6.2f} {bars[1]}".rstrip())
     found = [errors.error(machine, row) for row in pair]
     lesson.check(
         f"in all {sum(full.values()):.2f} s and {sum(selective.values()):.2f} s:"
@@ -129,7 +129,7 @@ def teach_pipeline(lesson: form.Lesson, machine: Machine, row: Row) -> None:
 
 
 def teach_errors(lesson: form.Lesson, machine: Machine, rows: list[Row]) -> None:
-    fitted, held_out = errors.split(rows)
+    _, held_out = errors.split(rows)
     lesson.predict(
         f"{len(held_out)} more published times were not fitted. Their mean error (and the worst)?"
     )
@@ -158,7 +158,7 @@ def teach_without(lesson: form.Lesson) -> None:
         "collectives": "Can one matmul constant make up for it?",
         "wait": "And a lower bandwidth instead?",
         "slow-stage": "Is the head 1/8 as slow on 8 stages?",
-        "memory": "Are FLOPs alone enough?",
+        "elementwise": "Are FLOPs alone enough?",
         "overlap": "No all-reduce beside a weight gradient?",
     }
     for name, question in questions.items():

@@ -52,30 +52,34 @@ PARTS = {
 REFUSED = (ConfigError, RowError, JSONError)
 
 
-class Refused(ConfigError):
-    """A flag of these commands that cannot be; one line."""
-
-
 class Parser(argparse.ArgumentParser):
     """Refuses in one line."""
 
     def error(self, message: str):
-        terminal.refuse(f"planner.py: {message}; --help lists the flags")
+        message = re.sub(r"^argument (\S+): ", r"\1 ", message)
+        terminal.refuse(f"planner.py: {terminal.one_line(message)}; --help lists the flags")
 
 
 def number(text: str) -> float:
     """3e11, or 300_000_000_000. Above 0 and finite."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number") from None
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and finite; 1 would fit")
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and finite")
     return value
 
 
 def count(text: str) -> int:
-    """At least 1."""
-    value = int(text)
-    if not 1 <= value < 2**31:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1 and below 2^31")
+    """A whole number from 1 to 2^20."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number") from None
+    if not 1 <= value <= rules.MOST_SEQUENCES:
+        most = f"{rules.MOST_SEQUENCES:,}"
+        raise argparse.ArgumentTypeError(f"{text}: must be from 1 to {most}")
     return value
 
 
@@ -97,9 +101,11 @@ def add_machine(parser: Parser) -> None:
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
-    """The machine that --gpu or --machine names. Raises Refused or JSONError."""
+    """The machine that --gpu or --machine names. Raises ConfigError or JSONError."""
     if args.machine and args.gpu:
-        raise Refused(f"--gpu {args.gpu}: --machine {args.machine} says which; give one of the two")
+        raise ConfigError(
+            f"--gpu {args.gpu}: --machine {args.machine} says which; give one of the two"
+        )
     if args.machine:
         machine = json_files.read(args.machine, Machine)
     else:
@@ -107,7 +113,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
     each = machine.ranks_per_node
     if args.gpus > each and args.gpus % each:
         fit = rules.multiples(args.gpus, each)
-        raise Refused(f"--gpus {args.gpus}: nodes have {each}, and each is used whole; {fit}")
+        raise ConfigError(f"--gpus {args.gpus}: nodes have {each}, and each is used whole; {fit}")
     return machine
 
 
@@ -246,8 +252,8 @@ def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
     told = [part for part in largest if abs(parts[part]) > abs(parts[largest[0]]) / 10]
     because = ", ".join(f"{part} {parts[part]:+.3f} s" for part in told)
     return (
-        f"The second has {', '.join(changes)}; it takes {more:.3f} s ({more / first.seconds:.1%}) longer:"
-        f" {because}."
+        f"The second has {', '.join(changes)}; it takes {more:.3f} s"
+        f" ({more / first.seconds:.1%}) longer: {because}."
     )
 
 
@@ -279,14 +285,14 @@ def plan_parser() -> Parser:
 def plan(argv: list[str]) -> None:
     args = plan_parser().parse_args(argv)
     if not hasattr(args, "model"):
-        raise Refused("--model: which one? for example --model gpt3-175b")
+        raise ConfigError("--model: which one? for example --model gpt3-175b")
     given = {name: value for name, value in vars(args).items() if name in MODEL_FLAGS}
     model = Config(model=args.model, **given).model_config()
     machine = machine_of(args)
     try:
         plans = planner.search(machine, software_of(machine), model, args.gpus, args.batch)
     except planner.PlanError as e:
-        raise Refused(f"--gpus {args.gpus} --batch {args.batch}: {e}") from None
+        raise ConfigError(f"--gpus {args.gpus} --batch {args.batch}: {e}") from None
     best, *others = plans
     print(
         f"{args.model}, {billions(sizes.least_parameters(model))} parameters; {args.batch:,}"
@@ -338,7 +344,7 @@ def size(argv: list[str]) -> None:
             machine, software_of(machine), args.gpus, days=args.days, tokens=args.tokens
         )
     except planner.PlanError as e:
-        raise Refused(f"--gpus {args.gpus} --days {args.days:g}: {e}") from None
+        raise ConfigError(f"--gpus {args.gpus} --days {args.days:g}: {e}") from None
     model, best = found.model, found.plan
     speed = Speed(machine, model, best.layout, found.tokens)
     print(
@@ -380,10 +386,15 @@ def check(model: MoEConfig, layout: Layout) -> None:
 
 def predict(argv: list[str]) -> None:
     parser = make_parser("predict", "A JSON object for each row: name, seconds, bytes.")
-    parser.add_argument("file", metavar="FILE.json", help="rows as in planning/published_times.json")
+    parser.add_argument(
+        "file", metavar="FILE.json", help="rows as in planning/published_times.json"
+    )
     path = parser.parse_args(argv).file
     answers = []
-    for number, row in enumerate(rows.read(path)):
+    found = rows.read(path)
+    if not found:
+        raise RowError(f'{path}: has no rows; {{"rows": [..]}} would fit')
+    for number, row in enumerate(found):
         try:
             check(row.model, row.layout)
         except ConfigError as e:
