@@ -44,7 +44,7 @@ DAY = 86400
 TOKENS = 300e9
 # what the table calls the parts of planning/memory.py, and how wide they are
 PARTS = {
-    "weights": (8, ("parameters", "gathered")),
+    "params": (7, ("parameters", "gathered")),
     "grads": (6, ("gradients", "buffers")),
     "state": (6, ("optimizer",)),
     "activ.": (7, ("layers", "embedding", "head", "deferred")),
@@ -208,8 +208,8 @@ COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
     ("pp", 4, lambda x: str(x.pp)),
     ("dp", 5, lambda x: str(x.dp)),
     ("ep", 4, lambda x: str(x.ep)),
-    ("schedule", 9, schedule_of),
-    ("b", 4, lambda x: str(x.micro_batch_size)),
+    ("sched", 6, schedule_of),
+    ("b", 3, lambda x: str(x.micro_batch_size)),
     ("recompute", 10, lambda x: x.recompute),
     ("seq", 4, lambda x: "yes" if x.sequence_parallel else "no"),
     ("zero", 5, lambda x: str(x.zero_stage)),
@@ -221,13 +221,13 @@ def table(plans: list[planner.Plan], speed: Speed) -> list[str]:
     # without experts there is no ep
     columns = [c for c in COLUMNS if c[0] != "ep" or speed.has_experts]
     heading = "".join(name.rjust(width) for name, width, _ in columns)
-    heading += f"{'s/step':>9}{'tokens/s':>11}{'MFU':>6}{'days':>7}"
+    heading += f"{'s/step':>8}{'tokens/s':>10}{'MFU':>6}{'days':>6}"
     heading += "".join(name.rjust(width) for name, (width, _) in PARTS.items())
     lines = [heading]
     for plan in plans:
         line = "".join(text(plan.layout).rjust(width) for _, width, text in columns)
-        line += f"{plan.seconds:>9.3f}{speed.tokens_per_second(plan.seconds):>11,.0f}"
-        line += f"{speed.mfu(plan.seconds):>6.1%}{speed.days(plan.seconds):>7.3g}"
+        line += f"{plan.seconds:>8.3f}{speed.tokens_per_second(plan.seconds):>10,.0f}"
+        line += f"{speed.mfu(plan.seconds):>6.1%}{speed.days(plan.seconds):>6.3g}"
         for width, parts in PARTS.values():
             gib = sum(plan.bytes[part] for part in parts) / 2**30
             line += f"{gib:>{width}.1f}"
@@ -300,9 +300,8 @@ def plan(argv: list[str]) -> None:
     )
     fit = "1 layout fits" if not others else f"{len(plans):,} layouts fit"
     print(f"{args.gpus:,} x {machine.name}, {machine.memory / 2**30:.0f} GiB each: {fit}")
+    print("v: interleaved, v stages on a rank; b: micro-batch; seq: sequence parallelism; right: GiB")
     print()
-    # above the columns of memory
-    print("GiB of the fullest rank".rjust(100 if model.num_experts else 96))
     speed = Speed(machine, model, best.layout, args.tokens)
     print("\n".join(table(plans[: args.top], speed)))
     print()

@@ -216,7 +216,8 @@ def parse(command: str) -> tuple[Config, int]:
     ranks = 1
     if program == "torchrun":
         args = torch.distributed.run.get_args_parser().parse_args(words)
-        ranks = int(args.nnodes) * int(args.nproc_per_node)
+        # one node: "1:1"
+        ranks = int(args.nnodes.split(":")[0]) * int(args.nproc_per_node)
         words = [args.training_script, *args.training_script_args]
     assert words[0] == "train.py"
     return Config(**vars(flags.make_parser(0).parse_args(words[1:]))), ranks
@@ -261,7 +262,7 @@ def test_plan(capsys):
     assert max(map(len, out.split("\n"))) <= 100
     paragraphs = out.split("\n\n")
     assert "100 billion tokens" in paragraphs[0]
-    table = paragraphs[1].split("\n")[1:]
+    table = paragraphs[1].split("\n")
     assert len(table) == 5
     times = [float(line.split()[8]) for line in table[1:]]
     assert times == sorted(times)
