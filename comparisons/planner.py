@@ -13,6 +13,7 @@ Nothing is measured; it takes seconds.
 Figure: figures/planner.svg
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -24,7 +25,8 @@ import style
 import planner
 from planning import errors
 from planning import rows as published
-from planning.inputs import A100, SOFTWARE, Machine
+from planning.commands import layout_flags
+from planning.inputs import A100, H200, SOFTWARE, Layout, Machine
 from planning.rows import Row
 from routers import MoEConfig
 from runtime.presets import PRESETS
@@ -39,6 +41,12 @@ NEMO = {
     "gpt3-20b": (3.6, 6.0, 18.1),
     "gpt3-175b": (28.0, 46.7, 140.0),
 }
+# NeMo's published tokens/s of each GPU: Llama-2 in bf16, s 4096, 128 sequences in a step
+LLAMA_BATCH = 128
+LLAMA_A100 = {("llama2-7b", 8): 4583, ("llama2-13b", 8): 2357, ("llama2-70b", 32): 451}
+LLAMA_H200 = [
+    (name, n) for name in ("llama2-7b", "llama2-13b", "llama2-70b") for n in (8, 16, 32, 64)
+]
 # of the time of a step
 COLOURS = {
     "matmul": style.COLOURS["one device"],
@@ -70,10 +78,41 @@ def row_of_results(machine: Machine, row: Row) -> dict:
     }
 
 
-def layout_fields(layout) -> dict:
+def layout_fields(layout: Layout) -> dict:
     names = "tp pp dp virtual_stages schedule micro_batch_size global_batch_size recompute"
     names += " sequence_parallel zero_stage"
     return {name: getattr(layout, name) for name in names.split()}
+
+
+def flags_of(layout: Layout) -> str:
+    """Those of the layout; every row has the same batch."""
+    batch = f"--global-batch-size {layout.global_batch_size}"
+    words = " ".join(layout_flags(layout)).replace(batch, "")
+    return " ".join(words.split())
+
+
+def llama(machine: Machine, cases) -> list[dict]:
+    """The fastest layout of each (model, GPUs), and of a GPU with half of the memory."""
+    found = []
+    half = dataclasses.replace(machine, memory=machine.memory / 2)
+    for name, n in cases:
+        model = MoEConfig(**PRESETS[name][0])
+        row = {"model": name, "machine": machine.name, "gpus": n}
+        for title, here in (("best", machine), ("half", half)):
+            try:
+                best = planner.search(here, SOFTWARE["train.py"], model, n, LLAMA_BATCH)[0]
+            except planner.PlanError as e:
+                row[title] = {"refused": str(e)}
+                continue
+            row[title] = {
+                "tokens_per_second_per_gpu": LLAMA_BATCH * model.seq_length / best.seconds / n,
+                "gib": sum(best.bytes.values()) / 2**30,
+                "flags": flags_of(best.layout),
+            }
+        if machine.name == "a100":
+            row["published"] = LLAMA_A100[name, n]
+        found.append(row)
+    return found
 
 
 def nemo(models: dict, gpus: tuple, batch: int) -> list[dict]:
@@ -91,7 +130,7 @@ def nemo(models: dict, gpus: tuple, batch: int) -> list[dict]:
                     "published_days": days,
                     "predicted_days": steps * best.seconds / 86400,
                     "parts": best.parts,
-                    "layout": layout_fields(best.layout),
+                    "flags": flags_of(best.layout),
                 }
             )
     return found
@@ -120,37 +159,89 @@ def measure(toy: bool) -> dict:
             "worst": report.spread([found.worst for found in choices]),
         },
         "nemo": nemo(models, GPUS[2:] if toy else GPUS, BATCH),
+        "llama": [
+            *llama(H200, LLAMA_H200[:1] if toy else LLAMA_H200),
+            *llama(A100, LLAMA_A100),
+        ],
         "rows": [row_of_results(A100, row) for row in rows],
     }
 
 
+# --- tables, as docs/planning.md has them ---------------------------------------------------------
+
+
+def table_of_errors(named: dict) -> list[str]:
+    """A row for each name: what `errors.Errors` holds."""
+    lines = []
+    for name, found in named.items():
+        numbers = [f"{found[key]:.1%}" for key in ("mean", "ninth_decile", "worst")]
+        lines.append(f"| {name} | {found['rows']} | {' | '.join(numbers)} |")
+    return lines
+
+
+def table_of_groups(results: dict) -> list[str]:
+    return table_of_errors(results["groups"] | {"all": results["held_out"]})
+
+
+def table_of_ingredients(results: dict) -> list[str]:
+    return table_of_errors({name or "(nothing)": x for name, x in results["without"].items()})
+
+
+def table_of_days(results: dict) -> list[str]:
+    lines = []
+    for row in results["nemo"]:
+        error = row["predicted_days"] / row["published_days"] - 1
+        lines.append(
+            f"| {row['model']} | {row['gpus']} | {row['published_days']:g} |"
+            f" {row['predicted_days']:.3g} | {error:+.0%} | `{row['flags']}` |"
+        )
+    return lines
+
+
+def table_of_llama(results: dict, machine: str) -> list[str]:
+    """A row for each model and number of GPUs, and one more where half of the memory changes it."""
+    lines = []
+    for row in results["llama"]:
+        if row["machine"] == machine:
+            lines.append(llama_line(row, "best", ""))
+            if row["half"] != row["best"]:
+                lines.append(llama_line(row, "half", ", half of the memory"))
+    return lines
+
+
+def llama_line(row: dict, memory: str, name: str) -> str:
+    found = row[memory]
+    line = f"| {row['model']} | {row['gpus']}{name} |"
+    if "refused" in found:
+        return f"{line} | | {found['refused']} |"
+    speed = found["tokens_per_second_per_gpu"]
+    return f"{line} {speed:,.0f} | {found['gib']:.0f} | `{found['flags']}` |"
+
+
 def print_results(results: dict) -> None:
-    print("| rows held out | number | mean error | nine of ten within | worst |")
-    print("|---|---|---|---|---|")
-    for name, found in (*results["groups"].items(), ("all", results["held_out"])):
-        print(f"| {name} | {table_cells(found)} |")
-    print("worst:")
+    print("group, rows held out, mean error, nine of ten within, worst")
+    print("\n".join(table_of_groups(results)))
     for row in results["worst"]:
-        print(f"- {row['group']} {row['name']} {row['error']:+.1%}: {row['reason']}")
-    print("| without | rows | mean error | nine of ten within | worst |")
-    print("|---|---|---|---|---|")
-    for name, found in results["without"].items():
-        print(f"| {name or '(with all)'} | {table_cells(found)} |")
+        print(f"{row['group']} {row['name']} {row['error']:+.1%}: {row['reason']}")
+    print("left out, rows held out, mean error, nine of ten within, worst")
+    print("\n".join(table_of_ingredients(results)))
     choices = results["random_choices"]
     for name, found in choices.items():
         print(f"{found['n']} random choices of six rows, {name} error of the others:", end=" ")
         print(report.format_spread(found, ".1%"))
-    for row in results["nemo"]:
-        error = row["predicted_days"] / row["published_days"] - 1
-        print(
-            f"{row['model']} on {row['gpus']}: {row['predicted_days']:.2f} days; published"
-            f" {row['published_days']}: {error:+.0%}"
-        )
-
-
-def table_cells(found: dict) -> str:
-    numbers = [f"{found[key]:.1%}" for key in ("mean", "ninth_decile", "worst")]
-    return " | ".join([str(found["rows"]), *numbers])
+    print("model, A100s, days published, predicted, error, layout")
+    print("\n".join(table_of_days(results)))
+    print("model, GPUs, tokens/s of each, GiB, layout")
+    for machine in ("h200", "a100"):
+        print("\n".join(table_of_llama(results, machine)))
+    for row in results["llama"]:
+        if "published" in row:
+            speed = row["best"]["tokens_per_second_per_gpu"]
+            error = speed / row["published"] - 1
+            print(
+                f"{row['model']} on {row['gpus']} a100: {speed:,.0f} tokens/s each, published"
+                f" {row['published']:,}: {error:+.0%}"
+            )
 
 
 # --- the figure -----------------------------------------------------------------------------------

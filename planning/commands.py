@@ -96,6 +96,9 @@ def make_parser(name: str, description: str) -> Parser:
 def add_machine(parser: Parser) -> None:
     parser.add_argument("--gpus", type=count, required=True, metavar="N", help="how many")
     parser.add_argument("--gpu", choices=list(MACHINES), default=None, help="default: a100")
+    parser.add_argument(
+        "--memory", type=number, metavar="GIB", default=None, help="of each, instead of the GPU's"
+    )
     machine_help = "a machine that `python planner.py measure` has written"
     parser.add_argument("--machine", metavar="FILE", default=None, help=machine_help)
 
@@ -110,6 +113,8 @@ def machine_of(args: argparse.Namespace) -> Machine:
         machine = json_files.read(args.machine, Machine)
     else:
         machine = MACHINES[args.gpu or "a100"]
+    if args.memory:
+        machine = dataclasses.replace(machine, memory=args.memory * 2**30)
     each = machine.ranks_per_node
     if args.gpus > each and args.gpus % each:
         fit = rules.multiples(args.gpus, each)
@@ -300,7 +305,9 @@ def plan(argv: list[str]) -> None:
     )
     fit = "1 layout fits" if not others else f"{len(plans):,} layouts fit"
     print(f"{args.gpus:,} x {machine.name}, {machine.memory / 2**30:.0f} GiB each: {fit}")
-    print("v: interleaved, v stages on a rank; b: micro-batch; seq: sequence parallelism; right: GiB")
+    print(
+        "v: interleaved, v stages on a rank; b: micro-batch; seq: sequence parallelism; right: GiB"
+    )
     print()
     speed = Speed(machine, model, best.layout, args.tokens)
     print("\n".join(table(plans[: args.top], speed)))
