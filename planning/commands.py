@@ -256,10 +256,11 @@ def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
     # what is below a tenth of the largest difference explains nothing
     told = [part for part in largest if abs(parts[part]) > abs(parts[largest[0]]) / 10]
     because = ", ".join(f"{part} {parts[part]:+.3f} s" for part in told)
-    return (
-        f"The second has {', '.join(changes)}; it takes {more:.3f} s"
-        f" ({more / first.seconds:.1%}) longer: {because}."
-    )
+    differs = f"The second has {', '.join(changes)}"
+    if not told:
+        return f"{differs}, and is as fast."
+    longer = f"it takes {more:.3f} s ({more / first.seconds:.1%}) longer"
+    return f"{differs}; {longer}: {because}."
 
 
 def model_words(args: argparse.Namespace) -> list[str]:
@@ -417,19 +418,25 @@ def predict(argv: list[str]) -> None:
 # --- all ------------------------------------------------------------------------------------------
 
 
+# name -> a function of what stands behind it
+COMMANDS = {"plan": plan, "size": size, "predict": predict}
+# these import what a prediction does not need
+ELSEWHERE = {"measure": "planning.measure", "try": "planning.try_layouts"}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    # these two import what a prediction does not need
-    elsewhere = {"measure": "planning.measure", "try": "planning.try_layouts"}
-    here = {"plan": plan, "size": size, "predict": predict}
-    parser = Parser(prog="planner.py", description=__doc__.split("\n")[0], add_help=True)
-    parser.add_argument("command", choices=[*here, *elsewhere])
-    name = parser.parse_args(argv[:1]).command
-    if name in elsewhere:
-        return importlib.import_module(elsewhere[name]).main(argv[1:])
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    if name in ELSEWHERE:
+        return importlib.import_module(ELSEWHERE[name]).main(rest)
     try:
-        here[name](argv[1:])
+        if name not in COMMANDS:
+            known = ", ".join([*COMMANDS, *ELSEWHERE])
+            raise ConfigError(f"{name}: no such command; there are {known}")
+        COMMANDS[name](rest)
     except REFUSED as e:
         terminal.say(f"planner.py: {terminal.one_line(e)}", error=True)
         return 2

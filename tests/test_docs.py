@@ -11,12 +11,15 @@ import json
 import re
 import shlex
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed.run
 
 from inference import cli
+from lessons import form
+from planning import commands as planning_commands
 from prompts import commands as prompt_commands
 from prompts.prompt_data import PromptConfig
 from runtime import flags, rules
@@ -30,6 +33,7 @@ MAINS = {
     "train.py": lambda argv: flags.make_parser(0).parse_args(argv),
     "generate.py": cli.main,
     "prompt_tuning.py": prompt_commands.main,
+    "planner.py": lambda argv: main_of_planner(argv)(),
     "huggingface.py": lambda argv: importlib.import_module("huggingface").main(argv),
 }
 
@@ -127,6 +131,13 @@ def main_of(path: str):
     return getattr(module, "main", None) or importlib.import_module(f"lessons.{name}").main
 
 
+def main_of_planner(argv: list[str]):
+    """Its lesson, or its commands."""
+    if form.is_asked(argv):
+        return importlib.import_module("lessons.planner").main
+    return partial(planning_commands.main, argv)
+
+
 def check_make(words: list[str], monkeypatch) -> None:
     targets = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
     variables = set(re.findall(r"^(\w+) \?=", MAKEFILE, re.MULTILINE))
@@ -219,7 +230,9 @@ def test_flags(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "comparisons")
     launcher = torch.distributed.run.get_args_parser()
     known = {flag for action in launcher._actions for flag in action.option_strings}
-    mains = [(lambda main=main: main(["--toy"]), []) for main in MAINS.values()]
+    mains = [(partial(MAINS[name], ["--toy"]), []) for name in MAINS if name != "planner.py"]
+    for name in planning_commands.COMMANDS:
+        mains.append((partial(planning_commands.main, [name]), []))
     for path in sorted((ROOT / "comparisons").glob("*.py")):
         if path.stem not in ("report", "style"):
             mains.append((importlib.import_module(f"comparisons.{path.stem}").main, []))
@@ -274,7 +287,9 @@ def test_every_module_is_described():
     text = (ROOT / "docs" / "design.md").read_text()
     modules = set()
     for name in tracked():
-        if re.fullmatch(r"((runtime|inference|corpus|prompts|lessons|page)/)?\w+\.py", name):
+        if re.fullmatch(
+            r"((runtime|inference|corpus|prompts|lessons|page|planning)/)?\w+\.py", name
+        ):
             modules.add(name)
     missing = [name for name in modules if f"](../{name})" not in text]
     assert not [name for name in missing if not name.endswith("__init__.py")]
@@ -288,7 +303,7 @@ def test_readme_is_one_short_page():
 
 def test_paths_in_prose_exist():
     """`runtime/config` and `inference/packing.py` in prose: a module with or without its ending."""
-    folders = "runtime inference corpus prompts lessons page comparisons tests".split()
+    folders = "runtime inference corpus prompts lessons page planning comparisons tests".split()
     # but files with other endings
     pattern = rf"(?<![\w/-])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt|js|html))(?:\.py)?"
     for path in DOCS:

@@ -16,6 +16,7 @@ FOLDERS = (
     "lessons",
     "mutations",
     "page",
+    "planning",
     "exercises",
 )
 

@@ -6,10 +6,13 @@ planning/memory.py and planning/collectives.py are tested in test_planning_count
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import random
+import re
 import shlex
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch.distributed.run
@@ -293,6 +296,13 @@ def test_the_second_layout_loses_for_a_reason():
     )
 
 
+def test_two_layouts_may_be_equally_fast():
+    first = planner.Plan(Layout(micro_batch_size=1), {"matmul": 8.0}, {})
+    second = planner.Plan(Layout(micro_batch_size=2), {"matmul": 8.0}, {})
+    said = commands.why_it_loses(first, second)
+    assert said == "The second has b 2 instead of 1, and is as fast."
+
+
 def test_size(capsys):
     status, out, err = run("size --gpus 8 --days 2 --gpu h100", capsys)
     assert (status, err) == (0, "")
@@ -383,7 +393,7 @@ PLAN = "plan --model gpt3-20b --gpus 64 --batch 64"
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ("guess", "command invalid choice: 'guess'"),
+        ("guess", "guess: no such command; there are plan, size, predict, measure, try"),
         ("plan --gpus 8 --batch 8", "--model: which one?"),
         ("plan --model gpt5 --gpus 8 --batch 8", "--model gpt5: no such preset"),
         (f"{PLAN} --gpu v100", "--gpu invalid choice: 'v100'"),
@@ -431,3 +441,37 @@ def test_a_machine_from_a_file(tmp_path, capsys):
 def test_ablations_are_contexts():
     for left_out in errors.WITHOUT.values():
         assert isinstance(left_out(), contextlib.AbstractContextManager)
+
+
+# --- what the documents say -----------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+DOCUMENT = (ROOT / "docs" / "planning.md").read_text()
+# (command, what it prints)
+SHOWN = re.findall(
+    r"^```\n(python planner.py [^\n]*)\n```\n\n```text\n(.*?)\n```$", DOCUMENT, re.M | re.S
+)
+
+
+@pytest.mark.parametrize("command, printed", SHOWN, ids=lambda text: text[:60])
+def test_the_document_shows_what_a_command_prints(command, printed, capsys):
+    _, out, err = run(command.removeprefix("python planner.py "), capsys)
+    assert (out or err).rstrip("\n") == printed
+
+
+def test_tables_of_the_document(monkeypatch):
+    """They are those of comparisons/planner.json, which has what planner.py says today."""
+    assert len(SHOWN) >= 5
+    monkeypatch.syspath_prepend(str(ROOT / "comparisons"))
+    comparison = importlib.import_module("comparisons.planner")
+    results = json.loads((ROOT / "comparisons" / "planner.json").read_text())
+    for row, saved in zip(ROWS, results["rows"], strict=True):
+        assert saved["predicted"] == pytest.approx(seconds(row), rel=1e-6)
+        assert saved["fitted"] == (row in FITTED)
+    lines = comparison.table_of_groups(results) + comparison.table_of_ingredients(results)
+    lines += comparison.table_of_days(results)
+    lines += comparison.table_of_llama(results, "h200")
+    for name, value in dataclasses.asdict(A100.constants).items():
+        lines.append(f"| {name} | {f'{1e6 * value:g} µs' if name == 'wait' else value} |")
+    missing = [line for line in lines if line not in DOCUMENT]
+    assert not missing
