@@ -341,7 +341,7 @@ def draw_parts(axes, rows: list[dict]) -> None:
         )
     axes.set_xticks(range(len(rows)), [row["model"].removeprefix("gpt3-").upper() for row in rows])
     axes.set(ylabel="% of the step", ylim=(0, 100))
-    axes.set_title("Days on 160 A100s, and parts of a step\n", pad=2)
+    axes.set_title("Days on 160 A100s,\nand parts of a step\n", pad=2)
     axes.grid(visible=False, axis="x")
     # the highest part first, as in the columns
     import matplotlib.patches
@@ -352,12 +352,15 @@ def draw_parts(axes, rows: list[dict]) -> None:
 
 def draw(results: dict, figures: Path) -> None:
     """results: what planner.json holds."""
-    figure = style.pyplot().figure(figsize=(style.WIDTH, 4), layout="constrained")
-    grid = figure.add_gridspec(3, 3, width_ratios=[1.2, 1, 0.8])
-    draw_all(figure.add_subplot(grid[:, 0]), results["rows"])
-    draw_sweeps([figure.add_subplot(grid[i, 1]) for i in range(3)], results["rows"])
+    figure = style.pyplot().figure(figsize=(style.WIDTH, 4))
+    # placed by hand: panels of two grids
+    left = figure.add_gridspec(1, 1, left=0.07, right=0.35, bottom=0.1, top=0.9)
+    middle = figure.add_gridspec(3, 1, left=0.43, right=0.66, bottom=0.07, top=0.86, hspace=0.7)
+    right = figure.add_gridspec(1, 1, left=0.75, right=0.86, bottom=0.07, top=0.86)
+    draw_all(figure.add_subplot(left[0]), results["rows"])
+    draw_sweeps([figure.add_subplot(middle[i]) for i in range(3)], results["rows"])
     of_160 = [row for row in results["nemo"] if row["gpus"] == GPUS[-1]]
-    draw_parts(figure.add_subplot(grid[:, 2]), of_160)
+    draw_parts(figure.add_subplot(right[0]), of_160)
     style.save(figure, figures / "planner.svg")
 
 

@@ -50,8 +50,8 @@ MEANING = {
     "matmul": "of the peak: large matrix multiplications",
     "memory": "of the memory's bandwidth: element-wise operations",
     "node": "of the links in a node: collectives",
-    "network": "of the network's adapters: collectives",
-    "wait": "each pass of a collective waits: for the slowest rank, for kernels to start",
+    "network": "of the adapters to the network: collectives",
+    "wait": "each pass of a collective waits so long: for slow ranks, for kernels",
     "zero3": "of the adapters: ZeRO-3 that sends parameter by parameter (DeepSpeed)",
 }
 # two rows of arXiv 2205.05198, table 5
