@@ -350,15 +350,33 @@ def draw_parts(axes, rows: list[dict]) -> None:
     axes.legend(handles=patches[::-1], loc="upper left", bbox_to_anchor=(1, 1))
 
 
+def draw_here(results: dict, figures: Path) -> None:
+    """results: what planner_here.json holds. The layouts of each model, on this machine."""
+    models = results["models"]
+    figure, all_axes = style.figure(3.4, 1, len(models), squeeze=False)
+    for axes, (name, found) in zip(all_axes[0], models.items()):
+        measured = [row["measured"] for row in found["rows"]]
+        predicted = [row["predicted"] for row in found["rows"]]
+        ends = [0.0, 1.08 * max(measured + predicted)]
+        axes.plot(ends, ends, color="#888888", linewidth=1)
+        axes.plot(measured, predicted, linestyle="none", marker="o", color=style.SERIES[0])
+        axes.set(xlabel="measured seconds", ylabel="predicted seconds", xlim=ends, ylim=ends)
+        axes.set_title(f"{name}, {len(measured)} layouts: order {found['spearman']:.2f}")
+    style.save(figure, figures / "planner_here.svg")
+
+
 def draw(results: dict, figures: Path) -> None:
-    """results: what planner.json holds."""
+    """results: what planner.json holds, or planner_here.json."""
+    if "models" in results:
+        draw_here(results, figures)
+        return
     figure = style.pyplot().figure(figsize=(style.WIDTH, 4))
-    # placed by hand: panels of two grids
+    # placed by hand: columns of one panel, of three, of one
     left = figure.add_gridspec(1, 1, left=0.07, right=0.35, bottom=0.1, top=0.9)
     middle = figure.add_gridspec(3, 1, left=0.43, right=0.66, bottom=0.07, top=0.86, hspace=0.7)
     right = figure.add_gridspec(1, 1, left=0.75, right=0.86, bottom=0.07, top=0.86)
     draw_all(figure.add_subplot(left[0]), results["rows"])
-    draw_sweeps([figure.add_subplot(middle[i]) for i in range(3)], results["rows"])
+    draw_sweeps([figure.add_subplot(panel) for panel in middle], results["rows"])
     of_160 = [row for row in results["nemo"] if row["gpus"] == GPUS[-1]]
     draw_parts(figure.add_subplot(right[0]), of_160)
     style.save(figure, figures / "planner.svg")

@@ -28,6 +28,7 @@ DRAWN_BY = {
     "moe_training": "moe",
     "pipeline": "pipeline",
     "planner": "planner",
+    "planner_here": "planner",
     "prompt_tuning": "prompt_tuning",
     "recompute_overhead": "recompute_overhead",
     "silent_bugs": "silent_bugs",

@@ -111,6 +111,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
         )
     if args.machine:
         machine = json_files.read(args.machine, Machine)
+        check_machine(machine, f"--machine {args.machine}")
     else:
         machine = MACHINES[args.gpu or "a100"]
     if args.memory:
@@ -120,6 +121,16 @@ def machine_of(args: argparse.Namespace) -> Machine:
         fit = rules.multiples(args.gpus, each)
         raise ConfigError(f"--gpus {args.gpus}: nodes have {each}, and each is used whole; {fit}")
     return machine
+
+
+def check_machine(machine: Machine, where: str) -> None:
+    """Raises ConfigError for a number that no machine has."""
+    fields = vars(machine) | vars(machine.constants)
+    for name, value in fields.items():
+        is_number = isinstance(value, int | float)
+        may_be_0 = name in ("wait", "overhead", "processors")
+        if is_number and (value < 0 or (value == 0 and not may_be_0)):
+            raise ConfigError(f"{where}: {name} {value:g}: must be above 0")
 
 
 def software_of(machine: Machine) -> Software:
@@ -377,11 +388,8 @@ def size(argv: list[str]) -> None:
 
 def check(model: MoEConfig, layout: Layout) -> None:
     """Raises ConfigError where train.py would refuse this layout of this model."""
-    fields = {}
-    for field in dataclasses.fields(layout):
-        if field.name != "dp":
-            fields[field.name] = getattr(layout, field.name)
-    config = Config(**fields)
+    fields = vars(layout) | {"layer_split": layout.layer_split and list(layout.layer_split)}
+    config = Config(**{name: value for name, value in fields.items() if name != "dp"})
     rules.check_types(config)
     rules.check_numbers(config)
     if not 1 <= layout.dp < 2**31:
@@ -389,6 +397,16 @@ def check(model: MoEConfig, layout: Layout) -> None:
     rules.check_ranks(config, model, layout.ranks)
     rules.check_techniques(config, model, layout.ranks)
     rules.check_batch(config, model, layout.dp)
+
+
+def with_layer_split(model: MoEConfig, layout: Layout) -> Layout:
+    """Where the stages do not divide the layers, the first stages have one more."""
+    stages = layout.pp * layout.virtual_stages
+    if layout.layer_split or not 0 < stages <= model.num_layers or model.num_layers % stages == 0:
+        return layout
+    each, more = divmod(model.num_layers, stages)
+    split = (each + 1,) * more + (each,) * (stages - more)
+    return dataclasses.replace(layout, layer_split=split)
 
 
 def predict(argv: list[str]) -> None:
@@ -402,12 +420,13 @@ def predict(argv: list[str]) -> None:
     if not found:
         raise RowError(f'{path}: has no rows; {{"rows": [..]}} would fit')
     for number, row in enumerate(found):
+        layout = with_layer_split(row.model, row.layout)
         try:
-            check(row.model, row.layout)
+            check(row.model, layout)
         except ConfigError as e:
             raise RowError(f"{path}: rows[{number}] {row.name}: {e}") from None
-        seconds = planner.step_time(row.machine, row.software, row.model, row.layout)
-        nbytes = memory(row.model, row.layout, row.software)
+        seconds = planner.step_time(row.machine, row.software, row.model, layout)
+        nbytes = memory(row.model, layout, row.software)
         total = {"seconds": sum(seconds.values()), "bytes": round(sum(nbytes.values()))}
         answers.append({"name": row.name, **total})
     # nothing is printed where one row is bad
