@@ -32,6 +32,7 @@ import dataclasses
 import sys
 from typing import NamedTuple
 
+from planning import shared
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import Layout, Machine, Software
 from planning.layouts import layouts
@@ -57,8 +58,8 @@ SWIGLU = 6
 SCORES = 13
 # backward reads and writes so many times the bytes of forward
 BACKWARD = 1.6
-# for each weight: the gradient of a micro-batch (2) is added to a 32-bit sum (4 + 4)
-ACCUMULATION = 10
+# for each weight: its gradient, of a micro-batch, is added to a 32-bit sum (4 + 4)
+ACCUMULATION = 8
 # for each logit: to 32 bits (6), maximum (4), minus it (8), exp (8), sum (4), softmax (8), its
 # gradient (8), to 16 bits (6)
 LOSS = 52
@@ -66,6 +67,8 @@ LOSS = 52
 UPDATE = 58
 # for each of h: gradients of two norms and two biases, in 32 bits
 NORM_GRADIENTS = 6 * 4
+# weights of 32 bits are their own masters: norm (4), clip (8), AdamW (28)
+UPDATE_32 = 40
 
 # --- how fast one rank is -------------------------------------------------------------------------
 
@@ -147,7 +150,7 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     forward = Pass(linear + core, elementwise + scores, 2 * all_reduce, exchange)
 
     adds = layout.zero_stage < 2 and not rank.software.fuses_accumulation
-    accumulation = rank.read_write(ACCUMULATION * held) if adds else 0.0
+    accumulation = (rank.software.weight + ACCUMULATION) * held / rank.bytes if adds else 0.0
     backward = Pass(
         # fused attention computes the scores again
         2 * linear + (3 if rank.fused_attention else 2) * core,
@@ -272,6 +275,9 @@ def step_time(
 
     The slowest rank sets the pace: it has the most layers, and the head.
     """
+    if machine.processors:
+        slowest = step_time(shared.one_each(machine), software, model, layout)
+        return shared.step_time(machine, software, model, layout, slowest)
     rank = Rank(machine, software, model, layout)
     p, v, m, L = layout.pp, layout.virtual_stages, layout.micro_batches, model.num_layers
     forward, backward, weight_gradient = layer(rank)
@@ -291,7 +297,8 @@ def step_time(
     if layout.dp > 1:
         seconds["data"] = data_parallel(rank, layers * sum(forward), layers * sum(backward))
     shards = layout.dp if layout.zero_stage else 1
-    seconds["optimizer"] = rank.read_write(UPDATE * parameters(model, layout) / shards)
+    update = UPDATE if software.weight == 2 else UPDATE_32
+    seconds["optimizer"] = update * parameters(model, layout) / shards / rank.bytes
     return seconds
 
 

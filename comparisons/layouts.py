@@ -28,12 +28,8 @@ Figures: figures/same_loss.svg, one device and six layouts; figures/layouts.svg,
 """
 
 import itertools
-import json
 import re
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -45,6 +41,7 @@ import torch
 from report import format_spread, median, spread
 
 import train
+from planning.try_layouts import EarlyEndError, run
 from runtime import training_run
 
 ROOT = Path(__file__).parent.parent
@@ -177,44 +174,6 @@ def on_rank(flags: list[str]) -> int:
         return train.main(flags)
 
 
-def failure(stderr, status: int) -> str:
-    """What train.py said is wrong, or the last line that it wrote."""
-    stderr.seek(0)
-    lines = [line.strip() for line in stderr if line.strip()]
-    messages = [line for line in lines if line.startswith("train.py: ")]
-    if messages:
-        return messages[0]
-    return lines[-1] if lines else f"exit status {status}"
-
-
-def run(ranks: int, script: list[str], flags: list[str], steps: int) -> list[dict]:
-    """The first `steps` lines of metrics.jsonl. Raises RuntimeError with what train.py says is
-    wrong."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as stderr:
-        out = Path(folder) / "run"
-        metrics = out / "metrics.jsonl"
-        launcher = [*torchrun, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
-        command = [*launcher, *script, *flags]
-        command += ["--steps", "1000", "--out", str(out)]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr)
-        lines = []
-        try:
-            while len(lines) < steps:
-                # asked before the file is read, so that no line is missed
-                ended = process.poll() is not None
-                if metrics.exists():
-                    # the last may be half a line, or empty
-                    lines = metrics.read_text().split("\n")[:-1]
-                if ended and len(lines) < steps:
-                    raise RuntimeError(failure(stderr, process.returncode))
-                time.sleep(0.1)
-        finally:
-            process.terminate()
-            process.wait()
-        return [json.loads(line) for line in lines[:steps]]
-
-
 # --------------------------------------------------------------------------------------------------
 # all runs
 
@@ -239,7 +198,7 @@ def run_all(
                 continue
             try:
                 lines = run(ranks, script, [*common, *flags.split()], steps)
-            except RuntimeError as e:
+            except EarlyEndError as e:
                 failed[name] = str(e)
                 print(f"{name}: {e}", file=sys.stderr, flush=True)
                 continue

@@ -47,6 +47,24 @@ class Machine:
     network_bandwidth: float
     ranks_per_node: int
     constants: Constants
+    # Shared by all ranks, as on a laptop; `peak` and `memory_bandwidth` are then those of one. 0
+    # where each rank has a device of its own.
+    processors: int = 0
+    # seconds of Python and of launches in forward and backward of one layer, beside its arithmetic;
+    # only where processors are shared
+    overhead: float = 0.0
+
+    def __post_init__(self):
+        for name in ("peak", "memory_bandwidth", "node_bandwidth", "network_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} {getattr(self, name)}: must be above 0")
+
+    def processors_of(self, ranks: int) -> float:
+        """Processors for each of `ranks` ranks, below 1 where they take turns. A rank computes with
+        a whole number of threads."""
+        if ranks > self.processors:
+            return self.processors / ranks
+        return self.processors // ranks
 
     @property
     def node_link(self) -> float:
@@ -140,6 +158,21 @@ class Layout:
         """m, of each pipeline in a step."""
         return self.global_batch_size // self.dp // self.micro_batch_size
 
+    def flags(self) -> list[str]:
+        """Those of train.py. dp is what is left of the ranks."""
+        words = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            always = field.name in ("micro_batch_size", "global_batch_size")
+            if field.name == "dp" or (value == field.default and not always):
+                continue
+            words.append("--" + field.name.replace("_", "-"))
+            if isinstance(value, tuple):
+                words += map(str, value)
+            elif value is not True:
+                words.append(str(value))
+        return words
+
     @property
     def pipeline_schedule(self) -> str:
         return self.schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
@@ -172,6 +205,19 @@ SOFTWARE = {
         overlaps_data=True,
         scatters_pipeline=False,
     ),
+    # in fp32 on CPU ranks; nothing runs beside computation that needs the same processors
+    "train.py-cpu": Software(
+        "train.py-cpu",
+        weight=4,
+        optimizer_state=8,
+        zero_stages=(0, 1, 2, 3),
+        schedules=("1f1b", "interleaved", "zb-h1"),
+        fused_attention=True,
+        reduces_by_layer=True,
+        overlaps_tensor=False,
+        scatters_pipeline=False,
+        fused_rms_norm=False,
+    ),
     # arXiv 2104.04473 and 2205.05198
     "megatron-2021": Software("megatron-2021"),
     "megatron-2022": Software("megatron-2022", fuses_accumulation=True),
@@ -184,3 +230,8 @@ SOFTWARE = {
         waits_for_reductions=True,
     ),
 }
+
+
+def software_of(machine: Machine) -> Software:
+    """train.py, as it runs on this machine."""
+    return SOFTWARE["train.py-cpu" if machine.processors else "train.py"]

@@ -253,6 +253,12 @@ class Config:
     )
     seed: int = flag(0, "random seed of weights, sample order and dropout")
     log_every: int = flag(1, "steps between lines on the screen; metrics.jsonl has every step")
+    plan: str | None = flag(
+        None,
+        "print the step time that planner.py predicts beside the measured one, for a100, h100, h200"
+        " or a file of `python planner.py measure`; auto: this GPU's name, or ./machine.json",
+        metavar="MACHINE",
+    )
     tensorboard: bool = flag(
         False, "also write curves for TensorBoard to OUT/tensorboard (pip install tensorboard)"
     )

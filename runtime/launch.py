@@ -16,7 +16,7 @@ from corpus.tokenizer import TokenizerError, record
 from data import DataError
 from optimizer import learning_rate
 from prompts.prompt_data import PromptError
-from runtime import as_rank, finish, flags, messages, opening, resume, rules, terminal
+from runtime import as_rank, finish, flags, messages, opening, plan, resume, rules, terminal
 from runtime.config import Config, ConfigError
 from runtime.errors import RunError
 from runtime.metrics import MetricsError
@@ -146,6 +146,8 @@ def train(config: Config, world: World, tokenizer, trainer_class, loop) -> None:
         if this.metrics.notice:
             world.say(this.metrics.notice)
     messages.announce(trainer, world, train_set.index)
+    if this.predicted:
+        world.say(plan.describe(this.predicted, config.plan))
     begin = time.perf_counter()
     stopped = loop(trainer, this)
     if not stopped:

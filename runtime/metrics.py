@@ -14,6 +14,7 @@ bit for bit:
     eval_loss              loss on held-out text, after an evaluation
     loss_scale             fp16 only
     skipped_steps          steps so far whose gradients were not finite
+    predicted_seconds      of a step, by planner.py, with --plan
 
 With experts, these have one number for each layer that has experts:
 
@@ -218,6 +219,9 @@ def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float
         f"{line['peak_memory_bytes'] / 2**30:.2f} GiB",
         f"{duration(seconds_left)} left",
     ]
+    if "predicted_seconds" in line:
+        predicted = line["predicted_seconds"]
+        parts.append(f"{line['step_seconds']:.3g} s (predicted {predicted:.3g})")
     if "mfu" in line:
         parts.append(f"MFU {line['mfu']:.1%}")
     if not math.isfinite(line["grad_norm"]):

@@ -9,7 +9,7 @@ from runtime.config import ConfigError, flag_name
 from runtime.world import World
 
 # flags that may differ between the two parts of a run without a word
-SILENT = ("resume", "out", "cache", "log_every", "tensorboard")
+SILENT = ("resume", "out", "cache", "log_every", "plan", "tensorboard")
 
 
 def restore(trainer, world: World, corpus: str, tokenizer) -> tuple[int, int]:

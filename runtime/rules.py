@@ -20,7 +20,7 @@ from model_config import divisors
 from moe import MoEConfig
 from prompts import prompt_data
 from routers import EXPERT_FIELDS
-from runtime import json_files
+from runtime import json_files, plan
 from runtime.config import Config, ConfigError, as_flags, flag_name
 
 # Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
@@ -69,6 +69,8 @@ def validate(config: Config, world: int) -> None:
     check_batch(config, model, dp=world // config.tp // config.pp)
     if config.prompt_config:
         check_prompts(config)
+    if config.plan:
+        plan.check(config)
     check_device(config)
 
 

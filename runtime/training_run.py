@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import checkpoint
+from runtime import plan
 from runtime.device_queue import Moment, to_host
 from runtime.errors import RunError
 from runtime.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
@@ -93,6 +94,8 @@ class TrainingRun:
         if config.profile:
             path = self.out / f"trace-{world.rank}.json"
             self.profiler = StepProfiler(path, start, config.steps)
+        # seconds of a step by part, with --plan
+        self.predicted = plan.predict(config, world.size)
         self.flops = flops_per_token(trainer.model_config) * trainer.share_of_flops
         self.bytes_per_token = held_out.index["bytes"] / held_out.index["tokens"]
         self.eval_sequences = min(held_out.num_sequences, EVAL_SEQUENCES)
@@ -223,6 +226,8 @@ class TrainingRun:
         line |= {name: values.tolist() for name, values in measured.routing.items()}
         if trainer.scaler:
             line["loss_scale"] = trainer.scaler.scale
+        if self.predicted:
+            line["predicted_seconds"] = sum(self.predicted.values())
         if skipped[0]:
             line["skipped_steps"] = int(skipped[0])
         if measured.eval_loss is not None:

@@ -34,6 +34,7 @@ SCRIPTS = [
     ("optimizer_state", [], ["optimizer_state.json"]),
     ("pipeline", [], ["pipeline.json", "pipeline_schedules.svg", "pipeline_bubble.svg"]),
     ("planner", [], ["planner.json", "planner.svg"]),
+    ("planner_here", ["--ranks", "2"], ["planner_here.json"]),
     ("prompt_memory", [], ["prompt_memory.json"]),
     ("prompt_tuning", [], ["prompt_tuning.json", "prompt_tuning.svg"]),
     ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.svg"]),
@@ -53,6 +54,8 @@ GPU = [
         ["test_on_a_gpu[2-", "| llama2-7b | kernels auto |"],
     ),
 ]
+# these start training runs as commands
+LAUNCHERS = ("layouts", "planner_here", "prompt_memory")
 # these need transformers, which is not installed everywhere
 TRANSFORMERS = ("generation", "single_device")
 
@@ -76,7 +79,7 @@ def tracked() -> dict[Path, int]:
 
 
 class ForkedTraining:
-    """What subprocess.Popen is for comparisons/layouts.py: ranks that have imported the project."""
+    """What subprocess.Popen is for planning/try_layouts.py: ranks that have imported the project."""
 
     def __init__(self, command: list[str], **options):
         world = 1
@@ -102,14 +105,18 @@ class ForkedTraining:
 
 def start_without_imports(script: str, monkeypatch) -> None:
     """Train in processes that have imported the project. (On a GPU a fork cannot.)"""
-    if torch.cuda.is_available() or script not in ("layouts", "prompt_memory"):
+    if torch.cuda.is_available() or script not in LAUNCHERS:
         return
-    if script == "layouts":
+    training = f"comparisons.{script}"
+    if script in ("layouts", "planner_here"):
+        training = "planning.try_layouts"
         fake = SimpleNamespace(Popen=ForkedTraining, DEVNULL=None)
     else:
         fake = SimpleNamespace(run=lambda command, **_: processes.run(command[1:]), DEVNULL=None)
+    # the root first: lessons and comparisons share names
     monkeypatch.syspath_prepend(str(COMPARISONS))
-    monkeypatch.setattr(importlib.import_module(f"comparisons.{script}"), "subprocess", fake)
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(importlib.import_module(training), "subprocess", fake)
 
 
 @pytest.mark.parametrize(
