@@ -79,7 +79,7 @@ def tracked() -> dict[Path, int]:
 
 
 class ForkedTraining:
-    """What subprocess.Popen is for planning/try_layouts.py: ranks that have imported the project."""
+    """What subprocess.Popen is for try_layouts.py: ranks that have imported the project."""
 
     def __init__(self, command: list[str], **options):
         world = 1
