@@ -22,8 +22,9 @@ With 2 bytes for an element these are the 34 s b h + 5 a s² b of arXiv 2205.051
 Letters: b micro-batch, s sequence, h hidden, a heads, t tensor-parallel ranks, p pipeline ranks, v
 stages on each, m micro-batches, V vocabulary, n = b s.
 
-Not covered: memory that PyTorch's allocator cannot use, workspaces of libraries, what CUDA kernels
-(--kernels auto) and torch.compile keep in another form.
+Not covered: zb-h1 with full recomputation and either experts or sequence parallelism, where up to
+3% of a tiny model's activations are missing; memory that PyTorch's allocator cannot use; workspaces
+of libraries; what CUDA kernels (--kernels auto) and torch.compile keep in another form.
 """
 
 from functools import lru_cache
