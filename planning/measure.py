@@ -56,9 +56,9 @@ class Sizes(NamedTuple):
     # numbers that are added, and bytes of the large all-reduce
     added: int = 2**22
     message: int = 2**22
-    # of each measurement, and how often it is repeated; the median counts
-    seconds: float = 0.3
-    repeats: int = 7
+    # of each measurement, and how often it is repeated
+    seconds: float = 0.1
+    repeats: int = 24
 
 
 # on GPUs
@@ -90,22 +90,28 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
-def seconds_of(work, sizes: Sizes, device: str) -> float:
-    """Of one call of `work`, while all ranks call it."""
+def seconds_of(works: list, sizes: Sizes, device: str) -> list[float]:
+    """Of one call of each function, while all ranks call it. They take turns, so that a machine
+    that slows down for a moment slows all of them down; the medians count."""
+    calls = [calls_in(sizes.seconds, work, device) for work in works]
+    times = [[] for _ in works]
+    for _ in range(sizes.repeats):
+        for work, count, found in zip(works, calls, times):
+            start = now(device)
+            for _ in range(count):
+                work()
+            found.append((now(device) - start) / count)
+    return [statistics.median(found) for found in times]
+
+
+def calls_in(seconds: float, work, device: str) -> int:
+    """How many calls fit into so many seconds: the same number on all ranks."""
     work()
     start = now(device)
     work()
     once = torch.tensor(now(device) - start)
-    # all ranks make as many calls
     dist.broadcast(once, 0)
-    calls = max(1, int(sizes.seconds / float(once)))
-    times = []
-    for _ in range(sizes.repeats):
-        start = now(device)
-        for _ in range(calls):
-            work()
-        times.append((now(device) - start) / calls)
-    return statistics.median(times)
+    return max(1, int(seconds / float(once)))
 
 
 def model_of(hidden: int, sequence: int) -> MoEConfig:
@@ -138,11 +144,8 @@ def on_rank(rank: int, world: int, device: str, sizes: Sizes) -> Times:
         keep_freed_memory()
     h, s = sizes.hidden, sizes.sequence
     x, y, z = torch.ones(3, sizes.added, device=device)
-    times = Times(
-        layer=seconds_of(one_layer(h, s, device), sizes, device),
-        tiny_layer=seconds_of(one_layer(8, 8, device), sizes, device),
-        add=seconds_of(lambda: torch.add(x, y, out=z), sizes, device),
-    )
+    works = [one_layer(h, s, device), one_layer(8, 8, device), lambda: torch.add(x, y, out=z)]
+    times = Times(*seconds_of(works, sizes, device))
     if world == 1:
         return times
     backend = "nccl" if device == "cuda" else "gloo"
@@ -160,11 +163,15 @@ def on_rank(rank: int, world: int, device: str, sizes: Sizes) -> Times:
         if group:
             dist.all_reduce(few, group=group)
 
-    alone = seconds_of(between, sizes, device)
+    works = [
+        between,
+        lambda: wait(pair),
+        lambda: wait(everybody),
+        lambda: dist.all_reduce(large, group=everybody),
+    ]
+    alone, with_two, with_all, message = seconds_of(works, sizes, device)
     return times._replace(
-        wait_of_two=seconds_of(lambda: wait(pair), sizes, device) - alone,
-        wait_of_all=seconds_of(lambda: wait(everybody), sizes, device) - alone,
-        message=seconds_of(lambda: dist.all_reduce(large, group=everybody), sizes, device),
+        wait_of_two=with_two - alone, wait_of_all=with_all - alone, message=message
     )
 
 

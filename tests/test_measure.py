@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import processes
@@ -194,6 +195,25 @@ def test_the_table_counts_orders():
     *_, last = try_layouts.table(["a", "b", "c"], predicted, measured)
     # 1/2, 2/1 and 3/4; a took 2 seconds and b 1
     assert last.startswith("off by 58% on average; the first is 100% slower")
+
+
+@pytest.mark.parametrize("model", ["8 layers of 256", "4 layers of 512"])
+def test_the_order_that_was_measured(model):
+    """Of comparisons/planner_here.py: the recorded machine still predicts the measured order."""
+    path = Path(__file__).parent.parent / "comparisons" / "planner_here.json"
+    found = json_files.read(path, dict)
+    recorded = found["models"][model]
+    machine = json_files.convert(recorded["machine"], Machine, "machine")
+    predicted, measured = [], []
+    for row in recorded["rows"]:
+        ranks = 1 if row["name"] == "one device" else found["ranks"]
+        config = flags.parse([*recorded["flags"], *row["flags"].split()], 0)
+        layout = plan.layout_of(config, ranks)
+        parts = planner.step_time(machine, software_of(machine), config.model_config(), layout)
+        predicted.append(sum(parts.values()))
+        measured.append(row["measured"])
+        assert predicted[-1] == pytest.approx(row["predicted"], rel=0.05)
+    assert try_layouts.spearman(predicted, measured) > 0.85
 
 
 # --- train.py --plan ------------------------------------------------------------------------------
