@@ -25,7 +25,6 @@ import style
 import planner
 from planning import errors
 from planning import rows as published
-from planning.commands import layout_flags
 from planning.inputs import A100, H200, SOFTWARE, Layout, Machine
 from planning.rows import Row
 from routers import MoEConfig
@@ -87,7 +86,7 @@ def layout_fields(layout: Layout) -> dict:
 def flags_of(layout: Layout) -> str:
     """Those of the layout; every row has the same batch."""
     batch = f"--global-batch-size {layout.global_batch_size}"
-    words = " ".join(layout_flags(layout)).replace(batch, "")
+    words = " ".join(layout.flags()).replace(batch, "")
     return " ".join(words.split())
 
 

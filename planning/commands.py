@@ -31,7 +31,7 @@ from collections.abc import Callable
 
 import planner
 from planning import rows
-from planning.inputs import MACHINES, SOFTWARE, Layout, Machine, Software
+from planning.inputs import MACHINES, Layout, Machine, software_of
 from planning.memory import memory
 from planning.rows import RowError
 from routers import MoEConfig
@@ -45,9 +45,9 @@ TOKENS = 300e9
 # what the table calls the parts of planning/memory.py, and how wide they are
 PARTS = {
     "params": (7, ("parameters", "gathered")),
-    "grads": (6, ("gradients", "buffers")),
+    "grads": (6, ("gradients", "gradient buffers")),
     "state": (6, ("optimizer",)),
-    "activ.": (7, ("layers", "embedding", "head", "deferred")),
+    "activ.": (7, ("layers", "embedding", "head", "deferred", "moments")),
 }
 REFUSED = (ConfigError, RowError, JSONError)
 
@@ -133,33 +133,12 @@ def check_machine(machine: Machine, where: str) -> None:
             raise ConfigError(f"{where}: {name} {value:g}: must be above 0")
 
 
-def software_of(machine: Machine) -> Software:
-    """train.py, as it runs on this machine."""
-    return SOFTWARE["train.py-cpu" if getattr(machine, "processors", 0) else "train.py"]
-
-
 # --- plan -----------------------------------------------------------------------------------------
-
-
-def layout_flags(layout: Layout) -> list[str]:
-    """The flags of train.py that give this layout. dp is what is left of the ranks."""
-    words = []
-    for field in dataclasses.fields(layout):
-        value = getattr(layout, field.name)
-        always = field.name in ("micro_batch_size", "global_batch_size")
-        if field.name == "dp" or (value == field.default and not always):
-            continue
-        words.append(flag_name(field.name))
-        if isinstance(value, tuple):
-            words += map(str, value)
-        elif value is not True:
-            words.append(str(value))
-    return words
 
 
 def command(model_flags: list[str], layout: Layout, ranks_per_node: int) -> str:
     """The command that trains under this layout. On several nodes it runs on each of them."""
-    train = ["train.py", *model_flags, *layout_flags(layout)]
+    train = ["train.py", *model_flags, *layout.flags()]
     ranks = layout.ranks
     if ranks == 1:
         return shlex.join(["python", *train])
