@@ -57,7 +57,7 @@ class Machine:
     def __post_init__(self):
         for name in ("peak", "memory_bandwidth", "node_bandwidth", "network_bandwidth"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} {getattr(self, name)}: must be above 0")
+                raise ValueError(f"{name} {getattr(self, name):g}: must be above 0")
 
     def processors_of(self, ranks: int) -> float:
         """Processors for each of `ranks` ranks, below 1 where they take turns. A rank computes with

@@ -250,7 +250,7 @@ def test_a_run_has_the_layout_of_its_flags():
     [
         ("none.json", None, "--plan none.json: cannot be read"),
         ("text.json", "text", "not JSON"),
-        ("zero.json", {"peak": 0.0}, "peak 0.0: must be above 0"),
+        ("zero.json", {"peak": 0.0}, "peak 0: must be above 0"),
         ("auto", None, "there is no machine.json"),
     ],
 )
