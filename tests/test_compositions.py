@@ -52,15 +52,21 @@ SHARDED = [
 
 
 @pytest.mark.parametrize(
-    "world, base",
-    [(2, SMALL), (3, SMALL), (4, LLAMA), again(2, LLAMA)],
-    ids=["2 gpt", "3 gpt", "4 llama", "2 llama"],
+    "world, base, stages",
+    [
+        (2, SMALL, {1: SHARDED[:2], 2: SHARDED[:2], 3: SHARDED}),
+        (3, SMALL, {stage: SHARDED[1:2] for stage in (1, 2, 3)}),
+        (4, LLAMA, {stage: SHARDED[1:2] for stage in (1, 2, 3)}),
+        # only stage 3 gathers again
+        again(2, SMALL, {1: SHARDED[2:], 2: SHARDED[2:]}),
+        again(2, LLAMA, {stage: SHARDED for stage in (1, 2, 3)}),
+    ],
+    ids=["2 gpt", "3 gpt", "4 llama", "2 gpt recompute", "2 llama"],
 )
-def test_zero_stages(world, base):
+def test_zero_stages(world, base, stages):
     """Stages 1 to 3; 3 and 4 divide hardly a size in the model. Accumulation, and recomputation,
     which gathers again what it needs again."""
-    of_world = SHARDED if world == 2 else SHARDED[1:2]
-    variants = [dict(flags, zero_stage=stage) for stage in (1, 2, 3) for flags in of_world]
+    variants = [dict(flags, zero_stage=stage) for stage in stages for flags in stages[stage]]
     sizes = dict(vocab_size=61, global_batch_size=12)
     for result in train_each(world, variants, base=base, **sizes):
         same(result, train(base=base, **sizes))
