@@ -804,8 +804,10 @@ EVERY_PAIR = [
 @pytest.mark.parametrize(
     "matrix, model, precision, tolerance",
     [
-        pytest.param(FEW, {}, "fp64", 1e-10, id="dense"),
-        pytest.param(FEW_EXPERTS, dict(num_experts=4), "fp64", 1e-10, id="experts"),
+        pytest.param(FEW, dict(micro_batch_size=2), "fp64", 1e-10, id="dense"),
+        pytest.param(
+            FEW_EXPERTS, dict(num_experts=4, micro_batch_size=2), "fp64", 1e-10, id="experts"
+        ),
         *EVERY_PAIR,
     ],
 )
