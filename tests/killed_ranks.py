@@ -38,11 +38,12 @@ def is_step(line: str) -> bool:
 
 
 def run(command: list[str], seed: int, most: int) -> tuple[int, str]:
-    """Run `python -m torch.distributed.run .. train.py ..` with restarts, and kill a random rank at
-    up to `most` random moments. Returns (kills, output)."""
+    """Run a launcher's command, `.. --nproc-per-node 2 .. train.py ..`, with restarts, and kill a
+    random rank at up to `most` random moments. Returns (kills, output)."""
     g = random.Random(seed)
+    first_flag = command.index("--nproc-per-node")
     process = subprocess.Popen(
-        [*command[:3], "--max-restarts", str(most + 1), *command[3:]],
+        [*command[:first_flag], "--max-restarts", str(most + 1), *command[first_flag:]],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -60,11 +60,11 @@ def argv(text, *more):
     return ["train.py", *SMALL, "--data", text, *more]
 
 
-def command(text, *more, world=1):
+def command(text, *more, world=1, torchrun=("-m", "torch.distributed.run")):
     """In new interpreters, under torchrun."""
     launcher = [sys.executable]
     if world > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+        launcher += [*torchrun, "--nproc-per-node", str(world)]
     return [*launcher, str(ROOT / "train.py"), *argv(text, *more)[1:]]
 
 
@@ -607,14 +607,23 @@ def test_start_from_weights(here, text, capfd):
     assert "nowhere: no such folder" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_killed_ranks_are_started_again(here, text, seed):
+@pytest.mark.parametrize(
+    "torchrun",
+    [
+        [str(ROOT / "tests/forked_torchrun.py")],
+        pytest.param(["-m", "torch.distributed.run"], marks=pytest.mark.repetition),
+    ],
+    ids=["forked", "new interpreters"],
+)
+def test_killed_ranks_are_started_again(here, text, torchrun):
     """torchrun --max-restarts: a killed rank leads to a restart from the newest checkpoint, and to
-    the weights of an undisturbed run. (`python tests/killed_ranks.py` does this many times.)"""
+    the weights of an undisturbed run. (`python tests/killed_ranks.py` does this many times, in
+    new interpreters.)"""
     whole = processes.run(argv(text, "--out", "whole", *killed_ranks.FLAGS), world=2)
     assert whole.returncode == 0, whole.stderr
+    flags = ("--out", "killed", *killed_ranks.FLAGS)
     kills, output = killed_ranks.run(
-        command(text, "--out", "killed", *killed_ranks.FLAGS, world=2), seed, most=1
+        command(text, *flags, world=2, torchrun=torchrun), seed=0, most=1
     )
     assert kills == 1 and output.count("resuming after step") == 1, output
     assert exact("killed") == exact("whole") and same_weights("killed", "whole")
@@ -634,29 +643,25 @@ def test_a_rank_that_hangs_is_named(here, text):
     assert re.search(r"rank 1: does not answer; last heard of in step \d+", error), error
 
 
-def test_no_room_while_training(here, text):
+def test_no_room_while_training(here, text, capfd):
     """A file-size limit stands in for a full disk."""
     import resource
 
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-
     data.prepare([text], ByteTokenizer())
     assert in_process(text, "--out", "run", "--steps", "4") == 0
-    done = subprocess.run(
-        command(text, "--out", "run", "--resume", "--save-every", "2"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        preexec_fn=limit,
-    )
-    assert done.returncode == 1, done.stderr
-    assert re.search(
-        "after step ([678]|1[0-2]): cannot save run/checkpoints/step-000006", done.stderr
-    )
-    assert "step-000004 is whole" in done.stderr
-    assert "Traceback" not in done.stderr
+    capfd.readouterr()
+    # Python ignores SIGXFSZ, so that a write fails
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        status = in_process(text, "--out", "run", "--resume", "--save-every", "2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    err = capfd.readouterr().err
+    assert status == 1, err
+    assert re.search("after step ([678]|1[0-2]): cannot save run/checkpoints/step-000006", err)
+    assert "step-000004 is whole" in err
+    assert "Traceback" not in err
     assert list(checkpoint.steps("run/checkpoints")) == [4]
     # with room again
     assert in_process(text, "--out", "run", "--resume") == 0
@@ -698,7 +703,7 @@ def test_help_names_every_flag(capsys):
 @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.repetition)])
 def test_four_ranks_exit_with_status_0(here, text, torchrun):
     """Of a length that tp does not divide. Under torchrun: gloo has aborted at exit before, when
-    groups were left to the interpreter. (test_killed_ranks_are_started_again has two ranks.)"""
+    groups were left to the interpreter. (test_terminal.py has two ranks in new interpreters.)"""
     flags = small_run.as_flags(model="gpt2", vocab_size=257, dropout=0, seq_length=33, tp=2, pp=2)
     flags += ["--out", "run", "--steps", "2"]
     if torchrun:
