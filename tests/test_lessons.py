@@ -111,11 +111,11 @@ def test_quiz_waits_for_an_answer(monkeypatch, capsys):
 
 def test_a_lesson_from_the_command_line():
     """`python FILE`, its exit status, and a flag that does not exist."""
-    command = [sys.executable, "tensor_parallel.py"]
     run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
-    broken = run([*command, "--without", "f"])
+    broken = run([sys.executable, "tensor_parallel.py", "--without", "f"])
     assert broken.returncode == 1 and "2 of 5 checks fail without f." in broken.stdout
-    # no input, a full disk, a terminal without Greek letters
+    # no input, a full disk, a terminal without Greek letters; of a lesson that starts quickly
+    command = [sys.executable, "dropout.py"]
     closed = run(["bash", "-c", f"{' '.join(command)} --quiz <&- > /dev/full"])
     assert closed.returncode == 1 and "No space left on device" in closed.stderr
     assert "Traceback" not in closed.stderr
