@@ -428,10 +428,12 @@ def test_training_goes_on_afterwards():
 
 LAYOUTS = {
     # four layers, the others two
-    "gpt": [dict(tp=2), dict(pp=2), dict(tp=2, pp=2), dict(pp=4, layer_split=[1, 1, 1, 1])],
-    "llama": [dict(tp=2), dict(tp=2, pp=2)],
+    "gpt": [dict(pp=2), dict(tp=2, pp=2), dict(pp=4, layer_split=[1, 1, 1, 1])],
+    "llama": [dict(tp=2)],
     "experts": [dict(tp=2, ep=2), dict(ep=4), dict(pp=2, ep=2)],
 }
+# above with another family
+AGAIN = {"gpt": [dict(tp=2)], "llama": [dict(tp=2, pp=2)]}
 # beyond the context: prompts have up to 8 tokens
 CONTEXT, NEW_TOKENS = 12, 14
 LAYOUT_SHAPES = {"gpt": GPT_SHAPES[0], "llama": LLAMA_SHAPES[1], "experts": EXPERTS}
@@ -468,8 +470,15 @@ def on_layouts(rank, path, layouts, requests):
     return results
 
 
-@pytest.mark.parametrize("family", LAYOUT_SHAPES)
-def test_layouts(family, tmp_path):
+@pytest.mark.parametrize(
+    "family, layouts",
+    [
+        *LAYOUTS.items(),
+        *[pytest.param(*more, marks=pytest.mark.repetition) for more in AGAIN.items()],
+    ],
+    ids=[*LAYOUTS, *(f"{family} again" for family in AGAIN)],
+)
+def test_layouts(family, layouts, tmp_path):
     """tp, pp, both, data parallel, experts: one device's tokens, greedy and sampled, of a
     checkpoint loaded under each. With one prompt there are ranks without any."""
     num_layers = 4 if family == "gpt" else 2
@@ -481,7 +490,6 @@ def test_layouts(family, tmp_path):
         (ragged(model.config.vocab_size), SAMPLED),
         ([[3, 4]], SAMPLED),
     ]
-    layouts = LAYOUTS[family]
     results = iter(ranks.run(on_layouts, 4, str(tmp_path), layouts, requests)[0])
     expected = [
         generate.generate(model.eval(), prompts, NEW_TOKENS, eot=5, **options)
