@@ -239,12 +239,14 @@ def timed_alone(function) -> float:
 
 def in_turn(kinds: dict, rounds: int) -> list[dict]:
     """Each round calls every function of `kinds`, in reverse in every other round. Two more rounds
-    before them warm up. Returns for each round {kind: what its function returned}."""
+    before them warm up, but for a single round, which is a trial of the code and measures nothing.
+    Returns for each round {kind: what its function returned}."""
+    warm_up = 2 if rounds > 1 else 0
     results = []
-    for i in range(-2, rounds):
+    for i in range(-warm_up, rounds):
         order = kinds if i % 2 else reversed(kinds)
         results.append({kind: kinds[kind]() for kind in order})
-    return results[2:]
+    return results[warm_up:]
 
 
 class Done:

@@ -235,8 +235,10 @@ def test_every_figure_can_be_redrawn(monkeypatch):
     assert set(redraw.DRAWN_BY.values()) == draws
 
 
+@pytest.mark.repetition
 def test_as_a_command(tmp_path):
-    """The script finds the modules beside it and above it, from any folder."""
+    """The script finds the modules beside it and above it, from any folder. (So does
+    comparisons/training_step.py, which test_gpu_commands starts in a new interpreter.)"""
     done = subprocess.run(
         [sys.executable, COMPARISONS / "single_device.py", "--help"],
         cwd=tmp_path,
