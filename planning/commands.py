@@ -111,7 +111,6 @@ def machine_of(args: argparse.Namespace) -> Machine:
         )
     if args.machine:
         machine = json_files.read(args.machine, Machine)
-        check_machine(machine, f"--machine {args.machine}")
     else:
         machine = MACHINES[args.gpu or "a100"]
     if args.memory:
@@ -121,16 +120,6 @@ def machine_of(args: argparse.Namespace) -> Machine:
         fit = rules.multiples(args.gpus, each)
         raise ConfigError(f"--gpus {args.gpus}: nodes have {each}, and each is used whole; {fit}")
     return machine
-
-
-def check_machine(machine: Machine, where: str) -> None:
-    """Raises ConfigError for a number that no machine has."""
-    fields = vars(machine) | vars(machine.constants)
-    for name, value in fields.items():
-        is_number = isinstance(value, int | float)
-        may_be_0 = name in ("wait", "overhead", "processors")
-        if is_number and (value < 0 or (value == 0 and not may_be_0)):
-            raise ConfigError(f"{where}: {name} {value:g}: must be above 0")
 
 
 # --- plan -----------------------------------------------------------------------------------------
