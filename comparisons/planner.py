@@ -356,11 +356,17 @@ def draw_here(results: dict, figures: Path) -> None:
     for axes, (name, found) in zip(all_axes[0], models.items()):
         measured = [row["measured"] for row in found["rows"]]
         predicted = [row["predicted"] for row in found["rows"]]
-        ends = [0.0, 1.08 * max(measured + predicted)]
+        ends = [min(measured + predicted) / 1.2, 1.2 * max(measured + predicted)]
         axes.plot(ends, ends, color="#888888", linewidth=1)
         axes.plot(measured, predicted, linestyle="none", marker="o", color=style.SERIES[0])
-        axes.set(xlabel="measured seconds", ylabel="predicted seconds", xlim=ends, ylim=ends)
-        axes.set_title(f"{name}, {len(measured)} layouts: order {found['spearman']:.2f}")
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.set(xlabel="measured seconds", ylabel="predicted seconds")
+        ticks = [2.0**i for i in range(-6, 7) if ends[0] < 2.0**i < ends[1]]
+        labels = [f"{tick:g}" for tick in ticks]
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks(ticks, labels)
+            axis.set_ticks([], minor=True)
+        axes.set_title(f"{name}, {len(measured)} layouts: Spearman {found['spearman']:.2f}")
     style.save(figure, figures / "planner_here.svg")
 
 

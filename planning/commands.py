@@ -231,7 +231,7 @@ def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
     parts = {}
     for part in first.parts | second.parts:
         parts[part] = second.parts.get(part, 0.0) - first.parts.get(part, 0.0)
-    largest = sorted(parts, key=lambda part: -abs(parts[part]))[:3]
+    largest = sorted(parts, key=lambda part: -abs(parts[part]))
     # what is below a tenth of the largest difference explains nothing
     told = [part for part in largest if abs(parts[part]) > abs(parts[largest[0]]) / 10]
     because = ", ".join(f"{part} {parts[part]:+.3f} s" for part in told)

@@ -33,6 +33,10 @@ class Constants:
     zero3: float = 1.0
 
 
+# of a machine
+POSITIVE = "peak memory memory_bandwidth node_bandwidth network_bandwidth ranks_per_node".split()
+
+
 @dataclass(frozen=True)
 class Machine:
     """FLOP/s are dense, at the precision of training. Bandwidths are bytes/s of one device, in one
@@ -55,9 +59,12 @@ class Machine:
     overhead: float = 0.0
 
     def __post_init__(self):
-        for name in ("peak", "memory_bandwidth", "node_bandwidth", "network_bandwidth"):
+        for name in POSITIVE:
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} {getattr(self, name):g}: must be above 0")
+                raise ValueError(f"{name} {getattr(self, name)}: must be above 0")
+        for name, share in vars(self.constants).items():
+            if not (share > 0 or name == "wait" and share == 0):
+                raise ValueError(f"constants: {name} {share}: must be above 0")
 
     def processors_of(self, ranks: int) -> float:
         """Processors for each of `ranks` ranks, below 1 where they take turns. A rank computes with

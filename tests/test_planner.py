@@ -460,9 +460,15 @@ def test_a_machine_from_a_file(tmp_path, capsys):
     path.write_text("{}")
     status, out, err = run(f"{PLAN} --machine {path}", capsys)
     assert (status, out) == (2, "") and "missing required field `name`" in err
-    path.write_text(json.dumps(dataclasses.asdict(machine) | {"peak": 0}))
+    for name in ("peak", "memory", "ranks_per_node"):
+        path.write_text(json.dumps(dataclasses.asdict(machine) | {name: 0}))
+        status, out, err = run(f"{PLAN} --machine {path}", capsys)
+        assert (status, out) == (2, "") and f"machine.json: {name} 0" in err
+    fields = dataclasses.asdict(machine)
+    fields["constants"]["matmul"] = 0
+    path.write_text(json.dumps(fields))
     status, out, err = run(f"{PLAN} --machine {path}", capsys)
-    assert (status, out) == (2, "") and "machine.json: peak 0" in err
+    assert (status, out) == (2, "") and "constants: matmul 0" in err
 
 
 def test_ablations_are_contexts():
