@@ -63,7 +63,7 @@ class Machine:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} {getattr(self, name)}: must be above 0")
         for name, share in vars(self.constants).items():
-            if not (share > 0 or name == "wait" and share == 0):
+            if not (share > 0 or (name == "wait" and share == 0)):
                 raise ValueError(f"constants: {name} {share}: must be above 0")
 
     def processors_of(self, ranks: int) -> float:

@@ -26,7 +26,7 @@ PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1
 
 
 def ideal(wait: float, link: float) -> Machine:
-    return Machine("ideal", math.inf, 0, math.inf, link, link, 8, Constants(1, 1, 1, 1, wait))
+    return Machine("ideal", math.inf, 1, math.inf, link, link, 8, Constants(1, 1, 1, 1, wait))
 
 
 def called(layout: Layout, group: str, model: GPTConfig = MODEL) -> tuple[float, float]:
