@@ -1,25 +1,27 @@
 """Which layout, how much memory, how long: a prediction, before anybody pays for it.
 
 A step is a sum of parts. Each part is a quantity that follows from the layout, divided by a rate
-that a data sheet gives, times the share of this rate that training reaches:
+that a data sheet gives, times the share of this rate that training reaches. In one layer, with b
+micro-batch, s sequence, h hidden, t tensor-parallel ranks, p stages, v of them on each rank:
 
     matmul        24 b s h² + 4 b s² h FLOPs forward in each layer, twice backward     / FLOP/s
     elementwise   bytes that norms, dropout, activations, softmax read and write       / bytes/s
     tensor        2 (t-1)/t of the bytes of each all-reduce                            / bytes/s
     pipeline      sends between stages
-    bubble        (p - 1) (f + b) / v, with the seconds f and b of a stage's passes
+    bubble        (p - 1) (forward + backward) / v, with the seconds of a rank's layers
     head          logits and loss, on the last stage: the slowest rank sets the pace
     data          sums of gradients over data-parallel ranks
     optimizer     bytes that the update reads and writes
 
-The shares are six constants (`Constants`), fitted to published times.
+Five shares and one wait, for each pass of a collective, are fitted to published times: `Constants`.
 
     python planner.py      the constants, one layout taken apart, predicted beside published times
 
 Sources: FLOPs, arXiv 2104.04473, appendix; bubble, section 2.2; activations, arXiv 2205.05198;
 collectives, ZeRO, arXiv 1910.02054, section 7.
 
-Not covered: times of single kernels and of each matrix size (Calculon, arXiv 2305.14500, has them).
+Not covered: times of single kernels and of each matrix size (Calculon, arXiv 2305.14500, has them);
+on GPUs, the time to launch kernels, which is most of a tiny model's step.
 """
 
 from runtime import terminal
@@ -56,13 +58,16 @@ SWIGLU = 6
 # for each of a s² b / t: scores (write 2), softmax (4), dropout (4 and its mask 1), probabilities
 # (read 2)
 SCORES = 13
-# backward reads and writes so many times the bytes of forward
+# backward reads and writes so many times the bytes of forward: counted as above, 21 of 13 for
+# scores, 34 of 22 for norms and residuals
 BACKWARD = 1.6
 # for each weight: its gradient, of a micro-batch, is added to a 32-bit sum (4 + 4)
 ACCUMULATION = 8
 # for each logit: to 32 bits (6), maximum (4), minus it (8), exp (8), sum (4), softmax (8), its
 # gradient (8), to 16 bits (6)
 LOSS = 52
+# the same without casts, where logits have 32 bits
+LOSS_32 = 40
 # for each parameter: unscale (8), norm (4), clip (8), AdamW (28), to 16 bits (6), zero (4)
 UPDATE = 58
 # for each of h: gradients of two norms and two biases, in 32 bits
@@ -81,8 +86,8 @@ class Rank:
         self.software = software
         self.model = model
         self.layout = layout
-        self.flops = machine.peak * machine.constants.matmul
-        self.bytes = machine.memory_bandwidth * machine.constants.memory
+        self.flops_per_second = machine.peak * machine.constants.matmul
+        self.bytes_per_second = machine.memory_bandwidth * machine.constants.memory
         # of a micro-batch: b s, and the bytes of an activation [b, s, h]
         self.tokens = layout.micro_batch_size * model.seq_length
         self.activation = software.weight * self.tokens * model.hidden_size
@@ -93,11 +98,11 @@ class Rank:
         self.fused_attention = software.fused_attention and model.attention == "fused"
 
     def matmul(self, flops: float) -> float:
-        return flops / self.flops
+        return flops / self.flops_per_second
 
     def read_write(self, nbytes: float) -> float:
-        """nbytes: as if numbers had 16 bits."""
-        return nbytes * self.software.weight / 2 / self.bytes
+        """nbytes: of 16-bit numbers; scaled to the width of the software's."""
+        return nbytes * self.software.weight / 2 / self.bytes_per_second
 
     def collective(self, group: str, nbytes: float, passes: int = 1, share: float = 1.0) -> float:
         """An all-gather, reduce-scatter or all-to-all of nbytes in all is one pass around a ring:
@@ -149,13 +154,16 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     exchange *= rank.collective("ep", rank.activation * model.router_topk / rank.sequence_ranks)
     forward = Pass(linear + core, elementwise + scores, 2 * all_reduce, exchange)
 
+    # stages 2 and 3 keep a row of the sum
     adds = layout.zero_stage < 2 and not rank.software.fuses_accumulation
-    accumulation = (rank.software.weight + ACCUMULATION) * held / rank.bytes if adds else 0.0
+    accumulation = (
+        (rank.software.weight + ACCUMULATION) * held / rank.bytes_per_second if adds else 0.0
+    )
     backward = Pass(
         # fused attention computes the scores again
         2 * linear + (3 if rank.fused_attention else 2) * core,
         BACKWARD * (elementwise + scores) + accumulation,
-        tensor_backward(rank, all_reduce, linear / 4 if rank.software.overlaps_tensor else 0.0),
+        tensor_backward(rank, all_reduce, linear),
         exchange,
     )
     if layout.recompute == "full":
@@ -176,21 +184,35 @@ def read_and_written(rank: Rank) -> tuple[float, float]:
     return rank.read_write(rank.tokens * (norms + inner)), rank.read_write(rank.tokens * scores)
 
 
-def tensor_backward(rank: Rank, all_reduce: float, beside: float) -> float:
+def tensor_backward(rank: Rank, all_reduce: float, linear: float) -> float:
     """Seconds that backward waits for tensor-parallel ranks.
 
-    Before attention and before the MLP there is an all-reduce. It runs beside a weight gradient: at
-    least a quarter of the layer's. Sequence parallelism has an all-gather and a reduce-scatter
-    instead, of as many bytes. Nothing runs beside the all-gather. It gathers the kept input again,
-    which runs beside the input gradient.
+    Before attention and before the MLP there is an all-reduce, beside the weight gradient of q, k,
+    v and of the MLP's first matrix: each a quarter of all of the layer's weight gradients, `linear`
+    seconds; less where heads share keys and values. Sequence parallelism has three collectives
+    instead, each half of an all-reduce. Nothing runs beside the all-gather of the output's
+    gradient. The reduce-scatter of the input's gradient runs beside the weight gradient, and the
+    kept input is gathered again beside the input gradient.
     """
-    if not rank.layout.sequence_parallel:
-        return 2 * max(0.0, all_reduce - beside)
-    one = all_reduce / 2
-    waits = 2 * (one + max(0.0, one - beside) + max(0.0, one - beside))
-    if rank.software.sums_norms_by_layer:
+    half = all_reduce / 2
+    waits = 0.0
+    for share in (min(1 / 4, attention_share(rank.model)), 1 / 4):
+        beside = share * linear if rank.software.overlaps_tensor else 0.0
+        if rank.layout.sequence_parallel:
+            waits += half + 2 * max(0.0, half - beside)
+        else:
+            waits += max(0.0, all_reduce - beside)
+    if rank.layout.sequence_parallel and rank.software.sums_norms_by_layer:
         waits += rank.collective("tp", NORM_GRADIENTS * rank.model.hidden_size, passes=2)
     return waits
+
+
+def attention_share(model: MoEConfig) -> float:
+    """The numbers in q, k and v, over those in all matrices that a token meets in a layer."""
+    mlps = sizes.num_mlps(model, "router_topk")[0]
+    heads = 1 + 2 * model.num_kv_heads / model.num_heads
+    weights = sizes.block_matrices(model, mlps) / model.num_layers
+    return heads * model.hidden_size**2 / weights
 
 
 # --- outside the layers ---------------------------------------------------------------------------
@@ -207,22 +229,28 @@ def dense_parameters(model: MoEConfig) -> int:
 
 
 def parameters(model: MoEConfig, layout: Layout) -> float:
-    """Numbers in the matrices of the fullest rank: the first, which has the embedding."""
+    """Numbers in the matrices of the fullest rank: the first, which has the embedding. With one
+    stage it has the output layer too, which only a GPT ties to the embedding."""
     layers = dense_parameters(model) + expert_parameters(model) / layout.ep
-    return (layers / layout.pp + model.vocab_size * model.hidden_size) / layout.tp
+    vocabularies = 2 if model.llama and layout.pp == 1 else 1
+    held = layers / layout.pp + vocabularies * model.vocab_size * model.hidden_size
+    return held / layout.tp
 
 
 def head(rank: Rank) -> float:
-    """Seconds of one micro-batch in the output layer and the loss, forward and backward. The rank
-    that has the embedding too waits for its all-reduce."""
+    """Seconds of one micro-batch in the output layer and the loss, forward and backward.
+
+    With one stage the rank has the embedding as well, and waits for its all-reduce too.
+    """
     logits = rank.tokens * rank.model.vocab_size / rank.layout.tp
-    # the gradient of the input; the sum of the embedding's parts
-    wide = 2 if rank.layout.pp == 1 else 1
-    waits = wide * rank.collective("tp", rank.activation, passes=2)
+    # the gradient of the head's input; the sum of the embedding's parts
+    summed = 2 if rank.layout.pp == 1 else 1
+    waits = summed * rank.collective("tp", rank.activation, passes=2)
     # the loss: the largest logit; the sum of exponentials and the target's logit, in 32 bits
     waits += rank.collective("tp", 4 * rank.tokens, passes=2)
     waits += rank.collective("tp", 8 * rank.tokens, passes=2)
-    return rank.matmul(6 * logits * rank.model.hidden_size) + rank.read_write(LOSS * logits) + waits
+    loss = (LOSS if rank.software.weight == 2 else LOSS_32) * logits / rank.bytes_per_second
+    return rank.matmul(6 * logits * rank.model.hidden_size) + loss + waits
 
 
 def pipeline(rank: Rank) -> float:
@@ -290,7 +318,7 @@ def step_time(
         # it waits while the others fill and drain the pipeline
         waits = sum(forward) + sum(backward)
         if layout.pipeline_schedule == "zb-h1":
-            # weight gradients take the place of waits for input gradients
+            # f + I - W instead of f + I + W: weight gradients fill the waits for input gradients
             waits -= 2 * min(weight_gradient, sum(backward) / 2)
         seconds["bubble"] = (p - 1) * L / p * waits / v
         seconds["pipeline"] = pipeline(rank)
@@ -298,7 +326,7 @@ def step_time(
         seconds["data"] = data_parallel(rank, layers * sum(forward), layers * sum(backward))
     shards = layout.dp if layout.zero_stage else 1
     update = UPDATE if software.weight == 2 else UPDATE_32
-    seconds["optimizer"] = update * parameters(model, layout) / shards / rank.bytes
+    seconds["optimizer"] = update * parameters(model, layout) / shards / rank.bytes_per_second
     return seconds
 
 
@@ -339,73 +367,6 @@ def search(
     if not found:
         raise PlanError(what_would_fit(machine, software, model, gpus, global_batch))
     return sorted(found, key=lambda plan: plan.seconds)
-
-
-# --- which model ----------------------------------------------------------------------------------
-
-# tokens for each parameter (Hoffmann et al., arXiv 2203.15556, section 3)
-TOKENS_PER_PARAMETER = 20
-
-
-class Sized(NamedTuple):
-    """The largest model that a budget trains."""
-
-    model: MoEConfig
-    parameters: int
-    tokens: float
-    days: float
-    plan: Plan
-
-
-def gpt_of(layers: int) -> MoEConfig:
-    """A GPT as wide as GPT-3 175B for its depth: h = 128 L, heads of 128."""
-    return MoEConfig(
-        layers, 128 * layers, layers, seq_length=2048, vocab_size=51200, attention="fused"
-    )
-
-
-def size_for(
-    machine: Machine,
-    software: Software,
-    gpus: int,
-    days: float | None = None,
-    flops: float | None = None,
-    tokens: float | None = None,
-) -> Sized:
-    """The largest model that `gpus` train in so many days, or with so many model FLOPs, at the
-    speed that `search` predicts. tokens: to train on; None: 20 for each parameter.
-
-    Raises PlanError where even the smallest takes longer.
-    """
-    best = None
-    low, high = 4, 192
-    while low <= high:
-        middle = (low + high) // 2
-        sized = trained(machine, software, gpus, gpt_of(middle), tokens)
-        needed = sized and sized.tokens * sizes.flops_per_token(sized.model)
-        if sized and (days is None or sized.days <= days) and (flops is None or needed <= flops):
-            best, low = sized, middle + 1
-        else:
-            high = middle - 1
-    if best is None:
-        raise PlanError("the budget is too small for a model of 4 layers; more GPUs or days")
-    return best
-
-
-def trained(
-    machine: Machine, software: Software, gpus: int, model: MoEConfig, tokens: float | None
-) -> Sized | None:
-    """The fastest training of a model; None where it does not fit."""
-    count = sizes.least_parameters(model)
-    total = tokens or TOKENS_PER_PARAMETER * count
-    # sequences of a step: near 2 million tokens, and divisible by the GPUs
-    batch = gpus * max(1, round(1024 / gpus))
-    try:
-        plan = search(machine, software, model, gpus, batch)[0]
-    except PlanError:
-        return None
-    steps = total / (batch * model.seq_length)
-    return Sized(model, count, total, steps * plan.seconds / 86400, plan)
 
 
 if __name__ == "__main__":

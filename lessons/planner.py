@@ -24,12 +24,13 @@ WHY = {
         " one member on each node are then predicted too fast."
     ),
     "collectives": (
-        "Nothing else tells one layout from another: all have the same FLOPs. The constant of"
-        " matrix multiplications shrinks until the mean is right, and each row is wrong."
+        "One constant of matrix multiplications cannot stand for them: they take most of the time"
+        " under tensor parallelism over nodes, and none on one GPU. The fit stays in between, and"
+        " each row is wrong."
     ),
     "wait": (
-        "Tensor parallelism makes hundreds of small collectives in a step, whose time hardly"
-        " depends on bytes. No bandwidth describes them; the fit then gives matrix multiplications"
+        "Tensor parallelism makes thousands of collectives in a step. About half of the time of"
+        " each is waiting, which no bandwidth describes; the fit then gives matrix multiplications"
         " more than the peak."
     ),
     "slow-stage": (
@@ -66,10 +67,13 @@ def teach_constants(lesson: form.Lesson, fitted: Machine) -> None:
     close = True
     for field in dataclasses.fields(Constants):
         value = getattr(A100.constants, field.name)
-        text = f"{1e6 * value:.0f} µs" if field.name == "wait" else f"{value:.1%}"
-        lesson.say(f"{field.name:<9}{text:>7}  {MEANING[field.name]}")
+        lesson.say(f"{field.name:<9}{shown(field.name, value):>7}  {MEANING[field.name]}")
         close &= abs(getattr(fitted.constants, field.name) / value - 1) < 0.01
     lesson.check("least squares over six published step times gives the same, to 1%", close)
+
+
+def shown(name: str, constant: float) -> str:
+    return f"{1e6 * constant:.0f} µs" if name == "wait" else f"{constant:.0%}"
 
 
 def teach_parts(lesson: form.Lesson, machine: Machine, pair: list[Row]) -> None:
@@ -82,6 +86,7 @@ def teach_parts(lesson: form.Lesson, machine: Machine, pair: list[Row]) -> None:
         planner.step_time(machine, row.software, row.model, row.layout) for row in pair
     ]
     largest = max(full.values())
+    lesson.say(f"{'seconds':<14}full{'selective + sequence':>44}")
     for part, seconds in full.items():
         if seconds:
             less = selective[part]
@@ -116,8 +121,8 @@ def teach_pipeline(lesson: form.Lesson, machine: Machine, row: Row) -> None:
     row = dataclasses.replace(row, layout=dataclasses.replace(row.layout, virtual_stages=1))
     m, p = row.layout.micro_batches, row.layout.pp
     lesson.predict(
-        f"{p} stages have 12 layers each, the last one also the head. Formula: m times the slowest"
-        " stage, and (p - 1) (f + b) to fill and drain. Does the simulated schedule agree?"
+        f"{p} stages have one chunk of 12 layers, the last one also the head. Formula: m times the"
+        " slowest stage, and (p - 1) (f + b) to fill and drain. Does the simulated schedule agree?"
     )
     seconds = planner.step_time(machine, row.software, row.model, row.layout)
     formula = sum(seconds[part] for part in (*planner.Pass._fields, "head", "bubble"))
@@ -172,7 +177,12 @@ def teach(lesson: form.Lesson) -> None:
     teach_constants(lesson, calibrate.calibrate(A100, fitted))
     # what is removed comes back at the end; the constants are fitted again without it
     with lesson.mutate() if lesson.mutate else contextlib.nullcontext():
-        machine = calibrate.calibrate(A100, fitted) if lesson.mutate else A100
+        machine = A100
+        if lesson.mutate:
+            machine = calibrate.calibrate(A100, fitted)
+            values = dataclasses.asdict(machine.constants).items()
+            text = ", ".join(f"{name} {shown(name, value)}" for name, value in values)
+            lesson.say(f"fitted without it: {text}")
         teach_parts(lesson, machine, pair)
         teach_pipeline(lesson, machine, pair[0])
         teach_errors(lesson, machine, rows)

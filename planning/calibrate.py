@@ -65,7 +65,7 @@ def calibrate(machine: Machine, rows: list[Row]) -> Machine:
 
 def least_squares(residuals, x: np.ndarray, steps: int = 100) -> np.ndarray:
     """The x near the one given where the sum of residuals(x)² is least (Levenberg-Marquardt: a
-    large damping takes small steps downhill, a small one takes Newton's)."""
+    large damping takes small steps downhill, a small one takes those of Gauss and Newton)."""
     current = residuals(x)
     damping = 1.0
     for _ in range(steps):

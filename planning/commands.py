@@ -31,6 +31,7 @@ from collections.abc import Callable
 
 import planner
 from planning import rows
+from planning.budget import TOKENS_PER_PARAMETER, size_for
 from planning.inputs import MACHINES, Layout, Machine, software_of
 from planning.memory import memory
 from planning.rows import RowError
@@ -47,7 +48,7 @@ PARTS = {
     "params": (7, ("parameters", "gathered")),
     "grads": (6, ("gradients", "gradient buffers")),
     "state": (6, ("optimizer",)),
-    "activ.": (7, ("layers", "embedding", "head", "deferred", "moments")),
+    "activ.": (7, ("layers", "embedding", "head", "deferred", "transient")),
 }
 REFUSED = (ConfigError, RowError, JSONError)
 
@@ -205,18 +206,23 @@ def table(plans: list[planner.Plan], speed: Speed) -> list[str]:
     # without experts there is no ep
     columns = [c for c in COLUMNS if c[0] != "ep" or speed.has_experts]
     heading = "".join(name.rjust(width) for name, width, _ in columns)
-    heading += f"{'s/step':>8}{'tokens/s':>10}{'MFU':>6}{'days':>6}"
+    heading += f"{'s/step':>8}{'tokens/s':>10}{'MFU':>6}{'days':>7}"
     heading += "".join(name.rjust(width) for name, (width, _) in PARTS.items())
     lines = [heading]
     for plan in plans:
         line = "".join(text(plan.layout).rjust(width) for _, width, text in columns)
         line += f"{plan.seconds:>8.3f}{speed.tokens_per_second(plan.seconds):>10,.0f}"
-        line += f"{speed.mfu(plan.seconds):>6.1%}{speed.days(plan.seconds):>6.3g}"
+        line += f"{speed.mfu(plan.seconds):>6.1%}{days(speed.days(plan.seconds)):>7}"
         for width, parts in PARTS.values():
             gib = sum(plan.bytes[part] for part in parts) / 2**30
             line += f"{gib:>{width}.1f}"
         lines.append(line)
     return lines
+
+
+def days(number: float) -> str:
+    """Three digits below 100, whole days above."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def why_it_loses(first: planner.Plan, second: planner.Plan) -> str:
@@ -312,12 +318,14 @@ def billions(number: float) -> str:
 def size_parser() -> Parser:
     parser = make_parser("size", "The largest GPT that so many GPUs train in so many days.")
     add_machine(parser)
-    parser.add_argument("--days", type=number, required=True, help="of training")
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--days", type=number, default=math.inf, help="of training")
+    budget.add_argument("--flops", type=number, default=math.inf, help="model FLOPs in all")
     parser.add_argument(
         "--tokens",
         type=number,
         default=None,
-        help=f"to train on (default: {planner.TOKENS_PER_PARAMETER} for each parameter)",
+        help=f"to train on (default: {TOKENS_PER_PARAMETER} for each parameter)",
     )
     return parser
 
@@ -326,11 +334,12 @@ def size(argv: list[str]) -> None:
     args = size_parser().parse_args(argv)
     machine = machine_of(args)
     try:
-        found = planner.size_for(
-            machine, software_of(machine), args.gpus, days=args.days, tokens=args.tokens
+        found = size_for(
+            machine, software_of(machine), args.gpus, args.days, args.flops, args.tokens
         )
     except planner.PlanError as e:
-        raise ConfigError(f"--gpus {args.gpus} --days {args.days:g}: {e}") from None
+        budget = f"--days {args.days:g}" if args.days < math.inf else f"--flops {args.flops:g}"
+        raise ConfigError(f"--gpus {args.gpus} {budget}: {e}") from None
     model, best = found.model, found.plan
     speed = Speed(machine, model, best.layout, found.tokens)
     print(
@@ -341,6 +350,8 @@ def size(argv: list[str]) -> None:
         f"{billions(found.tokens)} tokens, {found.tokens / found.parameters:.1f} for each"
         f" parameter, in {found.days:.2f} days on {args.gpus:,} {machine.name}:"
     )
+    if found.memory_is_full:
+        print("A larger model would not fit into memory.")
     print()
     print("\n".join(table([best], speed)))
     print()

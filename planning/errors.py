@@ -141,7 +141,7 @@ def without_slow_stage():
 
 
 def without_elementwise():
-    """Element-wise operations take no time: only matrix multiplications and messages do."""
+    """Element-wise operations of the layers take no time."""
     return mock.patch.object(planner.Rank, "read_write", lambda rank, nbytes: 0.0)
 
 
@@ -149,8 +149,8 @@ def without_overlap():
     """Backward waits for each tensor-parallel all-reduce."""
     tensor_backward = planner.tensor_backward
 
-    def waiting(rank, all_reduce, beside):
-        return tensor_backward(rank, all_reduce, beside=0.0)
+    def waiting(rank, all_reduce, linear):
+        return tensor_backward(rank, all_reduce, linear=0.0)
 
     return mock.patch.object(planner, "tensor_backward", waiting)
 

@@ -1,7 +1,7 @@
 """What to say where no layout fits: why, and how many GPUs would hold the model.
 
-PlanError: every layout of 8 GPUs takes at least 338 GiB on each, of which a100 has 75 for
-tensors, even with stage 3 and full recompute; 64 GPUs would hold it
+every layout of 8 GPUs takes at least 367 GiB on each, of which a100 has 75 for tensors; 64 GPUs
+would hold it
 """
 
 from planning.inputs import Machine, Software
@@ -30,14 +30,20 @@ def what_would_fit(
         )
     has = USABLE * machine.memory
     message = (
-        f"every layout of {gpus:,} GPUs takes at least {least / 2**30:,.0f} GiB on each, of which"
-        f" {machine.name} has {has / 2**30:,.0f} for tensors"
+        f"every layout of {gpus:,} GPUs takes at least {gib(least)} GiB on each, of which"
+        f" {machine.name} has {gib(has)} for tensors"
     )
     for times in (2**i for i in range(1, 13)):
         needed = least_bytes(software, model, times * gpus, times * global_batch)
         if needed is not None and needed <= has:
             return f"{message}; {times * gpus:,} GPUs would hold it"
     return f"{message}; a smaller model would fit"
+
+
+def gib(nbytes: float) -> str:
+    """Three digits of GiB below 10, whole ones above."""
+    amount = nbytes / 2**30
+    return f"{amount:,.0f}" if amount >= 10 else f"{amount:.3g}"
 
 
 def least_bytes(software: Software, model: MoEConfig, gpus: int, global_batch: int) -> float | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 class Constants:
     """What data sheets do not say: fitted (planning/calibrate.py) or measured (measure.py).
 
-    The first four are shares of a data-sheet number, from 0 to 1.
+    All but `wait` are shares of a data-sheet number, from 0 to 1.
     """
 
     # of the peak, that large matrix multiplications reach
@@ -29,7 +29,7 @@ class Constants:
     # seconds that one pass of a collective waits: for the slowest rank, for kernels to start
     wait: float
     # of the network, that ZeRO-3's collectives of single parameters reach; only for software
-    # with `reduces_parameter_by_parameter`
+    # with `waits_for_reductions`
     zero3: float = 1.0
 
 

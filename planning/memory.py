@@ -530,7 +530,7 @@ def gradient_buffers(layout: Layout, software: Software, held: Rank) -> int:
     return most * software.gradient
 
 
-def moment_bytes(layout: Layout, kept: Kept, held: Rank) -> int:
+def transient_bytes(layout: Layout, kept: Kept, held: Rank) -> int:
     """An estimate of what is there for a moment: copies of the logits; messages of a pipeline, of
     which three are received ahead (transfers.lower) and one is on its way."""
     logits = kept.head.moment if held.last else 0
@@ -552,7 +552,7 @@ def memory(
         deferred                             zb-h1: what weight gradients wait for
         gathered                             stage 3: whole parameters of a layer and the next
         gradient buffers                     stages 2 and 3: on their way to their sums
-        moments                              copies of the logits, messages; an estimate
+        transient                            copies of the logits, messages; an estimate
 
     The layout is one that train.py accepts.
     """
@@ -570,7 +570,7 @@ def memory(
         **activations(layout, of_micro_batch, held, rank),
         "gathered": gathered_bytes(model, layout, software, held),
         "gradient buffers": gradient_buffers(layout, software, held),
-        "moments": moment_bytes(layout, of_micro_batch, held),
+        "transient": transient_bytes(layout, of_micro_batch, held),
     }
 
 

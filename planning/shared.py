@@ -12,7 +12,7 @@ the work of all:
     collectives    their members get a processor one after another, so each pass costs a wait for
                    each member, and copies of its bytes
 
-A pipeline's bubble is therefore free, and so a pipeline is the best layout of many laptops.
+A pipeline's bubble is therefore free: on many laptops a pipeline is the fastest layout.
 
     python planner.py measure        the constants of this machine (planning/measure.py)
 
@@ -55,7 +55,7 @@ def step_time(
     overhead = layers * layout.micro_batches * machine.overhead * passes(layout) / 3
     path = sum(slowest.values()) / max(1, share) + overhead
 
-    # of the mean rank
+    # of the mean rank; the update is the fullest rank's
     mean = model.num_layers / p / layers
     seconds = {name: mean * slowest[name] / share for name in ("matmul", "elementwise")}
     seconds["overhead"] = mean * overhead / min(1, share)

@@ -88,4 +88,5 @@ def predict(config: Config, ranks: int) -> dict[str, float]:
 def describe(seconds: dict[str, float], name: str) -> str:
     """The prediction, for the start of a run."""
     parts = [f"{part} {value:.3g}" for part, value in seconds.items() if value]
-    return f"--plan {name}: a step of {sum(seconds.values()):.3g} s: {', '.join(parts)}"
+    where = f" on {name} in bf16" if name in MACHINES else ""
+    return f"--plan {name}: a step of {sum(seconds.values()):.3g} s{where}: {', '.join(parts)}"

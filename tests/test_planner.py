@@ -20,7 +20,7 @@ import torch.distributed.run
 import planner
 import schedules
 from lessons import planner as lesson
-from planning import calibrate, commands, errors
+from planning import budget, calibrate, commands, errors
 from planning import rows as published
 from planning.inputs import A100, H200, SOFTWARE, Layout, Machine
 from planning.layouts import layouts
@@ -316,9 +316,9 @@ def test_size(capsys):
     config, ranks = parse(out.strip().split("\n\n")[2])
     assert ranks == 8
     rules.validate(config, ranks)
-    found = planner.size_for(published_machine("h100"), TRAIN, 8, days=2)
+    found = budget.size_for(published_machine("h100"), TRAIN, 8, days=2)
     assert found.days <= 2 and found.model.num_layers == config.num_layers
-    more = planner.size_for(published_machine("h100"), TRAIN, 8, days=8)
+    more = budget.size_for(published_machine("h100"), TRAIN, 8, days=8)
     assert more.parameters > 1.5 * found.parameters
 
 

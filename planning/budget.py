@@ -1,0 +1,98 @@
+"""The largest model that a number of GPUs trains in a number of days.
+
+    python planner.py size --gpus 64 --days 7 --gpu h100
+
+The model is a GPT of the proportions of GPT-3 175B, on 20 tokens for each parameter. Its speed is
+that of the fastest layout that planner.search finds.
+
+Not covered: other shapes of the same size, and batches that grow with the model.
+"""
+
+from math import inf
+from typing import NamedTuple
+
+from planner import Plan, search
+from planning.fits import PlanError, what_would_fit
+from planning.inputs import Machine, Software
+from routers import MoEConfig
+from runtime import sizes
+
+# tokens for each parameter (Hoffmann et al., arXiv 2203.15556, section 3)
+TOKENS_PER_PARAMETER = 20
+# layers
+SMALLEST = 4
+LARGEST = 192
+
+
+class Sized(NamedTuple):
+    """The largest model that a budget trains."""
+
+    model: MoEConfig
+    parameters: int
+    tokens: float
+    days: float
+    flops: float
+    plan: Plan
+    # a larger model would not fit
+    memory_is_full: bool = False
+
+
+def gpt_of(layers: int) -> MoEConfig:
+    """A GPT as wide as GPT-3 175B for its depth: h = 128 L, heads of 128."""
+    return MoEConfig(
+        layers, 128 * layers, layers, seq_length=2048, vocab_size=51200, attention="fused"
+    )
+
+
+def size_for(
+    machine: Machine,
+    software: Software,
+    gpus: int,
+    days: float = inf,
+    flops: float = inf,
+    tokens: float | None = None,
+) -> Sized:
+    """The largest model that `gpus` train in so many days, and with so many model FLOPs, at the
+    speed that `search` predicts. tokens: to train on; None: 20 for each parameter.
+
+    Raises PlanError where there is none.
+    """
+    best = None
+    low, high = SMALLEST, LARGEST
+    no_room = False
+    while low <= high:
+        layers = (low + high) // 2
+        sized = trained(machine, software, gpus, gpt_of(layers), tokens)
+        if sized and sized.days <= days and sized.flops <= flops:
+            best, low = sized, layers + 1
+        else:
+            # of the smallest model that is too large
+            no_room = sized is None
+            high = layers - 1
+    if best:
+        return best._replace(memory_is_full=no_room)
+    if no_room:
+        message = what_would_fit(machine, software, gpt_of(SMALLEST), gpus, batch_of(gpus))
+        raise PlanError(f"a model of {SMALLEST} layers does not fit: {message}")
+    raise PlanError(f"too little for a model of {SMALLEST} layers; more GPUs or a larger budget")
+
+
+def batch_of(gpus: int) -> int:
+    """Sequences of a step: near 2 million tokens, and divisible by the GPUs."""
+    return gpus * max(1, round(1024 / gpus))
+
+
+def trained(
+    machine: Machine, software: Software, gpus: int, model: MoEConfig, tokens: float | None
+) -> Sized | None:
+    """The fastest training of a model; None where it does not fit."""
+    count = sizes.least_parameters(model)
+    total = tokens or TOKENS_PER_PARAMETER * count
+    batch = batch_of(gpus)
+    try:
+        plan = search(machine, software, model, gpus, batch)[0]
+    except PlanError:
+        return None
+    steps = total / (batch * model.seq_length)
+    flops = total * sizes.flops_per_token(model)
+    return Sized(model, count, total, steps * plan.seconds / 86400, flops, plan)
