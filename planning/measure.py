@@ -21,9 +21,11 @@ Not covered: several nodes.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -45,6 +47,9 @@ from runtime.world import keep_freed_memory
 MEASURED = Constants(matmul=1.0, memory=1.0, node=1.0, network=1.0, wait=0.0)
 NAME = "this machine"
 RANKS = 4
+MOST_RANKS = 64
+# Ctrl-C, kill, and a terminal that is closed
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Sizes(NamedTuple):
@@ -242,6 +247,52 @@ class Parser(argparse.ArgumentParser):
         terminal.refuse(f"planner.py: {message}; --help lists the flags")
 
 
+@contextlib.contextmanager
+def interruptible():
+    """Signals that end a process raise KeyboardInterrupt in here, so that what was started is ended
+    and its files are removed. Only the first does: the end is not interrupted."""
+    owner = os.getpid()
+
+    def interrupt(number, frame):
+        if os.getpid() != owner:
+            # a rank that was forked from this process
+            os._exit(130)
+        for ending in ENDING:
+            signal.signal(ending, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    # nohup ignores SIGHUP, and so it stays
+    heard = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
+    handlers = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def measure_once(ranks: int) -> Machine:
+    """`measure` in a command, which has computed nothing yet."""
+    if not torch.cuda.is_available():
+        # no server of ranks that would still import torch when the command has ended
+        rank_processes.fork_this_process()
+    return measure(ranks)
+
+
+def check_out(path: str) -> None:
+    """Refuse a file that cannot be written, before the time is spent."""
+    folder = Path(path).parent
+    reason = ""
+    if not folder.is_dir():
+        reason = f"{folder} is not a folder"
+    elif Path(path).is_dir():
+        reason = "it is a folder"
+    elif not os.access(path if Path(path).exists() else folder, os.W_OK):
+        reason = "permission denied"
+    if reason:
+        terminal.refuse(f"planner.py: --out {path}: cannot be written ({reason})")
+
+
 def describe(machine: Machine) -> list[str]:
     """A line for each constant."""
     whose = "a processor" if machine.processors else "a GPU"
@@ -269,10 +320,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"ranks (default: {RANKS})")
     parser.add_argument("--out", default="machine.json", help="file (default: machine.json)")
     args = parser.parse_args(argv)
-    if not 1 <= args.ranks <= 64:
-        terminal.refuse(f"planner.py: --ranks {args.ranks}: must be from 1 to 64; 4 would fit")
+    if not 1 <= args.ranks <= MOST_RANKS:
+        bounds = f"must be from 1 to {MOST_RANKS}; 4 would fit"
+        terminal.refuse(f"planner.py: --ranks {args.ranks}: {bounds}")
+    check_out(args.out)
     start = time.perf_counter()
-    machine = measure(args.ranks)
+    with interruptible():
+        machine = measure_once(args.ranks)
     try:
         save(machine, args.out)
     except OSError as e:

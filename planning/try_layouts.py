@@ -15,7 +15,11 @@ Not covered: noise. On a busy machine the measured order is that of luck.
 """
 
 import argparse
+import contextlib
+import io
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,6 +38,8 @@ from runtime.config import LAYOUT, Config, ConfigError, flag_name
 ROOT = Path(__file__).parent.parent
 # steps that do not count
 WARMUP = 3
+# of a run, which is stopped before
+MOST_STEPS = 1000
 
 
 class EarlyEndError(RuntimeError):
@@ -50,9 +56,18 @@ def run(ranks: int, script: list[str], flags: list[str], steps: int) -> list[dic
         launcher = [*torchrun, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
         command = [*launcher, *script, *flags]
         # stopped by SIGTERM after `steps`, so that nobody waits for a sample of text
-        command += ["--steps", "1000", "--out", str(out)]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr)
+        command += ["--steps", str(MOST_STEPS), "--out", str(out)]
         lines = []
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            # the launcher's own files are removed with the folder
+            env=os.environ | {"TMPDIR": folder},
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            # Ctrl-C reaches this process alone, which ends the launcher
+            start_new_session=True,
+        )
         try:
             while len(lines) < steps:
                 # asked before the file is read, so that no line is missed
@@ -64,9 +79,18 @@ def run(ranks: int, script: list[str], flags: list[str], steps: int) -> list[dic
                     raise EarlyEndError(failure(stderr, process.returncode))
                 time.sleep(0.1)
         finally:
-            process.terminate()
-            process.wait()
+            end(process)
         return [json.loads(line) for line in lines[:steps]]
+
+
+def end(process: subprocess.Popen) -> None:
+    """Stop a run and wait until it has ended. Signals wait as long, for its folder is in use."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, measure.ENDING)
+    try:
+        process.terminate()
+        process.wait()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def step_seconds(ranks: int, words: list[str], steps: int) -> float:
@@ -139,10 +163,13 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--steps", type=int, default=8, help="of each (default: 8)")
     args, rest = parser.parse_known_args(argv)
-    for name, least in (("count", 1), ("ranks", 1), ("steps", WARMUP + 1)):
-        value = getattr(args, name)
-        if not least <= value < 2**31:
-            terminal.refuse(f"planner.py: {name} {value}: must be at least {least}")
+    for name, value, least, most in (
+        ("count", args.count, 1, 1000),
+        ("--ranks", args.ranks, 1, measure.MOST_RANKS),
+        ("--steps", args.steps, WARMUP + 1, MOST_STEPS),
+    ):
+        if not least <= value <= most:
+            terminal.refuse(f"planner.py: {name} {value}: must be from {least} to {most}")
     return args, rest
 
 
@@ -151,12 +178,19 @@ def machine_of(args: argparse.Namespace) -> Machine:
     if args.machine:
         return json_files.read(args.machine, Machine)
     print("measuring this machine ..", file=sys.stderr, flush=True)
-    return measure.measure(args.ranks)
+    return measure.measure_once(args.ranks)
 
 
 def config_of(rest: list[str]) -> Config:
     """The run without a layout. Raises ConfigError."""
-    config = flags.parse(rest, 0)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            config = flags.parse(rest, 0)
+    except SystemExit:
+        # what argparse refuses is printed in the name of train.py
+        message = said.getvalue().strip().removeprefix("train.py: ")
+        raise ConfigError(message.replace("; --help", "; train.py --help")) from None
     for field in (*LAYOUT, "recompute", "micro_batch_size"):
         if getattr(config, field) != getattr(Config(), field):
             raise ConfigError(f"{flag_name(field)}: is what is tried here; leave it out")
@@ -173,6 +207,12 @@ def plans_of(machine: Machine, config: Config, ranks: int) -> list[planner.Plan]
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
     args, rest = arguments(argv)
+    with measure.interruptible():
+        return try_layouts(args, rest)
+
+
+def try_layouts(args: argparse.Namespace, rest: list[str]) -> int:
+    """Predict, run and print. Returns the exit status."""
     try:
         config = config_of(rest)
         machine = machine_of(args)

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,11 +141,13 @@ def test_measure(here, monkeypatch, capsys):
     "argv, words",
     [
         (["--ranks", "0"], "--ranks 0: must be from 1 to 64"),
-        (["--out", "no/such/folder.json"], "cannot be written"),
+        (["--out", "no/such/folder.json"], "cannot be written (no/such is not a folder)"),
+        (["--out", "."], "cannot be written (it is a folder)"),
     ],
 )
 def test_measure_refuses(here, monkeypatch, capsys, argv, words):
-    monkeypatch.setattr(measure, "measure", lambda ranks: LAPTOP)
+    # and before anything is measured
+    monkeypatch.setattr(measure, "measure", lambda ranks: pytest.fail("measured"))
     with pytest.raises(SystemExit) as e:
         measure.main(argv)
     err = capsys.readouterr().err
@@ -173,8 +178,10 @@ def test_try(here, monkeypatch, capsys):
     "argv, words",
     [
         (["--model", "tiny"], "invalid int value: 'tiny'"),
-        (["0"], "count 0: must be at least 1"),
-        (["2", "--steps", "3"], "steps 3: must be at least 4"),
+        (["0"], "planner.py: count 0: must be from 1 to 1000"),
+        (["2", "--ranks", "99999999999"], "--ranks 99999999999: must be from 1 to 64"),
+        (["2", "--steps", "3"], "--steps 3: must be from 4 to 1000"),
+        (["2", "--nosuch", "3"], "planner.py: unrecognized arguments: --nosuch 3; train.py --help"),
         (["2", "--machine", "none.json"], "none.json: cannot be read"),
         (["2", "--machine", "machine.json", "--tp", "2"], "--tp: is what is tried"),
         (["2", "--machine", "machine.json", "--num-heads", "3"], "hidden"),
@@ -185,6 +192,42 @@ def test_try_refuses(here, capsys, argv, words):
         try_layouts.main(argv)
     err = capsys.readouterr().err
     assert e.value.code == 2 and words in err and err.count("\n") == 1
+
+
+def processes_that_name(text: str) -> list[str]:
+    """The command lines that have this text in them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().decode(errors="replace").replace("\0", " ")
+        except OSError:
+            continue
+        if text in line:
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.repetition)]
+)
+def test_an_interrupted_try_leaves_nothing(here, number):
+    """A signal to the planner alone ends the launcher and its ranks, and removes their files."""
+    files = here / "files"
+    files.mkdir()
+    words = small_run.as_flags(num_layers=2, hidden_size=32, num_heads=4, global_batch_size=4)
+    argv = ["try", "2", "--ranks", "2", "--machine", here / "machine.json", "--steps", "1000"]
+    planning = processes.start(["planner.py", *argv, *words], TMPDIR=str(files))
+    deadline = time.monotonic() + 60
+    # rank 0 trains
+    while not list(files.glob("*/run/metrics.jsonl")):
+        assert planning.returncode is None and time.monotonic() < deadline, planning.stderr
+        time.sleep(0.05)
+    # the launcher and two ranks
+    assert len(processes_that_name(str(files))) == 3
+    planning.kill(number)
+    assert planning.wait() == 130
+    assert processes_that_name(str(files)) == [] and os.listdir(files) == []
+    assert "Traceback" not in planning.stderr
 
 
 def test_the_table_counts_orders():
