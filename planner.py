@@ -32,6 +32,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from planning import shared
@@ -309,7 +310,7 @@ def step_time(
     rank = Rank(machine, software, model, layout)
     p, v, m, L = layout.pp, layout.virtual_stages, layout.micro_batches, model.num_layers
     forward, backward, weight_gradient = layer(rank)
-    layers = -(-L // (p * v)) * v
+    layers = layout.most_layers(L)
     seconds = {}
     for name, in_forward, in_backward in zip(Pass._fields, forward, backward):
         seconds[name] = m * layers * (in_forward + in_backward)
@@ -352,7 +353,18 @@ def search(
 
     Raises PlanError where none does.
     """
-    found = []
+    plans = sorted(
+        fitting(machine, software, model, gpus, global_batch), key=lambda plan: plan.seconds
+    )
+    if not plans:
+        raise PlanError(what_would_fit(machine, software, model, gpus, global_batch))
+    return plans
+
+
+def fitting(
+    machine: Machine, software: Software, model: MoEConfig, gpus: int, global_batch: int
+) -> Iterator[Plan]:
+    """Every layout that train.py accepts and that fits into memory."""
     # layouts, without their micro-batch: larger ones will not fit either
     full = set()
     for layout in layouts(model, software, gpus, global_batch):
@@ -363,10 +375,7 @@ def search(
         if sum(held.values()) > USABLE * machine.memory:
             full.add(others)
             continue
-        found.append(Plan(layout, step_time(machine, software, model, layout), held))
-    if not found:
-        raise PlanError(what_would_fit(machine, software, model, gpus, global_batch))
-    return sorted(found, key=lambda plan: plan.seconds)
+        yield Plan(layout, step_time(machine, software, model, layout), held)
 
 
 if __name__ == "__main__":

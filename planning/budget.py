@@ -3,7 +3,7 @@
     python planner.py size --gpus 64 --days 7 --gpu h100
 
 The model is a GPT of the proportions of GPT-3 175B, on 20 tokens for each parameter. Its speed is
-that of the fastest layout that planner.search finds.
+that of the fastest layout that planner.py finds.
 
 Not covered: other shapes of the same size, and batches that grow with the model.
 """
@@ -11,7 +11,7 @@ Not covered: other shapes of the same size, and batches that grow with the model
 from math import inf
 from typing import NamedTuple
 
-from planner import Plan, search
+from planner import Plan, fitting
 from planning.fits import PlanError, what_would_fit
 from planning.inputs import Machine, Software
 from routers import MoEConfig
@@ -19,6 +19,8 @@ from runtime import sizes
 
 # tokens for each parameter (Hoffmann et al., arXiv 2203.15556, section 3)
 TOKENS_PER_PARAMETER = 20
+# seconds
+DAY = 86400
 # layers
 SMALLEST = 4
 LARGEST = 192
@@ -57,24 +59,28 @@ def size_for(
 
     Raises PlanError where there is none.
     """
-    best = None
-    low, high = SMALLEST, LARGEST
     no_room = False
-    while low <= high:
-        layers = (low + high) // 2
-        sized = trained(machine, software, gpus, gpt_of(layers), tokens)
-        if sized and sized.days <= days and sized.flops <= flops:
-            best, low = sized, layers + 1
-        else:
-            # of the smallest model that is too large
-            no_room = sized is None
-            high = layers - 1
-    if best:
-        return best._replace(memory_is_full=no_room)
+    for layers in range(LARGEST, SMALLEST - 1, -1):
+        model = gpt_of(layers)
+        needed = tokens_of(model, tokens) * sizes.flops_per_token(model)
+        # even at the peak it would take longer
+        if needed > flops or needed > days * DAY * gpus * machine.peak:
+            continue
+        sized = trained(machine, software, gpus, model, tokens)
+        if sized and sized.days <= days:
+            return sized._replace(memory_is_full=no_room)
+        no_room = sized is None
     if no_room:
         message = what_would_fit(machine, software, gpt_of(SMALLEST), gpus, batch_of(gpus))
         raise PlanError(f"a model of {SMALLEST} layers does not fit: {message}")
-    raise PlanError(f"too little for a model of {SMALLEST} layers; more GPUs or a larger budget")
+    raise PlanError(
+        f"too little for a model of {SMALLEST} layers; more GPUs, a larger budget or fewer --tokens"
+        " would do"
+    )
+
+
+def tokens_of(model: MoEConfig, tokens: float | None) -> float:
+    return tokens or TOKENS_PER_PARAMETER * sizes.least_parameters(model)
 
 
 def batch_of(gpus: int) -> int:
@@ -87,12 +93,12 @@ def trained(
 ) -> Sized | None:
     """The fastest training of a model; None where it does not fit."""
     count = sizes.least_parameters(model)
-    total = tokens or TOKENS_PER_PARAMETER * count
+    total = tokens_of(model, tokens)
     batch = batch_of(gpus)
-    try:
-        plan = search(machine, software, model, gpus, batch)[0]
-    except PlanError:
+    plans = fitting(machine, software, model, gpus, batch)
+    plan = min(plans, key=lambda plan: plan.seconds, default=None)
+    if plan is None:
         return None
     steps = total / (batch * model.seq_length)
     flops = total * sizes.flops_per_token(model)
-    return Sized(model, count, total, steps * plan.seconds / 86400, flops, plan)
+    return Sized(model, count, total, steps * plan.seconds / DAY, flops, plan)

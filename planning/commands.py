@@ -32,6 +32,7 @@ from collections.abc import Callable
 import planner
 from planning import rows
 from planning.budget import TOKENS_PER_PARAMETER, size_for
+from planning.fits import gib
 from planning.inputs import MACHINES, Layout, Machine, software_of
 from planning.memory import memory
 from planning.rows import RowError
@@ -205,19 +206,19 @@ def table(plans: list[planner.Plan], speed: Speed) -> list[str]:
     """A heading, and a line for each plan."""
     # without experts there is no ep
     columns = [c for c in COLUMNS if c[0] != "ep" or speed.has_experts]
-    heading = "".join(name.rjust(width) for name, width, _ in columns)
-    heading += f"{'s/step':>8}{'tokens/s':>10}{'MFU':>6}{'days':>7}"
-    heading += "".join(name.rjust(width) for name, (width, _) in PARTS.items())
-    lines = [heading]
+    names = [name for name, _, _ in columns] + ["s/step", "tokens/s", "MFU", "days", *PARTS]
+    least = [width for _, width, _ in columns] + [8, 10, 6, 7]
+    least += [width for width, _ in PARTS.values()]
+    rows = [names]
     for plan in plans:
-        line = "".join(text(plan.layout).rjust(width) for _, width, text in columns)
-        line += f"{plan.seconds:>8.3f}{speed.tokens_per_second(plan.seconds):>10,.0f}"
-        line += f"{speed.mfu(plan.seconds):>6.1%}{days(speed.days(plan.seconds)):>7}"
-        for width, parts in PARTS.values():
-            gib = sum(plan.bytes[part] for part in parts) / 2**30
-            line += f"{gib:>{width}.1f}"
-        lines.append(line)
-    return lines
+        row = [text(plan.layout) for _, _, text in columns]
+        row += [f"{plan.seconds:.3f}", f"{speed.tokens_per_second(plan.seconds):,.0f}"]
+        row += [f"{speed.mfu(plan.seconds):.1%}", days(speed.days(plan.seconds))]
+        for _, parts in PARTS.values():
+            row.append(f"{sum(plan.bytes[part] for part in parts) / 2**30:.1f}")
+        rows.append(row)
+    widths = [max(w, *(len(row[i]) + 1 for row in rows)) for i, w in enumerate(least)]
+    return ["".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows]
 
 
 def days(number: float) -> str:
@@ -278,7 +279,10 @@ def plan(argv: list[str]) -> None:
     if not hasattr(args, "model"):
         raise ConfigError("--model: which one? for example --model gpt3-175b")
     given = {name: value for name, value in vars(args).items() if name in MODEL_FLAGS}
-    model = Config(model=args.model, **given).model_config()
+    config = Config(model=args.model, **given)
+    model = config.model_config()
+    # flags that this model has no use for
+    rules.check_techniques(config, model, world=1)
     machine = machine_of(args)
     try:
         plans = planner.search(machine, software_of(machine), model, args.gpus, args.batch)
@@ -290,7 +294,7 @@ def plan(argv: list[str]) -> None:
         f" sequences of {model.seq_length:,} tokens a step; {billions(args.tokens)} tokens"
     )
     fit = "1 layout fits" if not others else f"{len(plans):,} layouts fit"
-    print(f"{args.gpus:,} x {machine.name}, {machine.memory / 2**30:.0f} GiB each: {fit}")
+    print(f"{args.gpus:,} x {machine.name}, {gib(machine.memory)} GiB each: {fit}")
     print(
         "v: interleaved, v stages on a rank; b: micro-batch; seq: sequence parallelism; right: GiB"
     )

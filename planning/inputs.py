@@ -37,6 +37,13 @@ class Constants:
 POSITIVE = "peak memory memory_bandwidth node_bandwidth network_bandwidth ranks_per_node".split()
 
 
+def check_between(name: str, value: float, least: float, most: float) -> None:
+    """Raises ValueError for a number that no machine has."""
+    # NaN fails too
+    if not least <= value <= most:
+        raise ValueError(f"{name} {value:g}: must be from {least:g} to {most:g}")
+
+
 @dataclass(frozen=True)
 class Machine:
     """FLOP/s are dense, at the precision of training. Bandwidths are bytes/s of one device, in one
@@ -60,11 +67,12 @@ class Machine:
 
     def __post_init__(self):
         for name in POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} {getattr(self, name)}: must be above 0")
+            check_between(name, getattr(self, name), 1.0, 1e24)
+        check_between("processors", self.processors, 0, 2**20)
+        check_between("overhead", self.overhead, 0.0, 60.0)
         for name, share in vars(self.constants).items():
-            if not (share > 0 or (name == "wait" and share == 0)):
-                raise ValueError(f"constants: {name} {share}: must be above 0")
+            least, most = (0.0, 60.0) if name == "wait" else (1e-6, 1e6)
+            check_between(f"constants: {name}", share, least, most)
 
     def processors_of(self, ranks: int) -> float:
         """Processors for each of `ranks` ranks, below 1 where they take turns. A rank computes with
@@ -179,6 +187,13 @@ class Layout:
             elif value is not True:
                 words.append(str(value))
         return words
+
+    def most_layers(self, num_layers: int) -> int:
+        """Of one rank, in all of its stages."""
+        stages = self.pp * self.virtual_stages
+        if self.layer_split:
+            return max(sum(self.layer_split[rank :: self.pp]) for rank in range(self.pp))
+        return -(-num_layers // stages) * self.virtual_stages
 
     @property
     def pipeline_schedule(self) -> str:

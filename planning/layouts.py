@@ -45,6 +45,9 @@ def layouts(
     """Smaller micro-batches first. micro_batches: only of these sizes."""
     meshes = list(meshes_of(model, ranks, global_batch))
     for b in micro_batches or divisors(global_batch):
+        if model.router == "sinkhorn" and b * model.seq_length < model.num_experts:
+            # no plan of so few tokens is even
+            continue
         for tp, pp, dp, ep in meshes:
             if global_batch // dp % b:
                 continue

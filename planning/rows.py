@@ -12,6 +12,7 @@ published_times.json has 72 of them. Fields of "model" are those of a configurat
     python planner.py predict FILE.json      a prediction for each row
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class _Line:
     """A row as it stands in the file."""
 
     model: dict
-    layout: Layout
+    layout: dict
     software: str
     machine: str
     name: str = ""
@@ -81,9 +82,24 @@ def read(path: str | Path) -> list[Row]:
         software, machine = SOFTWARE[line.software], MACHINES[line.machine]
         # Megatron-LM trained with dropout, which fused attention does not have
         default = {} if software.fused_attention else {"dropout": 0.1}
+        where = f"{path}: rows[{number}] {line.name}"
+        check_names(MoEConfig, line.model, f"{where}: model")
+        check_names(Layout, line.layout, f"{where}: layout")
         try:
             model = MoEConfig(**default | line.model)
-        except (TypeError, ValueError) as e:
-            raise RowError(f"{path}: rows[{number}] {line.name}: model: {e}") from None
-        rows.append(Row(line.name, model, line.layout, software, machine, line.seconds, line.group))
+            layout = json_files.convert(line.layout, Layout, f"{where}: layout")
+        except (ValueError, json_files.JSONError) as e:
+            raise RowError(str(e) if str(e).startswith(where) else f"{where}: model: {e}") from None
+        rows.append(Row(line.name, model, layout, software, machine, line.seconds, line.group))
     return rows
+
+
+def check_names(kind: type, given: dict, where: str) -> None:
+    """Raises RowError for a field that `kind` does not have, or needs and is missing."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for name in given:
+        if name not in fields:
+            raise RowError(f"{where}: {name}: no such field; there are {', '.join(fields)}")
+    for name, known in fields.items():
+        if known.default is dataclasses.MISSING and name not in given:
+            raise RowError(f"{where}: {name}: is missing")

@@ -21,12 +21,13 @@ Not covered: caches that ranks take from each other, and processors of two speed
 
 from collections import Counter
 from dataclasses import replace
-from math import inf
 
 from planning.collectives import Collective, collectives
 from planning.inputs import Layout, Machine, Software
 from routers import MoEConfig
 
+# bytes/s
+INSTANT = 1e24
 # group of a collective -> part of a step
 PARTS = {"tp": "tensor", "ep": "expert", "pp": "pipeline", "dp": "data", "edp": "data"}
 
@@ -34,7 +35,7 @@ PARTS = {"tp": "tensor", "ep": "expert", "pp": "pipeline", "dp": "data", "edp": 
 def one_each(machine: Machine) -> Machine:
     """The same, where each rank has a processor of its own and collectives take no time."""
     constants = replace(machine.constants, wait=0.0)
-    links = {"node_bandwidth": inf, "network_bandwidth": inf}
+    links = {"node_bandwidth": INSTANT, "network_bandwidth": INSTANT}
     return replace(machine, processors=0, constants=constants, **links)
 
 
@@ -51,7 +52,7 @@ def step_time(
     """
     p = layout.pp
     share = machine.processors_of(layout.ranks)
-    layers = -(-model.num_layers // (p * layout.virtual_stages)) * layout.virtual_stages
+    layers = layout.most_layers(model.num_layers)
     overhead = layers * layout.micro_batches * machine.overhead * passes(layout) / 3
     path = sum(slowest.values()) / max(1, share) + overhead
 

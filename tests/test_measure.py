@@ -87,7 +87,7 @@ def test_threads_divide_arithmetic_and_not_overhead():
 def test_a_wait_for_each_member():
     """tp 4 has as many collectives in a micro-batch as tp 2, of twice the members, and on half of
     the data-parallel ranks: twice the micro-batches."""
-    slow = dataclasses.replace(LAPTOP, node_bandwidth=1e30)
+    slow = dataclasses.replace(LAPTOP, node_bandwidth=1e24)
     two = seconds(Layout(tp=2, dp=2, global_batch_size=8), slow)["tensor"]
     four = seconds(Layout(tp=4, global_batch_size=8), slow)["tensor"]
     assert four / two == pytest.approx(4, rel=0.01)
@@ -293,7 +293,7 @@ def test_a_run_has_the_layout_of_its_flags():
     [
         ("none.json", None, "--plan none.json: cannot be read"),
         ("text.json", "text", "not JSON"),
-        ("zero.json", {"peak": 0.0}, "peak 0: must be above 0"),
+        ("zero.json", {"peak": 0.0}, "peak 0: must be from"),
         ("auto", None, "there is no machine.json"),
     ],
 )

@@ -439,7 +439,7 @@ PLAN = "plan --model gpt3-20b --gpus 64 --batch 64"
         ("size --gpus 64 --days -1", "--days -1: must be above 0 and finite"),
         ("size --gpus 64 --days inf", "--days inf: must be above 0 and finite"),
         ("size --gpus 8 --days 1e-9", "--gpus 8 --days 1e-09: "),
-        ("size --gpus 8", "the following arguments are required: --days"),
+        ("size --gpus 8", "one of the arguments --days --flops is required"),
         ("predict no.json", "no.json: cannot be read"),
         ("predict", "the following arguments are required: FILE.json"),
     ],
