@@ -5,6 +5,8 @@
     Software     facts about an implementation: what it keeps in memory, what it overlaps
     Layout       how a model and its batch are spread over the ranks
 
+    python planner.py      the constants, and what they predict
+
 Not covered: nodes of different kinds, and a network that is slower between distant nodes.
 """
 
@@ -215,29 +217,27 @@ H100 = Machine("h100", 989e12, 80 * 2**30, 3.35e12, 450e9, 50e9, 8, HOPPER)
 H200 = Machine("h200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 8, HOPPER)
 MACHINES = {"a100": A100, "h100": H100, "h200": H200}
 
+# this project as it runs on GPUs
+TRAIN = Software(
+    "train.py",
+    zero_stages=(0, 1, 2, 3),
+    schedules=("1f1b", "interleaved", "zb-h1"),
+    fused_attention=True,
+    sums_norms_by_layer=True,
+    reduces_by_layer=True,
+    overlaps_data=True,
+    scatters_pipeline=False,
+)
 SOFTWARE = {
-    # as it runs on GPUs
-    "train.py": Software(
-        "train.py",
-        zero_stages=(0, 1, 2, 3),
-        schedules=("1f1b", "interleaved", "zb-h1"),
-        fused_attention=True,
-        sums_norms_by_layer=True,
-        reduces_by_layer=True,
-        overlaps_data=True,
-        scatters_pipeline=False,
-    ),
+    "train.py": TRAIN,
     # in fp32 on CPU ranks; nothing runs beside computation that needs the same processors
-    "train.py-cpu": Software(
-        "train.py-cpu",
+    "train.py-cpu": dataclasses.replace(
+        TRAIN,
+        name="train.py-cpu",
         weight=4,
         optimizer_state=8,
-        zero_stages=(0, 1, 2, 3),
-        schedules=("1f1b", "interleaved", "zb-h1"),
-        fused_attention=True,
-        reduces_by_layer=True,
         overlaps_tensor=False,
-        scatters_pipeline=False,
+        overlaps_data=False,
         fused_rms_norm=False,
     ),
     # arXiv 2104.04473 and 2205.05198

@@ -1,7 +1,7 @@
 """All layouts that train.py accepts of a model, a number of ranks and a global batch.
 
-Each technique's own check decides (tensor_parallel.check, ..), as in runtime/rules.py; what they do
-not know, which sizes divide the ranks and the batch, is decided here by counting through divisors.
+Each technique's own check decides (tensor_parallel.check, ..), as in runtime/rules.py. Which sizes
+divide the ranks and the batch is decided here.
 
     python -m planning.layouts      how many there are for GPT-3 175B on 1,024 ranks
 
