@@ -263,11 +263,14 @@ class MoE(nn.Module):
     def experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [rows, h] in the order of experts; counts: [E / ep] -> [rows, h]"""
         if self.gate is not None:
-            inner = grouped_linear(rows, counts, self.gate.weight, self.up.weight)
-            inner = self.activation(*inner)  # [rows, ffn]
+            inner = self.activation(*self.multiply(rows, counts, self.gate, self.up))  # [rows, ffn]
         else:
-            inner = self.activation(*grouped_linear(rows, counts, self.up.weight), None)
-        return grouped_linear(inner, counts, self.down.weight)[0]
+            inner = self.activation(*self.multiply(rows, counts, self.up), None)
+        return self.multiply(inner, counts, self.down)[0]
+
+    def multiply(self, rows: Tensor, counts: Tensor, *matrices: ExpertLinear) -> list[Tensor]:
+        """Each expert's matrices times its own rows, as grouped_linear. adapters.py adds to it."""
+        return grouped_linear(rows, counts, *(matrix.weight for matrix in matrices))
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:

@@ -297,8 +297,9 @@ class Pipeline:
             received.requires_grad_()
         y = step.run_stage(action.chunk, action.micro_batch, received)
         if torch.is_grad_enabled():
-            # the graph of y, not its values
-            step.graphs[action.chunk, action.micro_batch] = received, get_gradient_edge(y)
+            # the graph of y, not its values; a first stage may have nothing that learns
+            edge = get_gradient_edge(y) if y.requires_grad else None
+            step.graphs[action.chunk, action.micro_batch] = received, edge
         stage = self.stage_of(action)
         if stage < self.last_stage:
             self.hand_over(step, ("F", stage + 1, action.micro_batch), y.detach())
@@ -311,7 +312,8 @@ class Pipeline:
             self.defer(action.chunk, step.deferred[key])
         stage = self.stage_of(action)
         grad = step.loss_grad if stage == self.last_stage else received
-        torch.autograd.backward(edge, grad)
+        if edge is not None:
+            torch.autograd.backward(edge, grad)
         self.defer(action.chunk, None)
         if x is not None:
             self.hand_over(step, ("B", stage - 1, action.micro_batch), x.grad)

@@ -181,12 +181,15 @@ def copy_parameters(places: list, group: dist.ProcessGroup) -> tuple[list, tuple
 
 
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the whole parameters in `module` that learn pass through identity | all-reduce, together,
-    whenever it runs. While its forward runs, their places hold the copies."""
+    """Let the parameters in `module` that learn, and that `group` does not shard, pass through
+    identity | all-reduce, together, whenever it runs. While its forward runs, their places hold the
+    copies."""
     places = []
     for owner in module.modules():
         for name, p in owner._parameters.items():
-            if p is not None and p.requires_grad and not sharding_of(p).placements:
+            if p is None or not p.requires_grad:
+                continue
+            if group not in [shard.group for shard in sharding_of(p).placements]:
                 places.append((owner, name))
     forward = module.forward
 

@@ -43,8 +43,6 @@ from dropout import dropout_key
 from gpt import GPT
 from gradients import GradientAccumulator, LossScaler, accumulation_dtype
 from optimizer import AdamW, learning_rate
-from prompts.learning import PromptLearning, TemplateData
-from prompts.prompt_data import PromptConfig
 from runtime import launch
 from runtime.config import DTYPES, Config
 from runtime.device_queue import number
@@ -52,6 +50,7 @@ from runtime.hooks import RunHooks
 from runtime.saving import RunCheckpoints
 from runtime.training_run import TrainingRun
 from runtime.world import Groups
+from tuning.mixins import mixins
 
 
 class Trainer(RunHooks):
@@ -154,7 +153,7 @@ class Trainer(RunHooks):
         def forward(chunk: int, k: int, *x: torch.Tensor | None) -> torch.Tensor:
             """Micro-batch k through stage number `chunk` of this rank, from the activation x."""
             batch = dataset.batch(mine[k * b : (k + 1) * b]).to(self.device)
-            dropout = self.model_config.dropout
+            dropout = self.model_config.dropout or self.config.lora_dropout
             key = dropout_key(self.config.seed, step, batch.samples) if dropout else None
             y = self.stages[chunk](batch.tokens, batch.targets, key, *x)
             if self.stages[chunk].head is None:
@@ -208,18 +207,9 @@ class Trainer(RunHooks):
         return norm, lr
 
 
-class PromptTrainer(PromptLearning, Trainer):
-    """Learns prompts for a frozen model."""
-
-
-class FineTuner(TemplateData, Trainer):
-    """Trains the whole model on the same data: virtual_prompt_style fine-tuning."""
-
-
 def trainer_class(config: Config) -> type[Trainer]:
-    if not config.prompt_config:
-        return Trainer
-    return PromptTrainer if PromptConfig.read(config.prompt_config).learned else FineTuner
+    """Trainer, with the hooks of what a run learns and of its data before it."""
+    return type("Trainer", (*mixins(config), Trainer), {})
 
 
 def loop(trainer: Trainer, run: TrainingRun) -> bool:

@@ -244,7 +244,7 @@ def read_flags(argv: list[str], world: int | None) -> tuple[Config, int]:
     # float64 and gloo, whatever the run has
     config.device, config.tensorboard = "cpu", False
     if config.prompt_config:
-        raise ConfigError("--prompt-config: verify.py trains whole models only")
+        raise ConfigError("--prompt-config: verify.py trains whole models, or adapters")
     least = config.tp * config.pp * config.ep
     for ranks_of_layout in [world] if world else [2 * least, least]:
         try:

@@ -103,7 +103,8 @@ def apply(model: gpt.GPT) -> None:
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) in REPLACEMENTS:
+            # a frozen weight has no gradient to defer
+            if type(child) in REPLACEMENTS and child.weight.requires_grad:
                 setattr(parent, name, with_weights_of(REPLACEMENTS[type(child)], child))
     for module in model.modules():
         if isinstance(module, tensor_parallel.ColumnParallelLinear):

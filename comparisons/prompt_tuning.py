@@ -45,6 +45,7 @@ from corpus import documents
 from inference import loading
 from prompts import prompt_data, prompt_file
 from runtime import json_files
+from tuning.frozen_base import fingerprint
 
 SITE = Path(torch.__file__).parent.parent
 # letter: (folder, files)
@@ -200,8 +201,8 @@ def learn(
         model, index = loading.load_model(experiment.base, experiment.device)
         tokenizer = loading.find_tokenizer(experiment.base, index)
         learned = num_learned(config, model, tokenizer)
-        fingerprint = prompt_file.fingerprint(experiment.base, model.config)
-        config, tables = prompt_file.load(out / "prompts.safetensors", fingerprint)
+        identity = fingerprint(experiment.base, model.config)
+        config, tables = prompt_file.load(out / "prompts.safetensors", identity)
         first_id = prompt_tuning.apply_tables(model, config, tables)[TASK]
     template = config.templates[TASK]
     prompts = []

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import adapters
 import data
 import fsdp
 import sharding
@@ -159,6 +160,9 @@ class Run:
             self.groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
         # on CUDA: gloo still, all ranks on one GPU
         device = torch.device(config.device)
+        if config.peft:
+            # else A has no gradient in the first step, and one that is wrong shows later
+            adapters.OUTPUT_STD = 0.02
         self.trainer = trainer.trainer_class(config)(config, device, self.groups)
         sizes = self.trainer.model_config.seq_length, self.trainer.model_config.vocab_size
         prompts = getattr(self.trainer, "prompts", None)

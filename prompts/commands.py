@@ -29,7 +29,8 @@ from inference import cli
 from model_config import GPTConfig
 from prompt_tuning import apply_tables
 from prompts.prompt_data import Example, PromptConfig, PromptError, read_examples
-from prompts.prompt_file import fingerprint, load
+from prompts.prompt_file import load
+from tuning.frozen_base import fingerprint
 
 # --- train ----------------------------------------------------------------------------------------
 

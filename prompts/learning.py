@@ -2,21 +2,18 @@
 
     python train.py --prompt-config prompts.json --load runs/default --out runs/prompts
 
-train.py's `PromptTrainer` is `PromptLearning` on top of its `Trainer`. It changes these hooks of
+`PromptLearning` comes before train.py's `Trainer` (tuning/mixins.py). It changes these hooks of
 runtime/hooks.py:
 
     open_data               JSON lines become examples with virtual tokens
-    before_techniques       the model is frozen
     after_model_parallel    prompt_tuning.apply
-    load_base               frozen weights from --load; prompts get their initial values
+    load_base               prompts get their initial values
     finish                  prompts.safetensors: the tables of all tasks
 
-Checkpoints hold prompts and their optimizer state alone. They belong to one model, whose
-fingerprint they carry; a run that goes on with another model is refused. Fine-tuning with the same
-templates changes `open_data` alone.
+The model is frozen (tuning/frozen_base.py). Fine-tuning with the same templates changes `open_data`
+alone.
 """
 
-import math
 from functools import cached_property
 from pathlib import Path
 
@@ -33,6 +30,7 @@ from prompts import prompt_file
 from prompts.prompt_data import PromptConfig, PromptData, PromptError, read_examples
 from runtime.finish import draw_loss
 from sharding import shard_of, sharding_of
+from tuning.frozen_base import FrozenBase, read_base
 
 # --- what a run begins with -----------------------------------------------------------------------
 
@@ -84,7 +82,7 @@ def read_initial_values(
     embedding = None
     if prompt_tuning.init_texts(config):
         name = "embedding.tokens.weight"
-        embedding = prompt_file.read_base(path, [name])[name]
+        embedding = read_base(path, [name])[name]
     existing = existing_tables(config, identity)
     return prompt_tuning.initial_values(
         config, model.hidden_size, seed, tokenizer, embedding, existing
@@ -120,29 +118,21 @@ class TemplateData:
     open_data = staticmethod(open_data)
 
 
-class PromptLearning(TemplateData):
+class PromptLearning(TemplateData, FrozenBase):
     """The hooks of train.Trainer for learning prompts alone."""
 
-    # a frozen weight takes the forward and the input gradient, but no weight gradient
-    share_of_flops = 2 / 3
+    learned_things = "prompt"
     last_file = "prompts.safetensors"
 
     @cached_property
     def prompts(self) -> PromptConfig:
         return PromptConfig.read(self.config.prompt_config)
 
-    # -- the model ---------------------------------------------------------------------------------
-
-    def before_techniques(self, stage) -> None:
-        # eval: no dropout, and routers use their raw logits
-        stage.requires_grad_(False).eval()
-
     def after_model_parallel(self, stage) -> None:
         prompt_tuning.apply(stage, self.prompts, self.groups.tp)
 
-    def routing(self) -> dict[str, Tensor]:
-        """Frozen routers have no statistics."""
-        return {}
+    def is_of_base(self, name: str) -> bool:
+        return not name.startswith(PARAMETER_PREFIX)
 
     def prompt_parameters(self) -> dict[str, Tensor]:
         """What this rank updates of the prompts, and existing tables, by their name in
@@ -153,18 +143,11 @@ class PromptLearning(TemplateData):
                 parameters[name.removeprefix(PARAMETER_PREFIX)] = p
         return parameters
 
-    # -- checkpoints -------------------------------------------------------------------------------
-
     def load_base(self, tokenizer) -> None:
-        """Load the frozen model from --load, and give the prompts their initial values. A
-        collective. Raises CheckpointError or PromptError."""
+        """Also give the prompts their initial values. A collective. Raises CheckpointError or
+        PromptError."""
+        super().load_base(tokenizer)
         path = checkpoint.find(self.config.load)
-        frozen = {}
-        for name, p in sharding.named_parameters(*self.stages):
-            if not p.requires_grad and not name.startswith(PARAMETER_PREFIX):
-                frozen[f"model.{name}"] = p
-        checkpoint.load(path, frozen, checkpoint.fixed_fields(self.model_config))
-        self.identity = prompt_file.fingerprint(path, self.model_config)
         values = read_initial_values(
             self.prompts, path, self.model_config, self.config.seed, tokenizer, self.identity
         )
@@ -175,27 +158,6 @@ class PromptLearning(TemplateData):
                 target = tensors.get(f"model.{PARAMETER_PREFIX}{name}", p)
                 target.copy_(shard_of(values[name], sharding_of(p)))
         self.checkpoints.set(tensors)
-
-    def check_base(self, path: Path, index: dict) -> None:
-        if index.get("base", self.identity) != self.identity:
-            raise checkpoint.CheckpointError(
-                f"--load {self.config.load}: is not the model that the prompts in {path} were "
-                "learned for; it has changed since. Name the checkpoint that they were begun with "
-                "(CKPT/checkpoints/step-..), or start again with another --out"
-            )
-
-    def load_weights(self, world) -> None:
-        """`load_base` has loaded them."""
-
-    def extra_state(self) -> dict:
-        return {"base": self.identity}
-
-    # -- what a run says and leaves ----------------------------------------------------------------
-
-    def describe_learned(self) -> str:
-        parameters = self.optimizer.parameters.values()
-        learned = sum(math.prod(sharding_of(p).shape) for p in parameters)
-        return f", of which nothing changes, and {learned:,} prompt parameters"
 
     def finish(self, run) -> bool:
         self.save_prompts(run.out / self.last_file)

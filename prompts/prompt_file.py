@@ -6,9 +6,7 @@
         metadata      the templates, the fingerprint of the model, the SHA-256 of the tables
 
 Prompts are meaningless for another model than the one that they were learned for. The fingerprint
-detects this. It is a hash of the model's configuration, its embedding and its norms, and therefore
-the same under every layout of a checkpoint, and for a Hugging Face folder; the rest of the model is
-not read. Nothing in the file is ever unpickled.
+(tuning/frozen_base.py) detects this. Nothing in the file is ever unpickled.
 
     python -m prompts.prompt_file FILE        the tasks in it
 """
@@ -24,42 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-import checkpoint
-import huggingface
 from prompts.prompt_data import PromptConfig, PromptError, Template
-from routers import MoEConfig
 from runtime import json_files, terminal
-
-
-def read_base(path: str | Path, names: list[str]) -> dict[str, Tensor]:
-    """Whole parameters, in float32, of the model at `path`, a checkpoint, a run or a Hugging Face
-    folder. A collective. Raises CheckpointError or HuggingFaceError."""
-    if huggingface.is_folder(path):
-        _, read, _ = huggingface.open_folder(Path(path))
-        return {name: read(name) for name in names}
-    path = checkpoint.find(path)
-    saved = checkpoint.read_index(path)["tensors"]
-    parameters = {}
-    for name in names:
-        _, shape = saved[f"model.{name}"]
-        parameters[f"model.{name}"] = torch.zeros(shape)
-    checkpoint.read(path, parameters)
-    return {name.removeprefix("model."): parameter for name, parameter in parameters.items()}
-
-
-def fingerprint(path: str | Path, config: MoEConfig) -> str:
-    """Identifies the model at `path`: 16 hex digits. A collective."""
-    # the fields that may differ when weights are loaded may differ here
-    fields = json.dumps(checkpoint.fixed_fields(config), sort_keys=True)
-    digest = hashlib.sha256(fields.encode())
-    names = ["embedding.tokens.weight"]
-    for layer in range(config.num_layers):
-        names.append(f"blocks.{layer}.attention_norm.weight")
-        names.append(f"blocks.{layer}.mlp_norm.weight")
-    names.append("head.norm.weight")
-    for name, weight in read_base(path, names).items():
-        digest.update(name.encode() + weight.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 class Metadata(Struct):

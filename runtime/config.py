@@ -238,6 +238,22 @@ class Config:
         "which stays frozen",
         metavar="FILE",
     )
+    peft: str | None = flag(
+        None,
+        "learn only lora, adapter (bottlenecks) or ia3 parameters for the model of --load, which "
+        "stays frozen (adapters.py)",
+        ("lora", "adapter", "ia3"),
+    )
+    lora_rank: int = flag(8, "r, the rank of LoRA's update")
+    lora_alpha: float = flag(16.0, "LoRA's update is scaled by alpha / rank")
+    lora_dropout: float = flag(0.0, "probability, for the input of LoRA")
+    adapter_size: int = flag(32, "inner size of a bottleneck adapter")
+    peft_targets: list[str] = flag(
+        [],
+        "where: for lora of query key value output gate up down, for ia3 of key value down, for "
+        "adapter of attention mlp; the default is all",
+        metavar="NAME",
+    )
     load: str | None = flag(
         None,
         "start from the weights and the shape of this checkpoint or run, for example one that "

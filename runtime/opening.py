@@ -57,7 +57,7 @@ def check_room(config: Config, world: World) -> None:
     has = room.memory(device, world.local_size)
     needs = 0
     # a frozen model has no gradients and no optimizer state
-    if not config.prompt_config:
+    if not (config.prompt_config or config.peft):
         state = config.optimizer_state
         needs = room.state_bytes(model, precision, state, config.zero_stage, ranks)
     if needs > has:

@@ -16,7 +16,7 @@ import torch
 import planner
 from planning.inputs import MACHINES, Layout, Machine, software_of
 from runtime import json_files
-from runtime.config import Config, ConfigError
+from runtime.config import Config, ConfigError, flag_name
 
 MEASURED = "machine.json"
 ADVICE = "`python planner.py measure` writes a file for this machine"
@@ -48,11 +48,12 @@ def machine_of(name: str) -> Machine:
 
 def check(config: Config) -> None:
     """Raises ConfigError where nothing can be predicted."""
-    if config.prompt_config:
-        raise ConfigError(
-            f"--plan {config.plan}: predicts a step that trains the whole model, not one of"
-            " --prompt-config; leave it out"
-        )
+    for name in ("prompt_config", "peft"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"--plan {config.plan}: predicts a step that trains the whole model, not one of"
+                f" {flag_name(name)}; leave it out"
+            )
     machine_of(config.plan)
 
 

@@ -10,6 +10,7 @@ import importlib.util
 
 import torch
 
+import adapters
 import chunked_head
 import moe
 import pipeline_parallel
@@ -22,6 +23,7 @@ from prompts import prompt_data
 from routers import EXPERT_FIELDS
 from runtime import json_files, plan
 from runtime.config import Config, ConfigError, as_flags, flag_name
+from tuning.adapter_learning import adapter_config
 
 # Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
 MOST_SEQUENCES = 2**20
@@ -69,6 +71,7 @@ def validate(config: Config, world: int) -> None:
     check_batch(config, model, dp=world // config.tp // config.pp)
     if config.prompt_config:
         check_prompts(config)
+    check_peft(config, model)
     if config.plan:
         plan.check(config)
     check_device(config)
@@ -222,6 +225,21 @@ def check_prompts(config: Config) -> None:
             )
     if not config.load:
         refuse(config, "prompt_config", "for which model? --load CKPT names it")
+
+
+def check_peft(config: Config, model: MoEConfig) -> None:
+    """Raises ConfigError."""
+    if not config.peft:
+        for name in ("lora_rank", "lora_alpha", "lora_dropout", "adapter_size", "peft_targets"):
+            if getattr(config, name) != getattr(Config(), name):
+                refuse(config, name, "needs --peft, which says what is learned")
+        return
+    if config.prompt_config:
+        refuse(config, "peft", "--prompt-config learns prompts; one of the two")
+    if not config.load:
+        refuse(config, "peft", "for which model? --load CKPT names it")
+    with as_flags():
+        adapters.check(adapter_config(config), model, config.tp)
 
 
 def check_device(config: Config) -> None:

@@ -668,7 +668,7 @@ def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
     resume = ["--steps", "6", "--resume"]
     assert learn(tmp_path / "run", content, *resume) == 2
     error = capsys.readouterr().err
-    assert f"--load {model}: is not the model that the prompts in" in error
+    assert f"--load {model}: is not the model that the prompt parameters in" in error
     assert error.count("\n") == 1
     first_step = str(model / "checkpoints/step-000001")
     assert learn(tmp_path / "run", content, *resume, "--load", first_step) == 0

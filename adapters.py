@@ -1,0 +1,347 @@
+"""LoRA, bottleneck adapters and IA3: a frozen model learns through a few new parameters.
+
+    LoRA       y = W x + α/r  B A x       A [r, in], B [out, r]: a low-rank update of W [out, in]
+    adapter    y = y + U silu(D norm(y))  D [k, h], U [h, k]: after attention and after the MLP
+    IA3        y = s * y                  s: one number for each key, value and MLP activation
+
+    (LoRA: Hu et al., arXiv 2106.09685, section 4.1. Adapters: Houlsby et al., arXiv 1902.00751,
+    section 2.1, in NeMo's form. IA3: Liu et al., arXiv 2205.05638, section 3.3.)
+
+LoRA of rank r = 8 for a matrix of 4096 x 4096 learns 65,536 numbers instead of 16,777,216. At the
+start B, U are 0 and s is 1, so the model begins exactly as its base.
+
+    python adapters.py                                       a lesson: parameters, gradients, merge
+    python train.py --load runs/base --peft lora --out runs/lora
+    python adapters.py merge runs/base runs/lora MERGED      W + α/r B A, in the base's own shape
+
+Only these parameters have gradients, float32 masters and optimizer state, and a place in
+checkpoints. The weights of the base stay as they are, in 16 bits where the run computes in 16 bits.
+
+Tensor parallelism shards W. A new parameter follows W in the dimension that it shares with it, and
+is whole in the other one:
+
+                     W             A             B             who sums
+    column-parallel  [out / t, h]  [r, h]        [out / t, r]  f, on A x: the gradient of A is whole
+    row-parallel     [h, in / t]   [r, in / t]   [h, r]        the base's own g: h + r columns
+
+Under sequence parallelism a whole parameter sees only a shard of the tokens. So it passes through
+identity | all-reduce, as all whole weights do there (sequence_parallel.synchronise). The whole ones
+in experts (moe.py) lie between f and g, and need the same.
+
+Not covered: LoRA of the embedding and the head, DoRA, quantised bases (QLoRA), other initial values
+(PiSSA), and a rank for each layer. The library `peft` has them all; folders go there and back.
+"""
+
+from runtime import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
+import math
+import re
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpt
+import moe
+import sequence_parallel
+import tensor_parallel
+from dropout import Dropout
+from sharding import Shard, Sharding, set_sharding, shard_of, sharding_of
+from tuning.adapter_config import LINEARS, AdapterConfig, check, targets_of
+
+# those that read the activations of a tensor-parallel region, and leave it
+ROW_PARALLEL = ("output", "down")
+# standard deviation of B and U at the start. Where it is 0, A and D have no gradient in the first
+# step, so tests set another one.
+OUTPUT_STD = 0.0
+
+
+# --- new parameters -------------------------------------------------------------------------------
+
+
+def follow(weight: Tensor, *dims: int) -> nn.Parameter:
+    """A parameter that is sharded as `weight` [.., out, in] is, in the dimensions that they share.
+
+    dims: each a dimension of the weight (-1 in, -2 out, -3 experts), or a size.
+    """
+    record = sharding_of(weight)
+    shape = tuple(record.shape[d] if d < 0 else d for d in dims)
+    local_shape = [weight.shape[d] if d < 0 else d for d in dims]
+    placements = []
+    for shard in record.placements:
+        dim = shard.dim - weight.dim()
+        if dim in dims:
+            placements.append(Shard(dims.index(dim), shard.group))
+    parameter = nn.Parameter(weight.new_empty(local_shape))
+    return set_sharding(parameter, Sharding(shape, tuple(placements)))
+
+
+class LoRA(nn.Module):
+    """A and B of one linear layer, or of that layer in every expert: x [.., in] -> B A x [.., out].
+
+    a: [r, in]; b: [out, r]; of experts [E, r, in] and [E, out, r].
+    """
+
+    def __init__(self, weight: Tensor, config: AdapterConfig, site: int):
+        super().__init__()
+        experts = (-3,) if weight.dim() == 3 else ()
+        self.a = follow(weight, *experts, config.lora_rank, -1)
+        self.b = follow(weight, *experts, -2, config.lora_rank)
+        self.scale = config.lora_alpha / config.lora_rank
+        self.dropout = Dropout(config.lora_dropout, site)
+        # [b], the layer's dropout key, while its block runs
+        self.drop_key: Tensor | None = None
+
+    def down(self, x: Tensor) -> Tensor:
+        """A dropout(x): [b, s, in] -> [b, s, r]"""
+        return F.linear(self.dropout(x, self.drop_key), self.a)
+
+    def add(self, y: Tensor, z: Tensor) -> Tensor:
+        """y + α/r B z. y: [b, s, out]; z: [b, s, r]"""
+        return torch.add(y, F.linear(z, self.b), alpha=self.scale)
+
+
+class IA3(nn.Module):
+    """s of the outputs of a linear layer (key, value), or of its inputs (down)."""
+
+    def __init__(self, weight: Tensor, dim: int):
+        """dim: of the weight, -2 for its outputs, -1 for its inputs."""
+        super().__init__()
+        experts = (-3,) if weight.dim() == 3 else ()
+        self.scale = follow(weight, *experts, dim)
+
+
+class Bottleneck(nn.Module):
+    """y + U silu(D norm(y)). y: [b, s, h] -> [b, s, h]
+
+    D is column-parallel and U row-parallel, so a rank has k / t of the inner size.
+    """
+
+    def __init__(self, h: int, config: AdapterConfig, group: dist.ProcessGroup | None):
+        super().__init__()
+        k = config.adapter_size
+        self.norm = nn.LayerNorm(h)
+        self.project = gpt.SharedInput()
+        self.down = nn.Linear(h, k, bias=False)
+        self.up = gpt.DeferredBiasLinear(k, h, bias=False)
+        if group:
+            tensor_parallel.shard_columns(self.down, group)
+            self.project = tensor_parallel.ColumnParallelLinear(group)
+            self.up = tensor_parallel.RowParallelLinear(self.up, group)
+
+    def forward(self, y: Tensor) -> Tensor:
+        (inner,) = self.project(self.norm(y), self.down)  # [b, s, k]
+        return y + self.up(F.silu(inner))
+
+
+# --- in the forward of a block --------------------------------------------------------------------
+
+
+class AdaptedInput(gpt.SharedInput):
+    """Linear layers that read one input, with their LoRA or IA3. It stands where `project` stood.
+
+    enter: f of tensor parallelism, g of sequence parallelism; once for all A x, side by side.
+    """
+
+    def __init__(self, project: nn.Module, group: dist.ProcessGroup | None):
+        super().__init__()
+        self.project = project
+        self.enter = tensor_parallel.CopyToRanks(group) if group else nn.Identity()
+
+    def forward(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        outputs = list(self.project(x, *linears))  # [b, s, out / t] each
+        loras = {i: linear.lora for i, linear in enumerate(linears) if hasattr(linear, "lora")}
+        if loras:
+            z = torch.cat([lora.down(x) for lora in loras.values()], -1)  # [b, s, n r]
+            parts = self.enter(z).chunk(len(loras), -1)  # [b, s, r] each
+            for (i, lora), part in zip(loras.items(), parts):
+                outputs[i] = lora.add(outputs[i], part)
+        for i, linear in enumerate(linears):
+            if hasattr(linear, "ia3"):
+                outputs[i] = outputs[i] * linear.ia3.scale
+        return outputs
+
+
+def lora_output(linear: nn.Module, x: Tensor) -> Tensor:
+    """The forward of a layer that leaves the region, with LoRA. x: [b, s, in / t] -> [b, s, h]"""
+    lora = linear.lora
+    z = lora.down(x)  # [b, s, r], of this rank's columns of x
+    if isinstance(linear, tensor_parallel.RowParallelLinear):
+        y = linear.linear(x, linear.weight)
+        # one g for both sums
+        both = linear.reduce(torch.cat((y, z), -1))  # [b, s, h + r]
+        y, z = both.split((y.shape[-1], z.shape[-1]), -1)
+    else:
+        y = type(linear).forward(linear, x)
+    return lora.add(y, z)
+
+
+def ia3_output(linear: nn.Module, x: Tensor) -> Tensor:
+    """The forward of a layer whose input is scaled. x: [b, s, in / t] -> [b, s, h]"""
+    return type(linear).forward(linear, x * linear.ia3.scale)
+
+
+def adapted_experts(multiply, rows: Tensor, counts: Tensor, *matrices: nn.Module) -> list[Tensor]:
+    """moe.MoE.multiply, with LoRA or IA3. rows: [rows, in]; counts: [E] -> [rows, out] each"""
+    for matrix in matrices:
+        if hasattr(matrix, "ia3"):
+            rows = rows * matrix.ia3.scale.repeat_interleave(counts, dim=0)  # [rows, in]
+    outputs = list(multiply(rows, counts, *matrices))
+    for i, matrix in enumerate(matrices):
+        if hasattr(matrix, "lora"):
+            (z,) = moe.grouped_linear(rows, counts, matrix.lora.a)  # [rows, r]
+            (update,) = moe.grouped_linear(z, counts, matrix.lora.b)  # [rows, out]
+            outputs[i] = torch.add(outputs[i], update, alpha=matrix.lora.scale)
+    return outputs
+
+
+def with_drop_key(forward, loras: list[LoRA], x: Tensor, drop_key: Tensor | None = None, *rest):
+    """The forward of a block, whose dropout key LoRA needs too."""
+    for lora in loras:
+        lora.drop_key = drop_key
+    return forward(x, drop_key, *rest)
+
+
+def with_bottleneck(forward, bottleneck: Bottleneck, *args) -> Tensor:
+    """The forward of attention or of an MLP, before bias, dropout and residual."""
+    return bottleneck(forward(*args))
+
+
+# --- in a model -----------------------------------------------------------------------------------
+
+
+def apply(
+    model: gpt.GPT,
+    config: AdapterConfig,
+    group: dist.ProcessGroup | None = None,
+    sequence: bool = False,
+) -> None:
+    """Give the blocks of a frozen model, or of a stage of it, their adapters; in place.
+
+    Comes after tensor parallelism over `group`, and after sequence parallelism (`sequence`); before
+    zero bubble, recomputation and data parallelism. Raises FieldError as `check`.
+    """
+    check(config, model.config, group.size() if group else 1)
+    if any(is_adapter(name) for name, _ in model.named_parameters()):
+        raise ValueError("this model has adapters already: call adapters.apply once")
+    targets = targets_of(config, model.config)
+    add = add_bottlenecks if config.peft == "adapter" else adapt_linears
+    for block in model.blocks.values():
+        add(block, config, targets, group)
+        if config.lora_dropout:
+            pass_drop_key(block, group, sequence)
+        if sequence:
+            sequence_parallel.shard_sequence(block, group)
+            sequence_parallel.synchronise(block, group)
+        elif group and isinstance(block.mlp, moe.MoE) and config.peft != "adapter":
+            # between f and g, a whole parameter has only a part of its gradient on each rank
+            sequence_parallel.synchronise(block.mlp, group)
+    model.init_parameter = partial(init_parameter, model.init_parameter)
+    if not next(model.parameters()).is_meta:
+        init(model)
+
+
+def adapt_linears(
+    block: gpt.Block,
+    config: AdapterConfig,
+    targets: tuple[str, ...],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """LoRA or IA3 of the linear layers that are targets, which are of experts or not."""
+    for site, (name, part) in enumerate(LINEARS.items(), start=4):
+        linear = getattr(getattr(block, part), name, None)
+        if name not in targets or linear is None:
+            continue
+        if config.peft == "ia3":
+            linear.ia3 = IA3(linear.weight, -1 if name == "down" else -2)
+        else:
+            linear.lora = LoRA(linear.weight, config, site)
+        if name in ROW_PARALLEL and not isinstance(linear, moe.ExpertLinear):
+            forward = ia3_output if config.peft == "ia3" else lora_output
+            linear.forward = partial(forward, linear)
+    block.attention.project = AdaptedInput(block.attention.project, group)
+    if isinstance(block.mlp, moe.MoE):
+        block.mlp.multiply = partial(adapted_experts, block.mlp.multiply)
+    else:
+        block.mlp.project = AdaptedInput(block.mlp.project, group)
+
+
+def add_bottlenecks(
+    block: gpt.Block,
+    config: AdapterConfig,
+    targets: tuple[str, ...],
+    group: dist.ProcessGroup | None,
+) -> None:
+    weight = block.attention.output.weight
+    h = weight.shape[0]
+    for name in targets:
+        part = getattr(block, name)
+        with weight.device:
+            part.adapter = Bottleneck(h, config, group).to(weight.dtype)
+        part.forward = partial(with_bottleneck, part.forward, part.adapter)
+
+
+def pass_drop_key(block: gpt.Block, group: dist.ProcessGroup | None, sequence: bool) -> None:
+    """Tell LoRA's dropout which shard of x a rank has, and the key of each forward."""
+    loras = []
+    for name, part in LINEARS.items():
+        lora = getattr(getattr(getattr(block, part), name, None), "lora", None)
+        if lora is None:
+            continue
+        loras.append(lora)
+        # x: [b, s, in / t] where the layer is row-parallel, else [b, s, h] or [b, s/t, h]
+        if group and (name in ROW_PARALLEL or sequence):
+            lora.dropout.shard_index[2 if name in ROW_PARALLEL else 1] = group.rank()
+    block.forward = partial(with_drop_key, block.forward, loras)
+
+
+# --- values and names -----------------------------------------------------------------------------
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this global name was added here."""
+    return bool(re.search(r"\.(lora|ia3|adapter)\.", name))
+
+
+def init_parameter(original, name: str, shape, generator: torch.Generator) -> Tensor:
+    """gpt.GPT.init_parameter, which also knows the new parameters: the whole value, float32."""
+    if name.endswith(".lora.a"):
+        # uniform within ±1 / √in, as torch initialises a Linear
+        return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
+    if name.endswith(".adapter.down.weight"):
+        # Xavier
+        return torch.randn(shape, generator=generator) * math.sqrt(2 / sum(shape))
+    if name.endswith((".lora.b", ".adapter.up.weight")):
+        return torch.randn(shape, generator=generator) * OUTPUT_STD
+    if name.endswith(".ia3.scale"):
+        return torch.ones(shape)
+    return original(name, shape, generator)
+
+
+@torch.no_grad()
+def init(model: gpt.GPT) -> None:
+    """The initial values of seed 0, for a model that is not on the meta device."""
+    for name, p in model.named_parameters():
+        if is_adapter(name):
+            record = sharding_of(p)
+            whole = model.init_parameter(name, record.shape, gpt.generator(0, name))
+            p.copy_(shard_of(whole, record))
+
+
+if __name__ == "__main__":
+    from lessons import form
+
+    if form.is_asked(sys.argv[1:]):
+        from lessons import adapters as lesson
+
+        terminal.run(lesson.main)
+    from tuning import adapter_commands
+
+    terminal.leave(adapter_commands.main(sys.argv[1:]))

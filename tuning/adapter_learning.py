@@ -1,0 +1,35 @@
+"""A run of train.py that learns LoRA, bottleneck adapters or IA3 for a frozen model.
+
+    python train.py --load runs/base --peft lora --lora-rank 8 --out runs/lora
+
+It changes these hooks of runtime/hooks.py, beside those of tuning/frozen_base.py:
+
+    after_model_parallel    adapters.apply
+    extra_state             what a checkpoint says about its adapter
+"""
+
+import dataclasses
+
+import adapters
+from tuning.adapter_config import AdapterConfig
+from tuning.frozen_base import FrozenBase
+
+
+def adapter_config(config) -> AdapterConfig:
+    """What --peft and its flags ask for. config: of the run, runtime.config.Config."""
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(AdapterConfig)}
+    return AdapterConfig(**given | {"peft_targets": tuple(config.peft_targets)})
+
+
+class AdapterLearning(FrozenBase):
+    learned_things = "adapter"
+
+    def after_model_parallel(self, stage) -> None:
+        settings = adapter_config(self.config)
+        adapters.apply(stage, settings, self.groups.tp, self.config.sequence_parallel)
+
+    def is_of_base(self, name: str) -> bool:
+        return not adapters.is_adapter(name)
+
+    def extra_state(self) -> dict:
+        return super().extra_state() | {"adapter": dataclasses.asdict(adapter_config(self.config))}

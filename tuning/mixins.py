@@ -1,0 +1,17 @@
+"""Which hooks a run changes: what it learns, and from which data."""
+
+from prompts.learning import PromptLearning, TemplateData
+from prompts.prompt_data import PromptConfig
+from tuning.adapter_learning import AdapterLearning
+
+
+def mixins(config) -> tuple[type, ...]:
+    """The classes that come before train.Trainer. config: of the run, runtime.config.Config."""
+    chosen = ()
+    if config.prompt_config:
+        learned = PromptConfig.read(config.prompt_config).learned
+        # else the whole model learns from the same data: virtual_prompt_style fine-tuning
+        chosen += (PromptLearning,) if learned else (TemplateData,)
+    if config.peft:
+        chosen += (AdapterLearning,)
+    return chosen
