@@ -8,7 +8,7 @@ Each tokenizer has
     eot, stop_ids        the id that ends a document; all ids at which generation stops
     bos                  the id that begins every text; None for most models
     fingerprint          of its content: part of the cached corpus's key, and kept in checkpoints
-    files                {name: content} of what is saved with a model
+    files                {name: content} of what is saved with a model, its chat template too
 
 Bytes need nothing and can encode every text. The price is longer sequences than with the 50,257
 words and parts of words of GPT-2 (Radford et al. 2019, section 2.2).
@@ -39,8 +39,11 @@ from runtime import json_files, terminal
 EOT_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
 # What stands beside a tokenizer.json and is about it.
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+# How a conversation becomes text (tuning/chat_template.py); older models have it in
+# tokenizer_config.json.
+CHAT_TEMPLATE = "chat_template.jinja"
 # All files of a tokenizer that a checkpoint takes along.
-TOKENIZER_FILES = ("tokenizer.json", *COMPANION_FILES)
+TOKENIZER_FILES = ("tokenizer.json", *COMPANION_FILES, CHAT_TEMPLATE)
 # Common and rare characters: encoded once, to see that the tokenizer can encode every text.
 PROBE = "a é \u4e2d \U0001f600\u0378"
 
@@ -82,6 +85,8 @@ class Companions:
             if path.is_file():
                 self.files[name] = json_files.read_bytes(path)
                 fields[name] = json_files.parse(self.files[name], dict, str(path))
+        if names and (folder / CHAT_TEMPLATE).is_file():
+            self.files[CHAT_TEMPLATE] = json_files.read_bytes(folder / CHAT_TEMPLATE)
         # tokenizer_config.json counts before special_tokens_map.json.
         self.with_names = fields["special_tokens_map.json"] | fields["tokenizer_config.json"]
         self.with_ids = fields["generation_config.json"]
@@ -107,14 +112,30 @@ class Companions:
         known = set(self.vocabulary.values())
         return [i for i in values if i in known]
 
-    def named(self, field: str) -> list[int]:
-        """The id of the token that a field names; empty if it names none. Raises JSONError."""
+    def token(self, field: str) -> str | None:
+        """The text of the token that a field names. Raises JSONError."""
         where = f"{self.folder}/tokenizer_config.json: {field}"
         value = self.with_names.get(field)
         if isinstance(value, dict):
             value = value.get("content")
-        token = json_files.convert(value, str | None, where)
+        return json_files.convert(value, str | None, where)
+
+    def named(self, field: str) -> list[int]:
+        """The id of the token that a field names; empty if it names none. Raises JSONError."""
+        token = self.token(field)
         return [self.vocabulary[token]] if token in self.vocabulary else []
+
+    def chat_template(self) -> str | None:
+        """The text of the chat template; of several, the one called default. Raises JSONError, or
+        UnicodeDecodeError."""
+        if CHAT_TEMPLATE in self.files:
+            return self.files[CHAT_TEMPLATE].decode()
+        where = f"{self.folder}/tokenizer_config.json: chat_template"
+        value = self.with_names.get("chat_template")
+        if isinstance(value, list):
+            named = json_files.convert(value, list[dict[str, str]], where)
+            value = {each.get("name"): each.get("template") for each in named}.get("default")
+        return json_files.convert(value, str | None, where)
 
     def adds_bos(self) -> bool | None:
         """Whether the begin token stands before every text; None: no file says so. Raises
@@ -142,11 +163,11 @@ class FileTokenizer:
             self.check(declared)
             self.vocab_size = max(self.vocabulary.values()) + 1
             try:
-                companions = self.read_companions()
-                self.set_begin_and_end(companions)
+                self.companions = self.read_companions()
+                self.set_begin_and_end(self.companions)
             except (OSError, ValueError) as e:
                 raise TokenizerError(str(e)) from None
-        self.files = {"tokenizer.json": content} | companions.files
+        self.files = {"tokenizer.json": content} | self.companions.files
         # What every document begins and ends with is part of the content.
         identity = content + f"{self.bos} {self.eot}".encode()
         self.fingerprint = hashlib.sha256(identity).hexdigest()
@@ -265,16 +286,8 @@ class FileTokenizer:
         return self.tokenizer.decode([i for i in ids if i != self.bos and i not in self.stop_ids])
 
     def save(self, folder: Path) -> None:
-        """Write `files` into a folder, each completely or not at all. Files of another tokenizer
-        are removed."""
-        for name in TOKENIZER_FILES:
-            target = folder / name
-            if name not in self.files:
-                target.unlink(missing_ok=True)
-            elif not target.is_file() or target.read_bytes() != self.files[name]:
-                building = target.with_name(f".{name}.saving")
-                building.write_bytes(self.files[name])
-                os.replace(building, target)
+        """Write `files` into a folder."""
+        save_files(self, folder)
 
 
 class GPT2Tokenizer:
@@ -321,6 +334,19 @@ def make_tokenizer(name: str):
     if name in BUILT_IN:
         return BUILT_IN[name]()
     return FileTokenizer(name)
+
+
+def save_files(tokenizer, folder: Path) -> None:
+    """Write the files of a tokenizer into a folder, each completely or not at all. Files of another
+    tokenizer are removed."""
+    for name in TOKENIZER_FILES:
+        target = folder / name
+        if name not in tokenizer.files:
+            target.unlink(missing_ok=True)
+        elif not target.is_file() or target.read_bytes() != tokenizer.files[name]:
+            building = target.with_name(f".{name}.saving")
+            building.write_bytes(tokenizer.files[name])
+            os.replace(building, target)
 
 
 def prompt_ids(tokenizer, text: str) -> list[int]:

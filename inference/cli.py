@@ -40,19 +40,28 @@ import tensor_parallel
 from corpus.tokenizer import TokenizerError, prompt_ids
 from generate import check_options, stages_of
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
-from inference.loading import check_vocabulary, find_tokenizer, load_model, open_model
+from inference.loading import (
+    check_vocabulary,
+    find_chat,
+    find_tokenizer,
+    load_model,
+    open_model,
+)
 from inference.packing import pack
 from model_config import divisors
 from prompts.prompt_data import PromptError
 from routers import MoEConfig
 from runtime.config import DTYPES, ConfigError, as_flags
 from runtime.world import World, WorldError
+from sft import message
+from tuning.chat_template import ChatError
 
 # bad input: one message, exit status 2
 REFUSED = (
     ConfigError,
     WorldError,
     PromptError,
+    ChatError,
     TokenizerError,
     checkpoint.CheckpointError,
     huggingface.HuggingFaceError,
@@ -213,9 +222,14 @@ def connect(args: argparse.Namespace, world: World, batch_size: int, timeout: fl
 def run(args: argparse.Namespace, world: World) -> None:
     """What `python generate.py` does with flags."""
     config = check_flags(args, world)
-    given = args.prompt is not None, args.prompt_file is not None, args.interactive
+    given = (
+        args.prompt is not None,
+        args.chat is not None,
+        args.prompt_file is not None,
+        args.interactive,
+    )
     if sum(given) > 1:
-        raise ConfigError("--prompt, --prompt-file, --interactive: one of them")
+        raise ConfigError("--prompt, --chat, --prompt-file, --interactive: one of them")
     batch_size = args.batch_size if args.prompt_file is not None else 1
     # a person may think for long
     timeout = MONTH if args.interactive else HALF_AN_HOUR
@@ -259,7 +273,9 @@ def continue_prompt(
     args: argparse.Namespace, world: World, model, tokenizer, config: MoEConfig, options: dict
 ):
     """Stream the continuation of --prompt, or a new text. Returns a summary of the speed."""
-    if args.prompt is None:
+    if args.chat is not None:
+        prompt, options["eot"] = ask(args, tokenizer, config)
+    elif args.prompt is None:
         prompt = prompt_ids(tokenizer, "")
     else:
         prompt = encode(args.prompt, tokenizer, config.seq_length)
@@ -274,6 +290,19 @@ def continue_prompt(
     summary = stream_text(model, tokenizer, prompt, args.stop, sys.stdout, **options)
     print(flush=True)
     return summary
+
+
+def ask(args: argparse.Namespace, tokenizer, config: MoEConfig) -> tuple[list[int], tuple]:
+    """(the tokens after which the model answers --chat, the ids that end its answer). Raises
+    ChatError or PromptError."""
+    chat = find_chat(args.checkpoint, tokenizer)
+    prompt = chat.prompt([message("user", args.chat)])
+    if len(prompt) > config.seq_length:
+        raise PromptError(
+            f"--chat: the conversation has {len(prompt)} tokens, and the model's context holds"
+            f" {config.seq_length}: shorten it"
+        )
+    return prompt, (*tokenizer.stop_ids, chat.end_of_turn())
 
 
 def converse(world: World, model, tokenizer, config: MoEConfig, stop: list[str], **options) -> None:
@@ -374,6 +403,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Continue prompts with a trained model.")
     add_flags(parser)
     parser.add_argument("--prompt", help="the text to continue; without it, a new text is begun")
+    parser.add_argument(
+        "--chat",
+        metavar="QUESTION",
+        help="a message that the model answers, in its chat template (sft.py)",
+    )
     parser.add_argument(
         "--prompt-file",
         metavar="FILE",

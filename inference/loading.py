@@ -22,11 +22,14 @@ import moe
 import pipeline_parallel
 import sharding
 import tensor_parallel
-from corpus.tokenizer import TokenizerError, make_tokenizer
+from corpus.tokenizer import CHAT_TEMPLATE, TokenizerError, make_tokenizer
 from gpt import GPT
 from routers import MoEConfig
+from runtime.tokenizer_files import beside
 from runtime.world import Groups
+from sft import Chat
 from sharding import shard_of, sharding_of
+from tuning.chat_template import ChatTokenizer, open_template
 
 
 def open_model(path: Path | str):
@@ -108,6 +111,16 @@ def find_tokenizer(path: Path | str, index: dict, given: str | None = None):
     if given is None:
         given = checkpoint.tokenizer_of(checkpoint.find(path))
     return make_tokenizer(given)
+
+
+def find_chat(path: Path | str, tokenizer) -> Chat:
+    """The chat template that a model was trained with, or that its tokenizer has; the plain one
+    where there is none. Raises ChatError, or CheckpointError."""
+    copy = None
+    if not huggingface.is_folder(path):
+        copy = beside(checkpoint.find(path), CHAT_TEMPLATE)
+    chat_tokenizer = ChatTokenizer(tokenizer)
+    return Chat(open_template("auto", chat_tokenizer, copy), chat_tokenizer)
 
 
 def check_vocabulary(tokenizer, given: str | None, vocab_size: int) -> None:

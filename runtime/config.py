@@ -222,6 +222,33 @@ class Config:
         "--load the checkpoint's",
         metavar="{bytes,gpt2,FILE}",
     )
+    # conversations
+    sft: list[str] = flag(
+        [],
+        "JSON lines of conversations (messages, or prompt and completion) to fine-tune on (sft.py);"
+        " a twentieth is held out",
+        metavar="FILE",
+    )
+    sft_val: list[str] = flag(
+        [], "conversations to evaluate on; all of --sft is then trained on", metavar="FILE"
+    )
+    chat_template: str = flag(
+        "auto",
+        "a jinja file that makes one text of a conversation; auto: the tokenizer's, or plain, a"
+        " simple one, where it has none",
+        metavar="{auto,plain,FILE}",
+    )
+    loss_on: str = flag(
+        "answers",
+        "the targets in a conversation: the assistant's messages, each with the token that ends it;"
+        " or all tokens",
+        ("answers", "all"),
+    )
+    skip_bad_examples: bool = flag(
+        False,
+        "leave out, and count, conversations that are too long, have no answer, or that the"
+        " template refuses",
+    )
     # run
     out: str = flag("runs/default", "folder of this run", metavar="DIR")
     save_every: int = flag(200, "steps between checkpoints; 0: only the last step")

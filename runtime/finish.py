@@ -7,7 +7,6 @@ from pathlib import Path
 import generate
 import sequence_parallel
 from runtime.metrics import duration, plot_loss
-from runtime.opening import sample_ids
 from runtime.world import World
 
 
@@ -38,8 +37,8 @@ def sample(trainer, tokenizer) -> str:
     if config.sequence_parallel:
         for stage in trainer.stages:
             sequence_parallel.shard_sequence(stage, trainer.groups.tp, sharded=False)
-    prompt = sample_ids(config, tokenizer)
-    options = dict(temperature=0.8, seed=config.seed, eot=tokenizer.stop_ids)
+    prompt, stop_ids = trainer.sample_prompt(tokenizer)
+    options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
     try:
         (ids,) = generate.generate(trainer.model, [prompt], 300, **options)
     except FloatingPointError as e:

@@ -133,7 +133,7 @@ def read_toml(path: str) -> dict:
         names = [name.replace("_", "-") for name, _ in flat]
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"--config {path}: {twice} stands there twice")
-    for name in ("data", "val_data"):
+    for name in ("data", "val_data", "sft", "sft_val"):
         # data = "text.txt" is the list of one file
         if isinstance(fields.get(name), str):
             fields[name] = [fields[name]]

@@ -1,6 +1,7 @@
 """What a trainer that is built on train.Trainer may change: the defaults, for pretraining.
 
 prompts/learning.py is the example: it freezes the model, adds prompts, and leaves a prompt file.
+tuning/sft_data.py changes the data alone.
 """
 
 from pathlib import Path
@@ -58,6 +59,10 @@ class RunHooks:
     def describe_learned(self) -> str:
         """For the line at the start, after the number of parameters."""
         return ""
+
+    def sample_prompt(self, tokenizer) -> tuple[list[int], tuple[int, ...]]:
+        """(what the sample at the end of training continues, ids at which it ends)"""
+        return opening.sample_ids(self.config, tokenizer), tokenizer.stop_ids
 
     def finish(self, run) -> bool:
         """After the last step. Returns whether this was all: no sample, no title of its own."""

@@ -23,6 +23,7 @@ from runtime.metrics import MetricsError
 from runtime.run_folder import RunFolderError
 from runtime.training_run import TrainingRun
 from runtime.world import World, WorldError
+from tuning.chat_template import ChatError
 
 # bad input: exit status 2, one message from rank 0
 REFUSED = (
@@ -31,6 +32,7 @@ REFUSED = (
     MetricsError,
     DataError,
     PromptError,
+    ChatError,
     TokenizerError,
     CheckpointError,
 )

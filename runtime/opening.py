@@ -12,7 +12,7 @@ import torch
 
 import checkpoint
 import data
-from corpus.tokenizer import BUILT_IN, FileTokenizer, TokenizerError, make_tokenizer, prompt_ids
+from corpus.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, prompt_ids, save_files
 from runtime import room
 from runtime.config import Config, ConfigError, flag_name
 from runtime.metrics import Metrics
@@ -160,9 +160,9 @@ def begin_files(config: Config, out: Path, tokenizer, start: int) -> Metrics:
         text = json.dumps(dataclasses.asdict(config), indent=1)
         (out / "config.tmp").write_text(text, encoding="utf-8")
         os.replace(out / "config.tmp", out / "config.json")
-        if isinstance(tokenizer, FileTokenizer):
+        if tokenizer.files:
             # generate.py finds it there
-            tokenizer.save(out)
+            save_files(tokenizer, out)
     except OSError as e:
         raise RunFolderError(f"--out {out}: cannot be written ({e.strerror})") from None
     return Metrics(out / "metrics.jsonl", start)

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import checkpoint
+from corpus.tokenizer import CHAT_TEMPLATE
 from runtime.config import ConfigError, flag_name
 from runtime.world import World
 
@@ -69,7 +70,7 @@ def check_tokenizer(trainer, path: Path, index: dict) -> str:
     then = checkpoint.tokenizer_record(path, index)
     now = trainer.checkpoints.tokenizer
     same = then.fingerprint in ("", now.fingerprint)
-    if same and then.files in ({}, now.files):
+    if same and (not then.files or without_template(then.files) == without_template(now.files)):
         return ""
     name_then = os.path.abspath(str(index["config"].get("tokenizer")))
     if name_then != os.path.abspath(str(config.tokenizer)):
@@ -80,3 +81,8 @@ def check_tokenizer(trainer, path: Path, index: dict) -> str:
         f"--tokenizer {config.tokenizer}: has another content than when {path} was written; put "
         f"that back, or name the run's copy: --tokenizer {config.out}/tokenizer.json would fit"
     )
+
+
+def without_template(files: dict[str, str]) -> dict[str, str]:
+    """A chat template decides what the conversations are, and is no part of the tokenizer."""
+    return {name: sha for name, sha in files.items() if name != CHAT_TEMPLATE}

@@ -72,6 +72,7 @@ def validate(config: Config, world: int) -> None:
     if config.prompt_config:
         check_prompts(config)
     check_peft(config, model)
+    check_conversations(config)
     if config.plan:
         plan.check(config)
     check_device(config)
@@ -240,6 +241,24 @@ def check_peft(config: Config, model: MoEConfig) -> None:
         refuse(config, "peft", "for which model? --load CKPT names it")
     with as_flags():
         adapters.check(adapter_config(config), model, config.tp)
+
+
+def check_conversations(config: Config) -> None:
+    """Raises ConfigError."""
+    if not config.sft:
+        for name in ("sft_val", "chat_template", "loss_on", "skip_bad_examples"):
+            value = getattr(config, name)
+            if value != getattr(Config(), name):
+                words = " ".join(value) if isinstance(value, list) else value
+                raise ConfigError(f"{flag_name(name)} {words}: needs --sft FILE")
+        return
+    for name in ("data", "val_data", "prompt_config"):
+        value = getattr(config, name)
+        if value:
+            words = " ".join(value) if isinstance(value, list) else value
+            raise ConfigError(
+                f"{flag_name(name)} {words}: --sft names other data to learn from; one of both"
+            )
 
 
 def check_device(config: Config) -> None:

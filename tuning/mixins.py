@@ -3,6 +3,7 @@
 from prompts.learning import PromptLearning, TemplateData
 from prompts.prompt_data import PromptConfig
 from tuning.adapter_learning import AdapterLearning
+from tuning.sft_data import ConversationData
 
 
 def mixins(config) -> tuple[type, ...]:
@@ -12,6 +13,8 @@ def mixins(config) -> tuple[type, ...]:
         learned = PromptConfig.read(config.prompt_config).learned
         # else the whole model learns from the same data: virtual_prompt_style fine-tuning
         chosen += (PromptLearning,) if learned else (TemplateData,)
+    if config.sft:
+        chosen += (ConversationData,)
     if config.peft:
         chosen += (AdapterLearning,)
     return chosen
