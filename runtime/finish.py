@@ -8,6 +8,7 @@ import generate
 import sequence_parallel
 from runtime.metrics import duration, plot_loss
 from runtime.world import World
+from tuning.chat_template import ChatError
 
 
 def finish(trainer, run, tokenizer, seconds: float) -> None:
@@ -37,11 +38,11 @@ def sample(trainer, tokenizer) -> str:
     if config.sequence_parallel:
         for stage in trainer.stages:
             sequence_parallel.shard_sequence(stage, trainer.groups.tp, sharded=False)
-    prompt, stop_ids = trainer.sample_prompt(tokenizer)
-    options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
     try:
+        prompt, stop_ids = trainer.sample_prompt(tokenizer)
+        options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
         (ids,) = generate.generate(trainer.model, [prompt], 300, **options)
-    except FloatingPointError as e:
+    except (FloatingPointError, ChatError) as e:
         return f"no sample: {e}"
     return tokenizer.decode(prompt + ids)
 

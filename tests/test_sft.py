@@ -1,0 +1,549 @@
+"""Conversations: the tokens of `transformers`, targets by hand, what is refused, and training."""
+
+import json
+import shutil
+import signal
+
+import processes
+import pytest
+import tokenizers
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import train
+from corpus.tokenizer import ByteTokenizer, FileTokenizer
+from inference import cli
+from inference.loading import find_chat
+from runtime.world import Groups
+from sft import Chat, Conversations, Example
+from tuning import sft_data
+from tuning.chat_template import ChatError, ChatTokenizer, open_template
+
+USER = {"role": "user", "content": "What is 2 + 3? Grüße, 世界"}
+ANSWER = {"role": "assistant", "content": "It is 5,\nI think. 🙂"}
+AGAIN = {"role": "user", "content": "  And   5 * 3? "}
+LAST = {"role": "assistant", "content": "15"}
+SYSTEM = {"role": "system", "content": "Be short."}
+TWO_TURNS = [USER, ANSWER, AGAIN, LAST]
+
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+LLAMA_2 = """\
+{% if messages[0]['role'] == 'system' %}
+    {% set rest = messages[1:] %}
+    {% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
+{% else %}
+    {% set rest = messages %}
+    {% set system = '' %}
+{% endif %}
+{% for message in rest %}
+    {% if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Roles must alternate: user, assistant, user, ...') }}
+    {% endif %}
+    {% if message.role == 'user' %}
+        {% set text = system + message.content if loop.first else message.content %}
+        {{- bos_token + '[INST] ' + text.strip() + ' [/INST]' }}
+    {% else %}
+        {{- ' ' + message.content.strip() + ' ' + eos_token }}
+    {% endif %}
+{% endfor %}
+"""
+LLAMA_3 = """\
+{%- for message in messages %}
+    {%- if loop.first %}{{ bos_token }}{% endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+ZEPHYR = """\
+{% for message in messages %}
+{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token }}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}
+"""
+# the assistant's text marked, with the end of its turn
+MARKED = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+# family -> (template, special tokens, those that the tokenizer names)
+FAMILIES = {
+    "chatml": (CHATML, ["<|im_start|>", "<|im_end|>"], {"eos_token": "<|im_end|>"}),
+    "llama-2": (LLAMA_2, ["<s>", "</s>"], {"bos_token": "<s>", "eos_token": "</s>"}),
+    "llama-3": (
+        LLAMA_3,
+        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    ),
+    "zephyr": (ZEPHYR, ["<s>", "</s>"], {"bos_token": "<s>", "eos_token": "</s>"}),
+    "marked": (MARKED, ["<|im_start|>", "<|im_end|>"], {"eos_token": "<|im_end|>"}),
+}
+CORPUS = ["It is 5, I think. What is 2 + 3? And 5 * 3? user assistant system [INST] [/INST]"] * 3
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    """Family -> (our tokenizer, that of `transformers`), both from one folder with its template."""
+    found = {}
+    for family, (template, specials, names) in FAMILIES.items():
+        folder = tmp_path_factory.mktemp(family)
+        byte_pairs(specials).save(str(folder / "tokenizer.json"))
+        config = names | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+        found[family] = FileTokenizer(str(folder / "tokenizer.json")), theirs
+    return found
+
+
+def byte_pairs(specials) -> tokenizers.Tokenizer:
+    """Byte pairs as Llama 3 has them: the offsets that it gives leave out spaces."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, show_progress=False, initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens(list(specials))
+    return tokenizer
+
+
+def chat_of(tokenizer, choice="auto") -> Chat:
+    chat_tokenizer = ChatTokenizer(tokenizer)
+    return Chat(open_template(str(choice), chat_tokenizer), chat_tokenizer)
+
+
+def targets(chat: Chat, example: Example) -> str:
+    """The text of the counted tokens, with special tokens, one / between pieces."""
+    pieces = []
+    before = False
+    for token, counts in zip(*example):
+        if counts:
+            pieces += [] if before else [[]]
+            pieces[-1].append(token)
+        before = counts
+    library = chat.tokenizer.library
+    return "/".join(library.decode(piece, skip_special_tokens=False) for piece in pieces)
+
+
+# --- the tokens of transformers -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("system", [False, True], ids=["", "system"])
+def test_tokens_equal_transformers(families, family, system):
+    ours, theirs = families[family]
+    chat = chat_of(ours)
+    messages = [SYSTEM] * system + TWO_TURNS
+    for n in (1, 3, 4):
+        part = messages[: n + system]
+        ask = part[-1]["role"] == "user"
+        expected = theirs.apply_chat_template(
+            part, tokenize=True, add_generation_prompt=ask, return_dict=False
+        )
+        found = chat.prompt(part) if ask else chat.example(part).ids
+        assert found == list(expected)
+    with_text = [{"role": "user", "content": "is </s> or <|im_end|> a word?"}, ANSWER]
+    expected = theirs.apply_chat_template(with_text, tokenize=True, return_dict=False)
+    assert chat.example(with_text).ids == list(expected)
+
+
+def test_marked_answers_equal_transformers(families):
+    ours, theirs = families["marked"]
+    for messages in (TWO_TURNS, [SYSTEM, *TWO_TURNS], [USER, ANSWER]):
+        expected = theirs.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        example = chat_of(ours).example(messages)
+        assert example.ids == list(expected["input_ids"])
+        assert example.counted == [bool(counts) for counts in expected["assistant_masks"]]
+
+
+# --- targets --------------------------------------------------------------------------------------
+
+TARGETS = {
+    "chatml": "It is 5,\nI think. 🙂<|im_end|>/15<|im_end|>",
+    "llama-2": " It is 5,\nI think. 🙂 </s>/ 15 </s>",
+    "llama-3": "It is 5,\nI think. 🙂<|eot_id|>/15<|eot_id|>",
+    "zephyr": "It is 5,\nI think. 🙂</s>/15</s>",
+    "marked": "It is 5,\nI think. 🙂<|im_end|>/15<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_and_the_ends_of_their_turns(families, family):
+    chat = chat_of(families[family][0])
+    for messages in (TWO_TURNS, [SYSTEM, *TWO_TURNS]):
+        assert targets(chat, chat.example(messages)) == TARGETS[family]
+    everything = chat.example(TWO_TURNS, "all")
+    assert all(everything.counted) and everything.ids == chat.example(TWO_TURNS).ids
+    end = chat.tokenizer.library.id_to_token(chat.end_of_turn())
+    assert TARGETS[family].endswith(end)
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_a_block_without_the_end_of_its_turn(families, tmp_path):
+    """The special token behind a block counts, and nothing else behind it."""
+    ours, _ = families["marked"]
+    block = "{%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    assert block in MARKED
+    short = block.replace(" + '<|im_end|>' }}{% endgeneration", " }}{% endgeneration")
+    outside = write(tmp_path / "outside.jinja", MARKED.replace(block, short + "<|im_end|>"))
+    wide = block.replace("'<|im_end|>'", "'<|im_end|>\\n'")
+    inside = write(tmp_path / "inside.jinja", MARKED.replace(block, wide))
+    chat = chat_of(ours, outside)
+    assert targets(chat, chat.example(TWO_TURNS)) == TARGETS["marked"]
+    chat = chat_of(ours, inside)
+    expected = TARGETS["marked"].replace("<|im_end|>", "<|im_end|>\n")
+    assert targets(chat, chat.example(TWO_TURNS)) == expected
+
+
+def test_a_token_that_is_added_after_the_last_message(families, tmp_path):
+    """Phi's template ends the whole text with a token too: no turn ends with that."""
+    ours, _ = families["chatml"]
+    more = "{% if not add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+    chat = chat_of(ours, write(tmp_path / "t.jinja", CHATML + more))
+    assert targets(chat, chat.example(TWO_TURNS)) == TARGETS["chatml"]
+
+
+def test_a_token_that_lies_across_the_beginning_of_an_answer(families, tmp_path):
+    """It counts: " is" has the answer's first letters."""
+    ours, _ = families["marked"]
+    text = "{{ messages[0].content + ' ' }}{% generation %}{{ messages[1].content }}"
+    text += "<|im_end|>{% endgeneration %}"
+    chat = chat_of(ours, write(tmp_path / "t.jinja", text))
+    pair = [{"role": "user", "content": "What"}, {"role": "assistant", "content": "is"}]
+    example = chat.example(pair)
+    assert targets(chat, example) == " is<|im_end|>" and sum(example.counted) == 2
+
+
+def test_plain_by_hand(tmp_path):
+    """On bytes; a begin token where the tokenizer adds one."""
+    chat = chat_of(ByteTokenizer())
+    assert "plain" in chat.template.where
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "é"}
+    example = chat.example([question, answer, question, answer])
+    end = ByteTokenizer.eot
+    turn = [*b"user:\na\nassistant:\n", *"é".encode(), end]
+    assert example.ids == turn * 2
+    assert example.counted == ([False] * 19 + [True] * 3) * 2
+    assert chat.prompt([question]) == turn[:-3] and chat.end_of_turn() == end
+    # a tokenizer with tokens of its own, which are no special tokens for the library
+    words = tokenizers.models.WordLevel({"?": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    chat = chat_of(FileTokenizer(str(tmp_path / "tokenizer.json")))
+    example = chat.example([question, {"role": "assistant", "content": "a"}])
+    assert example.ids[-2:] == [3, 2] and example.counted[-2:] == [True, True]
+    assert 1 not in example.ids
+
+
+# --- which template -------------------------------------------------------------------------------
+
+
+def test_templates_beside_a_tokenizer(families, tmp_path):
+    """A list of templates; a file of its own, which comes first; saved with the tokenizer."""
+    source, _ = families["chatml"]
+    source.save(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    named = [{"name": "tool_use", "template": "?"}, {"name": "default", "template": "of a list"}]
+    config.write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": named}))
+
+    def text():
+        tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
+        tokenizer.save(tmp_path / "copy")
+        return chat_of(tokenizer).template.text, chat_of(
+            FileTokenizer(str(tmp_path / "copy" / "tokenizer.json"))
+        ).template.text
+
+    (tmp_path / "copy").mkdir()
+    assert text() == ("of a list", "of a list")
+    (tmp_path / "chat_template.jinja").write_text("of a file é")
+    assert text() == ("of a file é", "of a file é")
+    config.write_text(json.dumps({"chat_template": [1]}))
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ChatError, match="chat_template: Expected"):
+        text()
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{% for %}", "t.jinja, line 1: "),
+        ("{{ raise_exception('no') }}", "t.jinja: no"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "{% generation %}"),
+        ("{% for m in messages %}{{ m.content }} {% endfor %}", "no special token"),
+        ("{% generation %}{{ messages[1].content }}{% endgeneration %} ", "no special token"),
+    ],
+)
+def test_templates_that_cannot_be(tmp_path, template, words):
+    path = write(tmp_path / "t.jinja", template)
+    with pytest.raises(ChatError) as e:
+        chat_of(ByteTokenizer(), path).example([USER, ANSWER])
+    assert words in str(e.value) and "\n" not in str(e.value)
+
+
+def test_helpers_of_templates(tmp_path):
+    text = "{% for m in messages %}{{ m | tojson }}{% break %}{% endfor %}{{ strftime_now('%Y') }}"
+    rendered = chat_of(ByteTokenizer(), write(tmp_path / "t.jinja", text)).template.render([USER])
+    assert rendered.text.startswith(json.dumps(USER, ensure_ascii=False) + "20")
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def pair(question, answer):
+    return {"prompt": question, "completion": answer}
+
+
+GOOD = [pair("abc", "a"), {"messages": [SYSTEM, USER, LAST], "id": 7}]
+BAD = [
+    (pair("x" * 200, "a"), "has 220 tokens, and --seq-length 99 has room for 100", "too long"),
+    ({"messages": [USER]}, "no message of the assistant", "nothing to learn"),
+]
+
+
+def read(path, skip=False):
+    chat = chat_of(ByteTokenizer())
+    return sft_data.read_examples([path], "--sft", chat, "answers", 100, skip)
+
+
+def test_what_cannot_be_used_is_named_or_counted(tmp_path):
+    for n, (record, words, _) in enumerate(BAD):
+        path = write_lines(tmp_path / f"{n}.jsonl", [*GOOD, record])
+        with pytest.raises(ChatError) as e:
+            read(path)
+        assert str(e.value).startswith(f"--sft {path}, line 3: ") and words in str(e.value)
+    path = write_lines(tmp_path / "all.jsonl", [*GOOD, *(record for record, *_ in BAD)])
+    examples, summary = read(path, skip=True)
+    assert len(examples) == 2
+    assert summary == (
+        "2 conversations, 5 of 92 tokens in the loss; 2 skipped (1 nothing to learn, 1 too long)"
+    )
+    with pytest.raises(ChatError, match="no conversations; 1 skipped"):
+        read(write_lines(tmp_path / "none.jsonl", [BAD[0][0]]), skip=True)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("{", "line 1: not JSON"),
+        ("{}", "is no conversation"),
+        ('{"messages": []}', "is no conversation"),
+        ('{"conversations": [{"from": "human", "value": "a"}]}', "is no conversation"),
+        ('{"messages": [{"role": "user"}]}', 'message 1: "role" and "content" must be text'),
+        ('{"prompt": "a", "completion": 5}', "message 2: "),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [1]}', "has tools"),
+    ],
+)
+def test_lines_that_are_no_conversations(line, words, tmp_path):
+    """Also where bad examples are skipped."""
+    path = tmp_path / "c.jsonl"
+    path.write_text(line)
+    with pytest.raises(ChatError) as e:
+        read(str(path), skip=True)
+    assert words in str(e.value) and str(path) in str(e.value)
+
+
+def test_held_out_whatever_the_order_of_the_lines(tmp_path):
+    records = [pair(str(n), str(n % 7)) for n in range(50)]
+    a, _ = read(write_lines(tmp_path / "a.jsonl", records))
+    b, _ = read(write_lines(tmp_path / "b.jsonl", records[::-1]))
+    assert a == b and len(a) == 50
+
+
+# --- training -------------------------------------------------------------------------------------
+
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64 --seq-length 96"
+    " --global-batch-size 4 --steps 3 --warmup-steps 0 --device cpu --precision fp64"
+).split()
+
+
+def run(*flags):
+    """`python train.py` without a new interpreter."""
+    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        return train.main([*SMALL, *map(str, flags)])
+    finally:
+        for s, handler in handlers:
+            signal.signal(s, handler)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """Conversations of unequal lengths."""
+    records = [pair("ab" * (n % 5 + 1), "b" * (1 + n * n % 23)) for n in range(40)]
+    return write_lines(tmp_path_factory.mktemp("chats") / "chats.jsonl", records)
+
+
+def lines_of(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_device(chats, tmp_path_factory):
+    """(flags, the folder of their run). The template has no form without an answer, so there is no
+    sample at the end."""
+    folder = tmp_path_factory.mktemp("one_device")
+    text = "{{ messages[0].content }}>{% generation %}{{ messages[1].content + eos_token }}"
+    template = write(folder / "t.jinja", text + "{% endgeneration %}")
+    flags = ["--sft", chats, "--chat-template", template]
+    assert run(*flags, "--out", folder / "run", "--save-every", 2, "--keep", 0) == 0
+    assert (folder / "run" / "sample.txt").read_text().startswith("no sample: --chat-template")
+    return flags, folder / "run"
+
+
+REPETITION = pytest.mark.repetition
+
+
+@pytest.mark.parametrize(
+    "ranks, layout",
+    [
+        (2, "--tp 2 --sequence-parallel"),
+        pytest.param(2, "--pp 2 --micro-batch-size 1", marks=REPETITION),
+        pytest.param(2, "--zero-stage 1 --micro-batch-size 1", marks=REPETITION),
+        (4, "--pp 2 --zero-stage 1"),
+    ],
+)
+def test_layouts_have_the_losses_of_one_device(one_device, tmp_path, ranks, layout):
+    flags, one = one_device
+    words = [*SMALL, *flags, "--out", tmp_path / "run", *layout.split()]
+    done = processes.run(["train.py", *words], world=ranks)
+    assert done.returncode == 0, done.stderr
+    for x, y in zip(lines_of(tmp_path / "run"), lines_of(one), strict=True):
+        assert x["tokens"] == y["tokens"]
+        for name in ("loss", "grad_norm"):
+            assert abs(x[name] - y[name]) <= 1e-10 * abs(y[name]), name
+
+
+def test_a_run_goes_on_with_its_own_copy_of_the_template(one_device, tmp_path):
+    flags, one = one_device
+    short = tmp_path / "short"
+    shutil.copytree(one, short)
+    shutil.rmtree(short / "checkpoints" / "step-000003")
+    moved = [word if word != flags[-1] else tmp_path / "moved.jinja" for word in flags]
+    assert run("--resume", *moved, "--out", short) == 0
+    assert [line["loss"] for line in lines_of(short)] == [line["loss"] for line in lines_of(one)]
+
+
+def trainer_on(config, dataset):
+    """(loss, gradients) of the first step."""
+    trainer = train.Trainer(config, torch.device("cpu"), Groups())
+    loss = trainer.forward_backward(1, dataset).item()
+    (stage,) = trainer.stages
+    return loss, {name: p.main_grad.clone() for name, p in stage.named_parameters()}, trainer
+
+
+def test_tokens_weigh_alike_in_long_and_short_answers():
+    """Two conversations, with 2 and with 21 targets: in one micro-batch, in two, and by hand."""
+    chat = chat_of(ByteTokenizer())
+    examples = [
+        chat.example(sft_data.messages_of(pair("ab", answer), "")) for answer in ("a", "b" * 20)
+    ]
+    dataset = Conversations(examples, 257, seed=None)
+    shape = dict(num_layers=1, hidden_size=32, num_heads=4, seq_length=64, vocab_size=257)
+    config = train.Config(**shape, global_batch_size=2, precision="fp64", device="cpu")
+    assert [dataset.counted_tokens([n]) for n in (0, 1)] == [2, 21]
+    loss, gradients, trainer = trainer_on(config, dataset)
+    config.micro_batch_size = 1
+    split_loss, split_gradients, _ = trainer_on(config, dataset)
+    batch = dataset.batch([0, 1])
+    losses = trainer.model(batch.tokens, batch.targets) * batch.loss_mask  # [b, s]
+    by_tokens = losses.sum() / 23
+    by_means = (losses.sum(1) / batch.loss_mask.sum(1)).mean()
+    assert abs(loss - by_tokens) < 1e-12 and abs(split_loss - by_tokens) < 1e-12
+    assert abs(by_means - by_tokens) > 1e-4
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, split_gradients[name], rtol=1e-10, atol=1e-14), name
+
+
+def test_a_conversation_is_answered(chats, tmp_path, capsys):
+    """Trained, asked with --chat, and started from: the template stays with the model."""
+    out = tmp_path / "out"
+    short = "--steps 60 --lr 1e-2 --precision fp32 --eval-every 0 --num-layers 1".split()
+    learned = write_lines(tmp_path / "c.jsonl", [pair("ab", "yes")] * 4)
+    assert run("--sft", learned, "--sft-val", chats, "--out", out, *short) == 0
+    said = capsys.readouterr().out
+    assert "4 conversations, 16 of 96 tokens in the loss; --sft-val: 40" in said
+    assert "--sft without --load" in said
+    argv = ["--checkpoint", str(out), "--chat", "ab", "--temperature", "0", "--device", "cpu"]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.strip() == "yes"
+    assert cli.main([*argv, "--prompt", "x"]) == 2
+    assert "--chat" in capsys.readouterr().err
+    (out / "chat_template.jinja").write_text("{{ messages[0].content }}|")
+    assert find_chat(out, ByteTokenizer()).template.text.endswith("|")
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--loss-on", "all"], "--loss-on all: needs --sft FILE"),
+        (["--skip-bad-examples"], "--skip-bad-examples"),
+        (["--sft", "c", "--data", "d"], "--data d: --sft names other data"),
+        (["--sft", "nowhere"], "--sft nowhere: cannot be read"),
+        (["--sft", "one"], "has one conversation, and one is held out"),
+        (["--sft", "one", "--chat-template", "nowhere"], "--chat-template nowhere"),
+    ],
+)
+def test_runs_that_cannot_be(flags, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "one", [pair("a", "b")])
+    assert run(*flags, "--out", "out") == 2
+    assert words in capsys.readouterr().err
+
+
+# --- mutations ------------------------------------------------------------------------------------
+
+
+def test_a_masked_end_of_turn_is_seen(families, monkeypatch):
+    end_of_answer = Chat.end_of_answer
+    monkeypatch.setattr(Chat, "end_of_answer", lambda *args: end_of_answer(*args) - 1)
+    with pytest.raises(AssertionError):
+        test_answers_and_the_ends_of_their_turns(families, "chatml")
+
+
+def test_a_loss_on_everything_is_seen(families, monkeypatch):
+    example = Chat.example
+    monkeypatch.setattr(Chat, "example", lambda self, m, on="": example(self, m, "all"))
+    with pytest.raises(AssertionError):
+        test_marked_answers_equal_transformers(families)
