@@ -288,7 +288,7 @@ def test_every_module_is_described():
     modules = set()
     for name in tracked():
         if re.fullmatch(
-            r"((runtime|inference|corpus|prompts|lessons|page|planning)/)?\w+\.py", name
+            r"((runtime|inference|corpus|prompts|tuning|lessons|page|planning)/)?\w+\.py", name
         ):
             modules.add(name)
     missing = [name for name in modules if f"](../{name})" not in text]
@@ -303,7 +303,7 @@ def test_readme_is_one_short_page():
 
 def test_paths_in_prose_exist():
     """`runtime/config` and `inference/packing.py` in prose: a module with or without its ending."""
-    folders = "runtime inference corpus prompts lessons page planning comparisons tests".split()
+    folders = "runtime inference corpus prompts tuning lessons page planning comparisons tests".split()
     # but files with other endings
     pattern = rf"(?<![\w/-])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt|js|html))(?:\.py)?"
     for path in DOCS:

@@ -13,6 +13,7 @@ FOLDERS = (
     "inference",
     "corpus",
     "prompts",
+    "tuning",
     "lessons",
     "mutations",
     "page",

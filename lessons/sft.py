@@ -1,0 +1,227 @@
+"""The lesson of sft.py: which tokens count, how much each, and what a model learns from them.
+
+A small model learns to answer with the first letter of a word:
+
+    user:
+    cafe
+    assistant:
+    c<end>
+
+python sft.py
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+import generate
+import gpt
+import sharding
+from corpus.tokenizer import ByteTokenizer
+from data import Batch
+from gradients import GradientAccumulator
+from lessons import demo, form
+from optimizer import AdamW
+from sft import Chat, Conversations, Example, message
+from tuning.chat_template import ChatTokenizer, open_template
+
+TOKENIZER = ByteTokenizer()
+NEW_WORDS = ("hgfe", "badc", "ccgh")
+BATCH = 32
+MOST_STEPS = 200
+# training ends when the mean loss of 10 steps is below this
+LEARNED = 0.02
+# of an answer to a new word
+MOST_TOKENS = 8
+
+
+def without_end_of_turn(example: Example) -> Example:
+    """The token that ends a turn is no target."""
+    pairs = zip(example.ids, example.counted)
+    return Example(example.ids, [counts and i != TOKENIZER.eot for i, counts in pairs])
+
+
+def without_mask(example: Example) -> Example:
+    """Every token is a target."""
+    return Example(example.ids, [True] * len(example.ids))
+
+
+WITHOUT = {"end-of-turn": without_end_of_turn, "mask": without_mask}
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+
+def plain_chat() -> Chat:
+    tokenizer = ChatTokenizer(TOKENIZER)
+    return Chat(open_template("plain", tokenizer), tokenizer)
+
+
+def example_of(lesson: form.Lesson, question: str, answer: str) -> Example:
+    messages = [message("user", question), message("assistant", answer)]
+    example = plain_chat().example(messages)
+    return lesson.mutate(example) if lesson.mutate else example
+
+
+def random_words(count: int) -> list[str]:
+    """Four of the letters a to h each; none of the new words."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(8, (count, 4), generator=generator).tolist()
+    words = ["".join("abcdefgh"[letter] for letter in row) for row in rows]
+    return [word for word in words if word not in NEW_WORDS]
+
+
+def show(token: int) -> str:
+    """A byte in two columns, the end of turn as <>."""
+    return {TOKENIZER.eot: "<>", ord("\n"): "\\n"}.get(token) or chr(token).rjust(2)
+
+
+def draw(lesson: form.Lesson, example: Example) -> None:
+    lesson.say(" ".join(show(token) for token in example.ids))
+    lesson.say(" ".join(" ^" if counts else " ." for counts in example.counted))
+
+
+# --- a model --------------------------------------------------------------------------------------
+
+
+def new_model() -> gpt.GPT:
+    model = demo.meta_model(demo.tiny_config(ffn_hidden_size=172, llama=True))
+    sharding.init(model, 0, "cpu", torch.float32)
+    return model
+
+
+def sum_of_losses(model: gpt.GPT, batch: Batch) -> Tensor:
+    """[b]: of the counted tokens of each conversation."""
+    return (model(batch.tokens, batch.targets) * batch.loss_mask).sum(1)
+
+
+@dataclasses.dataclass
+class Learned:
+    steps: int
+    # the mean of the last 10
+    loss: float
+
+
+def learn(model: gpt.GPT, examples: list[Example]) -> Learned:
+    """Train until the conversations are learned or MOST_STEPS are over."""
+    dataset = Conversations(examples, TOKENIZER.vocab_size, seed=0)
+    gradients = GradientAccumulator(model)
+    optimizer = AdamW(model.named_parameters(), 0.0)
+    losses = []
+    for step in range(MOST_STEPS):
+        samples = range(step * BATCH, (step + 1) * BATCH)
+        gradients.zero()
+        total = sum_of_losses(model, dataset.batch(samples)).sum()
+        loss = total / dataset.counted_tokens(samples)
+        loss.backward()
+        optimizer.step(3e-3 * min(1, (step + 1) / 20))
+        losses.append(loss.item())
+        if sum(losses[-10:]) / 10 < LEARNED and len(losses) >= 10:
+            break
+    return Learned(len(losses), sum(losses[-10:]) / 10)
+
+
+def ask(model: gpt.GPT) -> dict[str, tuple[str, bool]]:
+    """New word -> (the answer, whether the model ended it)."""
+    chat = plain_chat()
+    prompts = [chat.prompt([message("user", word)]) for word in NEW_WORDS]
+    answers = generate.generate(model, prompts, MOST_TOKENS, temperature=0, eot=chat.end_of_turn())
+    return {
+        word: (TOKENIZER.decode(ids), len(ids) < MOST_TOKENS)
+        for word, ids in zip(NEW_WORDS, answers)
+    }
+
+
+# --- the lesson -----------------------------------------------------------------------------------
+
+
+def teach_targets(lesson: form.Lesson) -> None:
+    lesson.predict(
+        'The user says "cafe", the assistant "c". With a token for each byte, how many tokens does'
+        " the plain template make of it? On how many is the loss taken?"
+    )
+    example = example_of(lesson, "cafe", "c")
+    draw(lesson, example)
+    lengths = [len("user:\n"), len("cafe\n"), len("assistant:\n"), len("c"), 1]
+    total = " + ".join(map(str, lengths))
+    targets = sum(example.counted)
+    lesson.check(
+        f"{len(example.ids)} tokens = {total}; {targets} in the loss, where 1 + 1 should be: the"
+        " answer, and the token <> that ends the turn",
+        len(example.ids) == sum(lengths) and targets == 2,
+    )
+
+
+def teach_weights(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "Answers of 1 and of 18 letters stand in one batch. What share of the loss has each"
+        " conversation: by tokens, as here? If the mean of two means were taken?"
+    )
+    answers = ("a", "a" * 18)
+    examples = [example_of(lesson, "b", answer) for answer in answers]
+    dataset = Conversations(examples, TOKENIZER.vocab_size, seed=None)
+    batch = dataset.batch([0, 1])
+    # of each conversation, if every token has a loss of 1
+    sums = batch.loss_mask.sum(1)  # [2]
+    shares = (sums / dataset.counted_tokens([0, 1])).tolist()
+    counted = [dataset.counted_tokens([n]) for n in (0, 1)]
+    means = (sums / torch.tensor(counted) / 2).tolist()
+    lesson.check(
+        f"by tokens {shares[0]:.3f} and {shares[1]:.3f}, 2 / 21 and 19 / 21; by means"
+        f" {means[0]:.3f} and {means[1]:.3f}: a token of the short answer would weigh"
+        f" {counted[1] / counted[0]:.1f} times as much",
+        abs(shares[0] - 2 / 21) < 1e-6 and abs(shares[1] - 19 / 21) < 1e-6,
+    )
+
+
+def teach_learning(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "A Llama (h 64, L 2) learns to answer with a word's first letter. The questions are random"
+        " letters. Can the loss come near 0?"
+    )
+    model = new_model()
+    learned = learn(model, [example_of(lesson, word, word[0]) for word in random_words(400)])
+    lesson.check(
+        f"loss {learned.loss:.4f} after {learned.steps} steps: questions cannot be predicted, and"
+        " are no targets",
+        learned.loss < LEARNED,
+    )
+    lesson.predict(f"New words: {', '.join(NEW_WORDS)}. What does the model answer, and then?")
+    answers = ask(model.eval())
+    lesson.check(
+        ", ".join(f"{word}: {answer[:1]!r}" for word, (answer, _) in answers.items()),
+        all(answer[:1] == word[0] for word, (answer, _) in answers.items()),
+    )
+    ended = sum(ends for _, ends in answers.values())
+    texts = [repr(answer) for answer, _ in answers.values()]
+    lesson.check(
+        f"{ended} of {len(answers)} answers end before {MOST_TOKENS} tokens: {', '.join(texts)}",
+        ended == len(answers),
+    )
+
+
+def teach(lesson: form.Lesson) -> None:
+    teach_targets(lesson)
+    teach_weights(lesson)
+    teach_learning(lesson)
+    lesson.break_it(
+        "end-of-turn",
+        "The token that ends a turn is masked. What does the model say after the letter?",
+        "Nothing in the loss says what comes after the letter. The first letter is right, the loss"
+        " looks as good as before, and the answer goes on until somebody stops it.",
+    )
+    lesson.break_it(
+        "mask",
+        "The loss is taken on all tokens. Which checks see it?",
+        "Two of 23 targets are the answer's. The others are fixed text, soon learned, and four"
+        " letters of a question, which nobody can predict: the loss stays at 4 ln 8 / 23 = 0.36.",
+    )
+
+
+def main() -> None:
+    form.main("sft.py", teach, WITHOUT)
+
+
+if __name__ == "__main__":
+    main()
