@@ -164,6 +164,8 @@ class Chat:
 
 def common_length(a: str, b: str) -> int:
     """How many characters the beginnings of two texts share."""
+    if a.startswith(b):
+        return len(b)
     same = (x == y for x, y in zip(a, b))
     return next((n for n, equal in enumerate(same) if not equal), min(len(a), len(b)))
 

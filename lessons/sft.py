@@ -29,9 +29,9 @@ from tuning.chat_template import ChatTokenizer, open_template
 TOKENIZER = ByteTokenizer()
 NEW_WORDS = ("hgfe", "badc", "ccgh")
 BATCH = 32
-MOST_STEPS = 200
+MOST_STEPS = 150
 # training ends when the mean loss of 10 steps is below this
-LEARNED = 0.02
+LEARNED = 0.05
 # of an answer to a new word
 MOST_TOKENS = 8
 
@@ -215,7 +215,7 @@ def teach(lesson: form.Lesson) -> None:
         "mask",
         "The loss is taken on all tokens. Which checks see it?",
         "Two of 23 targets are the answer's. The others are fixed text, soon learned, and four"
-        " letters of a question, which nobody can predict: the loss stays at 4 ln 8 / 23 = 0.36.",
+        " letters of a question, which nobody can predict: the loss stays above 4 ln 8 / 23, 0.36.",
     )
 
 

@@ -303,7 +303,8 @@ def test_readme_is_one_short_page():
 
 def test_paths_in_prose_exist():
     """`runtime/config` and `inference/packing.py` in prose: a module with or without its ending."""
-    folders = "runtime inference corpus prompts tuning lessons page planning comparisons tests".split()
+    folders = "runtime inference corpus prompts tuning lessons page planning comparisons".split()
+    folders.append("tests")
     # but files with other endings
     pattern = rf"(?<![\w/-])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt|js|html))(?:\.py)?"
     for path in DOCS:

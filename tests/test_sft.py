@@ -1,5 +1,6 @@
 """Conversations: the tokens of `transformers`, targets by hand, what is refused, and training."""
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -10,10 +11,14 @@ import tokenizers
 import torch
 from transformers import PreTrainedTokenizerFast
 
+import checkpoint
+import huggingface
+import sharding
 import train
-from corpus.tokenizer import ByteTokenizer, FileTokenizer
+from corpus.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer
 from inference import cli
-from inference.loading import find_chat
+from inference.loading import find_chat, find_tokenizer
+from lessons import demo
 from runtime.world import Groups
 from sft import Chat, Conversations, Example
 from tuning import sft_data
@@ -268,6 +273,27 @@ def test_plain_by_hand(tmp_path):
     assert 1 not in example.ids
 
 
+class TwoBytes:
+    """An encoding like tiktoken's, whose tokens are two bytes, or one at the end."""
+
+    def encode_ordinary(self, text):
+        content = text.encode()
+        self.pieces = [content[n : n + 2] for n in range(0, len(content), 2)]
+        return [int.from_bytes(b"\1" + piece) for piece in self.pieces]
+
+    def decode_single_token_bytes(self, token):
+        return token.to_bytes(3).lstrip(b"\0")[1:]
+
+
+def test_tokens_that_are_parts_of_characters():
+    tokenizer = object.__new__(GPT2Tokenizer)
+    tokenizer.encoding = TwoBytes()
+    tokenizer.eot, tokenizer.stop_ids = 0, (0,)
+    tokens = ChatTokenizer(tokenizer).encode("世a界<|endoftext|>é")
+    assert [*zip(tokens.starts, tokens.ends)] == [(0, 1), (0, 2), (2, 3), (2, 3), (3, 16), (16, 17)]
+    assert tokens.ids[-2] == 0
+
+
 # --- which template -------------------------------------------------------------------------------
 
 
@@ -512,6 +538,29 @@ def test_a_conversation_is_answered(chats, tmp_path, capsys):
     assert "--chat" in capsys.readouterr().err
     (out / "chat_template.jinja").write_text("{{ messages[0].content }}|")
     assert find_chat(out, ByteTokenizer()).template.text.endswith("|")
+
+
+def test_an_imported_model_keeps_its_template(families, chats, tmp_path):
+    """From a Hugging Face folder to a checkpoint, to a run, and out again."""
+    source, theirs = families["chatml"]
+    model = demo.meta_model(demo.tiny_config(vocab_size=source.vocab_size, llama=True))
+    sharding.init(model, 0, "cpu", torch.float32)
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    state = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(model.config)}
+    checkpoint.write(tmp_path / "made", 0, tensors, state)
+    huggingface.export_folder(tmp_path / "made", tmp_path / "hf")
+    source.save(tmp_path / "hf")
+    huggingface.import_folder(tmp_path / "hf", tmp_path / "base")
+    flags = "--global-batch-size 2 --steps 1 --warmup-steps 0 --device cpu --seq-length 96".split()
+    out = tmp_path / "out"
+    argv = ["--load", tmp_path / "base", "--sft", chats, "--out", out]
+    assert train.main([*map(str, argv), *flags]) == 0
+    assert find_chat(out, find_tokenizer(out, {})).template.text == CHATML
+    assert find_chat(tmp_path / "hf", source).template.text == CHATML
+    huggingface.export_folder(out, tmp_path / "exported")
+    again = PreTrainedTokenizerFast.from_pretrained(tmp_path / "exported")
+    assert again.chat_template == CHATML
+    assert again.apply_chat_template(TWO_TURNS) == theirs.apply_chat_template(TWO_TURNS)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ Not covered: tools and documents, contents that are not text.
 """
 
 import datetime
+import itertools
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -235,14 +236,23 @@ class ChatTokenizer:
                 raise ChatError(f"cannot be tokenized ({e})") from None
             starts, ends = zip(*encoding.offsets) if encoding.ids else ((), ())
             return Tokens(encoding.ids, starts, ends)
+        return self.encode_bytes(text)
+
+    def encode_bytes(self, text: str) -> Tokens:
+        """With a built-in tokenizer, whose tokens are bytes of the text. A token may end inside a
+        character."""
         ids = [int(i) for i in self.tokenizer.encode(text)]
-        if self.tokenizer.name == "bytes":
-            starts = [n for n, character in enumerate(text) for _ in character.encode()]
-        else:
-            starts = self.tokenizer.encoding.decode_with_offsets(ids)[1]
-        # a token may end inside a character
-        ends = [max(start + 1, after) for start, after in zip(starts, [*starts[1:], len(text)])]
-        return Tokens(ids, starts, ends)
+        lengths = [1] * len(ids)
+        if self.tokenizer.name == "gpt2":
+            lengths = [len(self.tokenizer.encoding.decode_single_token_bytes(i)) for i in ids]
+        ends = list(itertools.accumulate(lengths))
+        # byte -> its character
+        character = [n for n, letter in enumerate(text) for _ in letter.encode()]
+        return Tokens(
+            ids,
+            [character[end - length] for end, length in zip(ends, lengths)],
+            [character[end - 1] + 1 for end in ends],
+        )
 
 
 def add(tokens: Tokens, more: Tokens, at: int) -> None:
