@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a model learns to answer, from conversations (arXiv 2203.02155, sec. 3).
+r"""Supervised fine-tuning: a model learns to answer, from conversations (arXiv 2203.02155, sec. 3).
 
 It is the training of train.py with other data. Two things are new:
 
@@ -6,8 +6,8 @@ It is the training of train.py with other data. Two things are new:
   which the model tells who speaks, and where a turn ends.
 - Not every token is a target. The model shall write answers, not questions.
 
-    <|im_start|> user \\n 2 + 3 ? <|im_end|> \\n <|im_start|> assistant \\n  5  <|im_end|>  \\n
-         .        .   .  . . . .     .      .        .           .     .   ^      ^        .
+    <|im_start|> user \n 2 + 3 ? <|im_end|> \n <|im_start|> assistant \n 5 <|im_end|> \n
+         .        .   . . . . .      .      .       .           .     .  ^     ^      .
 
 ^ is in the loss. The token that ends the turn counts (<|im_end|>, </s>, <|eot_id|>): without it the
 model learns what to say and not when to stop. Where `{% generation %}` marks the answers in the
@@ -35,7 +35,7 @@ from typing import NamedTuple
 from prompts.prompt_data import PromptData
 from tuning.chat_template import ChatError, ChatTemplate, ChatTokenizer, Tokens
 
-LOSS_ON = ("answers", "all")
+# for the count of what is skipped
 NO_SPAN = "no answer found"
 
 
@@ -68,7 +68,8 @@ class Chat:
         self.tokenizer = tokenizer
 
     def example(self, messages: list[dict], loss_on: str = "answers") -> Example:
-        """The tokens of a conversation. loss_on: of LOSS_ON. Raises ChatError."""
+        """The tokens of a conversation. loss_on: answers, or all tokens. Raises
+        ChatError."""
         rendered = self.template.render(messages)
         tokens = self.tokenizer.encode(rendered.text)
         if loss_on == "all":

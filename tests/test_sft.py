@@ -176,13 +176,20 @@ def test_tokens_equal_transformers(families, family, system):
     assert chat.example(with_text).ids == list(expected)
 
 
-def test_marked_answers_equal_transformers(families):
+@pytest.mark.parametrize("choice", ["auto", "plain"])
+def test_marked_answers_equal_transformers(families, choice):
+    """Also in the plain template, which is exported with a model."""
     ours, theirs = families["marked"]
+    chat = chat_of(ours, choice)
     for messages in (TWO_TURNS, [SYSTEM, *TWO_TURNS], [USER, ANSWER]):
         expected = theirs.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            messages,
+            chat_template=chat.template.text,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
-        example = chat_of(ours).example(messages)
+        example = chat.example(messages)
         assert example.ids == list(expected["input_ids"])
         assert example.counted == [bool(counts) for counts in expected["assistant_masks"]]
 
@@ -330,6 +337,8 @@ def test_templates_beside_a_tokenizer(families, tmp_path):
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
+        ("{% set n = namespace() %}{% set n.__init__ = 1 %}", "unsafe"),
+        ("{% set n = namespace(_a=1) %}", "unsafe"),
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "{% generation %}"),
         ("{% for m in messages %}{{ m.content }} {% endfor %}", "no special token"),
         ("{% generation %}{{ messages[1].content }}{% endgeneration %} ", "no special token"),
@@ -343,7 +352,8 @@ def test_templates_that_cannot_be(tmp_path, template, words):
 
 
 def test_helpers_of_templates(tmp_path):
-    text = "{% for m in messages %}{{ m | tojson }}{% break %}{% endfor %}{{ strftime_now('%Y') }}"
+    text = "{% set n = namespace(self=1) %}{% for m in messages %}{% set n.x = m %}{% break %}"
+    text += "{% endfor %}{{ n.x | tojson }}{{ strftime_now('%Y') }}"
     rendered = chat_of(ByteTokenizer(), write(tmp_path / "t.jinja", text)).template.render([USER])
     assert rendered.text.startswith(json.dumps(USER, ensure_ascii=False) + "20")
 
@@ -595,4 +605,4 @@ def test_a_loss_on_everything_is_seen(families, monkeypatch):
     example = Chat.example
     monkeypatch.setattr(Chat, "example", lambda self, m, on="": example(self, m, "all"))
     with pytest.raises(AssertionError):
-        test_marked_answers_equal_transformers(families)
+        test_marked_answers_equal_transformers(families, "auto")

@@ -1,7 +1,7 @@
-"""Chat templates: the text of a conversation, and the tokens of that text.
+r"""Chat templates: the text of a conversation, and the tokens of that text.
 
-    [{"role": "user", "content": "2 + 3?"},       <|im_start|>user\\n2 + 3?<|im_end|>\\n
-     {"role": "assistant", "content": "5"}]       <|im_start|>assistant\\n5<|im_end|>\\n
+    [{"role": "user", "content": "2 + 3?"},       <|im_start|>user\n2 + 3?<|im_end|>\n
+     {"role": "assistant", "content": "5"}]       <|im_start|>assistant\n5<|im_end|>\n
 
 A model has learned its conversations in one form. Its tokenizer brings the form along as a jinja
 template: chat_template.jinja, or `chat_template` in tokenizer_config.json. `transformers` renders
@@ -23,9 +23,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import jinja2.utils
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from corpus.tokenizer import CHAT_TEMPLATE, FileTokenizer, library_errors
 from runtime import json_files, terminal
@@ -79,6 +80,25 @@ class GenerationBlocks(Extension):
         return OPEN + caller() + CLOSE
 
 
+class Namespace(jinja2.utils.Namespace):
+    """jinja's, without names that begin with _: with these a template could reach into Python."""
+
+    def __init__(*args, **fields):
+        # a template may call a field self
+        for name in dict(*args[1:], **fields):
+            Namespace.check(name)
+        jinja2.utils.Namespace.__init__(*args, **fields)
+
+    def __setitem__(self, name: str, value) -> None:
+        Namespace.check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def check(name: str) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"a namespace has the field {name}, which is unsafe")
+
+
 def raise_exception(message: str):
     raise TemplateError(message)
 
@@ -111,7 +131,11 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=extensions
         )
         environment.filters["tojson"] = to_json
-        environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+        environment.globals |= {
+            "namespace": Namespace,
+            "raise_exception": raise_exception,
+            "strftime_now": strftime_now,
+        }
         try:
             self.template = environment.from_string(text)
             tree = environment.parse(text)
