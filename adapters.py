@@ -67,11 +67,14 @@ OUTPUT_STD = 0.0
 
 
 def follow(weight: Tensor, *dims: int) -> nn.Parameter:
-    """A parameter that is sharded as `weight` [.., out, in] is, in the dimensions that they share.
+    """A parameter that is sharded as `weight` is, in the dimensions that they share.
 
-    dims: each a dimension of the weight (-1 in, -2 out, -3 experts), or a size.
+    weight: [out, in], or of experts [E, out, in]; dims: each -1 for in, -2 for out, or a size. The
+    experts come first of themselves.
     """
     record = sharding_of(weight)
+    if weight.dim() == 3:
+        dims = (-3, *dims)
     shape = tuple(record.shape[d] if d < 0 else d for d in dims)
     local_shape = [weight.shape[d] if d < 0 else d for d in dims]
     placements = []
@@ -91,9 +94,8 @@ class LoRA(nn.Module):
 
     def __init__(self, weight: Tensor, config: AdapterConfig, site: int):
         super().__init__()
-        experts = (-3,) if weight.dim() == 3 else ()
-        self.a = follow(weight, *experts, config.lora_rank, -1)
-        self.b = follow(weight, *experts, -2, config.lora_rank)
+        self.a = follow(weight, config.lora_rank, -1)
+        self.b = follow(weight, -2, config.lora_rank)
         self.scale = config.lora_alpha / config.lora_rank
         self.dropout = Dropout(config.lora_dropout, site)
         # [b], the layer's dropout key, while its block runs
@@ -114,8 +116,7 @@ class IA3(nn.Module):
     def __init__(self, weight: Tensor, dim: int):
         """dim: of the weight, -2 for its outputs, -1 for its inputs."""
         super().__init__()
-        experts = (-3,) if weight.dim() == 3 else ()
-        self.scale = follow(weight, *experts, dim)
+        self.scale = follow(weight, dim)
 
 
 class Bottleneck(nn.Module):
@@ -188,7 +189,7 @@ def ia3_output(linear: nn.Module, x: Tensor) -> Tensor:
     return type(linear).forward(linear, x * linear.ia3.scale)
 
 
-def adapted_experts(multiply, rows: Tensor, counts: Tensor, *matrices: nn.Module) -> list[Tensor]:
+def multiply_adapted(multiply, rows: Tensor, counts: Tensor, *matrices: nn.Module) -> list[Tensor]:
     """moe.MoE.multiply, with LoRA or IA3. rows: [rows, in]; counts: [E] -> [rows, out] each"""
     for matrix in matrices:
         if hasattr(matrix, "ia3"):
@@ -232,11 +233,11 @@ def apply(
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise ValueError("this model has adapters already: call adapters.apply once")
     targets = targets_of(config, model.config)
-    add = add_bottlenecks if config.peft == "adapter" else adapt_linears
     for block in model.blocks.values():
-        add(block, config, targets, group)
-        if config.lora_dropout:
-            pass_drop_key(block, group, sequence)
+        if config.peft == "adapter":
+            add_bottlenecks(block, config, targets, group)
+        else:
+            adapt_linears(block, config, targets, group, sequence)
         if sequence:
             sequence_parallel.shard_sequence(block, group)
             sequence_parallel.synchronise(block, group)
@@ -253,24 +254,34 @@ def adapt_linears(
     config: AdapterConfig,
     targets: tuple[str, ...],
     group: dist.ProcessGroup | None,
+    sequence: bool,
 ) -> None:
-    """LoRA or IA3 of the linear layers that are targets, which are of experts or not."""
+    """LoRA or IA3 of the linear layers that are targets, in experts or not."""
+    loras = []
     for site, (name, part) in enumerate(LINEARS.items(), start=4):
         linear = getattr(getattr(block, part), name, None)
         if name not in targets or linear is None:
             continue
+        row_parallel = name in ROW_PARALLEL
         if config.peft == "ia3":
-            linear.ia3 = IA3(linear.weight, -1 if name == "down" else -2)
+            linear.ia3 = IA3(linear.weight, -1 if row_parallel else -2)
+            forward = ia3_output
         else:
             linear.lora = LoRA(linear.weight, config, site)
-        if name in ROW_PARALLEL and not isinstance(linear, moe.ExpertLinear):
-            forward = ia3_output if config.peft == "ia3" else lora_output
+            loras.append(linear.lora)
+            forward = lora_output
+            # which shard of x dropout sees: [b, s, in / t], or [b, s/t, h]
+            if group and (row_parallel or sequence):
+                linear.lora.dropout.shard_index[2 if row_parallel else 1] = group.rank()
+        if row_parallel and not isinstance(linear, moe.ExpertLinear):
             linear.forward = partial(forward, linear)
     block.attention.project = AdaptedInput(block.attention.project, group)
     if isinstance(block.mlp, moe.MoE):
-        block.mlp.multiply = partial(adapted_experts, block.mlp.multiply)
+        block.mlp.multiply = partial(multiply_adapted, block.mlp.multiply)
     else:
         block.mlp.project = AdaptedInput(block.mlp.project, group)
+    if config.lora_dropout:
+        block.forward = partial(with_drop_key, block.forward, loras)
 
 
 def add_bottlenecks(
@@ -279,27 +290,13 @@ def add_bottlenecks(
     targets: tuple[str, ...],
     group: dist.ProcessGroup | None,
 ) -> None:
+    """A bottleneck adapter after attention, after the MLP, or after both."""
     weight = block.attention.output.weight
-    h = weight.shape[0]
     for name in targets:
         part = getattr(block, name)
         with weight.device:
-            part.adapter = Bottleneck(h, config, group).to(weight.dtype)
+            part.adapter = Bottleneck(weight.shape[0], config, group).to(weight.dtype)
         part.forward = partial(with_bottleneck, part.forward, part.adapter)
-
-
-def pass_drop_key(block: gpt.Block, group: dist.ProcessGroup | None, sequence: bool) -> None:
-    """Tell LoRA's dropout which shard of x a rank has, and the key of each forward."""
-    loras = []
-    for name, part in LINEARS.items():
-        lora = getattr(getattr(getattr(block, part), name, None), "lora", None)
-        if lora is None:
-            continue
-        loras.append(lora)
-        # x: [b, s, in / t] where the layer is row-parallel, else [b, s, h] or [b, s/t, h]
-        if group and (name in ROW_PARALLEL or sequence):
-            lora.dropout.shard_index[2 if name in ROW_PARALLEL else 1] = group.rank()
-    block.forward = partial(with_drop_key, block.forward, loras)
 
 
 # --- values and names -----------------------------------------------------------------------------
