@@ -248,7 +248,8 @@ def read_flags(argv: list[str], world: int | None) -> tuple[Config, int]:
     least = config.tp * config.pp * config.ep
     for ranks_of_layout in [world] if world else [2 * least, least]:
         try:
-            rules.validate(config, ranks_of_layout)
+            # adapters of initial values are as good a test as those of a checkpoint
+            rules.validate(config, ranks_of_layout, base_needed=False)
             return config, ranks_of_layout
         except ConfigError as e:
             refused = e

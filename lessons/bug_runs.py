@@ -182,10 +182,11 @@ def held_out_loss(flags: dict, parameters: dict[str, Tensor], sequences: int = 6
     """What one device says of weights that some layout has trained: the loss of texts that were
     not seen, in this process."""
     config = trainer.Config(**SETTING | of_one_device(flags))
-    t = trainer.Trainer(config, torch.device("cpu"), Groups())
+    t = trainer.trainer_class(config)(config, torch.device("cpu"), Groups())
     with torch.no_grad():
         for name, p in sharding.named_parameters(*t.stages):
-            p.copy_(parameters[name])
+            if p.requires_grad:
+                p.copy_(parameters[name])
     return evaluate(t, Documents(config.seq_length, held_out=True), sequences)
 
 

@@ -12,6 +12,7 @@ What a layout does to a model stays, and only its size goes:
     vocabulary       61 where tp does not divide it, else 64
     experts          4, or 2; some of them are chosen for a token, or all
     micro-batches    several where there were several, in whole groups of pp if interleaved
+    adapters         r 4 or less, an inner size of 8 or less
     as they are      dropout, schedule, recomputation, ZeRO stage, sequence parallelism, routers,
                      precision, learning rate
 
@@ -29,7 +30,7 @@ MOST_RANKS = 8
 SHOWN = (
     "ranks tp pp ep virtual_stages layer_split num_layers hidden_size num_heads num_kv_heads"
     " ffn_hidden_size seq_length vocab_size num_experts expert_every router_topk"
-    " recompute_layers global_batch_size micro_batch_size"
+    " recompute_layers global_batch_size micro_batch_size lora_rank adapter_size"
 ).split()
 
 
@@ -41,6 +42,8 @@ def shrink(config: Config, world: int) -> tuple[int, dict]:
     layout |= shrink_layers(config, model, pp) | shrink_model(model, config.tp, tp)
     if model.num_experts:
         layout |= shrink_experts(model, ep, layout["num_layers"])
+    if config.peft:
+        layout |= shrink_adapters(config, tp)
     layout |= shrink_batch(config, world, pp, dp)
     layout |= dict(
         # of a checkpoint's shape only the family is left to say
@@ -105,7 +108,7 @@ def shrink_model(model: MoEConfig, was_tp: int, tp: int) -> dict:
     queries = min(model.num_heads // model.num_kv_heads, 8)
     kv = min(model.num_kv_heads, 2)
     if queries == 1:
-        kv = min(model.num_kv_heads, 4)
+        kv = min(model.num_kv_heads, 4) // tp * tp
     # of one head
     channels = 8 if kv * queries <= 8 else 4
     hidden = kv * queries * channels
@@ -129,6 +132,11 @@ def shrink_experts(model: MoEConfig, ep: int, layers: int) -> dict:
         chosen = min(chosen, max(1, experts - 1))
     every = min(model.expert_every, 2, layers)
     return values | dict(num_experts=experts, router_topk=chosen, expert_every=every)
+
+
+def shrink_adapters(config: Config, tp: int) -> dict:
+    inner = tp * max(1, min(config.adapter_size, 8) // tp)
+    return dict(lora_rank=min(config.lora_rank, 4), adapter_size=inner)
 
 
 def shrink_batch(config: Config, world: int, pp: int, dp: int) -> dict:

@@ -45,7 +45,10 @@ class Bug:
 
 
 # flags of the model, not of the layout
-OF_THE_MODEL = ("num_experts", "router", "router_topk", "aux_loss", "z_loss", "seq_length")
+OF_THE_MODEL = (
+    *("num_experts", "router", "router_topk", "aux_loss", "z_loss", "seq_length"),
+    *("peft", "lora_rank", "lora_alpha", "lora_dropout", "adapter_size", "peft_targets"),
+)
 
 
 def of_one_device(flags: dict) -> dict:

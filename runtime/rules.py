@@ -58,8 +58,9 @@ def refuse(config: Config, field: str, rule: str):
     raise ConfigError(f"{flag_name(field)} {getattr(config, field)}: {rule}")
 
 
-def validate(config: Config, world: int) -> None:
-    """Everything that can be known before a process group exists. world: how many ranks.
+def validate(config: Config, world: int, base_needed: bool = True) -> None:
+    """Everything that can be known before a process group exists. world: how many ranks;
+    base_needed: whether --peft needs the model of --load, as it does in every run.
 
     Raises ConfigError.
     """
@@ -71,7 +72,7 @@ def validate(config: Config, world: int) -> None:
     check_batch(config, model, dp=world // config.tp // config.pp)
     if config.prompt_config:
         check_prompts(config)
-    check_peft(config, model)
+    check_peft(config, model, base_needed)
     check_conversations(config)
     if config.plan:
         plan.check(config)
@@ -228,7 +229,7 @@ def check_prompts(config: Config) -> None:
         refuse(config, "prompt_config", "for which model? --load CKPT names it")
 
 
-def check_peft(config: Config, model: MoEConfig) -> None:
+def check_peft(config: Config, model: MoEConfig, base_needed: bool) -> None:
     """Raises ConfigError."""
     if not config.peft:
         for name in ("lora_rank", "lora_alpha", "lora_dropout", "adapter_size", "peft_targets"):
@@ -237,7 +238,7 @@ def check_peft(config: Config, model: MoEConfig) -> None:
         return
     if config.prompt_config:
         refuse(config, "peft", "--prompt-config learns prompts; one of the two")
-    if not config.load:
+    if base_needed and not config.load:
         refuse(config, "peft", "for which model? --load CKPT names it")
     with as_flags():
         adapters.check(adapter_config(config), model, config.tp)

@@ -1,7 +1,7 @@
 """Parity of layouts drawn at random: pipelines, tensor, sequence, expert and (sharded) data
 parallelism, recomputation, on up to 8 ranks.
 
-    python tests/random_layouts.py [--count 200] [--first 0]
+    python tests/random_layouts.py [--count 200] [--first 0] [--peft]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
 parity.py.
@@ -84,6 +84,21 @@ def draw_experts(g: random.Random, num_layers: int) -> dict:
     )
 
 
+def with_peft(drawn: dict, seed: int) -> dict:
+    """The same layout of a frozen model with LoRA, bottleneck adapters or IA3."""
+    g = random.Random(-2 * 10**6 - seed)
+    method = g.choice(["lora", "adapter", "ia3"])
+    flags = dict(peft=method, lora_rank=g.randint(1, 5), adapter_size=4 * g.randint(1, 3))
+    places = ["attention", "mlp"] if method == "adapter" else ["key", "value", "down"]
+    if method == "lora":
+        places += ["query", "output", "up"]
+        # experts have no dropout
+        if not drawn["model"].get("num_experts"):
+            flags["lora_dropout"] = g.choice([0.0, 0.2])
+    flags["peft_targets"] = g.sample(places, g.randint(1, len(places)))
+    return drawn | {"model": drawn["model"] | flags}
+
+
 def check(drawn: dict) -> dict[str, float]:
     """Raises AssertionError where the layout is not one device."""
     a = train(drawn["world"], base=drawn["model"], **drawn["layout"])
@@ -98,12 +113,15 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--peft", action="store_true", help="of frozen models with adapters")
     args = parser.parse_args()
     failed = []
     worst = 0.0
     start = time.time()
     for seed in range(args.first, args.first + args.count):
         drawn = draw(seed)
+        if args.peft:
+            drawn = with_peft(drawn, seed)
         try:
             worst = max(worst, *check(drawn).values())
         except (AssertionError, RuntimeError) as e:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from model_config import FieldError, GPTConfig, divisors
+from model_config import FieldError, GPTConfig
 
 METHODS = ("lora", "adapter", "ia3")
 # the linear layers of a block, and the module that each is in; gate is Llama's
@@ -47,6 +47,34 @@ def targets_of(config: AdapterConfig, model: GPTConfig) -> tuple[str, ...]:
     return tuple(config.peft_targets) or tuple(fitting)
 
 
+def num_parameters(config: AdapterConfig, model: GPTConfig) -> int:
+    """How many parameters learn.
+
+    LoRA       r (in + out)    for each matrix
+    adapter    2 h k + 2 h     D, U and a LayerNorm's weight and bias, at each place
+    IA3        out, or in      one for each key and value, or MLP activation
+    """
+    h, ffn = model.hidden_size, model.ffn_hidden_size
+    kv = model.num_kv_heads * model.head_dim
+    shapes = {"key": (kv, h), "value": (kv, h), "gate": (ffn, h), "up": (ffn, h), "down": (h, ffn)}
+    # matrices of the MLPs: a layer with experts has E of each
+    of_mlps = model.num_layers
+    if getattr(model, "num_experts", 0):
+        of_mlps += len(model.expert_layers) * (model.num_experts - 1)
+    total = 0
+    for name in targets_of(config, model):
+        if config.peft == "adapter":
+            total += model.num_layers * (2 * h * config.adapter_size + 2 * h)
+            continue
+        n_out, n_in = shapes.get(name, (h, h))
+        count = of_mlps if LINEARS[name] == "mlp" else model.num_layers
+        if config.peft == "lora":
+            total += count * config.lora_rank * (n_in + n_out)
+        else:
+            total += count * (n_in if name == "down" else n_out)
+    return total
+
+
 def check(config: AdapterConfig, model: GPTConfig, t: int = 1) -> None:
     """Whether a model on t tensor-parallel ranks can have these adapters. Raises FieldError."""
     targets = targets_of(config, model)
@@ -59,9 +87,10 @@ def check(config: AdapterConfig, model: GPTConfig, t: int = 1) -> None:
     if config.adapter_size < 1:
         raise FieldError("adapter_size", config.adapter_size, "must be at least 1")
     if config.peft == "adapter" and config.adapter_size % t:
-        fits = divisors(config.adapter_size, t)
+        low = config.adapter_size // t * t
+        fits = f"{low} or {low + t}" if low else t
         raise FieldError(
-            "tp", t, "must divide {adapter_size}", fits, adapter_size=config.adapter_size
+            "adapter_size", config.adapter_size, "must be divisible by {tp}", fits, tp=t
         )
     of_experts = {"gate", "up", "down"} & set(targets)
     if getattr(model, "num_experts", 0) and config.lora_dropout and of_experts:

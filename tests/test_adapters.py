@@ -1,0 +1,388 @@
+"""Adapters: worked by hand, beside the library peft, under every layout beside one device, and in
+runs of train.py: what learns, what is saved, what is refused."""
+
+import math
+import shutil
+from functools import cache
+from pathlib import Path
+
+import processes
+import pytest
+import random_layouts
+import small_run
+import torch
+from parity import LLAMA, SMALL, Result, Synthetic, same, train_each
+from test_huggingface import SHAPES, TOKENS, our_checkpoint
+from torch import nn
+
+import adapters
+import checkpoint
+import gpt
+import train
+from huggingface import export_folder
+from runtime import rules
+from runtime.config import Config, ConfigError
+from runtime.metrics import read_metrics
+from runtime.world import Groups
+from tuning.adapter_config import METHODS, TARGETS, AdapterConfig, num_parameters
+
+
+def again(*values):
+    """A case that covers no more than another one does: `make test-all` runs it."""
+    return pytest.param(*values, marks=pytest.mark.repetition)
+
+
+# --- by hand --------------------------------------------------------------------------------------
+
+
+def column(*numbers: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(numbers).unsqueeze(1))
+
+
+def linear_by_hand() -> nn.Linear:
+    """y = W x, W = [[1, 2], [3, 4]]: 5 and 11 for x = [1, 2]"""
+    linear = nn.Linear(2, 2, bias=False)
+    linear.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    return linear
+
+
+X = torch.tensor([[[1.0, 2.0]]])
+
+
+def test_lora_by_hand():
+    """A x = -1, so B A x = [-2, -0.5], and α/r = 3: [5 - 6, 11 - 1.5]."""
+    linear = linear_by_hand()
+    linear.lora = adapters.LoRA(linear.weight, AdapterConfig("lora", 1, 3.0), site=4)
+    linear.lora.a = nn.Parameter(torch.tensor([[1.0, -1.0]]))
+    linear.lora.b = column(2.0, 0.5)
+    (y,) = adapters.AdaptedInput(gpt.SharedInput(), None)(X, linear)
+    assert y.flatten().tolist() == [-1.0, 9.5]
+    # the same for a layer that leaves a tensor-parallel region
+    assert adapters.lora_output(linear, X).flatten().tolist() == [-1.0, 9.5]
+
+
+def test_ia3_by_hand():
+    """s = [10, 1] of the outputs [5, 11], or of the inputs [1, 2]."""
+    linear = linear_by_hand()
+    linear.ia3 = adapters.IA3(linear.weight, -2)
+    linear.ia3.scale = nn.Parameter(torch.tensor([10.0, 1.0]))
+    (y,) = adapters.AdaptedInput(gpt.SharedInput(), None)(X, linear)
+    assert y.flatten().tolist() == [50.0, 11.0]
+    assert adapters.ia3_output(linear, X).flatten().tolist() == [14.0, 38.0]
+
+
+def test_bottleneck_by_hand():
+    """norm([1, 3]) = [-1, 1]; D = [0, 1] of it is 1, and U = [2, 0]: [1 + 2 silu(1), 3]."""
+    bottleneck = adapters.Bottleneck(2, AdapterConfig("adapter", adapter_size=1), None)
+    bottleneck.down.weight = nn.Parameter(torch.tensor([[0.0, 1.0]]))
+    bottleneck.up.weight = column(2.0, 0.0)
+    y = bottleneck(torch.tensor([[[1.0, 3.0]]]))
+    assert torch.allclose(y, torch.tensor([1 + 2 / (1 + math.exp(-1)), 3.0]))
+
+
+# --- the library peft -----------------------------------------------------------------------------
+
+# a linear layer -> its name in transformers' Llama
+THEIRS = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def shaken_adapters(model: gpt.GPT, config: AdapterConfig) -> dict[str, nn.Parameter]:
+    """The adapters of a frozen model by name, all far from their initial values."""
+    model.requires_grad_(False)
+    adapters.apply(model, config)
+    found = {name: p for name, p in model.named_parameters() if adapters.is_adapter(name)}
+    g = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in found.values():
+            p.add_(torch.randn(p.shape, generator=g) * 0.1)
+    return found
+
+
+def of_peft(parameters: dict, name: str) -> nn.Parameter:
+    """Its parameter for one of ours, named blocks.0.attention.query.lora.a."""
+    _, block, _, linear, method, part = name.split(".")
+    end = f"lora_{part.upper()}.default.weight" if method == "lora" else "ia3_l.default"
+    return parameters[f"base_model.model.model.layers.{block}.{THEIRS[linear]}.{end}"]
+
+
+@pytest.mark.parametrize("method", ["lora", "ia3"])
+def test_equals_the_library_peft(method, tmp_path):
+    """Loss and gradients, in float32 on the same weights."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    path, model = our_checkpoint(tmp_path / "ours", **SHAPES["llama"])
+    export_folder(path, tmp_path / "theirs")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    ours = shaken_adapters(model, AdapterConfig(method, lora_rank=3, lora_alpha=5.0))
+    targets = [THEIRS[name].split(".")[1] for name in TARGETS[method]]
+    if method == "lora":
+        settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets)
+    else:
+        settings = peft.IA3Config(target_modules=targets, feedforward_modules=["down_proj"])
+    theirs = peft.get_peft_model(theirs, settings)
+    named = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name, p in ours.items():
+            of_peft(named, name).copy_(p.view_as(of_peft(named, name)))
+    assert sum(p.requires_grad for p in named.values()) == len(ours)
+    loss = model(TOKENS[:, :-1], TOKENS[:, 1:]).mean()
+    expected = theirs(TOKENS, labels=TOKENS).loss
+    assert abs(loss - expected) <= 1e-5 * expected
+    loss.backward()
+    expected.backward()
+    for name, p in ours.items():
+        gradient = of_peft(named, name).grad.view_as(p)
+        assert (p.grad - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+# --- layouts beside one device --------------------------------------------------------------------
+
+# experts have no dropout
+EXPERTS = SMALL | dict(num_experts=4, router="topk", router_topk=2, micro_batch_size=2)
+BASES = {
+    "gpt": SMALL | dict(lora_dropout=0.2),
+    "llama": LLAMA | dict(lora_dropout=0.2),
+    "deep": SMALL | dict(num_layers=4, micro_batch_size=1),
+    "experts": EXPERTS,
+}
+STEPS = 2
+
+
+@cache
+def one_device(base: str) -> dict[str, Result]:
+    """By method."""
+    results = train_each(1, [dict(peft=method) for method in METHODS], STEPS, base=BASES[base])
+    return dict(zip(METHODS, results))
+
+
+# nothing learns in the first stage
+EMPTY_STAGE = dict(pp=2, schedule="zb-h1", layer_split=[0, 2])
+LORA = ("lora",)
+
+
+@pytest.mark.parametrize(
+    "base, world, methods, layouts",
+    [
+        ("gpt", 2, METHODS, [dict(tp=2), EMPTY_STAGE]),
+        ("gpt", 2, LORA, [dict(zero_stage=1), dict(zero_stage=3, recompute="full")]),
+        ("gpt", 4, METHODS, [dict(tp=4)]),
+        ("llama", 2, METHODS, [dict(tp=2, sequence_parallel=True, recompute="selective")]),
+        ("deep", 2, LORA, [dict(pp=2, virtual_stages=2)]),
+        ("experts", 2, LORA, [dict(ep=2)]),
+        ("experts", 4, METHODS, [dict(ep=2, tp=2)]),
+        again("gpt", 2, METHODS, [dict(zero_stage=1), dict(zero_stage=3, recompute="full")]),
+        again("llama", 2, METHODS, [dict(tp=2), dict(zero_stage=2)]),
+        again("gpt", 4, METHODS, [dict(tp=2, sequence_parallel=True, pp=2)]),
+        again("deep", 2, METHODS, [dict(pp=2, virtual_stages=2), dict(pp=2, schedule="gpipe")]),
+        again("experts", 2, METHODS, [dict(ep=2), dict(tp=2, sequence_parallel=True)]),
+        again("experts", 4, METHODS, [dict(ep=4, zero_stage=3), dict(ep=2, **EMPTY_STAGE)]),
+    ],
+    ids=str,
+)
+def test_equals_one_device(base, world, methods, layouts):
+    """In float64."""
+    variants = [layout | dict(peft=method) for layout in layouts for method in methods]
+    results = train_each(world, variants, STEPS, base=BASES[base])
+    for variant, result in zip(variants, results, strict=True):
+        one = one_device(base)[variant["peft"]]
+        assert all(adapters.is_adapter(name) for name in one.gradients) and one.gradients
+        same(result, one)
+
+
+@pytest.mark.parametrize("seed", [2, again(5), again(11), again(83)])
+def test_random_layouts(seed):
+    """A few of `python tests/random_layouts.py --peft`."""
+    random_layouts.check(random_layouts.with_peft(random_layouts.draw(seed), seed))
+
+
+# --- what learns, and its bytes -------------------------------------------------------------------
+
+
+def trainer_of(base: dict = SMALL, **flags):
+    config = Config(**base | flags)
+    return train.trainer_class(config)(config, torch.device("cpu"), Groups())
+
+
+# the sizes of SMALL and LLAMA: L 2, h 32, r 8, k 32; ffn 128 and 56, key and value 32 and 16
+LEARNED = {
+    ("gpt", "lora"): 2 * 8 * (4 * (32 + 32) + 2 * (32 + 128)),
+    ("gpt", "adapter"): 2 * 2 * (2 * 32 * 32 + 2 * 32),
+    ("gpt", "ia3"): 2 * (32 + 32 + 128),
+    ("llama", "lora"): 2 * 8 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 56)),
+    ("llama", "ia3"): 2 * (16 + 16 + 56),
+    # 4 experts in each layer
+    ("experts", "lora"): 2 * 8 * (4 * (32 + 32) + 4 * 2 * (32 + 128)),
+    ("experts", "ia3"): 2 * (32 + 32 + 4 * 128),
+}
+
+
+@pytest.mark.parametrize("base, method", list(LEARNED))
+def test_number_of_parameters(base, method):
+    trainer = trainer_of(BASES[base] | dict(lora_dropout=0.0), peft=method)
+    learned = LEARNED[base, method]
+    assert sum(p.numel() for p in trainer.optimizer.parameters.values()) == learned
+    assert num_parameters(AdapterConfig(method), trainer.model_config) == learned
+    assert f"{learned:,} adapter parameters" in trainer.describe_learned()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_by_formula(method):
+    """2 N + (2 + 4 + 12) n with a base of N weights in bf16: nothing but the weights of the base,
+    and for each of the n that learn a weight, a gradient, a master and two moments."""
+    trainer = trainer_of(peft=method, precision="bf16", lr=0.05)
+    parameters = dict(trainer.stages[0].named_parameters())
+    before = {name: p.clone() for name, p in parameters.items()}
+    trainer.forward_backward(1, Synthetic(16, 61))
+    gradients = [getattr(p, "main_grad", None) for p in parameters.values()]
+    size = sum(p.nbytes for p in parameters.values())
+    size += sum(gradient.nbytes for gradient in gradients if gradient is not None)
+    trainer.update(1)
+    size += sum(tensor.nbytes for tensor in trainer.optimizer.tensors().values())
+    n = num_parameters(AdapterConfig(method), trainer.model_config)
+    base = trainer.num_parameters
+    assert sum(p.numel() for p in parameters.values()) == base + n
+    assert size == 2 * base + (2 + 4 + 12) * n
+    for name, p in parameters.items():
+        learns = adapters.is_adapter(name)
+        assert p.dtype == torch.bfloat16 and p.grad is None
+        assert (name in trainer.optimizer.parameters) == learns == p.requires_grad
+        assert (getattr(p, "main_grad", None) is not None) == learns
+        assert learns or torch.equal(p, before[name])
+    assert any(not torch.equal(p, before[name]) for name, p in parameters.items())
+
+
+def test_the_model_begins_as_its_base():
+    """Bit for bit, with each method."""
+    samples = Synthetic(16, 61).batch(range(4))
+    with torch.no_grad():
+        expected = trainer_of(dropout=0.0).model(samples.tokens, samples.targets)
+        for method in METHODS:
+            model = trainer_of(dropout=0.0, peft=method).model
+            assert torch.equal(model(samples.tokens, samples.targets), expected)
+
+
+def test_a_second_call_is_refused():
+    model = trainer_of(peft="ia3").stages[0]
+    with pytest.raises(ValueError, match="has adapters already"):
+        adapters.apply(model, AdapterConfig("lora"))
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+FLAGS = dict(steps=2, lr=1e-2, min_lr=1e-2, warmup_steps=0)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The folder of a run, and beside it the text that it has read."""
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "text.txt").write_text("".join(f"x{n * n % 97} = {n};\n" for n in range(800)))
+    assert train.main(flags_of(folder, out=folder / "run")) == 0
+    return folder
+
+
+def flags_of(folder: Path, **flags) -> list[str]:
+    return small_run.flags(data=folder / "text.txt", **FLAGS | flags)
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(run / "metrics.jsonl")[0]]
+
+
+def test_a_checkpoint_is_the_adapter_and_loads_under_another_layout(base, tmp_path, capsys):
+    """Saved at tp 2, continued at tp 1. Two ranks generate at the end of theirs."""
+    peft = dict(load=base / "run", peft="lora", precision="fp64")
+    one = tmp_path / "one"
+    assert train.main(flags_of(base, out=one, **peft | dict(steps=4))) == 0
+    two = tmp_path / "two"
+    flags = flags_of(base, out=two, tp=2, **peft)
+    done = processes.run(["train.py", *flags], world=2)
+    assert done.returncode == 0, done.stderr
+    assert (two / "sample.txt").read_text()
+    index = checkpoint.read_index(checkpoint.find(two))
+    assert index["adapter"]["peft"] == "lora" and index["adapter"]["lora_rank"] == 8
+    names = {name.split(".", 1)[1] for name in index["tensors"]}
+    assert names and all(adapters.is_adapter(name) for name in names)
+    # a weight and its two moments
+    assert len(index["tensors"]) == 3 * len(names)
+    resume = [*flags_of(base, out=two, tp=1, **peft | dict(steps=4)), "--resume"]
+    assert train.main(resume) == 0
+    assert "resuming after step 2" in capsys.readouterr().out
+    assert losses(two) == pytest.approx(losses(one), rel=1e-10)
+
+
+def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(base / "run", model)
+    flags = dict(out=tmp_path / "ia3", load=model, peft="ia3")
+    assert train.main(flags_of(base, **flags)) == 0
+    assert train.main([*flags_of(base, out=model, steps=3), "--resume"]) == 0
+    capsys.readouterr()
+    assert train.main([*flags_of(base, **flags | dict(steps=3)), "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert f"--load {model}: is not the model that the adapter" in error
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+GIVEN = dict(model="gpt2", load="runs/base", peft="lora")
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            GIVEN | dict(peft_targets=["query", "head"]),
+            "--peft-targets ['query', 'head']: head is no target of --peft lora in this model;"
+            " there are query, key, value, output, up, down",
+        ),
+        (GIVEN | dict(peft_targets=["gate"]), "gate is no target of --peft lora"),
+        (
+            GIVEN | dict(peft="ia3", peft_targets=["query"]),
+            "query is no target of --peft ia3 in this model; there are key, value, down",
+        ),
+        (GIVEN | dict(lora_rank=0), "--lora-rank 0: must be at least 1"),
+        (GIVEN | dict(lora_alpha=math.nan), "--lora-alpha nan: must be above 0"),
+        (GIVEN | dict(lora_dropout=1.0), "--lora-dropout 1.0: must be at least 0 and below 1"),
+        (
+            GIVEN | dict(lora_dropout=0.1, num_experts=4),
+            "--lora-dropout 0.1: experts have no dropout; name targets without --peft-targets"
+            " ['down', 'up'], or 0 would fit",
+        ),
+        (
+            GIVEN | dict(peft="adapter", adapter_size=6, tp=4),
+            "--adapter-size 6: must be divisible by --tp 4; 4 or 8 would fit",
+        ),
+        (GIVEN | dict(peft="adapter", adapter_size=0), "--adapter-size 0: must be at least 1"),
+        (dict(peft="lora"), "--peft lora: for which model? --load CKPT names it"),
+        (dict(lora_rank=4), "--lora-rank 4: needs --peft, which says what is learned"),
+        (dict(peft_targets=["key"]), "--peft-targets ['key']: needs --peft"),
+        (GIVEN | dict(plan="h100"), "--plan h100: predicts a step that trains the whole model"),
+    ],
+)
+def test_refusals(flags, words, monkeypatch):
+    # the shape is that of the flags, not of a checkpoint
+    monkeypatch.setattr(Config, "model_config", Config(**flags | dict(load=None)).model_config)
+    with pytest.raises(ConfigError) as refused:
+        rules.validate(Config(**flags), 4)
+    assert words in str(refused.value)
+
+
+def test_refusals_of_other_modes(base, tmp_path, capsys):
+    """Beside --prompt-config and --as-rank."""
+    (tmp_path / "prompts.json").write_text("{}")
+    given = [*flags_of(base, load=base / "run", peft="lora", out=tmp_path / "run")]
+    for more, words in (
+        (["--prompt-config", str(tmp_path / "prompts.json")], "--prompt-config"),
+        (["--as-rank", "0", "--of", "2"], "leave --load out"),
+    ):
+        assert train.main([*given, *more]) == 2
+        assert words in capsys.readouterr().err
