@@ -1,0 +1,194 @@
+"""The lesson of adapters.py: LoRA beside all weights, two ranks beside one, and the merge.
+
+python adapters.py
+"""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import adapters
+import gpt
+import sharding
+import tensor_parallel
+from gradients import GradientAccumulator
+from lessons import demo, form, ranks
+from mutations import adapters as bugs
+from optimizer import AdamW
+from tuning.adapter_config import LINEARS, AdapterConfig, num_parameters
+
+WITHOUT = {"f": bugs.no_lora_f, "scale": bugs.no_lora_scale}
+# name -> why checks fail without it
+WHY = {
+    "f": (
+        "A is whole on each rank, but B has only some of its rows there. So A's gradient, and what"
+        " goes back to x through A, is one rank's part of a sum. Without f nobody adds the parts:"
+        " two all-reduces less, the same loss, wrong gradients."
+    ),
+    "scale": (
+        "The two ranks add B A x where one rank adds α/r B A x, and the merge has α/r too. Nothing"
+        " is sent that was not sent before: a checkpoint of A and B alone does not say α."
+    ),
+}
+
+B, S, H, V = 8, 32, 64, 257
+CONFIG = AdapterConfig("lora", lora_rank=8, lora_alpha=16.0)
+R = CONFIG.lora_rank
+TOKENS, TARGETS = demo.random_tokens(B, S, V)
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def lora_model(dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> gpt.GPT:
+    """A frozen GPT (h 64, L 2, a 4, V 257) with LoRA of every linear layer. B is not 0, as after
+    some steps: at 0, A would have no gradient."""
+    model = demo.meta_model(demo.tiny_config())
+    model.requires_grad_(False)
+    if group:
+        tensor_parallel.apply(model, group)
+    adapters.apply(model, CONFIG, group)
+    with mock.patch.object(adapters, "OUTPUT_STD", 0.02):
+        sharding.init(model, 0, "cpu", dtype)
+    return model
+
+
+def training_bytes(model: gpt.GPT) -> int:
+    """Of weights, gradients, masters and moments, after one step."""
+    gradients = GradientAccumulator(model)
+    optimizer = AdamW([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    model(TOKENS, TARGETS).mean().backward()
+    held = [*model.parameters(), *(p.main_grad for p in gradients.parameters)]
+    optimizer.step(1e-3)
+    return sum(tensor.nbytes for tensor in [*held, *optimizer.tensors().values()])
+
+
+def teach_bytes(lesson: form.Lesson) -> None:
+    full = demo.meta_model(demo.tiny_config())
+    sharding.init(full, 0, "cpu", torch.bfloat16)
+    base = sharding.num_parameters(full)
+    lesson.predict(
+        f"A GPT of h = {H}, L = 2 has N = {base:,} weights. LoRA of r = {R} is at its 4 matrices"
+        " [h, h] and 2 of [4h, h] in each layer. How many numbers learn?"
+    )
+    lora = lora_model(torch.bfloat16)
+    n = sum(p.numel() for p in lora.parameters() if p.requires_grad)
+    lesson.check(
+        f"L (4 · r 2h + 2 · r 5h) = {n:,}, {n / base:.0%} of N; in a model of h = 4096 it is 64"
+        " times less",
+        n == 2 * (4 * R * 2 * H + 2 * R * 5 * H) == num_parameters(CONFIG, full.config),
+    )
+    lesson.predict(
+        "In bf16 each weight that learns needs 2 bytes, a gradient 4, a master 4, moments 8. Bytes"
+        " of training all weights? Of LoRA?"
+    )
+    of_full, of_lora = training_bytes(full), training_bytes(lora)
+    lesson.check(
+        f"18 N = {of_full:,}; 2 N + 18 n = {of_lora:,}, of which 2 N are the frozen base",
+        of_full == 18 * base and of_lora == 2 * base + 18 * n,
+    )
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+def on_rank(rank: int, world: int, mutate) -> dict:
+    """One step in float64, what a layer sends, and the logits of the merged model."""
+    if mutate:
+        mutate()
+    model = lora_model(torch.float64, dist.group.WORLD if world > 1 else None)
+    loss = model(TOKENS, TARGETS).mean()
+    loss.backward()
+    named = dict(sharding.named_parameters(model))
+    gradients = {}
+    for name, p in named.items():
+        if p.requires_grad:
+            gradients[name] = sharding.gather(p.grad, sharding.sharding_of(p))
+    x = torch.zeros(B, S, H, dtype=torch.float64, requires_grad=True)
+    with ranks.Collectives() as forward:
+        y = model.blocks["0"](x)
+    with ranks.Collectives() as backward:
+        y.sum().backward()
+    weights = {
+        name: sharding.gather(p.detach(), sharding.sharding_of(p)) for name, p in named.items()
+    }
+    with torch.no_grad():
+        logits = model(TOKENS)
+        merged = merged_model(weights)(TOKENS)
+    return {
+        "loss": loss.item(),
+        "gradients": gradients,
+        "forward": forward.calls,
+        "backward": backward.calls,
+        "merge differs": ((logits - merged).abs().max() / logits.abs().max()).item(),
+    }
+
+
+def merged_model(weights: dict[str, Tensor]) -> gpt.GPT:
+    """A GPT without LoRA, of W + α/r B A where LoRA has W, A and B."""
+    model = gpt.GPT(demo.tiny_config()).double()
+    for name, p in model.named_parameters():
+        p.copy_(weights[name])
+        layer = name.removesuffix(".weight")
+        if layer.split(".")[-1] in LINEARS and name.endswith(".weight"):
+            update = weights[f"{layer}.lora.b"] @ weights[f"{layer}.lora.a"]
+            p.add_(update, alpha=CONFIG.lora_alpha / R)
+    return model
+
+
+def teach_ranks(lesson: form.Lesson, two: dict, one: dict) -> None:
+    lesson.predict(
+        "Two tensor-parallel ranks. A layer without LoRA has 2 all-reduces of b s h numbers in"
+        " forward and 2 in backward. How many with LoRA? Bytes of each?"
+    )
+    token = B * S * 8
+    forward = [("all-reduce", token * (H + R))] * 2
+    lesson.check(
+        f"forward {len(two['forward'])}, each b s (h + r) 8 = {token * (H + R):,}: A x of a"
+        " row-parallel layer takes the same g as W x",
+        two["forward"] == forward,
+    )
+    backward = [("all-reduce", token * n) for n in (H, H, R, 3 * R)]
+    lesson.check(
+        f"backward {len(two['backward'])}: b s h 8 = {token * H:,} twice, and f on A x: r of up,"
+        f" {token * R:,}, and 3 r of query, key and value, {token * 3 * R:,}",
+        sorted(two["backward"]) == sorted(backward),
+    )
+
+    lesson.predict("Does sharding change the loss? The gradients of A and B?")
+    lesson.check(
+        f"loss {one['loss']:.12f} on one rank, {two['loss']:.12f} on two",
+        abs(one["loss"] - two["loss"]) < 1e-10,
+    )
+    worst = demo.largest_difference(one["gradients"], two["gradients"])
+    lesson.check(
+        f"{len(two['gradients'])} gradients; largest relative difference {worst:.1e}",
+        worst < 1e-10,
+    )
+
+
+def teach(lesson: form.Lesson) -> None:
+    teach_bytes(lesson)
+    two = ranks.run(on_rank, 2, 2, lesson.mutate)[0]
+    one = ranks.run(on_rank, 1, 1, None)[0]
+    teach_ranks(lesson, two, one)
+    lesson.predict(
+        "A plain GPT gets W + α/r B A in the place of each W. How far are its logits from those of"
+        " the model with LoRA?"
+    )
+    lesson.check(
+        f"{two['merge differs']:.1e} of the largest: a merged model is as fast as its base",
+        two["merge differs"] < 1e-6,
+    )
+    lesson.break_it("f", "What is sent, and which numbers are wrong?", WHY["f"])
+    lesson.break_it("scale", "What is sent, and which numbers are wrong?", WHY["scale"])
+
+
+def main() -> None:
+    form.main("adapters.py", teach, WITHOUT)
+
+
+if __name__ == "__main__":
+    main()
