@@ -75,7 +75,7 @@ def measure_right(flags: dict, steps: int, seeds: int) -> tuple[bug_runs.Trainin
     for seed in range(1, seeds + 1):
         flags_of_seed = flags | dict(seed=bug_runs.SETTING["seed"] + seed)
         run = bug_runs.train(1, None, flags_of_seed, steps)
-        of_seeds.append((run, bug_runs.held_out_loss(flags, run.parameters)))
+        of_seeds.append((run, bug_runs.held_out_loss(flags_of_seed, run.parameters)))
     results = {
         "curve": curve(one.losses),
         "late": short(late(one.losses)),

@@ -181,7 +181,9 @@ def train(world: int, mutate, flags: dict, steps: int = SETTING["steps"]) -> Tra
 def held_out_loss(flags: dict, parameters: dict[str, Tensor], sequences: int = 64) -> float:
     """What one device says of weights that some layout has trained: the loss of texts that were
     not seen, in this process."""
-    config = trainer.Config(**SETTING | of_one_device(flags))
+    # of a frozen model only the adapters are in `parameters`; the rest is drawn from the seed
+    seed = flags.get("seed", SETTING["seed"])
+    config = trainer.Config(**SETTING | of_one_device(flags) | dict(seed=seed))
     t = trainer.trainer_class(config)(config, torch.device("cpu"), Groups())
     with torch.no_grad():
         for name, p in sharding.named_parameters(*t.stages):
