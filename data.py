@@ -16,7 +16,9 @@
   So a layout decides which rank computes a sample, never which samples a step has.
 
 Attention is not masked between the documents of a sequence (Brown et al. 2020, "Language Models are
-Few-Shot Learners", appendix B).
+Few-Shot Learners", appendix B), unless `--document-mask` asks for it: then a batch has the number
+of each token's document, counted by the end-of-text tokens before it (document_mask.py). The target
+of an end-of-text token is still the next document's first one: so the model learns to begin a text.
 
     python data.py [--data PATH ...] [--tokenizer bytes] [--cache DIR]       shows a few samples
 
@@ -67,6 +69,7 @@ from corpus.documents import (
 from corpus.lockstep import Lockstep
 from corpus.tokenizer import TokenizerError, make_tokenizer
 from corpus.workers import run_jobs
+from document_mask import documents_of
 from runtime.device_queue import to_device
 
 # Part of the cache key: raise it when the same text would be cached differently.
@@ -86,9 +89,12 @@ class Batch(NamedTuple):
     loss_mask: Tensor
     # [b] int64: global sample numbers, for the dropout key
     samples: Tensor
+    # [b, s] int64, not decreasing along a row: the number of each token's document. None: attention
+    # and positions do not know of documents (document_mask.py)
+    documents: Tensor | None = None
 
     def to(self, device) -> "Batch":
-        return Batch(*(to_device(tensor, device) for tensor in self))
+        return Batch(*(None if x is None else to_device(x, device) for x in self))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -262,9 +268,10 @@ class Corpus:
         seed: int | None,
         split: str = "train",
         source: str = "--data",
+        document_mask: bool = False,
     ):
         """seed: of the order; None: the order of the stream. split: `train`, `held-out` or `all`.
-        source: what named the text, for messages.
+        source: what named the text, for messages. document_mask: whether batches have documents.
 
         Raises DataError if there is not one sequence, CacheError if the cache is damaged.
         """
@@ -276,6 +283,7 @@ class Corpus:
         self.stream = splits[split]
         self.s = seq_length
         self.seed = seed
+        self.document_mask = document_mask
         # the epoch whose permutation is in self.order
         self.epoch = None
         self.num_sequences = (len(self.stream) - 1) // seq_length
@@ -306,7 +314,9 @@ class Corpus:
         ids = torch.from_numpy(sequences.astype(np.int64))
         targets = ids[:, 1:]
         loss_mask = torch.ones_like(targets, dtype=torch.bool)
-        return Batch(ids[:, :-1], targets, loss_mask, torch.as_tensor(list(samples)))
+        tokens = ids[:, :-1]
+        documents = documents_of(tokens, self.index["eot"]) if self.document_mask else None
+        return Batch(tokens, targets, loss_mask, torch.as_tensor(list(samples)), documents)
 
     def counted_tokens(self, samples) -> int:
         """How many targets of these samples count: known before any forward."""
@@ -342,10 +352,16 @@ def prepare_corpora(
 
 
 def open_corpora(
-    prepared: list[PreparedCorpus], seq_length: int, seed: int | None, split: str = "train"
+    prepared: list[PreparedCorpus],
+    seq_length: int,
+    seed: int | None,
+    split: str = "train",
+    document_mask: bool = False,
 ) -> Corpus | Blend:
-    """The only corpus, or a blend of several. For seed and split see `Corpus`. Raises DataError."""
-    corpora = [Corpus(part.folder, seq_length, seed, split, part.source) for part in prepared]
+    """The only corpus, or a blend of several. For the arguments see `Corpus`. Raises DataError."""
+    corpora = []
+    for part in prepared:
+        corpora.append(Corpus(part.folder, seq_length, seed, split, part.source, document_mask))
     if len(corpora) == 1:
         return corpora[0]
     return Blend(corpora, [part.weight for part in prepared])

@@ -17,7 +17,7 @@ Shapes: b micro-batch, s sequence, h hidden, a heads, d = h / a, L layers, V voc
 
     python gpt.py        parameters, the loss before training, what a changed token changes
 
-Not covered: ALiBi and T5 positions, sliding windows, packed sequences of variable length.
+Not covered: ALiBi and T5 positions, sliding windows. Documents in one row: document_mask.py.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cross_entropy import cross_entropy
+from document_mask import fused_attention, masked_probabilities, positions_of
 from dropout import Dropout, layer_key
 from model_config import GPTConfig
 
@@ -50,12 +51,12 @@ class Attention(nn.Module):
         self.core = FusedAttention() if fused else ExplicitAttention(config.dropout, site=1)
         self.output = DeferredBiasLinear(h, h, bias)
 
-    def forward(self, x: Tensor, drop_key: Tensor | None, rotary) -> Tensor:
+    def forward(self, x: Tensor, drop_key: Tensor | None, rotary, documents=None) -> Tensor:
         projected = self.project(x, self.query, self.key, self.value)  # [b, s, a d] each
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
         if rotary is not None:
             q, k = self.rotary(q, k, rotary)  # [b, a, s, d]
-        return self.output(self.core(q, k, v, drop_key))
+        return self.output(self.core(q, k, v, drop_key, documents))
 
 
 class MLP(nn.Module):
@@ -90,8 +91,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.mlp_residual = BiasDropoutAdd(config.dropout, site=3)
 
-    def forward(self, x: Tensor, drop_key: Tensor | None = None, rotary=None) -> Tensor:
-        y = self.attention(self.attention_norm(x), drop_key, rotary)
+    def forward(self, x: Tensor, drop_key=None, rotary=None, documents=None) -> Tensor:
+        y = self.attention(self.attention_norm(x), drop_key, rotary, documents)
         x = self.attention_residual(y, self.attention.output.bias, x, drop_key)
         y = self.mlp(self.mlp_norm(x))
         return self.mlp_residual(y, self.mlp.down.bias, x, drop_key)
@@ -112,20 +113,20 @@ class GPT(nn.Module):
         if not self.embedding.tokens.weight.is_meta:
             self.init(seed=0)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, drop_key=None) -> Tensor:
+    def forward(self, tokens: Tensor, targets=None, drop_key=None, documents=None) -> Tensor:
         """The loss of each token, [b, s], in at least float32; without targets logits, [b, s, V].
 
-        tokens, targets: [b, s] int64; drop_key: [b] from `dropout_key`, None for no dropout. Raises
+        tokens, targets, documents: [b, s] int64; drop_key: [b] from `dropout_key`, or None. Raises
         ValueError for s > seq_length, and on a CPU for an id that is not in the vocabulary."""
-        x = self.embedding(tokens, drop_key)
-        x = self.run_blocks(x, tokens.shape[1], drop_key)
+        x = self.embedding(tokens, drop_key, documents)
+        x = self.run_blocks(x, tokens.shape[1], drop_key, documents)
         return self.head(x, targets)
 
-    def run_blocks(self, x: Tensor, s: int, drop_key: Tensor | None) -> Tensor:
+    def run_blocks(self, x: Tensor, s: int, drop_key: Tensor | None, documents=None) -> Tensor:
         """x: [b, s, h], or a shard of it; s: the length of the whole sequence."""
-        rotary = rotary_table(self.config, s, like=x) if self.config.llama else None
+        rotary = rotary_table(self.config, s, x, documents) if self.config.llama else None
         for number, block in self.blocks.items():
-            x = block(x, layer_key(drop_key, int(number)), rotary)
+            x = block(x, layer_key(drop_key, int(number)), rotary, documents)
         return x
 
     @torch.no_grad()
@@ -187,8 +188,10 @@ class BiasDropoutAdd(nn.Module):
 class CausalProbabilities(nn.Module):
     """softmax(q kᵀ / √d + causal mask). q, k: [b, a, s, d] -> [b, a, s, s]"""
 
-    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, documents: Tensor | None = None) -> Tensor:
         b, a, s, d = q.shape
+        if documents is not None:
+            return masked_probabilities(q, k, documents)
         causal = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu(1)
         q, k = q.flatten(0, 1), k.flatten(0, 1)  # [b a, s, d]
         scores = torch.baddbmm(causal, q, k.transpose(1, 2), alpha=d**-0.5)
@@ -203,17 +206,19 @@ class ExplicitAttention(nn.Module):
         self.probabilities = CausalProbabilities()
         self.dropout = Dropout(p, site)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
         # grouped-query attention: a / a_kv query heads share one key head
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        probabilities = self.dropout(self.probabilities(q, k), drop_key)
+        probabilities = self.dropout(self.probabilities(q, k, documents), drop_key)
         return (probabilities @ v).transpose(1, 2).flatten(2)
 
 
 class FusedAttention(nn.Module):
     """The same without dropout; the s x s matrix is never written (arXiv 2205.14135)."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
+        if documents is not None:
+            return fused_attention(q, k, v, documents).transpose(1, 2).flatten(2)
         grouped = q.shape[1] != k.shape[1]
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return context.transpose(1, 2).flatten(2)
@@ -226,12 +231,15 @@ class Rotary(nn.Module):
         return rotate(q, table), rotate(k, table)
 
 
-def rotary_table(config: GPTConfig, s: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base^(-2i/d), [s, d] each: the d/2 frequencies twice over."""
+def rotary_table(config: GPTConfig, s: int, like: Tensor, documents=None) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * base^(-2i/d), all i twice over: [s, d] or [b, 1, s, d] each."""
     d = config.head_dim
     frequency = config.rotary_base ** (-torch.arange(0, d, 2, device=like.device).double() / d)
-    angle = torch.arange(s, device=like.device).double()[:, None] * frequency  # [s, d/2]
-    return angle.cos().repeat(1, 2).to(like.dtype), angle.sin().repeat(1, 2).to(like.dtype)
+    at = torch.arange(s, device=like.device)
+    if documents is not None:
+        at = positions_of(documents).unsqueeze(1)  # [b, 1, s]
+    angle = at.double().unsqueeze(-1) * frequency.repeat(2)  # [.., s, d]
+    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
@@ -274,8 +282,9 @@ class TokenEmbedding(nn.Embedding):
 class LearnedPositions(nn.Embedding):
     """x + a vector for each position. x: [b, s, h]"""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[: x.shape[1]]
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        at = slice(x.shape[1]) if documents is None else positions_of(documents)
+        return x + self.weight[at]
 
 
 class Embedding(nn.Module):
@@ -289,13 +298,13 @@ class Embedding(nn.Module):
         self.positions = None if config.llama else LearnedPositions(config.seq_length, h)
         self.dropout = Dropout(config.dropout, site=0)
 
-    def forward(self, tokens: Tensor, drop_key: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, drop_key=None, documents: Tensor | None = None) -> Tensor:
         s, longest = tokens.shape[1], self.seq_length
         if s > longest:
             raise ValueError(f"a sequence of {s} tokens is longer than seq_length {longest}")
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = self.positions(x)
+            x = self.positions(x, documents)
         return self.dropout(x, drop_key)
 
 

@@ -703,12 +703,12 @@ class Block(gpt.Block):
     """gpt.Block, whose norms also pass on the residual, so that in backward the gradients of both
     are added in one pass. Without dropout and bias they add the residual too."""
 
-    def forward(self, x: Tensor, drop_key: Tensor | None = None, rotary=None) -> Tensor:
+    def forward(self, x: Tensor, drop_key=None, rotary=None, documents=None) -> Tensor:
         norms = self.attention_norm, self.mlp_norm
         if not all(isinstance(norm, RMSNorm | LayerNorm) for norm in norms):
-            return super().forward(x, drop_key, rotary)
+            return super().forward(x, drop_key, rotary, documents)
         x, y = add_norm(x, None, *of_norm(self.attention_norm))
-        y = self.attention(y, drop_key, rotary)
+        y = self.attention(y, drop_key, rotary, documents)
         bias = self.attention.output.bias
         if only_adds(self.attention_residual, bias, drop_key):
             x, y = add_norm(y, x, *of_norm(self.mlp_norm))
@@ -721,7 +721,7 @@ class Block(gpt.Block):
 
 class Rotary(gpt.Rotary):
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        # While decoding, each row has its own position, and so its own table.
+        # While decoding, and with documents, each row has its own positions and so its own table.
         return rotary(q, k, *table) if table[0].dim() == 2 else super().forward(q, k, table)
 
 
@@ -753,7 +753,10 @@ class BiasDropoutAdd(gpt.BiasDropoutAdd):
 
 
 class CausalProbabilities(gpt.CausalProbabilities):
-    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, documents: Tensor | None = None) -> Tensor:
+        if documents is not None:
+            # the operation knows the causal mask alone
+            return super().forward(q, k, documents)
         return causal_softmax(q @ k.transpose(2, 3), q.shape[-1] ** -0.5)
 
 

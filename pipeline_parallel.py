@@ -73,11 +73,12 @@ class Stage(gpt.GPT):
         targets: Tensor | None = None,
         drop_key: Tensor | None = None,
         x: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """As gpt.GPT. Without an embedding it takes x, [b, s, h]; without a head it returns it."""
         if self.embedding is not None:
-            x = self.embedding(tokens, drop_key)
-        x = self.run_blocks(x, tokens.shape[1], drop_key)
+            x = self.embedding(tokens, drop_key, documents)
+        x = self.run_blocks(x, tokens.shape[1], drop_key, documents)
         return x if self.head is None else self.head(x, targets)
 
 
@@ -357,9 +358,10 @@ class Pipeline:
 
         def run_stage(chunk, k, x):
             stage = self.stages[chunk]
-            y = stage(batches[k].tokens, batches[k].targets, None, x)
+            batch = batches[k]
+            y = stage(batch.tokens, batch.targets, None, x, documents=batch.documents)
             if stage.head is not None:
-                result(batches[k], y)
+                result(batch, y)
             return y
 
         self.run(self.forward_only(len(batches)), run_stage, *batches[0].tokens.shape)

@@ -30,11 +30,13 @@ micro-batch, so that no other file has to remember it.
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
 import tensor_parallel
+from document_mask import positions_of
 from model_config import FieldError, GPTConfig
 from sharding import sharding_of
 
@@ -139,8 +141,12 @@ class ShardedPositions(nn.Module):
         self.n = n
         self.t = t
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """documents: [b, s], of the whole sequence: this shard may begin inside of one."""
         length = x.shape[1]
+        if documents is not None:
+            positions = positions_of(documents).chunk(self.t, dim=1)[self.n]  # [b, s/t]
+            return x + F.embedding(positions, self.weight)
         return x + self.weight[self.n * length : (self.n + 1) * length]
 
 

@@ -155,7 +155,7 @@ class Trainer(RunHooks):
             batch = dataset.batch(mine[k * b : (k + 1) * b]).to(self.device)
             dropout = self.model_config.dropout or self.config.lora_dropout
             key = dropout_key(self.config.seed, step, batch.samples) if dropout else None
-            y = self.stages[chunk](batch.tokens, batch.targets, key, *x)
+            y = self.stages[chunk](batch.tokens, batch.targets, key, *x, documents=batch.documents)
             if self.stages[chunk].head is None:
                 return y  # [b, s, h], for the next stage
             total = (y * batch.loss_mask).sum()  # y: [b, s]

@@ -132,9 +132,12 @@ class Blend:
         for sample in samples:
             k, m = self.locate(sample)
             rows.append(self.corpora[k].batch([m]))
-        batch = rows[0]._make(map(torch.cat, zip(*rows)))
+        fields = []
+        for of_rows in zip(*rows):
+            # None: without --document-mask no row has documents
+            fields.append(None if of_rows[0] is None else torch.cat(of_rows))
         # Each corpus counts its own samples; dropout needs the blend's numbers.
-        return batch._replace(samples=torch.as_tensor(list(samples)))
+        return rows[0]._make(fields)._replace(samples=torch.as_tensor(list(samples)))
 
     def counted_tokens(self, samples) -> int:
         """How many targets of these samples count: known before any forward."""

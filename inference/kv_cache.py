@@ -155,7 +155,7 @@ class CachedAttention(nn.Module):
         self.layer = layer
         self.slot = slot
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key: None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key=None, documents=None) -> Tensor:
         """q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]"""
         return self.slot.cache.attend(self.layer, q, k, v)
 
@@ -168,7 +168,7 @@ class CachedPositions(nn.Module):
         self.weight = positions.weight
         self.slot = slot
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents=None) -> Tensor:
         """x: [b, s, h] -> [b, s, h]"""
         positions = self.slot.cache.positions
         if positions is None:

@@ -96,6 +96,20 @@ class Synthetic:
         return int(self.batch(samples).loss_mask.sum())
 
 
+class Documents(Synthetic):
+    """The same with documents of unequal lengths, up to half a sequence, in each row."""
+
+    def batch(self, samples) -> data.Batch:
+        batch = super().batch(samples)
+        rows = []
+        for n in self.latest:
+            # not the generator that drew the tokens
+            g = torch.Generator().manual_seed(int(n) + 2**32)
+            lengths = torch.randint(1, self.s // 2 + 1, (self.s,), generator=g)
+            rows.append(torch.arange(self.s).repeat_interleave(lengths)[: self.s])
+        return batch._replace(documents=torch.stack(rows))
+
+
 class Prompted(Synthetic):
     """The same with a task's virtual tokens in the middle, so that sequence-parallel ranks share
     them; the tasks in turn."""
@@ -109,7 +123,7 @@ class Prompted(Synthetic):
         ]
 
     def batch(self, samples) -> data.Batch:
-        tokens, targets, mask, numbers = (x.clone() for x in super().batch(samples))
+        tokens, targets, mask, numbers = (x.clone() for x in super().batch(samples)[:4])
         for row, n in enumerate(numbers.tolist()):
             virtual = torch.tensor(self.virtual[n % len(self.virtual)])
             at = self.s // 2 - 2
@@ -166,7 +180,9 @@ class Run:
         self.trainer = trainer.trainer_class(config)(config, device, self.groups)
         sizes = self.trainer.model_config.seq_length, self.trainer.model_config.vocab_size
         prompts = getattr(self.trainer, "prompts", None)
-        self.dataset = Prompted(*sizes, prompts) if prompts else Synthetic(*sizes)
+        self.dataset = (Documents if config.document_mask else Synthetic)(*sizes)
+        if prompts:
+            self.dataset = Prompted(*sizes, prompts)
         self.result = Result()
         for layer in self.trainer.expert_layers.values():
             original = layer.routing.scores

@@ -97,14 +97,16 @@ class Report:
 class Tokens:
     """A data set of shapes, in which every token counts."""
 
-    def __init__(self, s: int):
+    def __init__(self, s: int, document_mask: bool = False):
         self.s = s
+        self.document_mask = document_mask
 
     def batch(self, samples) -> Batch:
         shape = len(samples), self.s
         tokens = torch.empty(shape, dtype=torch.int64, device=META)
         mask = torch.empty(shape, dtype=torch.bool, device=META)
-        return Batch(tokens, tokens.clone(), mask, tokens[:, 0].clone())
+        documents = tokens.clone() if self.document_mask else None
+        return Batch(tokens, tokens.clone(), mask, tokens[:, 0].clone(), documents)
 
     def counted_tokens(self, samples) -> int:
         return len(samples) * self.s
@@ -151,10 +153,13 @@ def with_even_routing(trainer_class):
     return EvenTrainer
 
 
-def attention_in_one(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
+def attention_in_one(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal: bool = True, enable_gqa=False
+) -> Tensor:
     """F.scaled_dot_product_attention. On the meta device torch takes it apart, into matrices of s²
-    scores. This is one operation, which keeps q, k, v, the output and a number for each row."""
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0]
+    scores. This is one operation, which keeps q, k, v, the output and a number for each row. The
+    kernel for GPUs does not keep a mask of documents either (document_mask.py)."""
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
 
 
 def mask_without_bits(key: Tensor, site: int, shape, start: dict[int, int], p: float) -> Tensor:
@@ -287,7 +292,8 @@ def run_step(trainer, m: int) -> Step:
         trainer.schedule = [[a for a in list_ if a.micro_batch < m] for list_ in trainer.schedule]
         actions = Actions(trainer.model, kept)
     with kept, stand_ins(), Counters() as counters:
-        trainer.forward_backward(1, Tokens(trainer.model_config.seq_length))
+        tokens = Tokens(trainer.model_config.seq_length, trainer.config.document_mask)
+        trainer.forward_backward(1, tokens)
         trainer.update(1)
     if actions:
         actions.leave(trainer.model)

@@ -211,6 +211,13 @@ class Config:
         "text to evaluate on, named as with --data; all of --data is then trained on",
         metavar="PATH",
     )
+    document_mask: bool = flag(
+        False,
+        "attention stays inside a document of --data, and positions restart in each",
+    )
+    pack: bool = flag(
+        False, "with --sft: several conversations in one sequence, none of which sees another"
+    )
     cache: str = flag(
         "cache",
         "folder of tokenized text, for other runs on the same text; may be deleted, moved, shared",

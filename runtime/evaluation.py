@@ -19,7 +19,7 @@ def evaluate(trainer, dataset, sequences: int) -> float:
 
     if trainer.schedule is None:
         for batch in batches:
-            add(batch, trainer.model(batch.tokens, batch.targets))
+            add(batch, trainer.model(batch.tokens, batch.targets, documents=batch.documents))
     else:
         trainer.model.evaluate(batches, add)
     for stage in trainer.stages:

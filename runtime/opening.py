@@ -142,12 +142,13 @@ def open_data(config: Config, world: World, tokenizer):
         "workers": world.cores,
     }
     parts = data.prepare_corpora(config.data, tokenizer, **share)
+    masked = config.document_mask
     if not config.val_data:
-        train_set = data.open_corpora(parts, s, config.seed)
-        return train_set, data.open_corpora(parts, s, None, "held-out")
+        train_set = data.open_corpora(parts, s, config.seed, "train", masked)
+        return train_set, data.open_corpora(parts, s, None, "held-out", masked)
     val_parts = data.prepare_corpora(config.val_data, tokenizer, "--val-data", **share)
-    train_set = data.open_corpora(parts, s, config.seed, "all")
-    return train_set, data.open_corpora(val_parts, s, None, "all")
+    train_set = data.open_corpora(parts, s, config.seed, "all", masked)
+    return train_set, data.open_corpora(val_parts, s, None, "all", masked)
 
 
 def begin_files(config: Config, out: Path, tokenizer, start: int) -> Metrics:

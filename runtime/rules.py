@@ -70,6 +70,7 @@ def validate(config: Config, world: int, base_needed: bool = True) -> None:
     check_ranks(config, model, world)
     check_techniques(config, model, world)
     check_batch(config, model, dp=world // config.tp // config.pp)
+    check_packing(config)
     if config.prompt_config:
         check_prompts(config)
     check_peft(config, model, base_needed)
@@ -207,6 +208,22 @@ def check_batch(config: Config, model: MoEConfig, dp: int) -> None:
             f"multiple of --pp {config.pp}; {multiples(batch, group)}"
         )
         refuse(config, "global_batch_size", rule)
+
+
+def check_packing(config: Config) -> None:
+    """Raises ConfigError."""
+    sft = getattr(config, "sft", None)
+    if config.pack and not sft:
+        raise ConfigError(
+            "--pack: puts the conversations of --sft FILE together, and there is none. The text of"
+            " --data fills every sequence already; --document-mask keeps its documents apart"
+        )
+    for name, other in (("sft", sft), ("prompt_config", config.prompt_config)):
+        if config.document_mask and other:
+            raise ConfigError(
+                f"--document-mask: is about the documents of --data, and {flag_name(name)} {other}"
+                " has examples, which are apart from each other without it"
+            )
 
 
 def check_prompts(config: Config) -> None:

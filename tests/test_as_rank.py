@@ -18,7 +18,7 @@ import recompute
 import train as trainer
 from data import Batch
 from lessons import ranks
-from lessons.parity import LLAMA, SMALL, Synthetic
+from lessons.parity import LLAMA, SMALL, Documents, Synthetic
 from runtime import as_rank, flags
 from runtime.config import ConfigError
 from runtime.counters import Counters, Kept
@@ -49,6 +49,8 @@ MORE = [
         2,
         [
             GPT | dict(tp=2),
+            SEQUENCE | dict(document_mask=True, recompute="selective"),
+            LLAMA | dict(document_mask=True, attention="explicit", zero_stage=3),
             LLAMA | dict(tp=2, sequence_parallel=True, recompute="full"),
             GPT | dict(zero_stage=1),
             GPT | dict(zero_stage=2),
@@ -68,11 +70,20 @@ MORE = [
 ]
 
 
-class Apart(Synthetic):
+class Apart:
     """Tokens and targets in tensors of their own, as they are on a GPU."""
 
     def batch(self, samples):
-        return Batch(*(tensor.contiguous().clone() for tensor in super().batch(samples)))
+        batch = super().batch(samples)
+        return Batch(*(x if x is None else x.contiguous().clone() for x in batch))
+
+
+class Plain(Apart, Synthetic):
+    pass
+
+
+class InDocuments(Apart, Documents):
+    pass
 
 
 def both(rank: int, world: int, layouts: list[dict]) -> list[tuple[dict, dict]]:
@@ -93,7 +104,9 @@ def measured(world: int, config: trainer.Config) -> dict:
     t = trainer.Trainer(config, torch.device("cpu"), groups)
     for layer in t.expert_layers.values():
         layer.routing.scores = partial(as_rank.even_scores, layer.routing.k)
-    dataset = Apart(t.model_config.seq_length, t.model_config.vocab_size)
+    dataset = (InDocuments if config.document_mask else Plain)(
+        t.model_config.seq_length, t.model_config.vocab_size
+    )
     kept = Kept(p for stage in t.stages for p in stage.parameters())
     if t.schedule:
         # so that what W waits for counts

@@ -174,7 +174,9 @@ def test_equals_the_plain_model(shape, options):
 def one_position_for_all(monkeypatch):
     """Each sequence gets the position embedding of a prefill, from 0 on."""
     monkeypatch.setattr(
-        kv_cache.CachedPositions, "forward", lambda self, x: x + self.weight[: x.shape[1]]
+        kv_cache.CachedPositions,
+        "forward",
+        lambda self, x, documents: x + self.weight[: x.shape[1]],
     )
 
 

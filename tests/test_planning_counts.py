@@ -119,7 +119,7 @@ class Samples(parity.Synthetic):
 
     def batch(self, samples):
         batch = super().batch(samples)
-        return data.Batch(*(x.clone() for x in batch))
+        return data.Batch(*(x.clone() for x in batch[:4]))
 
 
 class Units:

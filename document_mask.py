@@ -1,0 +1,102 @@
+"""Several documents in one sequence, and no token sees another document than its own.
+
+A batch has the number of each token's document. From these numbers alone follow:
+
+    documents   0 0 0 1 1 2 2 2         [b, s], not decreasing along a sequence
+    positions   0 1 2 0 1 0 1 2         they restart in each document
+
+    mask        1 . . . . . . .         block-diagonal, and causal in each block:
+                1 1 . . . . . .         token i sees token j  where  j <= i  and
+                1 1 1 . . . . .         documents[j] = documents[i]
+                . . . 1 . . . .
+                . . . 1 1 . . .         So each document gets the activations that it would get
+                . . . . . 1 . .         alone: a row of short documents is as good as a row for
+                . . . . . 1 1 .         each (Krell et al. 2021, arXiv 2107.02027, section 3.2).
+                . . . . . 1 1 1
+
+    python packing.py      the lesson of this file and of packing.py
+
+Every pipeline stage reads the batch, and a tensor-parallel rank has all tokens of a sequence in its
+attention, so the numbers are where they are needed without any communication. Sequence-parallel
+ranks embed a shard of the sequence: its positions are a slice of those of the whole row.
+
+Not covered: work that is saved. The explicit core and PyTorch's kernel on CPUs compute the scores
+that they hide; only the kernel for CUDA skips blocks. Megatron-LM hands kernels the places where
+documents begin (cu_seqlens) instead. The CUDA branch below has not run on a GPU yet.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+
+def documents_of(tokens: Tensor, eot: int) -> Tensor:
+    """The number of each token's document, where an end-of-text token ends one. [b, s] -> [b, s]"""
+    ends = (tokens == eot).long()
+    # the ends before a token, not its own
+    return ends.cumsum(1) - ends
+
+
+def positions_of(documents: Tensor) -> Tensor:
+    """The position of each token in its document. documents: [b, s] -> [b, s] int64"""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+    # the place where the latest document began
+    return index - (index * begins).cummax(1).values
+
+
+def visible(documents: Tensor) -> Tensor:
+    """Which tokens (last dimension) each token sees. documents: [b, s] -> [b, 1, s, s] bool, the
+    same for all heads."""
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)  # [b, s, s]
+    return same.tril().unsqueeze(1)
+
+
+def masked_probabilities(q: Tensor, k: Tensor, documents: Tensor) -> Tensor:
+    """softmax(q kᵀ / √d + mask). q, k: [b, a, s, d]; documents: [b, s] -> [b, a, s, s]"""
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    # a token sees itself, so no row is all -∞
+    return scores.masked_fill(~visible(documents), -torch.inf).softmax(-1)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    """softmax(q kᵀ / √d + mask) v; the s x s matrix of probabilities is never written.
+
+    q: [b, a, s, d]; k, v: [b, a_kv, s, d]; documents: [b, s] -> [b, a, s, d]
+    """
+    grouped = q.shape[1] != k.shape[1]
+    # its kernels are for at most 32 bits
+    if q.is_cuda and q.dtype != torch.float64:
+        return flex_on_cuda(q, k, v, documents, grouped)
+    mask = visible(documents)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def flex_on_cuda(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, grouped: bool) -> Tensor:
+    """FlexAttention (arXiv 2412.05496): a kernel compiled for this mask, which skips the blocks of
+    128 x 128 tokens that are all hidden. Nothing here waits for the GPU, as a list of the places
+    where documents begin would."""
+    attention, block_mask = compiled()
+
+    def sees(row, head, i, j):
+        return (j <= i) & (documents[row, j] == documents[row, i])
+
+    b, s = documents.shape
+    blocks = block_mask(sees, b, None, s, s, device=documents.device)
+    return attention(q, k, v, block_mask=blocks, enable_gqa=grouped)
+
+
+@cache
+def compiled() -> tuple:
+    """(attention, what makes its block mask). Compiled when they first run: without a compiler they
+    would write the s x s matrix."""
+    return torch.compile(flex.flex_attention), torch.compile(flex.create_block_mask)
+
+
+if __name__ == "__main__":
+    from lessons import packing as lesson
+
+    lesson.main()

@@ -1,0 +1,169 @@
+"""Packing: several short examples share one sequence, instead of padding each to the full length.
+
+    lengths 5 3 2 4 1, s = 8
+
+    padded   a a a a a . . .      packed   a a a a a b b b     row 0: documents 0 and 1
+             b b b . . . . .               c c d d d d e .     row 1: documents 0, 1, 2; padding
+             c c . . . . . .                                   is document 3, and does not count
+             d d d d . . . .
+             e . . . . . . .      15 of 40 positions, and 15 of 16
+
+A step computes every position, padding too: packed, the same computation trains on more tokens. No
+example sees another one (document_mask.py), so the loss of each token, and the gradient of their
+sum, are those of the examples one by one (Krell et al. 2021, arXiv 2107.02027). The loss is a mean
+over counted tokens, as everywhere here; so an example weighs as much as it has counted tokens, in
+whatever row it lies.
+
+    python packing.py      fill, one example changed, gradients one by one
+
+Which examples share a row depends on (seed, epoch) alone: they are shuffled, then the first row
+with room takes each (first-fit). Every epoch packs anew. Sorting by length first would fill even
+better (first-fit-decreasing), but then a long example meets the same short ones in every epoch.
+
+Not covered: lengths near s. First-fit fills 98% and more where examples are mostly shorter than a
+quarter of s; two of 0.6 s never share a row. NeMo packs once, before training, into a file.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from data import Batch
+
+
+class Example(NamedTuple):
+    """Token ids, and for each whether the loss is taken on it. The first one is nobody's target."""
+
+    ids: list[int]
+    counted: list[bool]
+
+
+def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Rows of at most `capacity` in all: each number of a length goes into the first row that has
+    room. Raises ValueError for a length that is not from 1 to capacity.
+
+    O(n log rows): a tree has, above each pair of rows, the larger free space of the two.
+    """
+    for number, length in enumerate(lengths):
+        if not 0 < length <= capacity:
+            raise ValueError(f"length {length} of number {number}: must be from 1 to {capacity}")
+    # any two neighbouring rows hold more than `capacity` together
+    most = 2 * sum(lengths) // capacity + 1
+    leaves = 1 << (most - 1).bit_length()
+    # node n has the children 2 n and 2 n + 1; row r is node leaves + r
+    free = [capacity] * (2 * leaves)
+    rows = []
+    for number, length in enumerate(lengths):
+        node = 1
+        while node < leaves:
+            node *= 2
+            # to the right if nothing on the left has room
+            node += free[node] < length
+        if node - leaves == len(rows):
+            rows.append([])
+        rows[node - leaves].append(number)
+        free[node] -= length
+        while node > 1:
+            node //= 2
+            free[node] = max(free[2 * node], free[2 * node + 1])
+    return rows
+
+
+class Packed:
+    """Examples as batches of packed sequences, with the interface of a data set of data.py.
+
+    Sample number n is a row of epoch 0, then of epoch 1, and so on. Epochs may differ by a few
+    rows.
+    """
+
+    def __init__(self, examples: list[Example], seq_length: int, seed: int | None):
+        """seed: of the order and so of the rows; None for the order of the file.
+
+        An example of n ids takes n - 1 positions: its last id is only a target. Raises ValueError
+        for one that takes none, or more than seq_length, and where there is no example.
+        """
+        if not examples:
+            raise ValueError("no examples to pack")
+        self.examples = examples
+        self.s = seq_length
+        self.seed = seed
+        self.lengths = [len(example.ids) - 1 for example in examples]
+        # [examples]: counted targets
+        self.counts = np.array([sum(example.counted[1:]) for example in examples])
+        # of the epochs so far, the number of the first sample after each
+        self.ends: list[int] = []
+        # epoch -> rows, of the last two: a batch may begin in one and end in the next
+        self.packed: dict[int, list[list[int]]] = {}
+        self.num_sequences = len(self.rows_of(0))
+        num_tokens = sum(len(example.ids) for example in examples)
+        digest = hashlib.sha256()
+        for example in examples:
+            digest.update(repr(tuple(example)).encode())
+        self.index = {
+            "tokens": num_tokens,
+            "bytes": num_tokens,
+            "corpus": digest.hexdigest()[:16],
+        }
+
+    def rows_of(self, epoch: int) -> list[list[int]]:
+        """Which examples share a row, of all rows of an epoch."""
+        if epoch not in self.packed:
+            if self.seed is None:
+                rows = first_fit(self.lengths, self.s)
+            else:
+                generator = np.random.default_rng([self.seed, epoch])
+                order = generator.permutation(len(self.examples))
+                packed = first_fit([self.lengths[i] for i in order], self.s)
+                # the first rows are the fullest
+                rows = [order[packed[r]].tolist() for r in generator.permutation(len(packed))]
+            self.packed[epoch] = rows
+            if len(self.packed) > 2:
+                del self.packed[next(iter(self.packed))]
+        return self.packed[epoch]
+
+    def row(self, sample: int) -> list[int]:
+        """The numbers of the examples in a sample."""
+        sample = int(sample)
+        while not self.ends or self.ends[-1] <= sample:
+            before = self.ends[-1] if self.ends else 0
+            self.ends.append(before + len(self.rows_of(len(self.ends))))
+        epoch = int(np.searchsorted(self.ends, sample, side="right"))
+        first = self.ends[epoch - 1] if epoch else 0
+        return self.rows_of(epoch)[sample - first]
+
+    def batch(self, samples) -> Batch:
+        """samples: b global sample numbers. All but these are [b, s]; a target that does not count
+        is 0."""
+        samples = list(samples)
+        tokens = torch.zeros(len(samples), self.s, dtype=torch.int64)
+        targets = torch.zeros_like(tokens)
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        documents = torch.zeros_like(tokens)
+        for n, sample in enumerate(samples):
+            at = 0
+            for document, i in enumerate(self.row(sample)):
+                ids, counted = self.examples[i]
+                here = slice(at, at + len(ids) - 1)
+                tokens[n, here] = torch.tensor(ids[:-1])
+                targets[n, here] = torch.tensor(ids[1:])
+                mask[n, here] = torch.tensor(counted[1:])
+                at = here.stop
+                # from here on another document: the next one, or padding
+                documents[n, at:] = document + 1
+        return Batch(tokens, targets * mask, mask, torch.as_tensor(samples), documents)
+
+    def counted_tokens(self, samples) -> int:
+        """How many targets of these samples count: known before any forward."""
+        return int(sum(self.counts[self.row(sample)].sum() for sample in samples))
+
+    def fill(self, epoch: int = 0) -> float:
+        """The share of positions that are not padding."""
+        return sum(self.lengths) / (len(self.rows_of(epoch)) * self.s)
+
+
+if __name__ == "__main__":
+    from lessons import packing as lesson
+
+    lesson.main()
