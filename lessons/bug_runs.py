@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +26,7 @@ import sharding
 import train as trainer
 from lessons import parity, ranks
 from mutations import Bug, of_one_device
+from packing import Example, Packed
 from runtime.evaluation import evaluate
 from runtime.world import Groups
 
@@ -67,7 +69,7 @@ def python_source() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-class Documents:
+class Texts:
     """Sample n is a text of its own length, 1/3 to all of s: the targets after its end do not
     count. held_out: texts that training never sees."""
 
@@ -92,6 +94,30 @@ class Documents:
         return int(self.batch(samples).loss_mask.sum())
 
 
+class PackedTexts(Packed):
+    """Texts of unequal lengths, 1/16 to all of s, several in a row (`--document-mask`)."""
+
+    def __init__(self, s: int, held_out: bool = False):
+        starts = Texts(s, held_out).order[:4000]
+        lengths = np.random.default_rng(0).lognormal(math.log(s / 4), 0.7, len(starts))
+        examples = []
+        for start, length in zip(starts, lengths.clip(s // 16, s).astype(int)):
+            ids = python_source()[start * s : start * s + length + 1].tolist()
+            # every third target of some texts does not count
+            examples.append(Example(ids, [bool(i % 3 or length % 2) for i in range(length + 1)]))
+        super().__init__(examples, s, seed=0)
+        self.latest = []
+
+    def batch(self, samples) -> data.Batch:
+        self.latest = list(samples)
+        return super().batch(samples)
+
+
+@cache
+def texts_of(s: int, document_mask: bool, held_out: bool = False):
+    return (PackedTexts if document_mask else Texts)(s, held_out)
+
+
 # --- on a rank ------------------------------------------------------------------------------------
 
 
@@ -109,7 +135,7 @@ class BugRun(parity.Run):
 
     def __init__(self, world: int, config: trainer.Config):
         super().__init__(world, config, trace=True)
-        self.dataset = Documents(config.seq_length)
+        self.dataset = texts_of(config.seq_length, config.document_mask)
         # results are what `train` puts there; nothing looks at margins
         self.result = Training()
 
@@ -189,7 +215,8 @@ def held_out_loss(flags: dict, parameters: dict[str, Tensor], sequences: int = 6
         for name, p in sharding.named_parameters(*t.stages):
             if p.requires_grad:
                 p.copy_(parameters[name])
-    return evaluate(t, Documents(config.seq_length, held_out=True), sequences)
+    texts = texts_of(config.seq_length, config.document_mask, held_out=True)
+    return evaluate(t, texts, sequences)
 
 
 # --- beside one device ----------------------------------------------------------------------------

@@ -46,7 +46,8 @@ class Bug:
 
 # flags of the model, not of the layout
 OF_THE_MODEL = (
-    *("num_experts", "router", "router_topk", "aux_loss", "z_loss", "seq_length"),
+    *("num_experts", "router", "router_topk", "aux_loss", "z_loss"),
+    *("seq_length", "document_mask"),
     *("peft", "lora_rank", "lora_alpha", "lora_dropout", "adapter_size", "peft_targets"),
 )
 
