@@ -23,8 +23,9 @@ The loss of a batch is the sum over its targets, divided by their number, as in 
 A mean for each conversation, and then a mean of these, would give the tokens of short answers more
 weight than those of long ones.
 
-Not covered: several conversations in one row (NeMo's packed sequences); weights for messages; tools
-and images.
+With --pack several conversations share a row, and none sees another (packing.py).
+
+Not covered: weights for messages; tools and images.
 """
 
 import hashlib
@@ -32,19 +33,12 @@ import json
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
+from packing import Example
 from prompts.prompt_data import PromptData
 from tuning.chat_template import ChatError, ChatTemplate, ChatTokenizer, Tokens
 
 # for the count of what is skipped
 NO_SPAN = "no answer found"
-
-
-class Example(NamedTuple):
-    """A conversation as n tokens."""
-
-    ids: list[int]
-    # whether each token counts as a target
-    counted: list[bool]
 
 
 class Answer(NamedTuple):

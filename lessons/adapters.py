@@ -76,8 +76,7 @@ def teach_bytes(lesson: form.Lesson) -> None:
     lora = lora_model(torch.bfloat16)
     n = sum(p.numel() for p in lora.parameters() if p.requires_grad)
     lesson.check(
-        f"L (4 · r 2h + 2 · r 5h) = {n:,}, {n / base:.0%} of N; with h = 4096, about 64"
-        " times less",
+        f"L (4 · r 2h + 2 · r 5h) = {n:,}, {n / base:.0%} of N; with h = 4096, about 64 times less",
         n == 2 * (4 * R * 2 * H + 2 * R * 5 * H) == num_parameters(CONFIG, full.config),
     )
     lesson.predict(

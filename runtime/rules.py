@@ -212,16 +212,15 @@ def check_batch(config: Config, model: MoEConfig, dp: int) -> None:
 
 def check_packing(config: Config) -> None:
     """Raises ConfigError."""
-    sft = getattr(config, "sft", None)
-    if config.pack and not sft:
+    if config.pack and not config.sft:
         raise ConfigError(
             "--pack: puts the conversations of --sft FILE together, and there is none. The text of"
             " --data fills every sequence already; --document-mask keeps its documents apart"
         )
-    for name, other in (("sft", sft), ("prompt_config", config.prompt_config)):
-        if config.document_mask and other:
+    for name in ("sft", "prompt_config"):
+        if config.document_mask and getattr(config, name):
             raise ConfigError(
-                f"--document-mask: is about the documents of --data, and {flag_name(name)} {other}"
+                f"--document-mask: is about the documents of --data, and {flag_name(name)}"
                 " has examples, which are apart from each other without it"
             )
 

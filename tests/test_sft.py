@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 
@@ -19,8 +20,9 @@ from corpus.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer
 from inference import cli
 from inference.loading import find_chat, find_tokenizer
 from lessons import demo
+from packing import Example, Packed
 from runtime.world import Groups
-from sft import Chat, Conversations, Example
+from sft import Chat, Conversations
 from tuning import sft_data
 from tuning.chat_template import ChatError, ChatTokenizer, open_template
 
@@ -530,6 +532,31 @@ def test_tokens_weigh_alike_in_long_and_short_answers():
     assert abs(by_means - by_tokens) > 1e-4
     for name, gradient in gradients.items():
         assert torch.allclose(gradient, split_gradients[name], rtol=1e-10, atol=1e-14), name
+
+
+def test_packed_conversations_have_the_gradients_of_padded_ones(chats):
+    """All conversations once, as one step."""
+    examples, _ = read(chats)
+    padded = Conversations(examples, 257, seed=None)
+    packed = Packed(examples, 96, seed=0)
+    assert packed.num_sequences < len(examples) / 2
+    shape = dict(num_layers=1, hidden_size=32, num_heads=4, seq_length=96, vocab_size=257)
+    results = []
+    for dataset in (padded, packed):
+        size = dict(global_batch_size=dataset.num_sequences)
+        config = train.Config(**shape, **size, precision="fp64", device="cpu")
+        results.append(trainer_on(config, dataset))
+    (loss, gradients, _), (packed_loss, packed_gradients, _) = results
+    assert abs(loss - packed_loss) < 1e-12
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, packed_gradients[name], rtol=1e-10, atol=1e-14), name
+
+
+def test_a_packed_run(chats, tmp_path, capsys):
+    assert run("--sft", chats, "--pack", "--out", tmp_path / "run") == 0
+    assert re.search(r"--pack: \d+ rows of 96 tokens, filled to \d\d", capsys.readouterr().out)
+    lines = lines_of(tmp_path / "run")
+    assert "eval_loss" in lines[-1] and len(lines) == 3
 
 
 def test_a_conversation_is_answered(chats, tmp_path, capsys):

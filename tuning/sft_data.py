@@ -19,9 +19,10 @@ from pathlib import Path
 
 from corpus.tokenizer import CHAT_TEMPLATE
 from data import HELD_OUT
+from packing import Example, Packed
 from runtime import json_files
 from runtime.tokenizer_files import beside
-from sft import Chat, Conversations, Example, message
+from sft import Chat, Conversations, message
 from tuning.chat_template import ChatError, ChatTokenizer, open_template
 
 # --- lines ----------------------------------------------------------------------------------------
@@ -152,6 +153,11 @@ def open_data(config, world, tokenizer) -> tuple[Conversations, Conversations]:
             "--sft without --load: a new model learns these conversations and nothing else; --load"
             " CKPT names a trained one"
         )
+    if config.pack:
+        train_set = Packed(examples, limit - 1, config.seed)
+        rows = f"{train_set.num_sequences:,} rows of {limit - 1} tokens"
+        world.say(f"--pack: {rows}, filled to {train_set.fill():.1%}")
+        return train_set, Packed(held_out, limit - 1, None)
     train_set = Conversations(examples, model.vocab_size, config.seed, shards)
     return train_set, Conversations(held_out, model.vocab_size, None, shards)
 
