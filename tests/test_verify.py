@@ -32,6 +32,7 @@ TWO_RANKS = [
     "--model llama2-70b --tp 2 --sequence-parallel --recompute selective --dropout 0.1",
     "--model gpt2 --pp 2 --layer-split 5 7",
     "--model gpt2 --pp 2 --schedule zb-h1",
+    "--model gpt2 --peft lora --lora-dropout 0.1 --tp 2",
     "--model gpt2 --zero-stage 3 --recompute full --micro-batch-size 2",
 ]
 MORE_ON_TWO_RANKS = [
@@ -55,7 +56,7 @@ MORE_ON_TWO_RANKS = [
     ids=["2 ranks", "experts", "8 ranks", "more on 2 ranks", "experts and tensors"],
 )
 def test_equal(world, layouts):
-    """Twelve layouts. Where the ranks are fewer than verify.py's, there is one replica less."""
+    """Thirteen layouts. Where the ranks are fewer than verify.py's, there is one replica less."""
     layouts = [verify.in_float64(shrunk(flags)[1]) for flags in layouts]
     results = train_each(world, layouts, steps=2, base={}, trace=True)
     references = train_each(1, [one_device(layout) for layout in layouts], 2, base={}, trace=True)
@@ -126,6 +127,16 @@ def test_what_matters_stays():
     assert layout["vocab_size"] % 2 and layout["sequence_parallel"]
     # two replicas, 4 micro-batches each
     assert layout["global_batch_size"] == 8 and layout["micro_batch_size"] == 1
+
+
+def test_sizes_that_three_ranks_share_are_shared_by_two():
+    """Heads, and the inner size of an adapter."""
+    world, layout = shrunk(
+        "--model gpt2 --num-heads 3 --hidden-size 48 --ffn-hidden-size 96 --tp 3 --peft adapter"
+        " --adapter-size 9"
+    )
+    assert (world, layout["tp"], layout["num_heads"], layout["adapter_size"]) == (4, 2, 2, 8)
+    rules.validate(Config(**layout), world, base_needed=False)
 
 
 def test_uneven_stages_stay_uneven():
