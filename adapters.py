@@ -245,7 +245,8 @@ def apply(
             # between f and g, a whole parameter has only a part of its gradient on each rank
             sequence_parallel.synchronise(block.mlp, group)
     model.init_parameter = partial(init_parameter, model.init_parameter)
-    if not next(model.parameters()).is_meta:
+    # a pipeline stage may be empty
+    if not any(p.is_meta for p in model.parameters()):
         init(model)
 
 

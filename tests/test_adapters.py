@@ -175,7 +175,11 @@ LORA = ("lora",)
         ("gpt", 2, LORA, [dict(zero_stage=1), dict(zero_stage=3, recompute="full")]),
         ("gpt", 4, METHODS, [dict(tp=4)]),
         ("llama", 2, METHODS, [dict(tp=2, sequence_parallel=True, recompute="selective")]),
-        ("deep", 2, LORA, [dict(pp=2, virtual_stages=2)]),
+        # in the second of these rank 0 has an empty stage too
+        (
+            *("deep", 2, LORA),
+            [dict(pp=2, virtual_stages=2), dict(pp=2, virtual_stages=2, layer_split=[2, 2, 0, 0])],
+        ),
         ("experts", 2, LORA, [dict(ep=2)]),
         ("experts", 4, METHODS, [dict(ep=2, tp=2)]),
         again("gpt", 2, METHODS, [dict(zero_stage=1), dict(zero_stage=3, recompute="full")]),
