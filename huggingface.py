@@ -324,10 +324,16 @@ def open_its_tokenizer(name: str, config: MoEConfig) -> FileTokenizer | None:
 
 
 def export_folder(
-    path: Path, hf_dir: Path, dtype: str = "fp32", max_shard_bytes: int = 5 * 10**9
+    path: Path,
+    hf_dir: Path,
+    dtype: str = "fp32",
+    max_shard_bytes: int = 5 * 10**9,
+    read: Callable[[str], Tensor] | None = None,
 ) -> MoEConfig:
     """Write the model of a checkpoint, or of a run's newest one, as a folder for from_pretrained.
-    max_shard_bytes: of a safetensors file, about. Raises HuggingFaceError or CheckpointError."""
+
+    max_shard_bytes: of a safetensors file, about. read(our name): a whole parameter, where it is
+    not what the checkpoint holds. Raises HuggingFaceError or CheckpointError."""
     if not Path(path).is_dir():
         raise HuggingFaceError(f"{path} is not a folder")
     path = checkpoint.find(path)
@@ -347,7 +353,7 @@ def export_folder(
             if len(groups) > 1:
                 file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             tensors = {name: theirs[name] for name in group}
-            for name in write_file(path, folder / file, tensors, DTYPES[dtype]):
+            for name in write_file(path, folder / file, tensors, DTYPES[dtype], read):
                 weight_map[name] = file
         if len(groups) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -372,16 +378,25 @@ def group_by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:
 
 
 def write_file(
-    path: Path, file: Path, theirs: dict[str, TheirTensor], dtype: torch.dtype
+    path: Path,
+    file: Path,
+    theirs: dict[str, TheirTensor],
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor] | None = None,
 ) -> list[str]:
     """Write one safetensors file: some of their tensors, filled from the checkpoint at `path`
-    through the views that import takes. Returns the names in the file. Raises HuggingFaceError."""
+    through the views that import takes, or by `read`. Returns the names in the file. Raises
+    HuggingFaceError."""
     stacked = {name: torch.empty(tensor.shape, dtype=dtype) for name, tensor in theirs.items()}
     views = {}
     for name, tensor in theirs.items():
         for ours, location in tensor.parts.items():
             views[f"model.{ours}"] = location.view(stacked[name])
-    checkpoint.read(path, views)
+    if read:
+        for name, view in views.items():
+            view.copy_(read(name.removeprefix("model.")))
+    else:
+        checkpoint.read(path, views)
     tensors = {}
     for name, tensor in stacked.items():
         tensors |= unstack_experts(name, tensor)
@@ -449,18 +464,26 @@ def make_parser() -> argparse.ArgumentParser:
         default="5GB",
         help="of the files of an exported model, like 5GB, or in bytes (default: 5GB)",
     )
+    parser.add_argument(
+        "--adapter",
+        help="a run of train.py --peft, whose LoRA or IA3 is merged into the exported model",
+    )
     return parser
 
 
-def main(argv: list[str]) -> int:
-    """Exit status: 0, or 2 with one message."""
+def main(argv: list[str], with_adapter: Callable | None = None) -> int:
+    """Exit status: 0, or 2 with one message. with_adapter(checkpoint, adapter): the merged model,
+    tuning.adapter_files.MergedModel, which is built on this file."""
     terminal.prepare()
     args = make_parser().parse_args(argv)
     try:
         if args.command == "import":
+            if args.adapter:
+                raise HuggingFaceError("--adapter: is for export; adapters.py import has its own")
             config = import_folder(args.source, args.target)
         else:
-            config = export_folder(args.source, args.target, args.dtype, args.max_shard_size)
+            read = with_adapter(args.source, args.adapter).read if args.adapter else None
+            config = export_folder(args.source, args.target, args.dtype, args.max_shard_size, read)
     except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:
         message = str(e)
         if isinstance(e, OSError):
@@ -479,4 +502,6 @@ if __name__ == "__main__":
         from lessons import huggingface as lesson
 
         terminal.run(lesson.main)
-    terminal.run(lambda: main(sys.argv[1:]))
+    from tuning.adapter_files import MergedModel
+
+    terminal.run(lambda: main(sys.argv[1:], MergedModel))

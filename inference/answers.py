@@ -16,7 +16,7 @@ Not covered: outputs that follow a grammar, probabilities of the tokens, several
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from corpus.tokenizer import TokenizerError, prompt_ids
 from generate import stream
@@ -135,9 +135,11 @@ def stream_text(
 # --- a file of prompts ----------------------------------------------------------------------------
 
 
-def read_prompts(path: str, tokenizer, seq_length: int) -> list[tuple[dict, list[int]]]:
-    """(record, ids of its prompt) for each line of a JSON-lines file; `-`: standard input. Raises
-    PromptError, naming the line."""
+def read_prompts(
+    path: str, tokenizer, seq_length: int, adapters: Sequence[str] = ()
+) -> list[tuple[dict, list[int]]]:
+    """(record, ids of its prompt) for each line of a JSON-lines file; `-`: standard input.
+    adapters: what a line may have as its "adapter". Raises PromptError, naming the line."""
     requests = []
     for number, record in read_lines(path):
         try:
@@ -148,12 +150,21 @@ def read_prompts(path: str, tokenizer, seq_length: int) -> list[tuple[dict, list
                     f"{sorted(taken)} would be overwritten by what is generated; give it another"
                     " name"
                 )
+            check_adapter(record, adapters)
             requests.append((record, encode(record["prompt"], tokenizer, seq_length)))
         except PromptError as e:
             raise PromptError(f"{path}, line {number}: {e}") from None
     if not requests:
         raise PromptError(f"--prompt-file {path}: no prompts in it")
     return requests
+
+
+def check_adapter(record: dict, names: Sequence[str]) -> None:
+    """Raises PromptError for an adapter that --adapter does not name."""
+    name = record.get("adapter")
+    if name is not None and name not in names:
+        known = f"has {', '.join(names)}" if names else "names none; NAME=ADAPTER would"
+        raise PromptError(f"adapter {json.dumps(name)}: --adapter {known}")
 
 
 def answer_file(
@@ -165,20 +176,26 @@ def answer_file(
     stop: list[str],
     lockstep,
     write: Callable[[dict, str, int, str], None],
+    use_adapter: Callable[[str | None], None] | None = None,
     **options,
 ) -> str:
     """Continue all prompts, `batch_size` at a time on each data-parallel rank. A collective.
 
     requests: of `read_prompts`. write(record, text, number of tokens, finish): called on rank 0, in
-    the order of the requests, after each batch. lockstep, options: as of generate.stream. Returns a
-    summary of the speed."""
+    the order of the requests, after each batch. use_adapter(name of a record's adapter, or None):
+    called before a batch of requests with this adapter. lockstep, options: as of generate.stream.
+    Returns a summary of the speed."""
     timer = GenerationTimer()
     dp, dp_rank = 1, 0
     if world.groups.dp:
         dp, dp_rank = world.groups.dp.size(), world.groups.dp.rank()
     keys = keys_of([ids for _, ids in requests], options.pop("seed"))
-    for start in range(0, len(requests), dp * batch_size):
-        numbers = range(start, min(start + dp * batch_size, len(requests)))
+    adapter_of = [record.get("adapter") if use_adapter else None for record, _ in requests]
+    answer_of = {}
+    written = 0
+    for adapter, numbers in batches_of(adapter_of, dp * batch_size):
+        if use_adapter:
+            use_adapter(adapter)
         mine = numbers[dp_rank::dp]
         answers = answer_batch(
             model,
@@ -188,16 +205,25 @@ def answer_file(
             lockstep=lockstep,
             **options,
         )
-        answer_of = {}
         for answers_of_rank in world.gather(dict(zip(mine, answers))):
             answer_of |= answers_of_rank
-        if world.rank == 0:
-            for n in numbers:
-                write(requests[n][0], *answer_of[n])
+        while written in answer_of:
+            answer = answer_of.pop(written)
+            if world.rank == 0:
+                write(requests[written][0], *answer)
+            written += 1
     summary = f"{len(requests)} prompts: {timer}"
     if dp > 1:
         summary += f" on each of {dp} data-parallel ranks"
     return summary
+
+
+def batches_of(adapter_of: list[str | None], size: int) -> Iterator[tuple[str | None, list[int]]]:
+    """(adapter, numbers of at most `size` requests that have it), adapter by adapter."""
+    for adapter in dict.fromkeys(adapter_of):
+        numbers = [n for n, other in enumerate(adapter_of) if other == adapter]
+        for start in range(0, len(numbers), size):
+            yield adapter, numbers[start : start + size]
 
 
 def answer_batch(

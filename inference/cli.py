@@ -39,6 +39,7 @@ import pipeline_parallel
 import tensor_parallel
 from corpus.tokenizer import TokenizerError, prompt_ids
 from generate import check_options, stages_of
+from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
 from inference.loading import (
     check_vocabulary,
@@ -196,15 +197,25 @@ def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) ->
 # --- the work -------------------------------------------------------------------------------------
 
 
-def connect(args: argparse.Namespace, world: World, batch_size: int, timeout: float = HALF_AN_HOUR):
+def connect(
+    args: argparse.Namespace,
+    world: World,
+    batch_size: int,
+    timeout: float = HALF_AN_HOUR,
+    adapters: Adapters | None = None,
+):
     """Meet the other ranks, and load the model, laid out for `batch_size` texts at a time. timeout:
-    seconds a rank may wait for another. Returns (model, tokenizer, lockstep), the last as of
-    generate.stream."""
+    seconds a rank may wait for another. adapters: to put into the model. Returns (model, tokenizer,
+    lockstep), the last as of generate.stream."""
     world.connect(args.device, args.tp, args.pp, timeout, args.ep)
+    if adapters:
+        adapters.check()
     precision = args.precision or ("bf16" if world.device.type == "cuda" else "fp32")
     model, index = load_model(
         args.checkpoint, world.device, DTYPES[precision], world.groups, args.layer_split
     )
+    if adapters:
+        adapters.put(model, world.groups, args.layer_split)
     stages = stages_of(model)
     for stage in stages:
         pack(stage, batch_size)
@@ -230,10 +241,17 @@ def run(args: argparse.Namespace, world: World) -> None:
     )
     if sum(given) > 1:
         raise ConfigError("--prompt, --chat, --prompt-file, --interactive: one of them")
+    adapters = Adapters(args.adapter, args.checkpoint, config, args.tp) if args.adapter else None
+    names = adapters.names if adapters else []
+    if names and args.prompt_file is None:
+        raise ConfigError(
+            f"--adapter {args.adapter[0]}: a name is for lines of --prompt-file; without it, the"
+            " adapter is for every prompt"
+        )
     batch_size = args.batch_size if args.prompt_file is not None else 1
     # a person may think for long
     timeout = MONTH if args.interactive else HALF_AN_HOUR
-    model, tokenizer, lockstep = connect(args, world, batch_size, timeout)
+    model, tokenizer, lockstep = connect(args, world, batch_size, timeout, adapters)
     options = dict(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -246,7 +264,8 @@ def run(args: argparse.Namespace, world: World) -> None:
         return converse(world, model, tokenizer, config, args.stop, **options)
     if args.prompt_file is not None:
         requests = world.on_rank_0(
-            lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length), (PromptError,)
+            lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length, names),
+            (PromptError,),
         )
         summary = answer_file(
             world,
@@ -257,6 +276,7 @@ def run(args: argparse.Namespace, world: World) -> None:
             args.stop,
             lockstep,
             write_answer,
+            adapters.use if names else None,
             **options,
         )
     else:
@@ -417,6 +437,16 @@ def main(argv: list[str]) -> int:
         ),
     )
     parser.add_argument("--interactive", action="store_true", help="continue each line of input")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="ADAPTER",
+        help=(
+            "a run of train.py --peft for the model of --checkpoint; NAME=ADAPTER, several times,"
+            ' for lines of --prompt-file with an "adapter": "NAME"'
+        ),
+    )
     return command("generate.py", run, argv, parser)
 
 

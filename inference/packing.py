@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import adapters
 import gpt
 from model_config import GPTConfig
 
@@ -156,7 +157,7 @@ class PackedGELU(nn.Module):
 
 def pack(model: gpt.GPT, texts: int = 1) -> None:
     """Lay out the weights of a model, or of a stage of it, for decoding `texts` texts at a time.
-    A layer that is sharded over ranks, or has experts, stays as it is."""
+    A layer that is sharded over ranks, or has experts or adapters, stays as it is."""
     pack_linears(model)
     weight = next(model.parameters())
     if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
@@ -172,13 +173,20 @@ def pack_linears(model: gpt.GPT) -> None:
     for block in model.blocks.values():
         attention = block.attention
         mlp = block.mlp
-        if type(attention.project) is gpt.SharedInput:
+        if type(attention.project) is gpt.SharedInput and not has_adapter(attention):
             attention.project = PackedSharedInput([attention.query, attention.key, attention.value])
             attention.output = PackedLinear([attention.output])
-        if isinstance(mlp, gpt.MLP) and type(mlp.project) is gpt.SharedInput:
+        is_whole = isinstance(mlp, gpt.MLP) and type(mlp.project) is gpt.SharedInput
+        if is_whole and not has_adapter(mlp):
             layers = [linear for linear in (mlp.gate, mlp.up) if linear is not None]
             mlp.project = PackedSharedInput(layers)
             mlp.down = PackedLinear([mlp.down])
+
+
+def has_adapter(part: nn.Module) -> bool:
+    """Whether LoRA, IA3 or a bottleneck adapter works inside attention or an MLP, or after it. They
+    read the layers one by one, and before their bias."""
+    return any(adapters.is_adapter(f".{name}") for name, _ in part.named_parameters())
 
 
 def pack_pointwise(model: gpt.GPT) -> None:

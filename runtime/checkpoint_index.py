@@ -198,6 +198,11 @@ def read_model(path: Path) -> tuple[MoEConfig, dict]:
     shapes = {
         name: shape for name, (_, shape) in index["tensors"].items() if name.startswith("model.")
     }
+    if "adapter" in index:
+        raise CheckpointError(
+            f"{path} holds an adapter alone; name the model that it was learned for, and this one"
+            f" as generate.py --checkpoint BASE --adapter {path}"
+        )
     if "model.embedding.tokens.weight" not in shapes:
         raise CheckpointError(
             f"{path} holds prompts alone; name the model that they were learned for, and give the"

@@ -1,0 +1,175 @@
+"""Generation with adapters: --adapter of generate.py.
+
+    --adapter runs/lora                        one, for every prompt
+    --adapter fr=runs/fr --adapter de=runs/de  several; a line of --prompt-file names one, or none:
+                                               {"prompt": "The sea", "adapter": "fr"}
+
+One LoRA or IA3 is merged into the weights before inference/packing.py lays them out, so that a
+token costs what it costs with the base. A bottleneck adapter stays beside them.
+
+Several share one set of parameters in the model, as large as the largest of them. `use` copies the
+values of one adapter into it, at most some thousandths of the model, and without a name those that
+change nothing:
+
+    LoRA    B = 0       y + B A x   = y        a smaller rank is filled up with zeros
+    adapter U = 0       y + U (..)  = y
+    IA3     s = 1       s * y       = y
+
+The weights of the base are never written to, so that after any number of switches the base gives
+the bits that it gave before. α / r goes into B.
+
+Under any layout: each rank reads its own shards. A batch has one adapter, so that all ranks of a
+lockstep group, which share experts, use the same.
+
+Not covered: several adapters in one batch (S-LoRA, arXiv 2311.03285).
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import adapters
+from generate import stages_of
+from inference.loading import build_stages
+from routers import MoEConfig
+from runtime.config import ConfigError, as_flags
+from runtime.world import Groups
+from sharding import named_parameters, set_sharding, sharding_of
+from tuning.adapter_config import LINEARS, AdapterConfig
+from tuning.adapter_files import Adapter, check_base, check_fields, merge, open_adapter
+
+
+class Adapters:
+    """The adapters of a command: opened, then put into a model, then chosen by request."""
+
+    def __init__(self, words: list[str], base: str, config: MoEConfig, tp: int = 1):
+        """words: of --adapter; base: of --checkpoint, with this configuration. Compares all that
+        can be known before the ranks meet. Raises ConfigError or CheckpointError."""
+        self.base = base
+        self.config = config
+        # "": for every prompt
+        self.opened: dict[str, Adapter] = {}
+        for word in words:
+            name, path = split_name(word)
+            if not name and len(words) > 1:
+                raise ConfigError(
+                    f"--adapter {word}: several need names, --adapter NAME={word} for example"
+                )
+            if name in self.opened:
+                raise ConfigError(f"--adapter {word}: the second one with this name")
+            self.opened[name] = open_adapter(path)
+            check_fields(self.opened[name], base, config)
+        for adapter in self.opened.values():
+            with as_flags():
+                adapters.check(adapter.config, config, tp)
+        check_one_method(self.opened)
+        # the shared parameters in the model, and this rank's values for them
+        self.parameters: dict[str, Tensor] = {}
+        self.values: dict[str, dict[str, Tensor]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """What a line of a prompt file can name."""
+        return [name for name in self.opened if name]
+
+    def check(self) -> None:
+        """Whether each was learned for this base. A collective. Raises CheckpointError."""
+        for adapter in self.opened.values():
+            check_base(adapter, self.base, self.config)
+
+    @torch.no_grad()
+    def put(self, model, groups: Groups, layer_split: list[int] | None = None) -> None:
+        """Put them into a model that is loaded, and not packed yet. model: a GPT or a Pipeline,
+        sharded over `groups`. A collective. Raises CheckpointError."""
+        for name, adapter in self.opened.items():
+            self.values[name] = local_values(adapter, self.config, groups, layer_split)
+        only = self.opened.get("")
+        if only and only.config.peft != "adapter":
+            for stage in stages_of(model):
+                merge_into(stage, only.config, self.values[""])
+            return
+        shared = shared_config(list(self.opened.values()))
+        for stage in stages_of(model):
+            adapters.apply(stage, shared, groups.tp)
+            stage.requires_grad_(False).eval()
+            for name, p in named_parameters(stage):
+                if adapters.is_adapter(name):
+                    self.parameters[name] = p
+        self.use("" if only else None)
+
+    @torch.no_grad()
+    def use(self, name: str | None) -> None:
+        """Give the model the values of one adapter, or without a name those of none."""
+        values = {} if name is None else self.values[name]
+        for full_name, p in self.parameters.items():
+            p.fill_(1 if full_name.endswith(".ia3.scale") else 0)
+            if full_name in values:
+                value = values[full_name]
+                if full_name.endswith(".lora.b"):
+                    config = self.opened[name].config
+                    value = value * (config.lora_alpha / config.lora_rank)
+                # of a larger rank, the first rows or columns
+                p[tuple(slice(n) for n in value.shape)] = value.to(p)
+
+
+def split_name(word: str) -> tuple[str, str]:
+    """NAME=ADAPTER as (NAME, ADAPTER), and a path as ("", path). Raises ConfigError."""
+    match = re.fullmatch(r"([^/=]*)=(.*)", word)
+    if not match or Path(word).is_dir():
+        return "", word
+    name, path = match.groups()
+    if not name or not path:
+        raise ConfigError(f"--adapter {word}: NAME=ADAPTER lacks its {'path' if name else 'name'}")
+    return name, path
+
+
+def check_one_method(opened: dict[str, Adapter]) -> None:
+    """Raises ConfigError."""
+    methods = {adapter.config.peft: name for name, adapter in opened.items()}
+    if len(methods) > 1:
+        are = ", ".join(f"{name} is {peft}" for peft, name in methods.items())
+        raise ConfigError(f"--adapter: {are}; those of one command must be of one method")
+
+
+def local_values(
+    adapter: Adapter, config: MoEConfig, groups: Groups, layer_split: list[int] | None
+) -> dict[str, Tensor]:
+    """This rank's shards of an adapter, float32, on the CPU. A collective. Raises
+    CheckpointError."""
+    values = {}
+    # on the meta device: for names and sharding records alone
+    for stage in build_stages(config, groups, layer_split):
+        adapters.apply(stage, adapter.config, groups.tp)
+        for name, p in named_parameters(stage):
+            if adapters.is_adapter(name):
+                values[name] = set_sharding(torch.zeros(p.shape, device="cpu"), sharding_of(p))
+    adapter.load(values)
+    return values
+
+
+def merge_into(stage, config: AdapterConfig, values: dict[str, Tensor]) -> None:
+    """Merge an adapter into a stage, in place. values: this rank's shards."""
+    for name, p in stage.named_parameters():
+        merged = merge(name, p, values, config)
+        if merged is not p:
+            p.copy_(merged)
+
+
+def shared_config(opened: list[Adapter]) -> AdapterConfig:
+    """Of parameters that have room for each of these adapters, which are of one method."""
+    rank = max(adapter.config.lora_rank for adapter in opened)
+    targets = {name.split(".")[3] for adapter in opened for name in adapter.shapes}
+    if opened[0].config.peft == "adapter":
+        targets = {name.split(".")[2] for adapter in opened for name in adapter.shapes}
+    return replace(
+        opened[0].config,
+        lora_rank=rank,
+        # the scale α / r is 1, and each adapter's own goes into its B
+        lora_alpha=float(rank),
+        lora_dropout=0.0,
+        adapter_size=max(adapter.config.adapter_size for adapter in opened),
+        peft_targets=tuple(name for name in (*LINEARS, "attention", "mlp") if name in targets),
+    )

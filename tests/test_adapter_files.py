@@ -1,0 +1,474 @@
+"""Adapters on the disk and in generation: merged and taken out again, peft's folders, several in
+a file of prompts."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_generate import EXPERTS, build, loud, save
+from test_gpt import GPT_SHAPES, LLAMA_SHAPES
+
+import adapters
+import checkpoint
+import generate
+import gpt
+import huggingface
+import train
+from inference import adapted, cli, packing
+from inference.loading import build_stages, load_model, open_model
+from lessons import ranks
+from runtime.world import Groups
+from sharding import named_parameters, set_sharding, shard_of, sharding_of
+from tuning import adapter_commands, adapter_files, peft_folder
+from tuning.adapter_config import AdapterConfig
+from tuning.adapter_files import MergedModel, open_adapter
+from tuning.frozen_base import fingerprint
+
+VOCABULARY = dict(vocab_size=257, seq_length=24)
+SHAPES = {
+    "gpt": GPT_SHAPES[0] | VOCABULARY,
+    "llama": LLAMA_SHAPES[1] | VOCABULARY,
+    "experts": EXPERTS | VOCABULARY,
+}
+LORA = AdapterConfig("lora", lora_rank=3, lora_alpha=5.0)
+IA3 = AdapterConfig("ia3")
+BOTTLENECK = AdapterConfig("adapter", adapter_size=8)
+TOKENS = torch.randint(257, (2, 9), generator=torch.Generator().manual_seed(2))
+
+
+def whole_value(name, shape, seed=1):
+    """Far from what changes nothing, and the same under every layout."""
+    value = torch.randn(shape, generator=gpt.generator(seed, name)) * 0.3
+    return value + 1 if name.endswith(("scale", "norm.weight")) else value
+
+
+def save_adapter(rank, out, base, config, tp=1, seed=1):
+    """An adapter with random values, as a run with `tp` ranks leaves it."""
+    groups = Groups.make("cpu", tp, tp) if tp > 1 else Groups()
+    model, *_ = open_model(base)
+    (stage,) = build_stages(model, groups)
+    adapters.apply(stage, config, groups.tp)
+    tensors = {}
+    for name, p in named_parameters(stage):
+        if adapters.is_adapter(name):
+            record = sharding_of(p)
+            part = shard_of(whole_value(name, record.shape, seed), record).clone()
+            tensors[f"model.{name}"] = set_sharding(part, record)
+    state = {
+        "config": {"tokenizer": "bytes", "load": str(base)},
+        "model": asdict(model),
+        "base": fingerprint(base, model),
+        "adapter": adapter_files.as_json(config),
+    }
+    checkpoint.save(Path(out) / "checkpoints", 3, tensors, state)
+
+
+def save_loras(rank, folder):
+    for shape in SHAPES:
+        save_adapter(rank, f"{folder}/{shape}-lora", f"{folder}/{shape}", LORA, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of each shape a base, and an adapter of each method; the LoRAs saved by two ranks."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for shape, fields in SHAPES.items():
+        base = folder / shape
+        model = loud(build(**fields))
+        with torch.no_grad():
+            for p in model.parameters():
+                # biases and norms that do something
+                if p.dim() == 1:
+                    p.add_(whole_value("", p.shape) * 0.3)
+                if shape == "llama":
+                    p.copy_(p.bfloat16())
+        save(base, model)
+        for config in (IA3, BOTTLENECK):
+            save_adapter(0, folder / f"{shape}-{config.peft}", base, config)
+    ranks.run(save_loras, 2, str(folder))
+    return folder
+
+
+def unmerged(base, path, dtype=torch.float32):
+    """The base with the adapter beside its weights."""
+    model, _ = load_model(base, dtype=dtype)
+    adapter = open_adapter(path)
+    adapters.apply(model, adapter.config)
+    values = adapter.values()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if adapters.is_adapter(name):
+                p.copy_(values[name])
+    return model.eval()
+
+
+def difference(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def command(capsys, *argv):
+    status = adapter_commands.main([str(word) for word in argv])
+    return status, *capsys.readouterr()
+
+
+def refused(capsys, *argv):
+    """The one line of a command that is refused."""
+    status, out, err = command(capsys, *argv)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    return err
+
+
+# --- merged ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peft", ["lora", "ia3"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_merged_equals_unmerged(shape, peft, folder, tmp_path, capsys):
+    """In the files of `merge`, in float32; in memory, in float64."""
+    base, path = folder / shape, folder / f"{shape}-{peft}"
+    expected = unmerged(base, path, torch.float64)(TOKENS)
+    status, out, _ = command(capsys, "merge", base, path, tmp_path / "merged")
+    assert status == 0 and f"{peft} in " in out
+    merged, index = load_model(tmp_path / "merged")
+    assert difference(merged(TOKENS), expected) < 1e-5
+    assert index["merged"]["base"] == fingerprint(base, merged.config)
+    model, _ = load_model(base, dtype=torch.float64)
+    assert difference(model(TOKENS), expected) > 1e-2
+    adapted.Adapters([str(path)], str(base), model.config).put(model, Groups())
+    assert difference(model(TOKENS), expected) < 1e-10
+
+
+def test_unmerge_gives_the_base_or_nothing(folder, tmp_path, capsys):
+    """A base in bf16 comes out bit for bit; one in float32 does not, and nothing is written."""
+    for name in ("llama-lora", "llama-ia3", "gpt-lora"):
+        base, merged, out = folder / name.split("-")[0], tmp_path / name, tmp_path / f"{name}-out"
+        assert command(capsys, "merge", base, folder / name, merged)[0] == 0
+        arguments = "unmerge", merged, folder / name, out
+        if name == "gpt-lora":
+            line = refused(capsys, *arguments)
+            assert "do not come out bit for bit" in line and f"Keep the base: {base}" in line
+            assert not out.exists()
+            continue
+        assert command(capsys, *arguments)[0] == 0
+        model, index = load_model(out)
+        for p, q in zip(load_model(base)[0].parameters(), model.parameters()):
+            assert torch.equal(p, q)
+        assert "merged" not in index
+    assert "not the adapter" in refused(
+        capsys, "unmerge", tmp_path / "llama-lora", folder / "llama-ia3", tmp_path / "x"
+    )
+    assert "not a merged model" in refused(
+        capsys, "unmerge", folder / "llama", folder / "llama-lora", tmp_path / "x"
+    )
+
+
+def test_what_is_no_adapter_or_has_another_base(folder, tmp_path, capsys):
+    base, path, out = folder / "gpt", folder / "gpt-lora", tmp_path / "out"
+    assert "holds a whole model" in refused(capsys, "merge", base, base, out)
+    assert "holds an adapter alone" in refused(capsys, "merge", path, path, out)
+    assert "cannot be merged" in refused(capsys, "merge", base, folder / "gpt-adapter", out)
+    assert "hidden_size is 64 there" in refused(capsys, "merge", base, folder / "llama-lora", out)
+    changed = loud(build(**SHAPES["gpt"]))
+    save(tmp_path / "changed", changed)
+    line = refused(capsys, "merge", tmp_path / "changed", path, out)
+    for word in (fingerprint(base, changed.config), f"had --load {base}"):
+        assert word in line
+    assert fingerprint(checkpoint.find(tmp_path / "changed"), changed.config) in line
+    # a rank that its tensors do not have
+    index = json.loads((checkpoint.find(path) / "index.json").read_text())
+    for field, value, words in (
+        ("adapter", index["adapter"] | {"lora_rank": 2}, "another adapter"),
+        ("adapter", index["adapter"] | {"peft": "dora"}, "must be one of"),
+        ("base", None, "base"),
+    ):
+        state = {k: v for k, v in index.items() if k not in ("tensors", "files", "format", "step")}
+        tensors = {f"model.{n}": v for n, v in open_adapter(path).values().items()}
+        wrong = tmp_path / words
+        checkpoint.write(wrong, 1, tensors, state | {field: value})
+        assert words in refused(capsys, "merge", base, wrong, out)
+    assert not out.exists()
+
+
+def test_a_run_of_train(folder, tmp_path, capsys):
+    """What train.py --peft leaves can be merged, and nothing else."""
+    (tmp_path / "text.txt").write_text("a b c d e f g " * 40)
+    flags = f"--load {folder / 'llama'} --peft lora --lora-rank 2 --steps 2 --device cpu --lr 0.1"
+    argv = [*flags.split(), "--data", str(tmp_path), "--out", str(tmp_path / "run")]
+    assert train.main([*argv, "--global-batch-size", "2", "--eval-every", "0"]) == 0
+    capsys.readouterr()
+    assert command(capsys, "merge", folder / "llama", tmp_path / "run", tmp_path / "out")[0] == 0
+    expected = unmerged(folder / "llama", tmp_path / "run")(TOKENS)
+    assert difference(load_model(tmp_path / "out")[0](TOKENS), expected) < 1e-5
+    assert difference(load_model(folder / "llama")[0](TOKENS), expected) > 1e-4
+
+
+# --- folders of peft ------------------------------------------------------------------------------
+
+
+def their_model(base, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    if not (tmp_path / "hf").exists():
+        huggingface.export_folder(base, tmp_path / "hf")
+    return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+
+
+@pytest.mark.parametrize("peft_type", ["lora", "ia3"])
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+def test_peft_reads_what_is_exported(shape, peft_type, folder, tmp_path, capsys):
+    """LoRAs were saved on two ranks. The library's logits, and the same bits back."""
+    peft = pytest.importorskip("peft")
+    base, path = folder / shape, folder / f"{shape}-{peft_type}"
+    assert command(capsys, "export", path, tmp_path / "peft", "--base", base)[0] == 0
+    model = peft.PeftModel.from_pretrained(their_model(base, tmp_path), tmp_path / "peft")
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+    assert difference(logits, unmerged(base, path)(TOKENS)) < 1e-5
+    again = tmp_path / "again"
+    hf_base = tmp_path / "hf"
+    assert command(capsys, "import", tmp_path / "peft", "--base", hf_base, again)[0] == 0
+    before, after = open_adapter(path), open_adapter(again)
+    assert after.base == before.base
+    values = before.values()
+    assert after.values().keys() == values.keys()
+    for name, value in after.values().items():
+        assert torch.equal(value, values[name]), name
+    assert command(capsys, "merge", base, again, tmp_path / "merged")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "shape, targets, rslora",
+    [("gpt", ["c_attn", "mlp.c_proj"], False), ("llama", ["q_proj", "up_proj"], True)],
+)
+def test_what_peft_learned_is_imported(shape, targets, rslora, folder, tmp_path, capsys):
+    """Here with one A for query, key and value; with the scale α / √r."""
+    peft = pytest.importorskip("peft")
+    theirs = their_model(folder / shape, tmp_path)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_rslora=rslora)
+    if shape == "gpt":
+        config.fan_in_fan_out = True
+    model = peft.get_peft_model(theirs, config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora" in name:
+                p.copy_(whole_value(name, p.shape))
+        logits = model(TOKENS).logits
+    model.save_pretrained(tmp_path / "peft")
+    base = folder / shape
+    status, _, err = command(capsys, "import", tmp_path / "peft", "--base", base, tmp_path / "out")
+    assert (status, err) == (0, "")
+    assert difference(unmerged(base, tmp_path / "out")(TOKENS), logits) < 1e-5
+
+
+def test_query_and_value_alone(folder, tmp_path, capsys):
+    """Two of the three blocks of c_attn."""
+    config = AdapterConfig("lora", 2, 3.0, peft_targets=("query", "value"))
+    base, path = folder / "gpt", tmp_path / "run"
+    save_adapter(0, path, base, config)
+    assert command(capsys, "export", path, tmp_path / "peft", "--base", base)[0] == 0
+    saved = load_file(tmp_path / "peft" / peft_folder.WEIGHTS)
+    assert saved[f"{peft_folder.PREFIX}transformer.h.0.attn.c_attn.lora_A.weight"].shape[0] == 4
+    assert command(capsys, "import", tmp_path / "peft", "--base", base, tmp_path / "out")[0] == 0
+    expected = open_adapter(path).values()
+    values = open_adapter(tmp_path / "out").values()
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(values[name], expected[name]) for name in values)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(peft_type="LOHA"), "peft_type"),
+        (dict(bias="all"), "bias"),
+        (dict(modules_to_save=["lm_head"]), "modules_to_save"),
+        (dict(use_dora=True), "use_dora"),
+        (dict(rank_pattern={"q_proj": 4}), "rank_pattern"),
+        (dict(layers_to_transform=[0]), "layers_to_transform"),
+        (dict(init_lora_weights="pissa"), "init_lora_weights"),
+        (dict(something_new=3), "something_new"),
+        (dict(r="8"), "r is"),
+        (dict(r=4), "lora.a is [3, 64], not [4, 64]"),
+    ],
+)
+def test_folders_of_peft_that_are_refused(change, words, folder, tmp_path, capsys):
+    base, hf = folder / "llama", tmp_path / "peft"
+    assert command(capsys, "export", folder / "llama-lora", hf, "--base", base)[0] == 0
+    config = json.loads((hf / "adapter_config.json").read_text())
+    (hf / "adapter_config.json").write_text(json.dumps(config | change))
+    assert words in refused(capsys, "import", hf, "--base", base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_of_peft_that_are_refused(folder, tmp_path, capsys):
+    base, hf, out = folder / "gpt", tmp_path / "peft", tmp_path / "out"
+    assert command(capsys, "export", folder / "gpt-lora", hf, "--base", base)[0] == 0
+    file = hf / peft_folder.WEIGHTS
+    whole = load_file(file)
+    q = f"{peft_folder.PREFIX}transformer.h.0.attn.c_attn"
+    full = whole | {f"{q}.lora_B.weight": whole[f"{q}.lora_B.weight"] + 1}
+    for tensors, words in (
+        (full, "not of one block"),
+        ({n: t for n, t in whole.items() if ".h.0.attn.c_proj" not in n}, "in every layer"),
+        ({n: t for n, t in whole.items() if n != f"{q}.lora_B.weight"}, "lacks 'lora_B.weight'"),
+        (whole | {f"{peft_folder.PREFIX}lm_head.lora_A.weight": torch.ones(3, 64)}, "lm_head"),
+        (whole | {"x": torch.ones(1)}, "x is nothing"),
+        ({}, "is empty"),
+    ):
+        save_file(tensors, file)
+        assert words in refused(capsys, "import", hf, "--base", base, out)
+    file.rename(hf / "adapter_model.bin")
+    assert "a pickle, which is never opened" in refused(capsys, "import", hf, "--base", base, out)
+    assert "python adapters.py import" in refused(capsys, "merge", base, hf, out)
+    for path, words in ((folder / "gpt-adapter", "no bottleneck"), (folder / "llama-ia3", "llama")):
+        assert words in refused(capsys, "export", path, out, "--base", base)
+    experts = folder / "experts"
+    line = refused(capsys, "export", folder / "experts-lora", out, "--base", experts)
+    assert "belongs to experts" in line
+    assert not out.exists()
+
+
+def test_export_of_the_merged_model(folder, tmp_path):
+    """huggingface.py export --adapter writes what it exports of `merge`."""
+    for shape in ("gpt", "llama"):
+        base, path = folder / shape, folder / f"{shape}-lora"
+        argv = ["export", str(base), str(tmp_path / shape), "--adapter", str(path)]
+        assert huggingface.main(argv, MergedModel) == 0
+        merged = tmp_path / f"{shape}-merged"
+        adapter_commands.merge_adapter(str(base), str(path), str(merged))
+        huggingface.export_folder(merged, tmp_path / f"{shape}-2")
+        one, two = (load_file(tmp_path / f"{shape}{n}" / "model.safetensors") for n in ("", "-2"))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+def answers(capsys, *argv):
+    status = cli.main([str(word) for word in (*argv, "--device", "cpu", "--temperature", "0")])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_adapters_by_request(folder, tmp_path, capsys):
+    """Each line as if its adapter were the only one, in the order of the lines. The two have
+    another rank, scale and targets; the base is itself between them."""
+    base = folder / "gpt"
+    small = AdapterConfig("lora", 2, 1.0, peft_targets=("query", "down"))
+    save_adapter(0, tmp_path / "small", base, small, seed=5)
+    adapter_of = {"a": folder / "gpt-lora", "b": tmp_path / "small"}
+    names = ["b", None, "a", "a", None, "b", "a"]
+    records = [{"prompt": f"text {n}", "adapter": name} for n, name in enumerate(names)]
+    records[1].pop("adapter")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    flags = ["--checkpoint", base, "--prompt-file", file, "--max-tokens", 8, "--batch-size", 2]
+    several = [
+        word for name, path in adapter_of.items() for word in ("--adapter", f"{name}={path}")
+    ]
+    together = answers(capsys, *flags, *several)
+    assert [answer["prompt"] for answer in together] == [r["prompt"] for r in records]
+    file.write_text("\n".join(json.dumps({"prompt": r["prompt"]}) for r in records))
+    alone = {name: answers(capsys, *flags, "--adapter", p) for name, p in adapter_of.items()}
+    alone[None] = answers(capsys, *flags)
+    for n, name in enumerate(names):
+        assert together[n]["text"] == alone[name][n]["text"]
+    assert len({texts[0]["text"] for texts in alone.values()}) == 3
+
+
+LAYOUTS = {"llama": [dict(tp=2, pp=2), dict(pp=2)], "experts": [dict(tp=2, ep=2)]}
+
+
+def on_layouts(rank, folder, shape, layouts, world):
+    """Greedy tokens of [merged LoRA, merged IA3, bottleneck, LoRA, base] under each layout."""
+    results = []
+    for layout in layouts:
+        groups = Groups.make("cpu", world, **layout) if layout else Groups()
+        base = f"{folder}/{shape}"
+        for words in (["lora"], ["ia3"], ["adapter"], ["x=", "lora"]):
+            words = ["".join(words[:-1]) + f"{base}-{words[-1]}"]
+            model, _ = load_model(base, dtype=torch.float64, groups=groups)
+            given = adapted.Adapters(words, base, generate.stages_of(model)[0].config)
+            given.check()
+            given.put(model, groups)
+            for stage in generate.stages_of(model):
+                packing.pack_linears(stage)
+            for name in [*given.names, None] if given.names else [""]:
+                if given.names:
+                    given.use(name)
+                lockstep = groups.dp if groups.ep else None
+                prompts = TOKENS.tolist()
+                tokens = generate.generate(model, prompts, 6, temperature=0, lockstep=lockstep)
+                results.append(tokens)
+    return results
+
+
+@pytest.mark.parametrize("shape", LAYOUTS)
+def test_layouts_generate_alike(shape, folder):
+    """Merged, beside the base, and switched: one device's tokens."""
+    expected = on_layouts(0, str(folder), shape, [{}], 1)
+    lora, ia3, bottleneck, switched, base = expected
+    assert switched == lora
+    assert len({str(tokens) for tokens in (lora, ia3, bottleneck, base)}) == 4
+    for of_rank in ranks.run(on_layouts, 4, str(folder), shape, LAYOUTS[shape], 4):
+        assert of_rank == expected * len(LAYOUTS[shape])
+
+
+@pytest.mark.parametrize("peft", ["lora", "ia3", "adapter"])
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+def test_packing_drops_no_adapter(shape, peft, folder, monkeypatch):
+    """And where it does not look for one, a deferred bias comes too early."""
+
+    def packed_logits():
+        model = unmerged(folder / shape, folder / f"{shape}-{peft}", torch.float64)
+        packing.pack(model)
+        return model(TOKENS)
+
+    expected = unmerged(folder / shape, folder / f"{shape}-{peft}", torch.float64)(TOKENS)
+    assert difference(packed_logits(), expected) < 1e-12
+    if (shape, peft) == ("gpt", "adapter"):
+        monkeypatch.setattr(packing, "has_adapter", lambda part: False)
+        assert difference(packed_logits(), expected) > 1e-3
+
+
+def test_the_base_is_restored_bit_for_bit(folder):
+    base = str(folder / "gpt")
+    model, _ = load_model(base)
+    logits = model(TOKENS)
+    for peft in ("lora", "ia3", "adapter"):
+        model, _ = load_model(base)
+        given = adapted.Adapters([f"x={base}-{peft}"], base, model.config)
+        given.put(model, Groups())
+        assert torch.equal(model(TOKENS), logits)
+        given.use("x")
+        assert difference(model(TOKENS), logits) > 1e-2
+        given.use(None)
+        assert torch.equal(model(TOKENS), logits)
+
+
+def test_bad_flags(folder, tmp_path, capsys):
+    gpt_base, lora, ia3 = (str(folder / name) for name in ("gpt", "gpt-lora", "gpt-ia3"))
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "a", "adapter": "it"}\n')
+    for argv, words in (
+        (["--checkpoint", lora], f"--checkpoint BASE --adapter {lora}"),
+        (["--adapter", gpt_base], "holds a whole model"),
+        (["--adapter", lora, "--adapter", lora], "several need names"),
+        (["--adapter", f"a={lora}", "--adapter", f"a={lora}"], "the second one with this name"),
+        (["--adapter", f"a={lora}", "--adapter", f"b={ia3}"], "of one method"),
+        (["--adapter", f"a={lora}", "--prompt", "x"], "for lines of --prompt-file"),
+        (["--adapter", f"={lora}"], "lacks its name"),
+        (["--adapter", str(folder / "llama-lora")], "hidden_size is 64 there"),
+        (["--adapter", f"a={lora}", "--prompt-file", str(file)], 'line 2: adapter "it": --adapter'),
+        (["--prompt-file", str(file)], "line 2"),
+    ):
+        argv = argv if "--checkpoint" in argv else ["--checkpoint", gpt_base, *argv]
+        status = cli.main([*argv, "--device", "cpu", "--max-tokens", "2"])
+        out, err = capsys.readouterr()
+        assert (status, out) == (2, "")
+        assert words in err and err.count("\n") == 1, err

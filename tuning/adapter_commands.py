@@ -1,0 +1,258 @@
+r"""The commands of adapters.py: an adapter into its base's weights and out again; peft's folders.
+
+    python adapters.py merge BASE ADAPTER OUT           W + α/r B A, in the base's own shape
+    python adapters.py unmerge MERGED ADAPTER OUT       the base, bit for bit, or nothing
+    python adapters.py export ADAPTER HF_DIR --base BASE
+    python adapters.py import HF_DIR OUT --base BASE    folders of the library peft: LoRA and IA3
+
+merge holds one parameter of the base in memory at a time, and rounds to float32. Where W' is larger
+than W, that loses the last bits of W, and W' - α/r B A is only near W. So merge writes down the
+SHA-256 of each weight that it changes, and unmerge writes nothing that differs. A base with 16-bit
+numbers comes out: float32 rounds off 2^-16 of the distance between two neighbours in bf16.
+
+Not covered: several adapters merged into one, with weights.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated, NotRequired, TypedDict
+
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+import checkpoint
+import huggingface
+from checkpoint import CheckpointError
+from corpus.tokenizer import BUILT_IN
+from huggingface import HuggingFaceError
+from runtime import json_files, terminal
+from runtime.architectures import empty_model
+from runtime.tokenizer_files import verify_tokenizer
+from tuning import peft_folder
+from tuning.adapter_files import (
+    Fingerprint,
+    MergedModel,
+    as_json,
+    check_mergeable,
+    digest_of,
+    merge,
+    open_adapter,
+)
+from tuning.frozen_base import read_base
+
+SHA256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+# what a weight of the base may have been stored in, the narrowest first
+STORED = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class MergeRecord(TypedDict):
+    """What the index of a merged model says about its making."""
+
+    # the fingerprint of the base, and where it was
+    base: Fingerprint
+    base_path: str
+    # of the adapter's values
+    adapter: SHA256
+    config: dict
+    # each weight that was changed -> [the dtype that has its numbers, SHA-256 of it in float32]
+    weights: dict[str, tuple[str, SHA256]]
+    # of the base, where that was merged itself
+    before: NotRequired["MergeRecord | None"]
+
+
+# --- merge ----------------------------------------------------------------------------------------
+
+
+def merge_adapter(base: str, path: str, out: str) -> str:
+    """Write the merged model as a checkpoint at `out`. Returns a summary. Raises CheckpointError or
+    HuggingFaceError."""
+    if huggingface.is_folder(base):
+        raise CheckpointError(
+            f"{base} is a Hugging Face folder; python huggingface.py import {base} CKPT makes a"
+            " checkpoint of it, which can be a base"
+        )
+    model = MergedModel(base, path)
+    checkpoint.verify(model.base)
+    record = {
+        "base": model.adapter.base,
+        "base_path": str(base),
+        "adapter": digest_of(model.values),
+        "config": as_json(model.adapter.config),
+        # filled while the weights are written; the index is written after them
+        "weights": {},
+        "before": model.index.get("merged"),
+    }
+
+    def read(name: str) -> Tensor:
+        weight, merged = model.read_both(name)
+        if merged is not weight:
+            record["weights"][name] = (narrowest(weight), sha256(weight))
+        return merged
+
+    write_model(out, model.base, model.index, record, read)
+    return f"{model.adapter.config.peft} in {len(record['weights'])} tensors of {model.base}"
+
+
+def narrowest(weight: Tensor) -> str:
+    """The name of the first dtype of STORED that has all numbers of a float32 tensor."""
+    for name, dtype in STORED.items():
+        # NaN is no number
+        if torch.equal(weight.to(dtype).float(), weight):
+            return name
+    return "float32"
+
+
+def sha256(weight: Tensor) -> str:
+    return hashlib.sha256(weight.contiguous().numpy().tobytes()).hexdigest()
+
+
+def write_model(out: str, source: Path, index: dict, merged: dict | None, read) -> None:
+    """Write a model of the shape and with the tokenizer of the checkpoint at `source` as a new one,
+    without optimizer moments. index: of the source; merged: of the new index. read(our name) -> the
+    whole parameter. Raises HuggingFaceError."""
+    config, _ = checkpoint.read_model(source)
+    files = {}
+    if str(index["config"].get("tokenizer") or "bytes") not in BUILT_IN:
+        files = verify_tokenizer(source, index)
+    run = dict(index["config"])
+    if "tokenizer.json" in files:
+        run["tokenizer"] = str(Path(out).resolve() / "tokenizer.json")
+    state = {
+        "config": run,
+        "model": index["model"],
+        "tokens": 0,
+        "corpus": None,
+        "optimizer": None,
+        "tokenizer": index.get("tokenizer", {}),
+    }
+    if merged:
+        state["merged"] = merged
+    # on the meta device: `checkpoint.write` reads each one when its file is written
+    parameters = {f"model.{name}": p.detach() for name, p in empty_model(config).named_parameters()}
+    with huggingface.building(out) as folder:
+        checkpoint.write(
+            folder, 0, parameters, state, lambda name: read(name.removeprefix("model."))
+        )
+        for name, file in files.items():
+            shutil.copyfile(file, folder / name)
+
+
+# --- unmerge --------------------------------------------------------------------------------------
+
+
+def unmerge_adapter(path: str, adapter_path: str, out: str) -> str:
+    """Write the base of a merged model as a checkpoint at `out`, if its weights come out bit for
+    bit. Returns a summary. Raises CheckpointError or HuggingFaceError."""
+    path = checkpoint.find(path)
+    _, index = checkpoint.read_model(path)
+    record = read_record(path, index)
+    adapter = open_adapter(adapter_path)
+    check_mergeable(adapter)
+    values = adapter.values()
+    if digest_of(values) != record["adapter"]:
+        raise CheckpointError(
+            f"{adapter.path} is not the adapter that was merged into {path}: SHA-256"
+            f" {digest_of(values)[:16]}.. and {record['adapter'][:16]}.."
+        )
+    checkpoint.verify(path)
+
+    def read(name: str) -> Tensor:
+        weight = read_base(path, [name])[name]
+        if name not in record["weights"]:
+            return weight
+        dtype = STORED.get(record["weights"][name][0], torch.float32)
+        return merge(name, weight, values, adapter.config, inverse=True).to(dtype).float()
+
+    differing = [
+        name for name, (_, hash) in record["weights"].items() if sha256(read(name)) != hash
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{path}: {len(differing)} of {len(record['weights'])} merged tensors do not come out"
+            f" bit for bit, first {differing[0]}: float32 rounded them when they were merged. Keep"
+            f" the base: {record['base_path']}"
+        )
+    write_model(out, path, index, record.get("before"), read)
+    return f"the model {record['base']}, bit for bit"
+
+
+def read_record(path: Path, index: dict) -> MergeRecord:
+    """Raises CheckpointError for a model that was not merged."""
+    if "merged" not in index:
+        raise CheckpointError(f"{path} is not a merged model: python adapters.py merge makes one")
+    where = f"{path}/index.json: merged"
+    try:
+        record = json_files.convert(index["merged"], MergeRecord, where)
+    except json_files.JSONError as e:
+        raise CheckpointError(str(e)) from None
+    missing = [name for name in record["weights"] if f"model.{name}" not in index["tensors"]]
+    if missing:
+        raise CheckpointError(f"{where}: there is no {missing[0]}")
+    return record
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="adapters.py",
+        description=(
+            "An adapter into its base's weights and out again; folders of the library peft, in and"
+            " out; without arguments, a lesson."
+        ),
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    model = "a checkpoint, or the folder of a run"
+
+    add = commands.add_parser("merge", help="a model with W + α/r B A in its weights")
+    add.add_argument("base", metavar="BASE", help=f"the model of --load: {model}")
+    add.add_argument("adapter", metavar="ADAPTER", help=f"of train.py --peft: {model}")
+    add.add_argument("out", metavar="OUT", help="a new folder")
+
+    add = commands.add_parser("unmerge", help="the base again, if it comes out bit for bit")
+    add.add_argument("merged", metavar="MERGED", help="what merge wrote")
+    add.add_argument("adapter", metavar="ADAPTER", help="the adapter that was merged")
+    add.add_argument("out", metavar="OUT", help="a new folder")
+
+    base = f"the model that the adapter is for: {model}, or a Hugging Face folder"
+    add = commands.add_parser("import", help="an adapter from a folder of the library peft")
+    add.add_argument("hf_dir", metavar="HF_DIR", help="adapter_config.json and a safetensors file")
+    add.add_argument("out", metavar="OUT", help="a new folder")
+    add.add_argument("--base", required=True, help=base)
+
+    add = commands.add_parser("export", help="a folder for PeftModel.from_pretrained")
+    add.add_argument("adapter", metavar="ADAPTER", help=f"of train.py --peft: {model}")
+    add.add_argument("hf_dir", metavar="HF_DIR", help="a new folder")
+    add.add_argument("--base", required=True, help=base)
+    return parser
+
+
+def run(args: argparse.Namespace) -> str:
+    """What was written, in a line."""
+    if args.command == "merge":
+        return f"{args.out}: {merge_adapter(args.base, args.adapter, args.out)}"
+    if args.command == "unmerge":
+        return f"{args.out}: {unmerge_adapter(args.merged, args.adapter, args.out)}"
+    if args.command == "import":
+        return f"{args.out}: {peft_folder.import_adapter(args.hf_dir, args.base, args.out)}"
+    return f"{args.hf_dir}: {peft_folder.export_adapter(args.adapter, args.base, args.hf_dir)}"
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0, or 2 with one message."""
+    terminal.prepare()
+    args = make_parser().parse_args(argv)
+    try:
+        print(run(args))
+    except (HuggingFaceError, CheckpointError, OSError) as e:
+        message = str(e)
+        if isinstance(e, OSError):
+            message = f"{terminal.one_line(e.filename or os.curdir)[:80]}: {e.strerror}"
+        terminal.say(terminal.one_line(f"adapters.py: {message}"), error=True)
+        return 2
+    return 0

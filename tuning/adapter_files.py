@@ -1,0 +1,227 @@
+"""An adapter's files, opened and checked; and an adapter merged into the weights of its base.
+
+    runs/lora/checkpoints/step-000100/       a run of train.py --peft, its newest checkpoint
+        index.json     "adapter": its AdapterConfig; "base": the fingerprint of its base
+        shard-..       blocks.0.attention.query.lora.a, ..: the adapter alone
+
+    LoRA    W' = W + α/r B A
+    IA3     key, value   W' = diag(s) W, b' = s b          y = s (W x + b)
+            down         W' = W diag(s)                    y = W (s x) + b
+
+A merged model costs nothing more than its base. A bottleneck adapter has a nonlinearity between its
+two matrices, so no weight of the base can hold it.
+
+The sums are in float64. `merge` takes a whole parameter or a shard: an adapter's parameters are
+sharded as the weight is, and B A of two shards is the shard of B A.
+"""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+import adapters
+import checkpoint
+from checkpoint import CheckpointError
+from model_config import FieldError
+from routers import MoEConfig
+from runtime import json_files
+from runtime.architectures import empty_model
+from tuning.adapter_config import METHODS, AdapterConfig
+from tuning.frozen_base import fingerprint, read_base
+
+Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter on the disk. shapes: our name -> the shape of the whole parameter."""
+
+    path: Path
+    config: AdapterConfig
+    model: MoEConfig
+    # the fingerprint of the model that it was learned for
+    base: str
+    # where that model was, for messages
+    base_path: str
+    shapes: dict[str, tuple[int, ...]]
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Verify the files and fill `tensors`, our name -> this rank's shard, in place. A
+        collective. Raises CheckpointError."""
+        checkpoint.load(self.path, {f"model.{name}": t for name, t in tensors.items()})
+
+    def values(self) -> dict[str, Tensor]:
+        """Every parameter, whole, in float32. A collective. Raises CheckpointError."""
+        values = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
+        self.load(values)
+        return values
+
+
+# --- opened ---------------------------------------------------------------------------------------
+
+
+def open_adapter(path: str | Path) -> Adapter:
+    """The adapter in a run of train.py --peft, or in a checkpoint; its values are not read. Raises
+    CheckpointError for what is none, or does not hold what its description says."""
+    path = checkpoint.find(path)
+    if (path / "adapter_config.json").is_file() and not (path / "index.json").is_file():
+        raise CheckpointError(
+            f"{path} is a folder of the library peft; python adapters.py import {path} --base BASE"
+            " OUT makes an adapter of it"
+        )
+    index = checkpoint.read_index(path)
+    if "adapter" not in index:
+        held = "prompts"
+        if "model.embedding.tokens.weight" in index["tensors"]:
+            held = "a whole model"
+        raise CheckpointError(
+            f"{path} holds {held}, not an adapter; name the --out of a run of train.py --peft"
+        )
+    try:
+        config = json_files.convert(index["adapter"], AdapterConfig, f"{path}/index.json: adapter")
+        base = json_files.convert(index.get("base"), Fingerprint, f"{path}/index.json: base")
+        model = MoEConfig(**index["model"])
+        expected = shapes_of(config, model)
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"{path}: its adapter: {json_files.one_line(e)}") from None
+    saved = {}
+    for name, (_, shape) in index["tensors"].items():
+        if name.startswith("model."):
+            saved[name.removeprefix("model.")] = tuple(shape)
+    if saved != expected:
+        names = sorted(saved.items() ^ expected.items())
+        raise CheckpointError(
+            f"{path} holds another adapter than its index.json says: {names[0][0]} differs"
+        )
+    base_path = str(index["config"].get("load") or "")
+    return Adapter(path, config, model, base, base_path, expected)
+
+
+def shapes_of(config: AdapterConfig, model: MoEConfig) -> dict[str, tuple[int, ...]]:
+    """Our name -> the shape of each parameter of such an adapter. Raises FieldError."""
+    if config.peft not in METHODS:
+        raise FieldError("peft", config.peft, f"must be one of {', '.join(METHODS)}")
+    adapted = empty_model(model)
+    adapters.apply(adapted, config)
+    return {
+        name: tuple(p.shape) for name, p in adapted.named_parameters() if adapters.is_adapter(name)
+    }
+
+
+def check_fields(adapter: Adapter, base: str | Path, config: MoEConfig) -> None:
+    """Whether a base has the shape of the model that an adapter was learned for. Raises
+    CheckpointError, naming the fields."""
+    learned_for = checkpoint.fixed_fields(adapter.model)
+    here = checkpoint.fixed_fields(config)
+    differing = [
+        f"{field} is {value} there and {here[field]} here"
+        for field, value in learned_for.items()
+        if value != here[field]
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{adapter.path}: was learned for another model than {base}:"
+            f" {'; '.join(differing[:3])}{hint(adapter)}"
+        )
+
+
+def check_base(adapter: Adapter, base: str | Path, config: MoEConfig) -> None:
+    """Whether the model at `base`, of this configuration, is the one that an adapter was learned
+    for. A collective. Raises CheckpointError, naming both."""
+    check_fields(adapter, base, config)
+    here = fingerprint(base, config)
+    if here != adapter.base:
+        raise CheckpointError(
+            f"{adapter.path}: was learned for the model {adapter.base}, and {base} is {here}"
+            f"{hint(adapter)}"
+        )
+
+
+def hint(adapter: Adapter) -> str:
+    """What to name instead of another base, for a message."""
+    where = f"its run had --load {adapter.base_path}" if adapter.base_path else "name that one"
+    return f"; {where}, as it was when the adapter was begun"
+
+
+# --- merged ---------------------------------------------------------------------------------------
+
+
+def check_mergeable(adapter: Adapter) -> None:
+    """Raises CheckpointError."""
+    if adapter.config.peft == "adapter":
+        raise CheckpointError(
+            f"{adapter.path}: bottleneck adapters cannot be merged, for between their two matrices"
+            " is a nonlinearity; generate.py --adapter runs them beside the base"
+        )
+
+
+def merge(
+    name: str,
+    weight: Tensor,
+    values: dict[str, Tensor],
+    config: AdapterConfig,
+    inverse: bool = False,
+) -> Tensor:
+    """A parameter of the base with an adapter in it, in float64; as it is, where there is none.
+
+    name: of the parameter; weight: its value, or this rank's shard. values: of the adapter, by
+    name, sharded alike. inverse: the adapter is taken out of a merged weight.
+    """
+    module, _, kind = name.rpartition(".")
+    if kind == "weight" and f"{module}.lora.a" in values:
+        a = values[f"{module}.lora.a"].to(weight.device, torch.float64)  # [.., r, in]
+        b = values[f"{module}.lora.b"].to(weight.device, torch.float64)  # [.., out, r]
+        scale = config.lora_alpha / config.lora_rank
+        return weight.double().add(b @ a, alpha=-scale if inverse else scale)
+    if f"{module}.ia3.scale" in values:
+        s = values[f"{module}.ia3.scale"].to(weight.device, torch.float64)
+        if module.endswith(".down"):
+            if kind == "bias":
+                return weight
+            s = s.unsqueeze(-2)  # [.., 1, in]
+        elif kind == "weight":
+            s = s.unsqueeze(-1)  # [.., out, 1]
+        return weight.double() / s if inverse else weight.double() * s
+    return weight
+
+
+class MergedModel:
+    """The model at `base`, a checkpoint or a run, with an adapter in it; read one parameter at a
+    time. Raises CheckpointError where they do not belong together."""
+
+    def __init__(self, base: str | Path, path: str | Path):
+        self.base = checkpoint.find(base)
+        self.adapter = open_adapter(path)
+        check_mergeable(self.adapter)
+        config, self.index = checkpoint.read_model(self.base)
+        check_base(self.adapter, self.base, config)
+        self.values = self.adapter.values()
+
+    def read_both(self, name: str) -> tuple[Tensor, Tensor]:
+        """(a whole parameter of the base, the merged one), float32. The same tensor twice, where
+        the adapter leaves it alone."""
+        weight = read_base(self.base, [name])[name]
+        merged = merge(name, weight, self.values, self.adapter.config)
+        return weight, merged if merged is weight else merged.float()
+
+    def read(self, name: str) -> Tensor:
+        return self.read_both(name)[1]
+
+
+def digest_of(values: dict[str, Tensor]) -> str:
+    """Identifies an adapter: SHA-256 of its names and numbers."""
+    digest = hashlib.sha256()
+    for name, value in sorted(values.items()):
+        digest.update(name.encode() + value.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def as_json(config: AdapterConfig) -> dict[str, Any]:
+    """An AdapterConfig as an index has it."""
+    return dataclasses.asdict(config) | {"peft_targets": list(config.peft_targets)}
