@@ -84,6 +84,8 @@ class Adapters:
     def put(self, model, groups: Groups, layer_split: list[int] | None = None) -> None:
         """Put them into a model that is loaded, and not packed yet. model: a GPT or a Pipeline,
         sharded over `groups`. A collective. Raises CheckpointError."""
+        if not self.opened:
+            return
         for name, adapter in self.opened.items():
             self.values[name] = local_values(adapter, self.config, groups, layer_split)
         only = self.opened.get("")

@@ -241,13 +241,7 @@ def run(args: argparse.Namespace, world: World) -> None:
     )
     if sum(given) > 1:
         raise ConfigError("--prompt, --chat, --prompt-file, --interactive: one of them")
-    adapters = Adapters(args.adapter, args.checkpoint, config, args.tp) if args.adapter else None
-    names = adapters.names if adapters else []
-    if names and args.prompt_file is None:
-        raise ConfigError(
-            f"--adapter {args.adapter[0]}: a name is for lines of --prompt-file; without it, the"
-            " adapter is for every prompt"
-        )
+    adapters = open_adapters(args, config)
     batch_size = args.batch_size if args.prompt_file is not None else 1
     # a person may think for long
     timeout = MONTH if args.interactive else HALF_AN_HOUR
@@ -264,7 +258,7 @@ def run(args: argparse.Namespace, world: World) -> None:
         return converse(world, model, tokenizer, config, args.stop, **options)
     if args.prompt_file is not None:
         requests = world.on_rank_0(
-            lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length, names),
+            lambda: read_prompts(args.prompt_file, tokenizer, config.seq_length, adapters.names),
             (PromptError,),
         )
         summary = answer_file(
@@ -276,13 +270,24 @@ def run(args: argparse.Namespace, world: World) -> None:
             args.stop,
             lockstep,
             write_answer,
-            adapters.use if names else None,
+            adapters.use if adapters.names else None,
             **options,
         )
     else:
         summary = continue_prompt(args, world, model, tokenizer, config, options)
     if world.rank == 0:
         print(summary, file=sys.stderr)
+
+
+def open_adapters(args: argparse.Namespace, config: MoEConfig) -> Adapters:
+    """Of --adapter. Raises ConfigError or CheckpointError."""
+    adapters = Adapters(args.adapter, args.checkpoint, config, args.tp)
+    if adapters.names and args.prompt_file is None:
+        raise ConfigError(
+            f"--adapter {args.adapter[0]}: a name is for lines of --prompt-file; without it, the"
+            " adapter is for every prompt"
+        )
+    return adapters
 
 
 def write_answer(record: dict, text: str, tokens: int, finish: str) -> None:

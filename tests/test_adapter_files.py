@@ -85,6 +85,8 @@ def folder(tmp_path_factory):
                     p.add_(whole_value("", p.shape) * 0.3)
                 if shape == "llama":
                     p.copy_(p.bfloat16())
+            # one that no rounding gives again
+            model.blocks["0"].attention.query.weight[0, 7] = -0.0
         save(base, model)
         for config in (IA3, BOTTLENECK):
             save_adapter(0, folder / f"{shape}-{config.peft}", base, config)
@@ -158,6 +160,9 @@ def test_unmerge_gives_the_base_or_nothing(folder, tmp_path, capsys):
         for p, q in zip(load_model(base)[0].parameters(), model.parameters()):
             assert torch.equal(p, q)
         assert "merged" not in index
+    # a number that is lost beside its change was written down
+    record = checkpoint.read_index(tmp_path / "llama-lora")["merged"]["weights"]
+    assert record["blocks.0.attention.query.weight"]["lost"] == [[7, -(2**31)]]
     assert "not the adapter" in refused(
         capsys, "unmerge", tmp_path / "llama-lora", folder / "llama-ia3", tmp_path / "x"
     )

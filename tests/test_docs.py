@@ -23,6 +23,7 @@ from planning import commands as planning_commands
 from prompts import commands as prompt_commands
 from prompts.prompt_data import PromptConfig
 from runtime import flags, rules
+from tuning import adapter_commands
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -34,6 +35,7 @@ MAINS = {
     "generate.py": cli.main,
     "prompt_tuning.py": prompt_commands.main,
     "planner.py": lambda argv: main_of_planner(argv)(),
+    "adapters.py": adapter_commands.main,
     "huggingface.py": lambda argv: importlib.import_module("huggingface").main(argv),
 }
 
