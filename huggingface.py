@@ -10,6 +10,7 @@ fills the same view, so nothing is computed and, in float32, nothing is rounded:
     python huggingface.py                                    a lesson: there and back
     python huggingface.py import HF_DIR CKPT                 then generate.py --checkpoint CKPT
     python huggingface.py export CKPT HF_DIR --dtype bf16    CKPT may be a run: its newest one
+    python huggingface.py export CKPT HF_DIR --adapter RUN   with the LoRA or IA3 of RUN merged
 
 One file's tensors are in memory at a time, never a whole model. A folder appears under its name
 when it is whole. Only safetensors files are read: pytorch_model.bin is a pickle, and loading a
