@@ -320,7 +320,7 @@ def continue_prompt(
 def ask(args: argparse.Namespace, tokenizer, config: MoEConfig) -> tuple[list[int], tuple]:
     """(the tokens after which the model answers --chat, the ids that end its answer). Raises
     ChatError or PromptError."""
-    chat = find_chat(args.checkpoint, tokenizer)
+    chat = find_chat(args.checkpoint, tokenizer, args.adapter)
     prompt = chat.prompt([message("user", args.chat)])
     if len(prompt) > config.seq_length:
         raise PromptError(

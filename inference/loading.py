@@ -12,6 +12,7 @@ Not covered: quantised weights; a model that is larger than the memory of all ra
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -113,12 +114,14 @@ def find_tokenizer(path: Path | str, index: dict, given: str | None = None):
     return make_tokenizer(given)
 
 
-def find_chat(path: Path | str, tokenizer) -> Chat:
+def find_chat(path: Path | str, tokenizer, adapters: Sequence[str] = ()) -> Chat:
     """The chat template that a model was trained with, or that its tokenizer has; the plain one
-    where there is none. Raises ChatError, or CheckpointError."""
+    where there is none. adapters: runs whose template comes first. Raises ChatError, or
+    CheckpointError."""
     copy = None
-    if not huggingface.is_folder(path):
-        copy = beside(checkpoint.find(path), CHAT_TEMPLATE)
+    for folder in (*adapters, path):
+        if copy is None and not huggingface.is_folder(folder):
+            copy = beside(checkpoint.find(folder), CHAT_TEMPLATE)
     chat_tokenizer = ChatTokenizer(tokenizer)
     return Chat(open_template("auto", chat_tokenizer, copy), chat_tokenizer)
 

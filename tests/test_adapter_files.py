@@ -17,8 +17,9 @@ import generate
 import gpt
 import huggingface
 import train
+from corpus.tokenizer import CHAT_TEMPLATE, ByteTokenizer
 from inference import adapted, cli, packing
-from inference.loading import build_stages, load_model, open_model
+from inference.loading import build_stages, find_chat, load_model, open_model
 from lessons import ranks
 from runtime.world import Groups
 from sharding import named_parameters, set_sharding, shard_of, sharding_of
@@ -209,6 +210,19 @@ def test_a_run_of_train(folder, tmp_path, capsys):
     expected = unmerged(folder / "llama", tmp_path / "run")(TOKENS)
     assert difference(load_model(tmp_path / "out")[0](TOKENS), expected) < 1e-5
     assert difference(load_model(folder / "llama")[0](TOKENS), expected) > 1e-4
+
+
+def test_the_chat_template_of_an_adapter(folder, tmp_path, capsys):
+    """It was trained with it, its base was not: it asks in it, and the merged model too."""
+    base, path = folder / "gpt", tmp_path / "run"
+    save_adapter(0, path, base, LORA)
+    template = "{% for message in messages %}{{ message.content }}|{% endfor %}"
+    (path / CHAT_TEMPLATE).write_text(template)
+    assert command(capsys, "merge", base, path, tmp_path / "merged")[0] == 0
+    tokenizer = ByteTokenizer()
+    assert find_chat(base, tokenizer, [str(path)]).template.text == template
+    assert find_chat(tmp_path / "merged", tokenizer).template.text == template
+    assert find_chat(base, tokenizer).template.text != template
 
 
 # --- folders of peft ------------------------------------------------------------------------------
