@@ -1,4 +1,5 @@
-"""What all tests share: the cache of compiled code, tests for `make test-all`, time per file."""
+"""What all tests share: the cache of compiled code, short ends of runs, tests for `make test-all`,
+time per file."""
 
 import gc
 import os
@@ -7,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import short_end
 import torch
 
 from lessons import ranks
@@ -19,6 +21,17 @@ CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor-{os.getuid()}-{KIND}
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
 # ranks and commands begin with all of this imported
 ranks.preload("pytest", "train", "prompt_tuning", "parity", "matplotlib.pyplot", "transformers")
+
+
+@pytest.fixture
+def whole_end():
+    """For a test of what a run in this process leaves: the figure, and the whole sample."""
+
+
+@pytest.fixture(autouse=True)
+def without_the_end(request, monkeypatch):
+    if "whole_end" not in request.fixturenames:
+        short_end.shorten(monkeypatch.setattr)
 
 
 def pytest_addoption(parser):

@@ -28,19 +28,21 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import short_end
+
 ROOT = Path(__file__).parent.parent
 
 
 class Command:
     """A running command. Its output goes to files, so that nobody needs to read it meanwhile."""
 
-    def __init__(self, argv: list, environment: dict[str, str]):
+    def __init__(self, argv: list, environment: dict[str, str], whole_end: bool = False):
         self.folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
         words = [str(ROOT / argv[0]), *map(str, argv[1:])]
         self.process = context.Process(
             target=_become,
-            args=(words, os.environ | environment, os.getcwd(), self.folder.name),
+            args=(words, os.environ | environment, os.getcwd(), self.folder.name, whole_end),
             daemon=True,
         )
         self.process.start()
@@ -81,7 +83,9 @@ class Command:
         return self.returncode
 
 
-def _become(argv: list[str], environment: dict[str, str], folder: str, outputs: str) -> None:
+def _become(
+    argv: list[str], environment: dict[str, str], folder: str, outputs: str, whole_end: bool
+) -> None:
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
@@ -93,17 +97,19 @@ def _become(argv: list[str], environment: dict[str, str], folder: str, outputs: 
         setattr(sys, name, open(number, "w", closefd=False))
     sys.argv = argv
     sys.path.insert(0, str(ROOT))
+    if not whole_end:
+        short_end.shorten(setattr)
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def start(argv: list, **environment: str) -> Command:
-    return Command(argv, environment)
+def start(argv: list, whole_end: bool = False, **environment: str) -> Command:
+    return Command(argv, environment, whole_end)
 
 
-def start_ranks(world: int, argv: list) -> list[Command]:
+def start_ranks(world: int, argv: list, whole_end: bool = False) -> list[Command]:
     """All ranks of a command on this machine."""
     port = free_port()
-    return [start(argv, **of_rank(rank, world, port)) for rank in range(world)]
+    return [start(argv, whole_end, **of_rank(rank, world, port)) for rank in range(world)]
 
 
 def of_rank(rank: int, world: int, port: int) -> dict[str, str]:
@@ -125,10 +131,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run(argv: list, world: int = 1, timeout: float = 120) -> subprocess.CompletedProcess:
+def run(
+    argv: list, world: int = 1, timeout: float = 120, whole_end: bool = False
+) -> subprocess.CompletedProcess:
     """Run a command to its end. When a rank fails, the others are killed after a moment, in which
-    they may end by themselves, and the exit status is that of the first to fail."""
-    started = start_ranks(world, argv) if world > 1 else [start(argv)]
+    they may end by themselves, and the exit status is that of the first to fail. whole_end: with
+    the figure and the whole sample (short_end.py)."""
+    started = start_ranks(world, argv, whole_end) if world > 1 else [start(argv, whole_end)]
     deadline = time.monotonic() + timeout
     running = {command.process.sentinel: command for command in started}
     status = 0

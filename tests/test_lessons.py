@@ -49,6 +49,9 @@ def test_metrics(tmp_path, monkeypatch, capsys):
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in (1, 2, 3):
             row = {"step": step, "loss": 5.0 - step, "lr": 0.1, "tokens": step, "grad_norm": 1.0}
+            if step == 2:
+                # as after a step that was skipped
+                row |= {"loss": None, "eval_loss": 4.0}
             file.write(json.dumps(row) + "\n")
     figure = tmp_path / "loss.png"
     assert str(figure) in run("runtime.metrics", [tmp_path], monkeypatch, capsys)

@@ -28,7 +28,7 @@ from corpus.tokenizer import (
 )
 from inference import cli
 from routers import MoEConfig
-from runtime import architectures, finish, training_run
+from runtime import architectures, training_run
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -42,18 +42,10 @@ SMALL = small_run.flags(global_batch_size=4)
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with a text, where runs are short: few tokens of a sample, few of an evaluation, no
-    figure."""
+    """A folder with a text, where evaluations are short."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT)
-    generate_all = generate.generate
-
-    def generate_few(model, prompts, n, **options):
-        return generate_all(model, prompts, min(n, 20), **options)
-
-    monkeypatch.setattr(generate, "generate", generate_few)
     monkeypatch.setattr(training_run, "EVAL_SEQUENCES", 2)
-    monkeypatch.setattr(finish, "plot_loss", lambda *_: None)
     return tmp_path
 
 
