@@ -1,5 +1,5 @@
-"""What all tests share: the cache of compiled code, short ends of runs, tests for `make test-all`,
-time per file."""
+"""What all tests share: the cache of compiled code, shortened runs, tests for `make test-all`, time
+per file."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import short_end
+import shortened
 import torch
 
 from lessons import ranks
@@ -23,15 +23,9 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
 ranks.preload("pytest", "train", "prompt_tuning", "parity", "matplotlib.pyplot", "transformers")
 
 
-@pytest.fixture
-def whole_end():
-    """For a test of what a run in this process leaves: the figure, and the whole sample."""
-
-
 @pytest.fixture(autouse=True)
-def without_the_end(request, monkeypatch):
-    if "whole_end" not in request.fixturenames:
-        short_end.shorten(monkeypatch.setattr)
+def _shortened(monkeypatch):
+    shortened.shorten(monkeypatch.setattr)
 
 
 def pytest_addoption(parser):

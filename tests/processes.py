@@ -28,7 +28,7 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import short_end
+import shortened
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,13 +36,13 @@ ROOT = Path(__file__).parent.parent
 class Command:
     """A running command. Its output goes to files, so that nobody needs to read it meanwhile."""
 
-    def __init__(self, argv: list, environment: dict[str, str], whole_end: bool = False):
+    def __init__(self, argv: list, environment: dict[str, str], is_shortened: bool = True):
         self.folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
         words = [str(ROOT / argv[0]), *map(str, argv[1:])]
         self.process = context.Process(
             target=_become,
-            args=(words, os.environ | environment, os.getcwd(), self.folder.name, whole_end),
+            args=(words, os.environ | environment, os.getcwd(), self.folder.name, is_shortened),
             daemon=True,
         )
         self.process.start()
@@ -84,7 +84,7 @@ class Command:
 
 
 def _become(
-    argv: list[str], environment: dict[str, str], folder: str, outputs: str, whole_end: bool
+    argv: list[str], environment: dict[str, str], folder: str, outputs: str, is_shortened: bool
 ) -> None:
     gc.freeze()
     os.environ.clear()
@@ -97,19 +97,19 @@ def _become(
         setattr(sys, name, open(number, "w", closefd=False))
     sys.argv = argv
     sys.path.insert(0, str(ROOT))
-    if not whole_end:
-        short_end.shorten(setattr)
+    if is_shortened:
+        shortened.shorten(setattr)
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def start(argv: list, whole_end: bool = False, **environment: str) -> Command:
-    return Command(argv, environment, whole_end)
+def start(argv: list, is_shortened: bool = True, **environment: str) -> Command:
+    return Command(argv, environment, is_shortened)
 
 
-def start_ranks(world: int, argv: list, whole_end: bool = False) -> list[Command]:
+def start_ranks(world: int, argv: list, is_shortened: bool = True) -> list[Command]:
     """All ranks of a command on this machine."""
     port = free_port()
-    return [start(argv, whole_end, **of_rank(rank, world, port)) for rank in range(world)]
+    return [start(argv, is_shortened, **of_rank(rank, world, port)) for rank in range(world)]
 
 
 def of_rank(rank: int, world: int, port: int) -> dict[str, str]:
@@ -132,12 +132,12 @@ def free_port() -> int:
 
 
 def run(
-    argv: list, world: int = 1, timeout: float = 120, whole_end: bool = False
+    argv: list, world: int = 1, timeout: float = 120, is_shortened: bool = True
 ) -> subprocess.CompletedProcess:
     """Run a command to its end. When a rank fails, the others are killed after a moment, in which
-    they may end by themselves, and the exit status is that of the first to fail. whole_end: with
-    the figure and the whole sample (short_end.py)."""
-    started = start_ranks(world, argv, whole_end) if world > 1 else [start(argv, whole_end)]
+    they may end by themselves, and the exit status is that of the first to fail. is_shortened:
+    without what shortened.py leaves out."""
+    started = start_ranks(world, argv, is_shortened) if world > 1 else [start(argv, is_shortened)]
     deadline = time.monotonic() + timeout
     running = {command.process.sentinel: command for command in started}
     status = 0

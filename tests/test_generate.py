@@ -12,6 +12,7 @@ from pathlib import Path
 
 import processes
 import pytest
+import shortened
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -444,6 +445,7 @@ LAYOUT_SHAPES = {"gpt": GPT_SHAPES[0], "llama": LLAMA_SHAPES[1], "experts": EXPE
 def on_layouts(rank, path, layouts, requests):
     """Tokens of each request (prompts, options) under each layout of 4 ranks; data-parallel ranks
     have prompts of their own."""
+    shortened.shorten(setattr)
     results = []
     for layout in layouts:
         layout = dict(layout)

@@ -110,7 +110,7 @@ def same_weights(a, b):
 
 def test_two_ranks_end_to_end(here, text):
     flags = ("--eval-every", "5", "--save-every", "5", "--dropout", "0.1")
-    done = processes.run(argv(text, "--out", "run", *flags), world=2, whole_end=True)
+    done = processes.run(argv(text, "--out", "run", *flags), world=2, is_shortened=False)
     assert done.returncode == 0, done.stderr
     assert {".launch", "config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"} == {
         p.name for p in Path("run").iterdir()

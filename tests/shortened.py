@@ -1,0 +1,29 @@
+"""Runs and commands without what takes longest where the model is small, and changes no number.
+
+    shortened.shorten(monkeypatch.setattr)        until a test ends
+    shortened.shorten(setattr)                    from now on
+
+Each test is run so (conftest.py), and so are the commands of processes.py, unless they are started
+with is_shortened=False.
+"""
+
+from types import SimpleNamespace
+
+import generate
+from inference import packing
+from runtime import finish
+
+# tokens of a sample: more than the context of small_run.py
+MOST = 40
+
+
+def shorten(set_attribute) -> None:
+    """No figure of the loss, few tokens of a sample, and three rounds to find the fastest layout of
+    a matrix."""
+    set_attribute(finish, "plot_loss", lambda lines, title, path: path.touch())
+    set_attribute(finish, "generate", SimpleNamespace(generate=generate_few))
+    set_attribute(packing, "SECONDS_TO_MEASURE", 0)
+
+
+def generate_few(model, prompts, n, **options):
+    return generate.generate(model, prompts, min(n, MOST), **options)
