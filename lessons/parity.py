@@ -267,13 +267,20 @@ class Run:
         if self.world == 1:
             return put_together([mine])
         of_ranks = [None] * self.world if dist.get_rank() == 0 else None
-        dist.gather_object(mine, of_ranks)
-        return put_together(of_ranks or [])
+        dist.gather_object([(*where, as_array(part)) for *where, part in mine], of_ranks)
+        return put_together(
+            [[(*where, torch.as_tensor(part)) for *where, part in one] for one in of_ranks or []]
+        )
 
 
 def entry(name: str, part: Tensor, record: sharding.Sharding) -> tuple:
     offset = sharding.local_slice(record)[0]
     return name, record.shape, offset, sharding.unpad(part.detach(), record).cpu().clone()
+
+
+def as_array(part: Tensor):
+    """The same numbers for pickle, which is slow on tensors. NumPy has no bfloat16."""
+    return part if part.dtype == torch.bfloat16 else part.numpy()
 
 
 def put_together(of_ranks: list[list]) -> dict[str, Tensor]:
