@@ -252,8 +252,12 @@ def check_peft(config: Config, model: MoEConfig, base_needed: bool) -> None:
             if getattr(config, name) != getattr(Config(), name):
                 refuse(config, name, "needs --peft, which says what is learned")
         return
-    if config.prompt_config:
-        refuse(config, "peft", "--prompt-config learns prompts; one of the two")
+    if config.prompt_config and prompt_data.PromptConfig.read(config.prompt_config).learned:
+        rule = (
+            "--prompt-config learns prompts; one of the two. With virtual_prompt_style fine-tuning"
+            " it only names the data"
+        )
+        refuse(config, "peft", rule)
     if base_needed and not config.load:
         refuse(config, "peft", "for which model? --load CKPT names it")
     with as_flags():

@@ -692,6 +692,19 @@ def test_fine_tuning_by_the_same_templates(base, tmp_path, capsys):
     assert len(saved) == 3 * len(weights)
 
 
+def test_adapters_by_the_same_templates(base, tmp_path, capsys):
+    """The templates only name the data, and adapters are what is learned. Prompts beside adapters
+    are refused."""
+    templates = [template(name, (), "{text} is {label}") for name in "ab"]
+    content = for_base(base, style="fine-tuning") | dict(task_templates=templates)
+    assert learn(tmp_path / "lora", content, "--peft", "lora", "--lora-rank", "2") == 0
+    assert "train_ds: " in capsys.readouterr().out
+    saved = checkpoint.read_index(checkpoint.find(tmp_path / "lora"))["tensors"]
+    assert saved and all(".lora." in name for name in saved)
+    assert learn(tmp_path / "both", for_base(base), "--peft", "lora") == 2
+    assert "--peft lora: --prompt-config learns prompts" in capsys.readouterr().err
+
+
 def word_tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
 
