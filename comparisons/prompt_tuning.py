@@ -36,6 +36,7 @@ import report
 import style
 import torch
 
+import checkpoint
 import generate
 import gpt
 import prompt_tuning
@@ -126,6 +127,8 @@ class Experiment:
     test: list[dict]
     # of training: {style: steps}
     steps: dict[str, int]
+    # whether training snippets of more than LENGTH bytes are cut: padding is to the longest one
+    cut: bool = False
 
 
 def write_lines(path: Path, lines: list[dict]) -> str:
@@ -161,32 +164,58 @@ def write_settings(experiment: Experiment, style: str, tokens: int, lines: list[
         },
         "p_tuning": ENCODER,
     }
+    if experiment.cut:
+        # the last token, end of text, is only a target
+        longest = LENGTH + len(QUESTION) + tokens + len("P")
+        settings["data"]["max_seq_length"] = longest
     path = folder / "prompts.json"
     path.write_text(json.dumps(settings))
     return path
 
 
-def run_train(flags: str, **paths) -> None:
-    """train.py in this process. flags: separated by spaces; paths: of flags that name a file or
-    folder, which may have spaces. Exits with its status if it fails."""
+def as_argv(flags: str, **paths) -> list[str]:
+    """flags: separated by spaces; paths: of flags that name a file or folder, which may have
+    spaces."""
     argv = flags.split()
     for flag, path in paths.items():
         argv += [f"--{flag.replace('_', '-')}", str(path)]
-    status = train.main(argv)
+    return argv
+
+
+def run_train(flags: str, **paths) -> None:
+    """train.py in this process, with the flags of `as_argv`. Exits if it fails, or if a signal has
+    stopped it: what has learned for a part of the steps is no result."""
+    status = train.main(as_argv(flags, **paths))
     if status:
         sys.exit(status)
+    index = checkpoint.read_index(checkpoint.find(paths["out"]))
+    if index["step"] < index["config"]["steps"]:
+        sys.exit(130)
+
+
+def training_flags(experiment: Experiment, seed: int, steps: int, lr: float) -> str:
+    """Those that all methods have in common."""
+    return (
+        f"--seed {seed} --steps {steps} --lr {lr}"
+        " --warmup-steps 20 --global-batch-size 32 --weight-decay 0.01"
+        f" --save-every 0 --eval-every 0 --device {experiment.device}"
+    )
 
 
 def learn(
-    experiment: Experiment, style: str, seed: int, tokens: int, lines: list[dict]
+    experiment: Experiment,
+    style: str,
+    seed: int,
+    tokens: int,
+    lines: list[dict],
+    lr: float | None = None,
 ) -> tuple[float, int]:
-    """(accuracy, parameters learned), by train.py and generate.py."""
+    """(accuracy, parameters learned), by train.py and generate.py. lr: by default that of
+    LEARNING_RATES."""
     out = experiment.folder / f"{style}-{seed}-{tokens}-{len(lines)}"
     settings = write_settings(experiment, style, tokens, lines)
     run_train(
-        f"--seed {seed} --steps {experiment.steps[style]} --lr {LEARNING_RATES[style]}"
-        " --warmup-steps 20 --global-batch-size 32 --weight-decay 0.01"
-        f" --save-every 0 --eval-every 0 --device {experiment.device}",
+        training_flags(experiment, seed, experiment.steps[style], lr or LEARNING_RATES[style]),
         prompt_config=settings,
         load=experiment.base,
         out=out,
@@ -204,12 +233,7 @@ def learn(
         identity = fingerprint(experiment.base, model.config)
         config, tables = prompt_file.load(out / "prompts.safetensors", identity)
         first_id = prompt_tuning.apply_tables(model, config, tables)[TASK]
-    template = config.templates[TASK]
-    prompts = []
-    for line in experiment.test:
-        filled = template.fill(line, tokenizer, first_id, model.config.seq_length, answer=False)
-        prompts.append(filled.ids)
-    return accuracy(model, tokenizer, prompts, experiment.test), learned
+    return task_accuracy(experiment, config, model, tokenizer, first_id), learned
 
 
 def num_learned(config: prompt_data.PromptConfig, model: gpt.GPT, tokenizer) -> int:
@@ -217,6 +241,18 @@ def num_learned(config: prompt_data.PromptConfig, model: gpt.GPT, tokenizer) -> 
     embedding = torch.zeros(model.config.vocab_size, model.config.hidden_size)
     values = prompt_tuning.initial_values(config, model.config.hidden_size, 0, tokenizer, embedding)
     return sum(value.numel() for value in values.values())
+
+
+def task_accuracy(
+    experiment: Experiment, config: prompt_data.PromptConfig, model, tokenizer, first_id: int
+) -> float:
+    """Of a model that has learned the task. first_id: of the task's virtual tokens."""
+    template = config.templates[TASK]
+    prompts = []
+    for line in experiment.test:
+        filled = template.fill(line, tokenizer, first_id, model.config.seq_length, answer=False)
+        prompts.append(filled.ids)
+    return accuracy(model, tokenizer, prompts, experiment.test)
 
 
 def accuracy(model, tokenizer, prompts: list[list[int]], test: list[dict], batch: int = 100):
