@@ -1,0 +1,614 @@
+r"""Ways to fine-tune, on one task: full fine-tuning, LoRA of three ranks, bottleneck adapters, IA3
+and p-tuning. Accuracy, learned parameters, memory, and seconds of a step.
+
+    python train.py --seq-length 256 --steps 2400 --warmup-steps 100 --eval-every 600 \
+                    --out runs/base
+    python comparisons/fine_tuning.py --base runs/base [--seeds 0 1 2]
+
+The task, the model and the two ways at the ends, full fine-tuning and p-tuning, are those of
+comparisons/prompt_tuning.py: in which of five languages is a snippet of 64 characters? Adapters
+learn from the same templates: --prompt-config with virtual_prompt_style fine-tuning, and --peft.
+
+The second command takes an hour on one processor. It keeps each result as soon as it is there, and
+goes on after it was stopped. Several of them share the work: under one --out, with other --methods
+each. --toy runs all of it in seconds, without --base with a tiny model of its own.
+
+Snippets have 64 characters, but a few have up to 154 bytes, which are tokens here. For training
+they are cut to 64: padding all of them to the longest one would double the time of a step.
+
+Learning rates: `--sweep` trains each method for 60 steps with seed 7, which is not reported, on all
+training snippets but 300, and tests it on these. The best one is in METHODS; LoRA of rank 8 stands
+for all ranks.
+
+    memory      bytes after backward in weights, gradients and optimizer state, in storages that are
+                counted once, beside the formula. Activations are left out.
+    seconds     one step of each method in turn, in one process; a ratio is to full fine-tuning in
+                the same round
+
+Figure: figures/fine_tuning.svg
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import report
+import style
+import torch
+from packing import Example, Packed
+
+import adapters
+import checkpoint
+import gpt
+import train
+from comparisons import prompt_tuning as language_task
+from comparisons.prompt_tuning import Experiment, as_argv, write_settings
+from data import Batch
+from inference import loading
+from model_config import GPTConfig
+from prompts import prompt_data
+from runtime import flags, json_files, rules
+from runtime.world import Groups
+from tuning.adapter_config import AdapterConfig
+from tuning.adapter_learning import adapter_config
+
+# --------------------------------------------------------------------------------------------------
+# methods
+
+
+@dataclass(frozen=True)
+class Method:
+    # of train.py
+    flags: str = ""
+    lr: float = 0.0
+    # learning rates that --sweep compares
+    rates: tuple[float, ...] = ()
+    # of --prompt-config
+    style: str = "fine-tuning"
+
+
+FULL = "full fine-tuning"
+
+
+def lora(rank: int, lr: float) -> Method:
+    """The scale α / r of B A x is 2 for every rank."""
+    return Method(f"--peft lora --lora-rank {rank} --lora-alpha {2 * rank}", lr)
+
+
+METHODS = {
+    FULL: Method(
+        lr=language_task.LEARNING_RATES["fine-tuning"],
+        rates=(1e-3, 3e-3),
+    ),
+    "LoRA, rank 32": lora(32, 5e-3),
+    "LoRA, rank 8": dataclasses.replace(lora(8, 5e-3), rates=(2e-3, 5e-3, 1e-2)),
+    "LoRA, rank 2": lora(2, 5e-3),
+    "adapters, size 32": Method("--peft adapter", 3e-3, rates=(3e-3, 1e-2)),
+    "IA3": Method("--peft ia3", 1e-1, rates=(3e-2, 1e-1)),
+    "p-tuning": Method(
+        lr=language_task.LEARNING_RATES["p-tuning"],
+        style="p-tuning",
+    ),
+}
+# with --toy; the other ranks are the same code
+TOY_METHODS = [name for name in METHODS if name not in ("LoRA, rank 32", "LoRA, rank 2")]
+SWEEP_SEED = 7
+SWEEP_STEPS = 60
+# of the training snippets, those on which --sweep tests
+SWEEP_TEST = 300
+
+
+def learned_by_formula(name: str, config: GPTConfig) -> int:
+    """How many parameters a method learns in a model without biases, or with tied embeddings."""
+    h, L, f = config.hidden_size, config.num_layers, config.ffn_hidden_size
+    kv = config.num_kv_heads * config.head_dim
+    # [in, out] of query, key, value, output, gate, up, down
+    linears = [(h, h), (h, kv), (h, kv), (h, h), (h, f), (h, f), (f, h)]
+    weights = sum(a * b for a, b in linears)
+    if name == FULL:
+        # embedding and head; two norms in each layer, and one in the head
+        return L * weights + 2 * config.vocab_size * h + (2 * L + 1) * h
+    if name == "IA3":
+        return L * (2 * kv + f)
+    if name == "p-tuning":
+        n = language_task.TOKENS
+        e = language_task.ENCODER["encoder_hidden"]
+        # vectors, then an MLP of three layers
+        return n * h + (h + 1) * e + (e + 1) * e + (e + 1) * h
+    size = int(name.split()[-1])
+    if name.startswith("LoRA"):
+        return L * size * sum(a + b for a, b in linears)
+    # after attention and after the MLP: a norm, D and U
+    return L * 2 * (2 * h + 2 * h * size)
+
+
+def tokens_of(method: Method) -> int:
+    """Virtual tokens."""
+    return 0 if method.style == "fine-tuning" else language_task.TOKENS
+
+
+# --------------------------------------------------------------------------------------------------
+# accuracy
+
+
+def learn(experiment: Experiment, method: Method, seed: int) -> float:
+    """Accuracy, by train.py and generate.py. The run's files are removed."""
+    with tempfile.TemporaryDirectory(dir=experiment.folder) as folder:
+        within = dataclasses.replace(experiment, folder=Path(folder))
+        if "--peft" in method.flags:
+            return learn_adapters(within, method, seed)
+        tokens, lines = tokens_of(method), experiment.training
+        share, _ = language_task.learn(within, method.style, seed, tokens, lines, method.lr)
+        return share
+
+
+def learn_adapters(experiment: Experiment, method: Method, seed: int) -> float:
+    settings = write_settings(experiment, method.style, 0, experiment.training)
+    steps = experiment.steps[method.style]
+    common = language_task.training_flags(experiment, seed, steps, method.lr)
+    out = experiment.folder / "run"
+    paths = dict(prompt_config=settings, load=experiment.base, out=out)
+    language_task.run_train(f"{common} {method.flags}", **paths)
+    config = flags.parse(as_argv(f"{common} {method.flags}", **paths), 0)
+    model = adapted_model(experiment, adapter_config(config), out)
+    _, index, _ = loading.open_model(experiment.base)
+    tokenizer = loading.find_tokenizer(experiment.base, index)
+    prompts = prompt_data.PromptConfig.read(settings)
+    first_id = model.config.vocab_size
+    return language_task.task_accuracy(experiment, prompts, model, tokenizer, first_id)
+
+
+def adapted_model(experiment: Experiment, config: AdapterConfig, out: Path) -> gpt.GPT:
+    """The base with the adapters that a run has learned."""
+    model, _ = loading.load_model(experiment.base, experiment.device)
+    adapters.apply(model, config)
+    learned = {}
+    for name, p in model.named_parameters():
+        if adapters.is_adapter(name):
+            learned[f"model.{name}"] = p.requires_grad_(False)
+    checkpoint.load(checkpoint.find(out), learned)
+    return model
+
+
+def sweep_experiment(experiment: Experiment) -> Experiment:
+    """Neither the test snippets nor their files are seen."""
+    lines = experiment.training
+    n = min(SWEEP_TEST, len(lines) // 4)
+    steps = {style: min(steps, SWEEP_STEPS) for style, steps in experiment.steps.items()}
+    return dataclasses.replace(experiment, training=lines[:-n], test=lines[-n:], steps=steps)
+
+
+# --------------------------------------------------------------------------------------------------
+# memory and time of a step
+
+
+def make_trainer(experiment: Experiment, method: Method, precision: str = "fp32", more: str = ""):
+    """(trainer, training set) of a method. more: flags that come over those of learning. The
+    weights are random: neither memory nor time depends on them."""
+    folder = Path(tempfile.mkdtemp(dir=experiment.folder))
+    within = dataclasses.replace(experiment, folder=folder)
+    settings = write_settings(within, method.style, tokens_of(method), experiment.training)
+    common = language_task.training_flags(experiment, 0, 200, method.lr)
+    paths = dict(prompt_config=settings, load=experiment.base, out=folder)
+    argv = as_argv(f"{common} {method.flags} --precision {precision} {more}", **paths)
+    config = flags.parse(argv, 0)
+    rules.validate(config, 1)
+    _, index, _ = loading.open_model(experiment.base)
+    tokenizer = loading.find_tokenizer(experiment.base, index)
+    trainer_class = train.trainer_class(config)
+    silent = SimpleNamespace(say=lambda text: None)
+    dataset, _ = trainer_class.open_data(config, silent, tokenizer)
+    return trainer_class(config, torch.device(experiment.device), Groups()), dataset
+
+
+PARTS = ("weights", "gradients", "optimizer state")
+
+
+def held_bytes(trainer) -> dict[str, int]:
+    """Bytes by part, after a backward. A storage counts once, in the first part that has it: in
+    float32 a weight is its own master."""
+    parameters = list(trainer.model.parameters())
+    gradients = [getattr(p, "main_grad", None) for p in parameters]
+    optimizer = trainer.optimizer
+    state = []
+    for kind in (optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq):
+        state += kind.values()
+    seen = set()
+    held = {}
+    for part, tensors in zip(PARTS, (parameters, gradients, state)):
+        held[part] = 0
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                held[part] += storage.nbytes()
+            seen.add(storage.data_ptr())
+    return held
+
+
+def bytes_by_formula(num_base: int, learned: int, full: bool, precision: str) -> dict[str, int]:
+    """num_base: parameters of the model; learned: those that a method learns, which are the same if
+    the whole model learns (full). In bf16 masters are float32, in float32 there are none."""
+    weight, state = {"fp32": (4, 8), "bf16": (2, 12)}[precision]
+    parameters = num_base if full else num_base + learned
+    return dict(zip(PARTS, (weight * parameters, 4 * learned, state * learned)))
+
+
+def measure_memory(experiment: Experiment, name: str) -> dict:
+    """{precision: {"measured": {part: bytes}, "formula": {part: bytes}}}"""
+    result = {}
+    for precision in ("fp32", "bf16"):
+        trainer, dataset = make_trainer(experiment, METHODS[name], precision)
+        trainer.forward_backward(1, dataset)
+        config = trainer.model_config
+        num_base = learned_by_formula(FULL, config)
+        learned = learned_by_formula(name, config)
+        formula = bytes_by_formula(num_base, learned, name == FULL, precision)
+        result[precision] = {"measured": held_bytes(trainer), "formula": formula}
+        result["learned"] = sum(p.numel() for p in trainer.optimizer.parameters.values())
+    return result
+
+
+def one_step(trainer, dataset) -> Callable[[], float]:
+    """A function that takes a step of training and returns its seconds."""
+
+    def step():
+        trainer.forward_backward(1, dataset)
+        trainer.update(1)
+
+    return lambda: report.timed(step)
+
+
+def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> dict:
+    """{method: {"seconds": spread, "ratio": spread}}, and how busy the machine was."""
+    kinds = {name: one_step(*make_trainer(experiment, METHODS[name])) for name in names}
+    before = os.getloadavg()[0]
+    times = report.in_turn(kinds, rounds)
+    result = {"load_average": [before, os.getloadavg()[0]], "processors": os.cpu_count()}
+    for name in names:
+        result[name] = {
+            "seconds": report.spread([t[name] for t in times]),
+            "ratio": report.spread([t[name] / t[FULL] for t in times]),
+        }
+    return result
+
+
+# --------------------------------------------------------------------------------------------------
+# padding
+
+
+class Padded(Packed):
+    """Each conversation in a row of its own, of s positions. Padding comes after all that is read,
+    so the causal mask hides it."""
+
+    def rows_of(self, epoch: int) -> list[list[int]]:
+        if epoch not in self.packed:
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
+            self.packed[epoch] = [[i] for i in order.tolist()]
+        return self.packed[epoch]
+
+    def batch(self, samples) -> Batch:
+        return super().batch(samples)._replace(documents=None)
+
+
+class PaddedToLongest(Padded):
+    """The same, with as many positions as the longest conversation of the batch has."""
+
+    def batch(self, samples) -> Batch:
+        batch = super().batch(samples)
+        longest = max(self.lengths[i] for sample in samples for i in self.row(sample))
+        tokens, targets, mask, *rest = batch
+        return Batch(tokens[:, :longest], targets[:, :longest], mask[:, :longest], *rest)
+
+
+PADDINGS = {"padded": Padded, "to the longest": PaddedToLongest, "packed": Packed}
+# of a step
+ROWS = 16
+CONVERSATIONS = 4000
+TOY_CONVERSATIONS = 400
+
+
+def conversations(n: int, s: int) -> list[Example]:
+    """Of random bytes. Lengths are log-normal, with median s / 8: many short ones, a few long ones.
+    The loss is taken on the second half, the answer."""
+    generator = np.random.default_rng(0)
+    lengths = np.exp(generator.normal(math.log(s / 8), 0.9, n)).astype(int).clip(4, s)
+    examples = []
+    for length in lengths:
+        ids = generator.integers(0, 256, length + 1).tolist()
+        examples.append(Example(ids, [i > length // 2 for i in range(length + 1)]))
+    return examples
+
+
+class PaddingRun:
+    """Steps of full fine-tuning on conversations that are padded, or packed."""
+
+    def __init__(self, trainer, dataset: Packed):
+        self.trainer = trainer
+        self.dataset = dataset
+        self.steps = 0
+
+    def shares(self) -> dict[str, float]:
+        """Of the positions that an epoch computes: text, and counted tokens."""
+        dataset = self.dataset
+        rows = len(dataset.rows_of(0))
+        positions = 0
+        for first in range(0, rows - ROWS + 1, ROWS):
+            positions += dataset.batch(range(first, first + ROWS)).tokens.numel()
+        done = range(rows // ROWS * ROWS)
+        text = sum(dataset.lengths[i] for sample in done for i in dataset.row(sample))
+        counted = dataset.counted_tokens(done)
+        return {"text": text / positions, "counted": counted / positions}
+
+    def tokens_per_second(self) -> float:
+        """Of text, in the next step."""
+        self.steps += 1
+        step, trainer, dataset = self.steps, self.trainer, self.dataset
+        samples = trainer.samples(step)
+        tokens = sum(dataset.lengths[i] for sample in samples for i in dataset.row(sample))
+
+        def run():
+            trainer.forward_backward(step, dataset)
+            trainer.update(step)
+
+        return tokens / report.timed(run)
+
+
+def measure_padding(experiment: Experiment, rounds: int, n: int) -> dict:
+    """{kind: {"fill", "counted": shares of the computed positions, "tokens_per_second", "ratio":
+    spreads}}. ratio: to padded, in the same round. n: conversations."""
+    trainer, _ = make_trainer(experiment, METHODS[FULL], more=f"--global-batch-size {ROWS}")
+    s = trainer.model_config.seq_length
+    examples = conversations(n, s)
+    runs = {name: PaddingRun(trainer, kind(examples, s, 0)) for name, kind in PADDINGS.items()}
+    before = os.getloadavg()[0]
+    rates = report.in_turn({name: run.tokens_per_second for name, run in runs.items()}, rounds)
+    lengths = sorted(len(example.ids) - 1 for example in examples)
+    result = {
+        "load_average": [before, os.getloadavg()[0]],
+        "processors": os.cpu_count(),
+        "conversations": n,
+        "positions": s,
+        "rows of packed": len(runs["packed"].dataset.rows_of(0)),
+        "fill of packed": runs["packed"].dataset.fill(),
+        # each hundredth part of them
+        "lengths": [lengths[i * n // 100] for i in range(100)],
+    }
+    for name, run in runs.items():
+        result[name] = run.shares() | {
+            "tokens_per_second": report.spread([r[name] for r in rates]),
+            "ratio": report.spread([r[name] / r["padded"] for r in rates]),
+        }
+    return result
+
+
+# --------------------------------------------------------------------------------------------------
+# all results: {"untuned": accuracy, "accuracy": {method: {seed: accuracy}}, "memory": {method: ..},
+# "seconds": {method: {"seconds": spread, "ratio": spread}}, "sweep": {method: {rate: accuracy}}}
+
+
+class Results:
+    """What fine_tuning.json holds. Each result is saved as soon as it is there, and read again
+    before, as another process may have added its own."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.path = args.out / "fine_tuning.json"
+        if args.fresh or args.toy:
+            self.path.unlink(missing_ok=True)
+
+    def read(self) -> dict:
+        found = json_files.read(self.path, dict) if self.path.exists() else {}
+        found.pop("environment", None)
+        return found
+
+    def note(self, *keys, measure: Callable) -> None:
+        """Measure what is not there yet. keys: of the dictionaries on the way to it."""
+        *way, last = map(str, keys)
+
+        def table(results: dict) -> dict:
+            for key in way:
+                results = results.setdefault(key, {})
+            return results
+
+        if last not in table(self.read()):
+            value = measure()
+            results = self.read()
+            table(results)[last] = value
+            print(*keys, value, flush=True)
+            report.write("fine_tuning", results, self.args)
+
+
+def measure_sweep(experiment: Experiment, results: Results, names: list[str]) -> None:
+    experiment = sweep_experiment(experiment)
+    for name in names:
+        for rate in METHODS[name].rates:
+            method = dataclasses.replace(METHODS[name], lr=rate)
+            results.note(
+                "sweep", name, rate, measure=partial(learn, experiment, method, SWEEP_SEED)
+            )
+
+
+def measure_all(experiment: Experiment, results: Results, args: argparse.Namespace) -> None:
+    results.note("untuned", measure=lambda: language_task.likeliest_letter_accuracy(experiment))
+    for name in args.methods:
+        results.note("memory", name, measure=partial(measure_memory, experiment, name))
+    for seed in args.seeds:
+        for name in args.methods:
+            measure = partial(learn, experiment, METHODS[name], seed)
+            results.note("accuracy", name, seed, measure=measure)
+
+
+def measure_times(experiment: Experiment, results: Results, args: argparse.Namespace) -> None:
+    n = args.rounds
+    results.note("seconds", measure=partial(measure_seconds, experiment, args.methods, n))
+    conversations = TOY_CONVERSATIONS if args.toy else CONVERSATIONS
+    results.note("padding", measure=partial(measure_padding, experiment, n, conversations))
+
+
+# --------------------------------------------------------------------------------------------------
+# figure
+
+
+def share_of_the_way(results: dict, name: str) -> float:
+    """From the untuned model (0) to full fine-tuning (1), by medians over seeds."""
+    medians = {}
+    for method in (FULL, name):
+        medians[method] = report.median(results["accuracy"][method].values())
+    before = results["untuned"]
+    return (medians[name] - before) / (medians[FULL] - before or 1)
+
+
+def print_summary(results: dict) -> None:
+    for name, by_seed in results["accuracy"].items():
+        memory = results["memory"][name]
+        total = sum(memory["fp32"]["measured"].values()) / 2**20
+        seconds = results["seconds"][name]
+        print(
+            f"{name:>18}: {memory['learned']:>9,} parameters, {total:5.1f} MiB, accuracy"
+            f" {report.format_spread(report.spread(by_seed.values()))},"
+            f" {share_of_the_way(results, name):.2f} of the way from {results['untuned']:.3f};"
+            f" step {report.format_spread(seconds['ratio'], '.2f')} of {FULL}"
+        )
+    for name in PADDINGS:
+        row = results["padding"][name]
+        print(
+            f"{name:>20}: {row['text']:.1%} of the positions are text, {row['counted']:.1%} count;"
+            f" tokens/s {report.format_spread(row['ratio'], '.2f')} of padded"
+        )
+
+
+def draw_methods(axes, results: dict) -> None:
+    """Three panels with a row for each method."""
+    accuracy, memory, seconds = axes
+    names = list(results["accuracy"])
+    colour = style.SERIES[0]
+    spreads = [report.spread(results["accuracy"][name].values()) for name in names]
+    style.ranges(accuracy, range(len(names)), spreads, colour)
+    accuracy.axvline(results["untuned"], color="black", linestyle="--", linewidth=1)
+    where = (results["untuned"], len(names) - 1)
+    style.label(accuracy, "untuned", where, offset=(4, 0))
+    accuracy.set(xlim=(0, 1), xlabel="accuracy on unseen files")
+    for y, name in enumerate(names):
+        left = 0.0
+        for part, held in results["memory"][name]["fp32"]["measured"].items():
+            label = part if y == 0 else None
+            colour_of_part = style.COLOURS[part]
+            memory.barh(y, held / 2**20, left=left, height=0.7, color=colour_of_part, label=label)
+            left += held / 2**20
+        learned = results["memory"][name]["learned"]
+        style.label(memory, f"{learned:,}", (left, y), offset=(3, 0))
+    full = sum(results["memory"][FULL]["fp32"]["measured"].values()) / 2**20
+    memory.legend(loc="lower right")
+    memory.set(xlim=(0, 1.4 * full), xlabel="MiB, and parameters learned")
+    ratios = [results["seconds"][name]["ratio"] for name in names]
+    style.ranges(seconds, range(len(names)), ratios, colour)
+    seconds.axvline(1, color="black", linewidth=0.8)
+    seconds.set(xlabel="time of a step, over full")
+    style.rows_of(accuracy, names)
+
+
+def draw_padding(axes, padding: dict) -> None:
+    """Three panels: the lengths; what positions hold; tokens per second."""
+    lengths, positions, speed = axes
+    lengths.plot(padding["lengths"], range(100), color=style.SERIES[1])
+    lengths.set(ylabel="% of conversations", xlabel="up to so many tokens", ylim=(0, 100))
+    names = list(PADDINGS)
+    for y, name in enumerate(names):
+        row = padding[name]
+        counted = 100 * row["counted"]
+        text = 100 * row["text"]
+        positions.barh(y, counted, height=0.7, color=style.SERIES[1])
+        positions.barh(y, text - counted, left=counted, height=0.7, color="#f0b48c")
+        positions.barh(y, 100 - text, left=text, height=0.7, color="#e4e4e4")
+    style.rows_of(positions, names)
+    positions.set(xlim=(0, 100), xlabel="% answer, question, padding")
+    spreads = [padding[name]["ratio"] for name in names]
+    style.ranges(speed, range(len(names)), spreads, style.SERIES[1])
+    style.rows_of(speed, [""] * len(names))
+    speed.set(xlabel="tokens/s, over padded")
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what fine_tuning.json holds."""
+    figure, (top, bottom) = style.figure(4.6, 2, 3, height_ratios=(7, 4))
+    draw_methods(top, results)
+    for axes in top[1:]:
+        style.rows_of(axes, [""] * len(results["accuracy"]))
+    draw_padding(bottom, results["padding"])
+    style.save(figure, figures / "fine_tuning.svg")
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
+    parser = report.arguments(__doc__)
+    parser.add_argument(
+        "--base", metavar="DIR", help="run or checkpoint of the model, with the byte tokenizer"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        metavar="NAME",
+        help="accuracy and memory of these alone (default: everything)",
+    )
+    parser.add_argument("--rounds", type=int, default=11, help="of steps, timed in turn")
+    parser.add_argument("--sweep", action="store_true", help="compare learning rates instead")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="measures again what fine_tuning.json under --out has already",
+    )
+    args = report.parse(parser)
+    if args.toy:
+        args.seeds, args.rounds = args.seeds[:1], 1
+    elif not args.base:
+        report.refuse(
+            parser,
+            "--base DIR is missing: the run or checkpoint of a model with the byte tokenizer",
+        )
+    args.everything = args.methods is None
+    args.methods = args.methods or (TOY_METHODS if args.toy else [*METHODS])
+    return args
+
+
+def main():
+    args = arguments()
+    sizes = language_task.TOY_SIZES if args.toy else language_task.SIZES
+    steps = language_task.STEPS
+    if args.toy:
+        steps = dict.fromkeys(steps, 1)
+    training, test = language_task.snippets(sizes)
+    results = Results(args)
+    with tempfile.TemporaryDirectory() as folder:
+        base = args.base or language_task.toy_base(Path(folder), args.device)
+        experiment = Experiment(Path(folder), base, args.device, training, test, steps, cut=True)
+        if args.sweep:
+            measure_sweep(experiment, results, args.methods)
+            return
+        measure_all(experiment, results, args)
+        if not args.everything:
+            return
+        measure_times(experiment, results, args)
+    print_summary(report.saved("fine_tuning", args))
+    draw(report.saved("fine_tuning", args), args.figures)
+
+
+if __name__ == "__main__":
+    main()
