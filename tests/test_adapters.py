@@ -237,6 +237,13 @@ def test_number_of_parameters(base, method):
     assert f"{learned:,} adapter parameters" in trainer.describe_learned()
 
 
+def test_a_pipeline_stage_counts_what_other_stages_learn():
+    trainer = trainer_of(peft="lora")
+    # the optimizer of a stage without adapters
+    trainer.optimizer.parameters.clear()
+    assert f"{LEARNED['gpt', 'lora']:,} adapter parameters" in trainer.describe_learned()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_bytes_by_formula(method):
     """2 N + (2 + 4 + 12) n with a base of N weights in bf16: nothing but the weights of the base,

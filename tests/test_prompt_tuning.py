@@ -599,7 +599,7 @@ def test_tasks_one_after_the_other(base, tmp_path, capsys):
     out = capsys.readouterr().out
     inputs_and_encoder = 5 * 64 + 64 * 8 + 8 + 72 + 8 * 64 + 64
     assert f"{inputs_and_encoder:,} prompt parameters" in out
-    assert "nothing changes" in out
+    assert "all frozen" in out
     prompts_a = tmp_path / "a" / "prompts.safetensors"
     prompts_b = tmp_path / "b" / "prompts.safetensors"
     first = load_file(prompts_a)

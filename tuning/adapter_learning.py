@@ -6,12 +6,14 @@ It changes these hooks of runtime/hooks.py, beside those of tuning/frozen_base.p
 
     after_model_parallel    adapters.apply
     extra_state             what a checkpoint says about its adapter
+
+and `num_learned`, for the line at the start.
 """
 
 import dataclasses
 
 import adapters
-from tuning.adapter_config import AdapterConfig
+from tuning.adapter_config import AdapterConfig, num_parameters
 from tuning.frozen_base import FrozenBase
 
 
@@ -30,6 +32,10 @@ class AdapterLearning(FrozenBase):
 
     def is_of_base(self, name: str) -> bool:
         return not adapters.is_adapter(name)
+
+    def num_learned(self) -> int:
+        """Of all pipeline stages: this rank has its own stage only."""
+        return num_parameters(adapter_config(self.config), self.model_config)
 
     def extra_state(self) -> dict:
         return super().extra_state() | {"adapter": dataclasses.asdict(adapter_config(self.config))}

@@ -120,7 +120,10 @@ class FrozenBase:
     def extra_state(self) -> dict:
         return {"base": self.identity}
 
-    def describe_learned(self) -> str:
+    def num_learned(self) -> int:
+        """How many parameters learn, if this rank's stage has all of them."""
         parameters = self.optimizer.parameters.values()
-        learned = sum(math.prod(sharding_of(p).shape) for p in parameters)
-        return f", of which nothing changes, and {learned:,} {self.learned_things} parameters"
+        return sum(math.prod(sharding_of(p).shape) for p in parameters)
+
+    def describe_learned(self) -> str:
+        return f", all frozen, and {self.num_learned():,} {self.learned_things} parameters"
