@@ -1,14 +1,18 @@
-r"""Chat templates: the text of a conversation, and the tokens of that text.
+r"""Chat templates: a list of messages becomes one text, and the text becomes tokens.
 
     [{"role": "user", "content": "2 + 3?"},       <|im_start|>user\n2 + 3?<|im_end|>\n
      {"role": "assistant", "content": "5"}]       <|im_start|>assistant\n5<|im_end|>\n
 
-A model has learned its conversations in one form. Its tokenizer brings the form along as a jinja
-template: chat_template.jinja, or `chat_template` in tokenizer_config.json. `transformers` renders
-it, and here it is rendered with the same options, in jinja's sandbox, because it comes from
-somebody else. Then the text is tokenized: the text of a special token becomes its one id.
+A language model reads one text, not a list. Each chat model was trained on one form of that text,
+and answers best in the same form. So its tokenizer has the form as a chat template, written in the
+template language jinja: chat_template.jinja, or `chat_template` in tokenizer_config.json.
 
-A template may say which text the assistant writes:
+A template is a program, and it may come from somebody else: it runs in jinja's sandbox. The options
+are those of `transformers`. Then the text is tokenized. The text of a special token, <|im_end|>,
+becomes one id.
+
+To ask, a template is rendered with add_generation_prompt, and without the answer: the text ends
+where the assistant begins to write. A template may mark the text that the assistant writes:
 
     {% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
 
@@ -149,7 +153,8 @@ class ChatTemplate:
         )
 
     def render(self, messages: list[dict], ask: bool = False) -> Rendered:
-        """ask: with what stands before the assistant's next message. Raises ChatError."""
+        """ask: the messages end with a question, and the text with the beginning of the assistant's
+        next turn. Raises ChatError."""
         # as transformers does: templates ask whether a key is there
         messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
         if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (OPEN, CLOSE)):
@@ -165,6 +170,8 @@ class ChatTemplate:
         except Exception as e:
             # a template can raise whatever Python raises
             why = e if isinstance(e, TemplateError) else f"{type(e).__name__}: {e}"
+            if ask:
+                why = f"{why} (add_generation_prompt is true: there is no answer yet)"
             raise ChatError(f"{self.where}: {why}", "refused by the template") from None
         text, answers = without_marks(marked)
         return Rendered(text, answers if self.marks_answers else None)
@@ -300,7 +307,8 @@ def open_template(choice: str, tokenizer: ChatTokenizer, copy: Path | None = Non
         where = "the tokenizer's chat template"
         text = of_tokenizer(tokenizer.tokenizer)
         if text is None and copy:
-            text = read_text(copy, where)
+            where = f"the chat template {copy}"
+            text = read_text(copy, "the chat template")
     if text is None:
         where, text = "the plain chat template", tokenizer.plain_template()
     return ChatTemplate(text, where, tokenizer.token_names())
