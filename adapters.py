@@ -1,4 +1,7 @@
-"""LoRA, bottleneck adapters and IA3: a frozen model learns through a few new parameters.
+"""LoRA, bottleneck adapters and IA3: parameter-efficient fine-tuning (PEFT) of a frozen model.
+
+Full fine-tuning changes every weight W of a trained model. PEFT freezes W, and trains a few new
+parameters beside it. One base model then serves many tasks, with a small file for each.
 
     LoRA       y = W x + α/r  B A x       A [r, in], B [out, r]: a low-rank update of W [out, in]
     adapter    y = y + U silu(D norm(y))  D [k, h], U [h, k]: after attention and after the MLP
@@ -7,26 +10,30 @@
     (LoRA: Hu et al., arXiv 2106.09685, section 4.1. Adapters: Houlsby et al., arXiv 1902.00751,
     section 2.1, in NeMo's form. IA3: Liu et al., arXiv 2205.05638, section 3.3.)
 
-LoRA of rank r = 8 for a matrix of 4096 x 4096 learns 65,536 numbers instead of 16,777,216. At the
-start B, U are 0 and s is 1, so the model begins exactly as its base.
+LoRA (low-rank adaptation) learns the change of W as a product of two thin matrices. Its rank r is
+small, usually 8 to 64: for W of 4096 x 4096, A and B of r = 8 have 65,536 numbers instead of
+16,777,216. α is a constant that scales the change. A starts with random values and B at 0, so the
+model begins exactly as its base (U starts at 0 and s at 1). After training, W + α/r B A can take
+the place of W. This merge removes the extra computation.
 
     python adapters.py                                       a lesson: parameters, gradients, merge
     python train.py --load runs/base --peft lora --out runs/lora
-    python adapters.py merge runs/base runs/lora MERGED      W + α/r B A, in the base's own shape
+    python adapters.py merge runs/base runs/lora MERGED      W + α/r B A in the place of W
 
-Only these parameters have gradients, float32 masters and optimizer state, and a place in
-checkpoints. The weights of the base stay as they are, in 16 bits where the run computes in 16 bits.
+Only the new parameters have gradients, float32 masters and optimizer state, and only they are in
+checkpoints. The base needs 2 bytes for each weight where the run computes in 16 bits.
 
-Tensor parallelism shards W. A new parameter follows W in the dimension that it shares with it, and
-is whole in the other one:
+Tensor parallelism shards W. A new parameter shares one dimension with W, and is sharded as W is in
+that dimension. Its other dimension is whole. In tensor_parallel.py, f is the identity in forward
+and an all-reduce in backward; g is an all-reduce in forward and the identity in backward.
 
                      W             A             B             who sums
-    column-parallel  [out / t, h]  [r, h]        [out / t, r]  f, on A x: the gradient of A is whole
-    row-parallel     [h, in / t]   [r, in / t]   [h, r]        the base's own g: h + r columns
+    column-parallel  [out / t, h]  [r, h]        [out / t, r]  f, on A x, sums its gradient
+    row-parallel     [h, in / t]   [r, in / t]   [h, r]        the base's g sums W x and A x at once
 
-Under sequence parallelism a whole parameter sees only a shard of the tokens. So it passes through
-identity | all-reduce, as all whole weights do there (sequence_parallel.synchronise). The whole ones
-in experts (moe.py) lie between f and g, and need the same.
+Under sequence parallelism a rank computes a whole parameter's gradient from its own tokens only. An
+all-reduce in backward sums the parts, as for all whole weights (sequence_parallel.synchronise).
+Whole parameters in experts (moe.py) lie between f and g, and need the same.
 
 Not covered: LoRA of the embedding and the head, DoRA, quantised bases (QLoRA), other initial values
 (PiSSA), and a rank for each layer. The library `peft` has them all; folders go there and back.
@@ -56,7 +63,7 @@ from dropout import Dropout
 from sharding import Shard, Sharding, set_sharding, shard_of, sharding_of
 from tuning.adapter_config import LINEARS, AdapterConfig, check, targets_of
 
-# those that read the activations of a tensor-parallel region, and leave it
+# row-parallel layers: their input is sharded, their output is whole
 ROW_PARALLEL = ("output", "down")
 # standard deviation of B and U at the start. Where it is 0, A and D have no gradient in the first
 # step, so tests set another one.
@@ -69,8 +76,8 @@ OUTPUT_STD = 0.0
 def follow(weight: Tensor, *dims: int) -> nn.Parameter:
     """A parameter that is sharded as `weight` is, in the dimensions that they share.
 
-    weight: [out, in], or of experts [E, out, in]; dims: each -1 for in, -2 for out, or a size. The
-    experts come first of themselves.
+    weight: [out, in], or of experts [E, out, in]; dims: each -1 for in, -2 for out, or a size. For
+    experts, E is added in front.
     """
     record = sharding_of(weight)
     if weight.dim() == 3:
@@ -171,7 +178,7 @@ class AdaptedInput(gpt.SharedInput):
 
 
 def lora_output(linear: nn.Module, x: Tensor) -> Tensor:
-    """The forward of a layer that leaves the region, with LoRA. x: [b, s, in / t] -> [b, s, h]"""
+    """The forward of a row-parallel layer, with LoRA. x: [b, s, in / t] -> [b, s, h]"""
     lora = linear.lora
     z = lora.down(x)  # [b, s, r], of this rank's columns of x
     if isinstance(linear, tensor_parallel.RowParallelLinear):
@@ -185,7 +192,7 @@ def lora_output(linear: nn.Module, x: Tensor) -> Tensor:
 
 
 def ia3_output(linear: nn.Module, x: Tensor) -> Tensor:
-    """The forward of a layer whose input is scaled. x: [b, s, in / t] -> [b, s, h]"""
+    """The forward of a row-parallel layer, with IA3. x: [b, s, in / t] -> [b, s, h]"""
     return type(linear).forward(linear, x * linear.ia3.scale)
 
 

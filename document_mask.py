@@ -1,28 +1,31 @@
-"""Several documents in one sequence, and no token sees another document than its own.
+"""Document mask: several documents in one sequence, and each token attends to its own only.
 
-A batch has the number of each token's document. From these numbers alone follow:
+Packing (packing.py) puts several documents into one row. Plain causal attention would let a token
+read the documents before its own. A batch therefore has the number of each token's document. The
+positions and the mask follow from these numbers:
 
     documents   0 0 0 1 1 2 2 2         [b, s], not decreasing along a sequence
     positions   0 1 2 0 1 0 1 2         they restart in each document
 
     mask        1 . . . . . . .         block-diagonal, and causal in each block:
-                1 1 . . . . . .         token i sees token j  where  j <= i  and
+                1 1 . . . . . .         token i attends to token j  where  j <= i  and
                 1 1 1 . . . . .         documents[j] = documents[i]
                 . . . 1 . . . .
-                . . . 1 1 . . .         So each document gets the activations that it would get
-                . . . . . 1 . .         alone: a row of short documents is as good as a row for
-                . . . . . 1 1 .         each (Krell et al. 2021, arXiv 2107.02027, section 3.2).
+                . . . 1 1 . . .         So each document has the same activations as alone in a
+                . . . . . 1 . .         row (Krell et al. 2021, arXiv 2107.02027, section 3.2).
+                . . . . . 1 1 .
                 . . . . . 1 1 1
 
     python packing.py      the lesson of this file and of packing.py
 
-Every pipeline stage reads the batch, and a tensor-parallel rank has all tokens of a sequence in its
-attention, so the numbers are where they are needed without any communication. Sequence-parallel
-ranks embed a shard of the sequence: its positions are a slice of those of the whole row.
+The numbers need no communication: every pipeline stage reads the batch, and attention on a
+tensor-parallel rank has all tokens of a sequence. Sequence-parallel ranks embed a shard of the
+sequence, so they take a slice of the whole row's positions.
 
-Not covered: work that is saved. The explicit core and PyTorch's kernel on CPUs compute the scores
-that they hide; only the kernel for CUDA skips blocks. Megatron-LM hands kernels the places where
-documents begin (cu_seqlens) instead. The CUDA branch below has not run on a GPU yet.
+Not covered: saving the masked work. The explicit attention and PyTorch's kernel on CPUs compute the
+scores that the mask then removes; only the kernel for CUDA skips blocks. Megatron-LM hands kernels
+the places where documents begin (cu_seqlens) instead. The CUDA branch below has not run on a GPU
+yet.
 """
 
 from functools import cache

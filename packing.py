@@ -1,27 +1,36 @@
 """Packing: several short examples share one sequence, instead of padding each to the full length.
 
-    lengths 5 3 2 4 1, s = 8
+A batch is a matrix [b, s], so every row has the same length s. Padding fills a row behind a short
+example with positions that do not count. Packing fills it with more examples:
+
+    examples a to e, of 5, 3, 2, 4 and 1 tokens; s = 8; . is padding
 
     padded   a a a a a . . .      packed   a a a a a b b b     row 0: documents 0 and 1
              b b b . . . . .               c c d d d d e .     row 1: documents 0, 1, 2; padding
              c c . . . . . .                                   is document 3, and does not count
              d d d d . . . .
-             e . . . . . . .      15 of 40 positions, and 15 of 16
+             e . . . . . . .
+            15 of 40 positions used      15 of 16 positions used
 
-A step computes every position, padding too: packed, the same computation trains on more tokens. No
-example sees another one (document_mask.py), so the loss of each token, and the gradient of their
-sum, are those of the examples one by one (Krell et al. 2021, arXiv 2107.02027). The loss is a mean
-over counted tokens, as everywhere here; so an example weighs as much as it has counted tokens, in
-whatever row it lies.
+A step computes every position, padding too. So a packed batch trains on more tokens for the same
+computation.
 
-    python packing.py      fill, one example changed, gradients one by one
+The examples of a row are called documents. None may see another one: attention is masked outside a
+token's own document, and positions restart at 0 (document_mask.py). So each token has the loss that
+it has when its example is alone in a row (Krell et al. 2021, arXiv 2107.02027). The loss of a batch
+is the mean over its counted tokens, so an example has the same weight in any row of the batch.
 
-Which examples share a row depends on (seed, epoch) alone: they are shuffled, then the first row
-with room takes each (first-fit). Every epoch packs anew. Sorting by length first would fill even
-better (first-fit-decreasing), but then a long example meets the same short ones in every epoch.
+    python packing.py      fill; one example changed; gradients beside those of one example a row
+    python train.py --load CKPT --sft chats.jsonl --pack --out runs/chat
 
-Not covered: lengths near s. First-fit fills 98% and more where examples are mostly shorter than a
-quarter of s; two of 0.6 s never share a row. NeMo packs once, before training, into a file.
+First-fit chooses the rows: examples are shuffled, and each goes into the first row that has room.
+The result depends on (seed, epoch) alone, and every epoch packs anew. Sorting by length first
+(first-fit-decreasing) would fill even better, but then a long example would meet the same short
+ones in every epoch.
+
+Not covered: examples nearly as long as s. First-fit fills at least 98% where most examples are
+shorter than s / 4; but two of length 0.6 s never fit in one row. NeMo packs once, before training,
+into a file.
 """
 
 import hashlib

@@ -1,29 +1,34 @@
-r"""Supervised fine-tuning: a model learns to answer, from conversations (arXiv 2203.02155, sec. 3).
+r"""Supervised fine-tuning (SFT): a model learns to answer, from conversations (arXiv 2203.02155).
 
-It is the training of train.py with other data. Two things are new:
+A pretrained model continues any text. SFT trains it further, on conversations between a user and
+an assistant. The training loop is train.py's own; the data differ in two ways:
 
-- A chat template makes one text of the messages. Between the messages stand special tokens, with
-  which the model tells who speaks, and where a turn ends.
-- Not every token is a target. The model shall write answers, not questions.
+- A chat template turns the list of messages into one text. It puts special tokens around each
+  message. They tell the model who speaks, and where a turn (one message) ends.
+- A loss mask selects the targets: the loss is taken on the assistant's tokens only. The model
+  reads the questions, and learns to write the answers.
 
     <|im_start|> user \n 2 + 3 ? <|im_end|> \n <|im_start|> assistant \n 5 <|im_end|> \n
          .        .   . . . . .      .      .       .           .     .  ^     ^      .
 
-^ is in the loss. The token that ends the turn counts (<|im_end|>, </s>, <|eot_id|>): without it the
-model learns what to say and not when to stop. Where `{% generation %}` marks the answers in the
-template, these characters count. Where not, the template is rendered without the answer, as for
-generation, and with it: the first text must be the beginning of the second. A token counts if it
-has any character of the answer.
+^ is in the loss. The token that ends the turn (<|im_end|>, </s>, <|eot_id|>) is a target too:
+without it the model learns what to say, but not when to stop. Generation ends at this token.
 
     python sft.py                                             a lesson: answers, and where they end
     python train.py --load CKPT --sft chats.jsonl --lr 2e-5 --out runs/chat
     python generate.py --checkpoint runs/chat --chat "2 + 3?"
 
+Where is the answer in the text? A template may mark it with `{% generation %}` blocks. If it has
+none, it is rendered twice: up to the question, as for generation, and with the answer. The first
+text must be the beginning of the second; the rest is the answer. A token counts if at least one of
+its characters belongs to the answer.
+
 The loss of a batch is the sum over its targets, divided by their number, as in all of this project.
 A mean for each conversation, and then a mean of these, would give the tokens of short answers more
 weight than those of long ones.
 
-With --pack several conversations share a row, and none sees another (packing.py).
+Without --pack each conversation is padded to the longest one. With --pack several share a row, and
+none attends to another (packing.py).
 
 Not covered: weights for messages; tools and images.
 """
@@ -62,7 +67,7 @@ class Chat:
         self.tokenizer = tokenizer
 
     def example(self, messages: list[dict], loss_on: str = "answers") -> Example:
-        """The tokens of a conversation. loss_on: answers, or all tokens. Raises
+        """The tokens of a conversation, and which are targets. loss_on: "answers" or "all". Raises
         ChatError."""
         rendered = self.template.render(messages)
         tokens = self.tokenizer.encode(rendered.text)
@@ -103,9 +108,9 @@ class Chat:
                 at = text.find(content, start, limit)
                 if not text.startswith(question) or at < 0:
                     raise ChatError(
-                        f"message {n + 1}: {self.template.where} renders it in another way than the"
-                        " beginning of the conversation and the answer, so where the answer is"
-                        " cannot be told; mark it in the template with {% generation %} and"
+                        f"message {n + 1}: the answer cannot be found in the text, because"
+                        f" {self.template.where} changes the answer, or the text before it once an"
+                        " answer follows; mark answers in the template with {% generation %} and"
                         " {% endgeneration %}, or give --loss-on all",
                         NO_SPAN,
                     )
@@ -178,7 +183,8 @@ def message(role: str, content: str) -> dict:
 
 
 class Conversations(PromptData):
-    """A data set of conversations: one in a row, all padded to one length. Padding is no target."""
+    """A data set of conversations: each row has one, padded to a common length. Padding is never a
+    target."""
 
     def __init__(
         self, examples: list[Example], vocab_size: int, seed: int | None, multiple_of: int = 1

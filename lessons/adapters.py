@@ -23,13 +23,14 @@ WITHOUT = {"f": bugs.no_lora_f, "scale": bugs.no_lora_scale}
 # name -> why checks fail without it
 WHY = {
     "f": (
-        "A is whole on each rank, but B has only some of its rows there. So A's gradient, and what"
-        " goes back to x through A, is one rank's part of a sum. Without f nobody adds the parts:"
-        " two all-reduces less, the same loss, wrong gradients."
+        "A is whole on each rank, but a rank has only some rows of B. So each rank computes only a"
+        " part of A's gradient, and of the gradient that goes back to x through A. f adds the"
+        " parts. Without it there are two all-reduces fewer, the same loss, and wrong gradients."
     ),
     "scale": (
-        "The two ranks add B A x where one rank adds α/r B A x, and the merge has α/r too. Nothing"
-        " is sent that was not sent before: a checkpoint of A and B alone does not say α."
+        "The two ranks add B A x, where one rank adds α/r B A x. The merge has α/r too. What is"
+        " sent does not change. α is a part of the adapter: A and B alone do not tell it, so a"
+        " checkpoint must."
     ),
 }
 
@@ -70,22 +71,24 @@ def teach_bytes(lesson: form.Lesson) -> None:
     sharding.init(full, 0, "cpu", torch.bfloat16)
     base = sharding.num_parameters(full)
     lesson.predict(
-        f"A GPT of h = {H}, L = 2 has N = {base:,} weights. LoRA of r = {R} is at its 4 matrices"
-        " [h, h] and 2 of [4h, h] in each layer. How many numbers learn?"
+        f"A GPT of h = {H}, L = 2 has N = {base:,} weights. Each layer has 4 matrices [h, h]"
+        f" and 2 of [4h, h]. Each gets a LoRA of rank r = {R}. How many parameters learn?"
     )
     lora = lora_model(torch.bfloat16)
     n = sum(p.numel() for p in lora.parameters() if p.requires_grad)
     lesson.check(
-        f"L (4 · r 2h + 2 · r 5h) = {n:,}, {n / base:.0%} of N; with h = 4096, about 64 times less",
+        f"L (4 · r 2h + 2 · r 5h) = {n:,}, {n / base:.0%} of N; the share goes as 1 / h: with h ="
+        " 4096, about 64 times smaller",
         n == 2 * (4 * R * 2 * H + 2 * R * 5 * H) == num_parameters(CONFIG, full.config),
     )
     lesson.predict(
-        "In bf16 each weight that learns needs 2 bytes, a gradient 4, a master 4, moments 8. Bytes"
-        " of training all weights? Of LoRA?"
+        "In bf16 a weight needs 2 bytes. If it learns, its gradient needs 4, its float32 master 4,"
+        " its two moments 8. How many bytes does training all weights need? LoRA?"
     )
     of_full, of_lora = training_bytes(full), training_bytes(lora)
     lesson.check(
-        f"18 N = {of_full:,}; 2 N + 18 n = {of_lora:,}, of which 2 N are the frozen base",
+        f"all weights 18 N = {of_full:,}; LoRA 2 N + 18 n = {of_lora:,}, of which 2 N is the frozen"
+        f" base, and n = {n:,} learn",
         of_full == 18 * base and of_lora == 2 * base + 18 * n,
     )
 
@@ -139,20 +142,20 @@ def merged_model(weights: dict[str, Tensor]) -> gpt.GPT:
 
 def teach_ranks(lesson: form.Lesson, two: dict, one: dict) -> None:
     lesson.predict(
-        "Two tensor-parallel ranks. A layer without LoRA has 2 all-reduces of b s h numbers in"
-        " forward and 2 in backward. How many with LoRA? Bytes of each?"
+        "Two tensor-parallel ranks, float64. A layer without LoRA has 2 all-reduces of b s h"
+        " numbers in forward and 2 in backward. How many with LoRA? How many bytes has each?"
     )
     token = B * S * 8
     forward = [("all-reduce", token * (H + R))] * 2
     lesson.check(
-        f"forward {len(two['forward'])}, each b s (h + r) 8 = {token * (H + R):,}: A x of a"
-        " row-parallel layer takes the same g as W x",
+        f"forward {len(two['forward'])}, each b s (h + r) 8 = {token * (H + R):,}: in a"
+        " row-parallel layer one all-reduce (g) sums W x and A x side by side",
         two["forward"] == forward,
     )
     backward = [("all-reduce", token * n) for n in (H, H, R, 3 * R)]
     lesson.check(
-        f"backward {len(two['backward'])}: b s h 8 = {token * H:,} twice, and f on A x: r of up,"
-        f" {token * R:,}, and 3 r of query, key and value, {token * 3 * R:,}",
+        f"backward {len(two['backward'])}: twice b s h 8 = {token * H:,}; and f, on A x, one for up"
+        f" with r columns, {token * R:,}, one for query, key and value with 3 r, {token * 3 * R:,}",
         sorted(two["backward"]) == sorted(backward),
     )
 
@@ -174,15 +177,15 @@ def teach(lesson: form.Lesson) -> None:
     one = ranks.run(on_rank, 1, 1, None)[0]
     teach_ranks(lesson, two, one)
     lesson.predict(
-        "A plain GPT gets W + α/r B A in the place of each W. How far are its logits from those of"
-        " the model with LoRA?"
+        "The merge: a plain GPT gets W + α/r B A in the place of each W. How far are its logits"
+        " from those of the model with LoRA?"
     )
     lesson.check(
-        f"{two['merge differs']:.1e} of the largest: a merged model is as fast as its base",
+        f"{two['merge differs']:.1e} of the largest logit; a merged model is as fast as its base",
         two["merge differs"] < 1e-6,
     )
-    lesson.break_it("f", "What is sent, and which numbers are wrong?", WHY["f"])
-    lesson.break_it("scale", "What is sent, and which numbers are wrong?", WHY["scale"])
+    lesson.break_it("f", "f is left out of LoRA. What is sent, and what goes wrong?", WHY["f"])
+    lesson.break_it("scale", "α/r is left out. What is sent, and what goes wrong?", WHY["scale"])
 
 
 def main() -> None:

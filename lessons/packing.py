@@ -37,13 +37,13 @@ WITHOUT = {"mask": no_mask, "positions": no_positions}
 # the answers to what break_it asks
 WHY = {
     "mask": (
-        "All from there on: later documents see the changed one, and are trained on a context that"
-        " they never have when the model is used. The loss falls all the same."
+        "All from there on: later documents attend to the changed one. They are trained with a"
+        " context that they do not have when the model is used. The loss falls all the same."
     ),
     "positions": (
-        "Yes: the loss of a document depends on its place in the row. Learned positions are then"
-        " trained on other numbers than a prompt has. With rotary positions it would not matter"
-        " here: attention sees differences of positions alone, and they stay the same."
+        "Yes: the loss of a document then depends on its place in the row. This GPT has learned"
+        " positions, and they are trained for other places than a prompt has. With rotary positions"
+        " it would not matter: there attention depends only on the difference of two positions."
     ),
 }
 
@@ -111,9 +111,10 @@ def teach_fill(lesson: form.Lesson) -> tuple[Packed, Padded]:
     packed, padded = Packed(examples, S, seed=0), Padded(examples, S)
     lengths = np.array(packed.lengths)
     lesson.predict(
-        f"2,000 examples take {lengths.sum():,} positions, s = {S}: half take at most"
+        f"2,000 examples take {lengths.sum():,} positions: half of them at most"
         f" {int(np.median(lengths))}, a twentieth more than {int(np.quantile(lengths, 0.95))}. A"
-        " row for each: what share of the positions counts? Packed by first-fit: how many rows?"
+        f" row has s = {S}. With one example a row, what share of the positions is used? Packed by"
+        " first-fit, how many rows are there?"
     )
     shares = {"padded": counted_share(padded), "packed": counted_share(packed)}
     for name, dataset in (("padded", padded), ("packed", packed)):
@@ -121,14 +122,14 @@ def teach_fill(lesson: form.Lesson) -> tuple[Packed, Padded]:
         lesson.say(f"{name} {dataset.num_sequences:>6,} rows {share:>7.1%}  {form.bar(share, 1)}")
     fewest = -(-int(lengths.sum()) // S)
     lesson.check(
-        f"{packed.num_sequences} rows, at least {fewest} are needed: {shares['packed']:.1%} counts,"
-        f" {shares['packed'] / shares['padded']:.1f} times as many tokens in the same computation",
+        f"{packed.num_sequences} rows, and at least {fewest} are needed: {shares['packed']:.1%}"
+        f" used, {shares['packed'] / shares['padded']:.1f} times as many tokens for the same"
+        " computation",
         shares["packed"] > 0.98,
     )
     rates = tokens_per_second(make_model(), [padded, packed], b=8)
     lesson.say(
-        f"counted tokens in a second, the two in turn: padded {rates[0]:,.0f}, packed"
-        f" {rates[1]:,.0f}"
+        f"measured, counted tokens per second: padded {rates[0]:,.0f}, packed {rates[1]:,.0f}"
     )
     return packed, padded
 
@@ -149,7 +150,7 @@ def teach_apart(lesson: form.Lesson, packed: Packed) -> None:
     logits = [model(tokens, documents=batch.documents)[0] for tokens in (batch.tokens, other)]
     rows = (logits[0] != logits[1]).any(-1).nonzero().flatten().tolist()
     lesson.check(
-        f"from {rows[0]} to {rows[-1]}, {len(rows)} positions: the mask has a block for each",
+        f"from {rows[0]} to {rows[-1]}, {len(rows)} positions: only in the changed document",
         rows == list(range(start, stop)),
     )
     lesson.break_it("mask", "Attention is causal only. Which positions change?", WHY["mask"])
@@ -166,8 +167,8 @@ def gradients(model: gpt.GPT, batch: Batch) -> tuple[float, dict]:
 
 def teach_equal(lesson: form.Lesson, packed: Packed, padded: Padded) -> None:
     lesson.predict(
-        "Eight packed rows, and the same examples one by one. How far apart are the loss and the"
-        " gradients, in float64?"
+        "Eight packed rows, and the same examples with a row for each. How far apart are the loss"
+        " and the gradients, in float64?"
     )
     model = make_model()
     samples = range(8)
@@ -178,12 +179,12 @@ def teach_equal(lesson: form.Lesson, packed: Packed, padded: Padded) -> None:
     worst = max((of_rows[n] - g).abs().max() / largest for n, g in one_by_one.items())
     count = packed.counted_tokens(samples)
     lesson.check(
-        f"loss {total / count:.6f} in 8 rows, {alone / count:.6f} in {len(examples)}; gradients"
-        f" differ by {worst:.0e} of the largest",
+        f"loss {total / count:.6f} in 8 rows, {alone / count:.6f} in {len(examples)} rows;"
+        f" gradients differ by {worst:.0e} of the largest one",
         abs(total / alone - 1) < 1e-10 and worst < 1e-10,
     )
     lesson.break_it(
-        "positions", "Positions go on from document to document. Does it matter?", WHY["positions"]
+        "positions", "Positions do not restart in each document. Does it matter?", WHY["positions"]
     )
 
 

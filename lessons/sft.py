@@ -138,8 +138,9 @@ def ask(model: gpt.GPT) -> dict[str, tuple[str, bool]]:
 
 def teach_targets(lesson: form.Lesson) -> None:
     lesson.predict(
-        'The user says "cafe", the assistant "c". With a token for each byte, how many tokens does'
-        " the plain template make of it? On how many is the loss taken?"
+        'The user says "cafe", the assistant "c". The plain chat template writes "user:", a new'
+        ' line, the question, a new line, "assistant:", a new line, the answer and an end token.'
+        " With a token for each byte, how many tokens are there? How many are targets, in the loss?"
     )
     example = example_of(lesson, "cafe", "c")
     draw(lesson, example)
@@ -147,16 +148,17 @@ def teach_targets(lesson: form.Lesson) -> None:
     total = " + ".join(map(str, lengths))
     targets = sum(example.counted)
     lesson.check(
-        f"{len(example.ids)} tokens = {total}; {targets} in the loss, where 1 + 1 should be: the"
-        " answer, and the token <> that ends the turn",
+        f"{len(example.ids)} tokens = {total}; {targets} targets, where 2 are expected: the answer,"
+        " and the token <> that ends the turn",
         len(example.ids) == sum(lengths) and targets == 2,
     )
 
 
 def teach_weights(lesson: form.Lesson) -> None:
     lesson.predict(
-        "Answers of 1 and of 18 letters stand in one batch. What share of the loss has each"
-        " conversation: by tokens, as here? If the mean of two means were taken?"
+        "A batch has two conversations, with answers of 1 and of 18 letters. What share of the loss"
+        " has each, if the loss is the mean over all targets, as here? If it were the mean of each"
+        " conversation's own mean?"
     )
     answers = ("a", "a" * 18)
     examples = [example_of(lesson, "b", answer) for answer in answers]
@@ -168,8 +170,8 @@ def teach_weights(lesson: form.Lesson) -> None:
     counted = [dataset.counted_tokens([n]) for n in (0, 1)]
     means = (sums / torch.tensor(counted) / 2).tolist()
     lesson.check(
-        f"by tokens {shares[0]:.3f} and {shares[1]:.3f}, 2 / 21 and 19 / 21; by means"
-        f" {means[0]:.3f} and {means[1]:.3f}: a token of the short answer would weigh"
+        f"mean over targets: {shares[0]:.3f} and {shares[1]:.3f}, 2 / 21 and 19 / 21; mean of"
+        f" means: {means[0]:.3f} and {means[1]:.3f}, so a token of the short answer would weigh"
         f" {counted[1] / counted[0]:.1f} times as much",
         abs(shares[0] - 2 / 21) < 1e-6 and abs(shares[1] - 19 / 21) < 1e-6,
     )
@@ -177,17 +179,19 @@ def teach_weights(lesson: form.Lesson) -> None:
 
 def teach_learning(lesson: form.Lesson) -> None:
     lesson.predict(
-        "A Llama (h 64, L 2) learns to answer with a word's first letter. The questions are random"
-        " letters. Can the loss come near 0?"
+        "The user says a word of random letters. A Llama (h 64, L 2) learns to answer with its"
+        " first letter. Can the loss come near 0?"
     )
     model = new_model()
     learned = learn(model, [example_of(lesson, word, word[0]) for word in random_words(400)])
     lesson.check(
-        f"loss {learned.loss:.4f} after {learned.steps} steps: questions cannot be predicted, and"
-        " are no targets",
+        f"loss {learned.loss:.4f} after {learned.steps} steps: the random letters are no targets,"
+        " and the answer can be predicted",
         learned.loss < LEARNED,
     )
-    lesson.predict(f"New words: {', '.join(NEW_WORDS)}. What does the model answer, and then?")
+    lesson.predict(
+        f"New words: {', '.join(NEW_WORDS)}. What does the model answer? Does it stop then?"
+    )
     answers = ask(model.eval())
     lesson.check(
         ", ".join(f"{word}: {answer[:1]!r}" for word, (answer, _) in answers.items()),
@@ -207,15 +211,16 @@ def teach(lesson: form.Lesson) -> None:
     teach_learning(lesson)
     lesson.break_it(
         "end-of-turn",
-        "The token that ends a turn is masked. What does the model say after the letter?",
-        "Nothing in the loss says what comes after the letter. The first letter is right, the loss"
-        " looks as good as before, and the answer goes on until somebody stops it.",
+        "The token that ends a turn is no target. What does the model say after the letter?",
+        "The model never learns what comes after the letter. The first letter is right and the loss"
+        " looks as good as before, but the answer goes on until the limit of tokens.",
     )
     lesson.break_it(
         "mask",
-        "The loss is taken on all tokens. Which checks see it?",
-        "Two of 23 targets are the answer's. The others are fixed text, soon learned, and four"
-        " letters of a question, which nobody can predict: the loss stays above 4 ln 8 / 23, 0.36.",
+        "The loss is taken on all tokens. Which checks fail?",
+        "Only 2 of 23 targets belong to the answer. The others are fixed text, which is soon"
+        " learned, and the question's four random letters, which nobody can predict. So the loss"
+        " stays above 4 ln 8 / 23 = 0.36.",
     )
 
 

@@ -200,8 +200,8 @@ def read_model(path: Path) -> tuple[MoEConfig, dict]:
     }
     if "adapter" in index:
         raise CheckpointError(
-            f"{path} holds an adapter alone; name the model that it was learned for, and this one"
-            f" as generate.py --checkpoint BASE --adapter {path}"
+            f"{path} holds an adapter alone; name the model that it was trained on instead, and use"
+            f" this one with it: generate.py --checkpoint BASE --adapter {path}"
         )
     if "model.embedding.tokens.weight" not in shapes:
         raise CheckpointError(

@@ -216,7 +216,7 @@ class Config:
         "attention stays inside a document of --data, and positions restart in each",
     )
     pack: bool = flag(
-        False, "with --sft: several conversations in one sequence, none of which sees another"
+        False, "with --sft: several conversations share a sequence, and none attends to another"
     )
     cache: str = flag(
         "cache",

@@ -396,7 +396,7 @@ def test_what_cannot_be_used_is_named_or_counted(tmp_path):
     assert summary == (
         "2 conversations, 5 of 92 tokens in the loss; 2 skipped (1 nothing to learn, 1 too long)"
     )
-    with pytest.raises(ChatError, match="no conversations; 1 skipped"):
+    with pytest.raises(ChatError, match="no conversations to train on; 1 skipped"):
         read(write_lines(tmp_path / "none.jsonl", [BAD[0][0]]), skip=True)
 
 

@@ -1,17 +1,19 @@
-r"""The commands of adapters.py: an adapter into its base's weights and out again; peft's folders.
+r"""The commands of adapters.py: merge an adapter into its base, unmerge it; folders of peft.
 
     python adapters.py merge BASE ADAPTER OUT           W + α/r B A, in the base's own shape
     python adapters.py unmerge MERGED ADAPTER OUT       the base, bit for bit, or nothing
     python adapters.py export ADAPTER HF_DIR --base BASE
     python adapters.py import HF_DIR OUT --base BASE    folders of the library peft: LoRA and IA3
 
-merge holds one parameter of the base in memory at a time, and rounds to float32. Where W' is larger
-than W, that loses the last bits of W, and W' - α/r B A is only near W. So merge writes down the
-SHA-256 of each weight that it changes, and unmerge writes nothing that differs.
+merge holds one parameter of the base in memory at a time, and rounds W' = W + α/r B A to float32.
+Where W' is larger than W, the last bits of W are lost, and W' - α/r B A is only near W. So merge
+stores the SHA-256 of each weight that it changes. unmerge compares, and writes a base that is equal
+bit for bit, or nothing.
 
-A base with 16-bit numbers comes out: float32 rounds off 2^-16 of the distance between two
-neighbours in bf16, and the nearest one is W. Only a number that is tiny beside its change is lost,
-about one in a million. merge writes these down too. Of a base in float32 it would be one in ten.
+For a base with 16-bit numbers unmerge succeeds. The error of float32 is 2^-16 of the distance
+between two neighbours in bf16, so the nearest bf16 number is W. Only a number that is tiny beside
+its change is lost, about one in a million, and merge stores those too. For a base in float32, about
+one number in ten would be lost, and unmerge is refused.
 
 Not covered: several adapters merged into one, with weights.
 """
@@ -248,19 +250,23 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="adapters.py",
         description=(
-            "An adapter into its base's weights and out again; folders of the library peft, in and"
-            " out; without arguments, a lesson."
+            "Merge an adapter into the weights of its base, or unmerge it; export it as a folder of"
+            " Hugging Face's library peft, or import one. Without arguments: a lesson."
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     model = "a checkpoint, or the folder of a run"
 
-    add = commands.add_parser("merge", help="a model with W + α/r B A in its weights")
+    add = commands.add_parser(
+        "merge", help="a model with the adapter in its weights (LoRA: W + α/r B A)"
+    )
     add.add_argument("base", metavar="BASE", help=f"the model of --load: {model}")
     add.add_argument("adapter", metavar="ADAPTER", help=f"of train.py --peft: {model}")
     add.add_argument("out", metavar="OUT", help="a new folder")
 
-    add = commands.add_parser("unmerge", help="the base again, if it comes out bit for bit")
+    add = commands.add_parser(
+        "unmerge", help="the base of a merged model, if it comes out bit for bit"
+    )
     add.add_argument("merged", metavar="MERGED", help="what merge wrote")
     add.add_argument("adapter", metavar="ADAPTER", help="the adapter that was merged")
     add.add_argument("out", metavar="OUT", help="a new folder")

@@ -1,4 +1,4 @@
-"""What --peft asks for: which adapters, of which size, in which layers; and what cannot be."""
+"""The configuration of adapters (--peft): method, size and layers; and which ones are refused."""
 
 import math
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ LINEARS = {
     "up": "mlp",
     "down": "mlp",
 }
-# where each method can be put, and is put by default
+# the places that each method can have; the default is all of them
 TARGETS = {"lora": tuple(LINEARS), "adapter": ("attention", "mlp"), "ia3": ("key", "value", "down")}
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What is put where. Fields have the names of train.py's flags."""
+    """The method, its size and its places. Fields have the names of train.py's flags."""
 
     # lora, adapter or ia3
     peft: str
@@ -48,7 +48,7 @@ def targets_of(config: AdapterConfig, model: GPTConfig) -> tuple[str, ...]:
 
 
 def num_parameters(config: AdapterConfig, model: GPTConfig) -> int:
-    """How many parameters learn.
+    """How many parameters learn, in the whole model.
 
     LoRA       r (in + out)    for each matrix
     adapter    2 h k + 2 h     D, U and a LayerNorm's weight and bias, at each place

@@ -8,8 +8,8 @@
     IA3     key, value   W' = diag(s) W, b' = s b          y = s (W x + b)
             down         W' = W diag(s)                    y = W (s x) + b
 
-A merged model costs nothing more than its base. A bottleneck adapter has a nonlinearity between its
-two matrices, so no weight of the base can hold it.
+A merged model needs the same time and memory as its base. A bottleneck adapter has a nonlinearity
+between its two matrices, so it cannot be merged into a weight.
 
 The sums are in float64. `merge` takes a whole parameter or a shard: an adapter's parameters are
 sharded as the weight is, and B A of two shards is the shard of B A.
@@ -126,7 +126,7 @@ def check_fields(adapter: Adapter, base: str | Path, config: MoEConfig) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"{adapter.path}: was learned for another model than {base}:"
+            f"{adapter.path}: was trained on another model than {base}:"
             f" {'; '.join(differing[:3])}{hint(adapter)}"
         )
 
@@ -138,15 +138,15 @@ def check_base(adapter: Adapter, base: str | Path, config: MoEConfig) -> None:
     here = fingerprint(base, config)
     if here != adapter.base:
         raise CheckpointError(
-            f"{adapter.path}: was learned for the model {adapter.base}, and {base} is {here}"
-            f"{hint(adapter)}"
+            f"{adapter.path}: was trained on another model than {base}: its fingerprint is"
+            f" {adapter.base} there and {here} here{hint(adapter)}"
         )
 
 
 def hint(adapter: Adapter) -> str:
     """What to name instead of another base, for a message."""
     where = f"its run had --load {adapter.base_path}" if adapter.base_path else "name that one"
-    return f"; {where}, as it was when the adapter was begun"
+    return f"; {where}, as it was before any further training"
 
 
 # --- merged ---------------------------------------------------------------------------------------

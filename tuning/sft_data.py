@@ -3,12 +3,12 @@
     {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", "content": ".."}]}
     {"prompt": "..", "completion": ".."}            a question and its answer
 
-One conversation a line; other fields are not read. What cannot be used ends the run with one line
-of text, or with --skip-bad-examples is left out and counted. A line that is no conversation at all
-always ends the run.
+Each line has one conversation; other fields are ignored. A conversation that cannot be used ends
+the run with one message; with --skip-bad-examples it is left out, and counted. A line that is no
+conversation at all always ends the run.
 
-The conversations are sorted by a hash of their tokens, as documents are in data.py: which ones are
-held out does not depend on the order of the files, and equal ones stand together.
+The conversations are sorted by a hash of their tokens, as documents are in data.py. So which ones
+are held out does not depend on the order of the files, and equal ones are neighbours.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ def read_examples(
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         left_out = f"; {skipped.total()} skipped ({reasons})"
     if not examples:
-        raise ChatError(f"{flag} {' '.join(paths)}: no conversations{left_out}")
+        raise ChatError(f"{flag} {' '.join(paths)}: no conversations to train on{left_out}")
     tokens = sum(len(example.ids) for example in examples)
     targets = sum(sum(example.counted[1:]) for example in examples)
     summary = f"{len(examples):,} conversations, {targets:,} of {tokens:,} tokens in the loss"
