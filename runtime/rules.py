@@ -220,8 +220,8 @@ def check_packing(config: Config) -> None:
     for name in ("sft", "prompt_config"):
         if config.document_mask and getattr(config, name):
             raise ConfigError(
-                f"--document-mask: is about the documents of --data, and {flag_name(name)}"
-                " has examples, which are apart from each other without it"
+                "--document-mask: is for the documents of --data. The examples of"
+                f" {flag_name(name)} never see each other: leave it out"
             )
 
 

@@ -254,7 +254,7 @@ def test_documents_of_a_corpus(corpora, count):
     "flags, words",
     [
         (dict(pack=True), "--pack: puts the conversations .* --document-mask keeps"),
-        (dict(document_mask=True, prompt_config="p.json"), "--prompt-config has examples"),
+        (dict(document_mask=True, prompt_config="p.json"), "The examples of --prompt-config never"),
     ],
 )
 def test_refusals(flags, words):
