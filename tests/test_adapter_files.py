@@ -223,6 +223,10 @@ def test_the_chat_template_of_an_adapter(folder, tmp_path, capsys):
     assert find_chat(base, tokenizer, [str(path)]).template.text == template
     assert find_chat(tmp_path / "merged", tokenizer).template.text == template
     assert find_chat(base, tokenizer).template.text != template
+    # to a folder of peft, and back
+    assert command(capsys, "export", path, tmp_path / "peft", "--base", base)[0] == 0
+    assert command(capsys, "import", tmp_path / "peft", tmp_path / "in", "--base", base)[0] == 0
+    assert find_chat(base, tokenizer, [str(tmp_path / "in")]).template.text == template
 
 
 # --- folders of peft ------------------------------------------------------------------------------

@@ -2,6 +2,7 @@ r"""Folders of the library `peft` in and out: LoRA and IA3, of GPT-2 and Llama.
 
     adapter_config.json          which method, rank, scale, and which modules
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ..
+    chat_template.jinja          the chat template of a run with --sft
 
     ours                          theirs (LoRA)                     theirs (IA3)
     ..lora.a     [r, in]          ..lora_A.weight  [r, in]
@@ -31,6 +32,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,10 +44,12 @@ from torch import Tensor
 
 import checkpoint
 import huggingface
+from corpus.tokenizer import CHAT_TEMPLATE
 from huggingface import HuggingFaceError, building, read_json
 from model_config import FieldError
 from routers import MoEConfig
 from runtime.architectures import GPT2, architecture_of
+from runtime.tokenizer_files import beside
 from tuning.adapter_config import LINEARS, TARGETS, AdapterConfig
 from tuning.adapter_files import Adapter, as_json, check_base, open_adapter, shapes_of
 from tuning.frozen_base import fingerprint
@@ -131,6 +135,8 @@ def export_adapter(path: str, base: str, hf_dir: str) -> str:
         # safetensors makes files that only their owner can read; these are to be given away
         os.chmod(folder / WEIGHTS, 0o644)
         (folder / "adapter_config.json").write_text(json.dumps(told, indent=1))
+        if template := beside(adapter.path, CHAT_TEMPLATE):
+            shutil.copyfile(template, folder / CHAT_TEMPLATE)
     return f"{told['peft_type']} of {', '.join(targets)}, {len(tensors)} tensors"
 
 
@@ -242,6 +248,8 @@ def import_adapter(hf_dir: str, base: str, out: str) -> str:
     parameters = {f"model.{name}": value.contiguous() for name, value in values.items()}
     with building(out) as folder:
         checkpoint.write(folder, 0, parameters, state)
+        if template := beside(hf_dir, CHAT_TEMPLATE):
+            shutil.copyfile(template, folder / CHAT_TEMPLATE)
     return f"{config.peft} of {', '.join(config.peft_targets)}, {len(values)} tensors"
 
 
