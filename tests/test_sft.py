@@ -337,6 +337,8 @@ def test_templates_beside_a_tokenizer(families, tmp_path):
         ("{% for %}", "t.jinja, line 1: "),
         ("{{ raise_exception('no') }}", "t.jinja: no"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        # jinja computes it before it renders anything
+        ("{{ 10 ** 5000 }}", "Exceeds the limit"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% set n = namespace() %}{% set n.__init__ = 1 %}", "unsafe"),
@@ -344,6 +346,12 @@ def test_templates_beside_a_tokenizer(families, tmp_path):
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "{% generation %}"),
         ("{% for m in messages %}{{ m.content }} {% endfor %}", "no special token"),
         ("{% generation %}{{ messages[1].content }}{% endgeneration %} ", "no special token"),
+        (
+            "{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}",
+            "inside another",
+        ),
+        ("{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x[1:] }}", "cuts the text"),
+        ("\ufdd1", "cuts the text"),
     ],
 )
 def test_templates_that_cannot_be(tmp_path, template, words):

@@ -24,6 +24,7 @@ Not covered: tools and documents, contents that are not text.
 import datetime
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -145,8 +146,9 @@ class ChatTemplate:
             tree = environment.parse(text)
         except TemplateSyntaxError as e:
             raise ChatError(f"{where}, line {e.lineno}: {e.message}") from None
-        except (TemplateError, RecursionError) as e:
-            raise ChatError(f"{where}: {e}") from None
+        except Exception as e:
+            # jinja computes constants, and Python compiles what jinja writes
+            raise ChatError(f"{where}: {why(e)}") from None
         methods = (call.node for call in tree.find_all(nodes.Call))
         self.marks_answers = any(
             isinstance(m, nodes.ExtensionAttribute) and m.name == "mark" for m in methods
@@ -169,28 +171,34 @@ class ChatTemplate:
             )
         except Exception as e:
             # a template can raise whatever Python raises
-            why = e if isinstance(e, TemplateError) else f"{type(e).__name__}: {e}"
+            reason = why(e)
             if ask:
-                why = f"{why} (add_generation_prompt is true: there is no answer yet)"
-            raise ChatError(f"{self.where}: {why}", "refused by the template") from None
-        text, answers = without_marks(marked)
+                reason = f"{reason} (add_generation_prompt is true: there is no answer yet)"
+            raise ChatError(f"{self.where}: {reason}", "refused by the template") from None
+        try:
+            text, answers = without_marks(marked)
+        except ValueError:
+            raise ChatError(
+                f"{self.where}: has a {{% generation %}} block inside another one, or cuts the text"
+                " of a block"
+            ) from None
         return Rendered(text, answers if self.marks_answers else None)
 
 
+def why(error: Exception) -> str:
+    return str(error if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}")
+
+
 def without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text between the marks, and where they were."""
-    pieces = []
-    answers = []
-    at = 0
-    for piece in marked.replace(CLOSE, OPEN + CLOSE).split(OPEN):
-        if piece.startswith(CLOSE):
-            answers[-1] = (answers[-1][0], at)
-            piece = piece[1:]
-        elif pieces:
-            answers.append((at, at))
-        pieces.append(piece)
-        at += len(piece)
-    return "".join(pieces), answers
+    """The text between the marks, and where they were. Raises ValueError for a mark that has no
+    partner behind or before it."""
+    # text, OPEN, answer, CLOSE, text, ..
+    pieces = re.split(f"([{OPEN}{CLOSE}])", marked)
+    marks = pieces[1::2]
+    if marks != [OPEN, CLOSE] * (len(marks) // 2):
+        raise ValueError("marks that are no pairs")
+    ends = list(itertools.accumulate(len(piece) for piece in pieces[::2]))
+    return "".join(pieces[::2]), list(zip(ends[:-1:2], ends[1::2]))
 
 
 # --- text to tokens -------------------------------------------------------------------------------
