@@ -344,13 +344,13 @@ class Config:
                 ) from None
 
     def base(self) -> Path:
-        """The checkpoint that --load names. A run that goes on has the model's shape in its own
-        checkpoints too, for when the base is gone. Raises CheckpointError."""
+        """The checkpoint that --load names. A run that goes on with a whole model has its shape in
+        its own checkpoints too, for when the base is gone. Raises CheckpointError."""
         try:
             return checkpoint.find(self.load)
         except checkpoint.CheckpointError as e:
             own = {}
-            if self.resume and not self.prompt_config:
+            if self.resume and not self.prompt_config and not self.peft:
                 own = checkpoint.steps(Path(self.out) / "checkpoints")
             if own:
                 return list(own.values())[-1]

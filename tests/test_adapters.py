@@ -340,6 +340,26 @@ def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
     assert train.main([*flags_of(base, **flags | dict(steps=3)), "--resume"]) == 2
     error = capsys.readouterr().err
     assert f"--load {model}: is not the model that the adapter" in error
+    shutil.rmtree(model)
+    assert train.main([*flags_of(base, **flags | dict(steps=3)), "--resume"]) == 2
+    assert capsys.readouterr().err == f"train.py: --load {model}: no such folder\n"
+
+
+def test_a_run_goes_on_with_the_adapter_that_it_began(base, tmp_path, capsys):
+    """Of shapes that fit. Learning rate and dropout may change."""
+    flags = flags_of(base, out=tmp_path / "lora", load=base / "run", peft="lora", steps=1)
+    flags += ["--peft-targets", "query", "key"]
+    assert train.main(flags) == 0
+    capsys.readouterr()
+    for changed, words in (
+        (["--lora-alpha", "3"], "--lora-alpha 3.0: the adapter in "),
+        (["--peft-targets", "query"], "--peft-targets query: the adapter in "),
+    ):
+        assert train.main([*flags, *changed, "--resume", "--steps", "2"]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+    same = ["--peft-targets", "key", "query", "--lora-dropout", "0.1"]
+    assert train.main([*flags, *same, "--resume", "--steps", "2"]) == 0
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -361,6 +381,7 @@ GIVEN = dict(model="gpt2", load="runs/base", peft="lora")
             "query is no target of --peft ia3 in this model; there are key, value, down",
         ),
         (GIVEN | dict(lora_rank=0), "--lora-rank 0: must be at least 1"),
+        (GIVEN | dict(lora_rank=10**30), f"--lora-rank {10**30}: must be at least 1 and below"),
         (GIVEN | dict(lora_alpha=math.nan), "--lora-alpha nan: must be above 0"),
         (GIVEN | dict(lora_dropout=1.0), "--lora-dropout 1.0: must be at least 0 and below 1"),
         (
@@ -373,6 +394,7 @@ GIVEN = dict(model="gpt2", load="runs/base", peft="lora")
             "--adapter-size 6: must be divisible by --tp 4; 4 or 8 would fit",
         ),
         (GIVEN | dict(peft="adapter", adapter_size=0), "--adapter-size 0: must be at least 1"),
+        (GIVEN | dict(adapter_size=2**31), f"--adapter-size {2**31}: must be at least 1 and below"),
         (dict(peft="lora"), "--peft lora: for which model? --load CKPT names it"),
         (dict(lora_rank=4), "--lora-rank 4: needs --peft, which says what is learned"),
         (dict(peft_targets=["key"]), "--peft-targets ['key']: needs --peft"),

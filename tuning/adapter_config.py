@@ -78,14 +78,13 @@ def num_parameters(config: AdapterConfig, model: GPTConfig) -> int:
 def check(config: AdapterConfig, model: GPTConfig, t: int = 1) -> None:
     """Whether a model on t tensor-parallel ranks can have these adapters. Raises FieldError."""
     targets = targets_of(config, model)
-    if config.lora_rank < 1:
-        raise FieldError("lora_rank", config.lora_rank, "must be at least 1")
+    for name in ("lora_rank", "adapter_size"):
+        if not 1 <= getattr(config, name) < 2**31:
+            raise FieldError(name, getattr(config, name), "must be at least 1 and below 2^31")
     if not 0 < config.lora_alpha < math.inf:
         raise FieldError("lora_alpha", config.lora_alpha, "must be above 0 and finite")
     if not 0 <= config.lora_dropout < 1:
         raise FieldError("lora_dropout", config.lora_dropout, "must be at least 0 and below 1")
-    if config.adapter_size < 1:
-        raise FieldError("adapter_size", config.adapter_size, "must be at least 1")
     if config.peft == "adapter" and config.adapter_size % t:
         low = config.adapter_size // t * t
         fits = f"{low} or {low + t}" if low else t

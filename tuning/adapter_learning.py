@@ -5,15 +5,18 @@
 It changes these hooks of runtime/hooks.py, beside those of tuning/frozen_base.py:
 
     after_model_parallel    adapters.apply
-    extra_state             what a checkpoint says about its adapter
+    extra_state             what a checkpoint says about its adapter    check_base              whether a run that goes on computes the same with it
 
 and `num_learned`, for the line at the start.
 """
 
 import dataclasses
+from pathlib import Path
 
 import adapters
-from tuning.adapter_config import AdapterConfig, num_parameters
+from checkpoint import CheckpointError
+from tuning.adapter_config import AdapterConfig, num_parameters, targets_of
+from tuning.adapter_files import open_adapter
 from tuning.frozen_base import FrozenBase
 
 
@@ -36,6 +39,23 @@ class AdapterLearning(FrozenBase):
     def num_learned(self) -> int:
         """Of all pipeline stages: this rank has its own stage only."""
         return num_parameters(adapter_config(self.config), self.model_config)
+
+    def check_base(self, path: Path, index: dict) -> None:
+        """Raises CheckpointError too for what no shape tells: another scale, or fewer targets."""
+        super().check_base(path, index)
+        then, now = (
+            {
+                "--lora-alpha": config.lora_alpha if config.peft == "lora" else None,
+                "--peft-targets": " ".join(sorted(targets_of(config, self.model_config))),
+            }
+            for config in (open_adapter(path).config, adapter_config(self.config))
+        )
+        for flag, value in now.items():
+            if value != then[flag]:
+                raise CheckpointError(
+                    f"{flag} {value}: the adapter in {path} was begun with {then[flag]}, and is"
+                    " another one without; give that, or another --out"
+                )
 
     def extra_state(self) -> dict:
         return super().extra_state() | {"adapter": dataclasses.asdict(adapter_config(self.config))}
