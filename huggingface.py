@@ -258,7 +258,8 @@ def building(target: Path) -> Iterator[Path]:
     """A folder to write into, which takes the target's name when the body succeeds, and is removed
     otherwise. Raises HuggingFaceError."""
     target = Path(target).resolve()
-    folder = target.with_name(f".{target.name}.writing")
+    # not with_name: / has no name
+    folder = target.parent / f".{target.name}.writing"
     try:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise HuggingFaceError(f"{target} exists, and is not an empty folder")

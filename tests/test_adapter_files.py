@@ -176,6 +176,7 @@ def test_what_is_no_adapter_or_has_another_base(folder, tmp_path, capsys):
     base, path, out = folder / "gpt", folder / "gpt-lora", tmp_path / "out"
     assert "holds a whole model" in refused(capsys, "merge", base, base, out)
     assert "holds an adapter alone" in refused(capsys, "merge", path, path, out)
+    assert "adapters.py: / exists" in refused(capsys, "merge", base, path, "/")
     assert "cannot be merged" in refused(capsys, "merge", base, folder / "gpt-adapter", out)
     assert "hidden_size is 64 there" in refused(capsys, "merge", base, folder / "llama-lora", out)
     changed = loud(build(**SHAPES["gpt"]))
@@ -306,6 +307,7 @@ def test_query_and_value_alone(folder, tmp_path, capsys):
     "change, words",
     [
         (dict(peft_type="LOHA"), "peft_type"),
+        (dict(peft_type=["LORA"]), "peft_type"),
         (dict(bias="all"), "bias"),
         (dict(modules_to_save=["lm_head"]), "modules_to_save"),
         (dict(use_dora=True), "use_dora"),
@@ -335,6 +337,7 @@ def test_tensors_of_peft_that_are_refused(folder, tmp_path, capsys):
     full = whole | {f"{q}.lora_B.weight": whole[f"{q}.lora_B.weight"] + 1}
     for tensors, words in (
         (full, "not of one block"),
+        (whole | {f"{q}.lora_A.weight": torch.ones(())}, "its A and B are [] and [144, 9]"),
         ({n: t for n, t in whole.items() if ".h.0.attn.c_proj" not in n}, "in every layer"),
         ({n: t for n, t in whole.items() if n != f"{q}.lora_B.weight"}, "lacks 'lora_B.weight'"),
         (whole | {f"{peft_folder.PREFIX}lm_head.lora_A.weight": torch.ones(3, 64)}, "lm_head"),

@@ -264,7 +264,7 @@ def read_config(hf_dir: Path) -> dict[str, Any]:
     def refuse(field: str, rule: str):
         raise HuggingFaceError(f"{where}: {field} is {json.dumps(told.get(field))}; {rule}")
 
-    if told.get("peft_type") not in check_fields:
+    if told.get("peft_type") not in list(check_fields):
         refuse("peft_type", "adapters.py has LORA and IA3")
     for field in sorted(told.keys() - READ - HARMLESS):
         if told[field]:
@@ -324,6 +324,8 @@ def split_lora(
 ) -> dict[str, Tensor]:
     """Our A and B of the layers in one of their modules. Raises ValueError or KeyError."""
     a, b = found["lora_A.weight"], found["lora_B.weight"]
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(f"its A and B are {list(a.shape)} and {list(b.shape)}, not matrices")
     r = told.get("r", 8)
     pattern = (told.get("rank_pattern") or {}).get(FUSED)
     if held[0].third is None or pattern is None:
