@@ -1,7 +1,7 @@
 """Damages files at random, and checks that the commands which read them refuse them in one line.
 
     python tests/bad_files.py [--count 200] [--first 0] [--kind index config prompts tokenizer
-    metrics tokens]
+    metrics tokens adapter peft conversations]
 
 Case n of a kind is drawn from seed n. A valid folder is copied and one of its files is changed:
 bytes are flipped, the file is cut off, a JSON value becomes another type, huge, negative, NaN,
@@ -85,6 +85,18 @@ TRAIN = [
     *(x for name, value in SHAPE.items() for x in (f"--{name.replace('_', '-')}", str(value))),
 ]
 ANSWER = ["--max-tokens", "2", "--device", "cpu"]
+LEARN_LORA = ["--load", "run", "--data", "text.txt", "--device", "cpu", "--global-batch-size", "2"]
+LEARN_LORA += ["--steps", "2", "--warmup-steps", "0", "--eval-every", "0", "--peft", "lora"]
+CHAT = """\
+{% for message in messages %}
+{{ message.role }}: {% if message.role == "assistant" %}
+{% generation %}{{ message.content | trim }}{{ eos_token }}{% endgeneration %}
+{% else %}
+{{ message["content"] }}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ "assistant: " }}{% endif %}
+"""
 TEMPLATE = {
     "taskname": "t",
     "prompt_template": "<|VIRTUAL_PROMPT_0|>{text}={label}",
@@ -260,6 +272,44 @@ def make_tokenizer() -> None:
     tokenizer.save("tokenizer.json")
 
 
+def make_adapter() -> None:
+    """An adapter and its merged model."""
+    make_run()
+    succeed(importlib.import_module("train").main, *LEARN_LORA, "--out", "lora")
+    succeed(
+        importlib.import_module("tuning.adapter_commands").main, "merge", "run", "lora", "merged"
+    )
+
+
+def make_peft() -> None:
+    """Of a GPT-2: folders lora and ia3."""
+    from tuning.adapter_commands import main
+
+    make_run()
+    for peft in ("lora", "ia3"):
+        succeed(
+            importlib.import_module("train").main,
+            *LEARN_LORA,
+            "--peft",
+            peft,
+            "--out",
+            f"our-{peft}",
+        )
+        succeed(main, "export", f"our-{peft}", peft, "--base", "run")
+
+
+def make_conversations() -> None:
+    # which takes longer than a case may
+    importlib.import_module("train")
+    lines = []
+    for n in range(4):
+        messages = [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes"}]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    lines.append(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    Path("chats.jsonl").write_text("".join(lines))
+    Path("chat.jinja").write_text(CHAT)
+
+
 # --- commands -------------------------------------------------------------------------------------
 
 
@@ -280,6 +330,13 @@ def program(module: str) -> Callable[[list[str]], int | None]:
 def command(module: str) -> Callable[[list[str]], int]:
     """main(argv) of a module, which is imported when it is called."""
     return lambda argv: importlib.import_module(module).main(argv)
+
+
+def export_merged(argv: list[str]) -> int:
+    """huggingface.py with an adapter, as its command line calls it."""
+    from tuning.adapter_files import MergedModel
+
+    return importlib.import_module("huggingface").main(argv, MergedModel)
 
 
 RESUME = (command("train"), [*TRAIN, "--steps", "3", "--out", "run", "--resume"])
@@ -325,6 +382,15 @@ LEARN = (
     ],
 )
 ANSWERS = [(command("prompts.commands"), [word, *INFER]) for word in ("generate", "evaluate")]
+CHATS = (
+    command("train"),
+    [
+        *(word for word in TRAIN if word not in ("--data", "text.txt")),
+        *("--sft", "chats.jsonl", "--chat-template", "chat.jinja", "--seq-length", "64"),
+        *("--steps", "1", "--out", "new"),
+    ],
+)
+COMMAND = command("tuning.adapter_commands")
 # kind -> (what makes a valid folder, the files in it)
 KINDS = {
     "index": (
@@ -415,6 +481,42 @@ KINDS = {
                 [changed_line, changed_bytes],
                 [(program("runtime.metrics"), ["run"]), RESUME],
             )
+        ],
+    ),
+    "adapter": (
+        make_adapter,
+        [
+            Reading(
+                "lora/checkpoints/*/index.json",
+                JSON,
+                [
+                    (COMMAND, ["merge", "run", "lora", "new"]),
+                    (COMMAND, ["export", "lora", "new", "--base", "run"]),
+                    (COMMAND, ["unmerge", "merged", "lora", "new"]),
+                    (export_merged, ["export", "run", "new", "--adapter", "lora"]),
+                    (generate_from("run")[0], [*generate_from("run")[1], "--adapter", "lora"]),
+                    (command("train"), [*LEARN_LORA, "--out", "lora", "--resume", "--steps", "3"]),
+                ],
+            ),
+            Reading("merged/index.json", JSON, [(COMMAND, ["unmerge", "merged", "lora", "new"])]),
+        ],
+    ),
+    "peft": (
+        make_peft,
+        [
+            Reading(file, changes, [(COMMAND, ["import", folder, "new", "--base", "run"])])
+            for folder in ("lora", "ia3")
+            for file, changes in (
+                (f"{folder}/adapter_config.json", JSON),
+                (f"{folder}/adapter_model.safetensors", [changed_header]),
+            )
+        ],
+    ),
+    "conversations": (
+        make_conversations,
+        [
+            Reading("chats.jsonl", [changed_line, changed_bytes], [CHATS]),
+            Reading("chat.jinja", [changed_bytes], [CHATS]),
         ],
     ),
     "tokens": (

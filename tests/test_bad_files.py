@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.repetition)])
-@pytest.mark.parametrize("kind", ["index", "config", "prompts", "tokenizer", "metrics", "tokens"])
+@pytest.mark.parametrize("kind", bad_files.KINDS)
 def test_a_file_that_was_changed_is_refused_in_one_line(kind, part):
     # an unreadable line of metrics is skipped with a message, a damaged token cache is built again,
     # and the run goes on, which takes longer
