@@ -125,6 +125,7 @@ def build(config: Config, world: World, trainer_class):
 def train(config: Config, world: World, tokenizer, trainer_class, loop) -> None:
     """The run, in a folder that is its own."""
     train_set, held_out = trainer_class(config).open_data(config, world, tokenizer)
+    opening.check_data_agree(train_set, held_out, world)
     trainer = build(config, world, trainer_class)
     trainer.checkpoints.tokenizer = record(tokenizer)
     out = Path(config.out)

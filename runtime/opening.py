@@ -47,6 +47,18 @@ def check_flags_agree(config: Config, world: World) -> None:
                 )
 
 
+def check_data_agree(train_set, held_out, world: World) -> None:
+    """Ranks that read other data would train on a mixture, or never meet again. A collective.
+    Raises ConfigError, on all ranks."""
+    everywhere = world.gather([data_set.index["corpus"] for data_set in (train_set, held_out)])
+    for rank, corpora in enumerate(everywhere):
+        if corpora != everywhere[0]:
+            raise ConfigError(
+                f"rank {rank} has read other data than rank 0: a file is another one on its"
+                " machine, or the chat template asks for the time or for chance"
+            )
+
+
 def check_room(config: Config, world: World) -> None:
     """Raises ConfigError for a run that the memory of a rank can never hold."""
     model = config.model_config()

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import signal
+import types
 
 import processes
 import pytest
@@ -21,6 +22,8 @@ from inference import cli
 from inference.loading import find_chat, find_tokenizer
 from lessons import demo
 from packing import Example, Packed
+from runtime import opening
+from runtime.config import ConfigError
 from runtime.world import Groups
 from sft import Chat, Conversations
 from tuning import sft_data
@@ -509,6 +512,19 @@ def test_a_run_goes_on_with_its_own_copy_of_the_template(one_device, tmp_path):
     moved = [word if word != flags[-1] else tmp_path / "moved.jinja" for word in flags]
     assert run("--resume", *moved, "--out", short) == 0
     assert [line["loss"] for line in lines_of(short)] == [line["loss"] for line in lines_of(one)]
+
+
+def test_ranks_that_read_other_conversations_are_refused():
+    """A template with the time in it gives each rank its own."""
+    sets = [Conversations([Example([1, 2, token], [True] * 3)], 257, seed=None) for token in (3, 4)]
+
+    def beside(*others):
+        corpora = [[data_set.index["corpus"]] * 2 for data_set in others]
+        return types.SimpleNamespace(gather=lambda mine: [mine, *corpora])
+
+    opening.check_data_agree(sets[0], sets[0], beside(sets[0]))
+    with pytest.raises(ConfigError, match="rank 1 has read other data than rank 0"):
+        opening.check_data_agree(sets[0], sets[0], beside(sets[1]))
 
 
 def trainer_on(config, dataset):
