@@ -85,7 +85,10 @@ class Chat:
 
     def prompt(self, messages: list[dict]) -> list[int]:
         """The tokens after which the model answers. Raises ChatError."""
-        return self.tokenizer.encode(self.template.render(messages, ask=True).text).ids
+        ids = self.tokenizer.encode(self.template.render(messages, ask=True).text).ids
+        if not ids:
+            raise ChatError(f"{self.template.where} makes no text of a question")
+        return ids
 
     def end_of_turn(self) -> int:
         """The token with which an answer ends. Raises ChatError."""

@@ -364,6 +364,16 @@ def test_templates_that_cannot_be(tmp_path, template, words):
     assert words in str(e.value) and "\n" not in str(e.value)
 
 
+def test_a_template_of_answers_alone_asks_nothing(tmp_path):
+    text = "{% generation %}{{ messages[1].content + eos_token }}{% endgeneration %}"
+    chat = chat_of(
+        ByteTokenizer(), write(tmp_path / "t.jinja", "{% if messages[1] %}" + text + "{% endif %}")
+    )
+    assert len(chat.example([USER, LAST]).ids) == 3
+    with pytest.raises(ChatError, match="makes no text of a question"):
+        chat.prompt([USER])
+
+
 def test_helpers_of_templates(tmp_path):
     text = "{% set n = namespace(self=1) %}{% for m in messages %}{% set n.x = m %}{% break %}"
     text += "{% endfor %}{{ n.x | tojson }}{{ strftime_now('%Y') }}"
