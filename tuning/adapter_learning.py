@@ -5,7 +5,8 @@
 It changes these hooks of runtime/hooks.py, beside those of tuning/frozen_base.py:
 
     after_model_parallel    adapters.apply
-    extra_state             what a checkpoint says about its adapter    check_base              whether a run that goes on computes the same with it
+    extra_state             what a checkpoint says about its adapter
+    check_base              whether a run that goes on computes the same with it
 
 and `num_learned`, for the line at the start.
 """
