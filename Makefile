@@ -8,8 +8,10 @@ RESULTS ?= $(if $(findstring --toy,$(ARGS)),,--out comparisons --figures figures
 train: .venv/installed
 	.venv/bin/torchrun --nproc-per-node $(RANKS) train.py $(ARGS)
 
-# as many tests at a time as there are cores, up to 8, each with one thread
-PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+# One test more at a time than there are cores, up to 8: ranks and their launchers often wait. Each
+# has one thread.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(8, len(os.sched_getaffinity(0)) + 1))")
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: .venv/tests-installed
 	$(PYTEST) $(ARGS)
