@@ -67,14 +67,14 @@ def save_adapter(rank, out, base, config, tp=1, seed=1):
     checkpoint.save(Path(out) / "checkpoints", 3, tensors, state)
 
 
-def save_loras(rank, folder):
-    for shape in SHAPES:
-        save_adapter(rank, f"{folder}/{shape}-lora", f"{folder}/{shape}", LORA, 2)
+def save_loras(rank, folder, shapes, tp):
+    for shape in shapes:
+        save_adapter(rank, f"{folder}/{shape}-lora", f"{folder}/{shape}", LORA, tp)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of each shape a base, and an adapter of each method; the LoRAs saved by two ranks."""
+    """Of each shape a base, and an adapter of each method; the LoRAs saved by four ranks, or two."""
     folder = tmp_path_factory.mktemp("adapters")
     for shape, fields in SHAPES.items():
         base = folder / shape
@@ -91,7 +91,9 @@ def folder(tmp_path_factory):
         save(base, model)
         for config in (IA3, BOTTLENECK):
             save_adapter(0, folder / f"{shape}-{config.peft}", base, config)
-    ranks.run(save_loras, 2, str(folder))
+    ranks.run(save_loras, 4, str(folder), ["gpt"], 4)
+    # two heads of keys and values
+    ranks.run(save_loras, 2, str(folder), ["llama", "experts"], 2)
     return folder
 
 
@@ -244,7 +246,7 @@ def their_model(base, tmp_path):
 @pytest.mark.parametrize("peft_type", ["lora", "ia3"])
 @pytest.mark.parametrize("shape", ["gpt", "llama"])
 def test_peft_reads_what_is_exported(shape, peft_type, folder, tmp_path, capsys):
-    """LoRAs were saved on two ranks. The library's logits, and the same bits back."""
+    """LoRAs were saved on four ranks, or two. The library's logits, and the same bits back."""
     peft = pytest.importorskip("peft")
     base, path = folder / shape, folder / f"{shape}-{peft_type}"
     assert command(capsys, "export", path, tmp_path / "peft", "--base", base)[0] == 0

@@ -153,7 +153,7 @@ BASES = {
     "deep": SMALL | dict(num_layers=4, micro_batch_size=1),
     "experts": EXPERTS,
 }
-STEPS = 2
+STEPS = 3
 
 
 @cache
@@ -201,7 +201,7 @@ def test_equals_one_device(base, world, methods, layouts):
         same(result, one)
 
 
-@pytest.mark.parametrize("seed", [2, again(5), again(11), again(83)])
+@pytest.mark.parametrize("seed", [2, 5, again(11), again(83)])
 def test_random_layouts(seed):
     """A few of `python tests/random_layouts.py --peft`."""
     random_layouts.check(random_layouts.with_peft(random_layouts.draw(seed), seed))
@@ -309,13 +309,13 @@ def losses(run: Path) -> list[float]:
 
 
 def test_a_checkpoint_is_the_adapter_and_loads_under_another_layout(base, tmp_path, capsys):
-    """Saved at tp 2, continued at tp 1. Two ranks generate at the end of theirs."""
+    """Saved at tp 4, continued at tp 1. Four ranks generate at the end of theirs."""
     peft = dict(load=base / "run", peft="lora", precision="fp64")
     one = tmp_path / "one"
     assert train.main(flags_of(base, out=one, **peft | dict(steps=4))) == 0
     two = tmp_path / "two"
-    flags = flags_of(base, out=two, tp=2, **peft)
-    done = processes.run(["train.py", *flags], world=2)
+    flags = flags_of(base, out=two, tp=4, **peft)
+    done = processes.run(["train.py", *flags], world=4)
     assert done.returncode == 0, done.stderr
     assert (two / "sample.txt").read_text()
     index = checkpoint.read_index(checkpoint.find(two))
