@@ -45,7 +45,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import checkpoint
-from corpus.tokenizer import BUILT_IN, FileTokenizer, TokenizerError, record
+from corpus.tokenizer import BUILT_IN, CHAT_TEMPLATE, FileTokenizer, TokenizerError, record
 from routers import MoEConfig
 from runtime import json_files
 from runtime.architectures import (
@@ -330,12 +330,12 @@ def export_folder(
     hf_dir: Path,
     dtype: str = "fp32",
     max_shard_bytes: int = 5 * 10**9,
-    read: Callable[[str], Tensor] | None = None,
+    merged=None,
 ) -> MoEConfig:
     """Write the model of a checkpoint, or of a run's newest one, as a folder for from_pretrained.
 
-    max_shard_bytes: of a safetensors file, about. read(our name): a whole parameter, where it is
-    not what the checkpoint holds. Raises HuggingFaceError or CheckpointError."""
+    max_shard_bytes: of a safetensors file, about. merged: tuning.adapter_files.MergedModel, the
+    same model with an adapter in it. Raises HuggingFaceError or CheckpointError."""
     if not Path(path).is_dir():
         raise HuggingFaceError(f"{path} is not a folder")
     path = checkpoint.find(path)
@@ -348,6 +348,7 @@ def export_folder(
     }
     groups = group_by_size(sizes, max_shard_bytes)
     weight_map = {}
+    read = merged.read if merged else None
     with building(hf_dir) as folder:
         checkpoint.verify(path)
         for number, group in enumerate(groups, 1):
@@ -361,6 +362,8 @@ def export_folder(
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         hf_config |= export_tokenizer(path, folder, config)
+        if merged and merged.chat_template:
+            shutil.copyfile(merged.chat_template, folder / CHAT_TEMPLATE)
         (folder / "config.json").write_text(json.dumps(hf_config, indent=1))
     return config
 
@@ -484,8 +487,9 @@ def main(argv: list[str], with_adapter: Callable | None = None) -> int:
                 raise HuggingFaceError("--adapter: is for export; adapters.py import has its own")
             config = import_folder(args.source, args.target)
         else:
-            read = with_adapter(args.source, args.adapter).read if args.adapter else None
-            config = export_folder(args.source, args.target, args.dtype, args.max_shard_size, read)
+            merged = with_adapter(args.source, args.adapter) if args.adapter else None
+            sizes = args.dtype, args.max_shard_size
+            config = export_folder(args.source, args.target, *sizes, merged)
     except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:
         message = str(e)
         if isinstance(e, OSError):

@@ -212,7 +212,8 @@ def answer_file(
             if world.rank == 0:
                 write(requests[written][0], *answer)
             written += 1
-    summary = f"{len(requests)} prompts: {timer}"
+    count = "1 prompt" if len(requests) == 1 else f"{len(requests)} prompts"
+    summary = f"{count}: {timer}"
     if dp > 1:
         summary += f" on each of {dp} data-parallel ranks"
     return summary

@@ -2,6 +2,7 @@
 a file of prompts."""
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def save_loras(rank, folder, shapes, tp):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of each shape a base, and an adapter of each method; the LoRAs saved by four ranks, or two."""
+    """Of each shape a base, and an adapter of each method. LoRAs are saved by 4 ranks, or by 2."""
     folder = tmp_path_factory.mktemp("adapters")
     for shape, fields in SHAPES.items():
         base = folder / shape
@@ -360,9 +361,11 @@ def test_tensors_of_peft_that_are_refused(folder, tmp_path, capsys):
 
 
 def test_export_of_the_merged_model(folder, tmp_path):
-    """huggingface.py export --adapter writes what it exports of `merge`."""
+    """huggingface.py export --adapter writes what it exports of `merge`, and the chat template."""
     for shape in ("gpt", "llama"):
-        base, path = folder / shape, folder / f"{shape}-lora"
+        base, path = folder / shape, tmp_path / f"{shape}-lora"
+        shutil.copytree(folder / path.name, path)
+        (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
         argv = ["export", str(base), str(tmp_path / shape), "--adapter", str(path)]
         assert huggingface.main(argv, MergedModel) == 0
         merged = tmp_path / f"{shape}-merged"
@@ -371,6 +374,7 @@ def test_export_of_the_merged_model(folder, tmp_path):
         one, two = (load_file(tmp_path / f"{shape}{n}" / "model.safetensors") for n in ("", "-2"))
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one)
+        assert "messages" in (tmp_path / shape / "chat_template.jinja").read_text()
 
 
 # --- generation -----------------------------------------------------------------------------------

@@ -514,13 +514,14 @@ def test_layouts_have_the_losses_of_one_device(one_device, tmp_path, ranks, layo
             assert abs(x[name] - y[name]) <= 1e-10 * abs(y[name]), name
 
 
-def test_a_run_goes_on_with_its_own_copy_of_the_template(one_device, tmp_path):
+def test_a_run_goes_on_with_its_own_copy_of_the_template(one_device, tmp_path, capsys):
     flags, one = one_device
     short = tmp_path / "short"
     shutil.copytree(one, short)
     shutil.rmtree(short / "checkpoints" / "step-000003")
     moved = [word if word != flags[-1] else tmp_path / "moved.jinja" for word in flags]
     assert run("--resume", *moved, "--out", short) == 0
+    assert "generate.py --chat will not work with this template" in capsys.readouterr().out
     assert [line["loss"] for line in lines_of(short)] == [line["loss"] for line in lines_of(one)]
 
 

@@ -28,10 +28,12 @@ from torch import Tensor
 import adapters
 import checkpoint
 from checkpoint import CheckpointError
+from corpus.tokenizer import CHAT_TEMPLATE
 from model_config import FieldError
 from routers import MoEConfig
 from runtime import json_files
 from runtime.architectures import empty_model
+from runtime.tokenizer_files import beside
 from tuning.adapter_config import METHODS, AdapterConfig
 from tuning.frozen_base import fingerprint, read_base
 
@@ -202,6 +204,8 @@ class MergedModel:
         config, self.index = checkpoint.read_model(self.base)
         check_base(self.adapter, self.base, config)
         self.values = self.adapter.values()
+        # of an adapter that was trained with --sft
+        self.chat_template = beside(self.adapter.path, CHAT_TEMPLATE)
 
     def read_both(self, name: str) -> tuple[Tensor, Tensor]:
         """(a whole parameter of the base, the merged one), float32. The same tensor twice, where

@@ -148,6 +148,10 @@ def open_data(config, world, tokenizer) -> tuple[Conversations, Conversations]:
             )
         summary += f"; {n:,} of them held out"
     world.say(f"--sft: {summary}; {chat.template.where}")
+    try:
+        chat.prompt([message("user", "a")])
+    except ChatError as e:
+        world.say(f"generate.py --chat will not work with this template: {e}")
     if not config.load:
         world.say(
             "--sft without --load: a new model learns these conversations and nothing else; --load"
