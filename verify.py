@@ -137,16 +137,22 @@ def losses_in_another_order(rank: int, layout: dict, steps: int, parts: int) -> 
             for linear in (block.attention.output, block.mlp.down):
                 if isinstance(linear, gpt.DeferredBiasLinear):
                     order = torch.randperm(linear.in_features, generator=generator)
-                    linear.forward = partial(linear_in_parts, linear, order.chunk(parts))
+                    # not its forward, which may have an adapter in it
+                    linear.__class__ = LinearInParts
+                    linear.parts = order.chunk(parts)
         # routing depends on who is in a micro-batch, so they stay in theirs
         size = t.micro_batch if layout["num_experts"] else batch
         t.samples = partial(shuffled, t.samples, size, generator)
     return run.train(steps).losses
 
 
-def linear_in_parts(linear, parts: tuple[Tensor, ...], x: Tensor) -> Tensor:
+class LinearInParts(gpt.DeferredBiasLinear):
     """x Wᵀ, [b, s, out]; each part of the inner dimension is rounded, then they are added."""
-    return sum(F.linear(x[..., part], linear.weight[:, part]) for part in parts)
+
+    parts: tuple[Tensor, ...]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(F.linear(x[..., part], self.weight[:, part]) for part in self.parts)
 
 
 def shuffled(samples, size: int, generator: torch.Generator, step: int) -> list[int]:

@@ -198,6 +198,13 @@ def test_rounding_is_inside_the_band_and_bugs_are_outside(precision):
     assert times_band(2, layout | dict(tp=1), rows) > 10
 
 
+def test_the_band_of_adapters():
+    """Runs of one device in another order of sums keep the LoRA of their matrices."""
+    layout = shrunk("--model gpt2 --peft lora --tp 2")[1]
+    band, one = verify.measure_band(layout, 2, parts=2)
+    assert 0 < band[2] < 1e-5 and len(one) == 2
+
+
 def test_the_band_by_hand():
     """Twice the largest relative difference up to a step; the first five share theirs."""
     runs = [{step: 2.0 for step in range(1, 8)} for _ in range(3)]
