@@ -519,7 +519,7 @@ def draw_methods(axes, results: dict) -> None:
         style.label(memory, f"{learned:,}", (left, y), offset=(3, 0))
     full = sum(results["memory"][FULL]["fp32"]["measured"].values()) / 2**20
     memory.legend(loc="lower right")
-    memory.set(xlim=(0, 1.4 * full), xlabel="MiB, and parameters learned")
+    memory.set(xlim=(0, 1.8 * full), xlabel="MiB, and parameters learned")
     ratios = [results["seconds"][name]["ratio"] for name in names]
     style.ranges(seconds, range(len(names)), ratios, colour)
     seconds.axvline(1, color="black", linewidth=0.8)
