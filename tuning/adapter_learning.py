@@ -54,8 +54,8 @@ class AdapterLearning(FrozenBase):
         for flag, value in now.items():
             if value != then[flag]:
                 raise CheckpointError(
-                    f"{flag} {value}: the adapter in {path} was begun with {then[flag]}, and is"
-                    " another one without; give that, or another --out"
+                    f"{flag} {value}: the adapter in {path} was trained with {flag} {then[flag]}."
+                    " Give the same value, or start again with another --out"
                 )
 
     def extra_state(self) -> dict:
