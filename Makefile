@@ -31,6 +31,7 @@ figures: .venv/installed
 	.venv/bin/python comparisons/zero_memory.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/fsdp.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/silent_bugs.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/packing.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/moe.py training $(RESULTS) $(ARGS)             # half an hour of this
 	.venv/bin/pip install --quiet transformers
 	.venv/bin/python comparisons/generation.py $(RESULTS) $(ARGS)

@@ -31,7 +31,6 @@ Figure: figures/fine_tuning.svg
 
 import argparse
 import dataclasses
-import math
 import os
 import sys
 import tempfile
@@ -43,7 +42,6 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import numpy as np
 import report
 import style
 import torch
@@ -54,10 +52,8 @@ import gpt
 import train
 from comparisons import prompt_tuning as language_task
 from comparisons.prompt_tuning import Experiment, as_argv, write_settings
-from data import Batch
 from inference import loading
 from model_config import GPTConfig
-from packing import Example, Packed
 from prompts import prompt_data
 from runtime import flags, json_files, rules
 from runtime.world import Groups
@@ -194,15 +190,15 @@ def sweep_experiment(experiment: Experiment) -> Experiment:
 # memory and time of a step
 
 
-def make_trainer(experiment: Experiment, method: Method, precision: str = "fp32", more: str = ""):
-    """(trainer, training set) of a method. more: flags that come over those of learning. The
+def make_trainer(experiment: Experiment, method: Method, precision: str = "fp32"):
+    """(trainer, training set) of a method. The
     weights are random: neither memory nor time depends on them."""
     folder = Path(tempfile.mkdtemp(dir=experiment.folder))
     within = dataclasses.replace(experiment, folder=folder)
     settings = write_settings(within, method.style, tokens_of(method), experiment.training)
     common = language_task.training_flags(experiment, 0, 200, method.lr)
     paths = dict(prompt_config=settings, load=experiment.base, out=folder)
-    argv = as_argv(f"{common} {method.flags} --precision {precision} {more}", **paths)
+    argv = as_argv(f"{common} {method.flags} --precision {precision}", **paths)
     config = flags.parse(argv, 0)
     rules.validate(config, 1)
     _, index, _ = loading.open_model(experiment.base)
@@ -287,115 +283,6 @@ def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> di
 
 
 # --------------------------------------------------------------------------------------------------
-# padding
-
-
-class Padded(Packed):
-    """Each conversation in a row of its own, of s positions. Padding comes after all that is read,
-    so the causal mask hides it."""
-
-    def rows_of(self, epoch: int) -> list[list[int]]:
-        if epoch not in self.packed:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
-            self.packed[epoch] = [[i] for i in order.tolist()]
-        return self.packed[epoch]
-
-    def batch(self, samples) -> Batch:
-        return super().batch(samples)._replace(documents=None)
-
-
-class PaddedToLongest(Padded):
-    """The same, with as many positions as the longest conversation of the batch has."""
-
-    def batch(self, samples) -> Batch:
-        batch = super().batch(samples)
-        longest = max(self.lengths[i] for sample in samples for i in self.row(sample))
-        tokens, targets, mask, *rest = batch
-        return Batch(tokens[:, :longest], targets[:, :longest], mask[:, :longest], *rest)
-
-
-PADDINGS = {"padded": Padded, "to the longest": PaddedToLongest, "packed": Packed}
-# of a step
-ROWS = 16
-CONVERSATIONS = 4000
-TOY_CONVERSATIONS = 400
-
-
-def conversations(n: int, s: int) -> list[Example]:
-    """Of random bytes. Lengths are log-normal, with median s / 8: many short ones, a few long ones.
-    The loss is taken on the second half, the answer."""
-    generator = np.random.default_rng(0)
-    lengths = np.exp(generator.normal(math.log(s / 8), 0.9, n)).astype(int).clip(4, s)
-    examples = []
-    for length in lengths:
-        ids = generator.integers(0, 256, length + 1).tolist()
-        examples.append(Example(ids, [i > length // 2 for i in range(length + 1)]))
-    return examples
-
-
-class PaddingRun:
-    """Steps of full fine-tuning on conversations that are padded, or packed."""
-
-    def __init__(self, trainer, dataset: Packed):
-        self.trainer = trainer
-        self.dataset = dataset
-        self.steps = 0
-
-    def shares(self) -> dict[str, float]:
-        """Of the positions that an epoch computes: text, and counted tokens."""
-        dataset = self.dataset
-        rows = len(dataset.rows_of(0))
-        positions = 0
-        for first in range(0, rows - ROWS + 1, ROWS):
-            positions += dataset.batch(range(first, first + ROWS)).tokens.numel()
-        done = range(rows // ROWS * ROWS)
-        text = sum(dataset.lengths[i] for sample in done for i in dataset.row(sample))
-        counted = dataset.counted_tokens(done)
-        return {"text": text / positions, "counted": counted / positions}
-
-    def tokens_per_second(self) -> float:
-        """Of text, in the next step."""
-        self.steps += 1
-        step, trainer, dataset = self.steps, self.trainer, self.dataset
-        samples = trainer.samples(step)
-        tokens = sum(dataset.lengths[i] for sample in samples for i in dataset.row(sample))
-
-        def run():
-            trainer.forward_backward(step, dataset)
-            trainer.update(step)
-
-        return tokens / report.timed(run)
-
-
-def measure_padding(experiment: Experiment, rounds: int, n: int) -> dict:
-    """{kind: {"fill", "counted": shares of the computed positions, "tokens_per_second", "ratio":
-    spreads}}. ratio: to padded, in the same round. n: conversations."""
-    trainer, _ = make_trainer(experiment, METHODS[FULL], more=f"--global-batch-size {ROWS}")
-    s = trainer.model_config.seq_length
-    examples = conversations(n, s)
-    runs = {name: PaddingRun(trainer, kind(examples, s, 0)) for name, kind in PADDINGS.items()}
-    before = os.getloadavg()[0]
-    rates = report.in_turn({name: run.tokens_per_second for name, run in runs.items()}, rounds)
-    lengths = sorted(len(example.ids) - 1 for example in examples)
-    result = {
-        "load_average": [before, os.getloadavg()[0]],
-        "processors": os.cpu_count(),
-        "conversations": n,
-        "positions": s,
-        "rows of packed": len(runs["packed"].dataset.rows_of(0)),
-        "fill of packed": runs["packed"].dataset.fill(),
-        # each hundredth part of them
-        "lengths": [lengths[i * n // 100] for i in range(100)],
-    }
-    for name, run in runs.items():
-        result[name] = run.shares() | {
-            "tokens_per_second": report.spread([r[name] for r in rates]),
-            "ratio": report.spread([r[name] / r["padded"] for r in rates]),
-        }
-    return result
-
-
-# --------------------------------------------------------------------------------------------------
 # all results: {"untuned": accuracy, "accuracy": {method: {seed: accuracy}}, "memory": {method: ..},
 # "seconds": {method: {"seconds": spread, "ratio": spread}}, "sweep": {method: {rate: accuracy}}}
 
@@ -455,8 +342,6 @@ def measure_all(experiment: Experiment, results: Results, args: argparse.Namespa
 def measure_times(experiment: Experiment, results: Results, args: argparse.Namespace) -> None:
     n = args.rounds
     results.note("seconds", measure=partial(measure_seconds, experiment, args.methods, n))
-    conversations = TOY_CONVERSATIONS if args.toy else CONVERSATIONS
-    results.note("padding", measure=partial(measure_padding, experiment, n, conversations))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -488,12 +373,6 @@ def print_summary(results: dict) -> None:
             f" {report.format_spread(report.spread(by_seed.values()))},"
             f" {share_of_the_way(results, name):.2f} of the way from {results['untuned']:.3f};"
             f" step {report.format_spread(seconds['ratio'], '.2f')} of {FULL}"
-        )
-    for name in PADDINGS:
-        row = results["padding"][name]
-        print(
-            f"{name:>20}: {row['text']:.1%} of the positions are text, {row['counted']:.1%} count;"
-            f" tokens/s {report.format_spread(row['ratio'], '.2f')} of padded"
         )
 
 
@@ -527,34 +406,12 @@ def draw_methods(axes, results: dict) -> None:
     style.rows_of(accuracy, names)
 
 
-def draw_padding(axes, padding: dict) -> None:
-    """Three panels: the lengths; what positions hold; tokens per second."""
-    lengths, positions, speed = axes
-    lengths.plot(padding["lengths"], range(100), color=style.SERIES[1])
-    lengths.set(ylabel="% of conversations", xlabel="up to so many tokens", ylim=(0, 100))
-    names = list(PADDINGS)
-    for y, name in enumerate(names):
-        row = padding[name]
-        counted = 100 * row["counted"]
-        text = 100 * row["text"]
-        positions.barh(y, counted, height=0.7, color=style.SERIES[1])
-        positions.barh(y, text - counted, left=counted, height=0.7, color="#f0b48c")
-        positions.barh(y, 100 - text, left=text, height=0.7, color="#e4e4e4")
-    style.rows_of(positions, names)
-    positions.set(xlim=(0, 100), xlabel="% answer, question, padding")
-    spreads = [padding[name]["ratio"] for name in names]
-    style.ranges(speed, range(len(names)), spreads, style.SERIES[1])
-    style.rows_of(speed, [""] * len(names))
-    speed.set(xlabel="tokens/s, over padded")
-
-
 def draw(results: dict, figures: Path) -> None:
     """results: what fine_tuning.json holds."""
-    figure, (top, bottom) = style.figure(4.6, 2, 3, height_ratios=(7, 4))
-    draw_methods(top, results)
-    for axes in top[1:]:
+    figure, panels = style.figure(2.9, 1, 3)
+    draw_methods(panels, results)
+    for axes in panels[1:]:
         style.rows_of(axes, [""] * len(names_in(results)))
-    draw_padding(bottom, results["padding"])
     style.save(figure, figures / "fine_tuning.svg")
 
 

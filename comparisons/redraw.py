@@ -22,6 +22,7 @@ from runtime import terminal  # noqa: E402
 DRAWN_BY = {
     "activation_memory": "activation_memory",
     "fine_tuning": "fine_tuning",
+    "packing": "packing",
     "fsdp": "fsdp",
     "generation": "generation",
     "kernels": "kernels",

@@ -27,6 +27,7 @@ SCRIPTS = [
     ("activation_memory", [], ["activation_memory.json", "activation_memory.svg"]),
     ("data_parallel", [], ["data_parallel.json"]),
     ("fine_tuning", [], ["fine_tuning.json", "fine_tuning.svg"]),
+    ("packing", [], ["packing.json", "packing.svg"]),
     ("fsdp", [], ["fsdp.json", "fsdp_time_line.svg"]),
     ("generation", [], ["generation.json", "generation.svg"]),
     ("layouts", ["--ranks", "2"], ["layouts.json", "layouts.svg", "same_loss.svg"]),
