@@ -16,7 +16,9 @@ server's. What a test says about the start or the end of an interpreter, or abou
 needs `subprocess` instead.
 """
 
+import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -125,10 +127,23 @@ def of_rank(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
+def ports():
+    """Numbers below those that the system gives to connections (32768 and more on Linux): the ranks
+    of other tests cannot take one before it is used. Each pytest worker has 2,500 of its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    for n in itertools.count(os.getpid()):
+        yield 10000 + 2500 * worker + n % 2500
+
+
+PORTS = ports()
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    while True:
+        port = next(PORTS)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def run(
