@@ -32,13 +32,14 @@ figures: .venv/installed
 	.venv/bin/python comparisons/fsdp.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/silent_bugs.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/packing.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/fp8.py numbers $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/moe.py training $(RESULTS) $(ARGS)             # half an hour of this
 	.venv/bin/pip install --quiet transformers
 	.venv/bin/python comparisons/generation.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/layouts.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/planner_here.py $(RESULTS) $(ARGS)
 
-# on a GPU, ten minutes each (docs/gpu.md); gpu runs the four after it, in this order
+# on a GPU, ten minutes each (docs/gpu.md); gpu runs the five after it, in this order
 gpu: .venv/tests-installed
 	.venv/bin/python comparisons/gpu.py $(RESULTS) $(ARGS)
 
@@ -54,6 +55,9 @@ gpu-gpt2: .venv/tests-installed
 gpu-llama: .venv/tests-installed
 	.venv/bin/python comparisons/gpu.py llama $(RESULTS) $(ARGS)
 
+gpu-fp8: .venv/tests-installed
+	.venv/bin/python comparisons/gpu.py fp8 $(RESULTS) $(ARGS)
+
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
 
@@ -65,4 +69,4 @@ gpu-llama: .venv/tests-installed
 	.venv/bin/pip install -r tests/requirements.txt
 	touch $@
 
-.PHONY: train test test-all lint figures gpu gpu-check gpu-kernels gpu-gpt2 gpu-llama
+.PHONY: train test test-all lint figures gpu gpu-check gpu-kernels gpu-gpt2 gpu-llama gpu-fp8

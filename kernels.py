@@ -41,8 +41,8 @@ outside. It changes the class of a module (nn.RMSNorm becomes RMSNorm below), so
 and the work of other techniques stay. Hooks on the norms of a block do not run: the block computes
 them.
 
-Not covered, and found in Transformer Engine, Apex and Liger: FP8 and its scales; norms fused with
-the matrix multiplication behind them; kernels tuned for each card and size.
+Not covered, and found in Transformer Engine, Apex and Liger: casts to FP8 (fp8.py uses PyTorch's);
+norms fused with the matrix multiplication behind them; kernels tuned for each card and size.
 """
 
 import functools

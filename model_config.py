@@ -13,6 +13,17 @@ The check of every technique (tensor_parallel.check, ..) raises the same error.
 
 from dataclasses import dataclass, fields
 
+# the linear layers of a block, and the module that each is in; gate is Llama's
+LINEARS = {
+    "query": "attention",
+    "key": "attention",
+    "value": "attention",
+    "output": "attention",
+    "gate": "mlp",
+    "up": "mlp",
+    "down": "mlp",
+}
+
 
 @dataclass(frozen=True)
 class GPTConfig:

@@ -29,6 +29,8 @@ from functools import partial
 import torch
 
 import chunked_head
+import fp8
+import fp8_scaling
 import fsdp
 import kernels
 import moe
@@ -66,6 +68,9 @@ class Trainer(RunHooks):
         self.scaler = LossScaler() if self.precision == "fp16" else None
         # "off"; or why kernels do not run here; or "", where they run
         self.no_kernels = "off"
+        self.fp8 = fp8_scaling.make(
+            config.fp8_recipe(), self.model_config, device, config.keeps_bytes
+        )
         self.build()
         self.optimizer = self.make_optimizer()
         self.checkpoints = RunCheckpoints(self, groups.files)
@@ -99,6 +104,7 @@ class Trainer(RunHooks):
                 self.no_kernels = kernels.apply(stage, self.device, DTYPES[self.precision])
             if config.sequence_parallel:
                 sequence_parallel.apply(stage, groups.tp)
+            fp8.apply(stage, self.fp8, config.fp8_skip)
             self.after_model_parallel(stage)
             if groups.pp and config.pipeline_schedule == "zb-h1":
                 zero_bubble.apply(stage)
@@ -204,6 +210,8 @@ class Trainer(RunHooks):
         norm = self.optimizer.step(lr)
         for gradients in self.gradients:
             gradients.gather_parameters()
+        if self.fp8:
+            self.fp8.end_step(self.groups.all, taken=norm.isfinite())
         return norm, lr
 
 

@@ -1,13 +1,14 @@
-"""What to run where there is a GPU: four commands of at most ten minutes each, in this order.
+"""What to run where there is a GPU: five commands of at most ten minutes each, in this order.
 
-    python comparisons/gpu.py                 all four
-    python comparisons/gpu.py check           one of them: check, kernels, gpt2, llama
-    python comparisons/gpu.py --toy           all four at tiny sizes, also without a GPU
+    python comparisons/gpu.py                 all five
+    python comparisons/gpu.py check           one of them: check, kernels, gpt2, llama, fp8
+    python comparisons/gpu.py --toy           all five at tiny sizes, also without a GPU
 
     check     builds the kernels; their bytes and errors; their tests on the GPU; compute-sanitizer
     kernels   the time of each operation                               comparisons/kernels.py
     gpt2      a step of GPT-2 124M                                     comparisons/training_step.py
     llama     one device's loss and gradients under layouts that share the GPU; a step of Llama-2 7B
+    fp8       a layer's products in FP8, by size; a step of Llama-2 7B   comparisons/fp8.py speed
 
 docs/gpu.md says what each prints and writes. The output also goes to gpu_NAME.txt, a line at a
 time, and the comparisons write their files after each case. So whatever stops a command costs at
@@ -40,7 +41,7 @@ MARGIN = 20
 END = 30
 # Seconds that parity may take of the ten minutes of `llama`.
 PARITY = 240
-COMMANDS = "check", "kernels", "gpt2", "llama"
+COMMANDS = "check", "kernels", "gpt2", "llama", "fp8"
 # A line for each test, and the reason of each that is skipped.
 PYTEST = ["-m", "pytest", "-vv", "-rs", "--no-header", "-p", "no:cacheprovider", "-m", "gpu"]
 PARITY_TESTS = ["tests/test_compositions.py", "tests/test_generate.py", "tests/test_optimizer.py"]
@@ -52,6 +53,21 @@ LLAMA_CASES = [
     "kernels off",
     "kernels auto, full recompute",
 ]
+GPT2_CASES = [name for name in LLAMA_CASES if "recompute" not in name]
+FP8_CASES = [
+    "kernels auto, fp8 current",
+    "kernels auto, compile",
+    "kernels auto, fp8 current, compile",
+    "kernels auto, fp8 block, compile",
+    "kernels auto, fp8 delayed, compile",
+    "torchao tensorwise, compile",
+    "like nanochat, compile",
+    "kernels auto, fp8 block",
+    "kernels auto, fp8 delayed",
+    "torchao rowwise, compile",
+]
+# Seconds that the times of layers may take of the ten minutes of `fp8`.
+LAYERS = 180
 
 
 def from_root(folder: Path) -> str:
@@ -72,13 +88,17 @@ def parts(name: str, args) -> list[tuple[list[str], float]]:
         "check": [
             (["kernels.py"], LIMIT),
             # those with compute-sanitizer come last
-            ([*pytest, "tests/test_kernels.py"], LIMIT),
+            ([*pytest, "tests/test_scaled_mm.py", "tests/test_kernels.py"], LIMIT),
         ],
         "kernels": [(["comparisons/kernels.py", *flags], LIMIT)],
-        "gpt2": [([*step, "gpt2-124m"], LIMIT)],
+        "gpt2": [([*step, "gpt2-124m", "--cases", *GPT2_CASES], LIMIT)],
         "llama": [
             ([*pytest, *PARITY_TESTS], PARITY),
             ([*step, "llama2-7b", "--steps", "5", "--cases", *LLAMA_CASES], LIMIT),
+        ],
+        "fp8": [
+            (["comparisons/fp8.py", "speed", *flags], LAYERS),
+            ([*step, "llama2-7b", "--steps", "5", "--cases", *FP8_CASES], LIMIT),
         ],
     }[name]
 

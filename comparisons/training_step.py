@@ -2,8 +2,10 @@
 
     python comparisons/training_step.py [--models llama2-7b] [--cases "kernels auto"] [--steps 10]
 
-The cases are fused kernels on and off, torch.compile on and off, and each kind of recomputation.
-The models:
+The cases are fused kernels on and off, torch.compile on and off, each kind of recomputation, and
+FP8 (fp8.py) by each recipe, with fused kernels, compiled or not. Beside these stand the FP8 of
+torchao, for the model without biases, and a recipe like nanochat's (fp8_peers.py): without fused
+kernels, compiled. In FP8 are all layers but the first and the last. The models:
 
     model        shape                                         micro-batch   state
     gpt2-124m    L 12  h 768   a 12  s 1024  V 50304  GPT      32 x 8        float32
@@ -18,9 +20,10 @@ A step is one of train.Trainer on random tokens, without dropout, the optimizer'
 Each case runs in a process of its own, so that peaks of memory do not mix and a case that does not
 fit costs one line. There initial weights are drawn on the GPU, because drawing those of 7 billion
 parameters on a CPU takes a minute. After 3 steps of warm-up the median, minimum and maximum of
---steps steps count. MFU is model FLOPs (runtime/sizes.py) / time / the device's dense bf16 peak. If
-that peak is not known, it is that of a large matrix multiplication measured here, and the output
-says so. The losses of a model's first steps should agree in all cases, to bf16 precision.
+--steps steps count. MFU is model FLOPs (runtime/sizes.py) / time / the device's dense bf16 peak,
+also of FP8. If that peak is not known, it is that of a large matrix multiplication measured here,
+and the output says so. The losses of a model's first steps should agree in all cases, to the
+precision of bf16 or FP8.
 
 training_step.json is written after each case, and cases that it has already stay: a case measured
 again replaces the old one. The figure, figures/training_step.svg, shows all of the file's cases.
@@ -43,9 +46,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
 import style
 import torch
+from fp8_peers import PEERS, convert
 from report import spread, timed
 from single_device import Random
 
+import fp8
 import kernels
 import train
 from gpt import GPT
@@ -112,7 +117,30 @@ def cases(model: str) -> dict[str, dict]:
             if recompute != "none":
                 name += f", {recompute} recompute"
             named[name] = dict(kernels=kernels_flag, compile=compiled, **fields)
+    return named | fp8_cases(model)
+
+
+def fp8_cases(model: str) -> dict[str, dict]:
+    """Those in FP8. A field `peer` is whose FP8 it is, if not that of fp8.py."""
+    named = {}
+    for recipe, compiled in itertools.product(("current", "delayed", "block"), (False, True)):
+        name = f"kernels auto, fp8 {recipe}" + compiled * ", compile"
+        named[name] = dict(kernels="auto", compile=compiled, fp8=recipe)
+    for peer in PEERS:
+        if model == "llama2-7b" or not peer.startswith("torchao"):
+            named[f"{peer}, compile"] = dict(kernels="off", compile=True, peer=peer)
     return named
+
+
+class WithPeer(train.Trainer):
+    """Trains in the FP8 of others: peer is one of fp8_peers.PEERS."""
+
+    peer = ""
+
+    def after_model_parallel(self, stage: GPT) -> None:
+        super().after_model_parallel(stage)
+        layers = fp8.fp8_layers(self.model_config.num_layers, self.config.fp8_skip)
+        convert(stage, self.peer, layers)
 
 
 def toy_fields(model: str) -> dict:
@@ -142,13 +170,16 @@ def run_case(fields: dict, steps: int) -> dict:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
+    fields = dict(fields)
+    peer = fields.pop("peer", None)
+    trainer_class = type("Trainer", (WithPeer,), {"peer": peer}) if peer else train.Trainer
     config = train.Config(**fields)
     c = config.model_config()
     b = config.global_batch_size
     dataset = Random(b, c.seq_length, c.vocab_size)
     losses = []
     rates = []
-    trainer = train.Trainer(config, device, Groups())
+    trainer = trainer_class(config, device, Groups())
 
     def step(number):
         losses.append(trainer.forward_backward(number, dataset).item())

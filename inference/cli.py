@@ -52,7 +52,7 @@ from inference.packing import pack
 from model_config import divisors
 from prompts.prompt_data import PromptError
 from routers import MoEConfig
-from runtime.config import DTYPES, ConfigError, as_flags
+from runtime.config import DTYPES, ConfigError, as_flags, multiply_in
 from runtime.world import World, WorldError
 from sft import message
 from tuning.chat_template import ChatError
@@ -211,6 +211,7 @@ def connect(
     if adapters:
         adapters.check()
     precision = args.precision or ("bf16" if world.device.type == "cuda" else "fp32")
+    multiply_in(precision, world.device)
     model, index = load_model(
         args.checkpoint, world.device, DTYPES[precision], world.groups, args.layer_split
     )

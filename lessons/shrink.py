@@ -44,6 +44,8 @@ def shrink(config: Config, world: int) -> tuple[int, dict]:
         layout |= shrink_experts(model, ep, layout["num_layers"])
     if config.peft:
         layout |= shrink_adapters(config, tp)
+    if config.fp8 != "off":
+        layout |= shrink_fp8(config, layout, tp)
     layout |= shrink_batch(config, world, pp, dp)
     layout |= dict(
         # of a checkpoint's shape only the family is left to say
@@ -151,12 +153,22 @@ def shrink_batch(config: Config, world: int, pp: int, dp: int) -> dict:
     return dict(micro_batch_size=b, global_batch_size=b * m * dp)
 
 
+def shrink_fp8(config: Config, layout: dict, tp: int) -> dict:
+    """FP8 in all layers, and blocks that are not cut."""
+    small = dict(fp8_skip=0)
+    if config.fp8 == "block":
+        ffn = -(-layout["ffn_hidden_size"] // (4 * tp)) * 4 * tp
+        small |= dict(fp8_block=4, ffn_hidden_size=ffn)
+    return small
+
+
 def one_device(layout: dict) -> dict:
-    """The flags of one device that computes the same. Experts depend on the micro-batch."""
+    """The flags of one device that computes the same. Experts and FP8 scales depend on the
+    micro-batch."""
     alone = dict(tp=1, pp=1, ep=1, virtual_stages=1, schedule=None, layer_split=None)
     alone |= dict(sequence_parallel=False, zero_stage=0, reduce_dtype=None)
     alone |= dict(recompute="none", recompute_layers=None, head_chunk=0)
-    if not layout["num_experts"]:
+    if not layout["num_experts"] and layout["fp8"] == "off":
         alone["micro_batch_size"] = None
     return layout | alone
 

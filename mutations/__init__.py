@@ -49,14 +49,15 @@ OF_THE_MODEL = (
     *("num_experts", "router", "router_topk", "aux_loss", "z_loss"),
     *("seq_length", "document_mask"),
     *("peft", "lora_rank", "lora_alpha", "lora_dropout", "adapter_size", "peft_targets"),
+    *("fp8", "fp8_skip", "fp8_scales", "fp8_block"),
 )
 
 
 def of_one_device(flags: dict) -> dict:
     """Of the flags of a layout, those with which one device computes the same. Routers balance
-    within a micro-batch, so with experts its size is one of them."""
+    within a micro-batch, and FP8 scales are of one, so then its size is one of them."""
     kept = {name: value for name, value in flags.items() if name in OF_THE_MODEL}
-    if "num_experts" in kept:
+    if "num_experts" in kept or "fp8" in kept:
         kept["micro_batch_size"] = flags["micro_batch_size"]
     return kept
 

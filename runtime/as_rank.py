@@ -422,6 +422,8 @@ def check(config: Config, question: dict) -> tuple[int, int]:
         if getattr(config, name):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"--as-rank {rank}: reads no checkpoint; leave {flag} out")
+    if config.fp8 != "off":
+        raise ConfigError(f"--as-rank {rank}: knows a step without FP8; leave --fp8 out")
     return rank, world
 
 

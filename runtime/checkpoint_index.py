@@ -68,6 +68,15 @@ class OptimizerRecord(TypedDict):
     scaler: NotRequired[ScalerRecord | None]
 
 
+# a float32 that is a maximum of absolute values
+Maximum = Annotated[float, Meta(ge=0, le=torch.finfo(torch.float32).max)]
+
+
+class FP8Record(TypedDict):
+    # [steps, layers, matrices, operands], as of fp8_scaling.Scaling
+    history: list[list[list[list[Maximum]]]]
+
+
 class RunRecord(TypedDict):
     tokenizer: NotRequired[str | None]
 
@@ -86,6 +95,7 @@ class Index(TypedDict):
     tokens: NotRequired[Count | None]
     corpus: NotRequired[str | None]
     optimizer: NotRequired[OptimizerRecord | None]
+    fp8: NotRequired[FP8Record | None]
 
 
 def read_index(path: Path) -> dict:

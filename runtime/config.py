@@ -16,6 +16,7 @@ import torch
 
 import checkpoint
 import schedules
+from fp8_scaling import Recipe
 from model_config import FieldError
 from moe import MoEConfig
 from runtime.presets import PRESETS
@@ -33,9 +34,17 @@ LAYOUT = (
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
+    # float32 in memory; GPUs round what they multiply to 10 bits of mantissa
+    "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+def multiply_in(precision: str | None, device: torch.device) -> None:
+    """Have this process multiply float32 matrices in TF32, if that is the precision of a run."""
+    if precision == "tf32" and device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
 
 
 class ConfigError(ValueError):
@@ -189,8 +198,29 @@ class Config:
     )
     precision: str | None = flag(
         None,
-        "precision of compute; the default is bf16 on CUDA and fp32 on CPUs (fp64: for tests)",
-        ("fp32", "bf16", "fp16", "fp64"),
+        "precision of compute; the default is bf16 on CUDA and fp32 on CPUs (tf32: fp32 whose "
+        "matrix multiplications are in TF32, on GPUs; fp64: for tests)",
+        ("fp32", "tf32", "bf16", "fp16", "fp64"),
+    )
+    fp8: str = flag(
+        "off",
+        "matrix multiplications of attention and MLP in FP8, with a scale for each tensor from its "
+        "maximum now (current) or in the last steps (delayed), or one for each block (fp8.py)",
+        ("off", "current", "delayed", "block"),
+    )
+    fp8_skip: int = flag(1, "first layers, and last layers, that are not in FP8")
+    fp8_scales: str = flag(
+        "power-of-two",
+        "FP8 scales: rounded down to a power of two, or any number",
+        ("power-of-two", "any"),
+    )
+    fp8_keep_bytes: bool = flag(
+        False,
+        "with --zero-stage 3: keep the bytes of whole weights for a step, instead of making them "
+        "anew for each product (1 byte for each parameter in FP8)",
+    )
+    fp8_block: int = flag(
+        128, "size of a block with --fp8 block; only 128 has a GPU's FP8 multiplications"
     )
     optimizer_state: str = flag(
         "fp32",
@@ -361,6 +391,16 @@ class Config:
         if self.micro_batch_size:
             return self.micro_batch_size
         return 1 if self.pp > 1 else self.global_batch_size // dp
+
+    def fp8_recipe(self) -> Recipe | None:
+        if self.fp8 == "off":
+            return None
+        return Recipe(self.fp8, self.fp8_scales == "power-of-two", self.fp8_block)
+
+    @property
+    def keeps_bytes(self) -> bool:
+        """Whether weights in FP8 are kept as bytes for a whole step."""
+        return self.zero_stage < 3 or self.fp8_keep_bytes
 
     @property
     def lowest_lr(self) -> float:

@@ -17,7 +17,7 @@ from data import DataError
 from optimizer import learning_rate
 from prompts.prompt_data import PromptError
 from runtime import as_rank, finish, flags, messages, opening, plan, resume, rules, terminal
-from runtime.config import Config, ConfigError
+from runtime.config import Config, ConfigError, multiply_in
 from runtime.errors import RunError
 from runtime.metrics import MetricsError
 from runtime.run_folder import RunFolderError
@@ -109,6 +109,7 @@ def run(config: Config, world: World, trainer_class, loop) -> None:
 
 def build(config: Config, world: World, trainer_class):
     """The trainer. Raises RunError where there is no memory for it."""
+    multiply_in(config.precision, world.device)
     try:
         return trainer_class(config)(config, world.device, world.groups)
     except (RuntimeError, MemoryError) as e:

@@ -14,6 +14,8 @@ bit for bit:
     eval_loss              loss on held-out text, after an evaluation
     loss_scale             fp16 only
     skipped_steps          steps so far whose gradients were not finite
+    fp8_not_finite         --fp8: tensors with NaN or infinity, the first of them first
+    fp8_saturated          --fp8 delayed: tensors with values beyond what their scale allows
     predicted_seconds      of a step, by planner.py, with --plan
 
 With experts, these have one number for each layer that has experts:
@@ -179,9 +181,13 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for gpu, peak in PEAK.items() if gpu in name), None)
 
 
-def mfu(tflops: float, device: torch.device, precision: str) -> dict:
-    """{"mfu": share of the device's dense peak}, or {} where the peak is not known, and in fp32."""
+def mfu(tflops: float, device: torch.device, precision: str, fp8: bool = False) -> dict:
+    """{"mfu": share of the device's dense peak}, or {} where the peak is not known, and in fp32.
+    fp8: where the device multiplies in FP8, its peak counts, twice that of 16 bits, though not all
+    products are in FP8."""
     peak = peak_flops(device) if precision in ("bf16", "fp16") else None
+    if peak and fp8:
+        peak *= 2
     return {"mfu": tflops * 1e12 / peak} if peak else {}
 
 
@@ -225,7 +231,8 @@ def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float
     if "mfu" in line:
         parts.append(f"MFU {line['mfu']:.1%}")
     if not math.isfinite(line["grad_norm"]):
-        parts.append("not finite: skipped")
+        first = "".join(f", first {name}" for name in line.get("fp8_not_finite", [])[:1])
+        parts.append(f"not finite{first}: skipped")
     if "expert_load" in line:
         parts.append(f"load up to {max(max(layer) for layer in line['expert_load']):.2f}")
     text = "  ".join(parts)

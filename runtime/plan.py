@@ -54,6 +54,9 @@ def check(config: Config) -> None:
                 f"--plan {config.plan}: predicts a step that trains the whole model, not one of"
                 f" {flag_name(name)}; leave it out"
             )
+    if config.fp8 != "off":
+        rule = "predicts steps without --fp8; leave one of the two out"
+        raise ConfigError(f"--plan {config.plan}: {rule}")
     machine_of(config.plan)
 
 

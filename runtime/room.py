@@ -23,6 +23,9 @@ import fsdp
 from routers import MoEConfig
 from runtime.sizes import least_parameters
 
+# bytes of a number; 2 in other precisions
+SIZES = {"fp64": 8, "fp32": 4, "tf32": 4}
+
 
 def parameters(model: MoEConfig) -> tuple[int, int]:
     """How many numbers the matrices have: (those outside the experts, those of the experts)."""
@@ -38,7 +41,7 @@ def state_parts(
 
     ranks: how many there are in tp, pp, dp and ep. Experts have dp / ep replicas.
     """
-    weight = {"fp64": 8, "fp32": 4}.get(precision, 2)
+    weight = SIZES.get(precision, 2)
     gradient = max(weight, 4)
     moments = 4 if optimizer_state == "bf16" else 2 * gradient
     master = 0
@@ -68,7 +71,7 @@ def activation_bytes(
     """Bytes that the fullest rank holds at least for one micro-batch: each layer's input, and
     without a pipeline the logits, of `head_chunk` tokens if it is given. ranks: as in
     `state_parts`."""
-    size = {"fp64": 8, "fp32": 4}.get(precision, 2)
+    size = SIZES.get(precision, 2)
     tokens = micro_batch * model.seq_length
     numbers = tokens * (model.hidden_size * model.num_layers // ranks["pp"])
     if ranks["pp"] == 1:

@@ -12,6 +12,7 @@ import torch
 
 import adapters
 import chunked_head
+import fp8
 import moe
 import pipeline_parallel
 import recompute
@@ -49,6 +50,8 @@ LEAST = {
     "pp": 1,
     "virtual_stages": 1,
     "ep": 1,
+    "fp8_skip": 0,
+    "fp8_block": 1,
     "timeout": 1,
 }
 
@@ -165,6 +168,18 @@ def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
             sequence_parallel.check(model, config.tp)
         v = config.virtual_stages
         pipeline_parallel.check(model.num_layers, config.pp, v, config.layer_split)
+        recipe = config.fp8_recipe()
+        if recipe:
+            fp8.check(model, recipe, config.fp8_skip, config.tp)
+    for name in ("fp8_skip", "fp8_scales", "fp8_block"):
+        if recipe is None and getattr(config, name) != getattr(Config(), name):
+            refuse(config, name, "needs --fp8 current, delayed or block")
+    if config.fp8_keep_bytes and (recipe is None or config.zero_stage < 3):
+        raise ConfigError(
+            "--fp8-keep-bytes: is for --zero-stage 3 with --fp8; other stages keep them anyway"
+        )
+    if config.fp8_block != Config().fp8_block and config.fp8 != "block":
+        refuse(config, "fp8_block", "is of --fp8 block; other recipes have one scale for a tensor")
     for name in EXPERT_FIELDS:
         if getattr(config, name) is not None and not model.num_experts:
             rule = "this model has no experts; --num-experts 8, for example, would give it some"
@@ -284,6 +299,11 @@ def check_conversations(config: Config) -> None:
 
 def check_device(config: Config) -> None:
     """What this machine and its packages can do. Raises ConfigError."""
+    if config.fp8 != "off" and config.precision == "fp16":
+        raise ConfigError(
+            f"--fp8 {config.fp8}: has scales of its own, and the loss scale of fp16 would change"
+            " what they were measured for; --precision bf16 would fit"
+        )
     if config.optimizer_state == "bf16" and config.precision == "fp16":
         raise ConfigError(
             "--optimizer-state bf16: the upper half of an fp32 master is a bf16 number; --precision"

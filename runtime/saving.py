@@ -39,6 +39,7 @@ class RunCheckpoints:
             "tokenizer": dataclasses.asdict(self.tokenizer),
             "optimizer": trainer.optimizer.state_dict(),
             **trainer.extra_state(),
+            **({"fp8": trainer.fp8.state_dict()} if trainer.fp8 else {}),
             "config": dataclasses.asdict(trainer.config),
             "model": dataclasses.asdict(trainer.model_config),
         }
@@ -66,6 +67,8 @@ class RunCheckpoints:
             return index
         try:
             self.trainer.optimizer.load_state_dict(index["optimizer"])
+            if self.trainer.fp8:
+                self.trainer.fp8.load_state_dict(index.get("fp8"))
             return index | {"tokens": int(index["tokens"])}
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
             why = f"({type(e).__name__}: {e})"
@@ -77,5 +80,8 @@ class RunCheckpoints:
     def set(self, tensors: dict[str, torch.Tensor]) -> None:
         """Use the new values of what `optimizer.tensors()` gave."""
         self.trainer.optimizer.restore(tensors)
+        if self.trainer.fp8:
+            # of the weights before
+            self.trainer.fp8.weights.clear()
         for gradients in self.trainer.gradients:
             gradients.gather_parameters()

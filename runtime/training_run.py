@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import checkpoint
-from runtime import plan
+import fp8_scaling
+from runtime import messages, plan
 from runtime.device_queue import Moment, to_host
 from runtime.errors import RunError
 from runtime.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
@@ -57,6 +58,8 @@ class Measurement:
     # [ranks, numbers], as `TrainingRun.measure` lists them; there when `end` has passed
     numbers: Tensor
     routing: dict[str, Tensor]
+    # of fp8.Scaling, or None
+    fp8_report: Tensor | None
     begin: Moment
     end: Moment
     # on held-out text, after an evaluation
@@ -97,6 +100,7 @@ class TrainingRun:
         # seconds of a step by part, with --plan
         self.predicted = plan.predict(config, world.size)
         self.flops = flops_per_token(trainer.model_config) * trainer.share_of_flops
+        self.multiplies_in_fp8 = bool(trainer.fp8) and not messages.fp8_is_emulated(trainer)
         self.bytes_per_token = held_out.index["bytes"] / held_out.index["tokens"]
         self.eval_sequences = min(held_out.num_sequences, EVAL_SEQUENCES)
         self.step = start
@@ -190,6 +194,7 @@ class TrainingRun:
             self.tokens,
             to_host(numbers),
             {name: to_host(values) for name, values in trainer.routing().items()},
+            to_host(trainer.fp8.report) if trainer.fp8 else None,
             self.step_begin,
             Moment(trainer.device),
         )
@@ -222,8 +227,11 @@ class TrainingRun:
             "tflops_per_device": processed * self.flops / seconds / self.world.size / 1e12,
             "peak_memory_bytes": int(max(peaks)),
         }
-        line |= mfu(line["tflops_per_device"], trainer.device, trainer.precision)
+        tflops = line["tflops_per_device"]
+        line |= mfu(tflops, trainer.device, trainer.precision, self.multiplies_in_fp8)
         line |= {name: values.tolist() for name, values in measured.routing.items()}
+        if measured.fp8_report is not None:
+            line |= fp8_scaling.warnings(measured.fp8_report)
         if trainer.scaler:
             line["loss_scale"] = trainer.scaler.scale
         if self.predicted:
@@ -278,7 +286,7 @@ class TrainingRun:
         bad_steps = self.skipped_in_a_row
         if self.trainer.optimizer.diverged(self.config.max_bad_steps, bad_steps):
             self.trainer.checkpoints.saver.wait()
-            raise diverged(self.config, step, bad_steps)
+            raise diverged(self.config, step, bad_steps, self.line.get("fp8_not_finite"))
 
     def save_is_due(self, step: int) -> bool:
         """After the last step, and every --save-every steps, or as soon as a step was taken."""
@@ -303,9 +311,9 @@ class TrainingRun:
             )
 
 
-def diverged(config, step: int, bad_steps: int) -> RunError:
+def diverged(config, step: int, bad_steps: int, tensors: list[str] | None = None) -> RunError:
     """The message of a run that ends after `bad_steps` skipped steps in a row, the last of them
-    `step`."""
+    `step`. tensors: those in FP8 that were not finite in it, the first of them first."""
     found = checkpoint.steps(Path(config.out) / "checkpoints")
     # a checkpoint of step k is good if step k + 1 was taken
     good = [path for k, path in found.items() if k < step - bad_steps]
@@ -320,9 +328,14 @@ def diverged(config, step: int, bad_steps: int) -> RunError:
     precision = ""
     if config.precision == "fp16":
         precision = ", or --precision bf16 (the loss scale is at its lowest, 1)"
+    first = (
+        f"; in step {step}, the first FP8 tensor that was not finite is {tensors[0]}"
+        if tensors
+        else ""
+    )
     return RunError(
         f"step {step}: the run has diverged: the gradients of the last {bad_steps} steps were not"
-        f" finite, and all were skipped (--max-bad-steps {config.max_bad_steps}); {where};"
+        f" finite, and all were skipped (--max-bad-steps {config.max_bad_steps}){first}; {where};"
         f" {advice}, with a lower --lr (now {config.lr:g}) or a longer --warmup-steps (now"
         f" {config.warmup_steps}){precision}",
         everywhere=True,

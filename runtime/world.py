@@ -52,6 +52,8 @@ class Groups:
     pp: dist.ProcessGroup | None = None
     # the pipeline's communicators on GPUs: (sender, receiver, kind) -> group, as `nccl_groups`
     nccl: dict | None = None
+    # all ranks
+    all: dist.ProcessGroup | None = None
     # all ranks, on the CPU: for checkpoints that are written while training goes on
     files: dist.ProcessGroup | None = None
 
@@ -79,6 +81,7 @@ class Groups:
             experts = init_device_mesh(device_type, shape, mesh_dim_names=names)
             groups.ep = experts.get_group("ep")
             groups.edp = experts.get_group("edp")
+        groups.all = dist.group.WORLD
         # of the CPU: gloo beside NCCL
         backend = "gloo" if dist.get_backend() == "nccl" else None
         groups.files = dist.new_group(backend=backend, timeout=timeout)

@@ -1,13 +1,14 @@
 """Parity of layouts drawn at random: pipelines, tensor, sequence, expert and (sharded) data
 parallelism, recomputation, on up to 8 ranks.
 
-    python tests/random_layouts.py [--count 200] [--first 0] [--peft]
+    python tests/random_layouts.py [--count 200] [--first 0] [--peft] [--fp8]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
 parity.py.
 """
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -99,6 +100,26 @@ def with_peft(drawn: dict, seed: int) -> dict:
     return drawn | {"model": drawn["model"] | flags}
 
 
+def with_fp8(drawn: dict, seed: int) -> dict:
+    """The same layout in FP8, by a recipe drawn at random. Scales are those of a micro-batch, so
+    one device takes the same ones; blocks are not cut."""
+    g = random.Random(-3 * 10**6 - seed)
+    model, tp = drawn["model"], drawn["layout"]["tp"]
+    h, heads = model["hidden_size"], model["num_heads"]
+    widths = [h, model.get("ffn_hidden_size", 4 * h), model.get("num_kv_heads", heads) * h // heads]
+    largest = math.gcd(*(width // tp for width in widths))
+    flags = dict(
+        fp8=g.choice(["current", "delayed", "block"]),
+        # with powers of two a wrong maximum often gives the same scale
+        fp8_scales=g.choice(["any", "power-of-two"]),
+        fp8_skip=g.randint(0, (model["num_layers"] - 1) // 2),
+        micro_batch_size=drawn["layout"]["micro_batch_size"],
+    )
+    if flags["fp8"] == "block":
+        flags["fp8_block"] = g.choice([n for n in range(1, largest + 1) if largest % n == 0])
+    return drawn | {"model": model | flags}
+
+
 def check(drawn: dict) -> dict[str, float]:
     """Raises AssertionError where the layout is not one device."""
     a = train(drawn["world"], base=drawn["model"], **drawn["layout"])
@@ -114,6 +135,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--peft", action="store_true", help="of frozen models with adapters")
+    parser.add_argument("--fp8", action="store_true", help="in FP8, by a recipe of its own each")
     args = parser.parse_args()
     failed = []
     worst = 0.0
@@ -122,6 +144,8 @@ def main() -> int:
         drawn = draw(seed)
         if args.peft:
             drawn = with_peft(drawn, seed)
+        if args.fp8:
+            drawn = with_fp8(drawn, seed)
         try:
             worst = max(worst, *check(drawn).values())
         except (AssertionError, RuntimeError) as e:

@@ -28,6 +28,8 @@ SCRIPTS = [
     ("data_parallel", [], ["data_parallel.json"]),
     ("fine_tuning", [], ["fine_tuning.json", "fine_tuning.svg"]),
     ("packing", [], ["packing.json", "packing.svg"]),
+    ("fp8", ["numbers"], ["fp8.json", "fp8.svg"]),
+    ("fp8_training", [], ["fp8_training.json", "fp8_training.svg"]),
     ("fsdp", [], ["fsdp.json", "fsdp_time_line.svg"]),
     ("generation", [], ["generation.json", "generation.svg"]),
     ("layouts", ["--ranks", "2"], ["layouts.json", "layouts.svg", "same_loss.svg"]),
@@ -45,6 +47,7 @@ SCRIPTS = [
     ("tensor_parallel", [], ["tensor_parallel.json"]),
     ("zero_memory", [], ["zero_memory.json", "zero_memory.svg"]),
 ]
+FP8 = "fp8_speed", "training_step"
 # what comparisons/gpu.py runs: (command, files that it writes, words that it prints)
 GPU = [
     ("check", ["gpu_check.txt"], ["cross_entropy", "test_sanitizer[memcheck]"]),
@@ -54,6 +57,11 @@ GPU = [
         "llama",
         ["gpu_llama.txt", "training_step.json", "training_step.svg"],
         ["test_on_a_gpu[2-", "| llama2-7b | kernels auto |"],
+    ),
+    (
+        "fp8",
+        ["gpu_fp8.txt", *(f"{name}.{kind}" for name in FP8 for kind in ("json", "svg"))],
+        ["h 128, block:", "| llama2-7b | kernels auto, fp8 current |"],
     ),
 ]
 # these start training runs as commands
@@ -198,6 +206,7 @@ def test_none_is_forgotten():
         "report",
         "style",
         "redraw",
+        "fp8_peers",
     }
 
 

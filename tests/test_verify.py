@@ -7,6 +7,7 @@ import pytest
 import random_layouts
 import torch
 
+import fp8_scaling
 import mutations
 import verify
 from lessons import ranks
@@ -267,3 +268,29 @@ def test_normal_noise_seldom_leaves_the_band(runs, least, most):
         *repeats, a, b = (dict(enumerate(losses, 1)) for losses in of_trial)
         outside += max(verify.times_band(a, b, verify.band_of(repeats)).values()) > 1
     assert least <= outside / trials <= most
+
+
+def each_order(rank, layout):
+    """The losses of one device, with sums in this rank's order."""
+    return verify.losses_in_another_order(rank, layout, steps=2, parts=2)
+
+
+@pytest.mark.parametrize("fp8", ["current", "delayed", "block"])
+def test_another_order_of_sums_keeps_fp8(fp8):
+    """Bytes and scales are the same, so in float64 the losses are, but for rounding."""
+    config = Config(fp8=fp8, fp8_scales="any", num_layers=4, precision="fp64", device="cpu")
+    _, layout = shrink(config, 1)
+    first, *others = ranks.run(each_order, 3, one_device(layout))
+    for losses in others:
+        assert losses == pytest.approx(first, rel=1e-12)
+
+
+def test_a_product_of_bytes_in_parts():
+    """5 columns in parts of 3 and 2, which the seed decides: the product, but for rounding."""
+    recipe = fp8_scaling.Recipe(power_of_two=False)
+    scaling = fp8_scaling.Scaling(recipe, 1, "cpu")
+    x, w = torch.arange(20.0).view(4, 5) - 9, torch.arange(10.0).view(2, 5) - 4
+    pair = scaling.quantise([x, w], [(0, 0), (0, 1)], fp8_scaling.INPUT, None, None)
+    expected = pair[0] @ pair[1].t()
+    found = {seed: verify.product_in_parts(pair[0], 2, seed, pair[1].t()) for seed in range(8)}
+    assert all(torch.allclose(y, expected, rtol=1e-5, atol=1e-4) for y in found.values())

@@ -3,19 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from model_config import FieldError, GPTConfig
+from model_config import LINEARS, FieldError, GPTConfig
 
 METHODS = ("lora", "adapter", "ia3")
-# the linear layers of a block, and the module that each is in; gate is Llama's
-LINEARS = {
-    "query": "attention",
-    "key": "attention",
-    "value": "attention",
-    "output": "attention",
-    "gate": "mlp",
-    "up": "mlp",
-    "down": "mlp",
-}
 # the places that each method can have; the default is all of them
 TARGETS = {"lora": tuple(LINEARS), "adapter": ("attention", "mlp"), "ia3": ("key", "value", "down")}
 

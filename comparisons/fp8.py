@@ -1,0 +1,394 @@
+"""FP8: the numbers that there are, what rounding to them costs, and what a GPU gains.
+
+    python comparisons/fp8.py numbers [--steps 300] [--toy] [--out DIR]      figures/fp8.svg
+    python comparisons/fp8.py speed [--rounds 15] [--toy] [--out DIR]        figures/fp8_speed.svg
+
+numbers: the range of each format, with all positive numbers of e4m3 and e5m2. Then the error of a
+linear layer's three products, for matrices as training has them: the default model is trained on
+the default corpus in float32, with the matrix multiplications of layers 1 and 2 in FP8 (delayed
+scaling). The inputs, weights and gradients of its last step are rounded again by each recipe:
+
+    bf16               rounded to bf16, without scales
+    current            one scale for a tensor, from its own maximum
+    delayed            one scale for a tensor, from the maxima of the 16 steps before
+    block              a scale for each 1 x 128 or 128 x 128 values
+    e4m3 everywhere    current, with gradients in e4m3 instead of e5m2
+
+Sums are in float32. An error is the norm of the difference from the product of the matrices before
+they were rounded, in float64, over the norm of that product. Beside it stands how many of the
+gradients that were not zero became zero.
+
+speed, on a GPU: the three products of a layer h -> h, in bf16 and in FP8, for 4,096 and 16,384
+tokens. With casts: maxima, scales and bytes of inputs, weights and gradients are in the time.
+Without: bytes are there, contiguous as the library wants them. The crossing point is the smallest
+h from which FP8 needs less time than bf16.
+"""
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import report
+import style
+import torch
+import torch.nn.functional as F
+from report import spread, timed
+from torch import Tensor
+
+import data
+import float8
+import train
+from corpus.tokenizer import ByteTokenizer
+from float8 import E4M3, E5M2, Format, Quantised
+from fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
+from model_config import LINEARS
+from runtime.world import Groups, keep_freed_memory
+
+
+@dataclass(frozen=True)
+class E4M3Everywhere(Recipe):
+    def format(self, operand: int) -> Format:
+        return E4M3
+
+
+RECIPES = {
+    "current": Recipe("current"),
+    "delayed": Recipe("delayed"),
+    "block": Recipe("block"),
+    "e4m3 everywhere": E4M3Everywhere("current"),
+}
+PRODUCTS = {"y": "y = x Wᵀ", "dx": "∂x = ∂y W", "dw": "∂W = ∂yᵀ x"}
+TOY = dict(model="tiny", num_layers=3, hidden_size=32, num_heads=4, ffn_hidden_size=64)
+# of layers that read one input, the first stands for all
+MEASURED = ("query", "output", "gate", "down")
+
+# --- the numbers that there are -------------------------------------------------------------------
+
+
+def formats() -> dict[str, dict]:
+    """Range and precision of each format; of those of 8 bits also all positive numbers."""
+    found = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        limits = torch.finfo(dtype)
+        found[name] = {
+            "largest": limits.max,
+            "smallest_normal": limits.tiny,
+            "smallest": limits.tiny * limits.eps,
+            "significant_bits": 1 - round(math.log2(limits.eps)),
+        }
+    for of in (E5M2, E4M3):
+        values = [float8.decode_by_hand(byte, of) for byte in range(128)]
+        values = [x for x in values if 0 < x < math.inf]
+        found[of.name] = {
+            "largest": max(values),
+            "smallest_normal": 2.0 ** (1 - of.bias),
+            "smallest": min(values),
+            "significant_bits": 1 + of.mantissa_bits,
+            "positive": values,
+        }
+    return found
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+class Recorder(Scaling):
+    """Keeps the matrices of the first micro-batch once `seen` is there: {(place, operand)}."""
+
+    seen: dict | None = None
+
+    def keep(self, tensors, places, operand: int) -> None:
+        if self.seen is not None:
+            for x, place in zip(tensors, places):
+                self.seen.setdefault((place, operand), x.detach().clone())
+
+    def both(self, tensors, places, operand: int, group, *wanted):
+        self.keep(tensors, places, operand)
+        return super().both(tensors, places, operand, group, *wanted)
+
+    def weight(self, w, place, group):
+        self.keep([w], [place], WEIGHT)
+        return super().weight(w, place, group)
+
+
+def trained(steps: int, fields: dict) -> Recorder:
+    """After so many steps: the matrices of the last, and the maxima of those before it."""
+    config = train.Config(
+        precision="fp32", fp8="delayed", steps=steps, lr=1e-3, device="cpu", **fields
+    )
+    trainer = train.Trainer(config, torch.device("cpu"), Groups())
+    recorder = trainer.fp8
+    recorder.__class__ = Recorder
+    folder = data.prepare([], ByteTokenizer())
+    corpus = data.Corpus(folder, trainer.model_config.seq_length, config.seed)
+    for step in range(1, steps + 1):
+        if step == steps:
+            recorder.seen = {}
+            recorder.before = recorder.history.clone()
+        loss = trainer.forward_backward(step, corpus).item()
+        trainer.update(step)
+        if step % 50 == 0:
+            print(f"step {step}: loss {loss:.3f}", flush=True)
+    return recorder
+
+
+def operands(scaling: Scaling, place, x: Tensor, w: Tensor, dy: Tensor) -> dict:
+    """{product: (left, right)}, bytes of x: [tokens, in], w: [out, in], dy: [tokens, out]"""
+    for_y, x_for_dw = scaling.both([x], [place], INPUT, None)[0]
+    for_dx, dy_for_dw = scaling.both([dy], [place], GRADIENT, None)[0]
+    weight = scaling.weight(w, place, None)
+    return {"y": (for_y, weight.t()), "dx": (for_dx, weight), "dw": (dy_for_dw.t(), x_for_dw)}
+
+
+def products(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    return {"y": x @ w.t(), "dx": dy @ w, "dw": dy.t() @ x}
+
+
+def became_zero(x: Tensor, q: Quantised) -> float:
+    """The share of the numbers of x, other than zero, that are zero in bytes."""
+    some = x != 0
+    return ((q.q.float() == 0) & some).sum().item() / some.sum().item()
+
+
+def errors_of(recorder: Recorder, place) -> dict[str, dict]:
+    """{recipe: {product: relative error, "zeros": share of gradients}} of one matrix"""
+    x, w, dy = (recorder.seen[place, operand] for operand in (INPUT, WEIGHT, GRADIENT))
+    exact = products(x.double(), w.double(), dy.double())
+    rounded = {"bf16": products(*(t.bfloat16().float() for t in (x, w, dy)))}
+    zeros = {"bf16": 0.0}
+    for name, recipe in RECIPES.items():
+        scaling = Scaling(recipe, len(recorder.amax), "cpu")
+        if recipe.scaling == "delayed":
+            scaling.history = recorder.before
+        pairs = operands(scaling, place, x, w, dy)
+        rounded[name] = {product: a @ b for product, (a, b) in pairs.items()}
+        zeros[name] = became_zero(dy, pairs["dx"][0])
+    found = {}
+    for name, of_recipe in rounded.items():
+        found[name] = {"zeros": zeros[name]}
+        for product, y in of_recipe.items():
+            difference = (y.double() - exact[product]).norm() / exact[product].norm()
+            found[name][product] = difference.item()
+    return found
+
+
+def numbers(steps: int, fields: dict) -> dict:
+    recorder = trained(steps, fields)
+    errors = {}
+    for number in range(1, len(recorder.amax) - 1):
+        for matrix in MEASURED:
+            place = number, list(LINEARS).index(matrix)
+            errors[f"blocks.{number} {matrix}"] = errors_of(recorder, place)
+    spreads = {}
+    for name in ("bf16", *RECIPES):
+        keys = (*PRODUCTS, "zeros")
+        spreads[name] = {key: spread([row[name][key] for row in errors.values()]) for key in keys}
+    return {"steps": steps, "formats": formats(), "errors": errors, "spreads": spreads}
+
+
+def print_numbers(results: dict) -> None:
+    print("relative error, median (least to most) of the matrices\n")
+    print("| recipe | y | ∂x | ∂W | gradients that became zero |\n|---|---|---|---|---|")
+    for name, of_recipe in results["spreads"].items():
+        cells = [report.format_spread(of_recipe[key], ".2%") for key in (*PRODUCTS, "zeros")]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+# --- speed ----------------------------------------------------------------------------------------
+
+
+def prepared(a: Quantised, b: Quantised):
+    """A call of the product alone. Where no GPU multiplies bytes, that of decoded bytes."""
+    if not float8.runs_in_fp8(a, b):
+        return lambda: a @ b
+    arguments = float8.library_operands(a, b)
+    return lambda: F.scaled_mm(*arguments, output_dtype=a.dtype)
+
+
+def calls(tokens: int, h: int, device) -> dict:
+    """{name: a call of a layer's three products, or why there is none}, for in_turn."""
+    x, dy = torch.randn(2, tokens, h, device=device).bfloat16()
+    w = torch.randn(h, h, device=device).bfloat16()
+    found = {"bf16": lambda: products(x, w, dy)}
+    place = 0, 0
+    for name in ("current", "delayed", "block"):
+        scaling = Scaling(RECIPES[name], 1, device)
+        scaling.recording = True
+        pairs = operands(scaling, place, x, w, dy)
+        scaling.end_step()
+        fast = all(float8.runs_in_fp8(a, b) for a, b in pairs.values())
+        if torch.device(device).type == "cuda" and not fast:
+            found[name] = "no such product on this GPU, or in this build of PyTorch"
+            continue
+
+        def whole(scaling=scaling):
+            scaling.weights.clear()
+            for a, b in operands(scaling, place, x, w, dy).values():
+                a @ b
+
+        alone = [prepared(a, b) for a, b in pairs.values()]
+        found[name] = whole
+        found[f"{name}, products alone"] = lambda alone=alone: [call() for call in alone]
+    return found
+
+
+def seconds_of(call) -> float:
+    """Of one call, the mean of as many as take 20 ms or more."""
+    once = timed(call)
+    repeats = max(1, math.ceil(0.02 / once))
+    return timed(lambda: [call() for _ in range(repeats)]) / repeats
+
+
+def over_bf16(tokens: int, h: int, device, rounds: int) -> dict:
+    """{name: spread of its time over that of bf16, or why there is none}, and seconds of bf16"""
+    found = calls(tokens, h, device)
+    refused = {name: call for name, call in found.items() if isinstance(call, str)}
+    kinds = {
+        name: lambda call=call: seconds_of(call)
+        for name, call in found.items()
+        if name not in refused
+    }
+    times = report.in_turn(kinds, rounds)
+    row = {"bf16, seconds": spread([t["bf16"] for t in times])} | refused
+    for name in kinds:
+        if name != "bf16":
+            row[name] = spread([t[name] / t["bf16"] for t in times])
+    return row
+
+
+def crossing(rows: dict[str, dict], name: str) -> int | None:
+    """The smallest h from which FP8 needs less time than bf16, for all larger ones too."""
+    found = None
+    for h in sorted(rows, key=int, reverse=True):
+        ratio = rows[h].get(name)
+        if not isinstance(ratio, dict) or ratio["median"] >= 1:
+            break
+        found = int(h)
+    return found
+
+
+def speed(args, device, sizes: dict) -> dict:
+    """Writes fp8_speed.json after each size."""
+    deadline = time.monotonic() + 60 * args.minutes
+    results = {"toy": args.toy, "layers": {}}
+    for tokens in sizes["tokens"]:
+        rows = results["layers"].setdefault(str(tokens), {})
+        for h in sizes["h"]:
+            if time.monotonic() > deadline:
+                print(f"no time left for {tokens} tokens, h {h}", flush=True)
+                continue
+            rows[str(h)] = over_bf16(tokens, h, device, args.rounds)
+            for name, value in rows[str(h)].items():
+                text = value if isinstance(value, str) else report.format_spread(value, ".3g")
+                print(f"{tokens} tokens, h {h}, {name}: {text}", flush=True)
+            report.write("fp8_speed", results, args)
+        names = [name for row in rows.values() for name in row if name != "bf16, seconds"]
+        for name in dict.fromkeys(names):
+            print(f"{tokens} tokens, {name}: less time than bf16 from h {crossing(rows, name)}")
+    report.save("fp8_speed", results, args)
+    return results
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+COLOURS = dict(zip(RECIPES, (*style.SERIES, "#cc79a7"))) | {"bf16": "#4d4d4d"}
+# powers of two between which numbers are shown
+SHOWN = -26, 18
+
+
+def draw_formats(axes, found: dict) -> None:
+    for y, row in enumerate(found.values()):
+        ends = [math.log2(row[key]) for key in ("smallest", "smallest_normal", "largest")]
+        from_to = f"2^{ends[0]:.0f} to {row['largest']:,.0f}"
+        if row["largest"] > 1e6:
+            from_to = f"2^{ends[0]:.0f} to 2^{ends[2]:.0f}"
+        style.label(axes, f"{row['significant_bits']} bits, {from_to}", (SHOWN[1], y))
+        left, normal, right = (min(max(end, SHOWN[0]), SHOWN[1]) for end in ends)
+        if "positive" not in row:
+            axes.hlines(y, left, normal, color="#bbbbbb", linewidth=6)
+            axes.hlines(y, normal, right, color=COLOURS["bf16"], linewidth=6)
+            continue
+        powers = [math.log2(x) for x in row["positive"]]
+        colours = ["#bbbbbb" if x < row["smallest_normal"] else "black" for x in row["positive"]]
+        axes.vlines(powers, y - 0.3, y + 0.3, color=colours, linewidth=0.8)
+    style.rows_of(axes, list(found))
+    axes.set_xlim(*SHOWN)
+    axes.set(title="Positive numbers, powers of two (grey: subnormal); significant bits, range")
+
+
+def draw_numbers(results: dict, figures: Path) -> None:
+    figure, panels = style.figure(4.4, 2, 3, height_ratios=(1, 1.1))
+    grid = panels[0, 0].get_gridspec()
+    for axes in panels[0]:
+        axes.remove()
+    draw_formats(figure.add_subplot(grid[0, :]), results["formats"])
+    spreads = results["spreads"]
+    most = max(row[product]["max"] for row in spreads.values() for product in PRODUCTS)
+    for axes, (product, title) in zip(panels[1], PRODUCTS.items()):
+        for y, (name, of_recipe) in enumerate(spreads.items()):
+            scaled = {key: 100 * of_recipe[product][key] for key in ("median", "min", "max")}
+            style.ranges(axes, [y], [scaled], COLOURS[name])
+        style.rows_of(axes, list(spreads) if product == "y" else [""] * len(spreads))
+        axes.set_xlim(0, 105 * most)
+        axes.set(title=title, xlabel="relative error, %")
+    style.save(figure, figures / "fp8.svg")
+
+
+def draw_speed(results: dict, figures: Path) -> None:
+    layers = results["layers"]
+    figure, panels = style.figure(3.2, 1, len(layers), sharey=True, squeeze=False)
+    for axes, (tokens, rows) in zip(panels[0], layers.items()):
+        for name in ("current", "delayed", "block"):
+            for suffix, line in (("", "solid"), (", products alone", "dashed")):
+                label = name + suffix
+                points = [(int(h), row[label]) for h, row in rows.items() if label in row]
+                points = [(h, ratio["median"]) for h, ratio in points if isinstance(ratio, dict)]
+                if points:
+                    options = dict(color=COLOURS[name], linestyle=line, marker="o")
+                    axes.plot(*zip(*points), label=label, **options)
+        axes.axhline(1, color=COLOURS["bf16"], linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([int(h) for h in rows], list(rows))
+        axes.set(title=f"{int(tokens):,} tokens", xlabel="h of a layer h -> h")
+        axes.set_ylim(bottom=0)
+    panels[0, 0].set_ylabel("time over that of bf16")
+    panels[0, -1].legend()
+    style.save(figure, figures / "fp8_speed.svg")
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what fp8.json or fp8_speed.json holds."""
+    (draw_speed if "layers" in results else draw_numbers)(results, figures)
+
+
+def main():
+    parser = report.arguments(__doc__)
+    parser.add_argument("what", choices=("numbers", "speed"))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=15)
+    report.minutes(parser)
+    args = report.parse(parser)
+    if args.what == "numbers":
+        keep_freed_memory()
+        results = numbers(3 if args.toy else args.steps, TOY if args.toy else {})
+        report.save("fp8", results, args)
+        print_numbers(results)
+        draw(results, args.figures)
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = dict(tokens=(4096, 16384), h=[2**n for n in range(9, 15)])
+    if args.toy:
+        args.rounds = 1
+        sizes = dict(tokens=(128,), h=(64, 128))
+    elif device == "cpu":
+        print("fp8.py speed: there is no GPU here, so nothing was measured or written")
+        return
+    draw(speed(args, device, sizes), args.figures)
+
+
+if __name__ == "__main__":
+    main()
