@@ -147,7 +147,7 @@ class Trainer(RunHooks):
         loss, float64: all parts add up to the mean over the counted tokens of the global batch.
         dataset: has batch(samples) and counted_tokens(samples)."""
         samples = self.samples(step)
-        count = max(1, dataset.counted_tokens(samples))
+        count = max(1, self.loss_count(dataset, samples))
         share = len(samples) // self.dp
         mine = samples[self.dp_rank * share : (self.dp_rank + 1) * share]
         b = self.micro_batch
@@ -164,7 +164,7 @@ class Trainer(RunHooks):
             y = self.stages[chunk](batch.tokens, batch.targets, key, *x, documents=batch.documents)
             if self.stages[chunk].head is None:
                 return y  # [b, s, h], for the next stage
-            total = (y * batch.loss_mask).sum()  # y: [b, s]
+            total = self.total_loss(y, batch)  # y: [b, s]
             loss.add_(total.detach() / count)
             return total
 

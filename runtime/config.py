@@ -286,6 +286,57 @@ class Config:
         "leave out, and count, conversations that are too long, have no answer, or that the"
         " template refuses",
     )
+    # preferences
+    preference: str | None = flag(
+        None,
+        "learn from --pairs: reward, a model that says how good an answer is; or dpo, the model of"
+        " --load itself (preference.py)",
+        ("reward", "dpo"),
+    )
+    pairs: list[str] = flag(
+        [],
+        "JSON lines with prompt, chosen and rejected; a twentieth is held out",
+        metavar="FILE",
+    )
+    pairs_val: list[str] = flag(
+        [], "pairs to evaluate on; all of --pairs is then trained on", metavar="FILE"
+    )
+    rl: str | None = flag(
+        None,
+        "reinforcement learning: the model of --load writes answers to --prompts, and learns from"
+        " their rewards; ppo has a critic, grpo compares the answers of a group (ppo.py)",
+        ("ppo", "grpo"),
+    )
+    prompts: list[str] = flag(
+        [],
+        "JSON lines with a prompt, or messages; a twentieth is held out",
+        metavar="FILE",
+    )
+    reward: str | None = flag(
+        None,
+        "what an answer is worth: by a run of --preference reward, or by FILE.py:FUNCTION, called"
+        " with (prompt, answer, line of --prompts)",
+        metavar="{CKPT,FILE:FUNCTION}",
+    )
+    beta: float | None = flag(
+        None,
+        "weight of the KL divergence from the model of --load; the default is 0.1 for dpo, 0.05 for"
+        " ppo, 0.04 for grpo",
+    )
+    answer_tokens: int = flag(64, "tokens of an answer at most, its end token included")
+    group_size: int | None = flag(
+        None, "answers to each prompt of a step; the default is 8 for grpo, 1 for ppo"
+    )
+    rl_epochs: int = flag(2, "updates from the answers of a step; later ones are clipped")
+    clip_range: float = flag(0.2, "how far updates may change a token's probability: a share")
+    gae_lambda: float = flag(0.95, "of ppo's advantages: 1 has no bias, 0 the least variance")
+    critic_lr: float | None = flag(None, "of ppo's critic; the default is --lr")
+    rollout_tp: int | None = flag(
+        None, "tensor-parallel ranks that write answers; the default is the layout of training"
+    )
+    rollout_pp: int | None = flag(
+        None, "pipeline ranks that write answers; the default is the layout of training"
+    )
     # run
     out: str = flag("runs/default", "folder of this run", metavar="DIR")
     save_every: int = flag(200, "steps between checkpoints; 0: only the last step")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 @torch.no_grad()
 def evaluate(trainer, dataset, sequences: int) -> float:
-    """Mean loss per token over the first `sequences` samples of a held-out dataset."""
+    """Mean loss over the first `sequences` samples of a held-out dataset."""
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
     batches = list(evaluation_batches(trainer, dataset, sequences))
     training = trainer.stages[0].training
@@ -14,8 +14,8 @@ def evaluate(trainer, dataset, sequences: int) -> float:
         # routers take raw logits
         stage.eval()
 
-    def add(batch, losses):
-        total.add_((losses * batch.loss_mask).sum())
+    def add(batch, y):
+        total.add_(trainer.total_loss(y, batch))
 
     if trainer.schedule is None:
         for batch in batches:
@@ -27,7 +27,7 @@ def evaluate(trainer, dataset, sequences: int) -> float:
     for group in (trainer.groups.dp, trainer.groups.pp):
         if group:
             dist.all_reduce(total, group=group)
-    return total.item() / max(1, dataset.counted_tokens(range(sequences)))
+    return total.item() / max(1, trainer.loss_count(dataset, range(sequences)))
 
 
 def evaluation_batches(trainer, dataset, sequences: int):

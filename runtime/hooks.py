@@ -19,6 +19,8 @@ class RunHooks:
     share_of_flops = 1.0
     # in --out: what is there when a run is done
     last_file = "sample.txt"
+    # in metrics.jsonl: what `evaluate` gives
+    eval_field = "eval_loss"
     # datasets: open_data(config, world, tokenizer) -> (training set, held-out set)
     open_data = staticmethod(opening.open_data)
 
@@ -41,12 +43,28 @@ class RunHooks:
             self.checkpoints.load(path, weights_only=True)
             world.say(f"starting from the weights of {path}")
 
+    def total_loss(self, y: Tensor, batch) -> Tensor:
+        """What a micro-batch adds to the loss, before it is divided by `loss_count`. y: [b, s] of
+        the head, by default the loss of each token."""
+        return (y * batch.loss_mask).sum()
+
+    def loss_count(self, dataset, samples) -> int:
+        """What the loss is a mean of, counted in these samples: known before any forward."""
+        return dataset.counted_tokens(samples)
+
+    def processed(self, step: int, dataset) -> tuple[int, int]:
+        """Of a step that was just taken: (tokens of the loss, tokens that went through the
+        model)"""
+        samples = self.samples(step)
+        return dataset.counted_tokens(samples), len(samples) * dataset.s
+
     def evaluate(self, dataset, sequences: int) -> float:
         """Mean loss per token over the first `sequences` samples of a held-out dataset."""
         return evaluate(self, dataset, sequences)
 
-    def routing(self) -> dict[str, Tensor]:
-        """The routers' statistics of the step, on the device. A collective."""
+    def statistics(self) -> dict[str, Tensor]:
+        """More fields of the step's line in metrics.jsonl, on the device: the routers'. A
+        collective."""
         if not self.model_config.num_experts:
             return {}
         groups = [group for group in (self.groups.dp, self.groups.pp) if group]

@@ -213,7 +213,7 @@ def plot_loss(lines: list[dict], title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float) -> str:
+def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float | None) -> str:
     """A line of metrics.jsonl for people: one line, and a second one after an evaluation."""
     parts = [
         f"step {line['step']:>{len(str(steps))}}/{steps}",
@@ -228,6 +228,11 @@ def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float
     if "predicted_seconds" in line:
         predicted = line["predicted_seconds"]
         parts.append(f"{line['step_seconds']:.3g} s (predicted {predicted:.3g})")
+    if "reward" in line:
+        parts.insert(1, f"reward {line['reward']:.3f}")
+        parts.insert(2, f"KL {line['kl']:.3f}")
+    if "accuracy" in line:
+        parts.insert(2, f"accuracy {line['accuracy']:.1%}")
     if "mfu" in line:
         parts.append(f"MFU {line['mfu']:.1%}")
     if not math.isfinite(line["grad_norm"]):
@@ -238,7 +243,11 @@ def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float
     text = "  ".join(parts)
     if "eval_loss" in line:
         loss = line["eval_loss"]
-        text += f"\n    held-out loss {loss:.4f}, {loss / bytes_per_token:.4f} nats per byte"
+        text += f"\n    held-out loss {loss:.4f}"
+        if bytes_per_token:
+            text += f", {loss / bytes_per_token:.4f} nats per byte"
+    if "eval_reward" in line:
+        text += f"\n    held-out reward {line['eval_reward']:.4f}"
     return text
 
 

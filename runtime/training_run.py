@@ -55,9 +55,11 @@ class Measurement:
     lr: float
     # tokens of the loss since the start of the run
     tokens: int
+    # tokens that went through the model in this step
+    processed: int
     # [ranks, numbers], as `TrainingRun.measure` lists them; there when `end` has passed
     numbers: Tensor
-    routing: dict[str, Tensor]
+    statistics: dict[str, Tensor]
     # of fp8.Scaling, or None
     fp8_report: Tensor | None
     begin: Moment
@@ -101,7 +103,10 @@ class TrainingRun:
         self.predicted = plan.predict(config, world.size)
         self.flops = flops_per_token(trainer.model_config) * trainer.share_of_flops
         self.multiplies_in_fp8 = bool(trainer.fp8) and not messages.fp8_is_emulated(trainer)
-        self.bytes_per_token = held_out.index["bytes"] / held_out.index["tokens"]
+        # None: the held-out loss is not that of text
+        self.bytes_per_token = None
+        if "bytes" in held_out.index:
+            self.bytes_per_token = held_out.index["bytes"] / held_out.index["tokens"]
         self.eval_sequences = min(held_out.num_sequences, EVAL_SEQUENCES)
         self.step = start
         # steps that are enqueued and not yet read, oldest first
@@ -187,13 +192,15 @@ class TrainingRun:
             peak_memory(trainer.device),
             trainer.checkpoints.saver.failed,
         )
-        self.tokens += self.train_set.counted_tokens(trainer.samples(step))
+        counted, processed = trainer.processed(step, self.train_set)
+        self.tokens += counted
         measured = Measurement(
             step,
             lr,
             self.tokens,
+            processed,
             to_host(numbers),
-            {name: to_host(values) for name, values in trainer.routing().items()},
+            {name: to_host(values) for name, values in trainer.statistics().items()},
             to_host(trainer.fp8.report) if trainer.fp8 else None,
             self.step_begin,
             Moment(trainer.device),
@@ -215,7 +222,7 @@ class TrainingRun:
         self.skipped_in_a_row = int(skipped_in_a_row[0])
         trainer.checkpoints.remove_old(self.checkpoints, good=not self.skipped_in_a_row)
         seconds = measured.end.seconds_since(measured.begin)
-        processed = self.config.global_batch_size * self.train_set.s
+        processed = measured.processed
         line = {
             "step": measured.step,
             "loss": sum(losses),
@@ -229,7 +236,7 @@ class TrainingRun:
         }
         tflops = line["tflops_per_device"]
         line |= mfu(tflops, trainer.device, trainer.precision, self.multiplies_in_fp8)
-        line |= {name: values.tolist() for name, values in measured.routing.items()}
+        line |= {name: values.tolist() for name, values in measured.statistics.items()}
         if measured.fp8_report is not None:
             line |= fp8_scaling.warnings(measured.fp8_report)
         if trainer.scaler:
@@ -239,7 +246,7 @@ class TrainingRun:
         if skipped[0]:
             line["skipped_steps"] = int(skipped[0])
         if measured.eval_loss is not None:
-            line["eval_loss"] = measured.eval_loss
+            line[trainer.eval_field] = measured.eval_loss
         self.line = line
 
     def is_last(self, step: int) -> bool:
@@ -275,7 +282,8 @@ class TrainingRun:
                 self.metrics.add(line)
             if self.curves:
                 self.curves.add(line)
-            if self.is_last(step) or step % self.config.log_every == 0 or "eval_loss" in line:
+            evaluated = self.trainer.eval_field in line
+            if self.is_last(step) or step % self.config.log_every == 0 or evaluated:
                 each = (time.perf_counter() - self.begin) / (step - self.start)
                 left = each * (self.config.steps - step)
                 self.world.say(progress(line, self.config.steps, left, self.bytes_per_token))
@@ -300,7 +308,7 @@ class TrainingRun:
     def end_step(self, step: int) -> None:
         if self.is_last(step):
             self.trainer.checkpoints.saver.wait()
-            finite = math.isfinite(self.line.get("eval_loss", self.line["loss"]))
+            finite = math.isfinite(self.line.get(self.trainer.eval_field, self.line["loss"]))
             good = finite and not self.skipped_in_a_row
             self.trainer.checkpoints.remove_old(self.checkpoints, good)
         if self.profiler:

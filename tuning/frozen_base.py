@@ -87,7 +87,7 @@ class FrozenBase:
         # eval: routers use their raw logits, as they will when the result is used
         stage.requires_grad_(False).eval()
 
-    def routing(self) -> dict[str, Tensor]:
+    def statistics(self) -> dict[str, Tensor]:
         """Frozen routers have no statistics."""
         return {}
 
