@@ -66,6 +66,8 @@ class Stage(gpt.GPT):
         self.embedding = model.embedding if first else None
         self.blocks = nn.ModuleDict({str(n): model.blocks[str(n)] for n in layers})
         self.head = model.head if last else None
+        # whether the last stage has a copy of the first stage's embedding; a Llama has none
+        self.tied = not model.config.llama
 
     def forward(
         self,
@@ -372,7 +374,7 @@ class Pipeline:
         a + b is b + a to the last bit, so the copies stay equal. Call it when the step's messages
         are done, and after the data-parallel sum has filled `main_grad` (gradients.py).
         """
-        if self.config.llama or self.rank not in (0, self.p - 1):
+        if not self.stages[0].tied or self.rank not in (0, self.p - 1):
             return
         peer = self.p - 1 - self.rank
         for weight in self.tied_copies():
