@@ -43,6 +43,7 @@ import train as trainer
 from lessons import ranks
 from runtime.world import Groups
 from sharding import local_part, sharding_of
+from tuning.preference_data import PairBatch
 
 # From real initialisation, dropout on, tied embeddings, a vocabulary that nothing divides, clipping
 # that bites.
@@ -132,6 +133,37 @@ class Prompted(Synthetic):
         return data.Batch(tokens, targets, mask, numbers)
 
 
+class SyntheticPairs(Synthetic):
+    """Samples 2k and 2k + 1 begin alike and end apart, in answers of unequal lengths. `reference`:
+    of each sample, once it is known."""
+
+    # of four steps
+    num_sequences = 32
+    reference = None
+
+    def __init__(self, seq_length: int, vocab_size: int, last_token: bool):
+        super().__init__(seq_length, vocab_size)
+        self.last_token = last_token
+
+    def batch(self, samples) -> PairBatch:
+        self.latest = list(samples)
+        at = torch.arange(self.s)
+        tokens = []
+        mask = []
+        for n in self.latest:
+            begins, ends = (torch.Generator().manual_seed(seed) for seed in (n // 2, n + 2**32))
+            answer = self.s // 2 + n // 2 % 3
+            last = answer + n % 5
+            tokens.append(torch.cat([self.draw(begins)[:answer], self.draw(ends)[answer:]]))
+            mask.append(at == last if self.last_token else (at >= answer - 1) & (at < last))
+        tokens = torch.stack(tokens)
+        numbers = torch.tensor(self.latest)
+        reference = None if self.reference is None else self.reference[numbers]
+        return PairBatch(
+            tokens[:, :-1], tokens[:, 1:], torch.stack(mask), numbers, reference=reference
+        )
+
+
 @dataclass
 class Result:
     # of each step
@@ -183,6 +215,8 @@ class Run:
         self.dataset = (Documents if config.document_mask else Synthetic)(*sizes)
         if prompts:
             self.dataset = Prompted(*sizes, prompts)
+        if config.preference:
+            self.dataset = SyntheticPairs(*sizes, config.preference == "reward")
         self.result = Result()
         for layer in self.trainer.expert_layers.values():
             original = layer.routing.scores
@@ -198,6 +232,8 @@ class Run:
     def train(self, steps: int) -> Result:
         t, result = self.trainer, self.result
         self.note("initial ", self.parameters_in_use())
+        if t.config.preference == "dpo":
+            self.dataset.reference = t.log_probabilities(self.dataset)
         for step in range(1, steps + 1):
             self.outputs.clear()
             # [1]: what a bug does to all-reduces of scalars is for the trainer, not for this sum

@@ -201,9 +201,10 @@ def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
 
 
-def read_model(path: Path) -> tuple[MoEConfig, dict]:
+def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
     """(configuration, index) of a checkpoint that holds a whole model, after comparing the
-    configuration with the tensors. Raises CheckpointError."""
+    configuration with the tensors. value_head: whether a reward model will do. Raises
+    CheckpointError."""
     index = read_index(path)
     shapes = {
         name: shape for name, (_, shape) in index["tensors"].items() if name.startswith("model.")
@@ -212,6 +213,12 @@ def read_model(path: Path) -> tuple[MoEConfig, dict]:
         raise CheckpointError(
             f"{path} holds an adapter alone; name the model that it was trained on instead, and use"
             f" this one with it: generate.py --checkpoint BASE --adapter {path}"
+        )
+    if "model.head.value.weight" in shapes and not value_head:
+        raise CheckpointError(
+            f"{path} holds a reward model, which gives a number for an answer, and no next token;"
+            " name the model that it began as. --preference reward goes on from it, and --reward"
+            " learns from what it says"
         )
     if "model.embedding.tokens.weight" not in shapes:
         raise CheckpointError(

@@ -406,9 +406,13 @@ class Config:
             raise ConfigError(f"--model {self.model}: no such preset; there are {presets}")
         shape = PRESETS[self.model][0]
         if self.load:
-            shape = checkpoint.read_model(self.base())[1]["model"] | {"attention": ""}
+            is_reward = self.preference == "reward"
+            index = checkpoint.read_model(self.base(), value_head=is_reward)[1]
+            shape = index["model"] | {"attention": ""}
             if self.prompt_config:
                 shape["dropout"] = 0.0
+        if self.preference or self.rl:
+            shape = shape | {"dropout": 0.0}
         given = {}
         for name in MODEL_FLAGS:
             if getattr(self, name) is not None:
@@ -441,12 +445,25 @@ class Config:
         """Sequences in one forward pass, of `dp` data-parallel ranks."""
         if self.micro_batch_size:
             return self.micro_batch_size
-        return 1 if self.pp > 1 else self.global_batch_size // dp
+        # a pair of answers is two rows
+        least = 2 if self.preference else 1
+        return least if self.pp > 1 else self.global_batch_size // dp
 
     def fp8_recipe(self) -> Recipe | None:
         if self.fp8 == "off":
             return None
         return Recipe(self.fp8, self.fp8_scales == "power-of-two", self.fp8_block)
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """--group-size or its default."""
+        return self.group_size or (8 if self.rl == "grpo" else 1)
+
+    @property
+    def kl_weight(self) -> float:
+        """--beta or its default."""
+        defaults = {"dpo": 0.1, "ppo": 0.05, "grpo": 0.04}
+        return defaults[self.rl or self.preference] if self.beta is None else self.beta
 
     @property
     def keeps_bytes(self) -> bool:

@@ -8,26 +8,33 @@ import torch.distributed as dist
 def evaluate(trainer, dataset, sequences: int) -> float:
     """Mean loss over the first `sequences` samples of a held-out dataset."""
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
-    batches = list(evaluation_batches(trainer, dataset, sequences))
-    training = trainer.stages[0].training
-    for stage in trainer.stages:
-        # routers take raw logits
-        stage.eval()
 
     def add(batch, y):
         total.add_(trainer.total_loss(y, batch))
 
-    if trainer.schedule is None:
-        for batch in batches:
-            add(batch, trainer.model(batch.tokens, batch.targets, documents=batch.documents))
-    else:
-        trainer.model.evaluate(batches, add)
-    for stage in trainer.stages:
-        stage.train(training)
+    run_forward(trainer, list(evaluation_batches(trainer, dataset, sequences)), add)
     for group in (trainer.groups.dp, trainer.groups.pp):
         if group:
             dist.all_reduce(total, group=group)
     return total.item() / max(1, trainer.loss_count(dataset, range(sequences)))
+
+
+@torch.no_grad()
+def run_forward(trainer, batches: list, result) -> None:
+    """Run batches of one size forward, as in inference. The rank that has the head hands each to
+    result(batch, y), y [b, s]: what the head gives for its targets."""
+    training = trainer.stages[0].training
+    for stage in trainer.stages:
+        # routers take raw logits
+        stage.eval()
+    if trainer.schedule is None:
+        for batch in batches:
+            y = trainer.model(batch.tokens, batch.targets, documents=batch.documents)
+            result(batch, y)
+    else:
+        trainer.model.evaluate(batches, result)
+    for stage in trainer.stages:
+        stage.train(training)
 
 
 def evaluation_batches(trainer, dataset, sequences: int):

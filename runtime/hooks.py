@@ -43,6 +43,9 @@ class RunHooks:
             self.checkpoints.load(path, weights_only=True)
             world.say(f"starting from the weights of {path}")
 
+    def before_steps(self, run) -> None:
+        """When weights and data are there, before the first step. run: a TrainingRun."""
+
     def total_loss(self, y: Tensor, batch) -> Tensor:
         """What a micro-batch adds to the loss, before it is divided by `loss_count`. y: [b, s] of
         the head, by default the loss of each token."""

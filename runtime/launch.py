@@ -152,6 +152,7 @@ def train(config: Config, world: World, tokenizer, trainer_class, loop) -> None:
     messages.announce(trainer, world, train_set.index)
     if this.predicted:
         world.say(plan.describe(this.predicted, config.plan))
+    trainer.before_steps(this)
     begin = time.perf_counter()
     stopped = loop(trainer, this)
     if not stopped:

@@ -59,7 +59,9 @@ def surprises(trainer, world: World):
         yield "--precision tf32: the same as fp32 here; only GPUs have TF32 multiplications"
     if trainer.fp8:
         yield from surprises_of_fp8(trainer)
-    if model.num_experts and config.micro_batch_size is None:
+    # learning from preferences, they take raw logits
+    balanced = not (config.preference or config.rl)
+    if model.num_experts and balanced and config.micro_batch_size is None:
         micro = trainer.micro_batch
         yield (
             f"experts are balanced within a micro-batch, here of {micro} sequences: for the same "

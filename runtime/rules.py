@@ -74,6 +74,7 @@ def validate(config: Config, world: int, base_needed: bool = True) -> None:
     check_techniques(config, model, world)
     check_batch(config, model, dp=world // config.tp // config.pp)
     check_packing(config)
+    check_preference(config, world // config.tp // config.pp, base_needed)
     if config.prompt_config:
         check_prompts(config)
     check_peft(config, model, base_needed)
@@ -282,7 +283,11 @@ def check_peft(config: Config, model: MoEConfig, base_needed: bool) -> None:
 def check_conversations(config: Config) -> None:
     """Raises ConfigError."""
     if not config.sft:
-        for name in ("sft_val", "chat_template", "loss_on", "skip_bad_examples"):
+        names = ("sft_val", "chat_template", "loss_on", "skip_bad_examples")
+        if config.rl or config.preference:
+            # these have a template too, and lines that may be bad
+            names = ("sft_val", "loss_on")
+        for name in names:
             value = getattr(config, name)
             if value != getattr(Config(), name):
                 words = " ".join(value) if isinstance(value, list) else value
@@ -295,6 +300,87 @@ def check_conversations(config: Config) -> None:
             raise ConfigError(
                 f"{flag_name(name)} {words}: --sft names other data to learn from; one of both"
             )
+
+
+def check_preference(config: Config, dp: int, base_needed: bool) -> None:
+    """dp: data-parallel ranks. Raises ConfigError."""
+    if not config.preference:
+        # --rl has a --beta of its own
+        names = ("pairs", "pairs_val") if config.rl else ("pairs", "pairs_val", "beta")
+        for name in names:
+            value = getattr(config, name)
+            if value != getattr(Config(), name):
+                words = " ".join(value) if isinstance(value, list) else value
+                rule = "needs --preference reward or --preference dpo"
+                raise ConfigError(f"{flag_name(name)} {words}: {rule}")
+        return
+    if config.rl:
+        refuse(config, "preference", f"--rl {config.rl} learns from answers; one of both")
+    for name, why in {
+        "pairs": "learns from pairs of answers; --pairs FILE names them",
+        "load": "starts from which model? --load CKPT names it",
+    }.items():
+        if not getattr(config, name) and (base_needed or name == "pairs"):
+            refuse(config, "preference", why)
+    check_preference_alone(config)
+    check_preference_method(config)
+    check_rows_of_pairs(config, dp)
+
+
+def check_preference_alone(config: Config) -> None:
+    """What --preference does not go with. Raises ConfigError."""
+    for name in ("data", "val_data", "sft", "sft_val", "prompt_config", "pack", "document_mask"):
+        value = getattr(config, name)
+        if value:
+            words = f" {' '.join(value)}" if isinstance(value, list) else ""
+            raise ConfigError(
+                f"{flag_name(name)}{words}: --preference {config.preference} learns from the pairs"
+                " of --pairs; one of both"
+            )
+    if config.fp8 != "off":
+        rule = (
+            "scales depend on what is computed together, so an answer would have other rewards in"
+            " another batch; --fp8 off would fit"
+        )
+        refuse(config, "fp8", rule)
+
+
+def check_preference_method(config: Config) -> None:
+    """What reward models and DPO have each. Raises ConfigError."""
+    if config.preference == "reward":
+        if config.beta is not None:
+            refuse(config, "beta", "is of --preference dpo; a reward model has none")
+        if config.peft:
+            rule = (
+                "leaves the head as it is, and a reward model learns a new one; leave it out, or"
+                " --preference dpo would fit"
+            )
+            refuse(config, "peft", rule)
+        return
+    if config.beta is not None and not 0 < config.beta <= 1000:
+        refuse(config, "beta", "must be above 0 and at most 1000; the default is 0.1")
+    if config.dropout:
+        rule = (
+            "--preference dpo has none: the model before training, which it is compared with, is"
+            " computed without; 0 would fit"
+        )
+        refuse(config, "dropout", rule)
+
+
+def check_rows_of_pairs(config: Config, dp: int) -> None:
+    """Each micro-batch has whole pairs. Raises ConfigError."""
+    share = config.global_batch_size // dp
+    if share % 2:
+        rule = (
+            f"leaves {share} rows for each of {dp} data-parallel ranks, and a pair of answers is"
+            f" two rows; {multiples(config.global_batch_size, 2 * dp)}"
+        )
+        refuse(config, "global_batch_size", rule)
+    micro = config.micro_batch(dp)
+    if micro % 2:
+        pairs = [n for n in range(2, share + 1, 2) if share % n == 0]
+        rule = f"a pair of answers is two rows; {', '.join(map(str, pairs[:4]))} would fit"
+        raise ConfigError(f"--micro-batch-size {micro}: {rule}")
 
 
 def check_device(config: Config) -> None:

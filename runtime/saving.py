@@ -5,6 +5,7 @@ gradients. Older checkpoints are removed only after that, so a run that diverges
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -53,13 +54,18 @@ class RunCheckpoints:
                 checkpoint.remove_old(folder, self.unproven, self.trainer.config.keep)
             self.unproven = None
 
-    def load(self, path: Path, weights_only: bool = False) -> dict:
-        """Continue from a checkpoint, or start from its weights. Returns its index. Raises
-        CheckpointError, naming the fields in which its model differs."""
+    def load(
+        self, path: Path, weights_only: bool = False, new: Callable[[str], bool] | None = None
+    ) -> dict:
+        """Continue from a checkpoint, or start from its weights. Returns its index. new(name): of
+        a weight that keeps its initial value. Raises CheckpointError, naming the fields in which
+        its model differs."""
         tensors = self.trainer.optimizer.tensors()
         wanted = tensors
         if weights_only:
             wanted = {n: t for n, t in tensors.items() if n.startswith("model.")}
+        if new:
+            wanted = {n: t for n, t in wanted.items() if not new(n.removeprefix("model."))}
         fixed = checkpoint.fixed_fields(self.trainer.model_config, weights_only)
         index = checkpoint.load(path, wanted, fixed)
         self.set(tensors)

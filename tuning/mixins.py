@@ -3,6 +3,7 @@
 from prompts.learning import PromptLearning, TemplateData
 from prompts.prompt_data import PromptConfig
 from tuning.adapter_learning import AdapterLearning
+from tuning.preference_learning import DPOLearning, RewardLearning
 from tuning.sft_data import ConversationData
 
 
@@ -15,6 +16,8 @@ def mixins(config) -> tuple[type, ...]:
         chosen += (PromptLearning,) if learned else (TemplateData,)
     if config.sft:
         chosen += (ConversationData,)
+    if config.preference:
+        chosen += (RewardLearning if config.preference == "reward" else DPOLearning,)
     if config.peft:
         chosen += (AdapterLearning,)
     return chosen

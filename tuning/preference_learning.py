@@ -1,0 +1,237 @@
+"""Runs of train.py that learn from pairs of answers: a reward model, or DPO (preference.py).
+
+    python train.py --preference reward --load CKPT --pairs FILE.jsonl --out runs/reward
+    python train.py --preference dpo    --load CKPT --pairs FILE.jsonl --out runs/dpo
+
+They change these hooks of runtime/hooks.py, on every layout the same:
+
+    before_techniques       no dropout; routers of experts take raw logits, as in generation
+    after_model_parallel    reward: the value head
+    load_weights            reward: all but the value's vector; a reward model goes on whole
+    before_steps            dpo: what the model says before training, of all pairs
+    total_loss, loss_count  a sum over pairs, and how many there are
+    statistics              accuracy, rewards, margin
+    extra_state             reward: says that the head gives a number
+
+The log-probabilities before training are in OUT/reference.npz, for --resume: two vectors, and of
+which base and pairs they are.
+"""
+
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import checkpoint
+import preference
+from checkpoint import CheckpointError
+from runtime.evaluation import evaluation_batches, run_forward
+from runtime.finish import draw_loss
+from runtime.sizes import flops_per_token
+from tuning import preference_data
+from tuning.frozen_base import fingerprint
+from tuning.sft_data import ConversationData
+
+# rows whose batches are on the device together, before step 1
+BLOCK = 512
+
+
+class PreferenceLearning(ConversationData):
+    """The hooks that both kinds of run share."""
+
+    open_data = staticmethod(preference_data.open_data)
+    # this rank's sums over the pairs of a step, on the last stage: count, right, rewards
+    sums: Tensor | None = None
+
+    def before_techniques(self, stage) -> None:
+        super().before_techniques(stage)
+        # routers use their raw logits, and have no balancing losses
+        stage.eval()
+
+    def losses(self, y: Tensor, batch) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, reward of the chosen answer, reward of the rejected one) of each pair, [n]."""
+        raise NotImplementedError
+
+    def forward_backward(self, step: int, dataset) -> Tensor:
+        self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        return super().forward_backward(step, dataset)
+
+    def total_loss(self, y: Tensor, batch) -> Tensor:
+        loss, chosen, rejected = self.losses(y, batch)
+        # evaluation fills its last batch up with rows that do not count
+        counts = batch.loss_mask.any(1)[0::2]
+        if torch.is_grad_enabled():
+            right = chosen > rejected
+            self.sums += torch.stack([counts, right, chosen, rejected]).double().sum(1)
+        return (loss * counts).sum()
+
+    def loss_count(self, dataset, samples) -> int:
+        return len(samples) // 2
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Means over the pairs of the step. All tensor-parallel ranks have the same."""
+        sums = self.sums.clone()
+        for group in (self.groups.dp, self.groups.pp):
+            if group:
+                dist.all_reduce(sums, group=group)
+        accuracy, chosen, rejected = sums[1:] / sums[0]
+        return {
+            "accuracy": accuracy,
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+            "margin": chosen - rejected,
+        }
+
+
+class RewardLearning(PreferenceLearning):
+    """A value head in the place of the head, on a model that learns whole."""
+
+    last_file = "loss.png"
+
+    def build(self) -> None:
+        super().build()
+        config = self.model_config
+        # the whole model has no matrix of the head, if that was not the embedding, but a vector
+        matrix = config.vocab_size * config.hidden_size if config.llama else 0
+        self.num_parameters += config.hidden_size - matrix
+
+    @property
+    def share_of_flops(self) -> float:
+        config = self.model_config
+        return 1 - 6 * config.vocab_size * config.hidden_size / flops_per_token(config)
+
+    def after_model_parallel(self, stage) -> None:
+        super().after_model_parallel(stage)
+        preference.apply(stage, self.groups.tp, self.config.sequence_parallel)
+
+    def load_weights(self, world) -> None:
+        path = checkpoint.find(self.config.load)
+        whole = "model.head.value.weight" in checkpoint.read_index(path)["tensors"]
+        new = None if whole else preference.is_value_head
+        self.checkpoints.load(path, weights_only=True, new=new)
+        head = "its value head" if whole else "a new value head"
+        world.say(f"starting from the weights of {path}, with {head}")
+
+    def extra_state(self) -> dict:
+        return super().extra_state() | {"head": "value"}
+
+    def losses(self, y: Tensor, batch) -> tuple[Tensor, Tensor, Tensor]:
+        """y: [2 n, s], the values; that of the last token counts."""
+        rewards = preference.sum_over_answers(y, batch.loss_mask)
+        chosen, rejected = preference.pairs_of(rewards)
+        loss = preference.reward_loss(chosen, rejected)
+        return loss, chosen.detach(), rejected.detach()
+
+    def finish(self, run) -> bool:
+        """No sample: a reward model writes no text."""
+        if run.world.rank == 0:
+            draw_loss(run.world, run, f"a reward model of {self.config.load}")
+        run.world.say(f"{run.out}: loss.png, metrics.jsonl, checkpoints")
+        return True
+
+
+class DPOLearning(PreferenceLearning):
+    """The model of --load itself learns, or adapters of it (--peft)."""
+
+    # of the base, as in reference.npz
+    reference_of: str | None = None
+
+    def losses(self, y: Tensor, batch) -> tuple[Tensor, Tensor, Tensor]:
+        """y: [2 n, s], the loss of each token: -log p."""
+        log_p = -preference.sum_over_answers(y, batch.loss_mask)
+        reference = batch.reference.to(log_p.dtype)
+        pairs = *preference.pairs_of(log_p), *preference.pairs_of(reference)
+        return preference.dpo_loss(*pairs, self.config.kl_weight)
+
+    # --- the model before training ----------------------------------------------------------------
+
+    def log_probabilities(self, dataset) -> Tensor:
+        """[rows] float64 on the CPU: of each answer, by the model as it is. A collective. dataset:
+        samples are rows in it."""
+        found = torch.zeros(dataset.num_sequences, dtype=torch.float64, device=self.device)
+
+        def add(batch, y: Tensor) -> None:
+            # a row that fills the last batch up has no target, and adds 0
+            log_p = -preference.sum_over_answers(y, batch.loss_mask)
+            found.index_add_(0, batch.samples, log_p.double())
+
+        for start in range(0, dataset.num_sequences, BLOCK):
+            block = range(start, min(start + BLOCK, dataset.num_sequences))
+            run_forward(
+                self, list(evaluation_batches(self, Block(dataset, block), len(block))), add
+            )
+        for group in (self.groups.dp, self.groups.pp):
+            if group:
+                dist.all_reduce(found, group=group)
+        return found.cpu()
+
+    def before_steps(self, run) -> None:
+        """Compute the reference's log-probabilities, or read them where the run goes on. Raises
+        CheckpointError."""
+        path = run.out / "reference.npz"
+        sets = {"train": run.train_set, "held_out": run.held_out}
+        if run.start == 0:
+            self.reference_of = fingerprint(checkpoint.find(self.config.load), self.model_config)
+            found = {}
+            for name, dataset in sets.items():
+                found[name] = self.log_probabilities(dataset.in_order()).numpy()
+            run.world.on_rank_0(lambda: self.write(path, sets, found), (CheckpointError,))
+        else:
+            found = run.world.on_rank_0(lambda: self.read(path, sets), (CheckpointError,))
+        for name, dataset in sets.items():
+            dataset.reference = torch.from_numpy(found[name])
+
+    def key(self, sets: dict) -> str:
+        """Which base, and which rows."""
+        return " ".join([self.reference_of, *(each.index["corpus"] for each in sets.values())])
+
+    def write(self, path: Path, sets: dict, found: dict[str, np.ndarray]) -> None:
+        content = io.BytesIO()
+        np.savez(content, key=self.key(sets), **found)
+        try:
+            # whole or not there
+            path.with_suffix(".tmp").write_bytes(content.getvalue())
+            os.replace(path.with_suffix(".tmp"), path)
+        except OSError as e:
+            raise CheckpointError(f"{path}: cannot be written ({e.strerror})") from None
+
+    def read(self, path: Path, sets: dict) -> dict[str, np.ndarray]:
+        """Raises CheckpointError."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                key = str(file["key"])
+                found = {name: file[name] for name in sets}
+        except Exception as e:
+            raise CheckpointError(
+                f"{path}: cannot be read ({type(e).__name__}). It has what the model said of the"
+                " pairs before training; put it back, or start again with another --out"
+            ) from None
+        if key != self.key(sets):
+            raise CheckpointError(
+                f"{path}: is of another base, or of other pairs than --pairs"
+                f" {' '.join(self.config.pairs)} are now. Give the same files, or start again with"
+                " another --out"
+            )
+        return found
+
+    def check_base(self, path: Path, index: dict) -> None:
+        super().check_base(path, index)
+        self.reference_of = index.get("reference", "")
+
+    def extra_state(self) -> dict:
+        return super().extra_state() | {"reference": self.reference_of}
+
+
+class Block:
+    """Some rows of a data set, as one that begins there."""
+
+    def __init__(self, dataset, rows: range):
+        self.dataset = dataset
+        self.rows = rows
+
+    def batch(self, samples):
+        return self.dataset.batch([self.rows[n] for n in samples])
