@@ -121,6 +121,11 @@ def gather_values(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _GatherValues.apply(values, group)
 
 
+class Value(nn.Linear):
+    """v · x. [b, s, h] -> [b, s, 1]. Not one of the layers whose weight gradients zero_bubble.py
+    defers: there is nothing to gain from a vector."""
+
+
 class ValueHead(nn.Module):
     """A number for each position. x: [b, s, h] -> [b, s], in at least float32.
 
@@ -132,7 +137,7 @@ class ValueHead(nn.Module):
         super().__init__()
         self.norm = norm
         # begins as all matrices do, normal with deviation 0.02 (arXiv 2009.01325: 1 / √(h + 1))
-        self.value = nn.Linear(h, 1, bias=False, device=norm.weight.device)
+        self.value = Value(h, 1, bias=False, device=norm.weight.device)
         self.group = group
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -147,7 +152,7 @@ class ValueHead(nn.Module):
 
 def apply(model: gpt.GPT, group: dist.ProcessGroup | None, sequence_parallel: bool) -> None:
     """Give a model, or every stage of one, a value head in the place of its head, in place. group:
-    of tensor parallelism. After tensor and sequence parallelism, before zero_bubble.apply."""
+    of tensor parallelism. After tensor and sequence parallelism."""
     # the embedding has no copy on the last stage any more
     model.tied = False
     if model.head is None:

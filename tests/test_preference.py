@@ -1,13 +1,27 @@
 """Losses by hand, a value head under every layout, pairs from files, runs of train.py."""
 
+import json
 import math
+import shutil
+import signal
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from parity import LLAMA, SMALL, differs, same, train, train_each
+from parity import LLAMA, SMALL, same, train, train_each
 
+import checkpoint
+import generate
+import huggingface
 import preference
+import train as trainer
+from corpus.tokenizer import ByteTokenizer
+from inference import cli
+from runtime.config import Config, ConfigError
+from runtime.rules import validate
+from sft import Chat
+from tuning import preference_data
+from tuning.chat_template import ChatError, ChatTokenizer, open_template
 
 NO_DROPOUT = SMALL | dict(dropout=0.0)
 EXPERTS = dict(num_experts=4, router="topk", router_topk=2, micro_batch_size=2)
@@ -81,3 +95,358 @@ def test_layouts(kind):
     ]
     for result in train_each(2, layouts, base=NO_DROPOUT, preference=kind):
         same(result, one)
+
+
+def test_llama_and_zero_bubble_under_sequence_parallelism():
+    """The head is no copy of the embedding here, and weight gradients wait."""
+    llama = LLAMA | dict(dropout=0.0)
+    for kind in ("reward", "dpo"):
+        one = train(base=llama, preference=kind)
+        layout = dict(tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", head_chunk=7)
+        same(train(4, base=llama, preference=kind, **layout), one)
+
+
+@pytest.mark.parametrize("kind", ["reward", "dpo"])
+def test_four_ranks(kind):
+    deep = NO_DROPOUT | dict(num_layers=4)
+    one = train(base=deep, preference=kind)
+    layouts = [
+        dict(pp=2, virtual_stages=2, tp=2, recompute="full"),
+        dict(pp=2, zero_stage=2),
+    ]
+    for result in train_each(4, layouts, base=deep, preference=kind):
+        same(result, one)
+
+
+def test_experts():
+    """Routers take raw logits, so that no answer depends on its neighbours."""
+    for kind in ("reward", "dpo"):
+        one = train(base=NO_DROPOUT, preference=kind, **EXPERTS)
+        layouts = [dict(ep=2), dict(ep=2, zero_stage=3), dict(tp=2, sequence_parallel=True)]
+        for result in train_each(2, layouts, base=NO_DROPOUT, preference=kind, **EXPERTS):
+            same(result, one)
+
+
+def test_lora_learns_by_dpo():
+    flags = dict(preference="dpo", peft="lora", lora_rank=2)
+    one = train(base=NO_DROPOUT, **flags)
+    assert all("lora" in name for name in one.parameters)
+    layouts = [dict(tp=2), dict(tp=2, sequence_parallel=True), dict(pp=2), dict(zero_stage=3)]
+    for result in train_each(2, layouts, base=NO_DROPOUT, **flags):
+        same(result, one)
+
+
+def test_dropout_of_a_reward_model():
+    one = train(preference="reward")
+    assert one.losses != train(base=NO_DROPOUT, preference="reward").losses
+    same(train(2, preference="reward", tp=2, sequence_parallel=True), one)
+
+
+def test_dpo_begins_at_log_2():
+    """The reference comes from matrices of the same sizes: the first loss has rounding alone."""
+    for layout in (dict(), dict(micro_batch_size=2)):
+        one = train(base=NO_DROPOUT, preference="dpo", **layout)
+        assert abs(one.losses[0] - math.log(2)) < 1e-14
+        assert one.losses[2] != pytest.approx(math.log(2), abs=1e-6)
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+def plain_chat() -> Chat:
+    tokenizer = ChatTokenizer(ByteTokenizer())
+    return Chat(open_template("plain", tokenizer), tokenizer)
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def says(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def read(tmp_path, *records, skip=False, limit=64):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    return preference_data.read_pairs([str(path)], "--pairs", plain_chat(), limit, skip)
+
+
+def test_forms_of_a_line(tmp_path):
+    """Text, messages, and whole conversations, as data sets on Hugging Face have them."""
+    q, a, b = user("q"), says("a"), says("bb")
+    forms = [
+        {"prompt": "q", "chosen": "a", "rejected": "bb"},
+        {"prompt": [q], "chosen": [a], "rejected": [b]},
+        {"prompt": [q], "chosen": "a", "rejected": [b]},
+        {"chosen": [q, a], "rejected": [q, b]},
+        {"prompt": "q", "chosen": [q, a], "rejected": [q, b], "score": 1},
+    ]
+    pairs, summary = read(tmp_path, *forms)
+    assert pairs == [pairs[0]] * 5 and summary.startswith("5 pairs")
+    text = ByteTokenizer().decode(pairs[0].rejected.ids[:-1])
+    assert text == "user:\nq\nassistant:\nbb"
+    # two letters and the token that ends the answer; nothing after it
+    assert pairs[0].rejected.counted == [False] * (len(text) - 2) + [True] * 3
+
+
+def test_the_last_answer_alone_counts(tmp_path):
+    before = [user("q"), says("first"), user("r")]
+    record = {"chosen": [*before, says("a")], "rejected": [*before, says("b")]}
+    ((chosen, rejected),), _ = read(tmp_path, record)
+    assert sum(chosen.counted) == sum(rejected.counted) == 2 and chosen.counted[-2:] == [True] * 2
+
+
+@pytest.mark.parametrize(
+    "record, words",
+    [
+        ({"prompt": "q", "chosen": "a"}, "is no pair"),
+        ({"chosen": "a", "rejected": "b"}, 'needs a "prompt"'),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "is no pair"),
+        ({"chosen": [user("q")], "rejected": [user("r")]}, "not the assistant's answer"),
+        ({"prompt": "q", "chosen": [{"role": "x"}], "rejected": "b"}, "must be text"),
+        ({"prompt": "q", "chosen": [], "rejected": []}, "is no conversation"),
+    ],
+)
+def test_lines_that_are_no_pairs(record, words, tmp_path):
+    """Also where bad examples are skipped."""
+    with pytest.raises(ChatError) as e:
+        read(tmp_path, record, skip=True)
+    assert words in str(e.value) and "line 1" in str(e.value)
+
+
+BAD = {
+    "equal": {"prompt": "q", "chosen": "a", "rejected": "a"},
+    "two questions": {"chosen": [user("q"), says("a")], "rejected": [user("r"), says("b")]},
+    "tokens, and": {"prompt": "q" * 60, "chosen": "a", "rejected": "b"},
+}
+
+
+def test_pairs_that_cannot_be_used(tmp_path):
+    good = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    for words, record in BAD.items():
+        with pytest.raises(ChatError, match=f"line 2.*{words}"):
+            read(tmp_path, good, record)
+    pairs, summary = read(tmp_path, *BAD.values(), good, skip=True)
+    assert len(pairs) == 1
+    assert summary.endswith("3 skipped (1 equal answers, 1 too long, 1 two questions)")
+
+
+def test_rows(tmp_path):
+    records = [
+        {"prompt": "q" * n, "chosen": "a" * n, "rejected": "b" * (7 - n)} for n in range(1, 6)
+    ]
+    pairs, _ = read(tmp_path, *records)
+    assert pairs == read(tmp_path, *records[::-1])[0]
+    answers = preference_data.Pairs(pairs, 0, 8, last_token=False)
+    assert answers.s % 8 == 0 and answers.num_sequences == 10
+    ends = preference_data.Pairs(pairs, 0, 8, last_token=True)
+    for sample in range(20):
+        batch = answers.batch([sample])
+        letter = ("a", "b")[sample % 2]
+        said = batch.targets[batch.loss_mask].tolist()
+        # the letters of the answer, and its end
+        assert set(said[:-1]) == {ord(letter)} and said[-1] == ByteTokenizer().eot
+        last = ends.batch([sample])
+        assert last.tokens[last.loss_mask].tolist() == [ByteTokenizer().eot]
+    # an epoch has every pair once, in an order of its own
+    epochs = [[answers.row(n) for n in range(start, start + 10)] for start in (0, 10)]
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
+    assert all(b == a + 1 and a % 2 == 0 for a, b in zip(epochs[0][0::2], epochs[0][1::2]))
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+SHAPE = (
+    "--num-layers 1 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64 --seq-length 48"
+    " --global-batch-size 8 --warmup-steps 0 --device cpu --eval-every 0"
+).split()
+TOY = [*SHAPE[-6:], "--global-batch-size", "8"]
+
+
+def run(*flags) -> int:
+    """`python train.py` without a new interpreter."""
+    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        return trainer.main([str(flag) for flag in flags])
+    finally:
+        for s, handler in handlers:
+            signal.signal(s, handler)
+
+
+def lines_of(out) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """(folder, flags): a base, and pairs in which the answer that says yes was chosen."""
+    folder = tmp_path_factory.mktemp("preference")
+    (folder / "text.txt").write_text("yes and no, no and yes. " * 200)
+    base = ["--data", folder / "text.txt", "--cache", folder / "cache", "--out", folder / "base"]
+    assert run(*SHAPE, *base, "--steps", 2) == 0
+    records = [
+        {"prompt": f"{n}?", "chosen": "yes" * (n % 2 + 1), "rejected": "no" * (n % 3 + 1)}
+        for n in range(40)
+    ]
+    pairs = folder / "pairs.jsonl"
+    pairs.write_text("\n".join(json.dumps(record) for record in records))
+    flags = ["--load", folder / "base", "--pairs", pairs, *TOY, "--lr", 3e-3]
+    return folder, flags
+
+
+@pytest.fixture(scope="module")
+def reward_run(toy):
+    folder, flags = toy
+    words = [*flags, "--preference", "reward", "--out", folder / "reward", "--steps", 12]
+    assert run(*words, "--save-every", 8, "--keep", 0) == 0
+    return folder / "reward", words
+
+
+def test_a_reward_model_learns(reward_run):
+    out, _ = reward_run
+    lines = lines_of(out)
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=0.1)
+    assert lines[-1]["accuracy"] == 1.0 and lines[-1]["loss"] < 0.4
+    last = lines[-1]
+    assert last["margin"] == pytest.approx(last["reward_chosen"] - last["reward_rejected"])
+    assert last["eval_loss"] < 0.6 and last["tokens"] == 12 * 8
+    assert (out / "loss.png").exists() and not (out / "sample.txt").exists()
+
+
+def test_a_reward_model_goes_on(reward_run, tmp_path, capsys):
+    out, words = reward_run
+    parts = tmp_path / "parts"
+    shutil.copytree(out, parts)
+    shutil.rmtree(parts / "checkpoints" / "step-000012")
+    (parts / "loss.png").unlink()
+    assert run(*words, "--out", parts, "--resume") == 0
+    assert "resuming after step 8" in capsys.readouterr().out
+    for a, b in zip(lines_of(parts), lines_of(out), strict=True):
+        assert (a["loss"], a["margin"], a["grad_norm"]) == (b["loss"], b["margin"], b["grad_norm"])
+    # and a new run begins where it ended
+    more = [*words, "--load", out, "--out", tmp_path / "more", "--steps", 1]
+    assert run(*more) == 0
+    assert "with its value head" in capsys.readouterr().out
+    assert lines_of(tmp_path / "more")[0]["loss"] < 0.5
+
+
+def test_a_reward_model_writes_no_text(reward_run, toy, tmp_path, capsys):
+    out, _ = reward_run
+    folder, flags = toy
+    newest = checkpoint.find(out)
+    assert checkpoint.read_index(newest)["head"] == "value"
+    refused = [
+        lambda: cli.main(["--checkpoint", str(out), "--prompt", "a"]),
+        lambda: run(*SHAPE, "--load", out, "--data", folder / "text.txt", "--out", tmp_path / "a"),
+        lambda: run(*flags, "--load", out, "--preference", "dpo", "--out", tmp_path / "b"),
+    ]
+    for command in refused:
+        assert command() == 2
+        error = capsys.readouterr().err
+        assert "holds a reward model" in error and error.count("\n") == 1
+    with pytest.raises(checkpoint.CheckpointError, match="holds a reward model"):
+        huggingface.export_folder(newest, tmp_path / "c")
+
+
+@pytest.fixture(scope="module")
+def dpo_run(toy):
+    folder, flags = toy
+    words = [*flags, "--preference", "dpo", "--out", folder / "dpo", "--steps", 12]
+    assert run(*words, "--save-every", 8, "--keep", 0) == 0
+    return folder / "dpo", words
+
+
+def test_dpo_learns(dpo_run):
+    out, _ = dpo_run
+    lines = lines_of(out)
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert lines[0]["margin"] == pytest.approx(0, abs=1e-5)
+    assert lines[-1]["loss"] < 0.5 and lines[-1]["accuracy"] == 1.0
+    assert len((out / "sample.txt").read_text()) > 4
+    model, _ = cli.load_model(str(out))
+    assert len(generate.generate(model, [[1, 2]], 5)[0]) == 5
+
+
+def test_dpo_goes_on_with_the_first_reference(dpo_run, tmp_path, capsys):
+    out, words = dpo_run
+    parts = tmp_path / "parts"
+    shutil.copytree(out, parts)
+    shutil.rmtree(parts / "checkpoints" / "step-000012")
+    (parts / "sample.txt").unlink()
+    reference = parts / "reference.npz"
+    kept = reference.read_bytes()
+    for content, words_of_error in (
+        (None, "cannot be read"),
+        (b"PK", "cannot be read"),
+        (other_key(reference), "another base, or of other pairs"),
+    ):
+        reference.unlink()
+        if content:
+            reference.write_bytes(content)
+        else:
+            assert not reference.exists()
+        assert run(*words, "--out", parts, "--resume") == 2
+        error = capsys.readouterr().err
+        assert words_of_error in error and error.count("\n") == 1
+        reference.write_bytes(kept)
+    assert run(*words, "--out", parts, "--resume") == 0
+    for a, b in zip(lines_of(parts), lines_of(out), strict=True):
+        assert (a["loss"], a["margin"], a["grad_norm"]) == (b["loss"], b["margin"], b["grad_norm"])
+
+
+def other_key(path) -> bytes:
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez(path.with_name("other.npz"), **arrays | {"key": "of another"})
+    return path.with_name("other.npz").read_bytes()
+
+
+def test_lora_by_dpo_end_to_end(toy, tmp_path, capsys):
+    _, flags = toy
+    words = [*flags, "--preference", "dpo", "--peft", "lora", "--lora-rank", 2]
+    assert run(*words, "--out", tmp_path / "lora", "--steps", 3) == 0
+    lines = lines_of(tmp_path / "lora")
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert lines[-1]["loss"] < math.log(2)
+    assert run(*words, "--out", tmp_path / "lora", "--steps", 4, "--resume") == 0
+    assert len(lines_of(tmp_path / "lora")) == 4
+
+
+# --- what cannot run ------------------------------------------------------------------------------
+
+DPO = dict(preference="dpo", pairs=["p.jsonl"], device="cpu")
+REWARD = DPO | dict(preference="reward")
+
+
+@pytest.mark.parametrize(
+    "flags, words, world",
+    [
+        (dict(pairs=["p.jsonl"]), "--pairs p.jsonl: needs --preference", 1),
+        (dict(beta=0.1), "--beta 0.1: needs --preference", 1),
+        (dict(preference="dpo"), "--preference dpo: learns from pairs", 1),
+        (DPO, "--preference dpo: starts from which model", 1),
+        (DPO | dict(data=["x"]), "--data x: --preference dpo learns from", 1),
+        (DPO | dict(sft=["x"]), "--sft x: --preference dpo learns from", 1),
+        (DPO | dict(document_mask=True), "--document-mask: ", 1),
+        (DPO | dict(dropout=0.1), "--dropout 0.1: ", 1),
+        (DPO | dict(beta=0.0), "--beta 0.0: must be above 0", 1),
+        (REWARD | dict(beta=0.1), "--beta 0.1: is of --preference dpo", 1),
+        (REWARD | dict(peft="lora"), "--peft lora: leaves the head", 1),
+        (DPO | dict(fp8="current"), "--fp8 current: ", 1),
+        (DPO | dict(rl="ppo"), "--preference dpo: --rl ppo", 1),
+        (DPO | dict(global_batch_size=6), "--global-batch-size 6: leaves 3 rows", 2),
+        (DPO | dict(micro_batch_size=3, global_batch_size=12), "4, 6, 12 would fit", 1),
+    ],
+)
+def test_refused(flags, words, world):
+    # a base would be read first
+    base_needed = "which model" in words
+    with pytest.raises(ConfigError) as e:
+        validate(Config(**flags), world, base_needed)
+    assert words in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_micro_batch_of_a_pipeline_is_a_pair():
+    assert Config(**DPO, pp=2).micro_batch(1) == 2
+    validate(Config(**DPO, pp=2), 2, base_needed=False)
