@@ -67,21 +67,15 @@ def load_model(
     stages = build_stages(config, groups, layer_split)
     numbers = sum(p.numel() for stage in stages for p in stage.parameters())
     checkpoint.check_room(str(path), numbers * dtype.itemsize, device)
-    parameters = {}
-    for stage in stages:
-        sharding.materialise(stage, device, dtype)
-        stage.requires_grad_(False).eval()
-        parameters |= dict(sharding.named_parameters(stage))
+    model = materialise(stages, groups, device, dtype)
+    parameters = dict(sharding.named_parameters(*stages))
     if read:
         for name, p in parameters.items():
             p.copy_(shard_of(read(name), sharding_of(p)))
     else:
         tensors = {f"model.{name}": p for name, p in parameters.items()}
         checkpoint.load(checkpoint.find(path), tensors)
-    if not groups.pp:
-        return stages[0], index
-    channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
-    return pipeline_parallel.Pipeline(stages, channels), index
+    return model, index
 
 
 def build_stages(
@@ -101,6 +95,18 @@ def build_stages(
         for stage in stages:
             tensor_parallel.apply(stage, groups.tp)
     return stages
+
+
+def materialise(stages: list[GPT], groups: Groups, device, dtype: torch.dtype):
+    """Give this rank's stages on the meta device storage, for values that are to come. Returns the
+    model that generates: a GPT, or over pipeline stages a Pipeline."""
+    for stage in stages:
+        sharding.materialise(stage, device, dtype)
+        stage.requires_grad_(False).eval()
+    if not groups.pp:
+        return stages[0]
+    channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
+    return pipeline_parallel.Pipeline(stages, channels)
 
 
 def find_tokenizer(path: Path | str, index: dict, given: str | None = None):
