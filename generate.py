@@ -47,6 +47,7 @@ from inference import cuda_graphs
 from inference.batches import (
     DecodeBatch,
     NewToken,
+    Observer,
     Sequence,
     StopRule,
     any_unfinished,
@@ -64,6 +65,7 @@ def decode(
     batch: DecodeBatch,
     params: SamplingParams,
     lockstep: dist.ProcessGroup | None = None,
+    observe: Observer | None = None,
 ) -> Iterator[list[NewToken]]:
     """The decode loop: each turn gives one token to each unfinished sequence."""
     unfinished = True
@@ -71,6 +73,8 @@ def decode(
         tokens = batch.next_tokens()  # [b, s]: the prompts (prefill), or s = 1 (decode)
         logits = runner.forward(batch, tokens)  # [b, V]
         sampled = sample(logits, batch.keys(), batch.positions(), params)  # [b]
+        if observe:
+            observe(batch, logits, sampled)
         new_tokens = batch.append(sampled.tolist())
         unfinished = any_unfinished(batch, lockstep)
         # a rank without prompts has none
@@ -172,6 +176,7 @@ def stream(
     cached: bool = True,
     lockstep: dist.ProcessGroup | None = None,
     keys: list[int] | None = None,
+    observe: Observer | None = None,
 ) -> Iterator[list[NewToken]]:
     """Yields the new tokens after each step, of the batch or, in a pipeline, of a micro-batch. All
     ranks that hold a part of the model call this with the same arguments.
@@ -184,6 +189,8 @@ def stream(
         experts are spread over them, or parameters (ZeRO stage 3).
     keys: of the random numbers; the default is `keys_of(prompts, seed)`. To be given where these
         prompts are some of more.
+    observe(batch, logits [b, V], sampled [b]): called on the ranks that sample, after they have:
+        all ranks of a model, or of a pipeline those of the last stage (rollout.py).
 
     Raises ValueError for a prompt or an option that is not possible; FloatingPointError where the
     model's logits are not finite."""
@@ -204,10 +211,11 @@ def stream(
     params = SamplingParams(temperature, top_k, top_p)
     with caching(stages, slot):
         if isinstance(model, GPT):
-            yield from decode(runner, batches[0], params, lockstep)
+            yield from decode(runner, batches[0], params, lockstep, observe)
         else:
             ring = Ring(model.channels)
-            yield from PipelinedDecoder(runner, ring, batches, params, lockstep).decode()
+            decoder = PipelinedDecoder(runner, ring, batches, params, lockstep, observe)
+            yield from decoder.decode()
 
 
 def make_batches(

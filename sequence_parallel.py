@@ -28,6 +28,9 @@ gradients once a step in the optimizer; here it happens where the weights are us
 micro-batch, so that no other file has to remember it.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -243,6 +246,25 @@ def shard_sequence(model: gpt.GPT, group: dist.ProcessGroup, sharded: bool = Tru
         for name, child in list(parent.named_children()):
             if type(child) in replacements:
                 setattr(parent, name, replacements[type(child)](group))
+
+
+@contextlib.contextmanager
+def whole_sequences(models: list[gpt.GPT], group: dist.ProcessGroup | None) -> Iterator[None]:
+    """For generation in the middle of training: inside this context the models are tensor parallel
+    only. Afterwards the very modules of before are in their places: a new one would not have what
+    zero_bubble.py has set. Of models that are not sequence parallel, nothing changes."""
+    originals = []
+    for model in models:
+        for parent in model.modules():
+            for name, child in parent.named_children():
+                if type(child) in REPLACEMENTS.values():
+                    originals.append((parent, name, child))
+        shard_sequence(model, group, sharded=False)
+    try:
+        yield
+    finally:
+        for parent, name, child in originals:
+            setattr(parent, name, child)
 
 
 def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:

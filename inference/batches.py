@@ -175,6 +175,10 @@ class DecodeBatch:
         return FINISHED if finished else UNFINISHED
 
 
+# observe(batch, logits [b, V], sampled [b]), before `batch.append(sampled)`
+Observer = Callable[[DecodeBatch, Tensor, Tensor], None]
+
+
 def any_unfinished(batch: DecodeBatch, lockstep: dist.ProcessGroup | None) -> bool:
     """Whether the batch of this rank, or of another rank of the lockstep group, goes on. Raises
     FloatingPointError, on all of these ranks, where logits are not finite."""

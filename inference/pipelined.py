@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from inference.batches import DecodeBatch, NewToken, any_unfinished
+from inference.batches import DecodeBatch, NewToken, Observer, any_unfinished
 from inference.sampling import SamplingParams, sample
 from pipeline_parallel import Channels
 
@@ -77,13 +77,15 @@ class PipelinedDecoder:
         micro_batches: list[DecodeBatch],
         params: SamplingParams,
         lockstep: dist.ProcessGroup | None,
+        observe: Observer | None = None,
     ):
-        """runner: generate.ModelRunner of this rank's stages."""
+        """runner: generate.ModelRunner of this rank's stages. observe: as of generate.stream."""
         self.runner = runner
         self.ring = ring
         self.micro_batches = micro_batches
         self.params = params
         self.lockstep = lockstep
+        self.observe = observe
         self.is_first = ring.rank == 0
         self.is_last = ring.rank == ring.p - 1
         # micro-batch -> the tokens of its current forward pass [b, s]
@@ -128,7 +130,10 @@ class PipelinedDecoder:
         # [b, s, h], or logits [b, V]
         output = self.runner.forward(batch, tokens, chunk, activations)
         if self.is_last and chunk == len(self.runner.stages) - 1:
-            output = sample(output, batch.keys(), batch.positions(), self.params)  # [b]
+            logits = output
+            output = sample(logits, batch.keys(), batch.positions(), self.params)  # [b]
+            if self.observe:
+                self.observe(batch, logits, output)
             self.sampled[m] = output
         self.ring.send(output)
 

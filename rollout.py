@@ -1,0 +1,301 @@
+"""Rollout: a model that is being trained writes answers, and says how likely each token was.
+
+Reinforcement learning trains a model on its own answers (Ouyang et al. 2022, arXiv 2203.02155,
+section 3.5). So generation is a part of the training step:
+
+    prompts -> rollout -> answers -> rewards -> losses -> gradients -> step -> next rollout
+
+An answer of n tokens a_1 .. a_n to the prompt x has a log-probability for each token:
+
+    log π(a_i | x, a_1 .. a_i-1) = log_softmax(logits)[a_i]
+
+Generation has these logits anyway: it draws a_i from them, at temperature 1. The losses compare
+them with what the model says after an update (ppo.py). So a rollout must give the log-probability
+that a training forward gives. If they differ, the ratio of the two is not 1 where it should be, and
+the model learns from the difference of two programs. Here both are equal up to rounding, under
+every layout; tests/test_rollout.py measures it.
+
+    write_answers   the ranks share the samples; each writes its own, with a cache (generate.py)
+    Rows            answers of all ranks, packed into rows (packing.py), as a data set to train on
+
+    prompt p, answer a     ids           p0 p1 a0 a1 a2 | q0 q1 q2 b0 | ..      a row: [s]
+                           targets       p1 a0 a1 a2  . | q1 q2 b0  . | ..
+                           in the loss    .  ^  ^  ^  . |  .  .  ^  . | ..
+
+The token that ends an answer belongs to it: the model drew it, and learns when to stop.
+
+The random numbers of an answer depend on (seed, step, sample) alone. So a sample has the same
+answer in any batch and under any layout.
+
+    python rollout.py      two ranks write answers: equal to one rank's, and to a training forward
+
+Not covered: production systems generate with another program, on GPUs of its own, in 16 bits. There
+the log-probabilities do differ, and a correction is needed (TRL, verl: importance sampling).
+"""
+
+import hashlib
+import itertools
+from collections import deque
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import generate
+import sequence_parallel
+from data import Batch
+from gpt import GPT
+from inference.batches import DecodeBatch
+from packing import first_fit
+from pipeline_parallel import Pipeline
+from runtime.world import Groups
+
+
+class Answer(NamedTuple):
+    """What the model wrote after a prompt."""
+
+    # of the global batch
+    sample: int
+    prompt: list[int]
+    # with the end token, if the model drew one
+    ids: list[int]
+    # of each of these ids, at temperature 1
+    log_probs: list[float]
+    # False: it is cut off at the limit of tokens
+    ended: bool
+
+
+def keys(seed: int, step: int, samples) -> list[int]:
+    """The 32-bit key of each sample's random numbers, as inference.sampling takes them."""
+    return [key_of(seed, step, int(sample)) for sample in samples]
+
+
+def key_of(seed: int, step: int, sample: int) -> int:
+    digest = hashlib.blake2b(repr((seed, step, sample)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+# --- what the model draws -------------------------------------------------------------------------
+
+
+class Draws:
+    """Collects the drawn tokens and their log-probabilities: `observe` of generate.stream."""
+
+    def __init__(self, num_prompts: int):
+        self.num_prompts = num_prompts
+        # of each draw, on the CPU: the number of its prompt
+        self.numbers: list[int] = []
+        # of each step, on the device: [drawn] each
+        self.tokens: list[Tensor] = []
+        self.log_probs: list[Tensor] = []
+
+    def observe(self, batch: DecodeBatch, logits: Tensor, sampled: Tensor) -> None:
+        """logits: [b, V], of which sampled [b] was drawn."""
+        rows = [row for row, sequence in enumerate(batch.sequences) if not sequence.finish]
+        if not rows:
+            return
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        log_p = logits.to(wide).log_softmax(-1)  # [b, V]
+        # generate.py refuses logits that are not finite, after this: no token -1 is looked up here
+        drawn = log_p.gather(1, sampled.clamp(min=0).unsqueeze(1)).squeeze(1)  # [b]
+        self.numbers += [batch.sequences[row].number for row in rows]
+        # the host does not wait for the numbers
+        self.tokens.append(sampled[rows])
+        self.log_probs.append(drawn[rows])
+
+    def of_prompts(self) -> list[tuple[list[int], list[float]]]:
+        """(ids, log-probabilities) of each prompt; empty on a stage that does not sample."""
+        result = [([], []) for _ in range(self.num_prompts)]
+        if self.numbers:
+            tokens = torch.cat(self.tokens).tolist()
+            log_probs = torch.cat(self.log_probs).tolist()
+            for number, token, log_prob in zip(self.numbers, tokens, log_probs):
+                result[number][0].append(token)
+                result[number][1].append(log_prob)
+        return result
+
+
+# --- answers of all ranks -------------------------------------------------------------------------
+
+
+def write_answers(
+    model: GPT | Pipeline,
+    prompts: list[list[int]],
+    samples: list[int],
+    seed: int,
+    step: int,
+    max_tokens: int,
+    end_tokens: tuple[int, ...],
+    groups: Groups,
+    lockstep: dist.ProcessGroup | None = None,
+    cached: bool = True,
+) -> list[Answer]:
+    """The answers to all prompts, sorted by sample, on every rank. A collective of all ranks.
+
+    prompts, samples: of the global batch, the same on every rank. The data-parallel ranks write
+    contiguous shares. max_tokens: of an answer, with its end token. end_tokens: one of these ends
+    an answer. lockstep: groups.dp where parameters (ZeRO stage 3) or experts are spread over these
+    ranks, else None. cached: as of generate.stream.
+
+    Raises ValueError for a prompt that is not possible, before anything runs; FloatingPointError,
+    on every rank, where logits are not finite.
+    """
+    stages = generate.stages_of(model)
+    check(stages[0], prompts, samples, max_tokens)
+    dp, dp_rank = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
+    mine = slice(len(samples) * dp_rank // dp, len(samples) * (dp_rank + 1) // dp)
+    prompts, samples = prompts[mine], samples[mine]
+    draws = Draws(len(prompts))
+    options = dict(cached=cached, lockstep=lockstep, observe=draws.observe)
+    options |= dict(keys=keys(seed, step, samples), eot=end_tokens)
+    answers = []
+    try:
+        with sequence_parallel.whole_sequences(stages, groups.tp):
+            # each step goes to `draws`
+            deque(generate.stream(model, prompts, max_tokens, **options), maxlen=0)
+    except FloatingPointError:
+        # the other ranks do not know it yet
+        answers = None
+    else:
+        if hands_in(groups):
+            for sample, prompt, (ids, log_probs) in zip(samples, prompts, draws.of_prompts()):
+                ended = ids[-1] in end_tokens
+                answers.append(Answer(sample, list(prompt), ids, log_probs, ended))
+    return gather(answers, groups)
+
+
+def check(stage: GPT, prompts: list[list[int]], samples: list[int], max_tokens: int) -> None:
+    """Of all ranks' prompts, so that all ranks raise the same. Raises ValueError, naming what to
+    change."""
+    if len(samples) != len(prompts) or len(set(samples)) != len(samples):
+        raise ValueError(
+            f"{len(samples)} samples for {len(prompts)} prompts: give one number for each, no two"
+            " alike"
+        )
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens {max_tokens}: must be at least 1")
+    generate.check_prompts(stage, prompts, samples)
+    seq_length = stage.config.seq_length
+    for sample, prompt in zip(samples, prompts):
+        if len(prompt) + max_tokens > seq_length:
+            raise ValueError(
+                f"the prompt of sample {sample} has {len(prompt)} tokens, and an answer may have"
+                f" {max_tokens}: together more than the {seq_length} of the model's context;"
+                " shorten the prompt or the answer"
+            )
+
+
+def hands_in(groups: Groups) -> bool:
+    """Whether this rank hands in the answers of its data-parallel share: one rank of each share, on
+    the last pipeline stage, which alone has logits."""
+    is_last = not groups.pp or groups.pp.rank() == groups.pp.size() - 1
+    return is_last and (not groups.tp or groups.tp.rank() == 0)
+
+
+def gather(answers: list[Answer] | None, groups: Groups) -> list[Answer]:
+    """All answers, sorted by sample, on every rank. answers: None where logits were not finite.
+    Raises FloatingPointError, on every rank, if there is such a rank."""
+    of_ranks = [answers]
+    if groups.all:
+        of_ranks = [None] * groups.all.size()
+        dist.all_gather_object(of_ranks, answers, group=groups.all)
+    if None in of_ranks:
+        raise FloatingPointError("the model's logits are not finite")
+    return sorted(itertools.chain(*of_ranks), key=lambda answer: answer.sample)
+
+
+# --- rows to train on -----------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where an answer stands in the rows."""
+
+    row: int
+    # of the position whose target is the answer's first token
+    column: int
+    # tokens of the answer
+    length: int
+
+    @property
+    def last(self) -> int:
+        """The column of the answer's last token, which has no target."""
+        return self.column + self.length
+
+
+class Rows:
+    """Answers, packed into rows, with the interface of a data set of data.py. The same on every
+    rank.
+
+    An answer and its prompt are a document with all their ids: a critic or a reward model reads the
+    last one too. Sample n is row n, then all rows again. What there is of each answer token is
+    either ragged, a sequence for each answer, or a matrix [R, s] in which the column of a value is
+    the position whose target is the token; `spread` and `collect` turn one into the other.
+    """
+
+    def __init__(self, answers: list[Answer], seq_length: int, multiple_of: int = 1):
+        """multiple_of: of the number of rows R; empty rows, in which nothing counts, fill up.
+        Raises ValueError where there is no answer, and for one that is longer than a row."""
+        if not answers:
+            raise ValueError("no answers to pack")
+        self.answers = answers
+        self.s = seq_length
+        lengths = [len(answer.prompt) + len(answer.ids) for answer in answers]
+        packed = first_fit(lengths, seq_length)
+        self.num_sequences = -(-len(packed) // multiple_of) * multiple_of
+        self.tokens = torch.zeros(self.num_sequences, seq_length, dtype=torch.int64)
+        self.targets = torch.zeros_like(self.tokens)
+        self.documents = torch.zeros_like(self.tokens)
+        self.loss_mask = torch.zeros_like(self.tokens, dtype=torch.bool)
+        places = {}
+        for row, numbers in enumerate(packed):
+            at = 0
+            for document, number in enumerate(numbers):
+                places[number] = self.put(answers[number], row, at)
+                at += lengths[number]
+                # from here on another document: the next one, or padding
+                self.documents[row, at:] = document + 1
+        # of each answer
+        self.places = [places[number] for number in range(len(answers))]
+
+    def put(self, answer: Answer, row: int, at: int) -> Place:
+        """Write a document into the row, from column `at` on."""
+        ids = torch.tensor(answer.prompt + answer.ids)
+        place = Place(row, at + len(answer.prompt) - 1, len(answer.ids))
+        self.tokens[row, at : at + len(ids)] = ids
+        self.targets[row, at : at + len(ids) - 1] = ids[1:]
+        self.loss_mask[row, place.column : place.last] = True
+        return place
+
+    def batch(self, samples) -> Batch:
+        """samples: b numbers of rows."""
+        samples = torch.as_tensor(list(samples))
+        rows = samples % self.num_sequences
+        mask = self.loss_mask[rows]
+        return Batch(self.tokens[rows], self.targets[rows], mask, samples, self.documents[rows])
+
+    def counted_tokens(self, samples) -> int:
+        """How many answer tokens these rows have."""
+        return int(self.batch(samples).loss_mask.sum())
+
+    def spread(self, values: list, dtype: torch.dtype = torch.float64) -> Tensor:
+        """values: for each answer a sequence, with a number for each of its tokens -> [R, s], 0
+        elsewhere. Raises ValueError where a length is another one."""
+        matrix = torch.zeros(self.num_sequences, self.s, dtype=dtype)
+        for number, (place, of_answer) in enumerate(zip(self.places, values, strict=True)):
+            if len(of_answer) != place.length:
+                raise ValueError(
+                    f"{len(of_answer)} values for answer {number}, which has {place.length} tokens"
+                )
+            matrix[place.row, place.column : place.last] = torch.as_tensor(of_answer, dtype=dtype)
+        return matrix
+
+    def collect(self, matrix: Tensor) -> list[Tensor]:
+        """matrix: [R, s] -> for each answer the values of its tokens, [length]"""
+        return [matrix[place.row, place.column : place.last] for place in self.places]
+
+
+if __name__ == "__main__":
+    from lessons import rollout as lesson
+
+    lesson.main()
