@@ -73,6 +73,10 @@ class RunHooks:
         groups = [group for group in (self.groups.dp, self.groups.pp) if group]
         return moe.statistics(self.model_config, self.expert_layers, groups, self.device)
 
+    def learners(self) -> dict:
+        """The trainers whose weights and optimizer state a checkpoint keeps: prefix -> trainer."""
+        return {"": self}
+
     def extra_state(self) -> dict:
         """What a checkpoint's index has beside the usual."""
         return {}

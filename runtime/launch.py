@@ -24,6 +24,7 @@ from runtime.run_folder import RunFolderError
 from runtime.training_run import TrainingRun
 from runtime.world import World, WorldError
 from tuning.chat_template import ChatError
+from tuning.rewards import RewardError
 
 # bad input: exit status 2, one message from rank 0
 REFUSED = (
@@ -33,6 +34,7 @@ REFUSED = (
     DataError,
     PromptError,
     ChatError,
+    RewardError,
     TokenizerError,
     CheckpointError,
 )

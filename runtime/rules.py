@@ -23,8 +23,9 @@ from moe import MoEConfig
 from prompts import prompt_data
 from routers import EXPERT_FIELDS
 from runtime import json_files, plan
-from runtime.config import Config, ConfigError, as_flags, flag_name
+from runtime.config import MODEL_FLAGS, Config, ConfigError, as_flags, flag_name
 from tuning.adapter_learning import adapter_config
+from tuning.rewards import is_function
 
 # Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
 MOST_SEQUENCES = 2**20
@@ -79,6 +80,7 @@ def validate(config: Config, world: int, base_needed: bool = True) -> None:
         check_prompts(config)
     check_peft(config, model, base_needed)
     check_conversations(config)
+    check_rl(config, model, world, base_needed)
     if config.plan:
         plan.check(config)
     check_device(config)
@@ -381,6 +383,99 @@ def check_rows_of_pairs(config: Config, dp: int) -> None:
         pairs = [n for n in range(2, share + 1, 2) if share % n == 0]
         rule = f"a pair of answers is two rows; {', '.join(map(str, pairs[:4]))} would fit"
         raise ConfigError(f"--micro-batch-size {micro}: {rule}")
+
+
+# what --rl alone has
+RL_FLAGS = (
+    *("prompts", "reward", "answer_tokens", "group_size", "rl_epochs", "clip_range"),
+    *("gae_lambda", "critic_lr", "rollout_tp", "rollout_pp"),
+)
+
+
+def check_rl(config: Config, model: MoEConfig, world: int, base_needed: bool) -> None:
+    """Raises ConfigError or RewardError."""
+    if not config.rl:
+        for name in RL_FLAGS:
+            if getattr(config, name) != getattr(Config(), name):
+                refuse(config, name, "needs --rl ppo or --rl grpo")
+        return
+    for name, why in {
+        "load": "which model answers? --load CKPT names it",
+        "prompts": "names the files of prompts, with --rl; --prompts FILE would do",
+        "reward": "says what an answer is worth: --reward FILE.py:FUNCTION, or a run of"
+        " --preference reward",
+    }.items():
+        if base_needed and not getattr(config, name):
+            raise ConfigError(f"--rl {config.rl}: --{name} {why}")
+    check_rl_alone(config)
+    check_rl_numbers(config, model, world)
+    if base_needed and not is_function(config.reward):
+        check_reward_model(config, model, world)
+
+
+def check_rl_alone(config: Config) -> None:
+    """What --rl does not go with. Raises ConfigError."""
+    for name in ("data", "val_data", "sft", "pairs", "prompt_config", "pack", "document_mask"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"{flag_name(name)}: --rl {config.rl} learns from answers to --prompts; one of both"
+            )
+    if config.fp8 != "off":
+        rule = "scales depend on what is computed together, so answers would have other"
+        refuse(config, "fp8", f"{rule} log-probabilities in training than when they were written")
+    for name in ("dropout", "lora_dropout"):
+        if getattr(config, name):
+            refuse(config, name, "--rl has none: the answers are written without it")
+    if config.rl == "grpo":
+        for name in ("gae_lambda", "critic_lr"):
+            if getattr(config, name) != getattr(Config(), name):
+                refuse(config, name, "is of --rl ppo; grpo has no critic")
+
+
+def check_rl_numbers(config: Config, model: MoEConfig, world: int) -> None:
+    """Raises ConfigError."""
+    size = config.answers_per_prompt
+    least = 2 if config.rl == "grpo" else 1
+    if size < least:
+        refuse(config, "group_size", f"must be at least {least}")
+    if config.global_batch_size % size:
+        rule = (
+            f"must be divisible by --group-size {size}; {multiples(config.global_batch_size, size)}"
+        )
+        refuse(config, "global_batch_size", rule)
+    if not 1 <= config.answer_tokens < model.seq_length:
+        rule = f"must be from 1 to below --seq-length {model.seq_length}: a prompt stands before it"
+        refuse(config, "answer_tokens", rule)
+    if config.rl_epochs < 1:
+        refuse(config, "rl_epochs", "must be at least 1")
+    for name, low, high in (("clip_range", 0, 1), ("gae_lambda", 0, 1), ("beta", 0, 1000)):
+        value = getattr(config, name)
+        if value is not None and not low <= value <= high:
+            refuse(config, name, f"must be from {low} to {high}")
+    tp, pp = config.rollout_tp or 1, config.rollout_pp or 1
+    with as_flags():
+        tensor_parallel.check(model, tp, world)
+        pipeline_parallel.check(model.num_layers, pp, 1, None)
+    for name, ranks in (("rollout_tp", world), ("rollout_pp", world // tp)):
+        n = getattr(config, name)
+        if n is not None and (n < 1 or ranks % n):
+            refuse(config, name, f"must divide the {ranks} ranks; {divisors(ranks, n)} would fit")
+    if (config.rollout_tp or config.rollout_pp) and config.ep > 1:
+        refuse(config, "ep", "experts that are spread over ranks write answers where they are")
+
+
+def check_reward_model(config: Config, model: MoEConfig, world: int) -> None:
+    """Whether the model of --reward fits the layout and the vocabulary. Raises ConfigError."""
+    its = dataclasses.replace(config, load=config.reward, **{name: None for name in MODEL_FLAGS})
+    with as_flags():
+        other = its.model_config()
+    check_techniques(its, other, world)
+    if other.vocab_size != model.vocab_size:
+        rule = f"knows {other.vocab_size} tokens, and the model of --load {model.vocab_size}"
+        refuse(config, "reward", f"{rule}; one that was trained from the same base would fit")
+    if other.seq_length < model.seq_length:
+        rule = f"reads {other.seq_length} tokens, and --seq-length is {model.seq_length}"
+        refuse(config, "reward", f"{rule}; --seq-length {other.seq_length} would fit")
 
 
 def check_device(config: Config) -> None:

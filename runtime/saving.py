@@ -38,13 +38,26 @@ class RunCheckpoints:
             "tokens": tokens,
             "corpus": corpus,
             "tokenizer": dataclasses.asdict(self.tokenizer),
-            "optimizer": trainer.optimizer.state_dict(),
+            **{f"{prefix}optimizer": state for prefix, state in self.numbers().items()},
             **trainer.extra_state(),
             **({"fp8": trainer.fp8.state_dict()} if trainer.fp8 else {}),
             "config": dataclasses.asdict(trainer.config),
             "model": dataclasses.asdict(trainer.model_config),
         }
-        self.saver.save(folder, step, trainer.optimizer.tensors(), state=state)
+        self.saver.save(folder, step, self.tensors(), state=state)
+
+    def numbers(self) -> dict[str, dict]:
+        """What goes with `tensors`: steps taken and skipped, by each learner's prefix."""
+        learners = self.trainer.learners()
+        return {prefix: learner.optimizer.state_dict() for prefix, learner in learners.items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state of all learners, by global name."""
+        tensors = {}
+        for prefix, learner in self.trainer.learners().items():
+            for name, tensor in learner.optimizer.tensors().items():
+                tensors[prefix + name] = tensor
+        return tensors
 
     def remove_old(self, folder: Path, good: bool) -> None:
         """Remove the checkpoints that --keep leaves no room for, once the newest one is good: a
@@ -60,7 +73,7 @@ class RunCheckpoints:
         """Continue from a checkpoint, or start from its weights. Returns its index. new(name): of
         a weight that keeps its initial value. Raises CheckpointError, naming the fields in which
         its model differs."""
-        tensors = self.trainer.optimizer.tensors()
+        tensors = self.tensors()
         wanted = tensors
         if weights_only:
             wanted = {n: t for n, t in tensors.items() if n.startswith("model.")}
@@ -72,7 +85,8 @@ class RunCheckpoints:
         if weights_only:
             return index
         try:
-            self.trainer.optimizer.load_state_dict(index["optimizer"])
+            for prefix, learner in self.trainer.learners().items():
+                learner.optimizer.load_state_dict(index[f"{prefix}optimizer"])
             if self.trainer.fp8:
                 self.trainer.fp8.load_state_dict(index.get("fp8"))
             return index | {"tokens": int(index["tokens"])}
@@ -84,10 +98,15 @@ class RunCheckpoints:
 
     @torch.no_grad()
     def set(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Use the new values of what `optimizer.tensors()` gave."""
-        self.trainer.optimizer.restore(tensors)
+        """Use the new values of what `tensors()` gave."""
         if self.trainer.fp8:
             # of the weights before
             self.trainer.fp8.weights.clear()
-        for gradients in self.trainer.gradients:
-            gradients.gather_parameters()
+        for prefix, learner in self.trainer.learners().items():
+            of_learner = {}
+            for name, tensor in tensors.items():
+                if name.startswith(prefix):
+                    of_learner[name.removeprefix(prefix)] = tensor
+            learner.optimizer.restore(of_learner)
+            for gradients in learner.gradients:
+                gradients.gather_parameters()

@@ -4,6 +4,7 @@ from prompts.learning import PromptLearning, TemplateData
 from prompts.prompt_data import PromptConfig
 from tuning.adapter_learning import AdapterLearning
 from tuning.preference_learning import DPOLearning, RewardLearning
+from tuning.reinforcement import Reinforcement
 from tuning.sft_data import ConversationData
 
 
@@ -18,6 +19,8 @@ def mixins(config) -> tuple[type, ...]:
         chosen += (ConversationData,)
     if config.preference:
         chosen += (RewardLearning if config.preference == "reward" else DPOLearning,)
+    if config.rl:
+        chosen += (Reinforcement,)
     if config.peft:
         chosen += (AdapterLearning,)
     return chosen

@@ -1,0 +1,141 @@
+"""The other models of reinforcement learning: each is a trainer of its own, on the policy's mesh.
+
+    policy         the model that learns to answer      train.Trainer itself
+    Reference      the model of --load, frozen          log-probabilities: how far is the policy?
+    RewardModel    the model of --reward, frozen        one number for an answer
+    Critic         learns the expected reward (ppo)     one number for each token
+
+A frozen model has no gradients and no optimizer state. All of them are built by train.Trainer, so
+every technique of the run changes them alike: tensor parallelism shards a critic as it shards the
+policy. What differs is in the hooks below.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import checkpoint
+import ppo
+import preference
+import schedules
+import sharding
+from runtime.evaluation import run_forward
+from runtime.hooks import RunHooks
+
+
+def companion(policy, hooks: type, config):
+    """A trainer with other hooks and another configuration, on the mesh of the policy."""
+    # train.Trainer: nothing but trainers may import it
+    trainer = next(c for c in type(policy).__mro__ if RunHooks in c.__bases__)
+    return type(hooks.__name__, (hooks, trainer), {})(config, policy.device, policy.groups)
+
+
+class OnRows:
+    """The hooks of a model that sees the answers of a step, packed into rows (rollout.py)."""
+
+    rows = None
+
+    def before_techniques(self, stage) -> None:
+        super().before_techniques(stage)
+        # eval: routers use their raw logits, as they did when the answers were written
+        stage.eval()
+
+    def use(self, rows) -> None:
+        """Work on these rows from now on. Their number differs from step to step."""
+        self.rows = rows
+        share = rows.num_sequences // self.dp
+        if self.groups.pp:
+            schedule = self.config.pipeline_schedule
+            p, v = self.groups.pp.size(), self.config.virtual_stages
+            self.schedule = schedules.make(schedule, p, share // self.micro_batch, v)
+        elif self.config.micro_batch_size is None:
+            self.micro_batch = share
+
+    def samples(self, step: int) -> range:
+        return range(self.rows.num_sequences)
+
+    def outputs(self, rows) -> Tensor:
+        """What the head gives at every position of the rows, [R, s] float64 on the CPU: the losses
+        of the targets, or values. On every rank. A collective."""
+        self.use(rows)
+        b, share = self.micro_batch, rows.num_sequences // self.dp
+        first = self.dp_rank * share
+        batches = []
+        for start in range(first, first + share, b):
+            batches.append(rows.batch(range(start, start + b)).to(self.device))
+        shape = rows.num_sequences, rows.s
+        whole = torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+        def keep(batch, y):
+            # all tensor-parallel ranks have it: one counts
+            if not self.groups.tp or self.groups.tp.rank() == 0:
+                whole[batch.samples] = y.double()
+
+        run_forward(self, batches, keep)
+        if self.groups.all:
+            dist.all_reduce(whole, group=self.groups.all)
+        return whole.cpu()
+
+
+class Frozen(OnRows):
+    """A model that only runs forward."""
+
+    def before_techniques(self, stage) -> None:
+        super().before_techniques(stage)
+        stage.requires_grad_(False)
+
+    def make_optimizer(self) -> None:
+        return None
+
+    def load_from(self, path) -> None:
+        """A collective. Raises CheckpointError."""
+        parameters = {}
+        for name, p in sharding.named_parameters(*self.stages):
+            parameters[f"model.{name}"] = p
+        fixed = checkpoint.fixed_fields(self.model_config, True)
+        checkpoint.load(checkpoint.find(path), parameters, fixed)
+
+
+class Reference(Frozen):
+    pass
+
+
+class WithValues(OnRows):
+    def after_model_parallel(self, stage) -> None:
+        super().after_model_parallel(stage)
+        preference.apply(stage, self.groups.tp, self.config.sequence_parallel)
+
+
+class RewardModel(WithValues, Frozen):
+    def after_model_parallel(self, stage) -> None:
+        super().after_model_parallel(stage)
+        stage.requires_grad_(False)
+
+
+class Critic(WithValues):
+    """Learns the value of each token: the reward that is expected from there on."""
+
+    def aim(self, targets: ppo.Targets, count: int) -> None:
+        """targets: of the rows. count: of their answers' tokens."""
+        self.targets = targets
+        self.count = count
+
+    def total_loss(self, y: Tensor, batch) -> Tensor:
+        targets = self.targets.at(batch.samples.cpu(), y.device)
+        return ppo.critic_loss(y, targets, self.config.clip_range)
+
+    def loss_count(self, dataset, samples) -> int:
+        return self.count
+
+    def load_weights(self, world) -> None:
+        """From a reward model; or from a model without a value head, whose own then begins at
+        random. A collective. Raises CheckpointError."""
+        path = checkpoint.find(self.config.load)
+        tensors = self.checkpoints.tensors()
+        there = checkpoint.read_index(path)["tensors"]
+        wanted = {n: t for n, t in tensors.items() if n.startswith("model.")}
+        for name in list(wanted):
+            if preference.is_value_head(name.removeprefix("model.")) and name not in there:
+                del wanted[name]
+        checkpoint.load(path, wanted, checkpoint.fixed_fields(self.model_config, True))
+        self.checkpoints.set(tensors)

@@ -1,0 +1,277 @@
+"""Reinforcement learning as a run of train.py (--rl): the model writes answers, and learns from
+their rewards.
+
+    python train.py --load runs/chat --rl grpo --prompts p.jsonl --reward check.py:correct --out R
+
+One step:
+
+    write     global_batch_size answers to the prompts of the step            rollout.py
+    rate      a reward for each answer                                        tuning/rewards.py
+    look      reference log-probabilities, and with ppo the critic's values    tuning/companions.py
+    aim       advantages                                                      ppo.py
+    update    --rl-epochs times, from the same answers
+
+`Reinforcement` comes before train.py's `Trainer` (tuning/mixins.py); the loop of train.py stays as
+it is. Answers depend on the weights and on (seed, step, sample) alone, so a resumed run writes the
+same ones.
+
+With --peft the reference is the policy itself without its adapters: no second copy.
+"""
+
+import dataclasses
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+import adapters
+import checkpoint
+import ppo
+from rollout import Answer, Rows
+from runtime.errors import RunError
+from tuning.companions import Critic, OnRows, Reference, RewardModel, companion
+from tuning.frozen_base import fingerprint
+from tuning.prompt_set import open_prompts
+from tuning.rewards import is_function, open_function
+from tuning.rl_files import draw_rl, write_samples
+from tuning.sft_data import ConversationData
+from tuning.writer import Writer
+
+
+def open_data(config, world, tokenizer):
+    """(training set, held-out set) of --prompts. Raises ChatError, RewardError or
+    CheckpointError."""
+    function = open_function(config.reward) if is_function(config.reward) else None
+    return open_prompts(config, world, tokenizer, function)
+
+
+class Reinforcement(OnRows, ConversationData):
+    """The hooks of train.Trainer."""
+
+    open_data = staticmethod(open_data)
+    eval_field = "eval_reward"
+
+    def __init__(self, config, device, groups):
+        super().__init__(config, device, groups)
+        whole = {"peft": None, "lora_dropout": 0.0}
+        self.reference = self.reward_model = self.critic = None
+        if not config.peft:
+            self.reference = companion(self, Reference, config)
+        if config.reward and not is_function(config.reward):
+            self.reward_model = companion(
+                self, RewardModel, dataclasses.replace(config, load=config.reward, **whole)
+            )
+        if config.rl == "ppo":
+            start = config.reward if self.reward_model else config.load
+            lr = config.lr if config.critic_lr is None else config.critic_lr
+            self.critic = companion(
+                self, Critic, dataclasses.replace(config, load=start, lr=lr, **whole)
+            )
+        self.writer = Writer(self)
+        # of the step: what its updates need, and what its loss is a mean of
+        self.targets: ppo.Targets | None = None
+        self.count = 0
+        # of the step: fields of its line in metrics.jsonl
+        self.numbers: dict[str, float] = {}
+        # this rank's part of: tokens that were clipped, changes of log-probabilities, value loss
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def load_base(self, tokenizer) -> None:
+        """What is not in the run's own checkpoints: reference and reward model. A collective.
+        Raises CheckpointError."""
+        super().load_base(tokenizer)
+        if self.reference:
+            self.identity = fingerprint(checkpoint.find(self.config.load), self.model_config)
+            self.reference.load_from(self.config.load)
+        if self.reward_model:
+            self.reward_model.load_from(self.config.reward)
+
+    def load_weights(self, world) -> None:
+        super().load_weights(world)
+        if self.critic:
+            self.critic.load_weights(world)
+
+    def check_base(self, path, index: dict) -> None:
+        super().check_base(path, index)
+        if index.get("base", self.identity) != self.identity:
+            raise checkpoint.CheckpointError(
+                f"--load {self.config.load}: is not the model that the run in {path} began with,"
+                " which is its reference; it has changed since. Name that one, or start again with"
+                " another --out"
+            )
+
+    def extra_state(self) -> dict:
+        return super().extra_state() | {"base": self.identity}
+
+    def learners(self) -> dict:
+        return super().learners() | ({"critic.": self.critic} if self.critic else {})
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def forward_backward(self, step: int, dataset) -> Tensor:
+        """Write the answers of a step, and leave the gradients of the last of its updates."""
+        begin = time.perf_counter()
+        self.step = step
+        size = self.config.global_batch_size
+        answers, rewards = self.write(step, dataset, range((step - 1) * size, step * size))
+        self.aim(answers, rewards)
+        written = time.perf_counter()
+        self.sums.zero_()
+        for epoch in range(self.config.rl_epochs):
+            if epoch:
+                self.update(step)
+            loss = super().forward_backward(step, self.rows)
+            if self.critic:
+                self.sums[2] += self.critic.forward_backward(step, self.rows)
+                self.critic.update(step)
+        self.numbers["rollout_seconds"] = written - begin
+        self.numbers["training_seconds"] = time.perf_counter() - written
+        return loss
+
+    def write(self, step: int, dataset, samples: range) -> tuple[list[Answer], Tensor]:
+        """(the answers to the prompts of these samples, their rewards [n]); on every rank."""
+        prompts = [dataset.question(n).ids for n in samples]
+        answers = self.writer.write(prompts, samples, step, dataset.end_tokens)
+        self.rows = self.pack(answers)
+        if self.reward_model:
+            values = self.reward_model.outputs(self.rows)
+            # read at the last token of each answer
+            last = [values[place.row, place.last] for place in self.rows.places]
+            return answers, torch.stack(last)
+        return answers, self.call_function(dataset, answers)
+
+    def pack(self, answers: list[Answer]) -> Rows:
+        """Rows of one length, as many as the layout needs."""
+        config = self.config
+        shards = config.tp if config.sequence_parallel else 1
+        multiple = self.dp * (config.micro_batch_size or 1)
+        if config.pipeline_schedule == "interleaved":
+            multiple *= config.pp
+        return Rows(answers, self.model_config.seq_length // shards * shards, multiple)
+
+    def call_function(self, dataset, answers: list[Answer]) -> Tensor:
+        """Each rank rates its share. [n], on every rank. Raises RunError, on all ranks."""
+        group = self.groups.all
+        rank, world = (group.rank(), group.size()) if group else (0, 1)
+        found, error = {}, None
+        try:
+            for n in range(rank, len(answers), world):
+                found[n] = dataset.reward(answers[n].sample, answers[n].ids)
+        except RunError as e:
+            error = str(e)
+        everywhere = [(found, error)] * world
+        if group:
+            dist.all_gather_object(everywhere, (found, error), group=group)
+        for of_rank, error in everywhere:
+            if error:
+                raise RunError(error, everywhere=True)
+            found |= of_rank
+        return torch.tensor([found[n] for n in range(len(answers))], dtype=torch.float64)
+
+    def aim(self, answers: list[Answer], rewards: Tensor) -> None:
+        """What the updates of the step need: `targets`, of the policy and of the critic."""
+        rows = self.rows
+        lengths = torch.tensor([len(answer.ids) for answer in answers])
+        mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [n, T]
+        old = padded([torch.tensor(answer.log_probs).double() for answer in answers])  # [n, T]
+        reference = padded(rows.collect(-self.reference_losses()))
+        values = returns = torch.zeros_like(old)
+        if self.critic:
+            values = padded(rows.collect(self.critic.outputs(rows)))
+            token_rewards = ppo.token_rewards(rewards, old, reference, mask, self.config.kl_weight)
+            advantages, returns = ppo.generalized_advantages(
+                token_rewards, values, mask, lam=self.config.gae_lambda
+            )
+            advantages = ppo.whiten(advantages, mask)
+        else:
+            group_size = self.config.answers_per_prompt
+            advantages = ppo.group_advantages(rewards, group_size).unsqueeze(1) * mask
+        per_answer = self.config.rl == "grpo"
+        weights = ppo.token_weights(mask, per_answer)
+        self.count = len(answers) if per_answer else int(mask.sum())
+        columns = dict(old=old, advantages=advantages, reference=reference, weights=weights)
+        columns |= dict(old_values=values, returns=returns)
+        for name, matrix in columns.items():
+            columns[name] = rows.spread([row[:n] for row, n in zip(matrix, lengths)])  # [R, s]
+        self.targets = ppo.Targets(**columns)
+        if self.critic:
+            self.critic.aim(self.targets, self.count)
+            self.critic.use(rows)
+        self.use(rows)
+        self.numbers = {
+            "reward": rewards.mean().item(),
+            "kl": ((old - reference) * mask).sum(1).mean().item(),
+            "answer_tokens": lengths.double().mean().item(),
+            "ended_share": sum(answer.ended for answer in answers) / len(answers),
+        }
+
+    def reference_losses(self) -> Tensor:
+        """- log π_ref of each target, [R, s]."""
+        if self.reference:
+            return self.reference.outputs(self.rows)
+        with adapters.disabled(*self.stages):
+            return self.outputs(self.rows)
+
+    def total_loss(self, y: Tensor, batch) -> Tensor:
+        """y: [b, s], - log π of each target."""
+        clip = self.config.clip_range
+        # ppo has the KL in its rewards
+        beta = self.config.kl_weight if self.config.rl == "grpo" else 0.0
+        targets = self.targets.at(batch.samples.cpu(), y.device)
+        if not self.groups.tp or self.groups.tp.rank() == 0:
+            now = -y.detach()
+            _, clipped = ppo.policy_loss(now, targets.old, targets.advantages, clip)
+            self.sums[0] += (clipped & batch.loss_mask).sum()
+            self.sums[1] += ((now - targets.old).abs() * batch.loss_mask).sum()
+        return ppo.actor_loss(-y, targets, clip, beta)
+
+    def loss_count(self, dataset, samples) -> int:
+        return self.count
+
+    def processed(self, step: int, dataset) -> tuple[int, int]:
+        answers = self.rows.answers
+        prompts = sum(len(answer.prompt) for answer in answers)
+        learned = sum(len(answer.ids) for answer in answers)
+        return learned, prompts + learned
+
+    def statistics(self) -> dict[str, Tensor]:
+        sums = self.sums.clone()
+        for group in (self.groups.dp, self.groups.pp):
+            if group:
+                dist.all_reduce(sums, group=group)
+        tokens = self.rows.counted_tokens(self.samples(0)) * self.config.rl_epochs
+        numbers = self.numbers | {"clip_share": sums[0] / tokens, "policy_change": sums[1] / tokens}
+        if self.critic:
+            numbers["value_loss"] = sums[2] / self.config.rl_epochs
+        return {n: torch.as_tensor(x, dtype=torch.float64) for n, x in numbers.items()}
+
+    # -- beside the steps --------------------------------------------------------------------------
+
+    @property
+    def share_of_flops(self) -> float:
+        """A forward pass is a third of training on a token. Passes: writing, the reference, the
+        reward model, the critic."""
+        forward = 2 + (self.reward_model is not None) + (self.critic is not None)
+        return forward / 3 + self.config.rl_epochs * (2 if self.critic else 1)
+
+    def evaluate(self, dataset, sequences: int) -> float:
+        """The mean reward of answers to the first held-out prompts, always with the same random
+        numbers. Some go to samples.jsonl."""
+        answers, rewards = self.write(0, dataset, range(sequences))
+        if not self.groups.all or self.groups.all.rank() == 0:
+            write_samples(self.config.out, self.step, dataset, answers, rewards.tolist())
+        return rewards.mean().item()
+
+    def finish(self, run) -> bool:
+        if run.world.rank == 0:
+            draw_rl(run.world, run)
+        return super().finish(run)
+
+
+def padded(ragged: list[Tensor]) -> Tensor:
+    """[n, T], with zeros behind the shorter ones."""
+    return pad_sequence(ragged, batch_first=True)

@@ -1,0 +1,62 @@
+"""Reward functions: a Python function that says how good an answer is (--reward FILE.py:FUNCTION).
+
+    def brevity(prompt: str, answer: str, record: dict) -> float:
+        return -len(answer)
+
+prompt is the text of the line in --prompts, record the whole line, so a line may carry what an
+answer is checked against. The same answer must get the same number: a run that is resumed computes
+the rewards of a step again.
+
+Where --reward is no such name, it is a run of `--preference reward` (preference.py).
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from runtime.errors import RunError
+
+RewardFunction = Callable[[str, str, dict], float]
+
+
+class RewardError(ValueError):
+    """--reward cannot be used; the message says why."""
+
+
+def is_function(reward: str) -> bool:
+    """Whether --reward names a function, not a model."""
+    return ".py:" in reward
+
+
+def open_function(reward: str) -> RewardFunction:
+    """The function of FILE.py:FUNCTION. Raises RewardError."""
+    path, _, name = reward.rpartition(":")
+    if not Path(path).is_file():
+        raise RewardError(f"--reward {reward}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as e:
+        raise RewardError(f"--reward {reward}: {path} fails: {type(e).__name__}: {e}") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        raise RewardError(
+            f"--reward {reward}: {path} has no function {name!r}; there are {', '.join(there)}"
+        )
+    return function
+
+
+def rate(function: RewardFunction, prompt: str, answer: str, record: dict) -> float:
+    """A finite number. Raises RunError where the function fails."""
+    about = f"for the prompt {prompt[:60]!r} and the answer {answer[:60]!r}"
+    try:
+        reward = float(function(prompt, answer, record))
+    except (Exception, SystemExit) as e:
+        text = f"--reward: the function fails {about}: {type(e).__name__}: {e}"
+        raise RunError(text, everywhere=True) from None
+    if not math.isfinite(reward):
+        raise RunError(f"--reward: the function gives {reward} {about}", everywhere=True)
+    return reward

@@ -1,0 +1,71 @@
+"""What a run of reinforcement learning leaves for people: rl.png, and answers in samples.jsonl."""
+
+import json
+import os
+from pathlib import Path
+
+from runtime.finish import leave
+from runtime.json_files import JSONError, read_lines
+
+# of the first held-out prompts, at every evaluation
+SAMPLES = 4
+# a panel each: field of metrics.jsonl -> its title
+PANELS = {
+    "reward": "reward",
+    "kl": "KL from the reference, nats per answer",
+    "clip_share": "share of tokens whose update was clipped",
+    "answer_tokens": "tokens of an answer",
+}
+
+
+def write_samples(out: str, step: int, dataset, answers: list, rewards: list[float]) -> None:
+    """Add lines to OUT/samples.jsonl. Those of later steps, which a killed run has left, go."""
+    path = Path(out) / "samples.jsonl"
+    lines = []
+    try:
+        lines = [line for _, line in read_lines(path) if line["step"] < step]
+    except (JSONError, KeyError, TypeError):
+        # none yet; or half a line, which can be made again
+        pass
+    for answer, reward in list(zip(answers, rewards))[:SAMPLES]:
+        prompt = dataset.question(answer.sample).text
+        text = dataset.text(answer.ids)
+        lines.append({"step": step, "prompt": prompt, "answer": text, "reward": reward})
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def draw_rl(world, run) -> None:
+    """OUT/rl.png."""
+    leave(world, run.out / "rl.png", lambda path: plot(run.metrics.lines, path))
+
+
+def plot(lines: list[dict], path: Path) -> None:
+    """lines: of metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(3, 2, figsize=(9, 8), layout="constrained")
+    steps = [line["step"] for line in lines]
+    for panel, (field, title) in zip(axes.flat, PANELS.items()):
+        panel.plot(steps, [line[field] for line in lines], linewidth=0.8)
+        panel.set(xlabel="step", title=title)
+    evaluated = [line for line in lines if "eval_reward" in line]
+    points = [line["step"] for line in evaluated], [line["eval_reward"] for line in evaluated]
+    axes[0, 0].plot(*points, "o-", color="tab:orange", label="held out")
+    axes[0, 0].legend()
+    seconds = {
+        name: [line[f"{name}_seconds"] for line in lines] for name in ("rollout", "training")
+    }
+    axes[2, 0].stackplot(steps, *seconds.values(), labels=list(seconds))
+    axes[2, 0].set(xlabel="step", title="seconds of a step")
+    axes[2, 0].legend()
+    axes[2, 1].plot([line["kl"] for line in lines], [line["reward"] for line in lines], ".-")
+    axes[2, 1].set(xlabel="KL", title="reward against KL")
+    for panel in axes.flat:
+        panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,70 @@
+"""Who writes the answers of reinforcement learning: the model that trains, or a copy of its weights
+under another layout (--rollout-tp, --rollout-pp).
+
+A decoding step computes one token of each answer, so its time goes into collectives and into
+reading weights. The best layout for it is often not that of training: with ZeRO stage 3, every
+token would gather all weights.
+"""
+
+import adapters
+import pipeline_parallel
+import resharding
+import sharding
+from inference.loading import build_stages
+from pipeline_parallel import Pipeline
+from rollout import Answer, write_answers
+from runtime.config import DTYPES
+from runtime.world import Groups
+from tuning.adapter_learning import adapter_config
+
+
+class Writer:
+    def __init__(self, trainer):
+        """trainer: tuning.reinforcement.Reinforcement."""
+        self.trainer = trainer
+        self.config = trainer.config
+        self.groups = trainer.groups
+        self.model = trainer.model
+        self.resharding = None
+        # forward passes are collectives where parameters or experts are spread over these ranks
+        spread = self.config.zero_stage == 3 or self.config.ep > 1
+        self.lockstep = self.groups.dp if spread else None
+        tp, pp = self.config.rollout_tp, self.config.rollout_pp
+        if tp or pp:
+            self.lockstep = None
+            self.build_copy(tp or 1, pp or 1)
+
+    def build_copy(self, tp: int, pp: int) -> None:
+        trainer, config = self.trainer, self.config
+        if self.groups.all:
+            world = self.groups.all.size()
+            self.groups = Groups.make(trainer.device.type, world, tp, pp, ep=1)
+        stages = build_stages(trainer.model_config, self.groups)
+        for stage in stages:
+            if config.peft:
+                adapters.apply(stage, adapter_config(config), self.groups.tp, False)
+            sharding.materialise(stage, trainer.device, DTYPES[trainer.precision])
+            stage.requires_grad_(False).eval()
+        self.model = stages[0]
+        if self.groups.pp:
+            channels = pipeline_parallel.Channels(self.groups.pp, self.groups.nccl)
+            self.model = Pipeline(stages, channels)
+        source = resharding.weights(*trainer.stages)
+        target = sharding.named_parameters(*stages)
+        self.resharding = resharding.Resharding(source, target, self.groups.all)
+
+    def write(self, prompts, samples: range, step: int, end_tokens) -> list[Answer]:
+        """The answers to prompts, in the order of the samples; on every rank. A collective."""
+        if self.resharding:
+            self.resharding.copy()
+        return write_answers(
+            self.model,
+            prompts,
+            samples,
+            seed=self.config.seed,
+            step=step,
+            max_tokens=self.config.answer_tokens,
+            end_tokens=end_tokens,
+            groups=self.groups,
+            lockstep=self.lockstep,
+        )
