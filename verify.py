@@ -48,8 +48,9 @@ from torch import Tensor
 import gpt
 from float8 import Quantised, product_dtype
 from lessons import ranks
-from lessons.parity import Result, Run, Synthetic, first_difference, largest_difference, train
+from lessons.parity import Result, Run, first_difference, largest_difference, train
 from lessons.shrink import described, one_device, shrink
+from lessons.synthetic import Synthetic
 from runtime import flags, rules, terminal
 from runtime.config import Config, ConfigError
 from runtime.launch import REFUSED

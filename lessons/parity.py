@@ -36,14 +36,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import adapters
-import data
 import fsdp
 import sharding
 import train as trainer
 from lessons import ranks
+from lessons.synthetic import dataset_for
 from runtime.world import Groups
 from sharding import local_part, sharding_of
-from tuning.preference_data import PairBatch
 
 # From real initialisation, dropout on, tied embeddings, a vocabulary that nothing divides, clipping
 # that bites.
@@ -64,104 +63,6 @@ SMALL = dict(
     device="cpu",
 )
 LLAMA = SMALL | dict(model="llama2-7b", num_kv_heads=2, ffn_hidden_size=56)
-
-
-class Synthetic:
-    """Sample n is a sequence drawn from seed n, of whose targets about (n mod 4) / 4 or all do not
-    count."""
-
-    def __init__(self, seq_length: int, vocab_size: int):
-        self.s = seq_length
-        self.v = vocab_size
-        # sample numbers of the latest batch
-        self.latest = []
-
-    def batch(self, samples) -> data.Batch:
-        self.latest = list(samples)
-        tokens = []
-        mask = []
-        for n in samples:
-            g = torch.Generator().manual_seed(int(n))
-            tokens.append(self.draw(g))
-            mask.append(torch.rand(self.s, generator=g) >= (int(n) % 4) / 4)
-        tokens = torch.stack(tokens)
-        return data.Batch(
-            tokens[:, :-1], tokens[:, 1:], torch.stack(mask), torch.tensor(list(samples))
-        )
-
-    def draw(self, generator: torch.Generator) -> Tensor:
-        """[s + 1] token ids."""
-        return torch.randint(self.v, (self.s + 1,), generator=generator)
-
-    def counted_tokens(self, samples) -> int:
-        return int(self.batch(samples).loss_mask.sum())
-
-
-class Documents(Synthetic):
-    """The same with documents of unequal lengths, up to half a sequence, in each row."""
-
-    def batch(self, samples) -> data.Batch:
-        batch = super().batch(samples)
-        rows = []
-        for n in self.latest:
-            # not the generator that drew the tokens
-            g = torch.Generator().manual_seed(int(n) + 2**32)
-            lengths = torch.randint(1, self.s // 2 + 1, (self.s,), generator=g)
-            rows.append(torch.arange(self.s).repeat_interleave(lengths)[: self.s])
-        return batch._replace(documents=torch.stack(rows))
-
-
-class Prompted(Synthetic):
-    """The same with a task's virtual tokens in the middle, so that sequence-parallel ranks share
-    them; the tasks in turn."""
-
-    def __init__(self, seq_length: int, vocab_size: int, prompts):
-        super().__init__(seq_length, vocab_size)
-        first = prompts.first_ids(vocab_size)
-        self.virtual = [
-            list(range(first[task], first[task] + prompts.templates[task].total_virtual_tokens))
-            for task in prompts.tasks
-        ]
-
-    def batch(self, samples) -> data.Batch:
-        tokens, targets, mask, numbers = (x.clone() for x in super().batch(samples)[:4])
-        for row, n in enumerate(numbers.tolist()):
-            virtual = torch.tensor(self.virtual[n % len(self.virtual)])
-            at = self.s // 2 - 2
-            tokens[row, at : at + len(virtual)] = virtual
-            mask[row, at - 1 : at - 1 + len(virtual)] = False
-        return data.Batch(tokens, targets, mask, numbers)
-
-
-class SyntheticPairs(Synthetic):
-    """Samples 2k and 2k + 1 begin alike and end apart, in answers of unequal lengths. `reference`:
-    of each sample, once it is known."""
-
-    # of four steps
-    num_sequences = 32
-    reference = None
-
-    def __init__(self, seq_length: int, vocab_size: int, last_token: bool):
-        super().__init__(seq_length, vocab_size)
-        self.last_token = last_token
-
-    def batch(self, samples) -> PairBatch:
-        self.latest = list(samples)
-        at = torch.arange(self.s)
-        tokens = []
-        mask = []
-        for n in self.latest:
-            begins, ends = (torch.Generator().manual_seed(seed) for seed in (n // 2, n + 2**32))
-            answer = self.s // 2 + n // 2 % 3
-            last = answer + n % 5
-            tokens.append(torch.cat([self.draw(begins)[:answer], self.draw(ends)[answer:]]))
-            mask.append(at == last if self.last_token else (at >= answer - 1) & (at < last))
-        tokens = torch.stack(tokens)
-        numbers = torch.tensor(self.latest)
-        reference = None if self.reference is None else self.reference[numbers]
-        return PairBatch(
-            tokens[:, :-1], tokens[:, 1:], torch.stack(mask), numbers, reference=reference
-        )
 
 
 @dataclass
@@ -210,13 +111,7 @@ class Run:
             # else A has no gradient in the first step, and one that is wrong shows later
             adapters.OUTPUT_STD = 0.02
         self.trainer = trainer.trainer_class(config)(config, device, self.groups)
-        sizes = self.trainer.model_config.seq_length, self.trainer.model_config.vocab_size
-        prompts = getattr(self.trainer, "prompts", None)
-        self.dataset = (Documents if config.document_mask else Synthetic)(*sizes)
-        if prompts:
-            self.dataset = Prompted(*sizes, prompts)
-        if config.preference:
-            self.dataset = SyntheticPairs(*sizes, config.preference == "reward")
+        self.dataset = dataset_for(self.trainer)
         self.result = Result()
         for layer in self.trainer.expert_layers.values():
             original = layer.routing.scores
@@ -257,9 +152,13 @@ class Run:
     # --- entries: (global name, global shape, offset, part)
 
     def parameters(self) -> list[tuple]:
-        """What the optimizer has updated."""
-        named = sharding.named_parameters(*self.trainer.stages)
-        return [entry(name, p, sharding_of(p)) for name, p in named if p.requires_grad]
+        """What the optimizers have updated."""
+        entries = []
+        for prefix, learner in self.trainer.learners().items():
+            for name, p in sharding.named_parameters(*learner.stages):
+                if p.requires_grad:
+                    entries.append(entry(prefix + name, p, sharding_of(p)))
+        return entries
 
     def gradients(self) -> list[tuple]:
         named = sharding.named_parameters(*self.trainer.stages)

@@ -418,7 +418,7 @@ def check(config: Config, question: dict) -> tuple[int, int]:
         raise ConfigError(
             f"--as-rank {rank}: one process answers; start it with python, not with torchrun"
         )
-    for name in ("resume", "load", "prompt_config", "peft"):
+    for name in ("resume", "load", "prompt_config", "peft", "preference", "rl"):
         if getattr(config, name):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"--as-rank {rank}: reads no checkpoint; leave {flag} out")

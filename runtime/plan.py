@@ -54,6 +54,9 @@ def check(config: Config) -> None:
                 f"--plan {config.plan}: predicts a step that trains the whole model, not one of"
                 f" {flag_name(name)}; leave it out"
             )
+    for name in ("preference", "rl"):
+        if getattr(config, name):
+            raise ConfigError(f"--plan {config.plan}: predicts steps on text; leave --{name} out")
     if config.fp8 != "off":
         rule = "predicts steps without --fp8; leave one of the two out"
         raise ConfigError(f"--plan {config.plan}: {rule}")

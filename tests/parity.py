@@ -8,21 +8,22 @@
 from lessons.parity import (
     LLAMA,
     SMALL,
-    Prompted,
     Result,
-    Synthetic,
     difference,
     put_together,
     train,
     train_each,
 )
+from lessons.synthetic import Documents, Prompted, Synthetic, SyntheticPairs
 
 __all__ = [
     "LLAMA",
     "SMALL",
+    "Documents",
     "Prompted",
     "Result",
     "Synthetic",
+    "SyntheticPairs",
     "difference",
     "differs",
     "put_together",

@@ -18,7 +18,8 @@ import recompute
 import train as trainer
 from data import Batch
 from lessons import ranks
-from lessons.parity import LLAMA, SMALL, Documents, Synthetic
+from lessons.parity import LLAMA, SMALL
+from lessons.synthetic import Documents, Synthetic
 from runtime import as_rank, flags
 from runtime.config import ConfigError
 from runtime.counters import Counters, Kept

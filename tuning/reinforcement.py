@@ -31,11 +31,11 @@ import checkpoint
 import ppo
 from rollout import Answer, Rows
 from runtime.errors import RunError
+from tuning import rl_files
 from tuning.companions import Critic, OnRows, Reference, RewardModel, companion
 from tuning.frozen_base import fingerprint
 from tuning.prompt_set import open_prompts
 from tuning.rewards import is_function, open_function
-from tuning.rl_files import draw_rl, write_samples
 from tuning.sft_data import ConversationData
 from tuning.writer import Writer
 
@@ -52,6 +52,7 @@ class Reinforcement(OnRows, ConversationData):
 
     open_data = staticmethod(open_data)
     eval_field = "eval_reward"
+    last_file = "rl.png"
 
     def __init__(self, config, device, groups):
         super().__init__(config, device, groups)
@@ -106,6 +107,12 @@ class Reinforcement(OnRows, ConversationData):
 
     def extra_state(self) -> dict:
         return super().extra_state() | {"base": self.identity}
+
+    def describe_learned(self) -> str:
+        beside = {"a frozen reference": self.reference, "a frozen reward model": self.reward_model}
+        models = [name for name, model in (beside | {"a critic": self.critic}).items() if model]
+        text = f", beside it {', '.join(models)}" if models else ""
+        return super().describe_learned() + text
 
     def learners(self) -> dict:
         return super().learners() | ({"critic.": self.critic} if self.critic else {})
@@ -263,13 +270,13 @@ class Reinforcement(OnRows, ConversationData):
         numbers. Some go to samples.jsonl."""
         answers, rewards = self.write(0, dataset, range(sequences))
         if not self.groups.all or self.groups.all.rank() == 0:
-            write_samples(self.config.out, self.step, dataset, answers, rewards.tolist())
+            rl_files.write_samples(self.config.out, self.step, dataset, answers, rewards.tolist())
         return rewards.mean().item()
 
     def finish(self, run) -> bool:
         if run.world.rank == 0:
-            draw_rl(run.world, run)
-        return super().finish(run)
+            rl_files.finish(run)
+        return True
 
 
 def padded(ragged: list[Tensor]) -> Tensor:

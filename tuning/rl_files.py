@@ -19,7 +19,7 @@ PANELS = {
 
 
 def write_samples(out: str, step: int, dataset, answers: list, rewards: list[float]) -> None:
-    """Add lines to OUT/samples.jsonl. Those of later steps, which a killed run has left, go."""
+    """Add lines to OUT/samples.jsonl; those of later steps, which a killed run has left, go."""
     path = Path(out) / "samples.jsonl"
     lines = []
     try:
@@ -36,9 +36,13 @@ def write_samples(out: str, step: int, dataset, answers: list, rewards: list[flo
     os.replace(temporary, path)
 
 
-def draw_rl(world, run) -> None:
-    """OUT/rl.png."""
-    leave(world, run.out / "rl.png", lambda path: plot(run.metrics.lines, path))
+def finish(run) -> None:
+    """The end of a run: OUT/rl.png, and the last answers on the screen."""
+    leave(run.world, run.out / "rl.png", lambda path: plot(run.metrics.lines, path))
+    lines = [line for _, line in read_lines(run.out / "samples.jsonl")][-SAMPLES:]
+    for line in lines:
+        run.world.say(f"reward {line['reward']:.3g}: {line['prompt']!r} -> {line['answer']!r}")
+    run.world.say(f"{run.out}: rl.png, samples.jsonl, metrics.jsonl, checkpoints")
 
 
 def plot(lines: list[dict], path: Path) -> None:
@@ -63,8 +67,9 @@ def plot(lines: list[dict], path: Path) -> None:
     axes[2, 0].stackplot(steps, *seconds.values(), labels=list(seconds))
     axes[2, 0].set(xlabel="step", title="seconds of a step")
     axes[2, 0].legend()
-    axes[2, 1].plot([line["kl"] for line in lines], [line["reward"] for line in lines], ".-")
-    axes[2, 1].set(xlabel="KL", title="reward against KL")
+    points = [line["kl"] for line in lines], [line["reward"] for line in lines]
+    axes[2, 1].scatter(*points, c=steps, s=12, cmap="viridis")
+    axes[2, 1].set(xlabel="KL; later steps are lighter", title="reward against KL")
     for panel in axes.flat:
         panel.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
