@@ -17,7 +17,7 @@ import kernels
 from corpus.tokenizer import ByteTokenizer
 from data import Batch
 from lessons import packing as lesson
-from lessons import parity, ranks
+from lessons import ranks, synthetic
 from model_config import GPTConfig
 from packing import Example, Packed, first_fit
 from runtime import rules
@@ -211,7 +211,7 @@ def test_the_mask_of_the_kernel_for_gpus(monkeypatch):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_flex_attention_on_a_gpu(dtype, tolerance, kv_heads):
     """Output and gradients beside PyTorch's attention with the mask, in float64 on the CPU."""
-    documents = parity.Documents(300, 61).batch(range(2)).documents
+    documents = synthetic.Documents(300, 61).batch(range(2)).documents
     q, k, v = (torch.randn(2, heads, 300, 32) for heads in (4, kv_heads, kv_heads))
     results = []
     for device, kind in (("cpu", torch.float64), ("cuda", dtype)):
@@ -267,7 +267,8 @@ def evaluated(rank, world, flags):
     config = Config(**SMALL | dict(num_layers=4, document_mask=True, dropout=0.0) | flags)
     groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
     t = Trainer(config, torch.device("cpu"), groups)
-    return [t.evaluate(dataset(16, 61), 7) for dataset in (parity.Documents, parity.Synthetic)]
+    kinds = (synthetic.Documents, synthetic.Synthetic)
+    return [t.evaluate(kind(16, 61), 7) for kind in kinds]
 
 
 def test_evaluation():
@@ -284,10 +285,10 @@ def test_evaluation():
 def one_by_one():
     """Each document becomes a row of its own, and padding follows it: nothing is masked but by
     causality."""
-    parity.Documents.batch = rows_of_documents
+    synthetic.Documents.batch = rows_of_documents
 
 
-def rows_of_documents(self, samples, original=parity.Documents.batch) -> Batch:
+def rows_of_documents(self, samples, original=synthetic.Documents.batch) -> Batch:
     packed = original(self, samples)
     rows = []
     for row, numbers in enumerate(packed.documents):

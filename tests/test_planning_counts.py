@@ -14,7 +14,7 @@ import fsdp
 import recompute
 import schedules
 import train as trainer
-from lessons import parity, ranks
+from lessons import parity, ranks, synthetic
 from planning import memory
 from planning.collectives import collectives, zero_bubble_reductions
 from planning.inputs import SOFTWARE, Layout, Software
@@ -114,7 +114,7 @@ def inputs(world: int, flags: dict) -> tuple[MoEConfig, Layout, Software]:
 # --- measured on ranks ----------------------------------------------------------------------------
 
 
-class Samples(parity.Synthetic):
+class Samples(synthetic.Synthetic):
     """Token ids and targets have memory of their own, as what is copied to a GPU."""
 
     def batch(self, samples):
