@@ -29,6 +29,7 @@ from mutations import Bug, of_one_device
 from packing import Example, Packed
 from runtime.evaluation import evaluate
 from runtime.world import Groups
+from tuning.preference_data import PairBatch
 
 # Bytes as tokens. Mutations rely on 8 sequences a step.
 SETTING = dict(
@@ -113,8 +114,35 @@ class PackedTexts(Packed):
         return super().batch(samples)
 
 
+class PairsOfTexts(Texts):
+    """Samples 2k and 2k + 1: the beginning of a text, then its own continuation, or that of another
+    text with its letters in reverse (`--preference`)."""
+
+    reference = None
+
+    def __init__(self, s: int, held_out: bool, last_token: bool):
+        super().__init__(s, held_out)
+        self.last_token = last_token
+
+    def batch(self, samples) -> PairBatch:
+        beginnings, _, _, numbers = super().batch([n - n % 2 for n in samples])[:4]
+        self.latest = list(samples)
+        others = super().batch([n + 1 - n % 2 for n in samples]).tokens.flip(1)
+        self.latest = list(samples)
+        rejected = (torch.tensor(self.latest) % 2 == 1).unsqueeze(1)
+        at = torch.arange(self.s)
+        tokens = torch.where(rejected & (at >= self.s // 2), others, beginnings)
+        last = torch.tensor([self.s * (6 - n % 3) // 6 - 1 for n in samples]).unsqueeze(1)
+        mask = at == last if self.last_token else (at >= self.s // 2 - 1) & (at < last)
+        numbers = torch.tensor(self.latest)
+        reference = None if self.reference is None else self.reference[numbers]
+        return PairBatch(tokens, tokens.roll(-1, 1), mask, numbers, reference=reference)
+
+
 @cache
-def texts_of(s: int, document_mask: bool, held_out: bool = False):
+def texts_of(s: int, document_mask: bool, preference: str | None, held_out: bool = False):
+    if preference:
+        return PairsOfTexts(s, held_out, preference == "reward")
     return (PackedTexts if document_mask else Texts)(s, held_out)
 
 
@@ -135,13 +163,14 @@ class BugRun(parity.Run):
 
     def __init__(self, world: int, config: trainer.Config):
         super().__init__(world, config, trace=True)
-        self.dataset = texts_of(config.seq_length, config.document_mask)
+        self.dataset = texts_of(config.seq_length, config.document_mask, config.preference)
         # results are what `train` puts there; nothing looks at margins
         self.result = Training()
 
     def train(self, steps: int) -> Training:
         t, result = self.trainer, self.result
         self.note("initial ", self.parameters_in_use())
+        self.note_reference(steps)
         for step in range(1, steps + 1):
             self.trace = step <= 2
             self.outputs.clear()
@@ -211,11 +240,13 @@ def held_out_loss(flags: dict, parameters: dict[str, Tensor], sequences: int = 6
     seed = flags.get("seed", SETTING["seed"])
     config = trainer.Config(**SETTING | of_one_device(flags) | dict(seed=seed))
     t = trainer.trainer_class(config)(config, torch.device("cpu"), Groups())
+    texts = texts_of(config.seq_length, config.document_mask, config.preference, held_out=True)
+    if config.preference == "dpo":
+        texts.reference = t.log_probabilities(texts, sequences)
     with torch.no_grad():
         for name, p in sharding.named_parameters(*t.stages):
             if p.requires_grad:
                 p.copy_(parameters[name])
-    texts = texts_of(config.seq_length, config.document_mask, held_out=True)
     return evaluate(t, texts, sequences)
 
 

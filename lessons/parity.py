@@ -127,8 +127,7 @@ class Run:
     def train(self, steps: int) -> Result:
         t, result = self.trainer, self.result
         self.note("initial ", self.parameters_in_use())
-        if t.config.preference == "dpo":
-            self.dataset.reference = t.log_probabilities(self.dataset)
+        self.note_reference(steps)
         for step in range(1, steps + 1):
             self.outputs.clear()
             # [1]: what a bug does to all-reduces of scalars is for the trainer, not for this sum
@@ -148,6 +147,13 @@ class Run:
             result.norms.append(norm.item())
         result.parameters = self.gather(self.parameters())
         return result
+
+    def note_reference(self, steps: int) -> None:
+        """For DPO: what the model says of the samples of these steps before the first one."""
+        if self.trainer.config.preference == "dpo":
+            count = steps * self.trainer.config.global_batch_size
+            self.dataset.reference = None
+            self.dataset.reference = self.trainer.log_probabilities(self.dataset, count)
 
     # --- entries: (global name, global shape, offset, part)
 

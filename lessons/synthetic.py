@@ -88,8 +88,6 @@ class SyntheticPairs(Synthetic):
     """Samples 2k and 2k + 1 begin alike and end apart, in answers of unequal lengths. `reference`:
     of each sample, once it is known."""
 
-    # of four steps
-    num_sequences = 32
     reference = None
 
     def __init__(self, seq_length: int, vocab_size: int, last_token: bool):

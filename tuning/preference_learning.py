@@ -149,18 +149,18 @@ class DPOLearning(PreferenceLearning):
 
     # --- the model before training ----------------------------------------------------------------
 
-    def log_probabilities(self, dataset) -> Tensor:
-        """[rows] float64 on the CPU: of each answer, by the model as it is. A collective. dataset:
-        samples are rows in it."""
-        found = torch.zeros(dataset.num_sequences, dtype=torch.float64, device=self.device)
+    def log_probabilities(self, dataset, count: int) -> Tensor:
+        """[count] float64 on the CPU: of the answer in each of the first samples, by the model as
+        it is. A collective."""
+        found = torch.zeros(count, dtype=torch.float64, device=self.device)
 
         def add(batch, y: Tensor) -> None:
             # a row that fills the last batch up has no target, and adds 0
             log_p = -preference.sum_over_answers(y, batch.loss_mask)
             found.index_add_(0, batch.samples, log_p.double())
 
-        for start in range(0, dataset.num_sequences, BLOCK):
-            block = range(start, min(start + BLOCK, dataset.num_sequences))
+        for start in range(0, count, BLOCK):
+            block = range(start, min(start + BLOCK, count))
             run_forward(
                 self, list(evaluation_batches(self, Block(dataset, block), len(block))), add
             )
@@ -178,7 +178,8 @@ class DPOLearning(PreferenceLearning):
             self.reference_of = fingerprint(checkpoint.find(self.config.load), self.model_config)
             found = {}
             for name, dataset in sets.items():
-                found[name] = self.log_probabilities(dataset.in_order()).numpy()
+                rows = dataset.in_order()
+                found[name] = self.log_probabilities(rows, rows.num_sequences).numpy()
             run.world.on_rank_0(lambda: self.write(path, sets, found), (CheckpointError,))
         else:
             found = run.world.on_rank_0(lambda: self.read(path, sets), (CheckpointError,))
