@@ -51,14 +51,15 @@ Named = dict[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def weights(*models: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(global name, tensor) of what models compute with, as a source. Unlike
+    """(global name, tensor) of what models compute with, for a source. Unlike
     sharding.named_parameters: in ZeRO stages 1 and 2 the whole parameters, not the shards that this
     rank updates, so that nothing is sent that a rank has already."""
     for model in models:
         for name, p in model.named_parameters():
-            # ZeRO stage 3 has dropped all but the shard
-            is_there = p.untyped_storage().size() > 0
-            yield sharding_of(p).copy_of or name, p if is_there else local_part(p)
+            shard = local_part(p)
+            # In stage 3 it does not: the parameter is there only around its layer.
+            shares = shard.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()
+            yield sharding_of(p).copy_of or name, p if shares else shard
 
 
 # --- slices, and where they overlap ---------------------------------------------------------------
@@ -93,6 +94,10 @@ class Piece(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.size) * self.dtype.itemsize
+
+
+def nbytes(pieces: Iterable[Piece]) -> int:
+    return sum(piece.nbytes for piece in pieces)
 
 
 def slice_of(name: str, tensor: Tensor) -> Slice:
@@ -262,44 +267,49 @@ class Resharding:
         of_ranks = gather(mine, group)
         pieces = plan([held for held, _ in of_ranks], [needed for _, needed in of_ranks])
         moving = [piece for piece in pieces if piece.sender != piece.receiver]
-        # what this rank has itself, and the rounds, of which it keeps its own pieces
+        # what this rank has itself
         self.own = [p for p in pieces if p.sender == p.receiver == self.rank]
-        self.rounds = [
-            [piece for piece in r.pieces if self.rank in (piece.sender, piece.receiver)]
-            for r in make_rounds(moving, buffer_bytes)
-        ]
+        # (what this rank receives, what it sends) in each round
+        self.rounds = [self.sides(r.pieces) for r in make_rounds(moving, buffer_bytes)]
         # of this rank, in a copy
-        self.bytes_sent = sum(p.nbytes for p in moving if p.sender == self.rank)
-        self.bytes_received = sum(p.nbytes for p in moving if p.receiver == self.rank)
+        self.bytes_received = sum(nbytes(receives) for receives, _ in self.rounds)
+        self.bytes_sent = sum(nbytes(sends) for _, sends in self.rounds)
+
+    def sides(self, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+        """Of a round, this rank's pieces: (receives, sends), each in the order of the other ranks.
+        What goes from one rank to another is in the same order on both."""
+        receives = sorted((p for p in pieces if p.receiver == self.rank), key=lambda p: p.sender)
+        sends = sorted((p for p in pieces if p.sender == self.rank), key=lambda p: p.receiver)
+        return receives, sends
 
     @torch.no_grad()
     def copy(self) -> None:
         """Fill the target with the values that the source has now. A collective."""
         for piece in self.own:
             view(self.target[piece.target], piece).copy_(view(self.source[piece.source], piece))
-        for pieces in self.rounds:
-            self.exchange(pieces)
+        # All rounds use these two. (Each with buffers of its own, a thread of gloo may still hold
+        # those of rounds before.)
+        incoming, outgoing = (
+            self.buffer(max((nbytes(parts[side]) for parts in self.rounds), default=0))
+            for side in (0, 1)
+        )
+        for receives, sends in self.rounds:
+            self.exchange(receives, sends, incoming[: nbytes(receives)], outgoing[: nbytes(sends)])
 
-    def exchange(self, pieces: list[Piece]) -> None:
-        """One round. The pieces of two ranks travel in the same order on both sides."""
-        sends = sorted((p for p in pieces if p.sender == self.rank), key=lambda p: p.receiver)
-        receives = sorted((p for p in pieces if p.receiver == self.rank), key=lambda p: p.sender)
-        outgoing, incoming = self.buffer(sends), self.buffer(receives)
+    def exchange(self, receives, sends, incoming: Tensor, outgoing: Tensor) -> None:
+        """One round. receives, sends: this rank's pieces; incoming, outgoing: room for them."""
         for piece, space in zip(sends, spaces(outgoing, sends)):
             space.copy_(view(self.source[piece.source], piece))
-        sizes_out, sizes_in = [0] * self.world, [0] * self.world
-        for piece in sends:
-            sizes_out[piece.receiver] += piece.nbytes
-        for piece in receives:
-            sizes_in[piece.sender] += piece.nbytes
+        sizes_in = [nbytes(p for p in receives if p.sender == rank) for rank in range(self.world)]
+        sizes_out = [nbytes(p for p in sends if p.receiver == rank) for rank in range(self.world)]
         dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=self.group)
         for piece, space in zip(receives, spaces(incoming, receives)):
             view(self.target[piece.target], piece).copy_(space)
 
-    def buffer(self, pieces: list[Piece]) -> Tensor:
-        """Room for pieces, one behind the other. Bytes: gloo does not know every dtype."""
+    def buffer(self, size: int) -> Tensor:
+        """Bytes, because gloo does not know every dtype."""
         device = (self.target or self.source)[0].device
-        return torch.empty(sum(p.nbytes for p in pieces), dtype=torch.uint8, device=device)
+        return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def spaces(buffer: Tensor, pieces: list[Piece]) -> Iterator[Tensor]:
