@@ -198,31 +198,35 @@ def stream(
     keys = keys_of(prompts, seed) if keys is None else keys
     check_options(max_tokens, temperature, top_k, top_p)
     check_prompts(stages[0], prompts, keys)
-    slot = CacheSlot()
-    runner = ModelRunner(stages, slot)
+    runner = ModelRunner(stages, CacheSlot())
     # as many micro-batches as pipeline stages, but none without a prompt on any rank
     p = 1 if isinstance(model, GPT) else model.p
     num_batches = min(p, max_over_ranks(len(prompts), lockstep, runner.device))
     if num_batches == 0 or max_tokens == 0:
         return
-    sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
     rule = StopRule(max_tokens, as_tuple(eot), stopped)
-    batches = make_batches(sequences, num_batches, rule, runner, cached)
+    batches = make_batches(prompts, keys, num_batches, rule, runner, cached)
     params = SamplingParams(temperature, top_k, top_p)
-    with caching(stages, slot):
+    with caching(stages, runner.slot):
         if isinstance(model, GPT):
             yield from decode(runner, batches[0], params, lockstep, observe)
         else:
-            ring = Ring(model.channels)
-            decoder = PipelinedDecoder(runner, ring, batches, params, lockstep, observe)
+            decoder = PipelinedDecoder(
+                runner, Ring(model.channels), batches, params, lockstep, observe
+            )
             yield from decoder.decode()
 
 
 def make_batches(
-    sequences: list[Sequence], num_batches: int, rule: StopRule, runner: ModelRunner, cached: bool
+    prompts: list[list[int]],
+    keys: list[int],
+    num_batches: int,
+    rule: StopRule,
+    runner: ModelRunner,
+    cached: bool,
 ) -> list[DecodeBatch]:
-    """The sequences, dealt out in turn; a rank with fewer of them than batches adds idle ones."""
-    sequences = list(sequences)
+    """The prompts, dealt out in turn; a rank with fewer of them than batches adds idle sequences."""
+    sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
     while len(sequences) < num_batches:
         sequences.append(idle_sequence())
     seq_length = runner.config.seq_length

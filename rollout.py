@@ -84,36 +84,34 @@ class Draws:
 
     def __init__(self, num_prompts: int):
         self.num_prompts = num_prompts
-        # of each draw, on the CPU: the number of its prompt
-        self.numbers: list[int] = []
-        # of each step, on the device: [drawn] each
+        # of each row of each step: the number of its prompt, None where its answer has ended
+        self.numbers: list[int | None] = []
+        # of each step, on the device: [b] each
         self.tokens: list[Tensor] = []
         self.log_probs: list[Tensor] = []
 
     def observe(self, batch: DecodeBatch, logits: Tensor, sampled: Tensor) -> None:
-        """logits: [b, V], of which sampled [b] was drawn."""
-        rows = [row for row, sequence in enumerate(batch.sequences) if not sequence.finish]
-        if not rows:
-            return
+        """logits: [b, V], of which sampled [b] was drawn. The host does not wait for them."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         log_p = logits.to(wide).log_softmax(-1)  # [b, V]
-        # generate.py refuses logits that are not finite, after this: no token -1 is looked up here
+        # of logits that are not finite sampled is -1; the decode loop stops at it, after this
         drawn = log_p.gather(1, sampled.clamp(min=0).unsqueeze(1)).squeeze(1)  # [b]
-        self.numbers += [batch.sequences[row].number for row in rows]
-        # the host does not wait for the numbers
-        self.tokens.append(sampled[rows])
-        self.log_probs.append(drawn[rows])
+        for sequence in batch.sequences:
+            self.numbers.append(None if sequence.finish else sequence.number)
+        self.tokens.append(sampled)
+        self.log_probs.append(drawn)
 
     def of_prompts(self) -> list[tuple[list[int], list[float]]]:
         """(ids, log-probabilities) of each prompt; empty on a stage that does not sample."""
-        result = [([], []) for _ in range(self.num_prompts)]
+        drawn = [([], []) for _ in range(self.num_prompts)]
         if self.numbers:
             tokens = torch.cat(self.tokens).tolist()
             log_probs = torch.cat(self.log_probs).tolist()
             for number, token, log_prob in zip(self.numbers, tokens, log_probs):
-                result[number][0].append(token)
-                result[number][1].append(log_prob)
-        return result
+                if number is not None:
+                    drawn[number][0].append(token)
+                    drawn[number][1].append(log_prob)
+        return drawn
 
 
 # --- answers of all ranks -------------------------------------------------------------------------
