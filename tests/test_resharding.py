@@ -331,6 +331,25 @@ def test_the_narrower_dtype_travels():
     assert ranks.run(between_dtypes, 2) == [[(18, True)] * 2] * 2
 
 
+def separate_ranks(rank):
+    """Ranks 0 and 1 train, with half of the rows each; rank 2 generates, rank 3 does neither."""
+    trains = dist.new_group([0, 1])
+    whole = torch.arange(10.0).view(5, 2)
+    record = Sharding((5, 2), (Shard(0, trains),))
+    held = {"w": set_sharding(shard_of(whole, record), record)} if rank < 2 else {}
+    needed = {"w": torch.zeros(5, 2)} if rank == 2 else {}
+    copier = Resharding(held, needed, buffer_bytes=16)
+    copier.copy()
+    right = all(torch.equal(w, whole) for w in needed.values())
+    return copier.bytes_sent, copier.bytes_received, right
+
+
+def test_ranks_that_only_train_or_only_generate():
+    """3 rows of 8 bytes, and 2."""
+    expected = [(24, 0, True), (16, 0, True), (0, 40, True), (0, 0, True)]
+    assert ranks.run(separate_ranks, 4) == expected
+
+
 def test_one_rank_copies():
     """Without process groups."""
     held = torch.arange(6.0).view(3, 2)
