@@ -225,7 +225,7 @@ def make_batches(
     runner: ModelRunner,
     cached: bool,
 ) -> list[DecodeBatch]:
-    """The prompts, dealt out in turn; a rank with fewer of them than batches adds idle sequences."""
+    """The prompts, dealt out in turn; a rank with fewer than batches adds idle sequences."""
     sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
     while len(sequences) < num_batches:
         sequences.append(idle_sequence())
