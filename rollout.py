@@ -120,7 +120,7 @@ class Draws:
 def write_answers(
     model: GPT | Pipeline,
     prompts: list[list[int]],
-    samples: list[int],
+    samples: list[int] | range,
     seed: int,
     step: int,
     max_tokens: int,
@@ -163,7 +163,7 @@ def write_answers(
     return gather(answers, groups)
 
 
-def check(stage: GPT, prompts: list[list[int]], samples: list[int], max_tokens: int) -> None:
+def check(stage: GPT, prompts: list[list[int]], samples, max_tokens: int) -> None:
     """Of all ranks' prompts, so that all ranks raise the same. Raises ValueError, naming what to
     change."""
     if len(samples) != len(prompts) or len(set(samples)) != len(samples):
