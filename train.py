@@ -230,6 +230,7 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
             measured = run.measure(step, loss, norm, lr)
             if run.evaluation_is_due(step):
                 measured.eval_loss = trainer.evaluate(run.held_out, run.eval_sequences)
+                measured.eval_statistics = trainer.eval_statistics()
             run.log(step)
             if run.save_is_due(step):
                 run.save(step)

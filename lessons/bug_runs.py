@@ -116,7 +116,7 @@ class PackedTexts(Packed):
 
 class PairsOfTexts(Texts):
     """Samples 2k and 2k + 1: the beginning of a text, then its own continuation, or that of another
-    text with its letters in reverse (`--preference`)."""
+    text in which each letter is replaced by a certain other one (`--preference`)."""
 
     reference = None
 
@@ -125,13 +125,12 @@ class PairsOfTexts(Texts):
         self.last_token = last_token
 
     def batch(self, samples) -> PairBatch:
-        beginnings, _, _, numbers = super().batch([n - n % 2 for n in samples])[:4]
-        self.latest = list(samples)
-        others = super().batch([n + 1 - n % 2 for n in samples]).tokens.flip(1)
+        own = super().batch([n - n % 2 for n in samples]).tokens
+        others = super().batch([n + 1 - n % 2 for n in samples]).tokens * 7 % 95 + 32
         self.latest = list(samples)
         rejected = (torch.tensor(self.latest) % 2 == 1).unsqueeze(1)
         at = torch.arange(self.s)
-        tokens = torch.where(rejected & (at >= self.s // 2), others, beginnings)
+        tokens = torch.where(rejected & (at >= self.s // 2), others, own)
         last = torch.tensor([self.s * (6 - n % 3) // 6 - 1 for n in samples]).unsqueeze(1)
         mask = at == last if self.last_token else (at >= self.s // 2 - 1) & (at < last)
         numbers = torch.tensor(self.latest)

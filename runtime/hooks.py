@@ -65,6 +65,10 @@ class RunHooks:
         """Mean loss per token over the first `sequences` samples of a held-out dataset."""
         return evaluate(self, dataset, sequences)
 
+    def eval_statistics(self) -> dict[str, float]:
+        """More fields of a line with an evaluation, from the last `evaluate`."""
+        return {}
+
     def statistics(self) -> dict[str, Tensor]:
         """More fields of the step's line in metrics.jsonl, on the device: the routers'. A
         collective."""

@@ -241,11 +241,19 @@ def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float
     if "expert_load" in line:
         parts.append(f"load up to {max(max(layer) for layer in line['expert_load']):.2f}")
     text = "  ".join(parts)
+    return text + of_evaluation(line, bytes_per_token)
+
+
+def of_evaluation(line: dict, bytes_per_token: float | None) -> str:
+    """What a line of metrics.jsonl has of held-out data, below its own; "" where it has nothing."""
+    text = ""
     if "eval_loss" in line:
         loss = line["eval_loss"]
         text += f"\n    held-out loss {loss:.4f}"
         if bytes_per_token:
             text += f", {loss / bytes_per_token:.4f} nats per byte"
+    if "eval_accuracy" in line:
+        text += f", accuracy {line['eval_accuracy']:.1%}"
     if "eval_reward" in line:
         text += f"\n    held-out reward {line['eval_reward']:.4f}"
     return text

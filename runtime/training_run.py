@@ -9,7 +9,7 @@ import signal
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -66,6 +66,7 @@ class Measurement:
     end: Moment
     # on held-out text, after an evaluation
     eval_loss: float | None = None
+    eval_statistics: dict[str, float] = field(default_factory=dict)
 
 
 def reading_lag(trainer) -> int:
@@ -247,6 +248,7 @@ class TrainingRun:
             line["skipped_steps"] = int(skipped[0])
         if measured.eval_loss is not None:
             line[trainer.eval_field] = measured.eval_loss
+            line |= measured.eval_statistics
         self.line = line
 
     def is_last(self, step: int) -> bool:

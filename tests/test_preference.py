@@ -6,6 +6,7 @@ import shutil
 import signal
 
 import numpy as np
+import processes
 import pytest
 import torch
 from parity import LLAMA, SMALL, same, train, train_each
@@ -310,7 +311,8 @@ def test_a_reward_model_learns(reward_run):
     assert lines[-1]["accuracy"] == 1.0 and lines[-1]["loss"] < 0.4
     last = lines[-1]
     assert last["margin"] == pytest.approx(last["reward_chosen"] - last["reward_rejected"])
-    assert last["eval_loss"] < 0.6 and last["tokens"] == 12 * 8
+    assert last["eval_loss"] < 0.6 and last["eval_accuracy"] == 1.0
+    assert last["tokens"] == 12 * 8
     assert (out / "loss.png").exists() and not (out / "sample.txt").exists()
 
 
@@ -366,6 +368,29 @@ def test_dpo_learns(dpo_run):
     assert len((out / "sample.txt").read_text()) > 4
     model, _ = cli.load_model(str(out))
     assert len(generate.generate(model, [[1, 2]], 5)[0]) == 5
+
+
+@pytest.mark.parametrize(
+    "kind, layout",
+    [
+        ("dpo", "--tp 2 --sequence-parallel"),
+        pytest.param("reward", "--pp 2 --layer-split 1 0", marks=pytest.mark.repetition),
+    ],
+)
+def test_two_ranks_have_the_numbers_of_one(toy, tmp_path, kind, layout):
+    """All of a run: the reference, rows of another padded length, statistics, evaluation."""
+    _, flags = toy
+    words = [*flags, "--preference", kind, "--steps", 3, "--precision", "fp64"]
+    words += ["--eval-every", 2]
+    assert run(*words, "--out", tmp_path / "one") == 0
+    words = [str(word) for word in [*words, "--out", tmp_path / "two", *layout.split()]]
+    done = processes.run(["train.py", *words], world=2)
+    assert done.returncode == 0, done.stderr
+    times = ("step_seconds", "tokens_per_second", "tflops_per_device", "peak_memory_bytes")
+    for two, one in zip(lines_of(tmp_path / "two"), lines_of(tmp_path / "one"), strict=True):
+        assert two.keys() == one.keys()
+        for name in two.keys() - set(times):
+            assert two[name] == pytest.approx(one[name], rel=1e-10, abs=1e-13), name
 
 
 def test_dpo_goes_on_with_the_first_reference(dpo_run, tmp_path, capsys):

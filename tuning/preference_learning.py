@@ -44,8 +44,14 @@ class PreferenceLearning(ConversationData):
     """The hooks that both kinds of run share."""
 
     open_data = staticmethod(preference_data.open_data)
-    # this rank's sums over the pairs of a step, on the last stage: count, right, rewards
-    sums: Tensor | None = None
+
+    def build(self) -> None:
+        super().build()
+        self.reset()
+
+    def reset(self) -> None:
+        # sums over this rank's pairs, of a step or an evaluation: count, right, both rewards
+        self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)
 
     def before_techniques(self, stage) -> None:
         super().before_techniques(stage)
@@ -57,23 +63,30 @@ class PreferenceLearning(ConversationData):
         raise NotImplementedError
 
     def forward_backward(self, step: int, dataset) -> Tensor:
-        self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        self.reset()
         return super().forward_backward(step, dataset)
+
+    def evaluate(self, dataset, sequences: int) -> float:
+        self.reset()
+        return super().evaluate(dataset, sequences)
+
+    def eval_statistics(self) -> dict[str, float]:
+        return {f"eval_{name}": mean.item() for name, mean in self.statistics().items()}
 
     def total_loss(self, y: Tensor, batch) -> Tensor:
         loss, chosen, rejected = self.losses(y, batch)
         # evaluation fills its last batch up with rows that do not count
         counts = batch.loss_mask.any(1)[0::2]
-        if torch.is_grad_enabled():
-            right = chosen > rejected
-            self.sums += torch.stack([counts, right, chosen, rejected]).double().sum(1)
+        each = torch.stack([counts, chosen > rejected, chosen, rejected])
+        self.sums += (each.double() * counts).sum(1)
         return (loss * counts).sum()
 
     def loss_count(self, dataset, samples) -> int:
         return len(samples) // 2
 
     def statistics(self) -> dict[str, Tensor]:
-        """Means over the pairs of the step. All tensor-parallel ranks have the same."""
+        """Means over the pairs of the step, or of the evaluation. A collective; all tensor-parallel
+        ranks have the same."""
         sums = self.sums.clone()
         for group in (self.groups.dp, self.groups.pp):
             if group:
