@@ -48,6 +48,7 @@ if __name__ == "__main__":
 import math
 import re
 import sys
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -99,6 +100,8 @@ class LoRA(nn.Module):
     a: [r, in]; b: [out, r]; of experts [E, r, in] and [E, out, r].
     """
 
+    enabled = True
+
     def __init__(self, weight: Tensor, config: AdapterConfig, site: int):
         super().__init__()
         self.a = follow(weight, config.lora_rank, -1)
@@ -120,6 +123,8 @@ class LoRA(nn.Module):
 class IA3(nn.Module):
     """s of the outputs of a linear layer (key, value), or of its inputs (down)."""
 
+    enabled = True
+
     def __init__(self, weight: Tensor, dim: int):
         """dim: of the weight, -2 for its outputs, -1 for its inputs."""
         super().__init__()
@@ -131,6 +136,8 @@ class Bottleneck(nn.Module):
 
     D is column-parallel and U row-parallel, so a rank has k / t of the inner size.
     """
+
+    enabled = True
 
     def __init__(self, h: int, config: AdapterConfig, group: dist.ProcessGroup | None):
         super().__init__()
@@ -149,6 +156,39 @@ class Bottleneck(nn.Module):
         return y + self.up(F.silu(inner))
 
 
+ADAPTERS = (LoRA, IA3, Bottleneck)
+
+
+# --- on and off -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def disabled(*stages: nn.Module):
+    """Inside, these stages compute what their frozen base computes, bit for bit.
+
+        with torch.no_grad(), adapters.disabled(*stages):
+            reference = ...
+
+    So the model before training is at hand without a second copy: the reference of reinforcement
+    learning. Nothing of an adapter is computed or sent, so all ranks of a model enter it together.
+    """
+    found = [m for stage in stages for m in stage.modules() if isinstance(m, ADAPTERS)]
+    before = [adapter.enabled for adapter in found]
+    for adapter in found:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter, enabled in zip(found, before):
+            adapter.enabled = enabled
+
+
+def adapter_of(linear: nn.Module, name: str) -> nn.Module | None:
+    """The adapter `name` ("lora" or "ia3") of a linear layer, if it has one that is enabled."""
+    adapter = getattr(linear, name, None)
+    return adapter if adapter is not None and adapter.enabled else None
+
+
 # --- in the forward of a block --------------------------------------------------------------------
 
 
@@ -165,21 +205,24 @@ class AdaptedInput(gpt.SharedInput):
 
     def forward(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
         outputs = list(self.project(x, *linears))  # [b, s, out / t] each
-        loras = {i: linear.lora for i, linear in enumerate(linears) if hasattr(linear, "lora")}
+        found = {i: adapter_of(linear, "lora") for i, linear in enumerate(linears)}
+        loras = {i: lora for i, lora in found.items() if lora}
         if loras:
             z = torch.cat([lora.down(x) for lora in loras.values()], -1)  # [b, s, n r]
             parts = self.enter(z).chunk(len(loras), -1)  # [b, s, r] each
             for (i, lora), part in zip(loras.items(), parts):
                 outputs[i] = lora.add(outputs[i], part)
         for i, linear in enumerate(linears):
-            if hasattr(linear, "ia3"):
-                outputs[i] = outputs[i] * linear.ia3.scale
+            if ia3 := adapter_of(linear, "ia3"):
+                outputs[i] = outputs[i] * ia3.scale
         return outputs
 
 
 def lora_output(linear: nn.Module, x: Tensor) -> Tensor:
     """The forward of a row-parallel layer, with LoRA. x: [b, s, in / t] -> [b, s, h]"""
-    lora = linear.lora
+    lora = adapter_of(linear, "lora")
+    if lora is None:
+        return type(linear).forward(linear, x)
     z = lora.down(x)  # [b, s, r], of this rank's columns of x
     if isinstance(linear, tensor_parallel.RowParallelLinear):
         y = linear.linear(x, linear.weight)
@@ -193,20 +236,21 @@ def lora_output(linear: nn.Module, x: Tensor) -> Tensor:
 
 def ia3_output(linear: nn.Module, x: Tensor) -> Tensor:
     """The forward of a row-parallel layer, with IA3. x: [b, s, in / t] -> [b, s, h]"""
-    return type(linear).forward(linear, x * linear.ia3.scale)
+    ia3 = adapter_of(linear, "ia3")
+    return type(linear).forward(linear, x * ia3.scale if ia3 else x)
 
 
 def multiply_adapted(multiply, rows: Tensor, counts: Tensor, *matrices: nn.Module) -> list[Tensor]:
     """moe.MoE.multiply, with LoRA or IA3. rows: [rows, in]; counts: [E] -> [rows, out] each"""
     for matrix in matrices:
-        if hasattr(matrix, "ia3"):
-            rows = rows * matrix.ia3.scale.repeat_interleave(counts, dim=0)  # [rows, in]
+        if ia3 := adapter_of(matrix, "ia3"):
+            rows = rows * ia3.scale.repeat_interleave(counts, dim=0)  # [rows, in]
     outputs = list(multiply(rows, counts, *matrices))
     for i, matrix in enumerate(matrices):
-        if hasattr(matrix, "lora"):
-            (z,) = moe.grouped_linear(rows, counts, matrix.lora.a)  # [rows, r]
-            (update,) = moe.grouped_linear(z, counts, matrix.lora.b)  # [rows, out]
-            outputs[i] = torch.add(outputs[i], update, alpha=matrix.lora.scale)
+        if lora := adapter_of(matrix, "lora"):
+            (z,) = moe.grouped_linear(rows, counts, lora.a)  # [rows, r]
+            (update,) = moe.grouped_linear(z, counts, lora.b)  # [rows, out]
+            outputs[i] = torch.add(outputs[i], update, alpha=lora.scale)
     return outputs
 
 
@@ -219,7 +263,8 @@ def with_drop_key(forward, loras: list[LoRA], x: Tensor, drop_key: Tensor | None
 
 def with_bottleneck(forward, bottleneck: Bottleneck, *args) -> Tensor:
     """The forward of attention or of an MLP, before bias, dropout and residual."""
-    return bottleneck(forward(*args))
+    y = forward(*args)
+    return bottleneck(y) if bottleneck.enabled else y
 
 
 # --- in a model -----------------------------------------------------------------------------------

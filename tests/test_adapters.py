@@ -20,6 +20,8 @@ import checkpoint
 import gpt
 import train
 from huggingface import export_folder
+from lessons import ranks
+from lessons.parity import Run
 from runtime import rules
 from runtime.config import Config, ConfigError
 from runtime.metrics import read_metrics
@@ -284,6 +286,69 @@ def test_a_second_call_is_refused():
     model = trainer_of(peft="ia3").stages[0]
     with pytest.raises(ValueError, match="has adapters already"):
         adapters.apply(model, AdapterConfig("lora"))
+
+
+# --- on and off -----------------------------------------------------------------------------------
+
+
+def outputs(run: Run) -> list[tuple]:
+    """What the layers on this rank give for 8 samples: (name, .., tensor)."""
+    run.outputs.clear()
+    run.trainer.evaluate(run.dataset, 8)
+    return list(run.outputs)
+
+
+def equal(a: list[tuple], b: list[tuple]) -> bool:
+    """Bit for bit."""
+    assert [one[:3] for one in a] == [one[:3] for one in b]
+    return all(torch.equal(x[-1], y[-1]) for x, y in zip(a, b))
+
+
+def disabled_on_rank(rank: int, world: int, variants: list[dict]) -> list[tuple[bool, ...]]:
+    """After a step: disabled, the frozen base's outputs? Enabled, the adapter's own, as before?
+    After an error too? -> of each variant"""
+    results = []
+    for flags in variants:
+        frozen = outputs(Run(world, train.Config(**flags | dict(peft=None)), trace=True))
+        run = Run(world, train.Config(**flags), trace=True)
+        # a step that changes each of them
+        run.train(1)
+        stages = run.trainer.stages
+        enabled = outputs(run)
+        with adapters.disabled(*stages):
+            disabled = outputs(run)
+            with adapters.disabled(*stages):
+                pass
+            # still, after an inner one has ended
+            again = outputs(run)
+        after = outputs(run)
+        with pytest.raises(ZeroDivisionError), adapters.disabled(*stages):
+            raise ZeroDivisionError
+        after_error = outputs(run)
+        same_as_base = equal(disabled, frozen) and equal(again, frozen)
+        restored = equal(after, enabled) and equal(after_error, enabled)
+        results.append((same_as_base, not equal(enabled, frozen), restored))
+    return results
+
+
+@pytest.mark.parametrize(
+    "base, world, methods, layouts",
+    [
+        ("gpt", 1, METHODS, [{}]),
+        ("llama", 2, METHODS, [dict(tp=2, sequence_parallel=True)]),
+        ("gpt", 2, LORA, [dict(tp=2), dict(pp=2), dict(zero_stage=3, recompute="full")]),
+        ("experts", 4, METHODS, [dict(ep=2, tp=2)]),
+        again("experts", 4, METHODS, [dict(ep=2, zero_stage=3), dict(ep=2, pp=2)]),
+        again("gpt", 2, METHODS, [dict(tp=2), dict(pp=2), dict(zero_stage=3)]),
+    ],
+    ids=str,
+)
+def test_disabled_is_the_frozen_base(base, world, methods, layouts):
+    """Bit for bit on every rank, and back again."""
+    flags = BASES[base] | dict(lr=0.05)
+    variants = [flags | layout | dict(peft=method) for layout in layouts for method in methods]
+    for of_rank in ranks.run(disabled_on_rank, world, world, variants):
+        assert of_rank == [(True, True, True)] * len(variants)
 
 
 # --- runs -----------------------------------------------------------------------------------------
