@@ -16,11 +16,11 @@ from torch import Tensor
 
 import checkpoint
 import ppo
-import preference
 import schedules
 import sharding
 from runtime.evaluation import run_forward
 from runtime.hooks import RunHooks
+from tuning.value_model import ValueModel
 
 
 def companion(policy, hooks: type, config):
@@ -100,20 +100,16 @@ class Reference(Frozen):
     pass
 
 
-class WithValues(OnRows):
-    def after_model_parallel(self, stage) -> None:
-        super().after_model_parallel(stage)
-        preference.apply(stage, self.groups.tp, self.config.sequence_parallel)
-
-
-class RewardModel(WithValues, Frozen):
+class RewardModel(ValueModel, Frozen):
     def after_model_parallel(self, stage) -> None:
         super().after_model_parallel(stage)
         stage.requires_grad_(False)
 
 
-class Critic(WithValues):
+class Critic(ValueModel, OnRows):
     """Learns the value of each token: the reward that is expected from there on."""
+
+    learns = "the critic"
 
     def aim(self, targets: ppo.Targets, count: int) -> None:
         """targets: of the rows. count: of their answers' tokens."""
@@ -126,16 +122,3 @@ class Critic(WithValues):
 
     def loss_count(self, dataset, samples) -> int:
         return self.count
-
-    def load_weights(self, world) -> None:
-        """From a reward model; or from a model without a value head, whose own then begins at
-        random. A collective. Raises CheckpointError."""
-        path = checkpoint.find(self.config.load)
-        tensors = self.checkpoints.tensors()
-        there = checkpoint.read_index(path)["tensors"]
-        wanted = {n: t for n, t in tensors.items() if n.startswith("model.")}
-        for name in list(wanted):
-            if preference.is_value_head(name.removeprefix("model.")) and name not in there:
-                del wanted[name]
-        checkpoint.load(path, wanted, checkpoint.fixed_fields(self.model_config, True))
-        self.checkpoints.set(tensors)

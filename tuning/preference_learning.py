@@ -35,6 +35,7 @@ from runtime.sizes import flops_per_token
 from tuning import preference_data
 from tuning.frozen_base import fingerprint
 from tuning.sft_data import ConversationData
+from tuning.value_model import ValueModel
 
 # rows whose batches are on the device together, before step 1
 BLOCK = 512
@@ -100,10 +101,11 @@ class PreferenceLearning(ConversationData):
         }
 
 
-class RewardLearning(PreferenceLearning):
+class RewardLearning(ValueModel, PreferenceLearning):
     """A value head in the place of the head, on a model that learns whole."""
 
     last_file = "loss.png"
+    learns = "the reward model"
 
     def build(self) -> None:
         super().build()
@@ -116,18 +118,6 @@ class RewardLearning(PreferenceLearning):
     def share_of_flops(self) -> float:
         config = self.model_config
         return 1 - 6 * config.vocab_size * config.hidden_size / flops_per_token(config)
-
-    def after_model_parallel(self, stage) -> None:
-        super().after_model_parallel(stage)
-        preference.apply(stage, self.groups.tp, self.config.sequence_parallel)
-
-    def load_weights(self, world) -> None:
-        path = checkpoint.find(self.config.load)
-        whole = "model.head.value.weight" in checkpoint.read_index(path)["tensors"]
-        new = None if whole else preference.is_value_head
-        self.checkpoints.load(path, weights_only=True, new=new)
-        head = "its value head" if whole else "a new value head"
-        world.say(f"starting from the weights of {path}, with {head}")
 
     def extra_state(self) -> dict:
         return super().extra_state() | {"head": "value"}

@@ -185,6 +185,10 @@ class Reinforcement(OnRows, ConversationData):
         lengths = torch.tensor([len(answer.ids) for answer in answers])
         mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [n, T]
         old = padded([torch.tensor(answer.log_probs).double() for answer in answers])  # [n, T]
+        written = old
+        if self.precision in ("bf16", "fp16"):
+            # generation rounds in other places: by 1% in bf16, by 1e-6 in float32
+            old = padded(rows.collect(-self.outputs(rows)))
         reference = padded(rows.collect(-self.reference_losses()))
         values = returns = torch.zeros_like(old)
         if self.critic:
@@ -214,6 +218,7 @@ class Reinforcement(OnRows, ConversationData):
             "kl": ((old - reference) * mask).sum(1).mean().item(),
             "answer_tokens": lengths.double().mean().item(),
             "ended_share": sum(answer.ended for answer in answers) / len(answers),
+            "rollout_difference": ((old - written).abs() * mask).max().item(),
         }
 
     def reference_losses(self) -> Tensor:

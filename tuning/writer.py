@@ -6,12 +6,12 @@ reading weights. The best layout for it is often not that of training: with ZeRO
 token would gather all weights.
 """
 
+from datetime import timedelta
+
 import adapters
-import pipeline_parallel
 import resharding
 import sharding
-from inference.loading import build_stages
-from pipeline_parallel import Pipeline
+from inference.loading import build_stages, materialise
 from rollout import Answer, write_answers
 from runtime.config import DTYPES
 from runtime.world import Groups
@@ -35,20 +35,17 @@ class Writer:
             self.build_copy(tp or 1, pp or 1)
 
     def build_copy(self, tp: int, pp: int) -> None:
-        trainer, config = self.trainer, self.config
+        """Another model and another mesh, on the same ranks."""
+        trainer = self.trainer
         if self.groups.all:
             world = self.groups.all.size()
-            self.groups = Groups.make(trainer.device.type, world, tp, pp, ep=1)
+            timeout = timedelta(seconds=self.config.timeout + 60)
+            self.groups = Groups.make(trainer.device.type, world, tp, pp, timeout)
         stages = build_stages(trainer.model_config, self.groups)
-        for stage in stages:
-            if config.peft:
-                adapters.apply(stage, adapter_config(config), self.groups.tp, False)
-            sharding.materialise(stage, trainer.device, DTYPES[trainer.precision])
-            stage.requires_grad_(False).eval()
-        self.model = stages[0]
-        if self.groups.pp:
-            channels = pipeline_parallel.Channels(self.groups.pp, self.groups.nccl)
-            self.model = Pipeline(stages, channels)
+        if self.config.peft:
+            for stage in stages:
+                adapters.apply(stage, adapter_config(self.config), self.groups.tp)
+        self.model = materialise(stages, self.groups, trainer.device, DTYPES[trainer.precision])
         source = resharding.weights(*trainer.stages)
         target = sharding.named_parameters(*stages)
         self.resharding = resharding.Resharding(source, target, self.groups.all)
