@@ -454,6 +454,20 @@ class Config:
             return None
         return Recipe(self.fp8, self.fp8_scales == "power-of-two", self.fp8_block)
 
+    def of_values(self, load: str | None) -> "Config":
+        """Of a model beside the policy of --rl that gives values, with the shape of --load."""
+        shape = dict.fromkeys(MODEL_FLAGS) if load != self.load else {}
+        micro = self.micro_batch_size or (1 if self.pp > 1 else None)
+        return dataclasses.replace(
+            self,
+            load=load,
+            preference="reward",
+            rl=None,
+            peft=None,
+            micro_batch_size=micro,
+            **shape,
+        )
+
     @property
     def answers_per_prompt(self) -> int:
         """--group-size or its default."""

@@ -11,6 +11,7 @@ import importlib.util
 import torch
 
 import adapters
+import checkpoint
 import chunked_head
 import fp8
 import moe
@@ -23,7 +24,7 @@ from moe import MoEConfig
 from prompts import prompt_data
 from routers import EXPERT_FIELDS
 from runtime import json_files, plan
-from runtime.config import MODEL_FLAGS, Config, ConfigError, as_flags, flag_name
+from runtime.config import Config, ConfigError, as_flags, flag_name
 from runtime.preference_rules import check_preference, check_rl
 from runtime.refusal import multiples, refuse
 from tuning.adapter_learning import adapter_config
@@ -299,7 +300,10 @@ def check_conversations(config: Config) -> None:
 
 def check_reward_model(config: Config, model: MoEConfig, world: int) -> None:
     """Whether the model of --reward fits the layout and the vocabulary. Raises ConfigError."""
-    its = dataclasses.replace(config, load=config.reward, **{name: None for name in MODEL_FLAGS})
+    its = config.of_values(config.reward)
+    if "model.head.value.weight" not in checkpoint.read_index(its.base())["tensors"]:
+        rule = "holds no reward model; --preference reward trains one from pairs of answers"
+        refuse(config, "reward", f"{rule}, and FILE.py:FUNCTION names a function")
     with as_flags():
         other = its.model_config()
     check_techniques(its, other, world)

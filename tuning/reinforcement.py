@@ -18,8 +18,8 @@ same ones.
 With --peft the reference is the policy itself without its adapters: no second copy.
 """
 
-import dataclasses
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -56,20 +56,15 @@ class Reinforcement(OnRows, ConversationData):
 
     def __init__(self, config, device, groups):
         super().__init__(config, device, groups)
-        whole = {"peft": None, "lora_dropout": 0.0}
         self.reference = self.reward_model = self.critic = None
         if not config.peft:
             self.reference = companion(self, Reference, config)
         if config.reward and not is_function(config.reward):
-            self.reward_model = companion(
-                self, RewardModel, dataclasses.replace(config, load=config.reward, **whole)
-            )
+            self.reward_model = companion(self, RewardModel, config.of_values(config.reward))
         if config.rl == "ppo":
             start = config.reward if self.reward_model else config.load
             lr = config.lr if config.critic_lr is None else config.critic_lr
-            self.critic = companion(
-                self, Critic, dataclasses.replace(config, load=start, lr=lr, **whole)
-            )
+            self.critic = companion(self, Critic, replace(config.of_values(start), lr=lr))
         self.writer = Writer(self)
         # of the step: what its updates need, and what its loss is a mean of
         self.targets: ppo.Targets | None = None
