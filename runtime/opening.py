@@ -67,11 +67,11 @@ def check_room(config: Config, world: World) -> None:
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     precision = config.precision or ("bf16" if device == "cuda" else "fp32")
     has = room.memory(device, world.local_size)
-    needs = 0
+    learner = room.state_bytes(model, precision, config.optimizer_state, config.zero_stage, ranks)
     # a frozen model has no gradients and no optimizer state
-    if not (config.prompt_config or config.peft):
-        state = config.optimizer_state
-        needs = room.state_bytes(model, precision, state, config.zero_stage, ranks)
+    needs = 0 if config.prompt_config or config.peft else learner
+    if config.rl:
+        needs += room.bytes_beside_policy(config, model, precision, ranks, learner)
     if needs > has:
         raise ConfigError(
             f"--hidden-size {model.hidden_size} --num-layers {model.num_layers} --num-experts"
@@ -80,6 +80,9 @@ def check_room(config: Config, world: World) -> None:
             " or more ranks with --tp, --pp or --zero-stage 3, would need less of each"
         )
     micro = config.micro_batch(dp)
+    if config.rl and config.micro_batch_size is None:
+        # how many rows the answers will fill is not known
+        micro = 1
     needs = room.activation_bytes(model, precision, micro, ranks, config.head_chunk)
     if needs > has:
         raise ConfigError(

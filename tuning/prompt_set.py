@@ -51,6 +51,8 @@ class Prompts:
         self.chat = chat
         self.function = function
         self.num_sequences = len(questions)
+        # the epoch whose order is in `order`
+        self.epoch = None
         self.end_tokens: tuple[int, ...] = ()
         if chat:
             tokenizer = chat.tokenizer.tokenizer
@@ -65,8 +67,11 @@ class Prompts:
         epoch, n = divmod(sample // self.group_size, self.num_sequences)
         if self.seed is None:
             return self.questions[n]
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_sequences)
-        return self.questions[order[n]]
+        if epoch != self.epoch:
+            generator = np.random.default_rng([self.seed, epoch])
+            self.order = generator.permutation(self.num_sequences)
+            self.epoch = epoch
+        return self.questions[self.order[n]]
 
     def text(self, ids: list[int]) -> str:
         """Of an answer, without the token that ends it."""
