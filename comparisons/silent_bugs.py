@@ -286,9 +286,12 @@ def draw(results: dict, figures: Path) -> None:
     bugs = sorted(results["bugs"].items(), key=lambda item: order.index(item[1]["kind"]))
     columns = 4
     rows = math.ceil(len(bugs) / columns)
-    figure, grid = style.figure(0.85 * rows + 0.5, rows, columns, sharex=True, sharey=True)
+    figure, grid = style.figure(0.85 * rows + 0.5, rows, columns, sharex=True)
     for axes in grid.flat[len(bugs) :]:
         axes.set_axis_off()
+    of_text = [right for key, right in results["right"].items() if "preference" not in key]
+    top = 1.15 * max(max(right["curve"]) for right in of_text)
+    bottom = 0.9 * min(min(right["curve"]) for right in of_text)
     for axes, (name, row) in zip(grid.flat, bugs):
         right = results["right"][row["right"]]["curve"]
         x = [POINT * i + POINT / 2 for i in range(len(right))]
@@ -298,9 +301,12 @@ def draw(results: dict, figures: Path) -> None:
         axes.set_title(name, fontsize=style.SMALL, color=style.ink(colour))
         axes.grid(visible=False)
         axes.tick_params(length=0)
-    top = max(max(right["curve"]) for right in results["right"].values())
-    grid.flat[0].set(xticks=[0, results["steps"]], yticks=[3, 5])
-    grid.flat[0].set_ylim(0.9 * min(min(r["curve"]) for r in results["right"].values()), 1.15 * top)
+        axes.set(xticks=[0, results["steps"]], yticks=[3, 5], ylim=(bottom, top))
+        if "preference" in row["right"]:
+            # pairs: a loss that begins at log 2
+            axes.set(yticks=[0, 1], ylim=(-0.1, 1.5))
+        if axes not in grid[:, 0] and "preference" not in row["right"]:
+            axes.set(yticklabels=[])
     figure.suptitle(
         f"Loss over {results['steps']} steps. Grey: right. Blue: the bug, within what other seeds"
         " give. Orange: outside."
