@@ -117,11 +117,17 @@ class Skewed(Synthetic):
         return (torch.rand(self.s + 1, generator=generator) ** 3 * self.v).long()
 
 
+def learn_something(run: Run) -> None:
+    """Pairs of answers have it already: they can be told apart."""
+    if not run.trainer.config.preference:
+        run.dataset = Skewed(run.dataset.s, run.dataset.v)
+
+
 def losses_of(rank: int, world: int, layout: dict, steps: int, mutate) -> list[float]:
     if mutate:
         mutate()
     run = Run(world, Config(**layout))
-    run.dataset = Skewed(run.dataset.s, run.dataset.v)
+    learn_something(run)
     return run.train(steps).losses
 
 
@@ -132,12 +138,14 @@ def losses_in_another_order(rank: int, layout: dict, steps: int, parts: int) -> 
     `parts` parts. The samples of a step have another order, and other micro-batches if there are no
     experts and no FP8, whose scales are those of a micro-batch."""
     batch = layout["global_batch_size"]
+    # rows that stay together
+    pair = 2 if layout["preference"] else 1
     fixed = layout["num_experts"] or layout["fp8"] != "off"
     if rank and not fixed:
-        sizes = [n for n in range(1, batch + 1) if batch % n == 0]
+        sizes = [n for n in range(pair, batch + 1, pair) if batch % n == 0]
         layout = layout | dict(micro_batch_size=sizes[rank % len(sizes)])
     run = Run(1, Config(**layout))
-    run.dataset = Skewed(run.dataset.s, run.dataset.v)
+    learn_something(run)
     t = run.trainer
     if rank:
         generator = torch.Generator().manual_seed(rank)
@@ -152,7 +160,7 @@ def losses_in_another_order(rank: int, layout: dict, steps: int, parts: int) -> 
                     linear.parts = order.chunk(parts)
         # routing and scales depend on who is in a micro-batch, so they stay in theirs
         size = t.micro_batch if fixed else batch
-        t.samples = partial(shuffled, t.samples, size, generator)
+        t.samples = partial(shuffled, t.samples, size, pair, generator)
     return run.train(steps).losses
 
 
@@ -173,11 +181,12 @@ def product_in_parts(a: Quantised, parts: int, seed: int, b: Quantised) -> Tenso
     return sum(x[:, part] @ y[part] for part in order.chunk(parts)).to(a.dtype)
 
 
-def shuffled(samples, size: int, generator: torch.Generator, step: int) -> list[int]:
-    """The samples of a step, each `size` of them in another order."""
+def shuffled(samples, size: int, pair: int, generator: torch.Generator, step: int) -> list[int]:
+    """The samples of a step, each `size` of them in another order; each `pair` stays together."""
     numbers = []
     for part in torch.tensor(list(samples(step))).split(size):
-        numbers += part[torch.randperm(len(part), generator=generator)].tolist()
+        pairs = part.view(-1, pair)
+        numbers += pairs[torch.randperm(len(pairs), generator=generator)].flatten().tolist()
     return numbers
 
 

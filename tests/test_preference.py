@@ -16,6 +16,7 @@ import generate
 import huggingface
 import preference
 import train as trainer
+import verify
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
 from runtime.config import Config, ConfigError
@@ -475,3 +476,12 @@ def test_refused(flags, words, world):
 def test_a_micro_batch_of_a_pipeline_is_a_pair():
     assert Config(**DPO, pp=2).micro_batch(1) == 2
     validate(Config(**DPO, pp=2), 2, base_needed=False)
+
+
+@pytest.mark.parametrize("kind", ["reward", "dpo"])
+def test_verify(kind, tmp_path, capsys):
+    """Rows that are a pair stay together in its band."""
+    flags = ["--preference", kind, "--pairs", "p.jsonl", "--model", "gpt2", "--tp", "2"]
+    assert verify.main(["--steps", "2", "--ranks", "2", "--", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "equal: " in printed and "inside the band" in printed
