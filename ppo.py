@@ -237,18 +237,20 @@ def actor_loss(log_probs: Tensor, targets: Targets, clip: float, beta: float = 0
 
     log_probs: [b, s], of the policy as it is now. beta: of GRPO; PPO has its KL in the advantages.
     """
-    # tokens outside answers could give 0 · inf
-    log_probs = torch.where(targets.weights > 0, log_probs, targets.old)
-    losses, _ = policy_loss(log_probs, targets.old, targets.advantages, clip)
+    # before anything is computed: a number outside answers could overflow, and 0 · inf is nan
+    inside = targets.weights > 0
+    log_probs, old = only(inside, log_probs), only(inside, targets.old)
+    losses, _ = policy_loss(log_probs, old, only(inside, targets.advantages), clip)
     if beta:
-        losses = losses + beta * kl_penalty(log_probs, targets.reference)
-    return weighted_sum(losses, targets)
+        losses = losses + beta * kl_penalty(log_probs, only(inside, targets.reference))
+    return (losses * targets.weights).sum()
 
 
 def critic_loss(values: Tensor, targets: Targets, clip: float) -> Tensor:
     """Σ weights · value loss, as `actor_loss`. values: [b, s], of the critic as it is now."""
-    losses = value_loss(values, targets.old_values, targets.returns, clip)
-    return weighted_sum(losses, targets)
+    each = values, targets.old_values, targets.returns
+    losses = value_loss(*(only(targets.weights > 0, x) for x in each), clip)
+    return (losses * targets.weights).sum()
 
 
 # --- masks ----------------------------------------------------------------------------------------
@@ -257,10 +259,6 @@ def critic_loss(values: Tensor, targets: Targets, clip: float) -> Tensor:
 def only(mask: Tensor, x: Tensor) -> Tensor:
     """x where the mask is true, else 0: also where x is inf or nan."""
     return torch.where(mask.bool(), x, torch.zeros_like(x))
-
-
-def weighted_sum(losses: Tensor, targets: Targets) -> Tensor:
-    return (only(targets.weights > 0, losses) * targets.weights).sum()
 
 
 def is_last(mask: Tensor) -> Tensor:
