@@ -20,6 +20,7 @@ the place of W. This merge removes the extra computation.
     python train.py --load runs/base --peft lora --out runs/lora
     python adapters.py merge runs/base runs/lora MERGED      W + α/r B A in the place of W
 
+The base is still there: `disabled` gives its outputs back for a while, without a second copy.
 Only the new parameters have gradients, float32 masters and optimizer state, and only they are in
 checkpoints. The base needs 2 bytes for each weight where the run computes in 16 bits.
 
