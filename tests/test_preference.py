@@ -83,32 +83,44 @@ def test_rows_are_pairs():
 # --- the gate -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["reward", "dpo"])
-def test_layouts(kind):
+LAYOUTS = [
+    dict(tp=2),
+    dict(tp=2, sequence_parallel=True),
+    dict(pp=2),
+    dict(pp=2, schedule="zb-h1"),
+    dict(zero_stage=1),
+    dict(zero_stage=2, micro_batch_size=2),
+    dict(zero_stage=3, micro_batch_size=2),
+]
+
+
+@pytest.mark.parametrize(
+    "kind, layouts",
+    [
+        ("reward", LAYOUTS),
+        ("dpo", LAYOUTS[1:7:3]),
+        pytest.param("dpo", LAYOUTS, marks=pytest.mark.repetition),
+    ],
+)
+def test_layouts(kind, layouts):
     one = train(base=NO_DROPOUT, preference=kind)
-    layouts = [
-        dict(tp=2),
-        dict(tp=2, sequence_parallel=True),
-        dict(pp=2),
-        dict(pp=2, schedule="zb-h1"),
-        dict(zero_stage=1),
-        dict(zero_stage=2, micro_batch_size=2),
-        dict(zero_stage=3, micro_batch_size=2),
-    ]
     for result in train_each(2, layouts, base=NO_DROPOUT, preference=kind):
         same(result, one)
 
 
-def test_llama_and_zero_bubble_under_sequence_parallelism():
+REPEATED = ["reward", pytest.param("dpo", marks=pytest.mark.repetition)]
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+def test_llama_and_zero_bubble_under_sequence_parallelism(kind):
     """The head is no copy of the embedding here, and weight gradients wait."""
     llama = LLAMA | dict(dropout=0.0)
-    for kind in ("reward", "dpo"):
-        one = train(base=llama, preference=kind)
-        layout = dict(tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", head_chunk=7)
-        same(train(4, base=llama, preference=kind, **layout), one)
+    one = train(base=llama, preference=kind)
+    layout = dict(tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", head_chunk=7)
+    same(train(4, base=llama, preference=kind, **layout), one)
 
 
-@pytest.mark.parametrize("kind", ["reward", "dpo"])
+@pytest.mark.parametrize("kind", REPEATED)
 def test_four_ranks(kind):
     deep = NO_DROPOUT | dict(num_layers=4)
     one = train(base=deep, preference=kind)
@@ -120,13 +132,14 @@ def test_four_ranks(kind):
         same(result, one)
 
 
-def test_experts():
-    """Routers take raw logits, so that no answer depends on its neighbours."""
-    for kind in ("reward", "dpo"):
-        one = train(base=NO_DROPOUT, preference=kind, **EXPERTS)
-        layouts = [dict(ep=2), dict(ep=2, zero_stage=3), dict(tp=2, sequence_parallel=True)]
-        for result in train_each(2, layouts, base=NO_DROPOUT, preference=kind, **EXPERTS):
-            same(result, one)
+@pytest.mark.parametrize("kind", REPEATED)
+def test_experts(kind):
+    """Routers take raw logits, so that no answer depends on its neighbours: micro-batches do not
+    matter."""
+    one = train(base=NO_DROPOUT, preference=kind, **EXPERTS | dict(micro_batch_size=4))
+    layouts = [dict(ep=2), dict(ep=2, zero_stage=3), dict(tp=2, sequence_parallel=True)]
+    for result in train_each(2, layouts, base=NO_DROPOUT, preference=kind, **EXPERTS):
+        same(result, one)
 
 
 def test_lora_learns_by_dpo():
