@@ -101,10 +101,9 @@ class LoRA(nn.Module):
     a: [r, in]; b: [out, r]; of experts [E, r, in] and [E, out, r].
     """
 
-    enabled = True
-
     def __init__(self, weight: Tensor, config: AdapterConfig, site: int):
         super().__init__()
+        self.enabled = True
         self.a = follow(weight, config.lora_rank, -1)
         self.b = follow(weight, -2, config.lora_rank)
         self.scale = config.lora_alpha / config.lora_rank
@@ -124,11 +123,10 @@ class LoRA(nn.Module):
 class IA3(nn.Module):
     """s of the outputs of a linear layer (key, value), or of its inputs (down)."""
 
-    enabled = True
-
     def __init__(self, weight: Tensor, dim: int):
         """dim: of the weight, -2 for its outputs, -1 for its inputs."""
         super().__init__()
+        self.enabled = True
         self.scale = follow(weight, dim)
 
 
@@ -138,10 +136,9 @@ class Bottleneck(nn.Module):
     D is column-parallel and U row-parallel, so a rank has k / t of the inner size.
     """
 
-    enabled = True
-
     def __init__(self, h: int, config: AdapterConfig, group: dist.ProcessGroup | None):
         super().__init__()
+        self.enabled = True
         k = config.adapter_size
         self.norm = nn.LayerNorm(h)
         self.project = gpt.SharedInput()
