@@ -292,7 +292,8 @@ def draw(results: dict, figures: Path) -> None:
     of_text = [right for key, right in results["right"].items() if "preference" not in key]
     top = 1.15 * max(max(right["curve"]) for right in of_text)
     bottom = 0.9 * min(min(right["curve"]) for right in of_text)
-    for axes, (name, row) in zip(grid.flat, bugs):
+    left_is_of_pairs = False
+    for number, (axes, (name, row)) in enumerate(zip(grid.flat, bugs)):
         right = results["right"][row["right"]]["curve"]
         x = [POINT * i + POINT / 2 for i in range(len(right))]
         axes.plot(x, right, color=style.COLOURS["one device"], linewidth=2.5, alpha=0.4)
@@ -302,11 +303,13 @@ def draw(results: dict, figures: Path) -> None:
         axes.grid(visible=False)
         axes.tick_params(length=0)
         axes.set(xticks=[0, results["steps"]], yticks=[3, 5], ylim=(bottom, top))
-        if "preference" in row["right"]:
-            # pairs: a loss that begins at log 2
+        of_pairs = "preference" in row["right"]
+        if of_pairs:
+            # a loss that begins at log 2
             axes.set(yticks=[0, 1], ylim=(-0.1, 1.5))
-        if axes not in grid[:, 0] and "preference" not in row["right"]:
+        if number % columns and of_pairs == left_is_of_pairs:
             axes.set(yticklabels=[])
+        left_is_of_pairs = of_pairs
     figure.suptitle(
         f"Loss over {results['steps']} steps. Grey: right. Blue: the bug, within what other seeds"
         " give. Orange: outside."
