@@ -179,7 +179,7 @@ class Reinforcement(OnRows, ConversationData):
         rows = self.rows
         lengths = torch.tensor([len(answer.ids) for answer in answers])
         mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [n, T]
-        old = padded([torch.tensor(answer.log_probs).double() for answer in answers])  # [n, T]
+        old = padded([torch.tensor(a.log_probs, dtype=torch.float64) for a in answers])  # [n, T]
         written = old
         if self.precision in ("bf16", "fp16"):
             # generation rounds in other places: by 1% in bf16, by 1e-6 in float32
