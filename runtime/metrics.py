@@ -18,6 +18,29 @@ bit for bit:
     fp8_saturated          --fp8 delayed: tensors with values beyond what their scale allows
     predicted_seconds      of a step, by planner.py, with --plan
 
+With --preference, means over the pairs of the step (preference.py); after an evaluation those of
+the held-out pairs too, as eval_accuracy and so on:
+
+    accuracy               share of pairs whose chosen answer has the higher reward
+    reward_chosen          of the chosen answers
+    reward_rejected        of the rejected ones
+    margin                 reward_chosen - reward_rejected
+
+With --rl, of the answers of the step (ppo.py; docs/preferences.md says what to expect):
+
+    reward                 mean over the answers, without the KL
+    kl                     from the reference, nats per answer
+    answer_tokens          mean length
+    ended_share            share of answers that ended before --answer-tokens
+    clip_share             share of tokens whose gradient the clip has taken, over all updates
+    policy_change          mean change of a token's log-probability since it was written
+    rollout_difference     largest difference of log-probabilities of generation and training;
+                           fp32: 0, because those of generation are used
+    value_loss             ppo: the critic's, mean per token
+    rollout_seconds        to write and rate the answers
+    training_seconds       of the updates
+    eval_reward            on held-out prompts, after an evaluation
+
 With experts, these have one number for each layer that has experts:
 
     expert_load            for each expert: choices that fell on it / an even share
