@@ -1,0 +1,277 @@
+"""Seconds of a step of reinforcement learning, by part: with the key-value cache and without it,
+and under layouts of training and of generation.
+
+    python comparisons/rollout.py [--rounds 5] [--minutes 30] [--toy] [--out DIR]
+
+A step of GRPO: 8 answers of 512 tokens each (no token ends one), then two updates. The model is a
+GPT of 4 layers of 256, s 576, V 257, fp32, with random weights: time does not depend on them. Each
+rank has one thread.
+
+    generation    the model writes the answers
+    resharding    before: the weights go to the layout that writes (--rollout-tp, resharding.py)
+    reference     the model at the start reads the answers: their log-probabilities
+    training      forward, backward, optimizer, twice
+
+    cache         one rank, with and without the key-value cache, in turn
+    layouts       two ranks. Generation has the layout of training; or "-> dp 2": each rank has a
+                  whole copy of the weights, and writes its half of the answers
+
+The kinds of a group take turns. A ratio is of two in the same round. Each round is kept as soon as
+it is there: the same command goes on after it was stopped, and adds rounds up to --rounds.
+
+Figure: figures/rollout.svg
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import report
+import style
+import torch
+import torch.distributed as dist
+
+import train
+from lessons import ranks
+from rollout import write_answers
+from runtime.world import Groups, keep_freed_memory
+
+SHAPE = dict(
+    model="gpt2",
+    num_layers=4,
+    hidden_size=256,
+    num_heads=4,
+    seq_length=576,
+    vocab_size=257,
+    precision="fp32",
+    device="cpu",
+    rl="grpo",
+    group_size=4,
+    global_batch_size=8,
+    micro_batch_size=1,
+    answer_tokens=512,
+)
+TOY = SHAPE | dict(
+    num_layers=2, hidden_size=32, seq_length=32, answer_tokens=8, group_size=2, global_batch_size=4
+)
+# {kind: flags}, each group with its number of ranks
+CACHE = {"cache": {}, "no cache": {"cached": False}}
+LAYOUTS = {
+    "dp 2": {},
+    "tp 2": {"tp": 2},
+    "tp 2 -> dp 2": {"tp": 2, "rollout_tp": 1},
+    "ZeRO 3": {"zero_stage": 3},
+    "ZeRO 3 -> dp 2": {"zero_stage": 3, "rollout_tp": 1},
+}
+KINDS = {"cache": (1, CACHE), "layouts": (2, LAYOUTS)}
+PARTS = "generation", "resharding", "reference", "training"
+
+
+class Prompts:
+    """32 tokens and more. No token ends an answer."""
+
+    end_tokens = ()
+
+    def __init__(self, config):
+        self.config = config
+
+    def question(self, sample: int):
+        # of a group the same
+        group = sample // self.config.group_size
+        free = self.config.seq_length - self.config.answer_tokens
+        length = free // 2 + group % (free // 2)
+        generator = torch.Generator().manual_seed(group)
+        ids = torch.randint(self.config.vocab_size, (length,), generator=generator)
+        return SimpleNamespace(ids=ids.tolist())
+
+    def reward(self, sample: int, ids: list[int]) -> float:
+        return sum(ids) / len(ids)
+
+
+class Clock:
+    """Seconds inside of calls, by part."""
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    def watch(self, owner, name: str, part: str, minus: str | None = None) -> None:
+        """Add the seconds of each call of owner.NAME to a part. minus: a part that runs inside."""
+        original = getattr(owner, name)
+
+        def timed(*args, **options):
+            inside = self.seconds[minus] if minus else 0.0
+            begin = time.perf_counter()
+            result = original(*args, **options)
+            self.seconds[part] += time.perf_counter() - begin
+            if minus:
+                self.seconds[part] -= self.seconds[minus] - inside
+            return result
+
+        setattr(owner, name, timed)
+
+
+class Steps:
+    """Steps of one kind, whose seconds are measured."""
+
+    def __init__(self, groups: Groups, cached: bool = True, **flags):
+        config = train.Config(**flags)
+        self.trainer = train.trainer_class(config)(config, torch.device("cpu"), groups)
+        self.dataset = Prompts(config)
+        writer = self.trainer.writer
+        if not cached:
+            writer.write = self.write_without_cache
+        self.clock = Clock()
+        if writer.resharding:
+            self.clock.watch(writer.resharding, "copy", "resharding")
+        self.clock.watch(writer, "write", "generation", minus="resharding")
+        self.clock.watch(self.trainer, "aim", "reference")
+        self.steps = 0
+
+    def write_without_cache(self, prompts, samples, step, end_tokens):
+        config = self.trainer.config
+        numbers = config.seed, step, config.answer_tokens
+        options = dict(groups=self.trainer.groups, cached=False)
+        return write_answers(self.trainer.model, prompts, samples, *numbers, end_tokens, **options)
+
+    def step(self) -> dict[str, float]:
+        """Seconds by part, and of the whole step."""
+        # the same step, so that all kinds write from the same random numbers
+        self.clock.seconds |= dict.fromkeys(PARTS, 0.0)
+        seconds = self.clock.seconds
+        begin = time.perf_counter()
+        self.trainer.forward_backward(1, self.dataset)
+        self.trainer.update(1)
+        if dist.is_initialized():
+            dist.barrier()
+        whole = time.perf_counter() - begin
+        seconds["training"] = whole - sum(seconds.values())
+        lengths = {len(answer.ids) for answer in self.trainer.rows.answers}
+        assert lengths == {self.trainer.config.answer_tokens}
+        return dict(seconds) | {"step": whole}
+
+
+def on_rank(rank: int, world: int, shape: dict, kinds: dict) -> dict:
+    """One round: {kind: {part: seconds}}. Before it each kind takes a step of few tokens."""
+    keep_freed_memory()
+    results = {}
+    for name, flags in kinds.items():
+        groups = Groups()
+        if world > 1:
+            groups = Groups.make("cpu", world, flags.get("tp", 1))
+        Steps(groups, **shape | flags | {"answer_tokens": 4}).step()
+        results[name] = Steps(groups, **shape | flags).step()
+    return results
+
+
+def measure(results: dict, args: argparse.Namespace, keep) -> None:
+    """results: {group: {round: {kind: {part: seconds}}}}, completed; keep() writes the file."""
+    shape = TOY if args.toy else SHAPE
+    deadline = time.monotonic() + 60 * args.minutes
+    for number in range(args.rounds):
+        for group, (world, kinds) in KINDS.items():
+            done = results.setdefault(group, {})
+            if str(number) in done or time.monotonic() > deadline:
+                continue
+            order = kinds if number % 2 == 0 else dict(reversed(kinds.items()))
+            load = os.getloadavg()[0]
+            found = ranks.run(on_rank, world, world, shape, order)[0]
+            done[str(number)] = found | {"load_average": load}
+            for kind in kinds:
+                print(f"{group}, round {number}, {kind}: {line(found[kind])}", flush=True)
+            keep()
+
+
+def line(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{part} {value:.2f} s" for part, value in seconds.items())
+
+
+def spreads(results: dict, group: str, value) -> dict[str, dict]:
+    """{kind: spread over rounds of value(the kind's seconds, those of all kinds)}"""
+    rounds = results[group].values()
+    return {
+        kind: report.spread([value(of_round[kind], of_round) for of_round in rounds])
+        for kind in KINDS[group][1]
+    }
+
+
+def ratio(results: dict, group: str, part: str, kind: str, over: str) -> dict:
+    values = [r[kind][part] / r[over][part] for r in results[group].values()]
+    return report.spread(values)
+
+
+def print_summary(results: dict) -> None:
+    for group in KINDS:
+        shares = spreads(results, group, share_of_rollout)
+        for part in (*PARTS, "step"):
+            by_kind = spreads(results, group, lambda seconds, _, part=part: seconds[part])
+            texts = [f"{kind} {report.format_spread(x, '.2f')}" for kind, x in by_kind.items()]
+            print(f"{part}: {'; '.join(texts)}")
+        print({kind: report.format_spread(x, ".0%") for kind, x in shares.items()})
+    for part in ("generation", "step"):
+        text = report.format_spread(ratio(results, "cache", part, "no cache", "cache"), ".1f")
+        print(f"{part} without the cache: {text} times as long")
+    for kind, over in (("tp 2 -> dp 2", "tp 2"), ("ZeRO 3 -> dp 2", "ZeRO 3")):
+        text = report.format_spread(ratio(results, "layouts", "step", kind, over), ".2f")
+        print(f"a step of {kind} over one of {over}: {text}")
+
+
+def share_of_rollout(seconds: dict, _) -> float:
+    return (seconds["generation"] + seconds["resharding"]) / seconds["step"]
+
+
+# --------------------------------------------------------------------------------------------------
+# figure
+
+COLOURS = dict(zip(PARTS, ("#0072b2", "#e69f00", "#999999", "#009e73")))
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what rollout.json holds. A bar for each kind; medians of the parts."""
+    results = results["results"]
+    figure, panels = style.figure(2.2, 1, 2)
+    for axes, (group, (_, kinds)) in zip(panels, KINDS.items()):
+        left = [0.0] * len(kinds)
+        for part in PARTS:
+            by_kind = spreads(results, group, lambda seconds, _, part=part: seconds[part])
+            widths = [by_kind[kind]["median"] for kind in kinds]
+            label = part if group == "cache" else None
+            rows = range(len(kinds))
+            axes.barh(rows, widths, left=left, height=0.7, color=COLOURS[part], label=label)
+            left = [a + b for a, b in zip(left, widths)]
+        style.rows_of(axes, list(kinds))
+        axes.set(xlabel="seconds of a step")
+    panels[0].set(title="one rank")
+    panels[1].set(title="two ranks")
+    figure.legend(ncols=len(PARTS), loc="outside lower left")
+    style.save(figure, figures / "rollout.svg")
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def main():
+    parser = report.arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    report.minutes(parser)
+    args = report.parse(parser)
+    if args.toy:
+        args.rounds = 1
+    torch.set_num_threads(1)
+    results = report.earlier("rollout", parser, args)
+
+    def keep():
+        report.write("rollout", {"toy": args.toy, "results": results}, args)
+
+    measure(results, args, keep)
+    report.save("rollout", {"toy": args.toy, "results": results}, args)
+    print_summary(results)
+    draw(report.saved("rollout", args), args.figures)
+
+
+if __name__ == "__main__":
+    main()
