@@ -60,7 +60,7 @@ from rollout import write_answers
 from runtime import flags, json_files
 from runtime.world import Groups
 from sft import Chat, message
-from tuning.prompt_set import open_prompts
+from tuning.prompt_set import Question, open_prompts
 
 # --------------------------------------------------------------------------------------------------
 # the task
@@ -86,17 +86,18 @@ class Size:
     # that the base learns from
     conversations: int = 60_000
     base_steps: int = 900
-    # for pairs: answers to each prompt
+    # the most answers to each prompt, for pairs
     answers: int = 256
-    # of a prompt without a right answer
+    # pairs of a prompt without a right answer
     least_pairs: int = 0
-    # the share of a method's steps
+    # the share of a method's steps, and its most rounds
     steps: float = 1.0
+    rounds: int = 9
 
 
 # the share of the base's conversations that are right for sure; others have a random sum
 RIGHT = 0.4
-TOY = Size(conversations=200, base_steps=2, answers=4, least_pairs=2, steps=0.0)
+TOY = Size(conversations=200, base_steps=2, answers=4, least_pairs=2, steps=0.0, rounds=2)
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class Method:
     reward: str | None = None
     # of pairs: each has answers of the policy that the round before has left, its base
     rounds: int = 1
+    # to each prompt, for the pairs of a round
+    answers: int = 256
 
 
 RL = "--warmup-steps 10 --global-batch-size 64 --weight-decay 0"
@@ -115,15 +118,14 @@ GRPO = f"--rl grpo --group-size 8 --lr 1e-3 {RL}"
 PPO = f"--rl ppo --lr 1e-3 {RL}"
 DPO = "--preference dpo --lr 3e-4 --warmup-steps 10 --global-batch-size 64 --weight-decay 0"
 METHODS = {
-    "GRPO": Method(GRPO, 200, "correct"),
-    "PPO": Method(PPO, 200, "correct"),
-    "DPO, 5 rounds": Method(f"{DPO} --beta 0.3", 50, rounds=5),
+    "GRPO": Method(GRPO, 150, "correct"),
+    "PPO": Method(PPO, 150, "correct"),
+    "DPO, 5 rounds": Method(f"{DPO} --beta 0.3", 50, rounds=5, answers=64),
     "DPO, β = 0.1": Method(f"{DPO} --beta 0.1", 200),
-    "DPO, β = 0.3": Method(f"{DPO} --beta 0.3", 200),
     "DPO, β = 1": Method(f"{DPO} --beta 1", 200),
-    "PPO, learned reward": Method(PPO, 200, "model"),
-    "GRPO, β = 0": Method(f"{GRPO} --beta 0", 200, "correct"),
-    "GRPO, flipped": Method(GRPO, 200, "flipped"),
+    "PPO, learned reward": Method(PPO, 150, "model"),
+    "GRPO, β = 0": Method(f"{GRPO} --beta 0", 150, "correct"),
+    "GRPO, flipped": Method(GRPO, 150, "flipped"),
 }
 REWARD_MODEL = Method("--preference reward --lr 1e-3 --warmup-steps 10 --global-batch-size 64", 400)
 BEST_OF = "best of n"
@@ -134,7 +136,7 @@ KEYS = "reward", "kl"
 LEARNED = ["GRPO", "PPO", *(name for name in METHODS if name.startswith("DPO"))]
 ONLINE = ["GRPO", "PPO", "PPO, learned reward", "GRPO, β = 0", "GRPO, flipped"]
 # the others are the same code
-TOY_METHODS = ["GRPO", "PPO, learned reward", "DPO, 5 rounds", BEST_OF]
+TOY_METHODS = ["PPO, learned reward", "DPO, 5 rounds", BEST_OF]
 
 
 class Task:
@@ -195,36 +197,39 @@ class Task:
         values = dict(reward=right[:n], held_out=right[n:], kl=kl[:n], other=p[:n, -1])
         return {name: x.mean().item() for name, x in values.items()}
 
-    def write_pairs(self, base: Path, seed: int) -> dict[str, Path]:
-        """Answers of a model, judged: {flag: file of pairs}."""
+    def write_pairs(self, base: Path, method: Method, seed: int, folder: Path) -> dict[str, Path]:
+        """Answers of a model, judged: {flag: file of pairs}, in `folder`."""
+        count = min(method.answers, self.size.answers)
+        kind = "base" if base == self.base else "round"
+        paths = {flag: folder / f"{flag}-{kind}-{count}.jsonl" for flag in ("pairs", "pairs_val")}
+        # those of the base are written once
+        if base == self.base and paths["pairs_val"].exists():
+            return paths
         model, _ = loading.load_model(base)
-        size = self.size.answers
-        prompts = [question.ids for question in self.questions for _ in range(size)]
-        options = dict(seed=seed, step=0, max_tokens=ANSWER_TOKENS, groups=Groups())
-        written = []
-        ends = self.learned.end_tokens
-        for first in range(0, len(prompts), 1600):
-            part = prompts[first : first + 1600]
-            samples = range(first, first + len(part))
-            written += write_answers(model, part, samples, end_tokens=ends, **options)
         lines = {"pairs": [], "pairs_val": []}
         for number, question in enumerate(self.questions):
-            of_question = written[number * size : (number + 1) * size]
-            texts = [self.learned.text(answer.ids) for answer in of_question if answer.ended]
-            right = str(question.record["sum"])
-            wrong = [text for text in texts if text.strip() != right]
-            pair = {"prompt": question.text, "chosen": right}
             flag = "pairs" if number < len(self.learned.questions) else "pairs_val"
-            # as many pairs as there are answers of both kinds
-            rejected = wrong[: len(texts) - len(wrong)]
-            rejected = rejected or [str(SUMS)] * self.size.least_pairs
-            for text in rejected:
-                lines[flag].append(pair | {"rejected": text})
-        paths = {}
+            samples = range(number * count, (number + 1) * count)
+            lines[flag] += self.pairs_of(question, self.write(model, question, samples, seed))
         for flag, pairs in lines.items():
-            paths[flag] = self.folder / f"{flag}-{seed}.jsonl"
             write_lines(paths[flag], pairs)
         return paths
+
+    def write(self, model, question: Question, samples: range, seed: int) -> list[str]:
+        """Answers that a model has ended itself."""
+        ends = self.learned.end_tokens
+        prompts = [question.ids] * len(samples)
+        options = dict(seed=seed, step=0, max_tokens=ANSWER_TOKENS, groups=Groups())
+        written = write_answers(model, prompts, samples, end_tokens=ends, **options)
+        return [self.learned.text(answer.ids) for answer in written if answer.ended]
+
+    def pairs_of(self, question: Question, texts: list[str]) -> list[dict]:
+        """As many as there are answers of both kinds, right and wrong."""
+        right = str(question.record["sum"])
+        wrong = [text for text in texts if text.strip() != right]
+        rejected = wrong[: len(texts) - len(wrong)] or [str(SUMS)] * self.size.least_pairs
+        pair = {"prompt": question.text, "chosen": right}
+        return [pair | {"rejected": text} for text in rejected]
 
 
 class Answers:
@@ -276,9 +281,11 @@ def with_other(log_p: Tensor) -> Tensor:
 def train_reward_model(task: Task, seed: int, folder: Path) -> Path:
     """The run of a reward model, in `folder`."""
     out = folder / "reward"
-    if not out.exists():
+    if not (out / "loss.png").exists():
+        shutil.rmtree(out, ignore_errors=True)
         common = f"{REWARD_MODEL.flags} --seed {seed} {schedule(task.size, REWARD_MODEL)}"
-        run_train(common, load=task.base, out=out, **task.write_pairs(task.base, seed))
+        pairs = task.write_pairs(task.base, REWARD_MODEL, seed, folder)
+        run_train(common, load=task.base, out=out, **pairs)
     return out
 
 
@@ -295,7 +302,7 @@ def learn(task: Task, method: Method, seed: int, folder: Path) -> dict:
     points = [{"step": 0} | task.describe(task.base_log_p)]
     lines = []
     base = task.base
-    for number in range(method.rounds):
+    for number in range(min(method.rounds, task.size.rounds)):
         # the run before is the base of this one
         out = folder / f"run-{number}"
         shutil.rmtree(out, ignore_errors=True)
@@ -311,7 +318,7 @@ def learn(task: Task, method: Method, seed: int, folder: Path) -> dict:
 def run_method(task: Task, method: Method, seed: int, base: Path, out: Path) -> None:
     words = f"{method.flags} --seed {seed} {schedule(task.size, method)}"
     if method.reward is None:
-        run_train(words, load=base, out=out, **task.write_pairs(base, seed))
+        run_train(words, load=base, out=out, **task.write_pairs(base, method, seed, out.parent))
         return
     reward = f"{task.verifier}:{method.reward}"
     if method.reward == "model":

@@ -3,9 +3,9 @@ and under layouts of training and of generation.
 
     python comparisons/rollout.py [--rounds 5] [--minutes 30] [--toy] [--out DIR]
 
-A step of GRPO: 8 answers of 512 tokens each (no token ends one), then two updates. The model is a
-GPT of 4 layers of 256, s 576, V 257, fp32, with random weights: time does not depend on them. Each
-rank has one thread.
+A step of GRPO: 8 answers of 512 tokens each (no token ends one), then two updates; 4 answers where
+the cache is compared. The model is a GPT of 4 layers of 256, s 576, V 257, fp32, with random
+weights: time does not depend on them. Each rank has one thread.
 
     generation    the model writes the answers
     resharding    before: the weights go to the layout that writes (--rollout-tp, resharding.py)
@@ -60,7 +60,9 @@ TOY = SHAPE | dict(
     num_layers=2, hidden_size=32, seq_length=32, answer_tokens=8, group_size=2, global_batch_size=4
 )
 # {kind: flags}, each group with its number of ranks
-CACHE = {"cache": {}, "no cache": {"cached": False}}
+# without the cache a step takes minutes
+FEW = {"global_batch_size": 4}
+CACHE = {"cache": FEW, "no cache": FEW | {"cached": False}}
 LAYOUTS = {
     "dp 2": {},
     "tp 2": {"tp": 2},

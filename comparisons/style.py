@@ -57,7 +57,6 @@ COLOURS = {
     "GRPO, flipped": "#999999",
     "DPO, 5 rounds": "#009e73",
     "DPO, β = 0.1": "#cc79a7",
-    "DPO, β = 0.3": "#aa4499",
     "DPO, β = 1": "#882255",
     # an operation
     "fused": "#0072b2",
