@@ -211,10 +211,8 @@ def stream(
         if isinstance(model, GPT):
             yield from decode(runner, batches[0], params, lockstep, observe)
         else:
-            decoder = PipelinedDecoder(
-                runner, Ring(model.channels), batches, params, lockstep, observe
-            )
-            yield from decoder.decode()
+            ring = Ring(model.channels)
+            yield from PipelinedDecoder(runner, ring, batches, params, lockstep, observe).decode()
 
 
 def make_batches(
