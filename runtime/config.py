@@ -57,12 +57,13 @@ def flag_name(field: str) -> str:
 
 
 @contextlib.contextmanager
-def as_flags():
-    """A FieldError about num_heads becomes a ConfigError about --num-heads."""
+def as_flags(**others: str):
+    """A FieldError about num_heads becomes a ConfigError about --num-heads. others: fields that are
+    another flag here."""
     try:
         yield
     except FieldError as e:
-        raise ConfigError(e.message(flag_name)) from None
+        raise ConfigError(e.message(lambda name: flag_name(others.get(name, name)))) from None
 
 
 def flag(default, help, choices=None, metavar=None):
@@ -471,7 +472,8 @@ class Config:
     @property
     def answers_per_prompt(self) -> int:
         """--group-size or its default."""
-        return self.group_size or (8 if self.rl == "grpo" else 1)
+        default = 8 if self.rl == "grpo" else 1
+        return default if self.group_size is None else self.group_size
 
     @property
     def kl_weight(self) -> float:

@@ -3,7 +3,6 @@
 runtime/rules.py asks these before any process group exists.
 """
 
-import pipeline_parallel
 import tensor_parallel
 from model_config import divisors
 from moe import MoEConfig
@@ -161,13 +160,20 @@ def check_rl_numbers(config: Config, model: MoEConfig, world: int) -> None:
         value = getattr(config, name)
         if value is not None and not low <= value <= high:
             refuse(config, name, f"must be from {low} to {high}")
-    tp, pp = config.rollout_tp or 1, config.rollout_pp or 1
-    with as_flags():
-        tensor_parallel.check(model, tp, world)
-        pipeline_parallel.check(model.num_layers, pp, 1, None)
-    for name, ranks in (("rollout_tp", world), ("rollout_pp", world // tp)):
+    check_rollout_layout(config, model, world)
+
+
+def check_rollout_layout(config: Config, model: MoEConfig, world: int) -> None:
+    """Raises ConfigError."""
+    tp, layers = config.rollout_tp or 1, model.num_layers
+    for name, ranks in (("rollout_tp", world), ("rollout_pp", world // max(tp, 1))):
         n = getattr(config, name)
         if n is not None and (n < 1 or ranks % n):
             refuse(config, name, f"must divide the {ranks} ranks; {divisors(ranks, n)} would fit")
+    with as_flags(tp="rollout_tp"):
+        tensor_parallel.check(model, tp, world)
+    if layers % (config.rollout_pp or 1):
+        fit = divisors(layers, config.rollout_pp)
+        refuse(config, "rollout_pp", f"must divide the {layers} layers; {fit} would fit")
     if (config.rollout_tp or config.rollout_pp) and config.ep > 1:
         refuse(config, "ep", "experts that are spread over ranks write answers where they are")

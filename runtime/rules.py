@@ -300,6 +300,10 @@ def check_conversations(config: Config) -> None:
 
 def check_reward_model(config: Config, model: MoEConfig, world: int) -> None:
     """Whether the model of --reward fits the layout and the vocabulary. Raises ConfigError."""
+    try:
+        checkpoint.find(config.reward)
+    except checkpoint.CheckpointError as e:
+        raise ConfigError(f"--reward {e}") from None
     its = config.of_values(config.reward)
     if "model.head.value.weight" not in checkpoint.read_index(its.base())["tensors"]:
         rule = "holds no reward model; --preference reward trains one from pairs of answers"

@@ -12,15 +12,17 @@ from types import SimpleNamespace
 import generate
 from inference import packing
 from runtime import finish
+from tuning import rl_files
 
 # tokens of a sample: more than the context of small_run.py
 MOST = 40
 
 
 def shorten(set_attribute) -> None:
-    """No figure of the loss, few tokens of a sample, and three rounds to find the fastest layout of
+    """No figures of a run, few tokens of a sample, and three rounds to find the fastest layout of
     a matrix."""
     set_attribute(finish, "plot_loss", lambda lines, title, path: path.touch())
+    set_attribute(rl_files, "plot", lambda lines, path: path.touch())
     set_attribute(finish, "generate", SimpleNamespace(generate=generate_few))
     set_attribute(packing, "SECONDS_TO_MEASURE", 0)
 
