@@ -12,7 +12,6 @@ import processes
 import pytest
 import torch
 from parity import LLAMA, SMALL, difference, same, train, train_each
-from safetensors import safe_open
 
 import checkpoint
 import generate
@@ -25,6 +24,7 @@ from lessons.parity import Run
 from optimizer import learning_rate
 from runtime.config import Config, ConfigError
 from runtime.rules import validate
+from sharding import Sharding, set_sharding
 from tuning.companions import Critic, Reference, RewardModel, companion
 from tuning.reinforcement import Reinforcement
 from tuning.rl_files import plot
@@ -623,13 +623,15 @@ def numbers_of(out) -> list[dict]:
 
 
 def tensors_of(out, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Of the newest checkpoint: weights, and moments where there is no prefix."""
+    """Of the newest checkpoint, whole: weights, and moments where there is no prefix."""
+    path = checkpoint.find(out)
     found = {}
-    for path in checkpoint.find(out).glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]
-            found |= {name.removeprefix(prefix): file.get_tensor(name).clone() for name in names}
-    return found
+    for name, (dtype, shape) in checkpoint.read_index(path)["tensors"].items():
+        if name.startswith(prefix):
+            empty = torch.empty(shape, dtype=getattr(torch, dtype))
+            found[name] = set_sharding(empty, Sharding(tuple(shape), ()))
+    checkpoint.read(path, found)
+    return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
 
 def equal(a: dict, b: dict) -> bool:
@@ -748,10 +750,9 @@ def test_half_a_line_of_samples(grpo_run, tmp_path):
     assert numbers_of(parts) == numbers_of(out)
 
 
-def test_what_a_run_has_learned_is_a_model(grpo_run, toy, tmp_path, capsys):
+def test_what_a_run_has_learned_is_a_model(grpo_run, tmp_path, capsys):
     """For generate.py, and for the next run."""
     out, words = grpo_run
-    folder, flags = toy
     model, _ = cli.load_model(str(out))
     assert equal(dict(model.named_parameters()), tensors_of(out, "model."))
     assert len(generate.generate(model, [[1, 2]], 5)[0]) == 5
@@ -786,11 +787,10 @@ def ppo_run(toy, reward_model):
     return folder / "ppo", words
 
 
-def test_ppo_leaves_its_critic(ppo_run, toy, reward_model):
+def test_ppo_leaves_its_critic(ppo_run, reward_model):
     out, _ = ppo_run
     lines = numbers_of(out)
     assert lines[0]["value_loss"] > 0 and all(np.isfinite(line["kl"]) for line in lines)
-    folder, _ = toy
     tensors = tensors_of(out)
     critic = {name for name in tensors if name.startswith("critic.")}
     whole = tensors_of(reward_model)
@@ -932,9 +932,11 @@ SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
         (SHAPED | dict(rl="ppo", gae_lambda=2.0), "--gae-lambda 2.0: must be from 0 to 1", 1),
         (SHAPED | dict(beta=-1.0), "--beta -1.0: must be from 0", 1),
         (SHAPED | dict(beta=float("nan")), "--beta nan: must be from 0", 1),
-        (SHAPED | dict(rollout_tp=3), "--rollout-tp 3: ", 2),
+        (SHAPED | dict(rollout_tp=3), "--rollout-tp 3: must divide the 2 ranks; [1, 2]", 2),
         (SHAPED | dict(rollout_pp=3), "--rollout-pp 3: must divide the 2 ranks", 2),
-        (SHAPED | dict(rollout_tp=0), "--rollout-tp 0: ", 2),
+        (SHAPED | dict(rollout_tp=0), "--rollout-tp 0: must divide the 2 ranks", 2),
+        (SHAPED | dict(rollout_tp=2, num_heads=3, hidden_size=48), "--rollout-tp 2: must div", 2),
+        (SHAPED | dict(rollout_pp=2, num_layers=3), "--rollout-pp 2: must divide the 3 lay", 2),
         (SHAPED | dict(ep=2, num_experts=4, rollout_tp=2), "--ep 2: experts that are spread", 2),
     ],
 )
