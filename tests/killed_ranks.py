@@ -1,7 +1,9 @@
 """Ranks killed (SIGKILL) at random moments under torchrun's restarts: every run ends with the
 weights and the loss curve of an undisturbed one, bit for bit.
 
-    python tests/killed_ranks.py [--runs 20] [--kills 2]
+    python tests/killed_ranks.py [--runs 20] [--kills 2] [--rl]
+
+--rl: of reinforcement learning, whose steps write answers, and whose checkpoints have a critic too.
 """
 
 import argparse
@@ -31,6 +33,22 @@ FLAGS = small_run.as_flags(
     precision="bf16",
     micro_batch_size=1,
 )
+
+# Also of the rollout under another layout. Rewards are those of REWARD.
+RL_FLAGS = small_run.as_flags(
+    rl="ppo",
+    answer_tokens=6,
+    global_batch_size=8,
+    steps=12,
+    save_every=1,
+    eval_every=4,
+    zero_stage=3,
+    rollout_tp=2,
+    lr=1e-2,
+    warmup_steps=0,
+    device="cpu",
+)
+REWARD = "def evenness(prompt, answer, record):\n    return sum(map(ord, answer)) % 7\n"
 
 
 def is_step(line: str) -> bool:
@@ -77,7 +95,7 @@ def run(command: list[str], seed: int, most: int) -> tuple[int, str]:
 
 
 def state(folder: Path) -> tuple[list, dict]:
-    """(step, loss and gradient norm of each step; every tensor of the last checkpoint)"""
+    """(step, loss and gradient norm of each step, samples; every tensor of the last checkpoint)"""
     from safetensors import safe_open
 
     import checkpoint
@@ -87,7 +105,11 @@ def state(folder: Path) -> tuple[list, dict]:
         with safe_open(path, "pt") as file:
             tensors |= {(path.name, name): file.get_tensor(name) for name in file.keys()}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines], tensors
+    curve = [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+    samples = folder / "samples.jsonl"
+    if samples.exists():
+        curve.append(samples.read_text())
+    return curve, tensors
 
 
 def same(tensors: dict, others: dict) -> bool:
@@ -97,19 +119,42 @@ def same(tensors: dict, others: dict) -> bool:
     return same_names and all(torch.equal(t, others[name]) for name, t in tensors.items())
 
 
+def text_flags(folder: Path) -> list[str]:
+    """A run that learns from a text."""
+    text = folder / "text.txt"
+    text.write_text(Path(argparse.__file__).read_text())
+    return [*small_run.flags(num_layers=2, global_batch_size=4, data=text), *FLAGS]
+
+
+def rl_flags(folder: Path, train) -> list[str]:
+    """A run of --rl. train(flags): trains its base."""
+    talk = [{"prompt": f"{n}+", "completion": "ab"[n % 2] * 3} for n in range(40)]
+    for name, records in {"talk": talk, "prompts": [{"prompt": x["prompt"]} for x in talk]}.items():
+        lines = [json.dumps(record) for record in records]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "reward.py").write_text(REWARD)
+    options = dict(seq_length=48, steps=2, sft=folder / "talk.jsonl", out=folder / "base")
+    train(small_run.flags(**options))
+    names = dict(load=folder / "base", prompts=folder / "prompts.jsonl")
+    return [*small_run.as_flags(**names, reward=f"{folder}/reward.py:evenness"), *RL_FLAGS]
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--kills", type=int, default=2, help="at most, in each")
+    parser.add_argument("--rl", action="store_true", help="runs of --rl ppo")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "text.txt"
-        text.write_text(Path(argparse.__file__).read_text())
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        flags = [*small_run.flags(num_layers=2, global_batch_size=4, data=text), *FLAGS]
-        command = [*launcher, str(ROOT / "train.py"), *flags]
+        train = [*launcher, str(ROOT / "train.py")]
+        if args.rl:
+            flags = rl_flags(Path(folder), lambda flags: run([*train, *flags], 0, 0))
+        else:
+            flags = text_flags(Path(folder))
+        command = [*train, *flags]
         run([*command, "--out", f"{folder}/undisturbed"], 0, 0)
         curve, tensors = state(Path(folder) / "undisturbed")
         total_kills = 0
