@@ -7,7 +7,8 @@
 
 A frozen model has no gradients and no optimizer state. All of them are built by train.Trainer, so
 every technique of the run changes them alike: tensor parallelism shards a critic as it shards the
-policy. What differs is in the hooks below.
+policy. What differs is in the hooks below (runtime/hooks.py has all). All of them read the same
+rows: R rows of s tokens, into which the answers of a step are packed (rollout.py).
 """
 
 import torch
@@ -25,7 +26,7 @@ from tuning.value_model import ValueModel
 
 def companion(policy, hooks: type, config):
     """A trainer with other hooks and another configuration, on the mesh of the policy."""
-    # train.Trainer: nothing but trainers may import it
+    # This is train.Trainer. train.py imports this module, so it cannot be imported here.
     trainer = next(c for c in type(policy).__mro__ if RunHooks in c.__bases__)
     return type(hooks.__name__, (hooks, trainer), {})(config, policy.device, policy.groups)
 
@@ -41,7 +42,8 @@ class OnRows:
         stage.eval()
 
     def use(self, rows) -> None:
-        """Work on these rows from now on. Their number differs from step to step."""
+        """Work on these rows from now on. Their number R differs from step to step, and so does the
+        number of micro-batches, which a pipeline's schedule is made for."""
         self.rows = rows
         share = rows.num_sequences // self.dp
         if self.groups.pp:
@@ -97,22 +99,28 @@ class Frozen(OnRows):
 
 
 class Reference(Frozen):
-    pass
+    """The model of --load as it was: `outputs` gives - log π_ref of each target."""
 
 
 class RewardModel(ValueModel, Frozen):
+    """The model of --reward: `outputs` gives a value at each position, and the one at an answer's
+    last token is its reward."""
+
     def after_model_parallel(self, stage) -> None:
         super().after_model_parallel(stage)
+        # the value head is new since `before_techniques`
         stage.requires_grad_(False)
 
 
 class Critic(ValueModel, OnRows):
-    """Learns the value of each token: the reward that is expected from there on."""
+    """Learns the value of each token, V: the reward that is expected before the token is known. Its
+    weights and its optimizer are in the run's checkpoints, beside the policy's."""
 
     learns = "the critic"
 
     def aim(self, targets: ppo.Targets, count: int) -> None:
-        """targets: of the rows. count: of their answers' tokens."""
+        """What the next updates learn. targets: [R, s] each. count: tokens of all answers, by which
+        the loss is divided."""
         self.targets = targets
         self.count = count
 

@@ -4,8 +4,8 @@
     {"messages": [{"role": "user", "content": ".."}], ..}       a conversation that ends with one
 
 The chat template (sft.py) makes the tokens after which the model answers. Other fields of a line go
-to the reward function. Lines are sorted by a hash of their tokens, as conversations are in
-sft_data.py; the last twentieth is held out.
+to the reward function. Lines are sorted by a hash of their content, so their order in the file does
+not matter; the last twentieth is held out.
 """
 
 import hashlib
@@ -26,15 +26,19 @@ from tuning.sft_data import open_chat
 class Question(NamedTuple):
     # the tokens after which the model answers
     ids: list[int]
-    # what the user says
+    # the user's last message; the reward function gets it as `prompt`
     text: str
     # the whole line
     record: dict
 
 
 class Prompts:
-    """Sample number n of a run is an answer to one question: `group_size` samples in a row have the
-    same one. Every epoch is a new permutation of the questions."""
+    """Which question each sample answers: `group_size` samples in a row have the same one. Every
+    epoch is a new permutation of the questions.
+
+        group_size 2    sample     0 1 | 2 3 | 4 5 | 6 7 ..
+                        question    7  |  2  |  9  |  0  ..
+    """
 
     def __init__(
         self,
@@ -44,7 +48,8 @@ class Prompts:
         chat: Chat | None = None,
         function: RewardFunction | None = None,
     ):
-        """seed: of the order, None for that of the list. function: None where a model rates."""
+        """seed: of the order, None for that of the list. chat: None where no answer
+        becomes text; then no token ends one. function: None where a reward model rates."""
         self.questions = questions
         self.group_size = group_size
         self.seed = seed
@@ -64,6 +69,7 @@ class Prompts:
         }
 
     def question(self, sample: int) -> Question:
+        """sample: counted over the whole run."""
         epoch, n = divmod(sample // self.group_size, self.num_sequences)
         if self.seed is None:
             return self.questions[n]
@@ -118,7 +124,7 @@ def read_questions(config, chat: Chat, limit: int) -> tuple[list[Question], str]
 
 
 def question_of(record: dict, chat: Chat, limit: int) -> Question:
-    """Raises ChatError."""
+    """Raises ChatError; its `reason` is empty where --skip-bad-examples does not help."""
     messages = record.get("messages", record.get("prompt"))
     if isinstance(messages, str):
         messages = [message("user", messages)]

@@ -3,19 +3,23 @@ their rewards.
 
     python train.py --load runs/chat --rl grpo --prompts p.jsonl --reward check.py:correct --out R
 
-One step:
+The model that learns is called the policy. One step, in `forward_backward`:
 
-    write     global_batch_size answers to the prompts of the step            rollout.py
-    rate      a reward for each answer                                        tuning/rewards.py
-    look      reference log-probabilities, and with ppo the critic's values    tuning/companions.py
-    aim       advantages                                                      ppo.py
-    update    --rl-epochs times, from the same answers
+    write      the policy writes global_batch_size answers; each gets     rollout.py, writer.py,
+               a reward, from a function or a reward model                rewards.py
+    aim        log-probabilities of the reference, and with ppo values    companions.py
+               of the critic; from these and the rewards, advantages      ppo.py
+    update     --rl-epochs times, from the same answers: forward,         train.py
+               backward, a step of the optimizer
 
-`Reinforcement` comes before train.py's `Trainer` (tuning/mixins.py); the loop of train.py stays as
-it is. Answers depend on the weights and on (seed, step, sample) alone, so a resumed run writes the
-same ones.
+The loop of train.py stays as it is: it takes the last of these optimizer steps, as in any run.
+`Reinforcement` comes before train.py's `Trainer` (tuning/mixins.py), so the policy is this trainer
+itself. The other models are trainers of their own (companions.py).
 
-With --peft the reference is the policy itself without its adapters: no second copy.
+Answers depend on the weights and on (seed, step, sample) alone, so a resumed run writes the same
+ones. With --peft the reference is the policy itself without its adapters: no second copy.
+
+Shapes: n answers of at most T tokens; packed (rollout.py) they are R rows of s tokens.
 """
 
 import time
@@ -66,19 +70,20 @@ class Reinforcement(OnRows, ConversationData):
             lr = config.lr if config.critic_lr is None else config.critic_lr
             self.critic = companion(self, Critic, replace(config.of_values(start), lr=lr))
         self.writer = Writer(self)
-        # of the step: what its updates need, and what its loss is a mean of
+        # of the step: what its updates need (advantages ..), and what its loss is divided by
         self.targets: ppo.Targets | None = None
         self.count = 0
         # of the step: fields of its line in metrics.jsonl
         self.numbers: dict[str, float] = {}
-        # this rank's part of: tokens that were clipped, changes of log-probabilities, value loss
+        # of the step, this rank's share of three sums over tokens and updates: those clipped,
+        # |log π - log π_old|, the critic's loss
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
 
     # -- weights -----------------------------------------------------------------------------------
 
     def load_base(self, tokenizer) -> None:
-        """What is not in the run's own checkpoints: reference and reward model. A collective.
-        Raises CheckpointError."""
+        """Load what never changes, and so is not in the run's own checkpoints: reference and reward
+        model. A collective. Raises CheckpointError."""
         super().load_base(tokenizer)
         if self.reference:
             self.identity = fingerprint(checkpoint.find(self.config.load), self.model_config)
@@ -115,7 +120,8 @@ class Reinforcement(OnRows, ConversationData):
     # -- one step ----------------------------------------------------------------------------------
 
     def forward_backward(self, step: int, dataset) -> Tensor:
-        """Write the answers of a step, and leave the gradients of the last of its updates."""
+        """Write the answers of a step, and take all of its updates but the last: train.py's loop
+        takes that one, from the gradients that are left here. Returns the loss of the last."""
         begin = time.perf_counter()
         self.step = step
         size = self.config.global_batch_size
@@ -135,19 +141,21 @@ class Reinforcement(OnRows, ConversationData):
         return loss
 
     def write(self, step: int, dataset, samples: range) -> tuple[list[Answer], Tensor]:
-        """(the answers to the prompts of these samples, their rewards [n]); on every rank."""
+        """(the answers to the prompts of these samples, their rewards [n]); on every rank. The
+        answers also become `rows`. A collective."""
         prompts = [dataset.question(n).ids for n in samples]
         answers = self.writer.write(prompts, samples, step, dataset.end_tokens)
         self.rows = self.pack(answers)
         if self.reward_model:
             values = self.reward_model.outputs(self.rows)
-            # read at the last token of each answer
+            # the reward model gives [R, s] numbers; the one at an answer's last token is its reward
             last = [values[place.row, place.last] for place in self.rows.places]
             return answers, torch.stack(last)
         return answers, self.call_function(dataset, answers)
 
     def pack(self, answers: list[Answer]) -> Rows:
-        """Rows of one length, as many as the layout needs."""
+        """R rows of s tokens. Empty rows fill up, so that all ranks have the same number of
+        micro-batches, and the interleaved schedule a multiple of pp."""
         config = self.config
         shards = config.tp if config.sequence_parallel else 1
         multiple = self.dp * (config.micro_batch_size or 1)
@@ -156,7 +164,8 @@ class Reinforcement(OnRows, ConversationData):
         return Rows(answers, self.model_config.seq_length // shards * shards, multiple)
 
     def call_function(self, dataset, answers: list[Answer]) -> Tensor:
-        """Each rank rates its share. [n], on every rank. Raises RunError, on all ranks."""
+        """The rewards by the function, [n], on every rank: each rank calls it for its share. Raises
+        RunError, on all ranks."""
         group = self.groups.all
         rank, world = (group.rank(), group.size()) if group else (0, 1)
         found, error = {}, None
@@ -175,14 +184,16 @@ class Reinforcement(OnRows, ConversationData):
         return torch.tensor([found[n] for n in range(len(answers))], dtype=torch.float64)
 
     def aim(self, answers: list[Answer], rewards: Tensor) -> None:
-        """What the updates of the step need: `targets`, of the policy and of the critic."""
+        """Compute `targets` of the policy and of the critic: what the updates of the step need.
+        rewards: [n]. Tensors here are [n, T], padded, until `spread` makes rows of them."""
         rows = self.rows
         lengths = torch.tensor([len(answer.ids) for answer in answers])
         mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [n, T]
         old = padded([torch.tensor(a.log_probs, dtype=torch.float64) for a in answers])  # [n, T]
         written = old
         if self.precision in ("bf16", "fp16"):
-            # generation rounds in other places: by 1% in bf16, by 1e-6 in float32
+            # Generation rounds in other places than training, by 1% in bf16 (1e-6 in float32). So
+            # π / π_old would not be 1 before the first update. π_old of a training forward is.
             old = padded(rows.collect(-self.outputs(rows)))
         reference = padded(rows.collect(-self.reference_losses()))
         values = returns = torch.zeros_like(old)
@@ -217,14 +228,14 @@ class Reinforcement(OnRows, ConversationData):
         }
 
     def reference_losses(self) -> Tensor:
-        """- log π_ref of each target, [R, s]."""
+        """- log π_ref of each target, [R, s], as a model's head gives it."""
         if self.reference:
             return self.reference.outputs(self.rows)
         with adapters.disabled(*self.stages):
             return self.outputs(self.rows)
 
     def total_loss(self, y: Tensor, batch) -> Tensor:
-        """y: [b, s], - log π of each target."""
+        """y: [b, s], - log π of each target, by the policy as it is now (hook of train.Trainer)."""
         clip = self.config.clip_range
         # ppo has the KL in its rewards
         beta = self.config.kl_weight if self.config.rl == "grpo" else 0.0
@@ -256,18 +267,18 @@ class Reinforcement(OnRows, ConversationData):
             numbers["value_loss"] = sums[2] / self.config.rl_epochs
         return {n: torch.as_tensor(x, dtype=torch.float64) for n, x in numbers.items()}
 
-    # -- beside the steps --------------------------------------------------------------------------
+    # -- evaluation and the end --------------------------------------------------------------------
 
     @property
     def share_of_flops(self) -> float:
-        """A forward pass is a third of training on a token. Passes: writing, the reference, the
-        reward model, the critic."""
+        """Over those of training once on these tokens. A forward pass is a third of it: for
+        writing, for the reference, the reward model, the critic."""
         forward = 2 + (self.reward_model is not None) + (self.critic is not None)
         return forward / 3 + self.config.rl_epochs * (2 if self.critic else 1)
 
     def evaluate(self, dataset, sequences: int) -> float:
-        """The mean reward of answers to the first held-out prompts, always with the same random
-        numbers. Some go to samples.jsonl."""
+        """The mean reward of answers to the first held-out prompts. Their step is 0, so the random
+        numbers are always the same. Some answers go to samples.jsonl."""
         answers, rewards = self.write(0, dataset, range(sequences))
         if not self.groups.all or self.groups.all.rank() == 0:
             rl_files.write_samples(self.config.out, self.step, dataset, answers, rewards.tolist())
@@ -280,5 +291,5 @@ class Reinforcement(OnRows, ConversationData):
 
 
 def padded(ragged: list[Tensor]) -> Tensor:
-    """[n, T], with zeros behind the shorter ones."""
+    """n tensors [T_i] -> [n, T], with zeros behind the shorter ones."""
     return pad_sequence(ragged, batch_first=True)

@@ -3,11 +3,11 @@
     def brevity(prompt: str, answer: str, record: dict) -> float:
         return -len(answer)
 
-prompt is the text of the line in --prompts, record the whole line, so a line may carry what an
-answer is checked against. The same answer must get the same number: a run that is resumed computes
-the rewards of a step again.
+prompt is the user's last message; answer the text, without the token that ends it; record the whole
+line of --prompts, so a line may carry what an answer is checked against. The same answer must get
+the same number: a run that is resumed computes the rewards of a step again.
 
-Where --reward is no such name, it is a run of `--preference reward` (preference.py).
+If --reward has no ".py:" in it, it names a run of `--preference reward` (preference.py).
 """
 
 import importlib.util
@@ -50,7 +50,7 @@ def open_function(reward: str) -> RewardFunction:
 
 
 def rate(function: RewardFunction, prompt: str, answer: str, record: dict) -> float:
-    """A finite number. Raises RunError where the function fails."""
+    """The reward of an answer, a finite number. Raises RunError where the function fails."""
     about = f"for the prompt {prompt[:60]!r} and the answer {answer[:60]!r}"
     try:
         reward = float(function(prompt, answer, record))

@@ -19,13 +19,14 @@ PANELS = {
 
 
 def write_samples(out: str, step: int, dataset, answers: list, rewards: list[float]) -> None:
-    """Add lines to OUT/samples.jsonl; those of later steps, which a killed run has left, go."""
+    """Add the first answers, and their rewards, to OUT/samples.jsonl. Lines of this step or a later
+    one are removed: a run that was killed has left them, and writes them again."""
     path = Path(out) / "samples.jsonl"
     lines = []
     try:
         lines = [line for _, line in read_lines(path) if line["step"] < step]
     except (JSONError, KeyError, TypeError):
-        # none yet; or half a line, which can be made again
+        # there is no file yet; or one that cannot be read, which is begun anew
         pass
     for answer, reward in list(zip(answers, rewards))[:SAMPLES]:
         prompt = dataset.question(answer.sample).text

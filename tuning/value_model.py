@@ -1,5 +1,5 @@
-"""A run whose model gives a number for each token: the reward model of --preference reward, and the
-reward model and the critic of --rl.
+"""A model that gives a number for each token: what the reward model of --preference reward, and the
+reward model and the critic of --rl have in common. The number is that of preference.ValueHead.
 """
 
 import checkpoint
@@ -7,15 +7,16 @@ import preference
 
 
 class ValueModel:
-    """Hooks of train.Trainer (runtime/hooks.py)."""
+    """Hooks of train.Trainer (runtime/hooks.py). `learns`, of the class that has these hooks: what
+    messages call the model."""
 
     def after_model_parallel(self, stage) -> None:
         super().after_model_parallel(stage)
         preference.apply(stage, self.groups.tp, self.config.sequence_parallel)
 
     def load_weights(self, world) -> None:
-        """From --load: a model that writes text, whose value head then begins at random, or one
-        that has a value head. A collective. Raises CheckpointError."""
+        """Start from --load: a model that has a value head; or one that writes text, all but its
+        head, and the value head begins at random. A collective. Raises CheckpointError."""
         path = checkpoint.find(self.config.load)
         whole = "model.head.value.weight" in checkpoint.read_index(path)["tensors"]
         new = None if whole else preference.is_value_head

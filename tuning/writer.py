@@ -4,6 +4,10 @@ under another layout (--rollout-tp, --rollout-pp).
 A decoding step computes one token of each answer, so its time goes into collectives and into
 reading weights. The best layout for it is often not that of training: with ZeRO stage 3, every
 token would gather all weights.
+
+    trainer.model --resharding.copy()--> model of --rollout-tp, --rollout-pp --> answers
+
+The copy is made before the answers of every step. Without these flags there is no copy.
 """
 
 from datetime import timedelta
@@ -26,16 +30,20 @@ class Writer:
         self.groups = trainer.groups
         self.model = trainer.model
         self.resharding = None
-        # forward passes are collectives where parameters or experts are spread over these ranks
+        # With ZeRO stage 3 or with experts on several ranks, a forward pass is a collective of the
+        # data-parallel ranks. So a rank whose answers have all ended goes on until all have: they
+        # are in lockstep.
         spread = self.config.zero_stage == 3 or self.config.ep > 1
         self.lockstep = self.groups.dp if spread else None
         tp, pp = self.config.rollout_tp, self.config.rollout_pp
         if tp or pp:
+            # parameters of the copy are not spread over data-parallel ranks
             self.lockstep = None
             self.build_copy(tp or 1, pp or 1)
 
     def build_copy(self, tp: int, pp: int) -> None:
-        """Another model and another mesh, on the same ranks."""
+        """Another model and another mesh, on the same ranks: tp and pp as asked, and all that
+        is left is data parallel."""
         trainer = self.trainer
         if self.groups.all:
             world = self.groups.all.size()
