@@ -202,8 +202,8 @@ def cut(piece: Piece, most: int) -> Iterator[Piece]:
 
 
 class Round:
-    """Pieces of one dtype that are sent together. No rank sends more than `room` bytes in it, or
-    receives more."""
+    """Pieces of one dtype that are sent by one all-to-all. No rank sends more than `room` bytes in
+    it, or receives more."""
 
     def __init__(self, room: int, dtype: torch.dtype):
         self.room = room
@@ -213,6 +213,7 @@ class Round:
         self.used = Counter()
 
     def ends(self, piece: Piece) -> tuple:
+        """The two budgets that a piece takes bytes from."""
         return ("send", piece.sender), ("receive", piece.receiver)
 
     def has_room(self, piece: Piece) -> bool:
@@ -314,7 +315,7 @@ class Resharding:
 
 
 def spaces(buffer: Tensor, pieces: list[Piece]) -> Iterator[Tensor]:
-    """The part of a buffer that each piece has, as a tensor of its size and dtype."""
+    """For each piece its part of the buffer [bytes], seen as a tensor of its size and dtype."""
     for piece, part in zip(pieces, buffer.split([piece.nbytes for piece in pieces])):
         yield part.view(piece.dtype).view(piece.size)
 

@@ -80,7 +80,8 @@ def key_of(seed: int, step: int, sample: int) -> int:
 
 
 class Draws:
-    """Collects the drawn tokens and their log-probabilities: `observe` of generate.stream."""
+    """Collects the drawn tokens and their log-probabilities while generate.stream runs, which calls
+    `observe` once for each token of a batch of answers. Tensors stay on the device until the end."""
 
     def __init__(self, num_prompts: int):
         self.num_prompts = num_prompts
@@ -91,7 +92,8 @@ class Draws:
         self.log_probs: list[Tensor] = []
 
     def observe(self, batch: DecodeBatch, logits: Tensor, sampled: Tensor) -> None:
-        """logits: [b, V], of which sampled [b] was drawn. The host does not wait for them."""
+        """logits: [b, V]; sampled: [b], the tokens drawn from them. The host does not wait for the
+        numbers."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         log_p = logits.to(wide).log_softmax(-1)  # [b, V]
         # of logits that are not finite sampled is -1; the decode loop stops at it, after this

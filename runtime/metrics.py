@@ -37,7 +37,7 @@ With --rl, of the answers of the step (ppo.py; docs/preferences.md says what to 
     rollout_difference     largest difference of log-probabilities of generation and training;
                            fp32: 0, because those of generation are used
     value_loss             ppo: the critic's, mean per token
-    rollout_seconds        to write and rate the answers
+    rollout_seconds        to write and rate the answers, and ask reference and critic
     training_seconds       of the updates
     eval_reward            on held-out prompts, after an evaluation
 
