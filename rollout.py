@@ -81,7 +81,7 @@ def key_of(seed: int, step: int, sample: int) -> int:
 
 class Draws:
     """Collects the drawn tokens and their log-probabilities while generate.stream runs, which calls
-    `observe` once for each token of a batch of answers. Tensors stay on the device until then."""
+    `observe` for each token of a batch of answers. On the device, until `of_prompts` asks."""
 
     def __init__(self, num_prompts: int):
         self.num_prompts = num_prompts
