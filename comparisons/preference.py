@@ -120,7 +120,7 @@ DPO = "--preference dpo --lr 3e-4 --warmup-steps 10 --global-batch-size 64 --wei
 METHODS = {
     "GRPO": Method(GRPO, 150, "correct"),
     "PPO": Method(PPO, 150, "correct"),
-    "DPO, 5 rounds": Method(f"{DPO} --beta 0.3", 50, rounds=5, answers=64),
+    "DPO, 5 rounds": Method(f"{DPO} --beta 1", 50, rounds=5, answers=64),
     "DPO, β = 0.1": Method(f"{DPO} --beta 0.1", 200),
     "DPO, β = 1": Method(f"{DPO} --beta 1", 200),
     "PPO, learned reward": Method(PPO, 150, "model"),
