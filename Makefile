@@ -32,6 +32,8 @@ figures: .venv/installed
 	.venv/bin/python comparisons/fsdp.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/silent_bugs.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/packing.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/preference.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/rollout.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/fp8.py numbers $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/moe.py training $(RESULTS) $(ARGS)             # half an hour of this
 	.venv/bin/pip install --quiet transformers

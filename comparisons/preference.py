@@ -328,9 +328,9 @@ def run_method(task: Task, method: Method, seed: int, base: Path, out: Path) -> 
 
 
 CURVES = {
-    "reward": "reward of the answers",
+    "reward": "share of right answers",
     "kl": "KL, nats per answer",
-    "clip_share": "share of tokens that are clipped",
+    "clip_share": "share of clipped tokens",
     "answer_tokens": "tokens of an answer",
 }
 
@@ -488,7 +488,9 @@ def print_summary(results: dict) -> None:
 
 def draw_bound(axes, results: dict) -> None:
     kl, reward = zip(*results["task"]["bound"])
-    axes.plot(kl, reward, color="black", linestyle="--", linewidth=1, label="_")
+    axes.plot(
+        kl, reward, color="black", linestyle="--", linewidth=1, label="the most that is possible"
+    )
     axes.set(xlabel="KL from the base, nats per answer", ylim=(0, 1.02))
 
 
@@ -506,7 +508,7 @@ def draw_paths(axes, results: dict, names: list[str], x: str = "kl", y: str = "r
 
 
 def draw_best_of(axes, results: dict) -> None:
-    for judge, colour in zip(JUDGES, ("black", style.SERIES[0])):
+    for judge, colour in zip(JUDGES, ("black", style.SERIES[2])):
         for n, found in enumerate(results.get(BEST_OF, {}).values()):
             rows = list(found[judge].values())
             line = [r["kl"] for r in rows], [r["reward"] for r in rows]

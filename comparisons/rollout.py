@@ -61,6 +61,7 @@ TOY = SHAPE | dict(
 )
 # {kind: flags}, each group with its number of ranks
 # without the cache a step takes minutes
+CACHE_ROUNDS = 3
 FEW = {"global_batch_size": 4}
 CACHE = {"cache": FEW, "no cache": FEW | {"cached": False}}
 LAYOUTS = {
@@ -132,7 +133,6 @@ class Steps:
             self.clock.watch(writer.resharding, "copy", "resharding")
         self.clock.watch(writer, "write", "generation", minus="resharding")
         self.clock.watch(self.trainer, "aim", "reference")
-        self.steps = 0
 
     def write_without_cache(self, prompts, samples, step, end_tokens):
         config = self.trainer.config
@@ -142,10 +142,10 @@ class Steps:
 
     def step(self) -> dict[str, float]:
         """Seconds by part, and of the whole step."""
-        # the same step, so that all kinds write from the same random numbers
         self.clock.seconds |= dict.fromkeys(PARTS, 0.0)
         seconds = self.clock.seconds
         begin = time.perf_counter()
+        # the first, so that all kinds have the same random numbers
         self.trainer.forward_backward(1, self.dataset)
         self.trainer.update(1)
         if dist.is_initialized():
@@ -177,7 +177,8 @@ def measure(results: dict, args: argparse.Namespace, keep) -> None:
     for number in range(args.rounds):
         for group, (world, kinds) in KINDS.items():
             done = results.setdefault(group, {})
-            if str(number) in done or time.monotonic() > deadline:
+            enough = group == "cache" and number >= CACHE_ROUNDS
+            if enough or str(number) in done or time.monotonic() > deadline:
                 continue
             order = kinds if number % 2 == 0 else dict(reversed(kinds.items()))
             load = os.getloadavg()[0]

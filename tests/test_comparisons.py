@@ -5,7 +5,9 @@ import argparse
 import functools
 import importlib
 import io
+import itertools
 import json
+import math
 import re
 import signal
 import subprocess
@@ -321,6 +323,27 @@ def test_make_figures_writes_what_is_tracked():
     assert all("$(RESULTS)" in rest for _, rest in lines)
     known = {script for script, _, _ in SCRIPTS} | {"gpu"}
     assert {script for script, _ in lines} <= known
+
+
+# --- best of n ------------------------------------------------------------------------------------
+
+
+def test_best_of_n_beside_all_pairs_of_samples(monkeypatch):
+    """Three answers, of which two have one score, and texts that are no answer, the worst."""
+    monkeypatch.syspath_prepend(str(COMPARISONS))
+    monkeypatch.syspath_prepend(str(ROOT))
+    preference = importlib.import_module("comparisons.preference")
+    p, scores = [0.2, 0.3, 0.4], [1.0, -2.0, 1.0]
+    expected = [0.0] * 4
+    for first, second in itertools.product(range(4), repeat=2):
+        # the other text comes last
+        of_first, of_second = ([*scores, -math.inf][i] for i in (first, second))
+        best = second if of_second > of_first else first
+        expected[best] += [*p, 0.1][first] * [*p, 0.1][second]
+    log_p = torch.tensor([p], dtype=torch.float64).log()
+    found = preference.best_log_p(log_p, torch.tensor([scores], dtype=torch.float64), 2).exp()
+    torch.testing.assert_close(found[0], torch.tensor(expected[:3], dtype=torch.float64))
+    torch.testing.assert_close(preference.with_other(found.log())[0, 3].item(), expected[3])
 
 
 # --- results that grow ----------------------------------------------------------------------------
