@@ -318,8 +318,8 @@ class ByHand:
             rewards[-1] += score
             surprise = rewards + torch.cat([v[1:], torch.zeros(1)]) - v
             # with weights 1, λ, λ² .. from each token on
-            later = torch.arange(len(v)) - torch.arange(len(v))[:, None]
-            a = (torch.where(later >= 0, lam ** later.clamp(min=0), 0.0).double()) @ surprise
+            at = torch.arange(len(v), dtype=torch.float64)
+            a = (lam ** (at - at[:, None])).triu() @ surprise
             advantages.append(a)
             returns.append(a + v)
         flat = torch.cat(advantages)
