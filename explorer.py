@@ -30,7 +30,7 @@ import schedules
 from comparisons import style
 from page import formulas, translate
 from routers import MoEConfig
-from runtime import rules, terminal
+from runtime import refusal, terminal
 from runtime.presets import PRESETS
 
 ROOT = Path(__file__).parent
@@ -49,7 +49,7 @@ def formulas_in_javascript() -> str:
         program.add(thing)
     for name in ("time_lines", "waits_for", "held", "memory"):
         program.add(getattr(formulas, name))
-    program.add(rules.multiples)
+    program.add(refusal.multiples)
     program.add(schedules.text_on)
     for name in ("IN_FLIGHT", "DEFERRED", "COLOURS", "MEANINGS"):
         program.constant("schedules", name, getattr(schedules, name))

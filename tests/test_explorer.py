@@ -23,7 +23,7 @@ from model_config import FieldError
 from page import formulas, translate
 from page.translate import TranslationError
 from routers import MoEConfig
-from runtime import rules
+from runtime import refusal
 from runtime.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -322,7 +322,7 @@ def lines_of(name: str, s: dict):
     try:
         return json.loads(json.dumps(formulas.time_lines(name, s["p"], s["m"], v, *times)))
     except schedules.ScheduleError as e:
-        return f"{e}; {rules.multiples(s['m'], s['p'])}"
+        return f"{e}; {refusal.multiples(s['m'], s['p'])}"
 
 
 def random_memory(rng) -> dict:
@@ -398,7 +398,7 @@ def lines_call(s: dict) -> str:
     v = s["v"] if s["schedule"] == "interleaved" else 1
     times = ", ".join(str(s[name]) for name in ("forward", "input", "weight", "transfer"))
     call = f"formulas_time_lines('{s['schedule']}', {s['p']}, {s['m']}, {v}, {times})"
-    return f"attempt(() => {call}, '; ' + rules_multiples({s['m']}, {s['p']}))"
+    return f"attempt(() => {call}, '; ' + refusal_multiples({s['m']}, {s['p']}))"
 
 
 def test_formulas_on_random_settings():
