@@ -95,7 +95,8 @@ def run(command: list[str], seed: int, most: int) -> tuple[int, str]:
 
 
 def state(folder: Path) -> tuple[list, dict]:
-    """(step, loss and gradient norm of each step, samples; every tensor of the last checkpoint)"""
+    """(step, loss and gradient norm of each step, and samples; every tensor of the last
+    checkpoint)"""
     from safetensors import safe_open
 
     import checkpoint

@@ -12,6 +12,7 @@ If --reward has no ".py:" in it, it names a run of `--preference reward` (prefer
 
 import importlib.util
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,8 +35,11 @@ def open_function(reward: str) -> RewardFunction:
     path, _, name = reward.rpartition(":")
     if not Path(path).is_file():
         raise RewardError(f"--reward {reward}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    # a name that no module of this project has
+    spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
+    # dataclasses look there for the module of a class
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:
