@@ -4,9 +4,12 @@ train.py, and what is refused."""
 import json
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import killed_ranks
 import numpy as np
 import processes
 import pytest
@@ -29,6 +32,7 @@ from tuning.companions import Critic, Reference, RewardModel, companion
 from tuning.reinforcement import Reinforcement
 from tuning.rl_files import plot
 
+ROOT = Path(__file__).parent.parent
 # rows of several answers; a clip that holds for some tokens of the second update
 BASE = SMALL | dict(
     seq_length=24,
@@ -938,6 +942,22 @@ def test_adapters_learn(toy, tmp_path, capsys):
     # the base with it writes text; the critic in the same checkpoint does not matter
     words = ["--adapter", parts, "--prompt", "a", "--max-tokens", 3]
     assert cli.main(["--checkpoint", str(folder / "base"), *map(str, words)]) == 0
+
+
+@pytest.mark.repetition
+def test_killed_ranks_are_started_again(tmp_path):
+    """Policy, critic, moments and samples of an undisturbed run, bit for bit. (`python
+    tests/killed_ranks.py --rl` does this many times, in new interpreters.)"""
+    flags = killed_ranks.rl_flags(tmp_path, lambda flags: run(*flags))
+    on_two_ranks(*flags, "--out", tmp_path / "whole")
+    launcher = [sys.executable, ROOT / "tests/forked_torchrun.py", "--nproc-per-node", 2]
+    command = [*launcher, ROOT / "train.py", *flags, "--out", tmp_path / "killed"]
+    kills, output = killed_ranks.run([str(word) for word in command], seed=0, most=1)
+    assert kills == 1 and output.count("resuming after step") == 1, output
+    curve, tensors = killed_ranks.state(tmp_path / "whole")
+    killed_curve, killed_tensors = killed_ranks.state(tmp_path / "killed")
+    assert killed_curve == curve and killed_ranks.same(killed_tensors, tensors)
+    assert any("exp_avg_sq.head.value" in name for _, name in tensors)
 
 
 # --- what cannot run ------------------------------------------------------------------------------
