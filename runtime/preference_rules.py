@@ -160,6 +160,9 @@ def check_rl_numbers(config: Config, model: MoEConfig, world: int) -> None:
         value = getattr(config, name)
         if value is not None and not low <= value <= high:
             refuse(config, name, f"must be from {low} to {high}")
+    if config.critic_lr is not None and config.critic_lr < (config.min_lr or 0):
+        rule = f"must be at least --min-lr {config.min_lr}, to which the cosine comes down"
+        refuse(config, "critic_lr", rule)
     check_rollout_layout(config, model, world)
 
 

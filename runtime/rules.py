@@ -46,6 +46,7 @@ LEAST = {
     "seed": 0,
     "lr": 0,
     "min_lr": 0,
+    "critic_lr": 0,
     "max_bad_steps": 0,
     "weight_decay": 0,
     "grad_clip": 0,

@@ -980,6 +980,13 @@ SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
         (SHAPED | dict(peft="lora", lora_dropout=0.1), "--lora-dropout 0.1: --rl has none", 1),
         (SHAPED | dict(gae_lambda=0.5), "--gae-lambda 0.5: is of --rl ppo", 1),
         (SHAPED | dict(critic_lr=0.5), "--critic-lr 0.5: is of --rl ppo", 1),
+        (SHAPED | dict(rl="ppo", critic_lr=-1.0), "--critic-lr -1.0: must be at least 0", 1),
+        (SHAPED | dict(rl="ppo", critic_lr=float("nan")), "--critic-lr nan: must be", 1),
+        (
+            SHAPED | dict(rl="ppo", lr=1e-3, min_lr=1e-4, critic_lr=1e-5),
+            "--critic-lr 1e-05: must be at least --min-lr 0.0001",
+            1,
+        ),
         (SHAPED | dict(group_size=1), "--group-size 1: must be at least 2", 1),
         (SHAPED | dict(rl="ppo", group_size=0), "--group-size 0: must be at least 1", 1),
         (SHAPED | dict(global_batch_size=12), "divisible by --group-size 8; 8 or 16 would fit", 1),
