@@ -443,14 +443,14 @@ def no_kl_in_the_loss(patch):
 
 def stale_log_probs(patch):
     """log π_old is by the weights of the step before: in the second step, those of the start."""
-    original = Reinforcement.aim
+    original = Reinforcement.make_targets
 
-    def aim(self, answers, rewards):
+    def make_targets(self, answers, rewards):
         before = self.rows.collect(-self.reference_losses())
         answers = [a._replace(log_probs=x.tolist()) for a, x in zip(answers, before)]
         original(self, answers, rewards)
 
-    patch(Reinforcement, "aim", aim)
+    patch(Reinforcement, "make_targets", make_targets)
 
 
 def prompt_learns(patch):

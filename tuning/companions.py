@@ -41,7 +41,7 @@ class OnRows:
         # eval: routers use their raw logits, as they did when the answers were written
         stage.eval()
 
-    def use(self, rows) -> None:
+    def use_rows(self, rows) -> None:
         """Work on these rows from now on. Their number R differs from step to step, and so does the
         number of micro-batches, which a pipeline's schedule is made for."""
         self.rows = rows
@@ -59,7 +59,7 @@ class OnRows:
     def outputs(self, rows) -> Tensor:
         """What the head gives at every position of the rows, [R, s] float64 on the CPU: the losses
         of the targets, or values. On every rank. A collective."""
-        self.use(rows)
+        self.use_rows(rows)
         b, share = self.micro_batch, rows.num_sequences // self.dp
         first = self.dp_rank * share
         batches = []
@@ -112,21 +112,29 @@ class RewardModel(ValueModel, Frozen):
         stage.requires_grad_(False)
 
 
-class Critic(ValueModel, OnRows):
+class Learner(OnRows):
+    """The policy and the critic: their losses are about the answers of a step."""
+
+    # of the step: what its updates need (advantages ..), and what its loss is divided by
+    targets: ppo.Targets | None = None
+    count = 0
+
+    def learn_from(self, rows, targets: ppo.Targets, count: int) -> None:
+        """targets: [R, s] each."""
+        self.use_rows(rows)
+        self.targets = targets
+        self.count = count
+
+    def loss_count(self, dataset, samples) -> int:
+        return self.count
+
+
+class Critic(ValueModel, Learner):
     """Learns the value of each token, V: the reward that is expected before the token is known. Its
     weights and its optimizer are in the run's checkpoints, beside the policy's."""
 
     learns = "the critic"
 
-    def aim(self, targets: ppo.Targets, count: int) -> None:
-        """What the next updates learn. targets: [R, s] each. count: tokens of all answers, by which
-        the loss is divided."""
-        self.targets = targets
-        self.count = count
-
     def total_loss(self, y: Tensor, batch) -> Tensor:
         targets = self.targets.at(batch.samples.cpu(), y.device)
         return ppo.critic_loss(y, targets, self.config.clip_range)
-
-    def loss_count(self, dataset, samples) -> int:
-        return self.count

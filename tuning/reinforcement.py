@@ -7,7 +7,7 @@ The model that learns is called the policy. One step, in `forward_backward`:
 
     write      the policy writes global_batch_size answers; each gets     rollout.py, writer.py,
                a reward, from a function or a reward model                rewards.py
-    aim        log-probabilities of the reference, and with ppo values    companions.py
+    targets    log-probabilities of the reference, and with ppo values    companions.py
                of the critic; from these and the rewards, advantages      ppo.py
     update     --rl-epochs times, from the same answers: forward,         train.py
                backward, a step of the optimizer
@@ -36,7 +36,7 @@ import ppo
 from rollout import Answer, Rows
 from runtime.errors import RunError
 from tuning import rl_files
-from tuning.companions import Critic, OnRows, Reference, RewardModel, companion
+from tuning.companions import Critic, Learner, Reference, RewardModel, companion
 from tuning.frozen_base import fingerprint
 from tuning.prompt_set import open_prompts
 from tuning.rewards import is_function, open_function
@@ -51,7 +51,7 @@ def open_data(config, world, tokenizer):
     return open_prompts(config, world, tokenizer, function)
 
 
-class Reinforcement(OnRows, ConversationData):
+class Reinforcement(Learner, ConversationData):
     """The hooks of train.Trainer."""
 
     open_data = staticmethod(open_data)
@@ -70,14 +70,11 @@ class Reinforcement(OnRows, ConversationData):
             lr = config.lr if config.critic_lr is None else config.critic_lr
             self.critic = companion(self, Critic, replace(config.of_values(start), lr=lr))
         self.writer = Writer(self)
-        # of the step: what its updates need (advantages ..), and what its loss is divided by
-        self.targets: ppo.Targets | None = None
-        self.count = 0
         # of the step: fields of its line in metrics.jsonl
-        self.numbers: dict[str, float] = {}
+        self.step_metrics: dict[str, float] = {}
         # of the step, this rank's share of three sums over tokens and updates: those clipped,
         # |log π - log π_old|, the critic's loss
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.token_sums = torch.zeros(3, dtype=torch.float64, device=device)
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -126,18 +123,18 @@ class Reinforcement(OnRows, ConversationData):
         self.step = step
         size = self.config.global_batch_size
         answers, rewards = self.write(step, dataset, range((step - 1) * size, step * size))
-        self.aim(answers, rewards)
+        self.make_targets(answers, rewards)
         written = time.perf_counter()
-        self.sums.zero_()
+        self.token_sums.zero_()
         for epoch in range(self.config.rl_epochs):
             if epoch:
                 self.update(step)
             loss = super().forward_backward(step, self.rows)
             if self.critic:
-                self.sums[2] += self.critic.forward_backward(step, self.rows)
+                self.token_sums[2] += self.critic.forward_backward(step, self.rows)
                 self.critic.update(step)
-        self.numbers["rollout_seconds"] = written - begin
-        self.numbers["training_seconds"] = time.perf_counter() - written
+        self.step_metrics["rollout_seconds"] = written - begin
+        self.step_metrics["training_seconds"] = time.perf_counter() - written
         return loss
 
     def write(self, step: int, dataset, samples: range) -> tuple[list[Answer], Tensor]:
@@ -151,7 +148,7 @@ class Reinforcement(OnRows, ConversationData):
             # the reward model gives [R, s] numbers; the one at an answer's last token is its reward
             last = [values[place.row, place.last] for place in self.rows.places]
             return answers, torch.stack(last)
-        return answers, self.call_function(dataset, answers)
+        return answers, self.rewards_of_function(dataset, answers)
 
     def pack(self, answers: list[Answer]) -> Rows:
         """R rows of s tokens. Empty rows fill up, so that all ranks have the same number of
@@ -163,7 +160,7 @@ class Reinforcement(OnRows, ConversationData):
             multiple *= config.pp
         return Rows(answers, self.model_config.seq_length // shards * shards, multiple)
 
-    def call_function(self, dataset, answers: list[Answer]) -> Tensor:
+    def rewards_of_function(self, dataset, answers: list[Answer]) -> Tensor:
         """The rewards by the function, [n], on every rank: each rank calls it for its share. Raises
         RunError, on all ranks."""
         group = self.groups.all
@@ -183,49 +180,50 @@ class Reinforcement(OnRows, ConversationData):
             found |= of_rank
         return torch.tensor([found[n] for n in range(len(answers))], dtype=torch.float64)
 
-    def aim(self, answers: list[Answer], rewards: Tensor) -> None:
-        """Compute `targets` of the policy and of the critic: what the updates of the step need.
-        rewards: [n]. Tensors here are [n, T], padded, until `spread` makes rows of them."""
+    def make_targets(self, answers: list[Answer], rewards: Tensor) -> None:
+        """What the updates of the step need: `targets`, of the policy and of the critic. rewards:
+        [n]. Tensors here are [n, T], padded, until `spread` makes rows of them."""
         rows = self.rows
         lengths = torch.tensor([len(answer.ids) for answer in answers])
         mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [n, T]
-        old = padded([torch.tensor(a.log_probs, dtype=torch.float64) for a in answers])  # [n, T]
-        written = old
+        of_rollout = pad([torch.tensor(a.log_probs, dtype=torch.float64) for a in answers])
+        old = of_rollout
         if self.precision in ("bf16", "fp16"):
             # Generation rounds in other places than training, by 1% in bf16 (1e-6 in float32). So
             # π / π_old would not be 1 before the first update. π_old of a training forward is.
-            old = padded(rows.collect(-self.outputs(rows)))
-        reference = padded(rows.collect(-self.reference_losses()))
-        values = returns = torch.zeros_like(old)
+            old = pad(rows.collect(-self.outputs(rows)))
+        reference = pad(rows.collect(-self.reference_losses()))
+        columns = dict(old=old, reference=reference)
         if self.critic:
-            values = padded(rows.collect(self.critic.outputs(rows)))
-            token_rewards = ppo.token_rewards(rewards, old, reference, mask, self.config.kl_weight)
-            advantages, returns = ppo.generalized_advantages(
-                token_rewards, values, mask, lam=self.config.gae_lambda
-            )
-            advantages = ppo.whiten(advantages, mask)
+            columns |= self.targets_of_critic(rewards, old, reference, mask)
         else:
-            group_size = self.config.answers_per_prompt
-            advantages = ppo.group_advantages(rewards, group_size).unsqueeze(1) * mask
+            advantages = ppo.group_advantages(rewards, self.config.answers_per_prompt)
+            columns["advantages"] = advantages.unsqueeze(1) * mask
         per_answer = self.config.rl == "grpo"
-        weights = ppo.token_weights(mask, per_answer)
-        self.count = len(answers) if per_answer else int(mask.sum())
-        columns = dict(old=old, advantages=advantages, reference=reference, weights=weights)
-        columns |= dict(old_values=values, returns=returns)
+        columns["weights"] = ppo.token_weights(mask, per_answer)
+        count = len(answers) if per_answer else int(mask.sum())
         for name, matrix in columns.items():
             columns[name] = rows.spread([row[:n] for row, n in zip(matrix, lengths)])  # [R, s]
-        self.targets = ppo.Targets(**columns)
-        if self.critic:
-            self.critic.aim(self.targets, self.count)
-            self.critic.use(rows)
-        self.use(rows)
-        self.numbers = {
+        for learner in self.learners().values():
+            learner.learn_from(rows, ppo.Targets(**columns), count)
+        self.step_metrics = {
             "reward": rewards.mean().item(),
             "kl": ((old - reference) * mask).sum(1).mean().item(),
             "answer_tokens": lengths.double().mean().item(),
             "ended_share": sum(answer.ended for answer in answers) / len(answers),
-            "rollout_difference": ((old - written).abs() * mask).max().item(),
+            "rollout_difference": ((old - of_rollout).abs() * mask).max().item(),
         }
+
+    def targets_of_critic(
+        self, rewards: Tensor, old: Tensor, reference: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
+        """Advantages, returns, and the values before the updates, [n, T] each."""
+        values = pad(self.rows.collect(self.critic.outputs(self.rows)))
+        each = ppo.token_rewards(rewards, old, reference, mask, self.config.kl_weight)
+        lam = self.config.gae_lambda
+        advantages, returns = ppo.generalized_advantages(each, values, mask, lam=lam)
+        advantages = ppo.whiten(advantages, mask)
+        return dict(advantages=advantages, returns=returns, old_values=values)
 
     def reference_losses(self) -> Tensor:
         """- log π_ref of each target, [R, s], as a model's head gives it."""
@@ -243,12 +241,9 @@ class Reinforcement(OnRows, ConversationData):
         if not self.groups.tp or self.groups.tp.rank() == 0:
             now = -y.detach()
             _, clipped = ppo.policy_loss(now, targets.old, targets.advantages, clip)
-            self.sums[0] += (clipped & batch.loss_mask).sum()
-            self.sums[1] += ((now - targets.old).abs() * batch.loss_mask).sum()
+            self.token_sums[0] += (clipped & batch.loss_mask).sum()
+            self.token_sums[1] += ((now - targets.old).abs() * batch.loss_mask).sum()
         return ppo.actor_loss(-y, targets, clip, beta)
-
-    def loss_count(self, dataset, samples) -> int:
-        return self.count
 
     def processed(self, step: int, dataset) -> tuple[int, int]:
         answers = self.rows.answers
@@ -257,12 +252,15 @@ class Reinforcement(OnRows, ConversationData):
         return learned, prompts + learned
 
     def statistics(self) -> dict[str, Tensor]:
-        sums = self.sums.clone()
+        sums = self.token_sums.clone()
         for group in (self.groups.dp, self.groups.pp):
             if group:
                 dist.all_reduce(sums, group=group)
         tokens = self.rows.counted_tokens(self.samples(0)) * self.config.rl_epochs
-        numbers = self.numbers | {"clip_share": sums[0] / tokens, "policy_change": sums[1] / tokens}
+        numbers = self.step_metrics | {
+            "clip_share": sums[0] / tokens,
+            "policy_change": sums[1] / tokens,
+        }
         if self.critic:
             numbers["value_loss"] = sums[2] / self.config.rl_epochs
         return {n: torch.as_tensor(x, dtype=torch.float64) for n, x in numbers.items()}
@@ -290,6 +288,6 @@ class Reinforcement(OnRows, ConversationData):
         return True
 
 
-def padded(ragged: list[Tensor]) -> Tensor:
+def pad(ragged: list[Tensor]) -> Tensor:
     """n tensors [T_i] -> [n, T], with zeros behind the shorter ones."""
     return pad_sequence(ragged, batch_first=True)
