@@ -1,11 +1,11 @@
 """Seconds of a step of reinforcement learning, by part: with the key-value cache and without it,
 and under layouts of training and of generation.
 
-    python comparisons/rollout.py [--rounds 5] [--minutes 30] [--toy] [--out DIR]
+    python comparisons/rollout.py [--rounds 9] [--minutes 30] [--toy] [--out DIR]
 
-A step of GRPO: 8 answers of 512 tokens each (no token ends one), then two updates; 4 answers where
-the cache is compared. The model is a GPT of 4 layers of 256, s 576, V 257, fp32, with random
-weights: time does not depend on them. Each rank has one thread.
+A step of GRPO: 8 answers, then two updates. No token ends an answer: it has 512 tokens where the
+cache is compared, and 128 where layouts are. The model is a GPT of 4 layers of 256, s 576 (192),
+V 257, fp32, with random weights: time does not depend on them. Each rank has one thread.
 
     generation    the model writes the answers
     resharding    before: the weights go to the layout that writes (--rollout-tp, resharding.py)
@@ -59,11 +59,12 @@ SHAPE = dict(
 TOY = SHAPE | dict(
     num_layers=2, hidden_size=32, seq_length=32, answer_tokens=8, group_size=2, global_batch_size=4
 )
-# {kind: flags}, each group with its number of ranks
+# {kind: flags}
 # without the cache a step takes minutes
 CACHE_ROUNDS = 2
-FEW = {"global_batch_size": 4}
-CACHE = {"cache": FEW, "no cache": FEW | {"cached": False}}
+CACHE = {"cache": {}, "no cache": {"cached": False}}
+# shorter answers, more rounds
+SHORT = {"seq_length": 192, "answer_tokens": 128}
 LAYOUTS = {
     "dp 2": {},
     "tp 2": {"tp": 2},
@@ -71,6 +72,7 @@ LAYOUTS = {
     "ZeRO 3": {"zero_stage": 3},
     "ZeRO 3 -> dp 2": {"zero_stage": 3, "rollout_tp": 1},
 }
+# {group: (ranks, kinds)}
 KINDS = {"cache": (1, CACHE), "layouts": (2, LAYOUTS)}
 PARTS = "generation", "resharding", "reference", "training"
 
@@ -172,7 +174,6 @@ def on_rank(rank: int, world: int, shape: dict, kinds: dict) -> dict:
 
 def measure(results: dict, args: argparse.Namespace, keep) -> None:
     """results: {group: {round: {kind: {part: seconds}}}}, completed; keep() writes the file."""
-    shape = TOY if args.toy else SHAPE
     deadline = time.monotonic() + 60 * args.minutes
     for number in range(args.rounds):
         # what takes minutes comes last
@@ -183,7 +184,8 @@ def measure(results: dict, args: argparse.Namespace, keep) -> None:
                 continue
             order = kinds if number % 2 == 0 else dict(reversed(kinds.items()))
             load = os.getloadavg()[0]
-            found = ranks.run(on_rank, world, world, shape, order)[0]
+            shape = SHAPE | SHORT if group == "layouts" else SHAPE
+            found = ranks.run(on_rank, world, world, TOY if args.toy else shape, order)[0]
             done[str(number)] = found | {"load_average": load}
             for kind in kinds:
                 print(f"{group}, round {number}, {kind}: {line(found[kind])}", flush=True)
@@ -260,7 +262,7 @@ def draw(results: dict, figures: Path) -> None:
 
 def main():
     parser = report.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     report.minutes(parser)
     args = report.parse(parser)
     if args.toy:
