@@ -306,7 +306,13 @@ def check_reward_model(config: Config, model: MoEConfig, world: int) -> None:
     except checkpoint.CheckpointError as e:
         raise ConfigError(f"--reward {e}") from None
     its = config.of_values(config.reward)
-    if "model.head.value.weight" not in checkpoint.read_index(its.base())["tensors"]:
+    try:
+        # not its.base(): in a run that goes on, that falls back to the policy's own checkpoints
+        path = checkpoint.find(config.reward)
+    except checkpoint.CheckpointError as e:
+        rule = "; a function is named FILE.py:FUNCTION" if config.reward.endswith(".py") else ""
+        raise ConfigError(f"--reward {e}{rule}") from None
+    if "model.head.value.weight" not in checkpoint.read_index(path)["tensors"]:
         rule = "holds no reward model; --preference reward trains one from pairs of answers"
         refuse(config, "reward", f"{rule}, and FILE.py:FUNCTION names a function")
     with as_flags():
