@@ -22,6 +22,8 @@ def check_preference(config: Config, dp: int, base_needed: bool) -> None:
             if value != getattr(Config(), name):
                 words = " ".join(value) if isinstance(value, list) else value
                 rule = "needs --preference reward or --preference dpo"
+                if name == "beta":
+                    rule = "needs --preference dpo or --rl"
                 raise ConfigError(f"{flag_name(name)} {words}: {rule}")
         return
     if config.rl:
@@ -106,8 +108,10 @@ def check_rl(config: Config, model: MoEConfig, world: int, base_needed: bool) ->
     """Raises ConfigError or RewardError."""
     if not config.rl:
         for name in RL_FLAGS:
-            if getattr(config, name) != getattr(Config(), name):
-                refuse(config, name, "needs --rl ppo or --rl grpo")
+            value = getattr(config, name)
+            if value != getattr(Config(), name):
+                words = " ".join(value) if isinstance(value, list) else value
+                raise ConfigError(f"{flag_name(name)} {words}: needs --rl ppo or --rl grpo")
         return
     for name, why in {
         "load": "which model answers? --load CKPT names it",
