@@ -134,6 +134,8 @@ def question_of(record: dict, chat: Chat, limit: int) -> Question:
             ' "role" and "content"',
             "",
         )
+    if messages[-1]["role"] == "assistant":
+        raise ChatError("ends with an answer; the last message is one that the model answers", "")
     ids = chat.prompt(messages)
     if len(ids) > limit:
         raise ChatError(
