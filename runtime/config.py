@@ -315,7 +315,7 @@ class Config:
     )
     reward: str | None = flag(
         None,
-        "what an answer is worth: by a run of --preference reward, or by FILE.py:FUNCTION, called"
+        "gives each answer a number: a run of --preference reward, or FILE.py:FUNCTION, called"
         " with (prompt, answer, line of --prompts)",
         metavar="{CKPT,FILE:FUNCTION}",
     )

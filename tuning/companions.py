@@ -90,7 +90,7 @@ class Frozen(OnRows):
         return None
 
     def load_from(self, path) -> None:
-        """A collective. Raises CheckpointError."""
+        """path: of --load or --reward. A collective. Raises CheckpointError."""
         parameters = {}
         for name, p in sharding.named_parameters(*self.stages):
             parameters[f"model.{name}"] = p

@@ -83,8 +83,13 @@ class Reinforcement(Learner, ConversationData):
         model. A collective. Raises CheckpointError."""
         super().load_base(tokenizer)
         if self.reference:
-            self.identity = fingerprint(checkpoint.find(self.config.load), self.model_config)
-            self.reference.load_from(self.config.load)
+            try:
+                base = checkpoint.find(self.config.load)
+            except checkpoint.CheckpointError as e:
+                text = f"--load {e}. The run begins and goes on beside this model, its reference"
+                raise checkpoint.CheckpointError(text) from None
+            self.identity = fingerprint(base, self.model_config)
+            self.reference.load_from(base)
         if self.reward_model:
             self.reward_model.load_from(self.config.reward)
 

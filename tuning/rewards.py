@@ -13,6 +13,7 @@ If --reward has no ".py:" in it, it names a run of `--preference reward` (prefer
 import importlib.util
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def open_function(reward: str) -> RewardFunction:
     module = importlib.util.module_from_spec(spec)
     # dataclasses look there for the module of a class
     sys.modules[spec.name] = module
+    # behind this project's own: the file may import others beside it
+    sys.path.append(str(Path(path).resolve().parent))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:
@@ -59,7 +62,9 @@ def rate(function: RewardFunction, prompt: str, answer: str, record: dict) -> fl
     try:
         reward = float(function(prompt, answer, record))
     except (Exception, SystemExit) as e:
-        text = f"--reward: the function fails {about}: {type(e).__name__}: {e}"
+        last = traceback.extract_tb(e.__traceback__)[-1]
+        where = f"{Path(last.filename).name}, line {last.lineno}"
+        text = f"--reward: the function fails {about}: {type(e).__name__}: {e} ({where})"
         raise RunError(text, everywhere=True) from None
     if not math.isfinite(reward):
         raise RunError(f"--reward: the function gives {reward} {about}", everywhere=True)

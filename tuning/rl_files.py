@@ -41,6 +41,7 @@ def finish(run) -> None:
     """The end of a run: OUT/rl.png, and the last answers on the screen."""
     leave(run.world, run.out / "rl.png", lambda path: plot(run.metrics.lines, path))
     lines = [line for _, line in read_lines(run.out / "samples.jsonl")][-SAMPLES:]
+    run.world.say(f"the last answers to {len(lines)} of the held-out prompts:")
     for line in lines:
         run.world.say(f"reward {line['reward']:.3g}: {line['prompt']!r} -> {line['answer']!r}")
     run.world.say(f"{run.out}: rl.png, samples.jsonl, metrics.jsonl, checkpoints")
