@@ -541,7 +541,7 @@ def draw_training(results: dict, figures: Path) -> None:
         else:
             for name in ONLINE:
                 for found in results.get(name, {}).values():
-                    # every other point: a figure of 300 kB would be too large
+                    # every other point, to be read more easily
                     line = found["curves"]["step"][::2], found["curves"][field][::2]
                     axes.plot(*line, color=style.COLOURS[name], linewidth=0.8)
         axes.set(title=title, xlabel="step")
