@@ -104,7 +104,8 @@ class Run:
         self.trace = trace
         self.groups = Groups()
         if world > 1:
-            self.groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
+            layout = dict(tp=config.tp, pp=config.pp, ep=config.ep, cp=config.cp)
+            self.groups = Groups.make("cpu", world, **layout)
         # on CUDA: gloo still, all ranks on one GPU
         device = torch.device(config.device)
         if config.peft:

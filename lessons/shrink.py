@@ -62,7 +62,7 @@ def shrink(config: Config, world: int) -> tuple[int, dict]:
 
 def shrink_ranks(config: Config, world: int) -> tuple[int, int, int, int]:
     """(tp, pp, ep, dp)"""
-    dp = world // config.tp // config.pp
+    dp = world // config.tp // config.pp // config.cp
     tp, pp, ep = min(config.tp, 2), min(config.pp, 4), min(config.ep, 2)
     # replicas of each expert
     replicas = min(dp // config.ep, 2)
@@ -142,7 +142,7 @@ def shrink_adapters(config: Config, tp: int) -> dict:
 
 
 def shrink_batch(config: Config, world: int, pp: int, dp: int) -> dict:
-    was_dp = world // config.tp // config.pp
+    was_dp = world // config.tp // config.pp // config.cp
     b = config.micro_batch(was_dp)
     m = config.global_batch_size // was_dp // b
     if config.pipeline_schedule == "interleaved":
@@ -176,7 +176,7 @@ def one_device(layout: dict) -> dict:
 def described(config: Config, world: int, small_world: int, layout: dict) -> str:
     """What was shrunk, in a line."""
     model = config.model_config()
-    micro_batch = config.micro_batch(world // config.tp // config.pp)
+    micro_batch = config.micro_batch(world // config.tp // config.pp // config.cp)
     values = vars(config) | vars(model) | dict(ranks=world, micro_batch_size=micro_batch)
     small = layout | dict(ranks=small_world)
     changes = []

@@ -62,7 +62,7 @@ def check_data_agree(train_set, held_out, world: World) -> None:
 def check_room(config: Config, world: World) -> None:
     """Raises ConfigError for a run that the memory of a rank can never hold."""
     model = config.model_config()
-    dp = world.size // config.tp // config.pp
+    dp = world.size // config.tp // config.pp // config.cp
     ranks = {"tp": config.tp, "pp": config.pp, "dp": dp, "ep": config.ep}
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     precision = config.precision or ("bf16" if device == "cuda" else "fp32")

@@ -65,7 +65,7 @@ def check(config: Config) -> None:
 
 def layout_of(config: Config, ranks: int) -> Layout:
     """The layout of a run on so many ranks."""
-    dp = ranks // config.tp // config.pp
+    dp = ranks // config.tp // config.pp // config.cp
     return Layout(
         tp=config.tp,
         pp=config.pp,

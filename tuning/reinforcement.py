@@ -149,7 +149,7 @@ class Reinforcement(OnRows, ConversationData):
     def pack(self, answers: list[Answer]) -> Rows:
         """Rows of one length, as many as the layout needs."""
         config = self.config
-        shards = config.tp if config.sequence_parallel else 1
+        shards = config.length_multiple
         multiple = self.dp * (config.micro_batch_size or 1)
         if config.pipeline_schedule == "interleaved":
             multiple *= config.pp

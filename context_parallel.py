@@ -1,0 +1,211 @@
+r"""Context parallelism: one long sequence over many ranks.
+
+Activations grow with the sequence. Here each of N ranks keeps 1/N of the tokens of every sequence,
+in all layers. Norms, MLPs and linear layers work on each token alone, so they need nothing new.
+Attention does: a query sees the keys and values of all earlier tokens, wherever they are.
+
+A causal mask makes late tokens more work than early ones. So a sequence is cut into 2N pieces, and
+rank r has piece r and piece 2N - 1 - r (zigzag):
+
+    N = 2     keys   0    1    2    3
+    query  0         \    .    .    .     rank 0      \  causal: half of a block's work
+           1         #    \    .    .     rank 1      #  all of it
+           2         #    #    \    .     rank 1      .  nothing
+           3         #    #    #    \     rank 0      each rank has 3 # and 2 \
+
+Cut in order, rank 0 would have queries 0 and 1: one # and two \; rank 1 five # and two \.
+
+Two kinds of attention over these ranks:
+
+    ring          keys and values travel round; each rank computes what they add to its queries
+                  (ring_attention.py)
+    all-to-all    each rank gets all tokens of some heads, [b, a, s/N, d] -> [b, a/N, s, d], runs
+                  one device's attention, and gives the results back (Ulysses, arXiv 2309.14509)
+
+    bytes that a rank sends in a layer's forward; k = a_kv / a, x bytes a number
+    ring          2 k (N - 1) b s h x / N            keys and values, N - 1 times
+    all-to-all    (2 + 2 k) (N - 1) b s h x / N²     queries, keys, values, and the result
+
+All else goes by the position of a token in the whole sequence: position embeddings, rotary angles,
+dropout masks, document masks. The ranks hold the same weights, and their gradients are summed as
+those of data-parallel ranks are: over dp times cp ranks.
+
+    python context_parallel.py
+    torchrun --nproc-per-node 2 train.py --cp 2
+
+Not covered: keys that stay on a node while queries travel; pieces for sliding windows.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+import gpt
+from document_mask import positions_of
+from dropout import Dropout
+from model_config import FieldError, GPTConfig, divisors
+from ring_attention import RingAttention, own_positions
+
+# --- who has which tokens -------------------------------------------------------------------------
+
+
+def coordinates(
+    group: dist.ProcessGroup, sequence_shards: int, size: int, n: int, device=None
+) -> Tensor:
+    """The positions in the n-th of `sequence_shards` shards, of `size` tokens each, of this rank's
+    tokens (sequence parallelism). [size]"""
+    own = own_positions(size * sequence_shards * group.size(), group.rank(), group.size(), device)
+    return own[n * size : (n + 1) * size]
+
+
+def shard(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+    """This rank's tokens. x: s in dimension `dim` -> s/N"""
+    pieces = x.chunk(2 * group.size(), dim)
+    return torch.cat((pieces[group.rank()], pieces[2 * group.size() - 1 - group.rank()]), dim)
+
+
+def shard_batch(batch, group: dist.ProcessGroup):
+    """This rank's tokens, targets and loss mask of a data.Batch. documents stay whole."""
+    whole = batch.tokens, batch.targets, batch.loss_mask
+    tokens, targets, loss_mask = (shard(x, group) for x in whole)
+    return batch._replace(tokens=tokens, targets=targets, loss_mask=loss_mask)
+
+
+# --- all-to-all -----------------------------------------------------------------------------------
+
+
+def exchange(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
+    """Cut x along `split`, give the n-th part to rank n, and join what comes along `join`."""
+    parts = torch.stack(x.chunk(group.size(), split))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return torch.cat(received.unbind(0), join)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Its adjoint is the same with split and join changed over."""
+
+    @staticmethod
+    def forward(ctx, x, group, split, join):
+        ctx.arguments = group, join, split
+        return exchange(x, group, split, join)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return exchange(grad, *ctx.arguments), None, None, None
+
+
+class AllToAllAttention(nn.Module):
+    """The same, by the attention `core` of one device on a part of the heads."""
+
+    def __init__(self, group: dist.ProcessGroup, core: nn.Module):
+        super().__init__()
+        self.group = group
+        self.core = core
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
+        n = self.group.size()
+        s = q.shape[2] * n
+        # where each token of the ranks' tokens, one rank after the other, belongs
+        order = torch.cat([own_positions(s, rank, n, q.device) for rank in range(n)])
+        q, k, v = (_AllToAll.apply(x, self.group, 1, 2)[:, :, order.argsort()] for x in (q, k, v))
+        y = self.core(q, k, v, drop_key, documents)  # [b, s, ad / N]
+        return _AllToAll.apply(y[:, order], self.group, 1, 2)
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+class OwnPositions(nn.Module):
+    """x + a vector for each of this rank's positions. x: [b, s/N, h]"""
+
+    def __init__(self, positions: nn.Module, group: dist.ProcessGroup, sequence_shards: int):
+        super().__init__()
+        # first, so that the weight keeps its global name
+        self.weight = positions.weight
+        # sequence parallelism exchanges the weight in there while the embedding runs
+        self.inner = positions
+        self.group = group
+        self.sequence_shards = sequence_shards
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        n = getattr(self.inner, "n", 0)
+        at = coordinates(self.group, self.sequence_shards, x.shape[1], n, x.device)
+        if documents is not None:
+            at = positions_of(documents)[:, at]
+        return x + F.embedding(at, self.inner.weight)
+
+
+class OwnRotary(gpt.Rotary):
+    """Rotates with this rank's rows of the whole sequence's table."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__()
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return super().forward(q, k, tuple(shard(x, self.group, -2) for x in table))
+
+
+# --- in a model -----------------------------------------------------------------------------------
+
+KINDS = ("ring", "all-to-all")
+
+
+def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
+    """Raises FieldError where n ranks cannot share a sequence; t: of tensor parallelism."""
+    if n == 1:
+        return
+    s = config.seq_length
+    if s % (2 * n):
+        low = s // (2 * n) * 2 * n
+        fits = f"{low} or {low + 2 * n}" if low else 2 * n
+        rule = "must be divisible by twice {cp}: the sequence is cut into so many pieces"
+        raise FieldError("seq_length", s, rule, fits, cp=n)
+    for field in ("num_heads", "num_kv_heads"):
+        heads = getattr(config, field) // t
+        if kind == "all-to-all" and heads % n:
+            rule = f"must divide {{{field}}} over {{tp}} where heads are exchanged ({{cp_kind}})"
+            others = {field: getattr(config, field), "tp": t, "cp_kind": kind}
+            raise FieldError("cp", n, rule, divisors(heads, n), **others)
+
+
+def apply(
+    model: gpt.GPT, group: dist.ProcessGroup | None, kind: str, sequence_shards: int = 1
+) -> None:
+    """Let a model, or a stage of one, work on this rank's tokens, in place; without a group, leave
+    it as it is. documents, where there are any, stay those of the whole sequence. sequence_shards:
+    of sequence parallelism, which cuts this rank's tokens again. After tensor and sequence
+    parallelism and adapters."""
+    if group is None:
+        return
+    run_blocks = model.run_blocks
+    # the table of rotary angles is that of the whole sequence
+    model.run_blocks = lambda x, s, *rest: run_blocks(x, s * group.size(), *rest)
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            # x [b, s/N, ..], of which sequence parallelism may have cut dimension 1 again
+            shards = sequence_shards if 1 in module.shard_index else 1
+            module.coordinates = partial(coordinates, group, shards)
+    if model.embedding is not None and model.embedding.positions is not None:
+        positions = model.embedding.positions
+        model.embedding.positions = OwnPositions(positions, group, sequence_shards)
+    for block in model.blocks.values():
+        attention = block.attention
+        dropout = getattr(attention.core, "dropout", None)
+        if dropout is not None:
+            # of probabilities [b, a, s, s], not of tokens
+            dropout.coordinates = None
+        attention.rotary = OwnRotary(group)
+        if kind == "ring":
+            attention.core = RingAttention(group, dropout)
+        else:
+            if dropout is not None:
+                heads = dropout.shard_index.get(1, 0) * group.size() + group.rank()
+                dropout.shard_index[1] = heads
+            attention.core = AllToAllAttention(group, attention.core)
