@@ -75,6 +75,16 @@ def shard(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
     return torch.cat((pieces[group.rank()], pieces[2 * group.size() - 1 - group.rank()]), dim)
 
 
+def gather(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+    """The reverse of `shard`, without a gradient: all tokens, on every rank. s/N -> s"""
+    shards = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
+    dist.all_gather(shards, x.contiguous(), group=group)
+    halves = [shard.chunk(2, dim) for shard in shards]
+    return torch.cat([first for first, _ in halves] + [last for _, last in halves[::-1]], dim)
+
+
 def shard_batch(batch, group: dist.ProcessGroup):
     """This rank's tokens, targets and loss mask of a data.Batch. documents stay whole."""
     whole = batch.tokens, batch.targets, batch.loss_mask

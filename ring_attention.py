@@ -260,7 +260,7 @@ class RingAttention(nn.Module):
     """In the place of gpt.FusedAttention or gpt.ExplicitAttention. q: [b, a, s/N, d]; k, v:
     [b, a_kv, s/N, d]; documents: [b, s], of the whole sequence -> [b, s/N, ad]"""
 
-    def __init__(self, group: dist.ProcessGroup, inner: nn.Module):
+    def __init__(self, group: dist.ProcessGroup, inner: nn.Module | None = None):
         """inner: the attention of one device, in whose place this is."""
         super().__init__()
         self.group = group
