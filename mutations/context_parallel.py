@@ -4,6 +4,7 @@ import torch
 
 import context_parallel
 import ring_attention
+from dropout import Dropout
 from mutations import bug
 from runtime.world import Groups
 
@@ -11,19 +12,28 @@ RING = dict(cp=2, micro_batch_size=2)
 
 
 @bug(2, RING, RING | dict(cp_kind="all-to-all"), first="step 1: output of embedding")
-def positions_from_zero():
-    """Each rank counts the positions of its tokens from 0."""
+def no_zigzag_positions():
+    """Positions are those of a sequence cut in order; the tokens are cut in zigzag."""
 
     def forward(self, x, documents=None):
-        return x + self.weight[: x.shape[1]]
+        n = x.shape[1]
+        return x + self.weight[self.group.rank() * n : (self.group.rank() + 1) * n]
 
     context_parallel.OwnPositions.forward = forward
 
 
 @bug(2, RING, RING | dict(cp_kind="all-to-all"), first="step 1: output of embedding")
-def dropout_from_zero():
-    """Dropout takes the coordinates of a token in the slice, not in the sequence."""
-    context_parallel.coordinates = lambda group, shards, size, n, device=None: torch.arange(size)
+def same_masks_on_every_piece():
+    """Dropout numbers the tokens of each context-parallel rank from 0."""
+    original = context_parallel.apply
+
+    def apply(model, *args):
+        original(model, *args)
+        for module in model.modules():
+            if isinstance(module, Dropout):
+                module.coordinates = None
+
+    context_parallel.apply = apply
 
 
 @bug(2, RING, first="step 1: output of blocks.0")

@@ -38,7 +38,6 @@ def both(*layouts: dict) -> list[dict]:
     return [layout | dict(cp_kind=kind) for layout in layouts for kind in KINDS]
 
 
-
 def check(base: dict, world: int, variants: list[dict], **model) -> None:
     results = train_each(world, variants, base=base | model)
     for variant, result in zip(variants, results, strict=True):
@@ -145,7 +144,8 @@ def without_cpp():
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 @pytest.mark.parametrize(
-    "kind, mutate", [again("ring", without_cpp), again("all-to-all", without_cpp), again("ring", None)]
+    "kind, mutate",
+    [again("ring", without_cpp), again("all-to-all", without_cpp), again("ring", None)],
 )
 def test_compiled(kind, mutate):
     one = dict(num_layers=1, steps=1)
