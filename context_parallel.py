@@ -132,7 +132,8 @@ class AllToAllAttention(nn.Module):
         s = q.shape[2] * n
         # where each token of the ranks' tokens, one rank after the other, belongs
         order = torch.cat([own_positions(s, rank, n, q.device) for rank in range(n)])
-        q, k, v = (_AllToAll.apply(x, self.group, 1, 2)[:, :, order.argsort()] for x in (q, k, v))
+        ascending = order.argsort()
+        q, k, v = (_AllToAll.apply(x, self.group, 1, 2)[:, :, ascending] for x in (q, k, v))
         y = self.inner(q, k, v, drop_key, documents)  # [b, s, ad / N]
         return _AllToAll.apply(y[:, order], self.group, 1, 2)
 
