@@ -16,7 +16,8 @@ keeps the logarithm L of its sum:
 
 Backward goes round again. With L of all keys, each block's probabilities are exp(q k_j / √d - L),
 so it gives its part of ∂q, ∂k and ∂v (FlashAttention, arXiv 2205.14135, appendix B.2). ∂k and ∂v
-travel with k and v, and are home after N steps. The s x s matrix never exists whole.
+travel one step behind k and v, and end at home, where the part of the own queries has waited for
+them. So backward sends twice what forward sends. The s x s matrix never exists whole.
 
     python ring_attention.py
 """
@@ -151,15 +152,16 @@ class Blocks:
         qs, ks = self.parts(source, q.shape[2])
         k, v = (repeat(x, q.shape[1]) for x in kv[..., ks, :])
         q = q[:, :, qs]
-        mask, dropped = self.mask(source, qs, ks, q.device), self.dropped(source, qs, ks, q)
+        dropped = self.dropped(source, qs, ks, q)
         if self.is_plain(q, dropped):
             causal = source == self.rank
             o, log_sum = FLASH(q, k, v, 0.0, causal)
             return qs, o, log_sum.unsqueeze(-1)
+        mask = self.mask(source, qs, ks, q.device)
         return qs, *attend(q, k, v, mask, dropped, self.keep)
 
     def backward(self, source: int, q, kv, o, log_sum, grad, delta):
-        """(queries, their ∂q, [∂k, ∂v] of all keys)"""
+        """(queries, their ∂q, keys, their [∂k, ∂v])"""
         qs, ks = self.parts(source, q.shape[2])
         k, v = (repeat(x, q.shape[1]) for x in kv[..., ks, :])
         q, o, log_sum, grad, delta = (x[:, :, qs] for x in (q, o, log_sum, grad, delta))
@@ -167,22 +169,15 @@ class Blocks:
         if self.is_plain(q, dropped):
             causal = source == self.rank
             dq, dk, dv = FLASH_BACKWARD(
-                grad.contiguous(),
-                q,
-                k,
-                v,
-                o.contiguous(),
-                log_sum.squeeze(-1).contiguous(),
-                0.0,
-                causal,
+                grad, q, k, v, o, log_sum.squeeze(-1).contiguous(), 0.0, causal
             )
         else:
             mask = self.mask(source, qs, ks, q.device)
             dq, dk, dv = attend_backward(q, k, v, mask, dropped, self.keep, log_sum, grad, delta)
-        dkv = torch.zeros_like(kv)
-        for of_kv, part in zip(dkv, (dk, dv)):
-            of_kv[:, :, ks] = part.unflatten(1, (kv.shape[2], -1)).sum(2)
-        return qs, dq, dkv
+        dkv = torch.stack((dk, dv))
+        if dkv.shape[2] > kv.shape[2]:
+            dkv = dkv.unflatten(2, (kv.shape[2], -1)).sum(3)
+        return qs, dq, ks, dkv
 
     @property
     def keep(self) -> float:
@@ -199,7 +194,7 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 def repeat(x: Tensor, heads: int) -> Tensor:
     """Grouped-query attention: query heads share one key head. [b, a_kv, n, d] -> [b, a, n, d]"""
-    return x.repeat_interleave(heads // x.shape[1], dim=1)
+    return x if heads == x.shape[1] else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -237,15 +232,19 @@ class _RingAttention(torch.autograd.Function):
             if step < blocks.n - 1:
                 ring.start(kv)
             source = (blocks.rank - step) % blocks.n
-            qs, part, dkv = blocks.backward(source, q, kv, o, log_sum, grad, delta)
+            qs, part, ks, dkv = blocks.backward(source, q, kv, o, log_sum, grad, delta)
             dq[:, :, qs] += part
-            if step > 0:
+            if step == 0:
+                # of the own keys: the other ranks' parts come last
+                own = dkv
+            else:
                 # what the ranks before have found for these keys
-                dkv += home.wait()
-            home.start(dkv)
+                found = home.wait() if step > 1 else torch.zeros_like(kv)
+                found[..., ks, :] += dkv
+                home.start(found)
             if step < blocks.n - 1:
                 kv = ring.wait()
-        dk, dv = home.wait()
+        dk, dv = own.add_(home.wait())
         return dq, dk, dv, None
 
 
