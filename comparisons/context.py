@@ -3,7 +3,7 @@ and speed beside one rank.
 
     python comparisons/context.py [work bytes memory speed] [--rounds 9] [--toy] [--out DIR]
 
-work      seconds that each rank's attention takes, forward and backward, of a sequence cut in
+work      processor seconds of each rank's attention, forward and backward, of a sequence cut in
           zigzag and cut in order, beside the formula. The ranks run one after the other, in one
           process, without messages.
 bytes     what one layer sends in forward and backward, counted, beside the formula
@@ -132,7 +132,7 @@ def work(cutting: str, rank: int, n: int) -> float:
 
 
 def attention_seconds(cutting: str, rank: int, n: int, shape: dict) -> float:
-    """Of this rank's blocks, forward and backward."""
+    """Processor seconds of this rank's blocks, forward and backward."""
     s, a = shape["seq_length"], shape["num_heads"]
     size = (1, s // n, a, shape["hidden_size"] // a)
     q, k, v, grad = (torch.randn(size).transpose(1, 2) for _ in range(4))
@@ -141,13 +141,11 @@ def attention_seconds(cutting: str, rank: int, n: int, shape: dict) -> float:
     with CUTTINGS[cutting]():
         core = ring_attention.RingAttention(Rank(rank, n), None)
         blocks = ring_attention.Blocks(core, None, None, s)
-
-        def run():
-            for source in range(n):
-                blocks.forward(source, q, kv)
-                blocks.backward(source, q, kv, q, log_sum, grad, log_sum)
-
-        return report.timed(run)
+        start = time.process_time()
+        for source in range(n):
+            blocks.forward(source, q, kv)
+            blocks.backward(source, q, kv, q, log_sum, grad, log_sum)
+        return time.process_time() - start
 
 
 def measure_work(rank: int, shape: dict, rounds: int) -> list[dict]:
@@ -244,7 +242,7 @@ def bytes_part(shape: dict, toy: bool) -> dict:
             for heads in (a,) if toy else KEY_HEADS:
                 if kind == "all-to-all" and heads % n:
                     continue
-                counted = ranks.run(count_bytes, n, shape, kind, heads)
+                counted = ranks.run(count_bytes, n, shape, kind, heads, timeout=600)
                 formula = bytes_formula(kind, n, 1, s, h, heads / a, 4)
                 rows.append(
                     {"kind": kind, "N": n, "a_kv": heads, "formula": formula, "by_rank": counted}
@@ -259,13 +257,14 @@ def bytes_part(shape: dict, toy: bool) -> dict:
 # memory
 
 
-def kept_bytes(rank: int, shape: dict, kind: str) -> int:
-    """What one layer keeps for backward on this rank."""
+def held_bytes(rank: int, shape: dict, kind: str) -> dict:
+    """kept: for backward, by one layer on this rank; peak: the most that a step holds"""
     run, parameters = layer(shape, kind)
-    return recompute.saved_bytes(run, *parameters)
+    kept = recompute.saved_bytes(run, *parameters)
+    return {"kept": kept, "peak": peak_bytes(shape, kind)}
 
 
-def peak_bytes(rank: int, shape: dict, kind: str) -> int:
+def peak_bytes(shape: dict, kind: str) -> int:
     """The most that forward and backward of a step hold above what is there before."""
     trainer, dataset = build(shape, kind)
     trainer.forward_backward(1, dataset)
@@ -292,8 +291,9 @@ def memory_part(toy: bool) -> dict:
             for kind in kinds:
                 of_length = shape | dict(seq_length=s)
                 row = {"s": s, "N": n, "kind": kind if n > 1 else "one rank"}
-                for name, measure in (("kept", kept_bytes), ("peak", peak_bytes)):
-                    row[name] = max(ranks.run(measure, n, of_length, kind))
+                held = ranks.run(held_bytes, n, of_length, kind, timeout=600)
+                for name in ("kept", "peak"):
+                    row[name] = max(h[name] for h in held)
                 one = one or row
                 for name in ("kept", "peak"):
                     row[f"{name}_over_even_share"] = row[name] * n / one[name]
