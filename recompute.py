@@ -157,7 +157,8 @@ def apply(model: gpt.GPT, granularity: str, layers: int | None = None) -> None:
     for number, block in model.blocks.items():
         if layers is not None and int(number) >= layers:
             continue
-        core = block.attention.core
+        # context parallelism may have put it inside of another
+        core = getattr(block.attention.core, "core", block.attention.core)
         if granularity == "full":
             for module in block.modules():
                 if isinstance(module, RunOnce):
