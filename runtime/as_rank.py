@@ -63,7 +63,8 @@ aten = torch.ops.aten
 
 class Collective(NamedTuple):
     """kind: all-reduce, all-gather, reduce-scatter, all-to-all, send or receive. group: tp, dp, cp,
-    replicas (dp times cp), pp, ep, edp or world. bytes: of the largest tensor in one call. count: calls in one step."""
+    replicas (dp times cp), pp, ep, edp or world. bytes: of the largest tensor in one call. count:
+    calls in one step."""
 
     kind: str
     group: str
