@@ -395,6 +395,8 @@ class Kept(NamedTuple):
     rotary: int
     # what goes from stage to stage
     message: int
+    # of context parallelism in one layer, for a moment
+    exchanged: int
 
 
 def kept(model: MoEConfig, layout: Layout, software: Software) -> Kept:
@@ -433,7 +435,15 @@ def _kept(model, software, b, t, ep, sequence, again, chunk, cp, cp_kind) -> Kep
     rotary = 2 * model.seq_length * model.head_dim * software.weight if has_table else 0
     of_head = head(model, layout, software, c)
     embedding = embedding_bytes(model, layout, c)
-    return Kept(block, expert_block, embedding, of_head, rotary, c.x)
+    return Kept(block, expert_block, embedding, of_head, rotary, c.x, exchanged_bytes(layout, c))
+
+
+def exchanged_bytes(layout: Layout, c: Counts) -> int:
+    """In backward a ring has keys and values, and those that arrive; gradients of both, those that
+    arrive and those on their way. An exchange of heads has what leaves and what comes."""
+    if layout.cp == 1:
+        return 0
+    return 5 * 2 * c.key if is_ring(layout) else 2 * c.query
 
 
 # --- activations at the peak ----------------------------------------------------------------------
@@ -565,11 +575,12 @@ def gradient_buffers(layout: Layout, software: Software, held: Rank) -> int:
 
 
 def transient_bytes(layout: Layout, kept: Kept, held: Rank) -> int:
-    """An estimate of what is there for a moment: copies of the logits; messages of a pipeline, of
-    which three are received ahead (transfers.lower) and one is on its way."""
+    """An estimate of what is there for a moment: copies of the logits, or what context-parallel
+    ranks exchange in a layer; messages of a pipeline, of which three are received ahead
+    (transfers.lower) and one is on its way."""
     logits = kept.head.moment if held.last else 0
     messages = 4 * kept.message if layout.pp > 1 else 0
-    return logits + messages
+    return max(logits, kept.exchanged) + messages
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -586,7 +597,8 @@ def memory(
         deferred                             zb-h1: what weight gradients wait for
         gathered                             stage 3: whole parameters of a layer and the next
         gradient buffers                     stages 2 and 3: on their way to their sums
-        transient                            copies of the logits, messages; an estimate
+        transient                            copies of the logits, messages, a ring's buffers; an
+                                             estimate
 
     The layout is one that train.py accepts.
     """

@@ -278,6 +278,15 @@ def test_formulas_are_what_gloo_ranks_send_and_hold(world):
         ),
         dict(model="llama2-70b", tp=8, pp=16, recompute="full", zero_stage=1),
         dict(model="mixtral-8x7b", tp=2, ep=8, pp=8, virtual_stages=4, zero_stage=3),
+        dict(
+            model="llama2-13b",
+            seq_length=32768,
+            tp=4,
+            sequence_parallel=True,
+            pp=4,
+            cp=8,
+            zero_stage=1,
+        ),
     ],
     ids=lambda flags: flags["model"],
 )
