@@ -10,7 +10,7 @@
         experts               4 all-to-alls of k b s h numbers, and one of counts (arXiv 2006.16668)
 
     ring                  N - 1 sends of the keys and values of b s / N tokens in forward; in
-                          backward N - 1 again, and N of their gradients (arXiv 2310.01889)
+                          backward N - 1 again, and N - 1 of their gradients (arXiv 2310.01889)
     exchanged heads       4 all-to-alls in forward, queries, keys, values, results, and 4 in
                           backward (arXiv 2309.14509)
 
@@ -158,11 +158,11 @@ def add_context_parallel(
             calls["all-to-all", "cp", size] += layers * (runs + 1)
         return
     n = layout.cp
-    # keys and values side by side, in every forward and in backward; their gradients go all the
-    # way home
-    times = (n - 1) * (runs + 1) + n
-    calls["send", "cp", 2 * key] += layers * times
-    calls["receive", "cp", 2 * key] += layers * times
+    gradient = key * max(4, software.weight) // software.weight
+    for name in ("send", "receive"):
+        # keys and values side by side, in every forward and in backward
+        calls[name, "cp", 2 * key] += layers * (n - 1) * (runs + 1)
+        calls[name, "cp", 2 * gradient] += layers * (n - 1)
 
 
 # --- expert parallelism ---------------------------------------------------------------------------
