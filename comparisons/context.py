@@ -336,11 +336,13 @@ class Silent(ring_attention.Ring):
 
 
 class Measured:
-    """Steps of one kind on this rank, and the loss of the first."""
+    """Steps of one kind on this rank: their losses, and their processor seconds, in which no rank
+    waits."""
 
     def __init__(self, shape: dict, kind: str | None, *contexts):
         self.contexts = contexts
         self.losses = []
+        self.processor = []
         with self.entered():
             self.trainer, self.dataset = build(shape, kind)
 
@@ -352,10 +354,12 @@ class Measured:
             yield
 
     def step(self) -> None:
+        start = time.process_time()
         with self.entered():
             loss = self.trainer.forward_backward(1, self.dataset)
             self.trainer.update(1)
         self.losses.append(loss.item())
+        self.processor.append(time.process_time() - start)
 
 
 def silent_ring():
@@ -363,8 +367,8 @@ def silent_ring():
 
 
 def on_rank(rank: int, rounds: int, shape: dict) -> dict:
-    """times: {kind: seconds}, round by round; losses: {kind: of the first step, this rank's part};
-    events: {cutting: time line of a step}"""
+    """times: {kind: seconds}, round by round; processor: {kind: seconds of a step}; losses: {kind:
+    of the first step, this rank's part}; events: {cutting: time line of a step}"""
     keep_freed_memory()
     one = Measured(shape, None)
     steps = {
@@ -383,8 +387,12 @@ def on_rank(rank: int, rounds: int, shape: dict) -> dict:
         "zigzag": recorded(steps["ring"]),
         "in order": recorded(steps["in order"]),
     }
-    losses = {name: measured.losses[0] for name, measured in steps.items()}
-    return {"times": times, "losses": losses, "events": events}
+    return {
+        "times": times,
+        "processor": {name: median(measured.processor) for name, measured in steps.items()},
+        "losses": {name: measured.losses[0] for name, measured in steps.items()},
+        "events": events,
+    }
 
 
 # --- the time line of a step: (what, direction, start, end), in seconds
@@ -490,8 +498,13 @@ def speed_part(shape: dict, rounds: int) -> dict:
         if kind in ("ring", "all-to-all", "in order"):
             loss = sum(m["losses"][kind] for m in measured)
             results["loss_difference"][kind] = abs(loss - one_loss) / one_loss
+    # of the rank that has most; "apart" is a whole sequence
+    results["processor_seconds"] = {
+        kind: max(m["processor"][kind] for m in measured) for kind in measured[0]["processor"]
+    }
     results["ring_over_in_order"] = spread([t["in order"] / t["ring"] for t in times])
     print(f"ring over cut in order: {format_spread(results['ring_over_in_order'])}")
+    print(f"processor seconds of the busiest rank: {results['processor_seconds']}")
     print(f"relative difference of the first loss: {results['loss_difference']}")
     results["time_line"] = {}
     for cutting in CUTTINGS:
