@@ -80,7 +80,7 @@ def test_context(n, t, kind, recompute):
 
 def test_a_ring_waits_for_what_attention_does_not_hide():
     """Of a long sequence only the last gradients of keys and values; of a short one all."""
-    machine = dataclasses.replace(ideal(0.0, 1e9), peak=1e15)
+    machine = dataclasses.replace(ideal(0.0, 1e9), peak=1e14)
     layout = Layout(cp=4, global_batch_size=1)
     waits = []
     for s in (2**8, 2**20):
