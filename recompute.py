@@ -158,7 +158,7 @@ def apply(model: gpt.GPT, granularity: str, layers: int | None = None) -> None:
         if layers is not None and int(number) >= layers:
             continue
         # context parallelism may have put it inside of another
-        core = getattr(block.attention.core, "core", block.attention.core)
+        core = getattr(block.attention.core, "inner", block.attention.core)
         if granularity == "full":
             for module in block.modules():
                 if isinstance(module, RunOnce):

@@ -10,7 +10,7 @@
         experts               4 all-to-alls of k b s h numbers, and one of counts (arXiv 2006.16668)
 
     ring                  N - 1 sends of the keys and values of b s / N tokens in forward; in
-                          backward N - 1 again, and N of their gradients (arXiv 2310.01889)
+                          backward N - 1 again, and N - 1 of their gradients (arXiv 2310.01889)
     exchanged heads       4 all-to-alls in forward, queries, keys, values, results, and 4 in
                           backward (arXiv 2309.14509)
 
@@ -149,7 +149,11 @@ def add_tensor_parallel(
 def add_context_parallel(
     calls: Calls, model: MoEConfig, layout: Layout, software: Software, held: Rank
 ) -> None:
-    layers = (held.dense + held.experts) * layout.micro_batches
+    m = layout.micro_batches
+    layers = (held.dense + held.experts) * m
+    if held.experts:
+        # int64: how many choices each expert gets; recomputation reuses the plan
+        calls["all-reduce", "cp", 8 * model.num_experts] += held.experts * m
     runs = 2 if layout.recompute == "full" else 1
     query = layout.tokens(model.seq_length) * model.hidden_size // layout.tp * software.weight
     key = query * model.num_kv_heads // model.num_heads
@@ -158,11 +162,12 @@ def add_context_parallel(
             calls["all-to-all", "cp", size] += layers * (runs + 1)
         return
     n = layout.cp
-    # keys and values side by side, in every forward and in backward; their gradients go all the
-    # way home
-    times = (n - 1) * (runs + 1) + n
-    calls["send", "cp", 2 * key] += layers * times
-    calls["receive", "cp", 2 * key] += layers * times
+    # keys and values side by side, in every forward and in backward; their gradients, which have
+    # at least 32 bits
+    wide = key * max(4, software.weight) // software.weight
+    for kind in ("send", "receive"):
+        calls[kind, "cp", 2 * key] += layers * (n - 1) * (runs + 1)
+        calls[kind, "cp", 2 * wide] += layers * (n - 1)
 
 
 # --- expert parallelism ---------------------------------------------------------------------------

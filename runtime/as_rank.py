@@ -47,7 +47,7 @@ import ring_attention
 import schedules
 from data import Batch
 from routers import DispatchPlan, Routing
-from runtime import rules, terminal
+from runtime import attention_kernels, rules, terminal
 from runtime.config import Config, ConfigError
 from runtime.counters import Counters, Held, Kept, by_dtype, key
 from runtime.world import Groups
@@ -169,9 +169,9 @@ def mask_without_bits(key: Tensor, site: int, shape, start: dict[int, int], p: f
     return torch.empty(shape, dtype=torch.bool, device=key.device)
 
 
-def is_plain(blocks: ring_attention.Blocks, q: Tensor, dropped: Tensor | None) -> bool:
-    """Ring attention by a kernel too, wherever there is no mask but the causal one."""
-    return dropped is None and blocks.documents is None
+def kernel_in_one(q: Tensor) -> attention_kernels.Kernel:
+    """ring_attention.kernel_for: also one operation."""
+    return attention_kernels.make(attention_kernels.Kernel)
 
 
 def one_after_the_other(ops: list[dist.P2POp]) -> list[dist.Work]:
@@ -179,12 +179,12 @@ def one_after_the_other(ops: list[dist.P2POp]) -> list[dist.Work]:
     return [op.op(op.tensor, op.peer, op.group, op.tag) for op in ops]
 
 
-# (module or class, name of a function): what the meta device runs in its place
+# (module, name of a function): what the meta device runs in its place
 STAND_INS = {
     (F, "scaled_dot_product_attention"): attention_in_one,
     (dropout, "dropout_mask"): mask_without_bits,
     (ring_attention, "dropout_mask"): mask_without_bits,
-    (ring_attention.Blocks, "is_plain"): is_plain,
+    (ring_attention, "kernel_for"): kernel_in_one,
     (dist, "batch_isend_irecv"): one_after_the_other,
 }
 
