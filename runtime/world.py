@@ -10,8 +10,8 @@ talk most: on a node of 8 GPUs, `--tp 8` stays inside the node.
     pp 0    0 1     2 3       4 5     6 7
     pp 1    8 9    10 11     12 13   14 15        other layers
 
-dp and cp ranks of one stage hold the same weights: they are the `replicas`, over which gradients are
-summed. Experts are spread over --ep of them, neighbours again: replicas = (edp, ep).
+dp and cp ranks of one stage hold the same weights: they are the `replicas`, over which gradients
+are summed. Experts are spread over --ep of them, neighbours again: replicas = (edp, ep).
 
     torchrun --nproc-per-node 8 train.py --pp 2 --tp 2
 
