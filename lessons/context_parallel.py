@@ -20,8 +20,8 @@ def in_order():
 
 WITHOUT = {
     "zigzag": in_order,
-    "positions": bugs.positions_from_zero,
-    "masks": bugs.dropout_from_zero,
+    "positions": bugs.no_zigzag_positions,
+    "masks": bugs.same_masks_on_every_piece,
 }
 # name -> why checks fail without it
 WHY = {
@@ -30,8 +30,8 @@ WHY = {
         " nothing else knows of this cut: positions and masks are those of the pieces."
     ),
     "positions": (
-        "Each rank counts from 0, so it gives its tokens the vectors of the first s/N positions."
-        " Shapes are right, attention's mask too, and bytes are the same."
+        "Rank r gives its tokens the vectors of positions r s/N and after, as if the sequence were"
+        " cut in order. Shapes are right, attention's mask too, and bytes are the same."
     ),
     "masks": (
         "A mask is a hash of coordinates, and one of them is a token's place in the sequence. From"
@@ -136,7 +136,7 @@ def teach(lesson: form.Lesson) -> None:
         )
         worst = demo.largest_difference(one["gradients"], result["gradients"])
         lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
-    lesson.break_it("positions", "Each rank counts positions from 0.", WHY["positions"])
+    lesson.break_it("positions", "Positions of a sequence cut in order.", WHY["positions"])
     lesson.break_it("masks", "Each rank drops what stands at these places.", WHY["masks"])
 
 

@@ -33,9 +33,9 @@ WHY = {
         " healthy: every weight is too large by the same factor. What travels is the same."
     ),
     "home": (
-        "A rank finds gradients of keys that are another's. Without the way home a rank takes what"
-        " it found for its neighbour's keys for its own. The result and the gradient of q need no"
-        " keys' gradients, so they are right."
+        "A rank finds gradients of keys that are another's. Without the way home it adds them to"
+        " those of its own keys. The result and the gradient of q need no keys' gradients, so they"
+        " are right."
     ),
 }
 
@@ -124,11 +124,12 @@ def teach(lesson: form.Lesson) -> None:
     message = 2 * B * A_KV * S // N * D * 8
     lesson.predict(
         f"Keys and values of a rank: 2 b a_kv s/N d 8 = {message:,} bytes. They go to the next"
-        f" rank N - 1 times; gradients of them N times, to be home. How many messages, N = {N}?"
+        f" rank N - 1 times. A rank's own part of their gradients waits at home: {N - 1} more."
+        " How many messages?"
     )
     lesson.check(
         f"forward {len(forward)}, backward {len(backward)}, of {message:,} bytes each",
-        forward == [message] * (N - 1) and backward == [message] * (2 * N - 1),
+        forward == [message] * (N - 1) and backward == [message] * (2 * N - 2),
     )
 
 
