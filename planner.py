@@ -222,10 +222,11 @@ def key_bytes(rank: Rank) -> float:
     return rank.activation / rank.layout.tp * model.num_kv_heads / model.num_heads
 
 
-def to_neighbour(rank: Rank) -> float:
-    """Seconds in which keys and values go to the next rank of the ring, as all others do."""
+def to_neighbour(rank: Rank, width: float = 1.0) -> float:
+    """Seconds in which keys and values go to the next rank of the ring, on all ranks at once.
+    width: of a number, over that of a weight."""
     link = rank.machine.link(rank.layout.cp, rank.strides["cp"])
-    return rank.machine.constants.wait + 2 * key_bytes(rank) / link
+    return rank.machine.constants.wait + 2 * key_bytes(rank) * width / link
 
 
 def exchanges(rank: Rank) -> float:
@@ -246,18 +247,20 @@ def context(rank: Rank, core: float) -> float:
 
 
 def context_backward(rank: Rank, core: float) -> float:
-    """The same of backward: gradients of keys and values travel too, one step behind them, and
-    nothing runs beside the last step, to the rank that they belong to."""
+    """The same of backward: gradients of keys and values follow them from the second step on, and
+    nothing runs beside their last way, to the rank that they belong to."""
     n = rank.layout.cp
     if n == 1:
         return 0.0
     if rank.layout.cp_kind == "all-to-all":
         return exchanges(rank)
-    send = to_neighbour(rank)
-    beside = core / n
-    # first keys and values alone, last gradients alone
-    waits = 2 * max(0.0, send - beside) + (n - 2) * max(0.0, 2 * send - beside)
-    return waits + send
+    keys = to_neighbour(rank)
+    gradients = to_neighbour(rank, max(4, rank.software.weight) / rank.software.weight)
+    # what is on its way beside each of the n steps
+    beside = [keys] * (n - 1) + [0.0]
+    for step in range(2, n):
+        beside[step] += gradients
+    return sum(max(0.0, seconds - core / n) for seconds in beside) + gradients
 
 
 def attention_share(model: MoEConfig) -> float:

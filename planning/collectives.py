@@ -149,7 +149,11 @@ def add_tensor_parallel(
 def add_context_parallel(
     calls: Calls, model: MoEConfig, layout: Layout, software: Software, held: Rank
 ) -> None:
-    layers = (held.dense + held.experts) * layout.micro_batches
+    m = layout.micro_batches
+    layers = (held.dense + held.experts) * m
+    if held.experts:
+        # int64: how many choices each expert gets; recomputation reuses the plan
+        calls["all-reduce", "cp", 8 * model.num_experts] += held.experts * m
     runs = 2 if layout.recompute == "full" else 1
     query = layout.tokens(model.seq_length) * model.hidden_size // layout.tp * software.weight
     key = query * model.num_kv_heads // model.num_heads
@@ -158,11 +162,12 @@ def add_context_parallel(
             calls["all-to-all", "cp", size] += layers * (runs + 1)
         return
     n = layout.cp
-    gradient = key * max(4, software.weight) // software.weight
-    for name in ("send", "receive"):
-        # keys and values side by side, in every forward and in backward
-        calls[name, "cp", 2 * key] += layers * (n - 1) * (runs + 1)
-        calls[name, "cp", 2 * gradient] += layers * (n - 1)
+    # keys and values side by side, in every forward and in backward; their gradients, which have
+    # at least 32 bits
+    wide = key * max(4, software.weight) // software.weight
+    for kind in ("send", "receive"):
+        calls[kind, "cp", 2 * key] += layers * (n - 1) * (runs + 1)
+        calls[kind, "cp", 2 * wide] += layers * (n - 1)
 
 
 # --- expert parallelism ---------------------------------------------------------------------------

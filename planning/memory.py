@@ -110,7 +110,7 @@ def core_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software) -
     rows_of_scores = layout.tokens(model.seq_length) * model.num_heads // layout.tp
     if is_ring(layout) and model.dropout:
         # in single operations, whose result has the order of heads
-        log_sums = {"row sums": software.weight * rows_of_scores, "result": c.query}
+        log_sums = {"row sums": max(4, software.weight) * rows_of_scores, "result": c.query}
         return {"query": c.query, "key": c.key, "value": c.key} | log_sums
     if is_fused(model, layout, software):
         # log Σ exp of each row of scores, float32
@@ -143,8 +143,8 @@ def context_rows(model: MoEConfig, layout: Layout, software: Software) -> dict[s
         own = 2 * model.seq_length // layout.cp * model.head_dim
         rows["rotary table"] = own * software.weight
     if layout.cp > 1 and not is_ring(layout):
-        # int64: where the tokens of queries, keys, values, results go
-        rows["order of tokens"] = 4 * 8 * model.seq_length
+        # int64: where tokens go, and where they come from
+        rows["order of tokens"] = 2 * 8 * model.seq_length
     return rows
 
 
@@ -435,15 +435,18 @@ def _kept(model, software, b, t, ep, sequence, again, chunk, cp, cp_kind) -> Kep
     rotary = 2 * model.seq_length * model.head_dim * software.weight if has_table else 0
     of_head = head(model, layout, software, c)
     embedding = embedding_bytes(model, layout, c)
-    return Kept(block, expert_block, embedding, of_head, rotary, c.x, exchanged_bytes(layout, c))
+    exchanged = exchanged_bytes(layout, software, c)
+    return Kept(block, expert_block, embedding, of_head, rotary, c.x, exchanged)
 
 
-def exchanged_bytes(layout: Layout, c: Counts) -> int:
-    """In backward a ring has keys and values, and those that arrive; gradients of both, those that
-    arrive and those on their way. An exchange of heads has what leaves and what comes."""
+def exchanged_bytes(layout: Layout, software: Software, c: Counts) -> int:
+    """In backward a ring has keys and values, and those that arrive; of their gradients, in at
+    least 32 bits, its own, those that leave and those that arrive. An exchange of heads has what
+    leaves and what comes."""
     if layout.cp == 1:
         return 0
-    return 5 * 2 * c.key if is_ring(layout) else 2 * c.query
+    wide = max(4, software.weight) / software.weight
+    return int((2 + 3 * wide) * 2 * c.key) if is_ring(layout) else 2 * c.query
 
 
 # --- activations at the peak ----------------------------------------------------------------------

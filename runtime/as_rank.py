@@ -169,8 +169,8 @@ def mask_without_bits(key: Tensor, site: int, shape, start: dict[int, int], p: f
     return torch.empty(shape, dtype=torch.bool, device=key.device)
 
 
-def kernel_for(q: Tensor) -> attention_kernels.Kernel | None:
-    """Of ring attention: the kernel for CPUs, wherever there is no mask but the causal one."""
+def kernel_in_one(q: Tensor) -> attention_kernels.Kernel:
+    """ring_attention.kernel_for: also one operation."""
     return attention_kernels.make(attention_kernels.Kernel)
 
 
@@ -179,12 +179,12 @@ def one_after_the_other(ops: list[dist.P2POp]) -> list[dist.Work]:
     return [op.op(op.tensor, op.peer, op.group, op.tag) for op in ops]
 
 
-# (module or class, name of a function): what the meta device runs in its place
+# (module, name of a function): what the meta device runs in its place
 STAND_INS = {
     (F, "scaled_dot_product_attention"): attention_in_one,
     (dropout, "dropout_mask"): mask_without_bits,
     (ring_attention, "dropout_mask"): mask_without_bits,
-    (ring_attention, "kernel_for"): kernel_for,
+    (ring_attention, "kernel_for"): kernel_in_one,
     (dist, "batch_isend_irecv"): one_after_the_other,
 }
 
