@@ -16,14 +16,13 @@ keeps the logarithm L of its sum:
 
 Backward goes round again. With L of all keys, each block's probabilities are exp(q k_j / √d - L),
 so it gives its part of ∂q, ∂k and ∂v (FlashAttention, arXiv 2205.14135, appendix B.2). ∂k and ∂v
-of other ranks' keys follow k and v, one step behind, and end at home, where the part of the own
-queries waits for them. So backward sends twice what forward sends. The s x s matrix never exists
-whole.
+follow k and v, one step behind, and end at home, where the part of the own queries waits. So
+backward sends twice what forward sends. The s x s matrix never exists whole.
 
     python ring_attention.py      a lesson: a merge by hand, what travels, what a missing step does
 
-Not covered: a document mask (packing) and dropout have no kernel here. Their blocks, s/N queries by
-s/N keys, are written. Rings of several speeds, inside a node and between nodes (arXiv 2411.04404).
+Not covered: kernels for a document mask (packing) or dropout, whose blocks of s/N queries by s/N
+keys are written.
 """
 
 from collections.abc import Iterator
@@ -119,8 +118,7 @@ def merge(o: Tensor, log_sum: Tensor, more_o: Tensor, more_log_sum: Tensor):
 
 
 class Blocks:
-    """Of one attention: this rank's queries and the keys of each rank. documents: [b, s], of the
-    whole sequence."""
+    """This rank's queries, and the keys of each rank. documents: [b, s], of the whole sequence."""
 
     def __init__(self, core: "RingAttention", drop_key, documents: Tensor | None, s: int):
         self.group = core.group
@@ -135,27 +133,25 @@ class Blocks:
     def meeting(self, source: int, q: Tensor) -> Block:
         """Own queries q, [b, a, s/N, d], and the keys of rank `source`.
 
-        In zigzag the first halves of the ranks' tokens are in order, and the second halves in
-        reverse. So a rank before this one is seen with its first half by all queries, and a rank
-        after this one with both halves by the second half of the queries.
+        The first halves of the ranks' tokens are in the ranks' order, the second halves in reverse.
+        So of a rank before, all queries see the first half of the keys; of a rank after, the second
+        half of the queries sees all keys.
         """
         half = q.shape[2] // 2
         queries = slice(half, None) if source > self.rank else slice(None)
         keys = slice(half) if source < self.rank else slice(None)
         at_q = own_positions(self.s, self.rank, self.n, q.device)[queries]
         at_k = own_positions(self.s, source, self.n, q.device)[keys]
-        visible = dropped = None
-        keep = 1.0
+        visible, dropped, keep = None, None, 1.0
         if self.documents is not None:
             same = self.documents[:, at_q].unsqueeze(2) == self.documents[:, at_k].unsqueeze(1)
             visible = (same & (at_k <= at_q.unsqueeze(1))).unsqueeze(1)  # [b, 1, m, n]
         if self.dropout is not None:
             heads = self.dropout.shard_index.get(1, 0) * q.shape[1]
             shape = (*q.shape[:2], len(at_q), len(at_k))
-            coordinates = {1: heads, 2: at_q, 3: at_k}
-            site, p = self.dropout.site, self.dropout.p
-            dropped = dropout_mask(self.drop_key, site, shape, coordinates, p)
-            keep = 1 - p
+            start = {1: heads, 2: at_q, 3: at_k}
+            site, keep = self.dropout.site, 1 - self.dropout.p
+            dropped = dropout_mask(self.drop_key, site, shape, start, self.dropout.p)
         return Block(queries, keys, source == self.rank, visible, dropped, keep)
 
 
@@ -168,8 +164,8 @@ def repeat(x: Tensor, heads: int) -> Tensor:
 
 
 class Ring:
-    """A tensor goes to the next rank, and one comes from the rank before, while something
-    computes. All ranks start and wait in the same order: NCCL pairs messages by it, gloo by tag."""
+    """A tensor goes to the next rank, and one comes from the rank before, while something computes.
+    All ranks start and wait in one order: NCCL pairs messages by it, gloo by tag."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int):
         ranks = dist.get_process_group_ranks(group)
