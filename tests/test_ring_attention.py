@@ -188,8 +188,7 @@ def test_ring_is_attention_of_one_device(n):
 
 
 def test_sixteen_bits():
-    """Less than twice as far from the exact result as one device's kernel: parts are summed in 32
-    bits."""
+    """Less than twice as far from the exact result as one device's kernel."""
     case = dict(kv=2)
     exact = run(gpt.FusedAttention(), *(as_bf16(x, torch.float64) for x in tensors(**case)))
     one = run(gpt.FusedAttention(), *(as_bf16(x, torch.bfloat16) for x in tensors(**case)))
@@ -198,6 +197,31 @@ def test_sixteen_bits():
         assert tensor.dtype == torch.bfloat16
         distance = relative(tensor.double(), reference)
         assert distance < 2 * relative(of_one.double(), reference)
+
+
+def dtypes_of_sums(rank):
+    """In what the ring adds up, where the model has bf16."""
+    dtypes = set()
+    start = ring_attention.Ring.start
+
+    def noted_merge(o, *rest):
+        dtypes.add(o.dtype)
+        return merge(o, *rest)
+
+    def noted_start(ring, x):
+        # tag 1: of gradients
+        if ring.tag == 1:
+            dtypes.add(x.dtype)
+        start(ring, x)
+
+    ring_attention.merge = noted_merge
+    ring_attention.Ring.start = noted_start
+    on_rank(rank, [CASES["grouped"]], torch.bfloat16)
+    return dtypes
+
+
+def test_parts_are_summed_in_32_bits():
+    assert ranks.run(dtypes_of_sums, 2) == [{torch.float32}] * 2
 
 
 def as_bf16(x, dtype):
