@@ -26,6 +26,10 @@ Two kinds of attention over these ranks:
     ring          2 k (N - 1) b s h x / N            keys and values, N - 1 times
     all-to-all    (2 + 2 k) (N - 1) b s h x / N²     queries, keys, values, and the result
 
+    and in backward; y = max(x, 4), for gradients are summed in at least 32 bits
+    ring          2 k ((N - 1) x + N y) b s h / N    keys and values again, and their gradients
+    all-to-all    as in forward                      gradients, the other way
+
 All else goes by the position of a token in the whole sequence: position embeddings, rotary angles,
 dropout masks, document masks. The ranks hold the same weights, and their gradients are summed as
 those of data-parallel ranks are: over dp times cp ranks.
@@ -36,6 +40,8 @@ those of data-parallel ranks are: over dp times cp ranks.
 Not covered: keys that stay on a node while queries travel; pieces for sliding windows.
 """
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -49,6 +55,7 @@ from document_mask import positions_of
 from dropout import Dropout
 from model_config import FieldError, GPTConfig, divisors
 from ring_attention import RingAttention, own_positions
+from routers import Routing
 
 # --- who has which tokens -------------------------------------------------------------------------
 
@@ -66,6 +73,16 @@ def shard(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
     """This rank's tokens. x: s in dimension `dim` -> s/N"""
     pieces = x.chunk(2 * group.size(), dim)
     return torch.cat((pieces[group.rank()], pieces[2 * group.size() - 1 - group.rank()]), dim)
+
+
+def gather(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+    """The reverse of `shard`, without a gradient: all tokens, on every rank. s/N -> s"""
+    shards = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
+    dist.all_gather(shards, x.contiguous(), group=group)
+    halves = [shard.chunk(2, dim) for shard in shards]
+    return torch.cat([first for first, _ in halves] + [last for _, last in halves[::-1]], dim)
 
 
 def shard_batch(batch, group: dist.ProcessGroup):
@@ -101,13 +118,15 @@ class _AllToAll(torch.autograd.Function):
 
 
 class AllToAllAttention(nn.Module):
-    """The same, by the attention `core` of one device on a part of the heads."""
+    """Attention to all tokens, by the attention `inner` of one device on a part of the heads. As
+    ring_attention.RingAttention."""
 
-    def __init__(self, group: dist.ProcessGroup, core: nn.Module):
+    def __init__(self, group: dist.ProcessGroup, inner: nn.Module):
         super().__init__()
         self.group = group
-        self.core = core
+        self.inner = inner
 
+    @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
         n = self.group.size()
         s = q.shape[2] * n
@@ -115,7 +134,7 @@ class AllToAllAttention(nn.Module):
         order = torch.cat([own_positions(s, rank, n, q.device) for rank in range(n)])
         ascending = order.argsort()
         q, k, v = (_AllToAll.apply(x, self.group, 1, 2)[:, :, ascending] for x in (q, k, v))
-        y = self.core(q, k, v, drop_key, documents)  # [b, s, ad / N]
+        y = self.inner(q, k, v, drop_key, documents)  # [b, s, ad / N]
         return _AllToAll.apply(y[:, order], self.group, 1, 2)
 
 
@@ -145,8 +164,9 @@ class OwnPositions(nn.Module):
 class OwnRotary(gpt.Rotary):
     """Rotates with this rank's rows of the whole sequence's table."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, inner: gpt.Rotary, group: dist.ProcessGroup):
         super().__init__()
+        self.inner = inner
         self.group = group
 
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -185,28 +205,66 @@ def apply(
     parallelism and adapters."""
     if group is None:
         return
-    run_blocks = model.run_blocks
     # the table of rotary angles is that of the whole sequence
-    model.run_blocks = lambda x, s, *rest: run_blocks(x, s * group.size(), *rest)
+    model.run_blocks = partial(run_blocks_of_all, model.run_blocks, group.size())
     for module in model.modules():
         if isinstance(module, Dropout):
             # x [b, s/N, ..], of which sequence parallelism may have cut dimension 1 again
             shards = sequence_shards if 1 in module.shard_index else 1
             module.coordinates = partial(coordinates, group, shards)
+        elif isinstance(module, Routing):
+            module.sequence_group = group
     if model.embedding is not None and model.embedding.positions is not None:
         positions = model.embedding.positions
         model.embedding.positions = OwnPositions(positions, group, sequence_shards)
     for block in model.blocks.values():
         attention = block.attention
-        dropout = getattr(attention.core, "dropout", None)
-        if dropout is not None:
-            # of probabilities [b, a, s, s], not of tokens
-            dropout.coordinates = None
-        attention.rotary = OwnRotary(group)
-        if kind == "ring":
-            attention.core = RingAttention(group, dropout)
-        else:
-            if dropout is not None:
-                heads = dropout.shard_index.get(1, 0) * group.size() + group.rank()
-                dropout.shard_index[1] = heads
-            attention.core = AllToAllAttention(group, attention.core)
+        attention.rotary = OwnRotary(attention.rotary, group)
+        attention.core = make_core(attention.core, group, kind)
+
+
+def run_blocks_of_all(run_blocks, n: int, x: Tensor, s: int, *rest) -> Tensor:
+    """gpt.GPT.run_blocks for one of n ranks. s: of its tokens."""
+    return run_blocks(x, s * n, *rest)
+
+
+def make_core(core: nn.Module, group: dist.ProcessGroup, kind: str) -> nn.Module:
+    """What attends in the place of one device's `core`."""
+    dropout = getattr(core, "dropout", None)
+    if dropout is not None:
+        # of probabilities [b, a, s, s], not of tokens
+        dropout.coordinates = None
+    if kind == "ring":
+        return RingAttention(group, core)
+    if dropout is not None:
+        heads = dropout.shard_index.get(1, 0) * group.size() + group.rank()
+        dropout.shard_index[1] = heads
+    return AllToAllAttention(group, core)
+
+
+@contextlib.contextmanager
+def whole_sequences(models: list[gpt.GPT]) -> Iterator[None]:
+    """For text generated in the middle of training: inside this context the models work on whole
+    sequences, without dropout, as on one device. Of models that are not context parallel nothing
+    changes."""
+    changed = []
+    for model in models:
+        if isinstance(model.run_blocks, partial):
+            changed.append((model, "run_blocks", model.run_blocks, model.run_blocks.args[0]))
+        for parent in model.modules():
+            for name, child in parent.named_children():
+                if isinstance(child, OwnPositions | OwnRotary | RingAttention | AllToAllAttention):
+                    changed.append((parent, name, child, child.inner))
+    try:
+        for owner, name, _, of_one_device in changed:
+            setattr(owner, name, of_one_device)
+        yield
+    finally:
+        for owner, name, own, _ in changed:
+            setattr(owner, name, own)
+
+
+if __name__ == "__main__":
+    from lessons import context_parallel as lesson
+
+    lesson.main()

@@ -16,10 +16,16 @@ keeps the logarithm L of its sum:
 
 Backward goes round again. With L of all keys, each block's probabilities are exp(q k_j / √d - L),
 so it gives its part of ∂q, ∂k and ∂v (FlashAttention, arXiv 2205.14135, appendix B.2). ∂k and ∂v
-travel with k and v, and are home after N steps. The s x s matrix never exists whole.
+follow k and v, one step behind, and are home after N steps. The s x s matrix never exists whole.
 
-    python ring_attention.py
+    python ring_attention.py      a lesson: a merge by hand, what travels, what a missing step does
+
+Not covered: a document mask (packing) and dropout have no kernel here. Their blocks, s/N queries by
+s/N keys, are written. Rings of several speeds, inside a node and between nodes (arXiv 2411.04404).
 """
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,63 +33,141 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dropout import Dropout, dropout_mask
+from runtime.attention_kernels import kernel_for
 
 
 def own_positions(s: int, rank: int, n: int, device=None) -> Tensor:
-    """Positions of this rank's tokens in a sequence of s, [s/n], ascending."""
+    """Positions of a rank's tokens in a sequence of s, of the 2n pieces number `rank` and number
+    2n - 1 - rank. [s/n], ascending."""
     piece = s // (2 * n)
     at = torch.arange(piece, device=device)
     return torch.cat((at + rank * piece, at + (2 * n - 1 - rank) * piece))
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which parts are summed: 16 bits are too few."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 # --- attention to some keys, and its gradient -----------------------------------------------------
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropped: Tensor | None, keep: float
-):
-    """(o, L) over these keys alone. q: [b, a, m, d]; k, v: [b, a, n, d]; mask: true where a query
-    sees a key, [m, n] or [b, 1, m, n], None for all; dropped: [b, a, m, n] true where dropout
-    removes a probability, the others are divided by `keep`. o: [b, a, m, d], L: [b, a, m, 1]."""
-    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    log_sum = scores.logsumexp(-1, keepdim=True)
-    # a query that sees none of these keys: 0, not exp(-inf + inf)
-    p = (scores - log_sum.clamp(min=torch.finfo(scores.dtype).min)).exp()
-    if dropped is not None:
-        p = p.masked_fill(dropped, 0.0) / keep
-    return p @ v, log_sum
+class Block(NamedTuple):
+    """Which queries of this rank meet which keys of another, and how."""
+
+    # of the queries, and of the keys
+    queries: slice
+    keys: slice
+    # query i sees keys 0 .. i alone
+    causal: bool
+    # [b, 1, m, n], true where a query sees a key; None: as `causal` says
+    visible: Tensor | None
+    # [b, a, m, n], true where dropout removes a probability; the others are divided by `keep`
+    dropped: Tensor | None
+    keep: float
 
 
-def attend_backward(q, k, v, mask, dropped, keep, log_sum, grad, delta):
-    """(∂q, ∂k, ∂v) through these keys. log_sum: over all keys; grad: ∂o; delta: Σ o ∂o of each
-    query, [b, a, m, 1]."""
-    scale = q.shape[-1] ** -0.5
-    scores = q @ k.transpose(2, 3) * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    p = (scores - log_sum).exp()
-    dp = grad @ v.transpose(2, 3)
-    kept = p
-    if dropped is not None:
-        kept = p.masked_fill(dropped, 0.0) / keep
-        dp = dp.masked_fill(dropped, 0.0) / keep
-    ds = p * (dp - delta) * scale
-    return ds @ k, ds.transpose(2, 3) @ q, kept.transpose(2, 3) @ grad
+def probabilities(q: Tensor, k: Tensor, block: Block, log_sum: Tensor | None = None):
+    """(exp(q kᵀ / √d - L), L). log_sum: L; None: that of these keys alone. q: [b, a, m, d];
+    k: [b, a, n, d] -> [b, a, m, n] and [b, a, m, 1]"""
+    scores = (q @ k.transpose(2, 3)).to(wide(q.dtype)) * q.shape[-1] ** -0.5
+    if block.visible is not None:
+        scores = scores.masked_fill(~block.visible, -torch.inf)
+    elif block.causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
+    if log_sum is None:
+        log_sum = scores.logsumexp(-1, keepdim=True)
+    # a query that sees none of these keys has -inf: 0, not exp(-inf + inf)
+    return (scores - log_sum.clamp(min=torch.finfo(scores.dtype).min)).exp(), log_sum
+
+
+def drop(p: Tensor, block: Block) -> Tensor:
+    return p if block.dropped is None else p.masked_fill(block.dropped, 0.0) / block.keep
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Attention to these keys alone: (o [b, a, m, d], L [b, a, m, 1])"""
+    kernel = kernel_for(q)
+    if kernel and block.visible is None and block.dropped is None:
+        return kernel.forward(q, k, v, block.causal)
+    p, log_sum = probabilities(q, k, block)
+    return drop(p, block).to(v.dtype) @ v, log_sum
+
+
+def attend_backward(q, k, v, o, log_sum, grad, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """(∂q, ∂k, ∂v) through these keys. o, log_sum: over all keys; grad: ∂o, [b, a, m, d]."""
+    kernel = kernel_for(q)
+    if kernel and block.visible is None and block.dropped is None:
+        return kernel.backward(grad, q, k, v, o, log_sum, block.causal)
+    p, _ = probabilities(q, k, block, log_sum)
+    dp = drop((grad @ v.transpose(2, 3)).to(p.dtype), block)
+    # what softmax over all keys takes off: Σ_j p_j ∂p_j = o ∂o
+    delta = (o.to(p.dtype) * grad).sum(-1, keepdim=True)
+    ds = (p * (dp - delta) * q.shape[-1] ** -0.5).to(q.dtype)
+    return ds @ k, ds.transpose(2, 3) @ q, drop(p, block).to(q.dtype).transpose(2, 3) @ grad
 
 
 def merge(o: Tensor, log_sum: Tensor, more_o: Tensor, more_log_sum: Tensor):
-    """Two partial results over different keys as one."""
+    """Two partial results over different keys as one, (o, L)."""
     total = torch.logaddexp(log_sum, more_log_sum)
     return o * (log_sum - total).exp() + more_o * (more_log_sum - total).exp(), total
+
+
+# --- what meets what ------------------------------------------------------------------------------
+
+
+class Blocks:
+    """Of one attention: this rank's queries and the keys of each rank. documents: [b, s], of the
+    whole sequence."""
+
+    def __init__(self, core: "RingAttention", drop_key, documents: Tensor | None, s: int):
+        self.group = core.group
+        self.rank, self.n = core.group.rank(), core.group.size()
+        self.dropout = None
+        if drop_key is not None and core.dropout is not None and core.dropout.p > 0:
+            self.dropout = core.dropout
+        self.drop_key = drop_key
+        self.documents = documents
+        self.s = s
+
+    def meeting(self, source: int, q: Tensor) -> Block:
+        """Own queries q, [b, a, s/N, d], and the keys of rank `source`.
+
+        In zigzag the first halves of the ranks' tokens are in order, and the second halves in
+        reverse. So a rank before this one is seen with its first half by all queries, and a rank
+        after this one with both halves by the second half of the queries.
+        """
+        half = q.shape[2] // 2
+        queries = slice(half, None) if source > self.rank else slice(None)
+        keys = slice(half) if source < self.rank else slice(None)
+        at_q = own_positions(self.s, self.rank, self.n, q.device)[queries]
+        at_k = own_positions(self.s, source, self.n, q.device)[keys]
+        visible = dropped = None
+        keep = 1.0
+        if self.documents is not None:
+            same = self.documents[:, at_q].unsqueeze(2) == self.documents[:, at_k].unsqueeze(1)
+            visible = (same & (at_k <= at_q.unsqueeze(1))).unsqueeze(1)  # [b, 1, m, n]
+        if self.dropout is not None:
+            heads = self.dropout.shard_index.get(1, 0) * q.shape[1]
+            shape = (*q.shape[:2], len(at_q), len(at_k))
+            coordinates = {1: heads, 2: at_q, 3: at_k}
+            site, p = self.dropout.site, self.dropout.p
+            dropped = dropout_mask(self.drop_key, site, shape, coordinates, p)
+            keep = 1 - p
+        return Block(queries, keys, source == self.rank, visible, dropped, keep)
+
+
+def repeat(x: Tensor, heads: int) -> Tensor:
+    """Grouped-query attention: query heads share one key head. [b, a_kv, n, d] -> [b, a, n, d]"""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 # --- the ring -------------------------------------------------------------------------------------
 
 
 class Ring:
-    """Tensors that go to the next rank and come from the one before, while something computes."""
+    """A tensor goes to the next rank, and one comes from the rank before, while something
+    computes. All ranks start and wait in the same order: NCCL pairs messages by it, gloo by tag."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int):
         ranks = dist.get_process_group_ranks(group)
@@ -108,119 +192,35 @@ class Ring:
         return self.received
 
 
-class Blocks:
-    """Attention of this rank's queries to the keys of one rank after the other: which of them see
-    which, and what dropout removes."""
-
-    def __init__(self, core: "RingAttention", drop_key, documents: Tensor | None, s: int):
-        self.core = core
-        self.drop_key = drop_key
-        self.documents = documents
-        self.rank, self.n = core.group.rank(), core.group.size()
-        self.s = s
-
-    def parts(self, source: int, m: int) -> tuple[slice, slice]:
-        """Which of the m own queries, and which of the m keys of `source`, meet."""
-        if source < self.rank:
-            return slice(0, m), slice(0, m // 2)
-        return slice(m // 2 if source > self.rank else 0, m), slice(0, m)
-
-    def mask(self, source: int, qs: slice, ks: slice, device) -> Tensor | None:
-        """True where a query sees a key; None where all see all."""
-        at_q = own_positions(self.s, self.rank, self.n, device)[qs]
-        at_k = own_positions(self.s, source, self.n, device)[ks]
-        if self.documents is not None:
-            same = self.documents[:, at_q].unsqueeze(2) == self.documents[:, at_k].unsqueeze(1)
-            return (same & (at_k <= at_q.unsqueeze(1))).unsqueeze(1)
-        return at_k <= at_q.unsqueeze(1) if source == self.rank else None
-
-    def dropped(self, source: int, qs: slice, ks: slice, q: Tensor) -> Tensor | None:
-        dropout = self.core.dropout
-        if dropout is None or self.drop_key is None or dropout.p == 0:
-            return None
-        at_q = own_positions(self.s, self.rank, self.n, q.device)[qs]
-        at_k = own_positions(self.s, source, self.n, q.device)[ks]
-        heads = dropout.shard_index.get(1, 0) * q.shape[1]
-        shape = (*q.shape[:2], len(at_q), len(at_k))
-        return dropout_mask(
-            self.drop_key, dropout.site, shape, {1: heads, 2: at_q, 3: at_k}, dropout.p
-        )
-
-    def forward(self, source: int, q: Tensor, kv: Tensor):
-        """(queries that saw something, o, L)"""
-        qs, ks = self.parts(source, q.shape[2])
-        k, v = (repeat(x, q.shape[1]) for x in kv[..., ks, :])
-        q = q[:, :, qs]
-        mask, dropped = self.mask(source, qs, ks, q.device), self.dropped(source, qs, ks, q)
-        if self.is_plain(q, dropped):
-            causal = source == self.rank
-            o, log_sum = FLASH(q, k, v, 0.0, causal)
-            return qs, o, log_sum.unsqueeze(-1)
-        return qs, *attend(q, k, v, mask, dropped, self.keep)
-
-    def backward(self, source: int, q, kv, o, log_sum, grad, delta):
-        """(queries, their ∂q, [∂k, ∂v] of all keys)"""
-        qs, ks = self.parts(source, q.shape[2])
-        k, v = (repeat(x, q.shape[1]) for x in kv[..., ks, :])
-        q, o, log_sum, grad, delta = (x[:, :, qs] for x in (q, o, log_sum, grad, delta))
-        dropped = self.dropped(source, qs, ks, q)
-        if self.is_plain(q, dropped):
-            causal = source == self.rank
-            dq, dk, dv = FLASH_BACKWARD(
-                grad.contiguous(),
-                q,
-                k,
-                v,
-                o.contiguous(),
-                log_sum.squeeze(-1).contiguous(),
-                0.0,
-                causal,
-            )
-        else:
-            mask = self.mask(source, qs, ks, q.device)
-            dq, dk, dv = attend_backward(q, k, v, mask, dropped, self.keep, log_sum, grad, delta)
-        dkv = torch.zeros_like(kv)
-        for of_kv, part in zip(dkv, (dk, dv)):
-            of_kv[:, :, ks] = part.unflatten(1, (kv.shape[2], -1)).sum(2)
-        return qs, dq, dkv
-
-    @property
-    def keep(self) -> float:
-        return 1 - self.core.dropout.p if self.core.dropout else 1.0
-
-    def is_plain(self, q: Tensor, dropped: Tensor | None) -> bool:
-        """Whether PyTorch's kernel for CPUs computes it."""
-        return q.device.type == "cpu" and dropped is None and self.documents is None
-
-
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def repeat(x: Tensor, heads: int) -> Tensor:
-    """Grouped-query attention: query heads share one key head. [b, a_kv, n, d] -> [b, a, n, d]"""
-    return x.repeat_interleave(heads // x.shape[1], dim=1)
+def around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """(rank, its keys and values) for all N ranks, this one first. While the caller computes with
+    one, the next is on its way. kv: of this rank, [2, b, a_kv, s/N, d]"""
+    ring = Ring(group, tag=0)
+    n = group.size()
+    for step in range(n):
+        if step < n - 1:
+            ring.start(kv)
+        yield (group.rank() - step) % n, kv
+        if step < n - 1:
+            kv = ring.wait()
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, blocks: Blocks):
-        ring = Ring(blocks.core.group, 0)
-        kv = torch.stack((k, v))  # [2, b, a_kv, s/N, d]
-        o = log_sum = None
-        for step in range(blocks.n):
-            if step < blocks.n - 1:
-                ring.start(kv)
-            source = (blocks.rank - step) % blocks.n
-            qs, part, part_sum = blocks.forward(source, q, kv)
-            if o is None:
-                o, log_sum = part, part_sum
+        for source, kv in around(torch.stack((k, v)), blocks.group):
+            block = blocks.meeting(source, q)
+            rows = block.queries
+            k_part, v_part = (repeat(x, q.shape[1]) for x in kv[..., block.keys, :])
+            part, part_sum = attend(q[:, :, rows], k_part, v_part, block)
+            if source == blocks.rank:
+                # the first: all queries
+                o, log_sum = part.to(wide(q.dtype)), part_sum
             else:
-                merged = merge(o[:, :, qs], log_sum[:, :, qs], part, part_sum)
-                o[:, :, qs], log_sum[:, :, qs] = merged
-            if step < blocks.n - 1:
-                kv = ring.wait()
+                merged = merge(o[:, :, rows], log_sum[:, :, rows], part, part_sum)
+                o[:, :, rows], log_sum[:, :, rows] = merged
         ctx.blocks = blocks
+        o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, log_sum)
         return o
 
@@ -229,35 +229,51 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, o, log_sum = ctx.saved_tensors
         blocks = ctx.blocks
-        ring, home = Ring(blocks.core.group, 0), Ring(blocks.core.group, 1)
-        delta = (o * grad).sum(-1, keepdim=True)
-        kv = torch.stack((k, v))
-        dq = torch.zeros_like(q)
-        for step in range(blocks.n):
-            if step < blocks.n - 1:
-                ring.start(kv)
-            source = (blocks.rank - step) % blocks.n
-            qs, part, dkv = blocks.backward(source, q, kv, o, log_sum, grad, delta)
-            dq[:, :, qs] += part
-            if step > 0:
-                # what the ranks before have found for these keys
+        # for what is found about keys and values of other ranks
+        home = Ring(blocks.group, tag=1)
+        dq = torch.zeros_like(q, dtype=wide(q.dtype))
+        for source, kv in around(torch.stack((k, v)), blocks.group):
+            block = blocks.meeting(source, q)
+            of_queries = [x[:, :, block.queries] for x in (q, o, log_sum, grad)]
+            dq_part, dkv = through(block, kv, *of_queries)
+            dq[:, :, block.queries] += dq_part
+            if source != blocks.rank:
+                # the ranks before have found this for the same keys
                 dkv += home.wait()
             home.start(dkv)
-            if step < blocks.n - 1:
-                kv = ring.wait()
         dk, dv = home.wait()
-        return dq, dk, dv, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def through(block: Block, kv: Tensor, q, o, log_sum, grad) -> tuple[Tensor, Tensor]:
+    """(∂q of these queries, [∂k, ∂v] of all keys of a rank, in at least 32 bits)"""
+    k, v = (repeat(x, q.shape[1]) for x in kv[..., block.keys, :])
+    dq, *parts = attend_backward(q, k, v, o.contiguous(), log_sum, grad.contiguous(), block)
+    dkv = torch.zeros_like(kv, dtype=wide(kv.dtype))
+    for whole, part in zip(dkv, parts):
+        # heads that share a key: [b, a, n, d] -> [b, a_kv, a / a_kv, n, d] -> [b, a_kv, n, d]
+        whole[:, :, block.keys] = part.unflatten(1, (kv.shape[2], -1)).sum(2, dtype=dkv.dtype)
+    return dq, dkv
 
 
 class RingAttention(nn.Module):
     """In the place of gpt.FusedAttention or gpt.ExplicitAttention. q: [b, a, s/N, d]; k, v:
     [b, a_kv, s/N, d]; documents: [b, s], of the whole sequence -> [b, s/N, ad]"""
 
-    def __init__(self, group: dist.ProcessGroup, dropout: Dropout | None):
+    def __init__(self, group: dist.ProcessGroup, inner: nn.Module | None = None):
+        """inner: the attention of one device, in whose place this is."""
         super().__init__()
         self.group = group
-        self.dropout = dropout
+        self.inner = inner
+        self.dropout: Dropout | None = getattr(inner, "dropout", None)
 
+    @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
         blocks = Blocks(self, drop_key, documents, q.shape[2] * self.group.size())
         return _RingAttention.apply(q, k, v, blocks).transpose(1, 2).flatten(2)
+
+
+if __name__ == "__main__":
+    from lessons import ring_attention as lesson
+
+    lesson.main()

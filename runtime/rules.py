@@ -211,6 +211,8 @@ def check_context(config: Config, model: MoEConfig) -> None:
         refuse(config, "fp8", "a scale would be that of a rank's own tokens; leave --cp out")
     if model.num_experts and model.router == "sinkhorn":
         refuse(config, "cp", "--router sinkhorn balances all tokens together; topk would do")
+    if model.capacity_factor:
+        refuse(config, "capacity_factor", "counts all tokens of a sequence; leave out --cp")
     for name in ("preference", "rl"):
         if getattr(config, name):
             refuse(config, name, "sums over an answer, of which --cp gives each rank a part")
