@@ -1,5 +1,5 @@
-"""Parity of layouts drawn at random: pipelines, tensor, sequence, context, expert and (sharded) data
-parallelism, recomputation, on up to 8 ranks.
+"""Parity of layouts drawn at random: pipelines, tensor, sequence, context, expert and (sharded)
+data parallelism, recomputation, on up to 8 ranks.
 
     python tests/random_layouts.py [--count 200] [--first 0] [--cp] [--peft] [--fp8]
 
