@@ -27,7 +27,7 @@ Two kinds of attention over these ranks:
     all-to-all    (2 + 2 k) (N - 1) b s h x / N²     queries, keys, values, and the result
 
     and in backward; y = max(x, 4), for gradients are summed in at least 32 bits
-    ring          2 k ((N - 1) x + N y) b s h / N    keys and values again, and their gradients
+    ring          2 k (N - 1) (x + y) b s h / N      keys and values again, and their gradients
     all-to-all    as in forward                      gradients, the other way
 
 All else goes by the position of a token in the whole sequence: position embeddings, rotary angles,

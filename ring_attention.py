@@ -16,7 +16,9 @@ keeps the logarithm L of its sum:
 
 Backward goes round again. With L of all keys, each block's probabilities are exp(q k_j / √d - L),
 so it gives its part of ∂q, ∂k and ∂v (FlashAttention, arXiv 2205.14135, appendix B.2). ∂k and ∂v
-follow k and v, one step behind, and are home after N steps. The s x s matrix never exists whole.
+of other ranks' keys follow k and v, one step behind, and end at home, where the part of the own
+queries waits for them. So backward sends twice what forward sends. The s x s matrix never exists
+whole.
 
     python ring_attention.py      a lesson: a merge by hand, what travels, what a missing step does
 
@@ -232,27 +234,30 @@ class _RingAttention(torch.autograd.Function):
         # for what is found about keys and values of other ranks
         home = Ring(blocks.group, tag=1)
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
-        for source, kv in around(torch.stack((k, v)), blocks.group):
+        for step, (source, kv) in enumerate(around(torch.stack((k, v)), blocks.group)):
             block = blocks.meeting(source, q)
             of_queries = [x[:, :, block.queries] for x in (q, o, log_sum, grad)]
             dq_part, dkv = through(block, kv, *of_queries)
             dq[:, :, block.queries] += dq_part
-            if source != blocks.rank:
-                # the ranks before have found this for the same keys
-                dkv += home.wait()
-            home.start(dkv)
-        dk, dv = home.wait()
+            if step == 0:
+                own = dkv
+                continue
+            # what the ranks before have found for these keys
+            found = home.wait() if step > 1 else torch.zeros_like(own)
+            found[..., block.keys, :] += dkv
+            home.start(found)
+        dk, dv = own.add_(home.wait())
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def through(block: Block, kv: Tensor, q, o, log_sum, grad) -> tuple[Tensor, Tensor]:
-    """(∂q of these queries, [∂k, ∂v] of all keys of a rank, in at least 32 bits)"""
+    """(∂q of these queries, [∂k, ∂v] of the keys of `block`, in at least 32 bits)"""
     k, v = (repeat(x, q.shape[1]) for x in kv[..., block.keys, :])
-    dq, *parts = attend_backward(q, k, v, o.contiguous(), log_sum, grad.contiguous(), block)
-    dkv = torch.zeros_like(kv, dtype=wide(kv.dtype))
-    for whole, part in zip(dkv, parts):
-        # heads that share a key: [b, a, n, d] -> [b, a_kv, a / a_kv, n, d] -> [b, a_kv, n, d]
-        whole[:, :, block.keys] = part.unflatten(1, (kv.shape[2], -1)).sum(2, dtype=dkv.dtype)
+    dq, dk, dv = attend_backward(q, k, v, o, log_sum, grad, block)
+    dkv = torch.stack((dk, dv)).to(wide(kv.dtype))  # [2, b, a, n, d]
+    if dkv.shape[2] > kv.shape[2]:
+        # heads that share a key: [2, b, a_kv, a / a_kv, n, d]
+        dkv = dkv.unflatten(2, (kv.shape[2], -1)).sum(3)
     return dq, dkv
 
 

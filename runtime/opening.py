@@ -62,7 +62,7 @@ def check_data_agree(train_set, held_out, world: World) -> None:
 def check_room(config: Config, world: World) -> None:
     """Raises ConfigError for a run that the memory of a rank can never hold."""
     model = config.model_config()
-    # which hold the same weights
+    # what ZeRO shards, it shards over context-parallel ranks too
     replicas = world.size // config.tp // config.pp
     ranks = {"tp": config.tp, "pp": config.pp, "dp": replicas, "ep": config.ep, "cp": config.cp}
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"

@@ -80,6 +80,8 @@ def layout_of(config: Config, ranks: int) -> Layout:
         zero_stage=config.zero_stage,
         layer_split=tuple(config.layer_split) if config.layer_split else None,
         head_chunk=config.head_chunk,
+        cp=config.cp,
+        cp_kind=config.cp_kind,
     )
 
 

@@ -39,8 +39,7 @@ def state_parts(
 ) -> tuple[float, float, float]:
     """Bytes of (weights, gradients, optimizer state) that the fullest rank holds at least.
 
-    ranks: how many there are in tp, pp, dp and ep. dp: with other samples or, under context
-    parallelism, with other tokens. Experts have dp / ep replicas.
+    ranks: how many there are in tp, pp, dp and ep. Experts have dp / ep replicas.
     """
     weight = SIZES.get(precision, 2)
     gradient = max(weight, 4)
@@ -80,7 +79,7 @@ def activation_bytes(
 ) -> int:
     """Bytes that the fullest rank holds at least for one micro-batch: each layer's input, and
     without a pipeline the logits, of `head_chunk` tokens if it is given. ranks: as in
-    `state_parts`; "cp", where there is one: how many share a sequence."""
+    `state_parts`; and in cp, which share the tokens."""
     size = SIZES.get(precision, 2)
     tokens = micro_batch * model.seq_length // ranks.get("cp", 1)
     numbers = tokens * (model.hidden_size * model.num_layers // ranks["pp"])

@@ -1,15 +1,17 @@
 """Which rank this process is, its device, and the process groups that everything else is handed.
 
-There is one mesh (pp, dp, tp), made once. Tensor-parallel ranks are neighbours, because they talk
-most: on a node of 8 GPUs, `--tp 8` stays inside the node.
+There is one mesh (pp, dp, cp, tp), made once. Tensor-parallel ranks are neighbours, because they
+talk most: on a node of 8 GPUs, `--tp 8` stays inside the node.
 
-    ranks 0 .. 7 under --pp 2 --tp 2, each pair being tp 0 and tp 1:
+    ranks 0 .. 15 under --pp 2 --cp 2 --tp 2, each pair being tp 0 and tp 1:
 
-            dp 0    dp 1
-    pp 0    0 1     2 3
-    pp 1    4 5     6 7
+                dp 0              dp 1            other samples
+            cp 0    cp 1      cp 0    cp 1        other tokens of these samples
+    pp 0    0 1     2 3       4 5     6 7
+    pp 1    8 9    10 11     12 13   14 15        other layers
 
-Experts are spread over --ep of the dp ranks, neighbours again: dp = (edp, ep).
+dp and cp ranks of one stage hold the same weights: they are the `replicas`, over which gradients
+are summed. Experts are spread over --ep of them, neighbours again: replicas = (edp, ep).
 
     torchrun --nproc-per-node 8 train.py --pp 2 --tp 2
 
