@@ -12,6 +12,8 @@ from runtime.world import World
 LAYOUT = (
     "tp",
     "pp",
+    "cp",
+    "cp_kind",
     "ep",
     "virtual_stages",
     "schedule",

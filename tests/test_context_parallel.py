@@ -1,12 +1,16 @@
 """context_parallel.py and ring_attention.py: every layout is one device; counted bytes and saved
 activations are the formulas; what does not fit is refused."""
 
+import json
 import shutil
 from collections import Counter
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 
+import processes
 import pytest
+import small_run
 import torch
 import torch.distributed as dist
 from parity import LLAMA, SMALL, same, train, train_each
@@ -15,8 +19,11 @@ import context_parallel
 import recompute
 from lessons import demo, parity, ranks
 from model_config import GPTConfig
+from packing import Example
+from runtime import rules
 from runtime.collectives import Collectives
-from runtime.config import Config
+from runtime.config import Config, ConfigError
+from sft import Conversations
 
 # queries in groups of two; key heads for tensor parallelism times exchanged heads
 GROUPED = LLAMA | dict(num_heads=8, num_kv_heads=4, seq_length=32)
@@ -65,8 +72,10 @@ OVER_PIPELINES = [
         ("gpt", 2, both(dict(cp=2), RECOMPUTED[0], dict(cp=2, zero_stage=2, micro_batch_size=2))),
         ("llama", 2, both(dict(cp=2), RECOMPUTED[1], SHARDED[0])),
         ("packed", 2, both(dict(cp=2))),
-        ("gpt", 4, both(dict(cp=4), *OVER_TENSORS, *OVER_PIPELINES[1:], SHARDED[1])),
-        ("grouped", 4, both(dict(cp=4), OVER_TENSORS[1], OVER_PIPELINES[0])),
+        ("gpt", 4, both(dict(cp=4), OVER_TENSORS[1], OVER_PIPELINES[1], SHARDED[1])),
+        ("grouped", 4, both(dict(cp=4), OVER_TENSORS[0])),
+        again("gpt", 4, both(OVER_TENSORS[0], OVER_PIPELINES[0], OVER_PIPELINES[2])),
+        again("grouped", 4, both(OVER_TENSORS[1], *OVER_PIPELINES)),
         ("packed", 4, [dict(cp=4), *both(OVER_TENSORS[1]), dict(cp=2, pp=2, micro_batch_size=2)]),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -121,10 +130,11 @@ EXPERTS = dict(num_experts=4, router="topk", router_topk=2, micro_batch_size=2)
 @pytest.mark.parametrize(
     "world, variants, losses",
     [
-        (2, both(dict(cp=2, ep=2)), 0.0),
-        (4, both(dict(cp=2, ep=2), dict(cp=2, ep=4)), 0.0),
         (2, both(dict(cp=2, ep=2)), 0.1),
-        (4, both(dict(cp=2, ep=2)), 0.1),
+        (4, [dict(cp=2, ep=4), dict(cp=2, ep=2, cp_kind="all-to-all")], 0.1),
+        again(2, both(dict(cp=2)), 0.1),
+        again(4, both(dict(cp=2, ep=2)), 0.1),
+        again(4, both(dict(cp=2, ep=2), dict(cp=2, ep=4)), 0.0),
         again(4, both(dict(cp=2, tp=2, sequence_parallel=True, ep=2)), 0.1),
         again(4, both(dict(cp=2, pp=2, schedule="zb-h1", ep=2)), 0.1),
         again(4, both(dict(cp=2, ep=2, zero_stage=3, recompute="full")), 0.1),
@@ -216,3 +226,118 @@ def test_memory_of_activations_is_a_quarter(base):
         assert kept == pytest.approx(one / 4, rel=0.02)
     for kept in of_heads:
         assert kept == pytest.approx(one / 4 + buffers, rel=0.02)
+
+
+# --- lengths and refusals -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, world, words",
+    [
+        (dict(cp=2), 1, "--cp 2: this is one rank alone"),
+        (dict(cp=3), 4, "--cp 3: must divide the 4 ranks over --tp 1 --pp 1; [1, 2, 4] would fit"),
+        (dict(cp=4, tp=2), 12, "--cp 4: must divide the 12 ranks over --tp 2 --pp 1"),
+        (dict(cp=0), 2, "--cp 0: must be at least 1"),
+        (
+            dict(cp=4, seq_length=100),
+            4,
+            "--seq-length 100: must be divisible by twice --cp 4: the sequence is cut into so many"
+            " pieces; 96 or 104 would fit",
+        ),
+        (dict(cp=4, seq_length=7), 4, "--seq-length 7: must be divisible by twice --cp 4"),
+        (
+            dict(cp=2, tp=2, sequence_parallel=True, seq_length=12),
+            4,
+            "--seq-length 12 must be divisible by 8",
+        ),
+        (
+            dict(cp=4, cp_kind="all-to-all", num_heads=6, hidden_size=48),
+            4,
+            "--cp 4: must divide --num-heads 6 over --tp 1 where heads are exchanged"
+            " (--cp-kind all-to-all); [2, 3, 6] would fit",
+        ),
+        (
+            dict(cp=4, cp_kind="all-to-all", model="llama2-7b", num_heads=8, num_kv_heads=2),
+            4,
+            "--cp 4: must divide --num-kv-heads 2 over --tp 1",
+        ),
+        (dict(cp_kind="all-to-all"), 2, "--cp-kind all-to-all: needs --cp 2 or more"),
+        (dict(cp=2, fp8="current"), 2, "--fp8 current"),
+        (dict(cp=2, num_experts=4, router="sinkhorn"), 2, "--router sinkhorn"),
+        (
+            dict(cp=2, num_experts=4, router="topk", capacity_factor=1.0),
+            2,
+            "--capacity-factor 1.0",
+        ),
+        (dict(cp=2, preference="dpo", pairs=["pairs.jsonl"]), 2, "--preference dpo"),
+        (dict(cp=2, global_batch_size=3), 4, "--global-batch-size 3: must be divisible by the 2"),
+    ],
+    ids=str,
+)
+def test_refused(flags, world, words):
+    """In one line, before any process group."""
+    with pytest.raises(ConfigError) as refused:
+        rules.validate(Config(**flags), world)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("cp, tp", [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_rows_are_padded_to_what_can_be_cut(cp, tp):
+    """Conversations of odd lengths: targets and counts stay, each rank has as many tokens."""
+    config = Config(cp=cp, tp=tp, sequence_parallel=tp > 1)
+    assert config.length_multiple == {(1, 1): 1, (2, 1): 4, (4, 1): 8, (2, 2): 8}[cp, tp]
+    examples = [Example(list(range(1, n)), [True] * (n - 1)) for n in (6, 11, 15)]
+    rows, cut = (Conversations(examples, 61, None, m) for m in (1, config.length_multiple))
+    batch, padded = rows.batch([0, 1, 2]), cut.batch([0, 1, 2])
+    length = batch.tokens.shape[1]
+    assert padded.tokens.shape[1] == -(-length // config.length_multiple) * config.length_multiple
+    assert torch.equal(padded.targets[:, :length], batch.targets)
+    assert not padded.loss_mask[:, length:].any()
+    assert cut.counted_tokens([0, 1, 2]) == rows.counted_tokens([0, 1, 2])
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+RUN = dict(
+    num_layers=2,
+    global_batch_size=4,
+    steps=6,
+    eval_every=3,
+    save_every=3,
+    dropout=0.1,
+    precision="fp64",
+)
+
+
+def metrics(folder: str, name: str) -> list[float]:
+    lines = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+def start(out: str, world: int, *more, **options) -> processes.Command:
+    flags = small_run.flags(**RUN | dict(data="text.txt", out=out) | options)
+    return processes.run(["train.py", *flags, *more], world=world)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(Path(small_run.__file__).read_text() * 8)
+
+
+@pytest.mark.parametrize("kind", ["ring", again("all-to-all")])
+def test_a_run_is_that_of_one_rank(here, kind):
+    """Metrics, evaluation, a sample; then its checkpoint goes on under other layouts."""
+    done = start("two", 2, cp=2, cp_kind=kind)
+    assert done.returncode == 0, done.stderr
+    assert ", cp 2" in done.stdout, done.stdout
+    assert len(Path("two/sample.txt").read_text()) > 4
+    one = start("one", 1, steps=8)
+    assert one.returncode == 0, one.stderr
+    for name in ("loss", "grad_norm", "eval_loss"):
+        of_one, of_two = metrics("one", name), metrics("two", name)
+        assert of_two[:6] == pytest.approx(of_one[: len(of_two)], rel=1e-10), name
+    # two more steps of the same run, by one rank
+    again = start("two", 1, "--resume", cp=1, cp_kind="ring", steps=8)
+    assert again.returncode == 0, again.stderr
+    assert metrics("two", "loss") == pytest.approx(metrics("one", "loss"), rel=1e-10)
