@@ -75,14 +75,16 @@ KEY_HEADS = (8, 2)
 
 
 class InOrder(ring_attention.Blocks):
-    """The same attention where rank r has part r: it sees nothing of later ranks' keys."""
+    """What meets what where rank r has part r: nothing of later ranks' keys."""
 
-    def parts(self, source: int, m: int) -> tuple[slice, slice]:
-        return slice(m if source > self.rank else 0, m), slice(0, m)
-
-    def is_plain(self, q: Tensor, dropped: Tensor | None) -> bool:
-        # the kernel takes no empty tensors
-        return q.shape[2] > 0 and super().is_plain(q, dropped)
+    def meeting(self, source: int, q: Tensor) -> ring_attention.Block:
+        queries = visible = None
+        if source > self.rank:
+            # no query at all; no kernel takes so few
+            queries = q.shape[2]
+            visible = torch.ones(1, 1, 0, q.shape[2], dtype=torch.bool)
+        rows = slice(queries, None)
+        return ring_attention.Block(rows, slice(None), source == self.rank, visible, None, 1.0)
 
 
 def own_part(s: int, rank: int, n: int, device=None) -> Tensor:
@@ -143,8 +145,10 @@ def attention_seconds(cutting: str, rank: int, n: int, shape: dict) -> float:
         blocks = ring_attention.Blocks(core, None, None, s)
         start = time.process_time()
         for source in range(n):
-            blocks.forward(source, q, kv)
-            blocks.backward(source, q, kv, q, log_sum, grad, log_sum)
+            block = blocks.meeting(source, q)
+            rows = [x[:, :, block.queries] for x in (q, log_sum, grad)]
+            ring_attention.attend(rows[0], *kv[..., block.keys, :], block)
+            ring_attention.through(block, kv, rows[0], *rows)
         return time.process_time() - start
 
 
@@ -210,8 +214,8 @@ def bytes_formula(kind: str, n: int, b: int, s: int, h: int, k: float, x: int) -
     bytes of a number."""
     if kind == "ring":
         forward = 2 * k * (n - 1) * b * s * h * x / n
-        # keys and values again, and their gradients
-        return {"forward": forward, "backward": 2 * forward}
+        # keys and values again, and their gradients, of at least 4 bytes a number
+        return {"forward": forward, "backward": forward + forward * max(x, 4) / x}
     forward = (2 + 2 * k) * (n - 1) * b * s * h * x / n**2
     return {"forward": forward, "backward": forward}
 
@@ -332,11 +336,13 @@ class Silent(ring_attention.Ring):
 
 
 class Measured:
-    """Steps of one kind on this rank, and the loss of the first."""
+    """Steps of one kind on this rank: their losses, and their processor seconds, in which no rank
+    waits."""
 
     def __init__(self, shape: dict, kind: str | None, *contexts):
         self.contexts = contexts
         self.losses = []
+        self.processor = []
         with self.entered():
             self.trainer, self.dataset = build(shape, kind)
 
@@ -348,10 +354,12 @@ class Measured:
             yield
 
     def step(self) -> None:
+        start = time.process_time()
         with self.entered():
             loss = self.trainer.forward_backward(1, self.dataset)
             self.trainer.update(1)
         self.losses.append(loss.item())
+        self.processor.append(time.process_time() - start)
 
 
 def silent_ring():
@@ -359,8 +367,8 @@ def silent_ring():
 
 
 def on_rank(rank: int, rounds: int, shape: dict) -> dict:
-    """times: {kind: seconds}, round by round; losses: {kind: of the first step, this rank's part};
-    events: {cutting: time line of a step}"""
+    """times: {kind: seconds}, round by round; processor: {kind: seconds of a step}; losses: {kind:
+    of the first step, this rank's part}; events: {cutting: time line of a step}"""
     keep_freed_memory()
     one = Measured(shape, None)
     steps = {
@@ -379,8 +387,12 @@ def on_rank(rank: int, rounds: int, shape: dict) -> dict:
         "zigzag": recorded(steps["ring"]),
         "in order": recorded(steps["in order"]),
     }
-    losses = {name: measured.losses[0] for name, measured in steps.items()}
-    return {"times": times, "losses": losses, "events": events}
+    return {
+        "times": times,
+        "processor": {name: median(measured.processor) for name, measured in steps.items()},
+        "losses": {name: measured.losses[0] for name, measured in steps.items()},
+        "events": events,
+    }
 
 
 # --- the time line of a step: (what, direction, start, end), in seconds
@@ -393,10 +405,11 @@ class Recorder:
         self.events = []
 
     def __enter__(self):
-        blocks = ring_attention.Blocks
+        forward = self.timed("forward", ring_attention.attend)
+        backward = self.timed("backward", ring_attention.through)
         self.patches = [
-            mock.patch.object(blocks, "forward", self.timed("forward", blocks.forward)),
-            mock.patch.object(blocks, "backward", self.timed("backward", blocks.backward)),
+            mock.patch.object(ring_attention, "attend", forward),
+            mock.patch.object(ring_attention, "through", backward),
             mock.patch.object(ring_attention, "Ring", self.ring()),
         ]
         for patch in self.patches:
@@ -410,10 +423,10 @@ class Recorder:
     def note(self, what: str, start: float) -> None:
         self.events.append((what, start, time.perf_counter()))
 
-    def timed(self, what: str, method):
-        def call(*args, **options):
+    def timed(self, what: str, function):
+        def call(*args):
             start = time.perf_counter()
-            result = method(*args, **options)
+            result = function(*args)
             self.note(what, start)
             return result
 
@@ -485,8 +498,13 @@ def speed_part(shape: dict, rounds: int) -> dict:
         if kind in ("ring", "all-to-all", "in order"):
             loss = sum(m["losses"][kind] for m in measured)
             results["loss_difference"][kind] = abs(loss - one_loss) / one_loss
+    # of the rank that has most; "apart" is a whole sequence
+    results["processor_seconds"] = {
+        kind: max(m["processor"][kind] for m in measured) for kind in measured[0]["processor"]
+    }
     results["ring_over_in_order"] = spread([t["in order"] / t["ring"] for t in times])
     print(f"ring over cut in order: {format_spread(results['ring_over_in_order'])}")
+    print(f"processor seconds of the busiest rank: {results['processor_seconds']}")
     print(f"relative difference of the first loss: {results['loss_difference']}")
     results["time_line"] = {}
     for cutting in CUTTINGS:
