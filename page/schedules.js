@@ -14,7 +14,7 @@ function simulated(name, s) {
     return { ...chart, lines, transfer: s.transfer, end: py.max(lines.events.map((e) => e.end)) };
   } catch (error) {
     if (!(error instanceof schedules_ScheduleError)) throw error;
-    return { ...chart, error: `${py.str(error)}; ${rules_multiples(s.m, s.p)}`, end: 0 };
+    return { ...chart, error: `${py.str(error)}; ${refusal_multiples(s.m, s.p)}`, end: 0 };
   }
 }
 

@@ -21,7 +21,7 @@ share of the tokens (`EvenRouting`). On real ranks the rows that all-to-alls car
 
 Precision is bf16 unless --precision is given, as on GPUs. FLOPs are those of matrix
 multiplications; fused attention counts all s² scores, and five of its matrices in backward, for it
-computes the scores again.
+computes the scores again. A ring's blocks of which a query sees no key are not computed.
 
 Not covered: what fused CUDA kernels (--kernels auto) and torch.compile keep in another form; what
 exists for a moment (gathered units of ZeRO stage 3, gradients on their way, buffers, workspaces).

@@ -398,7 +398,7 @@ def lines_call(s: dict) -> str:
     v = s["v"] if s["schedule"] == "interleaved" else 1
     times = ", ".join(str(s[name]) for name in ("forward", "input", "weight", "transfer"))
     call = f"formulas_time_lines('{s['schedule']}', {s['p']}, {s['m']}, {v}, {times})"
-    return f"attempt(() => {call}, '; ' + rules_multiples({s['m']}, {s['p']}))"
+    return f"attempt(() => {call}, '; ' + refusal_multiples({s['m']}, {s['p']}))"
 
 
 def test_formulas_on_random_settings():
