@@ -27,6 +27,7 @@ figures: .venv/installed
 	.venv/bin/python comparisons/activation_memory.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/recompute_overhead.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/pipeline.py $(RESULTS) $(ARGS)
+	.venv/bin/python comparisons/context.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/planner.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/zero_memory.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/fsdp.py $(RESULTS) $(ARGS)

@@ -58,15 +58,18 @@ def layer_key(key: Tensor | None, layer: int) -> Tensor | None:
     return None if key is None else hash_(key ^ (layer + 1))
 
 
-def dropout_mask(key: Tensor, site: int, shape, start: dict[int, int], p: float) -> Tensor:
+def dropout_mask(key: Tensor, site: int, shape, start: dict[int, int | Tensor], p: float) -> Tensor:
     """Boolean mask, true (dropped) with probability p.
 
-    key: [b]; shape: [b, ...] of this shard; start: {dimension: first global coordinate} for each
-    dimension in which the shard does not begin at 0.
+    key: [b]; shape: [b, ...] of this shard; start: {dimension: first global coordinate, or all of
+    them} for each dimension in which the shard does not begin at 0.
     """
     x = hash_(key ^ site)
     for dim in range(1, len(shape)):
-        n = torch.arange(1, shape[dim] + 1, device=key.device) + start.get(dim, 0)
+        n = start.get(dim, 0)
+        if not isinstance(n, Tensor):
+            n = n + torch.arange(shape[dim], device=key.device)
+        n = n + 1
         # int64: compilers take an int32 product of small numbers for positive
         spread = (n * 0x9E3779B1 & 0x7FFFFFFF).int()
         # one more coordinate goes into the hash
@@ -87,12 +90,16 @@ class Dropout(nn.Module):
         self.p = p
         self.site = site
         self.shard_index: dict[int, int] = {}
+        # of dimension 1, where its coordinates are no range: (size, n) -> [size] coordinates
+        self.coordinates = None
 
     def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
         """x: [b, ...]; key: [b] from `layer_key`, or None in evaluation: nothing is dropped."""
         if key is None or self.p == 0:
             return x
         start = {dim: n * x.shape[dim] for dim, n in self.shard_index.items()}
+        if self.coordinates:
+            start[1] = self.coordinates(x.shape[1], self.shard_index.get(1, 0))
         mask = dropout_mask(key, self.site, x.shape, start, self.p)
         return x.masked_fill(mask, 0.0) * (1 / (1 - self.p))
 

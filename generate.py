@@ -124,7 +124,7 @@ class ModelRunner:
         last token."""
         stage = self.stages[chunk]
         cache.update_mask(self.dtype)
-        rotary = self.rotary_at(cache.positions, x.shape[1])
+        rotary = self.rotary_at(cache, x.shape[1])
         if stage.embedding is not None:
             x = stage.embedding(x)  # [b, s, h]
         for block in stage.blocks.values():
@@ -133,19 +133,32 @@ class ModelRunner:
             return x
         # of a prefill only the last tokens need logits
         if last_column is not None:
-            rows = torch.arange(len(x), device=x.device)
-            x = x[rows, last_column].unsqueeze(1)  # [b, 1, h]
+            x = at_column(x, last_column, cache)  # [b, 1, h]
         return stage.head(x)[:, 0]  # [b, V]
 
-    def rotary_at(self, positions: Tensor | None, s: int) -> tuple[Tensor, Tensor] | None:
+    def rotary_at(self, cache: Cache, s: int) -> tuple[Tensor, Tensor] | None:
         """cos and sin for positions [b] of a decoding step, each [b, 1, 1, d]; for a prefill of s
         tokens, [s, d]."""
         if self.rotary is None:
             return None
         cos, sin = self.rotary  # [seq_length, d]
-        if positions is None:
-            return cos[:s], sin[:s]
-        return cos[positions][:, None, None], sin[positions][:, None, None]
+        if cache.positions is None:
+            at = cache.prefill_positions(s, cos.device).clamp(max=len(cos) - 1)
+            return cos[at], sin[at]
+        return cos[cache.positions][:, None, None], sin[cache.positions][:, None, None]
+
+
+def at_column(x: Tensor, last_column: Tensor, cache: Cache) -> Tensor:
+    """The activation of each sequence's last token. x: [b, s, h] of a prefill, or this rank's
+    [b, s/N, h] of it; last_column: [b] -> [b, 1, h], on every rank"""
+    at = cache.prefill_positions(x.shape[1], x.device)  # [s/N], ascending
+    index = torch.searchsorted(at, last_column).clamp(max=len(at) - 1)
+    x = x[torch.arange(len(x), device=x.device), index]  # [b, h]
+    if cache.group:
+        # one rank has it, the others add 0
+        x = x.masked_fill((at[index] != last_column).unsqueeze(1), 0.0)
+        dist.all_reduce(x, group=cache.group)
+    return x.unsqueeze(1)
 
 
 # --- from prompts to tokens -----------------------------------------------------------------------
@@ -177,6 +190,7 @@ def stream(
     lockstep: dist.ProcessGroup | None = None,
     keys: list[int] | None = None,
     observe: Observer | None = None,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> Iterator[list[NewToken]]:
     """Yields the new tokens after each step, of the batch or, in a pipeline, of a micro-batch. All
     ranks that hold a part of the model call this with the same arguments.
@@ -191,6 +205,8 @@ def stream(
         prompts are some of more.
     observe(batch, logits [b, V], sampled [b]): called on the ranks that sample, after they have:
         all ranks of a model, or of a pipeline those of the last stage (rollout.py).
+    cp_group: ranks with the same prompts, which share the prefill (context parallelism). The model
+        is that of one device: what shares is in the cache.
 
     Raises ValueError for a prompt or an option that is not possible; FloatingPointError where the
     model's logits are not finite."""
@@ -205,14 +221,17 @@ def stream(
     if num_batches == 0 or max_tokens == 0:
         return
     rule = StopRule(max_tokens, as_tuple(eot), stopped)
-    batches = make_batches(prompts, keys, num_batches, rule, runner, cached)
+    batches = make_batches(prompts, keys, num_batches, rule, runner, cached, cp_group)
     params = SamplingParams(temperature, top_k, top_p)
     with caching(stages, runner.slot):
-        if isinstance(model, GPT):
-            yield from decode(runner, batches[0], params, lockstep, observe)
-        else:
-            ring = Ring(model.channels)
-            yield from PipelinedDecoder(runner, ring, batches, params, lockstep, observe).decode()
+        yield from decode_all(model, runner, batches, params, lockstep, observe)
+
+
+def decode_all(model: GPT | Pipeline, runner: ModelRunner, batches: list[DecodeBatch], *rest):
+    """The decode loop of one batch, or in a pipeline that of micro-batches. rest: as of `decode`"""
+    if isinstance(model, GPT):
+        return decode(runner, batches[0], *rest)
+    return PipelinedDecoder(runner, Ring(model.channels), batches, *rest).decode()
 
 
 def make_batches(
@@ -222,6 +241,7 @@ def make_batches(
     rule: StopRule,
     runner: ModelRunner,
     cached: bool,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> list[DecodeBatch]:
     """The prompts, dealt out in turn; a rank with fewer than batches adds idle sequences."""
     sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
@@ -229,7 +249,7 @@ def make_batches(
         sequences.append(idle_sequence())
     seq_length = runner.config.seq_length
     return [
-        DecodeBatch(sequences[i::num_batches], rule, seq_length, runner.device, cached)
+        DecodeBatch(sequences[i::num_batches], rule, seq_length, runner.device, cached, cp_group)
         for i in range(num_batches)
     ]
 

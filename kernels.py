@@ -747,6 +747,9 @@ class BiasDropoutAdd(gpt.BiasDropoutAdd):
         if only_adds(self, bias, drop_key):
             # PyTorch does this in one pass already.
             return residual + x
+        if self.dropout.coordinates:
+            # the operation knows a range of positions alone
+            return super().forward(x, bias, residual, drop_key)
         start = self.dropout.shard_index.get(1, 0) * x.shape[1]
         mask = self.dropout.site, start, self.dropout.p
         return bias_dropout_add(x, bias, residual, drop_key, *mask)

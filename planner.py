@@ -7,6 +7,7 @@ micro-batch, s sequence, h hidden, t tensor-parallel ranks, p stages, v of them 
     matmul        24 b s h² + 4 b s² h FLOPs forward in each layer, twice backward     / FLOP/s
     elementwise   bytes that norms, dropout, activations, softmax read and write       / bytes/s
     tensor        2 (t-1)/t of the bytes of each all-reduce                            / bytes/s
+    context       what a layer waits for keys and values of other ranks' tokens
     pipeline      sends between stages
     bubble        (p - 1) (forward + backward) / v, with the seconds of a rank's layers
     head          logits and loss, on the last stage: the slowest rank sets the pace
@@ -39,7 +40,7 @@ from planning import shared
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import Layout, Machine, Software
 from planning.layouts import layouts
-from planning.memory import memory
+from planning.memory import is_fused, memory
 from routers import MoEConfig
 from runtime import sizes
 
@@ -89,14 +90,17 @@ class Rank:
         self.layout = layout
         self.flops_per_second = machine.peak * machine.constants.matmul
         self.bytes_per_second = machine.memory_bandwidth * machine.constants.memory
-        # of a micro-batch: b s, and the bytes of an activation [b, s, h]
-        self.tokens = layout.micro_batch_size * model.seq_length
+        # of a micro-batch: b s, over context-parallel ranks, and the bytes of an activation
+        self.tokens = layout.tokens(model.seq_length)
         self.activation = software.weight * self.tokens * model.hidden_size
         # the ranks of a group are numbered so far apart: tensor-parallel ranks are neighbours
-        self.strides = {"tp": 1, "ep": layout.tp, "dp": layout.tp, "pp": layout.tp * layout.dp}
+        t = layout.tp
+        self.strides = {"tp": 1, "ep": t, "cp": t, "replicas": t, "pp": t * layout.replicas}
         # over which sequence parallelism shards what tensor parallelism leaves whole
         self.sequence_ranks = layout.tp if layout.sequence_parallel else 1
         self.fused_attention = software.fused_attention and model.attention == "fused"
+        # in backward, always
+        self.scores_again = is_fused(model, layout, software)
 
     def matmul(self, flops: float) -> float:
         return flops / self.flops_per_second
@@ -132,6 +136,7 @@ class Pass(NamedTuple):
     elementwise: float
     tensor: float
     expert: float
+    context: float
 
     def plus(self, other: "Pass") -> "Pass":
         return Pass(*(x + y for x, y in zip(self, other)))
@@ -153,7 +158,9 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     all_reduce = rank.collective("tp", rank.activation, passes=2)
     exchange = 2 * len(model.expert_layers) / L
     exchange *= rank.collective("ep", rank.activation * model.router_topk / rank.sequence_ranks)
-    forward = Pass(linear + core, elementwise + scores, 2 * all_reduce, exchange)
+    core_backward = (3 if rank.scores_again else 2) * core
+    waits = context(rank, core), context_backward(rank, core_backward)
+    forward = Pass(linear + core, elementwise + scores, 2 * all_reduce, exchange, waits[0])
 
     # stages 2 and 3 keep a row of the sum
     adds = layout.zero_stage < 2 and not rank.software.fuses_accumulation
@@ -162,15 +169,16 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     )
     backward = Pass(
         # fused attention computes the scores again
-        2 * linear + (3 if rank.fused_attention else 2) * core,
+        2 * linear + core_backward,
         BACKWARD * (elementwise + scores) + accumulation,
         tensor_backward(rank, all_reduce, linear),
         exchange,
+        waits[1],
     )
     if layout.recompute == "full":
         backward = backward.plus(forward)
-    elif layout.recompute == "selective" and not rank.fused_attention:
-        backward = backward.plus(Pass(core, scores, 0.0, 0.0))
+    elif layout.recompute == "selective" and not rank.scores_again:
+        backward = backward.plus(Pass(core, scores, 0.0, 0.0, 0.0))
     return forward, backward, linear + accumulation
 
 
@@ -206,6 +214,53 @@ def tensor_backward(rank: Rank, all_reduce: float, linear: float) -> float:
     if rank.layout.sequence_parallel and rank.software.sums_norms_by_layer:
         waits += rank.collective("tp", NORM_GRADIENTS * rank.model.hidden_size, passes=2)
     return waits
+
+
+def key_bytes(rank: Rank) -> float:
+    """Of the keys, or the values, of this rank's tokens and heads."""
+    model = rank.model
+    return rank.activation / rank.layout.tp * model.num_kv_heads / model.num_heads
+
+
+def to_neighbour(rank: Rank, width: float = 1.0) -> float:
+    """Seconds in which keys and values go to the next rank of the ring, on all ranks at once.
+    width: of a number, over that of a weight."""
+    link = rank.machine.link(rank.layout.cp, rank.strides["cp"])
+    return rank.machine.constants.wait + 2 * key_bytes(rank) * width / link
+
+
+def exchanges(rank: Rank) -> float:
+    """Seconds of four all-to-alls: queries, keys, values, results."""
+    sizes_of = rank.activation / rank.layout.tp, key_bytes(rank)
+    return 2 * sum(rank.collective("cp", size) for size in sizes_of)
+
+
+def context(rank: Rank, core: float) -> float:
+    """Seconds that forward waits for context-parallel ranks. core: of attention to all keys. A
+    ring's next keys and values come beside attention to those that are there."""
+    n = rank.layout.cp
+    if n == 1:
+        return 0.0
+    if rank.layout.cp_kind == "all-to-all":
+        return exchanges(rank)
+    return (n - 1) * max(0.0, to_neighbour(rank) - core / n)
+
+
+def context_backward(rank: Rank, core: float) -> float:
+    """The same of backward: gradients of keys and values follow them from the second step on, and
+    nothing runs beside their last way, to the rank that they belong to."""
+    n = rank.layout.cp
+    if n == 1:
+        return 0.0
+    if rank.layout.cp_kind == "all-to-all":
+        return exchanges(rank)
+    keys = to_neighbour(rank)
+    gradients = to_neighbour(rank, max(4, rank.software.weight) / rank.software.weight)
+    # what is on its way beside each of the n steps
+    beside = [keys] * (n - 1) + [0.0]
+    for step in range(2, n):
+        beside[step] += gradients
+    return sum(max(0.0, seconds - core / n) for seconds in beside) + gradients
 
 
 def attention_share(model: MoEConfig) -> float:
@@ -279,8 +334,8 @@ def data_parallel(rank: Rank, forward: float, backward: float) -> float:
     share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
     # each layer, the embedding and the head
     units = rank.model.num_layers / rank.layout.pp + 2 if software.reduces_by_layer else 1
-    gather = units * rank.collective("dp", software.weight * size / units, share=share)
-    reduce = units * rank.collective("dp", software.reduced * size / units, share=share)
+    gather = units * rank.collective("replicas", software.weight * size / units, share=share)
+    reduce = units * rank.collective("replicas", software.reduced * size / units, share=share)
     if stage == 3:
         if software.waits_for_reductions:
             return m * (max(0, gather - forward) + max(0, gather - backward) + reduce)
@@ -323,9 +378,9 @@ def step_time(
             waits -= 2 * min(weight_gradient, sum(backward) / 2)
         seconds["bubble"] = (p - 1) * L / p * waits / v
         seconds["pipeline"] = pipeline(rank)
-    if layout.dp > 1:
+    if layout.replicas > 1:
         seconds["data"] = data_parallel(rank, layers * sum(forward), layers * sum(backward))
-    shards = layout.dp if layout.zero_stage else 1
+    shards = layout.replicas if layout.zero_stage else 1
     update = UPDATE if software.weight == 2 else UPDATE_32
     seconds["optimizer"] = update * parameters(model, layout) / shards / rank.bytes_per_second
     return seconds

@@ -157,7 +157,8 @@ def apply(model: gpt.GPT, granularity: str, layers: int | None = None) -> None:
     for number, block in model.blocks.items():
         if layers is not None and int(number) >= layers:
             continue
-        core = block.attention.core
+        # context parallelism may have put it inside of another
+        core = getattr(block.attention.core, "inner", block.attention.core)
         if granularity == "full":
             for module in block.modules():
                 if isinstance(module, RunOnce):
@@ -170,7 +171,8 @@ def apply(model: gpt.GPT, granularity: str, layers: int | None = None) -> None:
 # --- the paper's formulas -------------------------------------------------------------------------
 #
 # For the paper's model: LayerNorm, GELU with 4h inside, dropout everywhere, 16-bit activations,
-# 1-byte masks. s, b, h, a, L, V are as in gpt.py; t tensor-parallel ranks, p pipeline stages.
+# 1-byte masks. s, b, h, a, L, V are as in gpt.py; t tensor-parallel ranks, p pipeline stages; cp
+# ranks that share a sequence, which the paper does not have: each has 1 / cp of the tokens.
 
 # the rows of table 2: (sequence parallelism, recompute)
 ROWS = {
@@ -191,21 +193,25 @@ def layer_bytes(
     t: int = 1,
     sequence_parallel: bool = False,
     recompute: str = "none",
+    cp: int = 1,
 ) -> float:
     """Bytes of activations that one layer keeps on one rank (table 2).
 
     Attention keeps 11 s b h + 5 a s² b, the MLP 19 s b h, two LayerNorms 4 s b h. Tensor
-    parallelism divides 24 of the 34 s b h by t, sequence parallelism the other 10.
+    parallelism divides 24 of the 34 s b h by t, sequence parallelism the other 10. Context
+    parallelism divides all of it by cp. (A ring keeps no s² numbers: "selective" has its bytes,
+    but for its result and a number for each row of scores.)
     """
     sequence_ranks = t if sequence_parallel else 1
+    tokens = s * b / cp
     if recompute == "full":
         # the layer's input
-        return 2 * s * b * h / sequence_ranks
+        return 2 * tokens * h / sequence_ranks
     # the inputs of the two column-parallel matrices, two masks, two LayerNorms
     outside = 10 / sequence_ranks
     # softmax 2, its mask 1, after dropout 2, times a s² b
     scores = 5 * a * s / (h * t) if recompute == "none" else 0
-    return s * b * h * (outside + 24 / t + scores)
+    return tokens * h * (outside + 24 / t + scores)
 
 
 def first_stage_layers(L: int, p: int = 1, v: int = 1) -> float:
@@ -220,7 +226,14 @@ def first_stage_layers(L: int, p: int = 1, v: int = 1) -> float:
 
 
 def outside_layers_bytes(
-    s: int, b: int, h: int, V: int, t: int = 1, p: int = 1, sequence_parallel: bool = True
+    s: int,
+    b: int,
+    h: int,
+    V: int,
+    t: int = 1,
+    p: int = 1,
+    sequence_parallel: bool = True,
+    cp: int = 1,
 ) -> float:
     """Bytes outside the layers on the first stage (section 4.3, which has sequence parallelism).
 
@@ -229,10 +242,11 @@ def outside_layers_bytes(
     layers' bytes under tensor and sequence parallelism. Its formula, this one, gives 0.57%.
     """
     sequence_ranks = t if sequence_parallel else 1
-    embedding = s * b * h * p / sequence_ranks
+    tokens = s * b / cp
+    embedding = tokens * h * p / sequence_ranks
     if p > 1:
         return embedding
-    return embedding + 4 * s * b * (h / sequence_ranks + V / t)
+    return embedding + 4 * tokens * (h / sequence_ranks + V / t)
 
 
 # --- bytes measured -------------------------------------------------------------------------------

@@ -294,6 +294,8 @@ class Routing(recompute.RunOnce):
         self.capacity_factor = config.capacity_factor
         # of expert parallelism
         self.group: dist.ProcessGroup | None = None
+        # of context parallelism: ranks with other tokens of the same sequences
+        self.sequence_group: dist.ProcessGroup | None = None
         # [E + 5], sums over training tokens: choices of each expert, then ROUTER_STATS
         self.statistics: Tensor | None = None
 
@@ -309,7 +311,7 @@ class Routing(recompute.RunOnce):
         chosen = self.scores(logits, self.training).topk(self.k).indices
         choices = chosen.t().flatten()  # [k n]: all first choices come first
         counts = choices.bincount(minlength=e)
-        load = counts.to(logits.dtype) / len(choices)
+        load = self.load(counts, logits.dtype)
         order = choices.argsort(stable=True)
         # evaluation drops nothing
         if self.capacity_factor and self.training:
@@ -327,6 +329,14 @@ class Routing(recompute.RunOnce):
             self.add_statistics(logits, counts, load, dropped=len(choices) - len(order))
         position = inverse_permutation(order, len(choices)).view(-1, n)
         return DispatchPlan(chosen, load, order, position, *self.across_ranks(kept))
+
+    def load(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
+        """Each expert's share of the choices of the micro-batch, of all context-parallel ranks.
+        counts: [E], of this rank -> [E]"""
+        if self.sequence_group and self.training:
+            counts = counts.clone()
+            dist.all_reduce(counts, group=self.sequence_group)
+        return counts.to(dtype) / counts.sum()
 
     def add_statistics(self, logits: Tensor, counts: Tensor, load: Tensor, dropped: int) -> None:
         logits = logits.double()

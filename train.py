@@ -29,6 +29,7 @@ from functools import partial
 import torch
 
 import chunked_head
+import context_parallel
 import fp8
 import fp8_scaling
 import fsdp
@@ -68,9 +69,8 @@ class Trainer(RunHooks):
         self.scaler = LossScaler() if self.precision == "fp16" else None
         # "off"; or why kernels do not run here; or "", where they run
         self.no_kernels = "off"
-        self.fp8 = fp8_scaling.make(
-            config.fp8_recipe(), self.model_config, device, config.keeps_bytes
-        )
+        recipe = config.fp8_recipe()
+        self.fp8 = fp8_scaling.make(recipe, self.model_config, device, config.keeps_bytes)
         self.build()
         self.optimizer = self.make_optimizer()
         self.checkpoints = RunCheckpoints(self, groups.files)
@@ -90,7 +90,7 @@ class Trainer(RunHooks):
             p, v = groups.pp.size(), config.virtual_stages
             self.stages = pipeline_parallel.apply(model, groups.pp.rank(), p, v, config.layer_split)
             channels = pipeline_parallel.Channels(groups.pp, groups.nccl)
-            shards = config.tp if config.sequence_parallel else 1
+            shards = config.cp * config.sequence_shards
             self.model = pipeline_parallel.Pipeline(self.stages, channels, shards)
             m = config.global_batch_size // self.dp // self.micro_batch
             self.schedule = schedules.make(config.pipeline_schedule, p, m, v)
@@ -106,6 +106,7 @@ class Trainer(RunHooks):
                 sequence_parallel.apply(stage, groups.tp)
             fp8.apply(stage, self.fp8, config.fp8_skip)
             self.after_model_parallel(stage)
+            context_parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
             if groups.pp and config.pipeline_schedule == "zb-h1":
                 zero_bubble.apply(stage)
             if config.compile:
@@ -117,7 +118,7 @@ class Trainer(RunHooks):
 
     def materialise(self, stage: GPT) -> GradientAccumulator:
         """Give a stage its values, sharded over data-parallel ranks. Returns its gradients."""
-        config, dp, edp = self.config, self.groups.dp, self.groups.edp
+        config, dp, edp = self.config, self.groups.replicas, self.groups.edp
         init = partial(sharding.init, stage, config.seed, self.device, DTYPES[self.precision])
         if not dp:
             init()
@@ -158,7 +159,7 @@ class Trainer(RunHooks):
 
         def forward(chunk: int, k: int, *x: torch.Tensor | None) -> torch.Tensor:
             """Micro-batch k through stage number `chunk` of this rank, from the activation x."""
-            batch = dataset.batch(mine[k * b : (k + 1) * b]).to(self.device)
+            batch = self.own_tokens(dataset.batch(mine[k * b : (k + 1) * b]).to(self.device))
             dropout = self.model_config.dropout or self.config.lora_dropout
             key = dropout_key(self.config.seed, step, batch.samples) if dropout else None
             y = self.stages[chunk](batch.tokens, batch.targets, key, *x, documents=batch.documents)

@@ -278,7 +278,7 @@ def read_flags(argv: list[str], world: int | None) -> tuple[Config, int]:
     config.device, config.tensorboard = "cpu", False
     if config.prompt_config:
         raise ConfigError("--prompt-config: verify.py trains whole models, or adapters")
-    least = config.tp * config.pp * config.ep
+    least = config.tp * config.pp * max(config.cp, config.ep)
     for ranks_of_layout in [world] if world else [2 * least, least]:
         try:
             # adapters of initial values are as good a test as those of a checkpoint

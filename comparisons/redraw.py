@@ -21,6 +21,7 @@ from runtime import terminal  # noqa: E402
 # NAME.json: the comparison whose `draw` reads it
 DRAWN_BY = {
     "activation_memory": "activation_memory",
+    "context": "context",
     "fine_tuning": "fine_tuning",
     "packing": "packing",
     "fp8": "fp8",

@@ -209,8 +209,11 @@ def table_of_symptoms(results: dict) -> str:
 def words_of_gradients(row: dict) -> str:
     """All, none, or how many and where."""
     count, total = row["wrong gradients"], row["gradients"]
-    if count in (0, total):
-        return "all" if count else "right"
+    if not count:
+        return "right"
+    # those of key biases, which are 0, may be wrong too
+    if count >= total:
+        return "all"
     places = sorted({place_of(name) for name in row["wrong"]})
     return f"{count} of {total}" + (f": {', '.join(places)}" if 0 < len(places) < 4 else "")
 

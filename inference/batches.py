@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import context_parallel
 from inference.kv_cache import Cache
 from inference.sampling import DIVERGED
 
@@ -106,22 +107,26 @@ class DecodeBatch:
         seq_length: int,
         device: torch.device,
         cached: bool = True,
+        cp_group: dist.ProcessGroup | None = None,
     ):
+        """cp_group: the ranks that have these sequences too, and share their prefill."""
         self.sequences = sequences
         self.rule = rule
         self.seq_length = seq_length
         self.device = device
         # of each sequence's context in the cache
         self.starts: list[int] = []
-        # [b], during prefill the column of each sequence's last token
+        # [b], during prefill the column of each sequence's last token, in the whole context
         self.last_column: Tensor | None = None
+        self.cp_group = cp_group
         self.diverged = False
         longest = max(sequence.prompt_length for sequence in sequences) + rule.max_tokens
-        self.cache = Cache(min(longest, seq_length) if cached else 0)
+        self.cache = Cache(min(longest, seq_length) if cached else 0, cp_group)
 
     def next_tokens(self) -> Tensor:
         """The tokens of the next forward pass: the newest of each sequence [b, 1], or the contexts
-        [b, s], padded at the end, where they are not in the cache. Prepares the cache for it."""
+        [b, s], padded at the end, where they are not in the cache; of N ranks that share them,
+        this one's [b, s/N]. Prepares the cache for it."""
         lengths = self.positions()
         starts = [context_start(length, self.seq_length) for length in lengths]
         last_columns = [length - start - 1 for length, start in zip(lengths, starts)]
@@ -135,8 +140,12 @@ class DecodeBatch:
         self.cache.begin_prefill()
         contexts = [seq.ids[start:] for seq, start in zip(self.sequences, starts)]
         s = max(map(len, contexts))
+        if self.cp_group:
+            # two pieces of equal length for each rank
+            s += -s % (2 * self.cp_group.size())
         padded = [context + [0] * (s - len(context)) for context in contexts]
-        return torch.tensor(padded, device=self.device)  # [b, s]
+        tokens = torch.tensor(padded, device=self.device)  # [b, s]
+        return context_parallel.shard(tokens, self.cp_group) if self.cp_group else tokens
 
     def keys(self) -> list[int]:
         return [sequence.key for sequence in self.sequences]

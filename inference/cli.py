@@ -142,6 +142,12 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="pipeline-parallel ranks; the ranks that are left are data parallel",
     )
+    flag(
+        "--cp",
+        type=int,
+        default=1,
+        help="context-parallel ranks, which share the reading of long prompts",
+    )
     flag("--ep", type=int, default=1, help="data-parallel ranks that share the experts")
     flag(
         "--layer-split",
@@ -152,10 +158,14 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# the least value of a flag
+LEAST = {"batch_size": 1, "seed": 0, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
+
+
 def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
     """Check all that can be known before any rank talks to another. Returns the configuration of
     the model. Raises ConfigError, CheckpointError or HuggingFaceError."""
-    for name, least in (("batch_size", 1), ("seed", 0), ("tp", 1), ("pp", 1), ("ep", 1)):
+    for name, least in LEAST.items():
         value = getattr(args, name)
         if not least <= value < 2**31:
             raise ConfigError(
@@ -180,10 +190,14 @@ def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
 
 def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) -> None:
     """Raises ConfigError for a layout that this model cannot have on so many ranks."""
-    if num_ranks % (args.tp * args.pp):
+    product = args.tp * args.pp * args.cp
+    if num_ranks % product:
+        layout = f"--tp {args.tp} --pp {args.pp}"
+        if args.cp > 1:
+            layout += f" --cp {args.cp}"
         raise ConfigError(
-            f"--tp {args.tp} --pp {args.pp}: their product must divide the {num_ranks} ranks;"
-            f" {divisors(num_ranks, args.tp * args.pp)} would"
+            f"{layout}: their product must divide the {num_ranks} ranks;"
+            f" {divisors(num_ranks, product)} would"
         )
     if args.layer_split and args.pp == 1:
         raise ConfigError(f"--layer-split {args.layer_split}: needs --pp 2 or more")
@@ -207,7 +221,7 @@ def connect(
     """Meet the other ranks, and load the model, laid out for `batch_size` texts at a time. timeout:
     seconds a rank may wait for another. adapters: to put into the model. Returns (model, tokenizer,
     lockstep), the last as of generate.stream."""
-    world.connect(args.device, args.tp, args.pp, timeout, args.ep)
+    world.connect(args.device, args.tp, args.pp, timeout, args.ep, args.cp)
     if adapters:
         adapters.check()
     precision = args.precision or ("bf16" if world.device.type == "cuda" else "fp32")
@@ -226,8 +240,8 @@ def connect(
                 world.say_aside(f"--kernels auto: {why_not}; PyTorch's own operations run")
     tokenizer = find_tokenizer(args.checkpoint, index, args.tokenizer)
     check_vocabulary(tokenizer, args.tokenizer, stages[0].config.vocab_size)
-    # experts are spread over data-parallel ranks
-    lockstep = world.groups.dp if args.ep > 1 else None
+    # experts are spread over the ranks that hold the same layers
+    lockstep = world.groups.replicas if args.ep > 1 else None
     return model, tokenizer, lockstep
 
 
@@ -254,6 +268,7 @@ def run(args: argparse.Namespace, world: World) -> None:
         top_p=args.top_p,
         seed=args.seed,
         eot=tokenizer.stop_ids,
+        cp_group=world.groups.cp,
     )
     if args.interactive:
         return converse(world, model, tokenizer, config, args.stop, **options)

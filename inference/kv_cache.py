@@ -15,6 +15,10 @@ they never change once they are computed:
 The cache has 2 L a_kv d numbers for each token (a_kv: heads of keys and values). Grouped-query
 attention (arXiv 2305.13245) makes it smaller by a / a_kv.
 
+Context parallelism (context_parallel.py) shares a long prefill. Each of N ranks computes 1/N of the
+tokens, with ring attention. Their keys and values are gathered, so that every rank has the whole
+cache, and decodes all sequences as one device does: a step of one token has nothing to share.
+
 `caching` puts the cache into a finished model from outside, and takes it out again.
 
     python generate.py       a lesson: with the cache and without, tokens read, bytes, speed
@@ -28,19 +32,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import context_parallel
 import gpt
 from gpt import GPT
+from ring_attention import RingAttention, own_positions
 
 
 class Cache:
     """Keys and values of one batch, and where the tokens of the current forward pass belong."""
 
-    def __init__(self, columns: int):
-        """columns: positions that fit; with 0 nothing is stored, and each forward is a prefill."""
+    def __init__(self, columns: int, group: dist.ProcessGroup | None = None):
+        """columns: positions that fit; with 0 nothing is stored, and each forward is a prefill.
+        group: the context-parallel ranks that share a prefill."""
         self.columns = columns
+        self.group = group
         # layer -> [b, a_kv, columns, d]
         self.keys: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
@@ -57,6 +66,13 @@ class Cache:
 
     def begin_prefill(self) -> None:
         self.positions = None
+
+    def prefill_positions(self, s: int, device: torch.device) -> Tensor:
+        """Where the s tokens of this rank stand in a prefill, [s]."""
+        if self.group is None:
+            return torch.arange(s, device=device)
+        n = self.group.size()
+        return own_positions(s * n, self.group.rank(), n, device)
 
     def begin_decode(self, positions: list[int], device: torch.device) -> None:
         """The next forward has one token for each sequence. positions: of these tokens."""
@@ -85,13 +101,20 @@ class Cache:
         return self.attend_decode(layer, q, k, v)
 
     def attend_prefill(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention over the s tokens that come in."""
+        """Causal attention over the s tokens that come in; [b, a, s/N, d] of N ranks that share
+        them."""
         if self.columns:
             for stored, new in ((self.keys, k), (self.values, v)):
                 if layer not in stored:
                     # zeros: a hidden column counts 0 times its value, and 0 times NaN is NaN
                     stored[layer] = new.new_zeros(*new.shape[:2], self.columns, new.shape[3])
+                if self.group:
+                    new = context_parallel.gather(new, self.group, dim=2)
+                # what fills a prompt up to a multiple of 2N may be longer than the cache
+                new = new[:, :, : self.columns]
                 stored[layer][:, :, : new.shape[2]] = new
+        if self.group:
+            return RingAttention(self.group)(q, k, v, None)
         context = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )  # [b, a, s, d]
@@ -172,7 +195,9 @@ class CachedPositions(nn.Module):
         """x: [b, s, h] -> [b, s, h]"""
         positions = self.slot.cache.positions
         if positions is None:
-            return x + self.weight[: x.shape[1]]
+            positions = self.slot.cache.prefill_positions(x.shape[1], x.device)
+            # what fills a prompt up may be longer than the context
+            return x + self.weight[positions.clamp(max=len(self.weight) - 1)]
         return x + self.weight[positions].unsqueeze(1)
 
 

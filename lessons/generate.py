@@ -20,8 +20,11 @@ def no_positions():
     return mock.patch.object(ModelRunner, "rotary_at", rotary_at_0)
 
 
-def rotary_at_0(self, positions, s: int, original=ModelRunner.rotary_at):
-    return original(self, None if positions is None else torch.zeros_like(positions), s)
+def rotary_at_0(self, cache: Cache, s: int, original=ModelRunner.rotary_at):
+    if cache.positions is None:
+        return original(self, cache, s)
+    with mock.patch.object(cache, "positions", torch.zeros_like(cache.positions)):
+        return original(self, cache, s)
 
 
 def no_mask():

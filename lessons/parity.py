@@ -41,6 +41,7 @@ import sharding
 import train as trainer
 from lessons import ranks
 from lessons.synthetic import dataset_for
+from ring_attention import own_positions
 from runtime.world import Groups
 from sharding import local_part, sharding_of
 
@@ -104,7 +105,8 @@ class Run:
         self.trace = trace
         self.groups = Groups()
         if world > 1:
-            self.groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
+            layout = dict(tp=config.tp, pp=config.pp, ep=config.ep, cp=config.cp)
+            self.groups = Groups.make("cpu", world, **layout)
         # on CUDA: gloo still, all ranks on one GPU
         device = torch.device(config.device)
         if config.peft:
@@ -187,14 +189,24 @@ class Run:
 
     def note_output(self, name: str, layer, args, output: Tensor) -> None:
         """output: [b, s, h] of the embedding and of blocks, or a shard of the sequence; [b, s] of
-        the head. An entry for each sample."""
-        length = output.shape[1]
+        the head. An entry for each sample and each run of neighbouring positions."""
         s, batch = self.dataset.s, self.trainer.config.global_batch_size
-        first = length * self.groups.tp.rank() if length < s else 0
+        at = self.positions(output.shape[1])
+        # where a position is not the next one
+        cuts = [n for n in range(1, len(at)) if at[n] != at[n - 1] + 1]
         shape = batch, s, *output.shape[2:]
         for sample, of_sample in zip(self.dataset.latest, output.detach().cpu().clone()):
-            offset = [sample % batch, first, 0][: len(shape)]
-            self.outputs.append((name, shape, offset, of_sample.unsqueeze(0)))
+            for first, end in zip([0, *cuts], [*cuts, len(at)]):
+                offset = [sample % batch, at[first], 0][: len(shape)]
+                self.outputs.append((name, shape, offset, of_sample[first:end].unsqueeze(0)))
+
+    def positions(self, length: int) -> list[int]:
+        """Of the tokens of this rank, in an output of so many."""
+        at, cp, tp = torch.arange(self.dataset.s), self.groups.cp, self.groups.tp
+        if cp:
+            at = own_positions(self.dataset.s, cp.rank(), cp.size())
+        first = length * tp.rank() if length < len(at) else 0
+        return at[first : first + length].tolist()
 
     # --- to rank 0
 

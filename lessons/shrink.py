@@ -5,7 +5,7 @@
 
 What a layout does to a model stays, and only its size goes:
 
-    ranks            at most 2 of tp, ep and replicas, at most 4 of pp
+    ranks            at most 2 of tp, cp, ep and replicas, at most 4 of pp
     layers           one in each pipeline stage, two or none where --layer-split is uneven
     heads            2 key-value heads, and as many query heads for each as before, up to 8
     MLP              its ratio to the hidden size
@@ -28,7 +28,7 @@ from runtime.config import Config
 MOST_RANKS = 8
 # of which the user's value and the small one are shown
 SHOWN = (
-    "ranks tp pp ep virtual_stages layer_split num_layers hidden_size num_heads num_kv_heads"
+    "ranks tp pp cp ep virtual_stages layer_split num_layers hidden_size num_heads num_kv_heads"
     " ffn_hidden_size seq_length vocab_size num_experts expert_every router_topk"
     " recompute_layers global_batch_size micro_batch_size lora_rank adapter_size"
 ).split()
@@ -37,9 +37,11 @@ SHOWN = (
 def shrink(config: Config, world: int) -> tuple[int, dict]:
     """(ranks, every flag of the small run). config: checked for `world` ranks."""
     model = config.model_config()
-    tp, pp, ep, dp = shrink_ranks(config, world)
-    layout = dataclasses.asdict(config) | dict(tp=tp, pp=pp, ep=ep)
-    layout |= shrink_layers(config, model, pp) | shrink_model(model, config.tp, tp)
+    tp, pp, cp, ep, dp = shrink_ranks(config, world)
+    layout = dataclasses.asdict(config) | dict(tp=tp, pp=pp, cp=cp, ep=ep)
+    # what shares the heads
+    shares = tp * cp if config.cp_kind == "all-to-all" else tp
+    layout |= shrink_layers(config, model, pp) | shrink_model(model, config.tp, tp, shares)
     if model.num_experts:
         layout |= shrink_experts(model, ep, layout["num_layers"])
     if config.peft:
@@ -57,20 +59,22 @@ def shrink(config: Config, world: int) -> tuple[int, dict]:
         compile=False,
         device="cpu",
     )
-    return tp * pp * dp, layout
+    return tp * pp * cp * dp, layout
 
 
-def shrink_ranks(config: Config, world: int) -> tuple[int, int, int, int]:
-    """(tp, pp, ep, dp)"""
-    dp = world // config.tp // config.pp
-    tp, pp, ep = min(config.tp, 2), min(config.pp, 4), min(config.ep, 2)
-    # replicas of each expert
-    replicas = min(dp // config.ep, 2)
-    if tp * pp * ep * replicas > MOST_RANKS:
-        pp = min(pp, 2)
-    if tp * pp * ep * replicas > MOST_RANKS:
-        replicas = 1
-    return tp, pp, ep, ep * replicas
+def shrink_ranks(config: Config, world: int) -> tuple[int, int, int, int, int]:
+    """(tp, pp, cp, ep, dp)"""
+    replicas = world // config.tp // config.pp
+    tp, pp, cp, ep = (min(n, 2) for n in (config.tp, config.pp, config.cp, config.ep))
+    dp = min(replicas // config.cp, 2)
+    if ep == 2 and cp == 1:
+        # of each expert, two of them too
+        dp = ep * min(replicas // config.ep, 2)
+    if tp * pp * cp * dp > MOST_RANKS:
+        dp = max(1, ep // cp)
+    if tp * cp * dp * 4 <= MOST_RANKS:
+        pp = min(config.pp, 4)
+    return tp, pp, cp, ep, dp
 
 
 def shrink_layers(config: Config, model: MoEConfig, pp: int) -> dict:
@@ -105,12 +109,12 @@ def shrink_split(split: list[int], pp: int, v: int) -> list[int]:
     return small
 
 
-def shrink_model(model: MoEConfig, was_tp: int, tp: int) -> dict:
-    """was_tp: of the user's layout."""
+def shrink_model(model: MoEConfig, was_tp: int, tp: int, shares: int) -> dict:
+    """was_tp: of the user's layout; shares: how many ranks share the heads."""
     queries = min(model.num_heads // model.num_kv_heads, 8)
-    kv = min(model.num_kv_heads, 2)
+    kv = max(min(model.num_kv_heads, 2), shares)
     if queries == 1:
-        kv = min(model.num_kv_heads, 4) // tp * tp
+        kv = min(model.num_kv_heads, 4) // shares * shares
     # of one head
     channels = 8 if kv * queries <= 8 else 4
     hidden = kv * queries * channels
@@ -142,7 +146,7 @@ def shrink_adapters(config: Config, tp: int) -> dict:
 
 
 def shrink_batch(config: Config, world: int, pp: int, dp: int) -> dict:
-    was_dp = world // config.tp // config.pp
+    was_dp = world // config.tp // config.pp // config.cp
     b = config.micro_batch(was_dp)
     m = config.global_batch_size // was_dp // b
     if config.pipeline_schedule == "interleaved":
@@ -166,7 +170,7 @@ def one_device(layout: dict) -> dict:
     """The flags of one device that computes the same. Experts and FP8 scales depend on the
     micro-batch."""
     alone = dict(tp=1, pp=1, ep=1, virtual_stages=1, schedule=None, layer_split=None)
-    alone |= dict(sequence_parallel=False, zero_stage=0, reduce_dtype=None)
+    alone |= dict(cp=1, cp_kind="ring", sequence_parallel=False, zero_stage=0, reduce_dtype=None)
     alone |= dict(recompute="none", recompute_layers=None, head_chunk=0)
     if not layout["num_experts"] and layout["fp8"] == "off":
         alone["micro_batch_size"] = None
@@ -176,7 +180,7 @@ def one_device(layout: dict) -> dict:
 def described(config: Config, world: int, small_world: int, layout: dict) -> str:
     """What was shrunk, in a line."""
     model = config.model_config()
-    micro_batch = config.micro_batch(world // config.tp // config.pp)
+    micro_batch = config.micro_batch(world // config.tp // config.pp // config.cp)
     values = vars(config) | vars(model) | dict(ranks=world, micro_batch_size=micro_batch)
     small = layout | dict(ranks=small_world)
     changes = []

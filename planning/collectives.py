@@ -9,6 +9,11 @@
         full recomputation    the collectives of forward once more
         experts               4 all-to-alls of k b s h numbers, and one of counts (arXiv 2006.16668)
 
+    ring                  N - 1 sends of the keys and values of b s / N tokens in forward; in
+                          backward N - 1 again, and N - 1 of their gradients (arXiv 2310.01889)
+    exchanged heads       4 all-to-alls in forward, queries, keys, values, results, and 4 in
+                          backward (arXiv 2309.14509)
+
     pipeline                  A between neighbouring stages, there and back (arXiv 2104.04473)
     data parallel             one all-reduce of each unit, or reduce-scatters and all-gathers: the
                               table of fsdp.py, with padding
@@ -20,7 +25,8 @@ all-gather, the input of a reduce-scatter. The tests hold these counts to what g
     python -m planning.collectives        what a rank of the 1T model sends in one step
 
 Letters: b micro-batch, s sequence, h hidden, t tensor-parallel ranks, p pipeline ranks, v stages on
-each, m micro-batches, V vocabulary, E experts, k experts of a token.
+each, m micro-batches, V vocabulary, E experts, k experts of a token, N context-parallel ranks: with
+them A has b s h / N numbers.
 
 Not covered: an uneven load of experts. All-to-alls count as many rows from a rank as to it.
 """
@@ -38,7 +44,7 @@ from runtime.presets import PRESETS
 class Collective(NamedTuple):
     # all-reduce, all-gather, reduce-scatter, all-to-all, send or receive
     kind: str
-    # tp, dp, pp, ep, or edp: the ranks that hold the same experts
+    # tp, dp, cp, pp, ep; edp: the ranks that hold the same experts; replicas: dp times cp
     group: str
     # of the largest tensor in the call
     bytes: int
@@ -60,9 +66,11 @@ def collectives(
     calls = Counter()
     if layout.tp > 1:
         add_tensor_parallel(calls, model, layout, software, held)
+    if layout.cp > 1:
+        add_context_parallel(calls, model, layout, software, held)
     if layout.ep > 1 and held.experts:
         add_expert_parallel(calls, model, layout, software, held)
-    if layout.dp > 1:
+    if layout.replicas > 1:
         for part, count in held.parts:
             for unit in part.units:
                 add_unit(calls, unit, count, layout, software, rank)
@@ -105,7 +113,7 @@ def add_tensor_parallel(
     calls: Calls, model: MoEConfig, layout: Layout, software: Software, held: Rank
 ) -> None:
     m = layout.micro_batches
-    tokens = layout.micro_batch_size * model.seq_length
+    tokens = layout.tokens(model.seq_length)
     activation = tokens * model.hidden_size * software.weight
     # what is summed has at least 32 bits
     wide = max(4, software.weight)
@@ -133,6 +141,33 @@ def add_tensor_parallel(
             if part.whole:
                 # gradients of norms, positions, late biases and routers, side by side
                 calls["all-reduce", "tp", part.whole * wide] += count * m
+
+
+# --- context parallelism --------------------------------------------------------------------------
+
+
+def add_context_parallel(
+    calls: Calls, model: MoEConfig, layout: Layout, software: Software, held: Rank
+) -> None:
+    m = layout.micro_batches
+    layers = (held.dense + held.experts) * m
+    if held.experts:
+        # int64: how many choices each expert gets; recomputation reuses the plan
+        calls["all-reduce", "cp", 8 * model.num_experts] += held.experts * m
+    runs = 2 if layout.recompute == "full" else 1
+    query = layout.tokens(model.seq_length) * model.hidden_size // layout.tp * software.weight
+    key = query * model.num_kv_heads // model.num_heads
+    if layout.cp_kind == "all-to-all":
+        for size in (query, key, key, query):
+            calls["all-to-all", "cp", size] += layers * (runs + 1)
+        return
+    n = layout.cp
+    # keys and values side by side, in every forward and in backward; their gradients, which have
+    # at least 32 bits
+    wide = key * max(4, software.weight) // software.weight
+    for kind in ("send", "receive"):
+        calls[kind, "cp", 2 * key] += layers * (n - 1) * (runs + 1)
+        calls[kind, "cp", 2 * wide] += layers * (n - 1)
 
 
 # --- expert parallelism ---------------------------------------------------------------------------
@@ -189,7 +224,7 @@ def add_pipeline(
     calls: Calls, model: MoEConfig, layout: Layout, software: Software, rank: int
 ) -> None:
     """Activations go to the next stage, their gradients back."""
-    tokens = layout.micro_batch_size * model.seq_length
+    tokens = layout.tokens(model.seq_length)
     shards = layout.tp if layout.sequence_parallel else 1
     activation = tokens // shards * model.hidden_size * software.weight
     v = layout.virtual_stages

@@ -193,6 +193,8 @@ COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
     ("tp", 3, lambda x: str(x.tp)),
     ("pp", 4, lambda x: str(x.pp)),
     ("dp", 5, lambda x: str(x.dp)),
+    ("cp", 4, lambda x: str(x.cp)),
+    ("by", 6, lambda x: "-" if x.cp == 1 else {"all-to-all": "heads"}.get(x.cp_kind, x.cp_kind)),
     ("ep", 4, lambda x: str(x.ep)),
     ("sched", 6, schedule_of),
     ("b", 3, lambda x: str(x.micro_batch_size)),
@@ -205,7 +207,10 @@ COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
 def table(plans: list[planner.Plan], speed: Speed) -> list[str]:
     """A heading, and a line for each plan."""
     # without experts there is no ep
-    columns = [c for c in COLUMNS if c[0] != "ep" or speed.has_experts]
+    left_out = set() if speed.has_experts else {"ep"}
+    if all(plan.layout.cp == 1 for plan in plans):
+        left_out |= {"cp", "by"}
+    columns = [c for c in COLUMNS if c[0] not in left_out]
     names = [name for name, _, _ in columns] + ["s/step", "tokens/s", "MFU", "days", *PARTS]
     least = [width for _, width, _ in columns] + [8, 10, 6, 7]
     least += [width for width, _ in PARTS.values()]

@@ -138,6 +138,8 @@ class Software:
     scatters_pipeline: bool = True
     # ZeRO-3: gathers run beside the layer before; reductions are waited for
     waits_for_reductions: bool = False
+    # how ranks can share a sequence (context_parallel.py)
+    cp_kinds: tuple[str, ...] = ()
     # RMSNorm in one kernel; on CPUs PyTorch makes it of single operations, which keep more
     fused_rms_norm: bool = True
 
@@ -165,10 +167,26 @@ class Layout:
     layer_split: tuple[int, ...] | None = None
     # tokens that have logits at a time, 0 for all of a micro-batch
     head_chunk: int = 0
+    cp: int = 1
+    cp_kind: str = "ring"
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights: they have other samples, or other tokens."""
+        return self.dp * self.cp
+
+    @property
+    def replica_group(self) -> str:
+        """Its name in runtime.world.Groups."""
+        return "replicas" if self.cp > 1 else "dp"
+
+    def tokens(self, s: int) -> int:
+        """Of a micro-batch of sequences of s tokens, those that a rank works on."""
+        return self.micro_batch_size * s // self.cp
 
     @property
     def micro_batches(self) -> int:
@@ -227,6 +245,7 @@ TRAIN = Software(
     reduces_by_layer=True,
     overlaps_data=True,
     scatters_pipeline=False,
+    cp_kinds=("ring", "all-to-all"),
 )
 SOFTWARE = {
     "train.py": TRAIN,

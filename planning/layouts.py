@@ -5,13 +5,16 @@ divide the ranks and the batch is decided here.
 
     python -m planning.layouts      how many there are for GPT-3 175B on 1,024 ranks
 
+Sequences of at least LONG tokens are also spread over context-parallel ranks.
+
 Not covered: uneven --layer-split, --recompute-layers, --head-chunk; gpipe, which is as fast as 1f1b
-and holds more.
+and holds more; --cp for shorter sequences.
 """
 
 import itertools
 from collections.abc import Iterator
 
+import context_parallel
 import moe
 import pipeline_parallel
 import recompute
@@ -20,6 +23,9 @@ import tensor_parallel
 from model_config import FieldError
 from planning.inputs import SOFTWARE, Layout, Software
 from routers import MoEConfig
+
+# tokens of a sequence that is spread over ranks
+LONG = 8192
 
 
 def accepts(check, *arguments) -> bool:
@@ -43,43 +49,79 @@ def layouts(
     micro_batches: list[int] | None = None,
 ) -> Iterator[Layout]:
     """Smaller micro-batches first. micro_batches: only of these sizes."""
-    meshes = list(meshes_of(model, ranks, global_batch))
+    meshes = list(meshes_of(model, software, ranks, global_batch))
     for b in micro_batches or divisors(global_batch):
         if model.router == "sinkhorn" and b * model.seq_length < model.num_experts:
             # no plan of so few tokens is even
             continue
-        for tp, pp, dp, ep in meshes:
+        for tp, pp, dp, ep, cp, kind in meshes:
             if global_batch // dp % b:
                 continue
             m = global_batch // dp // b
             for choice in itertools.product(
                 schedules_of(model, software, pp, m),
-                [False, True]
-                if tp > 1 and accepts(sequence_parallel.check, model, tp)
-                else [False],
-                recompute_of(model),
-                software.zero_stages if dp > 1 else [0],
+                sequence_of(model, tp, cp),
+                recompute_of(model, cp, kind),
+                software.zero_stages if dp * cp > 1 else [0],
             ):
                 (schedule, v), sequence, granularity, stage = choice
                 yield Layout(
-                    tp, pp, dp, ep, v, schedule, b, global_batch, granularity, sequence, stage
+                    tp,
+                    pp,
+                    dp,
+                    ep,
+                    v,
+                    schedule,
+                    b,
+                    global_batch,
+                    granularity,
+                    sequence,
+                    stage,
+                    cp=cp,
+                    cp_kind=kind,
                 )
 
 
 def meshes_of(
-    model: MoEConfig, ranks: int, global_batch: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """(tp, pp, dp, ep)"""
+    model: MoEConfig, software: Software, ranks: int, global_batch: int
+) -> Iterator[tuple[int, int, int, int, int, str]]:
+    """(tp, pp, dp, ep, cp, cp_kind)"""
     for tp in divisors(ranks):
         if not accepts(tensor_parallel.check, model, tp, ranks):
             continue
         for pp in divisors(ranks // tp):
-            dp = ranks // tp // pp
-            if global_batch % dp or not accepts(pipeline_parallel.check, model.num_layers, pp):
+            replicas = ranks // tp // pp
+            if not accepts(pipeline_parallel.check, model.num_layers, pp):
                 continue
-            for ep in divisors(dp):
-                if accepts(moe.check, model, ep, dp):
-                    yield tp, pp, dp, ep
+            for cp, kind in contexts_of(model, software, tp, replicas):
+                if global_batch % (replicas // cp):
+                    continue
+                for ep in divisors(replicas):
+                    if accepts(moe.check, model, ep, replicas):
+                        yield tp, pp, replicas // cp, ep, cp, kind
+
+
+def contexts_of(
+    model: MoEConfig, software: Software, tp: int, replicas: int
+) -> Iterator[tuple[int, str]]:
+    """(cp, cp_kind)"""
+    yield 1, "ring"
+    # its plans are of all tokens together
+    sinkhorn = model.num_experts and model.router == "sinkhorn"
+    if model.seq_length < LONG or sinkhorn:
+        return
+    for cp in divisors(replicas)[1:]:
+        for kind in software.cp_kinds:
+            if accepts(context_parallel.check, model, cp, tp, kind):
+                yield cp, kind
+
+
+def sequence_of(model: MoEConfig, tp: int, cp: int) -> list[bool]:
+    """Whether sequence parallelism. It cuts again what context parallelism has cut into pieces."""
+    pieces = 2 * cp if cp > 1 else 1
+    if tp == 1 or not accepts(sequence_parallel.check, model, pieces * tp):
+        return [False]
+    return [False, True]
 
 
 def schedules_of(
@@ -95,9 +137,10 @@ def schedules_of(
     return found
 
 
-def recompute_of(model: MoEConfig) -> list[str]:
-    """Fused attention has nothing that selective recomputation would compute again."""
-    if model.attention == "fused":
+def recompute_of(model: MoEConfig, cp: int, kind: str) -> list[str]:
+    """Fused attention, and a ring, have nothing that selective recomputation would compute
+    again."""
+    if model.attention == "fused" or (cp > 1 and kind == "ring"):
         return ["none", "full"]
     return list(recompute.GRANULARITIES)
 

@@ -20,7 +20,7 @@ With 2 bytes for an element these are the 34 s b h + 5 a s² b of arXiv 2205.051
     python -m planning.memory        the rows of a layer, and a rank of GPT-3 175B
 
 Letters: b micro-batch, s sequence, h hidden, a heads, t tensor-parallel ranks, p pipeline ranks, v
-stages on each, m micro-batches, V vocabulary, n = b s.
+stages on each, m micro-batches, V vocabulary. n = b s tokens; with context parallelism b s / cp.
 
 Not covered: zb-h1 with full recomputation and either experts or sequence parallelism, where up to
 3% of a tiny model's activations are missing; memory that PyTorch's allocator cannot use; workspaces
@@ -66,7 +66,7 @@ class Counts(NamedTuple):
     query: int
     # [b, s, a_kv d]: keys, values
     key: int
-    # elements of [b, a, s, s]
+    # elements of [b, a, s, s], of this rank's heads
     scores: int
     # [b, s, ffn / t]
     ffn: int
@@ -74,7 +74,7 @@ class Counts(NamedTuple):
 
 def counts_of(model: MoEConfig, layout: Layout, software: Software) -> Counts:
     b, s, h, t = layout.micro_batch_size, model.seq_length, model.hidden_size, layout.tp
-    n, w = b * s, software.weight
+    n, w = layout.tokens(s), software.weight
     tokens = n // t if layout.sequence_parallel else n
     return Counts(
         x=tokens * h * w,
@@ -82,7 +82,7 @@ def counts_of(model: MoEConfig, layout: Layout, software: Software) -> Counts:
         tokens=tokens,
         query=n * h // t * w,
         key=n * (model.num_kv_heads * model.head_dim) // t * w,
-        scores=b * (model.num_heads // t) * s * s,
+        scores=b * (model.num_heads // t) * s * s // layout.cp,
         ffn=n * model.ffn_hidden_size // t * w,
     )
 
@@ -106,10 +106,17 @@ def norm_copies(model: MoEConfig, software: Software) -> bool:
 
 def core_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software) -> dict[str, int]:
     """softmax(q kᵀ) v with its dropout."""
-    if is_fused(model, software):
+    # of scores, on this rank
+    rows_of_scores = layout.tokens(model.seq_length) * model.num_heads // layout.tp
+    if is_ring(layout) and model.dropout:
+        # in single operations, whose result has the order of heads
+        log_sums = {"row sums": max(4, software.weight) * rows_of_scores, "result": c.query}
+        return {"query": c.query, "key": c.key, "value": c.key} | log_sums
+    if is_fused(model, layout, software):
         # log Σ exp of each row of scores, float32
-        rows = 4 * layout.micro_batch_size * model.num_heads // layout.tp * model.seq_length
-        return {"query": c.query, "key": c.key, "value": c.key, "row sums": rows}
+        rows = {"query": c.query, "key": c.key, "value": c.key, "row sums": 4 * rows_of_scores}
+        # of all tokens and a part of the heads; what the output matrix keeps is the other way round
+        return rows | ({"result": c.query} if layout.cp > 1 and not is_ring(layout) else {})
     # grouped keys and values are repeated for each head
     rows = {"query": c.query, "key": c.query, "value": c.query}
     rows["softmax"] = c.scores * software.weight
@@ -119,8 +126,26 @@ def core_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software) -
     return rows
 
 
-def is_fused(model: MoEConfig, software: Software) -> bool:
-    return software.fused_attention and model.attention == "fused"
+def is_ring(layout: Layout) -> bool:
+    return layout.cp > 1 and layout.cp_kind == "ring"
+
+
+def is_fused(model: MoEConfig, layout: Layout, software: Software) -> bool:
+    """Whether no s² numbers are kept: a ring keeps none either."""
+    return is_ring(layout) or (software.fused_attention and model.attention == "fused")
+
+
+def context_rows(model: MoEConfig, layout: Layout, software: Software) -> dict[str, int]:
+    """What context parallelism keeps beside the core."""
+    rows = {}
+    if layout.cp > 1 and model.llama:
+        # this rank's rows of cos and sin
+        own = 2 * model.seq_length // layout.cp * model.head_dim
+        rows["rotary table"] = own * software.weight
+    if layout.cp > 1 and not is_ring(layout):
+        # int64: where tokens go, and where they come from
+        rows["order of tokens"] = 2 * 8 * model.seq_length
+    return rows
 
 
 def mask_row(model: MoEConfig, c: Counts) -> dict[str, int]:
@@ -140,9 +165,9 @@ def mlp_rows(model: MoEConfig, c: Counts) -> dict[str, int]:
 
 def expert_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software) -> dict[str, int]:
     """As mlp_rows, of experts (moe.py)."""
-    n = layout.micro_batch_size * model.seq_length
+    n = layout.tokens(model.seq_length)
     k, e = model.router_topk, model.num_experts
-    # of b s tokens, so many go through an expert of this rank
+    # of n tokens, so many go through an expert of this rank
     per_token = shapes.expert_rows(model, layout) / n
     wide = max(4, software.weight)
     rows = {
@@ -175,7 +200,7 @@ def expert_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software)
 def index_bytes(model: MoEConfig, layout: Layout) -> int:
     """The indices of a DispatchPlan, int64. chosen and position: of all choices; order, and across
     ranks by_expert and by_rank: of those that are not dropped."""
-    choices = layout.micro_batch_size * model.seq_length * model.router_topk
+    choices = layout.tokens(model.seq_length) * model.router_topk
     rows = shapes.expert_rows(model, layout)
     return 8 * (2 * choices + rows * (3 if layout.ep > 1 else 1))
 
@@ -194,7 +219,7 @@ def layer_rows(
     c = counts_of(model, layout, software)
     norm, mask = norm_rows(model, c, software), mask_row(model, c)
     before = {**norm, "q k v input": c.x}
-    core = core_rows(model, layout, c, software)
+    core = core_rows(model, layout, c, software) | context_rows(model, layout, software)
     inner = expert_rows(model, layout, c, software) if experts else mlp_rows(model, c)
     after = {"output input": c.query}
     after |= {f"attention {name}": size for name, size in mask.items()}
@@ -219,10 +244,11 @@ def layer(model: MoEConfig, layout: Layout, software: Software, experts: bool = 
             shared += max(4, software.weight) * model.num_experts * (model.aux_loss > 0)
         again = before + core + after - shared
         return Layer(kept, again, deferred, again + max(0, *until_core, at_query))
-    if layout.recompute == "selective" and not is_fused(model, software):
+    if layout.recompute == "selective" and not is_fused(model, layout, software):
+        beside = sum(context_rows(model, layout, software).values())
         # the queries of one sequence are in the order that the matrix product needs
-        again = core - (c.query if layout.micro_batch_size == 1 else 0)
-        kept = before + c.query + 2 * c.key + key + after
+        again = core - beside - (c.query if layout.micro_batch_size == 1 else 0)
+        kept = before + c.query + 2 * c.key + key + after + beside
         # what comes after the core is free by then
         return Layer(
             kept, max(0, again - after), deferred, max(*until_core, until_core[-1] + again)
@@ -269,10 +295,12 @@ def deferred_bytes(model: MoEConfig, layout: Layout, c: Counts, experts: bool) -
 
 def embedding_bytes(model: MoEConfig, layout: Layout, c: Counts) -> int:
     """Token ids, int64, and the dropout's mask."""
-    ids = 8 * layout.micro_batch_size * model.seq_length
+    ids = 8 * layout.tokens(model.seq_length)
     # where another rank has the token
     elsewhere = ids // 8 if layout.tp > 1 else 0
-    return ids + elsewhere + sum(mask_row(model, c).values())
+    # a GPT's positions, which are no range
+    positions = 8 * model.seq_length // layout.cp if layout.cp > 1 and not model.llama else 0
+    return ids + elsewhere + positions + sum(mask_row(model, c).values())
 
 
 class Head(NamedTuple):
@@ -286,7 +314,7 @@ class Head(NamedTuple):
 
 def head(model: MoEConfig, layout: Layout, software: Software, c: Counts) -> Head:
     """The norm, the input of the matrix, the logits in float32; targets and masks."""
-    n, w = layout.micro_batch_size * model.seq_length, software.weight
+    n, w = layout.tokens(model.seq_length), software.weight
     wide = max(4, w)
     columns = -(-model.vocab_size // layout.tp)
     norm = sum(norm_rows(model, c, software).values())
@@ -363,10 +391,12 @@ class Kept(NamedTuple):
     expert_block: Layer
     embedding: int
     head: Head
-    # the rotary table, of each chunk that has blocks
+    # the whole rotary table, of each chunk that has blocks
     rotary: int
     # what goes from stage to stage
     message: int
+    # of context parallelism in one layer, for a moment
+    exchanged: int
 
 
 def kept(model: MoEConfig, layout: Layout, software: Software) -> Kept:
@@ -379,11 +409,13 @@ def kept(model: MoEConfig, layout: Layout, software: Software) -> Kept:
         layout.sequence_parallel,
         layout.recompute,
         layout.head_chunk,
+        layout.cp,
+        layout.cp_kind,
     )
 
 
 @lru_cache(maxsize=4096)
-def _kept(model, software, b: int, t: int, ep: int, sequence: bool, again: str, chunk: int) -> Kept:
+def _kept(model, software, b, t, ep, sequence, again, chunk, cp, cp_kind) -> Kept:
     layout = Layout(
         micro_batch_size=b,
         tp=t,
@@ -391,15 +423,30 @@ def _kept(model, software, b: int, t: int, ep: int, sequence: bool, again: str, 
         sequence_parallel=sequence,
         recompute=again,
         head_chunk=chunk,
+        cp=cp,
+        cp_kind=cp_kind,
     )
     c = counts_of(model, layout, software)
     block = expert_block = layer(model, layout, software)
     if model.num_experts:
         expert_block = layer(model, layout, software, experts=True)
-    rotary = 2 * model.seq_length * model.head_dim * software.weight if model.llama else 0
+    # context parallelism keeps a part in each layer, and the whole where layers run again
+    has_table = model.llama and (cp == 1 or again == "full")
+    rotary = 2 * model.seq_length * model.head_dim * software.weight if has_table else 0
     of_head = head(model, layout, software, c)
     embedding = embedding_bytes(model, layout, c)
-    return Kept(block, expert_block, embedding, of_head, rotary, c.x)
+    exchanged = exchanged_bytes(layout, software, c)
+    return Kept(block, expert_block, embedding, of_head, rotary, c.x, exchanged)
+
+
+def exchanged_bytes(layout: Layout, software: Software, c: Counts) -> int:
+    """In backward a ring has keys and values, and those that arrive; of their gradients, in at
+    least 32 bits, its own, those that leave and those that arrive. An exchange of heads has what
+    leaves and what comes."""
+    if layout.cp == 1:
+        return 0
+    wide = max(4, software.weight) / software.weight
+    return int((2 + 3 * wide) * 2 * c.key) if is_ring(layout) else 2 * c.query
 
 
 # --- activations at the peak ----------------------------------------------------------------------
@@ -496,7 +543,7 @@ def numbers(units: tuple[Unit, ...]) -> int:
 
 def gathered_bytes(model: MoEConfig, layout: Layout, software: Software, held: Rank) -> int:
     """Stage 3: the parameters of one layer, while those of a neighbour arrive as [N, T]."""
-    if layout.zero_stage < 3 or layout.dp == 1:
+    if layout.zero_stage < 3 or layout.replicas == 1:
         return 0
     of_layers = [part.units for part, _ in held.parts]
     if not model.llama and layout.pp == 1:
@@ -517,7 +564,7 @@ def gathered_bytes(model: MoEConfig, layout: Layout, software: Software, held: R
 def gradient_buffers(layout: Layout, software: Software, held: Rank) -> int:
     """Stages 2 and 3: gradients [N, T] on their way to their sums. One unit is filled while the one
     before is being summed. Under zb-h1 all are filled: they wait for gradients of matrices."""
-    if layout.zero_stage < 2 or layout.dp == 1:
+    if layout.zero_stage < 2 or layout.replicas == 1:
         return 0
     of_layers = [[unit.N * unit.T for unit in part.units] for part, _ in held.parts]
     if layout.pipeline_schedule == "zb-h1":
@@ -531,11 +578,12 @@ def gradient_buffers(layout: Layout, software: Software, held: Rank) -> int:
 
 
 def transient_bytes(layout: Layout, kept: Kept, held: Rank) -> int:
-    """An estimate of what is there for a moment: copies of the logits; messages of a pipeline, of
-    which three are received ahead (transfers.lower) and one is on its way."""
+    """An estimate of what is there for a moment: copies of the logits, or what context-parallel
+    ranks exchange in a layer; messages of a pipeline, of which three are received ahead
+    (transfers.lower) and one is on its way."""
     logits = kept.head.moment if held.last else 0
     messages = 4 * kept.message if layout.pp > 1 else 0
-    return logits + messages
+    return max(logits, kept.exchanged) + messages
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -552,7 +600,8 @@ def memory(
         deferred                             zb-h1: what weight gradients wait for
         gathered                             stage 3: whole parameters of a layer and the next
         gradient buffers                     stages 2 and 3: on their way to their sums
-        transient                            copies of the logits, messages; an estimate
+        transient                            copies of the logits, messages, a ring's buffers; an
+                                             estimate
 
     The layout is one that train.py accepts.
     """

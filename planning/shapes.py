@@ -6,8 +6,8 @@ unit is flattened to [N, T], one row for each of N data-parallel ranks (flat_par
 
     of_rank(model, layout, rank)     the parts that a pipeline rank holds, and their units [N, T]
 
-Letters: h hidden, t tensor-parallel ranks, V vocabulary, E experts, N data-parallel ranks that
-share a unit.
+Letters: h hidden, t tensor-parallel ranks, V vocabulary, E experts, N ranks that share a unit: dp,
+times cp.
 
     python -m planning.shapes        the units of GPT-3 175B under --tp 8 and 16 data-parallel ranks
 """
@@ -110,7 +110,7 @@ def of_head(model: MoEConfig, t: int, p: int, chunked: bool) -> list[Parameter]:
 class Unit(NamedTuple):
     """Parameters that fsdp.py sends in one collective: [N, T]."""
 
-    # dp, or edp: the ranks that hold the same experts
+    # dp; replicas with context parallelism; edp: the ranks that hold the same experts
     group: str
     # in the group
     ranks: int
@@ -160,10 +160,14 @@ def make_part(parameters: list[Parameter], layout: Layout) -> Part:
     others = [p for p in parameters if "ep" not in p.groups]
     units = []
     groups = set()
-    for group, ranks, some in (("edp", layout.dp // layout.ep, experts), ("dp", layout.dp, others)):
-        if some and layout.dp > 1:
+    n = layout.replicas
+    for group, ranks, some in (
+        ("edp", n // layout.ep, experts),
+        (layout.replica_group, n, others),
+    ):
+        if some and n > 1:
             units.append(make_unit(some, group, ranks, ranks if layout.zero_stage else 1))
-        shards = (group,) if layout.zero_stage and layout.dp > 1 else ()
+        shards = (group,) if layout.zero_stage and n > 1 else ()
         groups |= {p.groups + shards for p in some if not p.is_copy}
     size = sum(p.size for p in parameters)
     whole = sum(p.size for p in parameters if not p.groups)
@@ -172,8 +176,8 @@ def make_part(parameters: list[Parameter], layout: Layout) -> Part:
 
 def expert_rows(model: MoEConfig, layout: Layout) -> int:
     """Rows that a rank's experts get from one micro-batch, where the load is even: k for each of
-    b s tokens, but for those that a capacity drops."""
-    rows = layout.micro_batch_size * model.seq_length * model.router_topk
+    its tokens, but for those that a capacity drops."""
+    rows = layout.tokens(model.seq_length) * model.router_topk
     if not model.capacity_factor:
         return rows
     e = model.num_experts
@@ -231,11 +235,12 @@ def of_rank(model: MoEConfig, layout: Layout, rank: int) -> Rank:
         layout.layer_split,
         min(layout.zero_stage, 1),
         min(layout.head_chunk, 1),
+        layout.cp,
     )
 
 
 @lru_cache(maxsize=2**14)
-def _of_rank(model, rank, tp, pp, dp, ep, virtual_stages, layer_split, zero_stage, head_chunk):
+def _of_rank(model, rank, tp, pp, dp, ep, virtual_stages, layer_split, zero_stage, head_chunk, cp):
     # with all that the result depends on, so that many layouts share one
     layout = Layout(
         tp=tp,
@@ -246,6 +251,7 @@ def _of_rank(model, rank, tp, pp, dp, ep, virtual_stages, layer_split, zero_stag
         layer_split=layer_split,
         zero_stage=zero_stage,
         head_chunk=head_chunk,
+        cp=cp,
     )
     chunks = chunks_of(model, layout, rank)
     dense = sum(chunk.dense for chunk in chunks)
@@ -267,7 +273,8 @@ def _of_rank(model, rank, tp, pp, dp, ep, virtual_stages, layer_split, zero_stag
         numbers = [order.index(name) for name in chunk.layers]
         for i, j in pairwise(numbers):
             neighbours |= {(i, j), (j, i)}
-    tied = make_unit([of_vocabulary(model, tp)], "dp", dp, dp if zero_stage else 1).T
+    n = layout.replicas
+    tied = make_unit([of_vocabulary(model, tp)], "", n, n if zero_stage else 1).T
     parts = tuple(made.values())
     return Rank(chunks, parts, frozenset(neighbours), first, last, dense, experts, tied)
 

@@ -29,7 +29,8 @@ from routers import MoEConfig
 # bytes/s
 INSTANT = 1e24
 # group of a collective -> part of a step
-PARTS = {"tp": "tensor", "ep": "expert", "pp": "pipeline", "dp": "data", "edp": "data"}
+PARTS = {"tp": "tensor", "ep": "expert", "cp": "context", "pp": "pipeline"}
+PARTS |= dict.fromkeys(("dp", "edp", "replicas"), "data")
 
 
 def one_each(machine: Machine) -> Machine:
@@ -84,7 +85,8 @@ def collective(machine: Machine, layout: Layout, call: Collective) -> float:
     if call.kind in ("send", "receive"):
         # other ranks compute meanwhile; both ends copy
         return call.count * call.bytes / 2 / machine.node_link
-    size = layout.dp // layout.ep if call.group == "edp" else getattr(layout, call.group)
+    is_edp = call.group == "edp"
+    size = layout.replicas // layout.ep if is_edp else getattr(layout, call.group)
     copied = call.bytes * (size - 1) / size / machine.node_link
     passes_of_each = 2 if call.kind in ("all-reduce", "reduce-scatter") else 1
     return call.count * passes_of_each * (machine.constants.wait * size + copied)

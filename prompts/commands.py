@@ -178,6 +178,7 @@ def answer_all(
         top_p=args.top_p,
         seed=args.seed,
         eot=tokenizer.stop_ids,
+        cp_group=world.groups.cp,
     )
     world.say_aside(summary)
     if world.rank:

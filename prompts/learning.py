@@ -42,7 +42,7 @@ def open_data(config, world, tokenizer) -> tuple[PromptData, PromptData]:
     if not prompts.data.validation_ds:
         raise PromptError("data.validation_ds is empty: name JSON lines that are not trained on")
     model = config.model_config()
-    shards = config.tp if config.sequence_parallel else 1
+    shards = config.length_multiple
     order = config.seed if prompts.data.shuffle else None
     train_set, train_summary = open_set(
         prompts, prompts.data.train_ds, model, tokenizer, order, shards

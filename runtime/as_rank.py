@@ -21,7 +21,7 @@ share of the tokens (`EvenRouting`). On real ranks the rows that all-to-alls car
 
 Precision is bf16 unless --precision is given, as on GPUs. FLOPs are those of matrix
 multiplications; fused attention counts all s² scores, and five of its matrices in backward, for it
-computes the scores again.
+computes the scores again. A ring's blocks of which a query sees no key are not computed.
 
 Not covered: what fused CUDA kernels (--kernels auto) and torch.compile keep in another form; what
 exists for a moment (gathered units of ZeRO stage 3, gradients on their way, buffers, workspaces).
@@ -43,10 +43,11 @@ from torch import Tensor
 
 import dropout
 import moe
+import ring_attention
 import schedules
 from data import Batch
 from routers import DispatchPlan, Routing
-from runtime import rules, terminal
+from runtime import attention_kernels, rules, terminal
 from runtime.config import Config, ConfigError
 from runtime.counters import Counters, Held, Kept, by_dtype, key
 from runtime.world import Groups
@@ -61,8 +62,9 @@ aten = torch.ops.aten
 
 
 class Collective(NamedTuple):
-    """kind: all-reduce, all-gather, reduce-scatter, all-to-all, send or receive. group: tp, dp, pp,
-    ep, edp or world. bytes: of the largest tensor in one call. count: calls in one step."""
+    """kind: all-reduce, all-gather, reduce-scatter, all-to-all, send or receive. group: tp, dp, cp,
+    replicas (dp times cp), pp, ep, edp or world. bytes: of the largest tensor in one call. count:
+    calls in one step."""
 
     kind: str
     group: str
@@ -167,10 +169,23 @@ def mask_without_bits(key: Tensor, site: int, shape, start: dict[int, int], p: f
     return torch.empty(shape, dtype=torch.bool, device=key.device)
 
 
+def kernel_in_one(q: Tensor) -> attention_kernels.Kernel:
+    """ring_attention.kernel_for: also one operation."""
+    return attention_kernels.make(attention_kernels.Kernel)
+
+
+def one_after_the_other(ops: list[dist.P2POp]) -> list[dist.Work]:
+    """dist.batch_isend_irecv, which looks for the backend of a device that is not there."""
+    return [op.op(op.tensor, op.peer, op.group, op.tag) for op in ops]
+
+
 # (module, name of a function): what the meta device runs in its place
 STAND_INS = {
     (F, "scaled_dot_product_attention"): attention_in_one,
     (dropout, "dropout_mask"): mask_without_bits,
+    (ring_attention, "dropout_mask"): mask_without_bits,
+    (ring_attention, "kernel_for"): kernel_in_one,
+    (dist, "batch_isend_irecv"): one_after_the_other,
 }
 
 
@@ -308,7 +323,8 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
     with fake_world(rank, world):
         groups = Groups()
         if world > 1:
-            groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
+            layout = {name: getattr(config, name) for name in ("tp", "pp", "ep", "cp")}
+            groups = Groups.make("cpu", world, **layout)
         trainer = with_even_routing(trainer_class)(config, META, groups)
         # it would read whether a step of fp16 is finite
         trainer.optimizer.scaler = None
@@ -376,7 +392,7 @@ def shares(a: Tensor, b: Tensor) -> bool:
 
 def place_of(groups: Groups) -> dict[str, tuple[int, int]]:
     place = {}
-    for name in ("pp", "dp", "edp", "ep", "tp"):
+    for name in ("pp", "dp", "cp", "edp", "ep", "tp"):
         group = getattr(groups, name)
         if group:
             place[name] = group.rank(), group.size()

@@ -24,6 +24,8 @@ from runtime.presets import PRESETS
 LAYOUT = (
     "tp",
     "pp",
+    "cp",
+    "cp_kind",
     "ep",
     "virtual_stages",
     "schedule",
@@ -126,6 +128,13 @@ class Config:
         False, "shard along the sequence what tensor parallelism leaves whole"
     )
     pp: int = flag(1, "pipeline-parallel ranks, which share the layers")
+    cp: int = flag(1, "context-parallel ranks, which share every sequence")
+    cp_kind: str = flag(
+        "ring",
+        "how context-parallel ranks attend to each other's tokens: keys and values go round, or"
+        " heads are exchanged for tokens",
+        ("ring", "all-to-all"),
+    )
     virtual_stages: int = flag(
         1, "stages on each pipeline rank; more than one needs the interleaved schedule"
     )
@@ -449,6 +458,17 @@ class Config:
         # a pair of answers is two rows
         least = 2 if self.preference else 1
         return least if self.pp > 1 else self.global_batch_size // dp
+
+    @property
+    def length_multiple(self) -> int:
+        """What divides the length of a row: context parallelism cuts it into 2 cp pieces, and
+        sequence parallelism those of a rank into tp."""
+        return (2 * self.cp if self.cp > 1 else 1) * self.sequence_shards
+
+    @property
+    def sequence_shards(self) -> int:
+        """Into how many shards sequence parallelism cuts the tokens of a rank."""
+        return self.tp if self.sequence_parallel else 1
 
     def fp8_recipe(self) -> Recipe | None:
         if self.fp8 == "off":

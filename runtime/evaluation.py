@@ -13,7 +13,7 @@ def evaluate(trainer, dataset, sequences: int) -> float:
         total.add_(trainer.total_loss(y, batch))
 
     run_forward(trainer, list(evaluation_batches(trainer, dataset, sequences)), add)
-    for group in (trainer.groups.dp, trainer.groups.pp):
+    for group in (trainer.groups.replicas, trainer.groups.pp):
         if group:
             dist.all_reduce(total, group=group)
     return total.item() / max(1, trainer.loss_count(dataset, range(sequences)))
@@ -24,6 +24,7 @@ def run_forward(trainer, batches: list, result) -> None:
     """Run batches of one size forward, as in inference. The rank that has the head hands each to
     result(batch, y), y [b, s]: what the head gives for its targets."""
     training = trainer.stages[0].training
+    batches = [trainer.own_tokens(batch) for batch in batches]
     for stage in trainer.stages:
         # routers take raw logits
         stage.eval()

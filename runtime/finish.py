@@ -4,6 +4,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import context_parallel
 import generate
 import sequence_parallel
 from runtime.metrics import duration, plot_loss
@@ -41,7 +42,9 @@ def sample(trainer, tokenizer) -> str:
     try:
         prompt, stop_ids = trainer.sample_prompt(tokenizer)
         options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
-        (ids,) = generate.generate(trainer.model, [prompt], 300, **options)
+        options["cp_group"] = trainer.groups.cp
+        with context_parallel.whole_sequences(trainer.stages):
+            (ids,) = generate.generate(trainer.model, [prompt], 300, **options)
     except (FloatingPointError, ChatError) as e:
         return f"no sample: {e}"
     return tokenizer.decode(prompt + ids)

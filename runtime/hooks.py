@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 import checkpoint
+import context_parallel
 import moe
 from runtime import opening
 from runtime.evaluation import evaluate
@@ -46,6 +47,10 @@ class RunHooks:
     def before_steps(self, run) -> None:
         """When weights and data are there, before the first step. run: a TrainingRun."""
 
+    def own_tokens(self, batch):
+        """What this rank sees of a data.Batch."""
+        return context_parallel.shard_batch(batch, self.groups.cp) if self.groups.cp else batch
+
     def total_loss(self, y: Tensor, batch) -> Tensor:
         """What a micro-batch adds to the loss, before it is divided by `loss_count`. y: [b, s] of
         the head, by default the loss of each token."""
@@ -74,7 +79,7 @@ class RunHooks:
         collective."""
         if not self.model_config.num_experts:
             return {}
-        groups = [group for group in (self.groups.dp, self.groups.pp) if group]
+        groups = [group for group in (self.groups.replicas, self.groups.pp) if group]
         return moe.statistics(self.model_config, self.expert_layers, groups, self.device)
 
     def learners(self) -> dict:

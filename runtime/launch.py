@@ -96,7 +96,7 @@ def run(config: Config, world: World, trainer_class, loop) -> None:
     # of prompts, that of their model
     config.tokenizer = tokenizer.name
     opening.check_room(config, world)
-    world.connect(config.device, config.tp, config.pp, config.timeout, config.ep)
+    world.connect(config.device, config.tp, config.pp, config.timeout, config.ep, config.cp)
     opening.check_flags_agree(config, world)
     folder = opening.open_out(config, world)
     if folder and folder.notice:

@@ -12,6 +12,8 @@ from runtime.world import World
 LAYOUT = (
     "tp",
     "pp",
+    "cp",
+    "cp_kind",
     "ep",
     "virtual_stages",
     "schedule",
@@ -50,7 +52,7 @@ def announce(trainer, world: World, index: dict) -> None:
 def surprises(trainer, world: World):
     """What of the configuration has less effect, or another one, than a user may think."""
     config, model = trainer.config, trainer.model_config
-    if config.zero_stage and not world.groups.dp:
+    if config.zero_stage and not world.groups.replicas:
         yield (
             f"--zero-stage {config.zero_stage}: there is one data-parallel rank, and nobody to "
             "share with"

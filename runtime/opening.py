@@ -62,8 +62,9 @@ def check_data_agree(train_set, held_out, world: World) -> None:
 def check_room(config: Config, world: World) -> None:
     """Raises ConfigError for a run that the memory of a rank can never hold."""
     model = config.model_config()
-    dp = world.size // config.tp // config.pp
-    ranks = {"tp": config.tp, "pp": config.pp, "dp": dp, "ep": config.ep}
+    # what ZeRO shards, it shards over context-parallel ranks too
+    replicas = world.size // config.tp // config.pp
+    ranks = {"tp": config.tp, "pp": config.pp, "dp": replicas, "ep": config.ep, "cp": config.cp}
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     precision = config.precision or ("bf16" if device == "cuda" else "fp32")
     has = room.memory(device, world.local_size)
@@ -79,7 +80,7 @@ def check_room(config: Config, world: World) -> None:
             f" optimizer state of this model {room.complaint('take', needs, has)}; a smaller model,"
             " or more ranks with --tp, --pp or --zero-stage 3, would need less of each"
         )
-    micro = config.micro_batch(dp)
+    micro = config.micro_batch(replicas // config.cp)
     if config.rl and config.micro_batch_size is None:
         # how many rows the answers will fill is not known
         micro = 1

@@ -65,7 +65,7 @@ def check(config: Config) -> None:
 
 def layout_of(config: Config, ranks: int) -> Layout:
     """The layout of a run on so many ranks."""
-    dp = ranks // config.tp // config.pp
+    dp = ranks // config.tp // config.pp // config.cp
     return Layout(
         tp=config.tp,
         pp=config.pp,
@@ -80,6 +80,8 @@ def layout_of(config: Config, ranks: int) -> Layout:
         zero_stage=config.zero_stage,
         layer_split=tuple(config.layer_split) if config.layer_split else None,
         head_chunk=config.head_chunk,
+        cp=config.cp,
+        cp_kind=config.cp_kind,
     )
 
 

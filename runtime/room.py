@@ -79,9 +79,9 @@ def activation_bytes(
 ) -> int:
     """Bytes that the fullest rank holds at least for one micro-batch: each layer's input, and
     without a pipeline the logits, of `head_chunk` tokens if it is given. ranks: as in
-    `state_parts`."""
+    `state_parts`; and in cp, which share the tokens."""
     size = SIZES.get(precision, 2)
-    tokens = micro_batch * model.seq_length
+    tokens = micro_batch * model.seq_length // ranks.get("cp", 1)
     numbers = tokens * (model.hidden_size * model.num_layers // ranks["pp"])
     if ranks["pp"] == 1:
         numbers += min(head_chunk or tokens, tokens) * model.vocab_size

@@ -13,6 +13,7 @@ import torch
 import adapters
 import checkpoint
 import chunked_head
+import context_parallel
 import fp8
 import moe
 import pipeline_parallel
@@ -53,6 +54,7 @@ LEAST = {
     "micro_batch_size": 1,
     "tp": 1,
     "pp": 1,
+    "cp": 1,
     "virtual_stages": 1,
     "ep": 1,
     "fp8_skip": 0,
@@ -72,9 +74,9 @@ def validate(config: Config, world: int, base_needed: bool = True) -> None:
     check_numbers(config)
     check_ranks(config, model, world)
     check_techniques(config, model, world)
-    check_batch(config, model, dp=world // config.tp // config.pp)
+    check_batch(config, model, dp=world // config.tp // config.pp // config.cp)
     check_packing(config)
-    check_preference(config, world // config.tp // config.pp, base_needed)
+    check_preference(config, world // config.tp // config.pp // config.cp, base_needed)
     if config.prompt_config:
         check_prompts(config)
     check_peft(config, model, base_needed)
@@ -133,9 +135,10 @@ def check_numbers(config: Config) -> None:
 def check_ranks(config: Config, model: MoEConfig, world: int) -> None:
     """Whether the sizes of the layout divide the ranks. Raises ConfigError."""
     tp, pp = config.tp, config.pp
-    needed = tp * pp * config.ep
+    # experts are spread over the ranks that have other tokens
+    needed = tp * pp * max(config.ep, config.cp)
     if world == 1 and needed > 1:
-        name = next(name for name in ("tp", "pp", "ep") if getattr(config, name) > 1)
+        name = next(name for name in ("tp", "pp", "cp", "ep") if getattr(config, name) > 1)
         rule = (
             f"this is one rank alone; start several with torchrun --nproc-per-node {needed} "
             f"train.py ..., or give --{name} 1"
@@ -147,6 +150,11 @@ def check_ranks(config: Config, model: MoEConfig, world: int) -> None:
     if world // tp % pp:
         fit = divisors(world // tp, pp)
         refuse(config, "pp", f"must divide the {world} ranks over --tp {tp}; {fit} would fit")
+    if world // tp // pp % config.cp:
+        fit = divisors(world // tp // pp, config.cp)
+        refuse(
+            config, "cp", f"must divide the {world} ranks over --tp {tp} --pp {pp}; {fit} would fit"
+        )
     if config.sequence_parallel and tp == 1:
         raise ConfigError(
             "--sequence-parallel: shards what tensor parallelism leaves whole, and needs --tp 2 or "
@@ -163,7 +171,7 @@ def check_ranks(config: Config, model: MoEConfig, world: int) -> None:
 
 def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
     """Each technique's own rules. Raises ConfigError."""
-    dp = world // config.tp // config.pp
+    replicas = world // config.tp // config.pp
     with as_flags():
         recompute.check(model, config.recompute, config.recompute_layers)
         chunked_head.check(config.head_chunk)
@@ -172,6 +180,7 @@ def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
             sequence_parallel.check(model, config.tp)
         v = config.virtual_stages
         pipeline_parallel.check(model.num_layers, config.pp, v, config.layer_split)
+        context_parallel.check(model, config.cp, config.tp, config.cp_kind)
         recipe = config.fp8_recipe()
         if recipe:
             fp8.check(model, recipe, config.fp8_skip, config.tp)
@@ -189,7 +198,28 @@ def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
             rule = "this model has no experts; --num-experts 8, for example, would give it some"
             refuse(config, name, rule)
     with as_flags():
-        moe.check(model, config.ep, dp)
+        moe.check(model, config.ep, replicas)
+    check_context(config, model)
+
+
+def check_context(config: Config, model: MoEConfig) -> None:
+    """What context parallelism does not go with. Raises ConfigError."""
+    if config.cp == 1:
+        if config.cp_kind != Config().cp_kind:
+            refuse(config, "cp_kind", "needs --cp 2 or more")
+        return
+    if config.fp8 != "off":
+        refuse(config, "fp8", "a scale would be that of a rank's own tokens; leave --cp out")
+    if model.num_experts and model.router == "sinkhorn":
+        refuse(config, "cp", "--router sinkhorn balances all tokens together; topk would do")
+    if model.capacity_factor:
+        refuse(config, "capacity_factor", "counts all tokens of a sequence; leave out --cp")
+    for name in ("preference", "rl"):
+        if getattr(config, name):
+            refuse(config, name, "sums over an answer, of which --cp gives each rank a part")
+    multiple = config.length_multiple
+    if model.seq_length % multiple:
+        refuse(config, "cp", f"--seq-length {model.seq_length} must be divisible by {multiple}")
 
 
 def check_batch(config: Config, model: MoEConfig, dp: int) -> None:

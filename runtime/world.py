@@ -1,15 +1,17 @@
 """Which rank this process is, its device, and the process groups that everything else is handed.
 
-There is one mesh (pp, dp, tp), made once. Tensor-parallel ranks are neighbours, because they talk
-most: on a node of 8 GPUs, `--tp 8` stays inside the node.
+There is one mesh (pp, dp, cp, tp), made once. Tensor-parallel ranks are neighbours, because they
+talk most: on a node of 8 GPUs, `--tp 8` stays inside the node.
 
-    ranks 0 .. 7 under --pp 2 --tp 2, each pair being tp 0 and tp 1:
+    ranks 0 .. 15 under --pp 2 --cp 2 --tp 2, each pair being tp 0 and tp 1:
 
-            dp 0    dp 1
-    pp 0    0 1     2 3
-    pp 1    4 5     6 7
+                dp 0              dp 1            other samples
+            cp 0    cp 1      cp 0    cp 1        other tokens of these samples
+    pp 0    0 1     2 3       4 5     6 7
+    pp 1    8 9    10 11     12 13   14 15        other layers
 
-Experts are spread over --ep of the dp ranks, neighbours again: dp = (edp, ep).
+dp and cp ranks of one stage hold the same weights: they are the `replicas`, over which gradients
+are summed. Experts are spread over --ep of them, neighbours again: replicas = (edp, ep).
 
     torchrun --nproc-per-node 8 train.py --pp 2 --tp 2
 
@@ -43,10 +45,15 @@ class WorldError(RuntimeError):
 class Groups:
     """The process groups of this rank. None where a group has one rank."""
 
+    # the ranks that have other samples
     dp: dist.ProcessGroup | None = None
-    # of the dp ranks, those that hold each expert once between them
+    # the ranks that have other tokens of the same samples
+    cp: dist.ProcessGroup | None = None
+    # dp times cp: the ranks that hold the same weights, and sum their gradients
+    replicas: dist.ProcessGroup | None = None
+    # of the replicas, those that hold each expert once between them
     ep: dist.ProcessGroup | None = None
-    # of the dp ranks, those that hold the same experts; may be this rank alone
+    # of the replicas, those that hold the same experts; may be this rank alone
     edp: dist.ProcessGroup | None = None
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
@@ -66,17 +73,22 @@ class Groups:
         pp: int = 1,
         timeout: timedelta | None = None,
         ep: int = 1,
+        cp: int = 1,
     ) -> "Groups":
-        """One mesh (pp, dp, tp) of `world` ranks. timeout: of collectives. A collective."""
-        dp = world // pp // tp
-        mesh = init_device_mesh(device_type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+        """One mesh (pp, dp, cp, tp) of `world` ranks. timeout: of collectives. A collective."""
+        replicas = world // pp // tp
+        names = ("pp", "dp", "cp", "tp")
+        mesh = init_device_mesh(device_type, (pp, replicas // cp, cp, tp), mesh_dim_names=names)
         groups = cls()
         for name, size in zip(mesh.mesh_dim_names, mesh.shape):
             if size > 1:
                 setattr(groups, name, mesh.get_group(name))
+        groups.replicas = groups.dp
+        if cp > 1:
+            groups.replicas = mesh["dp", "cp"]._flatten("replicas").get_group()
         if ep > 1:
-            # the same ranks, with dp = (edp, ep)
-            shape = (pp, dp // ep, ep, tp)
+            # the same ranks, with dp times cp = (edp, ep)
+            shape = (pp, replicas // ep, ep, tp)
             names = ("pp", "edp", "ep", "tp")
             experts = init_device_mesh(device_type, shape, mesh_dim_names=names)
             groups.ep = experts.get_group("ep")
@@ -85,7 +97,8 @@ class Groups:
         # of the CPU: gloo beside NCCL
         backend = "gloo" if dist.get_backend() == "nccl" else None
         groups.files = dist.new_group(backend=backend, timeout=timeout)
-        for group in (groups.dp, groups.ep, groups.edp, groups.tp, groups.pp):
+        of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)
+        for group in (*of_data, groups.tp, groups.pp):
             if group and timeout:
                 group.set_timeout(timeout)
         if pp > 1 and dist.get_backend() == "nccl":
@@ -171,7 +184,9 @@ class World:
             )
         return world
 
-    def connect(self, device: str, tp: int, pp: int, timeout: float, ep: int = 1) -> None:
+    def connect(
+        self, device: str, tp: int, pp: int, timeout: float, ep: int = 1, cp: int = 1
+    ) -> None:
         """Choose the device and, with several ranks, make the process groups. A collective.
 
         timeout: seconds without progress after which the watchdog ends the run; collectives wait a
@@ -201,7 +216,8 @@ class World:
             timeout=collective_timeout,
             device_id=self.device if nccl else None,
         )
-        self.groups = Groups.make(self.device.type, self.size, tp, pp, collective_timeout, ep)
+        layout = dict(tp=tp, pp=pp, ep=ep, cp=cp)
+        self.groups = Groups.make(self.device.type, self.size, timeout=collective_timeout, **layout)
         self.beat(None)
 
     def choose_device(self, device: str) -> None:

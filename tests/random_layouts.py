@@ -1,7 +1,7 @@
-"""Parity of layouts drawn at random: pipelines, tensor, sequence, expert and (sharded) data
-parallelism, recomputation, on up to 8 ranks.
+"""Parity of layouts drawn at random: pipelines, tensor, sequence, context, expert and (sharded)
+data parallelism, recomputation, on up to 8 ranks.
 
-    python tests/random_layouts.py [--count 200] [--first 0] [--peft] [--fp8]
+    python tests/random_layouts.py [--count 200] [--first 0] [--cp] [--peft] [--fp8]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
 parity.py.
@@ -85,6 +85,31 @@ def draw_experts(g: random.Random, num_layers: int) -> dict:
     )
 
 
+def with_cp(drawn: dict, seed: int) -> dict:
+    """The same layout, or another one where it has too many ranks, with sequences shared by 2 or 4
+    context-parallel ranks."""
+    while drawn["world"] > 4:
+        seed += 10**6
+        drawn = draw(seed)
+    g = random.Random(-4 * 10**6 - seed)
+    model, layout, world = drawn["model"], drawn["layout"], drawn["world"]
+    cp = g.choice([n for n in (2, 4) if n * world <= 8])
+    model = model | dict(seq_length=2 * cp * layout["tp"] * g.randint(1, 3))
+    layout = layout | dict(cp=cp)
+    if g.random() < 0.3:
+        model["document_mask"] = True
+    heads = model.get("num_kv_heads", model["num_heads"]) // layout["tp"]
+    if heads % cp == 0:
+        layout["cp_kind"] = g.choice(["ring", "all-to-all"])
+    replicas = world // layout["pp"] // layout["tp"] * cp
+    layout["zero_stage"] = g.randrange(4)
+    if model.get("num_experts"):
+        # sinkhorn and a capacity are about all tokens of a micro-batch
+        model |= dict(router="topk", capacity_factor=0.0)
+        layout["ep"] = g.choice([n for n in (1, 2, 4) if replicas % n == 0])
+    return {"world": world * cp, "model": model, "layout": layout}
+
+
 def with_peft(drawn: dict, seed: int) -> dict:
     """The same layout of a frozen model with LoRA, bottleneck adapters or IA3."""
     g = random.Random(-2 * 10**6 - seed)
@@ -134,6 +159,7 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--cp", action="store_true", help="with sequences shared by ranks")
     parser.add_argument("--peft", action="store_true", help="of frozen models with adapters")
     parser.add_argument("--fp8", action="store_true", help="in FP8, by a recipe of its own each")
     args = parser.parse_args()
@@ -142,6 +168,8 @@ def main() -> int:
     start = time.time()
     for seed in range(args.first, args.first + args.count):
         drawn = draw(seed)
+        if args.cp:
+            drawn = with_cp(drawn, seed)
         if args.peft:
             drawn = with_peft(drawn, seed)
         if args.fp8:

@@ -39,9 +39,18 @@ LAYOUTS = [
             LLAMA | dict(zero_stage=3, recompute="full", recompute_layers=1),
             GPT | dict(pp=2, virtual_stages=2, num_layers=4),
             GPT | dict(pp=2, schedule="zb-h1", num_layers=4, layer_split=[3, 1]),
+            LLAMA | dict(cp=2, zero_stage=3),
+            GPT | dict(cp=2, cp_kind="all-to-all", recompute="selective"),
         ],
     ),
-    (4, [GPT | dict(tp=2, pp=2), EXPERTS | SEQUENCE | dict(zero_stage=1)]),
+    (
+        4,
+        [
+            GPT | dict(tp=2, pp=2),
+            EXPERTS | SEQUENCE | dict(zero_stage=1),
+            SEQUENCE | dict(cp=2, zero_stage=1),
+        ],
+    ),
 ]
 # the formulas of planning/, which equal what as_rank says, are held to ranks in forty more
 MORE = [
@@ -56,6 +65,9 @@ MORE = [
             GPT | dict(zero_stage=1),
             GPT | dict(zero_stage=2),
             EXPERTS | dict(recompute="full"),
+            GPT | dict(cp=2),
+            LLAMA | dict(cp=2, cp_kind="all-to-all", recompute="full"),
+            LLAMA | dict(cp=2, document_mask=True),
             EXPERTS | LLAMA | dict(router="topk", router_topk=2, capacity_factor=1.0),
         ],
     ),
@@ -66,6 +78,9 @@ MORE = [
             GPT | dict(pp=2, zero_stage=3),
             GPT | dict(tp=2, zero_stage=2, reduce_dtype="bf16"),
             EXPERTS | LLAMA | dict(zero_stage=3, router="topk"),
+            EXPERTS | dict(cp=2, ep=4, router="topk"),
+            LLAMA | dict(cp=2, pp=2, num_layers=4, schedule="zb-h1"),
+            LLAMA | dict(cp=4),
         ],
     ),
 ]
@@ -101,7 +116,8 @@ def measured(world: int, config: trainer.Config) -> dict:
     """One real step of this rank, as fields of as_rank.Report."""
     groups = Groups()
     if world > 1:
-        groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
+        layout = dict(tp=config.tp, pp=config.pp, ep=config.ep, cp=config.cp)
+        groups = Groups.make("cpu", world, **layout)
     t = trainer.Trainer(config, torch.device("cpu"), groups)
     for layer in t.expert_layers.values():
         layer.routing.scores = partial(as_rank.even_scores, layer.routing.k)

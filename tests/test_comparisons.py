@@ -27,6 +27,7 @@ COMPARISONS = ROOT / "comparisons"
 # (script, arguments beside --toy, files that it writes)
 SCRIPTS = [
     ("activation_memory", [], ["activation_memory.json", "activation_memory.svg"]),
+    ("context", [], ["context.json", "context.svg", "context_time_line.svg"]),
     ("data_parallel", [], ["data_parallel.json"]),
     ("fine_tuning", [], ["fine_tuning.json", "fine_tuning.svg"]),
     ("packing", [], ["packing.json", "packing.svg"]),

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
 import checkpoint
+import context_parallel
 import generate
 import kernels
 import moe
@@ -431,12 +432,12 @@ def test_training_goes_on_afterwards():
 
 LAYOUTS = {
     # four layers, the others two
-    "gpt": [dict(pp=2), dict(tp=2, pp=2), dict(pp=4, layer_split=[1, 1, 1, 1])],
-    "llama": [dict(tp=2)],
-    "experts": [dict(tp=2, ep=2), dict(ep=4), dict(pp=2, ep=2)],
+    "gpt": [dict(pp=2), dict(tp=2, pp=2), dict(pp=4, layer_split=[1, 1, 1, 1]), dict(cp=4)],
+    "llama": [dict(tp=2), dict(cp=2), dict(cp=2, pp=2)],
+    "experts": [dict(tp=2, ep=2), dict(ep=4), dict(pp=2, ep=2), dict(cp=2, ep=4)],
 }
 # above with another family
-AGAIN = {"gpt": [dict(tp=2)], "llama": [dict(tp=2, pp=2)]}
+AGAIN = {"gpt": [dict(tp=2), dict(cp=2, pp=2)], "llama": [dict(tp=2, pp=2), dict(cp=2, tp=2)]}
 # beyond the context: prompts have up to 8 tokens
 CONTEXT, NEW_TOKENS = 12, 14
 LAYOUT_SHAPES = {"gpt": GPT_SHAPES[0], "llama": LLAMA_SHAPES[1], "experts": EXPERTS}
@@ -464,7 +465,8 @@ def on_layouts(rank, path, layouts, requests):
                 [prompts[i] for i in numbers],
                 NEW_TOKENS,
                 keys=[keys[i] for i in numbers],
-                lockstep=groups.dp if groups.ep else None,
+                lockstep=groups.replicas if groups.ep else None,
+                cp_group=groups.cp,
                 eot=5,
                 **options,
             )
@@ -506,13 +508,48 @@ def test_layouts(family, layouts, tmp_path):
                 assert of_rank == {i: texts[i] for i in of_rank}, layout
 
 
+def logits_of(cp_group):
+    """Of prefills and decoding steps, of a model with learned or with rotary positions."""
+    seen = []
+    for shape in (GPT_SHAPES[0], LLAMA_SHAPES[1]):
+        model = loud(build(torch.float64, **shape | dict(seq_length=CONTEXT)))
+        prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [4]]
+
+        def observe(batch, logits, sampled):
+            seen.append(logits.clone())
+
+        options = dict(temperature=0, observe=observe, cp_group=cp_group)
+        generate.generate(model.eval(), prompts, NEW_TOKENS, **options)
+    return seen
+
+
+def logits_of_rank(rank):
+    return logits_of(dist.group.WORLD)
+
+
+def test_logits_of_a_shared_prefill():
+    """Over 3 ranks, whose 6 pieces fill a prompt of 9 tokens up to 12, and one of 11 beyond the
+    context."""
+    expected = logits_of(None)
+    for of_rank in ranks.run(logits_of_rank, 3):
+        assert len(of_rank) == len(expected)
+        for logits, reference in zip(of_rank, expected):
+            assert (logits - reference).abs().max() / reference.abs().max() < 1e-10
+
+
 def from_training(rank, flags):
-    groups = Groups.make("cpu", 4, flags.get("tp", 1), flags.get("pp", 1), ep=flags.get("ep", 1))
+    layout = {name: flags.get(name, 1) for name in ("tp", "pp", "ep", "cp")}
+    groups = Groups.make("cpu", 4, **layout)
     trainer = train.Trainer(train.Config(**flags), torch.device("cpu"), groups)
     if flags.get("sequence_parallel"):
         for stage in trainer.stages:
             sequence_parallel.shard_sequence(stage, groups.tp, sharded=False)
-    return generate.generate(trainer.model, [[1, 2, 3], [4]], 20, seed=1)
+    before = [dict(stage.named_modules()) for stage in trainer.stages]
+    with context_parallel.whole_sequences(trainer.stages):
+        prompts = [[1, 2, 3], [4]]
+        texts = generate.generate(trainer.model, prompts, 20, seed=1, cp_group=groups.cp)
+    assert [dict(stage.named_modules()) for stage in trainer.stages] == before
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -521,6 +558,7 @@ def from_training(rank, flags):
         dict(tp=2, sequence_parallel=True, zero_stage=3, recompute="selective"),
         dict(pp=2, virtual_stages=2, tp=2),
         dict(pp=2, ep=2, zero_stage=3, num_experts=4),
+        dict(cp=2, tp=2, sequence_parallel=True, zero_stage=3),
     ],
     ids=str,
 )

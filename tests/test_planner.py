@@ -250,12 +250,32 @@ def test_train_accepts_every_command(name, gpus, batch):
         assert ranks == gpus == plan.layout.ranks
         rules.validate(config, ranks)
         assert config.global_batch_size == batch
-        dp = ranks // config.tp // config.pp
+        dp = ranks // config.tp // config.pp // config.cp
         for field in dataclasses.fields(Layout):
             if field.name != "dp":
                 wanted = getattr(plan.layout, field.name)
                 assert getattr(config, field.name) == wanted, field.name
         assert config.micro_batch(dp) == plan.layout.micro_batch_size
+
+
+def test_long_sequences_are_spread_over_ranks():
+    """Of short ones no layout has cp. With the document's 65,536 tokens the best has a ring."""
+    assert all(layout.cp == 1 for layout in layouts(preset("llama2-13b"), TRAIN, 64, 32))
+    (printed,) = [printed for command, printed in SHOWN if "--seq-length 65536" in command]
+    paragraphs = printed.split("\n\n")
+    heading, *rows = paragraphs[1].split("\n")
+    by = heading.split().index("by")
+    assert {"ring", "heads"} == {row.split()[by] for row in rows}
+    config, ranks = parse(paragraphs[2])
+    assert (ranks, config.cp, config.cp_kind) == (64, 8, "ring")
+
+
+def test_train_accepts_every_layout_with_context_parallelism():
+    model = dataclasses.replace(preset("llama2-13b"), seq_length=16384, num_kv_heads=8)
+    found = [x for x in layouts(model, TRAIN, 16, 16) if x.cp > 1]
+    assert {x.cp_kind for x in found} == {"ring", "all-to-all"}
+    for layout in random.Random(0).sample(found, 200):
+        commands.check(model, layout)
 
 
 def test_plan(capsys):

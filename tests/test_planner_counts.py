@@ -23,6 +23,8 @@ SOFTWARE_ALONE = dataclasses.replace(
 )
 MODEL = MoEConfig(8, 256, 8, seq_length=128, vocab_size=512)
 PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+# a send and its receive
+PASSES |= {"send": 1, "receive": 0}
 
 
 def ideal(wait: float, link: float) -> Machine:
@@ -38,7 +40,8 @@ def called(layout: Layout, group: str, model: GPTConfig = MODEL) -> tuple[float,
         # the norm: one number
         if call.group == group and call.bytes > 8:
             passes += PASSES[call.kind] * call.count
-            sent += PASSES[call.kind] * call.count * call.bytes * (size - 1) / size
+            share = 1 if call.kind == "send" else (size - 1) / size
+            sent += PASSES[call.kind] * call.count * call.bytes * share
     return passes, sent
 
 
@@ -67,6 +70,29 @@ def test_tensor_and_sequence(recompute):
     assert 0.93 < sent / expected_bytes <= 1
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kind", ["ring", "all-to-all"])
+@pytest.mark.parametrize("n, t", [(2, 1), (4, 2)])
+def test_context(n, t, kind, recompute):
+    layout = Layout(tp=t, cp=n, cp_kind=kind, global_batch_size=3, recompute=recompute)
+    assert predicted(layout, "context") == pytest.approx(called(layout, "cp"))
+
+
+def test_a_ring_waits_for_what_attention_does_not_hide():
+    """Of a long sequence only the last gradients of keys and values, which have 32 bits; of a
+    short one all."""
+    machine = dataclasses.replace(ideal(0.0, 1e9), peak=1e14)
+    layout = Layout(cp=4, global_batch_size=1)
+    waits = []
+    for s in (2**8, 2**20):
+        model = dataclasses.replace(MODEL, seq_length=s)
+        rank = planner.Rank(machine, SOFTWARE_ALONE, model, layout)
+        waited = planner.step_time(machine, SOFTWARE_ALONE, model, layout)["context"]
+        waits.append(waited / planner.to_neighbour(rank) / model.num_layers)
+    assert waits[1] == pytest.approx(2)
+    assert 11.9 < waits[0] < 12
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_data(stage):
     """Matrices alone count: the rest is 1%."""
@@ -75,3 +101,9 @@ def test_data(stage):
     expected, expected_bytes = called(layout, "dp")
     assert passes == pytest.approx(expected)
     assert 0.985 < sent / expected_bytes <= 1
+    if stage == 3:
+        # its gathers run beside what a ring waits for
+        return
+    # tokens in the place of samples: the same gradients
+    shared = dataclasses.replace(layout, dp=2, cp=2, global_batch_size=6)
+    assert predicted(shared, "data") == pytest.approx((passes, sent))

@@ -45,6 +45,8 @@ SEQUENCE = TENSOR | dict(sequence_parallel=True)
 PIPELINE = dict(pp=2, num_layers=4)
 FOUR_STAGES = dict(pp=4, global_batch_size=6)
 ZB_H1 = dict(schedule="zb-h1")
+RING = dict(cp=2, cp_kind="ring")
+HEADS = dict(cp=2, cp_kind="all-to-all")
 
 # ranks -> name -> flags; ranks that no flag names are data parallel
 LAYOUTS = {
@@ -81,6 +83,15 @@ LAYOUTS = {
         "experts, top 2": EXPERTS | dict(router_topk=2),
         "experts, sequence": EXPERTS | SEQUENCE | dict(router="sinkhorn", router_topk=2),
         "experts, capacity": EXPERTS | dict(ep=2, zero_stage=1, capacity_factor=0.5),
+        "ring": GPT | RING,
+        "llama, ring": LLAMA | RING | dict(zero_stage=3, micro_batch_size=2),
+        "llama, ring, full": LLAMA | RING | dict(recompute="full"),
+        "heads": GPT | HEADS,
+        "heads, selective": GPT | HEADS | dict(recompute="selective"),
+        "llama, heads": LLAMA | HEADS | dict(zero_stage=2),
+        "llama, heads, selective": LLAMA
+        | HEADS
+        | dict(attention="explicit", recompute="selective"),
     },
     4: {
         "uneven": GPT | FOUR_STAGES | dict(num_layers=5, layer_split=[1, 2, 2, 0]),
@@ -95,6 +106,14 @@ LAYOUTS = {
         "experts, full": EXPERTS
         | PIPELINE
         | dict(ep=2, recompute="full", zero_stage=3, num_layers=6),
+        "ring of four": LLAMA | RING | dict(cp=4, num_kv_heads=1),
+        "ring, sequence": GPT | RING | SEQUENCE | dict(zero_stage=1),
+        "ring, pipeline": LLAMA | RING | PIPELINE | dict(virtual_stages=2, recompute="full"),
+        "ring, zb-h1": LLAMA | RING | PIPELINE | ZB_H1 | dict(zero_stage=2),
+        "ring, samples": GPT | RING | dict(zero_stage=1),
+        "heads, sequence": LLAMA | HEADS | SEQUENCE | dict(num_kv_heads=4),
+        "heads, zb-h1": LLAMA | HEADS | PIPELINE | ZB_H1,
+        "ring, experts": EXPERTS | RING | dict(ep=4, router_topk=2),
     },
 }
 
@@ -106,7 +125,8 @@ def inputs(world: int, flags: dict) -> tuple[MoEConfig, Layout, Software]:
     fields = {field: flags[field] for field in Layout.__dataclass_fields__ if field in flags}
     if "layer_split" in fields:
         fields["layer_split"] = tuple(fields["layer_split"])
-    layout = Layout(**fields, dp=world // flags.get("tp", 1) // flags.get("pp", 1))
+    others = flags.get("tp", 1) * flags.get("pp", 1) * flags.get("cp", 1)
+    layout = Layout(**fields, dp=world // others)
     software = HALF if flags["precision"] == "bf16" else CPU
     return trainer.Config(**flags).model_config(), layout, software
 
@@ -178,7 +198,8 @@ def measure_one(world: int, flags: dict) -> tuple[int, Counter, dict[str, int]]:
     config = trainer.Config(**flags)
     groups = Groups()
     if world > 1:
-        groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
+        sizes = {name: getattr(config, name) for name in ("tp", "pp", "ep", "cp")}
+        groups = Groups.make("cpu", world, **sizes)
     t = trainer.Trainer(config, torch.device("cpu"), groups)
     for layer in t.expert_layers.values():
         layer.routing.scores = partial(as_rank.even_scores, layer.routing.k)
@@ -214,9 +235,9 @@ def bytes_of(t: trainer.Trainer, part: str) -> int:
 def check_collectives(model, layout, software, rank: int, counted: Counter) -> None:
     predicted = Counter()
     for kind, group, size, count in collectives(model, layout, software, rank):
-        # where ep is dp and all ranks, the two are one group
-        is_dp = group == "ep" and layout.ep == layout.ranks
-        predicted[kind, "dp" if is_dp else group, size] += count
+        # those of all ranks are one group, which has the first name
+        names = [n for n in ("dp", "cp", "replicas", "ep") if getattr(layout, n) == layout.ranks]
+        predicted[kind, names[0] if group in names else group, size] += count
     assert predicted == counted, f"rank {rank}"
 
 
@@ -257,6 +278,15 @@ def test_formulas_are_what_gloo_ranks_send_and_hold(world):
         ),
         dict(model="llama2-70b", tp=8, pp=16, recompute="full", zero_stage=1),
         dict(model="mixtral-8x7b", tp=2, ep=8, pp=8, virtual_stages=4, zero_stage=3),
+        dict(
+            model="llama2-13b",
+            seq_length=32768,
+            tp=4,
+            sequence_parallel=True,
+            pp=4,
+            cp=8,
+            zero_stage=1,
+        ),
     ],
     ids=lambda flags: flags["model"],
 )

@@ -410,6 +410,7 @@ def flags_of(path, base=parity.SMALL):
                 dict(),
                 dict(zero_stage=1),
                 dict(zero_stage=3),
+                dict(cp=2),
             ],
         ),
         (
@@ -430,6 +431,7 @@ def flags_of(path, base=parity.SMALL):
                 dict(tp=2, sequence_parallel=True, zero_stage=3),
                 dict(tp=2, pp=2, schedule="zb-h1"),
                 dict(pp=2, zero_stage=1),
+                dict(cp=2, tp=2, sequence_parallel=True),
             ],
         ),
     ],

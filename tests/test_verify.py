@@ -35,6 +35,7 @@ TWO_RANKS = [
     "--model gpt2 --pp 2 --schedule zb-h1",
     "--model gpt2 --peft lora --lora-dropout 0.1 --tp 2",
     "--model gpt2 --zero-stage 3 --recompute full --micro-batch-size 2",
+    "--model gpt2 --cp 2",
 ]
 MORE_ON_TWO_RANKS = [
     "--model gpt2 --tp 2",
@@ -42,6 +43,7 @@ MORE_ON_TWO_RANKS = [
     "--model gpt2 --pp 2 --virtual-stages 2",
     "--model gpt2 --zero-stage 1 --micro-batch-size 4",
     "--model gpt2 --zero-stage 2 --micro-batch-size 4 --head-chunk 100",
+    "--model llama2-7b --cp 2 --cp-kind all-to-all --zero-stage 1",
 ]
 
 
@@ -57,7 +59,7 @@ MORE_ON_TWO_RANKS = [
     ids=["2 ranks", "experts", "8 ranks", "more on 2 ranks", "experts and tensors"],
 )
 def test_equal(world, layouts):
-    """Thirteen layouts. Where the ranks are fewer than verify.py's, there is one replica less."""
+    """Fifteen layouts. Where the ranks are fewer than verify.py's, there is one replica less."""
     layouts = [verify.in_float64(shrunk(flags)[1]) for flags in layouts]
     results = train_each(world, layouts, steps=2, base={}, trace=True)
     references = train_each(1, [one_device(layout) for layout in layouts], 2, base={}, trace=True)
@@ -130,6 +132,14 @@ def test_what_matters_stays():
     assert layout["global_batch_size"] == 8 and layout["micro_batch_size"] == 1
 
 
+def test_context_parallel_ranks_stay():
+    world, layout = shrunk("--model llama2-70b --cp 4 --tp 2 --pp 4 --cp-kind all-to-all --ep 1")
+    assert world == 8 and (layout["cp"], layout["tp"], layout["pp"]) == (2, 2, 2)
+    assert layout["cp_kind"] == "all-to-all" and layout["num_kv_heads"] == 4
+    alone = one_device(layout)
+    assert (alone["cp"], alone["cp_kind"]) == (1, "ring")
+
+
 def test_sizes_that_three_ranks_share_are_shared_by_two():
     """Heads, and the inner size of an adapter."""
     world, layout = shrunk(
@@ -164,6 +174,7 @@ def small_enough(config: Config, world: int) -> bool:
 def test_every_layout_can_be_shrunk():
     drawn = [random_layouts.draw(seed) for seed in range(50)]
     count = 0
+    drawn += [random_layouts.with_cp(case, seed) for seed, case in enumerate(drawn)]
     for case in drawn:
         count += small_enough(Config(**case["model"] | case["layout"]), case["world"])
     g = random.Random(0)

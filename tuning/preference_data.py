@@ -225,7 +225,7 @@ class Pairs:
 def open_data(config, world, tokenizer) -> tuple[Pairs, Pairs]:
     """(training set, held-out set) of --pairs. Raises ChatError or CheckpointError."""
     chat = open_chat(config, tokenizer)
-    shards = config.tp if config.sequence_parallel else 1
+    shards = config.length_multiple
     limit = config.model_config().seq_length // shards * shards
     pairs, summary = read_pairs(config.pairs, "--pairs", chat, limit, config.skip_bad_examples)
     if config.pairs_val:

@@ -159,7 +159,7 @@ class Reinforcement(Learner, ConversationData):
         """R rows of s tokens. Empty rows fill up, so that all ranks have the same number of
         micro-batches, and the interleaved schedule a multiple of pp."""
         config = self.config
-        shards = config.tp if config.sequence_parallel else 1
+        shards = config.length_multiple
         multiple = self.dp * (config.micro_batch_size or 1)
         if config.pipeline_schedule == "interleaved":
             multiple *= config.pp

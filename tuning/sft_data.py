@@ -129,7 +129,7 @@ def open_chat(config, tokenizer) -> Chat:
 def open_data(config, world, tokenizer) -> tuple[Conversations, Conversations]:
     """(training set, held-out set) of --sft. Raises ChatError or CheckpointError."""
     chat = open_chat(config, tokenizer)
-    shards = config.tp if config.sequence_parallel else 1
+    shards = config.length_multiple
     model = config.model_config()
     # the last token of a row is only a target
     limit = model.seq_length // shards * shards + 1

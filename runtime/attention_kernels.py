@@ -1,0 +1,107 @@
+"""PyTorch's fused attention kernels, with the sum that ring attention merges by.
+
+`F.scaled_dot_product_attention` gives the result alone. The operations below it also give
+
+    L = log Σ_j exp(q k_j / √d)        one number for each query, at least float32
+
+and their backward takes o and L as arguments: those of all keys, where k and v are only some.
+
+    CPU                    _scaled_dot_product_flash_attention_for_cpu
+    CUDA, 16 bits          _scaled_dot_product_flash_attention
+    CUDA, 32 bits          _scaled_dot_product_efficient_attention
+
+They are not public: a version of PyTorch may lack one. Then, and for sizes that a kernel does not
+know, `kernel_for` gives None, and ring_attention.py computes by hand.
+
+Not covered: cuDNN's kernel. Those for CUDA have not run on a GPU yet; tests hold their arguments to
+PyTorch's signatures.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PREFIX = "_scaled_dot_product_"
+
+
+class Kernel:
+    """q: [b, a, m, d]; k, v: [b, a, n, d]. causal: m = n, and query i sees keys 0 .. i."""
+
+    # in torch.ops.aten, and with _backward after it
+    name = "flash_attention_for_cpu"
+
+    def __init__(self):
+        self.run = getattr(torch.ops.aten, PREFIX + self.name)
+        self.run_backward = getattr(torch.ops.aten, PREFIX + self.name + "_backward")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """(o [b, a, m, d], L [b, a, m, 1])"""
+        o, log_sum = self.run(q, k, v, 0.0, causal)
+        return o, log_sum.unsqueeze(-1)
+
+    def backward(self, grad, q, k, v, o, log_sum, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(∂q, ∂k, ∂v). grad: ∂o."""
+        tensors = grad, q, k, v, o, log_sum.squeeze(-1).contiguous()
+        return self.run_backward(*tensors, 0.0, causal)
+
+
+class FlashOnCUDA(Kernel):
+    """FlashAttention 2 (arXiv 2307.08691)."""
+
+    name = "flash_attention"
+
+    def forward(self, q, k, v, causal):
+        o, log_sum, *_ = self.run(q, k, v, 0.0, causal)
+        return o, log_sum.unsqueeze(-1)
+
+    def backward(self, grad, q, k, v, o, log_sum, causal):
+        # where sequences of a packed batch begin: there is none
+        bounds = None, None, q.shape[2], k.shape[2]
+        # of dropout: there is none
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        tensors = grad, q, k, v, o, log_sum.squeeze(-1).contiguous()
+        return self.run_backward(*tensors, *bounds, 0.0, causal, state, state)
+
+
+class EfficientOnCUDA(Kernel):
+    """xFormers' kernel (arXiv 2112.05682)."""
+
+    name = "efficient_attention"
+
+    def forward(self, q, k, v, causal):
+        o, log_sum, *_ = self.run(q, k, v, None, True, 0.0, causal)
+        # its rows are filled up to a multiple of 32
+        return o, log_sum[:, :, : q.shape[2], None]
+
+    def backward(self, grad, q, k, v, o, log_sum, causal):
+        log_sum = log_sum.squeeze(-1)
+        log_sum = F.pad(log_sum, (0, -log_sum.shape[2] % 32), value=torch.inf)
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        # no gradient of a bias
+        wanted = [True, True, True, False]
+        arguments = None, o, log_sum, state, state, 0.0, wanted, causal
+        return self.run_backward(grad, q, k, v, *arguments)[:3]
+
+
+@cache
+def make(kind: type[Kernel]) -> Kernel | None:
+    """None where this PyTorch does not have it."""
+    try:
+        return kind()
+    except AttributeError:
+        return None
+
+
+def kernel_for(q: Tensor) -> Kernel | None:
+    """The kernel for such queries, [b, a, m, d]. None: there is none."""
+    if q.device.type == "cpu":
+        return make(Kernel)
+    head_dim = q.shape[-1]
+    if q.device.type != "cuda" or head_dim % 8 or head_dim > 256 or q.dtype == torch.float64:
+        return None
+    if q.dtype == torch.float32:
+        return make(EfficientOnCUDA)
+    # A100 and later
+    return make(FlashOnCUDA) if torch.cuda.get_device_capability(q.device) >= (8, 0) else None

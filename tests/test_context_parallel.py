@@ -1,0 +1,343 @@
+"""context_parallel.py and ring_attention.py: every layout is one device; counted bytes and saved
+activations are the formulas; what does not fit is refused."""
+
+import json
+import shutil
+from collections import Counter
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import processes
+import pytest
+import small_run
+import torch
+import torch.distributed as dist
+from parity import LLAMA, SMALL, same, train, train_each
+
+import context_parallel
+import recompute
+from lessons import demo, parity, ranks
+from model_config import GPTConfig
+from packing import Example
+from runtime import rules
+from runtime.collectives import Collectives
+from runtime.config import Config, ConfigError
+from sft import Conversations
+
+# queries in groups of two; key heads for tensor parallelism times exchanged heads
+GROUPED = LLAMA | dict(num_heads=8, num_kv_heads=4, seq_length=32)
+BASES = {
+    "gpt": SMALL,
+    "llama": LLAMA | dict(dropout=0.0),
+    "grouped": GROUPED | dict(dropout=0.0),
+    "packed": GROUPED | dict(dropout=0.0, document_mask=True),
+}
+KINDS = ("ring", "all-to-all")
+
+
+def again(*values, **options):
+    """A case that covers no more than another one does: `make test-all` runs it."""
+    return pytest.param(*values, marks=pytest.mark.repetition, **options)
+
+
+def both(*layouts: dict) -> list[dict]:
+    return [layout | dict(cp_kind=kind) for layout in layouts for kind in KINDS]
+
+
+def check(base: dict, world: int, variants: list[dict], **model) -> None:
+    results = train_each(world, variants, base=base | model)
+    for variant, result in zip(variants, results, strict=True):
+        try:
+            same(result, train(base=base | model))
+        except AssertionError as e:
+            raise AssertionError(f"{variant}: {e}") from e
+
+
+# --- the gate -------------------------------------------------------------------------------------
+
+RECOMPUTED = [dict(cp=2, recompute="selective"), dict(cp=2, recompute="full")]
+SHARDED = [dict(cp=2, zero_stage=1, micro_batch_size=2), dict(cp=2, zero_stage=3, recompute="full")]
+OVER_TENSORS = [dict(cp=2, tp=2), dict(cp=2, tp=2, sequence_parallel=True, recompute="selective")]
+OVER_PIPELINES = [
+    dict(cp=2, pp=2),
+    dict(cp=2, pp=2, schedule="zb-h1", recompute="selective"),
+    dict(cp=2, pp=2, schedule="zb-h1", zero_stage=1, micro_batch_size=2),
+]
+
+
+@pytest.mark.parametrize(
+    "base, world, variants",
+    [
+        ("gpt", 2, both(dict(cp=2), RECOMPUTED[0], dict(cp=2, zero_stage=2, micro_batch_size=2))),
+        ("llama", 2, both(dict(cp=2), RECOMPUTED[1], SHARDED[0])),
+        ("packed", 2, both(dict(cp=2))),
+        ("gpt", 4, both(dict(cp=4), OVER_TENSORS[1], OVER_PIPELINES[1], SHARDED[1])),
+        ("grouped", 4, both(dict(cp=4), OVER_TENSORS[0])),
+        again("gpt", 4, both(OVER_TENSORS[0], OVER_PIPELINES[0], OVER_PIPELINES[2])),
+        again("grouped", 4, both(OVER_TENSORS[1], *OVER_PIPELINES)),
+        ("packed", 4, [dict(cp=4), *both(OVER_TENSORS[1]), dict(cp=2, pp=2, micro_batch_size=2)]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_gate(base, world, variants):
+    check(BASES[base], world, variants)
+
+
+ADAPTERS = {
+    "lora": dict(peft="lora", lora_rank=3, lora_dropout=0.2, peft_targets=["key", "value", "up"]),
+    "ia3": dict(peft="ia3"),
+    "adapter": dict(peft="adapter", adapter_size=8),
+}
+
+
+@pytest.mark.parametrize(
+    "method, world, variants",
+    [
+        ("lora", 2, both(dict(cp=2))),
+        ("lora", 4, both(OVER_TENSORS[1])),
+        again("ia3", 2, both(dict(cp=2))),
+        again("adapter", 2, both(dict(cp=2))),
+        again("ia3", 4, both(OVER_TENSORS[1], OVER_PIPELINES[1])),
+        again("adapter", 4, both(OVER_TENSORS[1], OVER_PIPELINES[1])),
+    ],
+)
+def test_adapters(method, world, variants):
+    check(BASES["gpt"], world, variants, **ADAPTERS[method])
+
+
+@pytest.mark.parametrize(
+    "world, variants",
+    [
+        (2, both(dict(cp=2, head_chunk=5))),
+        (4, both(dict(cp=2, micro_batch_size=1))),
+        (4, [dict(cp=2, pp=2, num_layers=4, virtual_stages=2, micro_batch_size=2)]),
+        again(8, both(dict(cp=2, tp=2, pp=2, sequence_parallel=True, schedule="zb-h1"))),
+        again(8, both(dict(cp=2, tp=2, sequence_parallel=True, zero_stage=3, recompute="full"))),
+        again(8, both(dict(cp=4, zero_stage=3))),
+        # heads are too few for all-to-all
+        again(8, [dict(cp=4, tp=2, sequence_parallel=True), dict(cp=8)]),
+    ],
+)
+def test_more_layouts(world, variants):
+    layers = variants[0].get("num_layers", 2)
+    check(BASES["gpt"], world, variants, num_layers=layers)
+
+
+EXPERTS = dict(num_experts=4, router="topk", router_topk=2, micro_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    "world, variants, losses",
+    [
+        (2, both(dict(cp=2, ep=2)), 0.1),
+        (4, [dict(cp=2, ep=4), dict(cp=2, ep=2, cp_kind="all-to-all")], 0.1),
+        again(2, both(dict(cp=2)), 0.1),
+        again(4, both(dict(cp=2, ep=2)), 0.1),
+        again(4, both(dict(cp=2, ep=2), dict(cp=2, ep=4)), 0.0),
+        again(4, both(dict(cp=2, tp=2, sequence_parallel=True, ep=2)), 0.1),
+        again(4, both(dict(cp=2, pp=2, schedule="zb-h1", ep=2)), 0.1),
+        again(4, both(dict(cp=2, ep=2, zero_stage=3, recompute="full")), 0.1),
+        again(4, both(dict(cp=2, zero_stage=2)), 0.1),
+    ],
+)
+def test_experts(world, variants, losses):
+    """losses: weights of the routers' own losses."""
+    check(BASES["gpt"], world, variants, aux_loss=losses, z_loss=losses, **EXPERTS)
+
+
+def without_cpp():
+    """torch.compile traces and differentiates, but generates no C++ from the graphs: compiling that
+    takes a minute."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
+@pytest.mark.parametrize(
+    "kind, mutate",
+    [again("ring", without_cpp), again("all-to-all", without_cpp), again("ring", None)],
+)
+def test_compiled(kind, mutate):
+    one = dict(num_layers=1, steps=1)
+    same(train(2, **one, cp=2, cp_kind=kind, compile=True, mutate=mutate), train(**one))
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def messages_of_attention(rank: int, world: int, sizes: dict, kind: str) -> list[Counter]:
+    """{(kind of message, bytes): how often} of one layer's attention, forward and backward."""
+    config = GPTConfig(num_layers=1, hidden_size=32, vocab_size=61, llama=True, **sizes)
+    model = demo.meta_model(config)
+    context_parallel.apply(model, dist.group.WORLD, kind)
+    length, d = config.seq_length // world, config.hidden_size // config.num_heads
+    q, k, v = (
+        torch.randn(3, heads, length, d, requires_grad=True)
+        for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    )
+    with Collectives() as forward:
+        y = model.blocks["0"].attention.core(q, k, v, None)
+    with Collectives() as backward:
+        y.sum().backward()
+    return [Counter(forward.calls), Counter(backward.calls)]
+
+
+@pytest.mark.parametrize("n, kv", [(2, 4), (4, 4), again(2, 8), again(4, 8)])
+def test_bytes_are_the_formulas(n, kv):
+    """As context_parallel.py has them, of a layer, for b = 3 sequences of 4-byte numbers."""
+    sizes = dict(num_heads=8, num_kv_heads=kv, seq_length=48)
+    b, s, h, k, x = 3, 48, 32, Fraction(kv, 8), 4
+    one = 2 * k * b * s * h * x / n
+    for forward, backward in ranks.run(messages_of_attention, n, n, sizes, "ring"):
+        assert forward == {("send", one): n - 1, ("receive", one): n - 1}
+        # keys and values once more, and their gradients; that of its own keys stays
+        assert backward == {("send", one): 2 * n - 2, ("receive", one): 2 * n - 2}
+    for both_ways in ranks.run(messages_of_attention, n, n, sizes, "all-to-all"):
+        for messages in both_ways:
+            assert {name for name, _ in messages} == {"all-to-all"} and messages.total() == 4
+            # a part of each buffer stays
+            sent = sum(size * times for (_, size), times in messages.items()) * Fraction(n - 1, n)
+            assert sent == (2 + 2 * k) * (n - 1) * b * s * h * x / Fraction(n * n)
+
+
+def kept_of_forward(rank: int, world: int, flags: dict) -> int:
+    """Bytes that autograd keeps of one sequence, without parameters."""
+    run = parity.Run(world, Config(**flags))
+    (stage,) = run.trainer.stages
+    batch = run.trainer.own_tokens(run.dataset.batch([0]))
+    return recompute.saved_bytes(lambda: stage(batch.tokens, batch.targets), *stage.parameters())
+
+
+LONG = dict(num_layers=1, seq_length=8192, dropout=0.0, precision="fp32", global_batch_size=1)
+
+
+@pytest.mark.parametrize("base", [SMALL, again(LLAMA | dict(num_kv_heads=4))], ids=["gpt", "llama"])
+def test_memory_of_activations_is_a_quarter(base):
+    """Of 8,192 tokens on four ranks, plus buffers, within 2%."""
+    flags = base | LONG
+    s, h = flags["seq_length"], flags["hidden_size"]
+    (one,) = ranks.run(kept_of_forward, 1, 1, flags)
+    of_ring = ranks.run(kept_of_forward, 4, 4, flags | dict(cp=4))
+    # of all-to-all: attention's result twice, as it is for heads and for tokens; int64 orders, from
+    # tokens by rank to tokens by position and back
+    buffers = s * h * 4 / 4 + 2 * s * 8
+    of_heads = ranks.run(kept_of_forward, 4, 4, flags | dict(cp=4, cp_kind="all-to-all"))
+    for kept in of_ring:
+        assert kept == pytest.approx(one / 4, rel=0.02)
+    for kept in of_heads:
+        assert kept == pytest.approx(one / 4 + buffers, rel=0.02)
+
+
+# --- lengths and refusals -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, world, words",
+    [
+        (dict(cp=2), 1, "--cp 2: this is one rank alone"),
+        (dict(cp=3), 4, "--cp 3: must divide the 4 ranks over --tp 1 --pp 1; [1, 2, 4] would fit"),
+        (dict(cp=4, tp=2), 12, "--cp 4: must divide the 12 ranks over --tp 2 --pp 1"),
+        (dict(cp=0), 2, "--cp 0: must be at least 1"),
+        (
+            dict(cp=4, seq_length=100),
+            4,
+            "--seq-length 100: must be divisible by twice --cp 4: the sequence is cut into so many"
+            " pieces; 96 or 104 would fit",
+        ),
+        (dict(cp=4, seq_length=7), 4, "--seq-length 7: must be divisible by twice --cp 4"),
+        (
+            dict(cp=2, tp=2, sequence_parallel=True, seq_length=12),
+            4,
+            "--seq-length 12 must be divisible by 8",
+        ),
+        (
+            dict(cp=4, cp_kind="all-to-all", num_heads=6, hidden_size=48),
+            4,
+            "--cp 4: must divide --num-heads 6 over --tp 1 where heads are exchanged"
+            " (--cp-kind all-to-all); [2, 3, 6] would fit",
+        ),
+        (
+            dict(cp=4, cp_kind="all-to-all", model="llama2-7b", num_heads=8, num_kv_heads=2),
+            4,
+            "--cp 4: must divide --num-kv-heads 2 over --tp 1",
+        ),
+        (dict(cp_kind="all-to-all"), 2, "--cp-kind all-to-all: needs --cp 2 or more"),
+        (dict(cp=2, fp8="current"), 2, "--fp8 current"),
+        (dict(cp=2, num_experts=4, router="sinkhorn"), 2, "--router sinkhorn"),
+        (
+            dict(cp=2, num_experts=4, router="topk", capacity_factor=1.0),
+            2,
+            "--capacity-factor 1.0",
+        ),
+        (dict(cp=2, preference="dpo", pairs=["pairs.jsonl"]), 2, "--preference dpo"),
+        (dict(cp=2, global_batch_size=3), 4, "--global-batch-size 3: must be divisible by the 2"),
+    ],
+    ids=str,
+)
+def test_refused(flags, world, words):
+    """In one line, before any process group."""
+    with pytest.raises(ConfigError) as refused:
+        rules.validate(Config(**flags), world)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("cp, tp", [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_rows_are_padded_to_what_can_be_cut(cp, tp):
+    """Conversations of odd lengths: targets and counts stay, each rank has as many tokens."""
+    config = Config(cp=cp, tp=tp, sequence_parallel=tp > 1)
+    assert config.length_multiple == {(1, 1): 1, (2, 1): 4, (4, 1): 8, (2, 2): 8}[cp, tp]
+    examples = [Example(list(range(1, n)), [True] * (n - 1)) for n in (6, 11, 15)]
+    rows, cut = (Conversations(examples, 61, None, m) for m in (1, config.length_multiple))
+    batch, padded = rows.batch([0, 1, 2]), cut.batch([0, 1, 2])
+    length = batch.tokens.shape[1]
+    assert padded.tokens.shape[1] == -(-length // config.length_multiple) * config.length_multiple
+    assert torch.equal(padded.targets[:, :length], batch.targets)
+    assert not padded.loss_mask[:, length:].any()
+    assert cut.counted_tokens([0, 1, 2]) == rows.counted_tokens([0, 1, 2])
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+RUN = dict(
+    num_layers=2,
+    global_batch_size=4,
+    steps=6,
+    eval_every=3,
+    save_every=3,
+    dropout=0.1,
+    precision="fp64",
+)
+
+
+def metrics(folder: str, name: str) -> list[float]:
+    lines = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+def start(out: str, world: int, *more, **options) -> processes.Command:
+    flags = small_run.flags(**RUN | dict(data="text.txt", out=out) | options)
+    return processes.run(["train.py", *flags, *more], world=world)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(Path(small_run.__file__).read_text() * 8)
+
+
+@pytest.mark.parametrize("kind", ["ring", again("all-to-all")])
+def test_a_run_is_that_of_one_rank(here, kind):
+    """Metrics, evaluation, a sample; then its checkpoint goes on under other layouts."""
+    done = start("two", 2, cp=2, cp_kind=kind)
+    assert done.returncode == 0, done.stderr
+    assert ", cp 2" in done.stdout, done.stdout
+    assert len(Path("two/sample.txt").read_text()) > 4
+    one = start("one", 1, steps=8)
+    assert one.returncode == 0, one.stderr
+    for name in ("loss", "grad_norm", "eval_loss"):
+        of_one, of_two = metrics("one", name), metrics("two", name)
+        assert of_two[:6] == pytest.approx(of_one[: len(of_two)], rel=1e-10), name
+    # two more steps of the same run, by one rank
+    again = start("two", 1, "--resume", cp=1, cp_kind="ring", steps=8)
+    assert again.returncode == 0, again.stderr
+    assert metrics("two", "loss") == pytest.approx(metrics("one", "loss"), rel=1e-10)

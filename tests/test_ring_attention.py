@@ -1,0 +1,303 @@
+"""ring_attention.py: parts of attention merge to the whole, and so do their gradients."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import context_parallel
+import gpt
+import ring_attention
+from document_mask import documents_of
+from lessons import ranks
+from ring_attention import Block, RingAttention, attend, attend_backward, merge, own_positions
+from runtime import attention_kernels
+from runtime.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Kernel
+
+B, A, S, D = 2, 4, 24, 8
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def relative(x, reference) -> float:
+    return ((x - reference).abs().max() / reference.abs().max()).item()
+
+
+def plain(visible=None, dropped=None, causal=False, keep=1.0) -> Block:
+    return Block(slice(None), slice(None), causal, visible, dropped, keep)
+
+
+# --- parts of one attention -----------------------------------------------------------------------
+
+
+def test_merge_by_hand():
+    """Keys of weight 1 and 3 with values 0 and 8, one of weight 6 with value 2."""
+    first = torch.tensor(6.0), torch.tensor(math.log(4))
+    o, log_sum = merge(*first, torch.tensor(2.0), torch.tensor(math.log(6)))
+    assert o.item() == pytest.approx(3.6) and log_sum.item() == pytest.approx(math.log(10))
+    # nothing seen there
+    o, log_sum = merge(*first, torch.tensor(0.0), torch.tensor(-math.inf))
+    assert (o, log_sum) == first
+
+
+def test_large_scores_merge():
+    """exp(1000) is no float."""
+    q, k, v = random(1, 1, 1, D), random(1, 1, 6, D, seed=1) * 1000, random(1, 1, 6, D, seed=2)
+    whole, _ = attend(q, k, v, plain())
+    parts = [attend(q, k[:, :, at], v[:, :, at], plain()) for at in (slice(2), slice(2, None))]
+    assert relative(merge(*parts[0], *parts[1])[0], whole) < 1e-12
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("cut", [1, 5, 11])
+def test_gradients_of_parts_add_up(cut, by_hand, monkeypatch):
+    """Of PyTorch's own attention over all keys, by the kernel and by hand, in any two parts."""
+    if by_hand:
+        monkeypatch.setattr(ring_attention, "kernel_for", lambda q: None)
+    q, k, v, grad = (random(B, A, 12, D, seed=n).requires_grad_() for n in range(4))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    gradients = torch.autograd.grad(expected, (q, k, v), grad)
+    q, k, v, grad = (x.detach() for x in (q, k, v, grad))
+    slices = slice(cut), slice(cut, None)
+    parts = [attend(q, k[:, :, at], v[:, :, at], plain()) for at in slices]
+    o, log_sum = merge(*parts[0], *parts[1])
+    assert relative(o, expected) < 1e-12
+    found = [
+        attend_backward(q, k[:, :, at], v[:, :, at], o, log_sum, grad, plain()) for at in slices
+    ]
+    dq, dk, dv = zip(*found)
+    for tensor, reference in zip((sum(dq), torch.cat(dk, 2), torch.cat(dv, 2)), gradients):
+        assert relative(tensor, reference) < 1e-12
+
+
+def test_a_query_that_sees_nothing():
+    visible = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril(-1)
+    o, log_sum = attend(random(1, A, 3, D), random(1, A, 3, D), random(1, A, 3, D), plain(visible))
+    assert o[:, :, 0].eq(0).all() and log_sum[:, :, 0].eq(-math.inf).all()
+    assert o.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+def test_kernel_and_hand_agree(causal, dtype, tolerance, monkeypatch):
+    q, k, v, grad = (random(B, A, 16, D, seed=n).to(dtype) for n in range(4))
+    results = []
+    for hand in (False, True):
+        if hand:
+            monkeypatch.setattr(ring_attention, "kernel_for", lambda q: None)
+        o, log_sum = attend(q, k, v, plain(causal=causal))
+        # of 16 bits too
+        assert log_sum.dtype == torch.promote_types(dtype, torch.float32)
+        gradients = attend_backward(q, k, v, o, log_sum, grad, plain(causal=causal))
+        results.append([o, log_sum, *gradients])
+    for kernel, by_hand in zip(*results):
+        assert relative(kernel.double(), by_hand.double()) < tolerance
+
+
+# --- which blocks meet ----------------------------------------------------------------------------
+
+
+class OfRank:
+    """A group's place among ranks that are not there."""
+
+    def __init__(self, rank: int, n: int):
+        self.rank, self.size = lambda: rank, lambda: n
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_blocks_are_the_causal_mask_once(n):
+    """Over all ranks and sources, each query meets each key that it sees exactly once, and none
+    that it does not see."""
+    s = 4 * n
+    counts = torch.zeros(s, s)
+    work = []
+    for rank in range(n):
+        blocks = ring_attention.Blocks(RingAttention(OfRank(rank, n)), None, None, s)
+        q = torch.empty(1, 1, s // n, D)
+        before = counts.sum()
+        for source in range(n):
+            block = blocks.meeting(source, q)
+            at_q = own_positions(s, rank, n)[block.queries]
+            at_k = own_positions(s, source, n)[block.keys]
+            met = torch.ones(len(at_q), len(at_k))
+            counts[at_q.unsqueeze(1), at_k] += met.tril() if block.causal else met
+        work.append((counts.sum() - before).item())
+    assert counts.equal(torch.ones(s, s).tril())
+    # zigzag: equal work
+    assert len(set(work)) == 1
+
+
+# --- over ranks -----------------------------------------------------------------------------------
+
+CASES = {
+    "plain": dict(),
+    "grouped": dict(kv=2),
+    "one key head": dict(kv=1),
+    "documents": dict(kv=2, documents=True),
+    "dropout": dict(kv=2, p=0.3),
+    "both": dict(documents=True, p=0.3),
+}
+
+
+def tensors(kv=A, documents=False, p=0.0, dtype=torch.float64):
+    """q, k, v, ∂o, keys of dropout, documents"""
+    heads = (A, kv, kv)
+    of_heads = [random(B, a, S, D, seed=n, dtype=dtype) for n, a in enumerate(heads)]
+    rows = None
+    if documents:
+        ends = torch.zeros(B, S, dtype=torch.int64)
+        # one inside a piece, one at the end of a rank's, one token alone
+        ends[0, [3, 11, 12]] = 1
+        rows = documents_of(ends, 1)
+    drop_key = torch.tensor([5, 77], dtype=torch.int32) if p else None
+    return *of_heads, random(B, S, A * D, seed=9, dtype=dtype), drop_key, rows
+
+
+def run(core, q, k, v, grad, drop_key, documents):
+    leaves = [x.contiguous().requires_grad_() for x in (q, k, v)]
+    y = core(*leaves, drop_key, documents)
+    y.backward(grad)
+    return [y.detach(), *(x.grad for x in leaves)]
+
+
+def on_rank(rank, cases, dtype):
+    group = dist.group.WORLD
+    results = []
+    for case in cases:
+        *of_heads, grad, drop_key, documents = tensors(**case, dtype=dtype)
+        own = [context_parallel.shard(x, group, 2) for x in of_heads]
+        core = RingAttention(group, gpt.ExplicitAttention(case.get("p", 0.0), site=1))
+        parts = run(core, *own, context_parallel.shard(grad, group), drop_key, documents)
+        # the result is [b, s, a d]
+        results.append([context_parallel.gather(x, group, 2 - (x.dim() == 3)) for x in parts])
+    return results
+
+
+@pytest.mark.parametrize("n", [2, 4, pytest.param(3, marks=pytest.mark.repetition)])
+def test_ring_is_attention_of_one_device(n):
+    """The result and all gradients, with masks of documents and of dropout, in float64."""
+    for found in ranks.run(on_rank, n, list(CASES.values()), torch.float64):
+        for (name, case), tensors_found in zip(CASES.items(), found):
+            core = gpt.ExplicitAttention(case.get("p", 0.0), site=1)
+            for tensor, reference in zip(tensors_found, run(core, *tensors(**case))):
+                assert relative(tensor, reference) < 1e-10, name
+
+
+def test_sixteen_bits():
+    """Less than twice as far from the exact result as one device's kernel."""
+    case = dict(kv=2)
+    exact = run(gpt.FusedAttention(), *(as_bf16(x, torch.float64) for x in tensors(**case)))
+    one = run(gpt.FusedAttention(), *(as_bf16(x, torch.bfloat16) for x in tensors(**case)))
+    found = ranks.run(on_rank, 4, [case], torch.bfloat16)[0][0]
+    for tensor, of_one, reference in zip(found, one, exact):
+        assert tensor.dtype == torch.bfloat16
+        distance = relative(tensor.double(), reference)
+        assert distance < 2 * relative(of_one.double(), reference)
+
+
+def dtypes_of_sums(rank):
+    """In what the ring adds up, where the model has bf16."""
+    dtypes = set()
+    start = ring_attention.Ring.start
+
+    def noted_merge(o, *rest):
+        dtypes.add(o.dtype)
+        return merge(o, *rest)
+
+    def noted_start(ring, x):
+        # tag 1: of gradients
+        if ring.tag == 1:
+            dtypes.add(x.dtype)
+        start(ring, x)
+
+    ring_attention.merge = noted_merge
+    ring_attention.Ring.start = noted_start
+    on_rank(rank, [CASES["grouped"]], torch.bfloat16)
+    return dtypes
+
+
+def test_parts_are_summed_in_32_bits():
+    assert ranks.run(dtypes_of_sums, 2) == [{torch.float32}] * 2
+
+
+def as_bf16(x, dtype):
+    """With the values that 16 bits have."""
+    return x.bfloat16().to(dtype) if x is not None and x.is_floating_point() else x
+
+
+def test_whole_sequences_puts_one_device_back():
+    """What context parallelism has put into a model is out, and then there again."""
+    config = gpt.GPTConfig(
+        num_layers=1, hidden_size=16, num_heads=2, seq_length=8, vocab_size=11, dropout=0.0
+    )
+    models = [gpt.GPT(config).double() for _ in range(2)]
+    tokens = torch.arange(8).unsqueeze(0)
+    for kind in context_parallel.KINDS:
+        model = gpt.GPT(config).double()
+        context_parallel.apply(model, OfRank(1, 2), kind)
+        before = dict(model.named_modules())
+        names = [name for name, _ in models[0].named_parameters()]
+        assert [name for name, _ in model.named_parameters()] == names
+        with context_parallel.whole_sequences([model]):
+            assert model(tokens).equal(models[0](tokens))
+        assert dict(model.named_modules()) == before
+        with pytest.raises(RuntimeError), context_parallel.whole_sequences([model]):
+            raise RuntimeError
+        assert dict(model.named_modules()) == before
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kernel, dtype",
+    [(FlashOnCUDA, torch.bfloat16), (EfficientOnCUDA, torch.float32), (Kernel, torch.float32)],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+@pytest.mark.parametrize("m, n", [(24, 24), (24, 12), (12, 24)])
+def test_arguments_fit_the_signatures(kernel, dtype, m, n):
+    """On the meta device, which checks them, and knows the shapes of what comes back."""
+    q, k = (torch.empty(B, A, length, D, dtype=dtype, device="meta") for length in (m, n))
+    kernel = attention_kernels.make(kernel)
+    o, log_sum = kernel.forward(q, k, k, m == n)
+    assert o.shape == q.shape and log_sum.shape == (B, A, m, 1)
+    gradients = kernel.backward(o, q, k, k, o, log_sum.contiguous(), m == n)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
+
+
+def test_a_missing_kernel_is_computed_by_hand():
+    class Missing(Kernel):
+        name = "attention_of_next_year"
+
+    assert attention_kernels.make(Missing) is None
+    # sizes that no kernel knows, and a device without one
+    assert attention_kernels.kernel_for(torch.empty(1, 1, 4, D, device="meta")) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [(torch.bfloat16, 2e-2), (torch.float16, 4e-3), (torch.float32, 1e-4)],
+    ids=str,
+)
+def test_kernels_on_a_gpu(dtype, tolerance, causal, monkeypatch):
+    """Lengths that are no multiple of 32; the log-sum-exp is that of more keys than these."""
+    m, n = (40, 40) if causal else (40, 72)
+    q, grad = (random(B, A, m, 64, seed=i).to("cuda", dtype) for i in range(2))
+    k, v = (random(B, A, n, 64, seed=i).to("cuda", dtype) for i in (2, 3))
+    results = []
+    for hand in (False, True):
+        if hand:
+            monkeypatch.setattr(ring_attention, "kernel_for", lambda q: None)
+        else:
+            assert attention_kernels.kernel_for(q)
+        o, log_sum = attend(q, k, v, plain(causal=causal))
+        gradients = attend_backward(q, k, v, o, log_sum + 0.5, grad, plain(causal=causal))
+        results.append([o, log_sum, *gradients])
+    for kernel, by_hand in zip(*results):
+        assert relative(kernel.double(), by_hand.double()) < tolerance
