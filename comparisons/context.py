@@ -613,11 +613,16 @@ def draw_time_line(axes, by_rank: list, direction: str) -> None:
 def draw(results: dict, figures: Path) -> None:
     """results: what context.json holds."""
     results = results["results"]
-    if {"work", "memory", "speed"} <= results.keys():
-        figure, panels = style.figure(3.2, 1, 3)
-        draw_work(panels[0], results["work"]["rows"])
-        draw_memory(panels[1], results["memory"]["rows"])
-        draw_speed(panels[2], results["speed"]["share_of_twice"])
+    panels = {
+        "work": lambda axes: draw_work(axes, results["work"]["rows"]),
+        "memory": lambda axes: draw_memory(axes, results["memory"]["rows"]),
+        "speed": lambda axes: draw_speed(axes, results["speed"]["share_of_twice"]),
+    }
+    measured = [part for part in panels if part in results]
+    if measured:
+        figure, (row,) = style.figure(3.2, 1, len(measured), squeeze=False)
+        for axes, part in zip(row, measured):
+            panels[part](axes)
         style.save(figure, figures / "context.svg")
     if "speed" in results:
         draw_time_lines(results["speed"]["time_line"], figures / "context_time_line.svg")
