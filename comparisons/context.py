@@ -591,11 +591,17 @@ def one_attention(events: list, direction: str) -> tuple[float, float]:
     return begin, end
 
 
-def draw_time_line(axes, by_rank: list, direction: str) -> None:
-    """Of one layer's attention, on two ranks: blocks above, messages below."""
-    begin = min(one_attention(events, direction)[0] for events in by_rank)
-    end = max(one_attention(events, direction)[1] for events in by_rank)
-    margin = 0.12 * (end - begin)
+def bounds(by_rank: list, direction: str) -> tuple[float, float]:
+    """(begin, end) of it on the two ranks."""
+    begins, ends = zip(*(one_attention(events, direction) for events in by_rank))
+    return min(begins), max(ends)
+
+
+def draw_time_line(axes, by_rank: list, direction: str, seconds: float) -> None:
+    """Of one layer's attention, on two ranks: blocks above, messages below. seconds: shown"""
+    begin, _ = bounds(by_rank, direction)
+    end = begin + seconds
+    margin = 0.12 * seconds
     for rank, events in enumerate(by_rank):
         for what, start, last in events:
             if last < begin - margin or start > end + margin:
@@ -613,11 +619,16 @@ def draw_time_line(axes, by_rank: list, direction: str) -> None:
 def draw(results: dict, figures: Path) -> None:
     """results: what context.json holds."""
     results = results["results"]
-    if {"work", "memory", "speed"} <= results.keys():
-        figure, panels = style.figure(3.2, 1, 3)
-        draw_work(panels[0], results["work"]["rows"])
-        draw_memory(panels[1], results["memory"]["rows"])
-        draw_speed(panels[2], results["speed"]["share_of_twice"])
+    panels = {
+        "work": lambda axes: draw_work(axes, results["work"]["rows"]),
+        "memory": lambda axes: draw_memory(axes, results["memory"]["rows"]),
+        "speed": lambda axes: draw_speed(axes, results["speed"]["share_of_twice"]),
+    }
+    measured = [part for part in panels if part in results]
+    if measured:
+        figure, (row,) = style.figure(3.2, 1, len(measured), squeeze=False)
+        for axes, part in zip(row, measured):
+            panels[part](axes)
         style.save(figure, figures / "context.svg")
     if "speed" in results:
         draw_time_lines(results["speed"]["time_line"], figures / "context_time_line.svg")
@@ -627,11 +638,15 @@ def draw_time_lines(time_line: dict, path: Path) -> None:
     figure, panels = style.figure(3.6, 2, 2, sharex="col", sharey=True)
     for row, (cutting, by_rank) in zip(panels, time_line.items()):
         for axes, direction in zip(row, ("forward", "backward")):
-            draw_time_line(axes, by_rank, direction)
+            both = [bounds(x, direction) for x in time_line.values()]
+            draw_time_line(axes, by_rank, direction, max(end - begin for begin, end in both))
             axes.set_title(f"{cutting}: {direction} of one layer's attention")
     for axes in panels[-1]:
         axes.set_xlabel("ms")
-    figure.suptitle("Measured, two ranks. Keys and values are on their way while blocks compute.")
+    figure.suptitle(
+        "Measured, two ranks. Messages, from the call to the end: keys and values dark, their"
+        " gradients light"
+    )
     style.save(figure, path)
 
 
