@@ -134,7 +134,7 @@ class Steps:
         if writer.resharding:
             self.clock.watch(writer.resharding, "copy", "resharding")
         self.clock.watch(writer, "write", "generation", minus="resharding")
-        self.clock.watch(self.trainer, "aim", "reference")
+        self.clock.watch(self.trainer, "make_targets", "reference")
 
     def write_without_cache(self, prompts, samples, step, end_tokens):
         config = self.trainer.config

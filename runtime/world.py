@@ -64,6 +64,10 @@ class Groups:
     # all ranks, on the CPU: for checkpoints that are written while training goes on
     files: dist.ProcessGroup | None = None
 
+    def __post_init__(self):
+        if self.cp is None:
+            self.replicas = self.dp
+
     @classmethod
     def make(
         cls,

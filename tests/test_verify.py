@@ -262,9 +262,8 @@ def test_runs_of_the_user(tmp_path, capsys):
     # nothing may lie inside of a band that is infinite; a step without noise, and a loss of 0
     assert verify.main(["--repeats", a, infinite, "--metrics", d, "--against", a]) == 2
     assert "not finite" in capsys.readouterr().err
-    assert verify.times_band({1: 3.0, 2: 0.1}, {1: 3.1, 2: 0.0}, {1: 0.0, 2: 0.1}) == (
-        {1: float("inf"), 2: float("inf")}
-    )
+    found = verify.times_band({1: 3.0, 2: 0.1}, {1: 3.1, 2: 0.0}, {1: 0.0, 2: 0.1})
+    assert found[1] > 1e5 and found[2] == float("inf")
 
 
 @pytest.mark.parametrize("runs, least, most", [(6, 0.0, 0.002), (3, 0.01, 0.03), (2, 0.1, 0.16)])
