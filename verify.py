@@ -58,7 +58,7 @@ from runtime.metrics import MetricsError, read_metrics
 
 # of the band
 RUNS = 6
-# The band may have no width: the first loss of DPO is log 2 in any order of sums. Then the losses may
+# The band may have no width: the first loss of DPO is log 2 in any order of sums. Then losses may
 # differ by what rounding one number does, in float32.
 ROUNDING = 2**-23
 # the first so many steps have one band

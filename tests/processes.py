@@ -91,6 +91,8 @@ def _become(
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
+    # what a package has asked for while it was preloaded; TMPDIR may be another one here
+    tempfile.tempdir = None
     os.chdir(folder)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(os.path.join(outputs, name), os.O_WRONLY | os.O_CREAT)
