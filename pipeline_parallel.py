@@ -354,9 +354,9 @@ class Pipeline:
                 order += [Action("F", chunk, k) for k in group]
         return [order] * self.p
 
-    def evaluate(self, batches: list, result: Callable) -> None:
+    def evaluate(self, batches: list, result: Callable, s: int) -> None:
         """Run batches of one size forward, without gradients (the caller says so); the last stage
-        hands each to result(batch, loss of each token [b, s])."""
+        hands each to result(batch, loss of each token [b, s]). s: of the whole sequence."""
 
         def run_stage(chunk, k, x):
             stage = self.stages[chunk]
@@ -366,7 +366,7 @@ class Pipeline:
                 result(batch, y)
             return y
 
-        self.run(self.forward_only(len(batches)), run_stage, *batches[0].tokens.shape)
+        self.run(self.forward_only(len(batches)), run_stage, len(batches[0].tokens), s)
 
     def sum_tied(self) -> None:
         """Add the gradients of the two copies of a tied matrix, on both ranks.

@@ -24,6 +24,8 @@ def run_forward(trainer, batches: list, result) -> None:
     """Run batches of one size forward, as in inference. The rank that has the head hands each to
     result(batch, y), y [b, s]: what the head gives for its targets."""
     training = trainer.stages[0].training
+    s = batches[0].tokens.shape[1]
+    # of context parallelism, a part of the sequence
     batches = [trainer.own_tokens(batch) for batch in batches]
     for stage in trainer.stages:
         # routers take raw logits
@@ -33,7 +35,7 @@ def run_forward(trainer, batches: list, result) -> None:
             y = trainer.model(batch.tokens, batch.targets, documents=batch.documents)
             result(batch, y)
     else:
-        trainer.model.evaluate(batches, result)
+        trainer.model.evaluate(batches, result, s)
     for stage in trainer.stages:
         stage.train(training)
 

@@ -13,7 +13,7 @@ import pytest
 import small_run
 import torch
 import torch.distributed as dist
-from parity import LLAMA, SMALL, same, train, train_each
+from parity import LLAMA, SMALL, Synthetic, same, train, train_each
 
 import context_parallel
 import recompute
@@ -23,7 +23,9 @@ from packing import Example
 from runtime import rules
 from runtime.collectives import Collectives
 from runtime.config import Config, ConfigError
+from runtime.world import Groups
 from sft import Conversations
+from train import Trainer
 
 # queries in groups of two; key heads for tensor parallelism times exchanged heads
 GROUPED = LLAMA | dict(num_heads=8, num_kv_heads=4, seq_length=32)
@@ -52,6 +54,24 @@ def check(base: dict, world: int, variants: list[dict], **model) -> None:
             same(result, train(base=base | model))
         except AssertionError as e:
             raise AssertionError(f"{variant}: {e}") from e
+
+
+# --- the held-out loss ----------------------------------------------------------------------------
+
+
+def evaluated(rank: int, world: int, flags: dict) -> float:
+    config = Config(**SMALL | dict(dropout=0.0) | flags)
+    layout = dict(tp=config.tp, pp=config.pp, cp=config.cp)
+    groups = Groups.make("cpu", world, **layout) if world > 1 else Groups()
+    # 7 samples: the last micro-batch is filled up
+    return Trainer(config, torch.device("cpu"), groups).evaluate(Synthetic(16, 61), 7)
+
+
+def test_evaluation():
+    """Stages of a pipeline expect a part of the sequence from each other."""
+    (loss,) = ranks.run(evaluated, 1, 1, {})
+    for world, flags in ((2, dict(cp=2)), (4, dict(cp=2, pp=2, micro_batch_size=2))):
+        assert ranks.run(evaluated, world, world, flags) == [pytest.approx(loss, rel=1e-12)] * world
 
 
 # --- the gate -------------------------------------------------------------------------------------
