@@ -11,6 +11,8 @@ policy. What differs is in the hooks below (runtime/hooks.py has all). All of th
 rows: R rows of s tokens, into which the answers of a step are packed (rollout.py).
 """
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +33,14 @@ def companion(policy, hooks: type, config):
     return type(hooks.__name__, (hooks, trainer), {})(config, policy.device, policy.groups)
 
 
+def schedule_of(config, m: int) -> schedules.Schedule:
+    """Of a pipeline, for m micro-batches. The same list each time: a pipeline lowers a new one."""
+    return cached_schedule(config.pipeline_schedule, config.pp, m, config.virtual_stages)
+
+
+cached_schedule = lru_cache(maxsize=64)(schedules.make)
+
+
 class OnRows:
     """The hooks of a model that sees the answers of a step, packed into rows (rollout.py)."""
 
@@ -47,9 +57,7 @@ class OnRows:
         self.rows = rows
         share = rows.num_sequences // self.dp
         if self.groups.pp:
-            schedule = self.config.pipeline_schedule
-            p, v = self.groups.pp.size(), self.config.virtual_stages
-            self.schedule = schedules.make(schedule, p, share // self.micro_batch, v)
+            self.schedule = schedule_of(self.config, share // self.micro_batch)
         elif self.config.micro_batch_size is None:
             self.micro_batch = share
 

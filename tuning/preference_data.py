@@ -21,13 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import HELD_OUT
 from packing import Example
 from runtime import json_files
 from runtime.device_queue import to_device
 from sft import Chat, message
 from tuning.chat_template import ChatError
-from tuning.sft_data import messages_of, open_chat
+from tuning.sft_data import hold_out, messages_of, open_chat
 
 # --- lines ----------------------------------------------------------------------------------------
 
@@ -233,14 +232,8 @@ def open_data(config, world, tokenizer) -> tuple[Pairs, Pairs]:
         held_out, val_summary = read_pairs(config.pairs_val, *reading)
         summary += f"; --pairs-val: {val_summary}"
     else:
-        n = max(1, len(pairs) // HELD_OUT)
-        pairs, held_out = pairs[:-n], pairs[-n:]
-        if not pairs:
-            raise ChatError(
-                f"--pairs {' '.join(config.pairs)}: has one pair, and one is held out; more, or"
-                " --pairs-val FILE, would do"
-            )
-        summary += f"; {n:,} of them held out"
+        pairs, held_out = hold_out(pairs, "--pairs", config.pairs, "pair")
+        summary += f"; {len(held_out):,} of them held out"
     world.say(f"--pairs: {summary}; {chat.template.where}")
     last_token = config.preference == "reward"
     train_set = Pairs(pairs, config.seed, shards, last_token)

@@ -126,6 +126,18 @@ def open_chat(config, tokenizer) -> Chat:
     return Chat(template, chat_tokenizer)
 
 
+def hold_out(examples: list, flag: str, paths: list[str], one: str) -> tuple[list, list]:
+    """(all but the last twentieth, the last twentieth). one: what an example is called. Raises
+    ChatError where there is a single one."""
+    n = max(1, len(examples) // HELD_OUT)
+    if n == len(examples):
+        raise ChatError(
+            f"{flag} {' '.join(paths)}: has one {one}, and one is held out; more, or {flag}-val"
+            " FILE, would do"
+        )
+    return examples[:-n], examples[-n:]
+
+
 def open_data(config, world, tokenizer) -> tuple[Conversations, Conversations]:
     """(training set, held-out set) of --sft. Raises ChatError or CheckpointError."""
     chat = open_chat(config, tokenizer)
@@ -139,14 +151,8 @@ def open_data(config, world, tokenizer) -> tuple[Conversations, Conversations]:
         held_out, val_summary = read_examples(config.sft_val, "--sft-val", *reading)
         summary += f"; --sft-val: {val_summary}"
     else:
-        n = max(1, len(examples) // HELD_OUT)
-        examples, held_out = examples[:-n], examples[-n:]
-        if not examples:
-            raise ChatError(
-                f"--sft {' '.join(config.sft)}: has one conversation, and one is held out; more, or"
-                " --sft-val FILE, would do"
-            )
-        summary += f"; {n:,} of them held out"
+        examples, held_out = hold_out(examples, "--sft", config.sft, "conversation")
+        summary += f"; {len(held_out):,} of them held out"
     world.say(f"--sft: {summary}; {chat.template.where}")
     try:
         chat.prompt([message("user", "a")])

@@ -1,0 +1,538 @@
+"""Learning from rewards as runs of train.py: what they leave, how they go on, what is refused."""
+
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import killed_ranks
+import numpy as np
+import processes
+import pytest
+import torch
+
+import checkpoint
+import generate
+import train as trainer
+from inference import cli
+from runtime.config import Config, ConfigError
+from runtime.rules import validate
+from sharding import Sharding, set_sharding
+from tuning.reinforcement import Reinforcement
+from tuning.rl_files import plot
+
+ROOT = Path(__file__).parent.parent
+
+# --- runs -----------------------------------------------------------------------------------------
+
+SHAPE = (
+    "--num-layers 1 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64 --seq-length 48"
+    " --global-batch-size 8 --warmup-steps 0 --device cpu --eval-every 0"
+).split()
+TIMES = {
+    *("step_seconds", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"),
+    *("rollout_seconds", "training_seconds"),
+}
+REWARDS = """
+from __future__ import annotations
+import os
+from dataclasses import dataclass
+
+@dataclass
+class Share:
+    of: int = 128
+
+def ascii(prompt, answer, record):
+    assert prompt == record["prompt"] and record["want"] == "ascii"
+    return sum(ord(c) < Share().of for c in answer) / max(1, len(answer))
+
+def raises(prompt, answer, record):
+    if len(answer) > 3:
+        raise KeyError("no such thing")
+    return 1
+
+def no_number(prompt, answer, record):
+    return float("nan")
+
+def text(prompt, answer, record):
+    return "good"
+
+def leaves(prompt, answer, record):
+    raise SystemExit(3)
+
+STEPS = []
+
+def raises_later(prompt, answer, record):
+    STEPS.append(prompt)
+    # on one of two ranks, each of which rates four answers in a step
+    if len(STEPS) > 8 and os.environ.get("RANK") == "1":
+        raise ValueError("of rank 1")
+    return len(STEPS) % 3
+"""
+
+
+def run(*flags) -> int:
+    """`python train.py` without a new interpreter."""
+    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        return trainer.main([str(flag) for flag in flags])
+    finally:
+        for s, handler in handlers:
+            signal.signal(s, handler)
+
+
+def lines_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def numbers_of(out) -> list[dict]:
+    """metrics.jsonl without what the clock says."""
+    return [
+        {name: x for name, x in line.items() if name not in TIMES}
+        for line in lines_of(out / "metrics.jsonl")
+    ]
+
+
+def tensors_of(out, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint, whole: weights, and moments where there is no prefix."""
+    path = checkpoint.find(out)
+    found = {}
+    for name, (dtype, shape) in checkpoint.read_index(path)["tensors"].items():
+        if name.startswith(prefix):
+            empty = torch.empty(shape, dtype=getattr(torch, dtype))
+            found[name] = set_sharding(empty, Sharding(tuple(shape), ()))
+    checkpoint.read(path, found)
+    return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def write_lines(path, records: list[dict]):
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """(folder, flags without --rl and --reward): a base, prompts, rewards."""
+    folder = tmp_path_factory.mktemp("reinforcement")
+    talk = [{"prompt": f"{n % 7}+", "completion": "ab"[n % 2] * 3} for n in range(40)]
+    sft = write_lines(folder / "sft.jsonl", talk)
+    assert run(*SHAPE, "--sft", sft, "--out", folder / "base", "--steps", 4, "--lr", 3e-3) == 0
+    records = [{"prompt": f"{n}+", "want": "ascii"} for n in range(60)]
+    prompts = write_lines(folder / "prompts.jsonl", records)
+    (folder / "rewards.py").write_text(REWARDS)
+    flags = ["--load", folder / "base", "--prompts", prompts, *SHAPE[-8:], "--lr", 3e-2]
+    return folder, [*flags, "--answer-tokens", 6]
+
+
+@pytest.fixture(scope="module")
+def reward_model(toy):
+    """The folder of a reward model, which likes x."""
+    folder, _ = toy
+    pairs = [{"prompt": f"{n}+", "chosen": "x" * (n % 3 + 1), "rejected": "y"} for n in range(40)]
+    flags = ["--load", folder / "base", "--pairs", write_lines(folder / "pairs.jsonl", pairs)]
+    words = [*flags, *SHAPE[-8:], "--preference", "reward", "--lr", 3e-3]
+    assert run(*words, "--out", folder / "reward", "--steps", 6) == 0
+    return folder / "reward"
+
+
+@pytest.fixture(scope="module")
+def grpo_run(toy):
+    folder, flags = toy
+    words = [*flags, "--rl", "grpo", "--reward", f"{folder}/rewards.py:ascii"]
+    words += [
+        "--global-batch-size",
+        16,
+        "--steps",
+        16,
+        "--eval-every",
+        4,
+        "--save-every",
+        12,
+        "--keep",
+        0,
+    ]
+    assert run(*words, "--out", folder / "grpo") == 0
+    return folder / "grpo", words
+
+
+def test_a_run_learns(grpo_run, tmp_path):
+    out, _ = grpo_run
+    lines = lines_of(out / "metrics.jsonl")
+    assert lines[0].keys() - TIMES == {
+        *("step", "loss", "grad_norm", "lr", "tokens", "reward", "kl", "answer_tokens"),
+        *("ended_share", "rollout_difference", "clip_share", "policy_change"),
+    }
+    first, last = (sum(line["reward"] for line in some) / 4 for some in (lines[:4], lines[-4:]))
+    assert last > first + 0.2
+    assert abs(lines[0]["kl"]) < 1e-4 and lines[-1]["kl"] > 1
+    assert [line["step"] for line in lines if "eval_reward" in line] == [4, 8, 12, 16]
+    tokens = sum(line["answer_tokens"] * 16 for line in lines)
+    assert lines[-1]["tokens"] == pytest.approx(tokens, abs=0.1)
+    samples = lines_of(out / "samples.jsonl")
+    # three prompts are held out
+    assert [line["step"] for line in samples] == [n for n in (4, 8, 12, 16) for _ in range(3)]
+    assert samples[-1].keys() == {"step", "prompt", "answer", "reward"}
+    rewards = [line["reward"] for line in samples[-3:]]
+    assert lines[-1]["eval_reward"] == pytest.approx(sum(rewards) / 3)
+    assert (out / "rl.png").exists() and not (out / "loss.png").exists()
+    assert not (out / "sample.txt").exists()
+    plot(lines, tmp_path / "rl.png")
+    assert (tmp_path / "rl.png").read_bytes().startswith(b"\x89PNG")
+
+
+def without_last_step(out, copy, *files: str):
+    """A run as it was when its last save had not begun: the checkpoint before is there, and maybe
+    lines of later steps."""
+    shutil.copytree(out, copy)
+    newest = checkpoint.find(copy)
+    shutil.rmtree(newest)
+    for name in ("rl.png", *files):
+        (copy / name).unlink()
+    return copy
+
+
+def test_a_run_goes_on(grpo_run, tmp_path, capsys):
+    """With the same answers, numbers and weights, bit for bit, and no line twice."""
+    out, words = grpo_run
+    parts = without_last_step(out, tmp_path / "parts")
+    assert run(*words, "--out", parts, "--resume") == 0
+    assert "resuming after step 12" in capsys.readouterr().out
+    assert numbers_of(parts) == numbers_of(out)
+    assert (parts / "samples.jsonl").read_text() == (out / "samples.jsonl").read_text()
+    assert equal(tensors_of(parts), tensors_of(out))
+    # and where only the picture is missing; all flags are in config.json
+    (parts / "rl.png").unlink()
+    assert run("--out", parts, "--resume") == 0
+    assert (parts / "rl.png").exists() and numbers_of(parts) == numbers_of(out)
+
+
+def test_half_a_line_of_samples(grpo_run, tmp_path):
+    """A file that cannot be read begins anew; what a run learns is not in it."""
+    out, words = grpo_run
+    parts = without_last_step(out, tmp_path / "parts")
+    whole = (parts / "samples.jsonl").read_text()
+    (parts / "samples.jsonl").write_text(whole[:-20])
+    assert run(*words, "--out", parts, "--resume") == 0
+    assert [line["step"] for line in lines_of(parts / "samples.jsonl")] == [16] * 3
+    assert numbers_of(parts) == numbers_of(out)
+
+
+def test_what_a_run_has_learned_is_a_model(grpo_run, tmp_path, capsys):
+    """For generate.py, and for the next run."""
+    out, words = grpo_run
+    model, _ = cli.load_model(str(out))
+    assert equal(dict(model.named_parameters()), tensors_of(out, "model."))
+    assert len(generate.generate(model, [[1, 2]], 5)[0]) == 5
+    assert run(*words, "--load", out, "--out", tmp_path / "more", "--steps", 1) == 0
+    assert f"starting from the weights of {out}" in capsys.readouterr().out
+    first = numbers_of(tmp_path / "more")[0]
+    # its reference is what it begins as
+    assert first["reward"] > 0.8 and abs(first["kl"]) < 1e-4
+
+
+def test_another_base_is_refused(grpo_run, toy, tmp_path, capsys):
+    out, words = grpo_run
+    folder, _ = toy
+    parts = without_last_step(out, tmp_path / "parts")
+    talk = folder / "sft.jsonl"
+    assert run(*SHAPE, "--sft", talk, "--out", tmp_path / "base", "--steps", 1, "--seed", 3) == 0
+    assert run(*words, "--load", tmp_path / "base", "--out", parts, "--resume") == 2
+    error = capsys.readouterr().err
+    assert "is not the model that the run in" in error and error.count("\n") == 1
+    assert run(*words, "--load", tmp_path / "gone", "--out", parts, "--resume") == 2
+    error = capsys.readouterr().err
+    assert "gone: no such folder" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits(toy, tmp_path, precision):
+    """Generation rounds in other places than training. What it wrote is rated by a training
+    forward, which the reference says bit for bit."""
+    folder, flags = toy
+    words = [*flags, "--rl", "ppo", "--reward", f"{folder}/rewards.py:ascii", "--steps", 3]
+    assert run(*words, "--precision", precision, "--out", tmp_path / "out") == 0
+    first, _, last = numbers_of(tmp_path / "out")
+    assert first["kl"] == 0 and 0 < first["rollout_difference"] < 0.1
+    # fp16 may skip the first two updates, while it looks for its loss scale
+    assert last["kl"] != 0
+
+
+@pytest.fixture(scope="module")
+def ppo_run(toy, reward_model):
+    """In float64, rated by the reward model."""
+    folder, flags = toy
+    words = [*flags, "--rl", "ppo", "--reward", reward_model, "--critic-lr", 3e-3]
+    words += ["--precision", "fp64", "--steps", 4, "--eval-every", 2, "--save-every", 2]
+    assert run(*words, "--keep", 0, "--out", folder / "ppo") == 0
+    return folder / "ppo", words
+
+
+def test_ppo_leaves_its_critic(ppo_run, reward_model):
+    out, _ = ppo_run
+    lines = numbers_of(out)
+    assert lines[0]["value_loss"] > 0 and all(np.isfinite(line["kl"]) for line in lines)
+    tensors = tensors_of(out)
+    critic = {name for name in tensors if name.startswith("critic.")}
+    whole = tensors_of(reward_model)
+    assert critic == {f"critic.{name}" for name in whole}
+    # it begins as the reward model, and learns
+    value = "model.head.value.weight"
+    apart = (tensors[f"critic.{value}"] - whole[value]).abs().max()
+    assert 0 < apart < 0.05
+    index = checkpoint.read_index(checkpoint.find(out))
+    # 4 steps of 2 epochs
+    assert index["optimizer"]["updates"] == index["critic.optimizer"]["updates"] == 8
+
+
+def same_numbers(a, b) -> None:
+    for one, two in zip(numbers_of(a), numbers_of(b), strict=True):
+        assert one.keys() == two.keys()
+        for name in one:
+            assert one[name] == pytest.approx(two[name], rel=1e-10, abs=1e-12), name
+    for one, two in zip(*(lines_of(out / "samples.jsonl") for out in (a, b)), strict=True):
+        assert one["reward"] == pytest.approx(two["reward"], rel=1e-10)
+        assert one | two == one | {"reward": two["reward"]}
+    tensors, others = tensors_of(a), tensors_of(b)
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        # moments: over their largest element
+        scale = others[name].abs().max().clamp(min=0.1 if "exp_avg" not in name else 1e-12)
+        assert (tensor - others[name]).abs().max() <= 1e-10 * scale, name
+
+
+def on_two_ranks(*words):
+    done = processes.run(["train.py", *map(str, words)], world=2)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tp 2 --sequence-parallel",
+        pytest.param("--zero-stage 3 --rollout-tp 2", marks=pytest.mark.repetition),
+        pytest.param("--pp 2 --layer-split 1 0", marks=pytest.mark.repetition),
+    ],
+)
+def test_two_ranks_have_the_numbers_of_one(ppo_run, tmp_path, layout):
+    out, words = ppo_run
+    on_two_ranks(*words, "--out", tmp_path / "two", *layout.split())
+    same_numbers(tmp_path / "two", out)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--zero-stage 2",
+        pytest.param("--tp 2 --rollout-pp 2", marks=pytest.mark.repetition),
+    ],
+)
+def test_another_layout_goes_on(ppo_run, tmp_path, layout):
+    """One device has taken two steps, two ranks take the others."""
+    out, words = ppo_run
+    parts = without_last_step(out, tmp_path / "parts")
+    done = on_two_ranks(*words, "--out", parts, "--resume", *layout.split())
+    assert "resuming after step 2" in done.stdout
+    same_numbers(parts, out)
+
+
+def test_ppo_goes_on(ppo_run, tmp_path):
+    """With the critic and its moments."""
+    out, words = ppo_run
+    parts = without_last_step(out, tmp_path / "parts")
+    assert run(*words, "--out", parts, "--resume") == 0
+    assert numbers_of(parts) == numbers_of(out) and equal(tensors_of(parts), tensors_of(out))
+
+
+def test_frozen_models_are_those_of_their_files(ppo_run, toy, reward_model, tmp_path, monkeypatch):
+    """Reference and reward model, also after steps; and the critic, where it does not learn."""
+    seen = []
+    original = Reinforcement.finish
+    monkeypatch.setattr(Reinforcement, "finish", lambda *x: seen.append(x[0]) or original(*x))
+    _, words = ppo_run
+    folder, _ = toy
+    still = ["--critic-lr", 0, "--steps", 1, "--out", tmp_path / "still"]
+    assert run(*words, "--precision", "fp32", *still) == 0
+    (policy,) = seen
+    expected = {
+        policy.reference: folder / "base",
+        policy.reward_model: reward_model,
+        policy.critic: reward_model,
+    }
+    for model, path in expected.items():
+        assert equal(dict(model.model.named_parameters()), tensors_of(path, "model."))
+    assert not any(p.requires_grad for p in policy.reference.model.parameters())
+    assert not any(p.requires_grad for p in policy.reward_model.model.parameters())
+    base = tensors_of(folder / "base", "model.")
+    assert not equal(dict(policy.model.named_parameters()), base)
+
+
+def test_adapters_learn(toy, tmp_path, capsys):
+    folder, flags = toy
+    words = [*flags, "--rl", "ppo", "--peft", "lora", "--reward", f"{folder}/rewards.py:ascii"]
+    words += ["--save-every", 2, "--keep", 0, "--out", tmp_path / "lora"]
+    assert run(*words, "--steps", 4) == 0
+    assert abs(numbers_of(tmp_path / "lora")[0]["kl"]) < 1e-4
+    parts = without_last_step(tmp_path / "lora", tmp_path / "parts")
+    assert run(*words, "--steps", 4, "--out", parts, "--resume") == 0
+    assert numbers_of(parts) == numbers_of(tmp_path / "lora")
+    assert equal(tensors_of(parts), tensors_of(tmp_path / "lora"))
+    names = tensors_of(parts)
+    assert all("lora" in name or name.startswith("critic.") for name in names)
+    # the base with it writes text; the critic in the same checkpoint does not matter
+    words = ["--adapter", parts, "--prompt", "a", "--max-tokens", 3]
+    assert cli.main(["--checkpoint", str(folder / "base"), *map(str, words)]) == 0
+
+
+@pytest.mark.repetition
+def test_killed_ranks_are_started_again(tmp_path):
+    """Policy, critic, moments and samples of an undisturbed run, bit for bit. (`python
+    tests/killed_ranks.py --rl` does this many times, in new interpreters.)"""
+    flags = killed_ranks.rl_flags(tmp_path, lambda flags: run(*flags))
+    on_two_ranks(*flags, "--out", tmp_path / "whole")
+    launcher = [sys.executable, ROOT / "tests/forked_torchrun.py", "--nproc-per-node", 2]
+    command = [*launcher, ROOT / "train.py", *flags, "--out", tmp_path / "killed"]
+    kills, output = killed_ranks.run([str(word) for word in command], seed=0, most=1)
+    assert kills == 1 and output.count("resuming after step") == 1, output
+    curve, tensors = killed_ranks.state(tmp_path / "whole")
+    killed_curve, killed_tensors = killed_ranks.state(tmp_path / "killed")
+    assert killed_curve == curve and killed_ranks.same(killed_tensors, tensors)
+    assert any("exp_avg_sq.head.value" in name for _, name in tensors)
+
+
+# --- what cannot run ------------------------------------------------------------------------------
+
+ANY = dict(rl="grpo", load="x", prompts=["p.jsonl"], reward="r.py:f", device="cpu")
+SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
+
+
+@pytest.mark.parametrize(
+    "flags, words, world",
+    [
+        (dict(prompts=["p.jsonl"]), "--prompts p.jsonl: needs --rl ppo or --rl grpo", 1),
+        (dict(rl_epochs=3), "--rl-epochs 3: needs --rl", 1),
+        (SHAPED, "--rl grpo: --load which model answers?", 1),
+        (SHAPED | dict(data=["x"]), "--data: --rl grpo learns from answers", 1),
+        (SHAPED | dict(sft=["x"]), "--sft: --rl grpo learns from answers", 1),
+        (SHAPED | dict(pack=True), "--pack: ", 1),
+        (SHAPED | dict(fp8="current"), "--fp8 current: scales depend", 1),
+        (SHAPED | dict(dropout=0.1), "--dropout 0.1: --rl has none", 1),
+        (SHAPED | dict(peft="lora", lora_dropout=0.1), "--lora-dropout 0.1: --rl has none", 1),
+        (SHAPED | dict(gae_lambda=0.5), "--gae-lambda 0.5: is of --rl ppo", 1),
+        (SHAPED | dict(critic_lr=0.5), "--critic-lr 0.5: is of --rl ppo", 1),
+        (SHAPED | dict(rl="ppo", critic_lr=-1.0), "--critic-lr -1.0: must be at least 0", 1),
+        (SHAPED | dict(rl="ppo", critic_lr=float("nan")), "--critic-lr nan: must be", 1),
+        (
+            SHAPED | dict(rl="ppo", lr=1e-3, min_lr=1e-4, critic_lr=1e-5),
+            "--critic-lr 1e-05: must be at least --min-lr 0.0001",
+            1,
+        ),
+        (SHAPED | dict(group_size=1), "--group-size 1: must be at least 2", 1),
+        (SHAPED | dict(rl="ppo", group_size=0), "--group-size 0: must be at least 1", 1),
+        (SHAPED | dict(global_batch_size=12), "divisible by --group-size 8; 8 or 16 would fit", 1),
+        (SHAPED | dict(answer_tokens=64), "--answer-tokens 64: must be from 1 to below", 1),
+        (SHAPED | dict(answer_tokens=0), "--answer-tokens 0: must be from 1 to below", 1),
+        (SHAPED | dict(rl_epochs=0), "--rl-epochs 0: must be at least 1", 1),
+        (SHAPED | dict(clip_range=1.5), "--clip-range 1.5: must be from 0 to 1", 1),
+        (SHAPED | dict(rl="ppo", gae_lambda=2.0), "--gae-lambda 2.0: must be from 0 to 1", 1),
+        (SHAPED | dict(beta=-1.0), "--beta -1.0: must be from 0", 1),
+        (SHAPED | dict(beta=float("nan")), "--beta nan: must be from 0", 1),
+        (SHAPED | dict(rollout_tp=3), "--rollout-tp 3: must divide the 2 ranks; [1, 2]", 2),
+        (SHAPED | dict(rollout_pp=3), "--rollout-pp 3: must divide the 2 ranks", 2),
+        (SHAPED | dict(rollout_tp=0), "--rollout-tp 0: must divide the 2 ranks", 2),
+        (SHAPED | dict(rollout_tp=2, num_heads=3, hidden_size=48), "--rollout-tp 2: must div", 2),
+        (SHAPED | dict(rollout_pp=2, num_layers=3), "--rollout-pp 2: must divide the 3 lay", 2),
+        (SHAPED | dict(ep=2, num_experts=4, rollout_tp=2), "--ep 2: experts that are spread", 2),
+    ],
+)
+def test_refused(flags, words, world):
+    base_needed = "which model" in words
+    with pytest.raises(ConfigError) as e:
+        validate(Config(**flags), world, base_needed)
+    assert words in str(e.value) and "\n" not in str(e.value), str(e.value)
+
+
+@pytest.mark.parametrize(
+    "reward, words, status",
+    [
+        ("missing.py:f", "there is no file missing.py", 2),
+        ("rewards.py:nothing", "has no function 'nothing'; there are ", 2),
+        ("rewards.py:STEPS", "has no function 'STEPS'", 2),
+        ("broken.py:f", "broken.py fails: SyntaxError", 2),
+        ("leaving.py:f", "leaving.py fails: SystemExit: 0", 2),
+        ("nowhere", "nowhere: no such folder", 2),
+        ("base", "holds no reward model; --preference reward trains one", 2),
+        ("rewards.py:raises", "the function fails for the prompt", 1),
+        ("rewards.py:leaves", "SystemExit: 3", 1),
+        ("rewards.py:no_number", "the function gives nan for the prompt", 1),
+        ("rewards.py:text", "ValueError: could not convert string to float: 'good'", 1),
+    ],
+)
+def test_rewards_that_cannot_be_used(toy, reward, words, status, tmp_path, monkeypatch, capsys):
+    folder, flags = toy
+    monkeypatch.chdir(folder)
+    (folder / "broken.py").write_text("def f(:\n")
+    (folder / "leaving.py").write_text("exit(0)")
+    assert run(*flags, "--rl", "grpo", "--reward", reward, "--out", tmp_path / "out") == status
+    error = capsys.readouterr().err
+    assert words in error and "--reward" in error and error.count("\n") == 1, error
+
+
+def test_a_function_that_fails_on_one_rank(toy, tmp_path):
+    """All ranks end, with one message, and the run can go on."""
+    folder, flags = toy
+    words = [*flags, "--rl", "grpo", "--reward", f"{folder}/rewards.py:raises_later"]
+    words += ["--out", tmp_path / "out", "--steps", 5, "--save-every", 1]
+    done = processes.run(["train.py", *map(str, words)], world=2, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "--reward: the function fails for the prompt" in done.stderr
+    assert "ValueError: of rank 1" in done.stderr
+    assert [line["step"] for line in numbers_of(tmp_path / "out")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "record, words",
+    [
+        ({"text": "a"}, "line 3: is no prompt; a line has"),
+        ({"prompt": 3}, "line 3: is no prompt"),
+        ({"messages": [{"role": "user"}]}, "line 3: is no prompt"),
+        ({"messages": []}, "line 3: is no prompt"),
+        ({"prompt": "a" * 40}, "line 3: has "),
+        ([], "line 3"),
+        (None, "line 3"),
+    ],
+)
+def test_prompts_that_cannot_be_used(toy, record, words, tmp_path, capsys):
+    folder, flags = toy
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}, record])
+    words_of_run = [*flags, "--rl", "grpo", "--reward", f"{folder}/rewards.py:text"]
+    assert run(*words_of_run, "--prompts", path, "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert words in error and str(path) in error and error.count("\n") == 1, error
+
+
+def test_prompts_that_are_skipped(toy, tmp_path, capsys):
+    """Those that are too long, and no others. One that is left is too few."""
+    folder, flags = toy
+    good = [{"prompt": "a", "want": "ascii"}, {"prompt": "b", "want": "ascii"}]
+    words = [*flags, "--rl", "grpo", "--reward", f"{folder}/rewards.py:ascii", "--steps", 1]
+    long = {"prompt": "a" * 40, "want": "ascii"}
+    some = write_lines(tmp_path / "some.jsonl", [*good, long])
+    skip = "--skip-bad-examples"
+    assert run(*words, "--prompts", some, skip, "--out", tmp_path / "a") == 0
+    assert "2 prompts; 1 skipped (1 too long); 1 of them held out" in capsys.readouterr().out
+    for lines, error_words in (
+        ([good[0], long], "1 prompts that can be used; at least two"),
+        ([*good, {"text": 1}], "line 3: is no prompt"),
+        ([], "0 prompts"),
+    ):
+        path = write_lines(tmp_path / "few.jsonl", lines)
+        assert run(*words, "--prompts", path, skip, "--out", tmp_path / "b") == 2
+        error = capsys.readouterr().err
+        assert error_words in error and error.count("\n") == 1, error
