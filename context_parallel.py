@@ -182,6 +182,7 @@ def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
     """Raises FieldError where n ranks cannot share a sequence; t: of tensor parallelism."""
     if n == 1:
         return
+    check_attention(config, n)
     s = config.seq_length
     if s % (2 * n):
         low = s // (2 * n) * 2 * n
@@ -194,6 +195,13 @@ def check(config: GPTConfig, n: int, t: int, kind: str) -> None:
             rule = f"must divide {{{field}}} over {{tp}} where heads are exchanged ({{cp_kind}})"
             others = {field: getattr(config, field), "tp": t, "cp_kind": kind}
             raise FieldError("cp", n, rule, divisors(heads, n), **others)
+
+
+def check_attention(config: GPTConfig, n: int) -> None:
+    """Raises FieldError where n ranks do not compute what this model's tokens attend to."""
+    if n > 1 and (config.positions == "alibi" or config.sliding_window):
+        what = "ALiBi" if config.positions == "alibi" else "a sliding window"
+        raise FieldError("cp", n, f"a model with {what} cannot share its sequences", 1)
 
 
 def apply(

@@ -219,6 +219,7 @@ def check(config: GPTConfig, recipe: Recipe, skip: int, t: int = 1) -> None:
         return
     sizes = dict(
         hidden_size=config.hidden_size,
+        num_heads=config.num_heads * config.head_dim,
         num_kv_heads=config.num_kv_heads * config.head_dim,
     )
     # experts have a scale for each row

@@ -99,8 +99,11 @@ class ModelRunner:
         self.device = tensor.device
         self.dtype = tensor.dtype
         self.rotary = None
-        if self.config.llama:
+        if self.config.positions == "rotary":
             self.rotary = gpt.rotary_table(self.config, self.config.seq_length, tensor)
+        # what a sliding window or ALiBi adds, the same in all layers
+        blocks = [block for stage in stages for block in stage.blocks.values()]
+        self.local = blocks[0].attention.local if blocks else None
         self.captures = cuda_graphs.can_capture(stages, self.device)
 
     @torch.inference_mode()
@@ -123,7 +126,7 @@ class ModelRunner:
         """x: tokens or activations. last_column: [b], during prefill the column of each sequence's
         last token."""
         stage = self.stages[chunk]
-        cache.update_mask(self.dtype)
+        cache.update_mask(self.dtype, self.local)
         rotary = self.rotary_at(cache, x.shape[1])
         if stage.embedding is not None:
             x = stage.embedding(x)  # [b, s, h]
@@ -247,11 +250,9 @@ def make_batches(
     sequences = [Sequence(i, list(ids), key) for i, (ids, key) in enumerate(zip(prompts, keys))]
     while len(sequences) < num_batches:
         sequences.append(idle_sequence())
-    seq_length = runner.config.seq_length
-    return [
-        DecodeBatch(sequences[i::num_batches], rule, seq_length, runner.device, cached, cp_group)
-        for i in range(num_batches)
-    ]
+    config = runner.config
+    options = config.seq_length, runner.device, cached, cp_group, config.sliding_window
+    return [DecodeBatch(sequences[i::num_batches], rule, *options) for i in range(num_batches)]
 
 
 def stages_of(model: GPT | Pipeline) -> list[GPT]:

@@ -1,4 +1,4 @@
-"""A decoder-only transformer on one device: GPT-2, GPT-3 and Llama-2, with nothing parallel in it.
+"""A decoder-only transformer on one device, GPT-2 or Llama, with nothing parallel in it.
 
     tokens [b, s] -> Embedding -> Block x L -> Head -> logits [b, s, V], or the loss of each token
 
@@ -8,8 +8,9 @@
     attention(x) = softmax(q kᵀ / √d + causal mask) v  Wₒ   q, k, v = x W_q, x W_k, x W_v
     mlp(x)       = gelu(x W_up) W_down                      Llama: (silu(x W_gate) * x W_up) W_down
 
-One `GPTConfig` covers both families. LayerNorm, GELU, learned positions, biases and tied embeddings
+One `GPTConfig` covers all families. LayerNorm, GELU, learned positions, biases and tied embeddings
 make a GPT. RMSNorm, SwiGLU, rotary positions and grouped-query attention make a Llama (2023).
+Mistral, Qwen, Gemma and BLOOM have another part or two (model_config.py), each one submodule here.
 Techniques in other files change this model from outside, by replacing the submodules below or
 wrapping blocks; names like `blocks.7.attention.query` never change.
 
@@ -17,7 +18,7 @@ Shapes: b micro-batch, s sequence, h hidden, a heads, d = h / a, L layers, V voc
 
     python gpt.py        parameters, the loss before training, what a changed token changes
 
-Not covered: ALiBi and T5 positions, sliding windows. Documents in one row: document_mask.py.
+Not covered: T5's positions, layers of several kinds. Documents in one row: document_mask.py.
 """
 
 import hashlib
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from cross_entropy import cross_entropy
 from document_mask import fused_attention, masked_probabilities, positions_of
 from dropout import Dropout, layer_key
+from local_attention import LocalBias, make_bias
 from model_config import GPTConfig
 
 
@@ -38,22 +40,26 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        h = config.hidden_size
-        kv = config.num_kv_heads * config.head_dim
-        bias = not config.llama
-        self.head_dim = config.head_dim
+        h, d = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_heads * d, config.num_kv_heads * d
+        bias = config.attention_bias != "none"
+        self.head_dim = d
         self.project = SharedInput()
-        self.query = nn.Linear(h, h, bias)
-        self.key = nn.Linear(h, kv, bias)
-        self.value = nn.Linear(h, kv, bias)
+        self.query = nn.Linear(h, heads, bias)
+        self.key = nn.Linear(h, kv_heads, bias)
+        self.value = nn.Linear(h, kv_heads, bias)
+        self.head_norms = HeadNorms(config) if config.qk_norm else None
         self.rotary = Rotary()
         fused = config.attention == "fused"
         self.core = FusedAttention() if fused else ExplicitAttention(config.dropout, site=1)
-        self.output = DeferredBiasLinear(h, h, bias)
+        self.core.local = self.local = make_bias(config)
+        self.output = DeferredBiasLinear(heads, h, config.attention_bias == "all")
 
     def forward(self, x: Tensor, drop_key: Tensor | None, rotary, documents=None) -> Tensor:
         projected = self.project(x, self.query, self.key, self.value)  # [b, s, a d] each
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
+        if self.head_norms is not None:
+            q, k = self.head_norms(q, k)
         if rotary is not None:
             q, k = self.rotary(q, k, rotary)  # [b, a, s, d]
         return self.output(self.core(q, k, v, drop_key, documents))
@@ -64,11 +70,11 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        h, ffn, bias = config.hidden_size, config.ffn_hidden_size, not config.llama
+        h, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.mlp_bias
         self.project = SharedInput()
-        self.gate = nn.Linear(h, ffn, bias=False) if config.llama else None
-        self.up = DeferredBiasLinear(h, ffn, bias)
-        self.activation = SwiGLU() if config.llama else GELU()
+        self.gate = nn.Linear(h, ffn, bias) if config.gated else None
+        self.up = (nn.Linear if config.gated else DeferredBiasLinear)(h, ffn, bias)
+        self.activation = ACTIVATIONS[config.activation]()
         self.down = DeferredBiasLinear(ffn, h, bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,8 +113,7 @@ class GPT(nn.Module):
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleDict({str(n): Block(config) for n in range(config.num_layers)})
         self.head = Head(config)
-        if not config.llama:
-            # tied: one matrix for both (arXiv 1608.05859)
+        if config.tied:
             self.head.output.weight = self.embedding.tokens.weight
         if not self.embedding.tokens.weight.is_meta:
             self.init(seed=0)
@@ -124,7 +129,9 @@ class GPT(nn.Module):
 
     def run_blocks(self, x: Tensor, s: int, drop_key: Tensor | None, documents=None) -> Tensor:
         """x: [b, s, h], or a shard of it; s: the length of the whole sequence."""
-        rotary = rotary_table(self.config, s, x, documents) if self.config.llama else None
+        rotary = None
+        if self.config.positions == "rotary":
+            rotary = rotary_table(self.config, s, x, documents)
         for number, block in self.blocks.items():
             x = block(x, layer_key(drop_key, int(number)), rotary, documents)
         return x
@@ -137,9 +144,9 @@ class GPT(nn.Module):
 
     def init_parameter(self, name: str, shape, generator: torch.Generator) -> Tensor:
         """The initial value of one whole parameter, float32 on the CPU: normal, standard deviation
-        0.02, or 0.02 / √(2L) before a residual connection (GPT-2); biases 0, norms 1."""
+        0.02, or 0.02 / √(2L) before a residual connection (GPT-2); biases 0, norms scale by 1."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape, device="cpu")
+            return torch.full(shape, float(self.config.norm != "rmsnorm1p"), device="cpu")
         if name.endswith("bias"):
             return torch.zeros(shape, device="cpu")
         residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
@@ -185,13 +192,25 @@ class BiasDropoutAdd(nn.Module):
         return residual + self.dropout(x, drop_key)
 
 
+class HeadNorms(nn.Module):
+    """A norm for each head's query and key (arXiv 2010.04245, 2505.09388). q: [b, a, s, d]"""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.query_norm = make_norm(config, config.head_dim)
+        self.key_norm = make_norm(config, config.head_dim)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.query_norm(q), self.key_norm(k)
+
+
 class CausalProbabilities(nn.Module):
     """softmax(q kᵀ / √d + causal mask). q, k: [b, a, s, d] -> [b, a, s, s]"""
 
-    def forward(self, q: Tensor, k: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, documents=None, local=None) -> Tensor:
         b, a, s, d = q.shape
-        if documents is not None:
-            return masked_probabilities(q, k, documents)
+        if documents is not None or local is not None:
+            return masked_probabilities(q, k, documents, local)
         causal = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu(1)
         q, k = q.flatten(0, 1), k.flatten(0, 1)  # [b a, s, d]
         scores = torch.baddbmm(causal, q, k.transpose(1, 2), alpha=d**-0.5)
@@ -201,6 +220,8 @@ class CausalProbabilities(nn.Module):
 class ExplicitAttention(nn.Module):
     """dropout(softmax(q kᵀ / √d + mask)) v. q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, ad]"""
 
+    local: LocalBias | None = None
+
     def __init__(self, p: float, site: int):
         super().__init__()
         self.probabilities = CausalProbabilities()
@@ -209,16 +230,19 @@ class ExplicitAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
         # grouped-query attention: a / a_kv query heads share one key head
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        probabilities = self.dropout(self.probabilities(q, k, documents), drop_key)
+        probabilities = self.probabilities(q, k, documents, self.local)
+        probabilities = self.dropout(probabilities, drop_key)
         return (probabilities @ v).transpose(1, 2).flatten(2)
 
 
 class FusedAttention(nn.Module):
     """The same without dropout; the s x s matrix is never written (arXiv 2205.14135)."""
 
+    local: LocalBias | None = None
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
-        if documents is not None:
-            return fused_attention(q, k, v, documents).transpose(1, 2).flatten(2)
+        if documents is not None or self.local is not None:
+            return fused_attention(q, k, v, documents, self.local).transpose(1, 2).flatten(2)
         grouped = q.shape[1] != k.shape[1]
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return context.transpose(1, 2).flatten(2)
@@ -235,11 +259,22 @@ def rotary_table(config: GPTConfig, s: int, like: Tensor, documents=None) -> tup
     """cos and sin of position * base^(-2i/d), all i twice over: [s, d] or [b, 1, s, d] each."""
     d = config.head_dim
     frequency = config.rotary_base ** (-torch.arange(0, d, 2, device=like.device).double() / d)
+    if config.rotary_factor != 1:
+        frequency = llama3_frequencies(config, frequency)
     at = torch.arange(s, device=like.device)
     if documents is not None:
         at = positions_of(documents).unsqueeze(1)  # [b, 1, s]
     angle = at.double().unsqueeze(-1) * frequency.repeat(2)  # [.., s, d]
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def llama3_frequencies(config: GPTConfig, frequency: Tensor) -> Tensor:
+    """For sequences longer than the original: an angle that turns less than `low` times in that
+    length grows slower by the factor; one that turns more than `high` times stays (Llama 3.1)."""
+    low, high = config.rotary_low_frequency, config.rotary_high_frequency
+    turns = config.rotary_original_length * frequency / (2 * math.pi)
+    stays = ((turns - low) / (high - low)).clamp(0, 1)
+    return stays * frequency + (1 - stays) * frequency / config.rotary_factor
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
@@ -262,8 +297,27 @@ class SwiGLU(nn.Module):
         return F.silu(gate) * up
 
 
-def make_norm(config: GPTConfig) -> nn.Module:
-    return (nn.RMSNorm if config.llama else nn.LayerNorm)(config.hidden_size, config.norm_eps)
+class GeGLU(nn.Module):
+    """gelu(gate) * up (arXiv 2002.05202)"""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh") * up
+
+
+class RMSNorm1p(nn.RMSNorm):
+    """x / rms(x) * (1 + w): weight decay pulls the scale to 1, not to 0 (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+ACTIVATIONS = {"gelu": GELU, "swiglu": SwiGLU, "geglu": GeGLU}
+NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm, "rmsnorm1p": RMSNorm1p}
+
+
+def make_norm(config: GPTConfig, size: int = 0) -> nn.Module:
+    """size: of the vectors, h without it."""
+    return NORMS[config.norm](size or config.hidden_size, config.norm_eps)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -295,7 +349,10 @@ class Embedding(nn.Module):
         h = config.hidden_size
         self.seq_length = config.seq_length
         self.tokens = TokenEmbedding(config.vocab_size, h)
-        self.positions = None if config.llama else LearnedPositions(config.seq_length, h)
+        self.scale = math.sqrt(h) if config.embedding_scale else 1.0
+        self.norm = make_norm(config) if config.embedding_norm else None
+        learned = config.positions == "learned"
+        self.positions = LearnedPositions(config.seq_length, h) if learned else None
         self.dropout = Dropout(config.dropout, site=0)
 
     def forward(self, tokens: Tensor, drop_key=None, documents: Tensor | None = None) -> Tensor:
@@ -303,6 +360,10 @@ class Embedding(nn.Module):
         if s > longest:
             raise ValueError(f"a sequence of {s} tokens is longer than seq_length {longest}")
         x = self.tokens(tokens)
+        if self.scale != 1:
+            x = x * self.scale
+        if self.norm is not None:
+            x = self.norm(x)
         if self.positions is not None:
             x = self.positions(x, documents)
         return self.dropout(x, drop_key)

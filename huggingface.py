@@ -179,7 +179,7 @@ def match(folder: Path, config: MoEConfig) -> dict[str, Source]:
         sources |= {ours: Source(tensors, location) for ours, location in parts.items()}
     differing += [f"{tensor.name} is not in gpt.py" for tensor in stored.values()]
     refuse_differences(folder, differing, [tensor.name for tensor in stored.values()])
-    if head and not config.llama:
+    if head and config.tied:
         check_tied_head(folder, head, sources["embedding.tokens.weight"].tensors[0])
     return sources
 

@@ -756,10 +756,10 @@ class BiasDropoutAdd(gpt.BiasDropoutAdd):
 
 
 class CausalProbabilities(gpt.CausalProbabilities):
-    def forward(self, q: Tensor, k: Tensor, documents: Tensor | None = None) -> Tensor:
-        if documents is not None:
+    def forward(self, q: Tensor, k: Tensor, documents=None, local=None) -> Tensor:
+        if documents is not None or local is not None:
             # the operation knows the causal mask alone
-            return super().forward(q, k, documents)
+            return super().forward(q, k, documents, local)
         return causal_softmax(q @ k.transpose(2, 3), q.shape[-1] ** -0.5)
 
 

@@ -1,4 +1,4 @@
-"""The shape of a GPT or a Llama: the fields of `GPTConfig`, their defaults and their rules.
+"""The shape of a model: the fields of `GPTConfig`, their defaults and their rules.
 
 A shape that cannot be built is refused here, before anything is allocated, by a `FieldError`. It
 knows the field, its value, the rule and what would fit, so that train.py can name the flag:
@@ -11,6 +11,7 @@ The check of every technique (tensor_parallel.check, ..) raises the same error.
     python model_config.py       defaults, and shapes that are refused
 """
 
+import math
 from dataclasses import dataclass, fields
 
 # the linear layers of a block, and the module that each is in; gate is Llama's
@@ -32,28 +33,75 @@ class GPTConfig:
     num_layers: int
     hidden_size: int
     num_heads: int
-    num_kv_heads: int = (
-        0  # 0: as many as heads; fewer is grouped-query attention (arXiv 2305.13245)
-    )
-    ffn_hidden_size: int = 0  # 0: 4h
-    seq_length: int = 1024  # of the longest sequence
+    # 0: as many as heads; fewer is grouped-query attention (arXiv 2305.13245)
+    num_kv_heads: int = 0
+    # 0: 4h
+    ffn_hidden_size: int = 0
+    # of the longest sequence
+    seq_length: int = 1024
     vocab_size: int = 50257
-    dropout: float = 0.0  # embedding, attention probabilities, both residual branches
-    llama: bool = False  # RMSNorm, SwiGLU, rotary positions, no biases, untied embeddings
-    attention: str = ""  # explicit or fused; the default is fused without dropout
+    # of the embedding, of attention probabilities, of both residual branches
+    dropout: float = 0.0
+    # the defaults of the fields from `norm` to `tied` are Llama's; otherwise GPT-2's
+    llama: bool = False
+    # explicit or fused; the default is fused without dropout
+    attention: str = ""
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
+    # 0: h / a
+    head_dim: int = 0
+    # layernorm, rmsnorm, or rmsnorm1p: its weight is stored less 1 (Gemma)
+    norm: str = ""
+    # gelu, swiglu or geglu (arXiv 2002.05202)
+    activation: str = ""
+    # learned, rotary (arXiv 2104.09864) or alibi (arXiv 2108.12409)
+    positions: str = ""
+    # of query, key, value and output: all, qkv (without output) or none
+    attention_bias: str = ""
+    # of the MLP's matrices
+    mlp_bias: bool | None = None
+    # whether embedding and head are one matrix (arXiv 1608.05859)
+    tied: bool | None = None
+    # whether each head's query and key have a norm (Qwen3)
+    qk_norm: bool = False
+    # whether the embedding has a LayerNorm (BLOOM), or is multiplied by √h (Gemma)
+    embedding_norm: bool = False
+    embedding_scale: bool = False
+    # a token attends to so many, itself included; 0: to all (Mistral)
+    sliding_window: int = 0
+    # rotary angles for longer sequences (Llama 3, gpt.llama3_frequencies); 1: as they are
+    rotary_factor: float = 1.0
+    rotary_low_frequency: float = 1.0
+    rotary_high_frequency: float = 4.0
+    rotary_original_length: int = 8192
 
     def __post_init__(self):
         self.check_types()
         self.set_default("num_kv_heads", self.num_heads)
         self.set_default("ffn_hidden_size", 4 * self.hidden_size)
         self.set_default("attention", "explicit" if self.dropout else "fused")
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.head_size())
+        for field, value in (LLAMA if self.llama else GPT2).items():
+            if getattr(self, field) in ("", None):
+                object.__setattr__(self, field, value)
         self.check()
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+    def gated(self) -> bool:
+        """Whether the MLP has a gate: act(x W_gate) * x W_up."""
+        return self.activation in ("swiglu", "geglu")
+
+    def head_size(self) -> int:
+        """h / a. Raises FieldError where a does not divide h."""
+        for field in ("hidden_size", "num_heads"):
+            self.check_size(field)
+        h, a = self.hidden_size, self.num_heads
+        if h % a:
+            raise FieldError(
+                "num_heads", a, "must divide {hidden_size}", divisors(h, a), hidden_size=h
+            )
+        return h // a
 
     def set_default(self, field: str, value) -> None:
         if not getattr(self, field):
@@ -63,38 +111,50 @@ class GPTConfig:
         for field in fields(self):
             value, (kind, what) = getattr(self, field.name), KINDS[field.type]
             # Python's bool is an int
-            if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            is_flag = kind in (bool, bool | None)
+            if not isinstance(value, kind) or (isinstance(value, bool) and not is_flag):
                 raise FieldError(field.name, repr(value), f"must be {what}")
 
     def check(self) -> None:
         for field in SIZES:
-            power = 16 if field == "num_layers" else 31
-            self.check_range(field, 1, 2**power - 1, f"must be at least 1 and below 2^{power}")
-        h, a = self.hidden_size, self.num_heads
-        if h % a:
-            raise FieldError(
-                "num_heads", a, "must divide {hidden_size}", divisors(h, a), hidden_size=h
-            )
-        if a % self.num_kv_heads:
-            kv = self.num_kv_heads
+            self.check_size(field)
+        a, kv, d = self.num_heads, self.num_kv_heads, self.head_dim
+        if a % kv:
             raise FieldError(
                 "num_kv_heads", kv, "must divide {num_heads}", divisors(a, kv), num_heads=a
             )
-        if self.llama and self.head_dim % 2:
-            rule = (
-                f"rotary positions need an even head size, not hidden_size / num_heads = {h // a}"
-            )
-            raise FieldError("num_heads", a, rule)
+        for field, values in CHOICES.items():
+            if getattr(self, field) not in values:
+                raise FieldError(field, getattr(self, field), f"must be {' or '.join(values)}")
+        if self.positions == "rotary":
+            self.check_rotary(a, d)
+        if self.qk_norm and self.norm == "layernorm":
+            raise FieldError("norm", "layernorm", "qk_norm needs rmsnorm or rmsnorm1p")
+        if not 0 <= self.sliding_window < 2**31:
+            rule = "must be at least 1, or 0 for none, and below 2^31"
+            raise FieldError("sliding_window", self.sliding_window, rule)
         if not 0 <= self.dropout < 1:
             raise FieldError("dropout", self.dropout, "must be at least 0 and below 1")
         # beyond these a float32 is 0 or infinite somewhere in the model
         self.check_range("norm_eps", 1e-30, 1, "must be from 1e-30 to 1")
-        self.check_range("rotary_base", 1, 1e30, "must be from 1 to 1e+30")
-        if self.attention not in ("explicit", "fused"):
-            raise FieldError("attention", self.attention, "must be explicit or fused")
         if self.attention == "fused" and self.dropout > 0:
             rule = "never sees the probabilities that {dropout} would mask; explicit would fit"
             raise FieldError("attention", "fused", rule + ", or dropout 0", dropout=self.dropout)
+
+    def check_rotary(self, a: int, d: int) -> None:
+        if d % 2:
+            rule = f"rotary positions need an even head size, not hidden_size / num_heads = {d}"
+            raise FieldError("num_heads", a, rule)
+        self.check_range("rotary_base", 1, 1e30, "must be from 1 to 1e+30")
+        self.check_range("rotary_factor", 1, 1e30, "must be from 1 to 1e+30")
+        low, high = self.rotary_low_frequency, self.rotary_high_frequency
+        if not 0 < low < high < math.inf:
+            rule = "must be above 0 and below {rotary_high_frequency}"
+            raise FieldError("rotary_low_frequency", low, rule, rotary_high_frequency=high)
+
+    def check_size(self, field: str) -> None:
+        power = 16 if field == "num_layers" else 31
+        self.check_range(field, 1, 2**power - 1, f"must be at least 1 and below 2^{power}")
 
     def check_range(self, field: str, least: float, most: float, rule: str) -> None:
         # not (a <= x <= b): NaN fails too
@@ -103,13 +163,39 @@ class GPTConfig:
 
 
 SIZES = (
-    "num_layers hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size".split()
+    "num_layers hidden_size num_heads num_kv_heads ffn_hidden_size seq_length vocab_size head_dim"
+    " rotary_original_length"
+).split()
+CHOICES = {
+    "attention": ("explicit", "fused"),
+    "norm": ("layernorm", "rmsnorm", "rmsnorm1p"),
+    "activation": ("gelu", "swiglu", "geglu"),
+    "positions": ("learned", "rotary", "alibi"),
+    "attention_bias": ("all", "qkv", "none"),
+}
+# the defaults of a family
+GPT2 = dict(
+    norm="layernorm",
+    activation="gelu",
+    positions="learned",
+    attention_bias="all",
+    mlp_bias=True,
+    tied=True,
+)
+LLAMA = dict(
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rotary",
+    attention_bias="none",
+    mlp_bias=False,
+    tied=False,
 )
 # the types that a field may have, and their name in a message
 KINDS = {
     int: (int, "an integer"),
     float: (float | int, "a number"),
     bool: (bool, "true or false"),
+    bool | None: (bool | None, "true or false, or null"),
     str: (str, "text"),
     float | None: (float | int | None, "a number, or null"),
 }

@@ -244,9 +244,9 @@ class MoE(nn.Module):
         router = SinkhornRouter if config.router == "sinkhorn" else TopKRouter
         self.router = router(config)
         self.routing = Routing(self.router.scores, config)
-        self.gate = ExpertLinear(e, h, ffn) if config.llama else None
+        self.gate = ExpertLinear(e, h, ffn) if config.gated else None
         self.up = ExpertLinear(e, h, ffn)
-        self.activation = gpt.SwiGLU() if config.llama else gpt.GELU()
+        self.activation = gpt.ACTIVATIONS[config.activation]()
         self.down = ExpertLinear(e, ffn, h)
         self.enter = nn.Identity()
         self.leave = nn.Identity()

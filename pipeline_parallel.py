@@ -66,8 +66,8 @@ class Stage(gpt.GPT):
         self.embedding = model.embedding if first else None
         self.blocks = nn.ModuleDict({str(n): model.blocks[str(n)] for n in layers})
         self.head = model.head if last else None
-        # whether the last stage has a copy of the first stage's embedding; a Llama has none
-        self.tied = not model.config.llama
+        # whether the last stage has a copy of the first stage's embedding
+        self.tied = model.config.tied
 
     def forward(
         self,
@@ -132,8 +132,7 @@ def apply(
     stages = []
     for number in range(rank, p * v, p):
         stage = Stage(model, layers[number], first=number == 0, last=number == last)
-        # a Llama has no tied matrix
-        if stage.head is not None and stage.embedding is None and not model.config.llama:
+        if stage.head is not None and stage.embedding is None and model.config.tied:
             untie(stage.head)
         stages.append(stage)
     return stages

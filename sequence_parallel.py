@@ -284,6 +284,9 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
             module.dropout.shard_index[1] = group.rank()
         if isinstance(module, gpt.Embedding) and module.positions is not None:
             module.positions = ShardedPositions(module.positions, group.rank(), group.size())
+        if isinstance(module, tensor_parallel.ParallelHeadNorms):
+            # `synchronise` sums these gradients with those of the layer's other whole weights
+            module.__class__ = gpt.HeadNorms
     for part in parts:
         synchronise(part, group)
 

@@ -108,8 +108,10 @@ class DecodeBatch:
         device: torch.device,
         cached: bool = True,
         cp_group: dist.ProcessGroup | None = None,
+        window: int = 0,
     ):
-        """cp_group: the ranks that have these sequences too, and share their prefill."""
+        """cp_group: the ranks that have these sequences too, and share their prefill. window: of a
+        model whose tokens attend to so many only (GPTConfig.sliding_window)."""
         self.sequences = sequences
         self.rule = rule
         self.seq_length = seq_length
@@ -121,7 +123,8 @@ class DecodeBatch:
         self.cp_group = cp_group
         self.diverged = False
         longest = max(sequence.prompt_length for sequence in sequences) + rule.max_tokens
-        self.cache = Cache(min(longest, seq_length) if cached else 0, cp_group)
+        columns = min(longest, seq_length, window or seq_length)
+        self.cache = Cache(columns if cached else 0, cp_group)
 
     def next_tokens(self) -> Tensor:
         """The tokens of the next forward pass: the newest of each sequence [b, 1], or the contexts
@@ -137,7 +140,7 @@ class DecodeBatch:
             return torch.tensor(tokens, device=self.device)  # [b, 1]
         self.starts = starts
         self.last_column = torch.tensor(last_columns, device=self.device)
-        self.cache.begin_prefill()
+        self.cache.begin_prefill(last_columns)
         contexts = [seq.ids[start:] for seq, start in zip(self.sequences, starts)]
         s = max(map(len, contexts))
         if self.cp_group:

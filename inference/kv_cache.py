@@ -12,6 +12,9 @@ they never change once they are computed:
     sequence 0     a b c d x .         column j is position j in every row;
     sequence 1     e f y . . .         a mask hides what a shorter row has not filled
 
+Of a model with a sliding window of w tokens (local_attention.py) the cache has w columns at most.
+Position p is stored in column p mod w, over the key that has left the window.
+
 The cache has 2 L a_kv d numbers for each token (a_kv: heads of keys and values). Grouped-query
 attention (arXiv 2305.13245) makes it smaller by a / a_kv.
 
@@ -37,8 +40,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import context_parallel
+import document_mask
 import gpt
 from gpt import GPT
+from local_attention import LocalBias
 from ring_attention import RingAttention, own_positions
 
 
@@ -59,13 +64,18 @@ class Cache:
         self.shared_position: int | None = None
         # columns that some sequence has filled
         self.used = 0
-        # [b, 1, 1, used], 0 or -inf; None: all sequences have filled all used columns
+        # [b, 1 or a, 1, used], what is added to the scores: -inf for a column that a sequence has
+        # not filled; None: all have filled all used columns
         self.mask: Tensor | None = None
+        # [b, 1], of a prefill: the position of each sequence's last token
+        self.last: Tensor | None = None
         # (stage number, used) -> captured forward pass, over the tensors above (cuda_graphs.py)
         self.graphs: dict = {}
 
-    def begin_prefill(self) -> None:
+    def begin_prefill(self, last: list[int]) -> None:
+        """last: the position of each sequence's last token; what follows it is padding."""
         self.positions = None
+        self.last = torch.tensor(last).unsqueeze(1)
 
     def prefill_positions(self, s: int, device: torch.device) -> Tensor:
         """Where the s tokens of this rank stand in a prefill, [s]."""
@@ -77,30 +87,47 @@ class Cache:
     def begin_decode(self, positions: list[int], device: torch.device) -> None:
         """The next forward has one token for each sequence. positions: of these tokens."""
         self.positions = torch.tensor(positions, device=device)
-        self.used = max(positions) + 1
+        self.used = min(max(positions) + 1, self.columns)
         self.shared_position = None
         if min(positions) == max(positions):
             self.shared_position = positions[0]
 
-    def update_mask(self, dtype: torch.dtype) -> None:
+    def update_mask(self, dtype: torch.dtype, local: LocalBias | None) -> None:
         """Hide the columns after each sequence's position: once for a forward pass, for all
-        layers."""
+        layers. local: as in gpt.py."""
         self.mask = None
-        if self.positions is None or self.shared_position is not None:
-            return
-        device = self.positions.device
-        hidden = torch.arange(self.used, device=device) > self.positions[:, None, None, None]
-        self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device)  # [b, 1, 1, used]
-        self.mask.masked_fill_(hidden, -torch.inf)
-
-    def attend(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, and attend to all tokens so far. q: [b, a, s, d]; k, v: [b, a_kv, s, d]
-        -> [b, s, a d]"""
         if self.positions is None:
-            return self.attend_prefill(layer, q, k, v)
+            return
+        has_slopes = local is not None and local.slopes is not None
+        if self.shared_position is not None and not has_slopes:
+            return
+        positions = self.positions.unsqueeze(1)  # [b, 1]
+        columns = self.positions_in(positions, self.used)
+        # a column that is not filled has a negative position
+        hidden = (columns < 0)[:, None, None]
+        like = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)  # [b, 1, 1, used]
+        bias = local.between(positions, columns, like) if has_slopes else like
+        self.mask = bias.masked_fill(hidden, -torch.inf)
+
+    def positions_in(self, last: Tensor, used: int) -> Tensor:
+        """The position that each column holds, of a sequence whose newest token stands at `last`:
+        the largest up to it that is the column's number modulo `columns`. Negative where there is
+        none. last: [b, 1] -> [b, used]"""
+        column = torch.arange(used, device=last.device)
+        return last - (last - column) % self.columns
+
+    def attend(
+        self, layer: str, local: LocalBias | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Store k and v, and attend to all tokens so far. local: as in gpt.py; q: [b, a, s, d];
+        k, v: [b, a_kv, s, d] -> [b, s, a d]"""
+        if self.positions is None:
+            return self.attend_prefill(layer, local, q, k, v)
         return self.attend_decode(layer, q, k, v)
 
-    def attend_prefill(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_prefill(
+        self, layer: str, local: LocalBias | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         """Causal attention over the s tokens that come in; [b, a, s/N, d] of N ranks that share
         them."""
         if self.columns:
@@ -110,15 +137,24 @@ class Cache:
                     stored[layer] = new.new_zeros(*new.shape[:2], self.columns, new.shape[3])
                 if self.group:
                     new = context_parallel.gather(new, self.group, dim=2)
-                # what fills a prompt up to a multiple of 2N may be longer than the cache
-                new = new[:, :, : self.columns]
+                new = self.newest(new)
                 stored[layer][:, :, : new.shape[2]] = new
         if self.group:
             return RingAttention(self.group)(q, k, v, None)
+        if local is not None:
+            return document_mask.fused_attention(q, k, v, None, local).transpose(1, 2).flatten(2)
         context = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )  # [b, a, s, d]
         return context.transpose(1, 2).flatten(2)
+
+    def newest(self, x: Tensor) -> Tensor:
+        """What the columns hold after a prefill. x: [b, a_kv, s, d] -> [b, a_kv, columns, d] where
+        s is more"""
+        if x.shape[2] <= self.columns:
+            return x
+        at = self.positions_in(self.last, self.columns).clamp(min=0).to(x.device)
+        return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
     def attend_decode(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one token for each sequence (s = 1) to the columns of the cache."""
@@ -126,18 +162,22 @@ class Cache:
         values = self.values[layer]
         for stored, new in ((keys, k), (values, v)):
             if self.shared_position is not None:
-                stored.select(2, self.shared_position).copy_(new.squeeze(2))
+                column = self.shared_position % self.columns
+                stored.select(2, column).copy_(new.squeeze(2))
             else:
                 rows = torch.arange(len(new), device=new.device)
-                stored[rows, :, self.positions] = new[:, :, 0]
+                stored[rows, :, self.positions % self.columns] = new[:, :, 0]
         # heads that share a key stand where the tokens of a sequence would: [b, a_kv, a / a_kv, d]
         q = q.reshape(*k.shape[:2], -1, k.shape[3])
+        mask = self.mask
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.view(*q.shape[:3], -1)
         attention = F.scaled_dot_product_attention
         # in 16 bits it would round the scores
         if q.device.type == "cpu" and q.dtype.itemsize >= 4 and len(keys) * keys.shape[1] >= 32:
             attention = attention_in_one_call
         context = attention(
-            q, keys[:, :, : self.used], values[:, :, : self.used], self.mask
+            q, keys[:, :, : self.used], values[:, :, : self.used], mask
         )  # [b, a_kv, a / a_kv, d]
         return context.flatten(1).unsqueeze(1)  # [b, 1, a d]
 
@@ -153,7 +193,7 @@ class Cache:
 def attention_in_one_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q kᵀ / √d + mask) v: one batched matmul for all heads, where torch's kernel for CPUs
     calls one for each. Faster from some 32 heads (of all sequences together) on. q: [b, a, s, d];
-    k, v: [b, a, used, d]; mask: [b, 1, 1, used]"""
+    k, v: [b, a, used, d]; mask: [b, 1, 1, used] or [b, a, s, used]"""
     b, a, s, d = q.shape
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # [b a, .., d]
     scores = torch.bmm(q * d**-0.5, k.transpose(1, 2))  # [b a, s, used]
@@ -173,14 +213,15 @@ class CacheSlot:
 class CachedAttention(nn.Module):
     """Replaces the core attention of one layer."""
 
-    def __init__(self, layer: str, slot: CacheSlot):
+    def __init__(self, layer: str, slot: CacheSlot, local: LocalBias | None):
         super().__init__()
         self.layer = layer
         self.slot = slot
+        self.local = local
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key=None, documents=None) -> Tensor:
         """q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]"""
-        return self.slot.cache.attend(self.layer, q, k, v)
+        return self.slot.cache.attend(self.layer, self.local, q, k, v)
 
 
 class CachedPositions(nn.Module):
@@ -227,4 +268,4 @@ def replacements(stage: GPT, slot: CacheSlot) -> Iterator[tuple[nn.Module, str, 
     if embedding is not None and embedding.positions is not None:
         yield embedding, "positions", CachedPositions(embedding.positions, slot)
     for layer, block in stage.blocks.items():
-        yield block.attention, "core", CachedAttention(layer, slot)
+        yield block.attention, "core", CachedAttention(layer, slot, block.attention.local)

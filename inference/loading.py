@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
+import context_parallel
 import huggingface
 import moe
 import pipeline_parallel
@@ -83,6 +84,8 @@ def build_stages(
 ) -> list[GPT]:
     """This rank's stages of a model, on the meta device. Sequence parallelism is left out: a step
     of one token has no sequence to shard."""
+    if groups.cp:
+        context_parallel.check_attention(config, groups.cp.size())
     with torch.device("meta"):
         model = GPT(config)
     if config.num_experts:

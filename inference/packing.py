@@ -192,7 +192,7 @@ def has_adapter(part: nn.Module) -> bool:
 def pack_pointwise(model: gpt.GPT) -> None:
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, nn.RMSNorm):
+            if type(child) is nn.RMSNorm:
                 setattr(parent, name, PackedRMSNorm(child))
             # elsewhere a bias is left for the activation to add
             if isinstance(parent, gpt.MLP) and isinstance(parent.project, PackedSharedInput):

@@ -190,11 +190,11 @@ def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any
     list of fields that may differ.
 
     No weight's shape or meaning depends on dropout, on the attention kernel, or on the coefficients
-    of a router's losses, so these are free. A Llama computes its rotary positions, so the length of
-    its sequences is free too. weights_only: training begins anew from the weights, and may choose
+    of a router's losses, so these are free. Where positions are computed, the length of sequences
+    is free too. weights_only: training begins anew from the weights, and may choose
     another router."""
     free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
-    if config.llama:
+    if config.positions != "learned":
         free |= {"seq_length"}
     if weights_only:
         free |= {"router", "router_topk"}

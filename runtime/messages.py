@@ -135,5 +135,6 @@ def fp8_sizes(trainer) -> dict[str, int]:
         "tokens of a micro-batch": trainer.micro_batch * model.seq_length,
         "of --hidden-size": model.hidden_size // t,
         "of --ffn-hidden-size": model.ffn_hidden_size // t,
+        "of queries": model.num_heads * model.head_dim // t,
         "of keys": model.num_kv_heads * model.head_dim // t,
     }

@@ -29,7 +29,7 @@ SIZES = {"fp64": 8, "fp32": 4, "tf32": 4}
 
 def parameters(model: MoEConfig) -> tuple[int, int]:
     """How many numbers the matrices have: (those outside the experts, those of the experts)."""
-    mlp = (3 if model.llama else 2) * model.hidden_size * model.ffn_hidden_size
+    mlp = (3 if model.gated else 2) * model.hidden_size * model.ffn_hidden_size
     experts = len(model.expert_layers) * model.num_experts * mlp
     return least_parameters(model) - experts, experts
 

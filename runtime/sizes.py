@@ -19,14 +19,14 @@ def num_mlps(config: GPTConfig, of_each_layer_with_experts: str) -> tuple[int, i
 def block_matrices(config: GPTConfig, mlps: int) -> int:
     """Numbers in the matrices of all blocks, routers left out."""
     h = config.hidden_size
-    kv = config.num_kv_heads * config.head_dim
-    attention = 2 * h * h + 2 * h * kv
+    heads = config.num_heads + config.num_kv_heads
+    attention = 2 * h * heads * config.head_dim
     return config.num_layers * attention + mlps * mlp_matrices(config)
 
 
 def mlp_matrices(config: GPTConfig) -> int:
     """Numbers in the matrices of one MLP, or of one expert."""
-    return (3 if config.llama else 2) * config.hidden_size * config.ffn_hidden_size
+    return (3 if config.gated else 2) * config.hidden_size * config.ffn_hidden_size
 
 
 def least_parameters(config: GPTConfig) -> int:
@@ -35,9 +35,10 @@ def least_parameters(config: GPTConfig) -> int:
     h = config.hidden_size
     mlps, experts = num_mlps(config, "num_experts")
     routers = experts * h * getattr(config, "num_experts", 0)
-    # a GPT has an embedding of tokens and one of positions, a Llama one of tokens and an output
-    other = config.vocab_size if config.llama else config.seq_length
-    return block_matrices(config, mlps) + routers + h * (config.vocab_size + other)
+    vectors = config.vocab_size * (1 if config.tied else 2)
+    if config.positions == "learned":
+        vectors += config.seq_length
+    return block_matrices(config, mlps) + routers + h * vectors
 
 
 def flops_per_token(config: GPTConfig) -> float:
@@ -52,5 +53,5 @@ def flops_per_token(config: GPTConfig) -> float:
     h = config.hidden_size
     mlps, experts = num_mlps(config, "router_topk")
     weights = block_matrices(config, mlps) + experts * h * getattr(config, "num_experts", 0)
-    scores = 12 * config.num_layers * config.seq_length * h
+    scores = 12 * config.num_layers * config.seq_length * config.num_heads * config.head_dim
     return 6 * (weights + h * config.vocab_size) + scores

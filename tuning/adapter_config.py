@@ -29,7 +29,7 @@ class AdapterConfig:
 
 def targets_of(config: AdapterConfig, model: GPTConfig) -> tuple[str, ...]:
     """The targets that are given, or all that this model has. Raises FieldError for another one."""
-    fitting = [name for name in TARGETS[config.peft] if name != "gate" or model.llama]
+    fitting = [name for name in TARGETS[config.peft] if name != "gate" or model.gated]
     for name in config.peft_targets:
         if name not in fitting:
             rule = f"{name} is no target of {{peft}} in this model; there are {', '.join(fitting)}"
@@ -45,8 +45,16 @@ def num_parameters(config: AdapterConfig, model: GPTConfig) -> int:
     IA3        out, or in      one for each key and value, or MLP activation
     """
     h, ffn = model.hidden_size, model.ffn_hidden_size
-    kv = model.num_kv_heads * model.head_dim
-    shapes = {"key": (kv, h), "value": (kv, h), "gate": (ffn, h), "up": (ffn, h), "down": (h, ffn)}
+    heads, kv = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
+    shapes = {
+        "query": (heads, h),
+        "key": (kv, h),
+        "value": (kv, h),
+        "output": (h, heads),
+        "gate": (ffn, h),
+        "up": (ffn, h),
+        "down": (h, ffn),
+    }
     # matrices of the MLPs: a layer with experts has E of each
     of_mlps = model.num_layers
     if getattr(model, "num_experts", 0):
@@ -56,7 +64,7 @@ def num_parameters(config: AdapterConfig, model: GPTConfig) -> int:
         if config.peft == "adapter":
             total += model.num_layers * (2 * h * config.adapter_size + 2 * h)
             continue
-        n_out, n_in = shapes.get(name, (h, h))
+        n_out, n_in = shapes[name]
         count = of_mlps if LINEARS[name] == "mlp" else model.num_layers
         if config.peft == "lora":
             total += count * config.lora_rank * (n_in + n_out)

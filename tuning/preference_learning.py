@@ -111,7 +111,7 @@ class RewardLearning(ValueModel, PreferenceLearning):
         super().build()
         config = self.model_config
         # the whole model has no matrix of the head, if that was not the embedding, but a vector
-        matrix = config.vocab_size * config.hidden_size if config.llama else 0
+        matrix = 0 if config.tied else config.vocab_size * config.hidden_size
         self.num_parameters += config.hidden_size - matrix
 
     @property
