@@ -53,14 +53,12 @@ from runtime.architectures import (
     HuggingFaceError,
     Location,
     TheirTensor,
-    architecture_of,
     empty_model,
     their_tensors,
-    to_gpt_config,
-    to_hf_config,
     unstack_experts,
 )
 from runtime.checkpoint_index import check_sizes, read_header
+from runtime.hf_config import architecture_of, to_gpt_config, to_hf_config
 from sharding import num_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -143,7 +141,7 @@ class Source(NamedTuple):
     def read(self) -> Tensor:
         """Our parameter, whole, in float32."""
         if "#" not in self.location.module:
-            return self.location.view(self.tensors[0].read()).contiguous().float()
+            return self.location.read(self.tensors[0].read()).contiguous().float()
         experts = torch.empty(len(self.tensors), *self.tensors[0].shape)  # [E, ..]
         for expert, stored in zip(experts, self.tensors):
             expert.copy_(stored.read())
@@ -155,7 +153,8 @@ def match(folder: Path, config: MoEConfig) -> dict[str, Source]:
     missing, left over or different."""
     architecture = architecture_of(config)
     stored = stored_tensors(folder, architecture)
-    head = stored.get("lm_head.weight")
+    # some files hold a tied matrix twice
+    head = stored.pop("lm_head.weight", None) if config.tied else None
     for short in [short for short in stored if re.fullmatch(architecture.ignored, short)]:
         del stored[short]
     try:
@@ -164,7 +163,7 @@ def match(folder: Path, config: MoEConfig) -> dict[str, Source]:
         raise HuggingFaceError(f"{folder} holds another model than its config.json: {e}") from None
     sources = {}
     differing = []
-    for stacked, (shape, parts) in their_tensors(config).items():
+    for stacked, (shape, parts) in their_tensors(config, architecture).items():
         tensors = []
         for name, part in unstack_experts(stacked, torch.empty(shape, device="meta")).items():
             tensor = stored.pop(name.removeprefix(architecture.prefix), None)
@@ -179,7 +178,7 @@ def match(folder: Path, config: MoEConfig) -> dict[str, Source]:
         sources |= {ours: Source(tensors, location) for ours, location in parts.items()}
     differing += [f"{tensor.name} is not in gpt.py" for tensor in stored.values()]
     refuse_differences(folder, differing, [tensor.name for tensor in stored.values()])
-    if head and config.tied:
+    if head:
         check_tied_head(folder, head, sources["embedding.tokens.weight"].tensors[0])
     return sources
 
@@ -200,14 +199,13 @@ def refuse_differences(folder: Path, differing: list[str], left_over: list[str])
 
 
 def check_tied_head(folder: Path, head: StoredTensor, embedding: StoredTensor) -> None:
-    """Some files hold GPT-2's tied embedding twice, and transformers would use a second copy that
-    differs. Raises HuggingFaceError."""
+    """transformers would use a second copy that differs. Raises HuggingFaceError."""
     output = head.read()
     tokens = embedding.read()
     if output.dtype != tokens.dtype or not torch.equal(output, tokens):
         raise HuggingFaceError(
-            f"{folder}: lm_head.weight differs from transformer.wte.weight; in gpt.py a GPT-2"
-            " has one tensor for both"
+            f"{folder}: lm_head.weight differs from {embedding.name}; config.json says that one"
+            " tensor is both (tie_word_embeddings)"
         )
 
 
@@ -341,7 +339,7 @@ def export_folder(
     path = checkpoint.find(path)
     config, _ = checkpoint.read_model(path)
     hf_config = to_hf_config(config) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
-    theirs = their_tensors(config)
+    theirs = their_tensors(config, architecture_of(config))
     sizes = {
         name: torch.Size(tensor.shape).numel() * DTYPES[dtype].itemsize
         for name, tensor in theirs.items()
@@ -394,14 +392,22 @@ def write_file(
     HuggingFaceError."""
     stacked = {name: torch.empty(tensor.shape, dtype=dtype) for name, tensor in theirs.items()}
     views = {}
+    # (a view whose rows stand head by head, what they are read into)
+    copies = []
     for name, tensor in theirs.items():
         for ours, location in tensor.parts.items():
-            views[f"model.{ours}"] = location.view(stacked[name])
+            view = location.view(stacked[name])
+            if location.heads:
+                copies.append((view, view.flatten(0, 1)))
+                view = copies[-1][1]
+            views[f"model.{ours}"] = view
     if read:
         for name, view in views.items():
             view.copy_(read(name.removeprefix("model.")))
     else:
         checkpoint.read(path, views)
+    for view, copy in copies:
+        view.copy_(copy.view(view.shape))
     tensors = {}
     for name, tensor in stacked.items():
         tensors |= unstack_experts(name, tensor)

@@ -24,6 +24,7 @@ import dataclasses
 from moe import MoEConfig
 from routers import EXPERT_FIELDS
 from runtime.config import Config
+from runtime.presets import PRESETS
 
 MOST_RANKS = 8
 # of which the user's value and the small one are shown
@@ -31,6 +32,13 @@ SHOWN = (
     "ranks tp pp cp ep virtual_stages layer_split num_layers hidden_size num_heads num_kv_heads"
     " ffn_hidden_size seq_length vocab_size num_experts expert_every router_topk"
     " recompute_layers global_batch_size micro_batch_size lora_rank adapter_size"
+).split()
+
+
+# what makes a family
+PARTS = (
+    "llama norm activation positions attention_bias mlp_bias tied qk_norm embedding_norm"
+    " embedding_scale rotary_factor"
 ).split()
 
 
@@ -51,7 +59,7 @@ def shrink(config: Config, world: int) -> tuple[int, dict]:
     layout |= shrink_batch(config, world, pp, dp)
     layout |= dict(
         # of a checkpoint's shape only the family is left to say
-        model=("llama2-7b" if model.llama else "gpt2") if config.load else config.model,
+        model=family_of(model) if config.load else config.model,
         load=None,
         attention=None,
         head_chunk=min(config.head_chunk, 5),
@@ -60,6 +68,16 @@ def shrink(config: Config, world: int) -> tuple[int, dict]:
         device="cpu",
     )
     return tp * pp * cp * dp, layout
+
+
+def family_of(model: MoEConfig) -> str:
+    """The preset that has most of the model's parts."""
+
+    def shared(name: str) -> int:
+        preset = MoEConfig(**PRESETS[name][0])
+        return sum(getattr(preset, part) == getattr(model, part) for part in PARTS)
+
+    return max(PRESETS, key=shared)
 
 
 def shrink_ranks(config: Config, world: int) -> tuple[int, int, int, int, int]:
@@ -127,6 +145,9 @@ def shrink_model(model: MoEConfig, was_tp: int, tp: int, shares: int) -> dict:
         seq_length=16,
         vocab_size=61 if model.vocab_size % was_tp else 64,
         dropout=model.dropout,
+        # a head that is not hidden size / heads stays so
+        head_dim=2 * channels if model.head_dim * model.num_heads != model.hidden_size else 0,
+        sliding_window=min(model.sliding_window, 5),
     )
 
 

@@ -1,8 +1,8 @@
-"""The names that our tensors and fields have in models of `transformers`: GPT-2, Llama, Mixtral.
+"""The names that our tensors and fields have in models of `transformers`: one table for each class.
 
-One table for each architecture says where each of our tensors lies in theirs, and which field of
-their config.json is which of MoEConfig's. huggingface.py reads and writes folders by these tables.
-A model that gpt.py does not compute exactly is refused, and the message names the field.
+It says where each of our tensors lies in theirs, and which field of their config.json is which of
+MoEConfig's. huggingface.py reads and writes folders by these tables, hf_config.py config.json. A
+model that gpt.py does not compute exactly is refused, and the message names the field.
 
     gpt.py                      GPT2LMHeadModel                      LlamaForCausalLM
     embedding.tokens            transformer.wte                      model.embed_tokens
@@ -14,7 +14,17 @@ A model that gpt.py does not compute exactly is refused, and the message names t
     head.output                 the tied embedding                   lm_head
 
 GPT-2's Conv1D computes y = x W where ours is y = x Wᵀ, and holds query, key and value side by side
-in one matrix. MixtralForCausalLM is LlamaForCausalLM with experts in every layer. Their matrices
+in one matrix. BLOOM has them in one matrix too, but head by head: the query of head 0, its key, its
+value, the query of head 1. Mistral, Qwen and Gemma have Llama's names, and another part or two:
+
+    class               has, beside or in place of Llama's
+    MistralForCausalLM  a sliding window
+    Qwen2ForCausalLM    biases of query, key and value
+    Qwen3ForCausalLM    norms of each head's query and key, and a head size of its own
+    GemmaForCausalLM    GeGLU, a scaled embedding, norms whose weight is stored less 1
+    BloomForCausalLM    GPT-2's block; ALiBi, and a norm of the embedding, in place of positions
+
+MixtralForCausalLM is LlamaForCausalLM with experts in every layer. Their matrices
 are one tensor here, and one tensor for each expert e there:
 
     blocks.N.mlp.router  [E, h]        model.layers.N.block_sparse_moe.gate            [E, h]
@@ -29,13 +39,14 @@ files interleave them. Dropout is one number here and up to three there: the lar
 Mixtral's router is our topk with router_topk of 2 or more. aux_loss keeps its number, but not its
 weight: with even load, every layer contributes 1 here, and all layers together k there.
 
-Not covered: capacity and z-loss, for which config.json has no field, and files with fused experts,
-as transformers 5 writes them when told to."""
+A Mistral without a window is exported as the Llama that it is.
+
+Not covered: capacity and z-loss, for which config.json has no field; files with fused experts, as
+transformers 5 writes them when told to; windows in some layers only."""
 
 import dataclasses
-import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -60,22 +71,33 @@ class Location(NamedTuple):
     module: their name of the module. A * in it is the number of the layer. A # is the number of an
     expert: they have one tensor for each expert, which we stack to [E, ..].
     transposed: theirs is [in, out] (Conv1D), ours [out, in].
-    third: theirs holds query, key and value side by side; ours is column block 0, 1 or 2."""
+    third: theirs holds query, key and value side by side; ours is column block 0, 1 or 2.
+    heads: theirs holds them head by head: [a, 3, d, in]. 0: all of query, then key, then value."""
 
     module: str
     transposed: bool = False
     third: int | None = None
+    heads: int = 0
 
     def view(self, theirs: Tensor) -> Tensor:
         """The part of their tensor that is ours, in our order, sharing memory: [in, out] or
-        [in, 3 out] -> [out, in]. A bias is [out] or [3 out] -> [out]."""
+        [in, 3 out] -> [out, in], with heads [3 out, in] -> [a, d, in]. A bias has no `in`."""
+        if self.heads:
+            return theirs.unflatten(0, (self.heads, 3, -1))[:, self.third]
         if self.third is not None:
             theirs = theirs.chunk(3, dim=-1)[self.third]
         # t() leaves a bias as it is
         return theirs.t() if self.transposed else theirs
 
+    def read(self, theirs: Tensor) -> Tensor:
+        """Our tensor."""
+        view = self.view(theirs)
+        return view.flatten(0, 1) if self.heads else view
+
     def shape(self, ours: torch.Size) -> list[int]:
         """The shape of their tensor."""
+        if self.heads:
+            return [3 * ours[0], *ours[1:]]
         *rest, last = reversed(ours) if self.transposed else ours
         return [*rest, last if self.third is None else 3 * last]
 
@@ -102,22 +124,41 @@ class Architecture:
 
     name: of the class. model_type: in config.json. preset: of a run with such a model (train.py
     --model). prefix: of its tensors' names; some files leave it out.
-    fields: field of config.json -> field of MoEConfig.
+    constants: field of MoEConfig -> its value in all models of this class.
+    fields: field of config.json -> field of MoEConfig, a number.
+    choices: field of config.json -> (field of MoEConfig, {their value: ours}); the first is the
+    default.
     computed: field of config.json -> the values for which gpt.py computes the same; the first is
     the default.
     modules: our module -> where it lies in theirs.
-    ignored: a pattern, without prefix, of tensors that are computed or tied.
-    missing: field of config.json -> what its absence means."""
+    ignored: a pattern, without prefix, of tensors that are computed.
+    missing: field of config.json -> what its absence means.
+    aliases: field of older config.json -> field."""
 
     name: str
     model_type: str
     preset: str
     prefix: str
+    constants: dict[str, str | bool]
     fields: dict[str, str]
+    choices: dict[str, tuple[str, dict]]
     computed: dict[str, tuple]
     modules: dict[str, Location]
-    ignored: str
     missing: dict[str, float]
+    ignored: str = "-"
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rotary(self) -> bool:
+        """Whether config.json has the base and the scaling of rotary positions."""
+        return bool(self.constants.get("llama"))
+
+
+# field -> (ours, {theirs: ours}), for a field that is true or false on both sides
+NO_MLP_BIAS = {"mlp_bias": ("mlp_bias", {False: False, True: True})}
+NOT_TIED = {"tie_word_embeddings": ("tied", {False: False, True: True})}
+TIED = {"tie_word_embeddings": ("tied", {True: True, False: False})}
+NO_BIAS = {"attention_bias": ("attention_bias", {False: "none", True: "all"})}
 
 
 GPT2 = Architecture(
@@ -125,6 +166,7 @@ GPT2 = Architecture(
     model_type="gpt2",
     preset="gpt2",
     prefix="transformer.",
+    constants={},
     fields={
         "n_layer": "num_layers",
         "n_embd": "hidden_size",
@@ -137,9 +179,9 @@ GPT2 = Architecture(
         "attn_pdrop": "dropout",
         "resid_pdrop": "dropout",
     },
+    choices=TIED,
     computed={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "tie_word_embeddings": (True,),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
@@ -148,6 +190,7 @@ GPT2 = Architecture(
         "embedding.tokens": Location("transformer.wte"),
         "embedding.positions": Location("transformer.wpe"),
         "head.norm": Location("transformer.ln_f"),
+        "head.output": Location("lm_head"),
         "blocks.*.attention_norm": Location("transformer.h.*.ln_1"),
         "blocks.*.mlp_norm": Location("transformer.h.*.ln_2"),
         "blocks.*.attention.query": Location(
@@ -161,7 +204,7 @@ GPT2 = Architecture(
         "blocks.*.mlp.up": Location("transformer.h.*.mlp.c_fc", transposed=True),
         "blocks.*.mlp.down": Location("transformer.h.*.mlp.c_proj", transposed=True),
     },
-    ignored=r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight",
+    ignored=r"h\.\d+\.attn\.(masked_)?bias",
     missing={
         "n_inner": 0,
         "layer_norm_epsilon": 1e-5,
@@ -176,6 +219,7 @@ LLAMA = Architecture(
     model_type="llama",
     preset="llama2-7b",
     prefix="model.",
+    constants={"llama": True},
     fields={
         "num_hidden_layers": "num_layers",
         "hidden_size": "hidden_size",
@@ -184,15 +228,12 @@ LLAMA = Architecture(
         "intermediate_size": "ffn_hidden_size",
         "max_position_embeddings": "seq_length",
         "vocab_size": "vocab_size",
+        "head_dim": "head_dim",
         "rms_norm_eps": "norm_eps",
         "attention_dropout": "dropout",
     },
-    computed={
-        "hidden_act": ("silu", "swish"),
-        "tie_word_embeddings": (False,),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-    },
+    choices=NOT_TIED | NO_BIAS | NO_MLP_BIAS,
+    computed={"hidden_act": ("silu", "swish")},
     modules={
         "embedding.tokens": Location("model.embed_tokens"),
         "head.norm": Location("model.norm"),
@@ -210,10 +251,113 @@ LLAMA = Architecture(
     ignored=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
     missing={
         "num_key_value_heads": 0,
+        "head_dim": 0,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "attention_dropout": 0.0,
     },
+)
+
+MISTRAL = dataclasses.replace(
+    LLAMA,
+    name="MistralForCausalLM",
+    model_type="mistral",
+    preset="mistral-7b",
+    fields=LLAMA.fields | {"sliding_window": "sliding_window"},
+    choices=NOT_TIED,
+    missing=LLAMA.missing | {"num_key_value_heads": 8, "sliding_window": 4096},
+)
+
+QWEN2 = dataclasses.replace(
+    LLAMA,
+    name="Qwen2ForCausalLM",
+    model_type="qwen2",
+    preset="qwen2.5-7b",
+    constants={"llama": True, "attention_bias": "qkv"},
+    fields={theirs: ours for theirs, ours in LLAMA.fields.items() if theirs != "head_dim"},
+    choices=NOT_TIED,
+    computed=LLAMA.computed | {"use_sliding_window": (False,)},
+    missing=LLAMA.missing | {"num_key_value_heads": 32},
+)
+
+QWEN3 = dataclasses.replace(
+    LLAMA,
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    preset="qwen3-8b",
+    constants={"llama": True, "qk_norm": True},
+    choices=NOT_TIED | NO_BIAS,
+    computed=QWEN2.computed,
+    modules=LLAMA.modules
+    | {
+        "blocks.*.attention.head_norms.query_norm": Location("model.layers.*.self_attn.q_norm"),
+        "blocks.*.attention.head_norms.key_norm": Location("model.layers.*.self_attn.k_norm"),
+    },
+    missing=QWEN2.missing | {"head_dim": 128},
+)
+
+GEMMA = dataclasses.replace(
+    LLAMA,
+    name="GemmaForCausalLM",
+    model_type="gemma",
+    preset="gemma-7b",
+    constants={
+        "llama": True,
+        "norm": "rmsnorm1p",
+        "activation": "geglu",
+        "embedding_scale": True,
+    },
+    choices=TIED | NO_BIAS,
+    computed={
+        # "gelu" stands in files of before, and means the tanh form there too
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+        "hidden_activation": (None, "gelu_pytorch_tanh"),
+        "use_bidirectional_attention": (None, False),
+    },
+    missing=LLAMA.missing | {"num_key_value_heads": 16, "head_dim": 256},
+)
+
+BLOOM_QKV = "transformer.h.*.self_attention.query_key_value"
+BLOOM = Architecture(
+    name="BloomForCausalLM",
+    model_type="bloom",
+    preset="bloom-7b1",
+    prefix="transformer.",
+    constants={"positions": "alibi", "embedding_norm": True},
+    fields={
+        "n_layer": "num_layers",
+        "hidden_size": "hidden_size",
+        "n_head": "num_heads",
+        "seq_length": "seq_length",
+        "vocab_size": "vocab_size",
+        "layer_norm_epsilon": "norm_eps",
+        "hidden_dropout": "dropout",
+        "attention_dropout": "dropout",
+    },
+    choices=TIED,
+    computed={"apply_residual_connection_post_layernorm": (False,)},
+    modules={
+        "embedding.tokens": Location("transformer.word_embeddings"),
+        "embedding.norm": Location("transformer.word_embeddings_layernorm"),
+        "head.norm": Location("transformer.ln_f"),
+        "head.output": Location("lm_head"),
+        "blocks.*.attention_norm": Location("transformer.h.*.input_layernorm"),
+        "blocks.*.mlp_norm": Location("transformer.h.*.post_attention_layernorm"),
+        "blocks.*.attention.query": Location(BLOOM_QKV, third=0),
+        "blocks.*.attention.key": Location(BLOOM_QKV, third=1),
+        "blocks.*.attention.value": Location(BLOOM_QKV, third=2),
+        "blocks.*.attention.output": Location("transformer.h.*.self_attention.dense"),
+        "blocks.*.mlp.up": Location("transformer.h.*.mlp.dense_h_to_4h"),
+        "blocks.*.mlp.down": Location("transformer.h.*.mlp.dense_4h_to_h"),
+    },
+    missing={
+        "layer_norm_epsilon": 1e-5,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # no field of transformers; released models have it
+        "seq_length": 2048,
+    },
+    aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head"},
 )
 
 MIXTRAL = dataclasses.replace(
@@ -221,6 +365,8 @@ MIXTRAL = dataclasses.replace(
     name="MixtralForCausalLM",
     model_type="mixtral",
     preset="mixtral-8x7b",
+    constants={"llama": True, "router": "topk", "z_loss": 0.0},
+    choices=NOT_TIED,
     fields=LLAMA.fields
     | {
         "num_local_experts": "num_experts",
@@ -245,11 +391,7 @@ MIXTRAL = dataclasses.replace(
 )
 
 
-def architecture_of(config: MoEConfig) -> Architecture:
-    if not config.llama:
-        return GPT2
-    # a GPTConfig has no experts
-    return MIXTRAL if getattr(config, "num_experts", 0) else LLAMA
+ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, BLOOM, MIXTRAL)
 
 
 def empty_model(config: MoEConfig) -> GPT:
@@ -258,9 +400,8 @@ def empty_model(config: MoEConfig) -> GPT:
         return moe.build(config)
 
 
-def their_tensors(config: MoEConfig) -> dict[str, TheirTensor]:
+def their_tensors(config: MoEConfig, architecture: Architecture) -> dict[str, TheirTensor]:
     """Their name -> their tensor, in the order of the model. Raises HuggingFaceError."""
-    architecture = architecture_of(config)
     tensors = {}
     for name, parameter in empty_model(config).named_parameters():
         # blocks.7.mlp.up.weight -> blocks.7.mlp.up, weight
@@ -268,167 +409,13 @@ def their_tensors(config: MoEConfig) -> dict[str, TheirTensor]:
         location = architecture.modules.get(re.sub(r"\d+", "*", module))
         if location is None:
             raise HuggingFaceError(f"{name} has no place in a {architecture.name}")
+        if architecture is BLOOM and location.third is not None:
+            location = location._replace(heads=config.num_heads)
         layer = re.search(r"\d+", module)
         theirs = f"{location.module}.{kind}"
         if layer:
             theirs = theirs.replace("*", layer[0])
         tensor = TheirTensor(location.shape(parameter.shape), {})
-        # GPT-2's query, key and value share one of theirs
+        # where query, key and value share one of theirs
         tensors.setdefault(theirs, tensor).parts[name] = location
     return tensors
-
-
-# --- config.json -> MoEConfig ---------------------------------------------------------------------
-
-
-def to_gpt_config(hf_config: dict) -> MoEConfig:
-    """The model that a config.json describes. Raises HuggingFaceError, naming the field, for what
-    gpt.py does not compute."""
-    architecture = find_architecture(hf_config)
-    check_computed(hf_config, architecture)
-    integers = {field.name for field in dataclasses.fields(MoEConfig) if field.type is int}
-    fields = {}
-    for theirs, ours in architecture.fields.items():
-        kind = int if ours in integers else float
-        value = read_number(hf_config, theirs, kind, architecture.missing)
-        # three fields of theirs are our dropout: the largest counts
-        fields[ours] = max(value, fields.get(ours, 0))
-    if architecture is not GPT2:
-        fields |= {"llama": True, "rotary_base": rotary_base(hf_config, architecture.missing)}
-    if architecture is MIXTRAL:
-        fields |= {"router": "topk", "z_loss": 0.0}
-        if not fields["num_experts"]:
-            raise HuggingFaceError(f"num_local_experts is 0; a {MIXTRAL.name} has experts")
-    try:
-        config = MoEConfig(**fields)
-    except ValueError as e:
-        raise HuggingFaceError(str(e)) from None
-    if architecture is MIXTRAL:
-        check_experts(config)
-    if config.llama and hf_config.get("head_dim") not in (None, config.head_dim):
-        raise HuggingFaceError(
-            f"head_dim is {json.dumps(hf_config['head_dim'])}; gpt.py has only hidden_size /"
-            f" num_attention_heads = {config.head_dim}"
-        )
-    return config
-
-
-def find_architecture(hf_config: dict) -> Architecture:
-    """Raises HuggingFaceError."""
-    names = hf_config.get("architectures")
-    for architecture in (GPT2, LLAMA, MIXTRAL):
-        if names == [architecture.name]:
-            return architecture
-    raise HuggingFaceError(
-        f"architectures is {json.dumps(names)}; gpt.py has {GPT2.name}, {LLAMA.name} and"
-        f" {MIXTRAL.name}"
-    )
-
-
-def check_computed(hf_config: dict, architecture: Architecture) -> None:
-    """Raises HuggingFaceError for a field with a value that gpt.py does not compute."""
-    for field, values in architecture.computed.items():
-        value = hf_config.get(field, values[0])
-        if value not in values:
-            allowed = " or ".join(map(json.dumps, values))
-            raise HuggingFaceError(f"{field} is {json.dumps(value)}; gpt.py has only {allowed}")
-
-
-def read_number(hf_config: dict, field: str, kind: type, missing: dict[str, float]) -> float:
-    """A field of config.json, as int or float. missing: field -> what its absence means. Raises
-    HuggingFaceError."""
-    value = hf_config.get(field)
-    if value is None:
-        value = missing.get(field)
-    if value is None:
-        raise HuggingFaceError(f"{field} is missing")
-    # type(), because true is an int; NaN fails the comparison
-    if type(value) not in (int, kind) or not 0 <= value < 1e30:
-        expected = "an integer" if kind is int else "a number"
-        raise HuggingFaceError(
-            f"{field} is {json.dumps(value)}; gpt.py takes {expected}, 0 or more"
-        )
-    return kind(value)
-
-
-def rotary_base(hf_config: dict, missing: dict[str, float]) -> float:
-    """rope_theta, where transformers 4 (top level, rope_scaling) or 5 (rope_parameters) writes it.
-    Raises HuggingFaceError."""
-    field = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
-    rope = hf_config.get(field) or {}
-    scaled = not isinstance(rope, dict)
-    if not scaled:
-        scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-    if scaled:
-        raise HuggingFaceError(
-            f"{field} is {json.dumps(rope)}; gpt.py has only the default rotary positions, without"
-            " scaling"
-        )
-    theta = {"rope_theta": hf_config.get("rope_theta")} | rope
-    return read_number(theta, "rope_theta", float, missing)
-
-
-def check_experts(config: MoEConfig) -> None:
-    """Raises HuggingFaceError for a model with experts that a Mixtral does not compute, naming all
-    that differs."""
-    differing = []
-    if config.router != "topk":
-        differing.append(
-            f"router {config.router}: a Mixtral's gates are the softmax over the chosen logits,"
-            " those of router topk"
-        )
-    if config.router_topk < 2:
-        differing.append(
-            f"router_topk {config.router_topk}: a Mixtral with num_experts_per_tok 1 has gate 1,"
-            " where here it is the probability"
-        )
-    if config.expert_every != 1:
-        differing.append(
-            f"expert_every {config.expert_every}: a Mixtral has experts in every layer"
-        )
-    if differing:
-        raise HuggingFaceError("; ".join(differing))
-
-
-# --- MoEConfig -> config.json ---------------------------------------------------------------------
-
-
-def to_hf_config(config: MoEConfig) -> dict:
-    """config.json, for transformers 4 and 5. Raises HuggingFaceError for a model that it cannot
-    describe."""
-    architecture = architecture_of(config)
-    check_export_of_experts(config)
-    if not config.llama and config.num_kv_heads != config.num_heads:
-        raise HuggingFaceError(
-            f"num_kv_heads {config.num_kv_heads} of num_heads {config.num_heads}: {GPT2.name} has"
-            " no grouped-query attention"
-        )
-    hf_config = {"architectures": [architecture.name], "model_type": architecture.model_type}
-    hf_config |= {theirs: getattr(config, ours) for theirs, ours in architecture.fields.items()}
-    hf_config |= {field: values[0] for field, values in architecture.computed.items()}
-    if config.llama:
-        hf_config |= {
-            "head_dim": config.head_dim,
-            "rope_theta": config.rotary_base,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
-        }
-    # the end-of-text token of bytes, and of GPT-2's vocabulary
-    end_of_text = {257: 256, 50257: 50256}.get(config.vocab_size)
-    return hf_config | {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-
-
-def check_export_of_experts(config: MoEConfig) -> None:
-    """Raises HuggingFaceError for experts that no class of transformers has, naming the training
-    flags with which a model can be exported."""
-    if not config.num_experts:
-        return
-    if not config.llama:
-        raise HuggingFaceError(
-            f"num_experts {config.num_experts}: {GPT2.name} has none; only models of Llama's kind"
-            f" have, as {MIXTRAL.name}: train with --model tiny-moe, llama2-7b or mixtral-8x7b"
-        )
-    try:
-        check_experts(config)
-    except HuggingFaceError as e:
-        flags = f"--router topk --router-topk {max(2, config.router_topk)} --expert-every 1"
-        raise HuggingFaceError(f"{e}; a model trained with {flags} could be exported") from None

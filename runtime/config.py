@@ -93,6 +93,21 @@ class Config:
     vocab_size: int | None = flag(
         None, "at least the tokenizer's size; the default is the larger of preset and tokenizer"
     )
+    head_dim: int | None = flag(
+        None, "size of a head; 0 is hidden size / heads, the default but for some presets"
+    )
+    norm: str | None = flag(
+        None,
+        "rmsnorm1p is rmsnorm with its weight stored less 1",
+        ("layernorm", "rmsnorm", "rmsnorm1p"),
+    )
+    activation: str | None = flag(None, "of the MLP", ("gelu", "swiglu", "geglu"))
+    positions: str | None = flag(
+        None, "how a token knows its place", ("learned", "rotary", "alibi")
+    )
+    sliding_window: int | None = flag(
+        None, "tokens that a token attends to, itself included; 0: all before it"
+    )
     dropout: float | None = flag(
         None, "probability, for the embedding, attention and both residual branches"
     )

@@ -8,6 +8,7 @@
     megatron-...          arXiv 2104.04473, table 1, and arXiv 2205.05198, table 3
     llama2-...            arXiv 2307.09288, as released
     mixtral-8x7b          arXiv 2401.04088, as released
+    llama3 .. bloom       one model or two of each other family, as released
 
     python -m runtime.presets        parameters of each, counted, beside the published number
 
@@ -41,6 +42,42 @@ def _llama2(num_layers, hidden_size, num_heads, ffn_hidden_size, **fields) -> di
         )
         | fields
     )
+
+
+def _llama3(*sizes, **fields) -> dict:
+    return _llama2(
+        *sizes,
+        num_kv_heads=8,
+        seq_length=131072,
+        vocab_size=128256,
+        rotary_base=5e5,
+        **fields,
+    )
+
+
+def _qwen(*sizes, **fields) -> dict:
+    own = dict(seq_length=32768, vocab_size=151936, rotary_base=1e6, norm_eps=1e-6)
+    return _llama2(*sizes) | own | fields
+
+
+def _gemma(*sizes, **fields) -> dict:
+    return _llama2(
+        *sizes,
+        seq_length=8192,
+        vocab_size=256000,
+        head_dim=256,
+        norm="rmsnorm1p",
+        norm_eps=1e-6,
+        activation="geglu",
+        tied=True,
+        embedding_scale=True,
+        **fields,
+    )
+
+
+def _bloom(*sizes) -> dict:
+    own = dict(dropout=0.0, positions="alibi", embedding_norm=True)
+    return _gpt(*sizes, 2048, 250880) | own
 
 
 PRESETS: dict[str, tuple[dict, float]] = {
@@ -118,6 +155,49 @@ PRESETS: dict[str, tuple[dict, float]] = {
         ),
         46_702_792_704,
     ),
+    # arXiv 2407.21783, as released
+    "llama3.1-8b": (_llama3(32, 4096, 32, 14336, rotary_factor=8.0), 8_030_261_248),
+    "llama3.2-1b": (_llama3(16, 2048, 32, 8192, rotary_factor=32.0, tied=True), 1_235_814_400),
+    # arXiv 2502.02737, as released
+    "smollm2-135m": (
+        _llama2(
+            30,
+            576,
+            9,
+            1536,
+            num_kv_heads=3,
+            seq_length=8192,
+            vocab_size=49152,
+            rotary_base=1e5,
+            tied=True,
+        ),
+        134_515_008,
+    ),
+    # arXiv 2310.06825, as released
+    "mistral-7b": (
+        _llama2(32, 4096, 32, 14336, num_kv_heads=8, seq_length=32768, sliding_window=4096),
+        7_241_732_096,
+    ),
+    # arXiv 2412.15115, as released
+    "qwen2.5-7b": (
+        _qwen(28, 3584, 28, 18944, num_kv_heads=4, vocab_size=152064, attention_bias="qkv"),
+        7_615_616_512,
+    ),
+    # arXiv 2505.09388, as released
+    "qwen3-0.6b": (
+        _qwen(28, 1024, 16, 3072, num_kv_heads=8, head_dim=128, qk_norm=True, tied=True),
+        596_049_920,
+    ),
+    "qwen3-8b": (
+        _qwen(36, 4096, 32, 12288, num_kv_heads=8, head_dim=128, qk_norm=True),
+        8_190_735_360,
+    ),
+    # arXiv 2403.08295, as released
+    "gemma-2b": (_gemma(18, 2048, 8, 16384, num_kv_heads=1), 2_506_172_416),
+    "gemma-7b": (_gemma(28, 3072, 16, 24576), 8_537_680_896),
+    # arXiv 2211.05100, as released
+    "bloom-560m": (_bloom(24, 1024, 16), 559_214_592),
+    "bloom-7b1": (_bloom(30, 4096, 32), 7_069_016_064),
 }
 
 

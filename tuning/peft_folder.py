@@ -48,7 +48,8 @@ from corpus.tokenizer import CHAT_TEMPLATE
 from huggingface import HuggingFaceError, building, read_json
 from model_config import FieldError
 from routers import MoEConfig
-from runtime.architectures import GPT2, architecture_of
+from runtime.architectures import GPT2
+from runtime.hf_config import architecture_of
 from runtime.tokenizer_files import beside
 from tuning.adapter_config import LINEARS, TARGETS, AdapterConfig
 from tuning.adapter_files import Adapter, as_json, check_base, open_adapter, shapes_of
@@ -82,9 +83,10 @@ def ours_of(layer: int, target: str) -> str:
 def places(config: MoEConfig) -> dict[str, list[Place]]:
     """Their module -> which of our linear layers it holds. Without those of experts."""
     found = {}
+    architecture = architecture_of(config)
     for layer in range(config.num_layers):
         for target, part in LINEARS.items():
-            location = architecture_of(config).modules.get(f"blocks.*.{part}.{target}")
+            location = architecture.modules.get(f"blocks.*.{part}.{target}")
             if location and "#" not in location.module:
                 module = location.module.replace("*", str(layer))
                 found.setdefault(module, []).append(Place(layer, target, location.third))
