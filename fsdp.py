@@ -449,8 +449,9 @@ def apply(
             init(names)
         # after init, which replaces meta parameters by real ones
         seen.update(layer.parameters())
-        parameters = [model.get_parameter(name) for name in names]
-        units += make_units(parameters, group, stage, expert_group)
+        for part in parts_of(layer, names):
+            parameters = [model.get_parameter(name) for name in part]
+            units += make_units(parameters, group, stage, expert_group)
     if not units:
         # a pipeline stage without a layer, or one in which nothing learns
         return GradientAccumulator(model, scaler)
@@ -472,6 +473,15 @@ def named_layers(model: nn.Module) -> dict[str, nn.Module]:
         else:
             layers[name] = child
     return layers
+
+
+def parts_of(layer: nn.Module, names: list[str]) -> list[list[str]]:
+    """The parameters of a layer, by name; those of an embedding's norm apart. Backward reads the
+    norm, and it does not read a tied matrix (FullySharded)."""
+    if getattr(layer, "tokens", None) is None:
+        return [names]
+    of_norm = [name for name in names if name.startswith("embedding.norm.")]
+    return [[name for name in names if name not in of_norm], of_norm]
 
 
 def make_units(parameters: list[nn.Parameter], group, stage: int, expert_group):
