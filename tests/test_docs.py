@@ -37,6 +37,7 @@ MAINS = {
     "planner.py": lambda argv: main_of_planner(argv)(),
     "adapters.py": adapter_commands.main,
     "huggingface.py": lambda argv: importlib.import_module("huggingface").main(argv),
+    "export.py": lambda argv: importlib.import_module("export").main(argv),
 }
 
 

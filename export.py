@@ -1,0 +1,391 @@
+"""Export: a model as one ONNX graph, which runs without this project and without PyTorch.
+
+ONNX (onnx.ai) is a file of operations and weights, for runtimes in many languages; onnxruntime is
+one. The exporter runs the model once, on tensors that have symbols for sizes, and notes each
+operation. What Python decides on the way (which layers, which mask) is fixed from then on.
+
+Prefill and decode differ in sizes alone. So one graph is both, with one file of weights:
+
+    inputs     tokens, positions           [b, s]             prefill: s tokens, p = 0
+               past.positions              [b, p]             decode:  s = 1, p tokens before it
+               past.N.key, past.N.value    [b, a_kv, p, d]    of layer N
+    outputs    logits                      [b, V]             of the last column
+               present.positions, ..                          past and new ones, p + s columns
+
+The present of a step is the past of the next. A token sees the columns whose position is not after
+its own. So the shorter prompts of a batch are padded on the left, at position `seq_length`, which
+no token sees; and under a sliding window the caller may drop columns that are out of sight.
+
+    python export.py                                a lesson: one graph, its sizes, its cache
+    python export.py CKPT FOLDER                    of a checkpoint, a run or a Hugging Face folder
+    python export.py CKPT FOLDER --dtype fp16       half the bytes
+    python export.py run FOLDER --prompt "def "     the most likely tokens, in onnxruntime
+
+FOLDER gets model.onnx, model.onnx.data (the weights) and the tokenizer's files, once onnxruntime
+has given the logits of generate.py. This needs: pip install onnx onnxscript onnxruntime
+
+Not covered: graphs of int8; a cache that is written in place (onnxruntime-genai), where this one is
+copied at every step; experts, whose sizes depend on the data."""
+
+from runtime import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
+import argparse
+import contextlib
+import importlib.util
+import logging
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.export import Dim
+
+import generate
+import gpt
+from checkpoint import CheckpointError
+from corpus.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, save_files
+from gpt import GPT
+from huggingface import HuggingFaceError, building
+from inference.answers import Detokenizer, encode
+from inference.kv_cache import CacheSlot, caching
+from inference.loading import check_vocabulary, find_tokenizer, load_model, open_model
+from local_attention import LocalBias
+from model_config import GPTConfig
+from prompts.prompt_data import PromptError
+
+# how far the largest logit may be from generate.py's, relative to the largest
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
+
+
+class ExportError(ValueError):
+    """What cannot be exported or run; the message says why, and what would fit."""
+
+
+# --- the model, with its cache as input and output ------------------------------------------------
+
+
+class GraphCache:
+    """The cache of one forward pass, in the place of inference.kv_cache.Cache: what was there comes
+    in as tensors, and what is there afterwards goes out as new ones."""
+
+    # so that CachedPositions takes those of `prefill_positions`
+    positions = None
+
+    def __init__(self, config: GPTConfig, at: Tensor, columns: Tensor, past: dict):
+        """at: [b, s], positions of the tokens; columns: [b, p + s], of the past and of the tokens;
+        past: layer -> (keys, values), [b, a_kv, p, d] each."""
+        self.at = at
+        self.past = past
+        # layer -> (keys, values), [b, a_kv, p + s, d] each
+        self.present: dict[str, tuple[Tensor, Tensor]] = {}
+        like = next(iter(past.values()))[0]
+        # -inf for later columns, and what a window or ALiBi adds: [b, 1 or a, s, p + s]
+        self.bias = LocalBias(config).between(at, columns, like)
+
+    def prefill_positions(self, s: int, device: torch.device) -> Tensor:
+        return self.at
+
+    def attend(self, layer: str, local, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]"""
+        k, v = (torch.cat(pair, dim=2) for pair in zip(self.past[layer], (k, v)))
+        self.present[layer] = k, v
+        context = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.bias, enable_gqa=q.shape[1] != k.shape[1]
+        )  # [b, a, s, d]
+        return context.transpose(1, 2).flatten(2)
+
+
+class Graph(nn.Module):
+    """What is traced: one forward pass."""
+
+    def __init__(self, model: GPT, slot: CacheSlot):
+        """slot: of `caching`, which has changed the model."""
+        super().__init__()
+        self.model = model
+        self.slot = slot
+        self.has_rotary = model.config.positions == "rotary"
+        if self.has_rotary:
+            like = next(model.parameters())
+            cos, sin = gpt.rotary_table(model.config, model.config.seq_length, like)
+            self.register_buffer("cos", cos)  # [seq_length, d]
+            self.register_buffer("sin", sin)
+
+    def forward(self, tokens: Tensor, positions: Tensor, past_positions: Tensor, past: list):
+        """past: (keys, values) of each layer; shapes as above. Returns (logits, present positions,
+        (keys, values) of each layer)."""
+        model = self.model
+        columns = torch.cat((past_positions, positions), dim=1)  # [b, p + s]
+        cache = GraphCache(model.config, positions, columns, dict(zip(model.blocks, past)))
+        self.slot.cache = cache
+        rotary = None
+        if self.has_rotary:
+            # padding stands behind the table
+            at = positions.clamp(max=len(self.cos) - 1)
+            rotary = self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)  # [b, 1, s, d]
+        x = model.embedding(tokens)  # [b, s, h]
+        for block in model.blocks.values():
+            x = block(x, None, rotary)
+        logits = model.head(x[:, -1:])[:, 0]  # [b, V]
+        return logits.float(), columns, [cache.present[layer] for layer in model.blocks]
+
+
+def trace(model: GPT, tokenizer: str) -> "torch.onnx.ONNXProgram":
+    """The graph of a model. tokenizer: its name, for `run`."""
+    config = model.config
+    # a size of 0 or 1 would be taken for a constant
+    b, s, p = 2, 3, 4
+    columns = torch.arange(p + s).repeat(b, 1)
+    part = next(model.parameters()).new_zeros(b, config.num_kv_heads, p, config.head_dim)
+    past = [(part.clone(), part.clone()) for _ in range(config.num_layers)]
+    batch, length, cached = Dim("batch"), Dim("length", max=config.seq_length), Dim("past")
+    of_tokens, of_past = {0: batch, 1: length}, {0: batch, 1: cached}
+    of_layer = ({0: batch, 2: cached}, {0: batch, 2: cached})
+    parts = ["positions"]
+    parts += [f"{n}.{part}" for n in range(config.num_layers) for part in ("key", "value")]
+    slot = CacheSlot()
+    with caching([model], slot), quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            Graph(model, slot).eval(),
+            (torch.zeros_like(columns[:, p:]), columns[:, p:], columns[:, :p], past),
+            dynamic_shapes=(of_tokens, of_tokens, of_past, [of_layer] * config.num_layers),
+            input_names=["tokens", "positions", *(f"past.{part}" for part in parts)],
+            output_names=["logits", *(f"present.{part}" for part in parts)],
+            dynamo=True,
+            verbose=False,
+        )
+    facts = dict(seq_length=config.seq_length, window=config.sliding_window, tokenizer=tokenizer)
+    program.model.metadata_props.update({name: str(value) for name, value in facts.items()})
+    return program
+
+
+@contextlib.contextmanager
+def quiet():
+    """Without what the exporter says about packages that no model here needs."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+# --- in onnxruntime -------------------------------------------------------------------------------
+
+# of an input, as onnxruntime names them
+TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+class Session:
+    """An exported model in onnxruntime, and the cache of one batch."""
+
+    def __init__(self, folder: Path | str):
+        """Raises ExportError."""
+        need("onnxruntime")
+        import onnxruntime
+
+        path = Path(folder) / "model.onnx"
+        if not path.is_file():
+            raise ExportError(f"{folder} has no model.onnx: a folder of export.py would fit")
+        try:
+            self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            facts = self.session.get_modelmeta().custom_metadata_map
+            self.seq_length, self.window = int(facts["seq_length"]), int(facts["window"])
+            self.tokenizer = facts["tokenizer"]
+        # onnxruntime's errors have no class in common
+        except Exception as e:
+            raise ExportError(f"{path} cannot be run: {e}") from None
+        self.inputs = [node for node in self.session.get_inputs() if node.name.startswith("past")]
+        self.past: dict[str, np.ndarray] = {}
+
+    def begin(self, prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Empty the cache. Returns (tokens, positions) of a prefill, [b, s] each."""
+        sizes = {"batch": len(prompts), "past": 0}
+        for node in self.inputs:
+            shape = [sizes.get(size, size) for size in node.shape]
+            self.past[node.name] = np.zeros(shape, TYPES[node.type])
+        s = max(map(len, prompts))
+        tokens = np.zeros((len(prompts), s), np.int64)
+        positions = np.full_like(tokens, self.seq_length)
+        for row, ids in enumerate(prompts):
+            tokens[row, s - len(ids) :] = ids
+            positions[row, s - len(ids) :] = range(len(ids))
+        return tokens, positions
+
+    def forward(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """tokens, positions: [b, s] int64 -> logits [b, V] of the last column. Fills the cache."""
+        feed = {"tokens": tokens, "positions": positions} | self.past
+        logits, *present = self.session.run(None, feed)
+        for node, x in zip(self.inputs, present):
+            axis = node.shape.index("past")
+            # of a window, the next token is one
+            gone = max(0, x.shape[axis] - (self.window - 1)) if self.window else 0
+            self.past[node.name] = np.delete(x, slice(gone), axis) if gone else x
+        return logits
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, stop_ids: tuple[int, ...] = ()
+    ) -> list[list[int]]:
+        """The most likely tokens after each prompt, up to one of `stop_ids` or the end of the
+        context."""
+        tokens, positions = self.begin(prompts)
+        new = [[] for _ in prompts]
+        unfinished = list(range(len(prompts)))
+        while unfinished and max_tokens:
+            max_tokens -= 1
+            tokens = self.forward(tokens, positions).argmax(-1)[:, None]  # [b, 1]
+            positions = positions[:, -1:] + 1
+            unfinished = [row for row in unfinished if tokens[row, 0] not in stop_ids]
+            for row in unfinished:
+                new[row].append(int(tokens[row, 0]))
+            unfinished = [row for row in unfinished if positions[row, 0] < self.seq_length]
+        return new
+
+
+# --- a folder, compared with generate.py ----------------------------------------------------------
+
+
+def need(*packages: str) -> None:
+    """Raises ExportError where a package is not installed."""
+    missing = [name for name in packages if not importlib.util.find_spec(name)]
+    if missing:
+        raise ExportError(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def check(config: GPTConfig) -> None:
+    """Raises ExportError for a model that no graph is made of."""
+    experts = getattr(config, "num_experts", 0)
+    if experts:
+        raise ExportError(
+            f"num_experts {experts}: how many tokens an expert gets depends on the data, and a"
+            " graph has no such sizes; a model without experts would fit"
+        )
+    if config.seq_length < 4:
+        raise ExportError(f"seq_length {config.seq_length}: must be at least 4 to be traced")
+
+
+def export(path: str, target: str, dtype: str = "fp32") -> str:
+    """Write the model at `path` as ONNX. Returns how far it is from generate.py. Raises
+    ExportError, CheckpointError, HuggingFaceError, TokenizerError; FloatingPointError where its
+    logits are not finite."""
+    need("onnx", "onnxscript", "onnxruntime")
+    check(open_model(path)[0])
+    model, index = load_model(path, dtype=DTYPES[dtype])
+    tokenizer = find_tokenizer(path, index)
+    check_vocabulary(tokenizer, None, model.config.vocab_size)
+    name = tokenizer.name if tokenizer.name in BUILT_IN else "tokenizer.json"
+    with building(Path(target)) as folder:
+        trace(model, name).save(folder / "model.onnx", external_data=True)
+        save_files(tokenizer, folder)
+        worst, text = compare(model, Session(folder))
+        if not worst <= TOLERANCES[dtype]:
+            raise ExportError(f"{text}: beyond {TOLERANCES[dtype]}, so nothing is kept")
+    return text
+
+
+def compare(model: GPT, session: Session) -> tuple[float, str]:
+    """The largest difference of logits from those of generate.py, relative to the largest logit;
+    and a text that says so. Both read the tokens that generate.py chooses."""
+    config = model.config
+    new = min(8, config.seq_length // 2)
+    longest = config.seq_length // 2
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (3, min(12, longest)), generator=generator).tolist()
+    prompts = [ids[0], ids[1][:1], ids[2][: len(ids[2]) // 2]]
+    steps = []
+    chosen = generate.generate(
+        model,
+        prompts,
+        new,
+        temperature=0,
+        observe=lambda batch, logits, sampled: steps.append(logits.float().numpy()),
+    )
+    tokens, positions = session.begin(prompts)
+    equal = 0
+    differences = []
+    for step, expected in enumerate(steps):
+        logits = session.forward(tokens, positions)
+        differences.append(np.abs(logits - expected).max() / np.abs(expected).max())
+        tokens = np.array(chosen)[:, step : step + 1]
+        positions = positions[:, -1:] + 1
+        equal += (logits.argmax(-1) == tokens[:, 0]).sum()
+    worst = np.max(differences)
+    text = f"{equal} of {len(prompts) * new} tokens as generate.py's, logits within {worst:.0e}"
+    return worst, text
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def run(folder: str, prompt: str, max_tokens: int) -> None:
+    """Print the most likely continuation. Raises ExportError, PromptError or TokenizerError."""
+    session = Session(folder)
+    name = session.tokenizer
+    tokenizer = make_tokenizer(name if name in BUILT_IN else str(Path(folder) / name))
+    ids = encode(prompt, tokenizer, session.seq_length)
+    start = time.perf_counter()
+    new = session.generate([ids], max_tokens, tokenizer.stop_ids)[0]
+    speed = len(new) / (time.perf_counter() - start)
+    print(prompt + Detokenizer(tokenizer, [ids]).text(0, new), flush=True)
+    print(f"{len(new)} tokens, {speed:.0f} tokens/s", file=sys.stderr)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="A model as an ONNX graph, and in onnxruntime; without arguments, a lesson."
+    )
+    flag = parser.add_argument
+    flag("source", help="a checkpoint, a run or a Hugging Face folder; or the word run")
+    flag("folder", help="a new one; after run, one that was exported")
+    flag("--dtype", choices=tuple(DTYPES), default="fp32", help="of weights (default: fp32)")
+    flag("--prompt", default="", help="for run: the text to continue")
+    flag("--max-tokens", type=int, default=300, help="for run: most new tokens (default: 300)")
+    return parser
+
+
+REFUSED = (
+    ExportError,
+    CheckpointError,
+    HuggingFaceError,
+    TokenizerError,
+    PromptError,
+    FloatingPointError,
+)
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0, or 2 with one message."""
+    terminal.prepare()
+    args = make_parser().parse_args(argv)
+    try:
+        if args.source == "run":
+            if args.max_tokens < 0:
+                raise ExportError(f"--max-tokens {args.max_tokens}: must be at least 0")
+            run(args.folder, args.prompt, args.max_tokens)
+        else:
+            print(f"{args.folder}: {export(args.source, args.folder, args.dtype)}")
+    except REFUSED as e:
+        terminal.say(terminal.one_line(f"export.py: {e}"), error=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    from lessons import form
+
+    if form.is_asked(sys.argv[1:]):
+        from lessons import export as lesson
+
+        terminal.run(lesson.main)
+    terminal.run(lambda: main(sys.argv[1:]))
