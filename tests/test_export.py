@@ -25,9 +25,14 @@ pytest.importorskip("onnxruntime")
 LLAMA = dict(llama=True, num_kv_heads=2)
 FAMILIES = {
     "gpt2": dict(num_layers=1),
-    # BLOOM; 6 heads have slopes between those of 4
+    # BLOOM, but untied; 6 heads have slopes between those of 4
     "alibi": dict(
-        num_layers=1, hidden_size=48, num_heads=6, positions="alibi", embedding_norm=True
+        num_layers=1,
+        hidden_size=48,
+        num_heads=6,
+        positions="alibi",
+        embedding_norm=True,
+        tied=False,
     ),
     # Llama 3's angles, Mistral's window, Qwen's biases and norms, Gemma's activation, norms, scale
     "all of Llama": dict(
