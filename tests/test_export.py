@@ -184,6 +184,66 @@ def test_stops(traced):
     assert session.generate(PROMPTS, 0) == [[], [], [], []]
 
 
+# --- the models of transformers ------------------------------------------------------------------
+
+SHAPE = dict(
+    num_hidden_layers=2,
+    hidden_size=32,
+    intermediate_size=56,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=32,
+    vocab_size=257,
+    bos_token_id=256,
+    eos_token_id=256,
+    pad_token_id=None,
+)
+LLAMA_3 = dict(
+    rope_theta=500.0,
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+THEIRS = {
+    "gpt2": dict(n_layer=2, n_embd=32, n_head=4, n_positions=32),
+    "llama": dict(**SHAPE, rope_parameters=LLAMA_3),
+    "mistral": dict(**SHAPE, sliding_window=5),
+    "qwen2": SHAPE,
+    "qwen3": SHAPE | dict(head_dim=16),
+    "gemma": SHAPE,
+    "bloom": dict(n_layer=2, hidden_size=32, n_head=4, seq_length=32),
+}
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("family", THEIRS)
+def test_transformers(family, tmp_path):
+    """Their folder in onnxruntime: their logits, and the greedy tokens of their `generate`."""
+    transformers = pytest.importorskip("transformers")
+    shape = dict(vocab_size=257, bos_token_id=256, eos_token_id=256) | THEIRS[family]
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(family, **shape)
+    ).eval()
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if "embed" not in name and "wte" not in name:
+                p.add_(torch.randn_like(p) * 0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert export.main([str(tmp_path / "theirs"), str(tmp_path / "graph")]) == 0
+    session = export.Session(tmp_path / "graph")
+    for prompt, ids in zip(PROMPTS, session.generate(PROMPTS, 12)):
+        tokens = torch.tensor([prompt])
+        options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        text = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[0]
+        assert ids == text[len(prompt) :].tolist()
+        logits = session.forward(*session.begin([prompt]))
+        assert worst(logits, theirs(tokens).logits[:, -1].detach()) < 1e-5
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
