@@ -61,8 +61,8 @@ from local_attention import LocalBias
 from model_config import GPTConfig
 from prompts.prompt_data import PromptError
 
-# how far the largest logit may be from generate.py's, relative to the largest
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+# how far a logit may be from generate.py's, relative to the largest logit
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}
 
 
@@ -229,7 +229,7 @@ class Session:
         logits, *present = self.session.run(None, feed)
         for node, x in zip(self.inputs, present):
             axis = node.shape.index("past")
-            # of a window, the next token is one
+            # a window ends with the next token, so it has room for one less before that
             gone = max(0, x.shape[axis] - (self.window - 1)) if self.window else 0
             self.past[node.name] = np.delete(x, slice(gone), axis) if gone else x
         return logits
@@ -374,6 +374,10 @@ def main(argv: list[str]) -> int:
                 raise ExportError(f"--max-tokens {args.max_tokens}: must be at least 0")
             run(args.folder, args.prompt, args.max_tokens)
         else:
+            if args.prompt:
+                raise ExportError(
+                    "--prompt: is for `export.py run FOLDER`; export alone needs none"
+                )
             print(f"{args.folder}: {export(args.source, args.folder, args.dtype)}")
     except REFUSED as e:
         terminal.say(terminal.one_line(f"export.py: {e}"), error=True)

@@ -307,6 +307,7 @@ def test_refusals(graph, tmp_path, capsys, monkeypatch):
     target = tmp_path / "graph"
     assert "none: no such folder" in refused([tmp_path / "none", target], capsys)
     assert "has no model.onnx" in refused(["run", tmp_path, "--prompt", "a"], capsys)
+    assert "--prompt: is for" in refused([graph.parent / "model", target, "--prompt", "a"], capsys)
     assert "the prompt is empty" in refused(["run", graph], capsys)
     assert "and the model's context holds 32" in refused(
         ["run", graph, "--prompt", "a" * 33], capsys
