@@ -45,7 +45,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import checkpoint
-from corpus.tokenizer import BUILT_IN, CHAT_TEMPLATE, FileTokenizer, TokenizerError, record
+from corpus.tokenizer import (
+    BUILT_IN,
+    CHAT_TEMPLATE,
+    FileTokenizer,
+    TokenizerError,
+    make_tokenizer,
+    needs_conversion,
+    record,
+    save_files,
+    special_ids,
+)
+from corpus.tokenizer_json import files_of
 from routers import MoEConfig
 from runtime import json_files
 from runtime.architectures import (
@@ -59,6 +70,7 @@ from runtime.architectures import (
 )
 from runtime.checkpoint_index import check_sizes, read_header
 from runtime.hf_config import architecture_of, to_gpt_config, to_hf_config
+from runtime.tokenizer_files import beside
 from sharding import num_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -241,11 +253,17 @@ def open_folder(hf_dir: Path) -> tuple[MoEConfig, Callable[[str], Tensor], str]:
     except HuggingFaceError as e:
         raise HuggingFaceError(f"{hf_dir}/config.json: {e}") from None
     sources = match(hf_dir, config)
-    tokenizer = {50257: "gpt2", 257: "bytes"}.get(config.vocab_size)
-    # a file that is missing is reported where a tokenizer is needed
-    if (hf_dir / "tokenizer.json").is_file() or not tokenizer:
-        tokenizer = str(hf_dir.resolve() / "tokenizer.json")
-    return config, lambda name: sources[name].read(), tokenizer
+    return config, lambda name: sources[name].read(), tokenizer_name(hf_dir, config)
+
+
+def tokenizer_name(hf_dir: Path, config: MoEConfig) -> str:
+    """The tokenizer.json of a folder; where it has no tokenizer at all, the built-in one of its
+    vocabulary's size. A file that is missing is reported where a tokenizer is needed."""
+    file = str(hf_dir.resolve() / "tokenizer.json")
+    built_in = {50257: "gpt2", 257: "bytes"}.get(config.vocab_size)
+    if os.path.isfile(file) or needs_conversion(file) or not built_in:
+        return file
+    return built_in
 
 
 # --- import ---------------------------------------------------------------------------------------
@@ -305,6 +323,8 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
 
 def open_its_tokenizer(name: str, config: MoEConfig) -> FileTokenizer | None:
     """The tokenizer.json of a folder, where it has one. Raises HuggingFaceError."""
+    if why := needs_conversion(name):
+        raise HuggingFaceError(why)
     if name in BUILT_IN or not Path(name).is_file():
         return None
     try:
@@ -424,14 +444,27 @@ def write_file(
 
 
 def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
-    """Copy the files of a checkpoint's tokenizer. Returns the fields of config.json that repeat its
-    begin and end ids. Raises CheckpointError or TokenizerError."""
+    """Write the files of a checkpoint's tokenizer. Returns the fields of config.json that repeat
+    its begin and end ids. Raises CheckpointError or TokenizerError."""
     name = checkpoint.tokenizer_of(path)
-    if name in BUILT_IN or not Path(name).is_file():
+    if name not in BUILT_IN and not Path(name).is_file():
         return {}
-    tokenizer = FileTokenizer(name)
-    tokenizer.save(folder)
-    ids = tokenizer.special_ids()
+    try:
+        tokenizer = make_tokenizer(name)
+        # a model of another size was not trained with the built-in tokenizer that it names
+        if name in BUILT_IN and tokenizer.vocab_size > config.vocab_size:
+            return {}
+        save_files(files_of(tokenizer), folder)
+    except TokenizerError as e:
+        if name not in BUILT_IN:
+            raise
+        # tiktoken fetches its vocabulary
+        terminal.say(f"huggingface.py: without a tokenizer: {e}", error=True)
+        return {}
+    template = beside(path, CHAT_TEMPLATE)
+    if name in BUILT_IN and template:
+        shutil.copyfile(template, folder / CHAT_TEMPLATE)
+    ids = special_ids(tokenizer)
     largest = max([tokenizer.eot, *tokenizer.stop_ids, ids["bos_token_id"]])
     return ids if largest < config.vocab_size else {}
 

@@ -16,8 +16,10 @@ words and parts of words of GPT-2 (Radford et al. 2019, section 2.2).
     python -m corpus.tokenizer "some text" [bytes | gpt2 | FILE]       its ids, and the text again
 
 A tokenizer.json does not say which ids begin and end a text. Hugging Face writes that into files
-beside it: token names (eos_token, bos_token, add_bos_token) into tokenizer_config.json, ids
-(eos_token_id, one or a list, and bos_token_id) into generation_config.json and config.json.
+beside it: token names (eos_token, bos_token) into tokenizer_config.json, ids
+(eos_token_id, one or a list, and bos_token_id) into generation_config.json and config.json. Whether
+the begin token stands before a text is in tokenizer.json itself, in its post-processor;
+add_bos_token says the same, and where it does not, transformers 5 and this file ignore it.
 
 Not covered: training a tokenizer. The tokenizers library does it.
 """
@@ -40,10 +42,15 @@ EOT_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", 
 # What stands beside a tokenizer.json and is about it.
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 # How a conversation becomes text (tuning/chat_template.py); older models have it in
-# tokenizer_config.json.
+# tokenizer_config.json, and models of images in a JSON file.
 CHAT_TEMPLATE = "chat_template.jinja"
-# All files of a tokenizer that a checkpoint takes along.
-TOKENIZER_FILES = ("tokenizer.json", *COMPANION_FILES, CHAT_TEMPLATE)
+CHAT_TEMPLATE_JSON = "chat_template.json"
+# A folder of further templates: NAME.jinja.
+MORE_TEMPLATES = "additional_chat_templates"
+# The files of a tokenizer that a checkpoint takes along, with those in MORE_TEMPLATES.
+TOKENIZER_FILES = ("tokenizer.json", *COMPANION_FILES, CHAT_TEMPLATE, CHAT_TEMPLATE_JSON)
+# A tokenizer in other forms, which are not read here.
+OTHER_FORMS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 # Common and rare characters: encoded once, to see that the tokenizer can encode every text.
 PROBE = "a é \u4e2d \U0001f600\u0378"
 
@@ -85,13 +92,20 @@ class Companions:
             if path.is_file():
                 self.files[name] = json_files.read_bytes(path)
                 fields[name] = json_files.parse(self.files[name], dict, str(path))
-        if names and (folder / CHAT_TEMPLATE).is_file():
-            self.files[CHAT_TEMPLATE] = json_files.read_bytes(folder / CHAT_TEMPLATE)
+        if names:
+            self.read_templates()
         # tokenizer_config.json counts before special_tokens_map.json.
         self.with_names = fields["special_tokens_map.json"] | fields["tokenizer_config.json"]
         self.with_ids = fields["generation_config.json"]
         if names:
             self.add_ids(model_ids(folder))
+
+    def read_templates(self) -> None:
+        """Raises OSError."""
+        names = [CHAT_TEMPLATE, CHAT_TEMPLATE_JSON, *more_templates(self.folder)]
+        for name in names:
+            if (self.folder / name).is_file():
+                self.files[name] = json_files.read_bytes(self.folder / name)
 
     def add_ids(self, ids: dict) -> None:
         """ids: of config.json. A checkpoint has no such file, so those that generation_config.json
@@ -135,13 +149,11 @@ class Companions:
         if isinstance(value, list):
             named = json_files.convert(value, list[dict[str, str]], where)
             value = {each.get("name"): each.get("template") for each in named}.get("default")
+        if value is None and CHAT_TEMPLATE_JSON in self.files:
+            where = f"{self.folder}/{CHAT_TEMPLATE_JSON}"
+            value = json_files.parse(self.files[CHAT_TEMPLATE_JSON], dict, where)
+            value = value.get("chat_template")
         return json_files.convert(value, str | None, where)
-
-    def adds_bos(self) -> bool | None:
-        """Whether the begin token stands before every text; None: no file says so. Raises
-        JSONError."""
-        where = f"{self.folder}/tokenizer_config.json: add_bos_token"
-        return json_files.convert(self.with_names.get("add_bos_token"), bool | None, where)
 
 
 class FileTokenizer:
@@ -188,6 +200,7 @@ class FileTokenizer:
                 self.tokenizer = Tokenizer.from_str(content.decode())
         except (OSError, ValueError) as e:
             why = getattr(e, "strerror", None) or str(e).removeprefix(f"{path}: ")
+            why = needs_conversion(path) or why
             raise TokenizerError(
                 f"--tokenizer {path}: not bytes, gpt2, or a JSON file of the tokenizers library"
                 f" ({why})"
@@ -248,11 +261,7 @@ class FileTokenizer:
         self.stop_ids = tuple(dict.fromkeys(stop_ids))
         declared = companions.named("bos_token") + companions.ids("bos_token_id")
         self.declared_bos = declared[0] if declared else None
-        adds_bos = companions.adds_bos()
-        if adds_bos is None:
-            self.bos = self.post_processor_bos()
-        else:
-            self.bos = self.declared_bos if adds_bos else None
+        self.bos = self.post_processor_bos()
 
     def post_processor_bos(self) -> int | None:
         """The id that the file's post-processor puts before a text, if it does."""
@@ -262,15 +271,6 @@ class FileTokenizer:
         n = len(plain)
         is_prefixed = processed[:n] != plain and processed[1 : n + 1] == plain
         return processed[0] if is_prefixed else None
-
-    def special_ids(self) -> dict[str, int | list[int]]:
-        """bos_token_id and eos_token_id, as config.json has them."""
-        candidates = [i for i in (self.declared_bos, self.bos, self.eot) if i is not None]
-        stop_ids = list(self.stop_ids)
-        return {
-            "bos_token_id": candidates[0],
-            "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
-        }
 
     def encode(self, text: str) -> list[int]:
         """Raises UnicodeEncodeError for half of a surrogate pair; TokenizerError."""
@@ -285,9 +285,13 @@ class FileTokenizer:
     def decode(self, ids) -> str:
         return self.tokenizer.decode([i for i in ids if i != self.bos and i not in self.stop_ids])
 
+    def token_of(self, number: int | None) -> str | None:
+        """The text of a token; None for one that the vocabulary does not have."""
+        return None if number is None else self.tokenizer.id_to_token(number)
+
     def save(self, folder: Path) -> None:
         """Write `files` into a folder."""
-        save_files(self, folder)
+        save_files(self.files, folder)
 
 
 class GPT2Tokenizer:
@@ -336,16 +340,37 @@ def make_tokenizer(name: str):
     return FileTokenizer(name)
 
 
-def save_files(tokenizer, folder: Path) -> None:
+def more_templates(folder: Path) -> list[str]:
+    """The names of the files in MORE_TEMPLATES."""
+    return sorted(
+        f"{MORE_TEMPLATES}/{file.name}" for file in folder.glob(f"{MORE_TEMPLATES}/*.jinja")
+    )
+
+
+def needs_conversion(path: str) -> str:
+    """What to do where a folder has its tokenizer only in another form than tokenizer.json; empty
+    where it has none, or another file is meant."""
+    folder = Path(path).parent
+    found = [name for name in OTHER_FORMS if (folder / name).is_file()]
+    if Path(path).name != "tokenizer.json" or Path(path).exists() or not found:
+        return ""
+    return (
+        f"{folder} has only {' and '.join(found)}; transformers writes a tokenizer.json with"
+        " AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    )
+
+
+def save_files(files: dict[str, bytes], folder: Path) -> None:
     """Write the files of a tokenizer into a folder, each completely or not at all. Files of another
     tokenizer are removed."""
-    for name in TOKENIZER_FILES:
+    for name in {*TOKENIZER_FILES, *more_templates(folder)} - files.keys():
+        (folder / name).unlink(missing_ok=True)
+    for name, content in files.items():
         target = folder / name
-        if name not in tokenizer.files:
-            target.unlink(missing_ok=True)
-        elif not target.is_file() or target.read_bytes() != tokenizer.files[name]:
-            building = target.with_name(f".{name}.saving")
-            building.write_bytes(tokenizer.files[name])
+        if not target.is_file() or target.read_bytes() != content:
+            target.parent.mkdir(exist_ok=True)
+            building = target.with_name(f".{target.name}.saving")
+            building.write_bytes(content)
             os.replace(building, target)
 
 
@@ -358,6 +383,17 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
     if not ids and tokenizer.eot is not None:
         return [tokenizer.eot]
     return ids
+
+
+def special_ids(tokenizer) -> dict[str, int | list[int]]:
+    """bos_token_id and eos_token_id, as config.json has them. Where texts have no begin token, it
+    is the end token, as GPT-2's."""
+    begins = [getattr(tokenizer, "declared_bos", None), tokenizer.bos, tokenizer.eot]
+    stop_ids = list(tokenizer.stop_ids)
+    return {
+        "bos_token_id": next(i for i in begins if i is not None),
+        "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
+    }
 
 
 @dataclass

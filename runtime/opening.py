@@ -179,7 +179,7 @@ def begin_files(config: Config, out: Path, tokenizer, start: int) -> Metrics:
         os.replace(out / "config.tmp", out / "config.json")
         if tokenizer.files:
             # generate.py finds it there
-            save_files(tokenizer, out)
+            save_files(tokenizer.files, out)
     except OSError as e:
         raise RunFolderError(f"--out {out}: cannot be written ({e.strerror})") from None
     return Metrics(out / "metrics.jsonl", start)

@@ -11,9 +11,10 @@ with another content is refused.
 """
 
 import hashlib
+import re
 from pathlib import Path
 
-from corpus.tokenizer import BUILT_IN, TOKENIZER_FILES, TokenizerRecord
+from corpus.tokenizer import BUILT_IN, MORE_TEMPLATES, TOKENIZER_FILES, TokenizerRecord
 from runtime import json_files
 from runtime.checkpoint_index import CheckpointError, read_index
 
@@ -54,7 +55,8 @@ def verify_tokenizer(path: Path, index: dict) -> dict[str, Path]:
     recorded = tokenizer_record(path, index).files
     trained_with = Path(str(index["config"].get("tokenizer")))
     files = {}
-    for name in TOKENIZER_FILES:
+    templates = (name for name in recorded if re.fullmatch(f"{MORE_TEMPLATES}/[^/]+", name))
+    for name in (*TOKENIZER_FILES, *templates):
         try:
             file = beside(path, name)
             if name == "tokenizer.json" and not file and trained_with.is_file():

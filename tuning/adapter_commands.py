@@ -186,6 +186,7 @@ def write_model(out: str, sources: list[Path], merged: dict | None, read) -> Non
             folder, 0, parameters, state, lambda name: read(name.removeprefix("model."))
         )
         for name, file in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, folder / name)
 
 

@@ -1,0 +1,441 @@
+r"""Tokenizers in the shapes of published models, trained here in a moment.
+
+    write("llama3", folder)      tokenizer.json and the files beside it, as the model's authors have
+                                 them: tokenizer_config.json, generation_config.json, ..
+
+What differs from kind to kind: bytes or characters with byte fallback, how a text is split, what
+becomes of its spaces, whether a begin token stands before it, how many tokens end it, and where the
+chat template is.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from tokenizers.models import BPE, Unigram
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Split
+from tokenizers.trainers import BpeTrainer, UnigramTrainer
+
+TEXT = [
+    "def add(a, b):\n    return a + b\n",
+    "The quick brown fox jumps over the lazy dog. It's 2 o'clock, isn't it?\n\n",
+    "Größe, naïve café, 你好世界, привет мир, 1234567890\n",
+    "user assistant system hello hello world\n",
+] * 4
+# Texts that a tokenizer may treat in a way of its own. {end} is the tokenizer's end token.
+TEXTS = (
+    "",
+    " ",
+    "a",
+    "hello world",
+    " hello world",
+    "hello  world ",
+    "   three",
+    "\n",
+    "\n\n\ta\r\n b",
+    "def add(a, b):\n    return a + b\n",
+    "It's 2024, isn't it? WE'LL see.",
+    "1234567 12 3",
+    "Größe naïve",
+    # a letter and an accent, as two characters
+    "cafe\u0301",
+    "你好，世界",
+    "привет",
+    "\U0001f600 \U0001f468\u200d\U0001f469",
+    "a\u00a0b\u2003c\u200bd",
+    "▁a ▁ Ġb",
+    "x{end}y {end}\n",
+    "\x00\x1f\u0378",
+)
+CHAT = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}\
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+LLAMA_CHAT = """\
+{{- bos_token }}{%- for m in messages %}\
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}\
+{%- endfor %}{%- if add_generation_prompt %}\
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+INST_CHAT = """\
+{{ bos_token }}{% for m in messages %}\
+{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}\
+{{ m.content + eos_token }}{% endif %}{% endfor %}"""
+# GPT-4's way to split a text, which Llama 3 has; Qwen 2 takes digits one by one
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BLOOM_SPLIT = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+
+
+class Kind(NamedTuple):
+    """How one family's tokenizer is made, and what stands beside it."""
+
+    make: Callable[[list[str]], Tokenizer]
+    # in the order of their ids, if `first`; otherwise behind the vocabulary
+    specials: list[str]
+    # of tokenizer_config.json
+    config: dict
+    # of generation_config.json; names of tokens instead of ids
+    generation: dict | None = None
+    # its class in transformers, for config.json
+    model_type: str = "llama"
+
+
+def written_as(pattern: str, digits: str) -> Split:
+    return Split(Regex(pattern.replace("DIGITS", digits)), behavior="isolated")
+
+
+def byte_level(
+    specials: list[str],
+    split=(),
+    begin: str | None = None,
+    normalizer=None,
+    words: bool = False,
+    **model,
+) -> Tokenizer:
+    """Byte pairs. split: pre-tokenizers before the one that turns bytes into characters; words:
+    whether that one splits as GPT-2's does."""
+    tokenizer = Tokenizer(BPE(**model))
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    last = ByteLevel(add_prefix_space=False, use_regex=words)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, last]) if split else last
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(vocab_size=300, show_progress=False, initial_alphabet=ByteLevel.alphabet())
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.add_special_tokens(specials)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    if begin:
+        tokenizer.post_processor = processors.Sequence(
+            [tokenizer.post_processor, begin_with(tokenizer, begin)]
+        )
+    return tokenizer
+
+
+def begin_with(tokenizer: Tokenizer, token: str) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(
+        single=f"{token} $A",
+        pair=f"{token} $A {token}:1 $B:1",
+        special_tokens=[(token, tokenizer.token_to_id(token))],
+    )
+
+
+def sentence_piece(specials: list[str], begin: str, prefix: bool) -> Tokenizer:
+    """Byte pairs of characters, where ▁ is a space, and bytes for characters that are unknown.
+    prefix: whether a text gets a space before it, as Llama 2's does."""
+    trained = Tokenizer(BPE(unk_token="<unk>"))
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = Split("▁", behavior="merged_with_next")
+    trainer = BpeTrainer(vocab_size=120, show_progress=False, limit_alphabet=60)
+    trained.train_from_iterator(TEXT, trainer)
+    learned = json.loads(trained.to_str())["model"]
+    pieces = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), *learned["vocab"]]
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [tuple(merge) for merge in learned["merges"]]
+    tokenizer = Tokenizer(
+        BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = spaces
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+        parts.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.pre_tokenizer = Split(" ", behavior="merged_with_previous")
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in specials])
+    tokenizer.post_processor = begin_with(tokenizer, begin)
+    return tokenizer
+
+
+def unigram(specials: list[str], begin: str) -> Tokenizer:
+    """Pieces with probabilities, bytes for the rest."""
+    trained = Tokenizer(Unigram())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trainer = UnigramTrainer(vocab_size=100, show_progress=False, unk_token="<unk>")
+    trained.train_from_iterator(TEXT, trainer)
+    pieces = [tuple(piece) for piece in json.loads(trained.to_str())["model"]["vocab"]]
+    taken = [(name, 0.0) for name in specials]
+    taken += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
+    taken += [piece for piece in pieces if piece[0] not in specials]
+    tokenizer = Tokenizer(Unigram(taken, specials.index("<unk>"), byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in specials])
+    tokenizer.post_processor = begin_with(tokenizer, begin)
+    return tokenizer
+
+
+def gpt2(specials):
+    return byte_level(specials, words=True)
+
+
+def llama3(specials):
+    split = [written_as(SPLIT, "{1,3}")]
+    return byte_level(specials, split, "<|begin_of_text|>", ignore_merges=True)
+
+
+def qwen(specials):
+    return byte_level(specials, [written_as(SPLIT, "")], normalizer=normalizers.NFC())
+
+
+def smollm(specials):
+    return byte_level(specials, [Digits(individual_digits=True)], words=True)
+
+
+def bloom(specials):
+    return byte_level(specials, [written_as(BLOOM_SPLIT, "")])
+
+
+def llama2(specials):
+    return sentence_piece(specials, "<s>", prefix=True)
+
+
+def gemma(specials):
+    return sentence_piece(specials, "<bos>", prefix=False)
+
+
+def gemma_unigram(specials):
+    return unigram(specials, "<bos>")
+
+
+KINDS = {
+    "gpt2": Kind(
+        gpt2,
+        ["<|endoftext|>"],
+        {
+            "tokenizer_class": "GPT2Tokenizer",
+            "add_prefix_space": False,
+            "model_max_length": 1024,
+            "bos_token": "<|endoftext|>",
+            "eos_token": "<|endoftext|>",
+            "unk_token": "<|endoftext|>",
+        },
+        {"bos_token_id": "<|endoftext|>", "eos_token_id": "<|endoftext|>"},
+        "gpt2",
+    ),
+    "llama3": Kind(
+        llama3,
+        [
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|eom_id|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+        ],
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "attention_mask"],
+            "clean_up_tokenization_spaces": True,
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|eot_id|>",
+            "chat_template": LLAMA_CHAT,
+        },
+        {
+            "bos_token_id": "<|begin_of_text|>",
+            "eos_token_id": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+            "do_sample": True,
+            "temperature": 0.6,
+            "top_p": 0.9,
+        },
+    ),
+    "qwen": Kind(
+        qwen,
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "add_bos_token": False,
+            "add_prefix_space": False,
+            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+            "bos_token": None,
+            "eos_token": "<|im_end|>",
+            "errors": "replace",
+            "pad_token": "<|endoftext|>",
+            "split_special_tokens": False,
+            "unk_token": None,
+            "chat_template": CHAT,
+        },
+        {
+            "bos_token_id": "<|endoftext|>",
+            "pad_token_id": "<|endoftext|>",
+            "eos_token_id": ["<|im_end|>", "<|endoftext|>"],
+            "do_sample": True,
+            "temperature": 0.7,
+            "top_p": 0.8,
+            "top_k": 20,
+            "repetition_penalty": 1.05,
+        },
+        "qwen2",
+    ),
+    "smollm": Kind(
+        smollm,
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        {
+            "tokenizer_class": "GPT2Tokenizer",
+            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+            "bos_token": "<|im_start|>",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|im_end|>",
+            "unk_token": "<|endoftext|>",
+            "chat_template": CHAT,
+        },
+        {
+            "bos_token_id": "<|im_start|>",
+            "eos_token_id": "<|im_end|>",
+            "pad_token_id": "<|im_end|>",
+            "max_new_tokens": 40,
+        },
+    ),
+    "llama2": Kind(
+        llama2,
+        ["<unk>", "<s>", "</s>"],
+        {
+            "tokenizer_class": "LlamaTokenizer",
+            "add_bos_token": True,
+            "add_eos_token": False,
+            "bos_token": {"__type": "AddedToken", "content": "<s>", "normalized": False},
+            "eos_token": {"__type": "AddedToken", "content": "</s>", "normalized": False},
+            "unk_token": {"__type": "AddedToken", "content": "<unk>", "normalized": False},
+            "legacy": False,
+            "pad_token": None,
+            "sp_model_kwargs": {},
+            "chat_template": INST_CHAT,
+        },
+        {
+            "bos_token_id": "<s>",
+            "eos_token_id": "</s>",
+            "pad_token_id": "<unk>",
+            "do_sample": True,
+            "temperature": 0.6,
+            "top_p": 0.9,
+            "max_length": 4096,
+        },
+    ),
+    "mistral": Kind(
+        llama2,
+        ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
+        {
+            "tokenizer_class": "LlamaTokenizer",
+            "add_bos_token": True,
+            "add_eos_token": False,
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+            "legacy": True,
+            "chat_template": [
+                {"name": "default", "template": INST_CHAT},
+                {"name": "tool_use", "template": "tools: " + INST_CHAT},
+            ],
+        },
+        {"bos_token_id": "<s>", "eos_token_id": "</s>"},
+        "mistral",
+    ),
+    "gemma": Kind(
+        gemma,
+        ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"],
+        {
+            "tokenizer_class": "GemmaTokenizer",
+            "add_bos_token": True,
+            "add_eos_token": False,
+            "additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"],
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+        },
+        {
+            "bos_token_id": "<bos>",
+            "eos_token_id": ["<eos>", "<end_of_turn>"],
+            "pad_token_id": "<pad>",
+        },
+        "gemma",
+    ),
+    "unigram": Kind(
+        gemma_unigram,
+        ["<pad>", "<eos>", "<bos>", "<unk>"],
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+        },
+    ),
+    "bloom": Kind(
+        bloom,
+        ["<unk>", "<s>", "</s>", "<pad>"],
+        {
+            "tokenizer_class": "BloomTokenizerFast",
+            "add_prefix_space": False,
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+            "padding_side": "left",
+        },
+        None,
+        "bloom",
+    ),
+}
+# the newest models have their templates in files of their own
+TEMPLATE_FILES = {"chat_template.jinja": CHAT, "additional_chat_templates/tools.jinja": "T" + CHAT}
+
+
+def ends(name: str) -> list[str]:
+    """The tokens at which a kind's model stops, in the order of their ids."""
+    kind = KINDS[name]
+    end = kind.config["eos_token"]
+    found = {end["content"] if isinstance(end, dict) else end}
+    listed = (kind.generation or {}).get("eos_token_id", [])
+    found |= {listed} if isinstance(listed, str) else set(listed)
+    return [token for token in kind.specials if token in found]
+
+
+def ids_of(value, tokenizer: Tokenizer):
+    """Names of tokens as their ids; other values as they are."""
+    if isinstance(value, list):
+        return [ids_of(each, tokenizer) for each in value]
+    number = tokenizer.token_to_id(value) if isinstance(value, str) else None
+    return value if number is None else number
+
+
+def write(name: str, folder: Path) -> Tokenizer:
+    """The files of a kind's tokenizer, into a folder."""
+    kind = KINDS[name]
+    tokenizer = kind.make(kind.specials)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    decoder = {}
+    for number, token in tokenizer.get_added_tokens_decoder().items():
+        fields = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        decoder[str(number)] = {field: getattr(token, field) for field in fields}
+    config = {"added_tokens_decoder": decoder} | kind.config
+    write_json(folder / "tokenizer_config.json", config)
+    named = {key: value for key, value in kind.config.items() if key.endswith("s_token")}
+    write_json(folder / "special_tokens_map.json", named)
+    if kind.generation is not None:
+        settings = {key: ids_of(value, tokenizer) for key, value in kind.generation.items()}
+        write_json(folder / "generation_config.json", settings)
+    if name == "smollm":
+        (folder / "additional_chat_templates").mkdir()
+        for file, text in TEMPLATE_FILES.items():
+            (folder / file).write_text(text)
+    return tokenizer
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False))
