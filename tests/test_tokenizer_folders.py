@@ -3,27 +3,29 @@ Hugging Face folder: the same ids in transformers before and after, and here."""
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import published_tokenizers as published
 import pytest
+import regex
 import torch
 from test_tokenizer import edit_json, here, run  # noqa: F401 (a fixture)
 
 import checkpoint
 import huggingface
 from corpus.tokenizer import (
-    ByteTokenizer,
     FileTokenizer,
-    GPT2Tokenizer,
     TokenizerError,
     make_tokenizer,
     prompt_ids,
+    save_files,
 )
+from corpus.tokenizer_json import CHARACTERS, files_of, merges_of
 from inference import cli
 from inference.loading import find_chat
-from runtime.presets import PRESETS
 from sft import message
 
 transformers = pytest.importorskip("transformers")
@@ -177,3 +179,152 @@ def test_further_templates_go_along(folders):
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "back")
     text = tokenizer.apply_chat_template(QUESTION, chat_template="tools", tokenize=False)
     assert text.startswith("T<|im_start|>")
+
+
+# --- the built-in tokenizers ----------------------------------------------------------------------
+
+
+class Encoding:
+    """GPT-2's encoding as tiktoken has it, with a small vocabulary; slow, and written from the
+    paper: in each word the pair whose token has the lowest rank is merged, until there is none."""
+
+    # Radford et al. 2019, encoder.py
+    WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+    def __init__(self):
+        learned = json.loads(published.gpt2([]).to_str())["model"]["vocab"]
+        byte_of = {character: byte for byte, character in enumerate(CHARACTERS)}
+        self._mergeable_ranks = {
+            bytes(byte_of[character] for character in token): rank
+            for token, rank in learned.items()
+        }
+        self.eot_token = len(self._mergeable_ranks)
+        self.n_vocab = self.eot_token + 1
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        ranks = self._mergeable_ranks
+        ids = []
+        for word in regex.findall(self.WORD, text):
+            parts = [bytes([byte]) for byte in word.encode()]
+            while pairs := [i for i in range(len(parts) - 1) if parts[i] + parts[i + 1] in ranks]:
+                at = min(pairs, key=lambda i: ranks[parts[i] + parts[i + 1]])
+                parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            ids += [ranks[part] for part in parts]
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        token_of = {rank: token for token, rank in self._mergeable_ranks.items()}
+        return b"".join(token_of[i] for i in ids).decode(errors="replace")
+
+
+@pytest.fixture
+def tiktoken(monkeypatch):
+    """A stand-in for the package, whose vocabulary needs a network."""
+    encoding = Encoding()
+    module = SimpleNamespace(get_encoding=lambda name: encoding)
+    monkeypatch.setitem(sys.modules, "tiktoken", module)
+    return module
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral"])
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_transformers_loads_a_built_in_tokenizer(tmp_path, tiktoken, name, model_type):
+    """Whatever the model beside it is, whose class would split a text in its own way."""
+    ours = make_tokenizer(name)
+    save_files(files_of(ours), tmp_path)
+    published.write_json(tmp_path / "config.json", {"model_type": model_type})
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eot, None)
+    assert len(theirs) == ours.vocab_size
+    texts = [text.replace("{end}", "</s>") for text in published.TEXTS]
+    for text in [*texts, *published.TEXT, "\ufffd\ud7ff\ue000\U0010ffff"]:
+        ids = [int(i) for i in ours.encode(text)]
+        assert theirs(text)["input_ids"] == theirs(text, add_special_tokens=False)["input_ids"]
+        assert theirs(text)["input_ids"] == ids, text
+        assert theirs.decode(ids) == ours.decode(ids) == text
+    assert theirs("a<|endoftext|>")["input_ids"] == [*ours.encode("a"), ours.eot]
+    # bytes that are no UTF-8, and the end token among them
+    draws = np.random.default_rng(0).integers(ours.vocab_size, size=(300, 20)).tolist()
+    overlong = [[0xC0, 0x80], [0xED, 0xA0, 0x80], [0xF4, 0x90, 0x80, 0x80], [0xE4, 0xBD, 97]]
+    for ids in [*draws, *overlong, [0xC3, ours.eot, 0xA9]]:
+        if name == "gpt2":
+            ids = [i for i in ids if i != ours.eot]
+        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+
+
+def test_a_run_with_bytes_is_exported_with_its_tokenizer(here, capsys):  # noqa: F811
+    """And its chat template. Some rows of the embedding are beyond the tokenizer."""
+    assert run("--out", "run", "--steps", "1", "--vocab-size", "300") == 0
+    Path("run/chat_template.jinja").write_text(published.CHAT)
+    huggingface.export_folder(Path("run"), Path("hf"))
+    theirs = transformers.AutoTokenizer.from_pretrained("hf")
+    assert theirs("é<|endoftext|>")["input_ids"] == [0xC3, 0xA9, 256]
+    assert theirs.apply_chat_template(QUESTION, tokenize=False).startswith("<|im_start|>user\n")
+    config = json.loads(Path("hf/config.json").read_text())
+    assert config["eos_token_id"] == config["bos_token_id"] == 256
+    # and back, as a tokenizer.json
+    huggingface.import_folder(Path("hf"), Path("ckpt"))
+    back = FileTokenizer(checkpoint.tokenizer_of("ckpt"))
+    assert (back.eot, back.bos, back.vocab_size) == (256, None, 257)
+    assert back.encode("é\n") == list("é\n".encode())
+    capsys.readouterr()
+    for source in ("run", "hf", "ckpt"):
+        assert cli.main(["--checkpoint", source, "--prompt", "a", *GENERATE]) == 0
+    assert len(set(capsys.readouterr().out.splitlines())) == 1
+
+
+def test_export_goes_on_where_tiktoken_has_no_vocabulary(here, tiktoken, capsys):  # noqa: F811
+    assert run("--out", "run", "--steps", "1", "--tokenizer", "gpt2") == 0
+    assert huggingface.main(["export", "run", "with"]) == 0
+    assert Path("with/tokenizer.json").exists()
+
+    def no_network(name):
+        raise OSError
+
+    tiktoken.get_encoding = no_network
+    capsys.readouterr()
+    assert huggingface.main(["export", "run", "without"]) == 0
+    assert "huggingface.py: without a tokenizer: --tokenizer gpt2" in capsys.readouterr().err
+    assert not Path("without/tokenizer.json").exists()
+    assert Path("without/model.safetensors").exists()
+
+
+def test_ranks_that_no_merges_give():
+    with pytest.raises(TokenizerError, match=r"b'abc' is not made of two earlier ones"):
+        merges_of({b"a": 0, b"b": 1, b"c": 2, b"abc": 3})
+    assert merges_of({b"a": 0, b"b": 1, b"bb": 2, b"abb": 3}) == [(b"b", b"b"), (b"a", b"bb")]
+
+
+def test_a_tokenizer_of_one_file_gets_its_class(here):  # noqa: F811
+    """Without tokenizer_config.json transformers would take Llama's class for this model, which
+    knows no bytes as characters."""
+    published.gpt2(["</s>"]).save("t.json")
+    flags = ("--tokenizer", "t.json", "--model", "tiny")
+    assert run("--out", "run", "--steps", "1", *flags) == 0
+    huggingface.export_folder(Path("run"), Path("hf"))
+    ours = FileTokenizer("t.json")
+    theirs = transformers.AutoTokenizer.from_pretrained("hf")
+    assert theirs.eos_token_id == ours.eot
+    for text in published.TEXTS:
+        assert theirs(text.replace("{end}", "</s>"))["input_ids"] == ours.encode(
+            text.replace("{end}", "</s>")
+        )
+
+
+# --- files that are not read ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "tekken.json"])
+def test_another_form_of_a_tokenizer_is_refused(folders, tmp_path, name, capsys):
+    folder = tmp_path / "hf"
+    shutil.copytree(folders("gpt2") / "hf", folder)
+    (folder / "tokenizer.json").rename(folder / name)
+    reason = f"has only {name}; transformers writes a tokenizer.json with AutoTokenizer"
+    with pytest.raises(huggingface.HuggingFaceError, match=reason):
+        huggingface.import_folder(folder, tmp_path / "ckpt")
+    assert not (tmp_path / "ckpt").exists()
+    assert cli.main(["--checkpoint", str(folder), "--prompt", "a", *GENERATE]) == 2
+    assert reason in capsys.readouterr().err
+    # the weights alone are a model
+    (folder / name).unlink()
+    huggingface.import_folder(folder, tmp_path / "ckpt")
