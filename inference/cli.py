@@ -39,6 +39,7 @@ import pipeline_parallel
 import tensor_parallel
 from corpus.tokenizer import TokenizerError, prompt_ids
 from generate import check_options, stages_of
+from inference import generation_config
 from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
 from inference.loading import (
@@ -102,13 +103,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
-    flag("--max-tokens", type=int, default=300, help="length of a continuation (default: 300)")
-    flag("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
-    flag("--top-k", type=int, default=0, metavar="K", help="the K most likely tokens; 0: all")
+    # inference/generation_config.py has their values where none is given
+    flag("--max-tokens", type=int, help="length of a continuation (default: 300, or the model's)")
+    flag(
+        "--temperature",
+        type=float,
+        help=(
+            "0: the most likely token (default: 0.8, or what the model's generation_config.json"
+            " has, also for the next two)"
+        ),
+    )
+    flag("--top-k", type=int, metavar="K", help="the K most likely tokens (default: 0, all)")
     flag(
         "--top-p",
         type=float,
-        default=1.0,
         metavar="P",
         help="the most likely tokens that make up probability P (default: 1, all)",
     )
@@ -163,8 +171,9 @@ LEAST = {"batch_size": 1, "seed": 0, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
 
 
 def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
-    """Check all that can be known before any rank talks to another. Returns the configuration of
-    the model. Raises ConfigError, CheckpointError or HuggingFaceError."""
+    """Check all that can be known before any rank talks to another, and fill in the sampling flags
+    that are not given. Returns the configuration of the model. Raises ConfigError, CheckpointError
+    or HuggingFaceError."""
     for name, least in LEAST.items():
         value = getattr(args, name)
         if not least <= value < 2**31:
@@ -180,6 +189,8 @@ def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
             "--device cuda: this machine has no usable CUDA device; --device cpu would run"
         )
     config, *_ = open_model(args.checkpoint)
+    if summary := generation_config.set_defaults(args):
+        world.say_aside(summary)
     try:
         check_options(args.max_tokens, args.temperature, args.top_k, args.top_p)
     except ValueError as e:

@@ -239,7 +239,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="JSON lines with a taskname and the fields of its template; generate needs no answers",
     )
     cli.add_flags(parser)
-    parser.set_defaults(temperature=0.0, max_tokens=16)
+    parser.set_defaults(temperature=0.0, top_k=0, top_p=1.0, max_tokens=16)
     return parser
 
 

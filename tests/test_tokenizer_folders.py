@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import published_tokenizers as published
 import pytest
-import regex
 import torch
 from test_tokenizer import edit_json, here, run  # noqa: F401 (a fixture)
 
@@ -28,6 +27,7 @@ from inference import cli
 from inference.loading import find_chat
 from sft import message
 
+regex = pytest.importorskip("regex")
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()
 

@@ -1,0 +1,106 @@
+"""generation_config.json: how the authors of a model sample from it.
+
+A chat model is published with the temperature, top-k and top-p that it answers best with. They are
+generate.py's defaults for that model, as they are in transformers; a flag comes first, and one line
+says what came from the file:
+
+    {"do_sample": true, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [5, 7]}
+
+    --temperature 0.6 --top-p 0.9: from HF_DIR/generation_config.json
+
+`do_sample` false is greedy decoding, temperature 0. A file that only has ids says nothing about
+sampling: transformers would decode greedily then, and here the flags keep their own defaults. The
+ids belong to the tokenizer (corpus/tokenizer.py).
+
+Not covered: beam search and penalties for tokens that were there before; the line names them.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import checkpoint
+import huggingface
+from runtime import json_files
+from runtime.config import ConfigError
+from runtime.tokenizer_files import beside
+
+FILE = "generation_config.json"
+# of generate.py, for a model without such a file
+DEFAULTS = {"max_tokens": 300, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
+# what would change the text and is not here, with the value that changes nothing
+LEFT_OUT = {
+    "repetition_penalty": 1.0,
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+}
+# as check_options of generate.py
+COLDEST = 0.001
+
+
+@dataclass
+class GenerationConfig:
+    """The settings in the file that generate.py has. None: it does not say."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    max_new_tokens: int | None = None
+
+    def flags(self) -> dict[str, float]:
+        """Name of a flag -> its value here."""
+        temperature = self.temperature
+        # published files have 1e-06 for greedy decoding
+        if self.do_sample is False or (temperature is not None and temperature < COLDEST):
+            temperature = 0.0
+        values = {
+            "max_tokens": self.max_new_tokens,
+            "temperature": temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def file_of(path: Path | str) -> Path | None:
+    """The file of the model in a checkpoint, a run or a Hugging Face folder. Raises
+    CheckpointError."""
+    if huggingface.is_folder(path):
+        file = Path(path) / FILE
+        return file if file.is_file() else None
+    return beside(checkpoint.find(path), FILE)
+
+
+def set_defaults(args: argparse.Namespace) -> str:
+    """Give the flags of DEFAULTS that are None a value: that of the model's file, or their own.
+    Returns a line that says what came from the file; empty where nothing did. Raises ConfigError or
+    CheckpointError."""
+    file = file_of(args.checkpoint)
+    given, left_out = {}, []
+    if file:
+        try:
+            content = json_files.read(file, dict)
+            given = json_files.convert(content, GenerationConfig, str(file)).flags()
+        except json_files.JSONError as e:
+            raise ConfigError(str(e)) from None
+        left_out = [
+            f"{name} {content[name]}"
+            for name, neutral in LEFT_OUT.items()
+            if content.get(name) not in (None, neutral)
+        ]
+    taken = []
+    for name, default in DEFAULTS.items():
+        if getattr(args, name) is not None:
+            continue
+        setattr(args, name, given.get(name, default))
+        # greedy decoding has no use for the others
+        if name in given and (name not in ("top_k", "top_p") or args.temperature != 0):
+            taken.append(f"--{name.replace('_', '-')} {given[name]}")
+    line = f"{' '.join(taken)}: from {file}" if taken else ""
+    if left_out:
+        line = f"{line}; " if line else f"{file}: "
+        line += f"{', '.join(left_out)} is not in generate.py"
+    return line
