@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from runtime import architectures
+from runtime import hf_config
 from runtime.config import Config
 from runtime.world import World
 
@@ -70,8 +70,8 @@ def surprises(trainer, world: World):
             f"result on another number of ranks give --micro-batch-size {micro}"
         )
     try:
-        architectures.check_export_of_experts(model)
-    except architectures.HuggingFaceError as e:
+        hf_config.check_export_of_experts(model)
+    except hf_config.HuggingFaceError as e:
         yield (
             f"no Hugging Face class has such experts, and huggingface.py will not export them: {e}"
         )

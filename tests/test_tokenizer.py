@@ -28,7 +28,7 @@ from corpus.tokenizer import (
 )
 from inference import cli
 from routers import MoEConfig
-from runtime import architectures, training_run
+from runtime import hf_config, training_run
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -567,4 +567,4 @@ def test_experts_that_cannot_be_exported(here, capfd):
     assert would_fit in err
     assert "Traceback" not in err
     config = MoEConfig(vocab_size=257, num_experts=2, router="topk", router_topk=2, **LLAMA)
-    architectures.check_export_of_experts(config)
+    hf_config.check_export_of_experts(config)
