@@ -56,7 +56,7 @@ from corpus.tokenizer import (
     save_files,
     special_ids,
 )
-from corpus.tokenizer_json import files_of
+from corpus.tokenizer_json import as_bytes, files_of
 from routers import MoEConfig
 from runtime import json_files
 from runtime.architectures import (
@@ -293,13 +293,15 @@ def building(target: Path) -> Iterator[Path]:
 def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     """Write the model in a Hugging Face folder as a checkpoint at `path`: float32, step 0, no
     optimizer moments. Raises HuggingFaceError."""
-    config, read, tokenizer_name = open_folder(hf_dir)
-    tokenizer = open_its_tokenizer(tokenizer_name, config)
-    if Path(tokenizer_name).name == "tokenizer.json":
-        tokenizer_name = str(Path(path).resolve() / "tokenizer.json")
+    config, read, name = open_folder(hf_dir)
+    tokenizer = open_its_tokenizer(name, config)
+    if tokenizer:
+        keep_its_class(tokenizer, Path(hf_dir), config)
+    if Path(name).name == "tokenizer.json":
+        name = str(Path(path).resolve() / "tokenizer.json")
     state = {
         # the shape of the model stands in `model`
-        "config": {"model": architecture_of(config).preset, "tokenizer": tokenizer_name},
+        "config": {"model": architecture_of(config).preset, "tokenizer": name},
         "model": dataclasses.asdict(config),
         "tokens": 0,
         "corpus": None,
@@ -317,7 +319,7 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
             folder, 0, parameters, state, lambda name: read(name.removeprefix("model."))
         )
         if tokenizer:
-            tokenizer.save(folder)
+            save_files(tokenizer.files, folder)
     return config
 
 
@@ -338,6 +340,18 @@ def open_its_tokenizer(name: str, config: MoEConfig) -> FileTokenizer | None:
             f"vocab_size {config.vocab_size}: they do not belong together"
         )
     return tokenizer
+
+
+def keep_its_class(tokenizer: FileTokenizer, hf_dir: Path, config: MoEConfig) -> None:
+    """Name the class that takes tokenizer.json as it is, where the model is exported under another
+    name: a Mistral without a window becomes a Llama. AutoTokenizer takes a Mistral's file as it is,
+    but for a Llama the class that is named beside it, which splits some texts in its own way."""
+    files, beside_it = tokenizer.files, "tokenizer_config.json"
+    model_type = read_json(hf_dir / "config.json").get("model_type")
+    if beside_it in files and model_type != architecture_of(config).model_type:
+        content = json_files.parse(files[beside_it], dict)
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
+        tokenizer.files = files | {beside_it: as_bytes(content)}
 
 
 # --- export ---------------------------------------------------------------------------------------

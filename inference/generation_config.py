@@ -101,6 +101,5 @@ def set_defaults(args: argparse.Namespace) -> str:
             taken.append(f"--{name.replace('_', '-')} {given[name]}")
     line = f"{' '.join(taken)}: from {file}" if taken else ""
     if left_out:
-        line = f"{line}; " if line else f"{file}: "
-        line += f"{', '.join(left_out)} is not in generate.py"
+        line = f"{line or file}; not in generate.py: {', '.join(left_out)}"
     return line

@@ -1,6 +1,7 @@
 """Tokenizer, begin and end tokens, generation settings and chat templates go in and out with a
 Hugging Face folder: the same ids in transformers before and after, and here."""
 
+import argparse
 import json
 import shutil
 import sys
@@ -14,6 +15,7 @@ import torch
 from test_tokenizer import edit_json, here, run  # noqa: F401 (a fixture)
 
 import checkpoint
+import generate
 import huggingface
 from corpus.tokenizer import (
     FileTokenizer,
@@ -23,8 +25,8 @@ from corpus.tokenizer import (
     save_files,
 )
 from corpus.tokenizer_json import CHARACTERS, files_of, merges_of
-from inference import cli
-from inference.loading import find_chat
+from inference import cli, generation_config
+from inference.loading import find_chat, load_model
 from sft import message
 
 regex = pytest.importorskip("regex")
@@ -35,14 +37,17 @@ transformers.utils.logging.set_verbosity_error()
 VOCAB_SIZE = 400
 CONFIGS = {
     "gpt2": dict(n_positions=32, n_embd=32, n_layer=1, n_head=4),
-    "llama": dict(
-        max_position_embeddings=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-    ),
+    "bloom": dict(hidden_size=32, n_layer=1, n_head=4, seq_length=32),
 }
+LIKE_LLAMA = dict(
+    max_position_embeddings=32,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 QUESTION = [message("user", "hello"), message("assistant", "world"), message("user", "1 + 2?")]
 GENERATE = ("--max-tokens", "3", "--device", "cpu", "--kernels", "off")
@@ -51,17 +56,18 @@ GENERATE = ("--max-tokens", "3", "--device", "cpu", "--kernels", "off")
 def write_model(kind: str, folder: Path) -> None:
     """A model as save_pretrained writes it, with the tokenizer of a kind and its ids."""
     model_type = published.KINDS[kind].model_type
-    model_type = model_type if model_type in CONFIGS else "llama"
-    config = transformers.AutoConfig.for_model(
-        model_type, vocab_size=VOCAB_SIZE, **CONFIGS[model_type]
-    )
+    fields = CONFIGS.get(model_type, LIKE_LLAMA)
+    if model_type == "mistral":
+        # as in version 0.3: it has a Llama's tensors
+        fields = fields | {"sliding_window": None}
+    config = transformers.AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **fields)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     (folder / "generation_config.json").unlink()
     tokenizer = published.write(kind, folder)
     settings = {}
     if (folder / "generation_config.json").exists():
-        settings = json.loads((folder / "generation_config.json").read_text())
+        settings = read(folder / "generation_config.json")
     ids = {"pad_token_id": None}
     for name in ("bos_token", "eos_token"):
         token = published.KINDS[kind].config[name]
@@ -86,6 +92,10 @@ def folders(tmp_path_factory):
         return made[kind]
 
     return folder_of
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
 
 
 def texts_for(tokenizer) -> list[str]:
@@ -115,6 +125,11 @@ def test_transformers_reads_the_same(folders, kind):
     if before.chat_template:
         assert after.apply_chat_template(QUESTION) == before.apply_chat_template(QUESTION)
     for name in TOKENIZER_FILES:
+        if (kind, name) == ("mistral", "tokenizer_config.json"):
+            # exported as a Llama, for which the class in this file would count
+            expected = read(place / "hf" / name) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+            assert read(place / "back" / name) == expected
+            continue
         assert (place / "hf" / name).read_bytes() == (place / "back" / name).read_bytes()
     if (place / "hf" / "generation_config.json").exists():
         settings = [
@@ -328,3 +343,186 @@ def test_another_form_of_a_tokenizer_is_refused(folders, tmp_path, name, capsys)
     # the weights alone are a model
     (folder / name).unlink()
     huggingface.import_folder(folder, tmp_path / "ckpt")
+
+
+# --- more ids than the tokenizer has --------------------------------------------------------------
+
+
+def test_a_padded_vocabulary_trains_and_generates(folders, here, capsys):  # noqa: F811
+    """Qwen's embedding has 271 rows more than its tokenizer has ids. What is trained from it is
+    exported with the same files, and ids without a text are none."""
+    place = folders("qwen")
+    assert run("--load", str(place / "ckpt"), "--out", "run", "--steps", "1") == 0
+    huggingface.export_folder(Path("run"), Path("trained"))
+    names = sorted(file.name for file in (place / "back").iterdir())
+    assert sorted(file.name for file in Path("trained").iterdir()) == names
+    for name in names:
+        if name not in ("config.json", "model.safetensors"):
+            assert (Path("trained") / name).read_bytes() == (place / "back" / name).read_bytes()
+    tokenizer = FileTokenizer("run/tokenizer.json")
+    beyond = range(tokenizer.vocab_size, VOCAB_SIZE)
+    assert len(beyond) == 97 and tokenizer.decode([72, *beyond, 72]) == "ii"
+    capsys.readouterr()
+    flags = ("--max-tokens", "25", "--temperature", "5", "--top-k", "0", "--top-p", "1")
+    for source in (place / "hf", "run", "trained"):
+        prompt = ("--checkpoint", str(source), "--prompt", "if a", *GENERATE)
+        assert cli.main([*prompt, *flags]) == 0
+        assert capsys.readouterr().out.startswith("if a")
+    # uniform over 400 ids: the seed draws some of both
+    ids = sampled(place / "hf")
+    assert min(ids) < tokenizer.vocab_size <= max(ids)
+
+
+def sampled(folder: Path) -> list[int]:
+    model, _ = load_model(folder)
+    return generate.generate(model, [[1, 2]], 25, temperature=5.0)[0]
+
+
+# --- the settings of generation_config.json -------------------------------------------------------
+
+
+def settings_of(folder: Path, *flags: str) -> tuple[dict, str]:
+    """(the sampling flags, the line that says where they are from)."""
+    parser = argparse.ArgumentParser()
+    cli.add_flags(parser)
+    args = parser.parse_args(["--checkpoint", str(folder), *flags])
+    line = generation_config.set_defaults(args)
+    return {name: getattr(args, name) for name in generation_config.DEFAULTS}, line
+
+
+@pytest.mark.parametrize(
+    "content, flags, changed, line",
+    [
+        # of a base model: nothing about sampling
+        ({"eos_token_id": 5}, [], {}, ""),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+            [],
+            {"temperature": 0.6, "top_p": 0.9},
+            "--temperature 0.6 --top-p 0.9: from FILE",
+        ),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_new_tokens": 40},
+            ["--top-p", "1", "--max-tokens", "5"],
+            {"temperature": 0.6, "max_tokens": 5},
+            "--temperature 0.6: from FILE",
+        ),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9},
+            ["--temperature", "0"],
+            {"temperature": 0.0, "top_k": 20, "top_p": 0.9},
+            "",
+        ),
+        (
+            {"do_sample": False, "temperature": 0.6, "top_p": 0.9},
+            [],
+            {"temperature": 0.0, "top_p": 0.9},
+            "--temperature 0.0: from FILE",
+        ),
+        (
+            {"temperature": 1e-06, "top_k": 1, "max_new_tokens": 40},
+            [],
+            {"temperature": 0.0, "top_k": 1, "max_tokens": 40},
+            "--max-tokens 40 --temperature 0.0: from FILE",
+        ),
+        (
+            {"temperature": 1, "repetition_penalty": 1.05, "num_beams": 1, "min_p": None},
+            [],
+            {"temperature": 1.0},
+            "--temperature 1.0: from FILE; not in generate.py: repetition_penalty 1.05",
+        ),
+        (
+            {"num_beams": 4, "no_repeat_ngram_size": 3},
+            [],
+            {},
+            "FILE; not in generate.py: num_beams 4, no_repeat_ngram_size 3",
+        ),
+    ],
+)
+def test_settings_are_defaults(folders, tmp_path, content, flags, changed, line):
+    shutil.copytree(folders("gpt2") / "hf", tmp_path / "hf")
+    file = tmp_path / "hf" / "generation_config.json"
+    published.write_json(file, content)
+    values, summary = settings_of(tmp_path / "hf", *flags)
+    assert values == generation_config.DEFAULTS | changed
+    assert summary == line.replace("FILE", str(file))
+
+
+def test_settings_without_a_file(folders):
+    assert settings_of(folders("unigram") / "hf") == (generation_config.DEFAULTS, "")
+
+
+def test_settings_come_with_the_model(folders, tmp_path, capsys):
+    """From the folder, from what was imported and trained; and they change the text."""
+    place = folders("llama3")
+    texts = {}
+    for source in ("hf", "ckpt"):
+        flags = ("--checkpoint", str(place / source), "--prompt", "hello", *GENERATE)
+        assert cli.main([*flags]) == 0
+        out, err = capsys.readouterr()
+        file = place / source / "generation_config.json"
+        assert f"--temperature 0.6 --top-p 0.9: from {file}\n" in err
+        texts[source] = out
+        given = ("--temperature", "0.6", "--top-p", "0.9", "--top-k", "0")
+        assert cli.main([*flags, *given]) == 0
+        again, err = capsys.readouterr()
+        assert again == out and "from" not in err
+    assert texts["hf"] == texts["ckpt"]
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ('{"temperature": "hot"}', "generation_config.json: Expected `float | null`, got `str`"),
+        ('{"top_p": 1.5}', "--top-p 1.5: must be above 0 and at most 1"),
+        ('{"top_k": -1}', "--top-k -1: must be at least 0"),
+    ],
+)
+def test_settings_that_cannot_be(folders, tmp_path, capsys, content, words):
+    folder = tmp_path / "hf"
+    shutil.copytree(folders("gpt2") / "hf", folder)
+    (folder / "generation_config.json").write_text(content)
+    assert cli.main(["--checkpoint", str(folder), "--prompt", "a", *GENERATE]) == 2
+    assert words in capsys.readouterr().err
+
+
+# --- templates in other places --------------------------------------------------------------------
+
+
+def test_the_template_of_a_model_of_images(tmp_path):
+    """chat_template.json is for transformers' processors; here it counts after the others."""
+    published.write("unigram", tmp_path)
+    published.write_json(tmp_path / "chat_template.json", {"chat_template": "of json"})
+    tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.companions.chat_template() == "of json"
+    assert "chat_template.json" in tokenizer.files
+    edit_json(tmp_path / "tokenizer_config.json", chat_template="of the config")
+    tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.companions.chat_template() == "of the config"
+
+
+def test_a_template_that_was_changed_is_found(folders, tmp_path):
+    """The checksums of a checkpoint know the files in the folder of templates, and no others."""
+    ckpt = tmp_path / "ckpt"
+    shutil.copytree(folders("smollm") / "ckpt", ckpt)
+    template = ckpt / "additional_chat_templates" / "tools.jinja"
+    index = checkpoint.read_index(ckpt)
+    assert template in checkpoint.verify_tokenizer(ckpt, index).values()
+    (tmp_path / "secret").write_text("no template")
+    index["tokenizer"]["files"]["additional_chat_templates/../../secret"] = "0"
+    checkpoint.verify_tokenizer(ckpt, index)
+    template.write_text("changed")
+    with pytest.raises(checkpoint.CheckpointError, match=r"tools\.jinja is altered"):
+        checkpoint.tokenizer_of(ckpt)
+
+
+def test_files_of_another_tokenizer_are_removed(tmp_path):
+    published.write("smollm", tmp_path / "a")
+    first = FileTokenizer(str(tmp_path / "a" / "tokenizer.json"))
+    published.write("unigram", tmp_path / "b")
+    second = FileTokenizer(str(tmp_path / "b" / "tokenizer.json"))
+    (tmp_path / "run").mkdir()
+    for tokenizer in (first, second):
+        save_files(tokenizer.files, tmp_path / "run")
+        left = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+        assert {str(file.relative_to(tmp_path / "run")) for file in left} == {*tokenizer.files}
