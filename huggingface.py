@@ -319,7 +319,7 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
             folder, 0, parameters, state, lambda name: read(name.removeprefix("model."))
         )
         if tokenizer:
-            save_files(tokenizer.files, folder)
+            tokenizer.save(folder)
     return config
 
 

@@ -289,6 +289,10 @@ class FileTokenizer:
         """The text of a token; None for one that the vocabulary does not have."""
         return None if number is None else self.tokenizer.id_to_token(number)
 
+    def save(self, folder: Path) -> None:
+        """Write `files` into a folder."""
+        save_files(self.files, folder)
+
 
 class GPT2Tokenizer:
     """GPT-2's byte-pair encoding, through tiktoken."""

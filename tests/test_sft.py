@@ -17,7 +17,7 @@ import checkpoint
 import huggingface
 import sharding
 import train
-from corpus.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer, save_files
+from corpus.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer
 from inference import cli
 from inference.loading import find_chat, find_tokenizer
 from lessons import demo
@@ -319,7 +319,7 @@ def test_templates_beside_a_tokenizer(families, tmp_path):
 
     def text():
         tokenizer = FileTokenizer(str(tmp_path / "tokenizer.json"))
-        save_files(tokenizer.files, tmp_path / "copy")
+        tokenizer.save(tmp_path / "copy")
         return chat_of(tokenizer).template.text, chat_of(
             FileTokenizer(str(tmp_path / "copy" / "tokenizer.json"))
         ).template.text
