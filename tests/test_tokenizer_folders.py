@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import published_tokenizers as published
 import pytest
+import tokenizers
 import torch
 from test_tokenizer import edit_json, here, run  # noqa: F401 (a fixture)
 
@@ -241,16 +242,24 @@ def tiktoken(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral"])
+@pytest.mark.parametrize(
+    "model_type", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "bloom"]
+)
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_transformers_loads_a_built_in_tokenizer(tmp_path, tiktoken, name, model_type):
     """Whatever the model beside it is, whose class would split a text in its own way."""
     ours = make_tokenizer(name)
     save_files(files_of(ours), tmp_path)
     published.write_json(tmp_path / "config.json", {"model_type": model_type})
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    # AutoTokenizer takes Qwen 2's class for every Qwen 2, whatever its files name
+    loader = transformers.AutoTokenizer
+    if model_type == "qwen2":
+        loader = transformers.PreTrainedTokenizerFast
+    theirs = loader.from_pretrained(tmp_path)
     assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eot, None)
     assert len(theirs) == ours.vocab_size
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert library.token_to_id("<|endoftext|>") == ours.eot
     texts = [text.replace("{end}", "</s>") for text in published.TEXTS]
     for text in [*texts, *published.TEXT, "\ufffd\ud7ff\ue000\U0010ffff"]:
         ids = [int(i) for i in ours.encode(text)]
