@@ -16,10 +16,10 @@ words and parts of words of GPT-2 (Radford et al. 2019, section 2.2).
     python -m corpus.tokenizer "some text" [bytes | gpt2 | FILE]       its ids, and the text again
 
 A tokenizer.json does not say which ids begin and end a text. Hugging Face writes that into files
-beside it: token names (eos_token, bos_token) into tokenizer_config.json, ids
-(eos_token_id, one or a list, and bos_token_id) into generation_config.json and config.json. Whether
-the begin token stands before a text is in tokenizer.json itself, in its post-processor;
-add_bos_token says the same, and where it does not, transformers 5 and this file ignore it.
+beside it: token names (eos_token, bos_token) into tokenizer_config.json, ids (eos_token_id, one or
+a list, and bos_token_id) into generation_config.json and config.json. Whether the begin token
+stands before a text is in tokenizer.json itself, in its post-processor. add_bos_token says it too;
+where it says something else, transformers 5 and this file ignore it.
 
 Not covered: training a tokenizer. The tokenizers library does it.
 """

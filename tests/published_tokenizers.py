@@ -81,7 +81,7 @@ class Kind(NamedTuple):
     """How one family's tokenizer is made, and what stands beside it."""
 
     make: Callable[[list[str]], Tokenizer]
-    # in the order of their ids, if `first`; otherwise behind the vocabulary
+    # in the order of their ids: before the vocabulary of characters, behind that of bytes
     specials: list[str]
     # of tokenizer_config.json
     config: dict
@@ -91,7 +91,8 @@ class Kind(NamedTuple):
     model_type: str = "llama"
 
 
-def written_as(pattern: str, digits: str) -> Split:
+def split_by(pattern: str, digits: str = "") -> Split:
+    """digits: how many of them are one piece."""
     return Split(Regex(pattern.replace("DIGITS", digits)), behavior="isolated")
 
 
@@ -184,12 +185,12 @@ def gpt2(specials):
 
 
 def llama3(specials):
-    split = [written_as(SPLIT, "{1,3}")]
+    split = [split_by(SPLIT, "{1,3}")]
     return byte_level(specials, split, "<|begin_of_text|>", ignore_merges=True)
 
 
 def qwen(specials):
-    return byte_level(specials, [written_as(SPLIT, "")], normalizer=normalizers.NFC())
+    return byte_level(specials, [split_by(SPLIT)], normalizer=normalizers.NFC())
 
 
 def smollm(specials):
@@ -197,7 +198,7 @@ def smollm(specials):
 
 
 def bloom(specials):
-    return byte_level(specials, [written_as(BLOOM_SPLIT, "")])
+    return byte_level(specials, [split_by(BLOOM_SPLIT)])
 
 
 def llama2(specials):
@@ -212,6 +213,7 @@ def gemma_unigram(specials):
     return unigram(specials, "<bos>")
 
 
+# what each is, with small vocabularies
 KINDS = {
     "gpt2": Kind(
         gpt2,
