@@ -287,7 +287,7 @@ def export(path: str, target: str, dtype: str = "fp32") -> str:
     name = tokenizer.name if tokenizer.name in BUILT_IN else "tokenizer.json"
     with building(Path(target)) as folder:
         trace(model, name).save(folder / "model.onnx", external_data=True)
-        save_files(tokenizer, folder)
+        save_files(tokenizer.files, folder)
         worst, text = compare(model, Session(folder))
         if not worst <= TOLERANCES[dtype]:
             raise ExportError(f"{text}: beyond {TOLERANCES[dtype]}, so nothing is kept")
