@@ -78,13 +78,18 @@ MONTH = 30 * 86400.0
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that generates."""
+    add_model_flags(parser)
+    add_sampling_flags(parser)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Which model, and where and how it runs."""
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",
         required=True,
         help="a checkpoint, the folder of a run, or a Hugging Face folder",
     )
-    add_sampling_flags(parser)
     add_layout_flags(parser)
     parser.add_argument(
         "--precision", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on CPUs"
@@ -225,13 +230,13 @@ def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) ->
 def connect(
     args: argparse.Namespace,
     world: World,
-    batch_size: int,
+    batch_size: int | None,
     timeout: float = HALF_AN_HOUR,
     adapters: Adapters | None = None,
 ):
-    """Meet the other ranks, and load the model, laid out for `batch_size` texts at a time. timeout:
-    seconds a rank may wait for another. adapters: to put into the model. Returns (model, tokenizer,
-    lockstep), the last as of generate.stream."""
+    """Meet the other ranks, and load the model, laid out to decode `batch_size` texts at a time;
+    None: as it is, for long texts. timeout: seconds a rank may wait for another. adapters: to put
+    into the model. Returns (model, tokenizer, lockstep), the last as of generate.stream."""
     world.connect(args.device, args.tp, args.pp, timeout, args.ep, args.cp)
     if adapters:
         adapters.check()
@@ -244,7 +249,8 @@ def connect(
         adapters.put(model, world.groups, args.layer_split)
     stages = stages_of(model)
     for stage in stages:
-        pack(stage, batch_size)
+        if batch_size:
+            pack(stage, batch_size)
         if args.kernels == "auto" and world.device.type == "cuda":
             why_not = kernels.apply(stage, world.device, DTYPES[precision])
             if why_not:

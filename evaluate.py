@@ -1,0 +1,301 @@
+"""Evaluation: what a model knows, by the probability of texts and by what it writes.
+
+Benchmarks ask in three ways (lm-evaluation-harness, arXiv 2405.14782, section 3):
+
+    log-likelihood   log p(continuation | context)     multiple choice: the most likely answer counts
+    rolling          log p(text), window by window     the perplexity of a document
+    generation       what the model writes             compared with the right answer, as text
+
+The first two are sums of what a training forward gives. For a context c and a continuation y_1 .. y_n
+
+    log p(y | c) = Σ_i log_softmax(logits of c y_1 .. y_i-1)[y_i]
+
+so one forward pass over both gives all n terms. Only n positions go through the head:
+
+    read       c1 c2 c3 y1 y2              without the last token
+    target      .  . y1 y2 y3              n = 3 positions count
+
+A text that is longer than the model's context is cut on the left, for the continuation is on the
+right. To score a whole text, `windows` moves on by a context at a time; the last window begins
+earlier than the one before ends, so that its tokens have a full context too. Each token counts once:
+
+    read       . t1 t2 t3 | t4 t5 t6 t7 | t6 t7 t8 t9        context 4; . is the begin token
+    count     t1 t2 t3 t4 | t5 t6 t7 t8 |       t9 t10
+
+    python evaluate.py                                            a lesson
+    python evaluate.py --checkpoint runs/default --perplexity FILE
+    python evaluate.py --checkpoint HF_DIR --tasks hellaswag gsm8k --num-fewshot 5
+    torchrun --nproc-per-node 4 evaluate.py --tp 2 --pp 2 --checkpoint HF_DIR --tasks hellaswag
+
+`--tasks` needs `pip install lm-eval`: inference/harness.py shows this model to it.
+
+Not covered: multiple choice whose answers share the forward pass over their context; a text shared
+by context-parallel ranks.
+"""
+
+from runtime import terminal
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    terminal.quiet_interrupts()
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import generate
+from corpus.tokenizer import FileTokenizer, TokenizerError
+from gpt import GPT
+from inference.answers import Detokenizer
+from inference.sampling import keys_of
+from pipeline_parallel import Pipeline
+from runtime.world import Groups
+
+# positions that go through the head together: their logits take 4 V bytes each
+HEAD_POSITIONS = 1024
+
+
+# token ids to read, and the ids to score after them; at least one of each
+Request = tuple[list[int], list[int]]
+# log p(continuation | context), and whether each token of it is the most likely one
+Score = tuple[float, bool]
+
+# what a rank reads that has no request of its own
+IDLE = [0], [0]
+
+
+def check(request: Request, seq_length: int) -> None:
+    """Raises ValueError for what cannot be scored."""
+    context, continuation = request
+    if not context or not continuation:
+        empty = "continuation" if context else "context"
+        raise ValueError(f"the {empty} has no token of its own")
+    if len(continuation) > seq_length:
+        raise ValueError(
+            f"the continuation has {len(continuation)} tokens, and the model's context holds"
+            f" {seq_length}"
+        )
+
+
+def windows(ids: list[int], begin: int, seq_length: int) -> list[Request]:
+    """Requests that score each token of a text once. begin: the token before the text."""
+    whole = [begin, *ids]
+    requests = []
+    for start in range(0, len(ids), seq_length):
+        end = min(start + seq_length, len(ids))
+        first = max(0, end - seq_length)
+        requests.append((whole[first : start + 1], whole[start + 1 : end + 1]))
+    return requests
+
+
+@dataclass
+class Evaluator:
+    """Asks a model that may be spread over ranks. Every rank calls the same methods with the same
+    arguments, and gets all results, in the order of the requests.
+
+    They raise FloatingPointError, on every rank, where logits are not finite."""
+
+    model: GPT | Pipeline
+    tokenizer: object
+    groups: Groups
+    # texts that each data-parallel rank reads at a time
+    batch_size: int = 16
+    # as of generate.stream
+    lockstep: dist.ProcessGroup | None = None
+
+    @property
+    def config(self):
+        return self.stages[0].config
+
+    @property
+    def stages(self) -> list[GPT]:
+        return generate.stages_of(self.model)
+
+    @torch.inference_mode()
+    def log_likelihoods(self, requests: list[Request]) -> list[Score]:
+        """log p(continuation | context) of each request. Raises ValueError as `check`."""
+        for request in requests:
+            check(request, self.config.seq_length)
+        found = {}
+        for numbers in self.batches([len(c) + len(y) for c, y in requests]):
+            scores = self.score([requests[n] for n in numbers])
+            found |= zip(numbers, scores)
+        finite = all(math.isfinite(log_p) for log_p, _ in found.values())
+        return self.gather(found if finite else None)
+
+    def rolling(self, texts: list[list[int]], begin: int) -> list[float]:
+        """log p(text) of each text, whatever its length. begin: the token before each."""
+        of_texts = [windows(ids, begin, self.config.seq_length) for ids in texts]
+        scores = iter(self.log_likelihoods(list(itertools.chain(*of_texts))))
+        return [sum(next(scores)[0] for _ in requests) for requests in of_texts]
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        until: list[str],
+        end_tokens: tuple[int, ...],
+        sampling: dict,
+    ) -> list[str]:
+        """What the model writes after each prompt, up to the first text of `until`. A prompt is cut
+        on the left, so that max_tokens more fit, fewer than seq_length. sampling: temperature,
+        top_k and top_p of generate.stream."""
+        prompts = [prompt[max_tokens - self.config.seq_length :] for prompt in prompts]
+        keys = keys_of(prompts, seed=0)
+        found = {}
+        try:
+            for numbers in self.batches([len(prompt) for prompt in prompts]):
+                mine = [prompts[n] for n in numbers]
+                options = sampling | {"keys": [keys[n] for n in numbers], "eot": end_tokens}
+                stopped = Detokenizer(self.tokenizer, mine, until).stopped
+                ids = generate.generate(
+                    self.model, mine, max_tokens, stopped=stopped, lockstep=self.lockstep, **options
+                )
+                texts = map(self.tokenizer.decode, ids)
+                found |= zip(numbers, (cut(text, until) for text in texts))
+        except FloatingPointError:
+            # the other ranks do not know it yet
+            found = None
+        return self.gather(found)
+
+    # -- requests over ranks -----------------------------------------------------------------------
+
+    def batches(self, lengths: list[int]) -> Iterator[list[int]]:
+        """This rank's batches of requests, by number; the longest come first, so that texts of like
+        lengths are padded together. Every rank has as many, for forward passes may be collectives;
+        the last one may be empty."""
+        order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+        dp, rank = 1, 0
+        if self.groups.dp:
+            dp, rank = self.groups.dp.size(), self.groups.dp.rank()
+        for start in range(0, len(order), dp * self.batch_size):
+            yield order[start : start + dp * self.batch_size][rank::dp]
+
+    def gather(self, found: dict | None) -> list:
+        """All results, from those of each rank. found: request -> result; None: not finite."""
+        of_ranks = [found]
+        if self.groups.all:
+            of_ranks = [None] * self.groups.all.size()
+            dist.all_gather_object(of_ranks, found, group=self.groups.all)
+        if None in of_ranks:
+            raise FloatingPointError("the model's logits are not finite")
+        results = {}
+        for each in of_ranks:
+            results |= each
+        return [results[n] for n in sorted(results)]
+
+    # -- one batch ---------------------------------------------------------------------------------
+
+    def score(self, requests: list[Request]) -> list[Score]:
+        """Of a batch; empty on a pipeline stage without the head."""
+        p = 1 if isinstance(self.model, GPT) else self.model.p
+        rows = [*requests]
+        # as many rows in each micro-batch of a pipeline, and at least one
+        while not rows or len(rows) % p:
+            rows.append(IDLE)
+        device = next(itertools.chain(*(stage.parameters() for stage in self.stages))).device
+        tokens, targets = (x.to(device) for x in pad(rows, self.config.seq_length))
+        b, s = len(rows) // p, tokens.shape[1]
+        # of each micro-batch
+        scores = [[] for _ in range(p)]
+
+        def run_stage(chunk: int, m: int, x: Tensor | None) -> Tensor:
+            """x: [b, s, h] of the stage before"""
+            stage = self.stages[chunk]
+            part = slice(m * b, (m + 1) * b)
+            if stage.embedding is not None:
+                x = stage.embedding(tokens[part])  # [b, s, h]
+            x = stage.run_blocks(x, s, None)
+            if stage.head is not None:
+                scores[m] = head_scores(stage.head, x, targets[part])
+            return x
+
+        if isinstance(self.model, GPT):
+            run_stage(0, 0, None)
+        else:
+            self.model.run(self.model.forward_only(p), run_stage, b, s)
+        return list(itertools.chain(*scores))[: len(requests)]
+
+
+def pad(rows: list[Request], seq_length: int) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), each [b, s]; targets are -1 where nothing counts. Padding comes after a
+    row, where no token that counts attends to it."""
+    texts = [[*context, *continuation][-(seq_length + 1) :] for context, continuation in rows]
+    s = max(map(len, texts)) - 1
+    tokens = torch.zeros(len(rows), s, dtype=torch.int64)
+    targets = torch.full_like(tokens, -1)
+    for row, (ids, (_, continuation)) in enumerate(zip(texts, rows)):
+        end = len(ids) - 1
+        tokens[row, :end] = torch.tensor(ids[:-1])
+        targets[row, end - len(continuation) : end] = torch.tensor(continuation)
+    return tokens, targets
+
+
+def head_scores(head: nn.Module, x: Tensor, targets: Tensor) -> list[Score]:
+    """x: [b, s, h]; targets: [b, s], -1 where nothing counts. Under tensor parallelism the head
+    gathers the logits, as it does to generate."""
+    counts = targets >= 0
+    log_probs = []
+    most_likely = []
+    # [n, h] and [n], the positions that count, row after row
+    for h, target in zip(x[counts].split(HEAD_POSITIONS), targets[counts].split(HEAD_POSITIONS)):
+        logits = head(h.unsqueeze(0))[0]  # [n, V]
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        log_probs.append(log_p.gather(1, target.unsqueeze(1)).squeeze(1).double())
+        most_likely.append(log_p.argmax(-1) == target)
+    lengths = counts.sum(1).tolist()
+    of_rows = zip(torch.cat(log_probs).split(lengths), torch.cat(most_likely).split(lengths))
+    return [(log_p.sum().item(), greedy.all().item()) for log_p, greedy in of_rows]
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def encode_pair(
+    encode: Callable[[str], list[int]], context: str, continuation: str, begin: int
+) -> Request:
+    """A continuation has the tokens that the whole text has beyond those of its context, and the
+    spaces between the two: in most vocabularies " 5" is one token, and "5" is another.
+
+    encode: gives the tokens of a text. begin: the token before a text that has no context."""
+    whole = encode(context + continuation)
+    n = len(encode(context.rstrip()))
+    if n == 0:
+        n = 1
+        whole = whole if whole[:1] == [begin] else [begin, *whole]
+    return whole[:n], whole[n:]
+
+
+def begin_token(tokenizer) -> int:
+    """The token before a text that has no context: the begin token that the tokenizer's files name,
+    whether or not it stands before every text, or else the end of text. Raises TokenizerError."""
+    named = []
+    if isinstance(tokenizer, FileTokenizer):
+        named = tokenizer.companions.named("bos_token")
+    for token in (*named, tokenizer.bos, tokenizer.eot):
+        if token is not None:
+            return token
+    raise TokenizerError("the model knows neither a begin nor an end token, and a text needs one")
+
+
+def cut(text: str, until: list[str]) -> str:
+    """A text up to the first of these."""
+    return text[: min((text.find(stop) for stop in until if stop in text), default=len(text))]
+
+
+if __name__ == "__main__":
+    from lessons import form
+
+    if form.is_asked(sys.argv[1:]):
+        from lessons import evaluate as lesson
+
+        terminal.run(lesson.main)
+    from inference import evaluation_commands
+
+    terminal.leave(evaluation_commands.main(sys.argv[1:]))

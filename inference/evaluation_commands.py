@@ -1,0 +1,194 @@
+"""The command line of evaluate.py: tasks of lm-eval, and the perplexity of documents.
+
+    python evaluate.py --checkpoint runs/default --perplexity a.txt b.jsonl
+    python evaluate.py --checkpoint HF_DIR --tasks hellaswag gsm8k --num-fewshot 5 --out scores.json
+    torchrun --nproc-per-node 2 evaluate.py --tp 2 --checkpoint HF_DIR --tasks hellaswag
+
+The model is loaded as generate.py loads it, under any layout; ranks that are left over share the
+requests. `--out` gets all numbers as JSON: of the tasks also each item, with the model's answers.
+
+The perplexity of a document of n tokens is exp(-log p / n). The number of tokens depends on the
+tokenizer; bits per byte do not, -log2 p / bytes, so they compare models with other vocabularies.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+from corpus.documents import DataError, find_files, read_documents
+from evaluate import Evaluator, begin_token
+from inference import cli
+from inference.loading import find_chat
+from runtime import terminal
+from runtime.config import ConfigError
+from runtime.world import World
+
+# generate.py's flags that are none here, for its checks
+NO_SAMPLING = dict(stop=[], max_tokens=0, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Evaluate a model; without arguments, a lesson.")
+    cli.add_model_flags(parser)
+    flag = parser.add_argument
+    flag("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-eval, or your own")
+    flag("--num-fewshot", type=int, metavar="N", help="examples before each question")
+    flag("--limit", type=int, metavar="N", help="only the first N items of each task")
+    flag(
+        "--include-path",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder with task files of your own; may be given several times",
+    )
+    flag(
+        "--apply-chat-template",
+        action="store_true",
+        help="write each question in the chat template of the model's folder",
+    )
+    flag(
+        "--perplexity",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help='text files, one document each; of .jsonl files each line, {"text": ".."}',
+    )
+    flag("--adapter", action="append", default=[], help="a run of train.py --peft for this model")
+    flag("--batch-size", type=int, default=16, help="texts that a rank reads at a time")
+    flag("--out", metavar="FILE", help="a new JSON file with all numbers, and each item")
+    return parser
+
+
+def check_flags(args: argparse.Namespace, world: World):
+    """What can be known before the ranks meet. Returns (the model's configuration, the task manager
+    of lm-eval or None, documents). Raises the errors of cli.REFUSED."""
+    if not args.tasks and not args.perplexity:
+        raise ConfigError("--tasks NAME or --perplexity FILE: give one of them, or both")
+    for name in ("num_fewshot", "limit"):
+        value = getattr(args, name)
+        least = 1 if name == "limit" else 0
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    if args.cp > 1:
+        raise ConfigError(
+            f"--cp {args.cp}: ranks do not share a text here; without the flag they share the texts"
+        )
+    if args.out and (os.path.exists(args.out) or not Path(args.out).resolve().parent.is_dir()):
+        raise ConfigError(f"--out {args.out}: must be a new file in a folder that exists")
+    config = cli.check_flags(args, world)
+    manager = None
+    if args.tasks:
+        if importlib.util.find_spec("lm_eval") is None:
+            raise ConfigError(
+                f"--tasks {args.tasks[0]}: needs the package lm-eval (pip install lm-eval);"
+                " --perplexity FILE needs nothing"
+            )
+        from inference import harness
+
+        manager = harness.find_tasks(args.tasks, args.include_path)
+    return config, manager, read_files(args.perplexity)
+
+
+def read_files(names: list[str]) -> list[tuple[str, str]]:
+    """(name, text) of each document. Raises ConfigError."""
+    found = []
+    try:
+        for path in find_files(names) if names else []:
+            documents = list(read_documents(path, 0, None))
+            for number, text in enumerate(documents, 1):
+                found.append((f"{path}:{number}" if path.suffix == ".jsonl" else str(path), text))
+    except DataError as e:
+        raise ConfigError(f"--perplexity {e}") from None
+    return found
+
+
+def run(args: argparse.Namespace, world: World) -> None:
+    """What `python evaluate.py` does with flags."""
+    config, manager, documents = check_flags(args, world)
+    adapters = cli.open_adapters(args, config)
+    model, tokenizer, lockstep = cli.connect(args, world, None, cli.MONTH, adapters)
+    evaluator = Evaluator(model, tokenizer, world.groups, args.batch_size, lockstep)
+    report = {}
+    if documents:
+        report["documents"] = perplexities(evaluator, documents)
+        world.say(table_of(report["documents"]))
+    if manager:
+        report |= evaluate_tasks(args, world, evaluator, manager)
+    if args.out and world.rank == 0:
+        write(args.out, report)
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+
+def perplexities(evaluator: Evaluator, documents: list[tuple[str, str]]) -> list[dict]:
+    """Of each document, and at the end of all together. A collective."""
+    texts = [[int(i) for i in evaluator.tokenizer.encode(text)] for _, text in documents]
+    log_probs = evaluator.rolling(texts, begin_token(evaluator.tokenizer))
+    rows = []
+    for (name, text), ids, log_p in zip(documents, texts, log_probs):
+        rows.append(measures(name, len(ids), len(text.encode()), log_p))
+    total = [sum(row[key] for row in rows) for key in ("tokens", "bytes", "log_prob")]
+    return [*rows, measures("all", *total)]
+
+
+def measures(name: str, tokens: int, size: int, log_p: float) -> dict:
+    return {
+        "name": name,
+        "tokens": tokens,
+        "bytes": size,
+        "log_prob": log_p,
+        "perplexity": math.exp(-log_p / max(1, tokens)),
+        "bits_per_byte": -log_p / math.log(2) / max(1, size),
+    }
+
+
+def table_of(rows: list[dict]) -> str:
+    lines = [f"{'tokens':>12}{'bytes':>12}{'perplexity':>14}{'bits/byte':>11}  document"]
+    for row in rows:
+        numbers = f"{row['tokens']:>12,}{row['bytes']:>12,}{row['perplexity']:>14,.4f}"
+        lines.append(f"{numbers}{row['bits_per_byte']:>11.4f}  {row['name']}")
+    return "\n".join(lines)
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+def evaluate_tasks(args: argparse.Namespace, world: World, evaluator: Evaluator, manager) -> dict:
+    """lm-eval's results and items; on other ranks than 0 nothing. A collective."""
+    from inference import harness
+
+    chat = None
+    if args.apply_chat_template:
+        chat = harness.find_template(find_chat(args.checkpoint, evaluator.tokenizer, args.adapter))
+
+    def work(call) -> dict:
+        lm = harness.HarnessLM(evaluator, call, chat)
+        return harness.run_tasks(lm, manager, args.tasks, args.num_fewshot, args.limit)
+
+    results = harness.lead(world, evaluator, work)
+    if results is None:
+        return {}
+    world.say(harness.table_of(results))
+    return results
+
+
+def write(path: str, report: dict) -> None:
+    with open(path, "x") as file:
+        # of lm-eval, numbers of NumPy and functions too
+        json.dump(report, file, indent=1, default=lambda x: x.item() if hasattr(x, "item") else str(x))
+
+
+def main(argv: list[str]) -> int:
+    parser = make_parser()
+    # of generate.py, for its checks
+    parser.set_defaults(prompt_file=None, **NO_SAMPLING)
+    return cli.command("evaluate.py", run, argv, parser)
+
+
+if __name__ == "__main__":
+    terminal.leave(main(sys.argv[1:]))
