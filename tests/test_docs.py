@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 
-from inference import cli
+from inference import cli, evaluation_commands
 from lessons import form
 from planning import commands as planning_commands
 from prompts import commands as prompt_commands
@@ -33,6 +33,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 MAINS = {
     "train.py": lambda argv: flags.make_parser(0).parse_args(argv),
     "generate.py": cli.main,
+    "evaluate.py": evaluation_commands.main,
     "prompt_tuning.py": prompt_commands.main,
     "planner.py": lambda argv: main_of_planner(argv)(),
     "adapters.py": adapter_commands.main,
