@@ -2,11 +2,12 @@
 
 Benchmarks ask in three ways (lm-evaluation-harness, arXiv 2405.14782, section 3):
 
-    log-likelihood   log p(continuation | context)     multiple choice: the most likely answer counts
-    rolling          log p(text), window by window     the perplexity of a document
-    generation       what the model writes             compared with the right answer, as text
+    log-likelihood   log p(continuation | context)    multiple choice: the most likely answer counts
+    rolling          log p(text), window by window    the perplexity of a document
+    generation       what the model writes            compared with the right answer, as text
 
-The first two are sums of what a training forward gives. For a context c and a continuation y_1 .. y_n
+The first two are sums of what a training forward gives. For a context c and a continuation y of n
+tokens
 
     log p(y | c) = Σ_i log_softmax(logits of c y_1 .. y_i-1)[y_i]
 
@@ -16,8 +17,8 @@ so one forward pass over both gives all n terms. Only n positions go through the
     target      .  . y1 y2 y3              n = 3 positions count
 
 A text that is longer than the model's context is cut on the left, for the continuation is on the
-right. To score a whole text, `windows` moves on by a context at a time; the last window begins
-earlier than the one before ends, so that its tokens have a full context too. Each token counts once:
+right. To score a whole text, `windows` moves on by a context at a time. The last window begins
+before the one before it ends, so that its tokens have a full context too. Each token counts once:
 
     read       . t1 t2 t3 | t4 t5 t6 t7 | t6 t7 t8 t9        context 4; . is the begin token
     count     t1 t2 t3 t4 | t5 t6 t7 t8 |       t9 t10

@@ -7,6 +7,12 @@
 The model is loaded as generate.py loads it, under any layout; ranks that are left over share the
 requests. `--out` gets all numbers as JSON: of the tasks also each item, with the model's answers.
 
+lm-eval runs on rank 0. The other ranks follow: `lead` sends them the name of a method of the
+evaluator and its arguments, and all call it together.
+
+    rank 0      lm-eval -> HarnessLM -> call ─┬─> evaluator.log_likelihoods(requests)
+    rank 1      follow <──────────────────────┴─> evaluator.log_likelihoods(requests)
+
 The perplexity of a document of n tokens is exp(-log p / n). The number of tokens depends on the
 tokenizer; bits per byte do not, -log2 p / bytes, so they compare models with other vocabularies.
 """
@@ -17,6 +23,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from corpus.documents import DataError, find_files, read_documents
@@ -170,17 +177,44 @@ def evaluate_tasks(args: argparse.Namespace, world: World, evaluator: Evaluator,
         lm = harness.HarnessLM(evaluator, call, chat)
         return harness.run_tasks(lm, manager, args.tasks, args.num_fewshot, args.limit)
 
-    results = harness.lead(world, evaluator, work)
+    results = lead(world, evaluator, work)
     if results is None:
         return {}
     world.say(harness.table_of(results))
     return results
 
 
+def lead(world: World, evaluator: Evaluator, work: Callable[[Callable], object]):
+    """A collective. Rank 0 calls work(call), and call(name, *arguments) calls this method of the
+    evaluator on every rank. Returns what work gives, on other ranks None."""
+
+    def call(name: str, *arguments):
+        world.gather((name, arguments))
+        return getattr(evaluator, name)(*arguments)
+
+    if world.rank:
+        while request := world.gather(None)[0]:
+            name, arguments = request
+            getattr(evaluator, name)(*arguments)
+        return None
+    try:
+        result = work(call)
+    except FloatingPointError:
+        # raised by the evaluator, on every rank
+        raise
+    except Exception:
+        world.gather(None)
+        raise
+    world.gather(None)
+    return result
+
+
 def write(path: str, report: dict) -> None:
     with open(path, "x") as file:
         # of lm-eval, numbers of NumPy and functions too
-        json.dump(report, file, indent=1, default=lambda x: x.item() if hasattr(x, "item") else str(x))
+        json.dump(
+            report, file, indent=1, default=lambda x: x.item() if hasattr(x, "item") else str(x)
+        )
 
 
 def main(argv: list[str]) -> int:

@@ -11,11 +11,7 @@ evaluate.Evaluator:
 The same texts become the same tokens as in lm-eval's own backend for `transformers` (HFLM), so that
 the answers are the same too, item by item (tests/test_evaluate.py).
 
-lm-eval runs on rank 0. It has the other ranks follow: `lead` sends them the name of a method of the
-evaluator and its arguments, and all call it together.
-
-    rank 0      lm-eval -> HarnessLM -> call ─┬─> evaluator.log_likelihoods(requests)
-    rank 1      follow <──────────────────────┴─> evaluator.log_likelihoods(requests)
+lm-eval runs on rank 0; how the other ranks follow: inference/evaluation_commands.py.
 
     python evaluate.py --checkpoint RUN --tasks NAME
 
@@ -38,10 +34,11 @@ from corpus.tokenizer import FileTokenizer
 from evaluate import Evaluator, Request, begin_token, check, encode_pair
 from runtime import terminal
 from runtime.config import ConfigError
-from runtime.world import World
 from sft import Chat
 
 ROOT = Path(__file__).resolve().parent.parent
+# stands at the end of a message; the space shows whether a template strips messages
+MARK = "END_OF_THE_UNFINISHED_MESSAGE "
 # of a generation, where a task does not say
 MAX_TOKENS = 256
 MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -49,10 +46,10 @@ MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_complet
 
 @contextlib.contextmanager
 def other_evaluate() -> Iterator[None]:
-    """Inside this context `import evaluate` gives the package of Hugging Face. Some tasks of lm-eval
+    """Inside this context `import evaluate` gives Hugging Face's package. Some tasks of lm-eval
     import it while they run, for its metrics; but the first folder that Python looks into is this
-    project's, and there stands evaluate.py. What ranks send each other inside is plain data: the
-    name of a class of ours would be looked up in the other package."""
+    project's, and there stands evaluate.py. What ranks send each other meanwhile is plain data: the
+    name of a class of evaluate.py would be looked up in the other package."""
     ours = sys.modules.pop("evaluate", None)
     path = sys.path[:]
     try:
@@ -135,12 +132,15 @@ class HarnessLM(LM):
     # -- conversations
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt=True) -> str:
-        text = self.chat.template.render(chat_history, ask=add_generation_prompt).text
+        template = self.chat.template
         if add_generation_prompt:
-            return text
-        # the model goes on with the last message
-        content = chat_history[-1]["content"].strip()
-        return text[: text.rindex(content) + len(content)]
+            return template.render(chat_history, ask=True).text
+        # the model goes on with the last message: as far as a mark at its end, as transformers does
+        *others, last = chat_history
+        text = template.render([*others, last | {"content": last["content"] + MARK}]).text
+        unfinished = text[: text.rindex(MARK.strip())]
+        # a template that strips messages has stripped the mark too
+        return unfinished if MARK in text else unfinished.rstrip()
 
     def chat_template(self, chat_template=False) -> str:
         return self.chat.template.text if self.chat else ""
@@ -182,32 +182,7 @@ def generation_options(options: dict) -> tuple[int, list[str], dict]:
     return max_tokens, [until] if isinstance(until, str) else list(until), sampling
 
 
-# --- all ranks ------------------------------------------------------------------------------------
-
-
-def lead(world: World, evaluator: Evaluator, work: Callable[[Callable], object]):
-    """A collective. Rank 0 calls work(call), and call(name, *arguments) calls this method of the
-    evaluator on every rank. Returns what work gives, on other ranks None."""
-
-    def call(name: str, *arguments):
-        world.gather((name, arguments))
-        return getattr(evaluator, name)(*arguments)
-
-    if world.rank:
-        while request := world.gather(None)[0]:
-            name, arguments = request
-            getattr(evaluator, name)(*arguments)
-        return None
-    try:
-        result = work(call)
-    except FloatingPointError:
-        # raised by the evaluator, on every rank
-        raise
-    except Exception:
-        world.gather(None)
-        raise
-    world.gather(None)
-    return result
+# --- tasks ----------------------------------------------------------------------------------------
 
 
 def find_tasks(names: list[str], folders: list[str]) -> TaskManager:
@@ -258,7 +233,6 @@ def find_template(chat: Chat) -> Chat:
             " out"
         )
     return chat
-
 
 
 def table_of(results: dict) -> str:
