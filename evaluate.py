@@ -51,7 +51,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import generate
-from corpus.tokenizer import FileTokenizer, TokenizerError
 from gpt import GPT
 from inference.answers import Detokenizer
 from inference.sampling import keys_of
@@ -109,14 +108,12 @@ class Evaluator:
     batch_size: int = 16
     # as of generate.stream
     lockstep: dist.ProcessGroup | None = None
+    # told after each batch: requests that are done, of how many
+    progress: Callable[[int, int], None] = lambda done, count: None
 
-    @property
-    def config(self):
-        return self.stages[0].config
-
-    @property
-    def stages(self) -> list[GPT]:
-        return generate.stages_of(self.model)
+    def __post_init__(self):
+        self.stages = generate.stages_of(self.model)
+        self.config = self.stages[0].config
 
     @torch.inference_mode()
     def log_likelihoods(self, requests: list[Request]) -> list[Score]:
@@ -154,12 +151,11 @@ class Evaluator:
             for numbers in self.batches([len(prompt) for prompt in prompts]):
                 mine = [prompts[n] for n in numbers]
                 options = sampling | {"keys": [keys[n] for n in numbers], "eot": end_tokens}
-                stopped = Detokenizer(self.tokenizer, mine, until).stopped
-                ids = generate.generate(
-                    self.model, mine, max_tokens, stopped=stopped, lockstep=self.lockstep, **options
-                )
-                texts = map(self.tokenizer.decode, ids)
-                found |= zip(numbers, (cut(text, until) for text in texts))
+                # what is written is decoded without its prompt
+                texts = Detokenizer(self.tokenizer, [[] for _ in mine], until)
+                options |= {"stopped": texts.stopped, "lockstep": self.lockstep}
+                ids = generate.generate(self.model, mine, max_tokens, **options)
+                found |= {n: texts.text(i, ids[i]) for i, n in enumerate(numbers)}
         except FloatingPointError:
             # the other ranks do not know it yet
             found = None
@@ -175,8 +171,10 @@ class Evaluator:
         dp, rank = 1, 0
         if self.groups.dp:
             dp, rank = self.groups.dp.size(), self.groups.dp.rank()
-        for start in range(0, len(order), dp * self.batch_size):
-            yield order[start : start + dp * self.batch_size][rank::dp]
+        size = dp * self.batch_size
+        for start in range(0, len(order), size):
+            yield order[start : start + size][rank::dp]
+            self.progress(min(start + size, len(order)), len(order))
 
     def gather(self, found: dict | None) -> list:
         """All results, from those of each rank. found: request -> result; None: not finite."""
@@ -271,23 +269,6 @@ def encode_pair(
         n = 1
         whole = whole if whole[:1] == [begin] else [begin, *whole]
     return whole[:n], whole[n:]
-
-
-def begin_token(tokenizer) -> int:
-    """The token before a text that has no context: the begin token that the tokenizer's files name,
-    whether or not it stands before every text, or else the end of text. Raises TokenizerError."""
-    named = []
-    if isinstance(tokenizer, FileTokenizer):
-        named = tokenizer.companions.named("bos_token")
-    for token in (*named, tokenizer.bos, tokenizer.eot):
-        if token is not None:
-            return token
-    raise TokenizerError("the model knows neither a begin nor an end token, and a text needs one")
-
-
-def cut(text: str, until: list[str]) -> str:
-    """A text up to the first of these."""
-    return text[: min((text.find(stop) for stop in until if stop in text), default=len(text))]
 
 
 if __name__ == "__main__":

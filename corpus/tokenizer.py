@@ -396,6 +396,19 @@ def special_ids(tokenizer) -> dict[str, int | list[int]]:
     }
 
 
+def begin_id(tokenizer) -> int:
+    """The id before a text of which every token is to be scored: the begin token that the files
+    name, whether or not it stands before every text, or else the end of text. Raises
+    TokenizerError."""
+    named = []
+    if isinstance(tokenizer, FileTokenizer):
+        named = tokenizer.companions.named("bos_token")
+    for token in (*named, tokenizer.bos, tokenizer.eot):
+        if token is not None:
+            return token
+    raise TokenizerError("the model knows neither a begin nor an end token, and a text needs one")
+
+
 @dataclass
 class TokenizerRecord:
     """What a checkpoint remembers of the tokenizer; empty in older checkpoints."""

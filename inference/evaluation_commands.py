@@ -23,17 +23,20 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from corpus.documents import DataError, find_files, read_documents
-from evaluate import Evaluator, begin_token
+from corpus.tokenizer import begin_id
+from evaluate import Evaluator
 from inference import cli
 from inference.loading import find_chat
 from runtime import terminal
 from runtime.config import ConfigError
 from runtime.world import World
 
+SECONDS_OF_SILENCE = 10
 # generate.py's flags that are none here, for its checks
 NO_SAMPLING = dict(stop=[], max_tokens=0, temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -118,7 +121,9 @@ def run(args: argparse.Namespace, world: World) -> None:
     config, manager, documents = check_flags(args, world)
     adapters = cli.open_adapters(args, config)
     model, tokenizer, lockstep = cli.connect(args, world, None, cli.MONTH, adapters)
-    evaluator = Evaluator(model, tokenizer, world.groups, args.batch_size, lockstep)
+    evaluator = Evaluator(
+        model, tokenizer, world.groups, args.batch_size, lockstep, Progress(world)
+    )
     report = {}
     if documents:
         report["documents"] = perplexities(evaluator, documents)
@@ -129,13 +134,26 @@ def run(args: argparse.Namespace, world: World) -> None:
         write(args.out, report)
 
 
+class Progress:
+    """Says how far an evaluation is, every ten seconds."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.last = time.monotonic()
+
+    def __call__(self, done: int, count: int) -> None:
+        if time.monotonic() - self.last >= SECONDS_OF_SILENCE:
+            self.last = time.monotonic()
+            self.world.say_aside(f"{done:,} of {count:,} texts")
+
+
 # --- documents ------------------------------------------------------------------------------------
 
 
 def perplexities(evaluator: Evaluator, documents: list[tuple[str, str]]) -> list[dict]:
     """Of each document, and at the end of all together. A collective."""
     texts = [[int(i) for i in evaluator.tokenizer.encode(text)] for _, text in documents]
-    log_probs = evaluator.rolling(texts, begin_token(evaluator.tokenizer))
+    log_probs = evaluator.rolling(texts, begin_id(evaluator.tokenizer))
     rows = []
     for (name, text), ids, log_p in zip(documents, texts, log_probs):
         rows.append(measures(name, len(ids), len(text.encode()), log_p))

@@ -30,8 +30,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
-from corpus.tokenizer import FileTokenizer
-from evaluate import Evaluator, Request, begin_token, check, encode_pair
+from corpus.tokenizer import FileTokenizer, begin_id
+from evaluate import Evaluator, Request, check, encode_pair
 from runtime import terminal
 from runtime.config import ConfigError
 from sft import Chat
@@ -82,7 +82,7 @@ class HarnessLM(LM):
         self.tokenizer = evaluator.tokenizer
         self.call = call
         self.chat = chat
-        self.begin = begin_token(self.tokenizer)
+        self.begin = begin_id(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """With the begin token, if the tokenizer has one and the text has not."""
