@@ -347,7 +347,10 @@ def ask(evaluator: Evaluator) -> dict:
     texts = [torch.randint(256, (n,), generator=generator).tolist() for n in range(3, 33, 3)]
     prompts = [text[:n] for n, text in enumerate(texts[1:8], 1)]
     written = evaluator.generate(prompts, 6, ["\x10"], (256,), {"temperature": 0.0})
-    drawn = evaluator.generate(prompts, 6, [], (256,), {"temperature": 1.0, "top_k": 9})
+    # equal prompts draw each its own text, in one batch and in two
+    prompts += [[7]] * 3
+    drawn = evaluator.generate(prompts, 6, [], (256,), {"temperature": 1.0, "top_k": 99})
+    assert len(set(drawn[-3:])) == 3
     return {
         "pairs": evaluator.log_likelihoods([(text[:-2], text[-2:]) for text in texts]),
         "rolling": evaluator.rolling([*texts, []], 256),
