@@ -1,6 +1,6 @@
 """Evaluation: what a model knows, by the probability of texts and by what it writes.
 
-Benchmarks ask in three ways (lm-evaluation-harness, arXiv 2405.14782, section 3):
+Benchmarks ask in three ways (lm-evaluation-harness, arXiv 2405.14782):
 
     log-likelihood   log p(continuation | context)    multiple choice: the most likely answer counts
     rolling          log p(text), window by window    the perplexity of a document
@@ -17,8 +17,8 @@ so one forward pass over both gives all n terms. Only n positions go through the
     target      .  . y1 y2 y3              n = 3 positions count
 
 A text that is longer than the model's context is cut on the left, for the continuation is on the
-right. To score a whole text, `windows` moves on by a context at a time. The last window begins
-before the one before it ends, so that its tokens have a full context too. Each token counts once:
+right. A whole text is scored window by window, and each token counts once. A window begins where
+the one before ends; only the last one begins earlier, so that it is full too:
 
     read       . t1 t2 t3 | t4 t5 t6 t7 | t6 t7 t8 t9        context 4; . is the begin token
     count     t1 t2 t3 t4 | t5 t6 t7 t8 |       t9 t10
@@ -59,7 +59,6 @@ from runtime.world import Groups
 
 # positions that go through the head together: their logits take 4 V bytes each
 HEAD_POSITIONS = 1024
-
 
 # token ids to read, and the ids to score after them; at least one of each
 Request = tuple[list[int], list[int]]
