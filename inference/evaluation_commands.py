@@ -11,7 +11,7 @@ lm-eval runs on rank 0. The other ranks follow: `lead` sends them the name of a 
 evaluator and its arguments, and all call it together.
 
     rank 0      lm-eval -> HarnessLM -> call ─┬─> evaluator.log_likelihoods(requests)
-    rank 1      follow <──────────────────────┴─> evaluator.log_likelihoods(requests)
+    rank 1                                    └─> evaluator.log_likelihoods(requests)
 
 The perplexity of a document of n tokens is exp(-log p / n). The number of tokens depends on the
 tokenizer; bits per byte do not, -log2 p / bytes, so they compare models with other vocabularies.
@@ -95,7 +95,7 @@ def check_flags(args: argparse.Namespace, world: World):
         if importlib.util.find_spec("lm_eval") is None:
             raise ConfigError(
                 f"--tasks {args.tasks[0]}: needs the package lm-eval (pip install lm-eval);"
-                " --perplexity FILE needs nothing"
+                " --perplexity FILE does not"
             )
         from inference import harness
 
@@ -108,9 +108,9 @@ def read_files(names: list[str]) -> list[tuple[str, str]]:
     found = []
     try:
         for path in find_files(names) if names else []:
-            documents = list(read_documents(path, 0, None))
-            for number, text in enumerate(documents, 1):
-                found.append((f"{path}:{number}" if path.suffix == ".jsonl" else str(path), text))
+            for number, text in enumerate(read_documents(path, 0, None), 1):
+                # the number of the document, which is its line if none is empty
+                found.append((f"{path}:{number}" if ".jsonl" in path.suffixes else str(path), text))
     except DataError as e:
         raise ConfigError(f"--perplexity {e}") from None
     return found
