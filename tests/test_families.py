@@ -1,0 +1,234 @@
+"""Each family of models: what transformers computes, there and back, and one device's numbers under
+every technique."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import LLAMA, SMALL, same, train, train_each
+
+import checkpoint
+import generate
+import huggingface
+import moe
+from huggingface import export_folder, import_folder
+from inference.loading import load_model
+from lessons import ranks
+from lessons.parity import relative
+from routers import MoEConfig
+from runtime.architectures import HuggingFaceError
+from runtime.hf_config import to_gpt_config, to_hf_config
+from runtime.world import Groups
+
+transformers = pytest.importorskip("transformers")
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+
+SIZES = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    vocab_size=61,
+    max_position_embeddings=32,
+    # as transformers 4 and 5 take it
+    rope_theta=500.0,
+    rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # with this base some pairs keep their angle, some are between, some turn slower
+    "original_max_position_embeddings": 48,
+}
+BLOOM = dict(n_layer=2, vocab_size=61, seq_length=32)
+# family -> (start of the class in transformers, fields of its configuration)
+FAMILIES = {
+    "gpt2": ("GPT2LMHead", dict(n_embd=32, n_layer=2, n_head=4, vocab_size=61, n_positions=32)),
+    "llama": ("Llama", SIZES),
+    "llama 3": ("Llama", SIZES | dict(rope_parameters=LLAMA3)),
+    "smollm": ("Llama", SIZES | dict(tie_word_embeddings=True)),
+    "llama with biases": (
+        "Llama",
+        SIZES | dict(attention_bias=True, mlp_bias=True, head_dim=16),
+    ),
+    "mistral": ("Mistral", SIZES | dict(sliding_window=5)),
+    "mistral head": ("Mistral", SIZES | dict(sliding_window=None, head_dim=16)),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen2 tied": ("Qwen2", SIZES | dict(tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", SIZES | dict(head_dim=16)),
+    # with a token for padding, transformers leaves out the gradient of its embedding
+    "gemma": ("Gemma", SIZES | dict(num_key_value_heads=1, head_dim=16, pad_token_id=None)),
+    "bloom, 8 heads": ("Bloom", BLOOM | dict(hidden_size=32, n_head=8)),
+    # no power of two
+    "bloom, 6 heads": ("Bloom", BLOOM | dict(hidden_size=48, n_head=6)),
+    "mixtral": ("Mixtral", SIZES | dict(num_local_experts=4, sliding_window=None)),
+}
+SEED = torch.Generator().manual_seed(0)
+# longer than the window
+TOKENS = torch.randint(61, (2, 24), generator=SEED)
+TARGETS = torch.randint(61, (2, 24), generator=SEED)
+# the longest is beyond the window of 5, so the first ones reach it at other steps
+PROMPTS = [TOKENS[0, :n].tolist() for n in (3, 1, 9, 6)]
+NEW_TOKENS = 14
+
+
+def their_class(family: str):
+    return getattr(transformers, f"{FAMILIES[family][0].removesuffix('LMHead')}Config"), getattr(
+        transformers,
+        FAMILIES[family][0] + ("Model" if "LMHead" in FAMILIES[family][0] else "ForCausalLM"),
+    )
+
+
+def theirs(family: str):
+    """A model of transformers, with norms and biases away from 1 and 0."""
+    torch.manual_seed(0)
+    config_class, model_class = their_class(family)
+    model = model_class(config_class(**FAMILIES[family][1])).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def save_theirs(model, folder: Path) -> None:
+    is_mixtral = model.config.model_type == "mixtral"
+    model.save_pretrained(folder, **(dict(save_original_format=True) if is_mixtral else {}))
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory) -> Path:
+    """A folder of transformers, and the checkpoint that we made of it, for each family."""
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        save_theirs(theirs(family), folder / family / "hf")
+        import_folder(folder / family / "hf", folder / family / "ours")
+    return folder
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    found = {}
+    for name, (_, shape) in checkpoint.read_index(path)["tensors"].items():
+        found[name] = torch.zeros(shape)
+    checkpoint.read(path, found)
+    return found
+
+
+def ours(path: Path, **fields):
+    """The model of a checkpoint, with other fields of its configuration."""
+    model, _ = load_model(path)
+    # in transformers a router's loss is no part of what a model computes
+    other = moe.build(dataclasses.replace(model.config, dropout=0.0, aux_loss=0.0, **fields))
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def gradients(model, path: Path) -> dict[str, torch.Tensor]:
+    """Of a model of transformers whose backward has run, under our names: its gradients, saved and
+    imported as if they were its weights."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.grad)
+    save_theirs(model, path / "hf")
+    import_folder(path / "hf", path / "ours")
+    found = weights(path / "ours")
+    return {name.replace("model.", "gradient of ", 1): g for name, g in found.items()}
+
+
+# --- the same numbers as transformers -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients(family, imported, tmp_path):
+    """1e-5 in float32, of every logit and every gradient, with both attentions."""
+    model = theirs(family)
+    logits = model(TOKENS).logits
+    F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum").backward()
+    expected = {"logits": logits.detach()} | gradients(model, tmp_path)
+    for attention in ("explicit", "fused"):
+        other = ours(imported / family / "ours", attention=attention)
+        other(TOKENS, TARGETS).sum().backward()
+        got = {"logits": other(TOKENS).detach()}
+        got |= {f"gradient of {name}": p.grad for name, p in other.named_parameters()}
+        assert got.keys() == expected.keys()
+        worst = {name: apart.max().item() for name, apart in relative(got, expected)}
+        assert max(worst.values()) < 1e-5, (attention, max(worst, key=worst.get), worst)
+
+
+@torch.no_grad()
+def greedy(family: str) -> list[list[int]]:
+    """What transformers gives, each prompt alone."""
+    model = theirs(family)
+    options = dict(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        # without a mask it takes token 0 for padding
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        found.append(tokens[0, len(prompt) :].tolist())
+    return found
+
+
+def generate_each(rank: int, folder: Path, families: list[str], layouts: list[dict]) -> list:
+    """Greedy tokens of each family under each layout."""
+    found = []
+    for layout in layouts:
+        groups = Groups.make("cpu", 2, **layout)
+        for family in families:
+            model, _ = load_model(folder / family / "ours", groups=groups)
+            found.append(generate.generate(model, PROMPTS, NEW_TOKENS, temperature=0))
+    return found
+
+
+def test_generation(imported):
+    """Token for token, with the cache and without; of prompts in one batch, where transformers has
+    one at a time; beyond the window; under tp 2 and pp 2."""
+    # 8 heads and one of keys and values are not for two ranks
+    for_two = [family for family in FAMILIES if family != "gemma"]
+    layouts = [dict(tp=2), dict(pp=2)]
+    expected = {family: greedy(family) for family in FAMILIES}
+    for family in FAMILIES:
+        model, _ = load_model(imported / family / "ours")
+        for cached in (True, False):
+            options = dict(temperature=0, cached=cached)
+            assert generate.generate(model, PROMPTS, NEW_TOKENS, **options) == expected[family]
+    of_ranks = ranks.run(generate_each, 2, imported, for_two, layouts)
+    for found in of_ranks:
+        assert found == 2 * [expected[family] for family in for_two]
+
+
+def files_of(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        yield file.name, file.read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back(family, imported, tmp_path):
+    """What we export loads as the same class, with the same weights, bit for bit; imported again it
+    is the same checkpoint, and exported again the same folder, config.json too."""
+    path = imported / family / "ours"
+    export_folder(path, tmp_path / "a")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    expected = theirs(family)
+    # a Mistral without a window is a Llama
+    if family != "mistral head":
+        assert type(loaded) is type(expected)
+    state = loaded.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    assert all(torch.equal(state[name], x) for name, x in expected.state_dict().items())
+    config = import_folder(tmp_path / "a", tmp_path / "b")
+    assert config == MoEConfig(**checkpoint.read_index(path)["model"])
+    again = weights(tmp_path / "b")
+    assert all(torch.equal(again[name], x) for name, x in weights(path).items())
+    export_folder(tmp_path / "b", tmp_path / "c")
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "c" / file.name).read_bytes()
