@@ -232,3 +232,81 @@ def test_there_and_back(family, imported, tmp_path):
     export_folder(tmp_path / "b", tmp_path / "c")
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "c" / file.name).read_bytes()
+
+
+# --- under every technique ------------------------------------------------------------------------
+
+# Presets, made small: with fewer heads of keys and values, with a window that hides something.
+PRESETS = {
+    "llama3.2-1b": dict(num_kv_heads=2),
+    "mistral-7b": dict(num_kv_heads=2, sliding_window=5),
+    "qwen2.5-7b": dict(num_kv_heads=2),
+    "qwen3-0.6b": dict(num_kv_heads=2, head_dim=16),
+    "gemma-7b": dict(num_kv_heads=2, head_dim=16),
+    "bloom-7b1": dict(num_heads=6, hidden_size=48),
+}
+# dropout's masks are on explicit attention; the other attention, and documents in a row
+PLAIN, PACKED = dict(), dict(dropout=0.0, document_mask=True)
+LAYOUTS = [
+    PLAIN | dict(tp=2, sequence_parallel=True, recompute="selective", head_chunk=5),
+    PLAIN | dict(zero_stage=3, micro_batch_size=2),
+    PACKED | dict(pp=2, micro_batch_size=4),
+]
+MORE_LAYOUTS = [
+    PACKED | dict(tp=2, sequence_parallel=True, recompute="full"),
+    PACKED | dict(zero_stage=3, recompute="full", micro_batch_size=2),
+    PLAIN | dict(tp=2),
+    PLAIN | dict(zero_stage=2, micro_batch_size=1),
+    PLAIN | dict(pp=2, schedule="zb-h1", micro_batch_size=2),
+    PLAIN | dict(pp=2, schedule="gpipe", recompute="full", micro_batch_size=2),
+]
+
+
+def of_family(name: str) -> dict:
+    return SMALL | dict(model=name, ffn_hidden_size=56) | PRESETS[name]
+
+
+def gate(world: int, layouts: list[tuple[dict, dict]]) -> None:
+    """layouts: (flags of the model, flags of the layout). One launch for all of them, and one for
+    one device."""
+    alone = []
+    for model, layout in layouts:
+        of_model = {name: layout[name] for name in (*PACKED, *PEFT) if name in layout}
+        if model | of_model not in alone:
+            alone.append(model | of_model)
+    of_one = train_each(1, alone)
+    results = train_each(world, [model | layout for model, layout in layouts])
+    for (model, layout), result in zip(layouts, results, strict=True):
+        of_model = {name: layout[name] for name in (*PACKED, *PEFT) if name in layout}
+        same(result, of_one[alone.index(model | of_model)])
+
+
+PEFT = ("peft", "lora_rank", "peft_targets", "adapter_size")
+
+
+def test_layouts():
+    """The gate, of every family: tensor, sequence and data parallelism, stages of a pipeline,
+    recomputation, documents, a head in chunks."""
+    gate(2, [(of_family(name), layout) for name in PRESETS for layout in LAYOUTS])
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("name", PRESETS)
+def test_more_layouts(name):
+    gate(2, [(of_family(name), layout) for layout in MORE_LAYOUTS])
+    both = dict(tp=2, pp=2, sequence_parallel=True, zero_stage=1, micro_batch_size=2)
+    gate(4, [(of_family(name), PACKED | both)])
+
+
+ADAPTERS = [
+    ("qwen3-0.6b", dict(peft="lora", lora_rank=2, peft_targets=["query", "output", "up"])),
+    ("gemma-7b", dict(peft="adapter", adapter_size=4)),
+    ("bloom-7b1", dict(peft="ia3")),
+]
+
+
+def test_layouts_of_adapters():
+    """Where the rows of a matrix are not the hidden size, and where norms are not LayerNorm."""
+    layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3, micro_batch_size=2)]
+    cases = [(of_family(name), peft | layout) for name, peft in ADAPTERS for layout in layouts]
+    gate(2, cases)
