@@ -129,9 +129,8 @@ class GPT(nn.Module):
 
     def run_blocks(self, x: Tensor, s: int, drop_key: Tensor | None, documents=None) -> Tensor:
         """x: [b, s, h], or a shard of it; s: the length of the whole sequence."""
-        rotary = None
-        if self.config.positions == "rotary":
-            rotary = rotary_table(self.config, s, x, documents)
+        is_rotary = self.config.positions == "rotary"
+        rotary = rotary_table(self.config, s, x, documents) if is_rotary else None
         for number, block in self.blocks.items():
             x = block(x, layer_key(drop_key, int(number)), rotary, documents)
         return x
