@@ -38,7 +38,7 @@ PAGE = ROOT / "page"
 DEFAULT = ROOT / "docs" / "explorer.html"
 
 # a configuration's defaults are set in Python; these stay for the page
-CONFIG_MEMBERS = ("head_dim", "expert_layers", "check", "check_range")
+CONFIG_MEMBERS = ("gated", "expert_layers", "check", "check_rotary", "check_size", "check_range")
 
 
 def formulas_in_javascript() -> str:

@@ -137,6 +137,8 @@ class GPTConfig:
             raise FieldError("dropout", self.dropout, "must be at least 0 and below 1")
         # beyond these a float32 is 0 or infinite somewhere in the model
         self.check_range("norm_eps", 1e-30, 1, "must be from 1e-30 to 1")
+        self.check_range("rotary_base", 1, 1e30, "must be from 1 to 1e+30")
+        self.check_range("rotary_factor", 1, 1e30, "must be from 1 to 1e+30")
         if self.attention == "fused" and self.dropout > 0:
             rule = "never sees the probabilities that {dropout} would mask; explicit would fit"
             raise FieldError("attention", "fused", rule + ", or dropout 0", dropout=self.dropout)
@@ -145,8 +147,6 @@ class GPTConfig:
         if d % 2:
             rule = f"rotary positions need an even head size, not hidden_size / num_heads = {d}"
             raise FieldError("num_heads", a, rule)
-        self.check_range("rotary_base", 1, 1e30, "must be from 1 to 1e+30")
-        self.check_range("rotary_factor", 1, 1e30, "must be from 1 to 1e+30")
         low, high = self.rotary_low_frequency, self.rotary_high_frequency
         if not 0 < low < high < math.inf:
             rule = "must be above 0 and below {rotary_high_frequency}"
