@@ -73,6 +73,7 @@ from runtime.checkpoint_index import (  # noqa: F401 (.. checkpoint.read_model)
     check_room,
     check_slices,
     fixed_fields,
+    model_fields,
     read_index,
     read_model,
 )
@@ -348,9 +349,9 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
     another model, naming the fields or the tensors that differ."""
     index = verify(path)
     differing = []
+    there = model_fields(index["model"])
     for field, here in (model or {}).items():
-        # an older checkpoint may lack a field
-        saved = index["model"].get(field, here)
+        saved = there.get(field, here)
         if saved != here:
             differing.append(f"{field} is {saved} there and {here} here")
     if differing:

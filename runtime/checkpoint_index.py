@@ -191,14 +191,23 @@ def fixed_fields(config: MoEConfig, weights_only: bool = False) -> dict[str, Any
 
     No weight's shape or meaning depends on dropout, on the attention kernel, or on the coefficients
     of a router's losses, so these are free. Where positions are computed, the length of sequences
-    is free too. weights_only: training begins anew from the weights, and may choose
-    another router."""
+    is free too. weights_only: training begins anew from the weights, and may choose another
+    router."""
     free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
     if config.positions != "learned":
         free |= {"seq_length"}
     if weights_only:
         free |= {"router", "router_topk"}
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
+
+
+def model_fields(saved: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the model in an index. One that an older version did not have is what it was
+    by default. Fields that are no model's stay as they are."""
+    try:
+        return dataclasses.asdict(MoEConfig(**saved))
+    except (TypeError, ValueError):
+        return saved
 
 
 def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:

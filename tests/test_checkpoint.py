@@ -20,6 +20,7 @@ import gpt
 from checkpoint import CheckpointError
 from lessons import ranks
 from routers import MoEConfig
+from tuning.frozen_base import identifying_fields
 
 STATE = {"tokens": 7, "config": {"a": 1}, "model": {}}
 
@@ -664,8 +665,10 @@ def test_saved_under_one_layout_loads_under_any(tmp_path, world, flags):
 
 def test_fields_that_a_checkpoint_must_agree_with():
     """By hand: a prompt file's fingerprint is a hash of exactly these, so a change of this list
-    would make every prompt file another model's."""
-    config = MoEConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
+    would make every prompt file another model's. Options of other families are part of it where a
+    model has them."""
+    sizes = dict(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
+    config = MoEConfig(**sizes)
     fixed = {
         "num_layers": 2,
         "hidden_size": 16,
@@ -682,14 +685,20 @@ def test_fields_that_a_checkpoint_must_agree_with():
         "router": "sinkhorn",
         "router_topk": 1,
     }
-    assert checkpoint.fixed_fields(config) == fixed
-    for name in ("router", "router_topk"):
-        del fixed[name]
-    assert checkpoint.fixed_fields(config, weights_only=True) == fixed
+    assert identifying_fields(config) == fixed
+    llama = MoEConfig(**sizes, llama=True)
     # rotary positions have no table
     del fixed["seq_length"]
-    llama = dataclasses.replace(config, llama=True)
-    assert checkpoint.fixed_fields(llama, weights_only=True) == fixed | {"llama": True}
+    assert identifying_fields(llama) == fixed | {"llama": True}
+    options = dict(sliding_window=8, head_dim=16, qk_norm=True, attention_bias="qkv")
+    of_family = identifying_fields(dataclasses.replace(llama, **options))
+    assert of_family == fixed | {"llama": True} | options
+    # what loads must agree in all of them
+    names = {field.name for field in dataclasses.fields(MoEConfig)}
+    free = {"dropout", "attention", "router_temperature", "capacity_factor", "aux_loss", "z_loss"}
+    assert checkpoint.fixed_fields(config).keys() == names - free
+    weights_only = checkpoint.fixed_fields(llama, weights_only=True)
+    assert weights_only.keys() == names - free - {"seq_length", "router", "router_topk"}
 
 
 def test_an_index_that_is_older_than_a_field(tmp_path):
@@ -700,6 +709,10 @@ def test_an_index_that_is_older_than_a_field(tmp_path):
         {"config": {}, "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1}},
     )
     checkpoint.load(path, {"model.a": torch.zeros(2)}, {"num_layers": 1, "later": 2})
+    # a field of which the index does not know is what it was by default
+    checkpoint.load(path, {"model.a": torch.zeros(2)}, {"sliding_window": 0, "norm": "layernorm"})
+    with pytest.raises(CheckpointError, match="sliding_window is 0 there and 8 here"):
+        checkpoint.load(path, {"model.a": torch.zeros(2)}, {"sliding_window": 8})
     with pytest.raises(CheckpointError, match="num_layers is 1 there and 2 here"):
         checkpoint.load(path, {"model.a": torch.zeros(2)}, {"num_layers": 2, "later": 2})
 

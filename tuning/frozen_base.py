@@ -7,6 +7,7 @@ and a run that goes on with another base is refused.
 prompts/learning.py and tuning/adapter_learning.py are built on this class.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -18,6 +19,7 @@ from torch import Tensor
 import checkpoint
 import huggingface
 import sharding
+from model_config import GPTConfig
 from routers import MoEConfig
 from runtime.architectures import empty_model
 from sharding import Shard, Sharding, local_slice, set_sharding, sharding_of
@@ -56,6 +58,20 @@ def read_base(path: str | Path, names: list[str], first: bool = False) -> dict[s
     return {name.removeprefix("model."): parameter for name, parameter in parameters.items()}
 
 
+def identifying_fields(config: MoEConfig) -> dict:
+    """The fields that a fingerprint is of. Those that came later count where they are not what
+    `llama` alone says: so a prompt or an adapter of before still knows its model."""
+    sizes = config.num_layers, config.hidden_size, config.num_heads
+    plain = MoEConfig(*sizes, llama=config.llama)
+    names = [field.name for field in dataclasses.fields(GPTConfig)]
+    later = names[names.index("head_dim") :]
+    fixed = checkpoint.fixed_fields(config)
+    for name in later:
+        if fixed[name] == getattr(plain, name):
+            del fixed[name]
+    return fixed
+
+
 def fingerprint(path: str | Path, config: MoEConfig) -> str:
     """Identifies the model at `path`: 16 hex digits, the same for a checkpoint under any layout and
     for a Hugging Face folder.
@@ -63,8 +79,8 @@ def fingerprint(path: str | Path, config: MoEConfig) -> str:
     A hash of its configuration, its embedding and its norms, and of the first row of every other
     parameter: a base with a merged adapter is another model. A collective.
     """
-    # the fields that may differ when weights are loaded may differ here
-    fields = json.dumps(checkpoint.fixed_fields(config), sort_keys=True)
+    # what may differ when weights are loaded may differ here
+    fields = json.dumps(identifying_fields(config), sort_keys=True)
     digest = hashlib.sha256(fields.encode())
     names = [name for name, _ in empty_model(config).named_parameters()]
     whole = [n for n in names if n == "embedding.tokens.weight" or n.endswith("norm.weight")]
