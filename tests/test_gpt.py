@@ -215,7 +215,7 @@ def test_presets_have_the_published_sizes():
             assert abs(count / published - 1) < 0.03, name
         c = model.config
         # 2104.04473, eq. 2, up to the final norm and biases it leaves out
-        if not c.llama:
+        if c.positions == "learned":
             L = c.num_layers
             h = c.hidden_size
             V = c.vocab_size
