@@ -2,6 +2,7 @@
 
 import torch
 
+import gpt
 import sequence_parallel
 from mutations import bug
 from mutations.tensor_parallel import dropout_without
@@ -66,6 +67,22 @@ def no_gather_in_g_bar():
 def no_norm_gradient_sum():
     """The gradients of norm weights are those of each rank's slice of the sequence."""
     sequence_parallel._CopyWeights.backward = staticmethod(lambda ctx, *grads: (None, *grads))
+
+
+@bug(
+    2,
+    dict(tp=2, sequence_parallel=True, model="bloom-560m"),
+    first="step 1: gradient of embedding.norm",
+)
+def no_embedding_norm_sum():
+    """The gradient of the embedding's norm is that of each rank's slice of the sequence."""
+    original = sequence_parallel.synchronise
+
+    def synchronise(part, group):
+        if not isinstance(part, gpt.Embedding):
+            original(part, group)
+
+    sequence_parallel.synchronise = synchronise
 
 
 @bug(2, dict(tp=2, sequence_parallel=True), first="step 1: output of embedding")

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 
 import dropout
+import gpt
 import sharding
 import tensor_parallel
 from mutations import bug
@@ -92,3 +93,13 @@ def dropout_without(dims):
 def same_masks_on_every_head():
     """Every rank's attention heads get the dropout masks of the first rank's."""
     dropout_without(4)
+
+
+@bug(
+    2,
+    dict(tp=2, model="qwen3-0.6b", num_kv_heads=2, head_dim=16, ffn_hidden_size=96),
+    first="step 1: gradient of blocks.1.attention.head_norms",
+)
+def no_head_norm_sum():
+    """The gradients of the norms of queries and keys are those of each rank's heads."""
+    tensor_parallel.ParallelHeadNorms.forward = gpt.HeadNorms.forward
