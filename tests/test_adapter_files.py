@@ -34,6 +34,9 @@ SHAPES = {
     "gpt": GPT_SHAPES[0] | VOCABULARY,
     "llama": LLAMA_SHAPES[1] | VOCABULARY,
     "experts": EXPERTS | VOCABULARY,
+    # query, key and value head by head in one matrix there; heads that are not hidden size / heads
+    "bloom": GPT_SHAPES[0] | VOCABULARY | dict(positions="alibi", embedding_norm=True),
+    "qwen3": LLAMA_SHAPES[1] | VOCABULARY | dict(head_dim=20, qk_norm=True),
 }
 LORA = AdapterConfig("lora", lora_rank=3, lora_alpha=5.0)
 IA3 = AdapterConfig("ia3")
@@ -94,7 +97,7 @@ def folder(tmp_path_factory):
             save_adapter(0, folder / f"{shape}-{config.peft}", base, config)
     ranks.run(save_loras, 4, str(folder), ["gpt"], 4)
     # two heads of keys and values
-    ranks.run(save_loras, 2, str(folder), ["llama", "experts"], 2)
+    ranks.run(save_loras, 2, str(folder), ["llama", "experts", "bloom", "qwen3"], 2)
     return folder
 
 
@@ -245,7 +248,7 @@ def their_model(base, tmp_path):
 
 
 @pytest.mark.parametrize("peft_type", ["lora", "ia3"])
-@pytest.mark.parametrize("shape", ["gpt", "llama"])
+@pytest.mark.parametrize("shape", ["gpt", "llama", "bloom", "qwen3"])
 def test_peft_reads_what_is_exported(shape, peft_type, folder, tmp_path, capsys):
     """LoRAs were saved on four ranks, or two. The library's logits, and the same bits back."""
     peft = pytest.importorskip("peft")
@@ -269,7 +272,12 @@ def test_peft_reads_what_is_exported(shape, peft_type, folder, tmp_path, capsys)
 
 @pytest.mark.parametrize(
     "shape, targets, rslora",
-    [("gpt", ["c_attn", "mlp.c_proj"], False), ("llama", ["q_proj", "up_proj"], True)],
+    [
+        ("gpt", ["c_attn", "mlp.c_proj"], False),
+        ("llama", ["q_proj", "up_proj"], True),
+        ("bloom", ["query_key_value", "mlp.dense_4h_to_h"], True),
+        ("qwen3", ["q_proj", "o_proj"], False),
+    ],
 )
 def test_what_peft_learned_is_imported(shape, targets, rslora, folder, tmp_path, capsys):
     """Here with one A for query, key and value; with the scale α / √r."""

@@ -1,4 +1,4 @@
-r"""Folders of the library `peft` in and out: LoRA and IA3, of GPT-2 and Llama.
+r"""Folders of the library `peft` in and out: LoRA and IA3, of every class of architectures.py.
 
     adapter_config.json          which method, rank, scale, and which modules
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ..
@@ -18,7 +18,9 @@ value are one module, c_attn. Three LoRAs of rank r are one of rank 3 r there, w
 
 Import takes the blocks apart. A LoRA of c_attn that peft learned has one A for all three: it
 becomes three with this A. So both directions give the same sums, and export, then import, gives the
-same bits. An IA3 of c_attn scales query too; it is accepted where it scales query by 1.
+same bits. An IA3 of c_attn scales query too; it is accepted where it scales query by 1. A BLOOM has
+such a module too, query_key_value, whose rows stand head by head: the query of head 0, its key, its
+value, the query of head 1.
 
 A folder that says what adapters.py does not compute is refused, and so is adapter_model.bin, a
 pickle: to load it would execute what it says.
@@ -48,7 +50,7 @@ from corpus.tokenizer import CHAT_TEMPLATE
 from huggingface import HuggingFaceError, building, read_json
 from model_config import FieldError
 from routers import MoEConfig
-from runtime.architectures import GPT2
+from runtime.architectures import BLOOM, GPT2
 from runtime.hf_config import architecture_of
 from runtime.tokenizer_files import beside
 from tuning.adapter_config import LINEARS, TARGETS, AdapterConfig
@@ -57,7 +59,8 @@ from tuning.frozen_base import fingerprint
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
-FUSED = "c_attn"
+# class -> its module that holds query, key and value
+FUSED = {"GPT2LMHeadModel": "c_attn", "BloomForCausalLM": "query_key_value"}
 # of adapter_config.json: what import reads, and what changes nothing here
 READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern"}
 READ |= {"alpha_pattern", "bias", "init_lora_weights", "target_modules", "feedforward_modules"}
@@ -69,11 +72,13 @@ HARMLESS |= {"init_ia3_weights", "eva_config", "exclude_modules"}
 class Place(NamedTuple):
     """Where the adapter of one of our linear layers lies in theirs.
 
-    layer: its number; target: of LINEARS; third: of c_attn, 0 query, 1 key, 2 value."""
+    layer: its number; target: of LINEARS; third: of FUSED, 0 query, 1 key, 2 value; heads: where
+    the rows of FUSED stand head by head, how many heads."""
 
     layer: int
     target: str
     third: int | None
+    heads: int = 0
 
 
 def ours_of(layer: int, target: str) -> str:
@@ -89,8 +94,25 @@ def places(config: MoEConfig) -> dict[str, list[Place]]:
             location = architecture.modules.get(f"blocks.*.{part}.{target}")
             if location and "#" not in location.module:
                 module = location.module.replace("*", str(layer))
-                found.setdefault(module, []).append(Place(layer, target, location.third))
+                by_head = architecture is BLOOM and location.third is not None
+                heads = config.num_heads if by_head else 0
+                place = Place(layer, target, location.third, heads)
+                found.setdefault(module, []).append(place)
     return found
+
+
+def to_their_rows(rows: Tensor, place: Place) -> Tensor:
+    """Rows of query, then key, then value, as their module has them. [3 a d, ..]"""
+    if not place.heads:
+        return rows
+    return rows.unflatten(0, (3, place.heads, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def to_our_rows(rows: Tensor, place: Place) -> Tensor:
+    """The inverse."""
+    if not place.heads:
+        return rows
+    return rows.unflatten(0, (place.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def base_of(path: str) -> tuple[str | Path, MoEConfig]:
@@ -163,7 +185,7 @@ def lora_tensors(values: dict[str, Tensor], held: list[Place]) -> dict[str, Tens
     b = torch.zeros(3 * h, len(a))  # [3 h, n r]
     for i, (third, (_, part)) in enumerate(pairs.items()):
         b[third * h : (third + 1) * h, i * r : (i + 1) * r] = part
-    return {"lora_A.weight": a, "lora_B.weight": b}
+    return {"lora_A.weight": a, "lora_B.weight": to_their_rows(b, held[0])}
 
 
 def ia3_tensors(values: dict[str, Tensor], held: list[Place]) -> dict[str, Tensor]:
@@ -180,12 +202,13 @@ def ia3_tensors(values: dict[str, Tensor], held: list[Place]) -> dict[str, Tenso
     whole = torch.ones(3, len(scale))
     for place, scale in scales.items():
         whole[place.third] = scale
-    return {"ia3_l": whole.view(-1, 1)}  # [3 h, 1]
+    return {"ia3_l": to_their_rows(whole.view(-1, 1), place)}  # [3 h, 1]
 
 
 def their_config(adapter: Adapter, targets: list[str], base: str | Path | None) -> dict[str, Any]:
     """adapter_config.json"""
     config = adapter.config
+    architecture = architecture_of(adapter.model)
     told = {
         "peft_type": config.peft.upper(),
         "task_type": "CAUSAL_LM",
@@ -193,17 +216,19 @@ def their_config(adapter: Adapter, targets: list[str], base: str | Path | None) 
         "inference_mode": True,
         "target_modules": targets,
         # Conv1D has its weight as [in, out]
-        "fan_in_fan_out": architecture_of(adapter.model) is GPT2,
+        "fan_in_fan_out": architecture is GPT2,
     }
     if config.peft == "ia3":
-        inner = [name for name in targets if name in ("mlp.c_proj", "mlp.down_proj")]
+        down = architecture.modules["blocks.*.mlp.down"].module.split(".*.")[-1]
+        inner = [name for name in targets if name == down]
         return told | {"feedforward_modules": inner}
     told |= {"r": config.lora_rank, "lora_alpha": number(config.lora_alpha), "bias": "none"}
     told |= {"lora_dropout": config.lora_dropout}
     n = len({"query", "key", "value"} & set(targets_in(adapter)))
-    if told["fan_in_fan_out"] and n:
-        told["rank_pattern"] = {FUSED: n * config.lora_rank}
-        told["alpha_pattern"] = {FUSED: number(n * config.lora_alpha)}
+    fused = FUSED.get(architecture.name)
+    if fused and n:
+        told["rank_pattern"] = {fused: n * config.lora_rank}
+        told["alpha_pattern"] = {fused: number(n * config.lora_alpha)}
     return told
 
 
@@ -289,7 +314,7 @@ def check_lora(told: dict[str, Any], refuse: Callable[[str, str], None]) -> None
             refuse(field, f"a number from 0 to {most:.0f} is expected")
     for field in ("rank_pattern", "alpha_pattern"):
         pattern = told.get(field) or {}
-        if not isinstance(pattern, dict) or pattern.keys() - {FUSED}:
+        if not isinstance(pattern, dict) or pattern.keys() - FUSED.values():
             refuse(field, "adapters.py has one rank and one scale for all modules")
 
 
@@ -328,8 +353,10 @@ def split_lora(
     a, b = found["lora_A.weight"], found["lora_B.weight"]
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"its A and B are {list(a.shape)} and {list(b.shape)}, not matrices")
+    b = to_our_rows(b, held[0])
     r = told.get("r", 8)
-    pattern = (told.get("rank_pattern") or {}).get(FUSED)
+    fused = module.split(".")[-1]
+    pattern = (told.get("rank_pattern") or {}).get(fused)
     if held[0].third is None or pattern is None:
         # one A for query, key and value
         blocks = b.chunk(len(held))
@@ -340,7 +367,7 @@ def split_lora(
     held_here = [place for place in held if place.target in chosen]
     n = len(held_here)
     alpha = told.get("lora_alpha", 8)
-    scaled = (told.get("alpha_pattern") or {}).get(FUSED, alpha) == n * alpha
+    scaled = (told.get("alpha_pattern") or {}).get(fused, alpha) == n * alpha
     if pattern != n * r or a.shape[0] != n * r or not scaled:
         raise ValueError(f"rank_pattern {pattern}: {n} times r {r}, with {n} times alpha, is known")
     # [3, h, n, r]: block (third, i) belongs to query, key or value and to its A
@@ -374,7 +401,8 @@ def split_ia3(
     if scale.dim() != 2 or scale.shape[0 if of_inputs else 1] != 1:
         expected = "[1, in]" if of_inputs else "[out, 1]"
         raise ValueError(f"its scale is {list(scale.shape)}, and {expected} is expected")
-    parts = {place.target: part for place, part in zip(held, scale.flatten().chunk(len(held)))}
+    scale = to_our_rows(scale, held[0]).flatten()
+    parts = {place.target: part for place, part in zip(held, scale.chunk(len(held)))}
     chosen = metadata.get("targets", " ".join(TARGETS["ia3"])).split()
     values = {}
     for place in held:
