@@ -40,7 +40,7 @@ from planning import shared
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import Layout, Machine, Software
 from planning.layouts import layouts
-from planning.memory import is_fused, memory
+from planning.memory import bias_heads, is_fused, memory
 from routers import MoEConfig
 from runtime import sizes
 
@@ -52,14 +52,19 @@ from runtime import sizes
 # for each of b s h: two norms (read 2, write 2), two dropouts with bias and residual (read 4,
 # write 2, mask 1)
 NORMS_AND_RESIDUALS = 2 * 4 + 2 * 7
-# for each of b s h / t: the context is made contiguous (read 2, write 2)
+# for each of b s a d / t: the context is made contiguous (read 2, write 2)
 CONTEXT = 4
-# for each of b s and inner size of the MLP / t: GELU (read 2, write 2); SwiGLU reads two matrices
+# for each number of queries and keys that have norms (read 2, write 2)
+HEAD_NORMS = 4
+# for each of b s and inner size of the MLP / t: GELU (read 2, write 2); a gate is a second matrix
 GELU = 4
-SWIGLU = 6
+GATED = 6
 # for each of a s² b / t: scores (write 2), softmax (4), dropout (4 and its mask 1), probabilities
 # (read 2)
 SCORES = 13
+# for each of s², and under ALiBi of a / t heads, in each layer: what a window or ALiBi adds to the
+# scores (local_attention.py) is written in 64 bits (8), masked (16), and written in 16 (10)
+LOCAL_BIAS = 34
 # backward reads and writes so many times the bytes of forward: counted as above, 21 of 13 for
 # scores, 34 of 22 for norms and residuals
 BACKWARD = 1.6
@@ -146,21 +151,22 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     """(forward, backward, the part of backward that computes weight gradients), of one layer; the
     mean where only some layers have experts."""
     model, layout = rank.model, rank.layout
-    t, s, h, L = layout.tp, model.seq_length, model.hidden_size, model.num_layers
+    t, s, L = layout.tp, model.seq_length, model.num_layers
+    heads = model.num_heads * model.head_dim
     # numbers in the matrices that a token goes through, and in those of this rank
     met = sizes.block_matrices(model, sizes.num_mlps(model, "router_topk")[0]) / L
     held = (dense_parameters(model) + expert_parameters(model) / layout.ep) / L / t
     linear = rank.matmul(2 * rank.tokens * met / t)
     # scores and context
-    core = rank.matmul(4 * rank.tokens * s * h / t)
-    elementwise, scores = read_and_written(rank)
+    core = rank.matmul(4 * rank.tokens * s * heads / t)
+    elementwise, scores, bias = read_and_written(rank)
     # all-reduces after attention and after the MLP; to the experts and back
     all_reduce = rank.collective("tp", rank.activation, passes=2)
     exchange = 2 * len(model.expert_layers) / L
     exchange *= rank.collective("ep", rank.activation * model.router_topk / rank.sequence_ranks)
     core_backward = (3 if rank.scores_again else 2) * core
     waits = context(rank, core), context_backward(rank, core_backward)
-    forward = Pass(linear + core, elementwise + scores, 2 * all_reduce, exchange, waits[0])
+    forward = Pass(linear + core, elementwise + scores + bias, 2 * all_reduce, exchange, waits[0])
 
     # stages 2 and 3 keep a row of the sum
     adds = layout.zero_stage < 2 and not rank.software.fuses_accumulation
@@ -178,19 +184,24 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     if layout.recompute == "full":
         backward = backward.plus(forward)
     elif layout.recompute == "selective" and not rank.scores_again:
-        backward = backward.plus(Pass(core, scores, 0.0, 0.0, 0.0))
+        backward = backward.plus(Pass(core, scores + bias, 0.0, 0.0, 0.0))
     return forward, backward, linear + accumulation
 
 
-def read_and_written(rank: Rank) -> tuple[float, float]:
-    """Seconds of forward's element-wise operations: (outside, inside core attention)."""
-    model, t = rank.model, rank.layout.tp
+def read_and_written(rank: Rank) -> tuple[float, float, float]:
+    """Seconds of forward's element-wise operations: (outside, inside core attention, what is added
+    to its scores). The last one has no backward."""
+    model, t, s = rank.model, rank.layout.tp, rank.model.seq_length
     mlps = sizes.num_mlps(model, "router_topk")[0] / model.num_layers
-    activation = (SWIGLU if model.llama else GELU) * model.ffn_hidden_size * mlps
+    activation = (GATED if model.gated else GELU) * model.ffn_hidden_size * mlps
     norms = NORMS_AND_RESIDUALS * model.hidden_size / rank.sequence_ranks
-    inner = (CONTEXT * model.hidden_size + activation) / t
-    scores = 0 if rank.fused_attention else SCORES * model.num_heads * model.seq_length / t
-    return rank.read_write(rank.tokens * (norms + inner)), rank.read_write(rank.tokens * scores)
+    context = CONTEXT * model.num_heads * model.head_dim
+    if model.qk_norm:
+        context += HEAD_NORMS * (model.num_heads + model.num_kv_heads) * model.head_dim
+    scores = 0 if rank.fused_attention else SCORES * model.num_heads * s / t
+    bias = LOCAL_BIAS * bias_heads(model, t) * s**2
+    outside = rank.tokens * (norms + (context + activation) / t)
+    return rank.read_write(outside), rank.read_write(rank.tokens * scores), rank.read_write(bias)
 
 
 def tensor_backward(rank: Rank, all_reduce: float, linear: float) -> float:
@@ -213,13 +224,20 @@ def tensor_backward(rank: Rank, all_reduce: float, linear: float) -> float:
             waits += max(0.0, all_reduce - beside)
     if rank.layout.sequence_parallel and rank.software.sums_norms_by_layer:
         waits += rank.collective("tp", NORM_GRADIENTS * rank.model.hidden_size, passes=2)
+    if rank.model.qk_norm and not rank.layout.sequence_parallel:
+        # gradients of the two norms, which each rank has of its heads
+        waits += rank.collective("tp", 2 * rank.model.head_dim * rank.software.weight, passes=2)
     return waits
 
 
 def key_bytes(rank: Rank) -> float:
     """Of the keys, or the values, of this rank's tokens and heads."""
-    model = rank.model
-    return rank.activation / rank.layout.tp * model.num_kv_heads / model.num_heads
+    return head_bytes(rank, rank.model.num_kv_heads)
+
+
+def head_bytes(rank: Rank, heads: int) -> float:
+    """Of so many heads of the whole model, on this rank."""
+    return rank.software.weight * rank.tokens * heads * rank.model.head_dim / rank.layout.tp
 
 
 def to_neighbour(rank: Rank, width: float = 1.0) -> float:
@@ -231,7 +249,7 @@ def to_neighbour(rank: Rank, width: float = 1.0) -> float:
 
 def exchanges(rank: Rank) -> float:
     """Seconds of four all-to-alls: queries, keys, values, results."""
-    sizes_of = rank.activation / rank.layout.tp, key_bytes(rank)
+    sizes_of = head_bytes(rank, rank.model.num_heads), key_bytes(rank)
     return 2 * sum(rank.collective("cp", size) for size in sizes_of)
 
 
@@ -266,9 +284,9 @@ def context_backward(rank: Rank, core: float) -> float:
 def attention_share(model: MoEConfig) -> float:
     """The numbers in q, k and v, over those in all matrices that a token meets in a layer."""
     mlps = sizes.num_mlps(model, "router_topk")[0]
-    heads = 1 + 2 * model.num_kv_heads / model.num_heads
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     weights = sizes.block_matrices(model, mlps) / model.num_layers
-    return heads * model.hidden_size**2 / weights
+    return heads * model.hidden_size / weights
 
 
 # --- outside the layers ---------------------------------------------------------------------------
@@ -286,9 +304,9 @@ def dense_parameters(model: MoEConfig) -> int:
 
 def parameters(model: MoEConfig, layout: Layout) -> float:
     """Numbers in the matrices of the fullest rank: the first, which has the embedding. With one
-    stage it has the output layer too, which only a GPT ties to the embedding."""
+    stage it has the output layer too, where that is not the embedding."""
     layers = dense_parameters(model) + expert_parameters(model) / layout.ep
-    vocabularies = 2 if model.llama and layout.pp == 1 else 1
+    vocabularies = 1 if model.tied or layout.pp > 1 else 2
     held = layers / layout.pp + vocabularies * model.vocab_size * model.hidden_size
     return held / layout.tp
 
@@ -320,7 +338,7 @@ def pipeline(rank: Rank) -> float:
         send = rank.send(rank.activation / rank.sequence_ranks)
     # activations and gradients: of each chunk and micro-batch, and while the pipeline fills
     count = 2 * (layout.micro_batches * layout.virtual_stages + layout.pp - 1)
-    tied = 0 if model.llama else model.vocab_size * model.hidden_size / layout.tp
+    tied = model.vocab_size * model.hidden_size / layout.tp if model.tied else 0
     return count * send + rank.send(rank.software.gradient * tied)
 
 

@@ -3,7 +3,8 @@
     a layer, forward and backward of one micro-batch, A = b s h numbers
 
         tensor                all-reduce A, twice in forward and twice in backward
-                                                                    (arXiv 1909.08053, section 3)
+                                                                    (arXiv 1909.08053, section 3);
+                              2 d numbers for the gradients of norms of queries and keys
         tensor + sequence     in forward 2 all-gathers and 2 reduce-scatters of A, in backward 4 and
                               2; all-reduce of the norms' gradients (arXiv 2205.05198, 4.2.2)
         full recomputation    the collectives of forward once more
@@ -76,7 +77,7 @@ def collectives(
                 add_unit(calls, unit, count, layout, software, rank)
     if layout.pp > 1:
         add_pipeline(calls, model, layout, software, rank)
-        if not model.llama and rank in (0, layout.pp - 1):
+        if model.tied and rank in (0, layout.pp - 1):
             add_tied(calls, software, held)
     add_norm(calls, layout, held)
     return [Collective(*call, count) for call, count in calls.items() if count]
@@ -141,6 +142,9 @@ def add_tensor_parallel(
             if part.whole:
                 # gradients of norms, positions, late biases and routers, side by side
                 calls["all-reduce", "tp", part.whole * wide] += count * m
+    elif model.qk_norm:
+        # gradients of the norms of queries and keys, side by side
+        calls["all-reduce", "tp", 2 * model.head_dim * software.weight] += dense + experts
 
 
 # --- context parallelism --------------------------------------------------------------------------
@@ -155,8 +159,9 @@ def add_context_parallel(
         # int64: how many choices each expert gets; recomputation reuses the plan
         calls["all-reduce", "cp", 8 * model.num_experts] += held.experts * m
     runs = 2 if layout.recompute == "full" else 1
-    query = layout.tokens(model.seq_length) * model.hidden_size // layout.tp * software.weight
-    key = query * model.num_kv_heads // model.num_heads
+    of_head = layout.tokens(model.seq_length) * model.head_dim * software.weight
+    query = of_head * model.num_heads // layout.tp
+    key = of_head * model.num_kv_heads // layout.tp
     if layout.cp_kind == "all-to-all":
         for size in (query, key, key, query):
             calls["all-to-all", "cp", size] += layers * (runs + 1)

@@ -27,6 +27,7 @@ Not covered: zb-h1 with full recomputation and either experts or sequence parall
 of libraries; what CUDA kernels (--kernels auto) and torch.compile keep in another form.
 """
 
+from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ def counts_of(model: MoEConfig, layout: Layout, software: Software) -> Counts:
         x=tokens * h * w,
         whole=n * h * w,
         tokens=tokens,
-        query=n * h // t * w,
+        query=n * (model.num_heads * model.head_dim) // t * w,
         key=n * (model.num_kv_heads * model.head_dim) // t * w,
         scores=b * (model.num_heads // t) * s * s // layout.cp,
         ffn=n * model.ffn_hidden_size // t * w,
@@ -89,19 +90,45 @@ def counts_of(model: MoEConfig, layout: Layout, software: Software) -> Counts:
 
 def norm_rows(model: MoEConfig, c: Counts, software: Software) -> dict[str, int]:
     """The mean and 1/σ of a token are float32; an RMSNorm has no mean."""
-    if not model.llama:
+    if model.norm == "layernorm":
         return {"norm input": c.x, "norm statistics": 8 * c.tokens}
-    rows = {"norm input": c.x, "norm statistics": 4 * c.tokens}
+    return rms_norm_rows(model, c.x, c.tokens, software)
+
+
+def rms_norm_rows(model: MoEConfig, x: int, vectors: int, software: Software) -> dict[str, int]:
+    """x: bytes of that many vectors."""
+    rows = {"norm input": x, "norm statistics": 4 * vectors}
     if not software.fused_rms_norm:
         # single operations, in at least float32; the product with the weight keeps its input
-        wide = c.x * max(4, software.weight) // software.weight
+        wide = x * max(4, software.weight) // software.weight
         rows |= {"norm input": wide, "normalised": wide}
+    if model.norm == "rmsnorm1p":
+        # 1 + w is no parameter
+        rows["scale"] = x // vectors
     return rows
+
+
+HEAD_NORMS = "query and key"
+
+
+def head_norm_rows(model: MoEConfig, layout: Layout, software: Software) -> dict[str, int]:
+    """Of the norms of queries and keys."""
+    if not model.qk_norm:
+        return {}
+    rows = Counter()
+    for heads in (model.num_heads, model.num_kv_heads):
+        vectors = layout.tokens(model.seq_length) * heads // layout.tp
+        x = vectors * model.head_dim * software.weight
+        rows += rms_norm_rows(model, x, vectors, software)
+    if layout.tp > 1 and not layout.sequence_parallel and model.norm == "rmsnorm":
+        # both weights, copied side by side (tensor_parallel.ParallelHeadNorms)
+        rows["copied weights"] = 2 * model.head_dim * software.weight
+    return {f"{HEAD_NORMS} {name}": size for name, size in rows.items()}
 
 
 def norm_copies(model: MoEConfig, software: Software) -> bool:
     """Whether a norm keeps its input as a copy in float32."""
-    return model.llama and not software.fused_rms_norm and software.weight < 4
+    return model.norm != "layernorm" and not software.fused_rms_norm and software.weight < 4
 
 
 def core_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software) -> dict[str, int]:
@@ -115,8 +142,11 @@ def core_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software) -
     if is_fused(model, layout, software):
         # log Σ exp of each row of scores, float32
         rows = {"query": c.query, "key": c.key, "value": c.key, "row sums": 4 * rows_of_scores}
-        # of all tokens and a part of the heads; what the output matrix keeps is the other way round
-        return rows | ({"result": c.query} if layout.cp > 1 and not is_ring(layout) else {})
+        if model.qk_norm or (layout.cp > 1 and not is_ring(layout)):
+            # head by head, as the norms leave queries, or of all tokens and a part of the heads;
+            # what the output matrix keeps is the other way round
+            rows["result"] = c.query
+        return rows | local_row(model, layout, software)
     # grouped keys and values are repeated for each head
     rows = {"query": c.query, "key": c.query, "value": c.query}
     rows["softmax"] = c.scores * software.weight
@@ -124,6 +154,19 @@ def core_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software) -
         rows["attention mask"] = c.scores
         rows["dropped softmax"] = c.scores * software.weight
     return rows
+
+
+def local_row(model: MoEConfig, layout: Layout, software: Software) -> dict[str, int]:
+    """What fused attention adds to the scores for a window or ALiBi (local_attention.py)."""
+    size = bias_heads(model, layout.tp) * model.seq_length**2 * software.weight
+    return {"bias of scores": size} if size else {}
+
+
+def bias_heads(model: MoEConfig, t: int) -> int:
+    """How many [s, s] are added to the scores: ALiBi has one for each head, a window for all."""
+    if model.positions == "alibi":
+        return model.num_heads // t
+    return int(model.sliding_window > 0)
 
 
 def is_ring(layout: Layout) -> bool:
@@ -138,7 +181,7 @@ def is_fused(model: MoEConfig, layout: Layout, software: Software) -> bool:
 def context_rows(model: MoEConfig, layout: Layout, software: Software) -> dict[str, int]:
     """What context parallelism keeps beside the core."""
     rows = {}
-    if layout.cp > 1 and model.llama:
+    if layout.cp > 1 and model.positions == "rotary":
         # this rank's rows of cos and sin
         own = 2 * model.seq_length // layout.cp * model.head_dim
         rows["rotary table"] = own * software.weight
@@ -154,10 +197,10 @@ def mask_row(model: MoEConfig, c: Counts) -> dict[str, int]:
 
 
 def mlp_rows(model: MoEConfig, c: Counts) -> dict[str, int]:
-    """Everything between the norm and the residual. silu(gate) * up needs both factors."""
+    """Everything between the norm and the residual. act(gate) * up needs both factors."""
     rows = {"up input": c.x}
-    if model.llama:
-        rows |= {"gate": c.ffn, "silu": c.ffn, "up": c.ffn}
+    if model.gated:
+        rows |= {"gate": c.ffn, "activated gate": c.ffn, "up": c.ffn}
     else:
         rows |= {"gelu input": c.ffn}
     return rows | {"down input": c.ffn}
@@ -180,8 +223,8 @@ def expert_rows(model: MoEConfig, layout: Layout, c: Counts, software: Software)
         # int64: where rows go, and where they come from
         "indices": index_bytes(model, layout),
     }
-    if model.llama:
-        rows |= {"gate": per_token * c.ffn, "silu": per_token * c.ffn}
+    if model.gated:
+        rows |= {"gate": per_token * c.ffn, "activated gate": per_token * c.ffn}
     if software.weight < 4:
         rows["router weight in float32"] = 4 * e * model.hidden_size
     # softmax of the chosen logits keeps all of them too; else sigmoid or softmax of all
@@ -218,7 +261,7 @@ def layer_rows(
     it. A row: what is kept -> bytes."""
     c = counts_of(model, layout, software)
     norm, mask = norm_rows(model, c, software), mask_row(model, c)
-    before = {**norm, "q k v input": c.x}
+    before = norm | {"q k v input": c.x} | head_norm_rows(model, layout, software)
     core = core_rows(model, layout, c, software) | context_rows(model, layout, software)
     inner = expert_rows(model, layout, c, software) if experts else mlp_rows(model, c)
     after = {"output input": c.query}
@@ -265,7 +308,8 @@ def rises(
     mask = sum(mask_row(model, c).values())
     # sequence parallelism has kept a shard, which is free when the whole x has come
     whole, shard = (c.whole, c.x) if layout.sequence_parallel else (0, 0)
-    norm = sum(before.values()) - c.x
+    head_norms = sum(size for name, size in before.items() if name.startswith(HEAD_NORMS))
+    norm = sum(before.values()) - c.x - head_norms
     if experts:
         # nothing of them waits
         inner = sum(after.values()) - after["output input"] - mask
@@ -273,11 +317,11 @@ def rises(
         at_output = c.whole - inner - mask
     else:
         at_down = c.whole - mask
-        inner = {"mlp gate", "mlp silu", "mlp up", "mlp gelu input"}
+        inner = {"mlp gate", "mlp activated gate", "mlp up", "mlp gelu input"}
         freed = sum(size for name, size in after.items() if name in inner)
-        at_up = at_down + c.ffn * (2 if model.llama else 1) - freed + whole
+        at_up = at_down + c.ffn * (2 if model.gated else 1) - freed + whole
         at_output = at_up - shard - norm - mask + c.whole
-    at_query = at_output - sum(core.values()) + c.query + 2 * c.key + whole
+    at_query = at_output - sum(core.values()) - head_norms + c.query + 2 * c.key + whole
     return at_down, at_up, at_output, at_query
 
 
@@ -287,20 +331,23 @@ def deferred_bytes(model: MoEConfig, layout: Layout, c: Counts, experts: bool) -
     attention = 2 * c.whole + 2 * c.query + 2 * c.key
     if experts:
         return attention
-    return attention + 2 * c.whole + (3 if model.llama else 2) * c.ffn
+    return attention + 2 * c.whole + (3 if model.gated else 2) * c.ffn
 
 
 # --- outside the layers ---------------------------------------------------------------------------
 
 
-def embedding_bytes(model: MoEConfig, layout: Layout, c: Counts) -> int:
+def embedding_bytes(model: MoEConfig, layout: Layout, software: Software, c: Counts) -> int:
     """Token ids, int64, and the dropout's mask."""
     ids = 8 * layout.tokens(model.seq_length)
     # where another rank has the token
     elsewhere = ids // 8 if layout.tp > 1 else 0
-    # a GPT's positions, which are no range
-    positions = 8 * model.seq_length // layout.cp if layout.cp > 1 and not model.llama else 0
-    return ids + elsewhere + positions + sum(mask_row(model, c).values())
+    positions = 0
+    if layout.cp > 1 and model.positions == "learned":
+        # which are no range
+        positions = 8 * model.seq_length // layout.cp
+    norm = norm_rows(model, c, software) if model.embedding_norm else {}
+    return ids + elsewhere + positions + sum((norm | mask_row(model, c)).values())
 
 
 class Head(NamedTuple):
@@ -395,8 +442,8 @@ class Kept(NamedTuple):
     rotary: int
     # what goes from stage to stage
     message: int
-    # of context parallelism in one layer, for a moment
-    exchanged: int
+    # of context parallelism in one layer, or of what is added to its scores, for a moment
+    moment: int
 
 
 def kept(model: MoEConfig, layout: Layout, software: Software) -> Kept:
@@ -431,12 +478,20 @@ def _kept(model, software, b, t, ep, sequence, again, chunk, cp, cp_kind) -> Kep
     if model.num_experts:
         expert_block = layer(model, layout, software, experts=True)
     # context parallelism keeps a part in each layer, and the whole where layers run again
-    has_table = model.llama and (cp == 1 or again == "full")
+    has_table = model.positions == "rotary" and (cp == 1 or again == "full")
     rotary = 2 * model.seq_length * model.head_dim * software.weight if has_table else 0
     of_head = head(model, layout, software, c)
-    embedding = embedding_bytes(model, layout, c)
-    exchanged = exchanged_bytes(layout, software, c)
-    return Kept(block, expert_block, embedding, of_head, rotary, c.x, exchanged)
+    embedding = embedding_bytes(model, layout, software, c)
+    # one or the other, for context parallelism refuses such models
+    moment = exchanged_bytes(layout, software, c) or bias_moment(model, t)
+    return Kept(block, expert_block, embedding, of_head, rotary, c.x, moment)
+
+
+def bias_moment(model: MoEConfig, t: int) -> int:
+    """Of what is added to the scores, while it is made: distances, int64; the result in 64 bits,
+    before and after the mask."""
+    heads = bias_heads(model, t)
+    return (8 + 2 * 8 * heads) * model.seq_length**2 if heads else 0
 
 
 def exchanged_bytes(layout: Layout, software: Software, c: Counts) -> int:
@@ -546,9 +601,9 @@ def gathered_bytes(model: MoEConfig, layout: Layout, software: Software, held: R
     if layout.zero_stage < 3 or layout.replicas == 1:
         return 0
     of_layers = [part.units for part, _ in held.parts]
-    if not model.llama and layout.pp == 1:
-        # the head reads the tied matrix too
-        of_layers[-1] += of_layers[0]
+    if model.tied and layout.pp == 1:
+        # the head reads the tied matrix too, which is in the embedding's first unit
+        of_layers[-1] += of_layers[0][:1]
     whole = [sum(unit.size for unit in units) for units in of_layers]
     most = 0
     for units in of_layers:
@@ -579,11 +634,11 @@ def gradient_buffers(layout: Layout, software: Software, held: Rank) -> int:
 
 def transient_bytes(layout: Layout, kept: Kept, held: Rank) -> int:
     """An estimate of what is there for a moment: copies of the logits, or what context-parallel
-    ranks exchange in a layer; messages of a pipeline, of which three are received ahead
-    (transfers.lower) and one is on its way."""
+    ranks exchange in a layer, or what makes a window; messages of a pipeline, of which three are
+    received ahead (transfers.lower) and one is on its way."""
     logits = kept.head.moment if held.last else 0
     messages = 4 * kept.message if layout.pp > 1 else 0
-    return max(logits, kept.exchanged) + messages
+    return max(logits, kept.moment) + messages
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -600,8 +655,8 @@ def memory(
         deferred                             zb-h1: what weight gradients wait for
         gathered                             stage 3: whole parameters of a layer and the next
         gradient buffers                     stages 2 and 3: on their way to their sums
-        transient                            copies of the logits, messages, a ring's buffers; an
-                                             estimate
+        transient                            copies of the logits, messages, a ring's buffers, a
+                                             window's distances; an estimate
 
     The layout is one that train.py accepts.
     """

@@ -43,7 +43,7 @@ class Parameter(NamedTuple):
 
 def of_norm(model: MoEConfig) -> list[Parameter]:
     """A weight; LayerNorm has a bias too."""
-    return [Parameter((model.hidden_size,))] * (1 if model.llama else 2)
+    return [Parameter((model.hidden_size,))] * (2 if model.norm == "layernorm" else 1)
 
 
 def of_columns(rows: int, columns: int, t: int, bias: bool) -> list[Parameter]:
@@ -61,9 +61,10 @@ def of_rows(rows: int, columns: int, t: int, bias: bool) -> list[Parameter]:
 
 
 def of_mlp(model: MoEConfig, t: int) -> list[Parameter]:
-    h, ffn, bias = model.hidden_size, model.ffn_hidden_size, not model.llama
-    gate = of_columns(ffn, h, t, False) if model.llama else []
-    return gate + of_columns(ffn, h, t, bias) + of_rows(h, ffn, t, bias)
+    h, ffn, bias = model.hidden_size, model.ffn_hidden_size, model.mlp_bias
+    up = of_columns(ffn, h, t, bias)
+    gate = up if model.gated else []
+    return gate + up + of_rows(h, ffn, t, bias)
 
 
 def of_experts(model: MoEConfig, t: int, ep: int) -> list[Parameter]:
@@ -72,16 +73,18 @@ def of_experts(model: MoEConfig, t: int, ep: int) -> list[Parameter]:
     groups = ("ep",) * (ep > 1) + ("tp",) * (t > 1)
     up = Parameter((e // ep, ffn // t, h), groups)
     down = Parameter((e // ep, h, ffn // t), groups)
-    return [Parameter((e, h))] + [up] * (2 if model.llama else 1) + [down]
+    return [Parameter((e, h))] + [up] * (2 if model.gated else 1) + [down]
 
 
 def of_block(model: MoEConfig, t: int, mlp: list[Parameter]) -> list[Parameter]:
-    h, bias = model.hidden_size, not model.llama
-    kv = model.num_kv_heads * model.head_dim
-    query = of_columns(h, h, t, bias)
-    key_and_value = of_columns(kv, h, t, bias) * 2
-    output = of_rows(h, h, t, bias)
-    return of_norm(model) + query + key_and_value + output + of_norm(model) + mlp
+    h, d, bias = model.hidden_size, model.head_dim, model.attention_bias
+    query = of_columns(model.num_heads * d, h, t, bias != "none")
+    key_and_value = of_columns(model.num_kv_heads * d, h, t, bias != "none") * 2
+    # of queries and of keys; whole, for all heads share them
+    head_norms = [Parameter((d,))] * 2 if model.qk_norm else []
+    output = of_rows(h, model.num_heads * d, t, bias == "all")
+    attention = query + key_and_value + head_norms + output
+    return of_norm(model) + attention + of_norm(model) + mlp
 
 
 def of_vocabulary(model: MoEConfig, t: int, **fields) -> Parameter:
@@ -91,16 +94,17 @@ def of_vocabulary(model: MoEConfig, t: int, **fields) -> Parameter:
 
 
 def of_embedding(model: MoEConfig, t: int) -> list[Parameter]:
-    positions = [] if model.llama else [Parameter((model.seq_length, model.hidden_size))]
+    learned = model.positions == "learned"
+    positions = [Parameter((model.seq_length, model.hidden_size))] if learned else []
     return [of_vocabulary(model, t), *positions]
 
 
 def of_head(model: MoEConfig, t: int, p: int, chunked: bool) -> list[Parameter]:
-    """On one stage a GPT's head has the matrix of the embedding, which counts there."""
-    if not model.llama and p == 1:
+    """On one stage a tied head has the matrix of the embedding, which counts there."""
+    if model.tied and p == 1:
         return of_norm(model)
     # the chunked head computes the gradient of its matrix at once
-    matrix = of_vocabulary(model, t, waits=not chunked, is_copy=not model.llama)
+    matrix = of_vocabulary(model, t, waits=not chunked, is_copy=model.tied)
     return [*of_norm(model), matrix]
 
 
@@ -155,7 +159,13 @@ def copied_shard(p: Parameter, dim: int, shard: int, n: int) -> int:
     return n * shard if math.prod(p.shape[:dim]) == 1 else shard
 
 
-def make_part(parameters: list[Parameter], layout: Layout) -> Part:
+def make_part(
+    parameters: list[Parameter], layout: Layout, apart: list[Parameter] | None = None
+) -> Part:
+    """apart: parameters of the same layer that have units of their own (fsdp.parts_of)."""
+    if apart:
+        one, other = make_part(parameters, layout), make_part(apart, layout)
+        return Part(*(a | b if isinstance(a, frozenset) else a + b for a, b in zip(one, other)))
     experts = [p for p in parameters if "ep" in p.groups]
     others = [p for p in parameters if "ep" not in p.groups]
     units = []
@@ -259,7 +269,8 @@ def _of_rank(model, rank, tp, pp, dp, ep, virtual_stages, layer_split, zero_stag
     first, last = chunks[0].first, chunks[-1].last
     made = {}
     if first:
-        made["embedding"] = make_part(of_embedding(model, tp), layout), 1
+        norm = of_norm(model) if model.embedding_norm else []
+        made["embedding"] = make_part(of_embedding(model, tp), layout, norm), 1
     if dense:
         made["dense"] = make_part(of_block(model, tp, of_mlp(model, tp)), layout), dense
     if experts:

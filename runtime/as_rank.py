@@ -159,9 +159,12 @@ def attention_in_one(
     q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal: bool = True, enable_gqa=False
 ) -> Tensor:
     """F.scaled_dot_product_attention. On the meta device torch takes it apart, into matrices of s²
-    scores. This is one operation, which keeps q, k, v, the output and a number for each row. The
-    kernel for GPUs does not keep a mask of documents either (document_mask.py)."""
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+    scores. This is one operation, which keeps q, k, v, the output and a number for each row; and
+    what a window or ALiBi adds to the scores (local_attention.py). A mask of documents is boolean,
+    and the kernel for GPUs does not keep it (document_mask.py)."""
+    bias = attn_mask if attn_mask is not None and attn_mask.is_floating_point() else None
+    attention = aten._scaled_dot_product_flash_attention_for_cpu
+    return attention(q, k, v, 0.0, bias is None, attn_mask=bias)[0]
 
 
 def mask_without_bits(key: Tensor, site: int, shape, start: dict[int, int], p: float) -> Tensor:

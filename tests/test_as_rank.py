@@ -29,9 +29,18 @@ GPT = SMALL | dict(precision="fp32", micro_batch_size=1)
 LLAMA = LLAMA | dict(precision="fp32", micro_batch_size=1, dropout=0.0)
 SEQUENCE = GPT | dict(tp=2, sequence_parallel=True)
 EXPERTS = GPT | dict(num_experts=4, expert_every=2, ep=2)
+QWEN3 = LLAMA | dict(model="qwen3-0.6b", head_dim=12)
+MISTRAL = LLAMA | dict(model="mistral-7b", sliding_window=5)
+BLOOM = GPT | dict(model="bloom-560m", dropout=0.0)
 # (ranks, layouts)
 LAYOUTS = [
-    (1, [LLAMA | dict(head_chunk=8, precision="bf16", optimizer_state="bf16")]),
+    (
+        1,
+        [
+            LLAMA | dict(head_chunk=8, precision="bf16", optimizer_state="bf16"),
+            MISTRAL | dict(document_mask=True),
+        ],
+    ),
     (
         2,
         [
@@ -41,6 +50,8 @@ LAYOUTS = [
             GPT | dict(pp=2, schedule="zb-h1", num_layers=4, layer_split=[3, 1]),
             LLAMA | dict(cp=2, zero_stage=3),
             GPT | dict(cp=2, cp_kind="all-to-all", recompute="selective"),
+            QWEN3 | dict(tp=2),
+            BLOOM | dict(tp=2, sequence_parallel=True),
         ],
     ),
     (

@@ -45,9 +45,9 @@ def called(layout: Layout, group: str, model: GPTConfig = MODEL) -> tuple[float,
     return passes, sent
 
 
-def predicted(layout: Layout, *parts: str) -> tuple[float, float]:
+def predicted(layout: Layout, *parts: str, model: GPTConfig = MODEL) -> tuple[float, float]:
     return tuple(
-        sum(planner.step_time(machine, SOFTWARE_ALONE, MODEL, layout)[part] for part in parts)
+        sum(planner.step_time(machine, SOFTWARE_ALONE, model, layout)[part] for part in parts)
         for machine in (ideal(1.0, INSTANT), ideal(0.0, 1.0))
     )
 
@@ -57,6 +57,24 @@ def predicted(layout: Layout, *parts: str) -> tuple[float, float]:
 def test_tensor(t, recompute):
     layout = Layout(tp=t, global_batch_size=6, micro_batch_size=2, recompute=recompute)
     assert predicted(layout, "tensor", "head") == pytest.approx(called(layout, "tp"))
+
+
+# heads that are wider than h / a, with norms of their own
+QWEN3 = dict(llama=True, qk_norm=True, tied=True, head_dim=48, num_kv_heads=4)
+
+
+def test_heads_of_another_size():
+    model = dataclasses.replace(MODEL, head_dim=48)
+    qwen3 = MoEConfig(8, 256, 8, seq_length=128, vocab_size=512, **QWEN3)
+    layout = Layout(tp=4, global_batch_size=6)
+    expected = called(layout, "tp", qwen3)
+    assert predicted(layout, "tensor", "head", model=qwen3) == pytest.approx(expected)
+    for kind in ("ring", "all-to-all"):
+        layout = Layout(cp=2, cp_kind=kind, global_batch_size=3)
+        expected = called(layout, "cp", model)
+        assert predicted(layout, "context", model=model) == pytest.approx(expected)
+        expected = called(layout, "cp", qwen3)
+        assert predicted(layout, "context", model=qwen3) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -15,7 +15,7 @@ import recompute
 import schedules
 import train as trainer
 from lessons import parity, ranks, synthetic
-from planning import memory
+from planning import memory, shapes
 from planning.collectives import collectives, zero_bubble_reductions
 from planning.inputs import SOFTWARE, Layout, Software
 from routers import MoEConfig
@@ -38,6 +38,12 @@ HALF = dataclasses.replace(CPU, name="in bf16", weight=2, optimizer_state=12)
 # a vocabulary that nothing divides
 GPT = parity.SMALL | dict(precision="fp32", micro_batch_size=1, global_batch_size=4)
 LLAMA = GPT | dict(model="llama2-7b", num_kv_heads=2, ffn_hidden_size=56, dropout=0.0)
+QWEN3 = LLAMA | dict(model="qwen3-0.6b", head_dim=12)
+QWEN2 = LLAMA | dict(model="qwen2.5-7b")
+GEMMA = LLAMA | dict(model="gemma-2b", head_dim=12)
+MISTRAL = LLAMA | dict(model="mistral-7b", sliding_window=5)
+TIED_LLAMA = LLAMA | dict(model="smollm2-135m")
+BLOOM = GPT | dict(model="bloom-560m", dropout=0.0)
 # layers 1 and 3
 EXPERTS = GPT | dict(num_experts=4, expert_every=2, router="topk")
 TENSOR = dict(tp=2, global_batch_size=2)
@@ -59,6 +65,11 @@ LAYOUTS = {
         "experts in 16 bits": EXPERTS | LLAMA | dict(num_layers=4, precision="bf16"),
         "selective, scores of one": GPT | dict(recompute="selective", seq_length=64),
         "experts before the last layer": EXPERTS | dict(num_layers=3, recompute="full"),
+        "qwen3": QWEN3,
+        "mistral, full": MISTRAL | dict(recompute="full", micro_batch_size=2),
+        "gemma in 16 bits": GEMMA | dict(precision="bf16", micro_batch_size=2),
+        "bloom, selective": BLOOM | dict(attention="explicit", recompute="selective"),
+        "gemma with experts": GEMMA | dict(num_experts=4, router="topk", dropout=0.1),
     },
     2: {
         "stage 0": GPT,
@@ -92,6 +103,15 @@ LAYOUTS = {
         "llama, heads, selective": LLAMA
         | HEADS
         | dict(attention="explicit", recompute="selective"),
+        "qwen3, tensor": QWEN3 | TENSOR | dict(precision="bf16"),
+        "qwen3, zb-h1": QWEN3 | PIPELINE | ZB_H1,
+        "qwen3, heads": QWEN3 | HEADS | dict(zero_stage=3),
+        "gemma, ring": GEMMA | RING | dict(zero_stage=2),
+        "gemma, tensor": GEMMA | TENSOR | dict(recompute="full"),
+        "qwen2, sequence": QWEN2 | SEQUENCE,
+        "tied llama, interleaved": TIED_LLAMA | PIPELINE | dict(virtual_stages=2),
+        "bloom, stage 3": BLOOM | dict(zero_stage=3),
+        "bloom, stage 2": BLOOM | dict(zero_stage=2, head_chunk=5),
     },
     4: {
         "uneven": GPT | FOUR_STAGES | dict(num_layers=5, layer_split=[1, 2, 2, 0]),
@@ -114,6 +134,9 @@ LAYOUTS = {
         "heads, sequence": LLAMA | HEADS | SEQUENCE | dict(num_kv_heads=4),
         "heads, zb-h1": LLAMA | HEADS | PIPELINE | ZB_H1,
         "ring, experts": EXPERTS | RING | dict(ep=4, router_topk=2),
+        "qwen3, sequence": QWEN3 | SEQUENCE | PIPELINE | dict(virtual_stages=2),
+        "bloom, tensor": BLOOM | TENSOR | PIPELINE,
+        "bloom, pipeline, stage 3": BLOOM | PIPELINE | dict(zero_stage=3),
     },
 }
 
@@ -358,6 +381,14 @@ def test_in_16_bits_a_layer_keeps_what_the_paper_says(name, row):
     s, h, a = model.seq_length, model.hidden_size, model.num_heads
     paper = recompute.layer_bytes(s, 1, h, a, t, sequence_parallel, granularity)
     assert kept == pytest.approx(paper, rel=5e-4)
+
+
+def test_models_on_disk_have_their_published_parameters():
+    for name, (fields, published) in PRESETS.items():
+        # sizes in papers are rounded
+        if isinstance(published, int) and published:
+            parts = shapes.of_rank(MoEConfig(**fields), Layout(), 0).parts
+            assert sum(part.size * count for part, count in parts) == published, name
 
 
 def test_the_fullest_rank_is_found():
