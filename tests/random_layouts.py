@@ -1,7 +1,7 @@
 """Parity of layouts drawn at random: pipelines, tensor, sequence, context, expert and (sharded)
 data parallelism, recomputation, on up to 8 ranks.
 
-    python tests/random_layouts.py [--count 200] [--first 0] [--cp] [--peft] [--fp8]
+    python tests/random_layouts.py [--count 200] [--first 0] [--families] [--cp] [--peft] [--fp8]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
 parity.py.
@@ -85,6 +85,36 @@ def draw_experts(g: random.Random, num_layers: int) -> dict:
     )
 
 
+# presets whose blocks differ
+FAMILIES = "llama3.2-1b mistral-7b qwen2.5-7b qwen3-0.6b gemma-2b bloom-560m".split()
+
+
+def with_family(drawn: dict, seed: int, cp: bool) -> dict:
+    """The same layout of a model of another family; some have a part of yet another one."""
+    g = random.Random(-5 * 10**6 - seed)
+    family = g.choice(FAMILIES)
+    # an even size, for rotary positions; not h / a
+    flags = dict(model=family, ffn_hidden_size=56, head_dim=g.choice([6, 8, 12]))
+    if family != "bloom-560m":
+        flags["num_kv_heads"] = 4 if drawn["layout"]["tp"] == 4 else 2
+    if family == "mistral-7b":
+        flags["sliding_window"] = g.randint(1, 9)
+    if g.random() < 0.3:
+        flags["norm"] = g.choice(["rmsnorm", "rmsnorm1p"])
+    if g.random() < 0.3:
+        flags["activation"] = g.choice(["gelu", "swiglu", "geglu"])
+    if g.random() < 0.3:
+        flags["positions"] = g.choice(["learned", "rotary", "alibi"])
+    if cp:
+        # its ranks know no window and no ALiBi
+        flags["sliding_window"] = 0
+        if flags.get("positions", "alibi") == "alibi" and family == "bloom-560m":
+            flags["positions"] = "learned"
+        elif flags.get("positions") == "alibi":
+            del flags["positions"]
+    return drawn | {"model": drawn["model"] | flags}
+
+
 def with_cp(drawn: dict, seed: int) -> dict:
     """The same layout, or another one where it has too many ranks, with sequences shared by 2 or 4
     context-parallel ranks."""
@@ -131,7 +161,8 @@ def with_fp8(drawn: dict, seed: int) -> dict:
     g = random.Random(-3 * 10**6 - seed)
     model, tp = drawn["model"], drawn["layout"]["tp"]
     h, heads = model["hidden_size"], model["num_heads"]
-    widths = [h, model.get("ffn_hidden_size", 4 * h), model.get("num_kv_heads", heads) * h // heads]
+    kv, d = model.get("num_kv_heads", heads), model.get("head_dim", h // heads)
+    widths = [h, model.get("ffn_hidden_size", 4 * h), kv * d, heads * d]
     largest = math.gcd(*(width // tp for width in widths))
     flags = dict(
         fp8=g.choice(["current", "delayed", "block"]),
@@ -159,6 +190,7 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--families", action="store_true", help="of Mistral, Qwen, Gemma, BLOOM")
     parser.add_argument("--cp", action="store_true", help="with sequences shared by ranks")
     parser.add_argument("--peft", action="store_true", help="of frozen models with adapters")
     parser.add_argument("--fp8", action="store_true", help="in FP8, by a recipe of its own each")
@@ -170,6 +202,8 @@ def main() -> int:
         drawn = draw(seed)
         if args.cp:
             drawn = with_cp(drawn, seed)
+        if args.families:
+            drawn = with_family(drawn, seed, args.cp)
         if args.peft:
             drawn = with_peft(drawn, seed)
         if args.fp8:

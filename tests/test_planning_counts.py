@@ -53,6 +53,7 @@ FOUR_STAGES = dict(pp=4, global_batch_size=6)
 ZB_H1 = dict(schedule="zb-h1")
 RING = dict(cp=2, cp_kind="ring")
 HEADS = dict(cp=2, cp_kind="all-to-all")
+EXPLICIT = dict(attention="explicit", recompute="selective")
 
 # ranks -> name -> flags; ranks that no flag names are data parallel
 LAYOUTS = {
@@ -68,7 +69,7 @@ LAYOUTS = {
         "qwen3": QWEN3,
         "mistral, full": MISTRAL | dict(recompute="full", micro_batch_size=2),
         "gemma in 16 bits": GEMMA | dict(precision="bf16", micro_batch_size=2),
-        "bloom, selective": BLOOM | dict(attention="explicit", recompute="selective"),
+        "bloom, selective": BLOOM | EXPLICIT,
         "gemma with experts": GEMMA | dict(num_experts=4, router="topk", dropout=0.1),
     },
     2: {
@@ -79,7 +80,7 @@ LAYOUTS = {
         "llama, stage 3": LLAMA | dict(zero_stage=3, micro_batch_size=2),
         "sequence": GPT | SEQUENCE | dict(micro_batch_size=2),
         "llama, sequence": LLAMA | SEQUENCE,
-        "llama, explicit": LLAMA | SEQUENCE | dict(attention="explicit", recompute="selective"),
+        "llama, explicit": LLAMA | SEQUENCE | EXPLICIT,
         "sequence, chunked head": GPT | SEQUENCE | dict(head_chunk=5),
         "tensor, full": GPT | TENSOR | dict(recompute="full"),
         "sequence, full": GPT | SEQUENCE | dict(recompute="full"),
@@ -100,11 +101,9 @@ LAYOUTS = {
         "heads": GPT | HEADS,
         "heads, selective": GPT | HEADS | dict(recompute="selective"),
         "llama, heads": LLAMA | HEADS | dict(zero_stage=2),
-        "llama, heads, selective": LLAMA
-        | HEADS
-        | dict(attention="explicit", recompute="selective"),
+        "llama, heads, selective": LLAMA | HEADS | EXPLICIT,
         "qwen3, tensor": QWEN3 | TENSOR | dict(precision="bf16"),
-        "qwen3, zb-h1": QWEN3 | PIPELINE | ZB_H1,
+        "qwen3, zb-h1": QWEN3 | PIPELINE | ZB_H1 | EXPLICIT,
         "qwen3, heads": QWEN3 | HEADS | dict(zero_stage=3),
         "gemma, ring": GEMMA | RING | dict(zero_stage=2),
         "gemma, tensor": GEMMA | TENSOR | dict(recompute="full"),
