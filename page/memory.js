@@ -125,10 +125,12 @@ function table(rows, now, name) {
 function notes(model) {
   const found = [];
   if (model.attention === "fused") {
-    found.push("Without dropout this model's attention is fused: it keeps no s² matrix.");
+    const bias = model.sliding_window || model.positions === "alibi";
+    const but = bias ? ", but for what is added to the scores, which does not count here" : "";
+    found.push(`Without dropout this model's attention is fused: it keeps no s² matrix${but}.`);
   }
-  if (model.llama) {
-    found.push("The activations are those of a GPT's layer of this size. A Llama's differ.");
+  if (model.norm !== "layernorm") {
+    found.push("The activations are those of a GPT's layer of this size. This model's differ.");
   }
   if (model.num_experts) {
     found.push("The activations have one MLP of 4h for a token. A layer with experts keeps more.");
