@@ -75,8 +75,15 @@ class LocalBias:
         if self.slopes is None:
             bias = torch.zeros(hidden.shape, device=like.device)
         else:
-            bias = -self.slopes.to(like.device).view(-1, 1, 1) * distance  # [b, a, s, n]
+            bias = -self.slopes_on(like.device).view(-1, 1, 1) * distance  # [b, a, s, n]
         return bias.masked_fill(hidden, -torch.inf).to(like.dtype)
+
+    def slopes_on(self, device: torch.device) -> Tensor:
+        """[a]. They stay on a GPU: a CUDA graph cannot copy them there (cuda_graphs.py)."""
+        slopes = self.slopes.to(device)
+        if device.type != "meta":
+            self.slopes = slopes
+        return slopes
 
 
 def make_bias(config: GPTConfig) -> LocalBias | None:

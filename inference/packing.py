@@ -191,6 +191,9 @@ def has_adapter(part: nn.Module) -> bool:
 
 def pack_pointwise(model: gpt.GPT) -> None:
     for parent in list(model.modules()):
+        if isinstance(parent, gpt.HeadNorms):
+            # a tensor-parallel one sums gradients of weights, and there are none
+            parent.__class__ = gpt.HeadNorms
         for name, child in parent.named_children():
             if type(child) is nn.RMSNorm:
                 setattr(parent, name, PackedRMSNorm(child))
