@@ -37,6 +37,11 @@ from runtime.world import Groups
 
 ROOT = Path(__file__).parent.parent
 EXPERTS = LLAMA_SHAPES[1] | dict(num_experts=4, ffn_hidden_size=40, router="topk", router_topk=2)
+# norms of heads; a norm that is stored less 1, and a gate with GELU
+QWEN3 = LLAMA_SHAPES[1] | dict(qk_norm=True, head_dim=12)
+GEMMA = LLAMA_SHAPES[2] | dict(norm="rmsnorm1p", activation="geglu", head_dim=16, tied=True)
+# ALiBi, and a cache of four columns
+BLOOM = GPT_SHAPES[0] | dict(positions="alibi", embedding_norm=True, sliding_window=4)
 SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.95, seed=3)
 
 
@@ -339,7 +344,9 @@ def test_ends():
 
 
 @pytest.mark.parametrize(
-    "shape", [*GPT_SHAPES, LLAMA_SHAPES[1], EXPERTS], ids=lambda s: f"h{s['hidden_size']}"
+    "shape",
+    [*GPT_SHAPES, LLAMA_SHAPES[1], EXPERTS, QWEN3, GEMMA],
+    ids=lambda s: f"h{s['hidden_size']}",
 )
 @pytest.mark.parametrize("layout", [packing.by_rows, packing.by_columns, packing.weights_first])
 def test_packed(shape, layout, monkeypatch):
@@ -435,12 +442,15 @@ LAYOUTS = {
     "gpt": [dict(pp=2), dict(tp=2, pp=2), dict(pp=4, layer_split=[1, 1, 1, 1]), dict(cp=4)],
     "llama": [dict(tp=2), dict(cp=2), dict(cp=2, pp=2)],
     "experts": [dict(tp=2, ep=2), dict(ep=4), dict(pp=2, ep=2), dict(cp=2, ep=4)],
+    "qwen3": [dict(tp=2)],
+    "bloom": [dict(tp=2, pp=2)],
 }
 # above with another family
 AGAIN = {"gpt": [dict(tp=2), dict(cp=2, pp=2)], "llama": [dict(tp=2, pp=2), dict(cp=2, tp=2)]}
 # beyond the context: prompts have up to 8 tokens
 CONTEXT, NEW_TOKENS = 12, 14
 LAYOUT_SHAPES = {"gpt": GPT_SHAPES[0], "llama": LLAMA_SHAPES[1], "experts": EXPERTS}
+LAYOUT_SHAPES |= {"qwen3": QWEN3, "bloom": BLOOM}
 
 
 def on_layouts(rank, path, layouts, requests):

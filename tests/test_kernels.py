@@ -1053,6 +1053,14 @@ def test_swapped_classes():
         kernels.Head,
         kernels.MoE,
     }
+    # no operation adds 1 to a weight, or multiplies with GELU; norms of heads are norms
+    model = on_meta(llama=True, norm="rmsnorm1p", activation="geglu", qk_norm=True)
+    kernels.swap(model)
+    used = {kernels.Block, kernels.Rotary, kernels.BiasDropoutAdd, kernels.Head}
+    assert fused_classes(model) == used
+    model = on_meta(llama=True, qk_norm=True)
+    kernels.swap(model)
+    assert isinstance(model.blocks["0"].attention.head_norms.key_norm, kernels.RMSNorm)
     others = torch.nn.ModuleList(
         [
             torch.nn.LayerNorm(8, bias=False),
@@ -1137,6 +1145,9 @@ LAYOUTS = [
     (SMALL, 2, dict(pp=2, schedule="zb-h1")),
     (EXPERTS, 2, dict(ep=2)),
     (EXPERTS, 2, dict(tp=2, recompute="full")),
+    (LLAMA | dict(model="qwen3-0.6b", head_dim=8), 2, dict(tp=2)),
+    (LLAMA | dict(model="gemma-2b", head_dim=16), 2, dict(tp=2, sequence_parallel=True)),
+    (SMALL | dict(model="bloom-560m"), 2, dict(tp=2)),
 ]
 FP32 = dict(steps=1, precision="fp32", global_batch_size=4)
 
