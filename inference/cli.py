@@ -28,6 +28,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -36,6 +37,7 @@ import huggingface
 import kernels
 import moe
 import pipeline_parallel
+import quantization
 import tensor_parallel
 from corpus.tokenizer import TokenizerError, prompt_ids
 from generate import check_options, stages_of
@@ -233,14 +235,18 @@ def connect(
     batch_size: int | None,
     timeout: float = HALF_AN_HOUR,
     adapters: Adapters | None = None,
+    quantize: Callable | None = None,
 ):
     """Meet the other ranks, and load the model, laid out to decode `batch_size` texts at a time;
     None: as it is, for long texts. timeout: seconds a rank may wait for another. adapters: to put
-    into the model. Returns (model, tokenizer, lockstep), the last as of generate.stream."""
+    into the model. quantize(stage, texts): packs its weights in fewer bits. Returns (model,
+    tokenizer, lockstep), the last as of generate.stream."""
     world.connect(args.device, args.tp, args.pp, timeout, args.ep, args.cp)
     if adapters:
         adapters.check()
-    precision = args.precision or ("bf16" if world.device.type == "cuda" else "fp32")
+    # the kernels for fewer bits multiply with 16
+    in_16_bits = world.device.type == "cuda" or quantize
+    precision = args.precision or ("bf16" if in_16_bits else "fp32")
     multiply_in(precision, world.device)
     model, index = load_model(
         args.checkpoint, world.device, DTYPES[precision], world.groups, args.layer_split
@@ -249,7 +255,9 @@ def connect(
         adapters.put(model, world.groups, args.layer_split)
     stages = stages_of(model)
     for stage in stages:
-        if batch_size:
+        if quantize:
+            quantize(stage, batch_size or 1)
+        elif batch_size:
             pack(stage, batch_size)
         if args.kernels == "auto" and world.device.type == "cuda":
             why_not = kernels.apply(stage, world.device, DTYPES[precision])
@@ -273,11 +281,12 @@ def run(args: argparse.Namespace, world: World) -> None:
     )
     if sum(given) > 1:
         raise ConfigError("--prompt, --chat, --prompt-file, --interactive: one of them")
+    quantize = open_weights(args, config)
     adapters = open_adapters(args, config)
     batch_size = args.batch_size if args.prompt_file is not None else 1
     # a person may think for long
     timeout = MONTH if args.interactive else HALF_AN_HOUR
-    model, tokenizer, lockstep = connect(args, world, batch_size, timeout, adapters)
+    model, tokenizer, lockstep = connect(args, world, batch_size, timeout, adapters, quantize)
     options = dict(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -310,6 +319,20 @@ def run(args: argparse.Namespace, world: World) -> None:
         summary = continue_prompt(args, world, model, tokenizer, config, options)
     if world.rank == 0:
         print(summary, file=sys.stderr)
+
+
+def open_weights(args: argparse.Namespace, config: MoEConfig) -> Callable | None:
+    """Of --weights and --group-size: quantize(stage, texts), or None. Raises ConfigError."""
+    if args.group_size and args.weights != "int4":
+        raise ConfigError(
+            f"--group-size {args.group_size}: is of --weights int4; int8 has a scale for each row"
+        )
+    if not args.weights:
+        return None
+    with as_flags():
+        quantization.check(config, args.weights, args.tp, bool(args.adapter))
+    group = args.group_size or quantization.GROUP
+    return partial(quantization.apply, kind=args.weights, group=group)
 
 
 def open_adapters(args: argparse.Namespace, config: MoEConfig) -> Adapters:
@@ -484,6 +507,21 @@ def main(argv: list[str]) -> int:
             "a run of train.py --peft for the model of --checkpoint; NAME=ADAPTER, several times,"
             ' for lines of --prompt-file with an "adapter": "NAME"'
         ),
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("int8", "int4"),
+        help=(
+            "store the weights in 8 bits, or those of the layers in 4 (quantization.py); the"
+            " default of --precision is then bf16"
+        ),
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        choices=quantization.GROUPS,
+        metavar="N",
+        help="weights that share a scale with --weights int4: 32, 64, 128 or 256 (default: 32)",
     )
     return command("generate.py", run, argv, parser)
 

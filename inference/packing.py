@@ -20,8 +20,10 @@ After `pack` the model can only generate, not train: its parameters are gone.
 
     python -m inference.packing        the time of each, on this machine
 
-Not covered: weights in 8 or 4 bits. oneDNN's packed matrices (its own order of the weights) were
-tried as a fifth layout: for 16 rows they take 1.2 times the time of `weights in oneDNN`.
+Weights in 8 or 4 bits are quantization.py's, with layouts of their own.
+
+Not covered: oneDNN's packed matrices (its own order of the weights) were tried as a fifth layout:
+for 16 rows they take 1.2 times the time of `weights in oneDNN`.
 """
 
 import math
@@ -73,7 +75,10 @@ def transposed(product: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def layouts_for(matrix: Tensor) -> list[Callable]:
-    """What `pack` chooses from; the first one where nothing is clearly faster."""
+    """What `pack` chooses from; the first one where nothing is clearly faster. matrix: or a
+    quantised one (quantization.py), which knows its own."""
+    if not isinstance(matrix, Tensor):
+        return matrix.layouts()
     layouts = [by_rows]
     if matrix.device.type == "cpu":
         layouts.append(by_columns)
@@ -86,6 +91,8 @@ def layouts_for(matrix: Tensor) -> list[Callable]:
 
 
 def stored(matrix: Tensor, layout: Callable) -> Tensor:
+    if not isinstance(matrix, Tensor):
+        return matrix.stored(layout)
     return matrix.t().contiguous().t() if layout is by_columns else matrix
 
 
@@ -155,15 +162,22 @@ class PackedGELU(nn.Module):
         return two_z.sigmoid_().mul_(x)
 
 
-def pack(model: gpt.GPT, texts: int = 1) -> None:
+def pack(model: gpt.GPT, texts: int = 1, quantize: Callable | None = None) -> None:
     """Lay out the weights of a model, or of a stage of it, for decoding `texts` texts at a time.
-    A layer that is sharded over ranks, or has experts or adapters, stays as it is."""
+    A layer that is sharded over ranks, or has experts or adapters, stays as it is. quantize(model):
+    replaces the packed matrices (quantization.py)."""
     pack_linears(model)
+    if quantize:
+        quantize(model)
     weight = next(model.parameters())
     if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
-        pack_pointwise(model)
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    if layers:
+        pack_pointwise(model, weight)
+    # matrices of one kind choose from the same layouts
+    alike = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            alike[tuple(layouts_for(module.matrix))].append(module)
+    for layers in alike.values():
         choose_layouts(layers, texts)
 
 
@@ -189,7 +203,7 @@ def has_adapter(part: nn.Module) -> bool:
     return any(adapters.is_adapter(f".{name}") for name, _ in part.named_parameters())
 
 
-def pack_pointwise(model: gpt.GPT) -> None:
+def pack_pointwise(model: gpt.GPT, like: Tensor) -> None:
     for parent in list(model.modules()):
         if isinstance(parent, gpt.HeadNorms):
             # a tensor-parallel one sums gradients of weights, and there are none
@@ -200,7 +214,7 @@ def pack_pointwise(model: gpt.GPT) -> None:
             # elsewhere a bias is left for the activation to add
             if isinstance(parent, gpt.MLP) and isinstance(parent.project, PackedSharedInput):
                 if type(child) is gpt.GELU:
-                    setattr(parent, name, PackedGELU(parent.project.matrix))
+                    setattr(parent, name, PackedGELU(like))
 
 
 # --- the choice -----------------------------------------------------------------------------------
@@ -238,7 +252,7 @@ def measure(layers: list[PackedLinear], layouts: list[Callable], rows: int) -> d
     in a step, so that a cache holds as much of them as then."""
     seconds = defaultdict(lambda: dict.fromkeys(layouts, math.inf))
     matrices = {layout: [stored(layer.matrix, layout) for layer in layers] for layout in layouts}
-    inputs = [matrix.new_ones(rows, matrix.shape[1]) for matrix in matrices[by_rows]]
+    inputs = [matrix.new_ones(rows, matrix.shape[1]) for matrix in matrices[layouts[0]]]
     end = time.perf_counter() + SECONDS_TO_MEASURE
     rounds = 0
     while rounds < 3 or time.perf_counter() < end:
