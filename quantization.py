@@ -94,17 +94,22 @@ class Int8Matrix:
         return self.q[numbers].to(self.scale.dtype) * self.scale[numbers].unsqueeze(-1)
 
     def layouts(self) -> list[Callable]:
-        has_kernel = self.scale.dtype != torch.float64
+        # it reads 16 numbers of a row at a time, and does not stop at the end of one
+        has_kernel = self.shape[1] % 16 == 0 and self.scale.dtype != torch.float64
         return [dequantized, by_kernel] if has_kernel else [dequantized]
 
     def stored(self, layout: Callable) -> "Int8Matrix":
         """The kernel reads Q as it is."""
         return self
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """x (s Q)ᵀ = s (x Qᵀ), and Q is exact in 16 bits. [.., in] -> [.., out]"""
+        return F.linear(x, self.q.to(x.dtype)) * self.scale
+
     def kernel(self, x: Tensor) -> Tensor:
-        """x: [n, in] -> [n, out]"""
+        """[n, in] -> [n, out]"""
         if len(x) > MANY_ROWS:
-            return F.linear(x, self.dequantize())
+            return self.multiply(x)
         return torch.ops.aten._weight_int8pack_mm(x, self.q, self.scale)
 
 
@@ -167,8 +172,12 @@ class Int4Matrix:
             return self
         return replace(self, q=in_tiles(self.q))
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """[.., in] -> [.., out]"""
+        return F.linear(x, self.dequantize())
+
     def kernel(self, x: Tensor) -> Tensor:
-        """x: [n, in] -> [n, out]"""
+        """[n, in] -> [n, out]"""
         x = fill(x, self.group)
         on_cpu = x.device.type == "cpu"
         aten = torch.ops.aten
@@ -210,7 +219,8 @@ def in_tiles(pairs: Tensor) -> Tensor:
 
 
 def dequantized(matrix: Int8Matrix | Int4Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, matrix.dequantize(), bias)
+    y = matrix.multiply(x)
+    return y if bias is None else y + bias
 
 
 def by_kernel(matrix: Int8Matrix | Int4Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -251,9 +261,8 @@ def check(config: MoEConfig, kind: str, tp: int = 1, has_adapters: bool = False)
         rule = "not with the experts of this model ({num_experts}), whose weights stay in 16 bits"
         raise FieldError("weights", kind, rule, num_experts=config.num_experts)
     if tp > 1:
-        raise FieldError(
-            "weights", kind, "not with {tp}: a shard has no scales; --pp would fit", tp=tp
-        )
+        rule = "not with {tp}: shards of a matrix stay in 16 bits; {pp} would fit"
+        raise FieldError("weights", kind, rule, tp=tp, pp=tp)
     if has_adapters:
         rule = "not with --adapter, which is added to weights in 16 bits; merge it first"
         raise FieldError("weights", kind, rule)

@@ -1,0 +1,299 @@
+"""Weights in 8 and 4 bits: errors of at most half a step, torchao's numbers, kernels that multiply
+as the naive way does, and a quantised model that is the plain one with other weights."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_generate import SAMPLED, build, loud, ragged, save
+from test_gpt import GPT_SHAPES, LLAMA_SHAPES
+
+import generate
+import quantization
+from inference import cli, packing
+from lessons import ranks
+from model_config import FieldError
+from quantization import GROUPS, Int4Matrix, Int8Matrix, by_kernel, dequantized
+from routers import MoEConfig
+from runtime.world import Groups
+
+KINDS = {"int8": Int8Matrix.of, "int4": Int4Matrix.of}
+# tied, with norms and biases; untied, with fewer key heads; tied, gated, with a scaled embedding
+SHAPES = {
+    "gpt": GPT_SHAPES[0],
+    "llama": LLAMA_SHAPES[1],
+    "gemma": LLAMA_SHAPES[1] | dict(tied=True, embedding_scale=True, activation="geglu"),
+}
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+# --- matrices -------------------------------------------------------------------------------------
+
+
+def test_by_hand():
+    matrix = Int8Matrix.of(torch.tensor([[-2.55, 1.0, 0.02], [0.0, 0.0, 0.0]]))
+    # 2.55 / 127.5 = 0.02
+    assert matrix.q.tolist() == [[-128, 50, 1], [0, 0, 0]]
+    assert matrix.dequantize()[0].tolist() == pytest.approx([-2.56, 1.0, 0.02])
+    matrix = Int4Matrix.of(torch.tensor([[-0.3, 0.15, 0.0, 0.45, 7.0]]), group=4)
+    # the last number, alone in its group, is filled up with its copies
+    assert matrix.q.tolist() == [[0 << 4 | 9, 6 << 4 | 15, 0, 0]]
+    assert matrix.scale_and_zero[:, 0].flatten().tolist() == pytest.approx(
+        [0.05, 0.1, 1e-6, 7 + 8e-6]
+    )
+    expected = torch.tensor([[-0.3, 0.15, 0.0, 0.45, 7.0]])
+    torch.testing.assert_close(matrix.dequantize(), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("width", [64, 40, 7])
+def test_errors_are_at_most_half_a_step(width):
+    """Of every number: with a row of zeros, one of equal numbers, outliers, numbers on one side."""
+    w = normal(12, width)
+    w[0], w[1], w[2, 3], w[3] = 0, 0.7, 50, w[3].abs() + 5
+    int8, int4 = Int8Matrix.of(w), Int4Matrix.of(w)
+    step = (w.abs().amax(1, keepdim=True) / 127.5).clamp(min=1e-6)
+    assert ((int8.dequantize() - w).abs() <= 0.501 * step).all()
+    for begin in range(0, width, 32):
+        group = slice(begin, begin + 32)
+        span = w[:, group].amax(1) - w[:, group].amin(1)
+        error = (int4.dequantize() - w)[:, group].abs().amax(1)
+        assert (error <= 0.501 * span / 15 + 2e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_of_torchao(dtype):
+    """float32: bit for bit. bfloat16: torchao rounds the scale afterwards, so its errors are not
+    smaller than ours."""
+    torchao = pytest.importorskip("torchao.quantization")
+    w = normal(48, 64).to(dtype)
+    linear = torch.nn.Linear(64, 48, bias=False, dtype=dtype)
+    linear.weight = torch.nn.Parameter(w.clone())
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+    ours = Int8Matrix.of(w)
+    if dtype == torch.float32:
+        assert ours.q.equal(linear.weight.qdata)
+        assert ours.scale.equal(linear.weight.scale[:, 0])
+    else:
+        theirs = linear.weight.qdata.float() * linear.weight.scale.to(dtype).float()
+        error = (ours.q.float() * ours.scale.float().unsqueeze(1) - w.float()).norm()
+        assert error <= (theirs - w.float()).norm()
+    x = normal(5, 64, seed=1).to(dtype)
+    as_torchao = quantization.as_torchao(ours)
+    torch.testing.assert_close(F.linear(x, as_torchao), dequantized(ours, x, None))
+    if dtype == torch.float32:
+        assert F.linear(x, as_torchao).equal(linear(x))
+
+
+@pytest.mark.parametrize("group", GROUPS[:3])
+def test_int4_of_torchao(group):
+    """float32: the numbers, the scales and their order in memory, bit for bit."""
+    module = pytest.importorskip("torchao.prototype.quantization.int4.int4_opaque_tensor")
+    w = normal(48, 2 * group)
+    theirs = module.Int4OpaqueTensor.from_hp(w, [1, group])
+    ours = Int4Matrix.of(w, group).stored(by_kernel)
+    assert ours.q.equal(theirs.qdata)
+    assert ours.scale_and_zero.equal(theirs.scale_and_zero)
+    x = normal(3, 2 * group, seed=1)
+    y = F.linear(x, quantization.as_torchao(ours))
+    assert y.equal(F.linear(x, theirs)) and y.equal(by_kernel(ours, x, None))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n, width", [(1, 64), (5, 80), (40, 64)])
+def test_kernels_multiply_alike(kind, dtype, n, width):
+    """Naive and fast, beside the product in float64: with few rows and many, in groups that the
+    width fills or does not."""
+    check_kernel(KINDS[kind](normal(48, width).to(dtype)), dtype, n, "cpu")
+
+
+def check_kernel(matrix, dtype, n, device):
+    out, width = matrix.shape
+    x = normal(n, 1, width, seed=1).to(device, dtype)
+    bias = normal(out, seed=2).to(device, dtype)
+    # the numbers themselves, not rounded to 16 bits
+    exact = copy.copy(matrix)
+    name = "scale" if isinstance(matrix, Int8Matrix) else "scale_and_zero"
+    setattr(exact, name, getattr(matrix, name).double())
+    expected = F.linear(x.double(), exact.dequantize(), bias.double())
+    limit = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    assert matrix.layouts() == [dequantized, by_kernel]
+    for layout in matrix.layouts():
+        y = layout(matrix.stored(layout), x, bias)
+        assert y.shape == (n, 1, out) and y.dtype == dtype
+        assert (y - expected).abs().max() <= limit * expected.abs().max()
+
+
+def test_what_has_no_kernel():
+    assert Int4Matrix.of(normal(33, 64)).layouts() == [dequantized]
+    # the kernel would read beyond the matrix
+    assert Int8Matrix.of(normal(32, 24)).layouts() == [dequantized]
+    for make in KINDS.values():
+        assert make(normal(32, 64, dtype=torch.float64)).layouts() == [dequantized]
+
+
+# --- a model --------------------------------------------------------------------------------------
+
+
+def noisy(**shape):
+    """A model in float64 with weights, biases and norms that matter."""
+    model = loud(build(torch.float64, **shape)).requires_grad_(False).eval()
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            p.add_(normal(*p.shape, seed=len(name), dtype=torch.float64) * 0.3)
+    return model
+
+
+def with_other_weights(model, make):
+    """The plain model, with each matrix rounded by itself: what the quantised one computes."""
+    model = copy.deepcopy(model)
+    for name, p in model.named_parameters():
+        if name.startswith("blocks.") and p.dim() == 2:
+            p.copy_(make(p).dequantize())
+        elif name in ("embedding.tokens.weight", "head.output.weight"):
+            p.copy_(Int8Matrix.of(p).dequantize())
+    return model
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model(family, kind):
+    """Logits and tokens are those of the plain model with rounded weights; tied matrices are one;
+    bytes are those of the formula."""
+    model = noisy(**SHAPES[family])
+    expected = with_other_weights(model, KINDS[kind])
+    tokens = torch.tensor([ragged(model.config.vocab_size)[3]])
+    prompts = ragged(model.config.vocab_size)
+    matrices = [p.shape for n, p in model.named_parameters() if n.startswith("b") and p.dim() == 2]
+    quantization.apply(model, 16, kind)
+    difference = (model(tokens) - expected(tokens)).abs().max()
+    assert difference < 1e-12 * expected(tokens).abs().max()
+    texts = generate.generate(expected, prompts, 12, **SAMPLED)
+    assert generate.generate(model, prompts, 12, **SAMPLED) == texts
+    tied = model.head.output.matrix is model.embedding.tokens.matrix
+    assert tied == (family != "llama")
+    in_blocks = sum(quantized_bytes(kind, *shape) for shape in matrices)
+    of_blocks = [m.matrix for m in model.blocks.modules() if isinstance(m, packing.PackedLinear)]
+    assert sum(matrix.nbytes for matrix in of_blocks) == in_blocks
+    vocabulary = quantized_bytes("int8", model.config.vocab_size, model.config.hidden_size)
+    rest = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    total = in_blocks + (1 if tied else 2) * vocabulary + sum(rest.values())
+    assert quantization.weight_bytes(model) == total
+
+
+def quantized_bytes(kind, out, width):
+    """With scales in float64."""
+    groups = -(-width // 32)
+    return out * (width + 8 if kind == "int8" else groups * (16 + 2 * 8))
+
+
+def test_a_model_in_float32_has_the_fastest_layout(monkeypatch):
+    """Chosen for each shape among those of its kind. The kernel's order of int4 generates too."""
+    costs = {dequantized: 1.0, by_kernel: 0.5}
+    monkeypatch.setattr(packing, "SECONDS_TO_MEASURE", 0)
+    monkeypatch.setattr(packing, "time_of", lambda layout, *rest: costs[layout])
+    shape = SHAPES["gpt"] | dict(hidden_size=64, num_heads=4, vocab_size=61)
+    model = noisy(**shape).float()
+    expected = with_other_weights(model, KINDS["int4"])
+    quantization.apply(model, 3, "int4")
+    block = model.blocks["0"]
+    assert block.mlp.down.layout is block.attention.project.layout is by_kernel
+    assert model.head.output.layout is by_kernel
+    assert type(model.head.output.matrix) is Int8Matrix
+    tokens = torch.tensor(ragged(61, (8, 8)))
+    difference = (model(tokens) - expected(tokens)).abs().max()
+    assert difference < 1e-4 * expected(tokens).abs().max()
+
+
+def on_two_stages(rank, path, prompts):
+    """The tokens of a pipeline for each kind."""
+    results = []
+    for kind in KINDS:
+        groups = Groups.make("cpu", 2, pp=2)
+        model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups)
+        for stage in generate.stages_of(model):
+            quantization.apply(stage, kind=kind)
+        results.append(generate.generate(model, prompts, 8, **SAMPLED))
+    return results
+
+
+def test_pipeline(tmp_path):
+    """A tied model over two stages: each has its copy in int8, and the tokens are one device's."""
+    model = noisy(**SHAPES["gpt"] | dict(num_layers=2))
+    save(tmp_path, model)
+    prompts = ragged(model.config.vocab_size)
+    expected = []
+    for make in KINDS.values():
+        rounded = with_other_weights(model, make)
+        expected.append(generate.generate(rounded, prompts, 8, **SAMPLED))
+    for of_rank in ranks.run(on_two_stages, 2, str(tmp_path), prompts):
+        assert of_rank == expected
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save(path, build(**LLAMA_SHAPES[1] | dict(vocab_size=257, seq_length=64)))
+    return str(path)
+
+
+def test_command(folder, capsys, monkeypatch):
+    """--weights reaches the model, in bfloat16 if nothing else is asked for."""
+    seen = []
+    original = quantization.apply
+
+    def apply(model, texts, **options):
+        original(model, texts, **options)
+        seen.append((model.head.output.matrix.scale.dtype, texts, options))
+
+    monkeypatch.setattr(quantization, "apply", apply)
+    monkeypatch.setattr(packing, "SECONDS_TO_MEASURE", 0)
+    flags = ["--checkpoint", folder, "--prompt", "ab", "--max-tokens", "4", "--device", "cpu"]
+    assert cli.main([*flags, "--weights", "int8"]) == 0
+    more = ["--weights", "int4", "--group-size", "64", "--precision", "fp32"]
+    assert cli.main([*flags, *more]) == 0
+    assert "4 tokens" in capsys.readouterr().err
+    assert seen == [
+        (torch.bfloat16, 1, dict(kind="int8", group=32)),
+        (torch.float32, 1, dict(kind="int4", group=64)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--weights", "int8", "--group-size", "32"], "--group-size 32: is of --weights int4"),
+        (["--group-size", "32"], "--group-size 32: is of --weights int4"),
+        (["--weights", "int8", "--adapter", "runs/lora"], "--weights int8: not with --adapter"),
+    ],
+)
+def test_bad_flags(argv, words, folder, capsys):
+    assert cli.main(["--checkpoint", folder, "--device", "cpu", *argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_is_refused():
+    experts = MoEConfig(2, 32, 4, num_experts=4)
+    with pytest.raises(FieldError, match=r"experts of this model \(num_experts 4\)"):
+        quantization.check(experts, "int4")
+    with pytest.raises(FieldError, match=r"weights int8: not with tp 2.*pp 2 would fit"):
+        quantization.check(MoEConfig(2, 32, 4), "int8", tp=2)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("n, width", [(1, 128), (5, 80), (40, 1024)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_on_a_gpu(kind, n, width):
+    matrix = KINDS[kind](normal(48, width).bfloat16().cuda())
+    check_kernel(matrix, torch.bfloat16, n, "cuda")
