@@ -21,10 +21,11 @@ stages run the same loop over micro-batches (inference/pipelined.py).
     python generate.py --checkpoint runs/default --prompt "def "
     python generate.py --checkpoint runs/default --prompt-file prompts.jsonl > answers.jsonl
     python generate.py --checkpoint runs/default --adapter runs/lora --prompt "def "
+    python generate.py --checkpoint runs/default --weights int8 --prompt "def "
     torchrun --nproc-per-node 4 generate.py --tp 2 --pp 2 --checkpoint HF_DIR --interactive
 
 Not covered: continuous batching (new prompts join a batch that is decoding), speculative decoding,
-quantised weights. Serving systems such as vLLM and TensorRT-LLM have them.
+a cache in 8 bits. Serving systems such as vLLM and TensorRT-LLM have them.
 """
 
 from runtime import terminal

@@ -37,6 +37,7 @@ DRAWN_BY = {
     "planner_here": "planner",
     "preference": "preference",
     "prompt_tuning": "prompt_tuning",
+    "quantization": "quantization",
     "recompute_overhead": "recompute_overhead",
     "rollout": "rollout",
     "silent_bugs": "silent_bugs",

@@ -49,6 +49,7 @@ SCRIPTS = [
     ),
     ("prompt_memory", [], ["prompt_memory.json"]),
     ("prompt_tuning", [], ["prompt_tuning.json", "prompt_tuning.svg"]),
+    ("quantization", [], ["quantization.json", "quantization.svg"]),
     ("recompute_overhead", [], ["recompute_overhead.json", "recompute_overhead.svg"]),
     ("rollout", [], ["rollout.json", "rollout.svg"]),
     ("silent_bugs", [], ["silent_bugs.json", "silent_bugs.svg"]),

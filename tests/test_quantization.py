@@ -194,7 +194,6 @@ def quantized_bytes(kind, out, width):
 def test_a_model_in_float32_has_the_fastest_layout(monkeypatch):
     """Chosen for each shape among those of its kind. The kernel's order of int4 generates too."""
     costs = {dequantized: 1.0, by_kernel: 0.5}
-    monkeypatch.setattr(packing, "SECONDS_TO_MEASURE", 0)
     monkeypatch.setattr(packing, "time_of", lambda layout, *rest: costs[layout])
     shape = SHAPES["gpt"] | dict(hidden_size=64, num_heads=4, vocab_size=61)
     model = noisy(**shape).float()
@@ -254,7 +253,6 @@ def test_command(folder, capsys, monkeypatch):
         seen.append((model.head.output.matrix.scale.dtype, texts, options))
 
     monkeypatch.setattr(quantization, "apply", apply)
-    monkeypatch.setattr(packing, "SECONDS_TO_MEASURE", 0)
     flags = ["--checkpoint", folder, "--prompt", "ab", "--max-tokens", "4", "--device", "cpu"]
     assert cli.main([*flags, "--weights", "int8"]) == 0
     more = ["--weights", "int4", "--group-size", "64", "--precision", "fp32"]

@@ -1,0 +1,254 @@
+r"""Weights in 8 and 4 bits: perplexity, bytes and tokens per second beside 32 and 16 bits.
+
+    python train.py --steps 500 --out runs/tiny
+    python train.py --steps 500 --num-layers 6 --hidden-size 512 --num-heads 8 \
+                    --ffn-hidden-size 1376 --seq-length 128 --lr 0.0015 --precision bf16 \
+                    --out runs/larger
+    python comparisons/quantization.py --models runs/tiny runs/larger [--threads 1] [--rounds 7]
+                                       [--sequences 1024]
+
+The text is the held-out part of the default corpus, the library of Python. --toy runs all of it in
+seconds, with a model that was not trained.
+
+    perplexity           of the first sequences; "change" is beside bf16, from the differences of
+                         the losses of each sequence, so that their standard error is small
+    bytes                of all weights as they lie in memory
+    tokens_per_second    decoding, greedy, after prompts of 16 tokens, at batch 1 and 16
+    prefill_seconds      of one prompt that fills three quarters of the context
+
+int8, int4 and bf16 multiply in bfloat16; fp32 in float32. All are laid out by inference/packing.py.
+They take turns; a ratio is to bf16 in the same round.
+
+Figure: figures/quantization.svg
+"""
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import stdev
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import report
+import style
+import torch
+
+import data
+import generate
+import gpt
+import quantization
+from inference import packing
+from inference.loading import find_tokenizer, load_model
+from lessons import demo
+from runtime.config import Config
+from runtime.world import keep_freed_memory
+
+# (dtype, packs a model for so many texts)
+KINDS = {
+    "fp32": (torch.float32, packing.pack),
+    "bf16": (torch.bfloat16, packing.pack),
+    "int8": (torch.bfloat16, partial(quantization.apply, kind="int8")),
+    "int4": (torch.bfloat16, partial(quantization.apply, kind="int4")),
+}
+BATCHES = (1, 16)
+# tokens
+PROMPT = 16
+NEW = 64
+TOY_NEW = 4
+# of the quantised model beside 16 bits
+LIMITS = {"int8": 0.005, "int4": 0.03}
+
+
+def toy_model(dtype: torch.dtype) -> gpt.GPT:
+    config = demo.tiny_config(llama=True, ffn_hidden_size=176, seq_length=32)
+    return gpt.GPT(config).to(dtype).requires_grad_(False).eval()
+
+
+def held_out(seq_length: int, tokenizer, toy: bool) -> data.Corpus:
+    """Sequences in the order of the stream."""
+    paths = [str(Path(__file__).parent)] if toy else Config().data
+    parts = data.prepare_corpora(paths, tokenizer, workers=os.cpu_count())
+    return data.open_corpora(parts, seq_length, None, "held-out")
+
+
+# --------------------------------------------------------------------------------------------------
+# measuring
+
+
+@torch.inference_mode()
+def losses(model: gpt.GPT, text: data.Corpus, sequences: int) -> torch.Tensor:
+    """The mean loss of each sequence, [sequences], float64."""
+    found = []
+    for first in range(0, sequences, 32):
+        batch = text.batch(range(first, min(first + 32, sequences)))
+        found.append(model(batch.tokens, batch.targets).double().mean(1))
+    return torch.cat(found)
+
+
+def quality(of_kinds: dict[str, torch.Tensor]) -> dict:
+    """{kind: perplexity; its change beside bf16, and the standard error of that}"""
+    results = {}
+    for kind, loss in of_kinds.items():
+        difference = loss - of_kinds["bf16"]
+        error = stdev(difference.tolist()) / math.sqrt(len(loss))
+        results[kind] = {
+            "perplexity": loss.mean().exp().item(),
+            "change": math.expm1(difference.mean().item()),
+            "standard_error": error,
+        }
+    return results
+
+
+def decoding(model: gpt.GPT, batch: int, new: int) -> float:
+    """Tokens per second, without the prefill."""
+    g = torch.Generator().manual_seed(batch)
+    prompts = torch.randint(256, (batch, PROMPT), generator=g).tolist()
+    seconds = []
+    for n in (new, 1):
+        run = partial(generate.generate, model, prompts, n, temperature=0)
+        seconds.append(report.timed(run))
+    return batch * (new - 1) / max(seconds[0] - seconds[1], 1e-9)
+
+
+def prefill(model: gpt.GPT) -> float:
+    """Seconds for the first token after a prompt."""
+    prompt = [i % 256 for i in range(model.config.seq_length * 3 // 4)]
+    return report.timed(lambda: generate.generate(model, [prompt], 1, temperature=0))
+
+
+def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new: int) -> dict:
+    """load(dtype): the trained model. {kind: {what: number or spread}}"""
+    results = {}
+    of_kinds = {}
+    speeds = {"prefill": {}} | {batch: {} for batch in BATCHES}
+    for kind, (dtype, pack) in KINDS.items():
+        for batch in BATCHES:
+            model = load(dtype)
+            pack(model, batch)
+            speeds[batch][kind] = partial(decoding, model, batch, new)
+            if batch == 1:
+                size = quantization.weight_bytes(model)
+                of_kinds[kind] = losses(model, text, sequences)
+                speeds["prefill"][kind] = partial(prefill, model)
+        results[kind] = {"bytes": size}
+    for kind, of_kind in quality(of_kinds).items():
+        results[kind] |= of_kind
+        print(f"  {kind}: perplexity {of_kind['perplexity']:.4f}", flush=True)
+    for name, kinds in speeds.items():
+        turns = report.in_turn(kinds, rounds)
+        for kind in KINDS:
+            results[kind] |= speed(name, [turn[kind] for turn in turns], turns)
+    return results
+
+
+def speed(name: int | str, of_kind: list[float], turns: list[dict]) -> dict:
+    """name: a batch, or prefill. Spreads over the rounds, and of the ratio to bf16 in each."""
+    if name == "prefill":
+        ratios = [turn["bf16"] / x for x, turn in zip(of_kind, turns)]
+        absolute = "prefill_seconds"
+    else:
+        ratios = [x / turn["bf16"] for x, turn in zip(of_kind, turns)]
+        absolute = f"tokens_per_second, batch {name}"
+    ratio = f"speed, {'prefill' if name == 'prefill' else f'batch {name}'}"
+    return {absolute: report.spread(of_kind), ratio: report.spread(ratios)}
+
+
+def measure_models(args) -> dict:
+    results = {}
+    for path in args.models or ["toy"]:
+        if args.toy:
+            load, tokenizer = toy_model, data.make_tokenizer("bytes")
+        else:
+            load = lambda dtype, path=path: load_model(path, "cpu", dtype)[0]  # noqa: E731
+            tokenizer = find_tokenizer(path, load_model(path)[1])
+        config = load(torch.float32).config
+        parameters = sum(p.numel() for p in load(torch.float32).parameters())
+        text = held_out(config.seq_length, tokenizer, args.toy)
+        sequences = min(args.sequences, text.num_sequences)
+        name = f"L {config.num_layers}, h {config.hidden_size}"
+        print(f"{name}: {parameters:,} parameters, {sequences} sequences", flush=True)
+        new = TOY_NEW if args.toy else min(NEW, config.seq_length - PROMPT)
+        kinds = measure(load, text, sequences, args.rounds, new)
+        results[name] = {"parameters": parameters, "sequences": sequences, "kinds": kinds}
+    return results
+
+
+# --------------------------------------------------------------------------------------------------
+# output
+
+
+def within_limits(models: dict) -> bool:
+    return all(
+        model["kinds"][kind]["change"] <= limit
+        for model in models.values()
+        for kind, limit in LIMITS.items()
+    )
+
+
+def print_summary(models: dict) -> None:
+    for name, model in models.items():
+        print(f"{name}: | | perplexity | beside bf16 | bytes | tokens/s at 1 | at 16 | prefill |")
+        for kind, row in model["kinds"].items():
+            ratios = [row[f"speed, {x}"] for x in ("batch 1", "batch 16", "prefill")]
+            speeds = " | ".join(report.format_spread(ratio, ".2f") for ratio in ratios)
+            print(
+                f"| {kind} | {row['perplexity']:.4f} | {row['change']:+.2%} ±"
+                f" {row['standard_error']:.2%} | {row['bytes']:,} | {speeds} |"
+            )
+
+
+def draw(results: dict, figures: Path) -> None:
+    """results: what quantization.json holds. Perplexity, bytes and speed beside bf16; for each
+    model a row of panels' dots."""
+    models = results["models"]
+    figure, (quality_, size, speeds) = style.figure(2.2, 1, 3)
+    kinds = [kind for kind in KINDS if kind != "bf16"]
+    for m, (name, model) in enumerate(models.items()):
+        colour = style.SERIES[m % len(style.SERIES)]
+        rows = [model["kinds"][kind] for kind in kinds]
+        places = [i + 0.22 * (m - (len(models) - 1) / 2) for i in range(len(kinds))]
+        changes = [100 * row["change"] for row in rows]
+        errors = [100 * row["standard_error"] for row in rows]
+        quality_.errorbar(changes, places, xerr=errors, fmt="o", color=colour, markersize=4)
+        sizes = [100 * row["bytes"] / model["kinds"]["bf16"]["bytes"] for row in rows]
+        size.plot(sizes, places, "o", color=colour, label=name)
+        style.ranges(speeds, places, [row["speed, batch 1"] for row in rows], colour)
+    for kind, limit in LIMITS.items():
+        i = kinds.index(kind)
+        quality_.vlines(100 * limit, i - 0.35, i + 0.35, color="#888888", linestyle="--")
+    style.rows_of(quality_, kinds)
+    style.rows_of(size, [""] * len(kinds))
+    style.rows_of(speeds, [""] * len(kinds))
+    quality_.set(xlabel="% perplexity over bf16; dashed: limit")
+    size.set(xlabel="bytes, % of bf16", xlim=(0, None))
+    size.legend(loc="lower right")
+    speeds.set(xlabel="tokens/s over bf16, batch 1", xlim=(0, None))
+    style.save(figure, figures / "quantization.svg")
+
+
+def main():
+    parser = report.arguments(__doc__)
+    parser.add_argument("--models", nargs="+", metavar="RUN", help="trained models")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7, help="timed in turn")
+    parser.add_argument("--sequences", type=int, default=1024, help="of held-out text")
+    args = report.parse(parser)
+    if args.toy:
+        args.models, args.rounds, args.sequences = None, 1, 4
+    elif not args.models:
+        report.refuse(parser, "--models: name the runs of trained models; --toy needs none")
+    torch.set_num_threads(args.threads)
+    keep_freed_memory()
+    models = measure_models(args)
+    report.save("quantization", {"models": models}, args)
+    print_summary(models)
+    draw(report.saved("quantization", args), args.figures)
+    if not args.toy and not within_limits(models):
+        sys.exit("a quantised model is worse than its limit")
+
+
+if __name__ == "__main__":
+    main()
