@@ -132,11 +132,12 @@ def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new:
             if batch == 1:
                 size = quantization.weight_bytes(model)
                 of_kinds[kind] = losses(model, text, sequences)
+                mean = of_kinds[kind].mean().exp()
+                print(f"  {kind}: {size:,} bytes, perplexity {mean:.4f}", flush=True)
                 speeds["prefill"][kind] = partial(prefill, model)
         results[kind] = {"bytes": size}
     for kind, of_kind in quality(of_kinds).items():
         results[kind] |= of_kind
-        print(f"  {kind}: perplexity {of_kind['perplexity']:.4f}", flush=True)
     for name, kinds in speeds.items():
         turns = report.in_turn(kinds, rounds)
         for kind in KINDS:
@@ -173,6 +174,7 @@ def measure_models(args) -> dict:
         new = TOY_NEW if args.toy else min(NEW, config.seq_length - PROMPT)
         kinds = measure(load, text, sequences, args.rounds, new)
         results[name] = {"parameters": parameters, "sequences": sequences, "kinds": kinds}
+        report.save("quantization", {"models": results}, args)
     return results
 
 
@@ -243,7 +245,6 @@ def main():
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     models = measure_models(args)
-    report.save("quantization", {"models": models}, args)
     print_summary(models)
     draw(report.saved("quantization", args), args.figures)
     if not args.toy and not within_limits(models):
