@@ -35,7 +35,8 @@ s and z in bfloat16 too, here in float32: 2% of the numbers differ by one, and t
 
 Not covered: GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) choose Q or scale channels by what
 activations pass through; LLM.int8 (arXiv 2208.07339) keeps columns with outliers in 16 bits, for
-activations in 8 bits. Experts, adapters (QLoRA) and tensor-parallel shards stay unquantised here.
+activations in 8 bits. Experts, weights with adapters beside them (QLoRA, arXiv 2305.14314) and
+tensor-parallel shards are refused.
 """
 
 from collections.abc import Callable
@@ -255,16 +256,17 @@ class QuantizedEmbedding(nn.Module):
         return self.matrix.rows(tokens)
 
 
-def check(config: MoEConfig, kind: str, tp: int = 1, has_adapters: bool = False) -> None:
-    """Raises FieldError for a model or a layout whose weights cannot be quantised here."""
+def check(config: MoEConfig, kind: str, tp: int = 1, merged: bool = True) -> None:
+    """Raises FieldError for a model or a layout whose weights cannot be quantised here. merged:
+    whether its adapters, if any, are in the weights."""
     if config.num_experts:
         rule = "not with the experts of this model ({num_experts}), whose weights stay in 16 bits"
         raise FieldError("weights", kind, rule, num_experts=config.num_experts)
     if tp > 1:
         rule = "not with {tp}: shards of a matrix stay in 16 bits; {pp} would fit"
         raise FieldError("weights", kind, rule, tp=tp, pp=tp)
-    if has_adapters:
-        rule = "not with --adapter, which is added to weights in 16 bits; merge it first"
+    if not merged:
+        rule = "not with adapters beside the weights; one LoRA or IA3, which is merged, would fit"
         raise FieldError("weights", kind, rule)
 
 

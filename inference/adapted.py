@@ -75,6 +75,12 @@ class Adapters:
         """What a line of a prompt file can name."""
         return [name for name in self.opened if name]
 
+    @property
+    def merged(self) -> bool:
+        """Whether `put` merges them into the weights, so that nothing stays beside these."""
+        only = self.opened.get("")
+        return not self.opened or bool(only and only.config.peft != "adapter")
+
     def check(self) -> None:
         """Whether each was learned for this base. A collective. Raises CheckpointError."""
         for adapter in self.opened.values():
@@ -89,7 +95,7 @@ class Adapters:
         for name, adapter in self.opened.items():
             self.values[name] = local_values(adapter, self.config, groups, layer_split)
         only = self.opened.get("")
-        if only and only.config.peft != "adapter":
+        if self.merged:
             for stage in stages_of(model):
                 merge_into(stage, only.config, self.values[""])
             return

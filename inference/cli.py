@@ -281,8 +281,8 @@ def run(args: argparse.Namespace, world: World) -> None:
     )
     if sum(given) > 1:
         raise ConfigError("--prompt, --chat, --prompt-file, --interactive: one of them")
-    quantize = open_weights(args, config)
     adapters = open_adapters(args, config)
+    quantize = open_weights(args, config, adapters)
     batch_size = args.batch_size if args.prompt_file is not None else 1
     # a person may think for long
     timeout = MONTH if args.interactive else HALF_AN_HOUR
@@ -321,7 +321,9 @@ def run(args: argparse.Namespace, world: World) -> None:
         print(summary, file=sys.stderr)
 
 
-def open_weights(args: argparse.Namespace, config: MoEConfig) -> Callable | None:
+def open_weights(
+    args: argparse.Namespace, config: MoEConfig, adapters: Adapters
+) -> Callable | None:
     """Of --weights and --group-size: quantize(stage, texts), or None. Raises ConfigError."""
     if args.group_size and args.weights != "int4":
         raise ConfigError(
@@ -330,7 +332,7 @@ def open_weights(args: argparse.Namespace, config: MoEConfig) -> Callable | None
     if not args.weights:
         return None
     with as_flags():
-        quantization.check(config, args.weights, args.tp, bool(args.adapter))
+        quantization.check(config, args.weights, args.tp, adapters.merged)
     group = args.group_size or quantization.GROUP
     return partial(quantization.apply, kind=args.weights, group=group)
 

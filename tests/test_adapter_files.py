@@ -17,6 +17,7 @@ import checkpoint
 import generate
 import gpt
 import huggingface
+import quantization
 import train
 from corpus.tokenizer import CHAT_TEMPLATE, ByteTokenizer
 from inference import adapted, cli, packing
@@ -474,6 +475,24 @@ def test_packing_drops_no_adapter(shape, peft, folder, monkeypatch):
     if (shape, peft) == ("gpt", "adapter"):
         monkeypatch.setattr(packing, "has_adapter", lambda part: False)
         assert difference(packed_logits(), expected) > 1e-3
+
+
+def test_weights_in_8_bits(folder, tmp_path, capsys):
+    """A merged LoRA is in what is quantised; what stays beside the weights is refused."""
+    base, lora = folder / "gpt", folder / "gpt-lora"
+    merged = tmp_path / "merged"
+    assert command(capsys, "merge", base, lora, merged)[0] == 0
+    expected, _ = load_model(merged)
+    model, _ = load_model(base)
+    given = adapted.Adapters([str(lora)], str(base), model.config)
+    assert given.merged
+    given.put(model, Groups())
+    for each in (expected, model):
+        quantization.apply(each)
+    assert torch.equal(model(TOKENS), expected(TOKENS))
+    words = ["--checkpoint", base, "--device", "cpu", "--weights", "int8", "--adapter"]
+    assert cli.main(list(map(str, [*words, folder / "gpt-adapter"]))) == 2
+    assert "--weights int8: not with adapters beside the weights" in capsys.readouterr().err
 
 
 def test_the_base_is_restored_bit_for_bit(folder):

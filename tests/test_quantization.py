@@ -280,7 +280,6 @@ def test_command(folder, capsys, monkeypatch):
     [
         (["--weights", "int8", "--group-size", "32"], "--group-size 32: is of --weights int4"),
         (["--group-size", "32"], "--group-size 32: is of --weights int4"),
-        (["--weights", "int8", "--adapter", "runs/lora"], "--weights int8: not with --adapter"),
     ],
 )
 def test_bad_flags(argv, words, folder, capsys):
