@@ -46,7 +46,9 @@ CASES = {
     "block": {"fp8": "block"},
     "e4m3 everywhere": {"fp8": "current"},
 }
-TOY = dict(model="tiny", num_layers=3, hidden_size=32, num_heads=4, ffn_hidden_size=64)
+TOY = dict(
+    model="tiny", num_layers=3, hidden_size=32, num_heads=4, ffn_hidden_size=64, seq_length=32
+)
 # sequences of the held-out loss
 HELD_OUT = 256
 HELD_OUT_TOY = 8
@@ -145,8 +147,8 @@ def main():
         # bf16 and the mutation: starting a process takes seconds
         jobs = [jobs[0], jobs[-1]]
     results = {"toy": args.toy, "steps": args.steps, "lr": args.lr, "results": runs}
-    # threads of a parent's OpenMP do not survive a fork
-    context = multiprocessing.get_context("spawn")
+    # threads of this process's OpenMP do not survive a fork of it
+    context = multiprocessing.get_context("forkserver")
     # a process for each run: one case changes fp8_scaling.py
     with context.Pool(os.cpu_count(), maxtasksperchild=1) as pool:
         for case, seed, run in pool.imap_unordered(in_own_process, jobs):
