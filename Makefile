@@ -64,12 +64,19 @@ gpu-fp8: .venv/tests-installed
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
 
+# pip compiles bytecode on one core; compileall takes all, and leaves out the packages' own tests
+define install
+	.venv/bin/pip install --no-compile -r $(1)
+	.venv/bin/python -m compileall -q -j 0 -x '/tests/|/py312' .venv/lib
+endef
+
 .venv/installed: requirements.txt | .venv/bin/pip
-	.venv/bin/pip install -r requirements.txt
+	$(call install,requirements.txt)
 	touch $@
 
-.venv/tests-installed: tests/requirements.txt .venv/installed
-	.venv/bin/pip install -r tests/requirements.txt
-	touch $@
+# its requirements.txt includes the other: one call of pip
+.venv/tests-installed: requirements.txt tests/requirements.txt | .venv/bin/pip
+	$(call install,tests/requirements.txt)
+	touch .venv/installed $@
 
 .PHONY: train test test-all lint figures gpu gpu-check gpu-kernels gpu-gpt2 gpu-llama gpu-fp8
