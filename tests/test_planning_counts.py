@@ -302,6 +302,7 @@ def test_formulas_are_what_gloo_ranks_send_and_hold(world):
         dict(model="mixtral-8x7b", tp=2, ep=8, pp=8, virtual_stages=4, zero_stage=3),
         dict(
             model="llama2-13b",
+            num_layers=8,
             seq_length=32768,
             tp=4,
             sequence_parallel=True,
