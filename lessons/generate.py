@@ -29,7 +29,7 @@ def rotary_at_0(self, cache: Cache, s: int, original=ModelRunner.rotary_at):
 
 def no_mask():
     """A shorter sequence attends to columns of the cache that it has not filled."""
-    return mock.patch.object(Cache, "update_mask", lambda self, dtype: setattr(self, "mask", None))
+    return mock.patch.object(Cache, "update_mask", lambda self, *_: setattr(self, "mask", None))
 
 
 # each returns a context in which the mechanism is missing
