@@ -4,6 +4,7 @@ Tracing a layer takes a second, so a graph serves all tests of its family.
 """
 
 import dataclasses
+import importlib.util
 import shutil
 from functools import cache
 
@@ -321,9 +322,9 @@ def test_refusals(graph, tmp_path, capsys, monkeypatch):
         export.check(experts)
     with pytest.raises(export.ExportError, match="seq_length 3: must be at least 4"):
         export.check(demo.tiny_config(seq_length=3))
-    found = export.importlib.util.find_spec
+    found = importlib.util.find_spec
     without = lambda name: None if name == "onnxscript" else found(name)  # noqa: E731
-    monkeypatch.setattr(export.importlib.util, "find_spec", without)
+    monkeypatch.setattr(importlib.util, "find_spec", without)
     assert "pip install onnxscript" in refused([graph.parent / "model", target], capsys)
     assert not target.exists()
 
