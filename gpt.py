@@ -229,8 +229,7 @@ class ExplicitAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
         # grouped-query attention: a / a_kv query heads share one key head
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        probabilities = self.probabilities(q, k, documents, self.local)
-        probabilities = self.dropout(probabilities, drop_key)
+        probabilities = self.dropout(self.probabilities(q, k, documents, self.local), drop_key)
         return (probabilities @ v).transpose(1, 2).flatten(2)
 
 
@@ -360,7 +359,8 @@ class Embedding(nn.Module):
             raise ValueError(f"a sequence of {s} tokens is longer than seq_length {longest}")
         x = self.tokens(tokens)
         if self.scale != 1:
-            x = x * self.scale
+            # in 16 bits the factor is rounded too, as Gemma's authors have it: √3072 is 55.5
+            x = x * torch.tensor(self.scale, dtype=x.dtype)
         if self.norm is not None:
             x = self.norm(x)
         if self.positions is not None:

@@ -16,6 +16,7 @@ import checkpoint
 import generate
 import moe
 from huggingface import export_folder, import_folder
+from inference.kv_cache import Cache
 from inference.loading import load_model
 from lessons import ranks
 from lessons.parity import relative
@@ -227,6 +228,74 @@ def test_there_and_back(family, imported, tmp_path):
     export_folder(tmp_path / "b", tmp_path / "c")
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "c" / file.name).read_bytes()
+
+
+def newest_of_the_batch(cache, x):
+    """The last columns of the padded prompts, not of each sequence."""
+    return x[:, :, -cache.columns :]
+
+
+def not_modulo(cache, last, used):
+    """Column j holds position j."""
+    return torch.arange(used).expand(len(last), -1)
+
+
+@torch.no_grad()
+def both(path: Path) -> tuple[list, list]:
+    """Greedy tokens with the cache and without."""
+    model, _ = load_model(path)
+    # weights so large that the next token depends on what the newest one attends to
+    for p in model.parameters():
+        if p.dim() > 1:
+            p *= 3
+    cached, plain = (
+        generate.generate(model, PROMPTS, NEW_TOKENS, temperature=0, cached=cached)
+        for cached in (True, False)
+    )
+    return cached, plain
+
+
+@pytest.mark.parametrize(
+    "family, method, breakage",
+    [
+        ("mistral", "newest", newest_of_the_batch),
+        ("mistral", "positions_in", not_modulo),
+        ("bloom, 6 heads", "update_mask", lambda cache, dtype, local: None),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_cache_is_seen(family, method, breakage, imported, monkeypatch):
+    """What a cache with fewer columns than tokens, and one with slopes, needs: without it a batch
+    of unequal prompts gets other tokens."""
+    cached, plain = both(imported / family / "ours")
+    assert cached == plain
+    monkeypatch.setattr(Cache, method, breakage)
+    cached, plain = both(imported / family / "ours")
+    assert cached != plain
+
+
+def test_the_scale_of_an_embedding_in_bfloat16():
+    """Bit for bit: √48 is 6.9375 there, and not 6.9282."""
+    from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
+
+    config = MoEConfig(2, 48, 4, vocab_size=61, llama=True, embedding_scale=True)
+    embedding = moe.build(config).bfloat16().embedding
+    their_embedding = GemmaTextScaledWordEmbedding(61, 48, None, 48**0.5).bfloat16()
+    their_embedding.weight = embedding.tokens.weight
+    assert torch.equal(embedding(TOKENS), their_embedding(TOKENS))
+
+
+@pytest.mark.parametrize("family", ["gemma", "bloom, 6 heads", "qwen3", "mistral"])
+def test_bfloat16(family, imported):
+    """No further from the logits of 32 bits than transformers is: the scale of a Gemma's embedding,
+    its norms' 1 + w and the slopes of a BLOOM are rounded as there."""
+    with torch.no_grad():
+        exact = theirs(family)(TOKENS).logits
+        expected = theirs(family).bfloat16()(TOKENS).logits.float()
+        model, _ = load_model(imported / family / "ours", dtype=torch.bfloat16)
+        got = model(TOKENS).float()
+    ours_off, theirs_off = ((x - exact).abs().mean() / exact.abs().mean() for x in (got, expected))
+    assert 0 < ours_off < 1.5 * theirs_off, (ours_off, theirs_off)
 
 
 # --- under every technique ------------------------------------------------------------------------
