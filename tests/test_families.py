@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from parity import SMALL, same, train_each
 from test_checkpoint import change_index
+from test_prompt_tuning import config as prompt_config
 
 import checkpoint
 import generate
@@ -345,7 +346,8 @@ def gate(world: int, layouts: list[tuple[dict, dict]]) -> None:
         same(result, of_one[alone.index(model | of_model)])
 
 
-PEFT = ("peft", "lora_rank", "peft_targets", "adapter_size")
+# flags of a layout that one device has too
+PEFT = ("peft", "lora_rank", "peft_targets", "adapter_size", "prompt_config")
 
 
 def test_layouts():
@@ -374,6 +376,16 @@ def test_layouts_of_adapters():
     layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3, micro_batch_size=2)]
     cases = [(of_family(name), peft | layout) for name, peft in ADAPTERS for layout in layouts]
     gate(2, cases)
+
+
+def test_layouts_of_prompts(tmp_path):
+    """Virtual tokens before a scaled embedding, and before one with a norm."""
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(prompt_config(style="p-tuning", p_tuning=dict(encoder_hidden=6))))
+    prompts = dict(prompt_config=str(path), dropout=0.0, micro_batch_size=2)
+    layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3)]
+    names = ("gemma-7b", "bloom-7b1", "mistral-7b")
+    gate(2, [(of_family(name) | prompts, layout) for name in names for layout in layouts])
 
 
 # --- refusals -------------------------------------------------------------------------------------
