@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import SMALL, same, train_each
+from parity import SMALL, same, train, train_each
 from test_checkpoint import change_index
+from test_compositions import needs_compiler, without_cpp
 from test_prompt_tuning import config as prompt_config
 
 import checkpoint
@@ -362,6 +363,15 @@ def test_more_layouts(name):
     gate(2, [(of_family(name), layout) for layout in MORE_LAYOUTS])
     both = dict(tp=2, pp=2, sequence_parallel=True, zero_stage=1, micro_batch_size=2)
     gate(4, [(of_family(name), PACKED | both)])
+
+
+@needs_compiler
+@pytest.mark.repetition
+@pytest.mark.parametrize("name", ["mistral-7b", "qwen3-0.6b", "gemma-7b", "bloom-7b1"])
+def test_compiled(name):
+    base = of_family(name) | dict(num_layers=1)
+    flags = dict(tp=2, sequence_parallel=True, compile=True, mutate=without_cpp)
+    same(train(2, base=base, steps=1, **flags), train(base=base, steps=1))
 
 
 ADAPTERS = [
