@@ -58,7 +58,7 @@ class GPTConfig:
     positions: str = ""
     # of query, key, value and output: all, qkv (without output) or none
     attention_bias: str = ""
-    # of the MLP's matrices
+    # of the MLP's matrices; those of experts have none
     mlp_bias: bool | None = None
     # whether embedding and head are one matrix (arXiv 1608.05859)
     tied: bool | None = None
@@ -129,7 +129,8 @@ class GPTConfig:
         if self.positions == "rotary":
             self.check_rotary(a, d)
         if self.qk_norm and self.norm == "layernorm":
-            raise FieldError("norm", "layernorm", "qk_norm needs rmsnorm or rmsnorm1p")
+            rule = "heads have norms in this model (qk_norm); rmsnorm or rmsnorm1p would fit"
+            raise FieldError("norm", "layernorm", rule)
         if not 0 <= self.sliding_window < 2**31:
             rule = "must be at least 1, or 0 for none, and below 2^31"
             raise FieldError("sliding_window", self.sliding_window, rule)
@@ -144,9 +145,11 @@ class GPTConfig:
             raise FieldError("attention", "fused", rule + ", or dropout 0", dropout=self.dropout)
 
     def check_rotary(self, a: int, d: int) -> None:
-        if d % 2:
+        if d % 2 and d * a == self.hidden_size:
             rule = f"rotary positions need an even head size, not hidden_size / num_heads = {d}"
             raise FieldError("num_heads", a, rule)
+        if d % 2:
+            raise FieldError("head_dim", d, "must be even for rotary positions", [d + 1])
         low, high = self.rotary_low_frequency, self.rotary_high_frequency
         if not 0 < low < high < math.inf:
             rule = "must be above 0 and below {rotary_high_frequency}"

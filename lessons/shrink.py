@@ -145,6 +145,9 @@ def shrink_model(model: MoEConfig, was_tp: int, tp: int, shares: int) -> dict:
         seq_length=16,
         vocab_size=61 if model.vocab_size % was_tp else 64,
         dropout=model.dropout,
+        norm=model.norm,
+        activation=model.activation,
+        positions=model.positions,
         # a head that is not hidden size / heads stays so
         head_dim=2 * channels if model.head_dim * model.num_heads != model.hidden_size else 0,
         sliding_window=min(model.sliding_window, 5),

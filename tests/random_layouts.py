@@ -96,7 +96,9 @@ def with_family(drawn: dict, seed: int, cp: bool) -> dict:
     # an even size, for rotary positions; not h / a
     flags = dict(model=family, ffn_hidden_size=56, head_dim=g.choice([6, 8, 12]))
     if family != "bloom-560m":
-        flags["num_kv_heads"] = 4 if drawn["layout"]["tp"] == 4 else 2
+        layout = drawn["layout"]
+        grouped = layout["tp"] < 4 and layout.get("cp_kind") != "all-to-all"
+        flags["num_kv_heads"] = 2 if grouped else 4
     if family == "mistral-7b":
         flags["sliding_window"] = g.randint(1, 9)
     if g.random() < 0.3:

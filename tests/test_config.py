@@ -119,12 +119,28 @@ def test_a_damaged_config_of_the_run(tmp_path, content):
         (dict(log_every=0), "--log-every 0"),
         (dict(out="a\0b"), "--out 'a\\x00b': has bytes that are not UTF-8"),
         (dict(data=["\udcff"]), "--data"),
+        (dict(head_dim=31), "--head-dim 31: must be even for rotary positions; [32] would fit"),
+        (dict(hidden_size=24), "--num-heads 8: rotary positions need an even head size"),
+        (dict(head_dim=-1), "--head-dim -1: must be at least 1"),
+        (dict(hidden_size=30), "--num-heads 8: must divide --hidden-size 30"),
+        (dict(model="qwen3-0.6b", norm="layernorm"), "--norm layernorm: heads have norms"),
+        (dict(norm="batchnorm"), "--norm batchnorm: must be one of layernorm, rmsnorm"),
+        (dict(positions="nowhere"), "--positions nowhere: must be one of learned, rotary"),
+        (dict(sliding_window=-1), "--sliding-window -1: must be at least 1, or 0 for none"),
     ],
 )
 def test_refusals(flags, words):
     with pytest.raises(ConfigError) as e:
         rules.validate(Config(**flags), 1)
     assert words in str(e.value)
+
+
+@pytest.mark.parametrize("flags", [dict(positions="alibi"), dict(sliding_window=5)])
+def test_near_tokens_are_no_matter_of_context_parallelism(flags):
+    with pytest.raises(ConfigError, match=r"--cp 2: a model with .* cannot share its sequences"):
+        rules.validate(Config(cp=2, **flags), 2)
+    # any length
+    rules.validate(Config(seq_length=7, head_dim=12, **flags), 1)
 
 
 def test_memory_bounds_are_lower_bounds():
