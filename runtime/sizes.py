@@ -44,7 +44,8 @@ def least_parameters(config: GPTConfig) -> int:
 def flops_per_token(config: GPTConfig) -> float:
     """Model FLOPs to train on one token: matrix multiplications, forward once and backward twice.
 
-    Attention counts over all s² scores, as in the papers. For a GPT it is
+    Attention counts over all s² scores, as in the papers: also those that the causal mask or a
+    sliding window hides. For a GPT it is
 
         72 L h² (1 + s/6h + V/12hL)        arXiv 2205.05198, eq. 7, over B s
 

@@ -23,6 +23,7 @@ from lessons.synthetic import Documents, Synthetic
 from runtime import as_rank, flags
 from runtime.config import ConfigError
 from runtime.counters import Counters, Kept
+from runtime.sizes import flops_per_token
 from runtime.world import Groups
 
 GPT = SMALL | dict(precision="fp32", micro_batch_size=1)
@@ -226,6 +227,15 @@ def test_the_output_in_the_documentation():
         r"^python train.py (--as-rank.*?)^```\n+```text\n(.*?)^```", text, re.M | re.S
     )[0]
     assert as_rank.lines(said(command.replace("\\\n", " "))) == output.splitlines()
+
+
+@pytest.mark.parametrize("flags", [GPT, LLAMA, QWEN3, MISTRAL], ids=lambda flags: flags["model"])
+def test_flops_are_those_of_the_model(flags):
+    """Explicit attention computes all s² scores, also those out of a window."""
+    config = trainer.Config(**flags | dict(attention="explicit"))
+    tokens = config.global_batch_size * config.seq_length
+    expected = flops_per_token(config.model_config()) * tokens
+    assert as_rank.report(config, trainer.Trainer, 0, 1).flops == expected
 
 
 TINY = "--model tiny --num-layers 2 --hidden-size 32 --num-heads 4 --ffn-hidden-size 64"
