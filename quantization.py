@@ -296,6 +296,7 @@ def replace_matrix(layer: packing.PackedLinear, matrix: Int8Matrix | Int4Matrix)
     # a buffer can hold a tensor alone
     del layer.matrix
     layer.matrix = matrix
+    layer.layout = dequantized
 
 
 def weight_bytes(*stages: gpt.GPT) -> int:

@@ -43,6 +43,7 @@ import quantization
 from inference import packing
 from inference.loading import find_tokenizer, load_model
 from lessons import demo
+from quantization import Int4Matrix, Int8Matrix
 from runtime.config import Config
 from runtime.world import keep_freed_memory
 
@@ -52,6 +53,12 @@ KINDS = {
     "bf16": (torch.bfloat16, packing.pack),
     "int8": (torch.bfloat16, partial(quantization.apply, kind="int8")),
     "int4": (torch.bfloat16, partial(quantization.apply, kind="int4")),
+}
+# (of the blocks' matrices, of the head), for perplexity and bytes alone
+VARIANTS = {
+    "int4, groups of 64": (partial(Int4Matrix.of, group=64), Int8Matrix.of),
+    "int4, groups of 128": (partial(Int4Matrix.of, group=128), Int8Matrix.of),
+    "int4, the head too": (Int4Matrix.of, Int4Matrix.of),
 }
 BATCHES = (1, 16)
 # tokens
@@ -86,6 +93,15 @@ def losses(model: gpt.GPT, text: data.Corpus, sequences: int) -> torch.Tensor:
         batch = text.batch(range(first, min(first + 32, sequences)))
         found.append(model(batch.tokens, batch.targets).double().mean(1))
     return torch.cat(found)
+
+
+def variant(model: gpt.GPT, of_blocks: Callable, of_head: Callable) -> gpt.GPT:
+    """The model with quantised matrices, by the naive way."""
+    head = model.head.output.weight
+    packing.pack_linears(model)
+    quantization.quantize(model, of_blocks)
+    quantization.replace_matrix(model.head.output, of_head(head))
+    return model
 
 
 def quality(of_kinds: dict[str, torch.Tensor]) -> dict:
@@ -136,6 +152,10 @@ def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new:
                 print(f"  {kind}: {size:,} bytes, perplexity {mean:.4f}", flush=True)
                 speeds["prefill"][kind] = partial(prefill, model)
         results[kind] = {"bytes": size}
+    for kind, (of_blocks, of_head) in VARIANTS.items():
+        model = variant(load(torch.bfloat16), of_blocks, of_head)
+        results[kind] = {"bytes": quantization.weight_bytes(model)}
+        of_kinds[kind] = losses(model, text, sequences)
     for kind, of_kind in quality(of_kinds).items():
         results[kind] |= of_kind
     for name, kinds in speeds.items():
@@ -194,8 +214,8 @@ def print_summary(models: dict) -> None:
     for name, model in models.items():
         print(f"{name}: | | perplexity | beside bf16 | bytes | tokens/s at 1 | at 16 | prefill |")
         for kind, row in model["kinds"].items():
-            ratios = [row[f"speed, {x}"] for x in ("batch 1", "batch 16", "prefill")]
-            speeds = " | ".join(report.format_spread(ratio, ".2f") for ratio in ratios)
+            ratios = [row.get(f"speed, {x}") for x in ("batch 1", "batch 16", "prefill")]
+            speeds = " | ".join(report.format_spread(x, ".2f") if x else "" for x in ratios)
             print(
                 f"| {kind} | {row['perplexity']:.4f} | {row['change']:+.2%} ±"
                 f" {row['standard_error']:.2%} | {row['bytes']:,} | {speeds} |"
