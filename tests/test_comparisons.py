@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import matplotlib
+import matplotlib.pyplot
 import processes
 import pytest
 import torch
@@ -139,6 +139,18 @@ def start_without_imports(script: str, monkeypatch) -> None:
     monkeypatch.setattr(importlib.import_module(training), "subprocess", fake)
 
 
+def write_no_figures(monkeypatch) -> None:
+    """Figures are made, and their files are empty: the same code draws all of them from the
+    results in test_figures_are_drawn_from_the_results."""
+
+    def touch(figure, path: Path) -> None:
+        matplotlib.pyplot.close(figure)
+        path.touch()
+
+    monkeypatch.syspath_prepend(str(COMPARISONS))
+    monkeypatch.setattr(importlib.import_module("style"), "save", touch)
+
+
 @pytest.mark.parametrize(
     "script, argv, files", SCRIPTS, ids=lambda x: x if isinstance(x, str) else "-".join(x)
 )
@@ -149,6 +161,7 @@ def test_toy(script, argv, files, tmp_path, monkeypatch, capfd):
     out = tmp_path / "out"
     threads = torch.get_num_threads()
     start_without_imports(script, monkeypatch)
+    write_no_figures(monkeypatch)
     try:
         status = main_of(script, [*argv, "--toy", "--out", out], monkeypatch)
     finally:

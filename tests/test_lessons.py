@@ -117,16 +117,16 @@ def test_quiz_waits_for_an_answer(monkeypatch, capsys):
 def test_a_lesson_from_the_command_line():
     """`python FILE`, its exit status, and a flag that does not exist."""
     run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
-    broken = run([sys.executable, "tensor_parallel.py", "--without", "f"])
+    # no input, a terminal without Greek letters
+    command = f"{sys.executable} tensor_parallel.py --without f --quiz <&-"
+    ascii_only = os.environ | dict(PYTHONIOENCODING="ascii")
+    broken = run(["bash", "-c", command], env=ascii_only)
     assert broken.returncode == 1 and "2 of 5 checks fail without f." in broken.stdout
-    # no input, a full disk, a terminal without Greek letters; of a lesson that starts quickly
-    command = [sys.executable, "dropout.py"]
-    closed = run(["bash", "-c", f"{' '.join(command)} --quiz <&- > /dev/full"])
+    assert "\\u2202L" in broken.stdout and not broken.stderr
+    # no input, a full disk; of a lesson that starts quickly
+    closed = run(["bash", "-c", f"{sys.executable} dropout.py --quiz <&- > /dev/full"])
     assert closed.returncode == 1 and "No space left on device" in closed.stderr
     assert "Traceback" not in closed.stderr
-    ascii_only = os.environ | dict(PYTHONIOENCODING="ascii")
-    ascii_only = run(["bash", "-c", f"{' '.join(command)} --quiz <&-"], env=ascii_only)
-    assert ascii_only.returncode == 0 and not ascii_only.stderr
     unknown = processes.run(["dropout.py", "--without", "h"])
     assert unknown.returncode == 2 and "choose from" in unknown.stderr
 
