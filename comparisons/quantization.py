@@ -211,14 +211,14 @@ def within_limits(models: dict) -> bool:
 
 
 def print_summary(models: dict) -> None:
+    """The rows of the tables in docs/results.md."""
     for name, model in models.items():
-        print(f"{name}: | | perplexity | beside bf16 | bytes | tokens/s at 1 | at 16 | prefill |")
         for kind, row in model["kinds"].items():
             ratios = [row.get(f"speed, {x}") for x in ("batch 1", "batch 16", "prefill")]
             speeds = " | ".join(report.format_spread(x, ".2f") if x else "" for x in ratios)
             print(
-                f"| {kind} | {row['perplexity']:.4f} | {row['change']:+.2%} ±"
-                f" {row['standard_error']:.2%} | {row['bytes']:,} | {speeds} |"
+                f"| {name}, {kind} | {row['perplexity']:.4f} | {row['change']:+.2%} (±"
+                f"{row['standard_error']:.2%}) | {row['bytes']:,} | {speeds} |"
             )
 
 

@@ -20,11 +20,14 @@ from routers import MoEConfig
 from runtime.world import Groups
 
 KINDS = {"int8": Int8Matrix.of, "int4": Int4Matrix.of}
-# tied, with norms and biases; untied, with fewer key heads; tied, gated, with a scaled embedding
+# tied, with norms and biases; untied, with fewer key heads; tied, gated, with a scaled embedding;
+# biases and norms of queries and keys; a norm of the embedding
 SHAPES = {
     "gpt": GPT_SHAPES[0],
     "llama": LLAMA_SHAPES[1],
     "gemma": LLAMA_SHAPES[1] | dict(tied=True, embedding_scale=True, activation="geglu"),
+    "qwen": LLAMA_SHAPES[1] | dict(qk_norm=True, attention_bias="qkv", head_dim=16),
+    "bloom": GPT_SHAPES[0] | dict(positions="alibi", embedding_norm=True),
 }
 
 
@@ -179,7 +182,7 @@ def test_a_model(family, kind):
     texts = generate.generate(expected, prompts, 12, **SAMPLED)
     assert generate.generate(model, prompts, 12, **SAMPLED) == texts
     tied = model.head.output.matrix is model.embedding.tokens.matrix
-    assert tied == (family != "llama")
+    assert tied == model.config.tied
     in_blocks = sum(quantized_bytes(kind, *shape) for shape in matrices)
     of_blocks = [m.matrix for m in model.blocks.modules() if isinstance(m, packing.PackedLinear)]
     assert sum(matrix.nbytes for matrix in of_blocks) == in_blocks
