@@ -13,9 +13,9 @@ becomes whole numbers Q, and a few scales that give W back, nearly:
 
 An error is at most s / 2, half a step between two numbers. So what matters is how far apart the
 largest and the smallest of the numbers are that share a scale. One outlier coarsens its row, or
-only its group. 4 bits have 16 numbers instead of 256: they need the smaller groups, and a zero point,
-so that no step is wasted where the group has no numbers. (Frantar et al., arXiv 2210.17323, section
-2, call this round-to-nearest.)
+only its group. 4 bits have 16 numbers instead of 256: they need the smaller groups, and a zero
+point, so that no step is wasted where the group has no numbers. (Frantar et al., arXiv 2210.17323,
+section 2, call this round-to-nearest.)
 
     bits for a weight, with s and z in 16 bits      int8   8 + 16 / in       int4   4 + 2 * 16 / g
 
