@@ -75,15 +75,16 @@ class LocalBias:
         if self.slopes is None:
             bias = torch.zeros(hidden.shape, device=like.device)
         else:
-            bias = -self.slopes_on(like.device).view(-1, 1, 1) * distance  # [b, a, s, n]
+            # whole numbers: in 32 bits a distance is exact up to 2^24
+            slopes = self.slopes_on(like.device).to(torch.promote_types(like.dtype, torch.float32))
+            bias = -slopes.view(-1, 1, 1) * distance  # [b, a, s, n]
         return bias.masked_fill(hidden, -torch.inf).to(like.dtype)
 
     def slopes_on(self, device: torch.device) -> Tensor:
         """[a]. They stay on a GPU: a CUDA graph cannot copy them there (cuda_graphs.py)."""
-        slopes = self.slopes.to(device)
-        if device.type != "meta":
-            self.slopes = slopes
-        return slopes
+        if device.type == "cuda":
+            self.slopes = self.slopes.to(device)
+        return self.slopes.to(device)
 
 
 def make_bias(config: GPTConfig) -> LocalBias | None:

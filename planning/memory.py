@@ -483,15 +483,15 @@ def _kept(model, software, b, t, ep, sequence, again, chunk, cp, cp_kind) -> Kep
     of_head = head(model, layout, software, c)
     embedding = embedding_bytes(model, layout, software, c)
     # one or the other, for context parallelism refuses such models
-    moment = exchanged_bytes(layout, software, c) or bias_moment(model, t)
+    moment = exchanged_bytes(layout, software, c) or bias_moment(model, software, t)
     return Kept(block, expert_block, embedding, of_head, rotary, c.x, moment)
 
 
-def bias_moment(model: MoEConfig, t: int) -> int:
-    """Of what is added to the scores, while it is made: distances, int64; the result in 64 bits,
-    before and after the mask."""
+def bias_moment(model: MoEConfig, software: Software, t: int) -> int:
+    """Of what is added to the scores, while it is made: distances, int64; the result in at least 32
+    bits, before and after the mask."""
     heads = bias_heads(model, t)
-    return (8 + 2 * 8 * heads) * model.seq_length**2 if heads else 0
+    return (8 + 2 * max(4, software.weight) * heads) * model.seq_length**2 if heads else 0
 
 
 def exchanged_bytes(layout: Layout, software: Software, c: Counts) -> int:
