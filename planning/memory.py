@@ -338,7 +338,7 @@ def deferred_bytes(model: MoEConfig, layout: Layout, c: Counts, experts: bool) -
 
 
 def embedding_bytes(model: MoEConfig, layout: Layout, software: Software, c: Counts) -> int:
-    """Token ids, int64, and the dropout's mask."""
+    """Token ids, int64, the dropout's mask, the input of a norm, a factor."""
     ids = 8 * layout.tokens(model.seq_length)
     # where another rank has the token
     elsewhere = ids // 8 if layout.tp > 1 else 0
@@ -347,7 +347,9 @@ def embedding_bytes(model: MoEConfig, layout: Layout, software: Software, c: Cou
         # which are no range
         positions = 8 * model.seq_length // layout.cp
     norm = norm_rows(model, c, software) if model.embedding_norm else {}
-    return ids + elsewhere + positions + sum((norm | mask_row(model, c)).values())
+    # one number
+    scale = software.weight if model.embedding_scale else 0
+    return ids + elsewhere + positions + scale + sum((norm | mask_row(model, c)).values())
 
 
 class Head(NamedTuple):
