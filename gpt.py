@@ -303,10 +303,11 @@ class GeGLU(nn.Module):
 
 
 class RMSNorm1p(nn.RMSNorm):
-    """x / rms(x) * (1 + w): weight decay pulls the scale to 1, not to 0 (Gemma)."""
+    """y + y w with y = x / rms(x): weight decay pulls the scale to 1, not to 0 (Gemma)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+        y = F.rms_norm(x, self.normalized_shape, None, self.eps)
+        return torch.addcmul(y, y, self.weight)
 
 
 ACTIVATIONS = {"gelu": GELU, "swiglu": SwiGLU, "geglu": GeGLU}
@@ -314,7 +315,6 @@ NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm, "rmsnorm1p": RMSNorm1
 
 
 def make_norm(config: GPTConfig, size: int = 0) -> nn.Module:
-    """size: of the vectors, h without it."""
     return NORMS[config.norm](size or config.hidden_size, config.norm_eps)
 
 

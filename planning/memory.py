@@ -103,8 +103,8 @@ def rms_norm_rows(model: MoEConfig, x: int, vectors: int, software: Software) ->
         wide = x * max(4, software.weight) // software.weight
         rows |= {"norm input": wide, "normalised": wide}
     if model.norm == "rmsnorm1p":
-        # 1 + w is no parameter
-        rows["scale"] = x // vectors
+        # what w multiplies has the dtype of x
+        rows["normalised"] = x
     return rows
 
 
