@@ -629,8 +629,12 @@ def gradient_buffers(layout: Layout, software: Software, held: Rank) -> int:
         # the last one of the micro-batch before
         return (filled + of_layers[-1 - held.last][-1]) * software.gradient
     most = max((sum(units) for units in of_layers), default=0)
+    beside_others = [max(units) for units in of_layers]
+    if held.first:
+        # a block comes beside the embedding's norm, if it has one, and that beside the tokens
+        beside_others[0] = of_layers[0][-1]
     for i, j in held.neighbours:
-        most = max(most, max(of_layers[i]) + max(of_layers[j]))
+        most = max(most, beside_others[i] + beside_others[j])
     return most * software.gradient
 
 

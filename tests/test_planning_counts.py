@@ -109,7 +109,7 @@ LAYOUTS = {
         "gemma, tensor": GEMMA | TENSOR | dict(recompute="full"),
         "qwen2, sequence": QWEN2 | SEQUENCE,
         "tied llama, interleaved": TIED_LLAMA | PIPELINE | dict(virtual_stages=2),
-        "bloom, stage 3": BLOOM | dict(zero_stage=3),
+        "bloom, stage 3": BLOOM | dict(zero_stage=3, vocab_size=1001),
         "bloom, stage 2": BLOOM | dict(zero_stage=2, head_chunk=5),
     },
     4: {
