@@ -383,6 +383,7 @@ MIXTRAL = dataclasses.replace(
     },
     missing=LLAMA.missing
     | {
+        "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
         "num_experts_per_tok": 2,

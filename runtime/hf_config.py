@@ -24,7 +24,7 @@ from runtime.architectures import (
 from runtime.checkpoint_index import fixed_fields
 
 # what null means, where it is not what absence means
-NULLS = {"sliding_window": 0}
+NULLS = {"sliding_window": 0, "num_key_value_heads": 0}
 # of rope_type llama3: field of rope_parameters -> field of GPTConfig
 LLAMA3_ROPE = {
     "factor": "rotary_factor",

@@ -477,6 +477,12 @@ def test_what_older_files_say():
     for there, here in windows.items():
         mistral = their_config("mistral", {"sliding_window": there, "layer_types": ...})
         assert to_gpt_config(mistral).sliding_window == here
+    # null is a key for each query; without the field a class has a number of its own
+    for family in ("llama", "qwen2", "qwen3", "mixtral"):
+        null = their_config(family, {"num_key_value_heads": None})
+        assert to_gpt_config(null).num_kv_heads == 4
+    mixtral = their_config("mixtral", {"num_attention_heads": 16, "num_key_value_heads": ...})
+    assert to_gpt_config(mixtral).num_kv_heads == 8
 
 
 @pytest.mark.parametrize(
