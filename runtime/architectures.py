@@ -24,8 +24,8 @@ value, the query of head 1. Mistral, Qwen and Gemma have Llama's names, and anot
     GemmaForCausalLM    GeGLU, a scaled embedding, norms whose weight is stored less 1
     BloomForCausalLM    GPT-2's block; ALiBi, and a norm of the embedding, in place of positions
 
-MixtralForCausalLM is LlamaForCausalLM with experts in every layer. Their matrices
-are one tensor here, and one tensor for each expert e there:
+MixtralForCausalLM is LlamaForCausalLM with experts in every layer. Their matrices are one tensor
+here, and one tensor for each expert e there:
 
     blocks.N.mlp.router  [E, h]        model.layers.N.block_sparse_moe.gate            [E, h]
     blocks.N.mlp.gate    [E, ffn, h]   model.layers.N.block_sparse_moe.experts.e.w1    [ffn, h]

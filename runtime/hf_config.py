@@ -5,7 +5,8 @@ architectures.py.
     attention_bias true   <->  attention_bias all    a choice
     hidden_act silu                                  what gpt.py computes; all else is refused
 
-A class of transformers can describe a model if the way there and back gives the same MoEConfig.
+A class of transformers describes a model if its MoEConfig, written as that class's config.json and
+read again, is the same: nothing else says which class a model is exported as.
 
     python huggingface.py        a lesson: there and back
 """
@@ -172,9 +173,12 @@ def check_experts(config: MoEConfig) -> None:
 def architecture_of(config: MoEConfig) -> Architecture:
     """The class of transformers that describes this model. Raises HuggingFaceError, naming the
     fields for which the nearest one does not."""
+    whole = MoEConfig(**dataclasses.asdict(config))
     differing = {}
     for architecture in ARCHITECTURES:
-        differing[architecture.name] = differences(config, architecture)
+        if (architecture is MIXTRAL) != (whole.num_experts > 0):
+            continue
+        differing[architecture.name] = differences(whole, architecture)
         if not differing[architecture.name]:
             return architecture
     nearest = min(differing, key=lambda name: len(differing[name]))
@@ -183,27 +187,25 @@ def architecture_of(config: MoEConfig) -> Architecture:
 
 
 def differences(config: MoEConfig, architecture: Architecture) -> list[str]:
-    """The fields of a model, and their values, that this class does not have."""
-    whole = MoEConfig(**dataclasses.asdict(config))
-    if (architecture is MIXTRAL) != (whole.num_experts > 0):
-        return [f"num_experts {whole.num_experts}"]
+    """The fields of a model, and their values, that do not come back when this class's config.json
+    is written and read."""
     try:
-        described = fixed_fields(read_fields(write_fields(whole, architecture), architecture))
-    except (HuggingFaceError, KeyError) as e:
+        described = fixed_fields(read_fields(write_fields(config, architecture), architecture))
+    except HuggingFaceError as e:
         return [str(e)]
-    fields = fixed_fields(whole)
-    # the default of other fields, which stand here too
+    fields = fixed_fields(config)
+    # it only chooses defaults of other fields, and these are compared
     del fields["llama"]
     return [f"{name} {value}" for name, value in fields.items() if described.get(name) != value]
 
 
 def write_fields(config: MoEConfig, architecture: Architecture) -> dict:
-    """Raises KeyError for a choice that the class does not have."""
+    """A choice that the class does not have gets the class's default: `differences` sees it."""
     hf_config = {"architectures": [architecture.name], "model_type": architecture.model_type}
     hf_config |= {theirs: getattr(config, ours) for theirs, ours in architecture.fields.items()}
     for theirs, (ours, values) in architecture.choices.items():
         inverse = {value: key for key, value in values.items()}
-        hf_config[theirs] = inverse[getattr(config, ours)]
+        hf_config[theirs] = inverse.get(getattr(config, ours), next(iter(values)))
     hf_config |= {field: values[0] for field, values in architecture.computed.items()}
     for field, value in NULLS.items():
         if hf_config.get(field) == value:

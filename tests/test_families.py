@@ -497,6 +497,18 @@ def test_what_older_files_say():
         ),
         (dict(llama=True, norm="rmsnorm1p"), "LlamaForCausalLM has no norm rmsnorm1p"),
         (dict(positions="rotary"), "GPT2LMHeadModel has no positions rotary"),
+        (
+            dict(llama=True, attention_bias="qkv", norm="layernorm"),
+            "Qwen2ForCausalLM has no norm layernorm$",
+        ),
+        (
+            dict(positions="alibi", embedding_norm=True, head_dim=16, ffn_hidden_size=8),
+            "BloomForCausalLM has no ffn_hidden_size 8, head_dim 16$",
+        ),
+        (
+            dict(llama=True, num_experts=4, router="topk", router_topk=2, sliding_window=8),
+            "MixtralForCausalLM has no sliding_window 8$",
+        ),
     ],
     ids=str,
 )
