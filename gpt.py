@@ -8,13 +8,13 @@
     attention(x) = softmax(q kᵀ / √d + causal mask) v  Wₒ   q, k, v = x W_q, x W_k, x W_v
     mlp(x)       = gelu(x W_up) W_down                      Llama: (silu(x W_gate) * x W_up) W_down
 
-One `GPTConfig` covers all families. LayerNorm, GELU, learned positions, biases and tied embeddings
-make a GPT. RMSNorm, SwiGLU, rotary positions and grouped-query attention make a Llama (2023).
-Mistral, Qwen, Gemma and BLOOM have another part or two (model_config.py), each one submodule here.
-Techniques in other files change this model from outside, by replacing the submodules below or
-wrapping blocks; names like `blocks.7.attention.query` never change.
+`GPTConfig` (model_config.py) chooses each part. LayerNorm, GELU, learned positions, biases and tied
+embeddings make a GPT; RMSNorm, SwiGLU, rotary positions, grouped-query attention make a Llama. Like
+Llama are Mistral (a window: `local`), Qwen (biases, or `HeadNorms`) and Gemma (GeGLU, `RMSNorm1p`,
+a scaled embedding); like GPT is BLOOM (ALiBi: `local`; a norm of the embedding). Techniques replace
+submodules or wrap blocks from outside; names like `blocks.7.attention.query` never change.
 
-Shapes: b micro-batch, s sequence, h hidden, a heads, d = h / a, L layers, V vocabulary.
+Shapes: b micro-batch, s sequence, h hidden, a heads of d (mostly h / a), L layers, V vocabulary.
 
     python gpt.py        parameters, the loss before training, what a changed token changes
 
@@ -52,11 +52,11 @@ class Attention(nn.Module):
         self.rotary = Rotary()
         fused = config.attention == "fused"
         self.core = FusedAttention() if fused else ExplicitAttention(config.dropout, site=1)
-        self.core.local = self.local = make_bias(config)
+        self.core.local = self.local = make_bias(config)  # None without window and ALiBi
         self.output = DeferredBiasLinear(heads, h, config.attention_bias == "all")
 
     def forward(self, x: Tensor, drop_key: Tensor | None, rotary, documents=None) -> Tensor:
-        projected = self.project(x, self.query, self.key, self.value)  # [b, s, a d] each
+        projected = self.project(x, self.query, self.key, self.value)  # [b, s, a d or a_kv d]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
         if self.head_norms is not None:
             q, k = self.head_norms(q, k)
@@ -254,7 +254,7 @@ class Rotary(nn.Module):
 
 
 def rotary_table(config: GPTConfig, s: int, like: Tensor, documents=None) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base^(-2i/d), all i twice over: [s, d] or [b, 1, s, d] each."""
+    """cos and sin of position * base^(-2i/d), i < d/2, twice over: [s, d] or [b, 1, s, d] each."""
     d = config.head_dim
     frequency = config.rotary_base ** (-torch.arange(0, d, 2, device=like.device).double() / d)
     if config.rotary_factor != 1:
@@ -267,8 +267,8 @@ def rotary_table(config: GPTConfig, s: int, like: Tensor, documents=None) -> tup
 
 
 def llama3_frequencies(config: GPTConfig, frequency: Tensor) -> Tensor:
-    """For sequences longer than the original: an angle that turns less than `low` times in that
-    length grows slower by the factor; one that turns more than `high` times stays (Llama 3.1)."""
+    """Llama 3.1, for longer sequences. A pair that turns less than `low` times in the original
+    length turns slower by the factor; one with more than `high` as before; others in between."""
     low, high = config.rotary_low_frequency, config.rotary_high_frequency
     turns = config.rotary_original_length * frequency / (2 * math.pi)
     stays = ((turns - low) / (high - low)).clamp(0, 1)

@@ -113,17 +113,22 @@ def teach_window(lesson: form.Lesson, one: dict) -> None:
         f"{one['columns']}, not {PROMPT + NEW}; {same} tokens as without a cache",
         one["columns"] == W and same == "the same",
     )
-    lesson.break_it("width", "The token itself is not counted.", WHY["width"])
+    lesson.break_it(
+        "width", "The window counts earlier tokens only. Where does it show?", WHY["width"]
+    )
 
 
 def teach_slopes(lesson: form.Lesson, one: dict, two: list[dict]) -> None:
-    lesson.predict("8 heads, and the first slope is 1/2. The others? And of 6 heads?")
-    eight, six = (sorted(alibi_slopes(a).tolist(), reverse=True) for a in (8, 6))
-    lesson.say("8 heads  " + " ".join(f"1/{1 / x:<4.0f}" for x in eight))
-    lesson.say("6 heads  " + " ".join(f"1/{1 / x:<4.0f}" for x in six))
+    lesson.predict(
+        "Slopes are a geometric sequence. Of 8 heads the first one is 1/2. The others? And of 6"
+        " heads, which is no power of two?"
+    )
+    eight, six = (alibi_slopes(a).tolist() for a in (8, 6))
+    lesson.say("8 heads  " + " ".join(f"{f'1/{1 / x:.0f}':<6}" for x in eight).rstrip())
+    lesson.say("6 heads  " + " ".join(f"{f'1/{1 / x:.0f}':<6}" for x in six).rstrip())
     lesson.check(
-        "ratio 1/2; of 6 heads: 1/4, 1/16, 1/64, 1/256 of 4 heads, and 1/2 and 1/8 of 8",
-        eight == [2.0**-i for i in range(1, 9)] and six == [2.0**-i for i in (1, 2, 3, 4, 6, 8)],
+        "ratio 1/2; heads 0 to 3 of 6 are as of 4, heads 4 and 5 as heads 0 and 2 of 8",
+        eight == [2.0**-i for i in range(1, 9)] and six == [2.0**-i for i in (2, 4, 6, 8, 1, 3)],
     )
     lesson.predict("Two tensor-parallel ranks have 4 heads each. Which slopes has rank 1?")
     slopes = [" ".join(f"1/{1 / x:.0f}" for x in of_rank["slopes"]) for of_rank in two]
@@ -133,7 +138,9 @@ def teach_slopes(lesson: form.Lesson, one: dict, two: list[dict]) -> None:
     )
     apart = abs(two[0]["loss"] - one["loss"])
     lesson.check(f"the loss is {apart:.1e} from that of one rank", apart < 1e-10)
-    lesson.break_it("own-slopes", "Every rank takes the first ones.", WHY["own-slopes"])
+    lesson.break_it(
+        "own-slopes", "Each rank takes the first 4. Which heads see too little?", WHY["own-slopes"]
+    )
 
 
 def teach(lesson: form.Lesson) -> None:
