@@ -33,6 +33,7 @@ from functools import partial
 import torch
 
 import checkpoint
+import context_parallel
 import huggingface
 import kernels
 import moe
@@ -221,6 +222,7 @@ def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) ->
         raise ConfigError(f"--layer-split {args.layer_split}: needs --pp 2 or more")
     with as_flags():
         tensor_parallel.check(config, args.tp, num_ranks)
+        context_parallel.check_attention(config, args.cp)
         if args.pp > 1:
             pipeline_parallel.check(config.num_layers, args.pp, 1, args.layer_split)
         moe.check(config, args.ep, num_ranks // args.tp // args.pp)

@@ -2,9 +2,11 @@
 line."""
 
 import json
+from argparse import Namespace
 
 import pytest
 
+from inference.cli import check_layout
 from routers import MoEConfig
 from runtime import config, room, rules
 from runtime.config import Config, ConfigError
@@ -139,6 +141,10 @@ def test_refusals(flags, words):
 def test_near_tokens_are_no_matter_of_context_parallelism(flags):
     with pytest.raises(ConfigError, match=r"--cp 2: a model with .* cannot share its sequences"):
         rules.validate(Config(cp=2, **flags), 2)
+    # and of generate.py, before its ranks meet
+    layout = Namespace(tp=1, pp=1, cp=2, ep=1, layer_split=None)
+    with pytest.raises(ConfigError, match=r"--cp 2: a model with .* cannot share its sequences"):
+        check_layout(layout, MoEConfig(2, 32, 4, **flags), 2)
     # any length
     rules.validate(Config(seq_length=7, head_dim=12, **flags), 1)
 
