@@ -43,11 +43,22 @@ def teach(lesson: form.Lesson) -> None:
     found = config.head_dim, config.ffn_hidden_size, config.num_kv_heads
     lesson.check(f"{found}: h / a, 4 h, a", found == (64 // 4, 4 * 64, 4))
 
-    lesson.predict("Can h 64 have 5 heads? Which numbers near 5 would do?")
-    said, error = refusal(config_class, num_heads=5)
-    lesson.check(said, error is not None and "[2, 4, 8] would fit" in said)
+    lesson.predict(
+        "A family is a set of defaults. Beside llama=True stand norm='rmsnorm1p' and tied=True:"
+        " which norm, activation and positions has the model? Are embedding and head one matrix?"
+    )
+    config = config_class(2, 64, 4, llama=True, norm="rmsnorm1p", tied=True)
+    found = config.norm, config.activation, config.positions, config.tied
+    lesson.check(
+        f"{', '.join(found[:3])}, {'one matrix' if found[3] else 'two'}: the family fills the rest",
+        found == ("rmsnorm1p", "swiglu", "rotary", True),
+    )
+
+    lesson.predict("Can 4 heads share 3 heads of keys and values? Which numbers near 3 would do?")
+    said, error = refusal(config_class, num_heads=4, num_kv_heads=3)
+    lesson.check(said, error is not None and "[1, 2, 4] would fit" in said)
     flag = error.message(lambda field: "--" + field.replace("_", "-")) if error else "no error"
-    lesson.check(f"train.py: {flag}", flag.startswith("--num-heads 5: must divide --hidden-size"))
+    lesson.check(f"train.py: {flag}", flag.startswith("--num-kv-heads 3: must divide --num-heads"))
 
     lesson.predict(
         "Fused attention never has the s x s probabilities in memory. Does dropout 0.1 go with it?"
@@ -57,8 +68,8 @@ def teach(lesson: form.Lesson) -> None:
     lesson.break_it(
         "check",
         "Which of the two errors comes later, which one never?",
-        "5 heads later: the model is built, then PyTorch fails in forward and names no field."
-        " Dropout with fused attention never: it runs, and no attention probability is"
+        "3 heads of keys later: the model is built, then PyTorch fails in forward and names no"
+        " field. Dropout with fused attention never: it runs, and no attention probability is"
         " dropped. Defaults are set before the check.",
     )
 

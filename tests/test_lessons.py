@@ -99,6 +99,13 @@ def test_predict_check_break_it(name, removed, monkeypatch, capsys):
         assert command[0] == f"{name}.py" and command[1] in without
 
 
+def test_what_an_unchecked_shape_does_is_what_its_lesson_says(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run("lessons.model_config", ["--without", "check"], monkeypatch, capsys)
+    out = capsys.readouterr().out
+    assert "CHECK    in forward: " in out and "CHECK    nothing: it runs " in out
+
+
 def test_quiz_waits_for_an_answer(monkeypatch, capsys):
     answers = iter(["two", "no"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
