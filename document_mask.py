@@ -65,7 +65,7 @@ def masked_probabilities(
 ) -> Tensor:
     """softmax(q kᵀ / √d + mask). q, k: [b, a, s, d]; documents: [b, s] -> [b, a, s, s]
 
-    local: what a sliding window or ALiBi adds; without it there are documents."""
+    local: what a sliding window or ALiBi adds. At least one of documents and local is given."""
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
     # a token sees itself, so no row is all -∞
     if local is not None:

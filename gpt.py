@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from cross_entropy import cross_entropy
 from document_mask import fused_attention, masked_probabilities, positions_of
 from dropout import Dropout, layer_key
-from local_attention import LocalBias, make_bias
+from local_attention import LocalBias, make_local_bias
 from model_config import GPTConfig
 
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.rotary = Rotary()
         fused = config.attention == "fused"
         self.core = FusedAttention() if fused else ExplicitAttention(config.dropout, site=1)
-        self.core.local = self.local = make_bias(config)  # None without window and ALiBi
+        self.core.local = self.local = make_local_bias(config)  # None: no window, no ALiBi
         self.output = DeferredBiasLinear(heads, h, config.attention_bias == "all")
 
     def forward(self, x: Tensor, drop_key: Tensor | None, rotary, documents=None) -> Tensor:

@@ -12,17 +12,19 @@ by a number that is added to the score of query i and key j:
     i = 3     . . .     j = 0 is out of sight    -1½ -1  -½   0
 
 With a window, L layers together reach L (w - 1) tokens back, and a token needs the keys and values
-of w tokens only: the cache of generation stops to grow (inference/kv_cache.py). With ALiBi a model
-needs no other positions (BLOOM, arXiv 2211.05100). The slopes of a heads are a geometric sequence
-that begins with, and has the ratio, 2^(-8/a): 1/2, 1/4, .. 1/256 for 8 heads.
+of w tokens only: the cache of generation stops growing (inference/kv_cache.py). With ALiBi a model
+needs no other positions (BLOOM, arXiv 2211.05100). The first of a heads has slope r = 2^(-8/a),
+the next r², then r³, and so on: 1/2, 1/4, .. 1/256 for 8 heads. Where a is no power of two, see
+`alibi_slopes`.
 
-    python local_attention.py      the matrices above for a small model, and what each head sees
+    python local_attention.py    how far a token reaches, columns of the cache, slopes of two ranks
 
-gpt.py puts a `LocalBias` into the core attention of such a model. Tensor parallelism tells it which
-heads are a rank's.
+gpt.py gives the core attention of such a model a `LocalBias` (`local`), which document_mask.py adds
+to the scores. Tensor parallelism tells it which heads are a rank's.
 
 Not covered: a kernel that skips what the window hides (FlashAttention's window_size). Here the
-scores are computed and then hidden. Context parallelism of such models is refused."""
+scores are computed and then hidden. Context parallelism of such models is refused.
+"""
 
 import math
 
@@ -87,7 +89,7 @@ class LocalBias:
         return self.slopes.to(device)
 
 
-def make_bias(config: GPTConfig) -> LocalBias | None:
+def make_local_bias(config: GPTConfig) -> LocalBias | None:
     """None: plain causal attention."""
     is_local = config.sliding_window or config.positions == "alibi"
     return LocalBias(config) if is_local else None

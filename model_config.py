@@ -37,7 +37,7 @@ class GPTConfig:
     num_kv_heads: int = 0
     # 0: 4h
     ffn_hidden_size: int = 0
-    # of the longest sequence
+    # tokens of the longest sequence
     seq_length: int = 1024
     vocab_size: int = 50257
     # of the embedding, of attention probabilities, of both residual branches
@@ -50,7 +50,7 @@ class GPTConfig:
     rotary_base: float = 10000.0
     # 0: h / a
     head_dim: int = 0
-    # layernorm, rmsnorm, or rmsnorm1p: its weight is stored less 1 (Gemma)
+    # layernorm, rmsnorm, or rmsnorm1p: RMSNorm that multiplies by 1 + weight (Gemma)
     norm: str = ""
     # gelu, swiglu or geglu (arXiv 2002.05202)
     activation: str = ""
@@ -64,12 +64,13 @@ class GPTConfig:
     tied: bool | None = None
     # whether each head's query and key have a norm (Qwen3)
     qk_norm: bool = False
-    # whether the embedding has a LayerNorm (BLOOM), or is multiplied by √h (Gemma)
+    # whether the embedding has a norm behind it (BLOOM), or is multiplied by √h (Gemma)
     embedding_norm: bool = False
     embedding_scale: bool = False
     # a token attends to so many, itself included; 0: to all (Mistral)
     sliding_window: int = 0
-    # rotary angles for longer sequences (Llama 3, gpt.llama3_frequencies); 1: as they are
+    # scaling of rotary angles, for longer sequences than the original length (Llama 3,
+    # gpt.llama3_frequencies); 1: none, and the three fields below count for nothing
     rotary_factor: float = 1.0
     rotary_low_frequency: float = 1.0
     rotary_high_frequency: float = 4.0

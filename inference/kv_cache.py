@@ -13,7 +13,7 @@ they never change once they are computed:
     sequence 1     e f y . . .         a mask hides what a shorter row has not filled
 
 Of a model with a sliding window of w tokens (local_attention.py) the cache has w columns at most.
-Position p is stored in column p mod w, over the key that has left the window.
+Position p is stored in column p mod w, in the place of the key that has just left the window.
 
 The cache has 2 L a_kv d numbers for each token (a_kv: heads of keys and values). Grouped-query
 attention (arXiv 2305.13245) makes it smaller by a / a_kv.
@@ -51,14 +51,15 @@ class Cache:
     """Keys and values of one batch, and where the tokens of the current forward pass belong."""
 
     def __init__(self, columns: int, group: dist.ProcessGroup | None = None):
-        """columns: positions that fit; with 0 nothing is stored, and each forward is a prefill.
+        """columns: how many tokens of a sequence it keeps, with a sliding window at most as many as
+        the window has; with 0 nothing is stored, and each forward is a prefill.
         group: the context-parallel ranks that share a prefill."""
         self.columns = columns
         self.group = group
         # layer -> [b, a_kv, columns, d]
         self.keys: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
-        # [b], the column of each newest token; None: prefill
+        # [b], the position of each sequence's newest token; None: prefill
         self.positions: Tensor | None = None
         # the same as one number, where it is equal for all sequences
         self.shared_position: int | None = None
@@ -110,9 +111,9 @@ class Cache:
         self.mask = bias.masked_fill(hidden, -torch.inf)
 
     def positions_in(self, last: Tensor, used: int) -> Tensor:
-        """The position that each column holds, of a sequence whose newest token stands at `last`:
-        the largest up to it that is the column's number modulo `columns`. Negative where there is
-        none. last: [b, 1] -> [b, used]"""
+        """The position of the token in each column, where the newest token stands at `last`: the
+        largest p <= last with p mod columns = column. Negative: the column is not filled yet.
+        last: [b, 1] -> [b, used]"""
         column = torch.arange(used, device=last.device)
         return last - (last - column) % self.columns
 

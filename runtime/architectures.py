@@ -1,8 +1,9 @@
 """The names that our tensors and fields have in models of `transformers`: one table for each class.
 
 It says where each of our tensors lies in theirs, and which field of their config.json is which of
-MoEConfig's. huggingface.py reads and writes folders by these tables, hf_config.py config.json. A
-model that gpt.py does not compute exactly is refused, and the message names the field.
+MoEConfig's (GPTConfig's, and those of experts: routers.py). huggingface.py reads and writes folders
+by these tables, hf_config.py config.json. A model that gpt.py does not compute exactly is refused,
+and the message names the field.
 
     gpt.py                      GPT2LMHeadModel                      LlamaForCausalLM
     embedding.tokens            transformer.wte                      model.embed_tokens
@@ -21,8 +22,8 @@ value, the query of head 1. Mistral, Qwen and Gemma have Llama's names, and anot
     MistralForCausalLM  a sliding window
     Qwen2ForCausalLM    biases of query, key and value
     Qwen3ForCausalLM    norms of each head's query and key, and a head size of its own
-    GemmaForCausalLM    GeGLU, a scaled embedding, norms whose weight is stored less 1
-    BloomForCausalLM    GPT-2's block; ALiBi, and a norm of the embedding, in place of positions
+    GemmaForCausalLM    GeGLU, a scaled embedding, norms that multiply by 1 + weight
+    BloomForCausalLM    GPT-2's block; ALiBi in place of learned positions, a norm of the embedding
 
 MixtralForCausalLM is LlamaForCausalLM with experts in every layer. Their matrices are one tensor
 here, and one tensor for each expert e there:

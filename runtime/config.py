@@ -98,7 +98,7 @@ class Config:
     )
     norm: str | None = flag(
         None,
-        "rmsnorm1p is rmsnorm with its weight stored less 1",
+        "rmsnorm1p is RMSNorm that multiplies by 1 + weight (Gemma)",
         ("layernorm", "rmsnorm", "rmsnorm1p"),
     )
     activation: str | None = flag(None, "of the MLP", ("gelu", "swiglu", "geglu"))
