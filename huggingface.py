@@ -276,18 +276,17 @@ def building(target: Path) -> Iterator[Path]:
     target = Path(target).resolve()
     # not with_name: / has no name
     folder = target.parent / f".{target.name}.writing"
-    try:
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise HuggingFaceError(f"{target} exists, and is not an empty folder")
-        # left by a process that was killed
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        yield folder
-        os.rename(folder, target)
-    except (OSError, SafetensorError, checkpoint.CheckpointError, TokenizerError) as e:
-        raise HuggingFaceError(f"{target} cannot be written: {e}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with terminal.removed_at_the_end(folder):
+        try:
+            if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+                raise HuggingFaceError(f"{target} exists, and is not an empty folder")
+            # left by a process that was killed
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            yield folder
+            os.rename(folder, target)
+        except (OSError, SafetensorError, checkpoint.CheckpointError, TokenizerError) as e:
+            raise HuggingFaceError(f"{target} cannot be written: {e}") from None
 
 
 def import_folder(hf_dir: Path, path: Path) -> MoEConfig:

@@ -12,11 +12,15 @@ standard error says so, and the run goes on. metrics.jsonl has every step.
     python train.py | head -n 2        trains to its end
 """
 
+import contextlib
 import gc
 import os
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 
 def prepare() -> None:
@@ -124,6 +128,21 @@ def mute(stream) -> None:
     os.close(nowhere)
 
 
+# folders that Ctrl-C removes
+unfinished: set[Path] = set()
+
+
+@contextlib.contextmanager
+def removed_at_the_end(folder: Path) -> Iterator[None]:
+    """Removes a folder when the body is left, also by Ctrl-C after `quiet_interrupts`."""
+    unfinished.add(folder)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.discard(folder)
+
+
 def quiet_interrupts() -> None:
     """From now on Ctrl-C ends this process at once, with status 130 and without a traceback.
 
@@ -137,6 +156,8 @@ def quiet_interrupts() -> None:
 
         for child in multiprocessing.active_children():
             child.kill()
+        for folder in unfinished:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(130)
 
     signal.signal(signal.SIGINT, end)

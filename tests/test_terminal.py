@@ -109,6 +109,8 @@ def test_each_command_is_quiet_when_it_is_interrupted():
     for name in (
         "train.py",
         "generate.py",
+        "evaluate.py",
+        "export.py",
         "prompt_tuning.py",
         "adapters.py",
         "huggingface.py",
@@ -117,6 +119,25 @@ def test_each_command_is_quiet_when_it_is_interrupted():
     ):
         source = (ROOT / name).read_text()
         assert source.index("terminal.quiet_interrupts()") < source.index("import torch"), name
+
+
+def test_ctrl_c_removes_what_is_half_written(tmp_path):
+    """Also where a library would catch KeyboardInterrupt, or runs long without looking for it."""
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "from runtime import terminal\n"
+        "terminal.quiet_interrupts()\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "with terminal.removed_at_the_end(folder):\n"
+        "    folder.mkdir()\n"
+        "    (folder / 'weights').write_text('half')\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    signal.pause()\n"
+    )
+    argv = [sys.executable, "-c", program, str(tmp_path / ".model.writing")]
+    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, capfd):
