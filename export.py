@@ -265,10 +265,27 @@ def make_parser() -> argparse.ArgumentParser:
     flag = parser.add_argument
     flag("source", help="a checkpoint, a run or a Hugging Face folder; or the word run")
     flag("folder", help="a new one; after run, one that was exported")
-    flag("--dtype", choices=tuple(DTYPES), default="fp32", help="of weights (default: fp32)")
-    flag("--prompt", default="", help="for run: the text to continue")
-    flag("--max-tokens", type=int, default=300, help="for run: most new tokens (default: 300)")
+    flag("--dtype", choices=tuple(DTYPES), help="of weights (default: fp32)")
+    flag("--prompt", help="for run: the text to continue")
+    flag("--max-tokens", type=int, help="for run: most new tokens (default: 300)")
     return parser
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises ExportError."""
+    if not args.folder:
+        raise ExportError("FOLDER '': names no folder")
+    if args.source == "run":
+        if args.dtype:
+            raise ExportError("--dtype: was chosen when the graph was written; leave it out")
+        if args.max_tokens is not None and args.max_tokens < 0:
+            raise ExportError(f"--max-tokens {args.max_tokens}: must be at least 0")
+        if not args.prompt:
+            raise ExportError("--prompt TEXT: give the text to continue")
+        return
+    for name, value in {"--prompt": args.prompt, "--max-tokens": args.max_tokens}.items():
+        if value is not None:
+            raise ExportError(f"{name}: is for `export.py run FOLDER`; export alone needs none")
 
 
 REFUSED = (
@@ -286,16 +303,11 @@ def main(argv: list[str]) -> int:
     terminal.prepare()
     args = make_parser().parse_args(argv)
     try:
+        check_flags(args)
         if args.source == "run":
-            if args.max_tokens < 0:
-                raise ExportError(f"--max-tokens {args.max_tokens}: must be at least 0")
-            run(args.folder, args.prompt, args.max_tokens)
+            run(args.folder, args.prompt, 300 if args.max_tokens is None else args.max_tokens)
         else:
-            if args.prompt:
-                raise ExportError(
-                    "--prompt: is for `export.py run FOLDER`; export alone needs none"
-                )
-            print(f"{args.folder}: {export(args.source, args.folder, args.dtype)}")
+            print(f"{args.folder}: {export(args.source, args.folder, args.dtype or 'fp32')}")
     except REFUSED as e:
         terminal.say(terminal.one_line(f"export.py: {e}"), error=True)
         return 2

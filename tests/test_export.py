@@ -309,7 +309,10 @@ def test_refusals(graph, tmp_path, capsys, monkeypatch):
     assert "none: no such folder" in refused([tmp_path / "none", target], capsys)
     assert "has no model.onnx" in refused(["run", tmp_path, "--prompt", "a"], capsys)
     assert "--prompt: is for" in refused([graph.parent / "model", target, "--prompt", "a"], capsys)
-    assert "the prompt is empty" in refused(["run", graph], capsys)
+    assert "--prompt TEXT: give" in refused(["run", graph], capsys)
+    assert "--dtype: was chosen" in refused(["run", graph, "--dtype", "fp16"], capsys)
+    assert "--max-tokens: is for" in refused([graph, target, "--max-tokens", "9"], capsys)
+    assert "FOLDER '': names no folder" in refused([graph, ""], capsys)
     assert "and the model's context holds 32" in refused(
         ["run", graph, "--prompt", "a" * 33], capsys
     )
