@@ -23,6 +23,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,8 @@ from runtime.config import ConfigError
 from runtime.world import World
 
 SECONDS_OF_SILENCE = 10
+# flags that say nothing to --perplexity
+OF_TASKS = ("num_fewshot", "limit", "apply_chat_template")
 # generate.py's flags that are none here, for its checks
 NO_SAMPLING = dict(stop=[], max_tokens=0, temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -76,19 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
 def check_flags(args: argparse.Namespace, world: World):
     """What can be known before the ranks meet. Returns (the model's configuration, the task manager
     of lm-eval or None, documents). Raises the errors of cli.REFUSED."""
-    if not args.tasks and not args.perplexity:
-        raise ConfigError("--tasks NAME or --perplexity FILE: give one of them, or both")
-    for name in ("num_fewshot", "limit"):
-        value = getattr(args, name)
-        least = 1 if name == "limit" else 0
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
-    if args.cp > 1:
-        raise ConfigError(
-            f"--cp {args.cp}: ranks do not share a text here; without the flag they share the texts"
-        )
-    if args.out and (os.path.exists(args.out) or not Path(args.out).resolve().parent.is_dir()):
-        raise ConfigError(f"--out {args.out}: must be a new file in a folder that exists")
+    check_own_flags(args)
     config = cli.check_flags(args, world)
     manager = None
     if args.tasks:
@@ -99,20 +90,57 @@ def check_flags(args: argparse.Namespace, world: World):
             )
         from inference import harness
 
-        manager = harness.find_tasks(args.tasks, args.include_path)
+        manager, args.tasks = harness.find_tasks(args.tasks, args.include_path)
     return config, manager, read_files(args.perplexity)
 
 
+def check_own_flags(args: argparse.Namespace) -> None:
+    """Those that generate.py has not. Raises ConfigError."""
+    if not args.tasks and not args.perplexity:
+        raise ConfigError("--tasks NAME or --perplexity FILE: give one of them, or both")
+    for name, least in {"num_fewshot": 0, "limit": 1}.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    for name in OF_TASKS:
+        if getattr(args, name) not in (None, False) and not args.tasks:
+            raise ConfigError(f"--{name.replace('_', '-')}: is of --tasks; leave it out")
+    if args.cp > 1:
+        raise ConfigError(
+            f"--cp {args.cp}: ranks do not share a text here; without the flag they share the texts"
+        )
+    if len(args.adapter) > 1:
+        raise ConfigError(f"--adapter {args.adapter[1]}: one model is evaluated, with one adapter")
+    if args.out is not None:
+        check_out(args.out)
+
+
+def check_out(name: str) -> None:
+    """Raises ConfigError, before hours of work, for a file that could not be written after them."""
+    if not name or os.path.lexists(name) or not Path(name).resolve().parent.is_dir():
+        raise ConfigError(f"--out {name or repr(name)}: must be a new file in a folder that exists")
+    try:
+        # it has no name, so nothing is left
+        with tempfile.TemporaryFile(dir=Path(name).resolve().parent):
+            pass
+    except OSError as e:
+        raise ConfigError(f"--out {name}: cannot be written ({e.strerror or e})") from None
+
+
 def read_files(names: list[str]) -> list[tuple[str, str]]:
-    """(name, text) of each document. Raises ConfigError."""
+    """(name, text) of each document that has text. Raises ConfigError."""
     found = []
     try:
         for path in find_files(names) if names else []:
             for number, text in enumerate(read_documents(path, 0, None), 1):
-                # the number of the document, which is its line if none is empty
+                if not text:
+                    continue
+                # the number of the document, which is its line if none is blank
                 found.append((f"{path}:{number}" if ".jsonl" in path.suffixes else str(path), text))
     except DataError as e:
         raise ConfigError(f"--perplexity {e}") from None
+    if names and not found:
+        raise ConfigError(f"--perplexity {' '.join(names)}: no document has any text")
     return found
 
 
@@ -228,11 +256,18 @@ def lead(world: World, evaluator: Evaluator, work: Callable[[Callable], object])
 
 
 def write(path: str, report: dict) -> None:
+    # of lm-eval, numbers of NumPy and functions too
+    text = json.dumps(
+        report, indent=1, default=lambda x: x.item() if hasattr(x, "item") else str(x)
+    )
     with open(path, "x") as file:
-        # of lm-eval, numbers of NumPy and functions too
-        json.dump(
-            report, file, indent=1, default=lambda x: x.item() if hasattr(x, "item") else str(x)
-        )
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            # a full disk; half a file would look like a result
+            os.unlink(path)
+            raise
 
 
 def main(argv: list[str]) -> int:

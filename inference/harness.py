@@ -21,7 +21,9 @@ Not covered: images; a model that thinks before it answers (its thoughts are par
 import contextlib
 import importlib
 import json
+import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from lm_eval.utils import make_table
 
 from corpus.tokenizer import FileTokenizer, begin_id
 from evaluate import Evaluator, Request, check, encode_pair
+from generate import check_options
 from runtime import terminal
 from runtime.config import ConfigError
 from sft import Chat
@@ -80,7 +83,9 @@ class HarnessLM(LM):
         super().__init__()
         self.evaluator = evaluator
         self.tokenizer = evaluator.tokenizer
-        self.call = call
+        self.call_ranks = call
+        # what the evaluator raised: no fault of a task
+        self.failure: Exception | None = None
         self.chat = chat
         self.begin = begin_id(self.tokenizer)
 
@@ -91,6 +96,13 @@ class HarnessLM(LM):
         ids = [int(i) for i in ids]
         bos = self.tokenizer.bos
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def call(self, name: str, *arguments):
+        try:
+            return self.call_ranks(name, *arguments)
+        except Exception as e:
+            self.failure = e
+            raise
 
     def loglikelihood(self, requests) -> list[tuple[float, bool]]:
         pairs = [self.pair(*request.args) for request in requests]
@@ -174,6 +186,10 @@ def generation_options(options: dict) -> tuple[int, list[str], dict]:
         sampling = {"temperature": temperature or 1.0} | restriction
     if options.get("num_beams") == 1:
         del options["num_beams"]
+    try:
+        check_options(max_tokens, **{"top_k": 0, "top_p": 1.0} | sampling)
+    except ValueError as e:
+        raise ConfigError(f"--tasks: generation_kwargs: {e}") from None
     if options:
         raise ConfigError(
             f"--tasks: generation_kwargs has {', '.join(options)}, and generate.py has no such"
@@ -185,11 +201,12 @@ def generation_options(options: dict) -> tuple[int, list[str], dict]:
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-def find_tasks(names: list[str], folders: list[str]) -> TaskManager:
-    """folders: with task files of the user's own. Raises ConfigError."""
+def find_tasks(names: list[str], folders: list[str]) -> tuple[TaskManager, list[str]]:
+    """(lm-eval's tasks, the names of those to run). names: may have patterns, such as mmlu_*.
+    folders: with task files of the user's own. Raises ConfigError."""
     for folder in folders:
-        if not Path(folder).is_dir():
-            raise ConfigError(f"--include-path {folder}: no such folder")
+        if not folder or not Path(folder).is_dir():
+            raise ConfigError(f"--include-path {shlex.quote(folder)}: no such folder")
     # those of lm-eval take seconds to list
     manager = TaskManager(include_path=folders, include_defaults=False)
     if manager.match_tasks(names) != sorted(names):
@@ -197,16 +214,19 @@ def find_tasks(names: list[str], folders: list[str]) -> TaskManager:
     for name in names:
         if not manager.match_tasks([name]):
             raise ConfigError(
-                f"--tasks {name}: lm-eval has no task of this name; lm-eval ls tasks shows those it"
-                " has, and --include-path DIR adds your own"
+                f"--tasks {shlex.quote(name)}: lm-eval has no task of this name; lm-eval ls tasks"
+                " shows those it has, and --include-path DIR adds your own"
             )
-    return manager
+    return manager, manager.match_tasks(names)
 
 
 def run_tasks(
     lm: HarnessLM, manager: TaskManager, names: list[str], fewshot: int | None, limit: int | None
 ) -> dict:
-    """lm-eval's results, with each item. Raises ConfigError for data that cannot be had."""
+    """lm-eval's results, with each item. Raises ConfigError for data that cannot be had, and for a
+    task that cannot be asked."""
+    # patterns may stand for hundreds
+    flag = f"--tasks {textwrap.shorten(' '.join(names), 100)}"
     try:
         with other_evaluate():
             return simple_evaluate(
@@ -220,9 +240,21 @@ def run_tasks(
             )
     except OSError as e:
         raise ConfigError(
-            f"--tasks {' '.join(names)}: lm-eval cannot have their data ({terminal.one_line(e)});"
+            f"{flag}: lm-eval cannot have their data ({terminal.one_line(e)});"
             " without a network, --include-path DIR with task files and data of your own would fit"
         ) from None
+    except Exception as e:
+        if isinstance(e, ConfigError) or e is lm.failure:
+            raise
+        raise ConfigError(f"{flag}: {fault_of(e)}") from None
+
+
+def fault_of(e: Exception) -> str:
+    """What is wrong with a task, by what lm-eval raised: it has no classes of errors."""
+    if "Sample larger than population" in str(e):
+        return "fewer examples than --num-fewshot, or num_fewshot of the task, asks for"
+    what = ": ".join(word for word in (type(e).__name__, terminal.one_line(e)) if word)
+    return f"lm-eval cannot ask this ({what}); mend the file of the task, or its data"
 
 
 def find_template(chat: Chat) -> Chat:

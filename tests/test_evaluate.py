@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import processes
 import pytest
@@ -524,6 +525,16 @@ BAD = {
         ["--tasks", "answer"],
         "the continuation has 101 tokens, and the model's context holds",
     ),
+    "no name": (["--tasks", ""], "--tasks '': lm-eval has no task of this name"),
+    "no folder": (["--tasks", "sums", "--include-path", ""], "--include-path '': no such folder"),
+    "of tasks": (["--perplexity", "a", "--limit", "2"], "--limit: is of --tasks"),
+    "no out": (["--tasks", "sums", "--out", ""], "--out '': must be a new file"),
+    "proc": (["--tasks", "sums", "--out", "/proc/a"], "--out /proc/a: cannot be written"),
+    "adapters": (["--tasks", "sums", "--adapter", "a", "--adapter", "b"], "with one adapter"),
+    "examples": (["--tasks", "sums", "--num-fewshot", "9"], "fewer examples than --num-fewshot"),
+    "field": (["--tasks", "field"], "--tasks field: lm-eval cannot ask this (UndefinedError: "),
+    "split": (["--tasks", "split"], "--tasks split: lm-eval cannot ask this (KeyError: 'absent')"),
+    "length": (["--tasks", "length"], "max_tokens -1: must be at least 0"),
     "data": (["--tasks", "lost"], "--tasks lost: lm-eval cannot have their data"),
 }
 
@@ -544,6 +555,9 @@ def test_bad_input(argv, words, place, capsys, monkeypatch):
         "beams": capitals.replace("max_gen_toks: 12", "num_beams: 4"),
         "answer": sums.replace("choices", f"['{'x' * 100}', 'a', 'b']"),
         "lost": sums.replace("sums.jsonl", "lost.jsonl"),
+        "field": sums.replace("{{question}}", "{{ask}}"),
+        "split": sums.replace("test_split: test", "test_split: absent"),
+        "length": capitals.replace("max_gen_toks: 12", "max_gen_toks: -1"),
     }.items():
         (place / "my_tasks" / f"{name}.yaml").write_text(re.sub("task: .*", f"task: {name}", text))
     status = evaluation_commands.main(
@@ -552,6 +566,45 @@ def test_bad_input(argv, words, place, capsys, monkeypatch):
     message = capsys.readouterr().err.splitlines()[-1]
     assert status == 2, message
     assert message.startswith("evaluate.py: ") and words in message
+
+
+def test_patterns_of_task_names(harness, monkeypatch):
+    manager = harness.TaskManager
+    monkeypatch.setattr(
+        harness, "TaskManager", lambda include_path, **_: manager(None, include_path, False)
+    )
+    assert harness.find_tasks(["*ums", "prose"], ["my_tasks"])[1] == ["prose", "sums"]
+
+
+def test_an_error_of_the_evaluator_is_no_fault_of_a_task(harness):
+    """It keeps its class, and so its traceback."""
+    evaluator = SimpleNamespace(tokenizer=ByteTokenizer(), config=SimpleNamespace(seq_length=99))
+    manager = harness.TaskManager(None, "my_tasks", False)
+
+    def call(name, *arguments):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        harness.run_tasks(harness.HarnessLM(evaluator, call), manager, ["prose"], None, None)
+
+
+def test_documents_without_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").write_text('{"text": ""}\n')
+    Path("some.jsonl").write_text('{"text": ""}\n{"text": "a"}\n')
+    assert evaluation_commands.read_files(["empty.jsonl", "some.jsonl"]) == [("some.jsonl:2", "a")]
+    with pytest.raises(ValueError, match="no document has any text"):
+        evaluation_commands.read_files(["empty.jsonl"])
+
+
+def test_no_half_of_a_report(tmp_path, monkeypatch):
+    class Report:
+        def __str__(self):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        evaluation_commands.write(f"{tmp_path}/a.json", {"rows": [1, Report()]})
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_lm_eval(place, capsys, monkeypatch):
