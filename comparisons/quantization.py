@@ -40,9 +40,13 @@ import data
 import generate
 import gpt
 import quantization
+from checkpoint import CheckpointError
+from corpus.tokenizer import TokenizerError
+from huggingface import HuggingFaceError
 from inference import packing
-from inference.loading import find_tokenizer, load_model
+from inference.loading import find_tokenizer, load_model, open_model
 from lessons import demo
+from model_config import FieldError
 from quantization import Int4Matrix, Int8Matrix
 from runtime.config import Config
 from runtime.world import keep_freed_memory
@@ -251,6 +255,22 @@ def draw(results: dict, figures: Path) -> None:
     style.save(figure, figures / "quantization.svg")
 
 
+def check(parser, args) -> None:
+    """Before the first of the models is measured, which takes minutes."""
+    if args.sequences < 2:
+        report.refuse(parser, f"--sequences {args.sequences}: a standard error needs at least 2")
+    for path in args.models or []:
+        try:
+            config, index, _ = open_model(path)
+            quantization.check(config, "int8")
+            find_tokenizer(path, index)
+        except (CheckpointError, HuggingFaceError, TokenizerError, FieldError) as e:
+            report.refuse(parser, f"--models {path}: {e}")
+        if config.seq_length < PROMPT + 2:
+            rule = f"must be at least {PROMPT + 2}, for a prompt and two new tokens"
+            report.refuse(parser, f"--models {path}: seq_length {config.seq_length} {rule}")
+
+
 def main():
     parser = report.arguments(__doc__)
     parser.add_argument("--models", nargs="+", metavar="RUN", help="trained models")
@@ -262,6 +282,7 @@ def main():
         args.models, args.rounds, args.sequences = None, 1, 4
     elif not args.models:
         report.refuse(parser, "--models: name the runs of trained models; --toy needs none")
+    check(parser, args)
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     models = measure_models(args)

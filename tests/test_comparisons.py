@@ -328,6 +328,15 @@ def test_refusals(argv, words, monkeypatch, capsys):
     assert tracked() == before
 
 
+def test_models_are_checked_before_the_first_is_measured(tmp_path, monkeypatch, capsys):
+    argv = ["--out", tmp_path / "out", "--models", tmp_path]
+    for more, words in (([], "has no index.json"), (["--sequences", "1"], "--sequences 1: a")):
+        with pytest.raises(SystemExit) as e:
+            main_of("quantization", [*argv, *more], monkeypatch)
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and words in err and err.count("\n") == 1
+
+
 def test_make_figures_writes_what_is_tracked():
     """Only the Makefile's commands write into comparisons/ and figures/, and each of their scripts
     runs above."""
