@@ -253,6 +253,8 @@ def fault_of(e: Exception) -> str:
     """What is wrong with a task, by what lm-eval raised: it has no classes of errors."""
     if "Sample larger than population" in str(e):
         return "fewer examples than --num-fewshot, or num_fewshot of the task, asks for"
+    if isinstance(e, ImportError):
+        return f"a package is missing ({terminal.one_line(e)}): pip install it"
     what = ": ".join(word for word in (type(e).__name__, terminal.one_line(e)) if word)
     return f"lm-eval cannot ask this ({what}); mend the file of the task, or its data"
 

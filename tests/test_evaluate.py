@@ -534,6 +534,7 @@ BAD = {
     "examples": (["--tasks", "sums", "--num-fewshot", "9"], "fewer examples than --num-fewshot"),
     "field": (["--tasks", "field"], "--tasks field: lm-eval cannot ask this (UndefinedError: "),
     "split": (["--tasks", "split"], "--tasks split: lm-eval cannot ask this (KeyError: 'absent')"),
+    "package": (["--tasks", "package"], "(No module named 'none_such'): pip install it"),
     "length": (["--tasks", "length"], "max_tokens -1: must be at least 0"),
     "data": (["--tasks", "lost"], "--tasks lost: lm-eval cannot have their data"),
 }
@@ -557,9 +558,11 @@ def test_bad_input(argv, words, place, capsys, monkeypatch):
         "lost": sums.replace("sums.jsonl", "lost.jsonl"),
         "field": sums.replace("{{question}}", "{{ask}}"),
         "split": sums.replace("test_split: test", "test_split: absent"),
+        "package": sums.replace("doc_to_target: answer", "doc_to_target: !function lacks.target"),
         "length": capitals.replace("max_gen_toks: 12", "max_gen_toks: -1"),
     }.items():
         (place / "my_tasks" / f"{name}.yaml").write_text(re.sub("task: .*", f"task: {name}", text))
+    (place / "my_tasks" / "lacks.py").write_text("import none_such\n")
     status = evaluation_commands.main(
         ["--checkpoint", "begins", "--include-path", "my_tasks", *argv]
     )
