@@ -221,7 +221,8 @@ def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
     if "adapter" in index:
         raise CheckpointError(
             f"{path} holds an adapter alone; name the model that it was trained on instead, and use"
-            f" this one with it: generate.py --checkpoint BASE --adapter {path}"
+            f" this one with it: generate.py --checkpoint BASE --adapter {path}, or make one model"
+            f" of both: adapters.py merge BASE {path} OUT"
         )
     if "model.head.value.weight" in shapes and not value_head:
         raise CheckpointError(
