@@ -190,12 +190,13 @@ def perplexities(evaluator: Evaluator, documents: list[tuple[str, str]]) -> list
 
 
 def measures(name: str, tokens: int, size: int, log_p: float) -> dict:
+    loss = -log_p / max(1, tokens)
     return {
         "name": name,
         "tokens": tokens,
         "bytes": size,
         "log_prob": log_p,
-        "perplexity": math.exp(-log_p / max(1, tokens)),
+        "perplexity": math.exp(loss) if loss < 709 else math.inf,
         "bits_per_byte": -log_p / math.log(2) / max(1, size),
     }
 

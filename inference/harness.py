@@ -255,6 +255,8 @@ def fault_of(e: Exception) -> str:
         return "fewer examples than --num-fewshot, or num_fewshot of the task, asks for"
     if isinstance(e, ImportError):
         return f"a package is missing ({terminal.one_line(e)}): pip install it"
+    if isinstance(e, OverflowError):
+        return "a perplexity is too large for a number; the metric bits_per_byte would fit"
     what = ": ".join(word for word in (type(e).__name__, terminal.one_line(e)) if word)
     return f"lm-eval cannot ask this ({what}); mend the file of the task, or its data"
 

@@ -534,6 +534,7 @@ BAD = {
     "examples": (["--tasks", "sums", "--num-fewshot", "9"], "fewer examples than --num-fewshot"),
     "field": (["--tasks", "field"], "--tasks field: lm-eval cannot ask this (UndefinedError: "),
     "split": (["--tasks", "split"], "--tasks split: lm-eval cannot ask this (KeyError: 'absent')"),
+    "words": (["--tasks", "words"], "a perplexity is too large for a number"),
     "package": (["--tasks", "package"], "(No module named 'none_such'): pip install it"),
     "length": (["--tasks", "length"], "max_tokens -1: must be at least 0"),
     "data": (["--tasks", "lost"], "--tasks lost: lm-eval cannot have their data"),
@@ -551,6 +552,7 @@ def test_bad_input(argv, words, place, capsys, monkeypatch):
     )
     capitals = (place / "my_tasks" / "capitals.yaml").read_text()
     sums = (place / "my_tasks" / "sums.yaml").read_text()
+    prose = (place / "my_tasks" / "prose.yaml").read_text()
     for name, text in {
         "long": capitals.replace("max_gen_toks: 12", "max_gen_toks: 64"),
         "beams": capitals.replace("max_gen_toks: 12", "num_beams: 4"),
@@ -558,6 +560,7 @@ def test_bad_input(argv, words, place, capsys, monkeypatch):
         "lost": sums.replace("sums.jsonl", "lost.jsonl"),
         "field": sums.replace("{{question}}", "{{ask}}"),
         "split": sums.replace("test_split: test", "test_split: absent"),
+        "words": prose.replace("{{text}}", "{{'1+' * 2000}}"),
         "package": sums.replace("doc_to_target: answer", "doc_to_target: !function lacks.target"),
         "length": capitals.replace("max_gen_toks: 12", "max_gen_toks: -1"),
     }.items():
@@ -589,6 +592,11 @@ def test_an_error_of_the_evaluator_is_no_fault_of_a_task(harness):
 
     with pytest.raises(RuntimeError, match="out of memory"):
         harness.run_tasks(harness.HarnessLM(evaluator, call), manager, ["prose"], None, None)
+
+
+def test_perplexity_beyond_the_largest_number():
+    row = evaluation_commands.measures("a", 1, 1, -800.0)
+    assert row["perplexity"] == math.inf and "inf" in evaluation_commands.table_of([row])
 
 
 def test_documents_without_text(tmp_path, monkeypatch):
