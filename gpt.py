@@ -10,8 +10,8 @@
 
 `GPTConfig` (model_config.py) chooses each part. LayerNorm, GELU, learned positions, biases and tied
 embeddings make a GPT; RMSNorm, SwiGLU, rotary positions, grouped-query attention make a Llama. Like
-Llama are Mistral (a window: `local`), Qwen (biases, or `HeadNorms`) and Gemma (GeGLU, `RMSNorm1p`,
-a scaled embedding); like GPT is BLOOM (ALiBi: `local`; a norm of the embedding). Techniques replace
+Llama: Mistral (a window: `local`), Qwen2 (biases), Qwen3 (`HeadNorms`), Gemma (GeGLU, `RMSNorm1p`,
+a scaled embedding). Like GPT: BLOOM (ALiBi: `local`; a norm of the embedding). Techniques replace
 submodules or wrap blocks from outside; names like `blocks.7.attention.query` never change.
 
 Shapes: b micro-batch, s sequence, h hidden, a heads of d (mostly h / a), L layers, V vocabulary.
