@@ -86,10 +86,12 @@ def gather(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
 
 
 def shard_batch(batch, group: dist.ProcessGroup):
-    """This rank's tokens, targets and loss mask of a data.Batch. documents stay whole."""
-    whole = batch.tokens, batch.targets, batch.loss_mask
-    tokens, targets, loss_mask = (shard(x, group) for x in whole)
-    return batch._replace(tokens=tokens, targets=targets, loss_mask=loss_mask)
+    """This rank's part of a data.Batch. documents stay whole."""
+    parts = {}
+    for name in ("tokens", "targets", "loss_mask", "real"):
+        whole = getattr(batch, name)
+        parts[name] = None if whole is None else shard(whole, group)
+    return batch._replace(**parts)
 
 
 # --- all-to-all -----------------------------------------------------------------------------------

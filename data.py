@@ -92,9 +92,25 @@ class Batch(NamedTuple):
     # [b, s] int64, not decreasing along a row: the number of each token's document. None: attention
     # and positions do not know of documents (document_mask.py)
     documents: Tensor | None = None
+    # [b, s] bool: the positions that hold a token; the others are padding. None: all of them
+    real: Tensor | None = None
 
     def to(self, device) -> "Batch":
         return Batch(*(None if x is None else to_device(x, device) for x in self))
+
+
+class Dataset:
+    """What a run learns from. A sample is a row of `s` positions; batch(samples) gives a Batch."""
+
+    s: int
+
+    def counted_tokens(self, samples) -> int:
+        """How many targets of these samples count: known before any forward."""
+        return self.positions(samples)
+
+    def positions(self, samples) -> int:
+        """How many positions of these samples hold a token, and are not padding."""
+        return len(samples) * self.s
 
 
 # --------------------------------------------------------------------------------------------------
@@ -254,7 +270,7 @@ def prepare(
 # A stream to batches
 
 
-class Corpus:
+class Corpus(Dataset):
     """Training sequences of a prepared stream.
 
     Sequence i is ids i s to i s + s, both included: its last target is the next one's first token.
@@ -317,10 +333,6 @@ class Corpus:
         tokens = ids[:, :-1]
         documents = documents_of(tokens, self.index["eot"]) if self.document_mask else None
         return Batch(tokens, targets, loss_mask, torch.as_tensor(list(samples)), documents)
-
-    def counted_tokens(self, samples) -> int:
-        """How many targets of these samples count: known before any forward."""
-        return len(samples) * self.s
 
 
 class PreparedCorpus(NamedTuple):

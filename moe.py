@@ -252,13 +252,8 @@ class MoE(nn.Module):
         self.leave = nn.Identity()
         # of expert parallelism
         self.group: dist.ProcessGroup | None = None
-        # weight of one position in the router's losses; None: 1 / positions of the micro-batch
+        # weight of one token in the router's losses; None: 1 / tokens of the micro-batch
         self.token_weight: float | None = None
-
-    def begin_step(self, token_weight: float) -> None:
-        """Before the first micro-batch of a step: what a position weighs, and new statistics."""
-        self.token_weight = token_weight
-        self.routing.statistics = None
 
     def experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [rows, h] in the order of experts; counts: [E / ep] -> [rows, h]"""
@@ -287,8 +282,17 @@ class MoE(nn.Module):
         if self.training and torch.is_grad_enabled() and has_losses:
             # of this rank's positions: `logits`, not `all_logits`
             weight = self.token_weight or 1 / len(all_logits)
-            y = _AddLoss.apply(y, self.router.losses(logits, plan.load) * weight)
+            loss = self.router.losses(self.tokens_of(logits, plan), plan.load)
+            y = _AddLoss.apply(y, loss * weight)
         return y
+
+    def tokens_of(self, logits: Tensor, plan: DispatchPlan) -> Tensor:
+        """Those that are not of padding. logits: [b, s, E], or a shard of the sequence"""
+        if plan.real is None:
+            return logits
+        shards = plan.real.shape[1] // logits.shape[1]
+        n = self.enter.group.rank() if shards > 1 else 0
+        return logits[plan.real.chunk(shards, dim=1)[n]]
 
 
 # --- in a model -----------------------------------------------------------------------------------
@@ -302,6 +306,20 @@ def layers(*models: nn.Module) -> dict[int, MoE]:
             if isinstance(block.mlp, MoE):
                 found[int(number)] = block.mlp
     return found
+
+
+def begin_step(found: dict[int, MoE], token_weight: float) -> None:
+    """Before the first micro-batch of a step: what a token weighs, and new statistics."""
+    for layer in found.values():
+        layer.token_weight = token_weight
+        layer.routing.statistics = None
+
+
+def begin_micro_batch(found: dict[int, MoE], real: Tensor | None) -> None:
+    """Before a forward pass in training. real: [b, s] bool, of data.Batch: the positions that are
+    not padding. A router sees nothing of the others."""
+    for layer in found.values():
+        layer.routing.real = real
 
 
 def statistics(

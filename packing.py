@@ -39,7 +39,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from data import Batch
+from data import Batch, Dataset
 
 
 class Example(NamedTuple):
@@ -80,7 +80,7 @@ def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-class Packed:
+class Packed(Dataset):
     """Examples as batches of packed sequences, with the interface of a data set of data.py.
 
     Sample number n is a row of epoch 0, then of epoch 1, and so on. Epochs may differ by a few
@@ -150,6 +150,7 @@ class Packed:
         targets = torch.zeros_like(tokens)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         documents = torch.zeros_like(tokens)
+        real = torch.zeros_like(mask)
         for n, sample in enumerate(samples):
             at = 0
             for document, i in enumerate(self.row(sample)):
@@ -161,11 +162,15 @@ class Packed:
                 at = here.stop
                 # from here on another document: the next one, or padding
                 documents[n, at:] = document + 1
-        return Batch(tokens, targets * mask, mask, torch.as_tensor(samples), documents)
+            real[n, :at] = True
+        return Batch(tokens, targets * mask, mask, torch.as_tensor(samples), documents, real)
 
     def counted_tokens(self, samples) -> int:
         """How many targets of these samples count: known before any forward."""
         return int(sum(self.counts[self.row(sample)].sum() for sample in samples))
+
+    def positions(self, samples) -> int:
+        return sum(self.lengths[i] for sample in samples for i in self.row(sample))
 
     def fill(self, epoch: int = 0) -> float:
         """The share of positions that are not padding."""

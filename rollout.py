@@ -44,7 +44,7 @@ from torch import Tensor
 
 import generate
 import sequence_parallel
-from data import Batch
+from data import Batch, Dataset
 from gpt import GPT
 from inference.batches import DecodeBatch
 from packing import first_fit
@@ -223,7 +223,7 @@ class AnswerPlace(NamedTuple):
         return self.column + self.length
 
 
-class Rows:
+class Rows(Dataset):
     """Answers, packed into rows, with the interface of a data set of data.py. The same on every
     rank.
 
@@ -247,6 +247,7 @@ class Rows:
         self.targets = torch.zeros_like(self.tokens)
         self.documents = torch.zeros_like(self.tokens)
         self.loss_mask = torch.zeros_like(self.tokens, dtype=torch.bool)
+        self.real = torch.zeros_like(self.loss_mask)
         places = {}
         for row, numbers in enumerate(packed):
             at = 0
@@ -255,6 +256,7 @@ class Rows:
                 at += lengths[number]
                 # from here on another document: the next one, or padding
                 self.documents[row, at:] = document + 1
+            self.real[row, :at] = True
         # of each answer
         self.places = [places[number] for number in range(len(answers))]
 
@@ -271,12 +273,16 @@ class Rows:
         """samples: b numbers of rows."""
         samples = torch.as_tensor(list(samples))
         rows = samples % self.num_sequences
-        mask = self.loss_mask[rows]
-        return Batch(self.tokens[rows], self.targets[rows], mask, samples, self.documents[rows])
+        fields = self.tokens, self.targets, self.loss_mask, self.documents, self.real
+        tokens, targets, mask, documents, real = (matrix[rows] for matrix in fields)
+        return Batch(tokens, targets, mask, samples, documents, real)
 
     def counted_tokens(self, samples) -> int:
         """How many answer tokens these rows have."""
         return int(self.batch(samples).loss_mask.sum())
+
+    def positions(self, samples) -> int:
+        return int(self.batch(samples).real.sum())
 
     def spread(self, values: list, dtype: torch.dtype = torch.float64) -> Tensor:
         """values: for each answer a sequence, with a number for each of its tokens -> [R, s], 0

@@ -238,7 +238,7 @@ class SinkhornRouter(Router):
     """
 
     def scores(self, logits: Tensor, training: bool) -> Tensor:
-        if not training:
+        if not training or not len(logits):
             return logits
         return logits + balance(logits, self.temperature, tolerance=1e-2)[1]
 
@@ -252,13 +252,15 @@ class SinkhornRouter(Router):
 
 
 class DispatchPlan(NamedTuple):
-    """Where rows go and come from; n tokens, k choices each, m assignments that were not dropped.
+    """Where rows go and come from; n positions, k choices each, m assignments that are not dropped.
 
-    Assignment a is choice a // n of token a % n. For the picture in moe.py (k = 1) chosen is [[2],
-    [0], [3], [0], [2], [1]], order [1, 3, 5, 0, 4, 2] and position [[3, 0, 5, 1, 4, 2]].
+    Assignment a is choice a // n of position a % n. Padding has none. For the picture in moe.py
+    (k = 1) chosen is [[2], [0], [3], [0], [2], [1]], order [1, 3, 5, 0, 4, 2] and position
+    [[3, 0, 5, 1, 4, 2]].
     """
 
-    chosen: Tensor  # [n, k] expert
+    real: Tensor | None  # [b, s] bool: positions that are not padding; None: all
+    chosen: Tensor  # [n, k] expert; 0 for padding
     load: Tensor  # [E] share of all choices
     order: Tensor  # [m] assignments, sorted by expert
     position: Tensor  # [k, n] where each assignment is in `order`; m: dropped
@@ -296,20 +298,27 @@ class Routing(recompute.RunOnce):
         self.group: dist.ProcessGroup | None = None
         # of context parallelism: ranks with other tokens of the same sequences
         self.sequence_group: dist.ProcessGroup | None = None
+        # of the next training forward, [b, s] bool: positions that are not padding; None: all
+        self.real: Tensor | None = None
         # [E + 5], sums over training tokens: choices of each expert, then ROUTER_STATS
         self.statistics: Tensor | None = None
 
     @torch.no_grad()
     def forward(self, logits: Tensor) -> DispatchPlan:
-        """logits: [n, E], of the whole micro-batch.
+        """logits: [n, E], of the whole micro-batch. Padding (`real`) takes no part.
 
         With a capacity, an expert drops its last choices: second choices before first ones, later
         tokens before earlier ones. A dropped choice adds zeros; the probabilities of the token's
         other choices stay as they are.
         """
         n, e = logits.shape
+        real, self.real = self.real, None
+        if real is not None:
+            # the numbers of the positions that hold a token; on a GPU the host waits for them
+            tokens = real.flatten().nonzero().squeeze(1)
+            logits = logits[tokens]
         chosen = self.scores(logits, self.training).topk(self.k).indices
-        choices = chosen.t().flatten()  # [k n]: all first choices come first
+        choices = chosen.t().flatten()  # [k tokens]: all first choices come first
         counts = choices.bincount(minlength=e)
         load = self.load(counts, logits.dtype)
         order = choices.argsort(stable=True)
@@ -327,8 +336,13 @@ class Routing(recompute.RunOnce):
             kept = counts
         if self.training:
             self.add_statistics(logits, counts, load, dropped=len(choices) - len(order))
-        position = inverse_permutation(order, len(choices)).view(-1, n)
-        return DispatchPlan(chosen, load, order, position, *self.across_ranks(kept))
+        if real is not None:
+            chosen = chosen.new_zeros(n, self.k).index_copy(0, tokens, chosen)
+            # from assignments of tokens to those of positions
+            m = max(1, len(tokens))
+            order = order // m * n + tokens[order % m]
+        position = inverse_permutation(order, self.k * n).view(-1, n)
+        return DispatchPlan(real, chosen, load, order, position, *self.across_ranks(kept))
 
     def load(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
         """Each expert's share of the choices of the micro-batch, of all context-parallel ranks.
@@ -336,7 +350,8 @@ class Routing(recompute.RunOnce):
         if self.sequence_group and self.training:
             counts = counts.clone()
             dist.all_reduce(counts, group=self.sequence_group)
-        return counts.to(dtype) / counts.sum()
+        # a micro-batch may be padding alone
+        return counts.to(dtype) / counts.sum().clamp(min=1)
 
     def add_statistics(self, logits: Tensor, counts: Tensor, load: Tensor, dropped: int) -> None:
         logits = logits.double()

@@ -162,6 +162,7 @@ class Trainer(RunHooks):
             batch = self.own_tokens(dataset.batch(mine[k * b : (k + 1) * b]).to(self.device))
             dropout = self.model_config.dropout or self.config.lora_dropout
             key = dropout_key(self.config.seed, step, batch.samples) if dropout else None
+            moe.begin_micro_batch(self.expert_layers, batch.real)
             y = self.stages[chunk](batch.tokens, batch.targets, key, *x, documents=batch.documents)
             if self.stages[chunk].head is None:
                 return y  # [b, s, h], for the next stage
@@ -169,9 +170,8 @@ class Trainer(RunHooks):
             loss.add_(total.detach() / count)
             return total
 
-        for layer in self.expert_layers.values():
-            # the router's losses are means over all positions of the global batch, masked ones too
-            layer.begin_step(token_weight=scale / (len(samples) * dataset.s))
+        # the router's losses are means over all tokens of the global batch, masked ones too
+        moe.begin_step(self.expert_layers, scale / max(1, dataset.positions(samples)))
         for gradients in self.gradients:
             gradients.zero()
         if self.schedule is None:

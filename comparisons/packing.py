@@ -54,8 +54,8 @@ class PaddedToLongest(Padded):
     def batch(self, samples) -> Batch:
         batch = super().batch(samples)
         longest = max(self.lengths[i] for sample in samples for i in self.row(sample))
-        tokens, targets, mask, *rest = batch
-        return Batch(tokens[:, :longest], targets[:, :longest], mask[:, :longest], *rest)
+        names = ("tokens", "targets", "loss_mask", "real")
+        return batch._replace(**{name: getattr(batch, name)[:, :longest] for name in names})
 
 
 PADDINGS = {"padded": Padded, "to the longest": PaddedToLongest, "packed": Packed}

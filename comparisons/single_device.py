@@ -115,7 +115,7 @@ KINDS = {
 }
 
 
-class Random:
+class Random(data.Dataset):
     """Random tokens that are already in memory, as a data set: sample n is row n of one batch, over
     and over. batch: rows; s: tokens of a row; v: size of the vocabulary."""
 

@@ -141,6 +141,10 @@ class Blend:
 
     def counted_tokens(self, samples) -> int:
         """How many targets of these samples count: known before any forward."""
+        return self.positions(samples)
+
+    def positions(self, samples) -> int:
+        """How many positions of these samples hold a token: all."""
         return len(samples) * self.s
 
 

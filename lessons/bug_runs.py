@@ -70,7 +70,7 @@ def python_source() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-class Texts:
+class Texts(data.Dataset):
     """Sample n is a text of its own length, 1/3 to all of s: the targets after its end do not
     count. held_out: texts that training never sees."""
 

@@ -12,7 +12,7 @@ import torch
 
 import document_mask
 import gpt
-from data import Batch
+from data import Batch, Dataset
 from lessons import demo, form
 from packing import Example, Packed
 
@@ -59,7 +59,7 @@ def skewed_examples(n: int, s: int, seed: int = 0) -> list[Example]:
     return [Example(rng.integers(V, size=x + 1).tolist(), [True] * (x + 1)) for x in lengths]
 
 
-class Padded:
+class Padded(Dataset):
     """The same examples, a row for each."""
 
     def __init__(self, examples: list[Example], s: int):
@@ -74,6 +74,9 @@ class Padded:
 
     def counted_tokens(self, samples) -> int:
         return sum(self.rows[n % self.num_sequences].counted_tokens([0]) for n in samples)
+
+    def positions(self, samples) -> int:
+        return sum(self.rows[n % self.num_sequences].positions([0]) for n in samples)
 
 
 def counted_share(dataset) -> float:

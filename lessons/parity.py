@@ -256,7 +256,7 @@ def put_together(of_ranks: list[list]) -> dict[str, Tensor]:
 def scores_with_margin(result: Result, routing, original, logits, training):
     """What routing.scores gives; notes in result.margin how near it came to another choice."""
     scores = original(logits, training)
-    if routing.k < scores.shape[1]:
+    if len(scores) and routing.k < scores.shape[1]:
         # the last score that is chosen, and the first that is not
         largest = scores.sort(descending=True).values[:, routing.k - 1 : routing.k + 1]
         margin = (largest[:, 0] - largest[:, 1]) / largest.abs().amax(1)

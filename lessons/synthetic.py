@@ -1,6 +1,7 @@
 """Data for parity.py: any number of samples, each drawn from its own number.
 
 Synthetic          sequences with unequal loss masks
+Ragged             rows of unequal lengths, padded                --sft
 Documents          several documents in a row                     --document-mask
 Prompted           virtual tokens in the middle                   --prompt-config
 SyntheticPairs     two answers to one prompt                      --preference
@@ -10,6 +11,7 @@ python verify.py -- --model gpt2 --tp 2
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import data
@@ -17,7 +19,7 @@ from tuning.preference_data import PairBatch
 from tuning.prompt_set import Question
 
 
-class Synthetic:
+class Synthetic(data.Dataset):
     """Sample n is a sequence drawn from seed n, of whose targets about (n mod 4) / 4 or all do not
     count."""
 
@@ -46,6 +48,36 @@ class Synthetic:
 
     def counted_tokens(self, samples) -> int:
         return int(self.batch(samples).loss_mask.sum())
+
+
+class Ragged(data.Dataset):
+    """The same in rows of unequal lengths, 1 to seq_length - 3, padded with token 0 to a multiple
+    of `multiple_of`."""
+
+    def __init__(self, seq_length: int, vocab_size: int, multiple_of: int):
+        self.longest = seq_length - 3
+        self.whole = Synthetic(self.longest, vocab_size)
+        self.s = -(-self.longest // multiple_of) * multiple_of
+        self.latest = []
+
+    def batch(self, samples) -> data.Batch:
+        self.latest = list(samples)
+        batch = self.whole.batch(samples)
+        lengths = torch.tensor([self.length(n) for n in samples]).unsqueeze(1)
+        real = torch.arange(self.longest) < lengths
+        rows = (batch.tokens * real, batch.targets * real, batch.loss_mask & real, real)
+        padded = (F.pad(x, (0, self.s - self.longest)) for x in rows)
+        tokens, targets, mask, real = padded
+        return data.Batch(tokens, targets, mask, batch.samples, real=real)
+
+    def length(self, sample: int) -> int:
+        return self.longest - 5 * sample % self.longest
+
+    def counted_tokens(self, samples) -> int:
+        return int(self.batch(samples).loss_mask.sum())
+
+    def positions(self, samples) -> int:
+        return sum(self.length(n) for n in samples)
 
 
 class Documents(Synthetic):
@@ -144,4 +176,6 @@ def dataset_for(trainer):
         return SyntheticPairs(*sizes, config.preference == "reward")
     if config.rl:
         return Questions(sizes[1], config.answers_per_prompt)
+    if config.sft:
+        return Ragged(*sizes, config.length_multiple)
     return (Documents if config.document_mask else Synthetic)(*sizes)

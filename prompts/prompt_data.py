@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from msgspec import Meta, Struct, field
 
-from data import Batch
+from data import Batch, Dataset
 from runtime import json_files, terminal
 
 STYLES = ("prompt-tuning", "p-tuning", "inference", "fine-tuning")
@@ -451,7 +451,7 @@ def _summary(paths: list[str], examples: list[Example | None], limit: int) -> st
 # --- batches --------------------------------------------------------------------------------------
 
 
-class PromptData:
+class PromptData(Dataset):
     """Examples as batches, with the interface of a data set of data.py. Sample number n is an
     example of epoch 0, then of epoch 1, and so on; all are padded to one length, `s`."""
 
@@ -494,22 +494,28 @@ class PromptData:
         ]
 
     def batch(self, samples) -> Batch:
-        """samples: b global sample numbers. Tokens, targets and loss mask are [b, s]; a target
-        that does not count is 0."""
+        """samples: b global sample numbers. All but these are [b, s]; a target that does not count
+        is 0. The last id of an example is only a target, so where it stands is padding."""
         samples = list(samples)
         ids = torch.zeros(len(samples), self.s + 1, dtype=torch.int64)
-        mask = torch.zeros(len(samples), self.s + 1, dtype=torch.bool)
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        real = torch.zeros_like(mask[:, 1:])
         for row, sample in enumerate(samples):
             example = self.example(sample)
             ids[row, : len(example.ids)] = torch.tensor(example.ids)
             mask[row, : len(example.ids)] = torch.tensor(self.is_target(example))
+            real[row, : len(example.ids) - 1] = True
         targets = ids * mask
-        return Batch(ids[:, :-1], targets[:, 1:], mask[:, 1:], torch.as_tensor(samples))
+        samples = torch.as_tensor(samples)
+        return Batch(ids[:, :-1], targets[:, 1:], mask[:, 1:], samples, real=real)
 
     def counted_tokens(self, samples) -> int:
         """How many targets of these samples count: known before any forward."""
         # The first token of an example is nobody's target.
         return sum(sum(self.is_target(self.example(sample))[1:]) for sample in samples)
+
+    def positions(self, samples) -> int:
+        return sum(len(self.example(sample).ids) - 1 for sample in samples)
 
 
 # --- python -m prompts.prompt_data ----------------------------------------------------------------

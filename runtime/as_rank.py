@@ -45,7 +45,7 @@ import dropout
 import moe
 import ring_attention
 import schedules
-from data import Batch
+from data import Batch, Dataset
 from routers import DispatchPlan, Routing
 from runtime import attention_kernels, rules, terminal
 from runtime.config import Config, ConfigError
@@ -96,7 +96,7 @@ class Report:
 # --- in the place of values -----------------------------------------------------------------------
 
 
-class Tokens:
+class Tokens(Dataset):
     """A data set of shapes, in which every token counts."""
 
     def __init__(self, s: int, document_mask: bool = False):
@@ -109,9 +109,6 @@ class Tokens:
         mask = torch.empty(shape, dtype=torch.bool, device=META)
         documents = tokens.clone() if self.document_mask else None
         return Batch(tokens, tokens.clone(), mask, tokens[:, 0].clone(), documents)
-
-    def counted_tokens(self, samples) -> int:
-        return len(samples) * self.s
 
 
 def even_scores(k: int, logits: Tensor, training: bool = True) -> Tensor:

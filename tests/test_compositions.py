@@ -9,10 +9,12 @@ import random_layouts
 import torch
 from parity import LLAMA, SMALL, differs, put_together, same, train, train_each
 
+import moe
 import mutations
 import optimizer
 import train as trainer
 from lessons.parity import first_difference
+from lessons.synthetic import Ragged
 
 
 def again(*values, **options):
@@ -444,6 +446,50 @@ def test_experts(base, world, variants):
 def test_experts_interleaved():
     base = EXPERTS["topk"]
     same(train(4, base=base, pp=2, virtual_stages=2, ep=2), train(base=base))
+
+
+# rows of unequal lengths, which cp and sequence parallelism pad further
+RAGGED = {
+    "sinkhorn": SMALL | dict(num_experts=4, micro_batch_size=2, sft=["-"]),
+    "topk": (
+        LLAMA
+        | dict(num_experts=4, micro_batch_size=2, sft=["-"])
+        | dict(num_kv_heads=4, router="topk", router_topk=2, aux_loss=1.0, z_loss=0.1)
+    ),
+}
+RAGGED["capacity"] = RAGGED["topk"] | dict(capacity_factor=1.0)
+
+
+@pytest.mark.parametrize(
+    "base, world, variants",
+    [
+        ("topk", 4, [dict(cp=4), dict(pp=2, tp=2, sequence_parallel=True, recompute="full")]),
+        ("sinkhorn", 4, [dict(tp=4, sequence_parallel=True)]),
+        ("capacity", 4, [dict(tp=4, sequence_parallel=True), dict(ep=2, tp=2, zero_stage=2)]),
+        again("topk", 4, [dict(cp=2, ep=2), dict(cp=2, tp=2, sequence_parallel=True)]),
+        again("sinkhorn", 4, [dict(pp=2, tp=2, sequence_parallel=True, schedule="zb-h1")]),
+        again("capacity", 4, [dict(ep=4, zero_stage=3), dict(pp=2, ep=2)]),
+    ],
+    ids=str,
+)
+def test_routers_see_no_padding(base, world, variants):
+    for result in train_each(world, variants, base=RAGGED[base]):
+        same(result, train(base=RAGGED[base]))
+
+
+def route_padding():
+    moe.begin_micro_batch = lambda found, real: None
+
+
+def count_padding():
+    Ragged.positions = lambda self, samples: len(samples) * self.s
+
+
+@pytest.mark.parametrize("mutate", [route_padding, count_padding])
+def test_padding_in_a_router_is_seen(mutate):
+    base = RAGGED["topk"]
+    one = train(base=base, steps=1)
+    differs(train(2, base=base, steps=1, mutate=mutate, cp=2), one)
 
 
 def test_experts_float32():

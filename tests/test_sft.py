@@ -569,13 +569,18 @@ def test_tokens_weigh_alike_in_long_and_short_answers():
         assert torch.allclose(gradient, split_gradients[name], rtol=1e-10, atol=1e-14), name
 
 
-def test_packed_conversations_have_the_gradients_of_padded_ones(chats):
-    """All conversations once, as one step."""
+@pytest.mark.parametrize(
+    "experts",
+    [{}, dict(num_experts=4, router="topk", router_topk=2, aux_loss=1.0, capacity_factor=1.5)],
+)
+def test_packed_conversations_have_the_gradients_of_padded_ones(chats, experts):
+    """All conversations once, as one step. Padding is nothing to a router either."""
     examples, _ = read(chats)
     padded = Conversations(examples, 257, seed=None)
     packed = Packed(examples, 96, seed=0)
     assert packed.num_sequences < len(examples) / 2
     shape = dict(num_layers=1, hidden_size=32, num_heads=4, seq_length=96, vocab_size=257)
+    shape |= experts
     results = []
     for dataset in (padded, packed):
         size = dict(global_batch_size=dataset.num_sequences)

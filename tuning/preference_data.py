@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data import Dataset
 from packing import Example
 from runtime import json_files
 from runtime.device_queue import to_device
@@ -148,12 +149,13 @@ class PairBatch(NamedTuple):
     documents: Tensor | None = None
     # [2 n] float64, for DPO: log-probabilities of the answers under the model before training
     reference: Tensor | None = None
+    real: Tensor | None = None
 
     def to(self, device) -> "PairBatch":
         return PairBatch(*(None if x is None else to_device(x, device) for x in self))
 
 
-class Pairs:
+class Pairs(Dataset):
     """A data set of pairs, with the interface of those of data.py. Rows are padded at the end to
     one length, `s`. In a row position i has the target i + 1, and the last one has none."""
 
@@ -204,18 +206,24 @@ class Pairs:
     def batch_of_rows(self, rows: list[int], samples: list[int]) -> PairBatch:
         ids = torch.zeros(len(rows), self.s + 1, dtype=torch.int64)
         mask = torch.zeros(len(rows), self.s, dtype=torch.bool)
+        real = torch.zeros_like(mask)
         for at, row in enumerate(rows):
             example = self.pairs[row // 2][row % 2]
             ids[at, : len(example.ids)] = torch.tensor(example.ids)
             mask[at, : len(example.ids)] = torch.tensor(self.mask(example))
+            real[at, : len(example.ids)] = True
         reference = None if self.reference is None else self.reference[rows]
-        return PairBatch(
-            ids[:, :-1], ids[:, 1:], mask, torch.as_tensor(samples), reference=reference
-        )
+        samples = torch.as_tensor(samples)
+        return PairBatch(ids[:, :-1], ids[:, 1:], mask, samples, reference=reference, real=real)
+
+    def examples(self, samples) -> list[Example]:
+        return [self.pairs[row // 2][row % 2] for row in map(self.row, samples)]
 
     def counted_tokens(self, samples) -> int:
-        examples = (self.pairs[row // 2][row % 2] for row in map(self.row, samples))
-        return sum(sum(self.mask(example)) for example in examples)
+        return sum(sum(self.mask(example)) for example in self.examples(samples))
+
+    def positions(self, samples) -> int:
+        return sum(len(example.ids) for example in self.examples(samples))
 
 
 # --- a run ----------------------------------------------------------------------------------------
