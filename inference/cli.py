@@ -444,15 +444,15 @@ def command(
         parser.error = lambda message: leave_to_rank_0(world)
     args = parser.parse_args(argv)
     outcome = attempt(work, args, world)
-    if outcome.message and (world.rank == 0 or outcome.this_rank_only):
+    if outcome.status == 2 and not outcome.this_rank_only:
+        world.share_refusal(outcome.message, name)
+    elif outcome.message and (world.rank == 0 or outcome.this_rank_only):
         terminal.say(terminal.one_line(f"{name}: {outcome.message}"), error=True)
     fails_alone = outcome.this_rank_only or not outcome.message
     if outcome.status == 1 and world.size > 1 and fails_alone:
         # the other ranks wait in a collective, so the groups cannot be taken down
         os._exit(1)
     world.disconnect()
-    if outcome.status == 2:
-        terminal.let_rank_0_speak(world.rank)
     return outcome.status
 
 
@@ -470,6 +470,10 @@ def attempt(work, args: argparse.Namespace, world: World) -> Outcome:
         return Outcome(2, str(e), isinstance(e, WorldError))
     except FloatingPointError as e:
         return Outcome(1, f"{e}: this model has diverged")
+    except RuntimeError:
+        # another rank may have left this one in a collective
+        world.follow_refusal()
+        raise
     except KeyboardInterrupt:
         return Outcome(130)
     except BrokenPipeError:

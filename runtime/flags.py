@@ -80,6 +80,7 @@ def make_parser(rank: int) -> argparse.ArgumentParser:
         def error(self, message):
             if rank == 0:
                 terminal.say(f"train.py: {message}; --help lists the flags", error=True)
+            terminal.tell_launcher(f"train.py: {message}; --help lists the flags")
             terminal.let_rank_0_speak(rank)
             sys.exit(2)
 

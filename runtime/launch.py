@@ -51,17 +51,17 @@ def main(argv: list[str], trainer_class, loop) -> int:
         return 2
     status, message = attempt(argv, world, trainer_class, loop)
     alone = status == 1 and not getattr(message, "everywhere", False)
-    if message and (world.rank == 0 or alone):
-        text = terminal.one_line(message) if status == 2 else message
-        terminal.say(f"train.py: {text}", error=True)
+    if status == 2:
+        world.share_refusal(str(message), "train.py")
+    elif message and (world.rank == 0 or alone):
+        terminal.say(f"train.py: {message}", error=True)
+        terminal.tell_launcher(f"train.py: {message}")
     if alone and world.size > 1:
         # peers may wait for this rank in a collective: no goodbye
         os._exit(1)
     # its traceback holds groups
     message = None
     world.disconnect()
-    if status == 2:
-        terminal.let_rank_0_speak(world.rank)
     return status
 
 
@@ -81,6 +81,8 @@ def attempt(argv: list[str], world: World, trainer_class, loop) -> tuple[int, Ex
     except KeyboardInterrupt:
         return 130, None
     except Exception as e:
+        # another rank may have left this one in a collective
+        world.follow_refusal()
         name = f"rank {world.rank}"
         text = (
             f"{name}, before the first step: {type(e).__name__}: {e}\n{traceback.format_exc()}"

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from runtime import terminal
 from runtime.device_queue import number
+from runtime.refusals import PATIENCE, Refusals
 from runtime.watchdog import Watchdog
 
 
@@ -166,6 +167,9 @@ class World:
     device: torch.device | None = None
     groups: Groups | None = None
     watchdog: Watchdog | None = None
+    # through which the ranks have met
+    store: dist.Store | None = None
+    refusals: Refusals | None = None
 
     # --- start and end
 
@@ -203,8 +207,8 @@ class World:
         # What is imported by now stays, so the garbage collections of `disconnect` skip it. Each
         # would take 0.2 s.
         gc.freeze()
-        # torchrun may keep its store over restarts, with addresses of dead ranks in it
-        store = dist.PrefixStore(f"start {self.restarts}", self.meet(timeout))
+        store = self.meet(timeout)
+        self.refusals.watch()
         # a clone has its own connection
         beats = dist.PrefixStore("watchdog", store.clone())
         self.watchdog = Watchdog(beats, self.rank, self.size, timeout)
@@ -248,7 +252,11 @@ class World:
         try:
             store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
             store.set_timeout(timedelta(seconds=timeout))
-            return store
+            # torchrun may keep its store over restarts, with addresses of dead ranks in it
+            self.store = dist.PrefixStore(f"start {self.restarts}", store)
+            own = dist.PrefixStore("refusals", self.store.clone())
+            self.refusals = Refusals(own, self.rank, self.size)
+            return self.store
         except ValueError as e:
             raise WorldError(
                 f"rank {self.rank}: the {self.size} ranks cannot meet: {terminal.one_line(e)}"
@@ -266,12 +274,39 @@ class World:
         aborts the process at exit, now and then."""
         if self.watchdog:
             self.watchdog.stop()
+        if self.refusals:
+            self.refusals.stopped.set()
         self.groups = None
         self.watchdog = None
         if dist.is_initialized():
             gc.collect()
             dist.destroy_process_group()
             gc.collect()
+
+    def follow_refusal(self) -> None:
+        """End this process if another rank was refused; otherwise do nothing."""
+        message = self.refusals and self.refusals.first()
+        if message:
+            self.refusals.end(message)
+
+    def share_refusal(self, message: str, name: str) -> None:
+        """Say on one rank why this one, and perhaps all, are refused. name: of the command."""
+
+        def say(message: str) -> None:
+            terminal.say(f"{name}: {terminal.one_line(message)}", error=True)
+
+        if self.size == 1:
+            return say(message)
+        terminal.tell_launcher(f"{name}: {terminal.one_line(message)}")
+        if self.watchdog:
+            self.watchdog.stop()
+        try:
+            if not self.store:
+                self.meet(PATIENCE)
+        except WorldError:
+            # nobody to tell
+            return say(message if self.rank == 0 else f"rank {self.rank}: {message}")
+        self.refusals.share(message, say)
 
     # --- what all ranks learn; each of these is a collective
 

