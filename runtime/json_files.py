@@ -48,8 +48,10 @@ def read(path: "str | Path", kind=Any):
 
 def read_bytes(path: "str | Path") -> bytes:
     """The content of a file. Raises OSError, also for a pipe or a device: reading one may never
-    end."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
+    end. A pipe that the shell has opened, as <(zcat a.gz) does, is read."""
+    mode = os.stat(path).st_mode
+    opened = stat.S_ISFIFO(mode) and str(path).startswith("/dev/")
+    if not stat.S_ISREG(mode) and not opened:
         raise OSError(errno.EINVAL, "a folder, a pipe or a device, not a file")
     return Path(path).read_bytes()
 
@@ -81,7 +83,7 @@ def read_lines(path: "str | Path", kind=dict[str, Any]):
         if str(path) == "-":
             data = sys.stdin.buffer.read()
         else:
-            data = Path(path).read_bytes()
+            data = read_bytes(path)
     except (OSError, ValueError, AttributeError) as e:
         reason = getattr(e, "strerror", None) or e
         raise JSONError(f"{path}: cannot be read ({reason})") from None

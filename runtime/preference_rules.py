@@ -71,12 +71,13 @@ def check_preference_method(config: Config) -> None:
         return
     if config.beta is not None and not 0 < config.beta <= 1000:
         refuse(config, "beta", "must be above 0 and at most 1000; the default is 0.1")
-    if config.dropout:
-        rule = (
-            "--preference dpo has none: the model before training, which it is compared with, is"
-            " computed without; 0 would fit"
-        )
-        refuse(config, "dropout", rule)
+    for name in ("dropout", "lora_dropout"):
+        if getattr(config, name):
+            rule = (
+                "--preference dpo has none: the model before training, which it is compared with,"
+                " is computed without; 0 would fit"
+            )
+            refuse(config, name, rule)
 
 
 def check_rows_of_pairs(config: Config, dp: int) -> None:
@@ -97,6 +98,8 @@ def check_rows_of_pairs(config: Config, dp: int) -> None:
 
 # --- answers --------------------------------------------------------------------------------------
 
+# published runs update up to four times from the same answers
+MOST_EPOCHS = 1000
 # what --rl alone has
 RL_FLAGS = (
     *("prompts", "reward", "answer_tokens", "group_size", "rl_epochs", "clip_range"),
@@ -158,8 +161,9 @@ def check_rl_numbers(config: Config, model: MoEConfig, world: int) -> None:
     if not 1 <= config.answer_tokens < model.seq_length:
         rule = f"must be from 1 to below --seq-length {model.seq_length}: a prompt stands before it"
         refuse(config, "answer_tokens", rule)
-    if config.rl_epochs < 1:
-        refuse(config, "rl_epochs", "must be at least 1")
+    if not 1 <= config.rl_epochs <= MOST_EPOCHS:
+        rule = f"must be from 1 to {MOST_EPOCHS}: answers that old teach nothing"
+        refuse(config, "rl_epochs", rule)
     for name, low, high in (("clip_range", 0, 1), ("gae_lambda", 0, 1), ("beta", 0, 1000)):
         value = getattr(config, name)
         if value is not None and not low <= value <= high:

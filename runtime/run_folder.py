@@ -69,13 +69,20 @@ class RunFolder:
         self.lock(patience=10 if restarts else 0)
         self.file.seek(0)
         last_launcher = self.file.read().split("\n")[0]
-        holds_a_run = any(os.path.lexists(self.path / name) for name in CONTENT)
         is_restart = restarts and last_launcher == launcher
-        if holds_a_run and not resume and not is_restart:
+        if self.holds_a_run() and not resume and not is_restart:
             self.refuse("holds another run; continue it with --resume, or name another folder")
         self.file.truncate(0)
         self.file.write(f"{launcher}\n{describe_process()}\n")
         self.file.flush()
+
+    def holds_a_run(self) -> bool:
+        """A run that ended before its first step has left its flags and an empty metrics.jsonl; the
+        next one may replace them."""
+        names = {name for name in CONTENT if os.path.lexists(self.path / name)}
+        if names == {"config.json", "metrics.jsonl"}:
+            return (self.path / "metrics.jsonl").stat().st_size > 0
+        return bool(names)
 
     def lock(self, patience: float) -> None:
         """Take the lock. patience: seconds to wait while another process has it."""

@@ -52,13 +52,17 @@ def say(*words, error: bool = False, end: str = "\n") -> None:
     stream = sys.stderr if error else sys.stdout
     try:
         print(*words, file=stream, end=end, flush=True)
-    except OSError as e:
-        mute(stream)
+    except (OSError, ValueError) as e:
+        if getattr(stream, "closed", False):
+            name = "stderr" if error else "stdout"
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif isinstance(e, OSError):
+            mute(stream)
+        else:
+            raise
         if not error:
-            say(
-                f"standard output is gone ({e.strerror or e}): the run goes on without it",
-                error=True,
-            )
+            why = getattr(e, "strerror", None) or e
+            say(f"standard output is gone ({why}): the run goes on without it", error=True)
 
 
 def one_line(message) -> str:

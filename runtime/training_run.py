@@ -134,7 +134,10 @@ class TrainingRun:
             self.curves = Curves(self.out / "tensorboard", self.start)
         try:
             yield
-        except RunError:
+        except RunError as e:
+            if e.everywhere:
+                # no rank is missing: the checkpoint that is being written becomes whole
+                self.trainer.checkpoints.saver.wait()
             raise
         except Exception as e:
             # what breaks here follows from e, which is reported

@@ -3,8 +3,10 @@ line."""
 
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
+import small_run
 
 from inference.cli import check_layout
 from routers import MoEConfig
@@ -80,6 +82,9 @@ def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
+    Path("r.py").write_text("def f(prompt, answer, record):\n    return 1")
+    Path("sft.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    assert train.main([*small_run.flags(steps=1, sft="sft.jsonl", out="base")]) == 0
     small = ["--device", "cpu", "--num-layers", "1", "--hidden-size", "32", "--num-heads", "4"]
     for path in ("pipe", "/dev/zero"):
         for argv in (["--config", path], [*small, "--tokenizer", path]):
@@ -88,6 +93,14 @@ def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
         for read in (prompt_data.PromptConfig.read, prompt_file.load):
             with pytest.raises(prompt_data.PromptError, match="not a file"):
                 read(path)
+        for words in (
+            ["--sft", path],
+            ["--preference", "dpo", "--pairs", path],
+            ["--rl", "grpo", "--prompts", path, "--reward", "r.py:f", "--answer-tokens", "4"],
+        ):
+            argv = [*words, "--load", "base", "--global-batch-size", "8", "--device", "cpu"]
+            assert train.main([*argv, "--out", "out"]) == 2
+            assert f"{path}: cannot be read (a folder, a pipe" in capfd.readouterr().err
     os.mkdir("run")
     os.rename("pipe", "run/config.json")
     assert train.main(["--resume", "--out", "run"]) == 2

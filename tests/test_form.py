@@ -1,6 +1,7 @@
 """The form of the tree: imports run one way, files and functions stay small."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -113,6 +114,23 @@ def test_no_line_of_cuda_is_wide():
         if len(line) > 100
     ]
     assert sources and not wide
+
+
+def peers() -> set[str]:
+    """Modules of the packages that only tests/requirements.txt has."""
+    lines = (ROOT / "tests/requirements.txt").read_text().splitlines()
+    names = {re.split(r"[\[=<>]", line)[0] for line in lines if not line.startswith(("#", "-r"))}
+    return {name.replace("-", "_") for name in names}
+
+
+def test_tests_are_collected_without_peers():
+    """`pip install -r requirements.txt pytest` is enough: a test of a peer skips, with the
+    reason."""
+    assert {"transformers", "peft", "lm_eval"} <= peers()
+    for path in (ROOT / "tests").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            roots = {name.split(".")[0] for name in imported_names(node)}
+            assert not roots & peers(), f'{path.name}: use pytest.importorskip("..") instead'
 
 
 def test_functions_fit_a_screen():

@@ -494,6 +494,7 @@ REWARD = DPO | dict(preference="reward")
         (DPO | dict(sft=["x"]), "--sft x: --preference dpo learns from", 1),
         (DPO | dict(document_mask=True), "--document-mask: ", 1),
         (DPO | dict(dropout=0.1), "--dropout 0.1: ", 1),
+        (DPO | dict(peft="lora", lora_dropout=0.5), "--lora-dropout 0.5: --preference dpo has", 1),
         (DPO | dict(beta=0.0), "--beta 0.0: must be above 0", 1),
         (REWARD | dict(beta=0.1), "--beta 0.1: is of --preference dpo", 1),
         (REWARD | dict(peft="lora"), "--peft lora: leaves the head", 1),

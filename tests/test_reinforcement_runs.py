@@ -37,6 +37,7 @@ TIMES = {
 REWARDS = """
 from __future__ import annotations
 import os
+import sys
 from dataclasses import dataclass
 
 @dataclass
@@ -61,12 +62,33 @@ def text(prompt, answer, record):
 def leaves(prompt, answer, record):
     raise SystemExit(3)
 
+def fails(prompt, answer, record):
+    import pytest
+    pytest.fail("two\\nlines")
+
+def no_answer(prompt, answer, record):
+    print("an answer:", answer)
+
+def two_arguments(prompt, answer):
+    return 1
+
+def closes(prompt, answer, record):
+    print("one\\ntwo")
+    sys.stdout.close()
+    sys.__stdout__.close()
+    return 1
+
 STEPS = []
+
+def raises_at_once(prompt, answer, record):
+    STEPS.append(prompt)
+    assert len(STEPS) == 1
+    return 1
 
 def raises_later(prompt, answer, record):
     STEPS.append(prompt)
-    # on one of two ranks, each of which rates four answers in a step
-    if len(STEPS) > 8 and os.environ.get("RANK") == "1":
+    # on one of two ranks, each of which rates four answers in a step, after the try
+    if len(STEPS) > 9 and os.environ.get("RANK") == "1":
         raise ValueError("of rank 1")
     return len(STEPS) % 3
 """
@@ -437,7 +459,8 @@ SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
         (SHAPED | dict(global_batch_size=12), "divisible by --group-size 8; 8 or 16 would fit", 1),
         (SHAPED | dict(answer_tokens=64), "--answer-tokens 64: must be from 1 to below", 1),
         (SHAPED | dict(answer_tokens=0), "--answer-tokens 0: must be from 1 to below", 1),
-        (SHAPED | dict(rl_epochs=0), "--rl-epochs 0: must be at least 1", 1),
+        (SHAPED | dict(rl_epochs=0), "--rl-epochs 0: must be from 1 to 1000", 1),
+        (SHAPED | dict(rl_epochs=10**9), "--rl-epochs 1000000000: must be from 1 to 1000", 1),
         (SHAPED | dict(clip_range=1.5), "--clip-range 1.5: must be from 0 to 1", 1),
         (SHAPED | dict(rl="ppo", gae_lambda=2.0), "--gae-lambda 2.0: must be from 0 to 1", 1),
         (SHAPED | dict(beta=-1.0), "--beta -1.0: must be from 0", 1),
@@ -467,10 +490,13 @@ def test_refused(flags, words, world):
         ("leaving.py:f", "leaving.py fails: SystemExit: 0", 2),
         ("nowhere", "nowhere: no such folder", 2),
         ("base", "holds no reward model; --preference reward trains one", 2),
-        ("rewards.py:raises", "the function fails for the prompt", 1),
-        ("rewards.py:leaves", "SystemExit: 3", 1),
-        ("rewards.py:no_number", "the function gives nan for the prompt", 1),
-        ("rewards.py:text", "ValueError: could not convert string to float: 'good'", 1),
+        ("rewards.py:raises", "the function fails for the prompt", 2),
+        ("rewards.py:leaves", "SystemExit: 3", 2),
+        ("rewards.py:fails", "Failed: two\\nlines", 2),
+        ("rewards.py:no_number", "gave nan for the prompt", 2),
+        ("rewards.py:text", "gave 'good' for the prompt", 2),
+        ("rewards.py:two_arguments", "which it does not take: too many positional", 2),
+        ("rewards.py", "a function is named FILE.py:FUNCTION", 2),
     ],
 )
 def test_rewards_that_cannot_be_used(toy, reward, words, status, tmp_path, monkeypatch, capsys):
@@ -481,6 +507,26 @@ def test_rewards_that_cannot_be_used(toy, reward, words, status, tmp_path, monke
     assert run(*flags, "--rl", "grpo", "--reward", reward, "--out", tmp_path / "out") == status
     error = capsys.readouterr().err
     assert words in error and "--reward" in error and error.count("\n") == 1, error
+
+
+def test_a_function_that_gives_nothing(toy, tmp_path, capsys):
+    """It is found before a model is loaded, and --out stays free."""
+    folder, flags = toy
+    words = [*flags, "--rl", "grpo", "--out", tmp_path / "out", "--steps", 1]
+    assert run(*words, "--reward", f"{folder}/rewards.py:no_answer") == 2
+    printed, refusal = capsys.readouterr().err.splitlines()
+    assert printed == "an answer: an answer"
+    assert "gave None for the prompt" in refusal and "a finite number is needed" in refusal
+    assert run(*words, "--reward", f"{folder}/rewards.py:ascii") == 0
+
+
+def test_a_function_that_closes_standard_output(toy, tmp_path):
+    folder, flags = toy
+    words = [*flags, "--rl", "grpo", "--reward", f"{folder}/rewards.py:closes"]
+    done = processes.run(["train.py", *map(str, words), "--out", tmp_path / "out", "--steps", 1])
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "out/rl.png").exists()
 
 
 def test_a_function_that_fails_on_one_rank(toy, tmp_path):
@@ -494,6 +540,17 @@ def test_a_function_that_fails_on_one_rank(toy, tmp_path):
     assert "--reward: the function fails for the prompt" in done.stderr
     assert "ValueError: of rank 1" in done.stderr
     assert [line["step"] for line in numbers_of(tmp_path / "out")] == [1, 2]
+    assert checkpoint.find(tmp_path / "out").name == "step-000002"
+
+
+def test_a_run_that_ends_before_its_first_step_leaves_its_folder_free(toy, tmp_path, capsys):
+    folder, flags = toy
+    words = [*flags, "--rl", "grpo", "--out", tmp_path / "out", "--steps", 1]
+    assert run(*words, "--reward", f"{folder}/rewards.py:raises_at_once") == 1
+    assert (tmp_path / "out/config.json").exists()
+    assert run(*words, "--reward", f"{folder}/rewards.py:ascii") == 0
+    assert run(*words, "--reward", f"{folder}/rewards.py:ascii") == 2
+    assert "holds another run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

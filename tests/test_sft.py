@@ -11,7 +11,6 @@ import processes
 import pytest
 import tokenizers
 import torch
-from transformers import PreTrainedTokenizerFast
 
 import checkpoint
 import huggingface
@@ -115,13 +114,14 @@ CORPUS = ["It is 5, I think. What is 2 + 3? And 5 * 3? user assistant system [IN
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
     """Family -> (our tokenizer, that of `transformers`), both from one folder with its template."""
+    transformers = pytest.importorskip("transformers")
     found = {}
     for family, (template, specials, names) in FAMILIES.items():
         folder = tmp_path_factory.mktemp(family)
         byte_pairs(specials).save(str(folder / "tokenizer.json"))
         config = names | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         found[family] = FileTokenizer(str(folder / "tokenizer.json")), theirs
     return found
 
@@ -342,6 +342,15 @@ def test_templates_beside_a_tokenizer(families, tmp_path):
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         # jinja computes it before it renders anything
         ("{{ 10 ** 5000 }}", "Exceeds the limit"),
+        ("{{ 'a' * 10 ** 10 }}", "takes more than 1,024 MiB"),
+        ("{{ messages[0].content * 10 ** 10 }}", "takes more than 1,024 MiB"),
+        ("{{ '%9999999999s' % messages[0].content }}", "takes more than 1,024 MiB"),
+        (
+            "{% set n = namespace(x='a') %}{% for i in range(40) %}"
+            "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+            "takes more than 1,024 MiB",
+        ),
+        ("{{ messages[0].content * 2 ** 24 }}", "16,777,216 are the most"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% set n = namespace() %}{% set n.__init__ = 1 %}", "unsafe"),
@@ -635,7 +644,8 @@ def test_an_imported_model_keeps_its_template(families, chats, tmp_path):
     assert find_chat(out, find_tokenizer(out, {})).template.text == CHATML
     assert find_chat(tmp_path / "hf", source).template.text == CHATML
     huggingface.export_folder(out, tmp_path / "exported")
-    again = PreTrainedTokenizerFast.from_pretrained(tmp_path / "exported")
+    transformers = pytest.importorskip("transformers")
+    again = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "exported")
     assert again.chat_template == CHATML
     assert again.apply_chat_template(TWO_TURNS) == theirs.apply_chat_template(TWO_TURNS)
 

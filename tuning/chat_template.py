@@ -7,9 +7,9 @@ A language model reads one text, not a list. Each chat model was trained on one 
 and answers best in the same form. So its tokenizer has the form as a chat template, written in the
 template language jinja: chat_template.jinja, or `chat_template` in tokenizer_config.json.
 
-A template is a program, and it may come from somebody else: it runs in jinja's sandbox. The options
-are those of `transformers`. Then the text is tokenized. The text of a special token, <|im_end|>,
-becomes one id.
+A template is a program, and it may come from somebody else: it runs in jinja's sandbox, with a
+bound on its memory. The options are those of `transformers`. Then the text is tokenized. The text
+of a special token, <|im_end|>, becomes one id.
 
 To ask, a template is rendered with add_generation_prompt, and without the answer: the text ends
 where the assistant begins to write. A template may mark the text that the assistant writes:
@@ -21,10 +21,12 @@ where the assistant begins to write. A template may mark the text that the assis
 Not covered: tools and documents, contents that are not text.
 """
 
+import contextlib
 import datetime
 import itertools
 import json
 import re
+import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +57,10 @@ PLAIN = """\
 END_OF_TEXT = "<|endoftext|>"
 # What a template may name.
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+# Characters of a rendered text; a context of a million tokens has 4 million.
+LONGEST = 2**24
+# Bytes that a template may take while it runs.
+MOST_MEMORY = 2**30
 # Around what {% generation %} gives, until the text is complete. Unicode has no such characters.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
@@ -142,7 +148,8 @@ class ChatTemplate:
             "strftime_now": strftime_now,
         }
         try:
-            self.template = environment.from_string(text)
+            with memory_bounded(MOST_MEMORY):
+                self.template = environment.from_string(text)
             tree = environment.parse(text)
         except TemplateSyntaxError as e:
             raise ChatError(f"{where}, line {e.lineno}: {e.message}") from None
@@ -162,13 +169,16 @@ class ChatTemplate:
         if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (OPEN, CLOSE)):
             raise ChatError("a message has U+FDD0 or U+FDD1 in it, which are no characters")
         try:
-            marked = self.template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=ask,
-                **self.tokens,
-            )
+            with memory_bounded(MOST_MEMORY):
+                marked = self.template.render(
+                    messages=messages,
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=ask,
+                    **self.tokens,
+                )
+            if len(marked) > LONGEST:
+                raise TemplateError(f"made {len(marked):,} characters; {LONGEST:,} are the most")
         except Exception as e:
             # a template can raise whatever Python raises
             reason = why(e)
@@ -185,7 +195,30 @@ class ChatTemplate:
         return Rendered(text, answers if self.marks_answers else None)
 
 
+@contextlib.contextmanager
+def memory_bounded(more: int):
+    """Meanwhile, whoever asks for memory beyond `more` bytes gets a MemoryError: a template can
+    make 10 GB of one character."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        # another system than Linux
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    bound = pages * resource.getpagesize() + more
+    if soft != resource.RLIM_INFINITY:
+        bound = min(bound, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def why(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"takes more than {MOST_MEMORY // 2**20:,} MiB"
     return str(error if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}")
 
 

@@ -19,7 +19,7 @@ from data import HELD_OUT
 from runtime import json_files
 from sft import Chat, message
 from tuning.chat_template import ChatError
-from tuning.rewards import RewardFunction, rate
+from tuning.rewards import RewardFunction, check, rate
 from tuning.sft_data import open_chat
 
 
@@ -162,6 +162,8 @@ def open_prompts(config, world, tokenizer, function) -> tuple[Prompts, Prompts]:
     chat = open_chat(config, tokenizer)
     limit = config.model_config().seq_length - config.answer_tokens
     questions, summary = read_questions(config, chat, limit)
+    if function:
+        check(function, questions[0].text, questions[0].record)
     n = max(1, len(questions) // HELD_OUT)
     world.say(f"--prompts: {summary}; {n:,} of them held out; {chat.template.where}")
     train_set = Prompts(questions[:-n], config.answers_per_prompt, config.seed, chat, function)

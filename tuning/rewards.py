@@ -5,21 +5,29 @@
 
 prompt is the user's last message; answer the text, without the token that ends it; record the whole
 line of --prompts, so a line may carry what an answer is checked against. The same answer must get
-the same number: a run that is resumed computes the rewards of a step again.
+the same number: a run that is resumed computes the rewards of a step again. What the function
+prints goes to standard error.
+
+Before a model is loaded, the function is tried on a made-up answer (`check`).
 
 If --reward has no ".py:" in it, it names a run of `--preference reward` (preference.py).
 """
 
+import contextlib
 import importlib.util
+import inspect
+import io
 import math
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from runtime import terminal
 from runtime.errors import RunError
 
 RewardFunction = Callable[[str, str, dict], float]
+MADE_UP = "an answer"
 
 
 class RewardError(ValueError):
@@ -45,7 +53,9 @@ def open_function(reward: str) -> RewardFunction:
     sys.path.append(str(Path(path).resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as e:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:
         raise RewardError(f"--reward {reward}: {path} fails: {type(e).__name__}: {e}") from None
     function = getattr(module, name, None)
     if not callable(function):
@@ -53,19 +63,64 @@ def open_function(reward: str) -> RewardFunction:
         raise RewardError(
             f"--reward {reward}: {path} has no function {name!r}; there are {', '.join(there)}"
         )
+    check_signature(function, reward)
     return function
+
+
+def check_signature(function: RewardFunction, reward: str) -> None:
+    """Raises RewardError."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        # what is written in C may have none
+        return
+    try:
+        signature.bind("prompt", "answer", {})
+    except TypeError as e:
+        raise RewardError(
+            f"--reward {reward}: is called with (prompt, answer, record), which it does not take:"
+            f" {e}"
+        ) from None
+
+
+def check(function: RewardFunction, prompt: str, record: dict) -> None:
+    """Raises RewardError where the function gives no finite number for a made-up answer."""
+    try:
+        rate(function, prompt, MADE_UP, record)
+    except RunError as e:
+        raise RewardError(str(e)) from None
 
 
 def rate(function: RewardFunction, prompt: str, answer: str, record: dict) -> float:
     """The reward of an answer, a finite number. Raises RunError where the function fails."""
     about = f"for the prompt {prompt[:60]!r} and the answer {answer[:60]!r}"
     try:
-        reward = float(function(prompt, answer, record))
-    except (Exception, SystemExit) as e:
+        with output_aside():
+            reward = function(prompt, answer, record)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:
+        # pytest's fail() raises no Exception
         last = traceback.extract_tb(e.__traceback__)[-1]
         where = f"{Path(last.filename).name}, line {last.lineno}"
-        text = f"--reward: the function fails {about}: {type(e).__name__}: {e} ({where})"
+        why = terminal.one_line(f"{type(e).__name__}: {e}")
+        text = f"--reward: the function fails {about}: {why} ({where})"
         raise RunError(text, everywhere=True) from None
-    if not math.isfinite(reward):
-        raise RunError(f"--reward: the function gives {reward} {about}", everywhere=True)
-    return reward
+    try:
+        number = float(reward)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        gave = terminal.one_line(repr(reward))[:60]
+        text = f"--reward: the function gave {gave} {about}; a finite number is needed"
+        raise RunError(text, everywhere=True)
+    return number
+
+
+@contextlib.contextmanager
+def output_aside():
+    """What is printed meanwhile goes to standard error. Closing standard output has no effect."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        yield
+    if not printed.closed and printed.getvalue():
+        terminal.say(printed.getvalue(), error=True, end="")
