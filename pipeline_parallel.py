@@ -4,8 +4,8 @@ behind the other (arXiv 2104.04473, section 2.2).
     rank 0   embedding    --activation-->   rank 1   blocks 2 3   --activation-->  ..  last rank:
              blocks 0 1   <--gradient----                         <--gradient----      head, loss
 
-    time ->   rank 0   F0 F1 .  B0 .  B1     F: forward of a micro-batch, B: its backward, 1 column
-              rank 1   .  F0 B0 F1 B1 .      each; . is the bubble: the rank waits (schedule 1F1B)
+    time ->   rank 0   F0 F1 .. B0 .. B1     F: forward of a micro-batch, B: its backward, 1 column
+              rank 1   .. F0 B0 F1 B1 ..     each; .. is the bubble: the rank waits (schedule 1F1B)
 
 Words: a rank is one process. Of p ranks each holds v stages (v > 1: virtual stages), numbered
 c p + rank; c is called the chunk. A batch is split into m micro-batches.

@@ -23,7 +23,7 @@ divided into p * v stages, and stage i = chunk * p + rank. F of stage i needs F 
 Sends and receives follow from the lists: transfers.py derives them.
 
 Not covered: in Megatron-LM a schedule is control flow, with the communication between the lines.
-Other schedules (ZB-V, DualPipe) would be other lists.
+ZB-V and DualPipe place the stages otherwise: stage i is not on rank i mod p.
 """
 
 from collections import defaultdict

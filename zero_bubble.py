@@ -7,8 +7,8 @@ A matrix multiplication y = x Wᵀ has two gradients:
 
 So a schedule can run I as soon as ∂y arrives, and fill with W the time in which a rank would wait:
 
-    1f1b     F F F F . . B B B B       B = I and W
-    zb-h1    F F F F I I W I W W
+    1f1b     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --      p = 3, m = 4;
+    zb-h1    rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3                  B = I and W
 
 During I a linear layer appends (weight, ∂y, x) to the list that the pipeline has put on its weight
 (`weight.deferred`); during W the pipeline works the list off. Without a list the weight gradient is

@@ -1,6 +1,9 @@
 """Schedules need no ranks: everything here runs on lists."""
 
+import ast
 import copy
+import re
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +19,11 @@ from schedules import (
     in_flight,
     make,
     simulate,
+    text,
 )
 from transfers import deadlock, lower
+
+ROOT = Path(__file__).parent.parent
 
 
 def micro_batches(p):
@@ -102,6 +108,52 @@ def test_zero_bubble_where_weights_take_longer_than_inputs(forward, input, weigh
         expected = pytest.approx((p - 1) * forward / (m * (forward + input + weight)))
         assert bubble(simulate(make("zb-h1", p, m), cost)) == expected
         assert bubble_formula("zb-h1", p, m, 1, cost) == expected
+
+
+# file -> (kind, p, m, cost) of each picture in its docstring
+EVEN = Cost(1, 0.5, 0.5)
+PICTURES = {
+    "schedules.py": [("1f1b", 4, 6, Cost())],
+    "zero_bubble.py": [("1f1b", 3, 4, Cost()), ("zb-h1", 3, 4, Cost())],
+    "pipeline_parallel.py": [("1f1b", 2, 2, EVEN)],
+    "exercises/05_one_f_one_b.py": [("1f1b", 4, 6, Cost())],
+    "exercises/07_zb_h1.py": [("1f1b", 3, 4, Cost()), ("zb-h1", 3, 4, Cost())],
+    "exercises/08_simulate.py": [("1f1b", 2, 2, Cost())],
+}
+ROW = re.compile(r"rank (\d) +((?:[FBIW]\d|\.\.|--)(?: (?:[FBIW]\d|\.\.|--))*)")
+
+
+def pictures(file) -> list[dict[int, list[str]]]:
+    """Of a docstring: rank -> slots, once for each time line. A new one begins where the rank does
+    not grow."""
+    found = [{}]
+    for rank, slots in ROW.findall(ast.get_docstring(ast.parse((ROOT / file).read_text()))):
+        if found[-1] and int(rank) <= max(found[-1]):
+            found.append({})
+        found[-1][int(rank)] = slots.split()
+    return found
+
+
+def test_pictures_in_docstrings():
+    """Every time line of the tree is what `make` and `simulate` give, up to where it is cut."""
+    with_pictures = {str(path.relative_to(ROOT)) for path in drawn_files()}
+    assert with_pictures == set(PICTURES)
+    for file, drawn in PICTURES.items():
+        assert len(pictures(file)) == len(drawn), file
+        for rows, (kind, p, m, cost) in zip(pictures(file), drawn):
+            lines = text(simulate(make(kind, p, m), cost)).splitlines()
+            for rank, slots in rows.items():
+                line = lines[rank].split()[-1]
+                expected = [line[n : n + 2] for n in range(0, len(line), 2)]
+                # idle time at the end is not drawn by `text`
+                while slots[-1] == ".." and len(slots) > len(expected):
+                    slots.pop()
+                assert slots == expected[: len(slots)], (file, kind, rank)
+
+
+def drawn_files() -> list[Path]:
+    files = [*ROOT.glob("*.py"), *ROOT.glob("exercises/*.py"), *ROOT.glob("lessons/*.py")]
+    return [path for path in files if pictures(path.relative_to(ROOT)) != [{}]]
 
 
 def test_by_hand():
