@@ -7,7 +7,7 @@ Prompt tuning (Lester et al. 2021, arXiv 2104.08691, section 2) learns the table
 (Liu et al. 2021, arXiv 2103.10385, section 3) learns an encoder and its inputs [T, h], because a
 table alone is learned slowly; P = encoder(inputs):
 
-    mlp      Linear(h, e)  ReLU  Linear(e, e)  ReLU  Linear(e, h)
+    mlp      Linear(h, e)  ReLU  Linear(e, h); each layer beyond num_layers 2: Linear(e, e)  ReLU
     lstm     bidirectional LSTM(h, e)  Linear(2e, 2e)  ReLU  Linear(2e, h)
     tpmlp    Linear(h, e), column-parallel  GELU  Linear(e, h), row-parallel (arXiv 1909.08053)
 
@@ -35,6 +35,7 @@ if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
     terminal.quiet_interrupts()
 
+import itertools
 import sys
 
 import torch
@@ -62,9 +63,11 @@ class MLPEncoder(nn.Module):
     def __init__(self, h: int, config: PTuning):
         super().__init__()
         e = config.encoder_hidden or h
-        self.layers = nn.Sequential(
-            nn.Linear(h, e), nn.ReLU(), nn.Linear(e, e), nn.ReLU(), nn.Linear(e, h)
-        )
+        sizes = [h, *[e] * (config.num_layers - 1), h]
+        layers = []
+        for rows, columns in itertools.pairwise(sizes):
+            layers += [nn.Linear(rows, columns), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layers(inputs)

@@ -69,7 +69,7 @@ TOKENS = 10
 STEPS = {"p-tuning": 600, "prompt-tuning": 600, "fine-tuning": 200}
 LEARNING_RATES = {"p-tuning": 0.03, "prompt-tuning": 0.1, "fine-tuning": 1e-3}
 # of p-tuning's encoder
-ENCODER = {"encoder_type": "mlp", "encoder_hidden": 32, "init_std": 0.3}
+ENCODER = {"encoder_type": "mlp", "encoder_hidden": 32, "num_layers": 3, "init_std": 0.3}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -228,12 +228,11 @@ def teach(lesson: form.Lesson, seed: int = 0) -> None:
 
     lesson.predict(
         f"P-tuning learns inputs [{T}, {H}] and an encoder: Linear({H}, {INNER}), ReLU,"
-        f" Linear({INNER}, {INNER}), ReLU, Linear({INNER}, {H}), with biases. How many numbers?"
-        " How many are kept for a task?"
+        f" Linear({INNER}, {H}), with biases. How many numbers? How many are kept for a task?"
     )
     tables = {}
     first = learn_task(model, "first", tables, settings, seed)
-    encoder = (H * INNER + INNER) + (INNER * INNER + INNER) + (INNER * H + H)
+    encoder = (H * INNER + INNER) + (INNER * H + H)
     lesson.check(
         f"{first.parameters:,} = T h + {encoder:,} learn; a table of T h ="
         f" {tables['first'].numel()} is kept",

@@ -44,7 +44,7 @@ def run_train(argv: list[str]) -> int:
         path = words[words.index("--config") + 1]
     elif "--help" not in words:
         print(
-            "prompt_tuning.py: train needs --config FILE, a JSON file with NeMo's names",
+            "prompt_tuning.py: train needs --config FILE, JSON or YAML with NeMo's names",
             file=sys.stderr,
         )
         return 2
@@ -121,7 +121,7 @@ def read_prompts(
 ) -> tuple[PromptConfig, dict[str, Tensor]]:
     """(configuration, tables by task) of --prompts. A fine-tuned model has no tables, only
     templates. A collective. Raises PromptError."""
-    if not args.prompts.endswith(".json"):
+    if not args.prompts.endswith((".json", ".yaml", ".yml")):
         return load(args.prompts, fingerprint(args.checkpoint, model_config))
     config = PromptConfig.read(args.prompts)
     if config.virtual_prompt_style != "fine-tuning":

@@ -38,7 +38,9 @@ from tuning.frozen_base import FrozenBase, read_base
 def open_data(config, world, tokenizer) -> tuple[PromptData, PromptData]:
     """(training set, held-out set). config: of the run, runtime.config.Config. Raises
     PromptError."""
-    prompts = PromptConfig.read(config.prompt_config)
+    prompts, notices = PromptConfig.read_with_notices(config.prompt_config)
+    for notice in notices:
+        world.say(f"--prompt-config {notice}")
     if not prompts.data.validation_ds:
         raise PromptError("data.validation_ds is empty: name JSON lines that are not trained on")
     model = config.model_config()

@@ -29,6 +29,7 @@ import torch
 from msgspec import Meta, Struct, field
 
 from data import Batch, Dataset
+from prompts import nemo_config
 from runtime import json_files, terminal
 
 STYLES = ("prompt-tuning", "p-tuning", "inference", "fine-tuning")
@@ -236,7 +237,7 @@ class PTuning(Struct, forbid_unknown_fields=True):
     encoder_type: str = "mlp"
     # its hidden size; 0 for the model's
     encoder_hidden: Annotated[int, Meta(ge=0, le=2**16)] = 0
-    # of the lstm
+    # linear layers of the mlp, layers of the lstm; tpmlp always has two
     num_layers: Annotated[int, Meta(ge=1, le=64)] = 2
     dropout: float = 0.0
     # of the encoder's inputs
@@ -254,7 +255,7 @@ class Data(Struct, forbid_unknown_fields=True):
 
 
 class PromptConfig(Struct, forbid_unknown_fields=True):
-    """The content of --prompt-config, a JSON file with NeMo's names. Raises PromptError."""
+    """The content of --prompt-config, a file with NeMo's names. Raises PromptError."""
 
     task_templates: list[Template]
     # fine-tuning is elsewhere in NeMo: no virtual tokens, the whole model is trained
@@ -270,8 +271,14 @@ class PromptConfig(Struct, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, path: "str | Path") -> "PromptConfig":
+        return cls.read_with_notices(path)[0]
+
+    @classmethod
+    def read_with_notices(cls, path: "str | Path") -> "tuple[PromptConfig, list[str]]":
+        """(the configuration, what to tell the user about it)"""
         try:
-            return json_files.read(path, cls)
+            content, notices = nemo_config.read(path)
+            return json_files.convert(content, cls, str(path)), notices
         except json_files.JSONError as e:
             raise PromptError(f"--prompt-config {e}") from None
 
@@ -373,6 +380,12 @@ class PromptConfig(Struct, forbid_unknown_fields=True):
         if encoder not in ENCODERS:
             raise PromptError(
                 f"p_tuning.encoder_type {encoder!r}: must be one of {', '.join(ENCODERS)}"
+            )
+        least, most = {"mlp": (2, 64), "lstm": (1, 64), "tpmlp": (2, 2)}[encoder]
+        if not least <= self.p_tuning.num_layers <= most:
+            only = str(least) if least == most else f"{least} to {most}"
+            raise PromptError(
+                f"p_tuning.num_layers {self.p_tuning.num_layers}: {encoder} has {only}"
             )
         if self.p_tuning.dropout:
             raise PromptError(

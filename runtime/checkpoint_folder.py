@@ -54,7 +54,14 @@ def find(path: str | Path) -> Path:
         raise CheckpointError("'': names no folder")
     try:
         if not Path(path).is_dir():
-            raise CheckpointError(f"{path}: no such folder")
+            advice = ""
+            if str(path).endswith(".nemo"):
+                advice = (
+                    "; a .nemo file is not read here: convert it to Hugging Face's format with"
+                    " NeMo's own script, then `python huggingface.py import HF_DIR CKPT`, and name"
+                    " CKPT"
+                )
+            raise CheckpointError(f"{path}: no such folder{advice}")
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path}: cannot be read ({reason(e)})") from None
     for folder in (Path(path), Path(path) / "checkpoints"):

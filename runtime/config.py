@@ -374,7 +374,7 @@ class Config:
     )
     prompt_config: str | None = flag(
         None,
-        "a JSON file with NeMo's names (prompt_tuning.py): learn prompts for the model of --load, "
+        "JSON or YAML with NeMo's names (prompt_tuning.py): learn prompts for the model of --load, "
         "which stays frozen",
         metavar="FILE",
     )

@@ -192,6 +192,11 @@ def test_bad_templates(fields, words):
             config(style="p-tuning", p_tuning=dict(encoder_type="gru")),
             r"encoder_type 'gru': must be one of mlp, lstm, tpmlp",
         ),
+        (
+            config(style="p-tuning", p_tuning=dict(encoder_type="tpmlp", num_layers=3)),
+            r"num_layers 3: tpmlp has 2",
+        ),
+        (config(style="p-tuning", p_tuning=dict(num_layers=1)), r"num_layers 1: mlp has 2 to 64"),
         (config(style="p-tuning", p_tuning=dict(dropout=0.1)), r"dropout 0.1: must be 0"),
         (config(data=dict(train=[])), r"unknown field `train` - at `\$.data`"),
         ({}, r"task_templates"),
@@ -281,7 +286,7 @@ def test_parameters_by_the_paper():
 def test_an_encoder_beyond_memory_is_refused(monkeypatch):
     """65,536 wide it has 4 10^9 numbers: not one of them is allocated."""
     monkeypatch.setattr("runtime.room.memory", lambda device, ranks: 2**35)
-    content = config(style="p-tuning", p_tuning=dict(encoder_hidden=2**16))
+    content = config(style="p-tuning", p_tuning=dict(encoder_hidden=2**16, num_layers=3))
     model = build(num_layers=1, hidden_size=8, num_heads=1, seq_length=4, vocab_size=8)
     expected = r"p_tuning.encoder_hidden 65536: takes 68,.* bytes, and cpu has 34,359,738,368"
     with pytest.raises(checkpoint.CheckpointError, match=expected):
@@ -291,8 +296,7 @@ def test_an_encoder_beyond_memory_is_refused(monkeypatch):
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
 def test_encoders_equal_peft(kind):
     """PEFT's PromptEncoder with the same weights: the same structure, so the same numbers. (Its MLP
-    and ours have three layers, NeMo's may have more; ours keeps a sequence [T, h], theirs a batch
-    of it.)"""
+    always has three layers; ours keeps a sequence [T, h], theirs a batch of it.)"""
     peft = pytest.importorskip("peft")
     h, e, T = 24, 10, 7
     settings = peft.PromptEncoderConfig(
@@ -309,7 +313,7 @@ def test_encoders_equal_peft(kind):
         encoder_dropout=0.0,
     )
     theirs = peft.PromptEncoder(settings).double()
-    ours = prompt_tuning.ENCODERS[kind](h, PTuning(kind, e)).double()
+    ours = prompt_tuning.ENCODERS[kind](h, PTuning(kind, e, 3 if kind == "mlp" else 2)).double()
 
     def their_name(name):
         part, rest = name.split(".", 1)
@@ -599,7 +603,7 @@ def test_tasks_one_after_the_other(base, tmp_path, capsys):
     before = files_in(base / "checkpoints")
     learn_one_after_the_other(base, tmp_path)
     out = capsys.readouterr().out
-    inputs_and_encoder = 5 * 64 + 64 * 8 + 8 + 72 + 8 * 64 + 64
+    inputs_and_encoder = 5 * 64 + 64 * 8 + 8 + 8 * 64 + 64
     assert f"{inputs_and_encoder:,} prompt parameters" in out
     assert "all frozen" in out
     prompts_a = tmp_path / "a" / "prompts.safetensors"
@@ -822,6 +826,143 @@ def test_names_and_lengths(base, tmp_path, capsys):
     results = json.loads(out)["train"]
     assert results["examples"] == 3
     assert results["too_long"] == 1
+
+
+# As NeMo's users have them on disk: no virtual_prompt_style, the section that is there decides.
+SENTIMENT = """
+model:
+  seed: 1234
+  language_model_path: gpt.nemo
+  existing_tasks: []
+  new_tasks: [sentiment]
+  task_templates:
+  - taskname: sentiment
+    prompt_template: "<|VIRTUAL_PROMPT_0|> {sentence} sentiment: {label}"
+    total_virtual_tokens: 100
+    virtual_token_splits: [100]
+    truncate_field: null
+    answer_only_loss: False
+    answer_field: label
+  prompt_tuning:
+    new_prompt_init_methods: [text]
+    new_prompt_init_text: ["some text"]
+  data: {train_ds: [train.jsonl], validation_ds: [test.jsonl], add_eos: True, num_workers: 8}
+  optim: {name: fused_adam, lr: 1e-4}
+trainer: {devices: 1}
+"""
+INTENT_AND_SLOT = """
+language_model_path: gpt.nemo
+new_tasks: [intent_and_slot]
+task_templates:
+- taskname: intent_and_slot
+  prompt_template:
+    "<|VIRTUAL_PROMPT_0|> Predict intent and slot <|VIRTUAL_PROMPT_1|> :\\n{utterance}{label}"
+  total_virtual_tokens: 100
+  virtual_token_splits: [80, 20]
+  truncate_field:
+  answer_only_loss: True
+  answer_field: label
+p_tuning: {dropout: 0.0, num_layers: 2}
+"""
+SQUAD = """
+model:
+  language_model_path: gpt.nemo
+  virtual_prompt_style: p-tuning
+  new_tasks: [squad]
+  task_templates:
+  - taskname: squad
+    prompt_template: "<|VIRTUAL_PROMPT_0|> {question} {context} Answer: {answer}"
+    total_virtual_tokens: 9
+    virtual_token_splits: [9]
+    truncate_field: context
+    answer_only_loss: True
+    answer_field: answer
+  p_tuning: {encoder_type: mlp, num_layers: 2, encoder_hidden: 16}
+"""
+
+
+@pytest.mark.parametrize(
+    "text, style, notices, record, ends",
+    [
+        (
+            SENTIMENT,
+            "prompt-tuning",
+            ["not read: optim, seed, data.num_workers", "prompt-tuning, the section prompt_tuning"],
+            dict(sentence="good fun", label="positive"),
+            "<99> good fun sentiment: positive$",
+        ),
+        (
+            INTENT_AND_SLOT,
+            "p-tuning",
+            ["virtual_prompt_style p-tuning, the section p_tuning is there"],
+            dict(utterance="wake me", label="alarm"),
+            "<99> :\nwake mealarm$",
+        ),
+        (
+            SQUAD,
+            "p-tuning",
+            [],
+            dict(question="who?", context="c" * 200, answer="he"),
+            "<8> who? ccccccccccccc Answer: he$",
+        ),
+    ],
+    ids=["sentiment", "intent and slot", "squad"],
+)
+def test_nemo_files_as_they_are(text, style, notices, record, ends, tmp_path):
+    path = tmp_path / "nemo.yaml"
+    path.write_text(text)
+    config, found = PromptConfig.read_with_notices(path)
+    assert config.virtual_prompt_style == style and config.language_model_path == "gpt.nemo"
+    assert len(found) == len(notices)
+    for notice, words in zip(found, notices):
+        assert words in notice, notice
+    (template,) = config.task_templates
+    limit = 40 if template.truncate_field else 1000
+    example = template.fill(record, ByteTokenizer(), V, limit)
+    assert "".join(map(show, example.ids)).endswith(ends)
+
+
+def test_layers_of_the_encoder(tmp_path):
+    """NeMo's encoder with num_layers 2 has two linear layers."""
+    path = tmp_path / "nemo.yaml"
+    path.write_text(SQUAD)
+    for layers in (2, 3, 4):
+        path.write_text(SQUAD.replace("num_layers: 2", f"num_layers: {layers}"))
+        encoder = prompt_tuning.make_encoder(PromptConfig.read(path), 24)
+        shapes = [tuple(p.shape) for p in encoder.parameters() if p.dim() == 2]
+        assert shapes == [(16, 24), *[(16, 16)] * (layers - 2), (24, 16)]
+
+
+def test_a_nemo_file_learns(base, tmp_path, capsys):
+    content = for_base(base, "a", style="p-tuning", p_tuning=dict(num_layers=2))
+    del content["virtual_prompt_style"]
+    del content["prompt_tuning"]
+    path = tmp_path / "nemo.yaml"
+    # JSON is YAML
+    path.write_text(json.dumps({"model": content, "trainer": {"devices": 1}}))
+    argv = ["train", "--config", str(path), "--out", str(tmp_path / "out"), *TRAIN_FLAGS]
+    assert commands.main(argv) == 0
+    assert "virtual_prompt_style p-tuning, the section p_tuning is there" in capsys.readouterr().out
+    content["language_model_path"] = "gpt.nemo"
+    path.write_text(json.dumps(content))
+    assert commands.main([*argv[:4], str(tmp_path / "other")]) == 2
+    assert "gpt.nemo: no such folder; a .nemo file is not read here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("a: [", "not YAML (while parsing"),
+        ("- a", "Expected `object`, got `array`"),
+        ("data: {add_eos: False}\ntask_templates: []", "unknown field `add_eos`"),
+    ],
+)
+def test_yaml_that_cannot_be_used(text, words, tmp_path):
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    with pytest.raises(PromptError) as e:
+        PromptConfig.read(path)
+    assert words in str(e.value) and "\n" not in str(e.value), str(e.value)
 
 
 @pytest.mark.parametrize(
