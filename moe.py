@@ -45,7 +45,7 @@ from torch.autograd.function import once_differentiable
 import gpt
 import tensor_parallel
 from model_config import FieldError, GPTConfig, divisors
-from routers import ROUTER_STATS, DispatchPlan, MoEConfig, Routing, SinkhornRouter, TopKRouter
+from routers import ROUTER_STATS, ROUTERS, DispatchPlan, MoEConfig, Routing
 from sharding import Shard, shard_parameter
 
 # --- there and back -------------------------------------------------------------------------------
@@ -241,8 +241,7 @@ class MoE(nn.Module):
     def __init__(self, config: MoEConfig):
         super().__init__()
         h, ffn, e = config.hidden_size, config.ffn_hidden_size, config.num_experts
-        router = SinkhornRouter if config.router == "sinkhorn" else TopKRouter
-        self.router = router(config)
+        self.router = ROUTERS[config.router](config)
         self.routing = Routing(self.router.scores, config)
         self.gate = ExpertLinear(e, h, ffn) if config.gated else None
         self.up = ExpertLinear(e, h, ffn)

@@ -59,7 +59,7 @@ class MoEConfig(GPTConfig):
 
     num_experts: int = 0  # 0: no experts, one MLP for all tokens
     expert_every: int = 1  # experts in every n-th layer
-    router: str = "sinkhorn"  # or topk
+    router: str = "sinkhorn"  # of ROUTERS
     router_topk: int = 1  # experts of a token
     router_temperature: float = 0.02  # of Sinkhorn's plan: lower is more even; Megatron-LM has 1
     capacity_factor: float = 0.0  # largest load of an expert / even share; 0: no limit
@@ -92,8 +92,8 @@ class MoEConfig(GPTConfig):
         if not 0 <= e < 2**16:
             rule = "must be at least 0 and below 2^16; 0 is one MLP for all tokens"
             raise FieldError("num_experts", e, rule)
-        if self.router not in ("sinkhorn", "topk"):
-            raise FieldError("router", self.router, "must be sinkhorn or topk")
+        if self.router not in ROUTERS:
+            raise FieldError("router", self.router, f"must be one of {', '.join(ROUTERS)}")
         if not 1 <= self.expert_every <= layers:
             rule = "must be from 1 to {num_layers}"
             raise FieldError("expert_every", self.expert_every, rule, num_layers=layers)
@@ -246,6 +246,9 @@ class SinkhornRouter(Router):
         """As in TopKRouter."""
         every = logits.sigmoid() if self.k == 1 else logits.softmax(-1)
         return every.gather(1, chosen)
+
+
+ROUTERS = {"sinkhorn": SinkhornRouter, "topk": TopKRouter}
 
 
 # --- a plan for the tokens of a micro-batch -------------------------------------------------------

@@ -310,8 +310,10 @@ def bubble_formula(name: str, p: int, m: int, v: int = 1, cost: Cost = Cost()) -
     no schedule reaches that: the last rank cannot start before (p - 1) T_F, which is the formula
     then.
     """
-    if name != "zb-h1":
+    if name in ("gpipe", "1f1b", "interleaved"):
         return (p - 1) / (v * m)
+    if name != "zb-h1":
+        raise ScheduleError(f"{name}: there is no formula; the schedules are {', '.join(NAMES)}")
     bubble_time = (p - 1) * (cost.forward + max(0, cost.input - cost.weight))
     return bubble_time / (m * (cost.forward + cost.input + cost.weight))
 

@@ -409,8 +409,10 @@ def in_flight(layout: Layout, rank: int) -> list[InFlight]:
         pairs = min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1)
         return [InFlight(pairs, min(m, 2 * p), 1)]
     n = min(m, p - rank)
-    if name != "zb-h1":
+    if name in ("1f1b", "interleaved"):
         return [InFlight(n, n, n)]
+    if name != "zb-h1":
+        raise schedules.ScheduleError(f"{name}: how many micro-batches it holds is not known here")
     states = []
     # before I of micro-batch k: when the last F has run, and when most W wait
     for k in (m - n, min(rank, m - 1)):

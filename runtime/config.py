@@ -18,7 +18,7 @@ import checkpoint
 import schedules
 from fp8_scaling import Recipe
 from model_config import FieldError
-from moe import MoEConfig
+from routers import ROUTERS, MoEConfig
 from runtime.presets import PRESETS
 
 LAYOUT = (
@@ -117,7 +117,7 @@ class Config:
     router: str | None = flag(
         None,
         "sinkhorn balances each micro-batch by a transport plan; topk by a loss",
-        ("sinkhorn", "topk"),
+        tuple(ROUTERS),
     )
     router_topk: int | None = flag(None, "experts that each token goes through")
     router_temperature: float | None = flag(

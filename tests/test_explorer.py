@@ -39,12 +39,13 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch, capsys
 
 
 def test_page_is_up_to_date(tmp_path, monkeypatch, capsys):
-    """Byte for byte what `python explorer.py` writes. If this fails, run it."""
+    """Byte for byte what `python explorer.py` writes."""
     out = tmp_path / "new" / "page.html"
     monkeypatch.setattr("sys.argv", ["explorer.py", "--out", str(out)])
     explorer.main()
     assert f"open {out.as_uri()}" in capsys.readouterr().out
-    assert out.read_bytes() == (ROOT / "docs" / "explorer.html").read_bytes()
+    same = out.read_bytes() == (ROOT / "docs" / "explorer.html").read_bytes()
+    assert same, "docs/explorer.html is not what `python explorer.py` writes: run it, and commit"
 
 
 def test_page_loads_nothing():

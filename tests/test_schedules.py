@@ -2,12 +2,18 @@
 
 import ast
 import copy
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
+import routers
 import schedules
+from model_config import FieldError
+from planning import memory
+from planning.inputs import SOFTWARE, Layout
+from runtime.config import Config
 from schedules import (
     NAMES,
     Action,
@@ -154,6 +160,24 @@ def test_pictures_in_docstrings():
 def drawn_files() -> list[Path]:
     files = [*ROOT.glob("*.py"), *ROOT.glob("exercises/*.py"), *ROOT.glob("lessons/*.py")]
     return [path for path in files if pictures(path.relative_to(ROOT)) != [{}]]
+
+
+def test_one_list_of_schedules_and_of_routers():
+    """Flags, planner and model read it, and an unknown name raises everywhere."""
+    choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(Config)}
+    assert choices["schedule"] == tuple(NAMES) and choices["router"] == tuple(routers.ROUTERS)
+    for software in SOFTWARE.values():
+        assert set(software.schedules) <= set(NAMES)
+    layout = Layout(pp=2, schedule="dualpipe", global_batch_size=4)
+    for ask in (
+        lambda: memory.in_flight(layout, 0),
+        lambda: bubble_formula("dualpipe", 2, 4),
+        lambda: make("dualpipe", 2, 4),
+    ):
+        with pytest.raises(ScheduleError, match="dualpipe"):
+            ask()
+    with pytest.raises(FieldError, match="router"):
+        routers.MoEConfig(2, 8, 2, num_experts=2, router="random")
 
 
 def test_by_hand():
