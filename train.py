@@ -207,7 +207,7 @@ class Trainer(RunHooks):
     def update(self, step: int) -> tuple[torch.Tensor, float]:
         """Clip, then update. Returns (gradient norm before clipping, learning rate)."""
         c = self.config
-        lr = learning_rate(step, c.lr, c.lowest_lr, c.warmup_steps, c.steps)
+        lr = learning_rate(step, c.peak_lr, c.lowest_lr, c.warmup_steps, c.steps)
         norm = self.optimizer.step(lr)
         for gradients in self.gradients:
             gradients.gather_parameters()

@@ -165,8 +165,11 @@ def shrink_experts(model: MoEConfig, ep: int, layers: int) -> dict:
 
 
 def shrink_adapters(config: Config, tp: int) -> dict:
-    inner = tp * max(1, min(config.adapter_size, 8) // tp)
-    return dict(lora_rank=min(config.lora_rank, 4), adapter_size=inner)
+    if config.peft == "lora":
+        return dict(lora_rank=min(config.lora_rank, 4))
+    if config.peft == "adapter":
+        return dict(adapter_size=tp * max(1, min(config.adapter_size, 8) // tp))
+    return {}
 
 
 def shrink_batch(config: Config, world: int, pp: int, dp: int) -> dict:

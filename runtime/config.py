@@ -19,6 +19,7 @@ import schedules
 from fp8_scaling import Recipe
 from model_config import FieldError
 from routers import ROUTERS, MoEConfig
+from runtime import learning_rates
 from runtime.presets import PRESETS
 
 LAYOUT = (
@@ -210,7 +211,9 @@ class Config:
     )
     # optimizer
     steps: int = flag(500, "number of the last step")
-    lr: float = flag(3e-3, "peak learning rate")
+    lr: float | None = flag(
+        None, "peak learning rate; the default is that of the model and of what is learned"
+    )
     min_lr: float | None = flag(None, "learning rate at the end of the cosine; default: lr / 10")
     warmup_steps: int = flag(50, "steps of linear warmup")
     weight_decay: float = flag(0.1, "weight decay, of matrices only")
@@ -522,8 +525,13 @@ class Config:
         return self.zero_stage < 3 or self.fp8_keep_bytes
 
     @property
+    def peak_lr(self) -> float:
+        """--lr or its default."""
+        return learning_rates.default(self)[0] if self.lr is None else self.lr
+
+    @property
     def lowest_lr(self) -> float:
-        return self.lr / 10 if self.min_lr is None else self.min_lr
+        return self.peak_lr / 10 if self.min_lr is None else self.min_lr
 
     @property
     def pipeline_schedule(self) -> str:

@@ -16,7 +16,18 @@ from corpus.tokenizer import TokenizerError, record
 from data import DataError
 from optimizer import learning_rate
 from prompts.prompt_data import PromptError
-from runtime import as_rank, finish, flags, messages, opening, plan, resume, rules, terminal
+from runtime import (
+    as_rank,
+    finish,
+    flags,
+    learning_rates,
+    messages,
+    opening,
+    plan,
+    resume,
+    rules,
+    terminal,
+)
 from runtime.config import Config, ConfigError, multiply_in
 from runtime.errors import RunError
 from runtime.metrics import MetricsError
@@ -97,6 +108,9 @@ def run(config: Config, world: World, trainer_class, loop) -> None:
     tokenizer = opening.open_tokenizer(config, world)
     # of prompts, that of their model
     config.tokenizer = tokenizer.name
+    if config.lr is None:
+        config.lr, what = learning_rates.default(config)
+        world.say(f"--lr {config.lr:g}: the default for {what}")
     opening.check_room(config, world)
     world.connect(config.device, config.tp, config.pp, config.timeout, config.ep, config.cp)
     opening.check_flags_agree(config, world)

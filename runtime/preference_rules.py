@@ -15,16 +15,6 @@ from runtime.refusal import multiples, refuse
 def check_preference(config: Config, dp: int, base_needed: bool) -> None:
     """dp: data-parallel ranks. Raises ConfigError."""
     if not config.preference:
-        # --rl has a --beta of its own
-        names = ("pairs", "pairs_val") if config.rl else ("pairs", "pairs_val", "beta")
-        for name in names:
-            value = getattr(config, name)
-            if value != getattr(Config(), name):
-                words = " ".join(value) if isinstance(value, list) else value
-                rule = "needs --preference reward or --preference dpo"
-                if name == "beta":
-                    rule = "needs --preference dpo or --rl"
-                raise ConfigError(f"{flag_name(name)} {words}: {rule}")
         return
     if config.rl:
         refuse(config, "preference", f"--rl {config.rl} learns from answers; one of both")
@@ -100,21 +90,11 @@ def check_rows_of_pairs(config: Config, dp: int) -> None:
 
 # published runs update up to four times from the same answers
 MOST_EPOCHS = 1000
-# what --rl alone has
-RL_FLAGS = (
-    *("prompts", "reward", "answer_tokens", "group_size", "rl_epochs", "clip_range"),
-    *("gae_lambda", "critic_lr", "rollout_tp", "rollout_pp"),
-)
 
 
 def check_rl(config: Config, model: MoEConfig, world: int, base_needed: bool) -> None:
     """Raises ConfigError or RewardError."""
     if not config.rl:
-        for name in RL_FLAGS:
-            value = getattr(config, name)
-            if value != getattr(Config(), name):
-                words = " ".join(value) if isinstance(value, list) else value
-                raise ConfigError(f"{flag_name(name)} {words}: needs --rl ppo or --rl grpo")
         return
     for name, why in {
         "load": "which model answers? --load CKPT names it",
@@ -141,10 +121,6 @@ def check_rl_alone(config: Config) -> None:
     for name in ("dropout", "lora_dropout"):
         if getattr(config, name):
             refuse(config, name, "--rl has none: the answers are written without it")
-    if config.rl == "grpo":
-        for name in ("gae_lambda", "critic_lr"):
-            if getattr(config, name) != getattr(Config(), name):
-                refuse(config, name, "is of --rl ppo; grpo has no critic")
 
 
 def check_rl_numbers(config: Config, model: MoEConfig, world: int) -> None:

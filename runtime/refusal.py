@@ -5,7 +5,13 @@ from runtime.config import Config, ConfigError, flag_name
 
 def refuse(config: Config, field: str, rule: str):
     """Raises ConfigError: the field's flag, its value, and a rule that says what would fit."""
-    raise ConfigError(f"{flag_name(field)} {getattr(config, field)}: {rule}")
+    value = getattr(config, field)
+    words = [flag_name(field)]
+    if isinstance(value, list):
+        words += map(str, value)
+    elif value is not True:
+        words.append(str(value))
+    raise ConfigError(f"{' '.join(words)}: {rule}")
 
 
 def multiples(n: int, of: int) -> str:

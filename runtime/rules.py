@@ -23,9 +23,9 @@ import tensor_parallel
 from model_config import divisors
 from moe import MoEConfig
 from prompts import prompt_data
-from routers import EXPERT_FIELDS
 from runtime import json_files, plan
 from runtime.config import Config, ConfigError, as_flags, flag_name
+from runtime.effects import Run, check_effects
 from runtime.preference_rules import check_preference, check_rl
 from runtime.refusal import multiples, refuse
 from tuning.adapter_learning import adapter_config
@@ -73,6 +73,7 @@ def validate(config: Config, world: int, base_needed: bool = True) -> None:
     model = config.model_config()
     check_numbers(config)
     check_ranks(config, model, world)
+    check_effects(Run(config, model, world // config.tp // config.pp))
     check_techniques(config, model, world)
     check_batch(config, model, dp=world // config.tp // config.pp // config.cp)
     check_packing(config)
@@ -81,6 +82,7 @@ def validate(config: Config, world: int, base_needed: bool = True) -> None:
         check_prompts(config)
     check_peft(config, model, base_needed)
     check_conversations(config)
+    check_text(config, base_needed)
     check_rl(config, model, world, base_needed)
     if config.rl and config.reward and not is_function(config.reward):
         check_reward_model(config, model, world)
@@ -127,8 +129,8 @@ def check_numbers(config: Config) -> None:
     if config.global_batch_size > MOST_SEQUENCES:
         rule = f"must be at most {MOST_SEQUENCES:,} sequences; published runs take some thousands"
         refuse(config, "global_batch_size", rule)
-    if config.min_lr is not None and config.min_lr > config.lr:
-        rule = f"must be at most --lr {config.lr}, from which the cosine comes down"
+    if config.min_lr is not None and config.min_lr > config.peak_lr:
+        rule = f"must be at most --lr {config.peak_lr:g}, from which the cosine comes down"
         refuse(config, "min_lr", rule)
 
 
@@ -164,9 +166,6 @@ def check_ranks(config: Config, model: MoEConfig, world: int) -> None:
     if config.virtual_stages > 1 and (not interleaved or pp == 1):
         rule = "only --schedule interleaved, under --pp 2 or more, has more than 1"
         refuse(config, "virtual_stages", rule)
-    for name in ("schedule", "layer_split"):
-        if getattr(config, name) and pp == 1:
-            refuse(config, name, "needs --pp 2 or more")
 
 
 def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
@@ -184,19 +183,6 @@ def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
         recipe = config.fp8_recipe()
         if recipe:
             fp8.check(model, recipe, config.fp8_skip, config.tp)
-    for name in ("fp8_skip", "fp8_scales", "fp8_block"):
-        if recipe is None and getattr(config, name) != getattr(Config(), name):
-            refuse(config, name, "needs --fp8 current, delayed or block")
-    if config.fp8_keep_bytes and (recipe is None or config.zero_stage < 3):
-        raise ConfigError(
-            "--fp8-keep-bytes: is for --zero-stage 3 with --fp8; other stages keep them anyway"
-        )
-    if config.fp8_block != Config().fp8_block and config.fp8 != "block":
-        refuse(config, "fp8_block", "is of --fp8 block; other recipes have one scale for a tensor")
-    for name in EXPERT_FIELDS:
-        if getattr(config, name) is not None and not model.num_experts:
-            rule = "this model has no experts; --num-experts 8, for example, would give it some"
-            refuse(config, name, rule)
     with as_flags():
         moe.check(model, config.ep, replicas)
     check_context(config, model)
@@ -205,8 +191,6 @@ def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
 def check_context(config: Config, model: MoEConfig) -> None:
     """What context parallelism does not go with. Raises ConfigError."""
     if config.cp == 1:
-        if config.cp_kind != Config().cp_kind:
-            refuse(config, "cp_kind", "needs --cp 2 or more")
         return
     if config.fp8 != "off":
         refuse(config, "fp8", "a scale would be that of a rank's own tokens; leave --cp out")
@@ -291,9 +275,6 @@ def check_prompts(config: Config) -> None:
 def check_peft(config: Config, model: MoEConfig, base_needed: bool) -> None:
     """Raises ConfigError."""
     if not config.peft:
-        for name in ("lora_rank", "lora_alpha", "lora_dropout", "adapter_size", "peft_targets"):
-            if getattr(config, name) != getattr(Config(), name):
-                refuse(config, name, "needs --peft, which says what is learned")
         return
     if config.prompt_config and prompt_data.PromptConfig.read(config.prompt_config).learned:
         rule = (
@@ -310,15 +291,6 @@ def check_peft(config: Config, model: MoEConfig, base_needed: bool) -> None:
 def check_conversations(config: Config) -> None:
     """Raises ConfigError."""
     if not config.sft:
-        names = ("sft_val", "chat_template", "loss_on", "skip_bad_examples")
-        if config.rl or config.preference:
-            # these have a template too, and lines that may be bad
-            names = ("sft_val", "loss_on")
-        for name in names:
-            value = getattr(config, name)
-            if value != getattr(Config(), name):
-                words = " ".join(value) if isinstance(value, list) else value
-                raise ConfigError(f"{flag_name(name)} {words}: needs --sft FILE")
         return
     for name in ("data", "val_data", "prompt_config"):
         value = getattr(config, name)
@@ -327,6 +299,15 @@ def check_conversations(config: Config) -> None:
             raise ConfigError(
                 f"{flag_name(name)} {words}: --sft names other data to learn from; one of both"
             )
+
+
+def check_text(config: Config, base_needed: bool) -> None:
+    """A model that is there already goes on with text that somebody has chosen. Raises
+    ConfigError."""
+    others = (config.sft, config.preference, config.rl, config.prompt_config, config.resume)
+    if config.load and base_needed and not config.data and not any(others):
+        rule = "learns from what? --data PATH names text, --sft FILE conversations"
+        refuse(config, "load", rule)
 
 
 def check_reward_model(config: Config, model: MoEConfig, world: int) -> None:

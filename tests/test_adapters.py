@@ -429,7 +429,7 @@ def test_a_run_goes_on_with_the_adapter_that_it_began(base, tmp_path, capsys):
 
 # --- refusals -------------------------------------------------------------------------------------
 
-GIVEN = dict(model="gpt2", load="runs/base", peft="lora")
+GIVEN = dict(load="runs/base", peft="lora")
 
 
 @pytest.mark.parametrize(
@@ -459,16 +459,20 @@ GIVEN = dict(model="gpt2", load="runs/base", peft="lora")
             "--adapter-size 6: must be divisible by --tp 4; 4 or 8 would fit",
         ),
         (GIVEN | dict(peft="adapter", adapter_size=0), "--adapter-size 0: must be at least 1"),
-        (GIVEN | dict(adapter_size=2**31), f"--adapter-size {2**31}: must be at least 1 and below"),
+        (
+            GIVEN | dict(peft="adapter", adapter_size=2**31),
+            f"--adapter-size {2**31}: must be at least 1 and below",
+        ),
         (dict(peft="lora"), "--peft lora: for which model? --load CKPT names it"),
         (dict(lora_rank=4), "--lora-rank 4: needs --peft, which says what is learned"),
-        (dict(peft_targets=["key"]), "--peft-targets ['key']: needs --peft"),
+        (dict(peft_targets=["key"]), "--peft-targets key: needs --peft"),
         (GIVEN | dict(plan="h100"), "--plan h100: predicts a step that trains the whole model"),
     ],
 )
 def test_refusals(flags, words, monkeypatch):
-    # the shape is that of the flags, not of a checkpoint
-    monkeypatch.setattr(Config, "model_config", Config(**flags | dict(load=None)).model_config)
+    # the shape is that of a preset, not of a checkpoint
+    shape = Config(**flags | dict(load=None, model="gpt2"))
+    monkeypatch.setattr(Config, "model_config", shape.model_config)
     with pytest.raises(ConfigError) as refused:
         rules.validate(Config(**flags), 4)
     assert words in str(refused.value)

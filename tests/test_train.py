@@ -474,7 +474,7 @@ def test_batch_that_the_ranks_do_not_divide():
                 " below 0, that add up to --num-layers 4; these are 2 that add up to 3"
             ),
         ),
-        (dict(layer_split=[4]), "--layer-split [4]: needs --pp 2 or more"),
+        (dict(layer_split=[4]), "--layer-split 4: needs --pp 2 or more"),
         (dict(virtual_stages=3), "--virtual-stages 3: only --schedule interleaved"),
         (
             dict(pp=2, virtual_stages=2, schedule="1f1b"),

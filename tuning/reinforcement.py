@@ -67,7 +67,7 @@ class Reinforcement(Learner, ConversationData):
             self.reward_model = companion(self, RewardModel, config.of_values(config.reward))
         if config.rl == "ppo":
             start = config.reward if self.reward_model else config.load
-            lr = config.lr if config.critic_lr is None else config.critic_lr
+            lr = config.peak_lr if config.critic_lr is None else config.critic_lr
             self.critic = companion(self, Critic, replace(config.of_values(start), lr=lr))
         self.writer = Writer(self)
         # of the step: fields of its line in metrics.jsonl
