@@ -13,6 +13,7 @@ import context_parallel
 import moe
 from runtime import opening
 from runtime.evaluation import evaluate
+from runtime.sizes import flops_per_token
 
 
 class RunHooks:
@@ -65,6 +66,14 @@ class RunHooks:
         model)"""
         samples = self.samples(step)
         return dataset.counted_tokens(samples), len(samples) * dataset.s
+
+    def row_length(self, dataset) -> int:
+        """s: tokens of a row that goes through the model."""
+        return dataset.s
+
+    def flops_per_token(self, s: int) -> float:
+        """Of a step on rows of s tokens."""
+        return flops_per_token(self.model_config, s) * self.share_of_flops
 
     def evaluate(self, dataset, sequences: int) -> float:
         """Mean loss per token over the first `sequences` samples of a held-out dataset."""

@@ -9,6 +9,7 @@
 Not covered: evaluations, checkpoints, and prompt tuning. A prediction is of a training step.
 """
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -85,13 +86,16 @@ def layout_of(config: Config, ranks: int) -> Layout:
     )
 
 
-def predict(config: Config, ranks: int) -> dict[str, float]:
-    """Seconds of a step by part; empty without --plan. Raises ConfigError."""
+def predict(config: Config, ranks: int, s: int | None = None) -> dict[str, float]:
+    """Seconds of a step by part, on rows of s tokens, by default the longest; empty without --plan.
+    Raises ConfigError."""
     if not config.plan:
         return {}
     machine = machine_of(config.plan)
     layout = layout_of(config, ranks)
-    return planner.step_time(machine, software_of(machine), config.model_config(), layout)
+    model = config.model_config()
+    model = dataclasses.replace(model, seq_length=s or model.seq_length)
+    return planner.step_time(machine, software_of(machine), model, layout)
 
 
 def describe(seconds: dict[str, float], name: str) -> str:

@@ -41,8 +41,9 @@ def least_parameters(config: GPTConfig) -> int:
     return block_matrices(config, mlps) + routers + h * vectors
 
 
-def flops_per_token(config: GPTConfig) -> float:
-    """Model FLOPs to train on one token: matrix multiplications, forward once and backward twice.
+def flops_per_token(config: GPTConfig, s: int | None = None) -> float:
+    """Model FLOPs to train on one token of a sequence of s tokens, by default the longest: matrix
+    multiplications, forward once and backward twice.
 
     Attention counts over all s² scores, as in the papers: also those that the causal mask or a
     sliding window hides. For a GPT it is
@@ -54,5 +55,6 @@ def flops_per_token(config: GPTConfig) -> float:
     h = config.hidden_size
     mlps, experts = num_mlps(config, "router_topk")
     weights = block_matrices(config, mlps) + experts * h * getattr(config, "num_experts", 0)
-    scores = 12 * config.num_layers * config.seq_length * config.num_heads * config.head_dim
+    s = s or config.seq_length
+    scores = 12 * config.num_layers * s * config.num_heads * config.head_dim
     return 6 * (weights + h * config.vocab_size) + scores

@@ -21,7 +21,6 @@ from runtime import messages, plan
 from runtime.device_queue import Moment, to_host
 from runtime.errors import RunError
 from runtime.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
-from runtime.sizes import flops_per_token
 
 # of held-out text, the first of them, at every evaluation
 EVAL_SEQUENCES = 64
@@ -101,8 +100,9 @@ class TrainingRun:
             path = self.out / f"trace-{world.rank}.json"
             self.profiler = StepProfiler(path, start, config.steps)
         # seconds of a step by part, with --plan
-        self.predicted = plan.predict(config, world.size)
-        self.flops = flops_per_token(trainer.model_config) * trainer.share_of_flops
+        row_length = trainer.row_length(train_set)
+        self.predicted = plan.predict(config, world.size, row_length)
+        self.flops = trainer.flops_per_token(row_length)
         self.multiplies_in_fp8 = bool(trainer.fp8) and not messages.fp8_is_emulated(trainer)
         # None: the held-out loss is not that of text
         self.bytes_per_token = None

@@ -9,6 +9,7 @@ import types
 
 import processes
 import pytest
+import small_run
 import tokenizers
 import torch
 
@@ -683,3 +684,21 @@ def test_a_loss_on_everything_is_seen(families, monkeypatch):
     monkeypatch.setattr(Chat, "example", lambda self, m, on="": example(self, m, "all"))
     with pytest.raises(AssertionError):
         test_marked_answers_equal_transformers(families, "auto")
+
+
+# --- the numbers of a step ------------------------------------------------------------------------
+
+
+def test_flops_are_those_of_the_rows(tmp_path, capsys):
+    """Rows of 24 tokens cost what they cost, whatever --seq-length allows; --plan knows it too."""
+    line = {"prompt": "a" * 8, "completion": "b" * 5}
+    path = write(tmp_path / "chats.jsonl", "\n".join([json.dumps(line)] * 40))
+    per_token = []
+    for s in (32, 512):
+        out = tmp_path / str(s)
+        shape = small_run.flags(seq_length=s, sft=path, steps=2, out=out, plan="h100")
+        assert train.main([str(word) for word in shape]) == 0
+        step = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+        flops = step["tflops_per_device"] * 1e12 / step["tokens_per_second"]
+        per_token.append([flops, step["predicted_seconds"]])
+    assert per_token[0] == pytest.approx(per_token[1], rel=1e-9)

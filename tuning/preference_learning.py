@@ -114,10 +114,9 @@ class RewardLearning(ValueModel, PreferenceLearning):
         matrix = 0 if config.tied else config.vocab_size * config.hidden_size
         self.num_parameters += config.hidden_size - matrix
 
-    @property
-    def share_of_flops(self) -> float:
+    def flops_per_token(self, s: int) -> float:
         config = self.model_config
-        return 1 - 6 * config.vocab_size * config.hidden_size / flops_per_token(config)
+        return flops_per_token(config, s) - 6 * config.vocab_size * config.hidden_size
 
     def extra_state(self) -> dict:
         return super().extra_state() | {"head": "value"}

@@ -250,6 +250,10 @@ class Reinforcement(Learner, ConversationData):
             self.token_sums[1] += ((now - targets.old).abs() * batch.loss_mask).sum()
         return ppo.actor_loss(-y, targets, clip, beta)
 
+    def row_length(self, dataset) -> int:
+        # answers are packed into rows
+        return self.model_config.seq_length
+
     def processed(self, step: int, dataset) -> tuple[int, int]:
         answers = self.rows.answers
         prompts = sum(len(answer.prompt) for answer in answers)
