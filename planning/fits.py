@@ -24,10 +24,7 @@ def what_would_fit(
     """Why no layout fits, and how many GPUs would."""
     least = least_bytes(software, model, gpus, global_batch)
     if least is None:
-        return (
-            f"no layout of {gpus:,} GPUs divides {model.num_heads} heads, {model.num_layers} layers"
-            f" and a step of {global_batch:,} sequences; powers of two would"
-        )
+        return no_layout(machine, software, model, gpus, global_batch)
     has = USABLE * machine.memory
     message = (
         f"every layout of {gpus:,} GPUs takes at least {gib(least)} GiB on each, of which"
@@ -38,6 +35,30 @@ def what_would_fit(
         if needed is not None and needed <= has:
             return f"{message}; {times * gpus:,} GPUs would hold it"
     return f"{message}; a smaller model would fit"
+
+
+def no_layout(
+    machine: Machine, software: Software, model: MoEConfig, gpus: int, global_batch: int
+) -> str:
+    """Why nothing divides, and the next numbers that would."""
+    message = (
+        f"no layout of {gpus:,} GPUs with even stages divides {model.num_heads} heads,"
+        f" {model.num_layers} layers and a step of {global_batch:,} sequences"
+    )
+    # then data parallelism alone is a layout
+    batch = -(-global_batch // gpus) * gpus
+    fit = [f"--batch {batch}"] if batch != global_batch else []
+    node = machine.ranks_per_node
+    smaller = [n for n in range(gpus - 1, 0, -1) if n <= node or n % node == 0]
+    for n in smaller:
+        if any(True for _ in layouts(model, software, n, global_batch, [1])):
+            fit.append(f"--gpus {n}")
+            break
+    message = f"{message}; {' or '.join(fit)} would fit"
+    for pp in range(2, min(gpus, model.num_layers) + 1):
+        if gpus % pp == 0 and global_batch % (gpus // pp) == 0:
+            return f"{message}, and uneven stages: train.py --pp {pp} --layer-split"
+    return message
 
 
 def gib(nbytes: float) -> str:

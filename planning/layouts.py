@@ -1,4 +1,4 @@
-"""All layouts that train.py accepts of a model, a number of ranks and a global batch.
+"""All even layouts of a model on a number of ranks, with a global batch: train.py accepts each.
 
 Each technique's own check decides (tensor_parallel.check, ..), as in runtime/rules.py. Which sizes
 divide the ranks and the batch is decided here.

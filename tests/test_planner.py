@@ -455,6 +455,11 @@ PLAN = "plan --model gpt3-20b --gpus 64 --batch 64"
         (f"{PLAN} --gpu a100 --machine x", "--gpu a100: --machine x says which"),
         ("plan --model gpt3-175b --gpus 8 --batch 64", "--gpus 8 --batch 64: every layout of 8"),
         ("plan --model gpt2 --gpus 1024 --batch 7", "--gpus 1024 --batch 7: no layout of 1,024"),
+        (
+            "plan --model gpt2 --gpus 2 --batch 7 --num-heads 3 --num-layers 3",
+            "--batch 8 or --gpus 1",
+        ),
+        ("plan --model gpt2 --gpus 5 --batch 7", "train.py --pp 5 --layer-split"),
         ("size --gpus 64 --days 0", "--days 0: must be above 0 and finite"),
         ("size --gpus 64 --days -1", "--days -1: must be above 0 and finite"),
         ("size --gpus 64 --days inf", "--days inf: must be above 0 and finite"),
