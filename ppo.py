@@ -43,7 +43,8 @@ outside answers have weight 0. Nothing here communicates: every rank has the sco
 
 Not covered: a β that adapts to a wanted KL (Ziegler et al., section 2.2), pretraining loss beside
 PPO's (PPO-ptx), rewards for steps of an answer, GRPO without the division by the standard deviation
-(Dr. GRPO), a second clip for large ratios of negative advantages. The library `trl` has most.
+(Dr. GRPO), a second clip for large ratios of negative advantages, a KL that is weighted by the
+ratio (use_bias_correction_kl, which trl has on by default). The library `trl` has most.
 """
 
 import dataclasses

@@ -42,6 +42,7 @@ from runtime.device_queue import number
 
 # --- configuration --------------------------------------------------------------------------------
 
+ROUTER_NAMES = ("sinkhorn", "topk")
 EXPERT_FIELDS = (
     "expert_every",
     "router",
@@ -59,7 +60,7 @@ class MoEConfig(GPTConfig):
 
     num_experts: int = 0  # 0: no experts, one MLP for all tokens
     expert_every: int = 1  # experts in every n-th layer
-    router: str = "sinkhorn"  # of ROUTERS
+    router: str = "sinkhorn"  # of ROUTER_NAMES
     router_topk: int = 1  # experts of a token
     router_temperature: float = 0.02  # of Sinkhorn's plan: lower is more even; Megatron-LM has 1
     capacity_factor: float = 0.0  # largest load of an expert / even share; 0: no limit
@@ -92,8 +93,8 @@ class MoEConfig(GPTConfig):
         if not 0 <= e < 2**16:
             rule = "must be at least 0 and below 2^16; 0 is one MLP for all tokens"
             raise FieldError("num_experts", e, rule)
-        if self.router not in ROUTERS:
-            raise FieldError("router", self.router, f"must be one of {', '.join(ROUTERS)}")
+        if self.router not in ROUTER_NAMES:
+            raise FieldError("router", self.router, f"must be {' or '.join(ROUTER_NAMES)}")
         if not 1 <= self.expert_every <= layers:
             rule = "must be from 1 to {num_layers}"
             raise FieldError("expert_every", self.expert_every, rule, num_layers=layers)
@@ -248,7 +249,7 @@ class SinkhornRouter(Router):
         return every.gather(1, chosen)
 
 
-ROUTERS = {"sinkhorn": SinkhornRouter, "topk": TopKRouter}
+ROUTERS = dict(zip(ROUTER_NAMES, (SinkhornRouter, TopKRouter), strict=True))
 
 
 # --- a plan for the tokens of a micro-batch -------------------------------------------------------

@@ -51,7 +51,7 @@ from lessons import ranks
 from lessons.parity import Result, Run, first_difference, largest_difference, train
 from lessons.shrink import described, one_device, shrink
 from lessons.synthetic import Synthetic
-from runtime import flags, rules, terminal
+from runtime import flags, learning_rates, rules, terminal
 from runtime.config import Config, ConfigError
 from runtime.launch import REFUSED
 from runtime.metrics import MetricsError, read_metrics
@@ -279,6 +279,9 @@ def read_flags(argv: list[str], world: int | None) -> tuple[Config, int]:
     config = flags.parse(argv, rank=0)
     # float64 and gloo, whatever the run has
     config.device, config.tensorboard = "cpu", False
+    if config.lr is None:
+        # the model is made small, and at a rate for a large one it would hardly learn
+        config.lr = learning_rates.OF_SMALL
     if config.prompt_config:
         raise ConfigError("--prompt-config: verify.py trains whole models, or adapters")
     least = config.tp * config.pp * max(config.cp, config.ep)

@@ -88,7 +88,7 @@ class Theirs:
                 {"params": matrices, "weight_decay": 0.1},
                 {"params": vectors, "weight_decay": 0.0},
             ],
-            lr=config.lr,
+            lr=config.peak_lr,
             betas=(0.9, 0.95),
             fused=True,
         )

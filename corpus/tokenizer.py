@@ -386,11 +386,15 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
 
 
 def special_ids(tokenizer) -> dict[str, int | list[int]]:
-    """bos_token_id and eos_token_id, as config.json has them. Where texts have no begin token, it
-    is the end token, as GPT-2's."""
+    """bos_token_id, eos_token_id and pad_token_id, as config.json has them. Where texts have no
+    begin token, it is the end token, as GPT-2's."""
     begins = [getattr(tokenizer, "declared_bos", None), tokenizer.bos, tokenizer.eot]
     stop_ids = list(tokenizer.stop_ids)
-    return {
+    padding = {}
+    if isinstance(tokenizer, FileTokenizer):
+        if ids := tokenizer.companions.ids("pad_token_id"):
+            padding = {"pad_token_id": ids[0]}
+    return padding | {
         "bos_token_id": next(i for i in begins if i is not None),
         "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
     }
@@ -426,13 +430,13 @@ def record(tokenizer) -> TokenizerRecord:
 
 
 def model_ids(folder: Path) -> dict:
-    """The begin and end ids in a Hugging Face folder's config.json. Raises JSONError."""
+    """The begin, end and padding ids in a Hugging Face folder's config.json. Raises JSONError."""
     # A run's folder has a config.json too, of another kind.
     is_run = (folder / "checkpoints").is_dir()
     if is_run or not (folder / "config.json").is_file():
         return {}
     config = json_files.read(folder / "config.json", dict)
-    keys = ("bos_token_id", "eos_token_id")
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {key: config[key] for key in keys if config.get(key) is not None}
 
 

@@ -18,7 +18,7 @@ import checkpoint
 import schedules
 from fp8_scaling import Recipe
 from model_config import FieldError
-from routers import ROUTERS, MoEConfig
+from routers import ROUTER_NAMES, MoEConfig
 from runtime import learning_rates
 from runtime.presets import PRESETS
 
@@ -118,7 +118,7 @@ class Config:
     router: str | None = flag(
         None,
         "sinkhorn balances each micro-batch by a transport plan; topk by a loss",
-        tuple(ROUTERS),
+        ROUTER_NAMES,
     )
     router_topk: int | None = flag(None, "experts that each token goes through")
     router_temperature: float | None = flag(

@@ -26,6 +26,8 @@ from runtime.checkpoint_index import fixed_fields
 
 # what null means, where it is not what absence means
 NULLS = {"sliding_window": 0, "num_key_value_heads": 0}
+# fields that are never 0 there, while 0 has a meaning in MoEConfig
+NOT_ZERO = {"num_key_value_heads": "as many as heads", "sliding_window": "no window"}
 # of rope_type llama3: field of rope_parameters -> field of GPTConfig
 LLAMA3_ROPE = {
     "factor": "rotary_factor",
@@ -85,8 +87,24 @@ def read_fields(hf_config: dict, architecture: Architecture) -> MoEConfig:
 
 def check_computed(hf_config: dict, architecture: Architecture) -> None:
     """Raises HuggingFaceError for a field with a value that gpt.py does not compute."""
+    if hf_config.get("quantization_config"):
+        kind = hf_config["quantization_config"]
+        method = kind.get("quant_method") if isinstance(kind, dict) else kind
+        raise HuggingFaceError(
+            f"quantization_config is there ({method}): the weights are packed in fewer bits, and"
+            " gpt.py has the model's own; import the folder that it was made from"
+        )
+    for field, absent in NOT_ZERO.items():
+        if hf_config.get(field) == 0:
+            raise HuggingFaceError(f"{field} is 0; {absent} would be null, or no field")
     for field, values in architecture.computed.items():
         one_of(hf_config, field, values)
+    slices = hf_config.get("pretraining_tp", 1)
+    if hf_config.get("slow_but_exact") and slices != 1:
+        raise HuggingFaceError(
+            f"slow_but_exact is true with pretraining_tp {json.dumps(slices)}; there transformers"
+            " leaves out biases, and gpt.py has them: false would fit"
+        )
     kinds = hf_config.get("layer_types") or []
     if any(kind != "full_attention" for kind in kinds):
         raise HuggingFaceError(
@@ -137,7 +155,13 @@ def rotary_fields(hf_config: dict, missing: dict[str, float]) -> dict[str, float
             f"{field} is {json.dumps(rope)}; gpt.py has the default rotary positions, and those of"
             " rope_type llama3"
         )
-    theta = {"rope_theta": hf_config.get("rope_theta")} | rope
+    outside, inside = hf_config.get("rope_theta"), rope.get("rope_theta")
+    if None not in (outside, inside) and outside != inside:
+        raise HuggingFaceError(
+            f"rope_theta is {json.dumps(outside)}, and {json.dumps(inside)} in {field}; they must"
+            " be equal, or one of them left out"
+        )
+    theta = {"rope_theta": outside} | rope
     fields = {"rotary_base": read_number(theta, "rope_theta", float, missing)}
     if kind == "llama3":
         for theirs, ours in LLAMA3_ROPE.items():

@@ -9,15 +9,11 @@
     --prompt-config         0.03
 
 They are where a search begins, not where it ends.
-
-    python -m runtime.learning_rates        the default of each preset
 """
 
 import math
 
 from prompts.prompt_data import PromptConfig
-from runtime import terminal
-from runtime.presets import PRESETS
 from runtime.sizes import least_parameters
 
 # parameters -> rate
@@ -72,14 +68,3 @@ def default(config) -> tuple[float, str]:
     if against_reference:
         return rate / 100, f"{kind} of {what}"
     return (rate / 10, f"fine-tuning {what}") if config.load else (rate, what)
-
-
-def main() -> None:
-    from runtime.config import Config
-
-    for name in PRESETS:
-        print(f"{name:<16}{default(Config(model=name))[0]:>10.2g}")
-
-
-if __name__ == "__main__":
-    terminal.run(main)

@@ -26,6 +26,8 @@ class RunCheckpoints:
         self.unproven: int | None = None
         # of the run's tokenizer: goes into every checkpoint
         self.tokenizer = TokenizerRecord()
+        # the longest sequence that the model is known to read; --seq-length may be shorter
+        self.longest = trainer.model_config.seq_length
 
     def save(self, folder: Path, step: int, tokens: int, corpus: str) -> None:
         """Start to write a checkpoint; `saver.wait()` waits for its end."""
@@ -42,7 +44,7 @@ class RunCheckpoints:
             **trainer.extra_state(),
             **({"fp8": trainer.fp8.state_dict()} if trainer.fp8 else {}),
             "config": dataclasses.asdict(trainer.config),
-            "model": dataclasses.asdict(trainer.model_config),
+            "model": dataclasses.asdict(trainer.model_config) | {"seq_length": self.longest},
         }
         self.saver.save(folder, step, self.tensors(), state=state)
 
@@ -81,6 +83,8 @@ class RunCheckpoints:
             wanted = {n: t for n, t in wanted.items() if not new(n.removeprefix("model."))}
         fixed = checkpoint.fixed_fields(self.trainer.model_config, weights_only)
         index = checkpoint.load(path, wanted, fixed)
+        if self.trainer.model_config.positions != "learned":
+            self.longest = max(self.longest, index["model"]["seq_length"])
         self.set(tensors)
         if weights_only:
             return index

@@ -231,7 +231,7 @@ def make_prompts() -> None:
         "p_tuning": {
             "encoder_type": "mlp",
             "encoder_hidden": 8,
-            "num_layers": 1,
+            "num_layers": 2,
             "dropout": 0.0,
             "init_std": 1.0,
         },

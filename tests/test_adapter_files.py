@@ -329,6 +329,9 @@ def test_query_and_value_alone(folder, tmp_path, capsys):
         (dict(something_new=3), "something_new"),
         (dict(r="8"), "r is"),
         (dict(r=4), "lora.a is [3, 64], not [4, 64]"),
+        (dict(target_modules=["q_proj"]), "down_proj is none of the target_modules"),
+        (dict(target_modules=".*[qv]_proj"), "down_proj is none of the target_modules"),
+        (dict(target_modules=3), "target_modules is 3"),
     ],
 )
 def test_folders_of_peft_that_are_refused(change, words, folder, tmp_path, capsys):
@@ -350,7 +353,7 @@ def test_tensors_of_peft_that_are_refused(folder, tmp_path, capsys):
     for tensors, words in (
         (full, "not of one block"),
         (whole | {f"{q}.lora_A.weight": torch.ones(())}, "its A and B are [] and [144, 9]"),
-        ({n: t for n, t in whole.items() if ".h.0.attn.c_proj" not in n}, "in every layer"),
+        ({n: t for n, t in whole.items() if ".h.0.attn.c_proj" not in n}, "has no tensors"),
         ({n: t for n, t in whole.items() if n != f"{q}.lora_B.weight"}, "lacks 'lora_B.weight'"),
         (whole | {f"{peft_folder.PREFIX}lm_head.lora_A.weight": torch.ones(3, 64)}, "lm_head"),
         (whole | {"x": torch.ones(1)}, "x is nothing"),

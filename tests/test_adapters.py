@@ -466,7 +466,10 @@ GIVEN = dict(load="runs/base", peft="lora")
         (dict(peft="lora"), "--peft lora: for which model? --load CKPT names it"),
         (dict(lora_rank=4), "--lora-rank 4: needs --peft, which says what is learned"),
         (dict(peft_targets=["key"]), "--peft-targets key: needs --peft"),
-        (GIVEN | dict(plan="h100"), "--plan h100: predicts a step that trains the whole model"),
+        (
+            GIVEN | dict(plan="h100", data=["x"]),
+            "--plan h100: predicts a step that trains the whole model",
+        ),
     ],
 )
 def test_refusals(flags, words, monkeypatch):

@@ -452,6 +452,13 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
             "apply_residual_connection_post_layernorm is true",
         ),
         ("bloom, 6 heads", {"n_head": 5}, "num_heads 5: must divide hidden_size 48"),
+        (
+            "bloom, 6 heads",
+            {"slow_but_exact": True, "pretraining_tp": 2},
+            "slow_but_exact is true with pretraining_tp 2",
+        ),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .*gptq"),
         ("mistral", {"sliding_window": -1}, "sliding_window is -1"),
         ("mistral", {"sliding_window": 2.5}, "sliding_window is 2.5"),
     ],

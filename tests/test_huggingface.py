@@ -22,6 +22,7 @@ import moe
 import pipeline_parallel
 import sharding
 import tensor_parallel
+import train
 from checkpoint import CheckpointError
 from gpt import GPT
 from huggingface import export_folder, import_folder
@@ -757,6 +758,9 @@ def refused(folder, target, words):
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling", "linear"]),
         ("llama", {"rope_scaling": "x"}, ["rope_scaling"]),
         ("llama", {"rope_parameters": {"rope_theta": "x"}}, ["rope_theta"]),
+        ("llama", {"rope_theta": "x"}, ['rope_theta is "x"', "in rope_parameters"]),
+        ("llama", {"num_key_value_heads": 0}, ["num_key_value_heads is 0"]),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
         ("llama", {"attention_dropout": 1.0}, ["dropout 1.0"]),
         ("mixtral", {"num_experts_per_tok": 1}, ["router_topk 1", "num_experts_per_tok 1"]),
         ("mixtral", {"num_experts_per_tok": 5}, ["router_topk 5"]),
@@ -987,6 +991,29 @@ def make_tokenizer(path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 5}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(path))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_does_not_come_out_shorter(copy, tmp_path, family):
+    """--seq-length is about rows. Where positions are computed, the model keeps its own limit, also
+    when a run goes on; the padding id is kept too."""
+    folder = copy(family)
+    make_tokenizer(folder / "tokenizer.json")
+    limit = {"llama": "max_position_embeddings", "gpt2": "n_positions"}[family]
+    changes = {"pad_token_id": 1, "eos_token_id": 5}
+    change(folder, changes | ({limit: 64} if family == "llama" else {}))
+    base, out = tmp_path / "base", tmp_path / "run"
+    assert huggingface.main(["import", str(folder), str(base)]) == 0
+    (tmp_path / "a.txt").write_text("a b " * 500)
+    rows = 16 if family == "llama" else json.loads((folder / "config.json").read_text())[limit]
+    words = f"--load {base} --data {tmp_path}/a.txt --cache {tmp_path}/cache --out {out} --lr 1e-3"
+    words += f" --seq-length {rows} --steps 1 --global-batch-size 2 --eval-every 0 --device cpu"
+    assert train.main(words.split()) == 0
+    assert train.main(f"--resume --out {out} --steps 2".split()) == 0
+    assert huggingface.main(["export", str(out), str(tmp_path / "back")]) == 0
+    back = json.loads((tmp_path / "back/config.json").read_text())
+    assert back["pad_token_id"] == 1
+    assert back[limit] == (64 if family == "llama" else rows)
 
 
 def test_command(copy, tmp_path, capsys, monkeypatch):

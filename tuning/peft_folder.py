@@ -247,6 +247,7 @@ def import_adapter(hf_dir: str, base: str, out: str) -> str:
     told = read_config(hf_dir)
     tensors, metadata = read_tensors(hf_dir)
     base, model = base_of(base)
+    check_targets(hf_dir, told.get("target_modules"), tensors, places(model))
     unstack = split_lora if told["peft_type"] == "LORA" else split_ia3
     known = places(model)
     values = {}
@@ -298,6 +299,32 @@ def read_config(hf_dir: Path) -> dict[str, Any]:
             refuse(field, "adapters.py does not compute that")
     check_fields[told["peft_type"]](told, refuse)
     return told
+
+
+def check_targets(hf_dir: Path, targets, tensors: dict, known: dict[str, list[Place]]) -> None:
+    """Whether target_modules, by which peft finds the layers, are those that have tensors. known:
+    all modules of the base that an adapter can have. Raises HuggingFaceError."""
+    if targets in (None, "all-linear"):
+        return
+
+    def is_target(module: str) -> bool:
+        if isinstance(targets, str):
+            try:
+                return bool(re.fullmatch(targets, module))
+            except re.error:
+                return False
+        return any(module == t or module.endswith(f".{t}") for t in targets)
+
+    if not isinstance(targets, str | list) or not all(isinstance(t, str) for t in targets):
+        raise HuggingFaceError(f"{hf_dir}: target_modules is {json.dumps(targets)}; names, or one")
+    without = [module for module in known if is_target(module) and module not in tensors]
+    beyond = [module for module in tensors if module in known and not is_target(module)]
+    for modules, rule in ((beyond, "is none of"), (without, "has no tensors, and is one of")):
+        if modules:
+            raise HuggingFaceError(
+                f"{hf_dir}: {modules[0]} {rule} the target_modules {json.dumps(targets)} of its"
+                " adapter_config.json"
+            )
 
 
 def check_lora(told: dict[str, Any], refuse: Callable[[str, str], None]) -> None:
