@@ -48,7 +48,7 @@ import schedules
 from data import Batch, Dataset
 from routers import DispatchPlan, Routing
 from runtime import attention_kernels, rules, terminal
-from runtime.config import Config, ConfigError
+from runtime.config import Config, ConfigError, flag_name
 from runtime.counters import Counters, Held, Kept, by_dtype, key
 from runtime.world import Groups
 from sharding import local_part
@@ -434,13 +434,21 @@ def check(config: Config, question: dict) -> tuple[int, int]:
         raise ConfigError(
             f"--as-rank {rank}: one process answers; start it with python, not with torchrun"
         )
-    for name in ("resume", "load", "prompt_config", "peft", "preference", "rl"):
+    check_beside(config, rank)
+    return rank, world
+
+
+def check_beside(config: Config, rank: int) -> None:
+    """What the answer does not know. Raises ConfigError."""
+    unread = ("resume", "load", "prompt_config", "peft", "preference", "rl")
+    rules = dict.fromkeys(unread, "reads no checkpoint")
+    unrun = ("sft", "pack", "plan", "profile")
+    rules |= dict.fromkeys(unrun, "computes a step on whole rows of text, and runs none")
+    for name, rule in rules.items():
         if getattr(config, name):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"--as-rank {rank}: reads no checkpoint; leave {flag} out")
+            raise ConfigError(f"--as-rank {rank}: {rule}; leave {flag_name(name)} out")
     if config.fp8 != "off":
         raise ConfigError(f"--as-rank {rank}: knows a step without FP8; leave --fp8 out")
-    return rank, world
 
 
 def lines(answer: Report) -> list[str]:

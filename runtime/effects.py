@@ -96,6 +96,11 @@ NEEDS = (
     ),
     Need(LORA_FLAGS, lambda run: run.config.peft == "lora", "is of --peft lora"),
     Need(("adapter_size",), lambda run: run.config.peft == "adapter", "is of --peft adapter"),
+    Need(
+        ("weight_decay",),
+        lambda run: run.config.peft != "ia3",
+        "is of matrices, and ia3 learns vectors; leave it out",
+    ),
     # experts
     Need(
         EXPERT_FIELDS,
@@ -104,7 +109,11 @@ NEEDS = (
     ),
     Need(
         ("router_temperature",),
-        lambda run: run.model.router == "sinkhorn",
+        # the shape of a model is sometimes given whole
+        lambda run: (
+            run.model.router == "sinkhorn"
+            or run.config.router_temperature == MoEConfig.router_temperature
+        ),
         "is of --router sinkhorn; topk has no plan",
     ),
     # precision
@@ -145,7 +154,5 @@ def check_effects(run: Run) -> None:
     for fields, holds, rule in needs:
         if not holds(run):
             for field in fields:
-                # a flag of the model, given with the value that it has anyway
-                default = getattr(MoEConfig, field, None)
-                if getattr(run.config, field) not in (getattr(Config(), field), default):
+                if getattr(run.config, field) != getattr(Config(), field):
                     refuse(run.config, field, rule)

@@ -88,8 +88,9 @@ class Reinforcement(Learner, ConversationData):
             except checkpoint.CheckpointError as e:
                 text = f"--load {e}. The run begins and goes on beside this model, its reference"
                 raise checkpoint.CheckpointError(text) from None
-            self.identity = fingerprint(base, self.model_config)
+            # first, for it says which fields differ in another model
             self.reference.load_from(base)
+            self.identity = fingerprint(base, self.model_config)
         if self.reward_model:
             self.reward_model.load_from(self.config.reward)
 

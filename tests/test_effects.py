@@ -1,0 +1,260 @@
+"""Every flag changes something in every kind of run, or is refused there.
+
+A pair of a flag and a kind of run is drawn at random. The run is made twice, with the flag and
+without, and what it leaves is compared: weights, metrics, samples, files.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import random
+
+import pytest
+import small_run
+
+import checkpoint
+import train
+from runtime.config import Config, ConfigError, flag_name
+from runtime.effects import NEEDS, NEEDS_RANKS
+from runtime.rules import validate
+
+TIMES = {
+    *("step_seconds", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"),
+    *("rollout_seconds", "training_seconds", "predicted_seconds"),
+}
+# flag -> what to give; two words where the first is another flag's
+VALUES = dict(
+    model="tiny-moe", num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, head_dim=4,
+    ffn_hidden_size=16, seq_length=16, vocab_size=300, norm="layernorm", activation="gelu",
+    positions="alibi", sliding_window=4, dropout=0.2, num_experts=2, expert_every=2,
+    router="sinkhorn", router_topk=2, router_temperature=0.5, capacity_factor=0.5, aux_loss=0.1,
+    z_loss=0.1, reduce_dtype="bf16", zero_stage=2, cp_kind="all-to-all", schedule="gpipe",
+    layer_split=1, head_chunk=4, steps=3, lr=0.1, min_lr=1e-5, warmup_steps=1,
+    weight_decay=0.5, grad_clip=1e-6, precision="bf16", fp8="current", fp8_skip=0,
+    fp8_scales="any", fp8_block=64, optimizer_state="bf16", val_data="VAL", document_mask=True,
+    pack=True, tokenizer="TOKENIZER", sft="SFT", sft_val="SFT", chat_template="TEMPLATE",
+    loss_on="all", preference="dpo", pairs="PAIRS", pairs_val="PAIRS", rl="grpo",
+    prompts="OTHERS", reward="REWARD", beta=0.7, answer_tokens=3, group_size=4, rl_epochs=3,
+    clip_range=0.01, gae_lambda=0.1, critic_lr=0.3, save_every=1, peft="lora",
+    lora_rank=2, lora_alpha=3.0, lora_dropout=0.5, adapter_size=4, peft_targets="down",
+    eval_every=1, sample_prompt="xyz", seed=5, log_every=2, profile=True, plan="h100",
+    global_batch_size=4, data="VAL", cache="elsewhere",
+)  # fmt: skip
+# What a run leaves does not show these: they are about memory, speed, devices, or what breaks.
+UNSEEN = {
+    *("attention", "recompute", "recompute_layers", "micro_batch_size", "kernels", "compile"),
+    *("device", "timeout", "max_bad_steps", "tensorboard", "fp8_keep_bytes", "out", "resume"),
+    # layouts need more ranks; each technique's tests have them
+    *("tp", "sequence_parallel", "pp", "cp", "virtual_stages", "ep", "rollout_tp", "rollout_pp"),
+    # files that the other flags do not have here
+    *("load", "prompt_config", "skip_bad_examples"),
+    # of more checkpoints than two steps write
+    "keep",
+}
+WORDS = ("step", "--pl")
+KINDS = {
+    "text": "--data TEXT",
+    "experts": "--data TEXT --num-experts 2 --router topk --num-layers 2",
+    "goes on": "--load BASE --data TEXT",
+    "sft": "--load BASE --sft SFT",
+    "lora": "--load BASE --sft SFT --peft lora",
+    "ia3": "--load BASE --data TEXT --peft ia3",
+    "adapter": "--load BASE --data TEXT --peft adapter",
+    "reward": "--load BASE --preference reward --pairs PAIRS",
+    "dpo": "--load BASE --preference dpo --pairs PAIRS",
+    "grpo": "--load BASE --rl grpo --prompts PROMPTS --reward REWARD --answer-tokens 4"
+    " --group-size 2",
+    "ppo": "--load BASE --rl ppo --prompts PROMPTS --reward REWARD --answer-tokens 4",
+}
+# flags that a refusal may name in its place
+BESIDE = {
+    **dict.fromkeys(("sft", "preference", "rl"), ("--cache", "--global-batch-size")),
+    "model": ("--expert-every",),
+}
+PAIRS = [
+    (kind, field)
+    for kind, words in KINDS.items()
+    for field, value in VALUES.items()
+    # where it is given already
+    if f"{flag_name(field)} {value}" not in words
+]
+random.Random(1).shuffle(PAIRS)
+DEFAULT = 40
+SHAPE = "num_layers hidden_size num_heads ffn_hidden_size seq_length".split()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """What stands for the words in capitals."""
+    folder = tmp_path_factory.mktemp("effects")
+    lines = {
+        "SFT": [{"prompt": f"{n % 9}", "completion": "ab"[n % 2] * 5} for n in range(40)],
+        "PAIRS": [{"prompt": f"{n % 9}", "chosen": "aa", "rejected": "b"} for n in range(40)],
+        "PROMPTS": [{"prompt": f"{n}"} for n in range(40)],
+        "OTHERS": [{"prompt": f"{n}?"} for n in range(40)],
+        "TEXT": [{"text": f"a text, and more of it {n}. "} for n in range(400)],
+    }
+    found = {}
+    for name, records in lines.items():
+        found[name] = str(folder / f"{name}.jsonl")
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    texts = {
+        "VAL": "another text. " * 400,
+        "TEMPLATE": "{% for m in messages %}[{{ m.content }}{{ eos_token }}{% endfor %}",
+        "REWARD": "def f(prompt, answer, record):\n    return len(set(answer)) + answer.count('a')",
+    }
+    endings = {"REWARD": ".py", "TEMPLATE": ".jinja"}
+    for name, text in texts.items():
+        path = folder / f"{name}{endings.get(name, '.txt')}"
+        path.write_text(text)
+        found[name] = str(path)
+    found["REWARD"] += ":f"
+    found["TOKENIZER"] = tokenizer(folder)
+    found["BASE"] = str(folder / "base")
+    argv = [*small_run.flags(steps=2, data=found["TEXT"], out=found["BASE"]), "--lr", "0.01"]
+    assert train.main([*argv, "--cache", str(folder / "cache")]) == 0
+    return found
+
+
+def tokenizer(folder) -> str:
+    from tokenizers import Tokenizer, models
+
+    path = folder / "other.json"
+    vocabulary = {chr(n): n - 32 for n in range(32, 127)} | {"</s>": 95}
+    Tokenizer(models.BPE(vocabulary, [], unk_token=" ")).save(str(path))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def result(files, tmp_path_factory):
+    """What a run leaves, by kind and flag; or its refusal, a text."""
+    found = {}
+
+    def of(kind: str, *words: str):
+        if (kind, *words) not in found:
+            found[kind, *words] = leaves(kind, words, files, tmp_path_factory.mktemp("run"))
+        return found[kind, *words]
+
+    return of
+
+
+def leaves(kind: str, words: tuple[str, ...], files: dict, folder):
+    argv = "--steps 2 --global-batch-size 2 --eval-every 2 --device cpu --lr 0.01".split()
+    argv += ["--warmup-steps", "0", "--out", str(folder / "out")]
+    if "TEXT" in KINDS[kind]:
+        argv += ["--cache", str(folder / "cache")]
+    if "--load" not in KINDS[kind]:
+        argv += small_run.as_flags(**{name: small_run.SMALL[name] for name in SHAPE})
+    for word in (*KINDS[kind].split(), *words):
+        argv.append(files.get(word, str(folder / word) if word == "elsewhere" else word))
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = train.main(argv)
+    if status:
+        # above it may stand what was tokenized
+        last = err.getvalue().splitlines()[-1]
+        assert status == 2 and last.startswith("train.py: "), err.getvalue()
+        return last
+    lines = (folder / "out/metrics.jsonl").read_text().splitlines()
+    metrics = [
+        {name: x for name, x in json.loads(line).items() if name not in TIMES} for line in lines
+    ]
+    left = [path for path in sorted((folder / "out").rglob("*")) if path.is_file()]
+    contents = {str(path.relative_to(folder)): None for path in left}
+    for path in left:
+        if path.suffix in (".safetensors", ".txt"):
+            content = path.read_bytes()
+            if path.suffix == ".safetensors":
+                # without the header, in which the order of names varies
+                content = content[8 + int.from_bytes(content[:8], "little") :]
+            contents[str(path.relative_to(folder))] = content
+    state = checkpoint.read_index(checkpoint.find(folder / "out"))["model"]
+    # the screen shows lines of steps, and a prediction
+    printed = [line.split()[:2] for line in out.getvalue().splitlines() if line[:4] in WORDS]
+    tokenized = sorted(path.name for path in folder.iterdir())
+    return metrics, contents, state, printed, tokenized
+
+
+def flags_of(field: str) -> list[str]:
+    value = VALUES[field]
+    return [flag_name(field)] if value is True else [flag_name(field), str(value)]
+
+
+@pytest.mark.parametrize(
+    "kind, field",
+    [
+        pytest.param(*pair, marks=[] if n < DEFAULT else pytest.mark.repetition)
+        for n, pair in enumerate(PAIRS)
+    ],
+)
+def test_a_flag_changes_something_or_is_refused(kind, field, result):
+    given = result(kind, *flags_of(field))
+    if isinstance(given, str):
+        others = BESIDE.get(field, ())
+        assert any(name in given for name in (flag_name(field), field, *others)), given
+    else:
+        assert given != result(kind), f"{flag_name(field)} has no effect, and is not refused"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_flag_nothing_changes(kind, result):
+    assert result(kind) == result(kind, "--seed", "0")
+
+
+def test_every_flag_is_tried():
+    fields = {field.name for field in dataclasses.fields(Config)}
+    assert fields == VALUES.keys() | UNSEEN and not VALUES.keys() & UNSEEN
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            dict(num_experts=4, router="topk", router_temperature=0.5),
+            "--router-temperature 0.5: is",
+        ),
+        (dict(peft="ia3", load="x", lora_rank=2), "--lora-rank 2: is of --peft lora"),
+        (dict(peft="adapter", load="x", lora_alpha=2.0), "--lora-alpha 2.0: is of --peft lora"),
+        (dict(peft="adapter", load="x", lora_dropout=0.5), "--lora-dropout 0.5: is of --peft lora"),
+        (dict(peft="lora", load="x", adapter_size=8), "--adapter-size 8: is of --peft adapter"),
+        (
+            dict(preference="reward", load="x", pairs=["p"], head_chunk=8),
+            "--head-chunk 8: a reward",
+        ),
+        (
+            dict(preference="reward", load="x", pairs=["p"], sample_prompt="a"),
+            "--sample-prompt a: ",
+        ),
+        (dict(rl="grpo", load="x", sample_prompt="a"), "--sample-prompt a: this run ends without"),
+        (dict(reduce_dtype="bf16"), "--reduce-dtype bf16: is about ranks that share the batch"),
+        (dict(zero_stage=2), "--zero-stage 2: is about ranks that share the batch"),
+        (dict(model="gpt2", load="x"), "--model gpt2: --load has a shape; one of the two"),
+        (dict(load="x"), "--load x: learns from what? --data PATH names text"),
+        (dict(load="x", peft="lora"), "--load x: learns from what?"),
+    ],
+)
+def test_refusals(flags, words, monkeypatch):
+    # the shape is that of a preset: there is no checkpoint
+    shape = Config(**flags | dict(load=None))
+    monkeypatch.setattr(Config, "model_config", shape.model_config)
+    with pytest.raises(ConfigError) as refused:
+        validate(Config(**flags), 1)
+    assert str(refused.value).startswith(words) and "\n" not in str(refused.value)
+
+
+def test_a_run_goes_on_with_fewer_ranks():
+    """What only several ranks have is no fault of a run that began with them."""
+    validate(Config(reduce_dtype="bf16", zero_stage=2, resume=True), 1)
+
+
+@pytest.mark.parametrize("field", ["sft", "pack", "plan", "profile"])
+def test_flags_beside_as_rank(field, capsys):
+    argv = ["--as-rank", "0", "--of", "2", *flags_of(field)]
+    assert train.main(argv) == 2
+    assert f"leave {flag_name(field)} out" in capsys.readouterr().err
+
+
+def test_the_table_names_flags():
+    names = {name for need in NEEDS + NEEDS_RANKS for name in need.fields}
+    assert names <= {field.name for field in dataclasses.fields(Config)}
