@@ -40,11 +40,11 @@ Not covered: LoRA of the embedding and the head, DoRA, quantised bases (QLoRA), 
 (PiSSA), and a rank for each layer. The library `peft` has them all; folders go there and back.
 """
 
-from runtime import terminal
+from runtime import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    terminal.quiet_interrupts()
+    interrupts.quiet()
 
 import math
 import re
@@ -62,6 +62,7 @@ import moe
 import sequence_parallel
 import tensor_parallel
 from dropout import Dropout
+from runtime import terminal
 from sharding import Shard, Sharding, set_sharding, shard_of, sharding_of
 from tuning.adapter_config import LINEARS, AdapterConfig, check, targets_of
 

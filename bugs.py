@@ -14,6 +14,13 @@ Not covered: bugs that crash or hang, and those of precision. The watchdog and t
 for these.
 """
 
+from runtime import interrupts
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    interrupts.quiet()
+
+
 import argparse
 import difflib
 import importlib

@@ -34,11 +34,11 @@ so a file that somebody sent cannot execute code (runtime/checkpoint_index.py).
 Not covered: files per node instead of per rank, parallel writes of one rank, and copies kept in
 other nodes' memory, which production systems have."""
 
-from runtime import terminal
+from runtime import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    terminal.quiet_interrupts()
+    interrupts.quiet()
 
 import hashlib
 import json
@@ -55,6 +55,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata, planner, planner_helpers
 
+from runtime import terminal
 from runtime.checkpoint_folder import (  # noqa: F401 (other files use checkpoint.steps)
     assign_files,
     commit,

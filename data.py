@@ -33,11 +33,11 @@ Not covered: Megatron-LM keeps an index of documents and samples per epoch on di
 permutation of the sequences is enough.
 """
 
-from runtime import terminal
+from runtime import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    terminal.quiet_interrupts()
+    interrupts.quiet()
 
 import argparse
 import contextlib
@@ -70,6 +70,7 @@ from corpus.lockstep import Lockstep
 from corpus.tokenizer import TokenizerError, make_tokenizer
 from corpus.workers import run_jobs
 from document_mask import documents_of
+from runtime import terminal
 from runtime.device_queue import to_device
 
 # Part of the cache key: raise it when the same text would be cached differently.

@@ -34,11 +34,11 @@ Not covered: multiple choice whose answers share the forward pass over their con
 by context-parallel ranks.
 """
 
-from runtime import terminal
+from runtime import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    terminal.quiet_interrupts()
+    interrupts.quiet()
 
 import itertools
 import math
@@ -55,6 +55,7 @@ from gpt import GPT
 from inference.answers import Detokenizer
 from inference.sampling import keys_of
 from pipeline_parallel import Pipeline
+from runtime import terminal
 from runtime.world import Groups
 
 # positions that go through the head together: their logits take 4 V bytes each

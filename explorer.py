@@ -21,6 +21,13 @@ Not covered: measured times. `python pipeline_parallel.py` measures time lines, 
 comparisons/zero_memory.py bytes.
 """
 
+from runtime import interrupts
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    interrupts.quiet()
+
+
 import argparse
 import dataclasses
 import json

@@ -27,11 +27,11 @@ has given the logits of generate.py. This needs: pip install onnx onnxscript onn
 Not covered: graphs of int8; a cache that is written in place (onnxruntime-genai), where this one is
 copied at every step; experts, whose sizes depend on the data."""
 
-from runtime import terminal
+from runtime import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    terminal.quiet_interrupts()
+    interrupts.quiet()
 
 import argparse
 import contextlib
@@ -60,6 +60,7 @@ from inference.onnx_session import ExportError, Session, need
 from local_attention import LocalBias
 from model_config import GPTConfig
 from prompts.prompt_data import PromptError
+from runtime import terminal
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 # how far a logit may be from generate.py's, relative to the largest logit

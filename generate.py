@@ -28,11 +28,11 @@ Not covered: continuous batching (new prompts join a batch that is decoding), sp
 a cache in 8 bits. Serving systems such as vLLM and TensorRT-LLM have them.
 """
 
-from runtime import terminal
+from runtime import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    terminal.quiet_interrupts()
+    interrupts.quiet()
 
 import itertools
 import sys
@@ -59,6 +59,7 @@ from inference.kv_cache import Cache, CacheSlot, caching
 from inference.pipelined import PipelinedDecoder, Ring
 from inference.sampling import SamplingParams, keys_of, sample
 from pipeline_parallel import Pipeline
+from runtime import terminal
 
 
 def decode(

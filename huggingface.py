@@ -20,11 +20,11 @@ Not covered: other architectures, other scalings of rotary positions than Llama 
 by many ranks on GPUs, all of which Megatron Bridge has. One process is enough here, because a
 checkpoint loads under any layout."""
 
-from runtime import terminal
+from runtime import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    terminal.quiet_interrupts()
+    interrupts.quiet()
 
 import argparse
 import contextlib
@@ -58,7 +58,7 @@ from corpus.tokenizer import (
 )
 from corpus.tokenizer_json import as_bytes, files_of
 from routers import MoEConfig
-from runtime import json_files
+from runtime import json_files, terminal
 from runtime.architectures import (
     Architecture,
     HuggingFaceError,

@@ -25,11 +25,11 @@ Not covered: times of single kernels and of each matrix size (Calculon, arXiv 23
 on GPUs, the time to launch kernels, which is most of a tiny model's step.
 """
 
-from runtime import terminal
+from runtime import interrupts
 
 if __name__ == "__main__":
     # what is imported below takes seconds, and Ctrl-C may come meanwhile.
-    terminal.quiet_interrupts()
+    interrupts.quiet()
 
 import dataclasses
 import sys
@@ -42,7 +42,7 @@ from planning.inputs import Layout, Machine, Software
 from planning.layouts import layouts
 from planning.memory import bias_heads, is_fused, memory
 from routers import MoEConfig
-from runtime import sizes
+from runtime import sizes, terminal
 
 # --- what a layer reads and writes ----------------------------------------------------------------
 #

@@ -17,11 +17,11 @@ With experts this holds for one --micro-batch-size: routers balance within a mic
 needs beside this file stands in runtime/: flags, ranks, resuming, messages, the output folder.
 """
 
-from runtime import terminal
+from runtime import interrupts
 
 if __name__ == "__main__":
     # Ctrl-C may come while PyTorch is imported
-    terminal.quiet_interrupts()
+    interrupts.quiet()
 
 import sys
 from functools import partial
@@ -46,7 +46,7 @@ from dropout import dropout_key
 from gpt import GPT
 from gradients import GradientAccumulator, LossScaler, accumulation_dtype
 from optimizer import AdamW, learning_rate
-from runtime import launch
+from runtime import launch, terminal
 from runtime.config import DTYPES, Config
 from runtime.device_queue import number
 from runtime.hooks import RunHooks

@@ -35,6 +35,13 @@ Exit status: 0 equal and inside the band, 1 not, 2 for flags that train.py refus
 Not covered: CUDA kernels, NCCL, torch.compile, the reading of data, prompt learning.
 """
 
+from runtime import interrupts
+
+if __name__ == "__main__":
+    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
+    interrupts.quiet()
+
+
 import argparse
 import sys
 import textwrap

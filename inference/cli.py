@@ -17,11 +17,11 @@ output that cannot be written, with 1; Ctrl-C with 130.
 Not covered: a server. These commands generate for one person, or for one file.
 """
 
-from runtime import terminal
+from runtime import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    terminal.quiet_interrupts()
+    interrupts.quiet()
 
 import argparse
 import os
@@ -56,6 +56,7 @@ from inference.packing import pack
 from model_config import divisors
 from prompts.prompt_data import PromptError
 from routers import MoEConfig
+from runtime import terminal
 from runtime.config import DTYPES, ConfigError, as_flags, multiply_in
 from runtime.world import World, WorldError
 from sft import message

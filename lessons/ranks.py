@@ -31,6 +31,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from runtime import interrupts
 from runtime.collectives import Collectives
 
 __all__ = ["Collectives", "fork_this_process", "preload", "run"]
@@ -93,6 +94,10 @@ def run(
                 pipes.append(pipe)
             results = _collect(processes, pipes, limit)
             _dismiss(processes, pipes, timeout)
+        except KeyboardInterrupt:
+            # the server may be about to fork another rank
+            interrupts.kill_descendants()
+            raise
         finally:
             for process in processes:
                 process.kill()

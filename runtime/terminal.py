@@ -17,11 +17,12 @@ import gc
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from runtime import interrupts
 
 
 def prepare() -> None:
@@ -142,36 +143,12 @@ def mute(stream) -> None:
     os.close(nowhere)
 
 
-# folders that Ctrl-C removes
-unfinished: set[Path] = set()
-
-
 @contextlib.contextmanager
 def removed_at_the_end(folder: Path) -> Iterator[None]:
-    """Removes a folder when the body is left, also by Ctrl-C after `quiet_interrupts`."""
-    unfinished.add(folder)
+    """Removes a folder when the body is left, also by Ctrl-C after `interrupts.quiet`."""
+    interrupts.unfinished.add(folder)
     try:
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        unfinished.discard(folder)
-
-
-def quiet_interrupts() -> None:
-    """From now on Ctrl-C ends this process at once, with status 130 and without a traceback.
-
-    For the time while PyTorch is imported, and for commands that have nothing to save. Call it
-    before the imports of a file that is run as a command.
-    """
-
-    def end(number, frame):
-        # Imported only here: an import takes time, in which Ctrl-C may come.
-        import multiprocessing
-
-        for child in multiprocessing.active_children():
-            child.kill()
-        for folder in unfinished:
-            shutil.rmtree(folder, ignore_errors=True)
-        os._exit(130)
-
-    signal.signal(signal.SIGINT, end)
+        interrupts.unfinished.discard(folder)

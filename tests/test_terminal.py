@@ -1,8 +1,10 @@
 """A run does not depend on who reads its lines, nor on when Ctrl-C comes."""
 
+import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,17 +118,53 @@ def test_each_command_is_quiet_when_it_is_interrupted():
         "huggingface.py",
         "checkpoint.py",
         "data.py",
+        "planner.py",
+        "verify.py",
+        "bugs.py",
+        "explorer.py",
     ):
         source = (ROOT / name).read_text()
-        assert source.index("terminal.quiet_interrupts()") < source.index("import torch"), name
+        first = next(line for line in source.splitlines() if line.startswith(("import", "from")))
+        assert first == "from runtime import interrupts", name
+        begin = source.index("    interrupts.quiet()")
+        assert not re.search("^import", source[:begin], re.M), name
+
+
+def of_session(session: int) -> list[str]:
+    """What runs in a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = path.read_text().partition(") ")
+            if int(rest.split()[3]) == session and rest[0] != "Z":
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("command", [["verify.py", "--steps", "0", "--", "--tp", "2"], ["fsdp.py"]])
+def test_ctrl_c_before_the_ranks_stand(command):
+    """Ranks, the server that forks them, and its tracker end too."""
+    argv = [sys.executable, ROOT / command[0], *command[1:]]
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, **streams)
+    deadline = time.monotonic() + 60
+    while len(of_session(process.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and b"Traceback" not in output, output
+    while of_session(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        deadline = min(deadline, time.monotonic() + 2)
+    assert not of_session(process.pid)
 
 
 def test_ctrl_c_removes_what_is_half_written(tmp_path):
     """Also where a library would catch KeyboardInterrupt, or runs long without looking for it."""
     program = (
         "import os, pathlib, signal, sys\n"
-        "from runtime import terminal\n"
-        "terminal.quiet_interrupts()\n"
+        "from runtime import interrupts, terminal\n"
+        "interrupts.quiet()\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "with terminal.removed_at_the_end(folder):\n"
         "    folder.mkdir()\n"
