@@ -17,8 +17,8 @@ the rounds, with the least and the most. After its last step a run is stopped by
 nobody waits for its sample of text.
 
 Peak memory is the bytes of tensors on the rank that has most. On CPUs train.py reports the peak of
-the process, in which libraries and gloo's buffers hide the layout. There, in the first round, a
-profiler of allocations measures the first two steps instead.
+the process, in which libraries and gloo's buffers hide the layout. There, in the first round, the
+tensors that live in the first two steps are counted instead (runtime/counters.py).
 
 The losses of all steps must be those of one device: to 1e-4 in fp32, 2e-2 in bf16. Rows marked with
 * compute something else: those with experts are compared with each other, those with bf16 moments
@@ -43,6 +43,7 @@ from report import format_spread, median, spread
 import train
 from planning.try_layouts import EarlyEndError, run
 from runtime import training_run
+from runtime.counters import LiveTensors
 
 ROOT = Path(__file__).parent.parent
 # (name, flags). The ranks that --tp and --pp leave are data-parallel; their number goes in front of
@@ -151,26 +152,17 @@ def computation(flags: str) -> str:
 def on_rank(flags: list[str]) -> int:
     """train.py on this rank, with the peak memory that it reports replaced: by that of tensors in
     the first two steps, which it reports in all later ones too."""
-    profiler = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    )
+    live = LiveTensors()
     calls = itertools.count(1)
-    peak = 0
 
     def peak_memory(device) -> int:
-        nonlocal peak
         if next(calls) == 2:
-            profiler.stop()
-            events = profiler.profiler.kineto_results.events()
-            allocations = sorted(
-                (e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()
-            )
-            peak = max(itertools.accumulate(e.nbytes() for e in allocations))
-        return peak
+            live.__exit__(None, None, None)
+        return live.peak
 
     # raises if the name is no longer there: else the process would be measured unnoticed
     with mock.patch.object(training_run, "peak_memory", peak_memory):
-        profiler.start()
+        live.__enter__()
         return train.main(flags)
 
 

@@ -5,13 +5,15 @@
     kept.peak           bytes that autograd kept for backward, at the most
     counters.flops      of matrix multiplications
     counters.calls      the collectives (runtime/collectives.py)
+    with LiveTensors() as live:
+        step()
+    live.peak           bytes of all tensors that lived at a time, at the most
 
 They count what runs, on any device, also on the meta device, where tensors have no values.
 
     python train.py --as-rank 0 --of 8 --tp 2        prints these counts of one rank of eight
 
-Not covered: memory that is no tensor (workspaces, fragments), and tensors that nobody keeps for
-backward.
+Not covered: memory that is no tensor (workspaces, fragments).
 """
 
 from collections import Counter
@@ -19,6 +21,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -137,3 +141,40 @@ def by_dtype(tensors) -> dict[str, int]:
     for tensor in storages.values():
         total[str(tensor.dtype).removeprefix("torch.")] += tensor.untyped_storage().nbytes()
     return {name: size for name, size in total.items() if size}
+
+
+# --- bytes that live ------------------------------------------------------------------------------
+
+
+class LiveTensors(TorchDispatchMode):
+    """While entered, follows the bytes of all tensors that are made: `bytes` now, and `peak`.
+
+    Each storage counts once, until its last reference is gone, in whatever thread. PyTorch's
+    profiler does not see what gloo's threads free: its sum grows with every asynchronous
+    collective.
+    """
+
+    def __init__(self):
+        super().__init__()
+        # weak reference to a storage -> its bytes
+        self.live: dict[StorageWeakRef, int] = {}
+        # of those that lived when they were last looked at, and of all that came since
+        self.bytes = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.add(tensor.untyped_storage())
+        if self.bytes > self.peak:
+            self.live = {s: size for s, size in self.live.items() if not s.expired()}
+            self.bytes = sum(self.live.values())
+            self.peak = max(self.peak, self.bytes)
+        return result
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        reference = StorageWeakRef(storage)
+        if reference not in self.live:
+            self.live[reference] = storage.nbytes()
+            self.bytes += storage.nbytes()

@@ -8,8 +8,10 @@ import sharding
 import tensor_parallel
 from dropout import dropout_key
 from gpt import GPT
-from lessons import demo, ranks
+from lessons import demo, parity, ranks
 from model_config import GPTConfig
+from runtime.config import Config
+from runtime.counters import LiveTensors
 
 B = 2
 S = 8
@@ -99,6 +101,34 @@ def keeps(rank):
 def test_only_the_slice_of_the_input_is_kept():
     kept, size = ranks.run(keeps, 2)[0]
     assert kept == size
+
+
+def live_peaks(rank):
+    """{(sequence parallel, micro-batches): most bytes of tensors that live in a step}"""
+    peaks = {}
+    for sequence in (False, True):
+        for m in (2, 8):
+            config = Config(
+                **parity.SMALL | dict(seq_length=64, num_layers=4, global_batch_size=m),
+                tp=2,
+                sequence_parallel=sequence,
+                micro_batch_size=1,
+            )
+            run = parity.Run(2, config)
+            run.train(1)
+            with LiveTensors() as live:
+                run.trainer.forward_backward(2, run.dataset)
+            peaks[sequence, m] = live.peak
+    return peaks
+
+
+def test_memory_does_not_grow_with_micro_batches():
+    """Of all tensors that live. Sequence parallelism needs less than tensor parallelism alone."""
+    peaks = ranks.run(live_peaks, 2)[0]
+    for sequence in (False, True):
+        assert peaks[sequence, 8] <= 1.02 * peaks[sequence, 2], peaks
+    for m in (2, 8):
+        assert peaks[True, m] < 0.95 * peaks[False, m], peaks
 
 
 def any_length(rank):
