@@ -18,7 +18,7 @@ import schedules
 import sequence_parallel
 import tensor_parallel
 from routers import MoEConfig
-from runtime import room
+from runtime import room, sizes
 from schedules import Action, Cost, Event
 
 # --- schedules ------------------------------------------------------------------------------------
@@ -107,6 +107,31 @@ class Memory(NamedTuple):
     activations: float
 
 
+def matrices_of(config: MoEConfig, rank: int, p: int, v: int) -> tuple[int, int]:
+    """(numbers outside the experts, numbers of the experts) in the matrices of a pipeline rank: its
+    layers; on the first the embedding, on the last the head, which may be the embedding again."""
+    h = config.hidden_size
+    chunk = config.num_layers // (p * v)
+    layers = 0
+    with_experts = 0
+    for layer in range(config.num_layers):
+        if layer // chunk % p == rank:
+            layers += 1
+            if layer in config.expert_layers:
+                with_experts += 1
+    attention = sizes.block_matrices(config, 0) // config.num_layers
+    mlp = sizes.mlp_matrices(config)
+    dense = layers * attention + (layers - with_experts) * mlp
+    dense += with_experts * h * config.num_experts
+    if rank == 0:
+        dense += h * config.vocab_size
+        if config.positions == "learned":
+            dense += h * config.seq_length
+    if rank == p - 1 and (p > 1 or not config.tied):
+        dense += h * config.vocab_size
+    return dense, with_experts * config.num_experts * mlp
+
+
 def memory(
     config: MoEConfig,
     t: int,
@@ -131,7 +156,12 @@ def memory(
     pipeline_parallel.check(config.num_layers, p, v)
     moe.check(config, ep, dp)
     ranks = {"tp": t, "pp": p, "dp": dp, "ep": ep}
-    parts = room.state_parts(config, "bf16", "fp32", zero_stage, ranks)
+    parts = (0.0, 0.0, 0.0)
+    for rank in range(p):
+        dense, experts = matrices_of(config, rank, p, v)
+        of_rank = room.parts_of(dense, experts, "bf16", "fp32", zero_stage, ranks)
+        if sum(of_rank) > sum(parts):
+            parts = of_rank
     if config.attention == "fused" and granularity == "none":
         granularity = "selective"
     s = config.seq_length

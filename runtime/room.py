@@ -41,6 +41,20 @@ def state_parts(
 
     ranks: how many there are in tp, pp, dp and ep. Experts have dp / ep replicas.
     """
+    dense, experts = parameters(model)
+    p = ranks["pp"]
+    return parts_of(dense // p, experts // p, precision, optimizer_state, zero_stage, ranks)
+
+
+def parts_of(
+    dense: int,
+    experts: int,
+    precision: str,
+    optimizer_state: str,
+    zero_stage: int,
+    ranks: dict[str, int],
+) -> tuple[float, float, float]:
+    """The same of a pipeline rank that has so many numbers, all tp and ep ranks together."""
     weight = SIZES.get(precision, 2)
     gradient = max(weight, 4)
     moments = 4 if optimizer_state == "bf16" else 2 * gradient
@@ -48,13 +62,11 @@ def state_parts(
     if weight == 2:
         master = 2 if optimizer_state == "bf16" else 4
     state = master + moments
-    dense, experts = parameters(model)
-    shares = ranks["tp"] * ranks["pp"]
     replicas = ranks["dp"] // ranks["ep"]
     each = fsdp.bytes_per_parameter(zero_stage, ranks["dp"], weight, gradient, state)
     of_experts = fsdp.bytes_per_parameter(zero_stage, replicas, weight, gradient, state)
-    held = dense // shares
-    held_experts = experts // ranks["ep"] // shares
+    held = dense // ranks["tp"]
+    held_experts = experts // ranks["ep"] // ranks["tp"]
     return tuple(held * x + held_experts * y for x, y in zip(each, of_experts))
 
 

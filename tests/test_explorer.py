@@ -23,8 +23,10 @@ from model_config import FieldError
 from page import formulas, translate
 from page.translate import TranslationError
 from routers import MoEConfig
-from runtime import refusal
+from runtime import as_rank, refusal
+from runtime.config import Config
 from runtime.presets import PRESETS
+from train import trainer_class
 
 ROOT = Path(__file__).parent.parent
 RUNTIME = (ROOT / "page" / "python.js").read_text()
@@ -748,3 +750,34 @@ def test_looks(browser, width, scheme, tmp_path):
                 page.locator("#chart-1 .action").nth(30).click()
             assert page.evaluate(LOOKS) == [], name
             page.screenshot(path=tmp_path / f"{name}-{width}-{scheme}.png", full_page=True)
+
+
+@pytest.mark.parametrize(
+    "preset, layout",
+    [
+        ("gpt2", dict(pp=12)),
+        ("gpt2", dict(pp=3)),
+        ("llama2-7b", dict(tp=2, pp=4)),
+        ("tiny-moe", dict(pp=2, dp=2, ep=2)),
+        ("gpt2-medium", dict(tp=2, pp=2, virtual_stages=2, dp=2, zero_stage=1)),
+    ],
+)
+def test_memory_is_that_of_the_rank_that_holds_most(preset, layout):
+    """As train.py --as-rank counts it, but for norms, biases and what tensor parallelism leaves
+    whole: 1%."""
+    sizes = dict(tp=1, pp=1, dp=1, ep=1, virtual_stages=1, zero_stage=0) | layout
+    dp = sizes.pop("dp")
+    world = sizes["tp"] * sizes["pp"] * dp
+    config = Config(model=preset, global_batch_size=world * 4, micro_batch_size=1, **sizes)
+    # one rank of each stage
+    some = range(0, world, world // sizes["pp"])
+    held = [as_rank.report(config, trainer_class(config), rank, world) for rank in some]
+    counted = [
+        [sum(part.values()) for part in (of.parameters, of.gradients, of.optimizer_state)]
+        for of in held
+    ]
+    t, p, v, ep = (sizes[name] for name in ("tp", "pp", "virtual_stages", "ep"))
+    zero = sizes["zero_stage"]
+    model = config.model_config()
+    memory = formulas.memory(model, t, p, v, dp, ep, zero, 1, False, "none")
+    assert list(memory[:3]) == pytest.approx(max(counted, key=sum), rel=0.01)
