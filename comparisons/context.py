@@ -21,7 +21,9 @@ Figures: figures/context.svg and figures/context_time_line.svg
 """
 
 import contextlib
+import json
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -44,7 +46,6 @@ import sharding
 import train
 from lessons import demo, ranks
 from model_config import GPTConfig
-from runtime.counters import LiveTensors
 from runtime.world import Groups, keep_freed_memory
 
 SHAPE = dict(
@@ -271,9 +272,17 @@ def peak_bytes(shape: dict, kind: str) -> int:
     """The most that forward and backward of a step hold above what is there before."""
     trainer, dataset = build(shape, kind)
     trainer.forward_backward(1, dataset)
-    with LiveTensors() as live:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         trainer.forward_backward(1, dataset)
-    return live.peak
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    memory = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    before = memory[0]["args"]["Total Allocated"] - memory[0]["args"]["Bytes"]
+    return max(e["args"]["Total Allocated"] for e in memory) - before
 
 
 def memory_part(toy: bool) -> dict:

@@ -6,8 +6,8 @@ and optimizer on the same two ranks, in turn, in one run.
 In both, each layer, the embedding and the head are gathered one at a time, and dropped after
 forward. A step is forward, backward, clipping by the global norm, and AdamW.
 
-Peak bytes are those of the tensors that lived at any time, from building the model to the end of
-the second step. Each kind has processes of its own. What gloo
+Peak bytes are the most that PyTorch's allocator held for tensors at any time, by its profiler, from
+building the model to the end of the second step. Each kind has processes of its own. What gloo
 allocates inside counts in neither.
 
 The figure is the time line of one of our steps on rank 0: figures/fsdp_time_line.svg
@@ -17,7 +17,9 @@ a rank.
 """
 
 import itertools
+import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,7 +37,6 @@ import fsdp
 import sharding
 import train
 from lessons import demo, ranks
-from runtime.counters import LiveTensors
 from runtime.world import Groups, keep_freed_memory
 
 SHAPE = dict(
@@ -114,11 +115,17 @@ KINDS = {"ours": Ours, "theirs": Theirs}
 
 def peak_bytes(rank: int, kind: str, shape: dict) -> int:
     """The most that was allocated for tensors at any time."""
-    with LiveTensors() as live:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         trainer = KINDS[kind](shape)
         for _ in range(2):
             trainer.step()
-    return live.peak
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    return max(e["args"]["Total Allocated"] for e in events if e["name"] == "[memory]")
 
 
 def on_rank(rank: int, rounds: int, shape: dict) -> tuple[list[dict], dict, list]:

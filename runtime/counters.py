@@ -30,6 +30,7 @@ import recompute
 from runtime.collectives import Collectives
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 
 # --- FLOPs ----------------------------------------------------------------------------------------
 
@@ -147,34 +148,42 @@ def by_dtype(tensors) -> dict[str, int]:
 
 
 class LiveTensors(TorchDispatchMode):
-    """While entered, follows the bytes of all tensors that are made: `bytes` now, and `peak`.
+    """While entered, follows the bytes of all tensors that are used: `bytes` now, and `peak`.
 
-    Each storage counts once, until its last reference is gone, in whatever thread. PyTorch's
-    profiler does not see what gloo's threads free: its sum grows with every asynchronous
-    collective.
+    Each storage counts once, with the size that it has, until its last reference is gone, in
+    whatever thread. PyTorch's profiler does not see what gloo's threads free: its sum grows with
+    every asynchronous collective.
     """
 
     def __init__(self):
         super().__init__()
         # weak reference to a storage -> its bytes
         self.live: dict[StorageWeakRef, int] = {}
-        # of those that lived when they were last looked at, and of all that came since
+        # of those that lived when all were last looked at, and of all that came since
         self.bytes = 0
         self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
+        for tensor in tree_leaves((args, result)):
+            if isinstance(tensor, Tensor) and tensor.device == CPU:
                 self.add(tensor.untyped_storage())
         if self.bytes > self.peak:
-            self.live = {s: size for s, size in self.live.items() if not s.expired()}
-            self.bytes = sum(self.live.values())
+            self.look()
             self.peak = max(self.peak, self.bytes)
         return result
 
+    def look(self) -> None:
+        """Leave out those that are gone; some have another size since (resize_)."""
+        found = {}
+        for reference in self.live:
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None:
+                found[reference] = storage.nbytes()
+        self.live = found
+        self.bytes = sum(found.values())
+
     def add(self, storage: torch.UntypedStorage) -> None:
         reference = StorageWeakRef(storage)
-        if reference not in self.live:
-            self.live[reference] = storage.nbytes()
-            self.bytes += storage.nbytes()
+        self.bytes += storage.nbytes() - self.live.get(reference, 0)
+        self.live[reference] = storage.nbytes()
