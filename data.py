@@ -43,6 +43,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import os
 import sys
 from fractions import Fraction
@@ -62,8 +63,10 @@ from corpus.documents import (
     file_hash,
     find_files,
     fingerprint,
+    is_utf8,
     printable,
     read_documents,
+    some_of,
     split_parts,
 )
 from corpus.lockstep import Lockstep
@@ -230,17 +233,20 @@ def prepare(
     world=1,
     workers=1,
     flag="--data",
+    skip_bad=False,
 ) -> Path:
     """The folder of the tokenized corpus, built unless the cache holds it undamaged.
 
     exchange(object): every rank's object on every rank (`all_gather_object`); all ranks call this
     function together. workers: processes of this rank. flag: what named the paths, for messages.
-    Raises DataError, the same one on every rank.
+    skip_bad: leave out files that are not UTF-8. Raises DataError, the same one on every rank.
     """
     with token_cache.cache_errors(cache):
         check_name(str(cache))
     lockstep = Lockstep(exchange, rank, world, flag)
     files = lockstep.on_first(lambda: find_files(paths))
+    if skip_bad:
+        files = without_bad(files, lockstep.each(is_utf8, files), rank, flag)
     hashes = lockstep.each(file_hash, files)
     corpus = fingerprint("".join(sorted(hashes)))
     key = fingerprint(f"{corpus} {tokenizer.fingerprint} {FORMAT} {PART_BYTES}")
@@ -263,8 +269,35 @@ def prepare(
             fault = find_fault()
             if fault is not None:
                 files_by_hash = [file for _, file in sorted(zip(hashes, files))]
-                build(files_by_hash, corpus, tokenizer, folder, lockstep, workers, fault)
+                with advice_about(files):
+                    build(files_by_hash, corpus, tokenizer, folder, lockstep, workers, fault)
     return folder
+
+
+def without_bad(files: list[Path], good: list[bool], rank: int, flag: str) -> list[Path]:
+    """Those that are good; rank 0 names others. Raises DataError where none is left."""
+    bad = [file for file, is_good in zip(files, good) if not is_good]
+    if len(bad) == len(files):
+        raise DataError(f"{flag}: none of {len(files)} files is UTF-8 text: {some_of(bad)}")
+    if bad and rank == 0:
+        message = f"data: {len(bad)} files are not UTF-8, and left out: {some_of(bad)}"
+        terminal.say(message, error=True)
+    return [file for file, is_good in zip(files, good) if is_good]
+
+
+@contextlib.contextmanager
+def advice_about(files: list[Path]):
+    """Adds to the error of a file that is not UTF-8 the first files of its kind, and what helps."""
+    try:
+        yield
+    except DataError as e:
+        if "not UTF-8 text" not in str(e):
+            raise
+        bad = list(itertools.islice((file for file in files if not is_utf8(file)), 4))
+        names = ", ".join(printable(file.name) for file in bad)
+        such = f"; such files are {names}" if len(bad) > 1 else ""
+        helps = "iconv -f latin1 -t utf-8 converts one, --skip-bad-examples leaves them out"
+        raise DataError(f"{e}{such}; {helps}") from None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ HERE = Path(__file__).parent
 SCRATCH = HERE.parent / "runs" / "comparisons"
 # flags that are at least 1
 COUNTS = "rounds", "steps", "seeds", "threads", "ranks"
+# between two lines about how far a comparison is
+SECONDS_OF_SILENCE = 10
 # of the environment: results that are put into one file have these in common
 SAME = "device", "torch", "python"
 
@@ -243,9 +245,17 @@ def in_turn(kinds: dict, rounds: int) -> list[dict]:
     Returns for each round {kind: what its function returned}."""
     warm_up = 2 if rounds > 1 else 0
     results = []
+    begin = said = time.monotonic()
     for i in range(-warm_up, rounds):
         order = kinds if i % 2 else reversed(kinds)
         results.append({kind: kinds[kind]() for kind in order})
+        now = time.monotonic()
+        if now - said > SECONDS_OF_SILENCE and not (dist.is_initialized() and dist.get_rank()):
+            said = now
+            left = (now - begin) / len(results) * (rounds - 1 - i) / 60
+            print(
+                f"round {i + 1} of {rounds}, {left:.1f} minutes left", file=sys.stderr, flush=True
+            )
     return results[warm_up:]
 
 

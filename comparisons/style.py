@@ -121,6 +121,7 @@ def save(figure, path: Path) -> None:
         places = r' (d|x|y)="[^"]*"|translate\([^)]*\)'
         text = re.sub(places, lambda found: shorter(found[0]), text)
         Path(path).write_text(text, encoding="utf-8")
+    print(f"written: {path}", flush=True)
 
 
 def shorter(numbers: str) -> str:

@@ -14,6 +14,7 @@ a folder are empty and binary files skipped, and a message counts them.
     python -m corpus.documents PATH ...        how many documents and characters these files hold
 """
 
+import codecs
 import contextlib
 import gzip
 import hashlib
@@ -133,10 +134,32 @@ def text_files(folder: Path) -> list[Path]:
     if not text:
         raise DataError(f"{printable(folder)}: no text in this folder ({len(files)} other files)")
     if len(text) < len(files):
-        skipped = f"{len(files) - len(text)} of {len(files)} files"
-        message = f"data: {printable(folder)}: {skipped} are empty or not text, and left out"
-        terminal.say(message, error=True)
+        out = sorted(set(files) - set(text))
+        skipped = f"{len(out)} of {len(files)} files are empty or not text, and left out"
+        terminal.say(f"data: {printable(folder)}: {skipped}: {some_of(out)}", error=True)
     return text
+
+
+def some_of(files: list[Path]) -> str:
+    """The names of the first three."""
+    names = ", ".join(printable(path.name) for path in files[:3])
+    return names + (", .." if len(files) > 3 else "")
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether a whole file is UTF-8 text. Raises DataError where it cannot be read."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    open_file = gzip.open if path.suffix == ".gz" else open
+    with file_errors(path), open_file(path, "rb") as f:
+        try:
+            while block := f.read(2**20):
+                if b"\0" in block:
+                    return False
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return False
+    return True
 
 
 def is_text(path: Path) -> bool:

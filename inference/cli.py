@@ -221,6 +221,13 @@ def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) ->
         )
     if args.layer_split and args.pp == 1:
         raise ConfigError(f"--layer-split {args.layer_split}: needs --pp 2 or more")
+    layers, stages = config.num_layers, args.pp
+    if layers % stages and not args.layer_split and stages <= layers:
+        split = [layers // stages + (n >= stages - layers % stages) for n in range(stages)]
+        raise ConfigError(
+            f"--pp {stages}: does not divide the {layers} layers of this model; --layer-split"
+            f" {' '.join(map(str, split))} would do"
+        )
     with as_flags():
         tensor_parallel.check(config, args.tp, num_ranks)
         context_parallel.check_attention(config, args.cp)

@@ -39,6 +39,8 @@ FIELD = re.compile(r"\{(\w+)\}")
 MARKER_OR_FIELD = re.compile(r"(<\|VIRTUAL_PROMPT_\d+\|>|\{\w+\})")
 # what an output file has beside the fields of a template
 RESERVED = {"taskname", "prediction", "finish"}
+# with more, answers are no classes
+MOST_ANSWERS = 100
 # in the place of a field's name; no field can be called so
 END_OF_TEXT = "end of text"
 
@@ -436,7 +438,31 @@ def read_examples(
             except PromptError as e:
                 raise PromptError(f"{path}, line {number}: {e}") from None
             records.append(record)
-    return examples, records, _summary(paths, examples, limit)
+    dropped = dropped_answers(templates, examples, records) if answer else []
+    return examples, records, _summary(paths, examples, limit) + "".join(dropped)
+
+
+def dropped_answers(
+    templates: dict[str, Template], examples: list[Example | None], records: list[dict]
+) -> list[str]:
+    """A warning for each task, and each of few answers, of which every example was skipped: it
+    will not be learned."""
+    kept = {}
+    for example, record in zip(examples, records):
+        task = record["taskname"]
+        field = templates[task].answer_field
+        kinds = [task]
+        if field:
+            kinds.append(f"{task}, {field} {str(record[field])[:30]!r}")
+        for kind in kinds:
+            kept.setdefault(kind, []).append(example is not None)
+    if len(kept) > MOST_ANSWERS:
+        return []
+    return [
+        f"; every example of {kind} is skipped ({len(found)})"
+        for kind, found in kept.items()
+        if not any(found)
+    ]
 
 
 def _summary(paths: list[str], examples: list[Example | None], limit: int) -> str:

@@ -312,7 +312,7 @@ class Config:
     skip_bad_examples: bool = flag(
         False,
         "leave out, and count, conversations that are too long, have no answer, or that the"
-        " template refuses",
+        " template refuses; with --data, files that are not UTF-8",
     )
     # preferences
     preference: str | None = flag(
@@ -404,10 +404,10 @@ class Config:
         metavar="CKPT",
     )
     eval_every: int = flag(100, "steps between evaluations on held-out text; 0: only the last step")
-    sample_prompt: str = flag(
-        "def ",
+    sample_prompt: str | None = flag(
+        None,
         "text that the sample at the end of training continues, at most the context's last tokens "
-        "of it; empty: a new text",
+        "of it; empty: a new text; the default is the beginning of the held-out data",
         metavar="TEXT",
     )
     seed: int = flag(0, "random seed of weights, sample order and dropout")

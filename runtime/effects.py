@@ -47,9 +47,14 @@ NEEDS = (
     # data
     Need(("sft_val", "loss_on"), lambda run: run.config.sft, "needs --sft FILE"),
     Need(
-        ("chat_template", "skip_bad_examples"),
+        ("chat_template",),
         lambda run: run.config.sft or run.config.preference or run.config.rl,
         "needs --sft FILE",
+    ),
+    Need(
+        ("skip_bad_examples",),
+        lambda run: not run.config.prompt_config,
+        "is for --data, --sft, --pairs and --prompts; templates skip what is too long",
     ),
     Need(
         ("cache",),

@@ -21,26 +21,36 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
     spread = config.zero_stage == 3 or config.ep > 1
     if trainer.dp_rank > 0 and not spread:
         return
-    text = sample(trainer, tokenizer)
+    text = sample(trainer, tokenizer, run.held_out)
     if world.rank == 0:
-        corpus = run.train_set.index["corpus"]
-        title = f"{config.model}, corpus {corpus}, Python {sys.version.split()[0]}"
+        title = f"{config.load or config.model}, {data_of(run)}"
         draw_loss(world, run, title)
-        leave(world, run.out / "sample.txt", partial(write_text, text))
+        begin = f"[{title}, after step {run.step}]\n\n" if config.load else ""
+        leave(world, run.out / "sample.txt", partial(write_text, begin + text))
         world.say(
             f"\na sample (generate.py makes more):\n\n{text}\n\n{run.out}: loss.png, metrics.jsonl,"
             f" sample.txt, checkpoints; {duration(seconds)} of training"
         )
 
 
-def sample(trainer, tokenizer) -> str:
+def data_of(run) -> str:
+    """The data of a run, for a title."""
+    config = run.config
+    paths = config.sft or config.data
+    if not paths:
+        return f"Python {sys.version.split()[0]}'s library"
+    corpus = run.train_set.index["corpus"]
+    return f"{Path(paths[0]).name}{', ..' if len(paths) > 1 else ''} ({corpus})"
+
+
+def sample(trainer, tokenizer, held_out) -> str:
     """Text that continues --sample-prompt. Tensor-parallel ranks draw the same tokens."""
     config = trainer.config
     if config.sequence_parallel:
         for stage in trainer.stages:
             sequence_parallel.shard_sequence(stage, trainer.groups.tp, sharded=False)
     try:
-        prompt, stop_ids = trainer.sample_prompt(tokenizer)
+        prompt, stop_ids = trainer.sample_prompt(tokenizer, held_out)
         options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
         options["cp_group"] = trainer.groups.cp
         with context_parallel.whole_sequences(trainer.stages):

@@ -125,7 +125,10 @@ def read_toml(path: str) -> dict:
     try:
         content = tomllib.loads(json_files.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"--config {path}: {getattr(e, 'strerror', None) or e}") from None
+        why = getattr(e, "strerror", None) or e
+        if path.endswith((".yaml", ".yml")):
+            why = f"{why}; flags are TOML here, and --prompt-config reads NeMo's YAML of prompts"
+        raise ConfigError(f"--config {path}: {why}") from None
     flat = []
     for key, value in content.items():
         flat += value.items() if isinstance(value, dict) else [(key, value)]

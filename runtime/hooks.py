@@ -103,8 +103,10 @@ class RunHooks:
         """For the line at the start, after the number of parameters."""
         return ""
 
-    def sample_prompt(self, tokenizer) -> tuple[list[int], tuple[int, ...]]:
+    def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
         """(what the sample at the end of training continues, ids at which it ends)"""
+        if self.config.sample_prompt is None:
+            return opening.first_ids(held_out), tokenizer.stop_ids
         return opening.sample_ids(self.config, tokenizer), tokenizer.stop_ids
 
     def finish(self, run) -> bool:

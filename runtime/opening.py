@@ -19,6 +19,9 @@ from runtime.metrics import Metrics
 from runtime.run_folder import RunFolder, RunFolderError, launcher_name
 from runtime.world import World
 
+# tokens of the held-out text that the sample continues
+SAMPLE_BEGINS = 16
+
 
 def open_out(config: Config, world: World) -> RunFolder | None:
     """The run's folder, locked by rank 0 for all. A collective: every rank refuses what is wrong
@@ -133,8 +136,17 @@ def open_tokenizer(config: Config, world: World):
             f"--tokenizer {name}: fills {tokenizer.vocab_size:,} of the model's "
             f"{shape.vocab_size:,} ids; the others never occur in this run"
         )
-    sample_ids(config, tokenizer)
+    if config.sample_prompt is not None:
+        sample_ids(config, tokenizer)
     return tokenizer
+
+
+def first_ids(dataset) -> list[int]:
+    """The beginning of a data set: what stands before the first target that counts, or where all
+    count some tokens."""
+    batch = dataset.batch([0])
+    first = int(batch.loss_mask[0].long().argmax())
+    return batch.tokens[0, : first + 1 if first else SAMPLE_BEGINS].tolist()
 
 
 def sample_ids(config: Config, tokenizer) -> list[int]:
@@ -156,6 +168,7 @@ def open_data(config: Config, world: World, tokenizer):
         "rank": world.rank,
         "world": world.size,
         "workers": world.cores,
+        "skip_bad": config.skip_bad_examples,
     }
     parts = data.prepare_corpora(config.data, tokenizer, **share)
     masked = config.document_mask

@@ -162,6 +162,21 @@ def test_near_tokens_are_no_matter_of_context_parallelism(flags):
     rules.validate(Config(seq_length=7, head_dim=12, **flags), 1)
 
 
+def test_layers_that_do_not_divide_name_the_split_that_would():
+    """generate.py has no virtual stages."""
+    layout = Namespace(tp=1, pp=2, cp=1, ep=1, layer_split=None)
+    with pytest.raises(ConfigError) as e:
+        check_layout(layout, MoEConfig(3, 32, 4), 2)
+    assert str(e.value).endswith("the 3 layers of this model; --layer-split 1 2 would do")
+    check_layout(Namespace(tp=1, pp=2, cp=1, ep=1, layer_split=[1, 2]), MoEConfig(3, 32, 4), 2)
+
+
+def test_yaml_is_no_file_of_flags(tmp_path):
+    (tmp_path / "run.yaml").write_text("model:\n  lr: 3")
+    with pytest.raises(ConfigError, match="--prompt-config reads NeMo's YAML of prompts"):
+        parse(["--config", str(tmp_path / "run.yaml")], 0)
+
+
 def test_memory_bounds_are_lower_bounds():
     """Of a model that is known: Llama-2 7B has 6.74 billion parameters, and takes 18 bytes of each
     in mixed precision."""

@@ -317,6 +317,30 @@ def test_bad_files(here, name, content, words):
     assert not list(here.glob("cache/*/index.json"))
 
 
+def test_files_that_are_not_utf8(here, capfd):
+    """Named with up to three others of their kind, with what helps; or left out."""
+    (here / "texts").mkdir()
+    for name in "abcde":
+        (here / f"texts/{name}.txt").write_bytes(b"caf\xe9 " * 9)
+    (here / "texts/good.txt").write_text("a text of letters " * 9)
+    for name in "wxyz":
+        (here / f"texts/{name}.png").write_bytes(b"\0")
+    with pytest.raises(DataError) as e:
+        prepare(["texts"], ByteTokenizer())
+    assert "; such files are a.txt, b.txt, c.txt, d.txt; iconv" in str(e.value), str(e.value)
+    assert "--skip-bad-examples leaves them out" in str(e.value)
+    left_out = "4 of 10 files are empty or not text, and left out: w.png, x.png, y.png, .."
+    assert left_out in capfd.readouterr().err
+    folder = prepare(["texts"], ByteTokenizer(), skip_bad=True)
+    assert "5 files are not UTF-8, and left out: a.txt, b.txt, c.txt, .." in capfd.readouterr().err
+    (here / "texts2").mkdir()
+    (here / "texts2/good.txt").write_text("a text of letters " * 9)
+    # the same corpus as without them
+    assert prepare(["texts2"], ByteTokenizer()) == folder
+    with pytest.raises(DataError, match="none of 1 files is UTF-8 text: a"):
+        prepare(["texts/a.txt"], ByteTokenizer(), skip_bad=True)
+
+
 def test_bad_folders_lines_and_lengths(here, monkeypatch):
     (here / "nothing").mkdir()
     with pytest.raises(DataError, match="no text in this folder"):

@@ -271,6 +271,20 @@ def test_what_is_too_long_is_counted(tmp_path):
 # --- tables and encoders --------------------------------------------------------------------------
 
 
+def test_an_answer_that_is_never_learned_is_named(tmp_path):
+    """Every example of a class is too long."""
+    lines = [dict(taskname="a", text="x", label="yes") for _ in range(3)]
+    lines += [dict(taskname="a", text="x" * 50, label="no") for _ in range(2)]
+    write_lines(tmp_path / "lines.jsonl", lines)
+    c = PromptConfig.of(config(new=("a",), task_templates=[template("a", truncate_field=None)]))
+    first_ids = c.first_ids(V)
+    summary = prompt_data.read_examples(
+        [str(tmp_path / "lines.jsonl")], c.templates, first_ids, ByteTokenizer(), 30
+    )[2]
+    assert "3 examples, 2 skipped" in summary
+    assert summary.endswith("; every example of a, label 'no' is skipped (2)")
+
+
 def test_parameters_by_the_paper():
     """h 768, two tasks of 100 virtual tokens: 153,600 (FACTS), and nothing else learns."""
     with torch.device("meta"):

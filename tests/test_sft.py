@@ -506,7 +506,7 @@ def one_device(chats, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one_device")
     text = "{{ messages[0].content }}>{% generation %}{{ messages[1].content + eos_token }}"
     template = write(folder / "t.jinja", text + "{% endgeneration %}")
-    flags = ["--sft", chats, "--chat-template", template]
+    flags = ["--sft", chats, "--chat-template", template, "--sample-prompt", "def "]
     assert run(*flags, "--out", folder / "run", "--save-every", 2, "--keep", 0) == 0
     assert (folder / "run" / "sample.txt").read_text().startswith("no sample: --chat-template")
     return flags, folder / "run"
@@ -666,7 +666,6 @@ def test_an_imported_model_keeps_its_template(families, chats, tmp_path):
     "flags, words",
     [
         (["--loss-on", "all"], "--loss-on all: needs --sft FILE"),
-        (["--skip-bad-examples"], "--skip-bad-examples"),
         (["--sft", "c", "--data", "d"], "--data d: --sft names other data"),
         (["--sft", "nowhere"], "--sft nowhere: cannot be read"),
         (["--sft", "one"], "has one conversation, and one is held out"),
@@ -713,3 +712,9 @@ def test_flops_are_those_of_the_rows(tmp_path, capsys):
         flops = step["tflops_per_device"] * 1e12 / step["tokens_per_second"]
         per_token.append([flops, step["predicted_seconds"]])
     assert per_token[0] == pytest.approx(per_token[1], rel=1e-9)
+
+
+def test_a_sample_answers_a_question_that_was_held_out(chats, tmp_path):
+    assert run("--sft", chats, "--out", tmp_path / "run") == 0
+    sample = (tmp_path / "run/sample.txt").read_text()
+    assert sample.startswith("user:\n") and "assistant:\n" in sample, sample[:100]

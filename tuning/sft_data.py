@@ -21,6 +21,7 @@ from corpus.tokenizer import CHAT_TEMPLATE
 from data import HELD_OUT
 from packing import Example, Packed
 from runtime import json_files
+from runtime.opening import first_ids
 from runtime.tokenizer_files import beside
 from sft import Chat, Conversations, message
 from tuning.chat_template import ChatError, ChatTokenizer, open_template
@@ -177,9 +178,11 @@ class ConversationData:
 
     open_data = staticmethod(open_data)
 
-    def sample_prompt(self, tokenizer) -> tuple[list[int], tuple[int, ...]]:
-        """--sample-prompt as a user's message."""
+    def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
+        """--sample-prompt as a user's message, or a question that was held out."""
         chat = open_chat(self.config, tokenizer)
-        ids = chat.prompt([message("user", self.config.sample_prompt)])
         stop_ids = (*tokenizer.stop_ids, chat.end_of_turn())
+        if self.config.sample_prompt is None:
+            return first_ids(held_out), stop_ids
+        ids = chat.prompt([message("user", self.config.sample_prompt)])
         return ids[-self.model_config.seq_length :], stop_ids
