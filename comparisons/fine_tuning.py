@@ -92,7 +92,8 @@ METHODS = {
     "LoRA, rank 8": dataclasses.replace(lora(8, 5e-3), rates=(2e-3, 5e-3, 1e-2)),
     "LoRA, rank 2": lora(2, 5e-3),
     "adapters, size 32": Method("--peft adapter", 3e-3, rates=(3e-3, 1e-2)),
-    "IA3": Method("--peft ia3", 1e-1, rates=(3e-2, 1e-1)),
+    # vectors have no weight decay, so any but the default is refused
+    "IA3": Method("--peft ia3 --weight-decay 0.1", 1e-1, rates=(3e-2, 1e-1)),
     "p-tuning": Method(
         lr=language_task.LEARNING_RATES["p-tuning"],
         style="p-tuning",

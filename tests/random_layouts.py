@@ -2,6 +2,7 @@
 data parallelism, recomputation, on up to 8 ranks.
 
     python tests/random_layouts.py [--count 200] [--first 0] [--families] [--cp] [--peft] [--fp8]
+                                  [--rows]
 
 Layout n is drawn from seed n. Each is trained for three steps and held to one device by the gate of
 parity.py.
@@ -157,6 +158,27 @@ def with_peft(drawn: dict, seed: int) -> dict:
     return drawn | {"model": drawn["model"] | flags}
 
 
+def with_rows(drawn: dict, seed: int) -> dict:
+    """The same layout, perhaps with context-parallel ranks, of a model with experts, on rows of
+    unequal lengths: no router may see what pads them."""
+    g = random.Random(-6 * 10**6 - seed)
+    if drawn["world"] <= 4 and g.random() < 0.5:
+        drawn = with_cp(drawn, seed)
+    model, layout = drawn["model"], drawn["layout"]
+    model = model | dict(sft=["-"], document_mask=False, seq_length=model["seq_length"] + 8)
+    if not model.get("num_experts"):
+        model |= draw_experts(g, model["num_layers"])
+        model["micro_batch_size"] = layout["micro_batch_size"]
+        if layout.get("cp", 1) > 1:
+            model |= dict(router="topk", capacity_factor=0.0)
+    if layout["micro_batch_size"] == 1:
+        # the plan of one short row is a tie
+        model["router"] = "topk"
+    if model["router"] == "topk":
+        model |= dict(aux_loss=g.choice([0.01, 1.0]), z_loss=g.choice([0.0, 0.1]))
+    return drawn | {"model": model}
+
+
 def with_fp8(drawn: dict, seed: int) -> dict:
     """The same layout in FP8, by a recipe drawn at random. Scales are those of a micro-batch, so
     one device takes the same ones; blocks are not cut."""
@@ -195,6 +217,7 @@ def main() -> int:
     parser.add_argument("--families", action="store_true", help="of Mistral, Qwen, Gemma, BLOOM")
     parser.add_argument("--cp", action="store_true", help="with sequences shared by ranks")
     parser.add_argument("--peft", action="store_true", help="of frozen models with adapters")
+    parser.add_argument("--rows", action="store_true", help="experts, rows of unequal lengths")
     parser.add_argument("--fp8", action="store_true", help="in FP8, by a recipe of its own each")
     args = parser.parse_args()
     failed = []
@@ -206,6 +229,8 @@ def main() -> int:
             drawn = with_cp(drawn, seed)
         if args.families:
             drawn = with_family(drawn, seed, args.cp)
+        if args.rows:
+            drawn = with_rows(drawn, seed)
         if args.peft:
             drawn = with_peft(drawn, seed)
         if args.fp8:

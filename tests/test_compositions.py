@@ -549,3 +549,9 @@ def test_random_layouts():
     """A few of `python tests/random_layouts.py`."""
     for seed in (83,):
         random_layouts.check(random_layouts.draw(seed))
+
+
+@pytest.mark.parametrize("seed", [2, *(again(seed) for seed in range(3, 12))])
+def test_random_layouts_of_experts_on_rows(seed):
+    """A few of `python tests/random_layouts.py --rows`."""
+    random_layouts.check(random_layouts.with_rows(random_layouts.draw(seed), seed))

@@ -3,6 +3,7 @@ every technique."""
 
 import dataclasses
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -562,3 +563,79 @@ def test_a_checkpoint_without_the_new_fields(tmp_path, imported):
         model, _ = load_model(imported / family / "ours")
         assert old.config == model.config
         assert torch.equal(old(TOKENS), model(TOKENS))
+
+
+# --- configurations drawn at random ---------------------------------------------------------------
+
+
+def repeated(seed: int):
+    return pytest.param(seed, marks=pytest.mark.repetition)
+
+
+CLASSES = "GPT2 Llama Mistral Qwen2 Qwen3 Gemma Bloom Mixtral".split()
+# sizes alone; everything else is the library's default
+SMALL_SIZES = {
+    "GPT2": dict(n_embd=32, n_layer=2, n_head=4, vocab_size=61, n_positions=32),
+    "Bloom": dict(hidden_size=32, n_layer=2, n_head=4, vocab_size=61),
+}
+LLAMA_SIZES = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    vocab_size=61,
+    max_position_embeddings=32,
+)
+# field -> values that somebody's folder has
+VARIED = {
+    "num_key_value_heads": [1, 2, 4],
+    "tie_word_embeddings": [True, False],
+    "hidden_act": ["silu", "gelu", "relu"],
+    "activation_function": ["gelu", "gelu_new", "relu"],
+    "attention_bias": [True, False],
+    "mlp_bias": [True, False],
+    "head_dim": [8, 12],
+    "sliding_window": [None, 4],
+    "use_sliding_window": [False, True],
+    "rms_norm_eps": [1e-5, 1e-3],
+    "layer_norm_epsilon": [1e-5, 1e-3],
+    "scale_attn_weights": [True, False],
+    "scale_attn_by_inverse_layer_idx": [True, False],
+    "reorder_and_upcast_attn": [True, False],
+    "apply_residual_connection_post_layernorm": [True, False],
+    "slow_but_exact": [True, False],
+    "num_experts_per_tok": [1, 2, 3],
+    "attention_dropout": [0.0, 0.1],
+    "n_inner": [None, 48],
+}
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(repeated(seed) for seed in range(8, 120))])
+def test_configurations_of_the_library(seed, tmp_path):
+    """The library's defaults, then with a few fields changed: the same logits, or refused with one
+    line that names a field."""
+    g = random.Random(seed)
+    name = CLASSES[seed % len(CLASSES)]
+    config = getattr(transformers, f"{name}Config")(**SMALL_SIZES.get(name, LLAMA_SIZES))
+    fields = sorted(field for field in VARIED if hasattr(config, field))
+    changed = {} if seed < len(CLASSES) else g.sample(fields, g.randint(1, 3))
+    for field in changed:
+        setattr(config, field, g.choice(VARIED[field]))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "hf")
+    try:
+        import_folder(tmp_path / "hf", tmp_path / "ours")
+    except HuggingFaceError as e:
+        assert changed and "\n" not in str(e), str(e)
+        ours_of = {"num_key_value_heads": "num_kv_heads", "num_experts_per_tok": "router_topk"}
+        names = [*changed, *(ours_of.get(field, field) for field in changed)]
+        beside = ("layer_types", "weight", "bias", "head_dim", "sliding_window")
+        assert any(word in str(e) for word in (*names, *beside)), (changed, str(e))
+        return
+    tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        got = ours(tmp_path / "ours", attention="explicit")(tokens)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max(), changed

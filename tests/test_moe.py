@@ -560,7 +560,8 @@ def test_shard_without_expert_group():
 
 def test_a_run_with_experts(tmp_path):
     """Two ranks with half of the experts each: metrics, checkpoint, sample."""
-    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 3000)
+    text = "the quick brown fox jumps over the lazy dog\n" * 3000
+    (tmp_path / "corpus.txt").write_text(text)
     flags = small_run.flags(
         model="tiny-moe",
         expert_every=1,
@@ -579,4 +580,5 @@ def test_a_run_with_experts(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [len(line["expert_load"]) for line in lines] == [2] * 4
     assert all(line["dropped_share"] == [0, 0] for line in lines)
-    assert (tmp_path / "run/sample.txt").read_text().startswith("def ")
+    # it goes on with the data's own text
+    assert (tmp_path / "run/sample.txt").read_text()[:16] in text
