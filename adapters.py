@@ -40,7 +40,7 @@ Not covered: LoRA of the embedding and the head, DoRA, quantised bases (QLoRA), 
 (PiSSA), and a rank for each layer. The library `peft` has them all; folders go there and back.
 """
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -61,8 +61,8 @@ import gpt
 import moe
 import sequence_parallel
 import tensor_parallel
+from base import terminal
 from dropout import Dropout
-from runtime import terminal
 from sharding import Shard, Sharding, set_sharding, shard_of, sharding_of
 from tuning.adapter_config import LINEARS, AdapterConfig, check, targets_of
 

@@ -1,8 +1,8 @@
 """A gallery of silent bugs: distributed training with one mechanism removed.
 
 Nothing crashes, and nearly always the loss falls. Each bug is a few lines that change this project
-(mutations/). This file trains a small GPT with the bug, beside one device without it. In float64 a
-correct layout gives one device's numbers to 1e-10, so every difference shown is the bug.
+(proof/mutations/). This file trains a small GPT with the bug, beside one device without it. In
+float64 a correct layout gives one device's numbers to 1e-10, so every difference shown is the bug.
 
     python bugs.py                  the list: name, and what is removed
     python bugs.py no-tied-sum      one bug: its code, both losses, gradients by layer, the ranks
@@ -14,7 +14,7 @@ Not covered: bugs that crash or hang, and those of precision. The watchdog and t
 for these.
 """
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -35,10 +35,10 @@ from pathlib import Path
 
 import torch
 
-import mutations
-from lessons import bug_runs, form, ranks
-from mutations import Bug
-from runtime import terminal
+from base import terminal
+from lessons import form
+from proof import bug_runs, mutations, ranks
+from proof.mutations import Bug
 
 ROOT = Path(__file__).parent
 WIDTH = form.WIDTH

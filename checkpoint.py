@@ -29,12 +29,12 @@ rank's slices and writes the copies in a thread, so that training goes on:
 
 A load does not trust the files. A flipped byte, a missing file or a short one is found and named
 before anything is loaded: the ranks share the work of hashing all files. Nothing is ever unpickled,
-so a file that somebody sent cannot execute code (runtime/checkpoint_index.py).
+so a file that somebody sent cannot execute code (checkpoints/index.py).
 
 Not covered: files per node instead of per rank, parallel writes of one rank, and copies kept in
 other nodes' memory, which production systems have."""
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -55,8 +55,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata, planner, planner_helpers
 
-from runtime import terminal
-from runtime.checkpoint_folder import (  # noqa: F401 (other files use checkpoint.steps)
+from base import terminal
+from checkpoints.folder import (  # noqa: F401 (other files use checkpoint.steps)
     assign_files,
     commit,
     find,
@@ -67,7 +67,7 @@ from runtime.checkpoint_folder import (  # noqa: F401 (other files use checkpoin
     remove_old,
     steps,
 )
-from runtime.checkpoint_index import (  # noqa: F401 (.. checkpoint.read_model)
+from checkpoints.index import (  # noqa: F401 (.. checkpoint.read_model)
     FORMAT,
     CheckpointError,
     Damaged,
@@ -78,8 +78,8 @@ from runtime.checkpoint_index import (  # noqa: F401 (.. checkpoint.read_model)
     read_index,
     read_model,
 )
-from runtime.checkpoint_ranks import agree, agreed, cause_of, gather, rank_and_world
-from runtime.tokenizer_files import (  # noqa: F401 (.. checkpoint.tokenizer_of)
+from checkpoints.ranks import agree, agreed, cause_of, gather, rank_and_world
+from checkpoints.tokenizer_files import (  # noqa: F401 (.. checkpoint.tokenizer_of)
     tokenizer_of,
     tokenizer_record,
     verify_tokenizer,

@@ -33,7 +33,7 @@ Not covered: Megatron-LM keeps an index of documents and samples per epoch on di
 permutation of the sequences is enough.
 """
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -54,6 +54,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from base import terminal
+from base.device_queue import to_device
 from corpus import token_cache
 from corpus.blend import Blend, parse_weights
 from corpus.documents import (
@@ -73,8 +75,6 @@ from corpus.lockstep import Lockstep
 from corpus.tokenizer import TokenizerError, make_tokenizer
 from corpus.workers import run_jobs
 from document_mask import documents_of
-from runtime import terminal
-from runtime.device_queue import to_device
 
 # Part of the cache key: raise it when the same text would be cached differently.
 FORMAT = "3"

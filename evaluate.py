@@ -34,7 +34,7 @@ Not covered: multiple choice whose answers share the forward pass over their con
 by context-parallel ranks.
 """
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -51,12 +51,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import generate
+from base import terminal
+from base.world import Groups
 from gpt import GPT
 from inference.answers import Detokenizer
 from inference.sampling import keys_of
 from pipeline_parallel import Pipeline
-from runtime import terminal
-from runtime.world import Groups
 
 # positions that go through the head together: their logits take 4 V bytes each
 HEAD_POSITIONS = 1024

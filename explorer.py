@@ -21,7 +21,7 @@ Not covered: measured times. `python pipeline_parallel.py` measures time lines, 
 comparisons/zero_memory.py bytes.
 """
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -34,11 +34,12 @@ import json
 from pathlib import Path
 
 import schedules
+from base import terminal
 from comparisons import style
 from page import formulas, translate
 from routers import MoEConfig
-from runtime import refusal, terminal
-from runtime.presets import PRESETS
+from run import refusal
+from run.presets import PRESETS
 
 ROOT = Path(__file__).parent
 PAGE = ROOT / "page"

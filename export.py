@@ -27,7 +27,7 @@ has given the logits of generate.py. This needs: pip install onnx onnxscript onn
 Not covered: graphs of int8; a cache that is written in place (onnxruntime-genai), where this one is
 copied at every step; experts, whose sizes depend on the data."""
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -49,6 +49,7 @@ from torch.export import Dim
 
 import generate
 import gpt
+from base import terminal
 from checkpoint import CheckpointError
 from corpus.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, save_files
 from gpt import GPT
@@ -60,7 +61,6 @@ from inference.onnx_session import ExportError, Session, need
 from local_attention import LocalBias
 from model_config import GPTConfig
 from prompts.prompt_data import PromptError
-from runtime import terminal
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 # how far a logit may be from generate.py's, relative to the largest logit

@@ -28,7 +28,7 @@ Not covered: continuous batching (new prompts join a batch that is decoding), sp
 a cache in 8 bits. Serving systems such as vLLM and TensorRT-LLM have them.
 """
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gpt
+from base import terminal
 from gpt import GPT
 from inference import cuda_graphs
 from inference.batches import (
@@ -59,7 +60,6 @@ from inference.kv_cache import Cache, CacheSlot, caching
 from inference.pipelined import PipelinedDecoder, Ring
 from inference.sampling import SamplingParams, keys_of, sample
 from pipeline_parallel import Pipeline
-from runtime import terminal
 
 
 def decode(

@@ -2,7 +2,7 @@
 
 A model of `transformers` is a folder with config.json, safetensors files and a tokenizer. Its
 tensors hold the same numbers as ours under other names, some transposed or side by side in one
-matrix (the tables are in runtime/architectures.py). Import reads a view of their tensor, export
+matrix (the tables are in exchange/architectures.py). Import reads a view of their tensor, export
 fills the same view, so nothing is computed and, in float32, nothing is rounded:
 
     blocks.0.attention.key.weight [h, h]  =  c_attn.weight [h, 3h], columns h .. 2h, transposed
@@ -20,7 +20,7 @@ Not covered: other architectures, other scalings of rotary positions than Llama 
 by many ranks on GPUs, all of which Megatron Bridge has. One process is enough here, because a
 checkpoint loads under any layout."""
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -45,6 +45,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import checkpoint
+from base import json_files, terminal
+from checkpoints.index import check_sizes, read_header
+from checkpoints.tokenizer_files import beside
 from corpus.tokenizer import (
     BUILT_IN,
     CHAT_TEMPLATE,
@@ -57,9 +60,7 @@ from corpus.tokenizer import (
     special_ids,
 )
 from corpus.tokenizer_json import as_bytes, files_of
-from routers import MoEConfig
-from runtime import json_files, terminal
-from runtime.architectures import (
+from exchange.architectures import (
     Architecture,
     HuggingFaceError,
     Location,
@@ -68,9 +69,8 @@ from runtime.architectures import (
     their_tensors,
     unstack_experts,
 )
-from runtime.checkpoint_index import check_sizes, read_header
-from runtime.hf_config import architecture_of, to_gpt_config, to_hf_config
-from runtime.tokenizer_files import beside
+from exchange.hf_config import architecture_of, to_gpt_config, to_hf_config
+from routers import MoEConfig
 from sharding import num_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

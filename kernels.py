@@ -59,8 +59,7 @@ import cross_entropy as plain
 import gpt
 import moe
 import tensor_parallel
-from dropout import dropout_mask
-from runtime.cuda_kernels import (
+from base.cuda_kernels import (
     LONGEST,
     VECTOR,
     check,
@@ -78,6 +77,7 @@ from runtime.cuda_kernels import (
     vector_elements,
     why_not,
 )
+from dropout import dropout_mask
 
 # --- norms ----------------------------------------------------------------------------------------
 

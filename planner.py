@@ -25,7 +25,7 @@ Not covered: times of single kernels and of each matrix size (Calculon, arXiv 23
 on GPUs, the time to launch kernels, which is most of a tiny model's step.
 """
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # what is imported below takes seconds, and Ctrl-C may come meanwhile.
@@ -36,13 +36,14 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from base import terminal
 from planning import shared
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import Layout, Machine, Software
 from planning.layouts import layouts
 from planning.memory import bias_heads, is_fused, memory
 from routers import MoEConfig
-from runtime import sizes, terminal
+from run import sizes
 
 # --- what a layer reads and writes ----------------------------------------------------------------
 #

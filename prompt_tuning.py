@@ -29,7 +29,7 @@ Not covered: T5, and training on with the encoder of a task that was learned bef
 here an existing task is a table.
 """
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -47,8 +47,8 @@ import checkpoint
 import gpt
 import sharding
 import tensor_parallel
+from base import terminal
 from prompts.prompt_data import PromptConfig, PromptError, PTuning
-from runtime import terminal
 from sharding import Shard, shard_parameter
 
 # A prompt parameter's global name is this, and its name in VirtualPrompts.

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from base.attention_kernels import kernel_for
 from dropout import Dropout, dropout_mask
-from runtime.attention_kernels import kernel_for
 
 
 def own_positions(s: int, rank: int, n: int, device=None) -> Tensor:

@@ -44,12 +44,12 @@ from torch import Tensor
 
 import generate
 import sequence_parallel
+from base.world import Groups
 from data import Batch, Dataset
 from gpt import GPT
 from inference.batches import DecodeBatch
 from packing import first_fit
 from pipeline_parallel import Pipeline
-from runtime.world import Groups
 
 
 class Answer(NamedTuple):

@@ -37,8 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recompute
+from base.device_queue import number
 from model_config import FieldError, GPTConfig
-from runtime.device_queue import number
 
 # --- configuration --------------------------------------------------------------------------------
 

@@ -14,10 +14,10 @@ The layout changes nothing but speed and memory. Nothing else depends on it:
     loss                Σ token losses / counted tokens of the global batch, no mean of means
 
 With experts this holds for one --micro-batch-size: routers balance within a micro-batch. What a run
-needs beside this file stands in runtime/: flags, ranks, resuming, messages, the output folder.
+needs beside this file stands in run/: flags, resuming, messages, the output folder.
 """
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # Ctrl-C may come while PyTorch is imported
@@ -42,17 +42,18 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 import zero_bubble
+from base import terminal
+from base.device_queue import number
+from base.world import Groups
 from dropout import dropout_key
 from gpt import GPT
 from gradients import GradientAccumulator, LossScaler, accumulation_dtype
 from optimizer import AdamW, learning_rate
-from runtime import launch, terminal
-from runtime.config import DTYPES, Config
-from runtime.device_queue import number
-from runtime.hooks import RunHooks
-from runtime.saving import RunCheckpoints
-from runtime.training_run import TrainingRun
-from runtime.world import Groups
+from run import launch
+from run.config import DTYPES, Config
+from run.hooks import RunHooks
+from run.saving import RunCheckpoints
+from run.training_run import TrainingRun
 from tuning.mixins import mixins
 
 

@@ -15,7 +15,7 @@ nothing else. But (a + b) + c is not a + (b + c): each sum is rounded. So there 
     python verify.py --metrics A/metrics.jsonl --against B/metrics.jsonl -- FLAGS OF BOTH
                   whether the losses of two runs of yours differ by no more than the band
 
-The model is made small (lessons/shrink.py), so all this takes seconds. What a layout does to it
+The model is made small (proof/shrink.py), so all this takes seconds. What a layout does to it
 stays: ranks of each kind, uneven stages, grouped heads, dropout, experts, schedule, micro-batches.
 
 The band at step t is twice the largest relative difference of two of the 6 runs, up to step t; the
@@ -35,7 +35,7 @@ Exit status: 0 equal and inside the band, 1 not, 2 for flags that train.py refus
 Not covered: CUDA kernels, NCCL, torch.compile, the reading of data, prompt learning.
 """
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -53,15 +53,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpt
+from base import terminal
 from float8 import Quantised, product_dtype
-from lessons import ranks
-from lessons.parity import Result, Run, first_difference, largest_difference, train
-from lessons.shrink import described, one_device, shrink
-from lessons.synthetic import Synthetic
-from runtime import flags, learning_rates, rules, terminal
-from runtime.config import Config, ConfigError
-from runtime.launch import REFUSED
-from runtime.metrics import MetricsError, read_metrics
+from proof import ranks
+from proof.parity import Result, Run, first_difference, largest_difference, train
+from proof.shrink import described, one_device, shrink
+from proof.synthetic import Synthetic
+from run import flags, learning_rates, rules
+from run.config import Config, ConfigError
+from run.launch import REFUSED
+from run.metrics import MetricsError, read_metrics
 
 # of the band
 RUNS = 6
@@ -355,7 +356,7 @@ def attempt(args: argparse.Namespace, train_flags: list[str], mutate) -> bool:
 
 
 def main(argv: list[str] | None = None, mutate=None) -> int:
-    """Returns the exit status. mutate: breaks the layout, as in lessons/parity.py."""
+    """Returns the exit status. mutate: breaks the layout, as in proof/parity.py."""
     argv = sys.argv[1:] if argv is None else argv
     own = argv[: argv.index("--")] if "--" in argv else argv
     parser = make_parser()
@@ -368,7 +369,7 @@ def main(argv: list[str] | None = None, mutate=None) -> int:
         parser.error("--steps 0: without a band there is nothing to compare --metrics with")
     if args.repeats and (len(args.repeats) < 2 or not args.metrics):
         parser.error("--repeats: takes two runs or more, beside --metrics and --against")
-    ranks.preload("train", "lessons.parity")
+    ranks.preload("train", "proof.parity")
     try:
         return 0 if attempt(args, argv[len(own) + 1 :], mutate) else 1
     except REFUSED as e:

@@ -29,8 +29,9 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 from dropout import dropout_key
-from lessons import demo, ranks
+from lessons import demo
 from model_config import GPTConfig
+from proof import ranks
 
 # the first two have 5as/h of 106.7 and 80
 SHAPES = {

@@ -44,9 +44,10 @@ import recompute
 import ring_attention
 import sharding
 import train
-from lessons import demo, ranks
+from base.world import Groups, keep_freed_memory
+from lessons import demo
 from model_config import GPTConfig
-from runtime.world import Groups, keep_freed_memory
+from proof import ranks
 
 SHAPE = dict(
     model="gpt2",

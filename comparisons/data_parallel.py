@@ -26,8 +26,8 @@ from report import spread
 from single_device import Random
 
 import train
-from lessons import ranks
-from runtime.world import Groups, keep_freed_memory
+from base.world import Groups, keep_freed_memory
+from proof import ranks
 
 SHAPE = dict(
     model="gpt2",

@@ -50,13 +50,14 @@ import adapters
 import checkpoint
 import gpt
 import train
+from base import json_files
+from base.world import Groups
 from comparisons import prompt_tuning as language_task
 from comparisons.prompt_tuning import Experiment, as_argv, write_settings
 from inference import loading
 from model_config import GPTConfig
 from prompts import prompt_data
-from runtime import flags, json_files, rules
-from runtime.world import Groups
+from run import flags, rules
 from tuning.adapter_config import AdapterConfig
 from tuning.adapter_learning import adapter_config
 

@@ -42,11 +42,11 @@ from torch import Tensor
 import data
 import float8
 import train
+from base.world import Groups, keep_freed_memory
 from corpus.tokenizer import ByteTokenizer
 from float8 import E4M3, E5M2, Format, Quantised
 from fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
 from model_config import LINEARS
-from runtime.world import Groups, keep_freed_memory
 
 
 @dataclass(frozen=True)

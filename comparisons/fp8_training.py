@@ -35,8 +35,8 @@ import torch
 import data
 import fp8_scaling
 import train
+from base.world import Groups, keep_freed_memory
 from corpus.tokenizer import ByteTokenizer
-from runtime.world import Groups, keep_freed_memory
 
 CASES = {
     "bf16": {},

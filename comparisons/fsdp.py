@@ -36,8 +36,9 @@ from torch.distributed.fsdp import fully_shard
 import fsdp
 import sharding
 import train
-from lessons import demo, ranks
-from runtime.world import Groups, keep_freed_memory
+from base.world import Groups, keep_freed_memory
+from lessons import demo
+from proof import ranks
 
 SHAPE = dict(
     model="llama2-7b",

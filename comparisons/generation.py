@@ -32,9 +32,9 @@ import generate
 import gpt
 import huggingface
 import sharding
+from base.world import keep_freed_memory
 from inference import packing
 from model_config import GPTConfig
-from runtime.world import keep_freed_memory
 
 CASES = {
     "small": GPTConfig(num_layers=4, hidden_size=256, num_heads=8, seq_length=1024, vocab_size=257),

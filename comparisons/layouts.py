@@ -18,7 +18,7 @@ nobody waits for its sample of text.
 
 Peak memory is the bytes of tensors on the rank that has most. On CPUs train.py reports the peak of
 the process, in which libraries and gloo's buffers hide the layout. There, in the first round, the
-tensors that live in the first two steps are counted instead (runtime/counters.py).
+tensors that live in the first two steps are counted instead (planning/counters.py).
 
 The losses of all steps must be those of one device: to 1e-4 in fp32, 2e-2 in bf16. Rows marked with
 * compute something else: those with experts are compared with each other, those with bf16 moments
@@ -41,9 +41,9 @@ import torch
 from report import format_spread, median, spread
 
 import train
+from planning.counters import LiveTensors
 from planning.try_layouts import EarlyEndError, run
-from runtime import training_run
-from runtime.counters import LiveTensors
+from run import training_run
 
 ROOT = Path(__file__).parent.parent
 # (name, flags). The ranks that --tp and --pp leave are data-parallel; their number goes in front of

@@ -38,11 +38,12 @@ import gpt
 import moe
 import sharding
 import train
+from base.world import Groups, keep_freed_memory
 from corpus.tokenizer import ByteTokenizer
-from lessons import demo, ranks
+from lessons import demo
 from model_config import GPTConfig
-from runtime.sizes import flops_per_token
-from runtime.world import Groups, keep_freed_memory
+from proof import ranks
+from run.sizes import flops_per_token
 
 SMALL = dict(
     model="tiny",

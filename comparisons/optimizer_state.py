@@ -21,8 +21,8 @@ import torch
 
 import data
 import train
+from base.world import Groups, keep_freed_memory
 from corpus.tokenizer import ByteTokenizer
-from runtime.world import Groups, keep_freed_memory
 
 TOY = dict(model="tiny", num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=64)
 # sequences of the held-out loss

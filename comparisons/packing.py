@@ -28,10 +28,10 @@ import style
 import torch
 
 import train
+from base.world import Groups
 from data import Batch
 from packing import Example, Packed
-from runtime.config import Config
-from runtime.world import Groups
+from run.config import Config
 
 
 class Padded(Packed):

@@ -33,9 +33,10 @@ from torch import Tensor, nn
 import pipeline_parallel
 import schedules
 import train
+from base.world import Groups, keep_freed_memory
 from cross_entropy import cross_entropy
-from lessons import demo, ranks
-from runtime.world import Groups, keep_freed_memory
+from lessons import demo
+from proof import ranks
 from schedules import Cost, Event
 
 V = 257

@@ -28,7 +28,7 @@ from planning import rows as published
 from planning.inputs import A100, H200, SOFTWARE, Layout, Machine
 from planning.rows import Row
 from routers import MoEConfig
-from runtime.presets import PRESETS
+from run.presets import PRESETS
 from schedules import IDLE
 
 TOKENS = 300e9

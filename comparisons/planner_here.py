@@ -26,10 +26,9 @@ from layouts import ALWAYS, SHAPES, layouts
 from report import format_spread, median, spread
 
 import planner
-from planning import measure, try_layouts
+from planning import measure, plan, try_layouts
 from planning.inputs import Machine, software_of
-from runtime import flags as train_flags
-from runtime import plan
+from run import flags as train_flags
 
 # name -> flags over those of comparisons/layouts.py
 MODELS = {"8 layers of 256": "", "4 layers of 512": "--num-layers 4 --hidden-size 512"}

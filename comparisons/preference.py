@@ -54,11 +54,12 @@ from torch import Tensor
 import checkpoint
 import preference
 import sharding
+from base import json_files
+from base.world import Groups
 from comparisons.prompt_tuning import as_argv, run_train
 from inference import loading
 from rollout import write_answers
-from runtime import flags, json_files
-from runtime.world import Groups
+from run import flags
 from sft import Chat, message
 from tuning.prompt_set import Question, open_prompts
 

@@ -25,7 +25,7 @@ import checkpoint
 import sharding
 from lessons import demo
 from model_config import GPTConfig
-from runtime.presets import PRESETS
+from run.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 TOY = dict(num_layers=2, hidden_size=64, num_heads=4, seq_length=256, vocab_size=257)

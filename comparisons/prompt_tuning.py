@@ -42,10 +42,10 @@ import gpt
 import prompt_tuning
 import sharding
 import train
+from base import json_files
 from corpus import documents
 from inference import loading
 from prompts import prompt_data, prompt_file
-from runtime import json_files
 from tuning.frozen_base import fingerprint
 
 SITE = Path(torch.__file__).parent.parent

@@ -40,6 +40,7 @@ import data
 import generate
 import gpt
 import quantization
+from base.world import keep_freed_memory
 from checkpoint import CheckpointError
 from corpus.tokenizer import TokenizerError
 from huggingface import HuggingFaceError
@@ -48,8 +49,7 @@ from inference.loading import find_tokenizer, load_model, open_model
 from lessons import demo
 from model_config import FieldError
 from quantization import Int4Matrix, Int8Matrix
-from runtime.config import Config
-from runtime.world import keep_freed_memory
+from run.config import Config
 
 # (dtype, packs a model for so many texts)
 KINDS = {

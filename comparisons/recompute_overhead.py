@@ -24,10 +24,10 @@ import torch.distributed as dist
 from activation_memory import parallel_layer
 from torch.utils.flop_counter import FlopCounterMode
 
+from base.world import keep_freed_memory
 from dropout import dropout_key
-from lessons import ranks
 from model_config import GPTConfig
-from runtime.world import keep_freed_memory
+from proof import ranks
 
 # row: (sequence parallelism, recompute, the paper's milliseconds of forward, and of backward)
 ROWS = {

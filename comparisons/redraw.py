@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 # the root first: lessons and comparisons share names
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from runtime import terminal  # noqa: E402
+from base import terminal  # noqa: E402
 
 # NAME.json: the comparison whose `draw` reads it
 DRAWN_BY = {

@@ -37,9 +37,9 @@ import torch
 import torch.distributed as dist
 
 import train
-from lessons import ranks
+from base.world import Groups, keep_freed_memory
+from proof import ranks
 from rollout import write_answers
-from runtime.world import Groups, keep_freed_memory
 
 SHAPE = dict(
     model="gpt2",

@@ -1,4 +1,4 @@
-"""Every silent bug of mutations/ for 100 steps, beside one device without it.
+"""Every silent bug of proof/mutations/ for 100 steps, beside one device without it.
 
     python comparisons/silent_bugs.py [--steps 100] [--seeds 3] [--toy] [--out DIR] [--figures DIR]
         [--bugs NAME ...]     measures these and keeps the others of DIR: in float64 a row is the
@@ -31,9 +31,8 @@ import report
 import style
 import torch
 
-import mutations
-from lessons import bug_runs, ranks
-from lessons.bug_runs import late
+from proof import bug_runs, mutations, ranks
+from proof.bug_runs import late
 
 # steps of which a point of a curve is the mean
 POINT = 4
@@ -264,7 +263,7 @@ def row_of_table(name: str, row: dict) -> str:
 
 
 def tables(results: dict) -> dict[str, str]:
-    """Kind -> table in Markdown, bugs in their order in mutations/."""
+    """Kind -> table in Markdown, bugs in their order in proof/mutations/."""
     head = [
         "| bug | loss, step 1 | loss, late | held out | norm | gradients | ranks |",
         "|---|---|---|---|---|---|---|",

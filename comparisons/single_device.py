@@ -10,7 +10,7 @@ train.py makes on CPUs. A ratio is the median over rounds of their seconds over 
 keeps fp32 masters and moments; theirs trains in plain bf16, which is less work.
 
 The peak of matrix multiplications is measured in every round. Our share of it is model FLOPs
-(runtime.sizes.flops_per_token) over the time of forward and backward. The optimizer's time stands
+(run.sizes.flops_per_token) over the time of forward and backward. The optimizer's time stands
 apart.
 
     python comparisons/single_device.py --other FOLDER
@@ -34,12 +34,13 @@ from report import median, spread, timed
 
 import data
 import train
-from lessons import demo, ranks
+from base.world import Groups, keep_freed_memory
+from lessons import demo
 from model_config import GPTConfig
-from runtime.config import DTYPES
-from runtime.metrics import mfu
-from runtime.sizes import flops_per_token
-from runtime.world import Groups, keep_freed_memory
+from proof import ranks
+from run.config import DTYPES
+from run.metrics import mfu
+from run.sizes import flops_per_token
 
 CASES = {
     "small": dict(
@@ -73,7 +74,7 @@ import json, sys
 sys.path.insert(1, "comparisons")
 import torch, train
 from report import timed
-from runtime.world import Groups, keep_freed_memory
+from base.world import Groups, keep_freed_memory
 from single_device import Random
 fields, device, threads = json.loads(sys.argv[1])
 torch.set_num_threads(threads)

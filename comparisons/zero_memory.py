@@ -24,9 +24,9 @@ from single_device import Random
 
 import fsdp
 import train
-from lessons import ranks
+from base.world import Groups
 from lessons.fsdp import held_bytes
-from runtime.world import Groups
+from proof import ranks
 
 SHAPE = dict(
     model="gpt2",

@@ -27,8 +27,8 @@ from fractions import Fraction
 
 import torch
 
+from base import terminal
 from corpus.documents import DataError, fingerprint, printable
-from runtime import terminal
 
 
 def parse_weights(names: list[str]) -> list[tuple[Fraction | None, list[str]]]:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime import json_files, terminal
+from base import json_files, terminal
 
 # A piece of a file: its path and two offsets in bytes. No second offset: up to the file's end.
 Piece = tuple[Path, int, int | None]

@@ -32,8 +32,8 @@ from pathlib import Path
 
 import numpy as np
 
+from base import json_files, terminal
 from corpus.documents import DataError, cause, file_hash, printable
-from runtime import json_files, terminal
 
 # Bytes of tokens.npy that one SHA-256 covers.
 BLOCK_BYTES = 64 * 2**20

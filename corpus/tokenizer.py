@@ -35,7 +35,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from runtime import json_files, terminal
+from base import json_files, terminal
 
 # The end-of-text tokens of published models, for a tokenizer file that stands alone.
 EOT_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")

@@ -27,8 +27,8 @@ import itertools
 import json
 import sys
 
+from base import terminal
 from corpus.tokenizer import TokenizerError, make_tokenizer
-from runtime import terminal
 
 END_OF_TEXT = "<|endoftext|>"
 # bytes that are printable characters of Latin-1: ! to ~, ¡ to ¬, ® to ÿ

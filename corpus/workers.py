@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from runtime import terminal
+from base import terminal
 
 
 def run_jobs(work: Callable[..., int], jobs: list[tuple], workers: int, show: bool) -> None:

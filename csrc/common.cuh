@@ -23,7 +23,7 @@
 // warp read different words of one bank.
 //
 // A launcher, extern "C", takes addresses and numbers and returns nullptr or an error message.
-// runtime/extensions.py calls it through ctypes. No PyTorch header is included, and the build is
+// base/extensions.py calls it through ctypes. No PyTorch header is included, and the build is
 // short.
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>

@@ -14,7 +14,7 @@ have the same size, ceil(size / n), and what is missing at the end is filled wit
 An all-gather sends each rank's tensor to all ranks. It is one call:
 `dist.all_gather(parts, part, group=group)` fills `parts`, a list of n tensors like `part`.
 
-Read         gpt.py once; the top of lessons/ranks.py, for what runs your code on two ranks
+Read         gpt.py once; the top of proof/ranks.py, for what runs your code on two ranks
 Paper        Megatron-LM, arXiv 1909.08053, section 3: weights, cut by columns or by rows
 Not yet      `shard_of` and `gather` in sharding.py
 Check        python exercises/check.py 1

@@ -30,11 +30,11 @@ sys.path.insert(0, str(FOLDER.parent))
 
 import torch.distributed as dist  # noqa: E402
 
+from base import terminal  # noqa: E402
 from exercises import cuda_grader  # noqa: E402
 from exercises.graders import EXERCISES  # noqa: E402
 from exercises.grading import Grade, Watch, grade_on_rank  # noqa: E402
-from lessons import ranks  # noqa: E402
-from runtime import terminal  # noqa: E402
+from proof import ranks  # noqa: E402
 
 
 class Answer(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runtime import extensions
+from base import extensions
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))

@@ -35,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.collectives import KINDS
+from base.collectives import KINDS
 
 # of the largest number of a tensor: the gate of the tests, in float64
 TOLERANCE = 1e-10

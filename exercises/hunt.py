@@ -2,8 +2,8 @@
 
 A silent bug of distributed training shows in few places: the loss of the first step, the losses
 after it, the gradients of some layers, or ranks that no longer hold the same. Where it does *not*
-show tells as much. Each hunt trains a small model in float64 on two ranks, with a bug of mutations/
-in it, beside one device. You name what is missing.
+show tells as much. Each hunt trains a small model in float64 on two ranks, with a bug of
+proof/mutations/ in it, beside one device. You name what is missing.
 
     python exercises/check.py hunt 1                    prints the symptoms, and asks
     python exercises/check.py hunt 1 --answer no-g      answers
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-import mutations
-from lessons.parity import Result, train
+from proof import mutations
+from proof.parity import Result, train
 
 # relative: what is more than rounding
 TOLERANCE = 1e-10

@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 import adapters
+from base.world import Groups
 from generate import stages_of
 from inference.loading import build_stages
 from routers import MoEConfig
-from runtime.config import ConfigError, as_flags
-from runtime.world import Groups
+from run.config import ConfigError, as_flags
 from sharding import named_parameters, set_sharding, sharding_of
 from tuning.adapter_config import LINEARS, AdapterConfig
 from tuning.adapter_files import Adapter, check_base, check_fields, merge, open_adapter

@@ -18,12 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from base.world import World
 from corpus.tokenizer import TokenizerError, prompt_ids
 from generate import stream
 from inference.batches import NewToken
 from inference.sampling import keys_of
 from prompts.prompt_data import PromptError, read_lines
-from runtime.world import World
 
 
 class GenerationTimer:

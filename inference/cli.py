@@ -17,7 +17,7 @@ output that cannot be written, with 1; Ctrl-C with 130.
 Not covered: a server. These commands generate for one person, or for one file.
 """
 
-from runtime import interrupts
+from base import interrupts
 
 if __name__ == "__main__":
     # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
@@ -40,6 +40,8 @@ import moe
 import pipeline_parallel
 import quantization
 import tensor_parallel
+from base import terminal
+from base.world import World, WorldError
 from corpus.tokenizer import TokenizerError, prompt_ids
 from generate import check_options, stages_of
 from inference import generation_config
@@ -56,9 +58,7 @@ from inference.packing import pack
 from model_config import divisors
 from prompts.prompt_data import PromptError
 from routers import MoEConfig
-from runtime import terminal
-from runtime.config import DTYPES, ConfigError, as_flags, multiply_in
-from runtime.world import World, WorldError
+from run.config import DTYPES, ConfigError, as_flags, multiply_in
 from sft import message
 from tuning.chat_template import ChatError
 

@@ -28,14 +28,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from base import terminal
+from base.world import World
 from corpus.documents import DataError, find_files, read_documents
 from corpus.tokenizer import begin_id
 from evaluate import Evaluator
 from inference import cli
 from inference.loading import find_chat
-from runtime import terminal
-from runtime.config import ConfigError
-from runtime.world import World
+from run.config import ConfigError
 
 SECONDS_OF_SILENCE = 10
 # flags that say nothing to --perplexity

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import checkpoint
 import huggingface
-from runtime import json_files
-from runtime.config import ConfigError
-from runtime.tokenizer_files import beside
+from base import json_files
+from checkpoints.tokenizer_files import beside
+from run.config import ConfigError
 
 FILE = "generation_config.json"
 # of generate.py, for a model without such a file

@@ -32,11 +32,11 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
+from base import terminal
 from corpus.tokenizer import FileTokenizer, begin_id
 from evaluate import Evaluator, Request, check, encode_pair
 from generate import check_options
-from runtime import terminal
-from runtime.config import ConfigError
+from run.config import ConfigError
 from sft import Chat
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,11 +25,11 @@ import moe
 import pipeline_parallel
 import sharding
 import tensor_parallel
+from base.world import Groups
+from checkpoints.tokenizer_files import beside
 from corpus.tokenizer import CHAT_TEMPLATE, TokenizerError, make_tokenizer
 from gpt import GPT
 from routers import MoEConfig
-from runtime.tokenizer_files import beside
-from runtime.world import Groups
 from sft import Chat
 from sharding import shard_of, sharding_of
 from tuning.chat_template import ChatTokenizer, open_template

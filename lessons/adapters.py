@@ -14,9 +14,10 @@ import gpt
 import sharding
 import tensor_parallel
 from gradients import GradientAccumulator
-from lessons import demo, form, ranks
-from mutations import adapters as bugs
+from lessons import demo, form
 from optimizer import AdamW
+from proof import ranks
+from proof.mutations import adapters as bugs
 from tuning.adapter_config import LINEARS, AdapterConfig, num_parameters
 
 WITHOUT = {"f": bugs.no_lora_f, "scale": bugs.no_lora_scale}

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 import checkpoint
-from lessons import form, ranks
-from runtime.checkpoint_folder import folder_name
+from checkpoints.folder import folder_name
+from lessons import form
+from proof import ranks
 from sharding import Shard, Sharding, local_slice, set_sharding, shard_of
 
 

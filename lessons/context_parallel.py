@@ -9,8 +9,9 @@ import torch.distributed as dist
 import context_parallel
 import sharding
 from dropout import dropout_key
-from lessons import demo, form, ranks
-from mutations import context_parallel as bugs
+from lessons import demo, form
+from proof import ranks
+from proof.mutations import context_parallel as bugs
 
 
 def in_order():

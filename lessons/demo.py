@@ -10,7 +10,7 @@ gradients. The steps that are the same in every file stand here:
     model(tokens, targets).mean().backward()
     gradients = demo.gathered_gradients(model)                # whole, on every rank
 
-Collectives are counted by `lessons.ranks.Collectives`, and written out by `format_calls`.
+Collectives are counted by `proof.ranks.Collectives`, and written out by `format_calls`.
 """
 
 import torch

@@ -11,11 +11,12 @@ from tokenizers import Tokenizer, models
 
 import evaluate
 import sharding
+from base.world import Groups
 from evaluate import Evaluator
 from inference.loading import build_stages, materialise
-from lessons import demo, form, ranks
+from lessons import demo, form
+from proof import ranks
 from routers import MoEConfig
-from runtime.world import Groups
 
 CONTEXT = 16
 CONFIG = demo.tiny_config(MoEConfig, seq_length=CONTEXT, llama=True, vocab_size=61)

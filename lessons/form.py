@@ -32,8 +32,8 @@ from collections.abc import Callable
 
 import torch
 
-from lessons import ranks
-from runtime import terminal
+from base import terminal
+from proof import ranks
 
 WIDTH = 100
 # "PREDICT  "

@@ -17,7 +17,8 @@ import sharding
 import tensor_parallel
 from float8 import E4M3, E5M2, Format, block_maxima, quantise, scale_of
 from fp8_scaling import GRADIENT, Recipe, Scaling
-from lessons import demo, form, ranks
+from lessons import demo, form
+from proof import ranks
 
 
 def no_e5m2():

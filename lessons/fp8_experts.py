@@ -12,7 +12,8 @@ from torch import Tensor
 import fp8_experts
 from float8 import E4M3, block_maxima, quantise, scale_of
 from fp8_scaling import INPUT, Recipe, Scaling
-from lessons import form, parity
+from lessons import form
+from proof import parity
 
 # tokens of a rank's micro-batch that chose one expert; the size of each
 TOKENS, H = 64, 32

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import fsdp
 import sharding
-from lessons import demo, form, ranks
-from mutations import data_parallel as bugs
+from lessons import demo, form
 from optimizer import AdamW
+from proof import ranks
+from proof.mutations import data_parallel as bugs
 
 WITHOUT = {
     "reduce-scatter": bugs.no_reduce_scatter,

@@ -17,9 +17,9 @@ from torch import Tensor
 import checkpoint
 import huggingface
 import sharding
+from exchange.architectures import Location, empty_model
 from lessons import demo, form
 from routers import MoEConfig
-from runtime.architectures import Location, empty_model
 
 H, V = 64, 257
 

@@ -9,10 +9,11 @@ import torch.distributed as dist
 import generate
 import sharding
 import tensor_parallel
-from lessons import demo, form, ranks
+from lessons import demo, form
 from local_attention import LocalBias, alibi_slopes
 from model_config import GPTConfig
-from mutations import local_attention as bugs
+from proof import ranks
+from proof.mutations import local_attention as bugs
 
 WITHOUT = {"width": bugs.window_of_one_more, "own-slopes": bugs.slopes_of_the_first_rank}
 # name -> why checks fail without it

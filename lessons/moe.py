@@ -11,8 +11,9 @@ import fsdp
 import gpt
 import moe
 import sharding
-from lessons import demo, form, ranks
-from mutations import moe as bugs
+from lessons import demo, form
+from proof import ranks
+from proof.mutations import moe as bugs
 from routers import MoEConfig
 
 WITHOUT = {

@@ -16,8 +16,9 @@ import schedules
 import sharding
 import zero_bubble
 from dropout import dropout_key
-from lessons import demo, form, ranks
-from mutations import pipeline_parallel as bugs
+from lessons import demo, form
+from proof import ranks
+from proof.mutations import pipeline_parallel as bugs
 from schedules import Action, Cost, Event
 
 WITHOUT = {"tied-sum": bugs.no_tied_sum, "loss-scale": bugs.loss_divided_twice}

@@ -15,9 +15,10 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 from gradients import GradientAccumulator
-from lessons import demo, form, ranks
-from mutations import preference as bugs
+from lessons import demo, form
 from optimizer import AdamW
+from proof import ranks
+from proof.mutations import preference as bugs
 
 WITHOUT = {
     "mask": bugs.padding_in_the_answer,

@@ -14,7 +14,7 @@ import recompute
 import sharding
 from lessons import demo, form
 from model_config import GPTConfig
-from mutations import recompute as bugs
+from proof.mutations import recompute as bugs
 
 S, B, H, A = 128, 2, 128, 4
 

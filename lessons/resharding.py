@@ -11,7 +11,8 @@ import pipeline_parallel
 import resharding
 import sharding
 import tensor_parallel
-from lessons import demo, form, ranks
+from lessons import demo, form
+from proof import ranks
 from resharding import Resharding
 from sharding import local_slice, set_sharding, sharding_of
 

@@ -12,8 +12,9 @@ from torch import Tensor
 import gpt
 import ring_attention
 from context_parallel import gather, shard
-from lessons import form, ranks
-from mutations import context_parallel as bugs
+from lessons import form
+from proof import ranks
+from proof.mutations import context_parallel as bugs
 from ring_attention import RingAttention
 
 WITHOUT = {

@@ -9,9 +9,10 @@ import torch
 
 import rollout
 import sharding
-from lessons import demo, form, ranks
+from base.world import Groups
+from lessons import demo, form
+from proof import ranks
 from rollout import Answer, Rows
-from runtime.world import Groups
 
 V, S = 16, 32
 # the token that ends an answer

@@ -13,8 +13,9 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 from dropout import dropout_key
-from lessons import demo, form, ranks
-from mutations import sequence_parallel as bugs
+from lessons import demo, form
+from proof import ranks
+from proof.mutations import sequence_parallel as bugs
 
 WITHOUT = {
     "g": bugs.no_gather_in_g,

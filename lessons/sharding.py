@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 import gpt
 import sharding
-from lessons import form, ranks
-from mutations import tensor_parallel as bugs
+from lessons import form
+from proof import ranks
+from proof.mutations import tensor_parallel as bugs
 from sharding import Shard, Sharding
 
 ROWS, COLUMNS = 6, 3

@@ -9,8 +9,9 @@ import torch.distributed as dist
 import sharding
 import tensor_parallel
 from dropout import dropout_key
-from lessons import demo, form, ranks
-from mutations import tensor_parallel as bugs
+from lessons import demo, form
+from proof import ranks
+from proof.mutations import tensor_parallel as bugs
 
 WITHOUT = {"f": bugs.no_f, "g": bugs.no_g, "own-shard": bugs.clones}
 

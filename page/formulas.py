@@ -18,7 +18,7 @@ import schedules
 import sequence_parallel
 import tensor_parallel
 from routers import MoEConfig
-from runtime import room, sizes
+from run import room, sizes
 from schedules import Action, Cost, Event
 
 # --- schedules ------------------------------------------------------------------------------------

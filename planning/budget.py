@@ -15,7 +15,7 @@ from planner import Plan, fitting
 from planning.fits import PlanError, what_would_fit
 from planning.inputs import Machine, Software
 from routers import MoEConfig
-from runtime import sizes
+from run import sizes
 
 # tokens for each parameter (Hoffmann et al., arXiv 2203.15556, section 3)
 TOKENS_PER_PARAMETER = 20

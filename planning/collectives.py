@@ -20,7 +20,7 @@
                               table of fsdp.py, with padding
     gradient norm             8 bytes over each group that shards parameters (gradients.py)
 
-`bytes` are those of the largest tensor in a call, as in lessons/ranks.py: the output of an
+`bytes` are those of the largest tensor in a call, as in proof/ranks.py: the output of an
 all-gather, the input of a reduce-scatter. The tests hold these counts to what gloo ranks send.
 
     python -m planning.collectives        what a rank of the 1T model sends in one step
@@ -39,7 +39,7 @@ from planning import shapes
 from planning.inputs import SOFTWARE, Layout, Software
 from planning.shapes import Rank, Unit
 from routers import MoEConfig
-from runtime.presets import PRESETS
+from run.presets import PRESETS
 
 
 class Collective(NamedTuple):

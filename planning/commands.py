@@ -30,6 +30,8 @@ import textwrap
 from collections.abc import Callable
 
 import planner
+from base import json_files, terminal
+from base.json_files import JSONError
 from planning import rows
 from planning.budget import TOKENS_PER_PARAMETER, size_for
 from planning.fits import gib
@@ -37,9 +39,8 @@ from planning.inputs import MACHINES, Layout, Machine, software_of
 from planning.memory import memory
 from planning.rows import RowError
 from routers import MoEConfig
-from runtime import flags, json_files, rules, sizes, terminal
-from runtime.config import MODEL_FLAGS, Config, ConfigError, flag_name
-from runtime.json_files import JSONError
+from run import flags, rules, sizes
+from run.config import MODEL_FLAGS, Config, ConfigError, flag_name
 
 DAY = 86400
 # published runs of these models; the default of --tokens

@@ -181,7 +181,7 @@ class Layout:
 
     @property
     def replica_group(self) -> str:
-        """Its name in runtime.world.Groups."""
+        """Its name in base.world.Groups."""
         return "replicas" if self.cp > 1 else "dp"
 
     def tokens(self, s: int) -> int:

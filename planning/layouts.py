@@ -1,6 +1,6 @@
 """All even layouts of a model on a number of ranks, with a global batch: train.py accepts each.
 
-Each technique's own check decides (tensor_parallel.check, ..), as in runtime/rules.py. Which sizes
+Each technique's own check decides (tensor_parallel.check, ..), as in run/rules.py. Which sizes
 divide the ranks and the batch is decided here.
 
     python -m planning.layouts      how many there are for GPT-3 175B on 1,024 ranks
@@ -147,7 +147,7 @@ def recompute_of(model: MoEConfig, cp: int, kind: str) -> list[str]:
 
 def main():
     # not above: whoever counts layouts needs no table of presets
-    from runtime.presets import PRESETS
+    from run.presets import PRESETS
 
     found = list(layouts(MoEConfig(**PRESETS["gpt3-175b"][0]), SOFTWARE["train.py"], 1024, 1536))
     print(f"gpt3-175b, 1,024 ranks, 1,536 sequences: {len(found):,} layouts, for example")

@@ -37,11 +37,11 @@ import torch.distributed as dist
 
 import gpt
 import planner
-from lessons import ranks as rank_processes
+from base import terminal
+from base.world import keep_freed_memory
 from planning.inputs import Constants, Layout, Machine, software_of
+from proof import ranks as rank_processes
 from routers import MoEConfig
-from runtime import terminal
-from runtime.world import keep_freed_memory
 
 # shares of rates that are measured, not read from a data sheet
 MEASURED = Constants(matmul=1.0, memory=1.0, node=1.0, network=1.0, wait=0.0)

@@ -36,7 +36,7 @@ from planning import shapes
 from planning.inputs import SOFTWARE, Layout, Software
 from planning.shapes import Chunk, Rank, Unit
 from routers import MoEConfig
-from runtime.presets import PRESETS
+from run.presets import PRESETS
 
 # --- what a layer keeps ---------------------------------------------------------------------------
 

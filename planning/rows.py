@@ -16,9 +16,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from base import json_files
 from planning.inputs import MACHINES, SOFTWARE, Layout, Machine, Software
 from routers import MoEConfig
-from runtime import json_files
 
 PUBLISHED = Path(__file__).parent / "published_times.json"
 # other names of a preset, in rows from elsewhere

@@ -21,7 +21,7 @@ import pipeline_parallel
 from flat_parameters import shard_dim
 from planning.inputs import Layout
 from routers import MoEConfig
-from runtime.presets import PRESETS
+from run.presets import PRESETS
 
 # --- parameters -----------------------------------------------------------------------------------
 

@@ -30,10 +30,11 @@ from pathlib import Path
 import numpy as np
 
 import planner
+from base import json_files, terminal
 from planning import measure
 from planning.inputs import Layout, Machine, software_of
-from runtime import flags, json_files, rules, terminal
-from runtime.config import LAYOUT, Config, ConfigError, flag_name
+from run import flags, rules
+from run.config import LAYOUT, Config, ConfigError, flag_name
 
 ROOT = Path(__file__).parent.parent
 # steps that do not count

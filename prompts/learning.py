@@ -3,7 +3,7 @@
     python train.py --prompt-config prompts.json --load runs/default --out runs/prompts
 
 `PromptLearning` comes before train.py's `Trainer` (tuning/mixins.py). It changes these hooks of
-runtime/hooks.py:
+run/hooks.py:
 
     open_data               JSON lines become examples with virtual tokens
     after_model_parallel    prompt_tuning.apply
@@ -28,7 +28,7 @@ from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX
 from prompts import prompt_file
 from prompts.prompt_data import PromptConfig, PromptData, PromptError, read_examples
-from runtime.finish import draw_loss
+from run.finish import draw_loss
 from sharding import shard_of, sharding_of
 from tuning.frozen_base import FrozenBase, read_base
 
@@ -36,7 +36,7 @@ from tuning.frozen_base import FrozenBase, read_base
 
 
 def open_data(config, world, tokenizer) -> tuple[PromptData, PromptData]:
-    """(training set, held-out set). config: of the run, runtime.config.Config. Raises
+    """(training set, held-out set). config: of the run, run.config.Config. Raises
     PromptError."""
     prompts, notices = PromptConfig.read_with_notices(config.prompt_config)
     for notice in notices:
@@ -114,7 +114,7 @@ def existing_tables(config: PromptConfig, identity: str) -> dict[str, Tensor]:
 
 
 class TemplateData:
-    """The hook of train.Trainer (runtime/hooks.py) for data with templates; the whole model
+    """The hook of train.Trainer (run/hooks.py) for data with templates; the whole model
     learns."""
 
     open_data = staticmethod(open_data)

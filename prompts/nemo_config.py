@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from runtime import json_files
+from base import json_files
 
 # Keys beside task_templates that are about other things; flags of train.py stand for some of them.
 ELSEWHERE = {

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from msgspec import Meta, Struct, field
 
+from base import json_files, terminal
 from data import Batch, Dataset
 from prompts import nemo_config
-from runtime import json_files, terminal
 
 STYLES = ("prompt-tuning", "p-tuning", "inference", "fine-tuning")
 ENCODERS = ("mlp", "lstm", "tpmlp")

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from base import json_files, terminal
 from prompts.prompt_data import PromptConfig, PromptError, Template
-from runtime import json_files, terminal
 
 
 class Metadata(Struct):

@@ -191,8 +191,8 @@ def make_folder() -> None:
     import checkpoint
     import huggingface
     import sharding
+    from exchange.architectures import empty_model
     from routers import MoEConfig
-    from runtime.architectures import empty_model
 
     for name, fields in (
         ("gpt2", {}),
@@ -479,7 +479,7 @@ KINDS = {
             Reading(
                 "run/metrics.jsonl",
                 [changed_line, changed_bytes],
-                [(program("runtime.metrics"), ["run"]), RESUME],
+                [(program("run.metrics"), ["run"]), RESUME],
             )
         ],
     ),

@@ -11,7 +11,7 @@ import pytest
 import shortened
 import torch
 
-from lessons import ranks
+from proof import ranks
 
 # torch.compile keeps code on the disk under a key without the processor's vector width: after a run
 # with 16 lanes, one with 8 (ATEN_CPU_CAPABILITY=avx2) took the code for 16 and computed other

@@ -20,7 +20,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from runtime import extensions
+from base import extensions
 
 FLAGS = [
     "-O1",

@@ -2,10 +2,10 @@
 
     same(train(world=4, micro_batch_size=1), train())
 
-`train` runs a few steps of any configuration on `world` ranks (lessons/parity.py).
+`train` runs a few steps of any configuration on `world` ranks (proof/parity.py).
 """
 
-from lessons.parity import (
+from proof.parity import (
     LLAMA,
     SMALL,
     Result,
@@ -14,7 +14,7 @@ from lessons.parity import (
     train,
     train_each,
 )
-from lessons.synthetic import Documents, Prompted, Synthetic, SyntheticPairs
+from proof.synthetic import Documents, Prompted, Synthetic, SyntheticPairs
 
 __all__ = [
     "LLAMA",

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import generate
 from inference import packing
-from runtime import finish
+from run import finish
 from tuning import rl_files
 
 # tokens of a sample: more than the context of small_run.py

@@ -19,11 +19,11 @@ import gpt
 import huggingface
 import quantization
 import train
+from base.world import Groups
 from corpus.tokenizer import CHAT_TEMPLATE, ByteTokenizer
 from inference import adapted, cli, packing
 from inference.loading import build_stages, find_chat, load_model, open_model
-from lessons import ranks
-from runtime.world import Groups
+from proof import ranks
 from sharding import named_parameters, set_sharding, shard_of, sharding_of
 from tuning import adapter_commands, adapter_files, peft_folder
 from tuning.adapter_config import AdapterConfig

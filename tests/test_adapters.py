@@ -19,13 +19,13 @@ import adapters
 import checkpoint
 import gpt
 import train
+from base.world import Groups
 from huggingface import export_folder
-from lessons import ranks
-from lessons.parity import Run
-from runtime import rules
-from runtime.config import Config, ConfigError
-from runtime.metrics import read_metrics
-from runtime.world import Groups
+from proof import ranks
+from proof.parity import Run
+from run import rules
+from run.config import Config, ConfigError
+from run.metrics import read_metrics
 from tuning.adapter_config import METHODS, TARGETS, AdapterConfig, num_parameters
 
 

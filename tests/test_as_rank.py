@@ -1,4 +1,4 @@
-"""runtime/as_rank.py: what it says of a rank is what that rank does.
+"""planning/as_rank.py: what it says of a rank is what that rank does.
 
 Real gloo ranks train the same small model on values, and are counted by the same counters: every
 collective, every byte, every FLOP must be equal, on every rank.
@@ -16,15 +16,16 @@ import torch.distributed as dist
 
 import recompute
 import train as trainer
+from base.world import Groups
 from data import Batch
-from lessons import ranks
-from lessons.parity import LLAMA, SMALL
-from lessons.synthetic import Documents, Synthetic
-from runtime import as_rank, flags
-from runtime.config import ConfigError
-from runtime.counters import Counters, Kept
-from runtime.sizes import flops_per_token
-from runtime.world import Groups
+from planning import as_rank
+from planning.counters import Counters, Kept
+from proof import ranks
+from proof.parity import LLAMA, SMALL
+from proof.synthetic import Documents, Synthetic
+from run import flags
+from run.config import ConfigError
+from run.sizes import flops_per_token
 
 GPT = SMALL | dict(precision="fp32", micro_batch_size=1)
 LLAMA = LLAMA | dict(precision="fp32", micro_batch_size=1, dropout=0.0)

@@ -11,13 +11,13 @@ import torch
 
 import data
 import train
+from base.world import World
 from corpus import blend
 from corpus.blend import Blend, Interleave, parse_weights
 from corpus.tokenizer import ByteTokenizer
 from data import Corpus, DataError
-from runtime import opening
-from runtime.flags import parse
-from runtime.world import World
+from run import opening
+from run.flags import parse
 
 # Corpus -> number of documents.
 DOCUMENTS = {"a": 40, "b": 90, "c": 25}

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import bugs
-import mutations
-from lessons import bug_runs
+from proof import bug_runs, mutations
 
 ROOT = Path(__file__).parent.parent
 DOC = (ROOT / "docs" / "bugs.md").read_text()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import checkpoint
 import gpt
 from checkpoint import CheckpointError
-from lessons import ranks
+from proof import ranks
 from routers import MoEConfig
 from tuning.frozen_base import identifying_fields
 
@@ -422,7 +422,7 @@ def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch
     from inference import cli
 
     checkpoint.check_room("x", 4096, "cpu")
-    monkeypatch.setattr("runtime.room.memory", lambda device, ranks: 4096)
+    monkeypatch.setattr("base.devices.memory", lambda device, ranks: 4096)
     status = cli.main(["--checkpoint", str(whole_model), "--prompt", "a", "--device", "cpu"])
     err = capsys.readouterr().err
     assert status == 2 and "bytes, and cpu has 4,096 in all" in err and len(err.splitlines()) == 1
@@ -621,7 +621,7 @@ def under(rank, world, folder, steps, flags):
 
     import sharding
     import train
-    from runtime.world import Groups
+    from base.world import Groups
 
     config = train.Config(
         **LLAMA
@@ -766,7 +766,7 @@ def trained(rank, world, precision, flags, load_from, save_to, steps):
     from parity import SMALL, Synthetic
 
     import train
-    from runtime.world import Groups
+    from base.world import Groups
 
     config = train.Config(
         **SMALL

@@ -11,8 +11,8 @@ from parity import LLAMA, SMALL, differs, same, train, train_each
 import chunked_head
 import gpt
 from chunked_head import chunked_loss
-from lessons import ranks
 from model_config import FieldError
+from proof import ranks
 from sharding import Shard, Sharding, gather, shard_of
 
 # 8 sequences of 16 tokens: 7 does not divide them, and 257 is divided by no t; GPT's matrix is tied

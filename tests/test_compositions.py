@@ -10,11 +10,11 @@ import torch
 from parity import LLAMA, SMALL, differs, put_together, same, train, train_each
 
 import moe
-import mutations
 import optimizer
 import train as trainer
-from lessons.parity import first_difference
-from lessons.synthetic import Ragged
+from proof import mutations
+from proof.parity import first_difference
+from proof.synthetic import Ragged
 
 
 def again(*values, **options):

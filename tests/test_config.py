@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import small_run
 
+from base import devices
 from inference.cli import check_layout
 from routers import MoEConfig
-from runtime import config, room, rules
-from runtime.config import Config, ConfigError
-from runtime.flags import parse
+from run import config, room, rules
+from run.config import Config, ConfigError
+from run.flags import parse
 
 
 def test_flags_over_toml_over_the_run_over_defaults(tmp_path, monkeypatch):
@@ -210,7 +211,7 @@ def test_what_no_memory_can_hold_is_refused_at_once(tmp_path, monkeypatch, capfd
     import train
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(room, "memory", lambda device, ranks: 24 * 2**30)
+    monkeypatch.setattr(devices, "memory", lambda device, ranks: 24 * 2**30)
     assert train.main(["--device", "cpu", *flags]) == 2
     error = capfd.readouterr().err.splitlines()
     assert len(error) == 1 and all(word in error[0] for word in words), error

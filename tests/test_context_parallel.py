@@ -17,13 +17,14 @@ from parity import LLAMA, SMALL, Synthetic, same, train, train_each
 
 import context_parallel
 import recompute
-from lessons import demo, parity, ranks
+from base.collectives import Collectives
+from base.world import Groups
+from lessons import demo
 from model_config import GPTConfig
 from packing import Example
-from runtime import rules
-from runtime.collectives import Collectives
-from runtime.config import Config, ConfigError
-from runtime.world import Groups
+from proof import parity, ranks
+from run import rules
+from run.config import Config, ConfigError
 from sft import Conversations
 from train import Trainer
 

@@ -24,7 +24,7 @@ import data
 from corpus import documents, token_cache
 from corpus.tokenizer import ByteTokenizer, TokenizerError, make_tokenizer
 from data import Corpus, DataError, prepare
-from lessons import ranks
+from proof import ranks
 
 TEXTS = [f"document {i}: " + "the quick brown fox, " * (i % 7 + 1) + "é" for i in range(60)]
 

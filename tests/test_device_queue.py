@@ -19,9 +19,9 @@ import fsdp
 import optimizer
 import sequence_parallel
 import train as trainer
-from lessons import ranks
-from runtime.device_queue import Moment, number, to_device, to_host
-from runtime.world import Groups
+from base.device_queue import Moment, number, to_device, to_host
+from base.world import Groups
+from proof import ranks
 
 aten = torch.ops.aten
 BASE = parity.SMALL | dict(precision="bf16", global_batch_size=4, micro_batch_size=2)

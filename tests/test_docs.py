@@ -22,7 +22,7 @@ from lessons import form
 from planning import commands as planning_commands
 from prompts import commands as prompt_commands
 from prompts.prompt_data import PromptConfig
-from runtime import flags, rules
+from run import flags, rules
 from tuning import adapter_commands
 
 ROOT = Path(__file__).parent.parent
@@ -292,7 +292,9 @@ def test_every_module_is_described():
     modules = set()
     for name in tracked():
         if re.fullmatch(
-            r"((runtime|inference|corpus|prompts|tuning|lessons|page|planning)/)?\w+\.py", name
+            r"((base|run|checkpoints|exchange|inference|corpus|prompts|tuning|lessons|page|planning|proof)/)?"
+            r"\w+\.py",
+            name,
         ):
             modules.add(name)
     missing = [name for name in modules if f"](../{name})" not in text]
@@ -307,9 +309,9 @@ def test_readme_is_one_short_page():
 
 
 def test_paths_in_prose_exist():
-    """`runtime/config` and `inference/packing.py` in prose: a module with or without its ending."""
-    folders = "runtime inference corpus prompts tuning lessons page planning comparisons".split()
-    folders.append("tests")
+    """`run/config` and `inference/packing.py` in prose: a module with or without its ending."""
+    folders = "base run checkpoints exchange inference corpus prompts tuning lessons page planning"
+    folders = f"{folders} proof comparisons tests".split()
     # but files with other endings
     pattern = rf"(?<![\w/-])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt|js|html))(?:\.py)?"
     for path in DOCS:

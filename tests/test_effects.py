@@ -15,9 +15,9 @@ import small_run
 
 import checkpoint
 import train
-from runtime.config import Config, ConfigError, flag_name
-from runtime.effects import NEEDS, NEEDS_RANKS
-from runtime.rules import validate
+from run.config import Config, ConfigError, flag_name
+from run.effects import NEEDS, NEEDS_RANKS
+from run.rules import validate
 
 TIMES = {
     *("step_seconds", "tokens_per_second", "tflops_per_device", "peak_memory_bytes"),

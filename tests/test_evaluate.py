@@ -19,13 +19,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 import evaluate
 import generate
 import sharding
+from base.world import Groups, World
 from corpus.tokenizer import ByteTokenizer
 from evaluate import Evaluator
 from inference import evaluation_commands
 from inference.loading import build_stages, find_chat, find_tokenizer, load_model, materialise
-from lessons import demo, ranks
+from lessons import demo
+from proof import ranks
 from routers import MoEConfig
-from runtime.world import Groups, World
 
 ROOT = Path(__file__).parent.parent
 TASKS = ("sums", "prose", "capitals")

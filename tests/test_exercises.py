@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-import mutations
 from exercises import check, hunt
 from exercises.check import Answer, grade
 from exercises.graders import EXERCISES
+from proof import mutations
 
 ROOT = Path(__file__).parent.parent
 

@@ -22,10 +22,11 @@ import schedules
 from model_config import FieldError
 from page import formulas, translate
 from page.translate import TranslationError
+from planning import as_rank
 from routers import MoEConfig
-from runtime import as_rank, refusal
-from runtime.config import Config
-from runtime.presets import PRESETS
+from run import refusal
+from run.config import Config
+from run.presets import PRESETS
 from train import trainer_class
 
 ROOT = Path(__file__).parent.parent

@@ -18,15 +18,15 @@ from test_prompt_tuning import config as prompt_config
 import checkpoint
 import generate
 import moe
+from base.world import Groups
+from exchange.architectures import HuggingFaceError
+from exchange.hf_config import to_gpt_config, to_hf_config
 from huggingface import export_folder, import_folder
 from inference.kv_cache import Cache
 from inference.loading import load_model
-from lessons import ranks
-from lessons.parity import relative
+from proof import ranks
+from proof.parity import relative
 from routers import MoEConfig
-from runtime.architectures import HuggingFaceError
-from runtime.hf_config import to_gpt_config, to_hf_config
-from runtime.world import Groups
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()

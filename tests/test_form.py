@@ -10,13 +10,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = (
     "",
-    "runtime",
+    "base",
+    "run",
+    "checkpoints",
+    "exchange",
     "inference",
     "corpus",
     "prompts",
     "tuning",
     "lessons",
-    "mutations",
+    "proof",
+    "proof/mutations",
     "page",
     "planning",
     "exercises",
@@ -29,7 +33,8 @@ def modules() -> dict[str, Path]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).glob("*.py")):
             name = path.stem if path.stem != "__init__" else ""
-            found[".".join(part for part in (folder, name) if part)] = path
+            package = folder.replace("/", ".")
+            found[".".join(part for part in (package, name) if part)] = path
     return found
 
 
@@ -96,8 +101,8 @@ def test_the_model_knows_of_nothing_else():
 def test_only_trainers_built_on_train_import_it():
     """And what compares a run of it with one device, or breaks it."""
     importers = {name for name, others in imports().items() if "train" in others}
-    of_one_device = {"verify", "lessons.parity", "lessons.bug_runs"}
-    assert importers <= {"prompts.commands", "mutations.training_loop"} | of_one_device
+    of_one_device = {"verify", "proof.parity", "proof.bug_runs"}
+    assert importers <= {"prompts.commands", "proof.mutations.training_loop"} | of_one_device
 
 
 @pytest.mark.parametrize("file, most", [("gpt.py", 390), ("train.py", 250), ("README.md", 150)])

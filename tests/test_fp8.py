@@ -17,17 +17,17 @@ import fp8_experts
 import fp8_scaling
 import gpt
 import train as trainer
+from base.collectives import Collectives
+from base.world import Groups
 from float8 import E4M3, decode, encode_by_hand
 from fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
-from lessons import ranks
 from model_config import LINEARS, FieldError, GPTConfig
+from proof import ranks
 from recompute import saved_bytes
 from routers import MoEConfig
-from runtime import rules
-from runtime.collectives import Collectives
-from runtime.config import Config, ConfigError
-from runtime.metrics import read_metrics
-from runtime.world import Groups
+from run import rules
+from run.config import Config, ConfigError
+from run.metrics import read_metrics
 
 
 def again(*values):

@@ -18,11 +18,11 @@ from parity import Synthetic
 import checkpoint
 import fp8_scaling
 import train
-from lessons import ranks
-from runtime import messages, room, rules
-from runtime.config import ConfigError, multiply_in
-from runtime.metrics import read_metrics
-from runtime.world import Groups
+from base.world import Groups
+from proof import ranks
+from run import messages, room, rules
+from run.config import ConfigError, multiply_in
+from run.metrics import read_metrics
 
 RECIPES = {
     "current": ["--fp8", "current"],

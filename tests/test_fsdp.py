@@ -13,10 +13,10 @@ import flat_parameters
 import fsdp
 import gpt
 import sharding
-from lessons import ranks
 from lessons.fsdp import held_bytes
 from model_config import GPTConfig
 from optimizer import AdamW
+from proof import ranks
 from sharding import local_part, sharding_of, unpad
 
 

@@ -26,14 +26,14 @@ import moe
 import sequence_parallel
 import sharding
 import train
+from base import terminal
+from base.world import Groups
 from corpus.tokenizer import ByteTokenizer
 from gpt import GPT
 from inference import batches, cli, kv_cache, packing, sampling
 from inference.sampling import DIVERGED, choose, keys_of, uniform
-from lessons import ranks
+from proof import ranks
 from routers import MoEConfig
-from runtime import terminal
-from runtime.world import Groups
 
 ROOT = Path(__file__).parent.parent
 EXPERTS = LLAMA_SHAPES[1] | dict(num_experts=4, ffn_hidden_size=40, router="topk", router_topk=2)

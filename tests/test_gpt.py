@@ -14,9 +14,9 @@ from dropout import Dropout, dropout_key, dropout_mask, hash_
 from gpt import GPT
 from model_config import GPTConfig
 from routers import MoEConfig
-from runtime import presets
-from runtime.presets import PRESETS
-from runtime.sizes import flops_per_token
+from run import presets
+from run.presets import PRESETS
+from run.sizes import flops_per_token
 
 GPT_SHAPES = [
     dict(num_layers=2, hidden_size=48, num_heads=4, seq_length=32, vocab_size=97),

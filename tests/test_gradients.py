@@ -10,7 +10,7 @@ import fsdp
 import sharding
 import train as trainer
 from gradients import GradientAccumulator, LossScaler, global_norm
-from lessons import ranks
+from proof import ranks
 from sharding import Shard, local_part, shard_of
 
 

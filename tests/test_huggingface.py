@@ -23,13 +23,9 @@ import pipeline_parallel
 import sharding
 import tensor_parallel
 import train
+from base.world import Groups
 from checkpoint import CheckpointError
-from gpt import GPT
-from huggingface import export_folder, import_folder
-from inference import cli
-from lessons import ranks
-from routers import MoEConfig
-from runtime.architectures import (
+from exchange.architectures import (
     GPT2,
     LLAMA,
     MIXTRAL,
@@ -37,9 +33,13 @@ from runtime.architectures import (
     Location,
     their_tensors,
 )
-from runtime.hf_config import architecture_of, to_gpt_config, to_hf_config
-from runtime.presets import PRESETS
-from runtime.world import Groups
+from exchange.hf_config import architecture_of, to_gpt_config, to_hf_config
+from gpt import GPT
+from huggingface import export_folder, import_folder
+from inference import cli
+from proof import ranks
+from routers import MoEConfig
+from run.presets import PRESETS
 from sharding import set_sharding, sharding_of
 
 transformers = pytest.importorskip("transformers")

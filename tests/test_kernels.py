@@ -28,12 +28,12 @@ import moe
 import optimizer
 import sharding
 import train as trainer
+from base import cuda_kernels, extensions
 from cross_entropy import cross_entropy
 from dropout import dropout_key, dropout_mask
 from lessons import kernels as lesson
 from model_config import GPTConfig
 from routers import MoEConfig
-from runtime import cuda_kernels, extensions
 
 GPU = pytest.param(
     "gpu",

@@ -34,10 +34,10 @@ def run(name, argv, monkeypatch, capsys) -> str:
     "name, argv, words",
     [
         ("data", ["--seq-length", "16"], "sequences of 16 tokens to train on"),
-        ("runtime.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
+        ("base.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
         ("tuning.chat_template", [], "26 tokens; the assistant's:"),
         ("inference.packing", [], "microseconds to multiply"),
-        ("lessons.ranks", [], "8 ranks: the sum of their numbers is 28"),
+        ("proof.ranks", [], "8 ranks: the sum of their numbers is 28"),
         ("corpus.tokenizer", ["some text"], "9 bytes, 9 tokens"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -55,7 +55,7 @@ def test_metrics(tmp_path, monkeypatch, capsys):
                 row |= {"loss": None, "eval_loss": 4.0}
             file.write(json.dumps(row) + "\n")
     figure = tmp_path / "loss.png"
-    assert str(figure) in run("runtime.metrics", [tmp_path], monkeypatch, capsys)
+    assert str(figure) in run("run.metrics", [tmp_path], monkeypatch, capsys)
     assert figure.exists()
 
 

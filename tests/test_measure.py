@@ -14,12 +14,13 @@ import small_run
 from test_comparisons import ForkedTraining
 
 import planner
-from planning import measure, shared, try_layouts
+from base import json_files
+from planning import measure, plan, shared, try_layouts
 from planning.inputs import MACHINES, Layout, Machine, software_of
 from planning.layouts import layouts
 from routers import MoEConfig
-from runtime import flags, json_files, plan
-from runtime.config import Config, ConfigError
+from run import flags
+from run.config import Config, ConfigError
 
 SIZES = measure.Sizes(hidden=32, sequence=16, added=2**12, message=2**12, seconds=0.01, repeats=3)
 CONSTANTS = dataclasses.replace(measure.MEASURED, wait=1e-3)

@@ -18,13 +18,13 @@ from parity import SMALL, Synthetic
 import fsdp
 import moe
 import routers
+from base.world import Groups
 from gpt import GPT
-from lessons import ranks
+from proof import ranks
 from routers import MoEConfig
-from runtime import rules
-from runtime.config import Config, ConfigError
-from runtime.sizes import flops_per_token
-from runtime.world import Groups
+from run import rules
+from run.config import Config, ConfigError
+from run.sizes import flops_per_token
 from sharding import shard_of, sharding_of
 from train import Trainer
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 import train as trainer
+from base.world import Groups
 from gradients import GradientAccumulator, LossScaler
 from optimizer import AdamW, join_master, learning_rate, split_master
-from runtime.world import Groups
 
 
 def model_and_batches(dtype=torch.float64):

@@ -14,15 +14,15 @@ import data
 import document_mask
 import gpt
 import kernels
+from base.world import Groups
 from corpus.tokenizer import ByteTokenizer
 from data import Batch
 from lessons import packing as lesson
-from lessons import ranks, synthetic
 from model_config import GPTConfig
 from packing import Example, Packed, first_fit
-from runtime import rules
-from runtime.config import Config, ConfigError
-from runtime.world import Groups
+from proof import ranks, synthetic
+from run import rules
+from run.config import Config, ConfigError
 from train import Trainer
 
 

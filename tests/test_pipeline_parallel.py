@@ -11,12 +11,12 @@ import pipeline_parallel
 import schedules
 import sharding
 import zero_bubble
-from lessons import ranks
+from base.world import Groups
 from lessons.demo import meta_model
 from model_config import GPTConfig
 from pipeline_parallel import layers_of_stages
-from runtime.config import Config
-from runtime.world import Groups
+from proof import ranks
+from run.config import Config
 from sharding import sharding_of
 from train import Trainer
 

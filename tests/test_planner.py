@@ -26,9 +26,9 @@ from planning.inputs import A100, H200, SOFTWARE, Layout, Machine
 from planning.layouts import layouts
 from planning.rows import Row
 from routers import MoEConfig
-from runtime import flags, rules
-from runtime.config import Config
-from runtime.presets import PRESETS
+from run import flags, rules
+from run.config import Config
+from run.presets import PRESETS
 
 ROWS = published.read(published.PUBLISHED)
 FITTED, HELD_OUT = errors.split(ROWS)

@@ -14,16 +14,15 @@ import fsdp
 import recompute
 import schedules
 import train as trainer
-from lessons import parity, ranks, synthetic
-from planning import memory, shapes
+from base.collectives import Collectives
+from base.world import Groups
+from planning import as_rank, memory, shapes
 from planning.collectives import collectives, zero_bubble_reductions
+from planning.counters import Kept
 from planning.inputs import SOFTWARE, Layout, Software
+from proof import parity, ranks, synthetic
 from routers import MoEConfig
-from runtime import as_rank
-from runtime.collectives import Collectives
-from runtime.counters import Kept
-from runtime.presets import PRESETS
-from runtime.world import Groups
+from run.presets import PRESETS
 
 # train.py on CPUs: a float32 weight is its own master
 CPU = Software(

@@ -20,8 +20,8 @@ import train as trainer
 import verify
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
-from runtime.config import Config, ConfigError
-from runtime.rules import validate
+from run.config import Config, ConfigError
+from run.rules import validate
 from sft import Chat
 from tuning import preference_data
 from tuning.chat_template import ChatError, ChatTokenizer, open_template

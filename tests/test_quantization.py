@@ -12,12 +12,12 @@ from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
 import generate
 import quantization
+from base.world import Groups
 from inference import cli, packing
-from lessons import ranks
 from model_config import FieldError
+from proof import ranks
 from quantization import GROUPS, Int4Matrix, Int8Matrix, by_kernel, dequantized
 from routers import MoEConfig
-from runtime.world import Groups
 
 KINDS = {"int8": Int8Matrix.of, "int4": Int4Matrix.of}
 # tied, with norms and biases; untied, with fewer key heads; tied, gated, with a scaled embedding;

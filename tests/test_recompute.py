@@ -8,8 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import recompute
 import sharding
 from dropout import dropout_key
-from lessons import demo, ranks
+from lessons import demo
 from model_config import GPTConfig
+from proof import ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "comparisons"))
 import activation_memory

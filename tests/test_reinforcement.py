@@ -11,9 +11,9 @@ from parity import LLAMA, SMALL, difference, same, train, train_each
 import ppo
 import rollout
 import train as trainer
-from lessons import parity, ranks
-from lessons.parity import Run
 from optimizer import learning_rate
+from proof import parity, ranks
+from proof.parity import Run
 from tuning.companions import Critic, Reference, RewardModel, companion
 from tuning.reinforcement import Reinforcement
 

@@ -16,8 +16,8 @@ import checkpoint
 import generate
 import train as trainer
 from inference import cli
-from runtime.config import Config, ConfigError
-from runtime.rules import validate
+from run.config import Config, ConfigError
+from run.rules import validate
 from sharding import Sharding, set_sharding
 from tuning.reinforcement import Reinforcement
 from tuning.rl_files import plot

@@ -11,11 +11,11 @@ import adapters
 import resharding
 import sharding
 import train as trainer
+from base.world import Groups
 from inference.loading import build_stages, materialise
-from lessons import ranks
 from lessons import resharding as lesson
+from proof import ranks
 from resharding import Piece, Resharding, Slice
-from runtime.world import Groups
 from sharding import Shard, Sharding, local_slice, set_sharding, shard_of, sharding_of, unpad
 from tuning.adapter_learning import adapter_config
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 import context_parallel
 import gpt
 import ring_attention
+from base import attention_kernels
+from base.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Kernel
 from document_mask import documents_of
-from lessons import ranks
+from proof import ranks
 from ring_attention import Block, RingAttention, attend, attend_backward, merge, own_positions
-from runtime import attention_kernels
-from runtime.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Kernel
 
 B, A, S, D = 2, 4, 24, 8
 

@@ -14,9 +14,9 @@ import gpt
 import rollout
 import sequence_parallel
 import train
-from lessons import parity, ranks
+from base.world import Groups
+from proof import parity, ranks
 from rollout import Answer, Rows
-from runtime.world import Groups
 from tuning.mixins import mixins
 
 BASE = parity.SMALL | dict(num_layers=4, seq_length=24, dropout=0.0, micro_batch_size=2, lr=1e-2)

@@ -13,14 +13,14 @@ import pytest
 import two_runs
 
 import checkpoint
-from runtime.metrics import Metrics, MetricsError, read_metrics
-from runtime.run_folder import RunFolder, RunFolderError
+from run.metrics import Metrics, MetricsError, read_metrics
+from run.run_folder import RunFolder, RunFolderError
 
 ROOT = Path(__file__).parent.parent
 
 
 def in_another_process(*lines: str) -> subprocess.Popen:
-    code = "\n".join(["import time", "from runtime.run_folder import RunFolder", *lines])
+    code = "\n".join(["import time", "from run.run_folder import RunFolder", *lines])
     return subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )

@@ -13,7 +13,7 @@ import schedules
 from model_config import FieldError
 from planning import memory
 from planning.inputs import SOFTWARE, Layout
-from runtime.config import Config
+from run.config import Config
 from schedules import (
     NAMES,
     Action,

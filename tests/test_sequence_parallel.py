@@ -8,10 +8,11 @@ import sharding
 import tensor_parallel
 from dropout import dropout_key
 from gpt import GPT
-from lessons import demo, parity, ranks
+from lessons import demo
 from model_config import GPTConfig
-from runtime.config import Config
-from runtime.counters import LiveTensors
+from planning.counters import LiveTensors
+from proof import parity, ranks
+from run.config import Config
 
 B = 2
 S = 8

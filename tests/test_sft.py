@@ -17,14 +17,14 @@ import checkpoint
 import huggingface
 import sharding
 import train
+from base.world import Groups
 from corpus.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer
 from inference import cli
 from inference.loading import find_chat, find_tokenizer
 from lessons import demo
 from packing import Example, Packed
-from runtime import opening
-from runtime.config import ConfigError
-from runtime.world import Groups
+from run import opening
+from run.config import ConfigError
 from sft import Chat, Conversations
 from tuning import sft_data
 from tuning.chat_template import ChatError, ChatTokenizer, open_template

@@ -8,8 +8,9 @@ import sharding
 import tensor_parallel
 from cross_entropy import cross_entropy
 from dropout import dropout_key
-from lessons import demo, ranks
+from lessons import demo
 from model_config import GPTConfig
+from proof import ranks
 from sharding import Shard, Sharding, shard_of, sharding_of
 
 B = 2

@@ -16,7 +16,7 @@ import processes
 import pytest
 import small_run
 
-from runtime import terminal
+from base import terminal
 
 ROOT = Path(__file__).parent.parent
 STEPS = 30
@@ -80,7 +80,7 @@ def test_closed_streams_keep_their_numbers(tmp_path):
         (
             "import os, sys",
             f"sys.path.insert(0, {str(ROOT)!r})",
-            "from runtime import terminal",
+            "from base import terminal",
             "terminal.prepare()",
             f"f = open({str(tmp_path / 'file')!r}, 'w')",
             "os.write(1, b'words')",
@@ -125,7 +125,7 @@ def test_each_command_is_quiet_when_it_is_interrupted():
     ):
         source = (ROOT / name).read_text()
         first = next(line for line in source.splitlines() if line.startswith(("import", "from")))
-        assert first == "from runtime import interrupts", name
+        assert first == "from base import interrupts", name
         begin = source.index("    interrupts.quiet()")
         assert not re.search("^import", source[:begin], re.M), name
 
@@ -163,7 +163,7 @@ def test_ctrl_c_removes_what_is_half_written(tmp_path):
     """Also where a library would catch KeyboardInterrupt, or runs long without looking for it."""
     program = (
         "import os, pathlib, signal, sys\n"
-        "from runtime import interrupts, terminal\n"
+        "from base import interrupts, terminal\n"
         "interrupts.quiet()\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "with terminal.removed_at_the_end(folder):\n"
@@ -180,7 +180,7 @@ def test_ctrl_c_removes_what_is_half_written(tmp_path):
 
 def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, capfd):
     import train
-    from runtime import metrics, opening
+    from run import metrics, opening
 
     class Full(metrics.Metrics):
         def add(self, line):
@@ -210,7 +210,7 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path, command, monkeypatch, ca
     "argv",
     [
         ["corpus.blend"],
-        ["runtime.json_files", "pyproject.toml"],
+        ["base.json_files", "pyproject.toml"],
         pytest.param(["corpus.tokenizer", "a text"], marks=pytest.mark.repetition),
     ],
 )

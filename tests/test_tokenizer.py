@@ -26,9 +26,10 @@ from corpus.tokenizer import (
     prompt_ids,
     record,
 )
+from exchange import hf_config
 from inference import cli
 from routers import MoEConfig
-from runtime import hf_config, training_run
+from run import training_run
 
 tokenizers = pytest.importorskip("tokenizers")
 

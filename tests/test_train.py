@@ -27,11 +27,11 @@ import generate
 import train
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
-from runtime import metrics, rules, training_run
-from runtime.config import Config, ConfigError
-from runtime.flags import parse
-from runtime.metrics import Metrics
-from runtime.saving import RunCheckpoints
+from run import metrics, rules, training_run
+from run.config import Config, ConfigError
+from run.flags import parse
+from run.metrics import Metrics
+from run.saving import RunCheckpoints
 
 ROOT = Path(__file__).parent.parent
 SMALL = small_run.flags(num_layers=2, global_batch_size=4, steps=12)
@@ -226,7 +226,7 @@ def test_when_lines_are_written(here, text, monkeypatch, lag):
 LATE = """
 import sys
 import train
-from runtime import training_run
+from run import training_run
 
 training_run.reading_lag = lambda trainer: 1
 sys.exit(train.main(sys.argv[1:]))

@@ -8,14 +8,13 @@ import random_layouts
 import torch
 
 import fp8_scaling
-import mutations
 import verify
-from lessons import ranks
-from lessons.parity import Result, first_difference, train_each
-from lessons.shrink import one_device, shrink, shrink_split
-from runtime import rules
-from runtime.config import Config, ConfigError
-from runtime.presets import PRESETS
+from proof import mutations, ranks
+from proof.parity import Result, first_difference, train_each
+from proof.shrink import one_device, shrink, shrink_split
+from run import rules
+from run.config import Config, ConfigError
+from run.presets import PRESETS
 
 
 def again(*values):

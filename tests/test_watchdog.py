@@ -9,7 +9,7 @@ import pytest
 import small_run
 import torch.distributed as dist
 
-from runtime.watchdog import Watchdog
+from base.watchdog import Watchdog
 
 
 def watched(size=1, seconds=0.3, store=None):

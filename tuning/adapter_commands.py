@@ -31,11 +31,11 @@ from torch import Tensor
 
 import checkpoint
 import huggingface
+from base import json_files, terminal
 from checkpoint import CheckpointError
+from checkpoints.tokenizer_files import tokenizer_record, verify_tokenizer
+from exchange.architectures import empty_model
 from huggingface import HuggingFaceError
-from runtime import json_files, terminal
-from runtime.architectures import empty_model
-from runtime.tokenizer_files import tokenizer_record, verify_tokenizer
 from tuning import peft_folder
 from tuning.adapter_config import AdapterConfig
 from tuning.adapter_files import (

@@ -27,13 +27,13 @@ from torch import Tensor
 
 import adapters
 import checkpoint
+from base import json_files
 from checkpoint import CheckpointError
+from checkpoints.tokenizer_files import beside
 from corpus.tokenizer import CHAT_TEMPLATE
+from exchange.architectures import empty_model
 from model_config import FieldError
 from routers import MoEConfig
-from runtime import json_files
-from runtime.architectures import empty_model
-from runtime.tokenizer_files import beside
 from tuning.adapter_config import METHODS, AdapterConfig
 from tuning.frozen_base import fingerprint, read_base
 

@@ -2,7 +2,7 @@
 
     python train.py --load runs/base --peft lora --lora-rank 8 --out runs/lora
 
-It changes these hooks of runtime/hooks.py, beside those of tuning/frozen_base.py:
+It changes these hooks of run/hooks.py, beside those of tuning/frozen_base.py:
 
     after_model_parallel    adapters.apply
     extra_state             what a checkpoint says about its adapter
@@ -22,7 +22,7 @@ from tuning.frozen_base import FrozenBase
 
 
 def adapter_config(config) -> AdapterConfig:
-    """What --peft and its flags ask for. config: of the run, runtime.config.Config."""
+    """What --peft and its flags ask for. config: of the run, run.config.Config."""
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(AdapterConfig)}
     return AdapterConfig(**given | {"peft_targets": tuple(config.peft_targets)})
 

@@ -35,8 +35,8 @@ from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+from base import json_files, terminal
 from corpus.tokenizer import CHAT_TEMPLATE, FileTokenizer, library_errors
-from runtime import json_files, terminal
 
 # The template of a model that has none. BEGIN and END become the tokenizer's tokens.
 PLAIN = """\

@@ -7,7 +7,7 @@
 
 A frozen model has no gradients and no optimizer state. All of them are built by train.Trainer, so
 every technique of the run changes them alike: tensor parallelism shards a critic as it shards the
-policy. What differs is in the hooks below (runtime/hooks.py has all). All of them read the same
+policy. What differs is in the hooks below (run/hooks.py has all). All of them read the same
 rows: R rows of s tokens, into which the answers of a step are packed (rollout.py).
 """
 
@@ -21,8 +21,8 @@ import checkpoint
 import ppo
 import schedules
 import sharding
-from runtime.evaluation import run_forward
-from runtime.hooks import RunHooks
+from run.evaluation import run_forward
+from run.hooks import RunHooks
 from tuning.value_model import ValueModel
 
 

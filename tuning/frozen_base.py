@@ -19,9 +19,9 @@ from torch import Tensor
 import checkpoint
 import huggingface
 import sharding
+from exchange.architectures import empty_model
 from model_config import GPTConfig
 from routers import MoEConfig
-from runtime.architectures import empty_model
 from sharding import Shard, Sharding, local_slice, set_sharding, sharding_of
 
 
@@ -92,7 +92,7 @@ def fingerprint(path: str | Path, config: MoEConfig) -> str:
 
 
 class FrozenBase:
-    """Hooks of train.Trainer (runtime/hooks.py)."""
+    """Hooks of train.Trainer (run/hooks.py)."""
 
     # a frozen weight takes the forward and the input gradient, but no weight gradient
     share_of_flops = 2 / 3

@@ -9,7 +9,7 @@ from tuning.sft_data import ConversationData
 
 
 def mixins(config) -> tuple[type, ...]:
-    """The classes that come before train.Trainer. config: of the run, runtime.config.Config."""
+    """The classes that come before train.Trainer. config: of the run, run.config.Config."""
     chosen = ()
     if config.prompt_config:
         learned = PromptConfig.read(config.prompt_config).learned

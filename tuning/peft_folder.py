@@ -9,7 +9,7 @@ r"""Folders of the library `peft` in and out: LoRA and IA3, of every class of ar
     ..lora.b     [out, r]         ..lora_B.weight  [out, r]
     ..ia3.scale  [out] or [in]                                      ..ia3_l  [out, 1] or [1, in]
 
-The names of modules are those of the models (runtime/architectures.py). In a GPT-2, query, key and
+The names of modules are those of the models (exchange/architectures.py). In a GPT-2, query, key and
 value are one module, c_attn. Three LoRAs of rank r are one of rank 3 r there, whose B has blocks:
 
         [B_q          ]   [A_q]
@@ -46,13 +46,13 @@ from torch import Tensor
 
 import checkpoint
 import huggingface
+from checkpoints.tokenizer_files import beside
 from corpus.tokenizer import CHAT_TEMPLATE
+from exchange.architectures import BLOOM, GPT2
+from exchange.hf_config import architecture_of
 from huggingface import HuggingFaceError, building, read_json
 from model_config import FieldError
 from routers import MoEConfig
-from runtime.architectures import BLOOM, GPT2
-from runtime.hf_config import architecture_of
-from runtime.tokenizer_files import beside
 from tuning.adapter_config import LINEARS, TARGETS, AdapterConfig
 from tuning.adapter_files import Adapter, as_json, check_base, open_adapter, shapes_of
 from tuning.frozen_base import fingerprint

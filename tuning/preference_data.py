@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from base import json_files
+from base.device_queue import to_device
 from data import Dataset
 from packing import Example
-from runtime import json_files
-from runtime.device_queue import to_device
 from sft import Chat, message
 from tuning.chat_template import ChatError
 from tuning.sft_data import hold_out, messages_of, open_chat

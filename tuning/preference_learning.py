@@ -3,7 +3,7 @@
     python train.py --preference reward --load CKPT --pairs FILE.jsonl --out runs/reward
     python train.py --preference dpo    --load CKPT --pairs FILE.jsonl --out runs/dpo
 
-They change these hooks of runtime/hooks.py, on every layout the same:
+They change these hooks of run/hooks.py, on every layout the same:
 
     before_techniques       no dropout; routers of experts take raw logits, as in generation
     after_model_parallel    reward: the value head
@@ -29,9 +29,9 @@ from torch import Tensor
 import checkpoint
 import preference
 from checkpoint import CheckpointError
-from runtime.evaluation import evaluation_batches, run_forward
-from runtime.finish import draw_loss
-from runtime.sizes import flops_per_token
+from run.evaluation import evaluation_batches, run_forward
+from run.finish import draw_loss
+from run.sizes import flops_per_token
 from tuning import preference_data
 from tuning.frozen_base import fingerprint
 from tuning.sft_data import ConversationData

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from base import json_files
 from data import HELD_OUT
-from runtime import json_files
 from sft import Chat, message
 from tuning.chat_template import ChatError
 from tuning.rewards import RewardFunction, check, rate

@@ -33,8 +33,8 @@ from torch.nn.utils.rnn import pad_sequence
 import adapters
 import checkpoint
 import ppo
+from base.errors import RunError
 from rollout import Answer, Rows
-from runtime.errors import RunError
 from tuning import rl_files
 from tuning.companions import Critic, Learner, Reference, RewardModel, companion
 from tuning.frozen_base import fingerprint

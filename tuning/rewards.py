@@ -23,8 +23,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime import terminal
-from runtime.errors import RunError
+from base import terminal
+from base.errors import RunError
 
 RewardFunction = Callable[[str, str, dict], float]
 MADE_UP = "an answer"

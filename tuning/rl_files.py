@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
-from runtime.finish import leave
-from runtime.json_files import JSONError, read_lines
+from base.json_files import JSONError, read_lines
+from run.finish import leave
 
 # of the first held-out prompts, at every evaluation
 SAMPLES = 4

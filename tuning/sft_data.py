@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from base import json_files
+from checkpoints.tokenizer_files import beside
 from corpus.tokenizer import CHAT_TEMPLATE
 from data import HELD_OUT
 from packing import Example, Packed
-from runtime import json_files
-from runtime.opening import first_ids
-from runtime.tokenizer_files import beside
+from run.opening import first_ids
 from sft import Chat, Conversations, message
 from tuning.chat_template import ChatError, ChatTokenizer, open_template
 
@@ -111,7 +111,7 @@ def hash_of(example: Example) -> str:
 
 
 def open_chat(config, tokenizer) -> Chat:
-    """The chat template of a run, config: runtime.config.Config. It becomes one of the tokenizer's
+    """The chat template of a run, config: run.config.Config. It becomes one of the tokenizer's
     files, which the run and its checkpoints keep. Raises ChatError or CheckpointError."""
     copies = [Path(config.out) / CHAT_TEMPLATE] if config.resume else []
     if config.load:
@@ -174,7 +174,7 @@ def open_data(config, world, tokenizer) -> tuple[Conversations, Conversations]:
 
 
 class ConversationData:
-    """The hooks of train.Trainer (runtime/hooks.py) for conversations."""
+    """The hooks of train.Trainer (run/hooks.py) for conversations."""
 
     open_data = staticmethod(open_data)
 

@@ -7,7 +7,7 @@ import preference
 
 
 class ValueModel:
-    """Hooks of train.Trainer (runtime/hooks.py). `learns`, of the class that has these hooks: what
+    """Hooks of train.Trainer (run/hooks.py). `learns`, of the class that has these hooks: what
     messages call the model."""
 
     def after_model_parallel(self, stage) -> None:

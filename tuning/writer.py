@@ -15,10 +15,10 @@ from datetime import timedelta
 import adapters
 import resharding
 import sharding
+from base.world import Groups
 from inference.loading import build_stages, materialise
 from rollout import Answer, write_answers
-from runtime.config import DTYPES
-from runtime.world import Groups
+from run.config import DTYPES
 from tuning.adapter_learning import adapter_config
 
 

@@ -1,0 +1,125 @@
+"""JSON from outside, read with types: index.json, config.json, prompts.json, JSON lines.
+
+A file from somebody else may hold anything: a word where a number belongs, NaN, endless nesting,
+half a character. So each call names the type that it expects, and every failure is a `JSONError`
+with one line of text:
+
+    read(path, GPTConfig)           a whole file
+    parse(data, dict, where)        bytes that are read already; `where` begins the error message
+    convert(value, kind, where)     a part of JSON that was parsed without a type
+    read_lines(path, dict)          JSON lines: pairs (line number, object)
+
+    >>> parse(b'{"steps": 2.5}', dict[str, int], "run.json")
+    JSONError: run.json: Expected `int`, got `float` - at `$.steps`
+
+    python -m base.json_files FILE        whether a file is JSON; if not, the line and column
+
+The parser is msgspec: strict types, no NaN or Infinity, UTF-8 only. With a dataclass as the type,
+unknown fields are ignored. What types cannot express, such as ranges, goes into its
+`__post_init__`, which raises ValueError.
+"""
+
+import errno
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from base import terminal
+
+
+class JSONError(ValueError):
+    """JSON that cannot be used; the message is one line: the file, where in it, and why."""
+
+
+def read(path: "str | Path", kind=Any):
+    """The content of a JSON file as `kind`, any type that msgspec supports. Raises JSONError."""
+    try:
+        data = read_bytes(path)
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise JSONError(f"{path}: cannot be read ({reason})") from None
+    return parse(data, kind, str(path))
+
+
+def read_bytes(path: "str | Path") -> bytes:
+    """The content of a file. Raises OSError, also for a pipe or a device: reading one may never
+    end. A pipe that the shell has opened, as <(zcat a.gz) does, is read."""
+    mode = os.stat(path).st_mode
+    opened = stat.S_ISFIFO(mode) and str(path).startswith("/dev/")
+    if not stat.S_ISREG(mode) and not opened:
+        raise OSError(errno.EINVAL, "a folder, a pipe or a device, not a file")
+    return Path(path).read_bytes()
+
+
+def parse(data: bytes, kind=Any, where: str = "JSON"):
+    """JSON text as `kind`. where: the beginning of an error message. Raises JSONError."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as e:
+        raise JSONError(f"{where}: {one_line(e)}") from None
+    except RecursionError:
+        raise JSONError(f"{where}: nested too deeply") from None
+    except ValueError:
+        raise JSONError(f"{where}: not JSON ({why_not_json(data)})") from None
+
+
+def convert(value, kind, where: str):
+    """A value that was parsed without a type, as `kind`. Raises JSONError."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, ValueError, RecursionError) as e:
+        raise JSONError(f"{where}: {one_line(e)}") from None
+
+
+def read_lines(path: "str | Path", kind=dict[str, Any]):
+    """Yield (line number, object) for each line that is not empty. Lines count from 1; the path `-`
+    is standard input. Raises JSONError."""
+    try:
+        if str(path) == "-":
+            data = sys.stdin.buffer.read()
+        else:
+            data = read_bytes(path)
+    except (OSError, ValueError, AttributeError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise JSONError(f"{path}: cannot be read ({reason})") from None
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            yield number, parse(line, kind, f"{path}, line {number}")
+
+
+def why_not_json(data: bytes) -> str:
+    """Why text cannot be parsed, with line and column where they are known."""
+    try:
+        json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as e:
+        return f"byte 0x{data[e.start]:02x} at offset {e.start} is not UTF-8"
+    except json.JSONDecodeError as e:
+        return f"{e.msg}, line {e.lineno}, column {e.colno}"
+    except (RecursionError, ValueError):
+        return "nested too deeply, or a number too long"
+    return "it has NaN, Infinity or half of a surrogate pair in it"
+
+
+def one_line(error: Exception) -> str:
+    """The message of an exception with each run of white space as one space."""
+    return " ".join(str(error).split())
+
+
+def main():
+    if len(sys.argv) != 2:
+        terminal.refuse("usage: python -m base.json_files FILE")
+    try:
+        read(sys.argv[1])
+    except JSONError as e:
+        print(f"json_files.py: {e}", file=sys.stderr)
+        sys.exit(2)
+    print(f"{sys.argv[1]}: JSON")
+
+
+if __name__ == "__main__":
+    terminal.run(main)

@@ -1,0 +1,375 @@
+"""Which rank this process is, its device, and the process groups that everything else is handed.
+
+There is one mesh (pp, dp, cp, tp), made once. Tensor-parallel ranks are neighbours, because they
+talk most: on a node of 8 GPUs, `--tp 8` stays inside the node.
+
+    ranks 0 .. 15 under --pp 2 --cp 2 --tp 2, each pair being tp 0 and tp 1:
+
+                dp 0              dp 1            other samples
+            cp 0    cp 1      cp 0    cp 1        other tokens of these samples
+    pp 0    0 1     2 3       4 5     6 7
+    pp 1    8 9    10 11     12 13   14 15        other layers
+
+dp and cp ranks of one stage hold the same weights: they are the `replicas`, over which gradients
+are summed. Experts are spread over --ep of them, neighbours again: replicas = (edp, ep).
+
+    torchrun --nproc-per-node 8 train.py --pp 2 --tp 2
+
+No module of this project keeps a process group in a global variable: a technique gets its group as
+an argument (`Groups`).
+"""
+
+import ctypes
+import gc
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from base import terminal
+from base.device_queue import number
+from base.refusals import PATIENCE, Refusals
+from base.watchdog import Watchdog
+
+
+class WorldError(RuntimeError):
+    """The ranks did not meet. The message says which rank waited, for how long, and for whom."""
+
+
+# --- the process groups of a rank -----------------------------------------------------------------
+
+
+@dataclass
+class Groups:
+    """The process groups of this rank. None where a group has one rank."""
+
+    # the ranks that have other samples
+    dp: dist.ProcessGroup | None = None
+    # the ranks that have other tokens of the same samples
+    cp: dist.ProcessGroup | None = None
+    # dp times cp: the ranks that hold the same weights, and sum their gradients
+    replicas: dist.ProcessGroup | None = None
+    # of the replicas, those that hold each expert once between them
+    ep: dist.ProcessGroup | None = None
+    # of the replicas, those that hold the same experts; may be this rank alone
+    edp: dist.ProcessGroup | None = None
+    tp: dist.ProcessGroup | None = None
+    pp: dist.ProcessGroup | None = None
+    # the pipeline's communicators on GPUs: (sender, receiver, kind) -> group, as `nccl_groups`
+    nccl: dict | None = None
+    # all ranks
+    all: dist.ProcessGroup | None = None
+    # all ranks, on the CPU: for checkpoints that are written while training goes on
+    files: dist.ProcessGroup | None = None
+
+    def __post_init__(self):
+        if self.cp is None:
+            self.replicas = self.dp
+
+    @classmethod
+    def make(
+        cls,
+        device_type: str,
+        world: int,
+        tp: int = 1,
+        pp: int = 1,
+        timeout: timedelta | None = None,
+        ep: int = 1,
+        cp: int = 1,
+    ) -> "Groups":
+        """One mesh (pp, dp, cp, tp) of `world` ranks. timeout: of collectives. A collective."""
+        replicas = world // pp // tp
+        names = ("pp", "dp", "cp", "tp")
+        mesh = init_device_mesh(device_type, (pp, replicas // cp, cp, tp), mesh_dim_names=names)
+        groups = cls()
+        for name, size in zip(mesh.mesh_dim_names, mesh.shape):
+            if size > 1:
+                setattr(groups, name, mesh.get_group(name))
+        groups.replicas = groups.dp
+        if cp > 1:
+            groups.replicas = mesh["dp", "cp"]._flatten("replicas").get_group()
+        if ep > 1:
+            # the same ranks, with dp times cp = (edp, ep)
+            shape = (pp, replicas // ep, ep, tp)
+            names = ("pp", "edp", "ep", "tp")
+            experts = init_device_mesh(device_type, shape, mesh_dim_names=names)
+            groups.ep = experts.get_group("ep")
+            groups.edp = experts.get_group("edp")
+        groups.all = dist.group.WORLD
+        # of the CPU: gloo beside NCCL
+        backend = "gloo" if dist.get_backend() == "nccl" else None
+        groups.files = dist.new_group(backend=backend, timeout=timeout)
+        of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)
+        for group in (*of_data, groups.tp, groups.pp):
+            if group and timeout:
+                group.set_timeout(timeout)
+        if pp > 1 and dist.get_backend() == "nccl":
+            pipelines = mesh.mesh.flatten(1).t().tolist()  # [dp tp, pp]
+            device = torch.device("cuda", torch.cuda.current_device())
+            groups.nccl = nccl_groups(pipelines, dist.get_rank(), device)
+        return groups
+
+
+def nccl_groups(
+    pipelines: list[list[int]], rank: int, device: torch.device
+) -> dict[tuple[int, int, str], dist.ProcessGroup]:
+    """This rank's communicators: {(sender, receiver, kind): group}, with positions in the pipeline.
+
+    There is one for each neighbour, direction and kind: activations (F) to the next rank and
+    gradients (B) to the previous one, both also round the end, and the gradient of a tied embedding
+    (B) between first and last. pipelines: the global ranks of every pipeline.
+
+    A collective of all ranks. Each communicator is used once here, in the same order everywhere:
+    NCCL sets it up in its first operation, which waits for the peer.
+    """
+    own = {}
+    for ranks in pipelines:
+        p = len(ranks)
+        links = {(0, p - 1, "B"), (p - 1, 0, "B")}
+        for i in range(p):
+            links.add((i, (i + 1) % p, "F"))
+            links.add((i, (i - 1) % p, "B"))
+        for sender, receiver, kind in sorted(links):
+            pair = [ranks[sender], ranks[receiver]]
+            group = dist.new_group(pair)
+            if rank in pair:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                own[sender, receiver, kind] = group
+    return own
+
+
+# --- this process ---------------------------------------------------------------------------------
+
+# what torchrun sets: the variable, its value for one rank alone, its least value
+VARIABLES = {
+    "RANK": (0, 0),
+    "WORLD_SIZE": (1, 1),
+    "LOCAL_RANK": (0, 0),
+    "LOCAL_WORLD_SIZE": (1, 1),
+    "TORCHELASTIC_RESTART_COUNT": (0, 0),
+}
+
+
+@dataclass
+class World:
+    """Which rank this process is, and the groups that it talks to."""
+
+    rank: int
+    size: int
+    # of the ranks on this machine
+    local_rank: int
+    local_size: int
+    # how often torchrun has started these ranks again
+    restarts: int
+    device: torch.device | None = None
+    groups: Groups | None = None
+    watchdog: Watchdog | None = None
+    # through which the ranks have met
+    store: dist.Store | None = None
+    refusals: Refusals | None = None
+
+    # --- start and end
+
+    @classmethod
+    def from_launcher(cls) -> "World":
+        """As torchrun has set the environment; without torchrun, one rank. Raises WorldError."""
+        values = []
+        for name, (default, least) in VARIABLES.items():
+            text = os.environ.get(name, str(default))
+            if not text.isdecimal() or int(text) < least:
+                raise WorldError(
+                    f"{name}={text}: must be a whole number, at least {least}; torchrun sets it"
+                )
+            values.append(int(text))
+        world = cls(*values)
+        if world.rank >= world.size or (world.size > 1 and "RANK" not in os.environ):
+            raise WorldError(
+                f"RANK={os.environ.get('RANK', 'not set')} of WORLD_SIZE={world.size}: ranks are"
+                f" numbered from 0 to {world.size - 1}; torchrun does it"
+            )
+        return world
+
+    def connect(
+        self, device: str, tp: int, pp: int, timeout: float, ep: int = 1, cp: int = 1
+    ) -> None:
+        """Choose the device and, with several ranks, make the process groups. A collective.
+
+        timeout: seconds without progress after which the watchdog ends the run; collectives wait a
+        minute longer. Raises WorldError.
+        """
+        self.choose_device(device)
+        if self.size == 1:
+            self.groups = Groups()
+            return
+        # What is imported by now stays, so the garbage collections of `disconnect` skip it. Each
+        # would take 0.2 s.
+        gc.freeze()
+        store = self.meet(timeout)
+        self.refusals.watch()
+        # a clone has its own connection
+        beats = dist.PrefixStore("watchdog", store.clone())
+        self.watchdog = Watchdog(beats, self.rank, self.size, timeout)
+        self.beat("the start, where the ranks meet")
+        # NCCL needs a device for each rank
+        nccl = self.device.type == "cuda" and self.local_size <= torch.cuda.device_count()
+        collective_timeout = timedelta(seconds=timeout + 60)
+        dist.init_process_group(
+            "nccl" if nccl else "gloo",
+            store=dist.PrefixStore("ranks", store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=collective_timeout,
+            device_id=self.device if nccl else None,
+        )
+        layout = dict(tp=tp, pp=pp, ep=ep, cp=cp)
+        self.groups = Groups.make(self.device.type, self.size, timeout=collective_timeout, **layout)
+        self.beat(None)
+
+    def choose_device(self, device: str) -> None:
+        """device: cpu; or cuda or auto, which take a GPU where there is one."""
+        if device != "cpu" and torch.cuda.is_available():
+            self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+            return
+        self.device = torch.device("cpu")
+        keep_freed_memory()
+        if self.size > 1:
+            torch.set_num_threads(self.cores)
+
+    @property
+    def cores(self) -> int:
+        """Processors for this rank."""
+        return max(1, len(os.sched_getaffinity(0)) // self.local_size)
+
+    def meet(self, timeout: float) -> dist.Store:
+        """The store through which the ranks find each other. Raises WorldError.
+
+        timeout: seconds that each rank waits for the others.
+        """
+        try:
+            store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+            store.set_timeout(timedelta(seconds=timeout))
+            # torchrun may keep its store over restarts, with addresses of dead ranks in it
+            self.store = dist.PrefixStore(f"start {self.restarts}", store)
+            own = dist.PrefixStore("refusals", self.store.clone())
+            self.refusals = Refusals(own, self.rank, self.size)
+            return self.store
+        except ValueError as e:
+            raise WorldError(
+                f"rank {self.rank}: the {self.size} ranks cannot meet: {terminal.one_line(e)}"
+            ) from None
+        except (dist.DistError, OSError) as e:
+            first_line = str(e).split("\n")[0]
+            raise WorldError(
+                f"rank {self.rank}: the {self.size} ranks did not meet within {timeout:.0f} s"
+                f" ({first_line}); start all of them, with the same MASTER_ADDR and MASTER_PORT, or"
+                " give them more time with --timeout"
+            ) from None
+
+    def disconnect(self) -> None:
+        """End the process groups. Everything that holds one must be gone by now: gloo otherwise
+        aborts the process at exit, now and then."""
+        if self.watchdog:
+            self.watchdog.stop()
+        if self.refusals:
+            self.refusals.stopped.set()
+        self.groups = None
+        self.watchdog = None
+        if dist.is_initialized():
+            gc.collect()
+            dist.destroy_process_group()
+            gc.collect()
+
+    def follow_refusal(self) -> None:
+        """End this process if another rank was refused; otherwise do nothing."""
+        message = self.refusals and self.refusals.first()
+        if message:
+            self.refusals.end(message)
+
+    def share_refusal(self, message: str, name: str) -> None:
+        """Say on one rank why this one, and perhaps all, are refused. name: of the command."""
+
+        def say(message: str) -> None:
+            terminal.say(f"{name}: {terminal.one_line(message)}", error=True)
+
+        if self.size == 1:
+            return say(message)
+        terminal.tell_launcher(f"{name}: {terminal.one_line(message)}")
+        if self.watchdog:
+            self.watchdog.stop()
+        try:
+            if not self.store:
+                self.meet(PATIENCE)
+        except WorldError:
+            # nobody to tell
+            return say(message if self.rank == 0 else f"rank {self.rank}: {message}")
+        self.refusals.share(message, say)
+
+    # --- what all ranks learn; each of these is a collective
+
+    def gather(self, value) -> list:
+        """Every rank's object, on every rank."""
+        gathered = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(gathered, value)
+        return gathered
+
+    def on_rank_0(self, work, errors: tuple):
+        """Call work() on rank 0. Its result is returned on every rank; an exception of `errors` is
+        raised on every rank."""
+        result = error = None
+        try:
+            if self.rank == 0:
+                result = work()
+        except errors as e:
+            error = e
+        result, error = self.gather((result, error))[0]
+        if error:
+            raise error
+        return result
+
+    def gather_numbers(self, *numbers: torch.Tensor | float) -> torch.Tensor:
+        """All ranks' numbers, [ranks, numbers], float64 on the device: one small collective."""
+        row = torch.stack([number(n, torch.float64, self.device) for n in numbers])
+        if self.size == 1:
+            return row.unsqueeze(0)
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(rows, row)
+        return torch.stack(rows)
+
+    # --- the watchdog and the terminal
+
+    def beat(self, where: str | None) -> None:
+        """Progress, for the watchdog. None: it does not watch until the next beat."""
+        if self.watchdog and where:
+            self.watchdog.beat(where)
+        elif self.watchdog:
+            self.watchdog.pause()
+
+    def say(self, *words) -> None:
+        """A line on standard output, from rank 0."""
+        if self.rank == 0:
+            terminal.say(*words)
+
+    def say_aside(self, *words) -> None:
+        """A line on standard error, from rank 0: for people, where a program reads the output."""
+        if self.rank == 0:
+            terminal.say(*words, error=True)
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep large blocks when they are freed. By default the kernel gives new memory,
+    zeroed page by page, for each logits or gradient tensor: a fifth of the time of a GPT-2 124M
+    step on a CPU."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        # another C library
+        return
+    m_trim_threshold = -1
+    m_mmap_max = -4
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, -1)

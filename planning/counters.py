@@ -1,0 +1,189 @@
+"""What a step computes and keeps, counted while it runs: FLOPs, and bytes kept for backward.
+
+    with Kept(parameters) as kept, Counters() as counters:
+        step()
+    kept.peak           bytes that autograd kept for backward, at the most
+    counters.flops      of matrix multiplications
+    counters.calls      the collectives (base/collectives.py)
+    with LiveTensors() as live:
+        step()
+    live.peak           bytes of all tensors that lived at a time, at the most
+
+They count what runs, on any device, also on the meta device, where tensors have no values.
+
+    python train.py --as-rank 0 --of 8 --tp 2        prints these counts of one rank of eight
+
+Not covered: memory that is no tensor (workspaces, fragments).
+"""
+
+from collections import Counter
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import recompute
+from base.collectives import Collectives
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+# --- FLOPs ----------------------------------------------------------------------------------------
+
+
+def attention_flops(q: Tensor, k: Tensor, *rest, **kwargs) -> int:
+    """q kᵀ and the sum over v. q: [b, a, s, d]; k: [b, a_kv, s, d]"""
+    return 2 * 2 * q.numel() * k.shape[2]
+
+
+def attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, *rest, **kwargs) -> int:
+    """q kᵀ again, and the gradients of the scores, of v, q and k."""
+    return 5 * 2 * q.numel() * k.shape[2]
+
+
+# torch's formulas, and what they leave out
+FLOPS = flop_registry | {
+    aten.addmm_: flop_registry[aten.addmm],
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+
+
+class Counters(Collectives):
+    """While entered, also adds up the FLOPs of matrix multiplications."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        formula = FLOPS.get(function.overloadpacket)
+        if formula:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+class Held:
+    """What autograd holds of one saved tensor: gone when the graph drops it."""
+
+    def __init__(self, kept: "Kept", tensor: Tensor):
+        self.kept = kept
+        # detached: an output itself would keep its own graph alive
+        self.tensor = tensor.detach()
+        kept.add(self.tensor.untyped_storage())
+
+    def __del__(self):
+        self.kept.drop(self.tensor.untyped_storage())
+
+
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """While entered, follows the bytes that autograd keeps for backward: `bytes` now, and `peak`.
+    Each storage counts once, whole (as in recompute.saved_bytes). Those of parameters do not. What
+    recompute.py keeps beside saved tensors counts too: a rotary table, plans of routers."""
+
+    def __init__(self, parameters):
+        super().__init__(partial(Held, self), lambda held: held.tensor)
+        self.left_out = {key(p.untyped_storage()) for p in parameters}
+        # storage -> by how many tensors it is held
+        self.holders = Counter()
+        self.bytes = 0
+        self.peak = 0
+
+    def __enter__(self):
+        self.checkpoint = recompute._Checkpoint.forward
+        recompute._Checkpoint.forward = staticmethod(self.forward_of_checkpoint)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error):
+        recompute._Checkpoint.forward = staticmethod(self.checkpoint)
+        super().__exit__(*error)
+
+    def forward_of_checkpoint(self, ctx, function, *args) -> Tensor:
+        y = self.checkpoint(ctx, function, *args)
+        beside = tree_leaves((ctx.args, ctx.run_once_results))
+        ctx.held = [Held(self, x) for x in beside if isinstance(x, Tensor)]
+        return y
+
+    def add(self, storage) -> None:
+        self.holders[key(storage)] += 1
+        if self.holders[key(storage)] == 1 and key(storage) not in self.left_out:
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+
+    def drop(self, storage) -> None:
+        self.holders[key(storage)] -= 1
+        if not self.holders[key(storage)]:
+            del self.holders[key(storage)]
+            if key(storage) not in self.left_out:
+                self.bytes -= storage.nbytes()
+
+
+def key(storage) -> int:
+    """Identifies a storage as long as it lives. (On the meta device none has an address.)"""
+    return storage._cdata
+
+
+def by_dtype(tensors) -> dict[str, int]:
+    """Bytes of tensors, by type; a storage that several share counts once."""
+    storages = {}
+    for tensor in tensors:
+        storages[key(tensor.untyped_storage())] = tensor
+    total = Counter()
+    for tensor in storages.values():
+        total[str(tensor.dtype).removeprefix("torch.")] += tensor.untyped_storage().nbytes()
+    return {name: size for name, size in total.items() if size}
+
+
+# --- bytes that live ------------------------------------------------------------------------------
+
+
+class LiveTensors(TorchDispatchMode):
+    """While entered, follows the bytes of all tensors that are used: `bytes` now, and `peak`.
+
+    Each storage counts once, with the size that it has, until its last reference is gone, in
+    whatever thread. PyTorch's profiler does not see what gloo's threads free: its sum grows with
+    every asynchronous collective.
+    """
+
+    def __init__(self):
+        super().__init__()
+        # weak reference to a storage -> its bytes
+        self.live: dict[StorageWeakRef, int] = {}
+        # of those that lived when all were last looked at, and of all that came since
+        self.bytes = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, result)):
+            if isinstance(tensor, Tensor) and tensor.device == CPU:
+                self.add(tensor.untyped_storage())
+        if self.bytes > self.peak:
+            self.look()
+            self.peak = max(self.peak, self.bytes)
+        return result
+
+    def look(self) -> None:
+        """Leave out those that are gone; some have another size since (resize_)."""
+        found = {}
+        for reference in self.live:
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None:
+                found[reference] = storage.nbytes()
+        self.live = found
+        self.bytes = sum(found.values())
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        reference = StorageWeakRef(storage)
+        self.bytes += storage.nbytes() - self.live.get(reference, 0)
+        self.live[reference] = storage.nbytes()

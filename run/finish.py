@@ -1,0 +1,76 @@
+"""What a run leaves after its last step: loss.png and a sample of text."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import context_parallel
+import generate
+import sequence_parallel
+from base.world import World
+from run.metrics import duration, plot_loss
+from tuning.chat_template import ChatError
+
+
+def finish(trainer, run, tokenizer, seconds: float) -> None:
+    """The end of a run that no signal has stopped. All ranks call this together."""
+    if trainer.finish(run):
+        return
+    config, world = trainer.config, run.world
+    # a model whose parameters are spread over the data-parallel ranks runs on all of them
+    spread = config.zero_stage == 3 or config.ep > 1
+    if trainer.dp_rank > 0 and not spread:
+        return
+    text = sample(trainer, tokenizer, run.held_out)
+    if world.rank == 0:
+        title = f"{config.load or config.model}, {data_of(run)}"
+        draw_loss(world, run, title)
+        begin = f"[{title}, after step {run.step}]\n\n" if config.load else ""
+        leave(world, run.out / "sample.txt", partial(write_text, begin + text))
+        world.say(
+            f"\na sample (generate.py makes more):\n\n{text}\n\n{run.out}: loss.png, metrics.jsonl,"
+            f" sample.txt, checkpoints; {duration(seconds)} of training"
+        )
+
+
+def data_of(run) -> str:
+    """The data of a run, for a title."""
+    config = run.config
+    paths = config.sft or config.data
+    if not paths:
+        return f"Python {sys.version.split()[0]}'s library"
+    corpus = run.train_set.index["corpus"]
+    return f"{Path(paths[0]).name}{', ..' if len(paths) > 1 else ''} ({corpus})"
+
+
+def sample(trainer, tokenizer, held_out) -> str:
+    """Text that continues --sample-prompt. Tensor-parallel ranks draw the same tokens."""
+    config = trainer.config
+    if config.sequence_parallel:
+        for stage in trainer.stages:
+            sequence_parallel.shard_sequence(stage, trainer.groups.tp, sharded=False)
+    try:
+        prompt, stop_ids = trainer.sample_prompt(tokenizer, held_out)
+        options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
+        options["cp_group"] = trainer.groups.cp
+        with context_parallel.whole_sequences(trainer.stages):
+            (ids,) = generate.generate(trainer.model, [prompt], 300, **options)
+    except (FloatingPointError, ChatError) as e:
+        return f"no sample: {e}"
+    return tokenizer.decode(prompt + ids)
+
+
+def draw_loss(world: World, run, title: str) -> None:
+    leave(world, run.out / "loss.png", lambda path: plot_loss(run.metrics.lines, title, path))
+
+
+def write_text(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8", errors="replace")
+
+
+def leave(world: World, path: Path, write) -> None:
+    """write(path), for what can be made again: without room for it the run is done all the same."""
+    try:
+        write(path)
+    except OSError as e:
+        world.say(f"{path}: cannot be written ({e.strerror}); the checkpoints are whole")

@@ -1,0 +1,324 @@
+"""What a run records: metrics.jsonl for programs; a line per step and loss.png for people.
+
+A line of metrics.jsonl is one step. Floats are in full precision, so that two runs can be compared
+bit for bit:
+
+    {"step": 1, "loss": 5.56, "grad_norm": 3.2, "lr": 6e-05, "tokens": 2048, "step_seconds": 0.2,
+     "tokens_per_second": 10240.0, "tflops_per_device": 0.11, "peak_memory_bytes": 570425344}
+
+    python -m run.metrics runs/default       draws runs/default/loss.png again
+
+`tokens` counts the tokens of the loss since the start of the run. Some lines have more fields:
+
+    mfu                    share of the peak FLOP/s, on GPUs whose peak is known
+    eval_loss              loss on held-out text, after an evaluation
+    loss_scale             fp16 only
+    skipped_steps          steps so far whose gradients were not finite
+    fp8_not_finite         --fp8: tensors with NaN or infinity, the first of them first
+    fp8_saturated          --fp8 delayed: tensors with values beyond what their scale allows
+    predicted_seconds      of a step, by planner.py, with --plan
+
+With --preference, means over the pairs of the step (preference.py); after an evaluation those of
+the held-out pairs too, as eval_accuracy and so on:
+
+    accuracy               share of pairs whose chosen answer has the higher reward
+    reward_chosen          of the chosen answers
+    reward_rejected        of the rejected ones
+    margin                 reward_chosen - reward_rejected
+
+With --rl, of the answers of the step (ppo.py; docs/preferences.md says what to expect):
+
+    reward                 mean over the answers, without the KL
+    kl                     from the reference, nats per answer
+    answer_tokens          mean length
+    ended_share            share of answers that ended before --answer-tokens
+    clip_share             share of tokens whose gradient the clip has taken, over all updates
+    policy_change          mean change of a token's log-probability since it was written
+    rollout_difference     largest difference of log-probabilities of generation and training;
+                           fp32: 0, because those of generation are used
+    value_loss             ppo: the critic's, mean per token
+    rollout_seconds        to write and rate the answers, and ask reference and critic
+    training_seconds       of the updates
+    eval_reward            on held-out prompts, after an evaluation
+
+With experts, these have one number for each layer that has experts:
+
+    expert_load            for each expert: choices that fell on it / an even share
+    dropped_share          share of choices dropped because an expert was full
+    router_entropy         nats
+    load_balancing_loss    before its coefficient; `loss` is without it
+    z_loss                 before its coefficient; `loss` is without it
+"""
+
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from base import json_files, terminal
+
+
+class MetricsError(RuntimeError):
+    """metrics.jsonl cannot be read or written; the message says why."""
+
+
+@dataclass
+class Line:
+    """The fields that are checked in every line; numbers that were not finite are null."""
+
+    step: int
+    loss: float | None
+    eval_loss: float | None = None
+
+
+def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
+    """(the lines of a metrics.jsonl, the numbers of the lines that cannot be read).
+
+    Half a line at the end, which a killed process leaves, counts as neither. A file that does not
+    exist has no lines. Raises MetricsError.
+    """
+    try:
+        raw = json_files.read_bytes(path).split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise MetricsError(f"{path}: cannot be read ({reason})") from None
+    lines = []
+    damaged = []
+    for number, text in enumerate(raw, 1):
+        try:
+            json_files.parse(text, Line)
+            lines.append(json_files.parse(text, dict))
+        except json_files.JSONError:
+            if text.strip() and number < len(raw):
+                damaged.append(number)
+    return lines, damaged
+
+
+class Metrics:
+    """metrics.jsonl: one line a step, written before any checkpoint of that step. Rank 0 has it."""
+
+    def __init__(self, path: Path, last_step: int):
+        """Continue the file of a run that resumes after `last_step`, 0 for a new run.
+
+        Removed are lines beyond `last_step`, which a killed run wrote after its last checkpoint,
+        and half a line at the end. If other lines cannot be read, the old file is kept as
+        metrics.jsonl.damaged. `notice` is a message to the user about this, or "". Raises
+        MetricsError.
+        """
+        lines, damaged = read_metrics(path)
+        self.path = path
+        self.notice = ""
+        self.lines = [line for line in lines if line["step"] <= last_step]
+        try:
+            if damaged:
+                copy = unused_name(f"{path}.damaged")
+                shutil.copyfile(path, copy)
+                self.notice = f"{path}: {left_out(damaged)}; the file as it was is {copy}"
+            elif lines and not last_step:
+                self.notice = f"{path}: begun anew; its {len(lines)} steps are in no checkpoint"
+            self.rewrite()
+            self.file = open(path, "a", encoding="utf-8")
+        except OSError as e:
+            raise MetricsError(f"{path}: cannot be written ({e.strerror})") from None
+
+    def rewrite(self) -> None:
+        """Replace the file in one operation: a kill leaves the old one or the new one."""
+        temporary = self.path.with_suffix(".tmp")
+        # It may be a link, which must not be written through.
+        temporary.unlink(missing_ok=True)
+        text = "".join(json.dumps(line) + "\n" for line in self.lines)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    def add(self, line: dict) -> None:
+        """Raises MetricsError."""
+        line = {name: finite(value) for name, value in line.items()}
+        self.lines.append(line)
+        try:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
+        except OSError as e:
+            raise MetricsError(f"{self.path}: cannot be written ({e.strerror})") from None
+
+
+def finite(value):
+    """The value, with None in the place of NaN and infinity, which JSON does not have; in lists
+    too."""
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def unused_name(path: str) -> str:
+    """The first of PATH, PATH.2, PATH.3, ... that does not exist."""
+    name = path
+    n = 1
+    while os.path.lexists(name):
+        n += 1
+        name = f"{path}.{n}"
+    return name
+
+
+def left_out(damaged: list[int]) -> str:
+    return f"line {', '.join(map(str, damaged))} cannot be read and is left out"
+
+
+class Curves:
+    """The numbers of each step for TensorBoard: `tensorboard --logdir runs`."""
+
+    def __init__(self, folder: Path, last_step: int):
+        """last_step: points of an earlier run beyond this step are hidden. Needs the package
+        tensorboard."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(folder, purge_step=last_step + 1)
+
+    def add(self, line: dict) -> None:
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float):
+                self.writer.add_scalar(name, value, line["step"])
+        self.writer.flush()
+
+
+# FLOP/s of dense matrix multiplication in 16 bits, from NVIDIA's data sheets. The sparse numbers
+# are twice as high.
+PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense peak in 16 bits, FLOP/s; None where it is not known: on CPUs and on other
+    GPUs."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for gpu, peak in PEAK.items() if gpu in name), None)
+
+
+def mfu(tflops: float, device: torch.device, precision: str, fp8: bool = False) -> dict:
+    """{"mfu": share of the device's dense peak}, or {} where the peak is not known, and in fp32.
+    fp8: where the device multiplies in FP8, its peak counts, twice that of 16 bits, though not all
+    products are in FP8."""
+    peak = peak_flops(device) if precision in ("bf16", "fp16") else None
+    if peak and fp8:
+        peak *= 2
+    return {"mfu": tflops * 1e12 / peak} if peak else {}
+
+
+def plot_loss(lines: list[dict], title: str, path: Path) -> None:
+    """Write the figure: training loss, and held-out loss where there were evaluations."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    steps = [line["step"] for line in lines]
+    losses = [line["loss"] for line in lines]
+    axes.plot(steps, losses, linewidth=0.8, color="tab:blue", label="training")
+    evaluated = [line for line in lines if "eval_loss" in line]
+    steps = [line["step"] for line in evaluated]
+    losses = [line["eval_loss"] for line in evaluated]
+    axes.plot(steps, losses, "o-", color="tab:orange", label="held out")
+    axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float | None) -> str:
+    """A line of metrics.jsonl for people: one line, and a second one after an evaluation."""
+    parts = [
+        f"step {line['step']:>{len(str(steps))}}/{steps}",
+        f"loss {line['loss']:.4f}",
+        f"grad {line['grad_norm']:.2f}",
+        f"lr {line['lr']:.1e}",
+        f"{line['tokens_per_second']:,.0f} tok/s",
+        f"{line['tflops_per_device']:.3f} TFLOP/s per device",
+        f"{line['peak_memory_bytes'] / 2**30:.2f} GiB",
+        f"{duration(seconds_left)} left",
+    ]
+    if "predicted_seconds" in line:
+        predicted = line["predicted_seconds"]
+        parts.append(f"{line['step_seconds']:.3g} s (predicted {predicted:.3g})")
+    if "reward" in line:
+        parts.insert(1, f"reward {line['reward']:.3f}")
+        # not -0.000
+        parts.insert(2, f"KL {round(line['kl'], 3) + 0:.3f}")
+    if "accuracy" in line:
+        parts.insert(2, f"accuracy {line['accuracy']:.1%}")
+    if "mfu" in line:
+        parts.append(f"MFU {line['mfu']:.1%}")
+    if not math.isfinite(line["grad_norm"]):
+        first = "".join(f", first {name}" for name in line.get("fp8_not_finite", [])[:1])
+        parts.append(f"not finite{first}: skipped")
+    if "expert_load" in line:
+        parts.append(f"load up to {max(max(layer) for layer in line['expert_load']):.2f}")
+    text = "  ".join(parts)
+    return text + of_evaluation(line, bytes_per_token)
+
+
+def of_evaluation(line: dict, bytes_per_token: float | None) -> str:
+    """What a line of metrics.jsonl has of held-out data, below its own; "" where it has nothing."""
+    text = ""
+    if "eval_loss" in line:
+        loss = line["eval_loss"]
+        text += f"\n    held-out loss {loss:.4f}"
+        if bytes_per_token:
+            text += f", {loss / bytes_per_token:.4f} nats per byte"
+    if "eval_accuracy" in line:
+        text += f", accuracy {line['eval_accuracy']:.1%}"
+    if "eval_reward" in line:
+        text += f"\n    held-out reward {line['eval_reward']:.4f}"
+    return text
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on a GPU of tensors, on the CPU of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def duration(seconds: float) -> str:
+    """2m05s, or from an hour on 1h02m."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes_of_hour = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes_of_hour:02d}m"
+    return f"{minutes}m{seconds:02d}s"
+
+
+def main() -> int:
+    """Exit status: 0, or 2 with one message."""
+    if len(sys.argv) != 2:
+        print("usage: python -m run.metrics RUN, a folder with a metrics.jsonl", file=sys.stderr)
+        return 2
+    out = Path(sys.argv[1])
+    try:
+        lines, damaged = read_metrics(out / "metrics.jsonl")
+        if not lines:
+            raise MetricsError(f"{out}: has no metrics.jsonl with a step in it")
+        plot_loss(lines, str(out), out / "loss.png")
+    except (MetricsError, OSError, ValueError) as e:
+        print(f"metrics.py: {e}", file=sys.stderr)
+        return 2
+    if damaged:
+        print(f"metrics.jsonl: {left_out(damaged)}", file=sys.stderr)
+    print(out / "loss.png")
+    return 0
+
+
+if __name__ == "__main__":
+    terminal.run(main)

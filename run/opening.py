@@ -1,0 +1,199 @@
+"""What a run opens before its first step: the tokenizer, the folder, the data. And what it checks
+there: memory, flags that differ between ranks, another run in the folder.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import data
+from base import devices
+from base.world import World
+from corpus.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, prompt_ids, save_files
+from run import room
+from run.config import Config, ConfigError, flag_name
+from run.metrics import Metrics
+from run.run_folder import RunFolder, RunFolderError, launcher_name
+
+# tokens of the held-out text that the sample continues
+SAMPLE_BEGINS = 16
+
+
+def open_out(config: Config, world: World) -> RunFolder | None:
+    """The run's folder, locked by rank 0 for all. A collective: every rank refuses what is wrong
+    there. Raises RunFolderError."""
+    opened = []
+
+    def open_folder():
+        folder = RunFolder(config.out, config.resume, world.restarts, launcher_name())
+        opened.append(folder)
+
+    world.on_rank_0(open_folder, (RunFolderError,))
+    return opened[0] if world.rank == 0 else None
+
+
+def check_flags_agree(config: Config, world: World) -> None:
+    """Ranks that were started one by one may have other flags each. A collective. Raises
+    ConfigError, on all ranks."""
+    everywhere = world.gather(dataclasses.asdict(config))
+    for rank, flags in enumerate(everywhere):
+        for name, value in flags.items():
+            expected = everywhere[0][name]
+            if value != expected:
+                raise ConfigError(
+                    f"{flag_name(name)}: rank {rank} was started with {value}, and rank 0 with "
+                    f"{expected}; give all ranks the same flags"
+                )
+
+
+def check_data_agree(train_set, held_out, world: World) -> None:
+    """Ranks that read other data would train on a mixture, or never meet again. A collective.
+    Raises ConfigError, on all ranks."""
+    everywhere = world.gather([data_set.index["corpus"] for data_set in (train_set, held_out)])
+    for rank, corpora in enumerate(everywhere):
+        if corpora != everywhere[0]:
+            raise ConfigError(
+                f"rank {rank} has read other data than rank 0: a file is another one on its"
+                " machine, or the chat template asks for the time or for chance"
+            )
+
+
+def check_room(config: Config, world: World) -> None:
+    """Raises ConfigError for a run that the memory of a rank can never hold."""
+    model = config.model_config()
+    # what ZeRO shards, it shards over context-parallel ranks too
+    replicas = world.size // config.tp // config.pp
+    ranks = {"tp": config.tp, "pp": config.pp, "dp": replicas, "ep": config.ep, "cp": config.cp}
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    precision = config.precision or ("bf16" if device == "cuda" else "fp32")
+    has = devices.memory(device, world.local_size)
+    learner = room.state_bytes(model, precision, config.optimizer_state, config.zero_stage, ranks)
+    # a frozen model has no gradients and no optimizer state
+    needs = 0 if config.prompt_config or config.peft else learner
+    if config.rl:
+        needs += room.bytes_beside_policy(config, model, precision, ranks, learner)
+    if needs > has:
+        raise ConfigError(
+            f"--hidden-size {model.hidden_size} --num-layers {model.num_layers} --num-experts"
+            f" {model.num_experts} --vocab-size {model.vocab_size}: weights, gradients and"
+            f" optimizer state of this model {room.complaint('take', needs, has)}; a smaller model,"
+            " or more ranks with --tp, --pp or --zero-stage 3, would need less of each"
+        )
+    micro = config.micro_batch(replicas // config.cp)
+    if config.rl and config.micro_batch_size is None:
+        # how many rows the answers will fill is not known
+        micro = 1
+    needs = room.activation_bytes(model, precision, micro, ranks, config.head_chunk)
+    if needs > has:
+        raise ConfigError(
+            f"--micro-batch-size {micro}: the activations of so many sequences of "
+            f"{model.seq_length} tokens {room.complaint('take', needs, has)}; --micro-batch-size 1 "
+            "would need the least"
+        )
+
+
+def default_tokenizer(config: Config) -> str:
+    """The tokenizer where --tokenizer is not given: that of the run that goes on, or of --load."""
+    if config.resume:
+        found = checkpoint.steps(Path(config.out) / "checkpoints")
+        for path in reversed(found.values()):
+            # The one before it may be whole; resume.py says what is wrong.
+            with contextlib.suppress(checkpoint.Damaged):
+                return checkpoint.tokenizer_of(path)
+    return checkpoint.tokenizer_of(checkpoint.find(config.load)) if config.load else "bytes"
+
+
+def open_tokenizer(config: Config, world: World):
+    """The tokenizer of --tokenizer, or the default one. Where its vocabulary is larger than the
+    preset's, it sets --vocab-size. Raises ConfigError, TokenizerError or CheckpointError."""
+    name = config.tokenizer
+    moved = name is not None and name not in BUILT_IN and not os.path.exists(name)
+    # The file of a run that goes on may have moved: the run has a copy.
+    if name is None or (config.resume and moved):
+        name = default_tokenizer(config)
+    tokenizer = make_tokenizer(name)
+    shape = config.model_config()
+    if tokenizer.vocab_size > shape.vocab_size:
+        beyond = f"--tokenizer {name}: its ids go up to {tokenizer.vocab_size - 1}, beyond "
+        if config.vocab_size is not None:
+            raise ConfigError(
+                f"{beyond}--vocab-size {shape.vocab_size}; --vocab-size {tokenizer.vocab_size} "
+                "would fit"
+            )
+        if config.load:
+            raise ConfigError(
+                f"{beyond}the {shape.vocab_size} of the model in --load {config.load}; the "
+                "tokenizer that it was trained with would fit"
+            )
+        config.vocab_size = tokenizer.vocab_size
+        world.say(f"--vocab-size {config.vocab_size}: as many as --tokenizer {name} has")
+    elif tokenizer.vocab_size < 0.9 * shape.vocab_size:
+        world.say(
+            f"--tokenizer {name}: fills {tokenizer.vocab_size:,} of the model's "
+            f"{shape.vocab_size:,} ids; the others never occur in this run"
+        )
+    if config.sample_prompt is not None:
+        sample_ids(config, tokenizer)
+    return tokenizer
+
+
+def first_ids(dataset) -> list[int]:
+    """The beginning of a data set: what stands before the first target that counts, or where all
+    count some tokens."""
+    batch = dataset.batch([0])
+    first = int(batch.loss_mask[0].long().argmax())
+    return batch.tokens[0, : first + 1 if first else SAMPLE_BEGINS].tolist()
+
+
+def sample_ids(config: Config, tokenizer) -> list[int]:
+    """The ids of --sample-prompt. Raises ConfigError for what is not text."""
+    try:
+        ids = prompt_ids(tokenizer, config.sample_prompt)
+    except (UnicodeEncodeError, TokenizerError) as e:
+        prompt = config.sample_prompt
+        raise ConfigError(f"--sample-prompt {prompt!r}: cannot be encoded ({e})") from None
+    return ids[-config.model_config().seq_length :]
+
+
+def open_data(config: Config, world: World, tokenizer):
+    """(training set, held-out set). The corpus is tokenized first if need be. Raises DataError."""
+    s = config.model_config().seq_length
+    share = {
+        "cache": config.cache,
+        "exchange": world.gather,
+        "rank": world.rank,
+        "world": world.size,
+        "workers": world.cores,
+        "skip_bad": config.skip_bad_examples,
+    }
+    parts = data.prepare_corpora(config.data, tokenizer, **share)
+    masked = config.document_mask
+    if not config.val_data:
+        train_set = data.open_corpora(parts, s, config.seed, "train", masked)
+        return train_set, data.open_corpora(parts, s, None, "held-out", masked)
+    val_parts = data.prepare_corpora(config.val_data, tokenizer, "--val-data", **share)
+    train_set = data.open_corpora(parts, s, config.seed, "all", masked)
+    return train_set, data.open_corpora(val_parts, s, None, "all", masked)
+
+
+def begin_files(config: Config, out: Path, tokenizer, start: int) -> Metrics:
+    """What a run leaves from its start: config.json, its tokenizer, metrics.jsonl. On rank 0.
+
+    Raises RunFolderError or MetricsError.
+    """
+    try:
+        # Whole or as it was: a full disk must not truncate the flags of a run.
+        text = json.dumps(dataclasses.asdict(config), indent=1)
+        (out / "config.tmp").write_text(text, encoding="utf-8")
+        os.replace(out / "config.tmp", out / "config.json")
+        if tokenizer.files:
+            # generate.py finds it there
+            save_files(tokenizer.files, out)
+    except OSError as e:
+        raise RunFolderError(f"--out {out}: cannot be written ({e.strerror})") from None
+    return Metrics(out / "metrics.jsonl", start)

@@ -1,0 +1,235 @@
+"""The shapes of published models.
+
+    PRESETS[name] = (fields of the model's configuration, published number of parameters or 0)
+
+    tiny, tiny-moe        for a laptop
+    gpt2-...              Radford et al. 2019, as released
+    gpt3-...              GPT-3 (arXiv 2005.14165) in the sizes that NeMo configures
+    megatron-...          arXiv 2104.04473, table 1, and arXiv 2205.05198, table 3
+    llama2-...            arXiv 2307.09288, as released
+    mixtral-8x7b          arXiv 2401.04088, as released
+    llama3 .. bloom       one model or two of each other family, as released
+
+    python -m run.presets        parameters of each, counted, beside the published number
+
+`--model NAME` of train.py takes one. Each model is built on the meta device, so that counting its
+parameters needs no memory.
+"""
+
+
+def _gpt(num_layers, hidden_size, num_heads, seq_length=2048, vocab_size=51200) -> dict:
+    return dict(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        seq_length=seq_length,
+        vocab_size=vocab_size,
+        dropout=0.1,
+    )
+
+
+def _llama2(num_layers, hidden_size, num_heads, ffn_hidden_size, **fields) -> dict:
+    """fields: more fields, or other values than Llama-2's."""
+    return (
+        dict(
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            ffn_hidden_size=ffn_hidden_size,
+            seq_length=4096,
+            vocab_size=32000,
+            llama=True,
+        )
+        | fields
+    )
+
+
+def _llama3(*sizes, **fields) -> dict:
+    return _llama2(
+        *sizes,
+        num_kv_heads=8,
+        seq_length=131072,
+        vocab_size=128256,
+        rotary_base=5e5,
+        **fields,
+    )
+
+
+def _qwen(*sizes, **fields) -> dict:
+    own = dict(seq_length=32768, vocab_size=151936, rotary_base=1e6, norm_eps=1e-6)
+    return _llama2(*sizes) | own | fields
+
+
+def _gemma(*sizes, **fields) -> dict:
+    return _llama2(
+        *sizes,
+        seq_length=8192,
+        vocab_size=256000,
+        head_dim=256,
+        norm="rmsnorm1p",
+        norm_eps=1e-6,
+        activation="geglu",
+        tied=True,
+        embedding_scale=True,
+        **fields,
+    )
+
+
+def _bloom(*sizes) -> dict:
+    own = dict(dropout=0.0, positions="alibi", embedding_norm=True)
+    return _gpt(*sizes, 2048, 250880) | own
+
+
+PRESETS: dict[str, tuple[dict, float]] = {
+    # The vocabulary is bytes and an end-of-text token. Llama's block learns faster than GPT-2's in
+    # the first minutes.
+    "tiny": (
+        dict(
+            num_layers=4,
+            hidden_size=256,
+            num_heads=8,
+            ffn_hidden_size=688,
+            seq_length=128,
+            vocab_size=257,
+            llama=True,
+        ),
+        0,
+    ),
+    # The same with 8 experts in every second layer: the same FLOPs, three times the parameters.
+    "tiny-moe": (
+        dict(
+            num_layers=4,
+            hidden_size=256,
+            num_heads=8,
+            ffn_hidden_size=688,
+            seq_length=128,
+            vocab_size=257,
+            llama=True,
+            num_experts=8,
+            expert_every=2,
+        ),
+        0,
+    ),
+    # Radford et al. 2019, as released
+    "gpt2": (_gpt(12, 768, 12, 1024, 50257), 124_439_808),
+    "gpt2-medium": (_gpt(24, 1024, 16, 1024, 50257), 354_823_168),
+    "gpt2-large": (_gpt(36, 1280, 20, 1024, 50257), 774_030_080),
+    "gpt2-xl": (_gpt(48, 1600, 25, 1024, 50257), 1_557_611_200),
+    # NeMo's GPT-3 configurations
+    "gpt3-126m": (_gpt(12, 768, 12, 2048, 50257), 126e6),
+    "gpt3-5b": (_gpt(24, 4096, 32, 2048, 50257), 5e9),
+    "gpt3-20b": (_gpt(44, 6144, 48, 2048, 50257), 20e9),
+    "gpt3-40b": (_gpt(48, 8192, 64, 2048, 50257), 40e9),
+    "gpt3-175b": (_gpt(96, 12288, 96, 2048, 50257), 175e9),
+    # arXiv 2104.04473, table 1
+    "megatron-1.7b": (_gpt(24, 2304, 24), 1.7e9),
+    "megatron-3.6b": (_gpt(30, 3072, 32), 3.6e9),
+    "megatron-7.5b": (_gpt(36, 4096, 32), 7.5e9),
+    "megatron-18b": (_gpt(40, 6144, 48), 18.4e9),
+    "megatron-39b": (_gpt(48, 8192, 64), 39.1e9),
+    "megatron-76b": (_gpt(60, 10240, 80), 76.1e9),
+    # arXiv 2205.05198, table 3
+    "megatron-22b": (_gpt(48, 6144, 64), 22e9),
+    "megatron-175b": (_gpt(96, 12288, 96), 175e9),
+    "megatron-530b": (_gpt(105, 20480, 128), 530e9),
+    "megatron-1t": (_gpt(128, 25600, 160), 1e12),
+    # arXiv 2307.09288, as released
+    "llama2-7b": (_llama2(32, 4096, 32, 11008), 6_738_415_616),
+    "llama2-13b": (_llama2(40, 5120, 40, 13824), 13_015_864_320),
+    "llama2-70b": (_llama2(80, 8192, 64, 28672, num_kv_heads=8), 68_976_648_192),
+    # arXiv 2401.04088, as released
+    "mixtral-8x7b": (
+        _llama2(
+            32,
+            4096,
+            32,
+            14336,
+            num_kv_heads=8,
+            seq_length=32768,
+            rotary_base=1e6,
+            num_experts=8,
+            router="topk",
+            router_topk=2,
+            aux_loss=0.02,
+            z_loss=0.0,
+        ),
+        46_702_792_704,
+    ),
+    # arXiv 2407.21783, as released
+    "llama3.1-8b": (_llama3(32, 4096, 32, 14336, rotary_factor=8.0), 8_030_261_248),
+    "llama3.2-1b": (_llama3(16, 2048, 32, 8192, rotary_factor=32.0, tied=True), 1_235_814_400),
+    # arXiv 2502.02737, as released
+    "smollm2-135m": (
+        _llama2(
+            30,
+            576,
+            9,
+            1536,
+            num_kv_heads=3,
+            seq_length=8192,
+            vocab_size=49152,
+            rotary_base=1e5,
+            tied=True,
+        ),
+        134_515_008,
+    ),
+    # arXiv 2310.06825, as released
+    "mistral-7b": (
+        _llama2(32, 4096, 32, 14336, num_kv_heads=8, seq_length=32768, sliding_window=4096),
+        7_241_732_096,
+    ),
+    # arXiv 2412.15115, as released
+    "qwen2.5-7b": (
+        _qwen(28, 3584, 28, 18944, num_kv_heads=4, vocab_size=152064, attention_bias="qkv"),
+        7_615_616_512,
+    ),
+    # arXiv 2505.09388, as released
+    "qwen3-0.6b": (
+        _qwen(28, 1024, 16, 3072, num_kv_heads=8, head_dim=128, qk_norm=True, tied=True),
+        596_049_920,
+    ),
+    "qwen3-8b": (
+        _qwen(36, 4096, 32, 12288, num_kv_heads=8, head_dim=128, qk_norm=True),
+        8_190_735_360,
+    ),
+    # arXiv 2403.08295, as released
+    "gemma-2b": (_gemma(18, 2048, 8, 16384, num_kv_heads=1), 2_506_172_416),
+    "gemma-7b": (_gemma(28, 3072, 16, 24576), 8_537_680_896),
+    # arXiv 2211.05100, as released
+    "bloom-560m": (_bloom(24, 1024, 16), 559_214_592),
+    "bloom-7b1": (_bloom(30, 4096, 32), 7_069_016_064),
+}
+
+
+def main():
+    # not above: whoever reads the table needs no model
+    import torch
+
+    import moe
+    from routers import MoEConfig
+    from run.sizes import flops_per_token
+    from sharding import num_parameters
+
+    print(
+        f"{'preset':<15}{'L':>5}{'h':>7}{'heads':>6}{'kv':>5}{'s':>6}{'V':>7}"
+        f"{'parameters':>20}{'published':>12}{'ratio':>7}{'GFLOP/token':>13}"
+    )
+    for name, (fields, published) in PRESETS.items():
+        config = MoEConfig(**fields)
+        # shapes without storage
+        with torch.device("meta"):
+            count = num_parameters(moe.build(config))
+        beside = f"{'':>19}"
+        if published:
+            beside = f"{published / 1e9:>11.4g}B{count / published:>7.3f}"
+        print(
+            f"{name:<15}{config.num_layers:>5}{config.hidden_size:>7}{config.num_heads:>6}"
+            f"{config.num_kv_heads:>5}{config.seq_length:>6}{config.vocab_size:>7}"
+            f"{count:>20,}{beside}{flops_per_token(config) / 1e9:>13,.3f}"
+        )
+
+
+if __name__ == "__main__":
+    from base import terminal
+
+    terminal.run(main)

@@ -1,0 +1,101 @@
+"""Whether a run can fit into memory at all, known before anything is built.
+
+This is a lower bound: of the parameters only the matrices count, of the activations only the input
+of each layer and the logits. What it refuses could never have run; what it lets through may still
+not fit.
+
+Bytes for each parameter, in mixed precision and in fp32 (ZeRO, arXiv 1910.02054, section 3.1):
+
+                    16 bits    fp32    sharded from ZeRO stage
+    weight             2         4     3
+    gradient           4         4     2
+    master             4         -     1
+    two moments        8         8     1
+
+With --optimizer-state bf16 the moments have 4 bytes, and a 16-bit weight's master 2.
+"""
+
+import fsdp
+from routers import MoEConfig
+from run.sizes import least_parameters
+
+# bytes of a number; 2 in other precisions
+SIZES = {"fp64": 8, "fp32": 4, "tf32": 4}
+
+
+def parameters(model: MoEConfig) -> tuple[int, int]:
+    """How many numbers the matrices have: (those outside the experts, those of the experts)."""
+    mlp = (3 if model.gated else 2) * model.hidden_size * model.ffn_hidden_size
+    experts = len(model.expert_layers) * model.num_experts * mlp
+    return least_parameters(model) - experts, experts
+
+
+def state_parts(
+    model: MoEConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]
+) -> tuple[float, float, float]:
+    """Bytes of (weights, gradients, optimizer state) that the fullest rank holds at least.
+
+    ranks: how many there are in tp, pp, dp and ep. Experts have dp / ep replicas.
+    """
+    dense, experts = parameters(model)
+    p = ranks["pp"]
+    return parts_of(dense // p, experts // p, precision, optimizer_state, zero_stage, ranks)
+
+
+def parts_of(
+    dense: int,
+    experts: int,
+    precision: str,
+    optimizer_state: str,
+    zero_stage: int,
+    ranks: dict[str, int],
+) -> tuple[float, float, float]:
+    """The same of a pipeline rank that has so many numbers, all tp and ep ranks together."""
+    weight = SIZES.get(precision, 2)
+    gradient = max(weight, 4)
+    moments = 4 if optimizer_state == "bf16" else 2 * gradient
+    master = 0
+    if weight == 2:
+        master = 2 if optimizer_state == "bf16" else 4
+    state = master + moments
+    replicas = ranks["dp"] // ranks["ep"]
+    each = fsdp.bytes_per_parameter(zero_stage, ranks["dp"], weight, gradient, state)
+    of_experts = fsdp.bytes_per_parameter(zero_stage, replicas, weight, gradient, state)
+    held = dense // ranks["tp"]
+    held_experts = experts // ranks["ep"] // ranks["tp"]
+    return tuple(held * x + held_experts * y for x, y in zip(each, of_experts))
+
+
+def state_bytes(
+    model: MoEConfig, precision: str, optimizer_state: str, zero_stage: int, ranks: dict[str, int]
+) -> int:
+    """Bytes of weights, gradients and optimizer state together. Arguments as in `state_parts`."""
+    return int(sum(state_parts(model, precision, optimizer_state, zero_stage, ranks)))
+
+
+def bytes_beside_policy(
+    config, model: MoEConfig, precision: str, ranks: dict[str, int], learner: int
+) -> int:
+    """Of the other models of --rl: a critic like the policy, whose state has `learner` bytes, and
+    the weights of a frozen reference. config: of the run, run.config.Config."""
+    frozen = state_parts(model, precision, config.optimizer_state, config.zero_stage, ranks)[0]
+    return int((learner if config.rl == "ppo" else 0) + (0 if config.peft else frozen))
+
+
+def activation_bytes(
+    model: MoEConfig, precision: str, micro_batch: int, ranks: dict[str, int], head_chunk: int = 0
+) -> int:
+    """Bytes that the fullest rank holds at least for one micro-batch: each layer's input, and
+    without a pipeline the logits, of `head_chunk` tokens if it is given. ranks: as in
+    `state_parts`; and in cp, which share the tokens."""
+    size = SIZES.get(precision, 2)
+    tokens = micro_batch * model.seq_length // ranks.get("cp", 1)
+    numbers = tokens * (model.hidden_size * model.num_layers // ranks["pp"])
+    if ranks["pp"] == 1:
+        numbers += min(head_chunk or tokens, tokens) * model.vocab_size
+    return size * numbers // ranks["tp"]
+
+
+def complaint(verb: str, needs: int, has: int) -> str:
+    """The end of a message, in GiB. verb: take, for what the message has named."""
+    return f"{verb} at least {needs / 2**30:,.1f} GiB on each rank, which has {has / 2**30:,.1f}"

@@ -1,0 +1,354 @@
+"""Which configurations can run. What cannot is refused before any process group exists.
+
+The message names the flag, its value, the rule and what would fit. Each technique knows its own
+rules (tensor_parallel.check, ..) and raises FieldError; here they are asked, in the order in which
+a user would fix them.
+"""
+
+import dataclasses
+import importlib.util
+
+import torch
+
+import adapters
+import checkpoint
+import chunked_head
+import context_parallel
+import fp8
+import moe
+import pipeline_parallel
+import recompute
+import sequence_parallel
+import tensor_parallel
+from base import json_files
+from model_config import divisors
+from moe import MoEConfig
+from planning import plan
+from prompts import prompt_data
+from run.config import Config, ConfigError, as_flags, flag_name
+from run.effects import Run, check_effects
+from run.preference_rules import check_preference, check_rl
+from run.refusal import multiples, refuse
+from tuning.adapter_learning import adapter_config
+from tuning.rewards import is_function
+
+# Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
+MOST_SEQUENCES = 2**20
+# flag -> its least value
+LEAST = {
+    "global_batch_size": 1,
+    "steps": 1,
+    "log_every": 1,
+    "num_kv_heads": 1,
+    "ffn_hidden_size": 1,
+    "warmup_steps": 0,
+    "save_every": 0,
+    "keep": 0,
+    "eval_every": 0,
+    "seed": 0,
+    "lr": 0,
+    "min_lr": 0,
+    "critic_lr": 0,
+    "max_bad_steps": 0,
+    "weight_decay": 0,
+    "grad_clip": 0,
+    "micro_batch_size": 1,
+    "tp": 1,
+    "pp": 1,
+    "cp": 1,
+    "virtual_stages": 1,
+    "ep": 1,
+    "fp8_skip": 0,
+    "fp8_block": 1,
+    "timeout": 1,
+}
+
+
+def validate(config: Config, world: int, base_needed: bool = True) -> None:
+    """Everything that can be known before a process group exists. world: how many ranks;
+    base_needed: whether --peft needs the model of --load, as it does in every run.
+
+    Raises ConfigError.
+    """
+    check_types(config)
+    model = config.model_config()
+    check_numbers(config)
+    check_ranks(config, model, world)
+    check_effects(Run(config, model, world // config.tp // config.pp))
+    check_techniques(config, model, world)
+    check_batch(config, model, dp=world // config.tp // config.pp // config.cp)
+    check_packing(config)
+    check_preference(config, world // config.tp // config.pp // config.cp, base_needed)
+    if config.prompt_config:
+        check_prompts(config)
+    check_peft(config, model, base_needed)
+    check_conversations(config)
+    check_text(config, base_needed)
+    check_rl(config, model, world, base_needed)
+    if config.rl and config.reward and not is_function(config.reward):
+        check_reward_model(config, model, world)
+    if config.plan:
+        plan.check(config)
+    check_device(config)
+
+
+def check_types(config: Config) -> None:
+    """What argparse has checked already, for flags that come from a file. Raises ConfigError."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        name = flag_name(field.name)
+        try:
+            json_files.convert(value, field.type, "")
+        except json_files.JSONError as e:
+            raise ConfigError(f"{name} {value!r}{e}") from None
+        choices = field.metadata["choices"]
+        if value is not None and choices and value not in choices:
+            refuse(config, field.name, f"must be one of {', '.join(map(str, choices))}")
+        if value == "" and field.name != "sample_prompt":
+            raise ConfigError(f"{name} '': is empty; leave it out for the default")
+        words = value if isinstance(value, list) else [value]
+        if any(isinstance(word, str) and not is_text(word) for word in words):
+            raise ConfigError(
+                f"{name} {value!r}: has bytes that are not UTF-8 text, or a zero byte"
+            )
+
+
+def is_text(word: str) -> bool:
+    try:
+        return b"\0" not in word.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+
+
+def check_numbers(config: Config) -> None:
+    """Ranges that no other flag decides. Raises ConfigError."""
+    for name, least in LEAST.items():
+        value = getattr(config, name)
+        # NaN and infinity fail too
+        if value is not None and not least <= value < 2**31:
+            refuse(config, name, f"must be at least {least} and below 2^31")
+    if config.global_batch_size > MOST_SEQUENCES:
+        rule = f"must be at most {MOST_SEQUENCES:,} sequences; published runs take some thousands"
+        refuse(config, "global_batch_size", rule)
+    if config.min_lr is not None and config.min_lr > config.peak_lr:
+        rule = f"must be at most --lr {config.peak_lr:g}, from which the cosine comes down"
+        refuse(config, "min_lr", rule)
+
+
+def check_ranks(config: Config, model: MoEConfig, world: int) -> None:
+    """Whether the sizes of the layout divide the ranks. Raises ConfigError."""
+    tp, pp = config.tp, config.pp
+    # experts are spread over the ranks that have other tokens
+    needed = tp * pp * max(config.ep, config.cp)
+    if world == 1 and needed > 1:
+        name = next(name for name in ("tp", "pp", "cp", "ep") if getattr(config, name) > 1)
+        rule = (
+            f"this is one rank alone; start several with torchrun --nproc-per-node {needed} "
+            f"train.py ..., or give --{name} 1"
+        )
+        refuse(config, name, rule)
+    if world % tp:
+        fit = divisors(tensor_parallel.sizes_that_fit(model, world), tp)
+        refuse(config, "tp", f"must divide the {world} ranks; {fit} would fit")
+    if world // tp % pp:
+        fit = divisors(world // tp, pp)
+        refuse(config, "pp", f"must divide the {world} ranks over --tp {tp}; {fit} would fit")
+    if world // tp // pp % config.cp:
+        fit = divisors(world // tp // pp, config.cp)
+        refuse(
+            config, "cp", f"must divide the {world} ranks over --tp {tp} --pp {pp}; {fit} would fit"
+        )
+    if config.sequence_parallel and tp == 1:
+        raise ConfigError(
+            "--sequence-parallel: shards what tensor parallelism leaves whole, and needs --tp 2 or "
+            "more"
+        )
+    interleaved = config.schedule in (None, "interleaved")
+    if config.virtual_stages > 1 and (not interleaved or pp == 1):
+        rule = "only --schedule interleaved, under --pp 2 or more, has more than 1"
+        refuse(config, "virtual_stages", rule)
+
+
+def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
+    """Each technique's own rules. Raises ConfigError."""
+    replicas = world // config.tp // config.pp
+    with as_flags():
+        recompute.check(model, config.recompute, config.recompute_layers)
+        chunked_head.check(config.head_chunk)
+        tensor_parallel.check(model, config.tp, world)
+        if config.sequence_parallel:
+            sequence_parallel.check(model, config.tp)
+        v = config.virtual_stages
+        pipeline_parallel.check(model.num_layers, config.pp, v, config.layer_split)
+        context_parallel.check(model, config.cp, config.tp, config.cp_kind)
+        recipe = config.fp8_recipe()
+        if recipe:
+            fp8.check(model, recipe, config.fp8_skip, config.tp)
+    with as_flags():
+        moe.check(model, config.ep, replicas)
+    check_context(config, model)
+
+
+def check_context(config: Config, model: MoEConfig) -> None:
+    """What context parallelism does not go with. Raises ConfigError."""
+    if config.cp == 1:
+        return
+    if config.fp8 != "off":
+        refuse(config, "fp8", "a scale would be that of a rank's own tokens; leave --cp out")
+    if model.num_experts and model.router == "sinkhorn":
+        refuse(config, "cp", "--router sinkhorn balances all tokens together; topk would do")
+    if model.capacity_factor:
+        refuse(config, "capacity_factor", "counts all tokens of a sequence; leave out --cp")
+    for name in ("preference", "rl"):
+        if getattr(config, name):
+            refuse(config, name, "sums over an answer, of which --cp gives each rank a part")
+    multiple = config.length_multiple
+    if model.seq_length % multiple:
+        refuse(config, "cp", f"--seq-length {model.seq_length} must be divisible by {multiple}")
+
+
+def check_batch(config: Config, model: MoEConfig, dp: int) -> None:
+    """Whether the global batch splits into equal micro-batches. Raises ConfigError."""
+    batch = config.global_batch_size
+    if batch % dp:
+        rule = f"must be divisible by the {dp} data-parallel ranks; {multiples(batch, dp)}"
+        refuse(config, "global_batch_size", rule)
+    share = batch // dp
+    micro = config.micro_batch(dp)
+    if share % micro:
+        raise ConfigError(
+            f"--micro-batch-size {micro}: must divide each rank's {share} sequences"
+            f" (--global-batch-size {batch} over {dp} data-parallel ranks);"
+            f" {divisors(share, micro)} would fit"
+        )
+    tokens = micro * model.seq_length
+    if model.num_experts and model.router == "sinkhorn" and tokens < model.num_experts:
+        raise ConfigError(
+            f"--num-experts {model.num_experts}: more than the {tokens} tokens of a micro-batch, "
+            "among which no plan of --router sinkhorn is even; fewer experts, a larger "
+            "--micro-batch-size or --router topk would do"
+        )
+    # sequences in pp micro-batches of every pipeline
+    group = config.pp * micro * dp
+    if config.pipeline_schedule == "interleaved" and batch % group:
+        rule = (
+            f"makes {share // micro} micro-batches for each pipeline, and interleaved needs a "
+            f"multiple of --pp {config.pp}; {multiples(batch, group)}"
+        )
+        refuse(config, "global_batch_size", rule)
+
+
+def check_packing(config: Config) -> None:
+    """Raises ConfigError."""
+    if config.pack and not config.sft:
+        raise ConfigError(
+            "--pack: puts the conversations of --sft FILE together, and there is none. The text of"
+            " --data fills every sequence already; --document-mask keeps its documents apart"
+        )
+    for name in ("sft", "prompt_config"):
+        if config.document_mask and getattr(config, name):
+            raise ConfigError(
+                "--document-mask: is for the documents of --data. The examples of"
+                f" {flag_name(name)} never see each other: leave it out"
+            )
+
+
+def check_prompts(config: Config) -> None:
+    """Raises ConfigError or PromptError."""
+    style = prompt_data.PromptConfig.read(config.prompt_config).virtual_prompt_style
+    if style == "inference":
+        rule = (
+            "virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and"
+            " fine-tuning do"
+        )
+        refuse(config, "prompt_config", rule)
+    for name in ("data", "val_data"):
+        if getattr(config, name):
+            paths = " ".join(getattr(config, name))
+            raise ConfigError(
+                f"{flag_name(name)} {paths}: prompts are learned from what data.train_ds in "
+                "--prompt-config names"
+            )
+    if not config.load:
+        refuse(config, "prompt_config", "for which model? --load CKPT names it")
+
+
+def check_peft(config: Config, model: MoEConfig, base_needed: bool) -> None:
+    """Raises ConfigError."""
+    if not config.peft:
+        return
+    if config.prompt_config and prompt_data.PromptConfig.read(config.prompt_config).learned:
+        rule = (
+            "--prompt-config learns prompts; one of the two. With virtual_prompt_style fine-tuning"
+            " it only names the data"
+        )
+        refuse(config, "peft", rule)
+    if base_needed and not config.load:
+        refuse(config, "peft", "for which model? --load CKPT names it")
+    with as_flags():
+        adapters.check(adapter_config(config), model, config.tp)
+
+
+def check_conversations(config: Config) -> None:
+    """Raises ConfigError."""
+    if not config.sft:
+        return
+    for name in ("data", "val_data", "prompt_config"):
+        value = getattr(config, name)
+        if value:
+            words = " ".join(value) if isinstance(value, list) else value
+            raise ConfigError(
+                f"{flag_name(name)} {words}: --sft names other data to learn from; one of both"
+            )
+
+
+def check_text(config: Config, base_needed: bool) -> None:
+    """A model that is there already goes on with text that somebody has chosen. Raises
+    ConfigError."""
+    others = (config.sft, config.preference, config.rl, config.prompt_config, config.resume)
+    if config.load and base_needed and not config.data and not any(others):
+        rule = "learns from what? --data PATH names text, --sft FILE conversations"
+        refuse(config, "load", rule)
+
+
+def check_reward_model(config: Config, model: MoEConfig, world: int) -> None:
+    """Whether the model of --reward fits the layout and the vocabulary. Raises ConfigError."""
+    its = config.of_values(config.reward)
+    try:
+        # not its.base(): in a run that goes on, that falls back to the policy's own checkpoints
+        path = checkpoint.find(config.reward)
+    except checkpoint.CheckpointError as e:
+        rule = "; a function is named FILE.py:FUNCTION" if config.reward.endswith(".py") else ""
+        raise ConfigError(f"--reward {e}{rule}") from None
+    if "model.head.value.weight" not in checkpoint.read_index(path)["tensors"]:
+        rule = "holds no reward model; --preference reward trains one from pairs of answers"
+        refuse(config, "reward", f"{rule}, and FILE.py:FUNCTION names a function")
+    with as_flags():
+        other = its.model_config()
+    check_techniques(its, other, world)
+    if other.vocab_size != model.vocab_size:
+        rule = f"knows {other.vocab_size} tokens, and the model of --load {model.vocab_size}"
+        refuse(config, "reward", f"{rule}; one that was trained from the same base would fit")
+    if other.seq_length < model.seq_length:
+        rule = f"reads {other.seq_length} tokens, and --seq-length is {model.seq_length}"
+        refuse(config, "reward", f"{rule}; --seq-length {other.seq_length} would fit")
+
+
+def check_device(config: Config) -> None:
+    """What this machine and its packages can do. Raises ConfigError."""
+    if config.fp8 != "off" and config.precision == "fp16":
+        raise ConfigError(
+            f"--fp8 {config.fp8}: has scales of its own, and the loss scale of fp16 would change"
+            " what they were measured for; --precision bf16 would fit"
+        )
+    if config.optimizer_state == "bf16" and config.precision == "fp16":
+        raise ConfigError(
+            "--optimizer-state bf16: the upper half of an fp32 master is a bf16 number; --precision"
+            " bf16 would fit, or --optimizer-state fp32"
+        )
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("--tensorboard: needs the package tensorboard (pip install tensorboard)")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: this machine has no usable CUDA device; --device cpu would run"
+        )

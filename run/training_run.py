@@ -1,0 +1,356 @@
+"""What surrounds the steps of a run: signals, the watchdog, measurements, the log, saving.
+
+train.py's `loop` is the story; each line of it that is no computation is a method here.
+"""
+
+import contextlib
+import math
+import signal
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import checkpoint
+import fp8_scaling
+from base.device_queue import Moment, to_host
+from base.errors import RunError
+from planning import plan
+from run import messages
+from run.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
+
+# of held-out text, the first of them, at every evaluation
+EVAL_SEQUENCES = 64
+
+
+class StepProfiler:
+    """A trace of the third to the fifth step: OUT/trace-RANK.json, for Perfetto."""
+
+    def __init__(self, path: Path, start: int, last: int):
+        self.path = path
+        self.first = min(start + 3, last)
+        self.profiler = torch.profiler.profile()
+        self.done = False
+
+    def begin_step(self, step: int) -> None:
+        if step == self.first:
+            self.profiler.start()
+
+    def end_step(self, step: int, is_last: bool) -> None:
+        if not self.done and step >= self.first and (is_last or step == self.first + 2):
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.path))
+            self.done = True
+
+
+@dataclass
+class Measurement:
+    """The numbers of one step, on their way from the device to the host."""
+
+    step: int
+    lr: float
+    # tokens of the loss since the start of the run
+    tokens: int
+    # tokens that went through the model in this step
+    processed: int
+    # [ranks, numbers], as `TrainingRun.measure` lists them; there when `end` has passed
+    numbers: Tensor
+    statistics: dict[str, Tensor]
+    # of fp8.Scaling, or None
+    fp8_report: Tensor | None
+    begin: Moment
+    end: Moment
+    # on held-out text, after an evaluation
+    eval_loss: float | None = None
+    eval_statistics: dict[str, float] = field(default_factory=dict)
+
+
+def reading_lag(trainer) -> int:
+    """How many steps later the host reads a step's numbers, the same on all ranks.
+
+    On a GPU step k is read when step k + 1 is enqueued, so that the device has work meanwhile. With
+    fp16 the host waits for each step anyway (AdamW.step).
+    """
+    return int(trainer.device.type == "cuda" and trainer.scaler is None)
+
+
+class TrainingRun:
+    """One run, from step `start` on, on this rank."""
+
+    def __init__(self, trainer, world, train_set, held_out, start: int, tokens: int):
+        """start, tokens: the steps and the tokens of the checkpoint that it goes on from."""
+        config = trainer.config
+        self.trainer = trainer
+        self.world = world
+        self.train_set = train_set
+        self.held_out = held_out
+        self.start = start
+        self.tokens = tokens
+        self.config = config
+        self.out = Path(config.out)
+        self.checkpoints = self.out / "checkpoints"
+        # on rank 0
+        self.metrics: Metrics | None = None
+        self.curves: Curves | None = None
+        self.profiler: StepProfiler | None = None
+        if config.profile:
+            path = self.out / f"trace-{world.rank}.json"
+            self.profiler = StepProfiler(path, start, config.steps)
+        # seconds of a step by part, with --plan
+        row_length = trainer.row_length(train_set)
+        self.predicted = plan.predict(config, world.size, row_length)
+        self.flops = trainer.flops_per_token(row_length)
+        self.multiplies_in_fp8 = bool(trainer.fp8) and not messages.fp8_is_emulated(trainer)
+        # None: the held-out loss is not that of text
+        self.bytes_per_token = None
+        if "bytes" in held_out.index:
+            self.bytes_per_token = held_out.index["bytes"] / held_out.index["tokens"]
+        self.eval_sequences = min(held_out.num_sequences, EVAL_SEQUENCES)
+        self.step = start
+        # steps that are enqueued and not yet read, oldest first
+        self.unread: deque[Measurement] = deque()
+        self.lag = reading_lag(trainer)
+        # of the step that was read last: its line of metrics.jsonl; skipped steps in a row up to it
+        self.line: dict = {}
+        self.skipped_in_a_row = 0
+        self.signals: list[int] = []
+        # a signal reached some rank: this step is the last
+        self.stopping = False
+        self.save_waits = False
+
+    # -- around all steps --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watched(self):
+        """SIGINT and SIGTERM end the run after a step; errors say in which step, and what to do."""
+        handlers = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers[number] = signal.signal(number, lambda number, _: self.signals.append(number))
+        self.begin = time.perf_counter()
+        if self.config.tensorboard and self.metrics:
+            self.curves = Curves(self.out / "tensorboard", self.start)
+        try:
+            yield
+        except RunError as e:
+            if e.everywhere:
+                # no rank is missing: the checkpoint that is being written becomes whole
+                self.trainer.checkpoints.saver.wait()
+            raise
+        except Exception as e:
+            # what breaks here follows from e, which is reported
+            with contextlib.suppress(Exception):
+                self.write_lines()
+            raise self.describe(e) from None
+        finally:
+            self.world.beat(None)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def describe(self, e: Exception) -> RunError:
+        """The error, with the step and what to do."""
+        if isinstance(e, checkpoint.CheckpointError):
+            # the same on all ranks
+            whole = list(checkpoint.steps(self.checkpoints).values())
+            kept = f"{whole[-1]} is whole; " if whole else ""
+            advice = f"{kept}make room, then continue with --resume"
+            return RunError(f"after step {self.step}: {e}; {advice}", everywhere=True)
+        if isinstance(e, MetricsError):
+            # on rank 0 alone: the others are ended
+            advice = "make room, then continue from the newest checkpoint with --resume"
+            return RunError(f"after step {self.step}: {e}; {advice}")
+        rank = self.world.rank
+        return RunError(
+            f"rank {rank}, step {self.step}: {type(e).__name__}:"
+            f" {e}\n{''.join(traceback.format_exception(e))}train.py: rank {rank} failed in step"
+            f" {self.step}; continue from the newest checkpoint with --resume"
+        )
+
+    def steps_left(self):
+        return range(self.start + 1, self.config.steps + 1)
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        if self.profiler:
+            self.profiler.begin_step(step)
+        every = self.config.save_every
+        if every and step % every == 0:
+            self.save_waits = True
+        self.step_begin = Moment(self.trainer.device)
+        self.world.beat(f"step {step}")
+
+    def measure(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> Measurement:
+        """Send the step's numbers on their way to the host. A collective."""
+        trainer = self.trainer
+        optimizer = trainer.optimizer
+        numbers = self.world.gather_numbers(
+            loss,
+            norm,
+            optimizer.skipped,
+            optimizer.skipped_in_a_row,
+            bool(self.signals),
+            peak_memory(trainer.device),
+            trainer.checkpoints.saver.failed,
+        )
+        counted, processed = trainer.processed(step, self.train_set)
+        self.tokens += counted
+        measured = Measurement(
+            step,
+            lr,
+            self.tokens,
+            processed,
+            to_host(numbers),
+            {name: to_host(values) for name, values in trainer.statistics().items()},
+            to_host(trainer.fp8.report) if trainer.fp8 else None,
+            self.step_begin,
+            Moment(trainer.device),
+        )
+        self.unread.append(measured)
+        return measured
+
+    def read(self, measured: Measurement) -> None:
+        """Wait until the device has done the step, and make its line of metrics.jsonl. All ranks
+        learn the same: whether a signal reached one of them, whether the step was skipped. Where
+        one could not write a checkpoint, all raise."""
+        trainer = self.trainer
+        measured.end.wait()
+        columns = zip(*measured.numbers.tolist())
+        losses, norms, skipped, skipped_in_a_row, stops, peaks, failed = columns
+        if any(failed):
+            trainer.checkpoints.saver.wait()
+        self.stopping = any(stops)
+        self.skipped_in_a_row = int(skipped_in_a_row[0])
+        trainer.checkpoints.remove_old(self.checkpoints, good=not self.skipped_in_a_row)
+        seconds = measured.end.seconds_since(measured.begin)
+        processed = measured.processed
+        line = {
+            "step": measured.step,
+            "loss": sum(losses),
+            "grad_norm": norms[0],
+            "lr": measured.lr,
+            "tokens": measured.tokens,
+            "step_seconds": seconds,
+            "tokens_per_second": processed / seconds,
+            "tflops_per_device": processed * self.flops / seconds / self.world.size / 1e12,
+            "peak_memory_bytes": int(max(peaks)),
+        }
+        tflops = line["tflops_per_device"]
+        line |= mfu(tflops, trainer.device, trainer.precision, self.multiplies_in_fp8)
+        line |= {name: values.tolist() for name, values in measured.statistics.items()}
+        if measured.fp8_report is not None:
+            line |= fp8_scaling.warnings(measured.fp8_report)
+        if trainer.scaler:
+            line["loss_scale"] = trainer.scaler.scale
+        if self.predicted:
+            line["predicted_seconds"] = sum(self.predicted.values())
+        if skipped[0]:
+            line["skipped_steps"] = int(skipped[0])
+        if measured.eval_loss is not None:
+            line[trainer.eval_field] = measured.eval_loss
+            line |= measured.eval_statistics
+        self.line = line
+
+    def is_last(self, step: int) -> bool:
+        # a signal that is read late ends the run after the step that is enqueued by then
+        return step == self.config.steps or (self.stopping and step == self.step)
+
+    def evaluation_is_due(self, step: int) -> bool:
+        every = self.config.eval_every
+        due = step == self.config.steps or (every and step % every == 0)
+        if due:
+            # the steps before; the line of this one waits for the held-out loss
+            self.write_lines(unread=1)
+            self.world.beat(f"the evaluation after step {step}")
+        return bool(due)
+
+    def log(self, step: int) -> None:
+        """Write the lines of all steps but the newest `lag`; of all steps, where the run is
+        evaluated, saved or ended after this one. Raises RunError as `end_if_diverged`."""
+        self.write_lines(unread=self.lag)
+        evaluated = self.unread and self.unread[-1].eval_loss is not None
+        if evaluated or self.save_waits or self.is_last(step):
+            self.write_lines()
+        self.world.beat(f"the save after step {step}")
+
+    def write_lines(self, unread: int = 0) -> None:
+        """Read all but the newest `unread` steps. A line goes to metrics.jsonl every step; to the
+        screen every --log-every steps."""
+        while len(self.unread) > unread:
+            self.read(self.unread.popleft())
+            line = self.line
+            step = line["step"]
+            if self.metrics:
+                self.metrics.add(line)
+            if self.curves:
+                self.curves.add(line)
+            evaluated = self.trainer.eval_field in line
+            if self.is_last(step) or step % self.config.log_every == 0 or evaluated:
+                each = (time.perf_counter() - self.begin) / (step - self.start)
+                left = each * (self.config.steps - step)
+                self.world.say(progress(line, self.config.steps, left, self.bytes_per_token))
+            self.end_if_diverged(step)
+
+    def end_if_diverged(self, step: int) -> None:
+        """Raises RunError after --max-bad-steps skipped steps in a row."""
+        bad_steps = self.skipped_in_a_row
+        if self.trainer.optimizer.diverged(self.config.max_bad_steps, bad_steps):
+            self.trainer.checkpoints.saver.wait()
+            raise diverged(self.config, step, bad_steps, self.line.get("fp8_not_finite"))
+
+    def save_is_due(self, step: int) -> bool:
+        """After the last step, and every --save-every steps, or as soon as a step was taken."""
+        return self.is_last(step) or (self.save_waits and not self.skipped_in_a_row)
+
+    def save(self, step: int) -> None:
+        self.save_waits = False
+        corpus = self.train_set.index["corpus"]
+        self.trainer.checkpoints.save(self.checkpoints, step, self.tokens, corpus)
+
+    def end_step(self, step: int) -> None:
+        if self.is_last(step):
+            self.trainer.checkpoints.saver.wait()
+            finite = math.isfinite(self.line.get(self.trainer.eval_field, self.line["loss"]))
+            good = finite and not self.skipped_in_a_row
+            self.trainer.checkpoints.remove_old(self.checkpoints, good)
+        if self.profiler:
+            self.profiler.end_step(step, self.is_last(step))
+        if self.stopping:
+            self.world.say(
+                f"stopped by a signal after step {step}; checkpoint saved; continue with --resume"
+            )
+
+
+def diverged(config, step: int, bad_steps: int, tensors: list[str] | None = None) -> RunError:
+    """The message of a run that ends after `bad_steps` skipped steps in a row, the last of them
+    `step`. tensors: those in FP8 that were not finite in it, the first of them first."""
+    found = checkpoint.steps(Path(config.out) / "checkpoints")
+    # a checkpoint of step k is good if step k + 1 was taken
+    good = [path for k, path in found.items() if k < step - bad_steps]
+    later = [path.name for k, path in found.items() if k >= step - bad_steps]
+    where = f"there is no good checkpoint in {config.out}"
+    advice = "start again in another folder"
+    if good:
+        where = f"the last good checkpoint is {good[-1]}"
+        advice = "go on from it with --resume"
+    if good and later:
+        advice = f"remove the later {' and '.join(later)}, then {advice}"
+    precision = ""
+    if config.precision == "fp16":
+        precision = ", or --precision bf16 (the loss scale is at its lowest, 1)"
+    first = (
+        f"; in step {step}, the first FP8 tensor that was not finite is {tensors[0]}"
+        if tensors
+        else ""
+    )
+    return RunError(
+        f"step {step}: the run has diverged: the gradients of the last {bad_steps} steps were not"
+        f" finite, and all were skipped (--max-bad-steps {config.max_bad_steps}){first}; {where};"
+        f" {advice}, with a lower --lr (now {config.lr:g}) or a longer --warmup-steps (now"
+        f" {config.warmup_steps}){precision}",
+        everywhere=True,
+    )

@@ -1,1 +1,0 @@
-"""What a run needs beside the techniques: configuration, processes, files, messages."""
