@@ -40,15 +40,13 @@ Not covered: LoRA of the embedding and the head, DoRA, quantised bases (QLoRA), 
 (PiSSA), and a rank for each layer. The library `peft` has them all; folders go there and back.
 """
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
+
+    start.lesson("adapters", command="tuning.adapter_commands")
 
 import math
 import re
-import sys
 from contextlib import contextmanager
 from functools import partial
 
@@ -61,7 +59,6 @@ import gpt
 import moe
 import sequence_parallel
 import tensor_parallel
-from base import terminal
 from dropout import Dropout
 from sharding import Shard, Sharding, set_sharding, shard_of, sharding_of
 from tuning.adapter_config import LINEARS, AdapterConfig, check, targets_of
@@ -382,15 +379,3 @@ def init(model: gpt.GPT) -> None:
             record = sharding_of(p)
             whole = model.init_parameter(name, record.shape, gpt.generator(0, name))
             p.copy_(shard_of(whole, record))
-
-
-if __name__ == "__main__":
-    from lessons import form
-
-    if form.is_asked(sys.argv[1:]):
-        from lessons import adapters as lesson
-
-        terminal.run(lesson.main)
-    from tuning import adapter_commands
-
-    terminal.leave(adapter_commands.main(sys.argv[1:]))

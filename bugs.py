@@ -14,12 +14,10 @@ Not covered: bugs that crash or hang, and those of precision. The watchdog and t
 for these.
 """
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
 
+    start.command("bugs")
 
 import argparse
 import difflib
@@ -35,7 +33,6 @@ from pathlib import Path
 
 import torch
 
-from base import terminal
 from lessons import form
 from proof import bug_runs, mutations, ranks
 from proof.mutations import Bug
@@ -190,6 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--figure", action="store_true", help="draw figures/silent_bugs.svg")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of training (default: {STEPS})")
     args = parser.parse_args(argv)
+    ranks.preload("train")
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: must be at least 1")
     bugs = mutations.bugs()
@@ -205,8 +203,3 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(1)
         show(bugs[args.name], args.steps)
     return 0
-
-
-if __name__ == "__main__":
-    ranks.preload("train")
-    terminal.run(main)

@@ -34,11 +34,10 @@ so a file that somebody sent cannot execute code (checkpoints/index.py).
 Not covered: files per node instead of per rank, parallel writes of one rank, and copies kept in
 other nodes' memory, which production systems have."""
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
+
+    start.lesson("checkpoint", command="checkpoint")
 
 import hashlib
 import json
@@ -382,15 +381,16 @@ def show(index: dict) -> None:
     print(json.dumps({key: index[key] for key in index if key != "tensors"}, indent=1))
 
 
-def main():
-    if len(sys.argv) != 3 or sys.argv[1] not in ("show", "verify"):
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) != 2 or argv[0] not in ("show", "verify"):
         terminal.refuse(
             "usage: python checkpoint.py show CKPT | verify CKPT; CKPT is a checkpoint, or the"
             " folder of a run"
         )
     try:
-        path = find(sys.argv[2])
-        if sys.argv[1] == "show":
+        path = find(argv[1])
+        if argv[0] == "show":
             return show(read_index(path))
         index = verify(path)
         verify_tokenizer(path, index)
@@ -398,13 +398,3 @@ def main():
         terminal.refuse(f"checkpoint.py: {e}")
     size = sum(file["bytes"] for file in index["files"].values())
     print(f"{path}: whole; {len(index['files'])} files, {size:,} bytes, as they were written")
-
-
-if __name__ == "__main__":
-    from lessons import form
-
-    if form.is_asked(sys.argv[1:]):
-        from lessons import checkpoint as lesson
-
-        terminal.run(lesson.main)
-    terminal.run(main)

@@ -23,6 +23,11 @@ with ∂x, and does not wait. Liger computes the gradients in forward: that save
 multiplication, but forward must know g, the factor of each token's loss.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("chunked_head")
+
 import os
 
 import torch
@@ -196,9 +201,3 @@ def peak_bytes(function) -> int:
         held += e.nbytes()
         most = max(most, held)
     return most
-
-
-if __name__ == "__main__":
-    from lessons import chunked_head as lesson
-
-    lesson.main()

@@ -40,6 +40,11 @@ those of data-parallel ranks are: over dp times cp ranks.
 Not covered: keys that stay on a node while queries travel; pieces for sliding windows.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("context_parallel")
+
 import contextlib
 from collections.abc import Iterator
 from functools import partial
@@ -272,9 +277,3 @@ def whole_sequences(models: list[gpt.GPT]) -> Iterator[None]:
     finally:
         for owner, name, own, _ in changed:
             setattr(owner, name, own)
-
-
-if __name__ == "__main__":
-    from lessons import context_parallel as lesson
-
-    lesson.main()

@@ -12,6 +12,11 @@ vocabulary; `kernels.cross_entropy` is one CUDA kernel.
     python cross_entropy.py      a gradient by hand, large logits, peak bytes plain and in place
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("cross_entropy")
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,9 +56,3 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     # torch's default of -100 would hide a wrong target; training refuses it too
     loss = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=-(2**63))
     return loss.view(targets.shape)
-
-
-if __name__ == "__main__":
-    from lessons import cross_entropy as lesson
-
-    lesson.main()

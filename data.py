@@ -33,11 +33,10 @@ Not covered: Megatron-LM keeps an index of documents and samples per epoch on di
 permutation of the sequences is enough.
 """
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
+
+    start.command("data")
 
 import argparse
 import contextlib
@@ -413,7 +412,7 @@ def open_corpora(
     return Blend(corpora, [part.weight for part in prepared])
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Prepare a corpus and show a few samples of it.")
     data_help = "text files or folders; or several corpora, each WEIGHT:PATH"
     parser.add_argument("--data", nargs="+", default=[], metavar="PATH", help=data_help)
@@ -421,11 +420,11 @@ def parse_arguments() -> argparse.Namespace:
     cache_help = "the folder of tokenized text"
     parser.add_argument("--cache", default="cache", metavar="DIR", help=cache_help)
     parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sequence")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main():
-    args = parse_arguments()
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
     try:
         tokenizer = make_tokenizer(args.tokenizer)
         prepared = prepare_corpora(args.data, tokenizer, cache=args.cache, workers=os.cpu_count())
@@ -445,7 +444,3 @@ def main():
     )
     for row in corpus.batch(range(3)).tokens:
         print("   ", repr(tokenizer.decode(row.tolist())))
-
-
-if __name__ == "__main__":
-    terminal.run(main)

@@ -28,6 +28,11 @@ the places where documents begin (cu_seqlens) instead. The CUDA branch below has
 yet.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("packing")
+
 from functools import cache
 
 import torch
@@ -108,9 +113,3 @@ def compiled() -> tuple:
     """(attention, what makes its block mask). Compiled when they first run: without a compiler they
     would write the s x s matrix."""
     return torch.compile(flex.flex_attention), torch.compile(flex.create_block_mask)
-
-
-if __name__ == "__main__":
-    from lessons import packing as lesson
-
-    lesson.main()

@@ -20,6 +20,11 @@ Not covered: Megatron-LM keeps a generator per rank instead, and saves its state
 and in checkpoints; another layout then drops other elements.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("dropout")
+
 import torch
 from torch import Tensor, nn
 
@@ -102,9 +107,3 @@ class Dropout(nn.Module):
             start[1] = self.coordinates(x.shape[1], self.shard_index.get(1, 0))
         mask = dropout_mask(key, self.site, x.shape, start, self.p)
         return x.masked_fill(mask, 0.0) * (1 / (1 - self.p))
-
-
-if __name__ == "__main__":
-    from lessons import dropout as lesson
-
-    lesson.main()

@@ -34,15 +34,13 @@ Not covered: multiple choice whose answers share the forward pass over their con
 by context-parallel ranks.
 """
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
+
+    start.lesson("evaluate", command="inference.evaluation_commands")
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -51,7 +49,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import generate
-from base import terminal
 from base.world import Groups
 from gpt import GPT
 from inference.answers import Detokenizer
@@ -269,15 +266,3 @@ def encode_pair(
         n = 1
         whole = whole if whole[:1] == [begin] else [begin, *whole]
     return whole[:n], whole[n:]
-
-
-if __name__ == "__main__":
-    from lessons import form
-
-    if form.is_asked(sys.argv[1:]):
-        from lessons import evaluate as lesson
-
-        terminal.run(lesson.main)
-    from inference import evaluation_commands
-
-    terminal.leave(evaluation_commands.main(sys.argv[1:]))

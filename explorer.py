@@ -21,12 +21,10 @@ Not covered: measured times. `python pipeline_parallel.py` measures time lines, 
 comparisons/zero_memory.py bytes.
 """
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
 
+    start.command("explorer")
 
 import argparse
 import dataclasses
@@ -101,12 +99,12 @@ def page() -> str:
     return text.replace("/* scripts */\n", "\n".join(scripts))
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=DEFAULT, metavar="FILE", help="the page")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(page(), encoding="utf-8")
@@ -114,7 +112,3 @@ def main():
         terminal.refuse(f"explorer.py: --out {args.out}: {e.strerror}; name a file to write")
     print(f"written: {args.out}, {args.out.stat().st_size:,} bytes")
     print(f"open {args.out.resolve().as_uri()} in a browser")
-
-
-if __name__ == "__main__":
-    terminal.run(main)

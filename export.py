@@ -27,11 +27,10 @@ has given the logits of generate.py. This needs: pip install onnx onnxscript onn
 Not covered: graphs of int8; a cache that is written in place (onnxruntime-genai), where this one is
 copied at every step; experts, whose sizes depend on the data."""
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
+
+    start.lesson("export", command="export")
 
 import argparse
 import contextlib
@@ -313,13 +312,3 @@ def main(argv: list[str]) -> int:
         terminal.say(terminal.one_line(f"export.py: {e}"), error=True)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    from lessons import form
-
-    if form.is_asked(sys.argv[1:]):
-        from lessons import export as lesson
-
-        terminal.run(lesson.main)
-    terminal.run(lambda: main(sys.argv[1:]))

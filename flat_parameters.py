@@ -20,6 +20,11 @@ fsdp.py decides when the rows are sent. This file knows where each element lies.
 Not covered: PyTorch's newer `fully_shard` keeps each parameter as a DTensor of its own.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("flat_parameters")
+
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -94,9 +99,3 @@ class FlatParameters:
         yield shards[:full], in_whole.movedim(dim, 0)
         if rest:
             yield shards[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest)
-
-
-if __name__ == "__main__":
-    from lessons import flat_parameters as lesson
-
-    lesson.main()

@@ -26,6 +26,11 @@ results differ by the rounding of sums. fp8.py trains with these matrices.
 Not covered: FP6, FP4 and MX formats, whose blocks have a scale of 8 bits (Blackwell GPUs).
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("float8")
+
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -247,9 +252,3 @@ def scales_for_library(a: Quantised) -> tuple[Tensor, F.ScalingType]:
         return a.inverse.t().contiguous().t(), F.ScalingType.BlockWise1x128
     padded = F.pad(a.inverse, (0, -a.inverse.shape[1] % 4))
     return padded.contiguous().t(), F.ScalingType.BlockWise128x128
-
-
-if __name__ == "__main__":
-    from lessons import float8 as lesson
-
-    lesson.main()

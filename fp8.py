@@ -32,6 +32,11 @@ Not covered, and in Transformer Engine or torchao: all-gathers of bytes; casts f
 operation before.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("fp8")
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -276,9 +281,3 @@ def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling
     else:
         output.__class__ = FP8Linear
     output.linear = partial(row_linear, layer)
-
-
-if __name__ == "__main__":
-    from lessons import fp8 as lesson
-
-    lesson.main()

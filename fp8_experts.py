@@ -26,6 +26,11 @@ fewer bits than float32 (`use_fast_accum`), as in torchao.
 Not covered: ∂W in FP8, with a scale for each column of an expert's rows (torchao).
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("fp8_experts")
+
 from dataclasses import dataclass
 from functools import partial
 
@@ -181,9 +186,3 @@ def apply(mlp: moe.MoE, scaling: Scaling, number: int) -> None:
     mlp.multiply = partial(multiply_in_fp8, layers)
     for place in (*places, *layers[mlp.down].places):
         scaling.by_row[*place] = True
-
-
-if __name__ == "__main__":
-    from lessons import fp8_experts as lesson
-
-    lesson.main()

@@ -30,6 +30,11 @@ Not covered, and in Transformer Engine: a margin, which is room above the larges
 with a row for each micro-batch.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("fp8_scaling")
+
 from dataclasses import dataclass
 
 import torch
@@ -252,9 +257,3 @@ def warnings(report: Tensor) -> dict[str, list[str]]:
 
 def layer_places(report: Tensor) -> list[tuple[int, int]]:
     return [(number, m) for number in range(report.shape[1]) for m in range(len(LINEARS))]
-
-
-if __name__ == "__main__":
-    from lessons import fp8_scaling as lesson
-
-    lesson.main()

@@ -58,6 +58,11 @@ Not covered: torch.distributed.fsdp can also keep the last unit between forward 
 inside a node and replicate across nodes, and offload to the CPU.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("fsdp")
+
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -590,9 +595,3 @@ def elements_sent(stage: int, m: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-
-
-if __name__ == "__main__":
-    from lessons import fsdp as lesson
-
-    lesson.main()

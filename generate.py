@@ -28,14 +28,12 @@ Not covered: continuous batching (new prompts join a batch that is decoding), sp
 a cache in 8 bits. Serving systems such as vLLM and TensorRT-LLM have them.
 """
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
+
+    start.lesson("generate", command="inference.cli")
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -43,7 +41,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gpt
-from base import terminal
 from gpt import GPT
 from inference import cuda_graphs
 from inference.batches import (
@@ -304,15 +301,3 @@ def check_options(max_tokens: int, temperature: float, top_k: int, top_p: float)
         raise ValueError(f"top_p {top_p}: must be above 0 and at most 1")
     if max_tokens < 0:
         raise ValueError(f"max_tokens {max_tokens}: must be at least 0")
-
-
-if __name__ == "__main__":
-    from lessons import form
-
-    if form.is_asked(sys.argv[1:]):
-        from lessons import generate as lesson
-
-        terminal.run(lesson.main)
-    from inference import cli
-
-    terminal.leave(cli.main(sys.argv[1:]))

@@ -21,6 +21,11 @@ Shapes: b micro-batch, s sequence, h hidden, a heads of d (mostly h / a), L laye
 Not covered: T5's positions, layers of several kinds. Documents in one row: document_mask.py.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("gpt")
+
 import hashlib
 import math
 
@@ -382,9 +387,3 @@ class Head(nn.Module):
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(logits, targets)
-
-
-if __name__ == "__main__":
-    from lessons import gpt as lesson
-
-    lesson.main()

@@ -21,6 +21,11 @@ Not covered: Megatron-LM can also fuse the addition into the matrix multiplicati
 gradient of a weight.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("gradients")
+
 import math
 import weakref
 from collections import Counter, defaultdict
@@ -226,9 +231,3 @@ class LossScaler:
         self.good_steps = good_steps
         self.tolerance = tolerance
         self.searching = searching
-
-
-if __name__ == "__main__":
-    from lessons import gradients as lesson
-
-    lesson.main()

@@ -20,20 +20,17 @@ Not covered: other architectures, other scalings of rotary positions than Llama 
 by many ranks on GPUs, all of which Megatron Bridge has. One process is enough here, because a
 checkpoint loads under any layout."""
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
 
-import argparse
+    start.lesson("huggingface", command="exchange.commands")
+
 import contextlib
 import dataclasses
 import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict
@@ -71,7 +68,6 @@ from exchange.architectures import (
 )
 from exchange.hf_config import architecture_of, to_gpt_config, to_hf_config
 from routers import MoEConfig
-from sharding import num_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # the dtypes that are imported, as safetensors names them
@@ -480,86 +476,3 @@ def export_tokenizer(path: Path, folder: Path, config: MoEConfig) -> dict:
     ids = special_ids(tokenizer)
     largest = max([tokenizer.eot, *tokenizer.stop_ids, ids["bos_token_id"]])
     return ids if largest < config.vocab_size else {}
-
-
-# --- the command line -----------------------------------------------------------------------------
-
-
-def size(text: str) -> int:
-    """Bytes, from a number with or without a unit: 5GB, 500MB, 5000000000."""
-    parts = re.fullmatch(r"([1-9]\d*)([KMGT]?)B?", text.upper())
-    if not parts:
-        raise argparse.ArgumentTypeError(f"{text} is not a size like 5GB or 5000000000")
-    number, unit = parts.groups()
-    return int(number) * 1000 ** ["", "K", "M", "G", "T"].index(unit)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=(
-            "The same weights as Hugging Face folders, in and out; without arguments, a lesson."
-        )
-    )
-    parser.add_argument("command", choices=("import", "export"))
-    parser.add_argument(
-        "source",
-        help=(
-            "to import: a folder with config.json and safetensors files; to export: a checkpoint,"
-            " or the folder of a run"
-        ),
-    )
-    parser.add_argument("target", help="a new folder")
-    parser.add_argument(
-        "--dtype",
-        choices=tuple(DTYPES),
-        default="fp32",
-        help="of an exported model (default: fp32); an imported one is fp32",
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        type=size,
-        default="5GB",
-        help="of the files of an exported model, like 5GB, or in bytes (default: 5GB)",
-    )
-    parser.add_argument(
-        "--adapter",
-        help="a run of train.py --peft, whose LoRA or IA3 is merged into the exported model",
-    )
-    return parser
-
-
-def main(argv: list[str], with_adapter: Callable | None = None) -> int:
-    """Exit status: 0, or 2 with one message. with_adapter(checkpoint, adapter): the merged model,
-    tuning.adapter_files.MergedModel, which is built on this file."""
-    terminal.prepare()
-    args = make_parser().parse_args(argv)
-    try:
-        if args.command == "import":
-            if args.adapter:
-                raise HuggingFaceError("--adapter: is for export; adapters.py import has its own")
-            config = import_folder(args.source, args.target)
-        else:
-            merged = with_adapter(args.source, args.adapter) if args.adapter else None
-            sizes = args.dtype, args.max_shard_size
-            config = export_folder(args.source, args.target, *sizes, merged)
-    except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:
-        message = str(e)
-        if isinstance(e, OSError):
-            message = f"{terminal.one_line(e.filename)[:80]}: {e.strerror}"
-        terminal.say(terminal.one_line(f"huggingface.py: {message}"), error=True)
-        return 2
-    count = num_parameters(empty_model(config))
-    print(f"{args.target}: {architecture_of(config).name}, {count:,} parameters")
-    return 0
-
-
-if __name__ == "__main__":
-    from lessons import form
-
-    if form.is_asked(sys.argv[1:]):
-        from lessons import huggingface as lesson
-
-        terminal.run(lesson.main)
-    from tuning.adapter_files import MergedModel
-
-    terminal.run(lambda: main(sys.argv[1:], MergedModel))

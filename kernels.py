@@ -45,9 +45,13 @@ Not covered, and found in Transformer Engine, Apex and Liger: casts to FP8 (fp8.
 norms fused with the matrix multiplication behind them; kernels tuned for each card and size.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("kernels")
+
 import functools
 import math
-import sys
 
 import torch
 import torch.distributed as dist
@@ -819,11 +823,3 @@ def apply(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
     if not reason:
         swap(model)
     return reason
-
-
-if __name__ == "__main__":
-    # The lesson imports this file, whose operations must not be registered twice.
-    sys.modules["kernels"] = sys.modules[__name__]
-    from lessons import kernels as lesson
-
-    lesson.main()

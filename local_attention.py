@@ -26,6 +26,11 @@ Not covered: a kernel that skips what the window hides (FlashAttention's window_
 scores are computed and then hidden. Context parallelism of such models is refused.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("local_attention")
+
 import math
 
 import torch
@@ -93,9 +98,3 @@ def make_local_bias(config: GPTConfig) -> LocalBias | None:
     """None: plain causal attention."""
     is_local = config.sliding_window or config.positions == "alibi"
     return LocalBias(config) if is_local else None
-
-
-if __name__ == "__main__":
-    from lessons import local_attention as lesson
-
-    lesson.main()

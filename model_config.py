@@ -11,6 +11,11 @@ The check of every technique (tensor_parallel.check, ..) raises the same error.
     python model_config.py       defaults, and shapes that are refused
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("model_config")
+
 import math
 from dataclasses import dataclass, fields
 
@@ -233,9 +238,3 @@ def divisors(n: int, near: int) -> list[int]:
     """The three divisors of n, of those up to 4096, that are nearest to a number."""
     found = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
     return sorted(sorted(found, key=lambda d: abs(d - near))[:3])
-
-
-if __name__ == "__main__":
-    from lessons import model_config as lesson
-
-    lesson.main()

@@ -34,6 +34,11 @@ tensor-parallel rank; a tensor-parallel size of experts other than attention's; 
 tokens share; other rules for dropping tokens (all in Megatron-LM). Experts have no biases.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("moe")
+
 import math
 
 import torch
@@ -425,9 +430,3 @@ def split_inside_experts(layer: MoE, group: dist.ProcessGroup) -> None:
     shard_parameter(layer.down, "weight", Shard(2, group))  # [E, h, ffn / t]
     layer.enter = tensor_parallel.CopyToRanks(group)
     layer.leave = tensor_parallel.ReduceFromRanks(group)
-
-
-if __name__ == "__main__":
-    from lessons import moe as lesson
-
-    lesson.main()

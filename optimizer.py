@@ -24,6 +24,11 @@ Not covered: Megatron-LM also has other optimizers, other schedules of the learn
 parameter groups by user rule.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("optimizer")
+
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -378,9 +383,3 @@ def check_state_dtype(
             "optimizer_state bf16: the upper half of an fp32 master is a bf16 number, not an fp16"
             " one; use precision bf16, or optimizer_state fp32"
         )
-
-
-if __name__ == "__main__":
-    from lessons import optimizer as lesson
-
-    lesson.main()

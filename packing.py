@@ -33,6 +33,11 @@ shorter than s / 4; but two of length 0.6 s never fit in one row. NeMo packs onc
 into a file.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("packing")
+
 import hashlib
 from typing import NamedTuple
 
@@ -175,9 +180,3 @@ class Packed(Dataset):
     def fill(self, epoch: int = 0) -> float:
         """The share of positions that are not padding."""
         return sum(self.lengths) / (len(self.rows_of(epoch)) * self.s)
-
-
-if __name__ == "__main__":
-    from lessons import packing as lesson
-
-    lesson.main()

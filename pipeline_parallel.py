@@ -35,6 +35,11 @@ Not covered: starting the data-parallel sum before the last W under zero-bubble 
 CUDA events.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("pipeline_parallel")
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -391,9 +396,3 @@ class Pipeline:
             return [local_part(self.stages[0].embedding.tokens.weight)]
         named = sharding.named_parameters(*self.stages)
         return [weight for _, weight in named if sharding_of(weight).copy_of]
-
-
-if __name__ == "__main__":
-    from lessons import pipeline_parallel as lesson
-
-    lesson.main()

@@ -25,18 +25,15 @@ Not covered: times of single kernels and of each matrix size (Calculon, arXiv 23
 on GPUs, the time to launch kernels, which is most of a tiny model's step.
 """
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # what is imported below takes seconds, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
+
+    start.lesson("planner", command="planning.commands")
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from base import terminal
 from planning import shared
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import Layout, Machine, Software
@@ -450,15 +447,3 @@ def fitting(
             full.add(others)
             continue
         yield Plan(layout, step_time(machine, software, model, layout), held)
-
-
-if __name__ == "__main__":
-    from lessons import form
-
-    if form.is_asked(sys.argv[1:]):
-        from lessons import planner as lesson
-
-        terminal.run(lesson.main)
-    from planning import commands
-
-    terminal.run(commands.main)

@@ -47,6 +47,11 @@ PPO's (PPO-ptx), rewards for steps of an answer, GRPO without the division by th
 ratio (use_bias_correction_kl, which trl has on by default). The library `trl` has most.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("ppo")
+
 import dataclasses
 
 import torch
@@ -268,9 +273,3 @@ def is_last(mask: Tensor) -> Tensor:
     behind = torch.zeros_like(mask)
     behind[:, :-1] = mask[:, 1:]
     return mask & ~behind
-
-
-if __name__ == "__main__":
-    from lessons import ppo as lesson
-
-    lesson.main()

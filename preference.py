@@ -35,6 +35,11 @@ Not covered: ties and more than two answers (Plackett-Luce), other losses (IPO, 
 labels (conservative DPO), a margin for how much better an answer is (Llama 2).
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("preference")
+
 from typing import NamedTuple
 
 import torch
@@ -167,9 +172,3 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup | None, sequence_parallel: bo
 def is_value_head(name: str) -> bool:
     """Whether a parameter of this global name is not in the model that a reward model began as."""
     return name == "head.value.weight"
-
-
-if __name__ == "__main__":
-    from lessons import preference as lesson
-
-    lesson.main()

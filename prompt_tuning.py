@@ -29,14 +29,12 @@ Not covered: T5, and training on with the encoder of a task that was learned bef
 here an existing task is a table.
 """
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
+
+    start.lesson("prompt_tuning", command="prompts.commands")
 
 import itertools
-import sys
 
 import torch
 import torch.distributed as dist
@@ -47,7 +45,6 @@ import checkpoint
 import gpt
 import sharding
 import tensor_parallel
-from base import terminal
 from prompts.prompt_data import PromptConfig, PromptError, PTuning
 from sharding import Shard, shard_parameter
 
@@ -327,15 +324,3 @@ def apply_tables(model: gpt.GPT, config: PromptConfig, tables: dict[str, Tensor]
                 )
             p.data.copy_(tables[task])
     return config.first_ids(model.config.vocab_size)
-
-
-if __name__ == "__main__":
-    from lessons import form
-
-    if form.is_asked(sys.argv[1:]):
-        from lessons import prompt_tuning as lesson
-
-        terminal.run(lesson.main)
-    from prompts import commands
-
-    terminal.leave(commands.main(sys.argv[1:]))

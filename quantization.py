@@ -39,6 +39,11 @@ activations in 8 bits. Experts, weights with adapters beside them (QLoRA, arXiv 
 tensor-parallel shards are refused.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("quantization")
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -310,9 +315,3 @@ def weight_bytes(*stages: gpt.GPT) -> int:
             if isinstance(matrix, Int8Matrix | Int4Matrix):
                 found[matrix.q.data_ptr()] = matrix.nbytes
     return sum(found.values())
-
-
-if __name__ == "__main__":
-    from lessons import quantization as lesson
-
-    lesson.main()

@@ -31,6 +31,11 @@ keeps the generators' state. Like it, this works with `loss.backward()`, not wit
 torch.autograd.grad of parameters inside.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("recompute")
+
 import contextlib
 import weakref
 from functools import partial
@@ -282,9 +287,3 @@ def saved_bytes(function, *parameters: Tensor) -> int:
     for p in parameters:
         storages.pop(p.untyped_storage().data_ptr(), None)
     return sum(storages.values())
-
-
-if __name__ == "__main__":
-    from lessons import recompute as lesson
-
-    lesson.main()

@@ -31,6 +31,11 @@ round that is packed while another is on its way, and a plan that each rank make
 Here each makes the plan of all: seconds on tens of ranks, minutes on hundreds, once.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("resharding")
+
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -318,9 +323,3 @@ def spaces(buffer: Tensor, pieces: list[Piece]) -> Iterator[Tensor]:
     """For each piece its part of the buffer [bytes], seen as a tensor of its size and dtype."""
     for piece, part in zip(pieces, buffer.split([piece.nbytes for piece in pieces])):
         yield part.view(piece.dtype).view(piece.size)
-
-
-if __name__ == "__main__":
-    from lessons import resharding as lesson
-
-    lesson.main()

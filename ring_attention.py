@@ -25,6 +25,11 @@ Not covered: kernels for a document mask (packing) or dropout, whose blocks of s
 keys are written.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("ring_attention")
+
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -272,9 +277,3 @@ class RingAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
         blocks = Blocks(self, drop_key, documents, q.shape[2] * self.group.size())
         return _RingAttention.apply(q, k, v, blocks).transpose(1, 2).flatten(2)
-
-
-if __name__ == "__main__":
-    from lessons import ring_attention as lesson
-
-    lesson.main()

@@ -33,6 +33,11 @@ Not covered: production systems generate with another program, on GPUs of its ow
 the log-probabilities do differ, and a correction is needed (TRL, verl: importance sampling).
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("rollout")
+
 import hashlib
 import itertools
 from collections import deque
@@ -299,9 +304,3 @@ class Rows(Dataset):
     def collect(self, matrix: Tensor) -> list[Tensor]:
         """matrix: [R, s] -> for each answer the values of its tokens, [length]"""
         return [matrix[place.row, place.column : place.last] for place in self.places]
-
-
-if __name__ == "__main__":
-    from lessons import rollout as lesson
-
-    lesson.main()

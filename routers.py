@@ -27,6 +27,11 @@ training did.
 Not covered: router biases, expert groups and jitter (Megatron-LM).
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("routers")
+
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -389,9 +394,3 @@ class Routing(recompute.RunOnce):
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
         return theirs
-
-
-if __name__ == "__main__":
-    from lessons import routers as lesson
-
-    lesson.main()

@@ -26,6 +26,11 @@ Not covered: in Megatron-LM a schedule is control flow, with the communication b
 ZB-V and DualPipe place the stages otherwise: stage i is not on rank i mod p.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("schedules")
+
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -444,9 +449,3 @@ def text(events: list[Event], unit: float = 1.0) -> str:
                 line = line.ljust(2 * start, ".") + letters
         lines.append(f"  rank {rank}  {line}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    from lessons import schedules as lesson
-
-    lesson.main()

@@ -28,6 +28,11 @@ gradients once a step in the optimizer; here it happens where the weights are us
 micro-batch, so that no other file has to remember it.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("sequence_parallel")
+
 import contextlib
 from collections.abc import Iterator
 
@@ -307,9 +312,3 @@ def check_order(model: gpt.GPT, group: dist.ProcessGroup, parts: list[nn.Module]
             "this model recomputes already: recompute.apply comes after sequence_parallel.apply, "
             "so that what this adds runs again too"
         )
-
-
-if __name__ == "__main__":
-    from lessons import sequence_parallel as lesson
-
-    lesson.main()

@@ -33,6 +33,11 @@ none attends to another (packing.py).
 Not covered: weights for messages; tools and images.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("sft")
+
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
@@ -199,9 +204,3 @@ class Conversations(PromptData):
 
     def is_target(self, example: Example) -> list[bool]:
         return example.counted
-
-
-if __name__ == "__main__":
-    from lessons import sft as lesson
-
-    lesson.main()

@@ -24,6 +24,11 @@ every operation. Megatron-LM seeds each tensor-parallel rank differently, so the
 starts from another model.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("sharding")
+
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -197,9 +202,3 @@ def materialise(
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             setattr(module, name, real.get(p, p))
-
-
-if __name__ == "__main__":
-    from lessons import sharding as lesson
-
-    lesson.main()

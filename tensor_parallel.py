@@ -23,6 +23,11 @@ Not covered: q, k and v in one matrix; communication inside the matrix multiplic
 buffers); copies of key and value heads where t is larger than their number. Here t divides it.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("tensor_parallel")
+
 from math import gcd
 
 import torch
@@ -416,9 +421,3 @@ def shard_vocabulary(model: gpt.GPT, group: dist.ProcessGroup) -> None:
         head.output.weight = embedding.tokens.weight
     if head is not None:
         model.head = VocabParallelHead(head, group)
-
-
-if __name__ == "__main__":
-    from lessons import tensor_parallel as lesson
-
-    lesson.main()

@@ -17,13 +17,11 @@ With experts this holds for one --micro-batch-size: routers balance within a mic
 needs beside this file stands in run/: flags, resuming, messages, the output folder.
 """
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # Ctrl-C may come while PyTorch is imported
-    interrupts.quiet()
+    from base import start
 
-import sys
+    start.command("train")
+
 from functools import partial
 
 import torch
@@ -42,7 +40,6 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 import zero_bubble
-from base import terminal
 from base.device_queue import number
 from base.world import Groups
 from dropout import dropout_key
@@ -245,7 +242,3 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0; 2 for what cannot run, 1 for what fails while running."""
     return launch.main(argv, trainer_class, loop)
-
-
-if __name__ == "__main__":
-    terminal.leave(main(sys.argv[1:]))

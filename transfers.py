@@ -25,6 +25,11 @@ Not covered: in Megatron-LM communication stands between the lines of the schedu
 sends and receives of neighbours fused to one call.
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("transfers")
+
 from collections import Counter, defaultdict, deque
 from typing import NamedTuple
 
@@ -225,9 +230,3 @@ def _awaited(entry: Action | Transfer, rank: int, p: int, v: int) -> set[tuple[s
     comes_from = stage - DIRECTION[entry.op]
     is_sent = 0 <= comes_from < p * v and comes_from % p != rank
     return {(kind, stage, k)} if is_sent else set()
-
-
-if __name__ == "__main__":
-    from lessons import transfers as lesson
-
-    lesson.main()

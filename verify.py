@@ -35,12 +35,10 @@ Exit status: 0 equal and inside the band, 1 not, 2 for flags that train.py refus
 Not covered: CUDA kernels, NCCL, torch.compile, the reading of data, prompt learning.
 """
 
-from base import interrupts
-
 if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
+    from base import start
 
+    start.command("verify")
 
 import argparse
 import sys
@@ -377,7 +375,3 @@ def main(argv: list[str] | None = None, mutate=None) -> int:
         speaker = "verify.py" if isinstance(e, MetricsError) else "train.py"
         terminal.say(f"{speaker}: {terminal.one_line(e)}", error=True)
         return 2
-
-
-if __name__ == "__main__":
-    terminal.run(main)

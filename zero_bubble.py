@@ -20,6 +20,11 @@ computed at once. Gradients of biases and norms stay with I.
 Not covered: ZB-H2 and ZB-V, and overlapping the data-parallel sum with W (Megatron-LM).
 """
 
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("zero_bubble")
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -112,9 +117,3 @@ def apply(model: gpt.GPT) -> None:
         elif isinstance(module, tensor_parallel.RowParallelLinear) and module.linear is F.linear:
             # not that of fp8.py, which defers too
             module.linear = linear
-
-
-if __name__ == "__main__":
-    from lessons import zero_bubble as lesson
-
-    lesson.main()

@@ -17,12 +17,6 @@ output that cannot be written, with 1; Ctrl-C with 130.
 Not covered: a server. These commands generate for one person, or for one file.
 """
 
-from base import interrupts
-
-if __name__ == "__main__":
-    # PyTorch takes seconds to import, and Ctrl-C may come meanwhile.
-    interrupts.quiet()
-
 import argparse
 import os
 import sys
@@ -540,7 +534,3 @@ def main(argv: list[str]) -> int:
         help="weights that share a scale with --weights int4: 32, 64, 128 or 256 (default: 32)",
     )
     return command("generate.py", run, argv, parser)
-
-
-if __name__ == "__main__":
-    terminal.leave(main(sys.argv[1:]))

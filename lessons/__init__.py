@@ -1,1 +1,2 @@
-"""What the demonstrations share: processes (ranks), and a tiny model with its gradients (demo)."""
+"""What `python FILE` shows and asks: each file has a function `teach`, and WITHOUT. Imports the
+lesson's own file and proof/. Begin with form.py."""

@@ -187,11 +187,3 @@ def teach(lesson: form.Lesson) -> None:
     )
     lesson.break_it("f", "f is left out of LoRA. What is sent, and what goes wrong?", WHY["f"])
     lesson.break_it("scale", "α/r is left out. What is sent, and what goes wrong?", WHY["scale"])
-
-
-def main() -> None:
-    form.main("adapters.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

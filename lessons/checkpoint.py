@@ -199,11 +199,3 @@ def kill(lesson: form.Lesson, folder: str) -> None:
         f"{death}. Steps {steps}; {', '.join(hidden)} is no checkpoint",
         steps == [1] and "exit code 9" in death,
     )
-
-
-def main() -> None:
-    form.main("checkpoint.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -105,11 +105,3 @@ def teach(lesson: form.Lesson) -> None:
         for whole, chunked in zip(results[0][2], results[chunk][2]):
             worst = max(worst, ((whole - chunked).abs().max() / whole.abs().max()).item())
     lesson.check(f"by rounding: largest relative difference {worst:.1e}", worst < 1e-5)
-
-
-def main() -> None:
-    form.main("chunked_head.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -139,11 +139,3 @@ def teach(lesson: form.Lesson) -> None:
         lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
     lesson.break_it("positions", "Positions of a sequence cut in order.", WHY["positions"])
     lesson.break_it("masks", "Each rank drops what stands at these places.", WHY["masks"])
-
-
-def main() -> None:
-    form.main("context_parallel.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

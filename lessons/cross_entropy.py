@@ -124,11 +124,3 @@ def teach(lesson: form.Lesson) -> None:
     )
     teach_bytes(lesson, function)
     teach_second_backward(lesson, function)
-
-
-def main() -> None:
-    form.main("cross_entropy.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

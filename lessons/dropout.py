@@ -132,11 +132,3 @@ def teach(lesson: form.Lesson) -> None:
     )
     teach_shards(lesson)
     teach_again(lesson)
-
-
-def main() -> None:
-    form.main("dropout.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

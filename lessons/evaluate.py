@@ -196,11 +196,3 @@ def two_ranks(lesson: form.Lesson, evaluator: Evaluator) -> None:
             for (a, _), (b, _) in zip(scores[name], expected, strict=True)
         )
         lesson.check(f"{name}: largest difference {difference:.0e}", difference < 1e-12)
-
-
-def main() -> None:
-    form.main("evaluate.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -141,11 +141,3 @@ def pieces(lesson: form.Lesson, model, session: export.Session) -> None:
     lesson.check(
         f"by {worst:.0e} of the largest: prefill and decode are two cases of this", worst < 1e-5
     )
-
-
-def main() -> None:
-    form.main("export.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

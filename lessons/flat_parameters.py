@@ -109,11 +109,3 @@ def teach(lesson: form.Lesson) -> None:
         "row 1 has five sums, 1 + 2 = 3, and padding: the sums for weight[3:5] and bias[1:2]",
         found == [3.0] * 5,
     )
-
-
-def main() -> None:
-    form.main("flat_parameters.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -173,11 +173,3 @@ def powers_of_two(lesson: form.Lesson) -> None:
         f"{equal[0]:,} with 149.33; {equal[1]:,} with 128, which only moves exponents",
         equal[0] < 2048 and equal[1] == 4096,
     )
-
-
-def main() -> None:
-    form.main("float8.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,29 +10,26 @@ the formula:
 `--quiz` waits for your answer after each question. `--without NAME` removes one mechanism: checks
 that needed it fail. The exit status is 1 where a check fails.
 
-A lesson is a function of a `Lesson`; `main` runs it:
+A lesson is a function of a `Lesson`, in the file of its name; `main` runs it:
 
+    # a name for --without -> a function that removes the mechanism
     WITHOUT = {"f": bugs.no_f}
 
     def teach(lesson: form.Lesson) -> None:
         lesson.predict("All-reduces in one layer?")
         lesson.check(f"forward {len(calls)}", len(calls) == 2)
         lesson.break_it("f", "Same first loss, wrong gradients. Why?", "Each rank has a part.")
-
-    def main() -> None:
-        form.main("tensor_parallel.py", teach, WITHOUT)
 """
 
 import argparse
+import importlib
 import statistics
-import sys
 import textwrap
 import time
 from collections.abc import Callable
 
 import torch
 
-from base import terminal
 from proof import ranks
 
 WIDTH = 100
@@ -110,35 +107,24 @@ class Lesson:
         return 1 if self.failed else 0
 
 
-def main(command: str, teach: Callable[[Lesson], None], without: dict | None = None) -> None:
-    """Run a lesson from the command line and leave with its exit status. without: a name for
-    --without -> a function that removes the mechanism."""
-    without = without or {}
+def main(name: str, argv: list[str] | None = None) -> int:
+    """Run lessons/NAME.py. Returns its exit status."""
+    module = importlib.import_module(f"lessons.{name}")
     parser = argparse.ArgumentParser(
-        prog=f"python {command}", description="A lesson: predict, check, break it."
+        prog=f"python {name}.py", description="A lesson: predict, check, break it."
     )
     parser.add_argument("--quiz", action="store_true", help="wait for an answer to each question")
-    if without:
+    if module.WITHOUT:
         parser.add_argument(
-            "--without", choices=list(without), default="", help="remove one mechanism"
+            "--without", choices=list(module.WITHOUT), default="", help="remove one mechanism"
         )
-    arguments = vars(parser.parse_args())
+    arguments = vars(parser.parse_args(argv))
     removed = arguments.get("without", "")
     torch.set_num_threads(1)
     ranks.fork_this_process()
-    lesson = Lesson(command, arguments["quiz"], removed, without.get(removed))
-
-    def taught() -> int:
-        teach(lesson)
-        return lesson.verdict()
-
-    sys.exit(terminal.status_of(taught))
-
-
-def is_asked(argv: list[str]) -> bool:
-    """Whether these arguments, of a file that is a command too, start its lesson: none, or only
-    the lesson's own. argv: without the file's name."""
-    return all(word.startswith(("--quiz", "--without")) for word in argv[:1])
+    lesson = Lesson(f"{name}.py", arguments["quiz"], removed, module.WITHOUT.get(removed))
+    module.teach(lesson)
+    return lesson.verdict()
 
 
 # --- pictures in text -----------------------------------------------------------------------------

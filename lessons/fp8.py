@@ -265,11 +265,3 @@ def teach(lesson: form.Lesson) -> None:
     lesson.break_it("e5m2", "Which gradients are lost, and which get better?", WHY["e5m2"])
     lesson.break_it("amax-reduce", "Each rank has its own scales. Who notices?", WHY["amax-reduce"])
     lesson.break_it("new-bytes", "Which step goes wrong, and how?", WHY["new-bytes"])
-
-
-def main() -> None:
-    form.main("fp8.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

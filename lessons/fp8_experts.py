@@ -113,7 +113,3 @@ def which_rows(lesson: form.Lesson) -> None:
 
 def without_for_good() -> None:
     fp8_experts.Layer.in_bytes = one_scale
-
-
-def main() -> None:
-    form.main("fp8_experts.py", teach, WITHOUT)

@@ -174,11 +174,3 @@ def not_finite(lesson: form.Lesson) -> None:
         f" is skipped; fp8_not_finite in the log: {', '.join(names)}",
         y.isnan().all().item() and names == [NAME],
     )
-
-
-def main() -> None:
-    form.main("fp8_scaling.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

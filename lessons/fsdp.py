@@ -216,11 +216,3 @@ def teach(lesson: form.Lesson) -> None:
         "all-gather", "Zeros stand where the other rank's shard should be.", WHY["all-gather"]
     )
     teach_units(lesson, stages[3])
-
-
-def main() -> None:
-    form.main("fsdp.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

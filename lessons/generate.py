@@ -176,11 +176,3 @@ def seconds_per_token(model, context: int, cached: bool) -> float:
     # the prefill
     next(steps)
     return form.median_seconds(lambda: next(steps))
-
-
-def main() -> None:
-    form.main("generate.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -154,11 +154,3 @@ def teach(lesson: form.Lesson) -> None:
         WHY["residual-scale"],
     )
     teach_causality(lesson, model, tokens)
-
-
-def main() -> None:
-    form.main("gpt.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

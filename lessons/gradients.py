@@ -163,11 +163,3 @@ def search(lesson: form.Lesson) -> None:
         " overflow changes nothing (hysteresis 2)",
         (skipped, scale, by_halves) == (2, 2.0**16, 17),
     )
-
-
-def main() -> None:
-    form.main("gradients.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

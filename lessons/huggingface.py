@@ -154,11 +154,3 @@ def logits(lesson: form.Lesson, model, folder: Path) -> None:
         f"by {worst:.1e} at most, of {expected.abs().max():.2f}; rounding is below 1e-5",
         worst.item() < 1e-5,
     )
-
-
-def main() -> None:
-    form.main("huggingface.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

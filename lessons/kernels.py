@@ -435,11 +435,3 @@ def teach(lesson: form.Lesson) -> None:
     teach_table(lesson, cases)
     if not reason:
         teach_errors(lesson, cases)
-
-
-def main() -> None:
-    form.main("kernels.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

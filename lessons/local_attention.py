@@ -149,11 +149,3 @@ def teach(lesson: form.Lesson) -> None:
     two = ranks.run(on_rank, 2, 2, lesson.mutate)
     teach_window(lesson, one)
     teach_slopes(lesson, one, two)
-
-
-def main() -> None:
-    form.main("local_attention.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

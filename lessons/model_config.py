@@ -72,11 +72,3 @@ def teach(lesson: form.Lesson) -> None:
         " field. Dropout with fused attention never: it runs, and no attention probability is"
         " dropped. Defaults are set before the check.",
     )
-
-
-def main() -> None:
-    form.main("model_config.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

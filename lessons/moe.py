@@ -173,11 +173,3 @@ def teach(lesson: form.Lesson) -> None:
 
     teach_exchanges(lesson, two[0]["forward"], two[0]["backward"])
     break_each(lesson)
-
-
-def main() -> None:
-    form.main("moe.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

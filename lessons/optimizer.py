@@ -179,11 +179,3 @@ def learning_rate(lesson: form.Lesson) -> None:
         "half the peak, the peak, half of peak + minimum, the minimum",
         all(abs(a - b) < 1e-12 for a, b in zip(shown, expected)),
     )
-
-
-def main() -> None:
-    form.main("optimizer.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

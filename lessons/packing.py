@@ -196,11 +196,3 @@ def teach(lesson: form.Lesson) -> None:
         packed, padded = teach_fill(lesson)
         teach_apart(lesson, packed)
         teach_equal(lesson, packed, padded)
-
-
-def main() -> None:
-    form.main("packing.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -312,11 +312,3 @@ def teach(lesson: form.Lesson) -> None:
     lesson.break_it(
         "loss-scale", "The loss is right. Why would AdamW hide this?", WHY["loss-scale"]
     )
-
-
-def main() -> None:
-    form.main("pipeline_parallel.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -187,11 +187,3 @@ def teach(lesson: form.Lesson) -> None:
         teach_pipeline(lesson, machine, pair[0])
         teach_errors(lesson, machine, rows)
     teach_without(lesson)
-
-
-def main() -> None:
-    form.main("planner.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -243,11 +243,3 @@ def teach(lesson: form.Lesson) -> None:
         teach_clip(lesson)
         teach_ppo(lesson)
         teach_grpo(lesson)
-
-
-def main() -> None:
-    form.main("ppo.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -228,11 +228,3 @@ def teach(lesson: form.Lesson) -> None:
     }
     for name, question in questions.items():
         lesson.break_it(name, question, WHY[name])
-
-
-def main() -> None:
-    form.main("preference.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

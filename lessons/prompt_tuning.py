@@ -262,11 +262,3 @@ def teach(lesson: form.Lesson, seed: int = 0) -> None:
         )
     check_answers(lesson, ask(model, tables))
     break_each(lesson)
-
-
-def main() -> None:
-    form.main("prompt_tuning.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

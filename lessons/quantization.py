@@ -138,11 +138,3 @@ def model(lesson: form.Lesson) -> None:
         " range of a group is smaller than that of a row",
         of_matrix[0] < 0.01 and 8 < of_matrix[1] / of_matrix[0] < 14 and max(of_logits) < 0.12,
     )
-
-
-def main() -> None:
-    form.main("quantization.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

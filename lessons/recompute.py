@@ -131,11 +131,3 @@ def teach(lesson: form.Lesson) -> None:
     lesson.break_it(
         "same-masks", "Dropout draws new masks. Is the loss wrong? Why not?", WHY["same-masks"]
     )
-
-
-def main() -> None:
-    form.main("recompute.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -209,11 +209,3 @@ def teach(lesson: form.Lesson) -> None:
         again == ["all-to-all"] and differ == 0,
     )
     break_each(lesson)
-
-
-def main() -> None:
-    form.main("resharding.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -132,11 +132,3 @@ def teach(lesson: form.Lesson) -> None:
         f"forward {len(forward)}, backward {len(backward)}, of {message:,} bytes each",
         forward == [message] * (N - 1) and backward == [message] * (2 * N - 2),
     )
-
-
-def main() -> None:
-    form.main("ring_attention.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -190,11 +190,3 @@ def teach_targets(lesson: form.Lesson, two: Seen) -> None:
         two.targets == written,
     )
     lesson.break_it("end-token", "End tokens do not count. What is not learned?", WHY["end-token"])
-
-
-def main() -> None:
-    form.main("rollout.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

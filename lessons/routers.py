@@ -140,11 +140,3 @@ def losses(lesson: form.Lesson) -> None:
     even = router.losses(torch.zeros(1, 4), torch.full((4,), 0.25)).item()
     collapsed = router.losses(torch.tensor([[100.0, 0, 0, 0]]), torch.tensor([1.0, 0, 0, 0])).item()
     lesson.check(f"{even:.4f} and {collapsed:.4f} = E", abs(even - 1) + abs(collapsed - 4) < 1e-5)
-
-
-def main() -> None:
-    form.main("routers.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

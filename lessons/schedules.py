@@ -116,11 +116,3 @@ def teach(lesson: form.Lesson) -> None:
         "warmup", "Less is held, and the order is right. What does it cost?", WHY["warmup"]
     )
     lesson.break_it("deferral", "I is still passed on before W. What is lost?", WHY["deferral"])
-
-
-def main() -> None:
-    form.main("schedules.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -155,11 +155,3 @@ def teach(lesson: form.Lesson) -> None:
         "own-masks", "Every slice has the dropout masks of the first.", WHY["own-masks"]
     )
     lesson.break_it("norm-sum", "The loss is right. Which gradients are not?", WHY["norm-sum"])
-
-
-def main() -> None:
-    form.main("sequence_parallel.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

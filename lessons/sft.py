@@ -222,11 +222,3 @@ def teach(lesson: form.Lesson) -> None:
         " learned, and the question's four random letters, which nobody can predict. So the loss"
         " stays above 4 ln 8 / 23 = 0.36.",
     )
-
-
-def main() -> None:
-    form.main("sft.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

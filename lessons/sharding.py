@@ -132,11 +132,3 @@ def teach(lesson: form.Lesson) -> None:
         worst == 0,
     )
     break_each(lesson)
-
-
-def main() -> None:
-    form.main("sharding.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

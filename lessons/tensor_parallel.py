@@ -95,11 +95,3 @@ def teach(lesson: form.Lesson) -> None:
     lesson.break_it("f", "The first loss is the same, gradients are wrong. Why?", WHY["f"])
     lesson.break_it("g", "Now the loss is wrong too. Why?", WHY["g"])
     lesson.break_it("own-shard", "All collectives are there. What is wrong?", WHY["own-shard"])
-
-
-def main() -> None:
-    form.main("tensor_parallel.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -148,11 +148,3 @@ def teach(lesson: form.Lesson) -> None:
     most = [max(map(most_unsettled, make_programs(lesson, "1f1b", P, m))) for m in (M, 8 * M)]
     lesson.check(f"{most[0]} and {most[1]}: p, on rank 0. It does not grow with m", most == [P, P])
     break_each(lesson)
-
-
-def main() -> None:
-    form.main("transfers.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

@@ -177,11 +177,3 @@ def teach(lesson: form.Lesson) -> None:
     lesson.break_it(
         "last-w", "Which parameter has no gradient? Would the loss still fall?", WHY["last-w"]
     )
-
-
-def main() -> None:
-    form.main("zero_bubble.py", teach, WITHOUT)
-
-
-if __name__ == "__main__":
-    main()

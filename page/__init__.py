@@ -1,1 +1,2 @@
-"""The page that explorer.py writes: its formulas, its translator, and its HTML, CSS and JS."""
+"""The page that explorer.py writes: its formulas, and its HTML, CSS and JavaScript. Imports
+lessons. Begin with formulas.py."""

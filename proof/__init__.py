@@ -1,2 +1,2 @@
 """What tests, verify.py, exercises and lessons share: one device beside many, ranks of this
-machine, small models, synthetic data, mutations. Begin with parity.py."""
+machine, small models, synthetic data, mutations. Imports anything. Begin with parity.py."""

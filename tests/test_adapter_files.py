@@ -21,13 +21,14 @@ import quantization
 import train
 from base.world import Groups
 from corpus.tokenizer import CHAT_TEMPLATE, ByteTokenizer
+from exchange import commands
 from inference import adapted, cli, packing
 from inference.loading import build_stages, find_chat, load_model, open_model
 from proof import ranks
 from sharding import named_parameters, set_sharding, shard_of, sharding_of
 from tuning import adapter_commands, adapter_files, peft_folder
 from tuning.adapter_config import AdapterConfig
-from tuning.adapter_files import MergedModel, open_adapter
+from tuning.adapter_files import open_adapter
 from tuning.frozen_base import fingerprint
 
 VOCABULARY = dict(vocab_size=257, seq_length=24)
@@ -379,7 +380,7 @@ def test_export_of_the_merged_model(folder, tmp_path):
         shutil.copytree(folder / path.name, path)
         (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
         argv = ["export", str(base), str(tmp_path / shape), "--adapter", str(path)]
-        assert huggingface.main(argv, MergedModel) == 0
+        assert commands.main(argv) == 0
         merged = tmp_path / f"{shape}-merged"
         adapter_commands.merge_adapter(str(base), str(path), str(merged))
         huggingface.export_folder(merged, tmp_path / f"{shape}-2")

@@ -6,40 +6,33 @@ reader's.
 """
 
 import argparse
+import ast
 import importlib
 import json
 import re
 import shlex
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed.run
 
-from inference import cli, evaluation_commands
+from base import start
 from lessons import form
 from planning import commands as planning_commands
-from prompts import commands as prompt_commands
 from prompts.prompt_data import PromptConfig
 from run import flags, rules
-from tuning import adapter_commands
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = [README, ROOT / "exercises" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAKEFILE = (ROOT / "Makefile").read_text()
 # files whose command line is parsed by a function that takes it; others read sys.argv
-MAINS = {
-    "train.py": lambda argv: flags.make_parser(0).parse_args(argv),
-    "generate.py": cli.main,
-    "evaluate.py": evaluation_commands.main,
-    "prompt_tuning.py": prompt_commands.main,
-    "planner.py": lambda argv: main_of_planner(argv)(),
-    "adapters.py": adapter_commands.main,
-    "huggingface.py": lambda argv: importlib.import_module("huggingface").main(argv),
-    "export.py": lambda argv: importlib.import_module("export").main(argv),
-}
+# those with a parser of their own
+COMMANDS = ("generate.py", "evaluate.py", "prompt_tuning.py", "adapters.py", "huggingface.py")
+COMMANDS += ("export.py", "bugs.py", "verify.py", "explorer.py")
 
 
 def tracked() -> set[str]:
@@ -118,28 +111,28 @@ def check_script(path: str, argv: list[str], monkeypatch) -> None:
     if not has_flags and not (path.startswith("comparisons/") and argv):
         return
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(ROOT / "comparisons")
+    # behind the root: some files there have the names of lessons
+    monkeypatch.setattr("sys.path", [*sys.path, str(ROOT / "comparisons")])
     monkeypatch.setattr("sys.argv", [path, *argv])
     # --help prints, and ends
     with pytest.raises(SystemExit if "--help" in argv else Parsed):
-        if path in MAINS:
-            MAINS[path](argv)
-        else:
-            main_of(path)()
+        main_of(path, argv)()
 
 
-def main_of(path: str):
-    """The function that `python PATH` runs. That of a module without one is its lesson's."""
-    name = path.removesuffix(".py").replace("/", ".")
-    module = importlib.import_module(name)
-    return getattr(module, "main", None) or importlib.import_module(f"lessons.{name}").main
-
-
-def main_of_planner(argv: list[str]):
-    """Its lesson, or its commands."""
-    if form.is_asked(argv):
-        return importlib.import_module("lessons.planner").main
-    return partial(planning_commands.main, argv)
+def main_of(path: str, argv: list[str]):
+    """What `python PATH` calls with these arguments: see base/start.py."""
+    if path == "train.py":
+        return lambda: flags.make_parser(0).parse_args(argv)
+    started = re.search(
+        r'start\.(lesson|command)\("(\w+)"(?:, command="(.*)")?\)', (ROOT / path).read_text()
+    )
+    if started is None:
+        # a script, which reads sys.argv
+        return importlib.import_module(path.removesuffix(".py").replace("/", ".")).main
+    kind, name, module = started.groups()
+    if kind == "lesson" and (module is None or start.is_asked(argv)):
+        return partial(form.main, name, argv)
+    return partial(importlib.import_module(module or name).main, argv)
 
 
 def check_make(words: list[str], monkeypatch) -> None:
@@ -231,19 +224,19 @@ def option_strings(main, argv, monkeypatch) -> set[str]:
 
 def test_flags(monkeypatch):
     """Every --flag that is mentioned anywhere belongs to some command here, or to torchrun."""
-    monkeypatch.syspath_prepend(ROOT / "comparisons")
+    # behind the root: some files there have the names of lessons
+    monkeypatch.setattr("sys.path", [*sys.path, str(ROOT / "comparisons")])
     launcher = torch.distributed.run.get_args_parser()
     known = {flag for action in launcher._actions for flag in action.option_strings}
-    mains = [(partial(MAINS[name], ["--toy"]), []) for name in MAINS if name != "planner.py"]
+    mains = [(main_of("train.py", []), [])]
+    mains += [(main_of(name, ["--toy"]), []) for name in COMMANDS]
     for name in planning_commands.COMMANDS:
         mains.append((partial(planning_commands.main, [name]), []))
     for path in sorted((ROOT / "comparisons").glob("*.py")):
         if path.stem not in ("report", "style", "fp8_peers"):
             mains.append((importlib.import_module(f"comparisons.{path.stem}").main, []))
-    mains.append((importlib.import_module("lessons.tensor_parallel").main, []))
-    for path in ("bugs.py", "verify.py", "explorer.py", "exercises/check.py"):
-        if (ROOT / path).exists():
-            mains.append((main_of(path), []))
+    mains.append((main_of("tensor_parallel.py", []), []))
+    mains.append((main_of("exercises/check.py", []), []))
     for main, argv in mains:
         known |= option_strings(main, argv, monkeypatch)
     for path in DOCS:
@@ -287,19 +280,16 @@ def test_every_figure_and_every_comparison_is_shown():
     assert not missing, "show each in docs/results.md or README.md"
 
 
-def test_every_module_is_described():
+def test_every_folder_is_described():
+    """In docs/design.md, and in its own `__init__.py`: what it holds, and where to begin."""
     text = (ROOT / "docs" / "design.md").read_text()
-    modules = set()
-    for name in tracked():
-        if re.fullmatch(
-            r"((base|run|checkpoints|exchange|inference|corpus|prompts|tuning|lessons|page|planning|proof)/)?"
-            r"\w+\.py",
-            name,
-        ):
-            modules.add(name)
-    missing = [name for name in modules if f"](../{name})" not in text]
-    missing = [name for name in missing if not name.endswith("__init__.py")]
-    assert not missing, "give each a row in a table of docs/design.md"
+    folders = {name.split("/")[0] for name in tracked() if name.endswith(".py") and "/" in name}
+    for folder in folders - {"comparisons", "exercises", "tests"}:
+        init = ROOT / folder / "__init__.py"
+        assert f"]({Path('..') / folder / '__init__.py'})" in text, folder
+        docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
+        assert "mports" in docstring and "Begin with" in docstring, init
+        assert docstring.count("\n") < 5, init
 
 
 def test_readme_is_one_short_page():
@@ -317,4 +307,4 @@ def test_paths_in_prose_exist():
     for path in DOCS:
         for name in re.findall(pattern, path.read_text()):
             file = ROOT / (name if name.endswith(".py") else f"{name}.py")
-            assert file.exists(), f"{path.name}: {name}"
+            assert file.exists() or (ROOT / name).is_dir(), f"{path.name}: {name}"

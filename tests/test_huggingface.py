@@ -25,6 +25,7 @@ import tensor_parallel
 import train
 from base.world import Groups
 from checkpoint import CheckpointError
+from exchange import commands
 from exchange.architectures import (
     GPT2,
     LLAMA,
@@ -1003,14 +1004,14 @@ def test_a_model_does_not_come_out_shorter(copy, tmp_path, family):
     changes = {"pad_token_id": 1, "eos_token_id": 5}
     change(folder, changes | ({limit: 64} if family == "llama" else {}))
     base, out = tmp_path / "base", tmp_path / "run"
-    assert huggingface.main(["import", str(folder), str(base)]) == 0
+    assert commands.main(["import", str(folder), str(base)]) == 0
     (tmp_path / "a.txt").write_text("a b " * 500)
     rows = 16 if family == "llama" else json.loads((folder / "config.json").read_text())[limit]
     words = f"--load {base} --data {tmp_path}/a.txt --cache {tmp_path}/cache --out {out} --lr 1e-3"
     words += f" --seq-length {rows} --steps 1 --global-batch-size 2 --eval-every 0 --device cpu"
     assert train.main(words.split()) == 0
     assert train.main(f"--resume --out {out} --steps 2".split()) == 0
-    assert huggingface.main(["export", str(out), str(tmp_path / "back")]) == 0
+    assert commands.main(["export", str(out), str(tmp_path / "back")]) == 0
     back = json.loads((tmp_path / "back/config.json").read_text())
     assert back["pad_token_id"] == 1
     assert back[limit] == (64 if family == "llama" else rows)
@@ -1022,7 +1023,7 @@ def test_command(copy, tmp_path, capsys, monkeypatch):
     make_tokenizer(folder / "tokenizer.json")
     ckpt = tmp_path / "ckpt"
     step = tmp_path / "run" / "checkpoints" / "step-000000"
-    assert huggingface.main(["import", str(folder), str(ckpt)]) == 0
+    assert commands.main(["import", str(folder), str(ckpt)]) == 0
     assert "GPT2LMHeadModel" in capsys.readouterr().out
     assert checkpoint.read_index(ckpt)["config"]["tokenizer"] == str(ckpt / "tokenizer.json")
     assert (
@@ -1036,7 +1037,7 @@ def test_command(copy, tmp_path, capsys, monkeypatch):
     shutil.copytree(ckpt, step)
     (step / "tokenizer.json").rename(tmp_path / "run" / "tokenizer.json")
     assert (
-        huggingface.main(
+        commands.main(
             [
                 "export",
                 str(tmp_path / "run"),
@@ -1057,8 +1058,8 @@ def test_command(copy, tmp_path, capsys, monkeypatch):
         t.dtype == torch.bfloat16 for t in tensors_in(tmp_path / "back").values()
     )
     capsys.readouterr()
-    assert huggingface.main(["import", str(tmp_path / "nowhere"), str(tmp_path / "x")]) == 2
-    assert huggingface.main(["export", str(folder), str(tmp_path / "x")]) == 2
+    assert commands.main(["import", str(tmp_path / "nowhere"), str(tmp_path / "x")]) == 2
+    assert commands.main(["export", str(folder), str(tmp_path / "x")]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and all(e.startswith(f"huggingface.py: {tmp_path}") for e in errors)
 

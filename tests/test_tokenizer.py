@@ -26,7 +26,7 @@ from corpus.tokenizer import (
     prompt_ids,
     record,
 )
-from exchange import hf_config
+from exchange import commands, hf_config
 from inference import cli
 from routers import MoEConfig
 from run import training_run
@@ -358,7 +358,7 @@ def test_llama_3_there_and_back(here, capsys):
     ckpt = Path("ckpt")
     theirs = hf_folder(hf)
     bos, text_end, turn_end = (theirs.token_to_id(name) for name in SPECIALS)
-    assert huggingface.main(["import", "hf", "ckpt"]) == 0
+    assert commands.main(["import", "hf", "ckpt"]) == 0
     for source in ("hf", "ckpt"):
         capsys.readouterr()
         assert generate_cli("--checkpoint", source, "--prompt", "if a") == 0
@@ -475,7 +475,7 @@ def test_an_altered_copy_is_named(here, capfd, monkeypatch):
     assert cli.main(["--checkpoint", "run", "--prompt", "a", "--device", "cpu"]) == 2
     assert run("--out", "three", "--steps", "1", "--load", "run") == 2
     assert run("--out", "run", "--steps", "2", "--resume") == 2
-    assert huggingface.main(["export", "run", "hf"]) == 2
+    assert commands.main(["export", "run", "hf"]) == 2
     lines = capfd.readouterr().err.splitlines()
     errors = [line for line in lines if "tokenizer.json is altered" in line]
     assert len(errors) == 5
@@ -580,7 +580,7 @@ def test_experts_that_cannot_be_exported(here, capfd):
     would_fit = "--router topk --router-topk 2 --expert-every 1"
     for expected in ("router sinkhorn", "expert_every 2", would_fit):
         assert expected in warning
-    assert huggingface.main(["export", "run", "hf"]) == 2
+    assert commands.main(["export", "run", "hf"]) == 2
     err = capfd.readouterr().err
     assert would_fit in err
     assert "Traceback" not in err

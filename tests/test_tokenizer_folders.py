@@ -26,6 +26,7 @@ from corpus.tokenizer import (
     save_files,
 )
 from corpus.tokenizer_json import CHARACTERS, files_of, merges_of
+from exchange import commands
 from inference import cli, generation_config
 from inference.loading import find_chat, load_model
 from sft import message
@@ -299,7 +300,7 @@ def test_a_run_with_bytes_is_exported_with_its_tokenizer(here, capsys):  # noqa:
 
 def test_export_goes_on_where_tiktoken_has_no_vocabulary(here, tiktoken, capsys):  # noqa: F811
     assert run("--out", "run", "--steps", "1", "--tokenizer", "gpt2") == 0
-    assert huggingface.main(["export", "run", "with"]) == 0
+    assert commands.main(["export", "run", "with"]) == 0
     assert Path("with/tokenizer.json").exists()
 
     def no_network(name):
@@ -307,7 +308,7 @@ def test_export_goes_on_where_tiktoken_has_no_vocabulary(here, tiktoken, capsys)
 
     tiktoken.get_encoding = no_network
     capsys.readouterr()
-    assert huggingface.main(["export", "run", "without"]) == 0
+    assert commands.main(["export", "run", "without"]) == 0
     assert "huggingface.py: without a tokenizer: --tokenizer gpt2" in capsys.readouterr().err
     assert not Path("without/tokenizer.json").exists()
     assert Path("without/model.safetensors").exists()

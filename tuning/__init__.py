@@ -1,1 +1,2 @@
-"""Runs of train.py that fine-tune: what their trainers do differently, and their files."""
+"""Fine-tuning: conversations, adapters, preferences, reinforcement learning, and their files.
+Imports lessons, run/ and inference/, which writes answers. Begin with sft_data.py."""

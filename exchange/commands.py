@@ -1,0 +1,86 @@
+"""`python huggingface.py`: import and export of Hugging Face folders."""
+
+import argparse
+import re
+
+import checkpoint
+from base import terminal
+from exchange.architectures import HuggingFaceError, empty_model
+from exchange.hf_config import architecture_of
+from huggingface import DTYPES, export_folder, import_folder
+from sharding import num_parameters
+
+
+def size(text: str) -> int:
+    """Bytes, from a number with or without a unit: 5GB, 500MB, 5000000000."""
+    parts = re.fullmatch(r"([1-9]\d*)([KMGT]?)B?", text.upper())
+    if not parts:
+        raise argparse.ArgumentTypeError(f"{text} is not a size like 5GB or 5000000000")
+    number, unit = parts.groups()
+    return int(number) * 1000 ** ["", "K", "M", "G", "T"].index(unit)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(
+            "The same weights as Hugging Face folders, in and out; without arguments, a lesson."
+        )
+    )
+    parser.add_argument("command", choices=("import", "export"))
+    parser.add_argument(
+        "source",
+        help=(
+            "to import: a folder with config.json and safetensors files; to export: a checkpoint,"
+            " or the folder of a run"
+        ),
+    )
+    parser.add_argument("target", help="a new folder")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        default="fp32",
+        help="of an exported model (default: fp32); an imported one is fp32",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=size,
+        default="5GB",
+        help="of the files of an exported model, like 5GB, or in bytes (default: 5GB)",
+    )
+    parser.add_argument(
+        "--adapter",
+        help="a run of train.py --peft, whose LoRA or IA3 is merged into the exported model",
+    )
+    return parser
+
+
+def merged_model(source: str, adapter: str):
+    """A checkpoint with an adapter merged into it."""
+    # adapters are another wing, loaded by those who use it
+    from tuning.adapter_files import MergedModel
+
+    return MergedModel(source, adapter)
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0, or 2 with one message."""
+    terminal.prepare()
+    args = make_parser().parse_args(argv)
+    try:
+        if args.command == "import":
+            if args.adapter:
+                raise HuggingFaceError("--adapter: is for export; adapters.py import has its own")
+            config = import_folder(args.source, args.target)
+        else:
+            merged = merged_model(args.source, args.adapter) if args.adapter else None
+            sizes = args.dtype, args.max_shard_size
+            config = export_folder(args.source, args.target, *sizes, merged)
+    except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:
+        message = str(e)
+        if isinstance(e, OSError):
+            message = f"{terminal.one_line(e.filename)[:80]}: {e.strerror}"
+        terminal.say(terminal.one_line(f"huggingface.py: {message}"), error=True)
+        return 2
+    count = num_parameters(empty_model(config))
+    print(f"{args.target}: {architecture_of(config).name}, {count:,} parameters")
+    return 0
