@@ -18,7 +18,8 @@
 Attention is not masked between the documents of a sequence (Brown et al. 2020, "Language Models are
 Few-Shot Learners", appendix B), unless `--document-mask` asks for it: then a batch has the number
 of each token's document, counted by the end-of-text tokens before it (document_mask.py). The target
-of an end-of-text token is still the next document's first one: so the model learns to begin a text.
+of an end-of-text token is still the first token of the next document, so the model learns to begin
+a text.
 
     python data.py [--data PATH ...] [--tokenizer bytes] [--cache DIR]       shows a few samples
 
@@ -259,7 +260,7 @@ def prepare(
     with contextlib.ExitStack() as stack:
 
         def lock() -> None:
-            # The file stays here: it cannot be sent to the other ranks.
+            # The open file stays in this process: it cannot be sent to other ranks.
             stack.enter_context(token_cache.lock(folder))
 
         if find_fault() is not None:
@@ -274,7 +275,7 @@ def prepare(
 
 
 def without_bad(files: list[Path], good: list[bool], rank: int, flag: str) -> list[Path]:
-    """Those that are good; rank 0 names others. Raises DataError where none is left."""
+    """Those that are good; rank 0 names the bad ones. Raises DataError where none is left."""
     bad = [file for file, is_good in zip(files, good) if not is_good]
     if len(bad) == len(files):
         raise DataError(f"{flag}: none of {len(files)} files is UTF-8 text: {some_of(bad)}")
@@ -286,7 +287,7 @@ def without_bad(files: list[Path], good: list[bool], rank: int, flag: str) -> li
 
 @contextlib.contextmanager
 def advice_about(files: list[Path]):
-    """Adds to the error of a file that is not UTF-8 the first files of its kind, and what helps."""
+    """To the error about a file that is not UTF-8, add the first such files and a remedy."""
     try:
         yield
     except DataError as e:
@@ -306,7 +307,8 @@ def advice_about(files: list[Path]):
 class Corpus(Dataset):
     """Training sequences of a prepared stream.
 
-    Sequence i is ids i s to i s + s, both included: its last target is the next one's first token.
+    Sequence i is ids i s to i s + s, both included: its last target is the first token of
+    the next sequence.
     Samples 0, 1, ... are all sequences of epoch 0, then of epoch 1, ...
     """
 

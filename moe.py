@@ -9,17 +9,18 @@ k experts that it goes through. routers.py decides who goes where; this file mov
 
     y_token = Σ over its k experts e of  p_e(token) expert_e(x_token)        p: router probabilities
 
-Expert parallelism (GShard, arXiv 2006.16668): ep data-parallel ranks hold every expert once between
-them, E / ep each. An all-to-all is a collective in which every rank sends some rows to every other:
-tokens travel to their experts and back. Backward does the same in reverse: permute and unpermute
-are each other's adjoint (transpose), and the adjoint of an all-to-all is the all-to-all back.
+Expert parallelism (GShard, arXiv 2006.16668): ep data-parallel ranks together hold one copy of
+every expert, E / ep each. An all-to-all is a collective in which every rank sends some rows to
+every other: tokens travel to their experts and back. Backward does the same in reverse: permute and
+unpermute are each other's adjoint (transpose), and the adjoint of an all-to-all is the all-to-all
+back.
 
     python moe.py      a lesson: two ranks with half of the experts each, gradients, bytes sent
 
 What differs from a dense layer:
 
 - Tokens of one micro-batch on one data-parallel rank share a plan, a capacity and a load-balancing
-  loss. So a result depends on how a batch is split into micro-batches; nothing else does this.
+  loss. So a result depends on how a batch is split into micro-batches. Only FP8's scales do so too.
 - An expert's gradient has seen the tokens of all ep ranks when backward reaches its weights. So
   fsdp.py sums it only over the ranks that hold the same experts.
 - Under tensor parallelism every rank sees the logits of the whole micro-batch, and has a shard of
@@ -216,9 +217,9 @@ class ExpertLinear(nn.Module):
 
 
 class _AddLoss(torch.autograd.Function):
-    """Returns y, and in backward gives `loss` a gradient of 1: so the loss is trained on, though
-    the training loop never sees it. A pipeline stage hands on y alone, and has nowhere to put a
-    second result. The loss comes with its weight in the step's loss, and fp16's loss scale, in it.
+    """Returns y, and in backward gives `loss` a gradient of 1. So the loss is minimised, although
+    the training loop never sees it: a pipeline stage hands on y alone, and has nowhere to put a
+    second result. The caller has multiplied the loss by its weight and by fp16's loss scale.
     """
 
     @staticmethod
@@ -291,7 +292,7 @@ class MoE(nn.Module):
         return y
 
     def tokens_of(self, logits: Tensor, plan: DispatchPlan) -> Tensor:
-        """Those that are not of padding. logits: [b, s, E], or a shard of the sequence"""
+        """The logits of positions that are not padding. logits: [b, s, E], or a shard of s"""
         if plan.real is None:
             return logits
         shards = plan.real.shape[1] // logits.shape[1]

@@ -5,9 +5,10 @@ tokens to a few experts. Two ways to balance the load:
 
     sinkhorn    A transport plan: a matrix of tokens by experts in which every token has the same
                 mass, and every expert too (S-BASE, arXiv 2202.01169, section 3.1). Each token goes
-                where its row is largest. The mass is even; how many rows are largest in a column is
-                nearly even, the more so the lower the plan's temperature. The plan has no gradient:
-                an expert's output is multiplied by a router probability from the raw logits.
+                where its row is largest. The mass is even; the number of tokens that choose an
+                expert is nearly even, the more so the lower the plan's temperature. The plan has no
+                gradient: an expert's output is multiplied by a router probability from the raw
+                logits.
     topk        The k largest logits. One loss pulls towards even load (Switch, arXiv 2101.03961,
                 eq. 4-6), another keeps logits small (ST-MoE, arXiv 2202.08906, eq. 5).
 
@@ -111,7 +112,7 @@ class MoEConfig(GPTConfig):
             if not 0 <= getattr(self, field) < math.inf:
                 raise FieldError(field, getattr(self, field), "must be at least 0 and finite")
         if self.router == "sinkhorn" and self.aux_loss:
-            rule = "sinkhorn evens the load by its plan, and this loss hardly has a gradient there"
+            rule = "sinkhorn evens the load by its plan, where this loss has almost no gradient"
             raise FieldError(
                 "aux_loss", self.aux_loss, rule + "; {router} would fit, or 0", router="topk"
             )
@@ -120,19 +121,20 @@ class MoEConfig(GPTConfig):
 # --- a balanced plan -----------------------------------------------------------------------------
 
 
-def scale_rows_and_columns(kernel: Tensor, tolerance: float, most: int):
+def scale_rows_and_columns(kernel: Tensor, tolerance: float, max_iterations: int):
     """Sinkhorn's iteration: d0, d1 for which diag(d0) kernel diag(d1) has rows that sum to 1/N and
     columns that sum to 1/E.
 
-    Scales rows, then columns, until loads differ from even by at most a share `tolerance` on
-    average, or `most` times. Columns come last and are exact. kernel: [N, E], large where a token
-    fits an expert. Returns (d0 [N], d1 [E], whether d1 stayed within the range of a float).
+    Scales rows, then columns, until the mean error of the loads is at most `tolerance` of the even
+    load, or after `max_iterations`. Columns are then exact, rows nearly. kernel: [N, E], large
+    where a token fits an expert. Returns (d0 [N], d1 [E], whether d1 stayed within the range of a
+    float).
 
-    On a GPU the host waits in each iteration, for whether it was the last depends on the numbers.
+    On a GPU the host waits in each iteration, because only the numbers say whether it was the last.
     """
     n, e = kernel.shape
     d1 = kernel.new_ones(e)
-    for _ in range(most):
+    for _ in range(max_iterations):
         d0 = 1 / n / (kernel @ d1)
         # load of each expert / even share
         load = (e * d1 * (kernel.t() @ d0)).clamp(min=1e-100)
@@ -146,7 +148,7 @@ def scale_rows_and_columns(kernel: Tensor, tolerance: float, most: int):
 
 
 def balance(
-    logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, most: int = 1000
+    logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, max_iterations: int = 1000
 ) -> tuple[Tensor, Tensor]:
     """The plan d0 C d1 with C = exp(logits / temperature) (arXiv 2202.01169, section 3.1).
 
@@ -157,17 +159,18 @@ def balance(
     splits 6 to 4 goes one way whole; a lower temperature splits fewer tokens. Equal tokens go
     together at any temperature.
 
-    logits: [N, E]; temperature: at most 1; most: iterations at one temperature, and temperatures.
+    logits: [N, E]; temperature: at most 1; max_iterations: at one temperature, and also the limit
+    for the number of temperatures.
     Returns (plan, float64 [N, E]; f [E]). In each row logits + f have the order of the plan, also
     where the plan is too small for a float.
     """
     logits = logits.double()
     f = logits.new_zeros(logits.shape[1])
     now = 1.0
-    for _ in range(most):
+    for _ in range(max_iterations):
         z = (logits + f) / now
         kernel = (z - z.amax(1, keepdim=True)).exp()
-        d0, d1, in_range = scale_rows_and_columns(kernel, tolerance, most)
+        d0, d1, in_range = scale_rows_and_columns(kernel, tolerance, max_iterations)
         f = f + now * d1.log()
         if in_range and now <= temperature:
             break
@@ -177,10 +180,10 @@ def balance(
 
 
 def sinkhorn(
-    logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, most: int = 1000
+    logits: Tensor, temperature: float = 1.0, tolerance: float = 1e-4, max_iterations: int = 1000
 ) -> Tensor:
     """The balanced plan of `balance`. logits: [N, E], of any size. Returns [N, E], float64."""
-    return balance(logits, temperature, tolerance, most)[0]
+    return balance(logits, temperature, tolerance, max_iterations)[0]
 
 
 # --- routers --------------------------------------------------------------------------------------
@@ -263,9 +266,9 @@ ROUTERS = dict(zip(ROUTER_NAMES, (SinkhornRouter, TopKRouter), strict=True))
 class DispatchPlan(NamedTuple):
     """Where rows go and come from; n positions, k choices each, m assignments that are not dropped.
 
-    Assignment a is choice a // n of position a % n. Padding has none. For the picture in moe.py
-    (k = 1) chosen is [[2], [0], [3], [0], [2], [1]], order [1, 3, 5, 0, 4, 2] and position
-    [[3, 0, 5, 1, 4, 2]].
+    Assignment a is choice a // n of position a % n. Positions that are padding have none. For the
+    picture in moe.py (k = 1) chosen is [[2], [0], [3], [0], [2], [1]], order [1, 3, 5, 0, 4, 2] and
+    position [[3, 0, 5, 1, 4, 2]].
     """
 
     real: Tensor | None  # [b, s] bool: positions that are not padding; None: all

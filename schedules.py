@@ -22,8 +22,8 @@ divided into p * v stages, and stage i = chunk * p + rank. F of stage i needs F 
 
 Sends and receives follow from the lists: transfers.py derives them.
 
-Not covered: in Megatron-LM a schedule is control flow, with the communication between the lines.
-ZB-V and DualPipe place the stages otherwise: stage i is not on rank i mod p.
+In Megatron-LM a schedule is control flow, with the communication between the lines. Not covered:
+ZB-V and DualPipe, which place the stages otherwise: stage i is not on rank i mod p.
 """
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@ A matrix multiplication y = x Wᵀ has two gradients:
     I    ∂x = ∂y W       the stage before waits for it
     W    ∂W = ∂yᵀ x      nobody waits for it
 
-So a schedule can run I as soon as ∂y arrives, and fill with W the time in which a rank would wait:
+So a schedule can run I as soon as ∂y arrives, and use the time in which a rank would wait for W:
 
-    1f1b     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --      p = 3, m = 4;
-    zb-h1    rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3                  B = I and W
+    1f1b     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
+    zb-h1    rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
+
+with p = 3 and m = 4; B is I and W, and so takes two slots (--); a dot is a slot of waiting.
 
 During I a linear layer appends (weight, ∂y, x) to the list that the pipeline has put on its weight
-(`weight.deferred`); during W the pipeline works the list off. Without a list the weight gradient is
+(`weight.deferred`); during W the pipeline processes the list. Without a list the weight gradient is
 computed at once. Gradients of biases and norms stay with I.
 
     python zero_bubble.py            a lesson: what I leaves to W, FLOPs, bytes, gradients

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command at once: without a traceback, and with all that it has started.
+"""Ctrl-C ends a command at once: without a traceback, and with all processes that it has started.
 
 It imports next to nothing, so a command can begin with it, before PyTorch, which takes seconds:
 
@@ -33,8 +33,8 @@ def quiet() -> None:
 
 
 def kill_descendants() -> None:
-    """End all processes that this one has started, and those that they have started: the ranks of a
-    fork server, and the one that it is about to fork."""
+    """End all processes that this one has started, and those that they have started: also a rank
+    that a fork server is just starting."""
     for stop in (signal.SIGSTOP, signal.SIGKILL):
         # a process that is stopped starts no other one while the rest are found
         found = descendants(os.getpid())
@@ -49,6 +49,8 @@ def kill_descendants() -> None:
 
 def descendants(pid: int) -> list[int]:
     """Processes below this one; none where the system has no /proc."""
+    if not os.path.isdir("/proc"):
+        return []
     parents = {int(name): parent_of(int(name)) for name in os.listdir("/proc") if name.isdigit()}
     found = [pid]
     for ancestor in found:

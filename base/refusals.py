@@ -6,8 +6,8 @@ share, and on every other rank a thread reads it there.
 
     generate.py: rank 1: --checkpoint runs/chat: no such folder
 
-Mostly all ranks read the same files, and are refused alike. Rank 0 then says the line, without a
-number.
+Usually all ranks read the same files, and are refused for the same reason. Rank 0 then says the
+line, without the number of a rank.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from base import terminal
 PATIENCE = 10
 # Seconds in which ranks that read the same files find the same fault.
 TOGETHER = 2
-# Seconds for the others to read the store, which may be in rank 0, before it ends.
+# Seconds that rank 0 stays alive: its process may hold the store that the others still read.
 LAST_WORD = 0.3
 
 

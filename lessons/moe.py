@@ -103,8 +103,9 @@ def teach_exchanges(lesson: form.Lesson, forward: list[int], backward: list[int]
         lesson.say(f"bytes, {L} layers, {name}: {words or 'none'}")
     rows = [size for size in forward if size != E * 8]
     lesson.check(
-        f"forward 3: E 8 bytes of counts, rows there, rows back; backward 2, in reverse. A rank"
-        f" sends {TOKENS * H * 8:,} bytes of rows, its own share included, or receives more",
+        f"forward 3: E 8 bytes of counts, rows there, rows back; backward 2, in reverse. Each"
+        f" number is the larger of what a rank sends, {TOKENS * H * 8:,} bytes of rows with those"
+        " for itself, and what it receives",
         len(forward) == 3 * L and backward == rows[::-1] and min(rows) >= TOKENS * H * 8,
     )
 
@@ -157,7 +158,8 @@ def teach(lesson: form.Lesson) -> None:
     )
     expected = one["parameters"] - L * weights // 2
     lesson.check(
-        f"{two[0]['parameters']:,}: half of the experts, and all of the rest = {expected:,}",
+        f"{two[0]['parameters']:,}: half of the experts, {L * weights:,} / 2, and all of the rest,"
+        f" {one['parameters'] - L * weights:,}",
         two[0]["parameters"] == expected,
     )
 

@@ -77,7 +77,8 @@ def teach(lesson: form.Lesson) -> None:
 def plan_by_hand(lesson: form.Lesson) -> None:
     lesson.predict(
         "4 tokens, 2 experts: what does a row of Sinkhorn's plan sum to? A column? How many of the"
-        f" tokens with logits {EXAMPLE.tolist()} does e0 get in training, and in evaluation?"
+        f" tokens with logits {EXAMPLE.tolist()} does e0 get in training (temperature 0.02), and in"
+        " evaluation?"
     )
     plan = routers.sinkhorn(EXAMPLE)
     rows = [f"{x:.3f}" for x in plan.sum(1)]

@@ -129,7 +129,7 @@ def teach_flops(lesson: form.Lesson) -> None:
     flops = flops_of_a_linear()
     formula = 2 * ROWS * H * FFN
     lesson.check(
-        f"F {flops[0]:,}, I {flops[1]:,}, W {flops[2]:,}; 2 rows in out = {formula:,}",
+        f"F {flops[0]:,}, I {flops[1]:,}, W {flops[2]:,}; 2 · rows · n_in · n_out = {formula:,}",
         flops == [formula] * 3,
     )
 
@@ -167,7 +167,7 @@ def teach(lesson: form.Lesson) -> None:
         " tensors? How many bytes?"
     )
     lesson.check(
-        f"{kept_bytes:,}, of x and ∂y: rows (in + out) 8 = {ROWS * (H + FFN) * 8:,}",
+        f"{kept_bytes:,}, of x and ∂y: 8 bytes · rows · (n_in + n_out) = {ROWS * (H + FFN) * 8:,}",
         kept_bytes == ROWS * (H + FFN) * 8,
     )
 

@@ -1,6 +1,6 @@
-"""A configuration file of prompt learning, JSON or YAML, in any form that NeMo's users have it.
+"""A configuration file of prompt learning, JSON or YAML, in any form that NeMo's users may have.
 
-    model:                              one level more, where NeMo's whole configuration is in it
+    model:                              optional: NeMo's whole configuration has it
       language_model_path: gpt.nemo
       new_tasks: [sentiment]
       task_templates: [..]
@@ -12,13 +12,14 @@ Keys of NeMo that mean something else than prompts (its optimizer, its loaders) 
 named.
 """
 
+import json
 from pathlib import Path
 
 import yaml
 
 from base import json_files
 
-# Keys beside task_templates that are about other things; flags of train.py stand for some of them.
+# Keys beside task_templates that are about other things; some have a flag of train.py instead.
 ELSEWHERE = {
     *("seed", "optim", "global_batch_size", "micro_batch_size", "tensor_model_parallel_size"),
     *("pipeline_model_parallel_size", "encoder_seq_length", "gradient_as_bucket_view", "precision"),
@@ -32,20 +33,24 @@ ELSEWHERE_IN_DATA = {
     *("num_workers", "pin_memory", "load_cache", "train_cache_data_path"),
     *("validation_cache_data_path", "test_cache_data_path"),
 }
-# What the data always has here: another value is an unknown field.
+# Settings with one value here: that value is accepted, any other is refused.
 AS_HERE = {"add_bos": False, "add_eos": True, "min_seq_length": 1}
 
 
 def read(path: "str | Path") -> tuple[dict, list[str]]:
-    """(the content that PromptConfig has, what to tell the user). Raises JSONError."""
+    """(the fields of PromptConfig, what to tell the user). Raises JSONError."""
     content = read_file(path)
+    left_out = []
     if isinstance(content.get("model"), dict):
+        left_out += sorted(content.keys() - {"model"})
         content = content["model"]
-    left_out = take_out(content, ELSEWHERE)
+    left_out += take_out(content, ELSEWHERE)
     if isinstance(content.get("data"), dict):
         data = content["data"]
-        as_here = {name for name, value in AS_HERE.items() if data.get(name) == value}
-        take_out(data, as_here)
+        for name, value in AS_HERE.items():
+            if name in data and data.pop(name) != value:
+                only = json.dumps(value)
+                raise json_files.JSONError(f"{path}: data.{name}: only {only} is supported here")
         left_out += [f"data.{name}" for name in take_out(data, ELSEWHERE_IN_DATA)]
     notices = [f"{path}: not read: {', '.join(left_out)}"] if left_out else []
     if content.get("virtual_prompt_style") is None:
@@ -54,7 +59,7 @@ def read(path: "str | Path") -> tuple[dict, list[str]]:
         section = style.replace("-", "_")
         why = f"the section {section} is there" if content.get(section) else "the default"
         notices.append(f"{path}: virtual_prompt_style {style}, {why}")
-    # an empty section is one that is not there
+    # null means absent
     return {name: value for name, value in content.items() if value is not None}, notices
 
 

@@ -1,6 +1,7 @@
-"""Flags that do something only beside others. A value that would have no effect is refused.
+"""Flags that do something only beside others. A value other than the
+default that would have no effect is refused.
 
-One table, in the order in which it is asked. A new flag that is not for every run gets a row.
+One table, checked from top to bottom. A new flag that is not for every run gets a row.
 """
 
 from collections.abc import Callable
@@ -33,8 +34,8 @@ class Need(NamedTuple):
     rule: str
 
 
-def learns_text(run: Run) -> bool:
-    """Not prompts, adapters or answers: the sample at the end is text."""
+def writes_a_sample(run: Run) -> bool:
+    """Whether text is learned, and not preferences or rewards: then the run ends with a sample."""
     return not run.config.preference and not run.config.rl
 
 
@@ -49,7 +50,7 @@ NEEDS = (
     Need(
         ("chat_template",),
         lambda run: run.config.sft or run.config.preference or run.config.rl,
-        "needs --sft FILE",
+        "needs --sft FILE, --preference or --rl",
     ),
     Need(
         ("skip_bad_examples",),
@@ -76,7 +77,7 @@ NEEDS = (
     Need(
         ("gae_lambda", "critic_lr"),
         lambda run: run.config.rl == "ppo",
-        "is of --rl ppo; grpo has no critic",
+        "is only for --rl ppo; grpo has no critic",
     ),
     Need(
         ("clip_range",),
@@ -90,7 +91,7 @@ NEEDS = (
     ),
     Need(
         ("sample_prompt",),
-        lambda run: learns_text(run) and not run.config.prompt_config,
+        lambda run: writes_a_sample(run) and not run.config.prompt_config,
         "this run ends without a sample of text; leave it out",
     ),
     # adapters
@@ -99,8 +100,8 @@ NEEDS = (
         lambda run: run.config.peft,
         "needs --peft, which says what is learned",
     ),
-    Need(LORA_FLAGS, lambda run: run.config.peft == "lora", "is of --peft lora"),
-    Need(("adapter_size",), lambda run: run.config.peft == "adapter", "is of --peft adapter"),
+    Need(LORA_FLAGS, lambda run: run.config.peft == "lora", "is only for --peft lora"),
+    Need(("adapter_size",), lambda run: run.config.peft == "adapter", "is only for --peft adapter"),
     Need(
         ("weight_decay",),
         lambda run: run.config.peft != "ia3",
@@ -114,12 +115,12 @@ NEEDS = (
     ),
     Need(
         ("router_temperature",),
-        # the shape of a model is sometimes given whole
+        # verify.py gives the shape of a model whole, defaults too
         lambda run: (
             run.model.router == "sinkhorn"
             or run.config.router_temperature == MoEConfig.router_temperature
         ),
-        "is of --router sinkhorn; topk has no plan",
+        "is only for --router sinkhorn; topk has no plan",
     ),
     # precision
     Need(
@@ -130,7 +131,7 @@ NEEDS = (
     Need(
         ("fp8_block",),
         lambda run: run.config.fp8 == "block",
-        "is of --fp8 block; other recipes have one scale for a tensor",
+        "is only for --fp8 block; other recipes have one scale for a tensor",
     ),
     Need(
         ("fp8_keep_bytes",),
@@ -141,7 +142,11 @@ NEEDS = (
     Need(("cp_kind",), lambda run: run.config.cp > 1, "needs --cp 2 or more"),
     Need(("schedule", "layer_split"), lambda run: run.config.pp > 1, "needs --pp 2 or more"),
     # the model
-    Need(("model",), lambda run: not run.config.load, "--load has a shape; one of the two"),
+    Need(
+        ("model",),
+        lambda run: not run.config.load,
+        "--load fixes the shape already; give one of the two",
+    ),
 )
 # These depend on the number of ranks, and a run may go on with fewer.
 NEEDS_RANKS = (

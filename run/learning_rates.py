@@ -1,9 +1,9 @@
 """The default of --lr: of each kind of training, and of each preset.
 
     pretraining, by size    GPT-3's (arXiv 2005.14165, table 2.1): 125M 6e-4, .. 175B 6e-5
-                            below 30M, which GPT-3 has not: 3e-3
+                            below 30M, which its table does not have: 3e-3
     presets                 as published: Llama 2 and 3, BLOOM
-    with --load             a tenth of that: --data, --sft, reward models
+    with --load             a tenth of the rate by size: --data, --sft, reward models
     --preference dpo, --rl  a hundredth
     --peft                  lora 2e-4, adapter 1e-3, ia3 3e-3, whatever the size; dpo and rl a tenth
     --prompt-config         0.03
@@ -27,7 +27,7 @@ GPT_3 = {
     13e9: 1e-4,
     175e9: 6e-5,
 }
-SMALL, OF_SMALL = 30e6, 3e-3
+SMALL, SMALL_RATE = 30e6, 3e-3
 # arXiv 2307.09288, section 2.2; 2407.21783, table 3; 2211.05100, table 3
 PUBLISHED = {
     "llama2-7b": 3e-4,
@@ -43,14 +43,14 @@ PROMPTS = 0.03
 
 
 def of_size(parameters: int) -> float:
-    """For pretraining: of the nearest size, in ratios."""
+    """For pretraining: the rate of the size that is nearest on a log scale."""
     if parameters < SMALL:
-        return OF_SMALL
+        return SMALL_RATE
     return GPT_3[min(GPT_3, key=lambda size: abs(math.log(size / parameters)))]
 
 
 def default(config) -> tuple[float, str]:
-    """(the peak rate of a run, what it is for). config: run.config.Config. Raises its
+    """(the peak rate of a run, words that say for what). config: run.config.Config. Raises its
     errors."""
     if config.prompt_config and PromptConfig.read(config.prompt_config).learned:
         return PROMPTS, "prompts"
@@ -61,7 +61,7 @@ def default(config) -> tuple[float, str]:
         return (rate / 10, f"{kind} {what}") if against_reference else (rate, what)
     model = config.model_config()
     parameters = least_parameters(model)
-    rate, what = of_size(parameters), f"a model of {parameters:,} parameters"
+    rate, what = of_size(parameters), f"a model of about {parameters / 1e6:,.1f} M parameters"
     as_published = config.num_layers is None and config.hidden_size is None
     if config.model in PUBLISHED and as_published and not config.load:
         rate, what = PUBLISHED[config.model], config.model

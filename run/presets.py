@@ -211,7 +211,7 @@ def main():
     from sharding import num_parameters
 
     print(
-        f"{'preset':<15}{'L':>5}{'h':>7}{'heads':>6}{'kv':>5}{'s':>6}{'V':>7}"
+        f"{'preset':<15}{'L':>5}{'h':>7}{'heads':>6}{'kv':>5}{'s':>8}{'V':>8}"
         f"{'parameters':>20}{'published':>12}{'ratio':>7}{'GFLOP/token':>13}"
     )
     for name, (fields, published) in PRESETS.items():
@@ -224,7 +224,7 @@ def main():
             beside = f"{published / 1e9:>11.4g}B{count / published:>7.3f}"
         print(
             f"{name:<15}{config.num_layers:>5}{config.hidden_size:>7}{config.num_heads:>6}"
-            f"{config.num_kv_heads:>5}{config.seq_length:>6}{config.vocab_size:>7}"
+            f"{config.num_kv_heads:>5}{config.seq_length:>8}{config.vocab_size:>8}"
             f"{count:>20,}{beside}{flops_per_token(config) / 1e9:>13,.3f}"
         )
 

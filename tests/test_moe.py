@@ -67,8 +67,8 @@ def test_sinkhorn_by_hand():
     # at a low temperature two each
     assert sorted(chosen.flatten().tolist()) == [0, 0, 1, 1]
     # six iterations
-    assert torch.equal(routers.sinkhorn(FACTS, most=6), routers.sinkhorn(FACTS))
-    assert not torch.equal(routers.sinkhorn(FACTS, most=5), routers.sinkhorn(FACTS))
+    assert torch.equal(routers.sinkhorn(FACTS, max_iterations=6), routers.sinkhorn(FACTS))
+    assert not torch.equal(routers.sinkhorn(FACTS, max_iterations=5), routers.sinkhorn(FACTS))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.02])
@@ -113,7 +113,9 @@ def test_sinkhorn_is_the_formula():
 def test_large_logits(temperature):
     """Where d0, d1 and exp(logits) would be too large or too small for any float."""
     g = torch.Generator().manual_seed(0)
-    plan = routers.sinkhorn(torch.rand(512, 8, generator=g) * 2e4 - 1e4, temperature, most=100)
+    plan = routers.sinkhorn(
+        torch.rand(512, 8, generator=g) * 2e4 - 1e4, temperature, max_iterations=100
+    )
     assert plan.isfinite().all() and (plan >= 0).all()
     logits = torch.randn(512, 8, generator=g)
     # an expert that everybody shuns gets its share
