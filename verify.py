@@ -287,7 +287,7 @@ def read_flags(argv: list[str], world: int | None) -> tuple[Config, int]:
     config.device, config.tensorboard = "cpu", False
     if config.lr is None:
         # the model is made small, and at a rate for a large one it would hardly learn
-        config.lr = learning_rates.OF_SMALL
+        config.lr = learning_rates.SMALL_RATE
     if config.prompt_config:
         raise ConfigError("--prompt-config: verify.py trains whole models, or adapters")
     least = config.tp * config.pp * max(config.cp, config.ep)

@@ -49,8 +49,8 @@ def read(path: "str | Path") -> tuple[dict, list[str]]:
         data = content["data"]
         for name, value in AS_HERE.items():
             if name in data and data.pop(name) != value:
-                only = json.dumps(value)
-                raise json_files.JSONError(f"{path}: data.{name}: only {only} is supported here")
+                rule = f"only {json.dumps(value)} is supported here"
+                raise json_files.JSONError(f"{path}: data.{name}: {rule}")
         left_out += [f"data.{name}" for name in take_out(data, ELSEWHERE_IN_DATA)]
     notices = [f"{path}: not read: {', '.join(left_out)}"] if left_out else []
     if content.get("virtual_prompt_style") is None:

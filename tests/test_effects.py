@@ -214,10 +214,19 @@ def test_every_flag_is_tried():
             dict(num_experts=4, router="topk", router_temperature=0.5),
             "--router-temperature 0.5: is",
         ),
-        (dict(peft="ia3", load="x", lora_rank=2), "--lora-rank 2: is of --peft lora"),
-        (dict(peft="adapter", load="x", lora_alpha=2.0), "--lora-alpha 2.0: is of --peft lora"),
-        (dict(peft="adapter", load="x", lora_dropout=0.5), "--lora-dropout 0.5: is of --peft lora"),
-        (dict(peft="lora", load="x", adapter_size=8), "--adapter-size 8: is of --peft adapter"),
+        (dict(peft="ia3", load="x", lora_rank=2), "--lora-rank 2: is only for --peft lora"),
+        (
+            dict(peft="adapter", load="x", lora_alpha=2.0),
+            "--lora-alpha 2.0: is only for --peft lora",
+        ),
+        (
+            dict(peft="adapter", load="x", lora_dropout=0.5),
+            "--lora-dropout 0.5: is only for --peft lora",
+        ),
+        (
+            dict(peft="lora", load="x", adapter_size=8),
+            "--adapter-size 8: is only for --peft adapter",
+        ),
         (
             dict(preference="reward", load="x", pairs=["p"], head_chunk=8),
             "--head-chunk 8: a reward",
@@ -229,7 +238,10 @@ def test_every_flag_is_tried():
         (dict(rl="grpo", load="x", sample_prompt="a"), "--sample-prompt a: this run ends without"),
         (dict(reduce_dtype="bf16"), "--reduce-dtype bf16: is about ranks that share the batch"),
         (dict(zero_stage=2), "--zero-stage 2: is about ranks that share the batch"),
-        (dict(model="gpt2", load="x"), "--model gpt2: --load has a shape; one of the two"),
+        (
+            dict(model="gpt2", load="x"),
+            "--model gpt2: --load fixes the shape already; give one of the two",
+        ),
         (dict(load="x"), "--load x: learns from what? --data PATH names text"),
         (dict(load="x", peft="lora"), "--load x: learns from what?"),
     ],

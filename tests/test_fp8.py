@@ -665,7 +665,7 @@ def test_experts_have_no_blocks_to_cut():
     [
         (dict(fp8_skip=0), "--fp8-skip 0: needs --fp8 current, delayed or block"),
         (dict(fp8_scales="any"), "--fp8-scales any: needs --fp8"),
-        (dict(fp8="current", fp8_block=64), "--fp8-block 64: is of --fp8 block"),
+        (dict(fp8="current", fp8_block=64), "--fp8-block 64: is only for --fp8 block"),
         (dict(fp8="block", fp8_block=0), "--fp8-block 0: must be at least 1"),
         (dict(fp8="current", fp8_skip=-1), "--fp8-skip -1: must be at least 0"),
         (dict(fp8="current", fp8_skip=6), "--fp8-skip 6: first and last layers are not in FP8"),

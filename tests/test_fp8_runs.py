@@ -422,7 +422,7 @@ REFUSED = [
     (["--fp8-skip", "0"], "--fp8-skip 0: needs --fp8", "current, delayed or block"),
     (["--fp8-scales", "any"], "--fp8-scales any: needs --fp8", "current, delayed or block"),
     (["--fp8-block", "64"], "--fp8-block 64: needs --fp8", "current, delayed or block"),
-    (["--fp8", "delayed", "--fp8-block", "64"], "--fp8-block 64: is of --fp8 block", ""),
+    (["--fp8", "delayed", "--fp8-block", "64"], "--fp8-block 64: is only for --fp8 block", ""),
     (["--fp8", "block", "--fp8-block", "0"], "--fp8-block 0: must be at least 1", ""),
     (["--fp8", "block", "--precision", "fp16"], "--fp8 block: has scales of its own", "bf16 would"),
     (["--fp8", "current", "--plan", "dgx-h100"], "--plan dgx-h100: predicts", "without --fp8"),

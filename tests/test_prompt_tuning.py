@@ -901,7 +901,10 @@ model:
         (
             SENTIMENT,
             "prompt-tuning",
-            ["not read: optim, seed, data.num_workers", "prompt-tuning, the section prompt_tuning"],
+            [
+                "not read: trainer, optim, seed, data.num_workers",
+                "prompt-tuning, the section prompt_tuning",
+            ],
             dict(sentence="good fun", label="positive"),
             "<99> good fun sentiment: positive$",
         ),
@@ -968,7 +971,7 @@ def test_a_nemo_file_learns(base, tmp_path, capsys):
     [
         ("a: [", "not YAML (while parsing"),
         ("- a", "Expected `object`, got `array`"),
-        ("data: {add_eos: False}\ntask_templates: []", "unknown field `add_eos`"),
+        ("data: {add_eos: False}\ntask_templates: []", "data.add_eos: only true is supported here"),
     ],
 )
 def test_yaml_that_cannot_be_used(text, words, tmp_path):

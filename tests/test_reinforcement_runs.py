@@ -445,8 +445,8 @@ SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
         (SHAPED | dict(fp8="current"), "--fp8 current: scales depend", 1),
         (SHAPED | dict(dropout=0.1), "--dropout 0.1: --rl has none", 1),
         (SHAPED | dict(peft="lora", lora_dropout=0.1), "--lora-dropout 0.1: --rl has none", 1),
-        (SHAPED | dict(gae_lambda=0.5), "--gae-lambda 0.5: is of --rl ppo", 1),
-        (SHAPED | dict(critic_lr=0.5), "--critic-lr 0.5: is of --rl ppo", 1),
+        (SHAPED | dict(gae_lambda=0.5), "--gae-lambda 0.5: is only for --rl ppo", 1),
+        (SHAPED | dict(critic_lr=0.5), "--critic-lr 0.5: is only for --rl ppo", 1),
         (SHAPED | dict(rl="ppo", critic_lr=-1.0), "--critic-lr -1.0: must be at least 0", 1),
         (SHAPED | dict(rl="ppo", critic_lr=float("nan")), "--critic-lr nan: must be", 1),
         (
