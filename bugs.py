@@ -185,8 +185,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("name", nargs="?", help="a bug of the list")
     parser.add_argument("--figure", action="store_true", help="draw figures/silent_bugs.svg")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of training (default: {STEPS})")
+    parser.add_argument("--steps", type=int, help=f"of training (default: {STEPS})")
     args = parser.parse_args(argv)
+    if args.figure and args.name:
+        parser.error(f"{args.name}: --figure draws every bug; one of the two")
+    if args.steps and not args.name:
+        parser.error(f"--steps {args.steps}: is for one bug; name it")
+    args.steps = STEPS if args.steps is None else args.steps
     ranks.preload("train")
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: must be at least 1")

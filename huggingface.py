@@ -51,6 +51,7 @@ from corpus.tokenizer import (
     FileTokenizer,
     TokenizerError,
     make_tokenizer,
+    model_ids,
     needs_conversion,
     record,
     save_files,
@@ -292,6 +293,12 @@ def import_folder(hf_dir: Path, path: Path) -> MoEConfig:
     tokenizer = open_its_tokenizer(name, config)
     if tokenizer:
         keep_its_class(tokenizer, Path(hf_dir), config)
+    elif ids := model_ids(Path(hf_dir)):
+        named = ", ".join(f"{name} {value}" for name, value in ids.items())
+        notice = (
+            f"huggingface.py: {hf_dir} has no tokenizer, so an export will not have its {named}"
+        )
+        terminal.say(notice, error=True)
     if Path(name).name == "tokenizer.json":
         name = str(Path(path).resolve() / "tokenizer.json")
     state = {

@@ -64,6 +64,7 @@ from run.metrics import MetricsError, read_metrics
 
 # of the band
 RUNS = 6
+STEPS = 20
 # The band may have no width: the first loss of DPO is log 2 in any order of sums. Then losses may
 # differ by what rounding one number does, in float32.
 ROUNDING = 2**-23
@@ -270,7 +271,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--ranks", type=int, help="ranks of the layout; the default has 2 data-parallel replicas"
     )
     parser.add_argument(
-        "--steps", type=int, default=20, help="steps of the band; 0: only float64 (default: 20)"
+        "--steps", type=int, help=f"steps of the band; 0: only float64 (default: {STEPS})"
     )
     parser.add_argument("--metrics", type=Path, help="metrics.jsonl of a run of this layout")
     parser.add_argument("--against", type=Path, help="metrics.jsonl of a run to compare it with")
@@ -359,6 +360,9 @@ def main(argv: list[str] | None = None, mutate=None) -> int:
     own = argv[: argv.index("--")] if "--" in argv else argv
     parser = make_parser()
     args = parser.parse_args(own)
+    if args.repeats and (args.ranks or args.steps is not None or argv[len(own) + 1 :]):
+        parser.error("--repeats: the band is that of these runs; leave out --ranks, --steps and --")
+    args.steps = STEPS if args.steps is None else args.steps
     if args.steps < 0 or (args.ranks is not None and args.ranks < 1):
         parser.error("--steps and --ranks: steps are 0 or more, ranks 1 or more")
     if bool(args.metrics) != bool(args.against):

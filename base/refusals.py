@@ -62,18 +62,22 @@ class Refusals:
                 self.end(message)
 
     def end(self, message: str) -> None:
-        """End this process, for another rank's refusal. Rank 0 says the message."""
-        with self.ending:
-            terminal.tell_launcher(message)
+        """End this process, because another rank was refused. Rank 0 says the message."""
+        text = f"{Path(sys.argv[0]).name}: {message}"
+        with self.ending, contextlib.suppress(dist.DistError):
+            terminal.tell_launcher(text)
             if self.rank == 0:
-                terminal.say(f"{Path(sys.argv[0]).name}: {message}", error=True)
-                with contextlib.suppress(dist.DistError):
-                    self.store.set("said", "")
-                    time.sleep(LAST_WORD)
-            os._exit(2)
+                terminal.say(text, error=True)
+                self.store.set("said", "")
+                time.sleep(LAST_WORD)
+            else:
+                # torchrun kills all ranks when the first one ends: the line comes before
+                self.comes(lambda: self.store.check(["said"]), PATIENCE)
+        os._exit(2)
 
     def share(self, message: str, say: Callable[[str], None]) -> None:
-        """Tell the other ranks why this one is refused. say(message) is called on one rank."""
+        """Tell the other ranks why this one is refused. say(message) is called on one rank, or on
+        each that finds the store gone."""
         self.stopped.set()
         own = f"rank {self.rank}: {message}"
         try:

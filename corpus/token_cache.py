@@ -74,7 +74,10 @@ def cache_errors(cache):
     except DataError:
         raise
     except (OSError, ValueError) as e:
-        why = f"cannot be used ({cause(e)}); make room or name another folder"
+        helps = "make room or name another folder"
+        if isinstance(e, FileNotFoundError):
+            helps = "name one that every rank sees, also those on other machines"
+        why = f"cannot be used ({cause(e)}); {helps}"
         raise CacheError(f"--cache {printable(cache)}: {why}") from None
 
 

@@ -38,13 +38,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         choices=tuple(DTYPES),
-        default="fp32",
         help="of an exported model (default: fp32); an imported one is fp32",
     )
     parser.add_argument(
         "--max-shard-size",
         type=size,
-        default="5GB",
         help="of the files of an exported model, like 5GB, or in bytes (default: 5GB)",
     )
     parser.add_argument(
@@ -70,10 +68,13 @@ def main(argv: list[str]) -> int:
         if args.command == "import":
             if args.adapter:
                 raise HuggingFaceError("--adapter: is for export; adapters.py import has its own")
+            if args.dtype or args.max_shard_size:
+                name = "--dtype" if args.dtype else "--max-shard-size"
+                raise HuggingFaceError(f"{name}: is for export; an imported model is fp32")
             config = import_folder(args.source, args.target)
         else:
             merged = merged_model(args.source, args.adapter) if args.adapter else None
-            sizes = args.dtype, args.max_shard_size
+            sizes = args.dtype or "fp32", args.max_shard_size or size("5GB")
             config = export_folder(args.source, args.target, *sizes, merged)
     except (HuggingFaceError, checkpoint.CheckpointError, OSError) as e:
         message = str(e)

@@ -52,7 +52,7 @@ from inference.packing import pack
 from model_config import divisors
 from prompts.prompt_data import PromptError
 from routers import MoEConfig
-from run.config import DTYPES, ConfigError, as_flags, multiply_in
+from run.config import DTYPES, ConfigError, as_flags, flag_name, multiply_in
 from sft import message
 from tuning.chat_template import ChatError
 
@@ -126,7 +126,6 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     flag(
         "--seed",
         type=int,
-        default=0,
         help="of the random numbers: equal seeds give equal texts, up to rounding (default: 0)",
     )
     flag(
@@ -139,7 +138,6 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     flag(
         "--batch-size",
         type=int,
-        default=16,
         help="prompts of a file that each rank continues at a time (default: 16)",
     )
 
@@ -177,6 +175,11 @@ def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
     """Check all that can be known before any rank talks to another, and fill in the sampling flags
     that are not given. Returns the configuration of the model. Raises ConfigError, CheckpointError
     or HuggingFaceError."""
+    # what decides which token is drawn, where it was given
+    neutral = {"top_k": (None, 0), "top_p": (None, 1.0), "seed": (None,)}
+    drawing = [name for name in neutral if getattr(args, name) not in neutral[name]]
+    args.seed = args.seed or 0
+    args.batch_size = 16 if args.batch_size is None else args.batch_size
     for name, least in LEAST.items():
         value = getattr(args, name)
         if not least <= value < 2**31:
@@ -198,6 +201,12 @@ def check_flags(args: argparse.Namespace, world: World) -> MoEConfig:
         check_options(args.max_tokens, args.temperature, args.top_k, args.top_p)
     except ValueError as e:
         raise ConfigError("--" + str(e).replace("_", "-", 1)) from None
+    if drawing and args.temperature == 0:
+        name, value = flag_name(drawing[0]), getattr(args, drawing[0])
+        raise ConfigError(
+            f"{name} {value}: is about drawing tokens, and --temperature 0 takes the most likely"
+            " one; leave one of them out"
+        )
     check_layout(args, config, world.size)
     return config
 
@@ -216,7 +225,16 @@ def check_layout(args: argparse.Namespace, config: MoEConfig, num_ranks: int) ->
     if args.layer_split and args.pp == 1:
         raise ConfigError(f"--layer-split {args.layer_split}: needs --pp 2 or more")
     layers, stages = config.num_layers, args.pp
-    if layers % stages and not args.layer_split and stages <= layers:
+    if stages > layers:
+        raise ConfigError(
+            f"--pp {stages}: this model has {layers} layers; --pp {layers} or less would do"
+        )
+    if args.layer_split and (len(args.layer_split) != stages or sum(args.layer_split) != layers):
+        raise ConfigError(
+            f"--layer-split {' '.join(map(str, args.layer_split))}: must be {stages} numbers, one"
+            f" for each --pp rank, that add up to the {layers} layers of this model"
+        )
+    if layers % stages and not args.layer_split:
         split = [layers // stages + (n >= stages - layers % stages) for n in range(stages)]
         raise ConfigError(
             f"--pp {stages}: does not divide the {layers} layers of this model; --layer-split"
@@ -276,6 +294,7 @@ def connect(
 
 def run(args: argparse.Namespace, world: World) -> None:
     """What `python generate.py` does with flags."""
+    batch_size = args.batch_size
     config = check_flags(args, world)
     given = (
         args.prompt is not None,
@@ -285,6 +304,8 @@ def run(args: argparse.Namespace, world: World) -> None:
     )
     if sum(given) > 1:
         raise ConfigError("--prompt, --chat, --prompt-file, --interactive: one of them")
+    if batch_size is not None and args.prompt_file is None:
+        raise ConfigError(f"--batch-size {batch_size}: is for --prompt-file; leave it out")
     adapters = open_adapters(args, config)
     quantize = open_weights(args, config, adapters)
     batch_size = args.batch_size if args.prompt_file is not None else 1

@@ -22,13 +22,11 @@ import importlib.util
 import json
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from base import terminal
 from base.world import World
 from corpus.documents import DataError, find_files, read_documents
 from corpus.tokenizer import begin_id
@@ -39,9 +37,9 @@ from run.config import ConfigError
 
 SECONDS_OF_SILENCE = 10
 # flags that say nothing to --perplexity
-OF_TASKS = ("num_fewshot", "limit", "apply_chat_template")
+OF_TASKS = ("num_fewshot", "limit", "apply_chat_template", "include_path")
 # generate.py's flags that are none here, for its checks
-NO_SAMPLING = dict(stop=[], max_tokens=0, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+NO_SAMPLING = dict(stop=[], max_tokens=0, temperature=0.0, top_k=0, top_p=1.0, seed=None)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -103,7 +101,8 @@ def check_own_flags(args: argparse.Namespace) -> None:
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     for name in OF_TASKS:
-        if getattr(args, name) not in (None, False) and not args.tasks:
+        given = getattr(args, name)
+        if given is not False and given not in (None, []) and not args.tasks:
             raise ConfigError(f"--{name.replace('_', '-')}: is of --tasks; leave it out")
     if args.cp > 1:
         raise ConfigError(
@@ -276,7 +275,3 @@ def main(argv: list[str]) -> int:
     # of generate.py, for its checks
     parser.set_defaults(prompt_file=None, **NO_SAMPLING)
     return cli.command("evaluate.py", run, argv, parser)
-
-
-if __name__ == "__main__":
-    terminal.leave(main(sys.argv[1:]))

@@ -23,10 +23,12 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
 
 import torch
 import torch.distributed as dist
@@ -63,6 +65,15 @@ def fork_this_process() -> None:
         _context = multiprocessing.get_context("fork")
 
 
+def start_server() -> None:
+    """Start the server that forks ranks, if there is none. Ctrl-C is for this process, which ends
+    what it has started: the server would print a traceback while it imports torch."""
+    if _context.get_start_method() == "forkserver":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def run(
     function, world: int, *args, threads: int = 1, timeout: float = 60, limit: float = 600
 ) -> list:
@@ -81,6 +92,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         try:
+            start_server()
             for rank in range(world):
                 pipe, rank_end = _context.Pipe()
                 process = _context.Process(

@@ -141,6 +141,12 @@ NEEDS = (
     # layout
     Need(("cp_kind",), lambda run: run.config.cp > 1, "needs --cp 2 or more"),
     Need(("schedule", "layer_split"), lambda run: run.config.pp > 1, "needs --pp 2 or more"),
+    # memory
+    Need(
+        ("recompute_layers",),
+        lambda run: run.config.recompute_layers != 0,
+        "recomputes nothing; leave it and --recompute out",
+    ),
     # the model
     Need(
         ("model",),

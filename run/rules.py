@@ -84,6 +84,8 @@ def validate(config: Config, world: int, base_needed: bool = True) -> None:
     check_peft(config, model, base_needed)
     check_conversations(config)
     check_text(config, base_needed)
+    if config.load and base_needed:
+        check_length(config)
     check_rl(config, model, world, base_needed)
     if config.rl and config.reward and not is_function(config.reward):
         check_reward_model(config, model, world)
@@ -309,6 +311,14 @@ def check_text(config: Config, base_needed: bool) -> None:
     if config.load and base_needed and not config.data and not any(others):
         rule = "learns from what? --data PATH names text, --sft FILE conversations"
         refuse(config, "load", rule)
+
+
+def check_length(config: Config) -> None:
+    """A table of learned positions is loaded whole. Raises ConfigError."""
+    its = dataclasses.replace(config, seq_length=None).model_config()
+    if its.positions == "learned" and config.seq_length not in (None, its.seq_length):
+        rule = f"--load has {its.seq_length} learned positions, which stay; leave the flag out"
+        refuse(config, "seq_length", rule)
 
 
 def check_reward_model(config: Config, model: MoEConfig, world: int) -> None:

@@ -48,6 +48,14 @@ def test_one(capsys):
     assert len(lines) <= 45 and all(len(line) <= 100 for line in lines)
 
 
+@pytest.mark.parametrize("argv", [["--steps", "3"], ["no-tied-sum", "--figure"]])
+def test_flags_that_would_do_nothing(argv, capsys):
+    with pytest.raises(SystemExit) as left:
+        bugs.main(argv)
+    assert left.value.code == 2
+    assert "bugs.py: error: " in capsys.readouterr().err
+
+
 def test_unknown_name(capsys):
     assert bugs.main(["tied-sum"]) == 2
     err = capsys.readouterr().err

@@ -236,6 +236,7 @@ def test_every_flag_is_tried():
             "--sample-prompt a: ",
         ),
         (dict(rl="grpo", load="x", sample_prompt="a"), "--sample-prompt a: this run ends without"),
+        (dict(recompute="full", recompute_layers=0), "--recompute-layers 0: recomputes nothing"),
         (dict(reduce_dtype="bf16"), "--reduce-dtype bf16: is about ranks that share the batch"),
         (dict(zero_stage=2), "--zero-stage 2: is about ranks that share the batch"),
         (

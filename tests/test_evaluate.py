@@ -528,6 +528,8 @@ BAD = {
     ),
     "no name": (["--tasks", ""], "--tasks '': lm-eval has no task of this name"),
     "no folder": (["--tasks", "sums", "--include-path", ""], "--include-path '': no such folder"),
+    "of tasks too": (["--perplexity", "a", "--num-fewshot", "0"], "--num-fewshot: is of --tasks"),
+    "tasks' folder": (["--perplexity", "a", "--include-path", "b"], "--include-path: is of"),
     "of tasks": (["--perplexity", "a", "--limit", "2"], "--limit: is of --tasks"),
     "no out": (["--tasks", "sums", "--out", ""], "--out '': must be a new file"),
     "proc": (["--tasks", "sums", "--out", "/proc/a"], "--out /proc/a: cannot be written"),
@@ -567,9 +569,8 @@ def test_bad_input(argv, words, place, capsys, monkeypatch):
     }.items():
         (place / "my_tasks" / f"{name}.yaml").write_text(re.sub("task: .*", f"task: {name}", text))
     (place / "my_tasks" / "lacks.py").write_text("import none_such\n")
-    status = evaluation_commands.main(
-        ["--checkpoint", "begins", "--include-path", "my_tasks", *argv]
-    )
+    mine = ["--include-path", "my_tasks"] if "--tasks" in argv else []
+    status = evaluation_commands.main(["--checkpoint", "begins", *mine, *argv])
     message = capsys.readouterr().err.splitlines()[-1]
     assert status == 2, message
     assert message.startswith("evaluate.py: ") and words in message

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import processes
 import pytest
@@ -30,10 +31,11 @@ from base import terminal
 from base.world import Groups
 from corpus.tokenizer import ByteTokenizer
 from gpt import GPT
-from inference import batches, cli, kv_cache, packing, sampling
+from inference import batches, cli, kv_cache, loading, packing, sampling
 from inference.sampling import DIVERGED, choose, keys_of, uniform
 from proof import ranks
 from routers import MoEConfig
+from run.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
 EXPERTS = LLAMA_SHAPES[1] | dict(num_experts=4, ffn_hidden_size=40, router="topk", router_topk=2)
@@ -744,6 +746,10 @@ def test_bad_lines(content, words, saved, capsys, tmp_path):
         (["--batch-size", "0"], "--batch-size 0"),
         (["--prompt", "a", "--interactive"], "one of them"),
         (["--layer-split", "1", "1"], "needs --pp 2"),
+        (["--temperature", "0", "--top-k", "3"], "--top-k 3: is about drawing tokens"),
+        (["--temperature", "0", "--top-p", "0.5"], "--top-p 0.5: is about drawing tokens"),
+        (["--temperature", "0", "--seed", "7"], "--seed 7: is about drawing tokens"),
+        (["--batch-size", "2", "--prompt", "a"], "--batch-size 2: is for --prompt-file"),
         (["--ep", "2"], "--ep 2: must divide the 1 data-parallel ranks"),
         (["--prompt-file", "nowhere"], "nowhere: cannot be read"),
         (["--tokenizer", "nowhere"], "--tokenizer nowhere"),
@@ -754,6 +760,21 @@ def test_bad_flags(argv, words, saved, capsys):
     assert status == 2
     assert words in err
     assert "Traceback" not in err
+
+
+def test_layouts_that_are_not_of_the_model(saved):
+    """generate.py speaks of its own flags alone."""
+    config, *_ = loading.open_model(saved)
+    layers = config.num_layers
+    for pp, split, words in (
+        (layers + 1, None, f"this model has {layers} layers; --pp {layers} or less would do"),
+        (2, [layers, layers], "must be 2 numbers, one for each --pp rank, that add up to the"),
+    ):
+        args = SimpleNamespace(tp=1, pp=pp, cp=1, ep=1, layer_split=split)
+        with pytest.raises(ConfigError) as refused:
+            cli.check_layout(args, config, pp)
+        assert words in str(refused.value)
+        assert "--num-layers" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

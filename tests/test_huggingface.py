@@ -1,3 +1,4 @@
+import argparse
 import dataclasses
 import json
 import os
@@ -1058,6 +1059,9 @@ def test_command(copy, tmp_path, capsys, monkeypatch):
         t.dtype == torch.bfloat16 for t in tensors_in(tmp_path / "back").values()
     )
     capsys.readouterr()
+    for flag in (["--dtype", "bf16"], ["--max-shard-size", "20KB"]):
+        assert commands.main(["import", str(folder), str(tmp_path / "x"), *flag]) == 2
+        assert f"{flag[0]}: is for export" in capsys.readouterr().err
     assert commands.main(["import", str(tmp_path / "nowhere"), str(tmp_path / "x")]) == 2
     assert commands.main(["export", str(folder), str(tmp_path / "x")]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -1079,10 +1083,10 @@ def test_command(copy, tmp_path, capsys, monkeypatch):
 )
 def test_sizes(text, size):
     if size is None:
-        with pytest.raises(huggingface.argparse.ArgumentTypeError, match="is not a size"):
-            huggingface.size(text)
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+            commands.size(text)
     else:
-        assert huggingface.size(text) == size
+        assert commands.size(text) == size
 
 
 def test_shards_by_hand():

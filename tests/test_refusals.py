@@ -6,14 +6,17 @@ Each rank is started in a folder of its own, as on two machines; one of them lac
 import json
 import random
 import shutil
+import threading
 import time
 
 import processes
 import pytest
 import small_run
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import train
+from base.refusals import Refusals
 
 RUN = "train.py --global-batch-size 4 --steps 1 --eval-every 0 --device cpu --lr 0.001"
 GENERATE = "generate.py --device cpu --checkpoint base --max-tokens 2"
@@ -133,3 +136,22 @@ def test_torchrun_repeats_the_line(tmp_path):
         failure = ProcessFailure(rank, pid=1, exitcode=2, error_file=str(tmp_path / f"{rank}.json"))
         said = "train.py: --tp 3: must divide the 2 ranks; [1, 2] would fit"
         assert failure.message["message"] == said
+
+
+def test_no_rank_ends_before_the_line_is_said(monkeypatch):
+    """torchrun kills all ranks when the first one ends."""
+    store = dist.HashStore()
+    ended = threading.Event()
+
+    def end(status: int):
+        ended.set()
+        raise SystemExit(status)
+
+    monkeypatch.setattr("os._exit", end)
+    other = Refusals(store, 1, 4)
+    thread = threading.Thread(target=other.end, args=("rank 2: no such file",), daemon=True)
+    thread.start()
+    assert not ended.wait(0.3)
+    store.set("said", "")
+    assert ended.wait(10)
+    thread.join()

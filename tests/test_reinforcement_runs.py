@@ -59,6 +59,19 @@ def no_number(prompt, answer, record):
 def text(prompt, answer, record):
     return "good"
 
+def number_as_text(prompt, answer, record):
+    return "1.0"
+
+async def later(prompt, answer, record):
+    return 1.0
+
+class Speechless(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+def speechless(prompt, answer, record):
+    raise Speechless
+
 def leaves(prompt, answer, record):
     raise SystemExit(3)
 
@@ -495,6 +508,10 @@ def test_refused(flags, words, world):
         ("rewards.py:fails", "Failed: two\\nlines", 2),
         ("rewards.py:no_number", "gave nan for the prompt", 2),
         ("rewards.py:text", "gave 'good' for the prompt", 2),
+        ("rewards.py:number_as_text", "gave '1.0' for the prompt", 2),
+        ("rewards.py:later", "is async; a plain function is needed", 2),
+        ("rewards.py:speechless", "the answer 'an answer': Speechless (", 2),
+        ("empty.py:f", "has no function 'f'; it has none", 2),
         ("rewards.py:two_arguments", "which it does not take: too many positional", 2),
         ("rewards.py", "a function is named FILE.py:FUNCTION", 2),
     ],
@@ -504,6 +521,7 @@ def test_rewards_that_cannot_be_used(toy, reward, words, status, tmp_path, monke
     monkeypatch.chdir(folder)
     (folder / "broken.py").write_text("def f(:\n")
     (folder / "leaving.py").write_text("exit(0)")
+    (folder / "empty.py").write_text("f = 3\n")
     assert run(*flags, "--rl", "grpo", "--reward", reward, "--out", tmp_path / "out") == status
     error = capsys.readouterr().err
     assert words in error and "--reward" in error and error.count("\n") == 1, error

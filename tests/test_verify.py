@@ -93,6 +93,9 @@ def test_refused_flags(capsys):
         ["--repeats", "a", "b"],
         ["--steps", "-1"],
         ["--ranks", "0"],
+        ["--metrics", "a", "--against", "b", "--repeats", "a", "b", "--ranks", "2"],
+        ["--metrics", "a", "--against", "b", "--repeats", "a", "b", "--steps", "3"],
+        ["--metrics", "a", "--against", "b", "--repeats", "a", "b", "--", "--tp", "2"],
     ):
         with pytest.raises(SystemExit) as left:
             verify.main(arguments)

@@ -56,13 +56,14 @@ def open_function(reward: str) -> RewardFunction:
     except KeyboardInterrupt:
         raise
     except BaseException as e:
-        raise RewardError(f"--reward {reward}: {path} fails: {type(e).__name__}: {e}") from None
+        raise RewardError(f"--reward {reward}: {path} fails: {words_of(e)}") from None
     function = getattr(module, name, None)
     if not callable(function):
         there = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
-        raise RewardError(
-            f"--reward {reward}: {path} has no function {name!r}; there are {', '.join(there)}"
-        )
+        others = f"there are {', '.join(there)}" if there else "it has none"
+        raise RewardError(f"--reward {reward}: {path} has no function {name!r}; {others}")
+    if inspect.iscoroutinefunction(function):
+        raise RewardError(f"--reward {reward}: is async; a plain function is needed")
     check_signature(function, reward)
     return function
 
@@ -91,6 +92,14 @@ def check(function: RewardFunction, prompt: str, record: dict) -> None:
         raise RewardError(str(e)) from None
 
 
+def words_of(error: BaseException) -> str:
+    """Its type and text; the type alone where the text itself raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 def rate(function: RewardFunction, prompt: str, answer: str, record: dict) -> float:
     """The reward of an answer, a finite number. Raises RunError where the function fails."""
     about = f"for the prompt {prompt[:60]!r} and the answer {answer[:60]!r}"
@@ -103,11 +112,11 @@ def rate(function: RewardFunction, prompt: str, answer: str, record: dict) -> fl
         # pytest's fail() raises no Exception
         last = traceback.extract_tb(e.__traceback__)[-1]
         where = f"{Path(last.filename).name}, line {last.lineno}"
-        why = terminal.one_line(f"{type(e).__name__}: {e}")
+        why = terminal.one_line(words_of(e))
         text = f"--reward: the function fails {about}: {why} ({where})"
         raise RunError(text, everywhere=True) from None
     try:
-        number = float(reward)
+        number = math.nan if isinstance(reward, str) else float(reward)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
