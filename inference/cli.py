@@ -292,20 +292,19 @@ def connect(
     return model, tokenizer, lockstep
 
 
+def check_source(args: argparse.Namespace) -> None:
+    """Where prompts come from. Raises ConfigError."""
+    sources = (args.prompt, args.chat, args.prompt_file, args.interactive or None)
+    if sum(source is not None for source in sources) > 1:
+        raise ConfigError("--prompt, --chat, --prompt-file, --interactive: one of them")
+    if args.batch_size is not None and args.prompt_file is None:
+        raise ConfigError(f"--batch-size {args.batch_size}: is for --prompt-file; leave it out")
+
+
 def run(args: argparse.Namespace, world: World) -> None:
     """What `python generate.py` does with flags."""
-    batch_size = args.batch_size
+    check_source(args)
     config = check_flags(args, world)
-    given = (
-        args.prompt is not None,
-        args.chat is not None,
-        args.prompt_file is not None,
-        args.interactive,
-    )
-    if sum(given) > 1:
-        raise ConfigError("--prompt, --chat, --prompt-file, --interactive: one of them")
-    if batch_size is not None and args.prompt_file is None:
-        raise ConfigError(f"--batch-size {batch_size}: is for --prompt-file; leave it out")
     adapters = open_adapters(args, config)
     quantize = open_weights(args, config, adapters)
     batch_size = args.batch_size if args.prompt_file is not None else 1
