@@ -397,4 +397,6 @@ def main(argv: list[str] | None = None) -> None:
     except CheckpointError as e:
         terminal.refuse(f"checkpoint.py: {e}")
     size = sum(file["bytes"] for file in index["files"].values())
-    print(f"{path}: whole; {len(index['files'])} files, {size:,} bytes, as they were written")
+    count = len(index["files"])
+    files = "1 file" if count == 1 else f"{count} files"
+    print(f"{path}: whole; {files}, {size:,} bytes, as they were written")

@@ -438,11 +438,11 @@ def main(argv: list[str] | None = None) -> None:
         index, _ = token_cache.read(part.folder)
         print(
             f"{printable(part.folder)}: {index.tokens:,} tokens of {index.tokenizer} in"
-            f" {index.documents:,} documents, {index.bytes:,} bytes"
+            f" {index.documents:,} documents, {index.bytes:,} bytes; empty documents are left out"
         )
     print(
-        f"{corpus.num_sequences} sequences of {args.seq_length} tokens to train on; the first three"
-        " samples with seed 0:"
+        f"{corpus.num_sequences:,} sequences of {args.seq_length} tokens to train on; the first"
+        " three samples with seed 0:"
     )
     for row in corpus.batch(range(3)).tokens:
         print("   ", repr(tokenizer.decode(row.tolist())))

@@ -152,11 +152,11 @@ def balance(
 ) -> tuple[Tensor, Tensor]:
     """The plan d0 C d1 with C = exp(logits / temperature) (arXiv 2202.01169, section 3.1).
 
-    At a low temperature the iteration is slow, so the temperature is halved step by step from 1.
-    After each temperature, and whenever d1 leaves the range of a float, d1 is folded into f, the
-    dual potentials: one bias per expert, in units of logits. The next iteration starts from there.
-    Of each row only differences matter, so its largest entry is set to 0. A token that the plan
-    splits 6 to 4 goes one way whole; a lower temperature splits fewer tokens. Equal tokens go
+    At a low temperature the iteration is slow, so the temperature is halved step by step from 1:
+    cooling. After each temperature, and whenever d1 leaves the range of a float, d1 is folded into
+    f, the dual potentials: one bias per expert, in units of logits. The next iteration starts from
+    there. Of each row only differences matter, so its largest entry is set to 0. A token that the
+    plan splits 6 to 4 goes one way whole; a lower temperature splits fewer tokens. Equal tokens go
     together at any temperature.
 
     logits: [N, E]; temperature: at most 1; max_iterations: at one temperature, and also the limit

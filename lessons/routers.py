@@ -71,7 +71,12 @@ def teach(lesson: form.Lesson) -> None:
     lesson.break_it(
         "columns", "Every token has the same mass. Where does it all go?", WHY["columns"]
     )
-    lesson.break_it("cooling", "The mass is even. Why is the load not?", WHY["cooling"])
+    lesson.break_it(
+        "cooling",
+        "Cooling takes the plan step by step from temperature 1 to a low one. Without it the mass"
+        " is even. Why is the load not?",
+        WHY["cooling"],
+    )
 
 
 def plan_by_hand(lesson: form.Lesson) -> None:
@@ -105,6 +110,7 @@ def temperature(lesson: form.Lesson) -> None:
     largest = {"raw logits": int(loads(logits).max())}
     for t in (1.0, 0.3, 0.1, 0.02):
         largest[f"plan, temperature {t}"] = int(loads(routers.sinkhorn(logits, t, 1e-2)).max())
+    lesson.say("largest load of an expert, in tokens:")
     for name, load in largest.items():
         lesson.say(f"{name:<24}{load:>6,}  {form.bar(load, largest['raw logits'])}")
     at_1, at_002 = largest["plan, temperature 1.0"], largest["plan, temperature 0.02"]

@@ -146,7 +146,7 @@ def train(config: Config, world: World, tokenizer, trainer_class, loop) -> None:
         end = learning_rate(config.steps, config.lr, 0, config.warmup_steps, config.steps)
         world.say(
             f"--warmup-steps {config.warmup_steps}: longer than --steps {config.steps}, so the "
-            f"learning rate ends at {end:.1e}, below --lr {config.lr}"
+            f"learning rate ends at {end:.2g}, below --lr {config.lr:g}"
         )
     opened = []
     world.on_rank_0(

@@ -2,9 +2,9 @@
 
     pretraining, by size    GPT-3's (arXiv 2005.14165, table 2.1): 125M 6e-4, .. 175B 6e-5
                             below 30M, which its table does not have: 3e-3
-    presets                 as published: Llama 2 and 3, BLOOM
+    presets                 as published: Llama 2 and 3, BLOOM; not with --load
     with --load             a tenth of the rate by size: --data, --sft, reward models
-    --preference dpo, --rl  a hundredth
+    --preference dpo, --rl  a hundredth of the rate by size
     --peft                  lora 2e-4, adapter 1e-3, ia3 3e-3, whatever the size; dpo and rl a tenth
     --prompt-config         0.03
 

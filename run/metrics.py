@@ -275,7 +275,7 @@ def of_evaluation(line: dict, bytes_per_token: float | None) -> str:
         loss = line["eval_loss"]
         text += f"\n    held-out loss {loss:.4f}"
         if bytes_per_token:
-            text += f", {loss / bytes_per_token:.4f} nats per byte"
+            text += f" nats per token, {loss / bytes_per_token:.4f} nats per byte"
     if "eval_accuracy" in line:
         text += f", accuracy {line['eval_accuracy']:.1%}"
     if "eval_reward" in line:

@@ -97,13 +97,12 @@ def check_rl(config: Config, model: MoEConfig, world: int, base_needed: bool) ->
     if not config.rl:
         return
     for name, why in {
-        "load": "which model answers? --load CKPT names it",
-        "prompts": "names the files of prompts, with --rl; --prompts FILE would do",
-        "reward": "says what an answer is worth: --reward FILE.py:FUNCTION, or a run of"
-        " --preference reward",
+        "load": "--load CKPT, the model that answers",
+        "prompts": "--prompts FILE, which has a prompt on each line",
+        "reward": "--reward FILE.py:FUNCTION, or --reward RUN, a run of --preference reward",
     }.items():
         if base_needed and not getattr(config, name):
-            raise ConfigError(f"--rl {config.rl}: --{name} {why}")
+            raise ConfigError(f"--rl {config.rl} needs {why}")
     check_rl_alone(config)
     check_rl_numbers(config, model, world)
 

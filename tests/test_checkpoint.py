@@ -515,7 +515,7 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
 
 def test_command(tmp_path, capsys, monkeypatch):
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
-    for command, words in (("show", '"sha256"'), ("verify", "whole; 1 files")):
+    for command, words in (("show", '"sha256"'), ("verify", "whole; 1 file,")):
         # a checkpoint; a folder of them
         for given in (path, tmp_path):
             monkeypatch.setattr("sys.argv", ["checkpoint.py", command, str(given)])

@@ -451,7 +451,7 @@ SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
     [
         (dict(prompts=["p.jsonl"]), "--prompts p.jsonl: needs --rl ppo or --rl grpo", 1),
         (dict(rl_epochs=3), "--rl-epochs 3: needs --rl", 1),
-        (SHAPED, "--rl grpo: --load which model answers?", 1),
+        (SHAPED, "--rl grpo needs --load CKPT", 1),
         (SHAPED | dict(data=["x"]), "--data: --rl grpo learns from answers", 1),
         (SHAPED | dict(sft=["x"]), "--sft: --rl grpo learns from answers", 1),
         (SHAPED | dict(pack=True), "--pack: ", 1),

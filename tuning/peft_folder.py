@@ -61,6 +61,8 @@ PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 # class -> its module that holds query, key and value
 FUSED = {"GPT2LMHeadModel": "c_attn", "BloomForCausalLM": "query_key_value"}
+# what messages call the methods that peft has
+NAMES = {"lora": "LoRA", "ia3": "IA3"}
 # of adapter_config.json: what import reads, and what changes nothing here
 READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern"}
 READ |= {"alpha_pattern", "bias", "init_lora_weights", "target_modules", "feedforward_modules"}
@@ -161,7 +163,7 @@ def export_adapter(path: str, base: str, hf_dir: str) -> str:
         (folder / "adapter_config.json").write_text(json.dumps(told, indent=1))
         if template := beside(adapter.path, CHAT_TEMPLATE):
             shutil.copyfile(template, folder / CHAT_TEMPLATE)
-    return f"{told['peft_type']} of {', '.join(targets)}, {len(tensors)} tensors"
+    return f"{NAMES[adapter.config.peft]} of {', '.join(targets)}, {len(tensors)} tensors"
 
 
 def targets_in(adapter: Adapter) -> list[str]:
@@ -278,7 +280,7 @@ def import_adapter(hf_dir: str, base: str, out: str) -> str:
         checkpoint.write(folder, 0, parameters, state)
         if template := beside(hf_dir, CHAT_TEMPLATE):
             shutil.copyfile(template, folder / CHAT_TEMPLATE)
-    return f"{config.peft} of {', '.join(config.peft_targets)}, {len(values)} tensors"
+    return f"{NAMES[config.peft]} of {', '.join(config.peft_targets)}, {len(values)} tensors"
 
 
 def read_config(hf_dir: Path) -> dict[str, Any]:
