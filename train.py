@@ -48,16 +48,18 @@ from gradients import GradientAccumulator, LossScaler, accumulation_dtype
 from optimizer import AdamW, learning_rate
 from run import launch
 from run.config import DTYPES, Config
-from run.hooks import RunHooks
 from run.saving import RunCheckpoints
+from run.task import Task
 from run.training_run import TrainingRun
-from tuning.mixins import mixins
 
 
-class Trainer(RunHooks):
+class Trainer:
     """The model of this rank and everything that one step changes."""
 
-    def __init__(self, config: Config, device: torch.device, groups: Groups):
+    def __init__(
+        self, config: Config, device: torch.device, groups: Groups, task: Task | None = None
+    ):
+        """task: what is learned (run/task.py); the default is pretraining."""
         self.config, self.device, self.groups = config, device, groups
         self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
@@ -69,9 +71,12 @@ class Trainer(RunHooks):
         self.no_kernels = "off"
         recipe = config.fp8_recipe()
         self.fp8 = fp8_scaling.make(recipe, self.model_config, device, config.keeps_bytes)
+        self.task = task or Task()
+        self.task.join(self)
         self.build()
-        self.optimizer = self.make_optimizer()
+        self.optimizer = self.make_optimizer() if self.task.trains else None
         self.checkpoints = RunCheckpoints(self, groups.files)
+        self.task.built()
 
     def build(self) -> None:
         """The model, and the techniques in the order in which they change it."""
@@ -94,7 +99,7 @@ class Trainer(RunHooks):
             self.schedule = schedules.make(config.pipeline_schedule, p, m, v)
         self.gradients = []
         for stage in self.stages:
-            self.before_techniques(stage)
+            self.task.before_techniques(stage)
             if groups.tp:
                 tensor_parallel.apply(stage, groups.tp)
             chunked_head.apply(stage, config.head_chunk)
@@ -103,7 +108,7 @@ class Trainer(RunHooks):
             if config.sequence_parallel:
                 sequence_parallel.apply(stage, groups.tp)
             fp8.apply(stage, self.fp8, config.fp8_skip)
-            self.after_model_parallel(stage)
+            self.task.after_model_parallel(stage)
             context_parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
             if groups.pp and config.pipeline_schedule == "zb-h1":
                 zero_bubble.apply(stage)
@@ -136,17 +141,21 @@ class Trainer(RunHooks):
             fused=None if self.no_kernels else kernels.adamw,
         )
 
-    def samples(self, step: int) -> range:
-        """The global batch of a step, counted from 1, as sample numbers."""
-        size = self.config.global_batch_size
-        return range((step - 1) * size, step * size)
+    def own_tokens(self, batch):
+        """What this rank sees of a data.Batch."""
+        return context_parallel.shard_batch(batch, self.groups.cp) if self.groups.cp else batch
 
     def forward_backward(self, step: int, dataset) -> torch.Tensor:
+        """Leave the gradient of a step in every `main_grad`. Returns this rank's part of the loss.
+        dataset: a data.Dataset."""
+        return self.accumulate(step, self.task.begin_step(step, dataset))
+
+    def accumulate(self, step: int, dataset) -> torch.Tensor:
         """Leave the global batch's gradient in every `main_grad`. Returns this rank's part of the
         loss, float64: all parts add up to the mean over the counted tokens of the global batch.
         dataset: has batch(samples) and counted_tokens(samples)."""
-        samples = self.samples(step)
-        count = max(1, self.loss_count(dataset, samples))
+        samples = self.task.samples(step)
+        count = max(1, self.task.loss_count(dataset, samples))
         share = len(samples) // self.dp
         mine = samples[self.dp_rank * share : (self.dp_rank + 1) * share]
         b = self.micro_batch
@@ -164,7 +173,7 @@ class Trainer(RunHooks):
             y = self.stages[chunk](batch.tokens, batch.targets, key, *x, documents=batch.documents)
             if self.stages[chunk].head is None:
                 return y  # [b, s, h], for the next stage
-            total = self.total_loss(y, batch)  # y: [b, s]
+            total = self.task.total_loss(y, batch)  # y: [b, s]
             loss.add_(total.detach() / count)
             return total
 
@@ -214,11 +223,6 @@ class Trainer(RunHooks):
         return norm, lr
 
 
-def trainer_class(config: Config) -> type[Trainer]:
-    """Trainer, with the hooks of what a run learns and of its data before it."""
-    return type("Trainer", (*mixins(config), Trainer), {})
-
-
 def loop(trainer: Trainer, run: TrainingRun) -> bool:
     """The steps that are left. Returns whether a signal ended it early. Raises RunError."""
     with run.watched():
@@ -228,8 +232,8 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
             norm, lr = trainer.update(step)
             measured = run.measure(step, loss, norm, lr)
             if run.evaluation_is_due(step):
-                measured.eval_loss = trainer.evaluate(run.held_out, run.eval_sequences)
-                measured.eval_statistics = trainer.eval_statistics()
+                measured.eval_loss = trainer.task.evaluate(run.held_out, run.eval_sequences)
+                measured.eval_statistics = trainer.task.eval_statistics()
             run.log(step)
             if run.save_is_due(step):
                 run.save(step)
@@ -241,4 +245,4 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0; 2 for what cannot run, 1 for what fails while running."""
-    return launch.main(argv, trainer_class, loop)
+    return launch.main(argv, Trainer, loop)

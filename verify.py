@@ -170,7 +170,7 @@ def losses_in_another_order(rank: int, layout: dict, steps: int, parts: int) -> 
                     linear.parts = order.chunk(parts)
         # routing and scales depend on who is in a micro-batch, so they stay in theirs
         size = t.micro_batch if fixed else batch
-        t.samples = partial(shuffled, t.samples, size, pair, generator)
+        t.task.samples = partial(shuffled, t.task.samples, size, pair, generator)
     return run.train(steps).losses
 
 

@@ -58,6 +58,7 @@ from inference import loading
 from model_config import GPTConfig
 from prompts import prompt_data
 from run import flags, rules
+from run.task import task_of
 from tuning.adapter_config import AdapterConfig
 from tuning.adapter_learning import adapter_config
 
@@ -205,10 +206,10 @@ def make_trainer(experiment: Experiment, method: Method, precision: str = "fp32"
     rules.validate(config, 1)
     _, index, _ = loading.open_model(experiment.base)
     tokenizer = loading.find_tokenizer(experiment.base, index)
-    trainer_class = train.trainer_class(config)
+    task = task_of(config)
     silent = SimpleNamespace(say=lambda text: None)
-    dataset, _ = trainer_class.open_data(config, silent, tokenizer)
-    return trainer_class(config, torch.device(experiment.device), Groups()), dataset
+    dataset, _ = task.open_data(config, silent, tokenizer)
+    return train.Trainer(config, torch.device(experiment.device), Groups(), task), dataset
 
 
 PARTS = ("weights", "gradients", "optimizer state")

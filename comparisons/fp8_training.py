@@ -79,7 +79,7 @@ def measure(case: str, seed: int, steps: int, lr: float, fields: dict) -> dict:
             warnings = fp8_scaling.warnings(trainer.fp8.report)
             saturated.append("fp8_saturated" in warnings)
     return {
-        "held_out": trainer.evaluate(held_out, HELD_OUT_TOY if fields else HELD_OUT),
+        "held_out": trainer.task.evaluate(held_out, HELD_OUT_TOY if fields else HELD_OUT),
         "training": [sum(part) / len(part) for part in pieces(losses)],
         "saturated": [sum(part) for part in pieces(saturated)],
         "skipped_steps": int(trainer.optimizer.skipped),

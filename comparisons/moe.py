@@ -126,9 +126,9 @@ def one_training(arguments: tuple[str, int, int, dict]) -> dict:
         trainer.update(step)
         if trainer.expert_layers:
             run["raw"].append([raw[number].tolist() for number in trainer.expert_layers])
-            run["chosen"].append(trainer.statistics()["expert_load"].tolist())
+            run["chosen"].append(trainer.task.statistics()["expert_load"].tolist())
         if step % EVERY == 0 or step == steps:
-            run["held_out"][step] = trainer.evaluate(held_out, 512 if steps > SETTLED else 8)
+            run["held_out"][step] = trainer.task.evaluate(held_out, 512 if steps > SETTLED else 8)
     return run
 
 

@@ -56,7 +56,7 @@ def measure(state: str, seed: int, steps: int, lr: float, fields: dict) -> dict:
     state_bytes = report.optimizer_bytes(optimizer)
     last = losses[-50:]
     return {
-        "held_out": trainer.evaluate(held_out, HELD_OUT_TOY if fields else HELD_OUT),
+        "held_out": trainer.task.evaluate(held_out, HELD_OUT_TOY if fields else HELD_OUT),
         "training": sum(last) / len(last),
         "bytes_per_parameter": (weight_bytes + state_bytes) / trainer.num_parameters,
     }

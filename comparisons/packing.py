@@ -102,7 +102,7 @@ class PaddingRun:
         """Of text, in the next step."""
         self.steps += 1
         step, trainer, dataset = self.steps, self.trainer, self.dataset
-        samples = trainer.samples(step)
+        samples = trainer.task.samples(step)
         tokens = sum(dataset.lengths[i] for sample in samples for i in dataset.row(sample))
 
         def run():

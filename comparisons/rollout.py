@@ -40,6 +40,7 @@ import train
 from base.world import Groups, keep_freed_memory
 from proof import ranks
 from rollout import write_answers
+from run.task import task_of
 
 SHAPE = dict(
     model="gpt2",
@@ -125,16 +126,16 @@ class Steps:
 
     def __init__(self, groups: Groups, cached: bool = True, **flags):
         config = train.Config(**flags)
-        self.trainer = train.trainer_class(config)(config, torch.device("cpu"), groups)
+        self.trainer = train.Trainer(config, torch.device("cpu"), groups, task_of(config))
         self.dataset = Prompts(config)
-        writer = self.trainer.writer
+        writer = self.trainer.task.writer
         if not cached:
             writer.write = self.write_without_cache
         self.clock = Clock()
         if writer.resharding:
             self.clock.watch(writer.resharding, "copy", "resharding")
         self.clock.watch(writer, "write", "generation", minus="resharding")
-        self.clock.watch(self.trainer, "make_targets", "reference")
+        self.clock.watch(self.trainer.task, "make_targets", "reference")
 
     def write_without_cache(self, prompts, samples, step, end_tokens):
         config = self.trainer.config
@@ -154,7 +155,7 @@ class Steps:
             dist.barrier()
         whole = time.perf_counter() - begin
         seconds["training"] = whole - sum(seconds.values())
-        lengths = {len(answer.ids) for answer in self.trainer.rows.answers}
+        lengths = {len(answer.ids) for answer in self.trainer.task.rows.answers}
         assert lengths == {self.trainer.config.answer_tokens}
         return dict(seconds) | {"step": whole}
 

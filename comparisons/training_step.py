@@ -57,6 +57,7 @@ from base.world import Groups, keep_freed_memory
 from gpt import GPT
 from run.metrics import peak_flops, peak_memory
 from run.sizes import flops_per_token
+from run.task import Task
 
 BF16 = dict(precision="bf16", dropout=0.0, warmup_steps=0)
 GPT13 = dict(
@@ -132,10 +133,12 @@ def fp8_cases(model: str) -> dict[str, dict]:
     return named
 
 
-class WithPeer(train.Trainer):
+class WithPeer(Task):
     """Trains in the FP8 of others: peer is one of fp8_peers.PEERS."""
 
-    peer = ""
+    def __init__(self, peer: str):
+        super().__init__()
+        self.peer = peer
 
     def after_model_parallel(self, stage: GPT) -> None:
         super().after_model_parallel(stage)
@@ -172,14 +175,14 @@ def run_case(fields: dict, steps: int) -> dict:
         keep_freed_memory()
     fields = dict(fields)
     peer = fields.pop("peer", None)
-    trainer_class = type("Trainer", (WithPeer,), {"peer": peer}) if peer else train.Trainer
+    task = WithPeer(peer) if peer else None
     config = train.Config(**fields)
     c = config.model_config()
     b = config.global_batch_size
     dataset = Random(b, c.seq_length, c.vocab_size)
     losses = []
     rates = []
-    trainer = trainer_class(config, device, Groups())
+    trainer = train.Trainer(config, device, Groups(), task)
 
     def step(number):
         losses.append(trainer.forward_backward(number, dataset).item())

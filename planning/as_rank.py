@@ -52,6 +52,7 @@ from planning.counters import Counters, Held, Kept, by_dtype, key
 from routers import DispatchPlan, Routing
 from run import rules
 from run.config import Config, ConfigError, flag_name
+from run.task import task_of
 from sharding import local_part
 
 # far more than anybody has, and process groups that are made in a second
@@ -141,16 +142,17 @@ class EvenRouting(Routing):
         return counts.view(ep, -1)[self.group.rank()].repeat(ep)
 
 
-def with_even_routing(trainer_class):
-    """The trainer, whose routers need no values."""
+def with_even_routing(task):
+    """The task, on a model whose routers need no values."""
+    before = task.before_techniques
 
-    class EvenTrainer(trainer_class):
-        def before_techniques(self, stage):
-            super().before_techniques(stage)
-            for layer in moe.layers(stage).values():
-                layer.routing.__class__ = EvenRouting
+    def before_techniques(stage) -> None:
+        before(stage)
+        for layer in moe.layers(stage).values():
+            layer.routing.__class__ = EvenRouting
 
-    return EvenTrainer
+    task.before_techniques = before_techniques
+    return task
 
 
 def attention_in_one(
@@ -326,7 +328,7 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
         if world > 1:
             layout = {name: getattr(config, name) for name in ("tp", "pp", "ep", "cp")}
             groups = Groups.make("cpu", world, **layout)
-        trainer = with_even_routing(trainer_class)(config, META, groups)
+        trainer = trainer_class(config, META, groups, with_even_routing(task_of(config)))
         # it would read whether a step of fp16 is finite
         trainer.optimizer.scaler = None
         m = config.global_batch_size // trainer.dp // trainer.micro_batch
@@ -405,9 +407,9 @@ def place_of(groups: Groups) -> dict[str, tuple[int, int]]:
 
 def main(config: Config, question: dict, trainer_class) -> None:
     """Answer `train.py --as-rank R --of N`. question: those flags of flags.QUESTION that are given.
-    trainer_class: from a Config to its class. Raises ConfigError."""
+    trainer_class: train.Trainer. Raises ConfigError."""
     rank, world = check(config, question)
-    answer = report(config, trainer_class(config), rank, world)
+    answer = report(config, trainer_class, rank, world)
     for line in lines(answer):
         terminal.say(line)
     path = question.get("json")

@@ -2,19 +2,17 @@
 
     python train.py --prompt-config prompts.json --load runs/default --out runs/prompts
 
-`PromptLearning` comes before train.py's `Trainer` (tuning/mixins.py). It changes these hooks of
-run/hooks.py:
+It changes these functions of run/task.py:
 
-    open_data               JSON lines become examples with virtual tokens
-    after_model_parallel    prompt_tuning.apply
-    load_base               prompts get their initial values
-    finish                  prompts.safetensors: the tables of all tasks
+    PromptTask          open_data               JSON lines become examples with virtual tokens
+                        finish                  prompts.safetensors: the tables of all tasks
+    PromptParameters    after_model_parallel    prompt_tuning.apply
+                        load_base               prompts get their initial values
 
 The model is frozen (tuning/frozen_base.py). Fine-tuning with the same templates changes `open_data`
-alone.
+alone (TemplateTask).
 """
 
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -29,6 +27,7 @@ from prompt_tuning import PARAMETER_PREFIX
 from prompts import prompt_file
 from prompts.prompt_data import PromptConfig, PromptData, PromptError, read_examples
 from run.finish import draw_loss
+from run.task import Task
 from sharding import shard_of, sharding_of
 from tuning.frozen_base import FrozenBase, read_base
 
@@ -110,25 +109,16 @@ def existing_tables(config: PromptConfig, identity: str) -> dict[str, Tensor]:
     return tables
 
 
-# --- the trainer ----------------------------------------------------------------------------------
+# --- the tasks ------------------------------------------------------------------------------------
 
 
-class TemplateData:
-    """The hook of train.Trainer (run/hooks.py) for data with templates; the whole model
-    learns."""
-
-    open_data = staticmethod(open_data)
-
-
-class PromptLearning(TemplateData, FrozenBase):
-    """The hooks of train.Trainer for learning prompts alone."""
+class PromptParameters(FrozenBase):
+    """Prompts learn, and nothing of the model."""
 
     learned_things = "prompt"
-    last_file = "prompts.safetensors"
 
-    @cached_property
-    def prompts(self) -> PromptConfig:
-        return PromptConfig.read(self.config.prompt_config)
+    def __init__(self, prompts: PromptConfig):
+        self.prompts = prompts
 
     def after_model_parallel(self, stage) -> None:
         prompt_tuning.apply(stage, self.prompts, self.groups.tp)
@@ -140,7 +130,7 @@ class PromptLearning(TemplateData, FrozenBase):
         """What this rank updates of the prompts, and existing tables, by their name in
         VirtualPrompts."""
         parameters = {}
-        for name, p in sharding.named_parameters(*self.stages):
+        for name, p in sharding.named_parameters(*self.trainer.stages):
             if name.startswith(PARAMETER_PREFIX):
                 parameters[name.removeprefix(PARAMETER_PREFIX)] = p
         return parameters
@@ -153,28 +143,20 @@ class PromptLearning(TemplateData, FrozenBase):
         values = read_initial_values(
             self.prompts, path, self.model_config, self.config.seed, tokenizer, self.identity
         )
-        tensors = self.optimizer.tensors()
+        tensors = self.trainer.optimizer.tensors()
         with torch.no_grad():
             for name, p in self.prompt_parameters().items():
                 # the optimizer's float32 copy; an existing table has none
                 target = tensors.get(f"model.{PARAMETER_PREFIX}{name}", p)
                 target.copy_(shard_of(values[name], sharding_of(p)))
-        self.checkpoints.set(tensors)
-
-    def finish(self, run) -> bool:
-        self.save_prompts(run.out / self.last_file)
-        if run.world.rank == 0:
-            title = f"{self.config.prompt_config}, prompts for {self.config.load}"
-            draw_loss(run.world, run, title)
-        run.world.say(f"{run.out}: prompts.safetensors, loss.png, metrics.jsonl, checkpoints")
-        return True
+        self.trainer.checkpoints.set(tensors)
 
     def save_prompts(self, path: Path) -> None:
         """Write the prompt file: the new tables, and the existing ones as they were. A collective
         of the ranks that hold the embedding; rank 0 is one of them."""
         prefix = f"model.{PARAMETER_PREFIX}"
         values = {}
-        for name, tensor in self.optimizer.tensors().items():
+        for name, tensor in self.trainer.optimizer.tensors().items():
             if name.startswith("model."):
                 values[name.removeprefix(prefix)] = sharding.gather(tensor, sharding_of(tensor))
         if values and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -183,3 +165,24 @@ class PromptLearning(TemplateData, FrozenBase):
             tables |= prompt_tuning.compute_tables(self.prompts, h, values)
             tables = {task: tables[task] for task in self.prompts.tasks}
             prompt_file.save(path, self.prompts, tables, self.identity)
+
+
+class TemplateTask(Task):
+    """Data with templates."""
+
+    def open_data(self, config, world, tokenizer):
+        return open_data(config, world, tokenizer)
+
+
+class PromptTask(TemplateTask):
+    """The same, for prompts alone; `learned` is PromptParameters."""
+
+    last_file = "prompts.safetensors"
+
+    def finish(self, run) -> bool:
+        self.learned.save_prompts(run.out / self.last_file)
+        if run.world.rank == 0:
+            title = f"{self.config.prompt_config}, prompts for {self.config.load}"
+            draw_loss(run.world, run, title)
+        run.world.say(f"{run.out}: prompts.safetensors, loss.png, metrics.jsonl, checkpoints")
+        return True

@@ -29,6 +29,7 @@ from packing import Example, Packed
 from proof import parity, ranks
 from proof.mutations import Bug, of_one_device
 from run.evaluation import evaluate
+from run.task import task_of
 from tuning.preference_data import PairBatch
 
 # Bytes as tokens. Mutations rely on 8 sequences a step.
@@ -238,10 +239,10 @@ def held_out_loss(flags: dict, parameters: dict[str, Tensor], sequences: int = 6
     # of a frozen model only the adapters are in `parameters`; the rest is drawn from the seed
     seed = flags.get("seed", SETTING["seed"])
     config = trainer.Config(**SETTING | of_one_device(flags) | dict(seed=seed))
-    t = trainer.trainer_class(config)(config, torch.device("cpu"), Groups())
+    t = trainer.Trainer(config, torch.device("cpu"), Groups(), task_of(config))
     texts = texts_of(config.seq_length, config.document_mask, config.preference, held_out=True)
     if config.preference == "dpo":
-        texts.reference = t.log_probabilities(texts, sequences)
+        texts.reference = t.task.log_probabilities(texts, sequences)
     with torch.no_grad():
         for name, p in sharding.named_parameters(*t.stages):
             if p.requires_grad:

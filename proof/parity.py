@@ -43,6 +43,7 @@ from base.world import Groups
 from proof import ranks
 from proof.synthetic import dataset_for
 from ring_attention import own_positions
+from run.task import task_of
 from sharding import local_part, sharding_of
 
 # From real initialisation, dropout on, tied embeddings, a vocabulary that nothing divides, clipping
@@ -112,7 +113,7 @@ class Run:
         if config.peft:
             # else A has no gradient in the first step, and one that is wrong shows later
             adapters.OUTPUT_STD = 0.02
-        self.trainer = trainer.trainer_class(config)(config, device, self.groups)
+        self.trainer = trainer.Trainer(config, device, self.groups, task_of(config))
         self.dataset = dataset_for(self.trainer)
         self.result = Result()
         for layer in self.trainer.expert_layers.values():
@@ -155,14 +156,14 @@ class Run:
         if self.trainer.config.preference == "dpo":
             count = steps * self.trainer.config.global_batch_size
             self.dataset.reference = None
-            self.dataset.reference = self.trainer.log_probabilities(self.dataset, count)
+            self.dataset.reference = self.trainer.task.log_probabilities(self.dataset, count)
 
     # --- entries: (global name, global shape, offset, part)
 
     def parameters(self) -> list[tuple]:
         """What the optimizers have updated."""
         entries = []
-        for prefix, learner in self.trainer.learners().items():
+        for prefix, learner in self.trainer.task.learners().items():
             for name, p in sharding.named_parameters(*learner.stages):
                 if p.requires_grad:
                     entries.append(entry(prefix + name, p, sharding_of(p)))

@@ -169,7 +169,7 @@ def dataset_for(trainer):
     """What a run of these flags trains on. trainer: train.Trainer."""
     config = trainer.config
     sizes = trainer.model_config.seq_length, trainer.model_config.vocab_size
-    prompts = getattr(trainer, "prompts", None)
+    prompts = getattr(trainer.task.learned, "prompts", None)
     if prompts:
         return Prompted(*sizes, prompts)
     if config.preference:

@@ -10,13 +10,13 @@ def evaluate(trainer, dataset, sequences: int) -> float:
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
 
     def add(batch, y):
-        total.add_(trainer.total_loss(y, batch))
+        total.add_(trainer.task.total_loss(y, batch))
 
     run_forward(trainer, list(evaluation_batches(trainer, dataset, sequences)), add)
     for group in (trainer.groups.replicas, trainer.groups.pp):
         if group:
             dist.all_reduce(total, group=group)
-    return total.item() / max(1, trainer.loss_count(dataset, range(sequences)))
+    return total.item() / max(1, trainer.task.loss_count(dataset, range(sequences)))
 
 
 @torch.no_grad()

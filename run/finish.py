@@ -14,7 +14,7 @@ from tuning.chat_template import ChatError
 
 def finish(trainer, run, tokenizer, seconds: float) -> None:
     """The end of a run that no signal has stopped. All ranks call this together."""
-    if trainer.finish(run):
+    if trainer.task.finish(run):
         return
     config, world = trainer.config, run.world
     # a model whose parameters are spread over the data-parallel ranks runs on all of them
@@ -50,7 +50,7 @@ def sample(trainer, tokenizer, held_out) -> str:
         for stage in trainer.stages:
             sequence_parallel.shard_sequence(stage, trainer.groups.tp, sharded=False)
     try:
-        prompt, stop_ids = trainer.sample_prompt(tokenizer, held_out)
+        prompt, stop_ids = trainer.task.sample_prompt(tokenizer, held_out)
         options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
         options["cp_group"] = trainer.groups.cp
         with context_parallel.whole_sequences(trainer.stages):

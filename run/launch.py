@@ -24,6 +24,7 @@ from run import finish, flags, learning_rates, messages, opening, resume, rules
 from run.config import Config, ConfigError, multiply_in
 from run.metrics import MetricsError
 from run.run_folder import RunFolderError
+from run.task import Task, task_of
 from run.training_run import TrainingRun
 from tuning.chat_template import ChatError
 from tuning.rewards import RewardError
@@ -116,11 +117,11 @@ def run(config: Config, world: World, trainer_class, loop) -> None:
             folder.close()
 
 
-def build(config: Config, world: World, trainer_class):
+def build(config: Config, world: World, trainer_class, task: Task):
     """The trainer. Raises RunError where there is no memory for it."""
     multiply_in(config.precision, world.device)
     try:
-        return trainer_class(config)(config, world.device, world.groups)
+        return trainer_class(config, world.device, world.groups, task)
     except (RuntimeError, MemoryError) as e:
         no_memory = re.search("alloc|overflow|out of memory", str(e))
         if isinstance(e, RuntimeError) and not no_memory:
@@ -134,13 +135,14 @@ def build(config: Config, world: World, trainer_class):
 
 def train(config: Config, world: World, tokenizer, trainer_class, loop) -> None:
     """The run, in a folder that is its own."""
-    train_set, held_out = trainer_class(config).open_data(config, world, tokenizer)
+    task = task_of(config)
+    train_set, held_out = task.open_data(config, world, tokenizer)
     opening.check_data_agree(train_set, held_out, world)
-    trainer = build(config, world, trainer_class)
+    trainer = build(config, world, trainer_class, task)
     trainer.checkpoints.tokenizer = record(tokenizer)
     out = Path(config.out)
     start, tokens = resume.restore(trainer, world, train_set.index["corpus"], tokenizer)
-    if is_done(config, world, out / trainer.last_file, start):
+    if is_done(config, world, out / task.last_file, start):
         return
     if config.warmup_steps > config.steps > start:
         end = learning_rate(config.steps, config.lr, 0, config.warmup_steps, config.steps)
@@ -161,7 +163,7 @@ def train(config: Config, world: World, tokenizer, trainer_class, loop) -> None:
     messages.announce(trainer, world, train_set.index)
     if this.predicted:
         world.say(plan.describe(this.predicted, config.plan))
-    trainer.before_steps(this)
+    task.before_steps(this)
     begin = time.perf_counter()
     stopped = loop(trainer, this)
     if not stopped:

@@ -41,7 +41,7 @@ def announce(trainer, world: World, index: dict) -> None:
             layout += f", {name.replace('_', '-')} {getattr(config, name)}"
     world.say(
         f"{config.load or config.model}: {trainer.num_parameters:,} parameters"
-        f"{trainer.describe_learned()}, {trainer.precision} on {world.size} x {world.device.type}"
+        f"{trainer.task.describe()}, {trainer.precision} on {world.size} x {world.device.type}"
         f"{layout}; corpus {index['corpus']} (Python {sys.version.split()[0]}): "
         f"{index['tokens']:,} tokens"
     )

@@ -17,7 +17,7 @@ def restore(trainer, world: World, corpus: str, tokenizer) -> tuple[int, int]:
     """Continue from the newest whole checkpoint of --out if asked to, or start from the weights of
     --load. Returns (steps, tokens) that are done. Raises CheckpointError or ConfigError."""
     config = trainer.config
-    trainer.load_base(tokenizer)
+    trainer.task.load_base(tokenizer)
     found = {}
     if config.resume:
         folder = Path(config.out) / "checkpoints"
@@ -32,7 +32,7 @@ def restore(trainer, world: World, corpus: str, tokenizer) -> tuple[int, int]:
             continue
         for message in damage:
             world.say(f"{message}; going back to the one before")
-        trainer.check_base(path, index)
+        trainer.task.check_base(path, index)
         changed = changes(trainer, path, index, corpus)
         text = f", with {', '.join(changed)}" if changed else ""
         world.say(f"resuming after step {index['step']}{text}")
@@ -44,7 +44,7 @@ def restore(trainer, world: World, corpus: str, tokenizer) -> tuple[int, int]:
         )
     if config.resume:
         world.say(f"--resume: no checkpoint in {config.out} yet, starting from step 1")
-    trainer.load_weights(world)
+    trainer.task.load_weights(world)
     return 0, 0
 
 

@@ -41,7 +41,7 @@ class RunCheckpoints:
             "corpus": corpus,
             "tokenizer": dataclasses.asdict(self.tokenizer),
             **{f"{prefix}optimizer": state for prefix, state in self.numbers().items()},
-            **trainer.extra_state(),
+            **trainer.task.extra_state(),
             **({"fp8": trainer.fp8.state_dict()} if trainer.fp8 else {}),
             "config": dataclasses.asdict(trainer.config),
             "model": dataclasses.asdict(trainer.model_config) | {"seq_length": self.longest},
@@ -50,13 +50,13 @@ class RunCheckpoints:
 
     def numbers(self) -> dict[str, dict]:
         """What goes with `tensors`: steps taken and skipped, by each learner's prefix."""
-        learners = self.trainer.learners()
+        learners = self.trainer.task.learners()
         return {prefix: learner.optimizer.state_dict() for prefix, learner in learners.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer state of all learners, by global name."""
         tensors = {}
-        for prefix, learner in self.trainer.learners().items():
+        for prefix, learner in self.trainer.task.learners().items():
             for name, tensor in learner.optimizer.tensors().items():
                 tensors[prefix + name] = tensor
         return tensors
@@ -89,7 +89,7 @@ class RunCheckpoints:
         if weights_only:
             return index
         try:
-            for prefix, learner in self.trainer.learners().items():
+            for prefix, learner in self.trainer.task.learners().items():
                 learner.optimizer.load_state_dict(index[f"{prefix}optimizer"])
             if self.trainer.fp8:
                 self.trainer.fp8.load_state_dict(index.get("fp8"))
@@ -106,7 +106,7 @@ class RunCheckpoints:
         if self.trainer.fp8:
             # of the weights before
             self.trainer.fp8.weights.clear()
-        for prefix, learner in self.trainer.learners().items():
+        for prefix, learner in self.trainer.task.learners().items():
             of_learner = {}
             for name, tensor in tensors.items():
                 if name.startswith(prefix):

@@ -101,9 +101,9 @@ class TrainingRun:
             path = self.out / f"trace-{world.rank}.json"
             self.profiler = StepProfiler(path, start, config.steps)
         # seconds of a step by part, with --plan
-        row_length = trainer.row_length(train_set)
+        row_length = trainer.task.row_length(train_set)
         self.predicted = plan.predict(config, world.size, row_length)
-        self.flops = trainer.flops_per_token(row_length)
+        self.flops = trainer.task.flops_per_token(row_length)
         self.multiplies_in_fp8 = bool(trainer.fp8) and not messages.fp8_is_emulated(trainer)
         # None: the held-out loss is not that of text
         self.bytes_per_token = None
@@ -197,7 +197,7 @@ class TrainingRun:
             peak_memory(trainer.device),
             trainer.checkpoints.saver.failed,
         )
-        counted, processed = trainer.processed(step, self.train_set)
+        counted, processed = trainer.task.processed(step, self.train_set)
         self.tokens += counted
         measured = Measurement(
             step,
@@ -205,7 +205,7 @@ class TrainingRun:
             self.tokens,
             processed,
             to_host(numbers),
-            {name: to_host(values) for name, values in trainer.statistics().items()},
+            {name: to_host(values) for name, values in trainer.task.statistics().items()},
             to_host(trainer.fp8.report) if trainer.fp8 else None,
             self.step_begin,
             Moment(trainer.device),
@@ -251,7 +251,7 @@ class TrainingRun:
         if skipped[0]:
             line["skipped_steps"] = int(skipped[0])
         if measured.eval_loss is not None:
-            line[trainer.eval_field] = measured.eval_loss
+            line[trainer.task.eval_field] = measured.eval_loss
             line |= measured.eval_statistics
         self.line = line
 
@@ -288,7 +288,7 @@ class TrainingRun:
                 self.metrics.add(line)
             if self.curves:
                 self.curves.add(line)
-            evaluated = self.trainer.eval_field in line
+            evaluated = self.trainer.task.eval_field in line
             if self.is_last(step) or step % self.config.log_every == 0 or evaluated:
                 each = (time.perf_counter() - self.begin) / (step - self.start)
                 left = each * (self.config.steps - step)
@@ -314,7 +314,7 @@ class TrainingRun:
     def end_step(self, step: int) -> None:
         if self.is_last(step):
             self.trainer.checkpoints.saver.wait()
-            finite = math.isfinite(self.line.get(self.trainer.eval_field, self.line["loss"]))
+            finite = math.isfinite(self.line.get(self.trainer.task.eval_field, self.line["loss"]))
             good = finite and not self.skipped_in_a_row
             self.trainer.checkpoints.remove_old(self.checkpoints, good)
         if self.profiler:

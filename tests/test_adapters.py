@@ -26,6 +26,7 @@ from proof.parity import Run
 from run import rules
 from run.config import Config, ConfigError
 from run.metrics import read_metrics
+from run.task import task_of
 from tuning.adapter_config import METHODS, TARGETS, AdapterConfig, num_parameters
 
 
@@ -214,7 +215,7 @@ def test_random_layouts(seed):
 
 def trainer_of(base: dict = SMALL, **flags):
     config = Config(**base | flags)
-    return train.trainer_class(config)(config, torch.device("cpu"), Groups())
+    return train.Trainer(config, torch.device("cpu"), Groups(), task_of(config))
 
 
 # the sizes of SMALL and LLAMA: L 2, h 32, r 8, k 32; ffn 128 and 56, key and value 32 and 16
@@ -236,14 +237,14 @@ def test_number_of_parameters(base, method):
     learned = LEARNED[base, method]
     assert sum(p.numel() for p in trainer.optimizer.parameters.values()) == learned
     assert num_parameters(AdapterConfig(method), trainer.model_config) == learned
-    assert f"{learned:,} adapter parameters" in trainer.describe_learned()
+    assert f"{learned:,} adapter parameters" in trainer.task.describe()
 
 
 def test_a_pipeline_stage_counts_what_other_stages_learn():
     trainer = trainer_of(peft="lora")
     # the optimizer of a stage without adapters
     trainer.optimizer.parameters.clear()
-    assert f"{LEARNED['gpt', 'lora']:,} adapter parameters" in trainer.describe_learned()
+    assert f"{LEARNED['gpt', 'lora']:,} adapter parameters" in trainer.task.describe()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -294,7 +295,7 @@ def test_a_second_call_is_refused():
 def outputs(run: Run) -> list[tuple]:
     """What the layers on this rank give for 8 samples: (name, .., tensor)."""
     run.outputs.clear()
-    run.trainer.evaluate(run.dataset, 8)
+    run.trainer.task.evaluate(run.dataset, 8)
     return list(run.outputs)
 
 

@@ -26,6 +26,7 @@ from proof.synthetic import Documents, Synthetic
 from run import flags
 from run.config import ConfigError
 from run.sizes import flops_per_token
+from run.task import Task
 
 GPT = SMALL | dict(precision="fp32", micro_batch_size=1)
 LLAMA = LLAMA | dict(precision="fp32", micro_batch_size=1, dropout=0.0)
@@ -178,7 +179,7 @@ def test_few_micro_batches_tell_of_all(layout):
         said = as_rank.report(config, trainer.Trainer, rank, 8)
         with as_rank.fake_world(rank, 8):
             groups = Groups.make("cpu", 8, config.tp, config.pp, ep=config.ep)
-            t = as_rank.with_even_routing(trainer.Trainer)(config, as_rank.META, groups)
+            t = trainer.Trainer(config, as_rank.META, groups, as_rank.with_even_routing(Task()))
             assert said.micro_batches > 2
             step = as_rank.run_step(t, said.micro_batches)
         collectives = [as_rank.Collective(*key, n) for key, n in step.collectives.items()]

@@ -27,7 +27,7 @@ from routers import MoEConfig
 from run import refusal
 from run.config import Config
 from run.presets import PRESETS
-from train import trainer_class
+from train import Trainer
 
 ROOT = Path(__file__).parent.parent
 RUNTIME = (ROOT / "page" / "python.js").read_text()
@@ -772,7 +772,7 @@ def test_memory_is_that_of_the_rank_that_holds_most(preset, layout):
     config = Config(model=preset, global_batch_size=world * 4, micro_batch_size=1, **sizes)
     # one rank of each stage
     some = range(0, world, world // sizes["pp"])
-    held = [as_rank.report(config, trainer_class(config), rank, world) for rank in some]
+    held = [as_rank.report(config, Trainer, rank, world) for rank in some]
     counted = [
         [sum(part.values()) for part in (of.parameters, of.gradients, of.optimizer_state)]
         for of in held

@@ -101,8 +101,9 @@ def test_the_model_knows_of_nothing_else():
 def test_only_trainers_built_on_train_import_it():
     """And what compares a run of it with one device, or breaks it."""
     importers = {name for name, others in imports().items() if "train" in others}
+    built = {"prompts.commands", "tuning.companions", "proof.mutations.training_loop"}
     of_one_device = {"verify", "proof.parity", "proof.bug_runs"}
-    assert importers <= {"prompts.commands", "proof.mutations.training_loop"} | of_one_device
+    assert importers <= built | of_one_device
 
 
 @pytest.mark.parametrize("file, most", [("gpt.py", 390), ("train.py", 250), ("README.md", 150)])

@@ -28,6 +28,7 @@ from routers import MoEConfig
 from run import rules
 from run.config import Config, ConfigError
 from run.metrics import read_metrics
+from run.task import task_of
 
 
 def again(*values):
@@ -146,7 +147,7 @@ def test_random_layouts_of_frozen_models(seed):
 
 def trainer_of(base: dict = SMALL, **flags):
     config = Config(**base | flags)
-    return trainer.trainer_class(config)(config, torch.device("cpu"), Groups())
+    return trainer.Trainer(config, torch.device("cpu"), Groups(), task_of(config))
 
 
 DATA = Synthetic(16, 61)

@@ -15,7 +15,7 @@ from optimizer import learning_rate
 from proof import parity, ranks
 from proof.parity import Run
 from tuning.companions import Critic, Reference, RewardModel, companion
-from tuning.reinforcement import Reinforcement
+from tuning.reinforcement import ReinforcementTask
 
 # rows of several answers; a clip that holds for some tokens of the second update
 BASE = SMALL | dict(
@@ -183,16 +183,15 @@ def before_the_first_update(rank: int, world: int, variants: list[dict]) -> list
     found = []
     for flags in variants:
         run = Run(world, trainer.Config(**flags))
-        policy = run.trainer
+        policy = run.trainer.task
         policy.write(1, run.dataset, range(8))
         now, reference = policy.outputs(policy.rows), policy.reference_losses()
         if policy.config.peft:
             # adapters change it; without them it is the base, which a second model has too
             assert not torch.equal(now, reference)
-            now = companion(policy, Reference, replace(policy.config, peft=None)).outputs(
-                policy.rows
-            )
-        policy.forward_backward(1, run.dataset)
+            alone = replace(policy.config, peft=None)
+            now = companion(run.trainer, Reference(), alone).outputs(policy.rows)
+        run.trainer.forward_backward(1, run.dataset)
         numbers = {name: x.item() for name, x in policy.statistics().items()}
         found.append((torch.equal(now, reference), numbers["kl"], numbers["policy_change"]))
     return found
@@ -233,7 +232,7 @@ class Rewarded(Run):
         if config.rl == "ppo":
             # with other weights than the critic
             of_values = replace(config.of_values(None), seed=9)
-            self.trainer.reward_model = companion(self.trainer, RewardModel, of_values)
+            self.trainer.task.reward_model = companion(self.trainer, RewardModel(), of_values)
 
 
 class Learner:
@@ -268,11 +267,12 @@ class ByHand:
         self.config = config
         of_policy = Rewarded(config).trainer
         self.policy, self.reference = of_policy.model, Rewarded(config).trainer.model
-        self.reward_model, self.critic = of_policy.reward_model, of_policy.critic
+        task = of_policy.task
+        self.reward_model, self.critic = task.reward_model, task.critic
         self.learner = Learner(self.policy, config.lr, config)
         if self.critic:
-            self.critic = self.critic.model
-            self.reward_model = self.reward_model.model
+            self.critic = self.critic.trainer.model
+            self.reward_model = self.reward_model.trainer.model
             self.critic_learner = Learner(self.critic, config.critic_lr, config)
 
     def log_probs(self, model, answer) -> torch.Tensor:
@@ -374,23 +374,23 @@ def follow(flags: dict, steps: int = 2) -> float:
     """The largest difference of a run from the steps by hand: of gradients, numbers and weights."""
     config = trainer.Config(**BY_HAND | flags)
     by_hand, run = ByHand(config), Rewarded(config)
-    policy = run.trainer
+    policy, task = run.trainer, run.trainer.task
     parameters = dict(policy.model.named_parameters())
     apart = []
     for step in range(1, steps + 1):
         loss = policy.forward_backward(step, run.dataset).item()
-        answers = policy.rows.answers
+        answers = task.rows.answers
         # else nothing is packed
-        assert policy.rows.num_sequences < len(answers)
+        assert task.rows.num_sequences < len(answers)
         gradients, numbers = by_hand.step(step, answers, run.dataset)
         found = {name: p.main_grad for name, p in parameters.items()}
         apart.append(largest("gradient of", found, gradients))
         policy.update(step)
-        found = {name: x.item() for name, x in policy.statistics().items()} | dict(loss=loss)
+        found = {name: x.item() for name, x in task.statistics().items()} | dict(loss=loss)
         apart.extend(abs(found[n] - numbers[n]) / max(abs(numbers[n]), 0.1) for n in numbers)
     apart.append(largest("updated", parameters, by_hand.learner.parameters))
-    if policy.critic:
-        parameters = dict(policy.critic.model.named_parameters())
+    if task.critic:
+        parameters = dict(task.critic.trainer.model.named_parameters())
         apart.append(largest("updated", parameters, by_hand.critic_learner.parameters))
     return max(apart)
 
@@ -427,14 +427,14 @@ def no_kl_in_the_loss(patch):
 
 def stale_log_probs(patch):
     """log π_old is by the weights of the step before: in the second step, those of the start."""
-    original = Reinforcement.make_targets
+    original = ReinforcementTask.make_targets
 
     def make_targets(self, answers, rewards):
         before = self.rows.collect(-self.reference_losses())
         answers = [a._replace(log_probs=x.tolist()) for a, x in zip(answers, before)]
         original(self, answers, rewards)
 
-    patch(Reinforcement, "make_targets", make_targets)
+    patch(ReinforcementTask, "make_targets", make_targets)
 
 
 def prompt_learns(patch):
@@ -481,24 +481,30 @@ def score_at_the_first_token(patch):
 
 
 def moving_reference(patch):
-    patch(Reinforcement, "reference_losses", lambda self: self.outputs(self.rows))
+    patch(ReinforcementTask, "reference_losses", lambda self: self.outputs(self.rows))
 
 
 def critic_stays(patch):
-    patch(Critic, "update", lambda self, step: None)
+    original = Critic.join
+
+    def join(self, trainer):
+        original(self, trainer)
+        trainer.update = lambda step: None
+
+    patch(Critic, "join", join)
 
 
 def one_update(patch):
     """The second epoch of a step has the weights of the first."""
-    original = Reinforcement.forward_backward
+    original = ReinforcementTask.begin_step
 
-    def forward_backward(self, step, dataset):
-        self.update = lambda step: None
-        loss = original(self, step, dataset)
-        del self.update
-        return loss
+    def begin_step(self, step, dataset):
+        self.trainer.update = lambda step: None
+        rows = original(self, step, dataset)
+        del self.trainer.update
+        return rows
 
-    patch(Reinforcement, "forward_backward", forward_backward)
+    patch(ReinforcementTask, "begin_step", begin_step)
 
 
 def not_whitened(patch):

@@ -19,7 +19,7 @@ from inference import cli
 from run.config import Config, ConfigError
 from run.rules import validate
 from sharding import Sharding, set_sharding
-from tuning.reinforcement import Reinforcement
+from tuning.reinforcement import ReinforcementTask
 from tuning.rl_files import plot
 
 ROOT = Path(__file__).parent.parent
@@ -387,8 +387,8 @@ def test_ppo_goes_on(ppo_run, tmp_path):
 def test_frozen_models_are_those_of_their_files(ppo_run, toy, reward_model, tmp_path, monkeypatch):
     """Reference and reward model, also after steps; and the critic, where it does not learn."""
     seen = []
-    original = Reinforcement.finish
-    monkeypatch.setattr(Reinforcement, "finish", lambda *x: seen.append(x[0]) or original(*x))
+    original = ReinforcementTask.finish
+    monkeypatch.setattr(ReinforcementTask, "finish", lambda *x: seen.append(x[0]) or original(*x))
     _, words = ppo_run
     folder, _ = toy
     still = ["--critic-lr", 0, "--steps", 1, "--out", tmp_path / "still"]
@@ -400,11 +400,11 @@ def test_frozen_models_are_those_of_their_files(ppo_run, toy, reward_model, tmp_
         policy.critic: reward_model,
     }
     for model, path in expected.items():
-        assert equal(dict(model.model.named_parameters()), tensors_of(path, "model."))
-    assert not any(p.requires_grad for p in policy.reference.model.parameters())
-    assert not any(p.requires_grad for p in policy.reward_model.model.parameters())
+        assert equal(dict(model.trainer.model.named_parameters()), tensors_of(path, "model."))
+    assert not any(p.requires_grad for p in policy.reference.trainer.model.parameters())
+    assert not any(p.requires_grad for p in policy.reward_model.trainer.model.parameters())
     base = tensors_of(folder / "base", "model.")
-    assert not equal(dict(policy.model.named_parameters()), base)
+    assert not equal(dict(policy.trainer.model.named_parameters()), base)
 
 
 def test_adapters_learn(toy, tmp_path, capsys):
@@ -487,7 +487,7 @@ SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
     ],
 )
 def test_refused(flags, words, world):
-    base_needed = "which model" in words
+    base_needed = "needs --load" in words
     with pytest.raises(ConfigError) as e:
         validate(Config(**flags), world, base_needed)
     assert words in str(e.value) and "\n" not in str(e.value), str(e.value)

@@ -16,6 +16,7 @@ from inference.loading import build_stages, materialise
 from lessons import resharding as lesson
 from proof import ranks
 from resharding import Piece, Resharding, Slice
+from run.task import task_of
 from sharding import Shard, Sharding, local_slice, set_sharding, shard_of, sharding_of, unpad
 from tuning.adapter_learning import adapter_config
 
@@ -60,7 +61,7 @@ def make_trainer(base: dict, world: int = 1, **flags):
     groups = Groups()
     if world > 1:
         groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
-    return trainer.trainer_class(config)(config, torch.device("cpu"), groups)
+    return trainer.Trainer(config, torch.device("cpu"), groups, task_of(config))
 
 
 @cache

@@ -17,7 +17,7 @@ import train
 from base.world import Groups
 from proof import parity, ranks
 from rollout import Answer, Rows
-from tuning.mixins import mixins
+from run.task import Task, task_of
 
 BASE = parity.SMALL | dict(num_layers=4, seq_length=24, dropout=0.0, micro_batch_size=2, lr=1e-2)
 EXPERTS = dict(num_experts=4, expert_every=2)
@@ -44,8 +44,8 @@ def prompts_of(samples) -> list[list[int]]:
     return prompts
 
 
-class Watched(train.Trainer):
-    """A trainer that keeps the log-probabilities of its training forwards."""
+class Watched(Task):
+    """A task that keeps the log-probabilities of its training forwards."""
 
     def total_loss(self, y, batch):
         self.seen |= dict(zip(batch.samples.tolist(), -y.detach()))
@@ -64,9 +64,9 @@ def make_trainer(world: int, flags: dict) -> Watched:
     groups = Groups()
     if world > 1:
         groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
-    trainer_class = type("Trainer", (*mixins(config), Watched), {})
-    trainer = trainer_class(config, torch.device("cpu"), groups)
-    trainer.seen = {}
+    task = Watched(task_of(config).learned)
+    task.seen = {}
+    trainer = train.Trainer(config, torch.device("cpu"), groups, task)
     # routers take raw logits
     for stage in trainer.stages:
         stage.eval()
@@ -100,13 +100,13 @@ def of_all_ranks(value) -> list:
 
 def train_on(trainer, rows: Rows, step: int) -> list[torch.Tensor]:
     """A training step on the rows. Returns each answer's log-probabilities in its forwards."""
-    trainer.seen.clear()
+    trainer.task.seen.clear()
     trainer.forward_backward(step, rows)
     trainer.update(step)
     seen = {}
-    for of_rank in of_all_ranks({n: row.numpy() for n, row in trainer.seen.items()}):
+    for of_rank in of_all_ranks({n: row.numpy() for n, row in trainer.task.seen.items()}):
         seen |= of_rank
-    samples = trainer.samples(step)
+    samples = trainer.task.samples(step)
     return rows.collect(torch.stack([torch.tensor(seen[n]) for n in samples]))
 
 

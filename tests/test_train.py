@@ -32,6 +32,7 @@ from run.config import Config, ConfigError
 from run.flags import parse
 from run.metrics import Metrics
 from run.saving import RunCheckpoints
+from run.task import Task
 
 ROOT = Path(__file__).parent.parent
 SMALL = small_run.flags(num_layers=2, global_batch_size=4, steps=12)
@@ -211,7 +212,7 @@ def test_when_lines_are_written(here, text, monkeypatch, lag):
 
     note(train.Trainer, "forward_backward", "F", lambda trainer, step, dataset: step)
     note(Metrics, "add", "L", lambda metrics, line: line["step"])
-    note(train.Trainer, "evaluate", "E", lambda *args: "")
+    note(Task, "evaluate", "E", lambda *args: "")
     note(RunCheckpoints, "save", "S", lambda checkpoints, folder, step, *rest: step)
     flags = ("--steps", "6", "--save-every", "3", "--eval-every", "4")
     assert in_process(text, "--out", "run", *flags) == 0
@@ -225,6 +226,7 @@ def test_when_lines_are_written(here, text, monkeypatch, lag):
 # runs train.py as it is on a GPU
 LATE = """
 import sys
+from run.task import Task
 import train
 from run import training_run
 

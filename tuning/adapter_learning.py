@@ -2,7 +2,7 @@
 
     python train.py --load runs/base --peft lora --lora-rank 8 --out runs/lora
 
-It changes these hooks of run/hooks.py, beside those of tuning/frozen_base.py:
+It changes these functions of tuning/frozen_base.py:
 
     after_model_parallel    adapters.apply
     extra_state             what a checkpoint says about its adapter
@@ -27,7 +27,7 @@ def adapter_config(config) -> AdapterConfig:
     return AdapterConfig(**given | {"peft_targets": tuple(config.peft_targets)})
 
 
-class AdapterLearning(FrozenBase):
+class Adapters(FrozenBase):
     learned_things = "adapter"
 
     def after_model_parallel(self, stage) -> None:

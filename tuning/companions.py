@@ -7,8 +7,8 @@
 
 A frozen model has no gradients and no optimizer state. All of them are built by train.Trainer, so
 every technique of the run changes them alike: tensor parallelism shards a critic as it shards the
-policy. What differs is in the hooks below (run/hooks.py has all). All of them read the same
-rows: R rows of s tokens, into which the answers of a step are packed (rollout.py).
+policy. What differs is in the tasks below (run/task.py has all functions). All of them read the
+same rows: R rows of s tokens, into which the answers of a step are packed (rollout.py).
 """
 
 from functools import lru_cache
@@ -22,15 +22,15 @@ import ppo
 import schedules
 import sharding
 from run.evaluation import run_forward
-from run.hooks import RunHooks
+from run.task import Task
+from train import Trainer
 from tuning.value_model import ValueModel
 
 
-def companion(policy, hooks: type, config):
-    """A trainer with other hooks and another configuration, on the mesh of the policy."""
-    # This is train.Trainer. train.py imports this module, so it cannot be imported here.
-    trainer = next(c for c in type(policy).__mro__ if RunHooks in c.__bases__)
-    return type(hooks.__name__, (hooks, trainer), {})(config, policy.device, policy.groups)
+def companion(policy: Trainer, task: Task, config) -> Task:
+    """The task, joined by a trainer of its own on the mesh of the policy."""
+    Trainer(config, policy.device, policy.groups, task)
+    return task
 
 
 def schedule_of(config, m: int) -> schedules.Schedule:
@@ -41,8 +41,8 @@ def schedule_of(config, m: int) -> schedules.Schedule:
 cached_schedule = lru_cache(maxsize=64)(schedules.make)
 
 
-class OnRows:
-    """The hooks of a model that sees the answers of a step, packed into rows (rollout.py)."""
+class OnRows(Task):
+    """Of a model that sees the answers of a step, packed into rows (rollout.py)."""
 
     rows = None
 
@@ -55,11 +55,12 @@ class OnRows:
         """Work on these rows from now on. Their number R differs from step to step, and so does the
         number of micro-batches, which a pipeline's schedule is made for."""
         self.rows = rows
-        share = rows.num_sequences // self.dp
+        trainer = self.trainer
+        share = rows.num_sequences // trainer.dp
         if self.groups.pp:
-            self.schedule = schedule_of(self.config, share // self.micro_batch)
+            trainer.schedule = schedule_of(self.config, share // trainer.micro_batch)
         elif self.config.micro_batch_size is None:
-            self.micro_batch = share
+            trainer.micro_batch = share
 
     def samples(self, step: int) -> range:
         return range(self.rows.num_sequences)
@@ -68,20 +69,21 @@ class OnRows:
         """What the head gives at every position of the rows, [R, s] float64 on the CPU: the losses
         of the targets, or values. On every rank. A collective."""
         self.use_rows(rows)
-        b, share = self.micro_batch, rows.num_sequences // self.dp
-        first = self.dp_rank * share
+        trainer = self.trainer
+        b, share = trainer.micro_batch, rows.num_sequences // trainer.dp
+        first = trainer.dp_rank * share
         batches = []
         for start in range(first, first + share, b):
-            batches.append(rows.batch(range(start, start + b)).to(self.device))
+            batches.append(rows.batch(range(start, start + b)).to(trainer.device))
         shape = rows.num_sequences, rows.s
-        whole = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        whole = torch.zeros(shape, dtype=torch.float64, device=trainer.device)
 
         def keep(batch, y):
             # all tensor-parallel ranks have it: one counts
             if not self.groups.tp or self.groups.tp.rank() == 0:
                 whole[batch.samples] = y.double()
 
-        run_forward(self, batches, keep)
+        run_forward(trainer, batches, keep)
         if self.groups.all:
             dist.all_reduce(whole, group=self.groups.all)
         return whole.cpu()
@@ -90,17 +92,16 @@ class OnRows:
 class Frozen(OnRows):
     """A model that only runs forward."""
 
+    trains = False
+
     def before_techniques(self, stage) -> None:
         super().before_techniques(stage)
         stage.requires_grad_(False)
 
-    def make_optimizer(self) -> None:
-        return None
-
     def load_from(self, path) -> None:
         """path: of --load or --reward. A collective. Raises CheckpointError."""
         parameters = {}
-        for name, p in sharding.named_parameters(*self.stages):
+        for name, p in sharding.named_parameters(*self.trainer.stages):
             parameters[f"model.{name}"] = p
         fixed = checkpoint.fixed_fields(self.model_config, True)
         checkpoint.load(checkpoint.find(path), parameters, fixed)
@@ -121,7 +122,7 @@ class RewardModel(ValueModel, Frozen):
 
 
 class Learner(OnRows):
-    """The policy and the critic: their losses are about the answers of a step."""
+    """Of the policy and the critic: their losses are about the answers of a step."""
 
     # of the step: what its updates need (advantages ..), and what its loss is divided by
     targets: ppo.Targets | None = None

@@ -22,6 +22,7 @@ import sharding
 from exchange.architectures import empty_model
 from model_config import GPTConfig
 from routers import MoEConfig
+from run.task import WholeModel
 from sharding import Shard, Sharding, local_slice, set_sharding, sharding_of
 
 
@@ -91,8 +92,8 @@ def fingerprint(path: str | Path, config: MoEConfig) -> str:
     return digest.hexdigest()[:16]
 
 
-class FrozenBase:
-    """Hooks of train.Trainer (run/hooks.py)."""
+class FrozenBase(WholeModel):
+    """Which parameters learn: new ones, and none of the model."""
 
     # a frozen weight takes the forward and the input gradient, but no weight gradient
     share_of_flops = 2 / 3
@@ -115,7 +116,7 @@ class FrozenBase:
         """Load the frozen model from --load. A collective. Raises CheckpointError."""
         path = checkpoint.find(self.config.load)
         frozen = {}
-        for name, p in sharding.named_parameters(*self.stages):
+        for name, p in sharding.named_parameters(*self.trainer.stages):
             if self.is_of_base(name):
                 frozen[f"model.{name}"] = p
         checkpoint.load(path, frozen, checkpoint.fixed_fields(self.model_config, True))
@@ -138,8 +139,8 @@ class FrozenBase:
 
     def num_learned(self) -> int:
         """How many parameters learn, if this rank's stage has all of them."""
-        parameters = self.optimizer.parameters.values()
+        parameters = self.trainer.optimizer.parameters.values()
         return sum(math.prod(sharding_of(p).shape) for p in parameters)
 
-    def describe_learned(self) -> str:
+    def describe(self) -> str:
         return f", all frozen, and {self.num_learned():,} {self.learned_things} parameters"

@@ -3,7 +3,7 @@
     python train.py --preference reward --load CKPT --pairs FILE.jsonl --out runs/reward
     python train.py --preference dpo    --load CKPT --pairs FILE.jsonl --out runs/dpo
 
-They change these hooks of run/hooks.py, on every layout the same:
+They change these functions of run/task.py, on every layout the same:
 
     before_techniques       no dropout; routers of experts take raw logits, as in generation
     after_model_parallel    reward: the value head
@@ -34,25 +34,25 @@ from run.finish import draw_loss
 from run.sizes import flops_per_token
 from tuning import preference_data
 from tuning.frozen_base import fingerprint
-from tuning.sft_data import ConversationData
+from tuning.sft_data import ConversationTask
 from tuning.value_model import ValueModel
 
 # rows whose batches are on the device together, before step 1
 BLOCK = 512
 
 
-class PreferenceLearning(ConversationData):
-    """The hooks that both kinds of run share."""
+class PreferenceTask(ConversationTask):
+    """What both kinds of run share."""
 
-    open_data = staticmethod(preference_data.open_data)
+    def open_data(self, config, world, tokenizer):
+        return preference_data.open_data(config, world, tokenizer)
 
-    def build(self) -> None:
-        super().build()
+    def built(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         # sums over this rank's pairs, of a step or an evaluation: count, right, both rewards
-        self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        self.sums = torch.zeros(4, dtype=torch.float64, device=self.trainer.device)
 
     def before_techniques(self, stage) -> None:
         super().before_techniques(stage)
@@ -63,9 +63,9 @@ class PreferenceLearning(ConversationData):
         """(loss, reward of the chosen answer, reward of the rejected one) of each pair, [n]."""
         raise NotImplementedError
 
-    def forward_backward(self, step: int, dataset) -> Tensor:
+    def begin_step(self, step: int, dataset):
         self.reset()
-        return super().forward_backward(step, dataset)
+        return dataset
 
     def evaluate(self, dataset, sequences: int) -> float:
         self.reset()
@@ -101,18 +101,18 @@ class PreferenceLearning(ConversationData):
         }
 
 
-class RewardLearning(ValueModel, PreferenceLearning):
+class RewardTask(ValueModel, PreferenceTask):
     """A value head in the place of the head, on a model that learns whole."""
 
     last_file = "loss.png"
     learns = "the reward model"
 
-    def build(self) -> None:
-        super().build()
+    def built(self) -> None:
+        super().built()
         config = self.model_config
         # the whole model has no matrix of the head, if that was not the embedding, but a vector
         matrix = 0 if config.tied else config.vocab_size * config.hidden_size
-        self.num_parameters += config.hidden_size - matrix
+        self.trainer.num_parameters += config.hidden_size - matrix
 
     def flops_per_token(self, s: int) -> float:
         config = self.model_config
@@ -136,7 +136,7 @@ class RewardLearning(ValueModel, PreferenceLearning):
         return True
 
 
-class DPOLearning(PreferenceLearning):
+class DPOTask(PreferenceTask):
     """The model of --load itself learns, or adapters of it (--peft)."""
 
     # of the base, as in reference.npz
@@ -154,7 +154,7 @@ class DPOLearning(PreferenceLearning):
     def log_probabilities(self, dataset, count: int) -> Tensor:
         """[count] float64 on the CPU: of the answer in each of the first samples, by the model as
         it is. A collective."""
-        found = torch.zeros(count, dtype=torch.float64, device=self.device)
+        found = torch.zeros(count, dtype=torch.float64, device=self.trainer.device)
 
         def add(batch, y: Tensor) -> None:
             # a row that fills the last batch up has no target, and adds 0
@@ -163,9 +163,8 @@ class DPOLearning(PreferenceLearning):
 
         for start in range(0, count, BLOCK):
             block = range(start, min(start + BLOCK, count))
-            run_forward(
-                self, list(evaluation_batches(self, Block(dataset, block), len(block))), add
-            )
+            batches = evaluation_batches(self.trainer, Block(dataset, block), len(block))
+            run_forward(self.trainer, list(batches), add)
         for group in (self.groups.dp, self.groups.pp):
             if group:
                 dist.all_reduce(found, group=group)

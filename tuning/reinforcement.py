@@ -3,7 +3,7 @@ their rewards.
 
     python train.py --load runs/chat --rl grpo --prompts p.jsonl --reward check.py:correct --out R
 
-The model that learns is called the policy. One step, in `forward_backward`:
+The model that learns is called the policy. One step, in `begin_step`:
 
     write      the policy writes global_batch_size answers; each gets     rollout.py, writer.py,
                a reward, from a function or a reward model                rewards.py
@@ -12,9 +12,9 @@ The model that learns is called the policy. One step, in `forward_backward`:
     update     --rl-epochs times, from the same answers: forward,         train.py
                backward, a step of the optimizer
 
-The loop of train.py stays as it is: it takes the last of these optimizer steps, as in any run.
-`Reinforcement` comes before train.py's `Trainer` (tuning/mixins.py), so the policy is this trainer
-itself. The other models are trainers of their own (companions.py).
+The loop of train.py stays as it is: it takes the last of these optimizer steps, as in any run. The
+policy is the run's trainer, of which this is the task. The other models are trainers of their own
+(companions.py).
 
 Answers depend on the weights and on (seed, step, sample) alone, so a resumed run writes the same
 ones. With --peft the reference is the policy itself without its adapters: no second copy.
@@ -40,7 +40,7 @@ from tuning.companions import Critic, Learner, Reference, RewardModel, companion
 from tuning.frozen_base import fingerprint
 from tuning.prompt_set import open_prompts
 from tuning.rewards import is_function, open_function
-from tuning.sft_data import ConversationData
+from tuning.sft_data import ConversationTask
 from tuning.writer import Writer
 
 
@@ -51,30 +51,32 @@ def open_data(config, world, tokenizer):
     return open_prompts(config, world, tokenizer, function)
 
 
-class Reinforcement(Learner, ConversationData):
-    """The hooks of train.Trainer."""
+class ReinforcementTask(Learner, ConversationTask):
+    """The policy's task."""
 
-    open_data = staticmethod(open_data)
     eval_field = "eval_reward"
     last_file = "rl.png"
 
-    def __init__(self, config, device, groups):
-        super().__init__(config, device, groups)
+    def open_data(self, config, world, tokenizer):
+        return open_data(config, world, tokenizer)
+
+    def built(self) -> None:
+        config, policy = self.config, self.trainer
         self.reference = self.reward_model = self.critic = None
         if not config.peft:
-            self.reference = companion(self, Reference, config)
+            self.reference = companion(policy, Reference(), config)
         if config.reward and not is_function(config.reward):
-            self.reward_model = companion(self, RewardModel, config.of_values(config.reward))
+            self.reward_model = companion(policy, RewardModel(), config.of_values(config.reward))
         if config.rl == "ppo":
             start = config.reward if self.reward_model else config.load
             lr = config.peak_lr if config.critic_lr is None else config.critic_lr
-            self.critic = companion(self, Critic, replace(config.of_values(start), lr=lr))
-        self.writer = Writer(self)
+            self.critic = companion(policy, Critic(), replace(config.of_values(start), lr=lr))
+        self.writer = Writer(policy)
         # of the step: fields of its line in metrics.jsonl
         self.step_metrics: dict[str, float] = {}
         # of the step, this rank's share of three sums over tokens and updates: those clipped,
         # |log π - log π_old|, the critic's loss
-        self.token_sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.token_sums = torch.zeros(3, dtype=torch.float64, device=policy.device)
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class Reinforcement(Learner, ConversationData):
 
     def check_base(self, path, index: dict) -> None:
         super().check_base(path, index)
-        if index.get("base", self.identity) != self.identity:
+        if self.reference and index.get("base", self.identity) != self.identity:
             raise checkpoint.CheckpointError(
                 f"--load {self.config.load}: is not the model that the run in {path} began with,"
                 " which is its reference; it has changed since. Name that one, or start again with"
@@ -109,39 +111,40 @@ class Reinforcement(Learner, ConversationData):
             )
 
     def extra_state(self) -> dict:
-        return super().extra_state() | {"base": self.identity}
+        base = {"base": self.identity} if self.reference else {}
+        return super().extra_state() | base
 
-    def describe_learned(self) -> str:
+    def describe(self) -> str:
         beside = {"a frozen reference": self.reference, "a frozen reward model": self.reward_model}
         models = [name for name, model in (beside | {"a critic": self.critic}).items() if model]
         text = f", beside it {', '.join(models)}" if models else ""
-        return super().describe_learned() + text
+        return super().describe() + text
 
     def learners(self) -> dict:
-        return super().learners() | ({"critic.": self.critic} if self.critic else {})
+        return super().learners() | ({"critic.": self.critic.trainer} if self.critic else {})
 
     # -- one step ----------------------------------------------------------------------------------
 
-    def forward_backward(self, step: int, dataset) -> Tensor:
-        """Write the answers of a step, and take all of its updates but the last: train.py's loop
-        takes that one, from the gradients that are left here. Returns the loss of the last."""
+    def begin_step(self, step: int, dataset) -> Rows:
+        """Write the answers of a step, and take all of its updates but the policy's last. The loop
+        of train.py takes that one, from the rows of answers that are returned."""
         begin = time.perf_counter()
         self.step = step
         size = self.config.global_batch_size
         answers, rewards = self.write(step, dataset, range((step - 1) * size, step * size))
         self.make_targets(answers, rewards)
-        written = time.perf_counter()
+        self.written = time.perf_counter()
+        self.step_metrics["rollout_seconds"] = self.written - begin
         self.token_sums.zero_()
-        for epoch in range(self.config.rl_epochs):
-            if epoch:
-                self.update(step)
-            loss = super().forward_backward(step, self.rows)
+        for epoch in range(1, self.config.rl_epochs + 1):
             if self.critic:
-                self.token_sums[2] += self.critic.forward_backward(step, self.rows)
-                self.critic.update(step)
-        self.step_metrics["rollout_seconds"] = written - begin
-        self.step_metrics["training_seconds"] = time.perf_counter() - written
-        return loss
+                critic = self.critic.trainer
+                self.token_sums[2] += critic.forward_backward(step, self.rows)
+                critic.update(step)
+            if epoch < self.config.rl_epochs:
+                self.trainer.accumulate(step, self.rows)
+                self.trainer.update(step)
+        return self.rows
 
     def write(self, step: int, dataset, samples: range) -> tuple[list[Answer], Tensor]:
         """(the answers to the prompts of these samples, their rewards [n]); on every rank. The
@@ -161,7 +164,7 @@ class Reinforcement(Learner, ConversationData):
         micro-batches, and the interleaved schedule a multiple of pp."""
         config = self.config
         shards = config.length_multiple
-        multiple = self.dp * (config.micro_batch_size or 1)
+        multiple = self.trainer.dp * (config.micro_batch_size or 1)
         if config.pipeline_schedule == "interleaved":
             multiple *= config.pp
         return Rows(answers, self.model_config.seq_length // shards * shards, multiple)
@@ -194,7 +197,7 @@ class Reinforcement(Learner, ConversationData):
         mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [n, T]
         of_rollout = pad([torch.tensor(a.log_probs, dtype=torch.float64) for a in answers])
         old = of_rollout
-        if self.precision in ("bf16", "fp16"):
+        if self.trainer.precision in ("bf16", "fp16"):
             # Generation rounds in other places than training, by 1% in bf16 (1e-6 in float32). So
             # π / π_old would not be 1 before the first update. π_old of a training forward is.
             old = pad(rows.collect(-self.outputs(rows)))
@@ -211,7 +214,7 @@ class Reinforcement(Learner, ConversationData):
         for name, matrix in columns.items():
             columns[name] = rows.spread([row[:n] for row, n in zip(matrix, lengths)])  # [R, s]
         for learner in self.learners().values():
-            learner.learn_from(rows, ppo.Targets(**columns), count)
+            learner.task.learn_from(rows, ppo.Targets(**columns), count)
         self.step_metrics = {
             "reward": rewards.mean().item(),
             "kl": ((old - reference) * mask).sum(1).mean().item(),
@@ -235,11 +238,11 @@ class Reinforcement(Learner, ConversationData):
         """- log π_ref of each target, [R, s], as a model's head gives it."""
         if self.reference:
             return self.reference.outputs(self.rows)
-        with adapters.disabled(*self.stages):
+        with adapters.disabled(*self.trainer.stages):
             return self.outputs(self.rows)
 
     def total_loss(self, y: Tensor, batch) -> Tensor:
-        """y: [b, s], - log π of each target, by the policy as it is now (hook of train.Trainer)."""
+        """y: [b, s], - log π of each target, by the policy as it is now."""
         clip = self.config.clip_range
         # ppo has the KL in its rewards
         beta = self.config.kl_weight if self.config.rl == "grpo" else 0.0
@@ -267,6 +270,7 @@ class Reinforcement(Learner, ConversationData):
             if group:
                 dist.all_reduce(sums, group=group)
         tokens = self.rows.counted_tokens(self.samples(0)) * self.config.rl_epochs
+        self.step_metrics["training_seconds"] = time.perf_counter() - self.written
         numbers = self.step_metrics | {
             "clip_share": sums[0] / tokens,
             "policy_change": sums[1] / tokens,

@@ -23,6 +23,7 @@ from corpus.tokenizer import CHAT_TEMPLATE
 from data import HELD_OUT
 from packing import Example, Packed
 from run.opening import first_ids
+from run.task import Task
 from sft import Chat, Conversations, message
 from tuning.chat_template import ChatError, ChatTokenizer, open_template
 
@@ -173,10 +174,11 @@ def open_data(config, world, tokenizer) -> tuple[Conversations, Conversations]:
     return train_set, Conversations(held_out, model.vocab_size, None, shards)
 
 
-class ConversationData:
-    """The hooks of train.Trainer (run/hooks.py) for conversations."""
+class ConversationTask(Task):
+    """Conversations, of which the answers count."""
 
-    open_data = staticmethod(open_data)
+    def open_data(self, config, world, tokenizer):
+        return open_data(config, world, tokenizer)
 
     def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
         """--sample-prompt as a user's message, or a question that was held out."""

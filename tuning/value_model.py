@@ -7,8 +7,8 @@ import preference
 
 
 class ValueModel:
-    """Hooks of train.Trainer (run/hooks.py). `learns`, of the class that has these hooks: what
-    messages call the model."""
+    """Before a Task: a model with a value head. `learns`, of the task: what messages call the
+    model."""
 
     def after_model_parallel(self, stage) -> None:
         super().after_model_parallel(stage)
@@ -20,6 +20,6 @@ class ValueModel:
         path = checkpoint.find(self.config.load)
         whole = "model.head.value.weight" in checkpoint.read_index(path)["tensors"]
         new = None if whole else preference.is_value_head
-        self.checkpoints.load(path, weights_only=True, new=new)
+        self.trainer.checkpoints.load(path, weights_only=True, new=new)
         head = "its value head" if whole else "a new value head"
         world.say(f"{self.learns}: starting from the weights of {path}, with {head}")

@@ -24,7 +24,7 @@ from tuning.adapter_learning import adapter_config
 
 class Writer:
     def __init__(self, trainer):
-        """trainer: tuning.reinforcement.Reinforcement."""
+        """trainer: the policy, train.Trainer."""
         self.trainer = trainer
         self.config = trainer.config
         self.groups = trainer.groups

@@ -14,7 +14,7 @@ def mean_of_means():
     """Each rank divides by its own count of tokens: an average of averages."""
 
     def forward_backward(self, step, dataset, original=trainer.Trainer.forward_backward):
-        samples = self.samples(step)
+        samples = self.task.samples(step)
         share = len(samples) // self.dp
         mine = dataset.counted_tokens(samples[self.dp_rank * share : (self.dp_rank + 1) * share])
         dataset.counted_tokens = lambda s: mine * self.dp

@@ -1,0 +1,205 @@
+"""What a run learns: a task, beside a trainer that is the same for every kind of training.
+
+    trainer = Trainer(config, device, groups, task)
+
+`Task` is pretraining. It says what the data is, what the loss is and what it is a mean of, what is
+reported, evaluated and saved. Other kinds of training change some of its functions (tuning/,
+prompts/), and each goes with either answer to a second question, which parameters learn:
+
+    WholeModel      all of them
+    FrozenBase      a few new ones beside a frozen model: adapters, prompts (tuning/frozen_base.py)
+"""
+
+import importlib
+from pathlib import Path
+
+from torch import Tensor
+
+import checkpoint
+import moe
+from run import opening
+from run.evaluation import evaluate
+from run.sizes import flops_per_token
+
+
+class WholeModel:
+    """Every parameter learns."""
+
+    # FLOPs of a step over those of training every parameter
+    share_of_flops = 1.0
+
+    def join(self, trainer) -> None:
+        """Before the model is built."""
+        self.trainer = trainer
+        self.config, self.groups = trainer.config, trainer.groups
+        self.model_config = trainer.model_config
+
+    def before_techniques(self, stage) -> None:
+        """Change a stage of the model before any technique does."""
+
+    def after_model_parallel(self, stage) -> None:
+        """Change a stage after tensor and sequence parallelism, before recomputation."""
+
+    def load_base(self, tokenizer) -> None:
+        """Load what is not in the run's own checkpoints."""
+
+    def check_base(self, path: Path, index: dict) -> None:
+        """Whether the run's checkpoint at `path` belongs to what `load_base` has loaded."""
+
+    def load_weights(self, world) -> None:
+        """Before the first step of a new run: start from the weights of --load."""
+        if self.config.load:
+            path = checkpoint.find(self.config.load)
+            self.trainer.checkpoints.load(path, weights_only=True)
+            world.say(f"starting from the weights of {path}")
+
+    def extra_state(self) -> dict:
+        """What a checkpoint's index has beside the usual."""
+        return {}
+
+    def describe(self) -> str:
+        """For the line at the start, after the number of parameters."""
+        return ""
+
+    def statistics(self) -> dict[str, Tensor]:
+        """More fields of the step's line in metrics.jsonl, on the device: the routers'. A
+        collective."""
+        if not self.model_config.num_experts:
+            return {}
+        groups = [group for group in (self.groups.replicas, self.groups.pp) if group]
+        layers = self.trainer.expert_layers
+        return moe.statistics(self.model_config, layers, groups, self.trainer.device)
+
+
+class Task:
+    """Pretraining: text, of which every token counts."""
+
+    # whether anything learns: else the model only runs forward
+    trains = True
+    # in --out: what is there when a run is done
+    last_file = "sample.txt"
+    # in metrics.jsonl: what `evaluate` gives
+    eval_field = "eval_loss"
+
+    def __init__(self, learned: WholeModel | None = None):
+        """learned: which parameters learn; the default is all."""
+        self.learned = learned or WholeModel()
+
+    def open_data(self, config, world, tokenizer):
+        """(training set, held-out set), before there is a trainer. Raises DataError."""
+        return opening.open_data(config, world, tokenizer)
+
+    def join(self, trainer) -> None:
+        """Before the model is built."""
+        self.trainer = trainer
+        self.config, self.groups = trainer.config, trainer.groups
+        self.model_config = trainer.model_config
+        self.learned.join(trainer)
+
+    def built(self) -> None:
+        """When model, optimizer and checkpoints are there."""
+
+    # --- what it changes in a model
+
+    def before_techniques(self, stage) -> None:
+        self.learned.before_techniques(stage)
+
+    def after_model_parallel(self, stage) -> None:
+        self.learned.after_model_parallel(stage)
+
+    # --- where a run begins
+
+    def load_base(self, tokenizer) -> None:
+        self.learned.load_base(tokenizer)
+
+    def check_base(self, path: Path, index: dict) -> None:
+        self.learned.check_base(path, index)
+
+    def load_weights(self, world) -> None:
+        self.learned.load_weights(world)
+
+    def before_steps(self, run) -> None:
+        """When weights and data are there, before the first step. run: a TrainingRun."""
+
+    # --- one step
+
+    def begin_step(self, step: int, dataset):
+        """What this step learns from: the data set, or what is made of it."""
+        return dataset
+
+    def samples(self, step: int) -> range:
+        """The global batch of a step, counted from 1, as sample numbers."""
+        size = self.config.global_batch_size
+        return range((step - 1) * size, step * size)
+
+    def total_loss(self, y: Tensor, batch) -> Tensor:
+        """What a micro-batch adds to the loss, before it is divided by `loss_count`. y: [b, s] of
+        the head, by default the loss of each token."""
+        return (y * batch.loss_mask).sum()
+
+    def loss_count(self, dataset, samples) -> int:
+        """What the loss is a mean of, counted in these samples: known before any forward."""
+        return dataset.counted_tokens(samples)
+
+    # --- what it reports
+
+    def processed(self, step: int, dataset) -> tuple[int, int]:
+        """Of a step that was just taken: (tokens of the loss, tokens that went through the
+        model)"""
+        samples = self.samples(step)
+        return dataset.counted_tokens(samples), len(samples) * dataset.s
+
+    def row_length(self, dataset) -> int:
+        """s: tokens of a row that goes through the model."""
+        return dataset.s
+
+    @property
+    def share_of_flops(self) -> float:
+        return self.learned.share_of_flops
+
+    def flops_per_token(self, s: int) -> float:
+        """Of a step on rows of s tokens."""
+        return flops_per_token(self.model_config, s) * self.share_of_flops
+
+    def statistics(self) -> dict[str, Tensor]:
+        return self.learned.statistics()
+
+    def describe(self) -> str:
+        return self.learned.describe()
+
+    def evaluate(self, dataset, sequences: int) -> float:
+        """Mean loss per token over the first `sequences` samples of a held-out dataset."""
+        return evaluate(self.trainer, dataset, sequences)
+
+    def eval_statistics(self) -> dict[str, float]:
+        """More fields of a line with an evaluation, from the last `evaluate`."""
+        return {}
+
+    # --- what it leaves
+
+    def learners(self) -> dict:
+        """The trainers whose weights and optimizer state a checkpoint keeps: prefix -> trainer."""
+        return {"": self.trainer}
+
+    def extra_state(self) -> dict:
+        return self.learned.extra_state()
+
+    def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
+        """(what the sample at the end of training continues, ids at which it ends)"""
+        if self.config.sample_prompt is None:
+            return opening.first_ids(held_out), tokenizer.stop_ids
+        return opening.sample_ids(self.config, tokenizer), tokenizer.stop_ids
+
+    def finish(self, run) -> bool:
+        """After the last step. Returns whether this was all: no sample, no title of its own."""
+        return False
+
+
+def task_of(config) -> Task:
+    """The task that a configuration asks for. Fine-tuning is loaded where it is asked for, and only
+    there. config: run.config.Config."""
+    others = (config.sft, config.preference, config.rl, config.prompt_config, config.peft)
+    if not any(others):
+        return Task()
+    # by its name: run/ imports no wing, and wings import run/
+    return importlib.import_module("tuning.tasks").task_of(config)
