@@ -17,8 +17,6 @@ import contextlib
 import ctypes
 import functools
 import math
-import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -39,18 +37,10 @@ def sources() -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(CSRC.iterdir())}
 
 
-def compiler(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
-    """The command of nvcc for a card and an element type, without the files."""
-    roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    folders = [f"{root}/bin" for root in roots if root]
-    folders += [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
-    nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
-    if not nvcc:
-        raise OSError("no nvcc was found; set CUDA_HOME to the folder of CUDA")
-    arch = "sm_{}{}".format(*capability)
-    # all files at a time; the CUDA runtime is the one that PyTorch has loaded
-    shared = ["--threads=0", "-cudart=shared", "-Xcompiler=-fPIC"]
-    return [nvcc, "-std=c++17", "-O3", f"-arch={arch}", f"-DELEMENT={ELEMENTS[dtype]}", *shared]
+def nvcc_flags(capability: tuple[int, int], dtype: torch.dtype) -> list[str]:
+    arch = "".join(map(str, capability))
+    code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+    return ["-O3", f"-DELEMENT={ELEMENTS[dtype]}", code]
 
 
 @functools.cache
@@ -68,11 +58,11 @@ def load(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
         device = torch.cuda.get_device_name()
         version = f"{capability[0]}.{capability[1]}"
         return None, f"{device} has compute capability {version}, and they need 8.0"
-    prefix = f"fused_{torch.version.cuda}"
+    flags = nvcc_flags(capability, dtype)
     try:
-        return extensions.load(prefix, sources(), compiler(capability, dtype)), ""
+        return extensions.load("fused", sources(), extra_cuda_cflags=flags), ""
     except (OSError, RuntimeError) as e:
-        return None, f"the build failed: {e}"
+        return None, f"the build failed: {extensions.first_error(str(e))}"
 
 
 def why_not(dtype: torch.dtype = torch.bfloat16) -> str:

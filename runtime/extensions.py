@@ -1,22 +1,22 @@
 """Builds C++ and CUDA libraries once per machine, keeps them, and calls their functions.
 
-    library = extensions.load("fused", {"swiglu.cu": text}, ["nvcc", "-O3"])
-    extensions.call(library, "swiglu", stream, x, y, 1024)
+    library = extensions.load("fused", {"swiglu.cu": text}, extra_cuda_cflags=flags)
+    extensions.call(library, "swiglu", stream, x, y, 1, 1024)
 
-One process of a machine builds while the others wait, a build that was killed leaves nothing
-behind, and a library is taken only whole. (torch.utils.cpp_extension.load waits forever for the
-lock of a build that was killed, and needs a compiler where everything is built.) Functions are
-called through ctypes: extern "C", of addresses and numbers.
+torch.utils.cpp_extension compiles. This file adds that one process of a machine builds while the
+others wait, that a build which was killed leaves nothing behind, and that a library is taken only
+whole. Functions are called through ctypes: extern "C", of addresses and numbers.
 """
 
 import ctypes
 import fcntl
 import hashlib
 import os
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 
@@ -32,16 +32,17 @@ def name_of(prefix: str, *build) -> str:
     return f"{prefix}_{hashlib.sha256(everything.encode()).hexdigest()[:16]}"
 
 
-def load(prefix: str, sources: dict[str, str], command: list[str]) -> ctypes.CDLL:
-    """The library of {file name: text}, which a compiler's command makes where no process of this
-    machine has done so.
+def load(prefix: str, sources: dict[str, str], **options) -> ctypes.CDLL:
+    """The library of {file name: text}, built where no process of this machine has done so.
+    options: of torch.utils.cpp_extension.load.
 
-    Raises RuntimeError with the compiler's first error, OSError if there is no compiler, or if what
-    was built cannot be loaded.
+    Raises RuntimeError if a compiler fails, OSError if there is no compiler, or if what was built
+    cannot be loaded.
     """
-    folder = folder_of(name_of(prefix, sources, command))
-    once(folder, "library.so", lambda: compile_sources(folder, sources, command))
-    return ctypes.CDLL(str(folder / "library.so"))
+    name = name_of(prefix, sources, options, torch.__version__, torch.version.cuda)
+    folder = folder_of(name)
+    once(folder, f"{name}.so", lambda: compile_sources(name, folder, sources, options))
+    return ctypes.CDLL(str(folder / f"{name}.so"))
 
 
 def once(folder: Path, file: str, make) -> None:
@@ -57,31 +58,50 @@ def once(folder: Path, file: str, make) -> None:
             make()
 
 
-def compile_sources(folder: Path, sources: dict[str, str], command: list[str]) -> None:
-    """Compile {file name: text} into folder/library.so. Only files that end in .cpp or .cu are
+def cuda_root() -> Path | None:
+    """The folder of CUDA, with its headers; None where there is none. nvcc may be a script that
+    calls another nvcc, so the folder above it need not be CUDA's."""
+    nvcc = shutil.which("nvcc")
+    roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    roots.append(nvcc and Path(nvcc).resolve().parent.parent)
+    for root in (*filter(None, roots), "/usr/local/cuda"):
+        if (Path(root) / "include" / "cuda_runtime.h").exists():
+            return Path(root)
+    return None
+
+
+def compile_sources(name: str, folder: Path, sources: dict[str, str], options: dict) -> None:
+    """Compile {file name: text} into folder/NAME.so. Only files that end in .cpp or .cu are
     compiled; the others are there to be included."""
+    from torch.utils import cpp_extension
+
     print(f"compiling CUDA kernels into {folder}", file=sys.stderr, flush=True)
     scratch = folder / "build"
-    scratch.mkdir(exist_ok=True)
+    search_path = os.environ.get("PATH", os.defpath)
+    # A build that was killed left a lock, which cpp_extension would wait for.
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
     for file, text in sources.items():
         (scratch / file).write_text(text)
-    compiled = [file for file in sources if file.endswith((".cpp", ".cu"))]
-    done = subprocess.run(
-        [*command, "-shared", *compiled, "-o", "library.so"],
-        cwd=scratch,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(first_error(done.stdout + done.stderr))
-    os.replace(scratch / "library.so", folder / "library.so")
+    compiled = [str(scratch / file) for file in sources if file.endswith((".cpp", ".cu"))]
+    if root := cuda_root():
+        cpp_extension.CUDA_HOME = str(root)
+    # pip installs ninja beside the Python executable.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{search_path}"
+    options = options | dict(build_directory=str(scratch), is_python_module=False)
+    try:
+        cpp_extension.load(name, compiled, **options)
+    finally:
+        os.environ["PATH"] = search_path
+    os.replace(scratch / f"{name}.so", folder / f"{name}.so")
 
 
 def first_error(output: str) -> str:
-    """The line of a compiler's output that says why it failed."""
+    """The line of a build's output that says why it failed."""
     lines = output.splitlines() or ["no reason given"]
     for line in lines:
-        if "error" in line.lower() or "cannot find" in line:
+        says_why = "error" in line.lower() or "cannot find" in line
+        if says_why and "Error building" not in line:
             return line.strip()
     return lines[0].strip()
 

@@ -16,18 +16,14 @@ Not covered: speed, single elements beyond a tensor's end, what blocks do to eac
 time, and the rounding of the two instructions that are written in assembly.
 """
 
-import os
 import re
-import shutil
 from functools import cache
 from pathlib import Path
 
 from runtime import extensions
 
 FLAGS = [
-    "-std=c++17",
     "-O1",
-    "-fPIC",
     "-fsanitize=bounds,alignment",
     "-fsanitize-undefined-trap-on-error",
     # longjmp to another stack
@@ -292,15 +288,9 @@ extern "C" int64_t add_memory(int64_t begin, int64_t end) {
 
 
 def include_folder() -> Path | None:
-    """The folder of CUDA's headers, whose 16-bit types work on the host too; None without CUDA.
-    nvcc may be a script that calls another nvcc, so the folder above it need not be CUDA's."""
-    nvcc = shutil.which("nvcc")
-    roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    roots.append(nvcc and Path(nvcc).resolve().parent.parent)
-    for root in (*filter(None, roots), "/usr/local/cuda"):
-        if (Path(root) / "include" / "cuda_runtime.h").exists():
-            return Path(root) / "include"
-    return None
+    """The folder of CUDA's headers, whose 16-bit types work on the host too; None without CUDA."""
+    root = extensions.cuda_root()
+    return root and root / "include"
 
 
 def translated(source: str) -> str:
@@ -336,5 +326,8 @@ def load(sources: dict[str, str], element: str = "float"):
 
 @cache
 def _build(text: str, element: str):
-    command = ["g++", *FLAGS, f"-DELEMENT={element}", f"-I{include_folder()}"]
-    return extensions.load("fused_on_cpu", {"emulator.cpp": text}, command)
+    options = dict(
+        extra_include_paths=[str(include_folder())],
+        extra_cflags=[*FLAGS, f"-DELEMENT={element}"],
+    )
+    return extensions.load("fused_on_cpu", {"emulator.cpp": text}, **options)
