@@ -557,7 +557,7 @@ def test_any_order_of_threads(monkeypatch):
             results[multiprocessors, order] = result
             assert all(map(torch.equal, result, results[multiprocessors, 0]))
     # dweight and dbias of LayerNorm, dbias of GELU
-    sums_over_rows = (4, 5, 7)
+    sums_over_rows = (4, 6)
     for i, (x, y) in enumerate(zip(results[1, 0], results[3, 0])):
         assert torch.equal(x, y) or (i in sums_over_rows and error(x, y.double()) < 1e-6)
 
