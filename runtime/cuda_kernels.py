@@ -96,14 +96,14 @@ def of_rows(library: torch.library.Library, schema: str):
     """An operation whose outputs are like its first tensor. The kernel of its name is given its
     tensors, its outputs, the rows and columns of the first tensor, and its numbers."""
     name = schema.split("(")[0]
-    count = schema.split("->")[1].count("Tensor")
+    inputs, outputs = (side.count("Tensor") for side in schema.split("->"))
 
-    def function(first, *args):
-        tensors = [a for a in args if a is None or isinstance(a, Tensor)]
-        outputs = tuple(empty(first) for _ in range(count))
-        sizes = rows(first), first.shape[-1], *args[len(tensors) :]
-        launch(name, first, (first, *tensors), outputs, *sizes)
-        return outputs if count > 1 else outputs[0]
+    def function(*args):
+        first = args[0]
+        new = [empty(first) for _ in range(outputs)]
+        sizes = rows(first), first.shape[-1]
+        launch(name, first, args[:inputs], tuple(new), *sizes, *args[inputs:])
+        return tuple(new) if outputs > 1 else new[0]
 
     return operation(library, schema)(function)
 
