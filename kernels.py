@@ -63,16 +63,13 @@ import cross_entropy as plain
 import gpt
 import moe
 import tensor_parallel
+from base import cuda_kernels
 from base.cuda_kernels import (
     LONGEST,
-    VECTOR,
     check,
-    dense,
     empty,
     gradient,
     launch,
-    not_wanted,
-    operation,
     per_row,
     query,
     rows,
@@ -82,6 +79,10 @@ from base.cuda_kernels import (
     why_not,
 )
 from dropout import dropout_mask
+
+LIBRARY = torch.library.Library("kernels", "DEF")
+operation = functools.partial(cuda_kernels.operation, LIBRARY)
+of_rows = functools.partial(cuda_kernels.of_rows, LIBRARY)
 
 # --- norms ----------------------------------------------------------------------------------------
 
@@ -95,32 +96,37 @@ def norm_forward(x, residual, weight, bias, eps):
     RMSNorm; mean (empty for RMSNorm) and rstd, [..] float32"""
     h = x.shape[-1:]
     check("norm", x, residual=(residual, x.shape), weight=(weight, h), bias=(bias, h))
-    z = not_wanted(x) if residual is None else empty(x)
-    y, rstd = empty(x), per_row(x)
-    mean = not_wanted(rstd) if bias is None else per_row(x)
-    inputs = map(dense, (x, residual, weight, bias))
-    launch("norm_forward", x, *inputs, z, y, mean, rstd, rows(x), *h, eps)
-    return z, y, mean, rstd
+    z = empty(x, 0) if residual is None else empty(x)
+    mean = empty(x, 0) if bias is None else per_row(x)
+    outputs = z, empty(x), mean, per_row(x)
+    return launch("norm_forward", x, (x, residual, weight, bias), outputs, rows(x), *h, eps)
 
 
 @operation(
     "norm_backward(Tensor dy, Tensor? dz, Tensor z, Tensor weight, Tensor mean, Tensor rstd,"
-    " bool weights) -> (Tensor, Tensor, Tensor)"
+    " bool weights) -> (Tensor, Tensor)"
 )
 def norm_backward(dy, dz, z, weight, mean, rstd, weights):
     """dz: the gradient of z that comes from elsewhere, or None. -> the gradient of z; with
-    `weights` those of weight and bias"""
+    `weights` those of weight and bias, [1 or 2, h]"""
     h = z.shape[-1]
     with_mean = mean.numel() > 0
-    blocks = query("norm_blocks", z.device, z.dtype, rows(z), h, with_mean)
-    dw = empty(weight) if weights else not_wanted(weight)
-    db = empty(weight) if weights and with_mean else not_wanted(weight)
-    parts = empty(z, 1 + with_mean, blocks, h, dtype=torch.float32) if weights else None
-    dx = empty(z)
-    inputs = map(dense, (dy, dz, z, weight, mean, rstd))
+    blocks = query("norm_blocks", z, rows(z), h, with_mean)
+    dweights, parts = summed_over_rows(z, weights, 1 + with_mean, blocks)
+    outputs = empty(z), dweights
     sizes = rows(z), h, with_mean, blocks
-    launch("norm_backward", z, *inputs, dx, dw, db, parts, *sizes)
-    return dx, dw, db
+    return launch("norm_backward", z, (dy, dz, z, weight, mean, rstd), outputs, parts, *sizes)
+
+
+def summed_over_rows(
+    t: Tensor, wanted: bool, sums: int, blocks: int
+) -> tuple[Tensor, Tensor | None]:
+    """For some sums over the rows of t [.., h]: (their result [sums, h], the partial sums of blocks
+    [sums, blocks, h])."""
+    if not wanted:
+        return empty(t, 0), None
+    h = t.shape[-1]
+    return empty(t, sums, h), empty(t, sums, blocks, h, dtype=torch.float32)
 
 
 class _Norm(torch.autograd.Function):
@@ -136,13 +142,14 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dz, dy):
-        needed = ctx.needs_input_grad
-        if dy is None:
-            # Nobody used the norm.
-            return dz, dz if needed[1] else None, None, None, None
-        dx, dw, db = norm_backward(dy, dz, *ctx.saved_tensors, needed[2] or needed[3])
-        residual = dx if needed[1] else None
-        return dx, residual, dw if needed[2] else None, db if needed[3] else None, None
+        _, residual, weight, bias, _ = ctx.needs_input_grad
+        dw = db = None
+        # Without dy nobody used the norm.
+        if dy is not None:
+            dz, dweights = norm_backward(dy, dz, *ctx.saved_tensors, weight or bias)
+            dw = dweights[0] if weight else None
+            db = dweights[1] if bias else None
+        return dz, dz if residual else None, dw, db, None
 
 
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float):
@@ -182,36 +189,28 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 def aligned_heads(t: Tensor) -> Tensor:
     """t [b, a, s, d] with any strides, if each head begins at a multiple of 16 bytes; else a copy
     of which that is true."""
-    in_vectors = t.stride(-1) == 1 and not any(n % vector_elements(t) for n in t.stride()[:3])
-    if in_vectors and (t.device.type == "meta" or t.data_ptr() % VECTOR == 0):
-        return t
-    return dense(t)
+    begins = t.storage_offset(), *t.stride()[:3]
+    in_vectors = t.stride(-1) == 1 and not any(n % vector_elements(t) for n in begins)
+    return t if in_vectors else t.clone(memory_format=torch.contiguous_format)
 
 
 @operation("rotary(Tensor q, Tensor k, Tensor cosine, Tensor sine, float sign) -> (Tensor, Tensor)")
-def rotary_operation(q, k, cosine, sine, sign):
+def rotary_forward(q, k, cosine, sine, sign):
     """sign: 1, or -1 to rotate back, which is the gradient -> q and k rotated, which lie in memory
     as [b, s, a, d], like a projection's outputs"""
     b, a, s, d = q.shape
-    of_position = s, d
-    check(
-        "rotary",
-        q,
-        k=(k, (b, k.shape[1], s, d)),
-        cosine=(cosine, of_position),
-        sine=(sine, of_position),
-    )
-    outputs = [empty(t, b, s, t.shape[1], d).transpose(1, 2) for t in (q, k)]
+    table = dict(cosine=(cosine, (s, d)), sine=(sine, (s, d)))
+    check("rotary", q, k=(k, (b, k.shape[1], s, d)), **table)
+    outputs = tuple(empty(t, b, s, t.shape[1], d).transpose(1, 2) for t in (q, k))
     q, k = aligned_heads(q), aligned_heads(k)
-    tensors = q, k, dense(cosine), dense(sine), *outputs
-    strides = *q.stride()[:3], *k.stride()[:3]
-    launch("rotary", q, *tensors, *strides, b, a, k.shape[1], s, d, sign)
-    return tuple(outputs)
+    sizes = *q.stride()[:3], *k.stride()[:3], b, a, k.shape[1], s, d
+    # q and k are not made dense
+    return launch("rotary", q, (cosine, sine), outputs, q, k, *sizes, sign)
 
 
-@gradient(rotary_operation, keep=(2, 3))
+@gradient(rotary_forward, keep=(2, 3))
 def _(ctx, dq, dk):
-    return *rotary_operation(dq, dk, *ctx.saved_tensors, -1.0), None, None, None
+    return *rotary_forward(dq, dk, *ctx.saved_tensors, -1.0), None, None, None
 
 
 def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,25 +223,14 @@ def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, 
     whole_vectors = q.shape[-1] % (2 * vector_elements(q)) == 0
     if not (supported(q) and supported(k) and is_small and whole_vectors):
         return gpt.rotate(q, (cosine, sine)), gpt.rotate(k, (cosine, sine))
-    return rotary_operation(q, k, cosine, sine, 1.0)
+    return rotary_forward(q, k, cosine, sine, 1.0)
 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------
 
 
-@operation("swiglu(Tensor gate, Tensor up) -> Tensor")
-def swiglu_forward(gate, up):
-    check("swiglu", gate, up=(up, gate.shape))
-    y = empty(gate)
-    launch("swiglu", gate, dense(gate), dense(up), y, y.numel())
-    return y
-
-
-@operation("swiglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)")
-def swiglu_backward(dy, gate, up):
-    d_gate, d_up = empty(gate), empty(up)
-    launch("swiglu_backward", dy, *map(dense, (dy, gate, up)), d_gate, d_up, dy.numel())
-    return d_gate, d_up
+swiglu_forward = of_rows("swiglu(Tensor gate, Tensor up) -> Tensor")
+swiglu_backward = of_rows("swiglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)")
 
 
 @gradient(swiglu_forward, keep=(0, 1))
@@ -254,44 +242,29 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) up (arXiv 2002.05202, eq. 6). gate, up: one shape, any -> the same shape"""
     if not supported(gate) or gate.numel() % vector_elements(gate):
         return F.silu(gate) * up
+    check("swiglu", gate, up=(up, gate.shape))
     return swiglu_forward(gate, up)
 
 
 # --- bias + GELU, bias + dropout + residual -------------------------------------------------------
 
 
-def bias_parts(name: str, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
-    """(the gradient of a bias [h], empty; its partial sums [parts, h]), if it is wanted."""
-    if not wanted:
-        return not_wanted(like), None
-    h = like.shape[-1]
-    parts = query(name, like.device, like.dtype, rows(like), h)
-    return empty(like, h), empty(like, parts, h, dtype=torch.float32)
-
-
-@operation("bias_gelu(Tensor x, Tensor? bias) -> Tensor")
-def bias_gelu_forward(x, bias):
-    check("bias_gelu", x, bias=(bias, x.shape[-1:]))
-    y = empty(x)
-    launch("bias_gelu", x, dense(x), dense(bias), y, rows(x), x.shape[-1])
-    return y
+bias_gelu_forward = of_rows("bias_gelu(Tensor x, Tensor? bias) -> Tensor")
 
 
 @operation("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool wanted) -> (Tensor, Tensor)")
 def bias_gelu_backward(dy, x, bias, wanted):
-    """-> dx [.., h]; if it is wanted dbias [h]"""
-    dx = empty(x)
-    d_bias, parts = bias_parts("bias_gelu_parts", x, wanted)
-    tensors = *map(dense, (dy, x, bias)), dx, d_bias, parts
-    launch("bias_gelu_backward", x, *tensors, rows(x), x.shape[-1])
-    return dx, d_bias
+    """-> dx [.., h]; if it is wanted dbias [1, h]"""
+    sizes = rows(x), x.shape[-1]
+    d_bias, parts = summed_over_rows(x, wanted, 1, query("bias_gelu_parts", x, *sizes))
+    return launch("bias_gelu_backward", x, (dy, x, bias), (empty(x), d_bias), parts, *sizes)
 
 
 @gradient(bias_gelu_forward, keep=(0, 1))
 def _(ctx, dy):
     wanted = ctx.needs_input_grad[1]
     dx, d_bias = bias_gelu_backward(dy, *ctx.saved_tensors, wanted)
-    return dx, d_bias if wanted else None
+    return dx, d_bias[0] if wanted else None
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -301,41 +274,26 @@ def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     """
     if not supported_rows(x):
         return F.gelu(x if bias is None else x + bias, approximate="tanh")
+    check("bias_gelu", x, bias=(bias, x.shape[-1:]))
     return bias_gelu_forward(x, bias)
 
 
-def mask_arguments(s: int, start: int, site: int, p: float) -> tuple:
-    """The launchers' arguments of struct Mask."""
-    return s, start, site, min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
-
-
-@operation(
+bias_dropout_add_forward = of_rows(
     "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, Tensor? key,"
-    " int site, int start, float p) -> Tensor"
+    " int s, int start, int site, int limit, float scale) -> Tensor"
 )
-def bias_dropout_add_forward(x, bias, residual, key, site, start, p):
-    of_sample = x.shape[:1], torch.int32
-    tensors = dict(bias=(bias, x.shape[-1:]), residual=(residual, x.shape), key=(key, *of_sample))
-    check("bias_dropout_add", x, **tensors)
-    y = empty(x)
-    mask = mask_arguments(1 if key is None else x.shape[1], start, site, p)
-    inputs = map(dense, (x, bias, residual, key))
-    launch("bias_dropout_add", x, *inputs, y, rows(x), x.shape[-1], *mask)
-    return y
 
 
 @operation(
-    "bias_dropout_add_backward(Tensor dy, Tensor key, int site, int start, float p, bool bias)"
-    " -> (Tensor, Tensor)"
+    "bias_dropout_add_backward(Tensor dy, Tensor key, int s, int start, int site, int limit,"
+    " float scale, bool bias) -> (Tensor, Tensor)"
 )
-def bias_dropout_add_backward(dy, key, site, start, p, bias):
-    """-> dx [b, s, h]; dbias [h], empty without a bias"""
-    dx = empty(dy)
-    d_bias, parts = bias_parts("bias_dropout_add_parts", dy, bias)
-    mask = mask_arguments(dy.shape[1], start, site, p)
-    tensors = dense(dy), dense(key), dx, d_bias, parts
-    launch("bias_dropout_add_backward", dy, *tensors, rows(dy), dy.shape[-1], *mask)
-    return dx, d_bias
+def bias_dropout_add_backward(dy, key, s, start, site, limit, scale, bias):
+    """-> dx [b, s, h]; dbias [1, h], empty without a bias"""
+    sizes = rows(dy), dy.shape[-1]
+    d_bias, parts = summed_over_rows(dy, bias, 1, query("bias_dropout_add_parts", dy, *sizes))
+    sizes = *sizes, s, start, site, limit, scale
+    return launch("bias_dropout_add_backward", dy, (dy, key), (empty(dy), d_bias), parts, *sizes)
 
 
 @gradient(bias_dropout_add_forward, keep=(3,))
@@ -344,10 +302,10 @@ def _(ctx, dy):
     bias = ctx.needs_input_grad[1]
     if key is None:
         # Nothing was dropped: dx is dy itself.
-        dx, d_bias = dy, dy.reshape(-1, dy.shape[-1]).sum(0) if bias else None
+        dx, d_bias = dy, dy.reshape(1, -1, dy.shape[-1]).sum(1) if bias else None
     else:
         dx, d_bias = bias_dropout_add_backward(dy, key, *ctx.numbers, bias)
-    return dx, d_bias if bias else None, dy, None, None, None, None
+    return dx, d_bias[0] if bias else None, dy, *[None] * 6
 
 
 def bias_dropout_add(
@@ -372,7 +330,13 @@ def bias_dropout_add(
         shape = f"x has shape {list(x.shape)}, expected [b, s, h], whose coordinates are hashed"
         raise ValueError(f"bias_dropout_add: {shape}")
     if supported_rows(x):
-        return bias_dropout_add_forward(x, bias, residual, key, site, start, p)
+        of_key = key, x.shape[:1], torch.int32
+        shapes = dict(bias=(bias, x.shape[-1:]), residual=(residual, x.shape), key=of_key)
+        check("bias_dropout_add", x, **shapes)
+        s = 1 if key is None else x.shape[1]
+        limit = min(round(p * 2**32), 2**32 - 1)
+        tensors = x, bias, residual, key
+        return bias_dropout_add_forward(*tensors, s, start, site, limit, 1 / (1 - p))
     y = x if bias is None else x + bias
     if key is not None:
         dropped = dropout_mask(key, site, x.shape, {1: start}, p)
@@ -383,18 +347,10 @@ def bias_dropout_add(
 # --- causal softmax -------------------------------------------------------------------------------
 
 
-@operation("causal_softmax(Tensor scores, float scale) -> Tensor")
-def causal_softmax_forward(scores, scale):
-    y = empty(scores)
-    launch("causal_softmax", scores, dense(scores), y, rows(y), y.shape[-1], scale)
-    return y
-
-
-@operation("causal_softmax_backward(Tensor dp, Tensor p, float scale) -> Tensor")
-def causal_softmax_backward(dp, p, scale):
-    out = empty(p)
-    launch("causal_softmax_backward", p, dense(dp), dense(p), out, rows(p), p.shape[-1], scale)
-    return out
+causal_softmax_forward = of_rows("causal_softmax(Tensor scores, float scale) -> Tensor")
+causal_softmax_backward = of_rows(
+    "causal_softmax_backward(Tensor dp, Tensor p, float scale) -> Tensor"
+)
 
 
 @gradient(causal_softmax_forward, keep_output=True)
@@ -431,10 +387,8 @@ def cross_entropy_statistics(logits, targets, valid):
     -> largest, total = Σ exp(z - largest), target_logit (0 for ELSEWHERE), each [..] float32"""
     check("cross_entropy", logits, targets=(targets, logits.shape[:-1], torch.int64))
     outputs = per_row(logits), per_row(logits), per_row(logits)
-    inputs = logits.contiguous(), targets.contiguous()
     sizes = rows(logits), logits.shape[-1], valid
-    launch("cross_entropy_statistics", logits, *inputs, *outputs, *sizes)
-    return outputs
+    return launch("cross_entropy_statistics", logits, (logits, targets), outputs, *sizes)
 
 
 @operation(
@@ -446,9 +400,9 @@ def cross_entropy_gradient(logits, targets, largest, total, grad, valid):
     with 0 beyond the valid columns. largest, total: [..], of the whole row; grad: [..], float32"""
     if not logits.is_contiguous():
         raise ValueError("cross_entropy_gradient: logits are not contiguous, and are overwritten")
-    statistics = [t.contiguous() for t in (targets, largest, total, grad)]
     sizes = rows(logits), logits.shape[-1], valid
-    launch("cross_entropy_gradient", logits, logits, *statistics, *sizes)
+    inputs = targets, largest, total, grad
+    launch("cross_entropy_gradient", logits, inputs, logits, *sizes)
     if logits.device.type != "meta":
         torch.autograd.graph.increment_version(logits)
 
@@ -519,17 +473,16 @@ def permute_forward(x, order, position):
     """x: [n, h]; order: [m], assignments; assignment a belongs to token a % n; position, for the
     gradient: [k, n] -> [m, h]"""
     of_token = position.shape[:1] + x.shape[:1]
-    indices = dict(order=(order, (order.numel(),)), position=(position, of_token))
-    check("permute", x, **{name: (*t, torch.int64) for name, t in indices.items()})
+    of_order = order, (order.numel(),), torch.int64
+    check("permute", x, order=of_order, position=(position, of_token, torch.int64))
     y = empty(x, len(order), x.shape[1])
-    launch("permute", x, dense(x), order.contiguous(), y, len(order), *x.shape)
-    return y
+    return launch("permute", x, (x, order), y, len(order), *x.shape)
 
 
 @operation(
     "unpermute(Tensor rows, Tensor position, Tensor? probabilities, Tensor? order) -> Tensor"
 )
-def unpermute_forward(rows, position, probabilities, order=None):
+def unpermute_forward(rows, position, probabilities, order):
     """rows: [m, h]; position: [k, n], the row of each token's choices, m where it was dropped;
     probabilities: [n, k] float32, or None for 1; order, for the gradient: [m] -> [n, h]"""
     k, n = position.shape
@@ -541,10 +494,7 @@ def unpermute_forward(rows, position, probabilities, order=None):
         order=(order, rows.shape[:1], torch.int64),
     )
     m, h = rows.shape
-    y = empty(rows, n, h)
-    tensors = dense(rows), position.contiguous(), dense(probabilities), y
-    launch("unpermute", rows, *tensors, m, n, k, h)
-    return y
+    return launch("unpermute", rows, (rows, position, probabilities), empty(rows, n, h), m, n, k, h)
 
 
 @operation(
@@ -554,11 +504,10 @@ def unpermute_forward(rows, position, probabilities, order=None):
 def unpermute_backward(dy, rows, order, probabilities):
     """dy: [n, h]; rows: [m, h]; order: [m]; probabilities: [n, k] -> drows [m, h]; dprobabilities
     [n, k], 0 for dropped choices"""
-    d_rows, d_probabilities = empty(rows), empty(probabilities).zero_()
-    tensors = dense(dy), dense(rows), order.contiguous(), dense(probabilities)
+    outputs = empty(rows), empty(probabilities).zero_()
     sizes = len(rows), *probabilities.shape, rows.shape[1]
-    launch("unpermute_backward", rows, *tensors, d_rows, d_probabilities, *sizes)
-    return d_rows, d_probabilities
+    inputs = dy, rows, order, probabilities
+    return launch("unpermute_backward", rows, inputs, outputs, *sizes)
 
 
 @gradient(permute_forward, keep=(2,))
@@ -610,8 +559,8 @@ def on_device(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tenso
     " Tensor(d!)[] exp_avgs, Tensor(e!)[] exp_avg_sqs, float[] decays, Tensor control,"
     " float lr, float beta1, float beta2, float eps) -> ()"
 )
-def adamw_operation(
-    weights, lows, masters, gradients, exp_avgs, exp_avg_sqs, decays, control, *options
+def adamw_update(
+    weights, lows, masters, gradients, exp_avgs, exp_avg_sqs, decays, control, lr, beta1, beta2, eps
 ):
     """As `adamw`; lists of None are empty here."""
     w = weights[0]
@@ -626,10 +575,10 @@ def adamw_operation(
         exp_avg=(exp_avgs, state),
         exp_avg_sq=(exp_avg_sqs, state),
     )
-    for i, weight in enumerate(weights):
-        for name, (tensors, dtype) in kinds.items():
-            check("adamw", w, **{name: (tensors[i], weight.shape, dtype)})
-            if tensors[i] is not None and not tensors[i].is_contiguous():
+    for name, (tensors, dtype) in kinds.items():
+        for t, weight in zip(tensors, weights):
+            check("adamw", w, **{name: (t, weight.shape, dtype)})
+            if t is not None and not t.is_contiguous():
                 raise ValueError(f"adamw: {name} is not contiguous, and it is changed in place")
     check("adamw", w, control=(control, (3,), torch.float32))
     if len(decays) != len(weights) or bool(lows) != (w.dtype == torch.bfloat16 and not masters):
@@ -642,31 +591,20 @@ def adamw_operation(
         n = of_parameter[0].numel()
         table += [0 if t is None else t.data_ptr() for t in of_parameter]
         table += [n, blocks]
-        blocks += -(-n // query("adamw_elements", w.device, w.dtype))
+        blocks += -(-n // query("adamw_elements", w))
     if blocks:
         tables = on_device(tuple(table), torch.int64, w.device)
         decays = on_device(tuple(decays), torch.float32, w.device)
-        logarithms = [math.log(beta) for beta in options[1:3]]
         sizes = len(weights), blocks, bool(masters)
-        launch("adamw", w, tables, decays, control, *sizes, *options, *logarithms)
+        options = lr, beta1, beta2, eps, math.log(beta1), math.log(beta2)
+        launch("adamw", w, (tables, decays, control), (), *sizes, *options)
     for t in (*weights, *lows, *masters, *exp_avgs, *exp_avg_sqs):
         torch.autograd.graph.increment_version(t)
 
 
 def adamw(
-    weights: list[Tensor],
-    lows: list[Tensor | None],
-    masters: list[Tensor | None],
-    gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    decays: list[float],
-    control: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
+    weights, lows, masters, gradients, exp_avgs, exp_avg_sqs, decays, control, lr, beta1, beta2, eps
+):
     """optimizer.AdamW's update of many parameters of one kind, in place, in one launch and one pass
     over their bytes (arXiv 1711.05101, algorithm 2).
 
@@ -675,14 +613,15 @@ def adamw(
     float32     None     None       bf16                   the weight is the master
     16 bits     None     float32    float32                the master is beside the weight
 
-    gradients: float32; decays: a weight decay for each; control: float32 [3] on the device: a
-    factor of the gradients, the number of this update from 1 on, 0 to skip it. Raises ValueError.
+    Lists of these, of gradients in float32 and of weight decays, one for each parameter; control:
+    float32 [3] on the device: a factor of the gradients, the number of this update from 1 on, 0 to
+    skip it. Raises ValueError.
     """
     if not weights:
         return
     lows, masters = ([t for t in tensors if t is not None] for tensors in (lows, masters))
     lists = weights, lows, masters, gradients, exp_avgs, exp_avg_sqs, decays
-    adamw_operation(*lists, control, lr, beta1, beta2, eps)
+    adamw_update(*lists, control, lr, beta1, beta2, eps)
 
 
 # --- in a model -----------------------------------------------------------------------------------

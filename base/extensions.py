@@ -1,8 +1,7 @@
 """Builds C++ and CUDA libraries once per machine, keeps them, and calls their functions.
 
-    name = extensions.name_of("fused", sources, flags)
-    library = extensions.load(name, lambda folder: compile_sources(name, folder, sources, ..))
-    extensions.call(library, "swiglu", stream, x, y, 1024)
+    library = extensions.load("fused", {"swiglu.cu": text}, extra_cuda_cflags=flags)
+    extensions.call(library, "swiglu", stream, x, y, 1, 1024)
 
 torch.utils.cpp_extension compiles. This file adds that one process of a machine builds while the
 others wait, that a build which was killed leaves nothing behind, and that a library is taken only
@@ -17,6 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 
@@ -32,41 +32,17 @@ def name_of(prefix: str, *build) -> str:
     return f"{prefix}_{hashlib.sha256(everything.encode()).hexdigest()[:16]}"
 
 
-def load(name: str, compile_into) -> ctypes.CDLL:
-    """The library `name`. Where no process of this machine has built it, compile_into(folder) makes
-    folder/NAME.so first.
+def load(prefix: str, sources: dict[str, str], **options) -> ctypes.CDLL:
+    """The library of {file name: text}, built where no process of this machine has done so.
+    options: of torch.utils.cpp_extension.load.
 
     Raises RuntimeError if a compiler fails, OSError if there is no compiler, or if what was built
     cannot be loaded.
     """
+    name = name_of(prefix, sources, options, torch.__version__, torch.version.cuda)
     folder = folder_of(name)
-    once(folder, f"{name}.so", lambda: compile_into(folder))
+    once(folder, f"{name}.so", lambda: compile_sources(name, folder, sources, options))
     return ctypes.CDLL(str(folder / f"{name}.so"))
-
-
-def call(library: ctypes.CDLL, name: str, *args) -> int | None:
-    """Call NAME(..): tensors as addresses, None as a null pointer, numbers as int64_t or double.
-
-    A function of a stream, which is None or a c_void_p and comes first, returns nullptr or a
-    message, which becomes a RuntimeError. Any other returns an int64_t.
-    """
-    function = getattr(library, name)
-    if not args or isinstance(args[0], int):
-        function.restype = ctypes.c_int64
-        return function(*map(as_c, args))
-    function.restype = ctypes.c_char_p
-    if message := function(*map(as_c, args)):
-        raise RuntimeError(f"{name}: {message.decode()}")
-
-
-def as_c(argument):
-    if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr() if argument.numel() else None)
-    if isinstance(argument, int):
-        return ctypes.c_int64(argument)
-    if isinstance(argument, float):
-        return ctypes.c_double(argument)
-    return argument
 
 
 def once(folder: Path, file: str, make) -> None:
@@ -94,11 +70,12 @@ def cuda_root() -> Path | None:
     return None
 
 
-def compile_sources(name: str, folder: Path, sources: dict[str, str], **options) -> None:
+def compile_sources(name: str, folder: Path, sources: dict[str, str], options: dict) -> None:
     """Compile {file name: text} into folder/NAME.so. Only files that end in .cpp or .cu are
     compiled; the others are there to be included."""
     from torch.utils import cpp_extension
 
+    print(f"compiling CUDA kernels into {folder}", file=sys.stderr, flush=True)
     scratch = folder / "build"
     search_path = os.environ.get("PATH", os.defpath)
     # A build that was killed left a lock, which cpp_extension would wait for.
@@ -106,12 +83,12 @@ def compile_sources(name: str, folder: Path, sources: dict[str, str], **options)
     scratch.mkdir()
     for file, text in sources.items():
         (scratch / file).write_text(text)
-    compiled = sorted(str(path) for path in scratch.iterdir() if path.suffix in (".cpp", ".cu"))
+    compiled = [str(scratch / file) for file in sources if file.endswith((".cpp", ".cu"))]
     if root := cuda_root():
         cpp_extension.CUDA_HOME = str(root)
     # pip installs ninja beside the Python executable.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{search_path}"
-    options |= dict(build_directory=str(scratch), is_python_module=False)
+    options = options | dict(build_directory=str(scratch), is_python_module=False)
     try:
         cpp_extension.load(name, compiled, **options)
     finally:
@@ -127,3 +104,28 @@ def first_error(output: str) -> str:
         if says_why and "Error building" not in line:
             return line.strip()
     return lines[0].strip()
+
+
+def call(library: ctypes.CDLL, name: str, *args) -> int | None:
+    """Call NAME(..): tensors as addresses, None as a null pointer, numbers as int64_t or double.
+
+    A function of a stream, which is None or a c_void_p and comes first, returns nullptr or a
+    message, which becomes a RuntimeError. Any other returns an int64_t.
+    """
+    function = getattr(library, name)
+    if not args or isinstance(args[0], int):
+        function.restype = ctypes.c_int64
+        return function(*map(as_c, args))
+    function.restype = ctypes.c_char_p
+    if message := function(*map(as_c, args)):
+        raise RuntimeError(f"{name}: {message.decode()}")
+
+
+def as_c(argument):
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr() if argument.numel() else None)
+    if isinstance(argument, int):
+        return ctypes.c_int64(argument)
+    if isinstance(argument, float):
+        return ctypes.c_double(argument)
+    return argument

@@ -8,15 +8,17 @@
 // Where the master weight is: the float weight itself; split between `weight` and `low`; a tensor
 // of its own beside the 16-bit weight, with moments in float.
 enum Master { ITSELF, SPLIT, BESIDE };
+template <Master MASTER>
+using Moment = std::conditional_t<MASTER == BESIDE, float, __nv_bfloat16>;
 
 // One row of the table that kernels.py writes, 8 numbers of 64 bits each.
-template <typename S>
+template <Master MASTER>
 struct Parameter {
     T* weight;
     int16_t* low;
     float* master;
     const float* gradient;
-    S *exp_avg, *exp_avg_sq;
+    Moment<MASTER>*exp_avg, *exp_avg_sq;
     int64_t n;
     // The first block that works on it.
     int64_t first_block;
@@ -29,15 +31,14 @@ struct Options {
 };
 
 // Updates the N elements from `at` on: w = w keep - step_size m / (sqrt(v) / root + eps)
-template <int N, typename S, Master MASTER>
+template <int N, Master MASTER>
 __device__ __forceinline__ void update(
-    const Parameter<S>& p, int64_t at, const Options& o, float scale, float keep, float step_size,
-    float root) {
+    const Parameter<MASTER>& p, int64_t at, const Options& o, float scale, float keep,
+    float step_size, float root) {
     Vector<T, N> weights;
     Vector<int16_t, N> lows;
-    Vector<float, N> masters;
-    Vector<float, N> g = read<N>(p.gradient + at);
-    Vector<S, N> m = read<N>(p.exp_avg + at), v = read<N>(p.exp_avg_sq + at);
+    Vector<float, N> masters, g = read<N>(p.gradient + at);
+    Vector<Moment<MASTER>, N> m = read<N>(p.exp_avg + at), v = read<N>(p.exp_avg_sq + at);
     if constexpr (MASTER != BESIDE) weights = read<N>(p.weight + at);
     if constexpr (MASTER == SPLIT) lows = read<N>(p.low + at);
     if constexpr (MASTER == BESIDE) masters = read<N>(p.master + at);
@@ -78,12 +79,12 @@ __device__ __forceinline__ void update(
 constexpr int ELEMENTS = 256 * 8;
 
 // control: (factor of the gradients, number of this update from 1 on, 0 to skip the step)
-template <typename S, Master MASTER>
-__global__ void __launch_bounds__(256) adamw_kernel(
-    const Parameter<S>* __restrict__ table, const float* __restrict__ decays,
-    const float* __restrict__ control, int count, Options o) {
+template <Master MASTER>
+__global__ void __launch_bounds__(256)
+    adamw_kernel(const void* rows, In<float> decays, In<float> control, int count, Options o) {
     if (control[2] == 0.f) return;
     // The last parameter whose first block is not behind this one: a binary search.
+    const Parameter<MASTER>* __restrict__ table = static_cast<const Parameter<MASTER>*>(rows);
     int low = 0, high = count - 1;
     while (low < high) {
         int middle = (low + high + 1) / 2;
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(256) adamw_kernel(
         else
             high = middle - 1;
     }
-    Parameter<S> p = table[low];
+    Parameter<MASTER> p = table[low];
     float keep = 1.f - o.lr * decays[low];
     float step_size = o.lr / -expm1f(control[1] * o.log_beta1);
     float root = sqrtf(-expm1f(control[1] * o.log_beta2));
@@ -104,19 +105,9 @@ __global__ void __launch_bounds__(256) adamw_kernel(
                 reinterpret_cast<uintptr_t>(p.exp_avg) | reinterpret_cast<uintptr_t>(p.exp_avg_sq);
     int64_t whole = bits % 16 ? first : end - (end - first) % 8;
     int64_t at = first + threadIdx.x * 8;
-    if (at < whole) update<8, S, MASTER>(p, at, o, control[0], keep, step_size, root);
+    if (at < whole) update<8>(p, at, o, control[0], keep, step_size, root);
     for (at = whole + threadIdx.x; at < end; at += blockDim.x)
-        update<1, S, MASTER>(p, at, o, control[0], keep, step_size, root);
-}
-
-template <typename S, Master MASTER>
-const char* launch_adamw(
-    cudaStream_t stream, const void* table, const float* decays, const float* control,
-    int64_t count, int64_t blocks, Options o) {
-    auto rows = reinterpret_cast<const Parameter<S>*>(table);
-    auto kernel = adamw_kernel<S, MASTER>;
-    kernel<<<blocks, 256, 0, stream>>>(rows, decays, control, count, o);
-    return failure();
+        update<1>(p, at, o, control[0], keep, step_size, root);
 }
 
 // How many elements a block updates.
@@ -124,14 +115,14 @@ extern "C" int64_t adamw_elements() { return ELEMENTS; }
 
 // table: [count, 8]; decays: [count]. Moments are bf16 but where masters are beside the weights.
 extern "C" const char* adamw(
-    cudaStream_t stream, const int64_t* table, const float* decays, const float* control,
-    int64_t count, int64_t blocks, int64_t beside, double lr, double beta1, double beta2,
-    double eps, double log_beta1, double log_beta2) {
+    cudaStream_t stream, const int64_t* table, In<float> decays, In<float> control, int64_t count,
+    int64_t blocks, int64_t beside, double lr, double beta1, double beta2, double eps,
+    double log_beta1, double log_beta2) {
+    // fp16 weights have their masters beside them.
+    constexpr Master OWN = std::is_same_v<T, __nv_bfloat16> ? SPLIT : ITSELF;
     Options o{float(lr),  float(beta1),     float(beta2),
               float(eps), float(log_beta1), float(log_beta2)};
-    if (beside)
-        return launch_adamw<float, BESIDE>(stream, table, decays, control, count, blocks, o);
-    constexpr Master MASTER = std::is_same_v<T, __nv_bfloat16> ? SPLIT : ITSELF;
-    // fp16 weights have their masters beside them.
-    return launch_adamw<__nv_bfloat16, MASTER>(stream, table, decays, control, count, blocks, o);
+    auto kernel = beside ? adamw_kernel<BESIDE> : adamw_kernel<OWN>;
+    kernel<<<blocks, 256, 0, stream>>>(table, decays, control, count, o);
+    return failure();
 }

@@ -36,62 +36,42 @@ struct Mask {
         uint32_t sample = mix(uint32_t(keys[uint32_t(row) / s]) ^ site);
         return first_step(mix(sample ^ spread(uint32_t(row) % s + 1 + start)));
     }
-    __device__ float apply(uint32_t row_hash, uint32_t column_hash, float x) const {
-        bool dropped = (rest(row_hash ^ column_hash) ^ 0x80000000u) < limit;
+    __device__ uint32_t of_column(int column) const { return first_step(spread(column + 1)); }
+    __device__ float apply(float x, uint32_t of_row, uint32_t of_column) const {
+        bool dropped = (rest(of_row ^ of_column) ^ 0x80000000u) < limit;
         return dropped ? 0.f : x * scale;
     }
 };
-struct ColumnHashes {
-    uint32_t at[W];
-    __device__ ColumnHashes() {
-        #pragma unroll
-        for (int w = 0; w < W; w++)
-            at[w] = first_step(spread(own_column() + w + 1));
+
+struct Forward : Mask {
+    __device__ uint32_t of_row(int64_t row) const { return keys ? Mask::of_row(row) : 0; }
+    __device__ float operator()(
+        float x, float residual, float bias, uint32_t of_row, uint32_t of_column) const {
+        x += bias;
+        return residual + (keys ? apply(x, of_row, of_column) : x);
+    }
+};
+struct Backward : Mask {
+    __device__ float operator()(
+        float dy, float, float, uint32_t of_row, uint32_t of_column) const {
+        return apply(dy, of_row, of_column);
     }
 };
 
-__global__ void __launch_bounds__(WIDE * DEEP, 2) dropout_add_forward(
-    const T* __restrict__ x, const T* __restrict__ bias, const T* __restrict__ residual,
-    T* __restrict__ y, int64_t rows, int h, Mask mask) {
-    Vector<float> own = own_bias(bias, h);
-    ColumnHashes columns;
-    auto of_row = [&](int64_t row) { return mask.keys ? mask.of_row(row) : 0u; };
-    auto element = [&](uint32_t row_hash, int w, float x, float residual) {
-        x += own.at[w];
-        return residual + (mask.keys ? mask.apply(row_hash, columns.at[w], x) : x);
-    };
-    down_columns(x, residual, y, nullptr, rows, h, of_row, element);
-}
-
-__global__ void __launch_bounds__(WIDE * DEEP, 2) dropout_add_backward(
-    const T* __restrict__ dy, T* __restrict__ dx, float* __restrict__ parts, int64_t rows, int h,
-    Mask mask) {
-    ColumnHashes columns;
-    auto of_row = [&](int64_t row) { return mask.of_row(row); };
-    auto element = [&](uint32_t row_hash, int w, float dy, float) {
-        return mask.apply(row_hash, columns.at[w], dy);
-    };
-    down_columns(dy, nullptr, dx, parts, rows, h, of_row, element);
-}
-
 extern "C" const char* bias_dropout_add(
-    cudaStream_t stream, const T* x, const T* bias, const T* residual, const int32_t* keys, T* y,
-    int64_t rows, int64_t h, int64_t s, int64_t start, int64_t site, int64_t limit, double scale) {
+    cudaStream_t stream, In<> x, In<> bias, In<> residual, In<int32_t> keys, T* y, int64_t rows,
+    int64_t h, int64_t s, int64_t start, int64_t site, int64_t limit, double scale) {
     Mask mask{keys, uint32_t(s), start, uint32_t(site), uint32_t(limit), float(scale)};
-    dim3 grid = column_grid(rows, h, resident_blocks(dropout_add_forward)), block(WIDE, DEEP);
-    dropout_add_forward<<<grid, block, 0, stream>>>(x, bias, residual, y, rows, h, mask);
-    return failure();
+    return launch_columns<Forward, false>(
+        stream, x, residual, bias, y, nullptr, nullptr, rows, h, {mask});
 }
 extern "C" int64_t bias_dropout_add_parts(int64_t rows, int64_t h) {
-    return column_grid(rows, h, resident_blocks(dropout_add_backward)).y;
+    return column_grid<Backward, true>(rows, h).y;
 }
-// parts: [bias_dropout_add_parts, h] floats; null: no gradient of the bias.
 extern "C" const char* bias_dropout_add_backward(
-    cudaStream_t stream, const T* dy, const int32_t* keys, T* dx, T* d_bias, float* parts,
-    int64_t rows, int64_t h, int64_t s, int64_t start, int64_t site, int64_t limit, double scale) {
+    cudaStream_t stream, In<> dy, In<int32_t> keys, T* dx, T* d_bias, float* parts, int64_t rows,
+    int64_t h, int64_t s, int64_t start, int64_t site, int64_t limit, double scale) {
     Mask mask{keys, uint32_t(s), start, uint32_t(site), uint32_t(limit), float(scale)};
-    dim3 grid = column_grid(rows, h, resident_blocks(dropout_add_backward)), block(WIDE, DEEP);
-    dropout_add_backward<<<grid, block, 0, stream>>>(dy, dx, parts, rows, h, mask);
-    if (parts) launch_sum_parts(stream, parts, d_bias, nullptr, grid.y, h);
-    return failure();
+    return launch_columns<Backward, true>(
+        stream, dy, nullptr, nullptr, dx, d_bias, parts, rows, h, {mask});
 }

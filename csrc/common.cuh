@@ -28,6 +28,7 @@
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <algorithm>
 #include <cassert>
 #include <cfloat>
 #include <cstdint>
@@ -38,6 +39,12 @@
 #define ELEMENT __nv_bfloat16
 #endif
 using T = ELEMENT;
+
+// Memory that a kernel reads, and that it writes: no other pointer reaches it.
+template <typename E = T>
+using In = const E* __restrict__;
+template <typename E = T>
+using Out = E* __restrict__;
 
 // What one load or store instruction moves: at most 16 bytes, which are 8 elements of 16 bits. Wide
 // vectors need fewer instructions and keep more bytes in flight. If memory answers after 700 ns,
@@ -72,22 +79,12 @@ __device__ __forceinline__ void round_to(__half& to, float x) { to = __float2hal
 // 2^x and 1/x in one instruction each. Results below 2^-126 become 0; __expf and __fdividef spend
 // more instructions to keep those.
 __device__ __forceinline__ float exp2_fast(float x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return exp2f(x);
-#endif
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
 }
 __device__ __forceinline__ float reciprocal_fast(float x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return 1 / x;
-#endif
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
 }
 
 // e^x: two instructions where elements have 16 bits, whose rounding hides the error; the accurate
@@ -120,9 +117,12 @@ inline const char* failure() {
     return error ? cudaGetErrorString(error) : nullptr;
 }
 
-inline int64_t multiprocessors() {
-    int device = 0, count = 0;
+// How many blocks of a kernel all multiprocessors hold at once.
+template <typename K>
+int64_t resident_blocks(K kernel, int threads) {
+    int device = 0, multiprocessors = 0, blocks = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    return count;
+    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0);
+    return int64_t(multiprocessors) * blocks;
 }

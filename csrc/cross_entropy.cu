@@ -37,8 +37,8 @@ __device__ __forceinline__ void along_row(const T* row, int n, F f) {
 }
 
 __global__ void __launch_bounds__(512) cross_entropy_forward(
-    const T* __restrict__ logits, const int64_t* __restrict__ targets, float* __restrict__ largest,
-    float* __restrict__ total, float* __restrict__ target_logit, int V, int valid) {
+    In<> logits, In<int64_t> targets, Out<float> largest, Out<float> total,
+    Out<float> target_logit, int V, int valid) {
     const T* row = logits + int64_t(blockIdx.x) * V;
     // Not -infinity: (-infinity) - (-infinity) is NaN.
     float most = -FLT_MAX;
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(512) cross_entropy_forward(
 }
 
 __global__ void __launch_bounds__(512) cross_entropy_backward(
-    T* __restrict__ logits, const int64_t* __restrict__ targets, const float* __restrict__ largest,
-    const float* __restrict__ total, const float* __restrict__ grad, int V, int valid) {
+    Out<> logits, In<int64_t> targets, In<float> largest, In<float> total, In<float> grad, int V,
+    int valid) {
     T* row = logits + int64_t(blockIdx.x) * V;
     float down = largest[blockIdx.x];
     float d = grad[blockIdx.x];
@@ -96,15 +96,15 @@ __global__ void __launch_bounds__(512) cross_entropy_backward(
 }
 
 extern "C" const char* cross_entropy_statistics(
-    cudaStream_t stream, const T* logits, const int64_t* targets, float* largest, float* total,
+    cudaStream_t stream, In<> logits, In<int64_t> targets, float* largest, float* total,
     float* target_logit, int64_t rows, int64_t V, int64_t valid) {
     cross_entropy_forward<<<rows, 512, 0, stream>>>(
         logits, targets, largest, total, target_logit, V, valid);
     return failure();
 }
 extern "C" const char* cross_entropy_gradient(
-    cudaStream_t stream, T* logits, const int64_t* targets, const float* largest,
-    const float* total, const float* grad, int64_t rows, int64_t V, int64_t valid) {
+    cudaStream_t stream, In<int64_t> targets, In<float> largest, In<float> total, In<float> grad,
+    T* logits, int64_t rows, int64_t V, int64_t valid) {
     cross_entropy_backward<<<rows, 512, 0, stream>>>(
         logits, targets, largest, total, grad, V, valid);
     return failure();

@@ -10,14 +10,13 @@
 // [rows, h] where there are many more rows than blocks. The result is the same every time; atomics
 // would add in any order. (One last block could not do it: one of 132 multiprocessors has one
 // percent of the bandwidth.)
-#include "parts.cuh"
+#include "columns.cuh"
 #include "rows.cuh"
 
 template <int K, int MOST, bool MEAN>
 __global__ void __launch_bounds__(MOST) norm_forward_kernel(
-    const T* __restrict__ x, const T* __restrict__ residual, const T* __restrict__ weight,
-    const T* __restrict__ bias, T* __restrict__ z, T* __restrict__ y, float* __restrict__ means,
-    float* __restrict__ rstds, int64_t rows, int h, float eps) {
+    In<> x, In<> residual, In<> weight, In<> bias, Out<> z, Out<> y, Out<float> means,
+    Out<float> rstds, int64_t rows, int h, float eps) {
     int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     // Threads without a row go along: all threads of a block meet in over_row.
     int n = row < rows ? h : 0;
@@ -63,10 +62,9 @@ __global__ void __launch_bounds__(MOST) norm_forward_kernel(
 // dw = sum over rows of dy u,  db = sum over rows of dy
 template <int K, int MOST, bool MEAN>
 __global__ void __launch_bounds__(MOST) norm_backward_kernel(
-    const T* __restrict__ dy, const T* __restrict__ dz, const T* __restrict__ z,
-    const T* __restrict__ weight, const float* __restrict__ means, const float* __restrict__ rstds,
-    T* __restrict__ dx, float* __restrict__ parts, int64_t rows, int h) {
-    float of_column[MEAN ? 2 : 1][K][W] = {};
+    In<> dy, In<> dz, In<> z, In<> weight, In<float> means, In<float> rstds, Out<> dx,
+    Out<float> parts, int64_t rows, int h) {
+    Vector<float> of_column[MEAN ? 2 : 1][K] = {};
     for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows;
          first += int64_t(gridDim.x) * blockDim.y) {
         int64_t row = first + threadIdx.y;
@@ -81,8 +79,8 @@ __global__ void __launch_bounds__(MOST) norm_backward_kernel(
             float g = grad(k, w) * scale(k, w);
             sums[0] += g * unit;
             sums[1] += g;
-            of_column[0][k][w] += grad(k, w) * unit;
-            if constexpr (MEAN) of_column[1][k][w] += grad(k, w);
+            of_column[0][k].at[w] += grad(k, w) * unit;
+            if constexpr (MEAN) of_column[1][k].at[w] += grad(k, w);
         });
         over_row<Sum>(sums);
         float along = sums[0] / h;
@@ -102,13 +100,8 @@ __global__ void __launch_bounds__(MOST) norm_backward_kernel(
         float* out = parts + (int64_t(which) * gridDim.x + blockIdx.x) * h;
         #pragma unroll
         for (int k = 0; k < K; k++) {
-            Vector<float> sum;
-            #pragma unroll
-            for (int w = 0; w < W; w++)
-                sum.at[w] = of_column[which][k][w];
-            int column = Row<K>::column(k);
-            if (column < h)
-                write((blockDim.y == 1 ? out : of_row + threadIdx.y * h) + column, sum);
+            float* to = blockDim.y == 1 ? out : of_row + threadIdx.y * h;
+            if (Row<K>::column(k) < h) write(to + Row<K>::column(k), of_column[which][k]);
         }
         if (blockDim.y == 1) continue;
         __syncthreads();
@@ -125,41 +118,42 @@ __global__ void __launch_bounds__(MOST) norm_backward_kernel(
 
 // A bias makes it LayerNorm. residual may be null, and then z is not written.
 extern "C" const char* norm_forward(
-    cudaStream_t stream, const T* x, const T* residual, const T* weight, const T* bias, T* z, T* y,
-    float* means, float* rstds, int64_t rows, int64_t h, double eps) {
-    with_row(h, [&](auto K, auto MOST, dim3 block) {
+    cudaStream_t stream, In<> x, In<> residual, In<> weight, In<> bias, T* z, T* y, float* means,
+    float* rstds, int64_t rows, int64_t h, double eps) {
+    return with_row(h, [&](auto K, auto MOST, dim3 block) {
         auto kernel = bias ? norm_forward_kernel<K.value, MOST.value, true>
                            : norm_forward_kernel<K.value, MOST.value, false>;
-        dim3 grid(pieces(rows, block.y));
-        kernel<<<grid, block, 0, stream>>>(
+        kernel<<<pieces(rows, block.y), block, 0, stream>>>(
             x, residual, weight, bias, z, y, means, rstds, rows, h, eps);
+        return failure();
     });
-    return failure();
+}
+
+// launch(kernel, block), the kernel for rows of h elements.
+template <typename F>
+auto with_backward(int64_t h, bool mean, F launch) {
+    return with_row(h, [&](auto K, auto MOST, dim3 block) {
+        auto kernel = mean ? norm_backward_kernel<K.value, MOST.value, true>
+                           : norm_backward_kernel<K.value, MOST.value, false>;
+        return launch(kernel, block);
+    });
 }
 
 // As many blocks as all multiprocessors hold at a time, or as have rows. Each leaves partial sums.
 extern "C" int64_t norm_blocks(int64_t rows, int64_t h, int64_t mean) {
-    return with_row(h, [&](auto K, auto MOST, dim3 block) {
-        auto kernel = mean ? norm_backward_kernel<K.value, MOST.value, true>
-                           : norm_backward_kernel<K.value, MOST.value, false>;
-        int blocks = 0;
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, block.x * block.y, 0);
-        int64_t resident = blocks * multiprocessors(), most = pieces(rows, block.y);
-        return resident < most ? resident : most;
+    return with_backward(h, mean, [&](auto kernel, dim3 block) {
+        return std::min(resident_blocks(kernel, block.x * block.y), pieces(rows, block.y));
     });
 }
 
-// dz may be null. parts: [1 or 2, blocks, h] floats; null: no gradients of weight and bias.
+// dz may be null. parts: [1 or 2, blocks, h] floats; null: no gradients of weight and bias, which
+// are one tensor [1 or 2, h].
 extern "C" const char* norm_backward(
-    cudaStream_t stream, const T* dy, const T* dz, const T* z, const T* weight, const float* means,
-    const float* rstds, T* dx, T* dw, T* db, float* parts, int64_t rows, int64_t h, int64_t mean,
-    int64_t blocks) {
-    with_row(h, [&](auto K, auto MOST, dim3 block) {
-        auto kernel = mean ? norm_backward_kernel<K.value, MOST.value, true>
-                           : norm_backward_kernel<K.value, MOST.value, false>;
-        kernel<<<blocks, block, 0, stream>>>(
-            dy, dz, z, weight, means, rstds, dx, parts, rows, h);
+    cudaStream_t stream, In<> dy, In<> dz, In<> z, In<> weight, In<float> means, In<float> rstds,
+    T* dx, T* dweights, float* parts, int64_t rows, int64_t h, int64_t mean, int64_t blocks) {
+    with_backward(h, mean, [&](auto kernel, dim3 block) {
+        kernel<<<blocks, block, 0, stream>>>(dy, dz, z, weight, means, rstds, dx, parts, rows, h);
     });
-    if (parts) launch_sum_parts(stream, parts, dw, db, blocks, h);
+    launch_sum_parts(stream, parts, dweights, mean ? 2 : 1, blocks, h);
     return failure();
 }

@@ -6,9 +6,8 @@
 #include "rows.cuh"
 
 // Indices are divided in 32 bits: a division of 64 bits takes many instructions.
-__global__ void __launch_bounds__(256) permute_rows(
-    const T* __restrict__ x, const int64_t* __restrict__ order, T* __restrict__ y, int64_t m,
-    int64_t n, int h) {
+__global__ void __launch_bounds__(256)
+    permute_rows(In<> x, In<int64_t> order, Out<> y, int64_t m, int64_t n, int h) {
     int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= m) return;
     const T* from = x + int64_t(uint32_t(order[row]) % uint32_t(n)) * h;
@@ -17,36 +16,34 @@ __global__ void __launch_bounds__(256) permute_rows(
         write(y + row * h + column, read(from + column));
 }
 
-// Where the row of a token's choice is (m: it was dropped), and its probability. The next choice's
-// are read before this one's row is used, so that not every choice waits for two reads in turn.
-struct Choice {
-    int64_t row;
-    float probability;
-    __device__ Choice(
-        const int64_t* position, const float* probabilities, int64_t n, int k, int64_t token,
-        int choice) {
-        row = position[choice * n + token];
-        probability = probabilities ? probabilities[token * k + choice] : 1.f;
-    }
-};
-
 __global__ void __launch_bounds__(256) unpermute_rows(
-    const T* __restrict__ rows, const int64_t* __restrict__ position,
-    const float* __restrict__ probabilities, T* __restrict__ y, int64_t m, int64_t n, int k,
+    In<> rows, In<int64_t> position, In<float> probabilities, Out<> y, int64_t m, int64_t n, int k,
     int h) {
     int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     if (token >= n) return;
+    // Where the row of a choice is (m: it was dropped), and its probability.
+    auto row_of = [&](int choice) { return position[choice * n + token]; };
+    auto probability_of = [&](int choice) {
+        return probabilities ? probabilities[token * k + choice] : 1.f;
+    };
     for (int column = threadIdx.x * W; column < h; column += blockDim.x * W) {
         float sum[W] = {};
-        Choice next(position, probabilities, n, k, token, 0);
+        int64_t next = row_of(0);
+        float next_probability = probability_of(0);
         for (int choice = 0; choice < k; choice++) {
-            Choice now = next;
-            if (choice + 1 < k) next = Choice(position, probabilities, n, k, token, choice + 1);
-            if (now.row >= m) continue;
-            Vector<> in = read(rows + now.row * h + column);
+            int64_t row = next;
+            float probability = next_probability;
+            // The next choice's are read before this one's row is used, so that not every choice
+            // waits for two reads in turn.
+            if (choice + 1 < k) {
+                next = row_of(choice + 1);
+                next_probability = probability_of(choice + 1);
+            }
+            if (row >= m) continue;
+            Vector<> in = read(rows + row * h + column);
             #pragma unroll
             for (int w = 0; w < W; w++)
-                sum[w] += now.probability * to_float(in.at[w]);
+                sum[w] += probability * to_float(in.at[w]);
         }
         Vector<> out;
         #pragma unroll
@@ -58,9 +55,8 @@ __global__ void __launch_bounds__(256) unpermute_rows(
 
 // d_rows = probability dy[token],  d_probability = rows . dy[token]
 __global__ void __launch_bounds__(256) unpermute_rows_backward(
-    const T* __restrict__ dy, const T* __restrict__ rows, const int64_t* __restrict__ order,
-    const float* __restrict__ probabilities, T* __restrict__ d_rows,
-    float* __restrict__ d_probabilities, int64_t m, int64_t n, int k, int h) {
+    In<> dy, In<> rows, In<int64_t> order, In<float> probabilities, Out<> d_rows,
+    Out<float> d_probabilities, int64_t m, int64_t n, int k, int h) {
     int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     // Index into probabilities [n, k].
     int64_t at = 0;
@@ -91,25 +87,25 @@ dim3 row_block(int64_t h) {
 }
 
 extern "C" const char* permute(
-    cudaStream_t stream, const T* x, const int64_t* order, T* y, int64_t m, int64_t n, int64_t h) {
-    dim3 block = row_block(h), grid(pieces(m, block.y));
-    permute_rows<<<grid, block, 0, stream>>>(x, order, y, m, n, h);
+    cudaStream_t stream, In<> x, In<int64_t> order, T* y, int64_t m, int64_t n, int64_t h) {
+    dim3 block = row_block(h);
+    permute_rows<<<pieces(m, block.y), block, 0, stream>>>(x, order, y, m, n, h);
     return failure();
 }
 // probabilities may be null, for 1.
 extern "C" const char* unpermute(
-    cudaStream_t stream, const T* rows, const int64_t* position, const float* probabilities, T* y,
-    int64_t m, int64_t n, int64_t k, int64_t h) {
-    dim3 block = row_block(h), grid(pieces(n, block.y));
-    unpermute_rows<<<grid, block, 0, stream>>>(rows, position, probabilities, y, m, n, k, h);
+    cudaStream_t stream, In<> rows, In<int64_t> position, In<float> probabilities, T* y, int64_t m,
+    int64_t n, int64_t k, int64_t h) {
+    dim3 block = row_block(h);
+    unpermute_rows<<<pieces(n, block.y), block, 0, stream>>>(
+        rows, position, probabilities, y, m, n, k, h);
     return failure();
 }
 extern "C" const char* unpermute_backward(
-    cudaStream_t stream, const T* dy, const T* rows, const int64_t* order,
-    const float* probabilities, T* d_rows, float* d_probabilities, int64_t m, int64_t n, int64_t k,
-    int64_t h) {
-    dim3 block = row_block(h), grid(pieces(m, block.y));
-    unpermute_rows_backward<<<grid, block, 0, stream>>>(
+    cudaStream_t stream, In<> dy, In<> rows, In<int64_t> order, In<float> probabilities, T* d_rows,
+    float* d_probabilities, int64_t m, int64_t n, int64_t k, int64_t h) {
+    dim3 block = row_block(h);
+    unpermute_rows_backward<<<pieces(m, block.y), block, 0, stream>>>(
         dy, rows, order, probabilities, d_rows, d_probabilities, m, n, k, h);
     return failure();
 }

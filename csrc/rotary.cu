@@ -13,27 +13,16 @@ struct Heads {
     int64_t batch, head, position;
     int heads;
 };
-// Where a token's head is read and written. live: whether there is such a head.
+// Where a head is read and written; null: there is no such head.
 struct Place {
     const T* x;
     T* y;
-    bool live;
-    __device__ Place(
-        const Heads& q, const Heads& k, int head, int64_t b, int64_t position, int64_t token,
-        int d) {
-        const Heads& of = head < q.heads ? q : k;
-        int64_t own = head < q.heads ? head : head - q.heads;
-        live = head < q.heads + k.heads;
-        x = of.from + b * of.batch + own * of.head + position * of.position;
-        y = of.to + (token * of.heads + own) * d;
-    }
 };
 
 constexpr int OF_THREAD = 4;
 
 __global__ void __launch_bounds__(256) rotary_kernel(
-    Heads q, Heads k, const T* __restrict__ cosine, const T* __restrict__ sine, int64_t tokens,
-    int s, int d, float sign) {
+    Heads q, Heads k, In<> cosine, In<> sine, int64_t tokens, int s, int d, float sign) {
     // 32 bits: a division of 64 bits takes many instructions.
     uint32_t pairs = d / 2 / W, groups = (q.heads + k.heads + OF_THREAD - 1) / OF_THREAD;
     uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -41,19 +30,27 @@ __global__ void __launch_bounds__(256) rotary_kernel(
     if (token >= tokens) return;
     int low = i % pairs * W, high = low + d / 2, group = i / pairs % groups;
     int64_t b = uint32_t(token) / uint32_t(s), position = uint32_t(token) % uint32_t(s);
+    auto place = [&](int j) -> Place {
+        int head = group + j * groups;
+        const Heads& of = head < q.heads ? q : k;
+        int64_t own = head < q.heads ? head : head - q.heads;
+        if (own >= of.heads) return {};
+        const T* x = of.from + b * of.batch + own * of.head + position * of.position;
+        return {x, of.to + (token * of.heads + own) * d};
+    };
     Vector<> c = read(cosine + position * d + low), n = read(sine + position * d + low);
     Vector<> first[OF_THREAD], second[OF_THREAD];
     #pragma unroll
     for (int j = 0; j < OF_THREAD; j++) {
-        Place at(q, k, group + j * groups, b, position, token, d);
-        if (!at.live) continue;
+        Place at = place(j);
+        if (!at.x) continue;
         first[j] = read(at.x + low);
         second[j] = read(at.x + high);
     }
     #pragma unroll
     for (int j = 0; j < OF_THREAD; j++) {
-        Place at(q, k, group + j * groups, b, position, token, d);
-        if (!at.live) continue;
+        Place at = place(j);
+        if (!at.x) continue;
         Vector<> out_first, out_second;
         #pragma unroll
         for (int w = 0; w < W; w++) {
@@ -68,7 +65,7 @@ __global__ void __launch_bounds__(256) rotary_kernel(
 }
 
 extern "C" const char* rotary(
-    cudaStream_t stream, const T* q, const T* k, const T* cosine, const T* sine, T* q_out, T* k_out,
+    cudaStream_t stream, In<> cosine, In<> sine, T* q_out, T* k_out, In<> q, In<> k,
     int64_t q_batch, int64_t q_head, int64_t q_position, int64_t k_batch, int64_t k_head,
     int64_t k_position, int64_t b, int64_t q_heads, int64_t k_heads, int64_t s, int64_t d,
     double sign) {

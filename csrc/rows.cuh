@@ -1,6 +1,7 @@
 // Rows that stay in registers, for norms.cu and causal_softmax.cu.
 #pragma once
 #include "common.cuh"
+#include <type_traits>
 
 // A row of n elements, a multiple of W. blockDim.x threads hold K vectors each; neighbouring
 // threads hold neighbouring vectors. All K loads are in flight before the first is used. Elements
@@ -84,9 +85,7 @@ __device__ __forceinline__ void over_row(float (&x)[N]) {
 // for another warp; several such rows share a block of at most MOST threads. Rows of more than 2048
 // vectors do not fit, and PyTorch computes them.
 template <int N>
-struct Number {
-    static constexpr int value = N;
-};
+using Number = std::integral_constant<int, N>;
 
 template <typename F>
 auto with_row(int64_t n, F launch) {

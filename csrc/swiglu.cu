@@ -47,19 +47,22 @@ __global__ void __launch_bounds__(256) swiglu_backward_by_vector(
     write(d_up + i * W, out_u);
 }
 
-// n > 0: elements, a multiple of W but for the first try.
+// Elements: rows h > 0, a multiple of W but for the first try.
 extern "C" const char* swiglu_naive(
-    cudaStream_t stream, const T* gate, const T* up, T* y, int64_t n) {
-    swiglu_by_element<<<pieces(n, 256), 256, 0, stream>>>(gate, up, y, n);
+    cudaStream_t stream, In<> gate, In<> up, T* y, int64_t rows, int64_t h) {
+    swiglu_by_element<<<pieces(rows * h, 256), 256, 0, stream>>>(gate, up, y, rows * h);
     return failure();
 }
-extern "C" const char* swiglu(cudaStream_t stream, const T* gate, const T* up, T* y, int64_t n) {
-    swiglu_by_vector<<<pieces(n / W, 256), 256, 0, stream>>>(gate, up, y, n / W);
+extern "C" const char* swiglu(
+    cudaStream_t stream, In<> gate, In<> up, T* y, int64_t rows, int64_t h) {
+    int64_t vectors = rows * h / W;
+    swiglu_by_vector<<<pieces(vectors, 256), 256, 0, stream>>>(gate, up, y, vectors);
     return failure();
 }
 extern "C" const char* swiglu_backward(
-    cudaStream_t stream, const T* dy, const T* gate, const T* up, T* d_gate, T* d_up, int64_t n) {
-    swiglu_backward_by_vector<<<pieces(n / W, 256), 256, 0, stream>>>(
-        dy, gate, up, d_gate, d_up, n / W);
+    cudaStream_t stream, In<> dy, In<> gate, In<> up, T* d_gate, T* d_up, int64_t rows, int64_t h) {
+    int64_t vectors = rows * h / W;
+    swiglu_backward_by_vector<<<pieces(vectors, 256), 256, 0, stream>>>(
+        dy, gate, up, d_gate, d_up, vectors);
     return failure();
 }

@@ -334,7 +334,7 @@ def time_swiglu(lesson: form.Lesson) -> None:
     target, source = torch.empty(2, 3 * 2**25, device="cuda", dtype=torch.bfloat16)
 
     def run(name):
-        kernels.launch(name, gate, gate, up, y, y.numel())
+        kernels.launch(name, gate, (gate, up), y, 1, y.numel())
 
     times = {
         "a thread is an element": microseconds(lambda: run("swiglu_naive")),

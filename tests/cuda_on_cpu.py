@@ -10,10 +10,10 @@ launch fail.
 
     emulated = load(kernels.sources(), "float")
     extensions.call(emulated, "set_order", 2, 5)
-    extensions.call(emulated, "swiglu", None, gate, up, y, n)
+    extensions.call(emulated, "swiglu", None, gate, up, y, rows, h)
 
 Not covered: speed, single elements beyond a tensor's end, what blocks do to each other at the same
-time, and code under #ifdef __CUDA_ARCH__.
+time, and the rounding of the two instructions that are written in assembly.
 """
 
 import re
@@ -145,6 +145,10 @@ inline void wait(Barrier& barrier, int all) {
     while (barrier.generation == mine)
         pause();
 }
+
+// The instructions that are written in assembly.
+inline float ex2(float x) { return exp2f(x); }
+inline float rcp(float x) { return 1 / x; }
 
 inline int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
 
@@ -290,8 +294,9 @@ def include_folder() -> Path | None:
 
 
 def translated(source: str) -> str:
-    """Every launch, kernel<T><<<grid, block, 0, stream>>>(..), as a call of emulator::run, and
-    every vector that is read or written as a call of emulator::checked."""
+    """Every launch, kernel<T><<<grid, block, 0, stream>>>(..), as a call of emulator::run, every
+    vector that is read or written as a call of emulator::checked, and every instruction in assembly
+    as a call of its name."""
     here = ('#include "', "#include <cuda", "#pragma once")
     lines = source.splitlines()
     source = "\n".join(line for line in lines if not line.startswith(here))
@@ -299,6 +304,7 @@ def translated(source: str) -> str:
         r"\*reinterpret_cast<((?:const )?Vector<E, N>)\*>", r"emulator::checked<\1>", source
     )
     assert vectors == 2, "read and write of common.cuh"
+    source = re.sub(r'asm\("(\w+)\..*?\(x\)\);', r"x = emulator::\1(x);", source)
     return re.sub(
         r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<([^;{}]*?), (\w+), 0, stream>>>(\(.*?\));",
         r"emulator::run(\2, \3, [=] { \1\4; });",
@@ -312,7 +318,7 @@ def load(sources: dict[str, str], element: str = "float"):
     multiprocessors), where order is 0 ascending, 1 descending or 2 random; add_memory(begin, end)
     of each tensor of the next launch, and forget_memory()."""
     # what others include comes first
-    files = [file for file in ("common.cuh", "parts.cuh", "rows.cuh") if file in sources]
+    files = [file for file in ("common.cuh", "rows.cuh") if file in sources]
     files += [file for file in sources if file.endswith(".cuh") and file not in files]
     files += [file for file in sources if file.endswith(".cu")]
     return _build(HEADER + translated("\n".join(sources[file] for file in files)), element)
@@ -320,16 +326,8 @@ def load(sources: dict[str, str], element: str = "float"):
 
 @cache
 def _build(text: str, element: str):
-    flags = [*FLAGS, f"-DELEMENT={element}"]
-    name = extensions.name_of("fused_on_cpu", text, flags)
-
-    def compile_into(folder: Path) -> None:
-        extensions.compile_sources(
-            name,
-            folder,
-            {"emulator.cpp": text},
-            extra_include_paths=[str(include_folder())],
-            extra_cflags=flags,
-        )
-
-    return extensions.load(name, compile_into)
+    options = dict(
+        extra_include_paths=[str(include_folder())],
+        extra_cflags=[*FLAGS, f"-DELEMENT={element}"],
+    )
+    return extensions.load("fused_on_cpu", {"emulator.cpp": text}, **options)
