@@ -292,9 +292,7 @@ def test_every_module_is_described():
     modules = set()
     for name in tracked():
         if re.fullmatch(
-            r"((base|run|checkpoints|exchange|inference|corpus|prompts|tuning|lessons|page|planning|proof)/)?"
-            r"\w+\.py",
-            name,
+            r"((runtime|inference|corpus|prompts|tuning|lessons|page|planning)/)?\w+\.py", name
         ):
             modules.add(name)
     missing = [name for name in modules if f"](../{name})" not in text]
@@ -310,8 +308,8 @@ def test_readme_is_one_short_page():
 
 def test_paths_in_prose_exist():
     """`run/config` and `inference/packing.py` in prose: a module with or without its ending."""
-    folders = "base run checkpoints exchange inference corpus prompts tuning lessons page planning"
-    folders = f"{folders} proof comparisons tests".split()
+    folders = "runtime inference corpus prompts tuning lessons page planning comparisons".split()
+    folders.append("tests")
     # but files with other endings
     pattern = rf"(?<![\w/-])(?:{'|'.join(folders)})/\w+\b(?!\.(?:json|txt|js|html))(?:\.py)?"
     for path in DOCS:
