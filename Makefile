@@ -40,7 +40,6 @@ figures: .venv/installed
 	.venv/bin/pip install --quiet transformers
 	.venv/bin/python comparisons/generation.py $(RESULTS) $(ARGS)
 	.venv/bin/python comparisons/layouts.py $(RESULTS) $(ARGS)
-	.venv/bin/python comparisons/planner_here.py $(RESULTS) $(ARGS)
 
 # on a GPU, ten minutes each (docs/gpu.md); gpu runs the five after it, in this order
 gpu: .venv/tests-installed

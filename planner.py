@@ -34,11 +34,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from planning import shared
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import Layout, Machine, Software
 from planning.layouts import layouts
-from planning.memory import bias_heads, is_fused, memory
+from planning.memory import bias_heads, block_parameters, is_fused, memory, parameters
 from routers import MoEConfig
 from run import sizes
 
@@ -71,14 +70,10 @@ ACCUMULATION = 8
 # for each logit: to 32 bits (6), maximum (4), minus it (8), exp (8), sum (4), softmax (8), its
 # gradient (8), to 16 bits (6)
 LOSS = 52
-# the same without casts, where logits have 32 bits
-LOSS_32 = 40
 # for each parameter: unscale (8), norm (4), clip (8), AdamW (28), to 16 bits (6), zero (4)
 UPDATE = 58
 # for each of h: gradients of two norms and two biases, in 32 bits
 NORM_GRADIENTS = 6 * 4
-# weights of 32 bits are their own masters: norm (4), clip (8), AdamW (28)
-UPDATE_32 = 40
 
 # --- how fast one rank is -------------------------------------------------------------------------
 
@@ -109,8 +104,7 @@ class Rank:
         return flops / self.flops_per_second
 
     def read_write(self, nbytes: float) -> float:
-        """nbytes: of 16-bit numbers; scaled to the width of the software's."""
-        return nbytes * self.software.weight / 2 / self.bytes_per_second
+        return nbytes / self.bytes_per_second
 
     def collective(self, group: str, nbytes: float, passes: int = 1, share: float = 1.0) -> float:
         """An all-gather, reduce-scatter or all-to-all of nbytes in all is one pass around a ring:
@@ -153,14 +147,16 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     heads = model.num_heads * model.head_dim
     # numbers in the matrices that a token goes through, and in those of this rank
     met = sizes.block_matrices(model, sizes.num_mlps(model, "router_topk")[0]) / L
-    held = (dense_parameters(model) + expert_parameters(model) / layout.ep) / L / t
+    attention, mlp, experts = block_parameters(model, layout)
+    with_experts = len(model.expert_layers) / L
+    held = attention + (1 - with_experts) * mlp + with_experts * experts
     linear = rank.matmul(2 * rank.tokens * met / t)
     # scores and context
     core = rank.matmul(4 * rank.tokens * s * heads / t)
     elementwise, scores, bias = read_and_written(rank)
     # all-reduces after attention and after the MLP; to the experts and back
     all_reduce = rank.collective("tp", rank.activation, passes=2)
-    exchange = 2 * len(model.expert_layers) / L
+    exchange = 2 * with_experts
     exchange *= rank.collective("ep", rank.activation * model.router_topk / rank.sequence_ranks)
     core_backward = (3 if rank.scores_again else 2) * core
     waits = context(rank, core), context_backward(rank, core_backward)
@@ -168,9 +164,8 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
 
     # stages 2 and 3 keep a row of the sum
     adds = layout.zero_stage < 2 and not rank.software.fuses_accumulation
-    accumulation = (
-        (rank.software.weight + ACCUMULATION) * held / rank.bytes_per_second if adds else 0.0
-    )
+    accumulated = (rank.software.weight + ACCUMULATION) * held if adds else 0.0
+    accumulation = accumulated / rank.bytes_per_second
     backward = Pass(
         # fused attention computes the scores again
         2 * linear + core_backward,
@@ -290,25 +285,6 @@ def attention_share(model: MoEConfig) -> float:
 # --- outside the layers ---------------------------------------------------------------------------
 
 
-def expert_parameters(model: MoEConfig) -> int:
-    """Numbers in the matrices of all experts."""
-    return len(model.expert_layers) * model.num_experts * sizes.mlp_matrices(model)
-
-
-def dense_parameters(model: MoEConfig) -> int:
-    """Numbers in the matrices of all layers, experts left out."""
-    return sizes.block_matrices(model, model.num_layers - len(model.expert_layers))
-
-
-def parameters(model: MoEConfig, layout: Layout) -> float:
-    """Numbers in the matrices of the fullest rank: the first, which has the embedding. With one
-    stage it has the output layer too, where that is not the embedding."""
-    layers = dense_parameters(model) + expert_parameters(model) / layout.ep
-    vocabularies = 1 if model.tied or layout.pp > 1 else 2
-    held = layers / layout.pp + vocabularies * model.vocab_size * model.hidden_size
-    return held / layout.tp
-
-
 def head(rank: Rank) -> float:
     """Seconds of one micro-batch in the output layer and the loss, forward and backward.
 
@@ -321,7 +297,7 @@ def head(rank: Rank) -> float:
     # the loss: the largest logit; the sum of exponentials and the target's logit, in 32 bits
     waits += rank.collective("tp", 4 * rank.tokens, passes=2)
     waits += rank.collective("tp", 8 * rank.tokens, passes=2)
-    loss = (LOSS if rank.software.weight == 2 else LOSS_32) * logits / rank.bytes_per_second
+    loss = LOSS * logits / rank.bytes_per_second
     return rank.matmul(6 * logits * rank.model.hidden_size) + loss + waits
 
 
@@ -346,7 +322,7 @@ def data_parallel(rank: Rank, forward: float, backward: float) -> float:
     forward, backward: seconds of one micro-batch, beside which they run.
     """
     software, stage, m = rank.software, rank.layout.zero_stage, rank.layout.micro_batches
-    size = parameters(rank.model, rank.layout)
+    size = sum(parameters(rank.model, rank.layout))
     share = rank.machine.constants.zero3 if software.waits_for_reductions else 1.0
     # each layer, the embedding and the head
     units = rank.model.num_layers / rank.layout.pp + 2 if software.reduces_by_layer else 1
@@ -375,9 +351,6 @@ def step_time(
 
     The slowest rank sets the pace: it has the most layers, and the head.
     """
-    if machine.processors:
-        slowest = step_time(shared.one_each(machine), software, model, layout)
-        return shared.step_time(machine, software, model, layout, slowest)
     rank = Rank(machine, software, model, layout)
     p, v, m, L = layout.pp, layout.virtual_stages, layout.micro_batches, model.num_layers
     forward, backward, weight_gradient = layer(rank)
@@ -397,8 +370,8 @@ def step_time(
     if layout.replicas > 1:
         seconds["data"] = data_parallel(rank, layers * sum(forward), layers * sum(backward))
     shards = layout.replicas if layout.zero_stage else 1
-    update = UPDATE if software.weight == 2 else UPDATE_32
-    seconds["optimizer"] = update * parameters(model, layout) / shards / rank.bytes_per_second
+    held = sum(parameters(model, layout))
+    seconds["optimizer"] = UPDATE * held / shards / rank.bytes_per_second
     return seconds
 
 

@@ -3,7 +3,7 @@
     python comparisons/planner.py [--toy] [--out DIR]
 
 Rows: planning/published_times.json, 72 published times of training steps on A100s. The constants
-are fitted to six of them (calibrate.FITTED); the others are held out. Also: the same without one
+are fitted to six of them (errors.FITTED); the others are held out. Also: the same without one
 ingredient of the model, constants fitted again; the same with other choices of six rows, drawn at
 random; and the fastest layouts of NeMo's 5B, 20B and 175B models, beside its published days for 300
 billion tokens (with 2,400 sequences in a step, which is our choice: NeMo's table does not say).
@@ -138,7 +138,7 @@ def nemo(models: dict, gpus: tuple, batch: int) -> list[dict]:
 def measure(toy: bool) -> dict:
     rows = published.read(published.PUBLISHED)
     _, held_out = errors.split(rows)
-    everything = errors.summary([errors.error(A100, row) for row in held_out])
+    everything = errors.summary(A100, held_out)
     worst = []
     for row, error in errors.worst(A100, held_out):
         reason = errors.REASONS.get((row.group, row.name), "no reason known")
@@ -349,32 +349,8 @@ def draw_parts(axes, rows: list[dict]) -> None:
     axes.legend(handles=patches[::-1], loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def draw_here(results: dict, figures: Path) -> None:
-    """results: what planner_here.json holds. The layouts of each model, on this machine."""
-    models = results["models"]
-    figure, all_axes = style.figure(3.4, 1, len(models), squeeze=False)
-    for axes, (name, found) in zip(all_axes[0], models.items()):
-        measured = [row["measured"] for row in found["rows"]]
-        predicted = [row["predicted"] for row in found["rows"]]
-        ends = [min(measured + predicted) / 1.2, 1.2 * max(measured + predicted)]
-        axes.plot(ends, ends, color="#888888", linewidth=1)
-        axes.plot(measured, predicted, linestyle="none", marker="o", color=style.SERIES[0])
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-        axes.set(xlabel="measured seconds", ylabel="predicted seconds")
-        ticks = [2.0**i for i in range(-6, 7) if ends[0] < 2.0**i < ends[1]]
-        labels = [f"{tick:g}" for tick in ticks]
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_ticks(ticks, labels)
-            axis.set_ticks([], minor=True)
-        axes.set_title(f"{name}, {len(measured)} layouts: Spearman {found['spearman']:.2f}")
-    style.save(figure, figures / "planner_here.svg")
-
-
 def draw(results: dict, figures: Path) -> None:
-    """results: what planner.json holds, or planner_here.json."""
-    if "models" in results:
-        draw_here(results, figures)
-        return
+    """results: what planner.json holds."""
     figure = style.pyplot().figure(figsize=(style.WIDTH, 4))
     # placed by hand: columns of one panel, of three, of one
     left = figure.add_gridspec(1, 1, left=0.07, right=0.35, bottom=0.1, top=0.9)

@@ -34,7 +34,6 @@ DRAWN_BY = {
     "moe_training": "moe",
     "pipeline": "pipeline",
     "planner": "planner",
-    "planner_here": "planner",
     "preference": "preference",
     "prompt_tuning": "prompt_tuning",
     "quantization": "quantization",

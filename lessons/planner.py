@@ -9,7 +9,7 @@ import dataclasses
 import planner
 import schedules
 from lessons import form
-from planning import calibrate, errors
+from planning import errors
 from planning import rows as published
 from planning.inputs import A100, Constants, Machine
 from planning.rows import Row
@@ -144,7 +144,7 @@ def teach_errors(lesson: form.Lesson, machine: Machine, rows: list[Row]) -> None
         cells.append(f"{group:<13}{found.mean:>5.1%} ({found.worst:.1%})".ljust(30))
     for start in range(0, len(cells), 3):
         lesson.say("".join(cells[start : start + 3]).rstrip())
-    everything = errors.summary([errors.error(machine, row) for row in held_out])
+    everything = errors.summary(machine, held_out)
     table5 = groups["table5"].mean
     lesson.check(
         f"mean {everything.mean:.1%}, at most 4%; nine of ten within {everything.ninth_decile:.1%},"
@@ -174,12 +174,12 @@ def teach(lesson: form.Lesson) -> None:
     rows = published.read(published.PUBLISHED)
     fitted, _ = errors.split(rows)
     pair = [row for row in rows if row.name in TWO]
-    teach_constants(lesson, calibrate.calibrate(A100, fitted))
+    teach_constants(lesson, errors.calibrate(A100, fitted))
     # what is removed comes back at the end; the constants are fitted again without it
     with lesson.mutate() if lesson.mutate else contextlib.nullcontext():
         machine = A100
         if lesson.mutate:
-            machine = calibrate.calibrate(A100, fitted)
+            machine = errors.calibrate(A100, fitted)
             values = dataclasses.asdict(machine.constants).items()
             text = ", ".join(f"{name} {shown(name, value)}" for name, value in values)
             lesson.say(f"fitted without it: {text}")

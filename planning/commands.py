@@ -35,7 +35,7 @@ from base.json_files import JSONError
 from planning import rows
 from planning.budget import TOKENS_PER_PARAMETER, size_for
 from planning.fits import gib
-from planning.inputs import MACHINES, Layout, Machine, software_of
+from planning.inputs import MACHINES, TRAIN, Layout, Machine
 from planning.memory import memory
 from planning.rows import RowError
 from routers import MoEConfig
@@ -48,11 +48,11 @@ TOKENS = 300e9
 # what the table calls the parts of planning/memory.py, and how wide they are
 PARTS = {
     "params": (7, ("parameters", "gathered")),
-    "grads": (6, ("gradients", "gradient buffers")),
+    "grads": (6, ("gradients", "summed")),
     "state": (6, ("optimizer",)),
-    "activ.": (7, ("layers", "embedding", "head", "deferred", "transient")),
+    "activ.": (7, ("activations", "moment")),
 }
-REFUSED = (ConfigError, RowError, JSONError)
+REFUSED = (ConfigError, RowError, JSONError, planner.PlanError)
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,8 +81,7 @@ def count(text: str) -> int:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}: must be a whole number") from None
     if not 1 <= value <= rules.MOST_SEQUENCES:
-        most = f"{rules.MOST_SEQUENCES:,}"
-        raise argparse.ArgumentTypeError(f"{text}: must be from 1 to {most}")
+        raise argparse.ArgumentTypeError(f"{text}: must be from 1 to {rules.MOST_SEQUENCES:,}")
     return value
 
 
@@ -157,27 +156,12 @@ def wrapped(text: str) -> str:
     return " \\\n".join(lines)
 
 
-class Speed:
-    """What seconds of a step are worth."""
-
-    def __init__(self, machine: Machine, model: MoEConfig, layout: Layout, tokens: float):
-        self.machine = machine
-        self.layout = layout
-        self.tokens = tokens
-        self.of_step = layout.global_batch_size * model.seq_length
-        self.flops = sizes.flops_per_token(model)
-        self.has_experts = model.num_experts > 0
-
-    def tokens_per_second(self, seconds: float) -> float:
-        return self.of_step / seconds
-
-    def mfu(self, seconds: float) -> float:
-        """Model FLOPs over those of the peak."""
-        rate = self.flops * self.tokens_per_second(seconds)
-        return rate / (self.layout.ranks * self.machine.peak)
-
-    def days(self, seconds: float) -> float:
-        return self.tokens / self.tokens_per_second(seconds) / DAY
+def speed(
+    machine: Machine, model: MoEConfig, layout: Layout, seconds: float
+) -> tuple[float, float]:
+    """(tokens/s, model FLOPs over those of the peak) of a step."""
+    rate = layout.global_batch_size * model.seq_length / seconds
+    return rate, sizes.flops_per_token(model) * rate / (layout.ranks * machine.peak)
 
 
 def schedule_of(layout: Layout) -> str:
@@ -205,10 +189,12 @@ COLUMNS: list[tuple[str, int, Callable[[Layout], str]]] = [
 ]
 
 
-def table(plans: list[planner.Plan], speed: Speed) -> list[str]:
-    """A heading, and a line for each plan."""
+def table(
+    plans: list[planner.Plan], machine: Machine, model: MoEConfig, tokens: float
+) -> list[str]:
+    """A heading, and a line for each plan. tokens: to train on."""
     # without experts there is no ep
-    left_out = set() if speed.has_experts else {"ep"}
+    left_out = set() if model.num_experts else {"ep"}
     if all(plan.layout.cp == 1 for plan in plans):
         left_out |= {"cp", "by"}
     columns = [c for c in COLUMNS if c[0] not in left_out]
@@ -218,8 +204,8 @@ def table(plans: list[planner.Plan], speed: Speed) -> list[str]:
     rows = [names]
     for plan in plans:
         row = [text(plan.layout) for _, _, text in columns]
-        row += [f"{plan.seconds:.3f}", f"{speed.tokens_per_second(plan.seconds):,.0f}"]
-        row += [f"{speed.mfu(plan.seconds):.1%}", days(speed.days(plan.seconds))]
+        rate, mfu = speed(machine, model, plan.layout, plan.seconds)
+        row += [f"{plan.seconds:.3f}", f"{rate:,.0f}", f"{mfu:.1%}", days(tokens / rate / DAY)]
         for _, parts in PARTS.values():
             row.append(f"{sum(plan.bytes[part] for part in parts) / 2**30:.1f}")
         rows.append(row)
@@ -291,7 +277,7 @@ def plan(argv: list[str]) -> None:
     rules.check_techniques(config, model, world=1)
     machine = machine_of(args)
     try:
-        plans = planner.search(machine, software_of(machine), model, args.gpus, args.batch)
+        plans = planner.search(machine, TRAIN, model, args.gpus, args.batch)
     except planner.PlanError as e:
         raise ConfigError(f"--gpus {args.gpus} --batch {args.batch}: {e}") from None
     best, *others = plans
@@ -305,8 +291,7 @@ def plan(argv: list[str]) -> None:
         "v: interleaved, v stages on a rank; b: micro-batch; seq: sequence parallelism; right: GiB"
     )
     print()
-    speed = Speed(machine, model, best.layout, args.tokens)
-    print("\n".join(table(plans[: args.top], speed)))
+    print("\n".join(table(plans[: args.top], machine, model, args.tokens)))
     print()
     print(wrapped(command(model_words(args), best.layout, machine.ranks_per_node)))
     if others:
@@ -344,14 +329,11 @@ def size(argv: list[str]) -> None:
     args = size_parser().parse_args(argv)
     machine = machine_of(args)
     try:
-        found = size_for(
-            machine, software_of(machine), args.gpus, args.days, args.flops, args.tokens
-        )
+        found = size_for(machine, TRAIN, args.gpus, args.days, args.flops, args.tokens)
     except planner.PlanError as e:
         budget = f"--days {args.days:g}" if args.days < math.inf else f"--flops {args.flops:g}"
         raise ConfigError(f"--gpus {args.gpus} {budget}: {e}") from None
     model, best = found.model, found.plan
-    speed = Speed(machine, model, best.layout, found.tokens)
     print(
         f"{billions(found.parameters)} parameters: {model.num_layers} layers, h"
         f" {model.hidden_size:,}, {model.num_heads} heads, s {model.seq_length:,}, without dropout"
@@ -363,7 +345,7 @@ def size(argv: list[str]) -> None:
     if found.memory_is_full:
         print("A larger model would not fit into memory.")
     print()
-    print("\n".join(table([best], speed)))
+    print("\n".join(table([best], machine, model, found.tokens)))
     print()
     # any GPT: the flags say the rest of its shape
     words = ["--model", "gpt2"]
@@ -438,14 +420,13 @@ def main(argv: list[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(__doc__)
         return 0
-    if name in ELSEWHERE:
-        return importlib.import_module(ELSEWHERE[name]).main(rest)
     try:
-        if name not in COMMANDS:
-            known = ", ".join([*COMMANDS, *ELSEWHERE])
-            raise ConfigError(f"{name}: no such command; there are {known}")
-        COMMANDS[name](rest)
+        if name in COMMANDS:
+            return COMMANDS[name](rest) or 0
+        if name in ELSEWHERE:
+            return importlib.import_module(ELSEWHERE[name]).main(rest) or 0
+        known = ", ".join([*COMMANDS, *ELSEWHERE])
+        raise ConfigError(f"{name}: no such command; there are {known}")
     except REFUSED as e:
         terminal.say(f"planner.py: {terminal.one_line(e)}", error=True)
         return 2
-    return 0

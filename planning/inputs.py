@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constants:
-    """What data sheets do not say: fitted (planning/calibrate.py) or measured (measure.py).
+    """What data sheets do not say: fitted (planning/errors.py) or measured (measure.py).
 
     All but `wait` are shares of a data-sheet number, from 0 to 1.
     """
@@ -60,28 +60,13 @@ class Machine:
     network_bandwidth: float
     ranks_per_node: int
     constants: Constants
-    # Shared by all ranks, as on a laptop; `peak` and `memory_bandwidth` are then those of one. 0
-    # where each rank has a device of its own.
-    processors: int = 0
-    # seconds of Python and of launches in forward and backward of one layer, beside its arithmetic;
-    # only where processors are shared
-    overhead: float = 0.0
 
     def __post_init__(self):
         for name in POSITIVE:
             check_between(name, getattr(self, name), 1.0, 1e24)
-        check_between("processors", self.processors, 0, 2**20)
-        check_between("overhead", self.overhead, 0.0, 60.0)
         for name, share in vars(self.constants).items():
             least, most = (0.0, 60.0) if name == "wait" else (1e-6, 1e6)
             check_between(f"constants: {name}", share, least, most)
-
-    def processors_of(self, ranks: int) -> float:
-        """Processors for each of `ranks` ranks, below 1 where they take turns. A rank computes with
-        a whole number of threads."""
-        if ranks > self.processors:
-            return self.processors / ranks
-        return self.processors // ranks
 
     @property
     def node_link(self) -> float:
@@ -140,7 +125,7 @@ class Software:
     waits_for_reductions: bool = False
     # how ranks can share a sequence (context_parallel.py)
     cp_kinds: tuple[str, ...] = ()
-    # RMSNorm in one kernel; on CPUs PyTorch makes it of single operations, which keep more
+    # RMSNorm in one kernel; else in single operations, as on the meta device, which keep more
     fused_rms_norm: bool = True
 
 
@@ -178,11 +163,6 @@ class Layout:
     def replicas(self) -> int:
         """Ranks that hold the same weights: they have other samples, or other tokens."""
         return self.dp * self.cp
-
-    @property
-    def replica_group(self) -> str:
-        """Its name in base.world.Groups."""
-        return "replicas" if self.cp > 1 else "dp"
 
     def tokens(self, s: int) -> int:
         """Of a micro-batch of sequences of s tokens, those that a rank works on."""
@@ -222,7 +202,7 @@ class Layout:
 
 # --- presets --------------------------------------------------------------------------------------
 
-# fitted to the six rows that planning/calibrate.py names, all of A100s
+# fitted to the six rows that planning/errors.py names, all of A100s
 FITTED = Constants(matmul=0.775, memory=0.793, node=0.838, network=0.576, wait=166e-6, zero3=0.136)
 
 # A Hopper device reaches less of its peak: with this share Megatron-core's 7.1B model (tp 2,
@@ -249,16 +229,6 @@ TRAIN = Software(
 )
 SOFTWARE = {
     "train.py": TRAIN,
-    # in fp32 on CPU ranks; nothing runs beside computation that needs the same processors
-    "train.py-cpu": dataclasses.replace(
-        TRAIN,
-        name="train.py-cpu",
-        weight=4,
-        optimizer_state=8,
-        overlaps_tensor=False,
-        overlaps_data=False,
-        fused_rms_norm=False,
-    ),
     # arXiv 2104.04473 and 2205.05198
     "megatron-2021": Software("megatron-2021"),
     "megatron-2022": Software("megatron-2022", fuses_accumulation=True),
@@ -271,8 +241,3 @@ SOFTWARE = {
         waits_for_reductions=True,
     ),
 }
-
-
-def software_of(machine: Machine) -> Software:
-    """train.py, as it runs on this machine."""
-    return SOFTWARE["train.py-cpu" if machine.processors else "train.py"]

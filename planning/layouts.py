@@ -3,8 +3,6 @@
 Each technique's own check decides (tensor_parallel.check, ..), as in run/rules.py. Which sizes
 divide the ranks and the batch is decided here.
 
-    python -m planning.layouts      how many there are for GPT-3 175B on 1,024 ranks
-
 Sequences of at least LONG tokens are also spread over context-parallel ranks.
 
 Not covered: uneven --layer-split, --recompute-layers, --head-chunk; gpipe, which is as fast as 1f1b
@@ -21,7 +19,7 @@ import recompute
 import sequence_parallel
 import tensor_parallel
 from model_config import FieldError
-from planning.inputs import SOFTWARE, Layout, Software
+from planning.inputs import Layout, Software
 from routers import MoEConfig
 
 # tokens of a sequence that is spread over ranks
@@ -64,22 +62,9 @@ def layouts(
                 recompute_of(model, cp, kind),
                 software.zero_stages if dp * cp > 1 else [0],
             ):
-                (schedule, v), sequence, granularity, stage = choice
-                yield Layout(
-                    tp,
-                    pp,
-                    dp,
-                    ep,
-                    v,
-                    schedule,
-                    b,
-                    global_batch,
-                    granularity,
-                    sequence,
-                    stage,
-                    cp=cp,
-                    cp_kind=kind,
-                )
+                (schedule, v), sequence, again, stage = choice
+                sizes = tp, pp, dp, ep, v, schedule, b, global_batch, again, sequence, stage
+                yield Layout(*sizes, cp=cp, cp_kind=kind)
 
 
 def meshes_of(
@@ -143,17 +128,3 @@ def recompute_of(model: MoEConfig, cp: int, kind: str) -> list[str]:
     if model.attention == "fused" or (cp > 1 and kind == "ring"):
         return ["none", "full"]
     return list(recompute.GRANULARITIES)
-
-
-def main():
-    # not above: whoever counts layouts needs no table of presets
-    from run.presets import PRESETS
-
-    found = list(layouts(MoEConfig(**PRESETS["gpt3-175b"][0]), SOFTWARE["train.py"], 1024, 1536))
-    print(f"gpt3-175b, 1,024 ranks, 1,536 sequences: {len(found):,} layouts, for example")
-    for layout in found[:: len(found) // 5]:
-        print(layout)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """train.py --plan: the step time that planner.py predicts, beside the measured one.
 
     --plan h100            data sheet, and constants that were fitted to published times
-    --plan machine.json    measured here: python planner.py measure --out machine.json
+    --plan machine.json    any other machine (docs/planning.md), as planner.py measure writes it
     --plan auto            the GPU by its name; else machine.json in the current folder
 
     python train.py --plan machine.json
@@ -16,15 +16,15 @@ import torch
 
 import planner
 from base import json_files
-from planning.inputs import MACHINES, Layout, Machine, software_of
+from planning.inputs import MACHINES, TRAIN, Layout, Machine
 from run.config import Config, ConfigError, flag_name
 
-MEASURED = "machine.json"
-ADVICE = "`python planner.py measure` writes a file for this machine"
+FILE = "machine.json"
+ADVICE = "docs/planning.md says how to write one, and `python planner.py measure` does on GPUs"
 
 
-def machine_of(name: str) -> Machine:
-    """The machine that --plan names. Raises ConfigError."""
+def machine_of(name: str, flag: str = "--plan") -> Machine:
+    """The machine that a flag names. Raises ConfigError."""
     if name in MACHINES:
         return MACHINES[name]
     if name == "auto":
@@ -33,31 +33,27 @@ def machine_of(name: str) -> Machine:
             for known, machine in MACHINES.items():
                 if known in gpu:
                     return machine
-        if not Path(MEASURED).exists():
+        if not Path(FILE).exists():
             raise ConfigError(
-                f"--plan auto: no GPU here is one of {', '.join(MACHINES)}, and there is no"
-                f" {MEASURED}; {ADVICE}"
+                f"{flag} auto: no GPU here is one of {', '.join(MACHINES)}, and there is no"
+                f" {FILE}; {ADVICE}"
             )
-        name = MEASURED
+        name = FILE
     try:
         return json_files.read(name, Machine)
     except json_files.JSONError as e:
         raise ConfigError(
-            f"--plan {e}; auto, {', '.join(MACHINES)} or a machine's file would fit: {ADVICE}"
+            f"{flag} {e}; auto, {', '.join(MACHINES)} or a machine's file would fit: {ADVICE}"
         ) from None
 
 
 def check(config: Config) -> None:
     """Raises ConfigError where nothing can be predicted."""
-    for name in ("prompt_config", "peft"):
+    rules = dict.fromkeys(("prompt_config", "peft"), "predicts a step that trains the whole model")
+    rules |= dict.fromkeys(("preference", "rl"), "predicts steps on text")
+    for name, rule in rules.items():
         if getattr(config, name):
-            raise ConfigError(
-                f"--plan {config.plan}: predicts a step that trains the whole model, not one of"
-                f" {flag_name(name)}; leave it out"
-            )
-    for name in ("preference", "rl"):
-        if getattr(config, name):
-            raise ConfigError(f"--plan {config.plan}: predicts steps on text; leave --{name} out")
+            raise ConfigError(f"--plan {config.plan}: {rule}; leave {flag_name(name)} out")
     if config.fp8 != "off":
         rule = "predicts steps without --fp8; leave one of the two out"
         raise ConfigError(f"--plan {config.plan}: {rule}")
@@ -67,23 +63,11 @@ def check(config: Config) -> None:
 def layout_of(config: Config, ranks: int) -> Layout:
     """The layout of a run on so many ranks."""
     dp = ranks // config.tp // config.pp // config.cp
-    return Layout(
-        tp=config.tp,
-        pp=config.pp,
-        dp=dp,
-        ep=config.ep,
-        virtual_stages=config.virtual_stages,
-        schedule=config.schedule,
-        micro_batch_size=config.micro_batch(dp),
-        global_batch_size=config.global_batch_size,
-        recompute=config.recompute,
-        sequence_parallel=config.sequence_parallel,
-        zero_stage=config.zero_stage,
-        layer_split=tuple(config.layer_split) if config.layer_split else None,
-        head_chunk=config.head_chunk,
-        cp=config.cp,
-        cp_kind=config.cp_kind,
-    )
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Layout) if f.name != "dp"}
+    fields["micro_batch_size"] = config.micro_batch(dp)
+    if config.layer_split:
+        fields["layer_split"] = tuple(config.layer_split)
+    return Layout(dp=dp, **fields)
 
 
 def predict(config: Config, ranks: int, s: int | None = None) -> dict[str, float]:
@@ -91,11 +75,9 @@ def predict(config: Config, ranks: int, s: int | None = None) -> dict[str, float
     Raises ConfigError."""
     if not config.plan:
         return {}
-    machine = machine_of(config.plan)
-    layout = layout_of(config, ranks)
     model = config.model_config()
     model = dataclasses.replace(model, seq_length=s or model.seq_length)
-    return planner.step_time(machine, software_of(machine), model, layout)
+    return planner.step_time(machine_of(config.plan), TRAIN, model, layout_of(config, ranks))
 
 
 def describe(seconds: dict[str, float], name: str) -> str:

@@ -83,23 +83,19 @@ def read(path: str | Path) -> list[Row]:
         # Megatron-LM trained with dropout, which fused attention does not have
         default = {} if software.fused_attention else {"dropout": 0.1}
         where = f"{path}: rows[{number}] {line.name}"
-        check_names(MoEConfig, line.model, f"{where}: model")
-        check_names(Layout, line.layout, f"{where}: layout")
-        try:
-            model = MoEConfig(**default | line.model)
-            layout = json_files.convert(line.layout, Layout, f"{where}: layout")
-        except (ValueError, json_files.JSONError) as e:
-            raise RowError(str(e) if str(e).startswith(where) else f"{where}: model: {e}") from None
+        model = convert(default | line.model, MoEConfig, f"{where}: model")
+        layout = convert(line.layout, Layout, f"{where}: layout")
         rows.append(Row(line.name, model, layout, software, machine, line.seconds, line.group))
     return rows
 
 
-def check_names(kind: type, given: dict, where: str) -> None:
-    """Raises RowError for a field that `kind` does not have, or needs and is missing."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}
+def convert(given: dict, kind: type, where: str):
+    """`kind` of these fields. Raises RowError."""
+    names = [f.name for f in dataclasses.fields(kind)]
     for name in given:
-        if name not in fields:
-            raise RowError(f"{where}: {name}: no such field; there are {', '.join(fields)}")
-    for name, known in fields.items():
-        if known.default is dataclasses.MISSING and name not in given:
-            raise RowError(f"{where}: {name}: is missing")
+        if name not in names:
+            raise RowError(f"{where}: {name}: no such field; there are {', '.join(names)}")
+    try:
+        return json_files.convert(given, kind, where)
+    except json_files.JSONError as e:
+        raise RowError(str(e)) from None

@@ -415,7 +415,7 @@ class Config:
     plan: str | None = flag(
         None,
         "print the step time that planner.py predicts beside the measured one, for a100, h100, h200"
-        " or a file of `python planner.py measure`; auto: this GPU's name, or ./machine.json",
+        " or a machine's file (docs/planning.md); auto: this GPU's name, or ./machine.json",
         metavar="MACHINE",
     )
     tensorboard: bool = flag(

@@ -56,8 +56,6 @@ LAYOUTS = [
     ),
     (4, [EXPERTS | SEQUENCE | dict(zero_stage=1)]),
 ]
-# The formulas of planning/ are held to ranks in all of these layouts, and to what as_rank says in
-# large runs (test_planning_counts.py).
 MORE = [
     (1, [GPT | dict(recompute="selective")]),
     (

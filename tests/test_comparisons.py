@@ -41,7 +41,6 @@ SCRIPTS = [
     ("optimizer_state", [], ["optimizer_state.json"]),
     ("pipeline", [], ["pipeline.json", "pipeline_schedules.svg", "pipeline_bubble.svg"]),
     ("planner", [], ["planner.json", "planner.svg"]),
-    ("planner_here", ["--ranks", "2"], ["planner_here.json"]),
     (
         "preference",
         [],
@@ -75,7 +74,7 @@ GPU = [
     ),
 ]
 # these start training runs as commands
-LAUNCHERS = ("layouts", "planner_here", "prompt_memory")
+LAUNCHERS = ("layouts", "prompt_memory")
 # these need transformers, which is not installed everywhere
 TRANSFORMERS = ("generation", "single_device")
 
@@ -128,7 +127,7 @@ def start_without_imports(script: str, monkeypatch) -> None:
     if torch.cuda.is_available() or script not in LAUNCHERS:
         return
     training = f"comparisons.{script}"
-    if script in ("layouts", "planner_here"):
+    if script == "layouts":
         training = "planning.try_layouts"
         fake = SimpleNamespace(Popen=ForkedTraining, DEVNULL=None)
     else:
