@@ -1,115 +1,71 @@
 // The view of schedules: time lines, what an action waits for, what is held at one moment.
 
 const ROW = 24;
-const LEFT = 104;
-// what is drawn; and the action that is chosen: { chart, event, kept }
+// what is drawn; and the action that is chosen: { i: its chart, event, kept }
 let charts = [];
 let chosen = null;
 
-function simulated(name, s) {
-  const v = name === "interleaved" ? s.v : 1;
-  const chart = { key: name, name: optionName("schedule", name), p: s.p, m: s.m, v };
-  try {
-    const lines = formulas_time_lines(name, s.p, s.m, v, s.forward, s.input, s.weight, s.transfer);
-    return { ...chart, lines, transfer: s.transfer, end: py.max(lines.events.map((e) => e.end)) };
-  } catch (error) {
-    if (!(error instanceof schedules_ScheduleError)) throw error;
-    return { ...chart, error: `${py.str(error)}; ${refusal_multiples(s.m, s.p)}`, end: 0 };
-  }
-}
-
 function showSchedules(s) {
-  const names = s.below === "none" ? [s.schedule] : [s.schedule, s.below];
-  const before = charts;
-  charts = names.map((name) => simulated(name, s));
-  chosen = chosen && again(chosen, charts[before.indexOf(chosen.chart)]);
-  const end = py.max(charts.map((c) => c.end));
-  byId("time").max = end || 1;
-  byId("time").disabled = end === 0;
-  const interleaved = names.includes("interleaved");
-  byId("v").disabled = !interleaved;
-  byId("v-hint").textContent = interleaved ? "" : "Only interleaved has v above 1.";
-  for (const i of [0, 1]) showChart(byId(`chart-${i}`), charts[i], end);
+  const ids = s.below === "none" ? ["schedule"] : ["schedule", "below"];
+  charts = ids.map((id) => chartOf(id, s));
+  const end = Math.max(...charts.map((c) => c.end));
+  Object.assign(byId("time"), { max: end || 1, disabled: end === 0 });
+  byId("v").disabled = charts.every((c) => c.key !== "interleaved");
+  byId("v-hint").hidden = !byId("v").disabled;
+  byId("chart-1").hidden = charts.length === 1;
+  charts.forEach((chart, i) => showChart(chart, i, end, s));
   byId("legend").innerHTML = legend();
-  showTime();
-  showWaits();
+  const again = charts[chosen?.i]?.events.find((e) => e.id === chosen.event.id);
+  choose(again && { ...chosen, event: again });
 }
 
-// The same action as before, in a chart with other settings; null where there is none.
-function again({ event, kept }, chart) {
-  const action = JSON.stringify(event.slice(0, 4));
-  const found = chart?.lines?.events.find((e) => JSON.stringify(e.slice(0, 4)) === action);
-  return found ? { chart, event: found, kept } : null;
+function chartOf(id, s) {
+  const v = s[id] === "interleaved" ? s.v : 1;
+  const sizes = `p ${s.p}, m ${s.m}${v > 1 ? `, v ${v}` : ""}`;
+  const chart = { key: s[id], name: optionName(id), sizes, v, events: [], end: 0 };
+  return { ...chart, ...timeLines(s[id], { ...s, v }) };
 }
 
-// --- one chart --------------------------------------------------------------------------------
-
-// Where the papers' formula is not for these settings.
-function formulaNote(chart) {
-  const s = settings();
-  if (s.transfer > 0) return "by formula, without transfers";
-  const beyond = chart.key === "zb-h1" && (s.m < s.p || s.weight > s.forward);
-  return beyond ? "by formula, for m ≥ p and T<sub>W</sub> ≤ T<sub>F</sub>" : "by formula";
-}
-
-function showChart(section, chart, end) {
-  section.hidden = !chart;
-  if (!chart) return;
-  const sizes = `p ${chart.p}, m ${chart.m}${chart.v > 1 ? `, v ${chart.v}` : ""}`;
-  const head = `<h2>${chart.name} <span class="hint">${sizes}</span></h2>`;
-  if (chart.error) {
-    section.innerHTML = `${head}<p class="error" role="alert">${escape(chart.error)}</p>`;
-    return;
-  }
-  const { bubble, idle_of_total, formula } = chart.lines;
-  const facts = [
-    ["bubble", "idle / ideal time", bubble, percent(bubble)],
-    ["formula", formulaNote(chart), formula, percent(formula)],
-    ["idle_of_total", "idle / total time", idle_of_total, percent(idle_of_total)],
-    ["end", "ends at", chart.end, number(chart.end)],
-  ];
-  const fact = ([id, term, value, text]) =>
-    `<div><dt>${term}</dt><dd data-fact="${id}" data-value="${value}">${text}</dd></div>`;
-  const label = `${chart.name}, ${sizes}: arrow keys go from action to action`;
+function showChart(chart, i, end, s) {
+  const { name, sizes, error } = chart;
+  const section = byId(`chart-${i}`);
   const open = section.querySelector("details")?.open ? "open" : "";
-  const table = `<summary>${chart.name} as a table</summary><div class="tight"></div>`;
-  section.innerHTML = `${head}<dl class="facts">${facts.map(fact).join("")}</dl>
-    <div class="lines"><svg class="gauges" width="${LEFT}" aria-hidden="true"></svg>
-    <div><svg class="time" tabindex="0" role="application" aria-roledescription="time lines"
-      aria-label="${label}" aria-describedby="waits"></svg></div></div>
-    <details ${open}>${table}</details>`;
-  chart.section = section;
-  chart.svg = section.querySelector(".time");
-  drawTimeLines(chart.svg, chart, end);
-  chart.svg.onpointermove = (event) => point(chart, event.target.dataset.i, false);
-  chart.svg.onclick = (event) => point(chart, event.target.dataset.i, true);
-  const byKeys = () => !chosen && chart.svg.matches(":focus-visible");
-  chart.svg.onfocus = () => byKeys() && choose(chart, chart.lines.events[0], false);
-  chart.svg.onkeydown = (event) => pressed(chart, event);
+  section.innerHTML = `<h2>${name} <span class="hint">${sizes}</span></h2>
+    ${error ? refusal(error) : ""}`;
+  if (error) return;
+  const time = byId("time").valueAsNumber;
+  const width = Math.max(200, section.clientWidth - 104) * s.zoom - 2;
+  const height = chart.idle.length * ROW + 24;
+  chart.x = (at) => (at / end) * (width - 1);
+  const idle = chart.idle.map((_, rank) => box("idle", rank, 0, chart.x(chart.end)));
+  const actions = chart.events.map((e, n) => drawAction(e, n, chart));
+  section.innerHTML += `<dl class="row">${facts(chart, s)}</dl><div class="lines">
+    <svg width="104" height="${height}" aria-hidden="true">${gauges(chart, time)}</svg>
+    <div><svg class="time" width="${width}" height="${height}" tabindex="0" role="application"
+      aria-roledescription="time lines" aria-describedby="waits"
+      aria-label="${name}, ${sizes}: arrow keys go from action to action">
+      ${[...idle, ...actions, ...ticks(chart.x, end, width, height - 24)].join("")}
+      <path class="now" d="M${chart.x(time)} 0V${height - 19}"/><g class="marks"></g></svg></div>
+    </div><details ${open}><summary>${name} as a table</summary>${tableAt(chart, time)}</details>`;
+  const svg = section.querySelector(".time");
+  svg.onpointermove = (event) => point(i, event.target.dataset.i, false);
+  svg.onclick = (event) => point(i, event.target.dataset.i, true);
+  svg.onfocus = () => !chosen && svg.matches(":focus-visible") && point(i, 0, false);
+  svg.onkeydown = (event) => pressed(i, event);
 }
 
-function drawTimeLines(svg, chart, end) {
-  const width = Math.max(200, svg.parentElement.clientWidth) * byId("zoom").valueAsNumber - 2;
-  const height = chart.p * ROW;
-  chart.x = (time) => (time / end) * (width - 1);
-  const parts = [];
-  for (let rank = 0; rank < chart.p; rank++) parts.push(box("idle", rank, 0, chart.x(chart.end)));
-  chart.lines.events.forEach((e, i) => {
-    const [fill, ink] = shade(e, chart);
-    const [x, w] = [chart.x(e.start), chart.x(e.end) - chart.x(e.start)];
-    const kind = w > 4 ? "action" : "action thin";
-    parts.push(box(kind, e.rank, x, w, `data-i="${i}" fill="${fill}"`));
-    const names = [`${e.op}${e.micro_batch}`, `${e.micro_batch}`];
-    const name = names.find((text) => 7.2 * text.length + 3 < w);
-    if (name) {
-      const place = `x="${x + w / 2}" y="${e.rank * ROW + 16}"`;
-      parts.push(`<text class="label ${ink}" ${place}>${name}</text>`);
-    }
-  });
-  svg.setAttribute("width", width);
-  svg.setAttribute("height", height + 24);
-  svg.innerHTML = `${parts.join("")}${ticks(chart.x, end, width, height)}
-    <g class="marks"></g><path class="now"/>`;
+function facts(chart, s) {
+  const percent = (x) => `${number(100 * x, 1)}%`;
+  const beyond = chart.key === "zb-h1" && (s.m < s.p || s.weight > s.forward);
+  const ends = beyond ? ", for m ≥ p and T<sub>W</sub> ≤ T<sub>F</sub>" : "";
+  const fact = ([name, x, text]) =>
+    `<div><dt>${name}</dt><dd data-value="${x}">${text(x)}</dd></div>`;
+  return [
+    ["idle / ideal time", chart.bubble, percent],
+    [`by formula${s.transfer > 0 ? ", without transfers" : ends}`, chart.formula, percent],
+    ["idle / total time", chart.idleOfTotal, percent],
+    ["ends at", chart.end, (x) => number(x)],
+  ].map(fact).join("");
 }
 
 function box(kind, rank, x, width, more = "") {
@@ -117,159 +73,132 @@ function box(kind, rank, x, width, more = "") {
   return `<rect class="${kind}" ${place} ${more}/>`;
 }
 
+// Darker in later chunks; with a name where there is room.
+function drawAction(e, i, { x, v }) {
+  const brightness = 1 - (0.45 * e.chunk) / Math.max(1, v - 1);
+  const hex = [1, 3, 5].map((at) => COLOURS[e.op].slice(at, at + 2));
+  const rgb = hex.map((digits) => (parseInt(digits, 16) / 255) * brightness);
+  const fill = `rgb(${rgb.map((c) => Math.round(255 * c))})`;
+  const width = 0.98 * (x(e.end) - x(e.start));
+  const name = [e.op + e.microBatch, `${e.microBatch}`].find((t) => 7.2 * t.length + 3 < width);
+  const place = `x="${x(e.start) + width / 2}" y="${e.rank * ROW + 16}"`;
+  return `${box("action", e.rank, x(e.start), width, `data-i="${i}" fill="${fill}"`)}
+    ${name ? `<text class="label" ${place} style="fill: ${textOn(rgb)}">${name}</text>` : ""}`;
+}
+
 // The axis: at most one number in 60 pixels.
 function ticks(x, end, width, height) {
   const least = (60 * end) / width;
   const power = 10 ** Math.floor(Math.log10(least));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= least);
-  let text = "";
-  for (let k = 0; k * step <= end; k++) {
+  const tick = (k) => {
     const at = x(k * step);
     const anchor = k === 0 ? "start" : at + 30 > width ? "end" : "middle";
-    text += `<path class="tick" d="M${at} ${height}v5"/><text class="quiet" x="${at}"
+    return `<path stroke="gray" d="M${at} ${height}v5"/><text class="quiet" x="${at}"
       y="${height + 18}" text-anchor="${anchor}">${number(k * step, 6)}</text>`;
-  }
-  return text;
-}
-
-// The colour of an action, darker in later chunks, and the class of the text that is read on it.
-function shade(e, chart) {
-  const brightness = 1 - (0.45 * e.chunk) / Math.max(1, chart.v - 1);
-  const hex = schedules_COLOURS.get(e.op);
-  const rgb = [1, 3, 5].map((i) => (parseInt(hex.slice(i, i + 2), 16) / 255) * brightness);
-  return [`rgb(${rgb.map((c) => Math.round(255 * c))})`, schedules_text_on(rgb)];
+  };
+  return range(Math.floor(end / step) + 1).map(tick);
 }
 
 function legend() {
-  const ops = new Set(charts.flatMap((c) => (c.lines ? c.lines.events.map((e) => e.op) : [])));
-  const entry = (colour, name) => `<span><i style="background:${colour}"></i>${name}</span>`;
-  const entries = [...ops].map((op) => entry(schedules_COLOURS.get(op), schedules_MEANINGS.get(op)));
-  if (ops.size) entries.push(entry("var(--idle)", "idle"));
-  if (charts.some((c) => c.lines && c.v > 1)) entries.push("<span>darker: a later chunk</span>");
-  return entries.join("");
+  const ops = new Set(charts.flatMap((c) => c.events.map((e) => e.op)));
+  const entries = [...ops].map((op) => legendEntry(COLOURS[op], MEANINGS[op]));
+  const darker = charts.some((c) => c.v > 1) ? "<span>darker: a later chunk</span>" : "";
+  return entries.join("") + legendEntry("var(--idle)", "idle") + darker;
 }
 
-// --- what an action waits for -----------------------------------------------------------------
-
-const waitsOf = ({ lines, p, v, transfer }, event) =>
-  formulas_waits_for(event, lines.events, p, v, transfer);
-
-// those whose results came last of all
-const lastOf = (waits) => waits.filter(([, time]) => time === py.max(waits.map((w) => w[1])));
-
-function choose(chart, event, kept) {
-  chosen = chart && { chart, event, kept };
-  showWaits();
-}
-
-function point(chart, i, keep) {
-  if (i === undefined && keep) choose(null);
-  else if (i !== undefined && (keep || !chosen?.kept)) choose(chart, chart.lines.events[i], keep);
+// Action n of a chart is pointed at; without n, what is no action.
+function point(i, n, kept) {
+  if (n === undefined && kept) choose(null);
+  if (n === undefined || (chosen?.kept && !kept)) return;
+  choose({ i, event: charts[i].events[n], kept });
 }
 
 // Arrow keys in a focused chart.
-function pressed(chart, key) {
-  const now = chosen?.chart === chart ? chosen.event : chart.lines.events[0];
-  const onRank = (rank) => chart.lines.events.filter((e) => e.rank === rank);
+function pressed(i, key) {
+  const { events } = charts[i];
+  const now = chosen?.i === i ? chosen.event : events[0];
+  const onRank = (rank) => events.filter((e) => e.rank === rank);
   const own = onRank(now.rank);
   const at = own.indexOf(now);
   const distance = (e) => Math.abs(e.start + e.end - now.start - now.end);
-  const moves = {
-    ArrowLeft: () => own[at - 1],
-    ArrowRight: () => own[at + 1],
-    ArrowUp: () => py.sorted(onRank(now.rank - 1), distance)[0],
-    ArrowDown: () => py.sorted(onRank(now.rank + 1), distance)[0],
-    Home: () => own[0],
-    End: () => own.at(-1),
-    Enter: () => lastOf(waitsOf(chart, now))[0]?.[0],
-  };
+  const nearest = (rank) => onRank(rank).sort((a, b) => distance(a) - distance(b))[0];
+  const along = { ArrowLeft: own[at - 1], ArrowRight: own[at + 1], Home: own[0], End: own.at(-1) };
+  const others = { ArrowUp: nearest(now.rank - 1), ArrowDown: nearest(now.rank + 1) };
+  const moves = { ...along, ...others, Enter: lastOf(now)[0]?.[0] };
   if (key.ctrlKey || key.metaKey || key.altKey) return;
   if (key.key === "Escape") choose(null);
   if (!(key.key in moves)) return;
   key.preventDefault();
-  const next = moves[key.key]() ?? now;
-  choose(chart, next, true);
-  const frame = chart.svg.parentElement;
-  const inView = chart.x(next.start) - frame.scrollLeft;
-  if (inView < 0 || inView > frame.clientWidth - 30) frame.scrollLeft = chart.x(next.start) - 40;
+  const event = moves[key.key] ?? now;
+  choose({ i, event, kept: true });
+  const action = key.currentTarget.querySelector(`[data-i="${events.indexOf(event)}"]`);
+  action.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
-function showWaits() {
-  for (const { svg } of charts) if (svg) svg.querySelector(".marks").innerHTML = "";
+function choose(what) {
+  chosen = what;
+  for (const marks of document.querySelectorAll(".marks")) marks.innerHTML = "";
   // in sight while an action is chosen
-  byId("waits").parentElement.classList.toggle("sticky", chosen !== null);
-  if (!chosen) {
-    byId("waits").innerHTML = "<p>Point at an action, or focus a chart and use arrow keys.</p>";
-    return;
-  }
-  const { chart, event } = chosen;
-  const waits = waitsOf(chart, event);
-  const last = lastOf(waits);
-  const chunk = (e) => (chart.v > 1 ? `, chunk ${e.chunk}` : "");
-  const name = (e) => `${e.op} of micro-batch ${e.micro_batch}${chunk(e)}`;
+  byId("panel").classList.toggle("sticky", Boolean(chosen));
+  byId("waits").innerHTML = "<p>Point at an action, or focus a chart and use arrow keys.</p>";
+  if (!chosen) return;
+  const chart = charts[chosen.i];
+  byId("waits").innerHTML = waitsText(chosen.event, chart);
+  byId(`chart-${chosen.i}`).querySelector(".marks").innerHTML = marks(chosen.event, chart);
+}
+
+// Of what an action waits for, that which came last: then it starts.
+const lastOf = ({ waits, start }) => waits.filter(([, there]) => there === start);
+
+function waitsText(event, { name, v }) {
+  const last = lastOf(event);
   const tie = last.length > 1 ? "last, at the same time" : "the last";
-  const lines = waits.map((wait, i) => {
-    const [e, time] = wait;
-    const isBefore = e.rank === event.rank && i === waits.length - 1;
+  const named = (e) => `${e.op} of micro-batch ${e.microBatch}${v > 1 ? `, chunk ${e.chunk}` : ""}`;
+  const lines = event.waits.map((wait, i) => {
+    const [e, there] = wait;
+    const isBefore = e.rank === event.rank && i === event.waits.length - 1;
     const rank = e.rank === event.rank ? "this rank" : `rank ${e.rank}`;
-    const there = time > e.end ? `, is here at ${number(time)}` : "";
-    return `<li>${name(e)} on ${rank}${isBefore ? ", the action before" : ""}:
-      ends at ${number(e.end)}${there} ${last.includes(wait) ? `<b>(${tie})</b>` : ""}</li>`;
+    return `<li>${named(e)} on ${rank}${isBefore ? ", the action before" : ""}: ends at
+      ${number(e.end)}${there > e.end ? `, is here at ${number(there)}` : ""}
+      ${last.includes(wait) ? `<b>(${tie})</b>` : ""}</li>`;
   });
-  byId("waits").innerHTML = `<p><b>${name(event)} on rank ${event.rank}, ${chart.name}</b>, from
-    ${number(event.start)} to ${number(event.end)}, waits for ${waits.length ? "" : "nothing"}</p>
-    <ul>${lines.join("")}</ul>`;
-  chart.svg.querySelector(".marks").innerHTML = marks(chart, event, waits, last);
+  return `<p><b>${named(event)} on rank ${event.rank}, ${name}</b>, from ${number(event.start)} to
+    ${number(event.end)}, waits for ${lines.length ? "" : "nothing"}</p><ul>${lines.join("")}</ul>`;
 }
 
 // A frame around the chosen action, and a line from the end of each that it waits for.
-function marks(chart, event, waits, last) {
-  const x = chart.x(event.start);
+function marks(event, { x }) {
   const middle = (rank) => rank * ROW + ROW / 2;
-  let text = box("chosen", event.rank, x, chart.x(event.end) - x);
-  for (const wait of waits) {
-    const [from, y] = [chart.x(wait[0].end), middle(wait[0].rank)];
-    const kind = last.includes(wait) ? "wait" : "wait early";
-    text += `<path class="${kind}" d="M${from} ${y}L${x} ${middle(event.rank)}"/>`;
-    text += `<circle class="dot" cx="${from}" cy="${y}" r="4"/>`;
-  }
-  return text;
+  const last = lastOf(event);
+  const lines = event.waits.map((wait) => {
+    const [from, y] = [x(wait[0].end), middle(wait[0].rank)];
+    return `<path class="wait ${last.includes(wait) ? "" : "early"}"
+      d="M${from} ${y}L${x(event.start)} ${middle(event.rank)}"/>
+      <circle cx="${from}" cy="${y}" r="4"/>`;
+  });
+  return box("chosen", event.rank, x(event.start), x(event.end) - x(event.start)) + lines.join("");
 }
 
-// --- one moment -------------------------------------------------------------------------------
-
-function showTime() {
-  const time = byId("time").valueAsNumber;
-  document.querySelector("output[for=time]").textContent = number(time);
-  for (const chart of charts) if (chart.lines) showHeld(chart, time);
+function gauges({ events, inFlight }, time) {
+  const width = (chunks) => (46 * chunks) / Math.max(...inFlight);
+  const rows = inFlight.map((most, rank) => {
+    const [now, y] = [heldAt(time, events, rank, IN_FLIGHT), rank * ROW + 16];
+    return `<text x="0" y="${y}">rank ${rank}</text>${box("idle", rank, 50, width(most))}
+      ${box("gauge", rank, 50, width(now))}<text x="54" y="${y}">${now}/${most}</text>`;
+  });
+  const below = rows.length * ROW + 18;
+  return `${rows.join("")}<text class="quiet" x="50" y="${below}">in flight</text>`;
 }
 
-// A line at that time, and what each rank holds then.
-function showHeld(chart, time) {
-  const { events, in_flight, deferred } = chart.lines;
-  const width = (chunks) => (46 * chunks) / py.max(in_flight);
-  const bottom = chart.p * ROW;
-  let [gauges, rows] = ["", ""];
-  for (let rank = 0; rank < chart.p; rank++) {
-    const now = formulas_held(events, rank, time, schedules_IN_FLIGHT);
-    const later = formulas_held(events, rank, time, schedules_DEFERRED);
-    const work = py.sum(events.filter((e) => e.rank === rank).map((e) => e.end - e.start));
-    const place = `y="${rank * ROW + 16}"`;
-    gauges += `<text x="0" ${place}>rank ${rank}</text>
-      ${box("idle", rank, 50, width(in_flight[rank]))}${box("gauge", rank, 50, width(now))}
-      <text x="54" ${place}>${now}/${in_flight[rank]}</text>`;
-    const cells = [rank, now, in_flight[rank], later, deferred[rank], number(chart.end - work)];
-    rows += `<tr>${cells.map((cell) => `<td>${cell}</td>`).join("")}</tr>`;
-  }
-  const heads = ["rank", "in flight", "most", "W to do", "most", "idle in all"];
-  const svg = chart.section.querySelector(".gauges");
-  svg.setAttribute("height", bottom + 24);
-  svg.innerHTML = `${gauges}<text class="quiet" x="50" y="${bottom + 18}">in flight</text>`;
-  chart.section.querySelector(".tight").innerHTML = `<table>
-    <caption>At time ${number(time)}: chunks in flight, and those whose W is still to do</caption>
-    <thead><tr>${heads.map((head) => `<th scope="col">${head}</th>`).join("")}</tr></thead>
-    <tbody>${rows}</tbody></table>`;
-  chart.svg.querySelector(".now").setAttribute("d", `M${chart.x(time)} 0V${bottom + 5}`);
+function tableAt({ events, idle, inFlight, deferred }, time) {
+  const rows = idle.map((unused, rank) => {
+    const [now, later] = [IN_FLIGHT, DEFERRED].map((change) => heldAt(time, events, rank, change));
+    const cells = [rank, now, inFlight[rank], later, deferred[rank], number(unused)];
+    return `<tr>${cells.map((cell) => `<td>${cell}</td>`).join("")}</tr>`;
+  });
+  const caption = `At time ${number(time)}: chunks in flight, and those whose W is still to do`;
+  return tableOf(caption, ["rank", "in flight", "most", "W to do", "most", "idle in all"], rows);
 }
 
 // Arrow keys on the scrubber: to the next moment at which an action ends.
@@ -278,7 +207,7 @@ byId("time").addEventListener("keydown", (key) => {
   if (!direction) return;
   key.preventDefault();
   const time = byId("time").valueAsNumber;
-  const ends = charts.flatMap((c) => (c.lines ? c.lines.events.map((e) => e.end) : []));
-  const beyond = [0, ...ends].filter((t) => (t - time) * direction > 1e-9);
-  if (beyond.length) change({ time: String(direction > 0 ? py.min(beyond) : py.max(beyond)) });
+  const ends = [0, ...charts.flatMap((c) => c.events.map((e) => e.end))];
+  ends.sort((a, b) => (a - b) * direction);
+  change({ time: ends.find((end) => (end - time) * direction > 1e-9) ?? time });
 });

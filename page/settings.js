@@ -1,136 +1,120 @@
-// Settings: controls of the page, to and from its address; and the small things that all share.
+// Settings: the page's controls, to and from its address; and the small things that all share.
 
 const byId = (id) => document.getElementById(id);
-const controls = [...document.querySelectorAll("[data-setting]")];
+const controls = [...document.querySelectorAll("input, select")];
+const tabs = [...document.querySelectorAll("[role=tab]")];
+const number = (x, most = 2, least = 0) =>
+  x.toLocaleString("en", { maximumFractionDigits: most, minimumFractionDigits: least });
+const optionName = (id) => byId(id).selectedOptions[0].text;
+const legendEntry = (colour, name) => `<span><i style="background: ${colour}"></i>${name}</span>`;
 
-const number = (x, digits = 2) => x.toLocaleString("en", { maximumFractionDigits: digits });
-const percent = (x) => `${number(100 * x, 1)}%`;
-const escape = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
-const optionName = (id, value) => [...byId(id).options].find((o) => o.value === value).text;
+function tableOf(caption, heads, rows) {
+  const head = heads.map((name) => `<th scope="col">${name}</th>`).join("");
+  return `<div class="tight"><table><caption>${caption}</caption><thead><tr>${head}</tr></thead>
+    <tbody>${rows.join("")}</tbody></table></div>`;
+}
 
-// --- a control --------------------------------------------------------------------------------
+// A rule that is broken, and a button for each number that would fit.
+function refusal({ rule, fits, setting }) {
+  const press = (n) => `change({ ${setting}: ${n} }); byId('${setting}').focus()`;
+  const button = (n) => `<button onclick="${press(n)}">${rule.split(" ")[0]} = ${n}</button>`;
+  const buttons = setting ? fits.map(button) : [];
+  return `<div class="error" role="alert"><p>${rule}</p>${buttons.join(" ")}</div>`;
+}
 
-const isNumber = (control) => control.type === "range" || control.type === "number";
-const valueOf = (control) => String(control.type === "checkbox" ? control.checked : control.value);
-// control: its value as the page was written
-const written = new Map();
+// A boolean, a number or text.
+function valueOf(control) {
+  if (control.type === "checkbox") return control.checked;
+  return control.value === "" || isNaN(control.value) ? control.value : Number(control.value);
+}
+
+function put(control, value) {
+  if (control.type === "checkbox") control.checked = String(value) === "true";
+  else control.value = value;
+}
+
+// values as the page was written, {id: value}
+const written = {};
 
 // A control's value where no address gives one. Sequence and experts are those of the model.
 function standard(control) {
-  const preset = PRESETS[byId("preset").value];
-  if (control.id === "s") return String(preset.rows[0][FIELDS.indexOf("seq_length")]);
-  return control.id === "experts" ? String(preset.experts) : written.get(control);
+  const { seq_length: s, num_experts: experts } = PRESETS[byId("preset").value];
+  return { ...written, s, experts }[control.id];
 }
 
-function put(control, text) {
-  if (control.type === "checkbox") control.checked = text === "true";
-  else control.value = text;
-}
-
-// Whether a control can have this value.
-function canBe(control, text) {
-  if (control.type === "checkbox") return text === "true" || text === "false";
-  if (!isNumber(control)) return [...control.options].some((o) => o.value === text);
-  if (text.trim() === "" || !Number.isFinite(Number(text))) return false;
-  const before = control.value;
-  put(control, text);
-  const same = Number(control.value) === Number(text) && control.validity.valid;
-  control.value = before;
-  return same;
-}
-
-// {id: value} of all controls
-function settings() {
-  const found = {};
-  for (const c of controls) found[c.id] = isNumber(c) ? c.valueAsNumber : c.value;
-  return { ...found, zero: Number(found.zero), sp: byId("sp").checked };
-}
-
-// --- the address ------------------------------------------------------------------------------
+// Whether a control has taken a text.
+const holds = (c, text) =>
+  c.validity.valid && (String(valueOf(c)) === text || valueOf(c) === Number(text));
 
 function readAddress() {
-  const known = new Map();
-  const ignored = [];
   byId("time").max = 1e9;
-  for (const [key, text] of new URLSearchParams(location.hash.slice(1))) {
-    const control = controls.find((c) => c.id === key);
-    if (control && canBe(control, text)) known.set(control, text);
-    else ignored.push(`${key}=${text}`.slice(0, 40));
+  const given = new Map(new URLSearchParams(location.hash.slice(1)));
+  // the model comes before what depends on it
+  for (const control of controls) {
+    const usual = standard(control);
+    put(control, given.get(control.id) ?? usual);
+    if (holds(control, given.get(control.id))) given.delete(control.id);
+    else put(control, usual);
   }
-  // the model first: what is standard depends on it
-  for (const control of [byId("preset"), ...controls]) {
-    put(control, known.get(control) ?? standard(control));
-  }
-  const some = ignored.length > 5 ? [...ignored.slice(0, 5), "…"] : ignored;
-  byId("ignored").textContent = ignored.length
-    ? `The address has settings that this page does not know: ${some.join(", ")}`
-    : "";
+  const ignored = [...given].map((pair) => pair.join("=").slice(0, 40));
+  if (ignored.length > 5) ignored.splice(5, Infinity, "…");
+  const words = `The address has settings that this page does not know: ${ignored.join(", ")}`;
+  byId("ignored").textContent = ignored.length ? words : "";
+  show();
 }
 
 let timer = 0;
+// Later: browsers limit how often.
 function writeAddress() {
   const changed = controls.filter((c) => valueOf(c) !== standard(c));
   const hash = new URLSearchParams(changed.map((c) => [c.id, valueOf(c)]));
-  // later: browsers limit how often
   clearTimeout(timer);
   timer = setTimeout(() => history.replaceState(null, "", `#${hash}`), 150);
 }
 
-// --- events -----------------------------------------------------------------------------------
-
-const views = { schedules: (s) => showSchedules(s), memory: (s) => showMemory(s) };
-
 function show() {
-  const s = settings();
-  for (const name of Object.keys(views)) {
-    byId(name).hidden = name !== s.view;
-    byId(`tab-${name}`).setAttribute("aria-selected", name === s.view);
-    byId(`tab-${name}`).tabIndex = name === s.view ? 0 : -1;
+  const s = Object.fromEntries(controls.map((c) => [c.id, valueOf(c)]));
+  for (const tab of tabs) {
+    const view = tab.getAttribute("aria-controls");
+    byId(view).hidden = view !== s.view;
+    tab.setAttribute("aria-selected", view === s.view);
+    tab.tabIndex = view === s.view ? 0 : -1;
   }
-  for (const output of document.querySelectorAll("output")) {
-    output.textContent = number(byId(output.htmlFor[0]).valueAsNumber);
+  if (s.view === "memory") showMemory(s);
+  else showSchedules(s);
+  for (const output of document.querySelectorAll(".value")) {
+    output.textContent = number(output.nextElementSibling.valueAsNumber);
   }
-  views[s.view](s);
 }
 
-// Settings by name, {id: text}, and what follows from them.
+// Settings by name, {id: value}, and what follows from them.
 function change(values) {
-  for (const [id, text] of Object.entries(values)) put(byId(id), text);
-  const ofModel = "preset" in values ? ["s", "experts", "ep"] : [];
-  for (const id of ofModel) put(byId(id), standard(byId(id)));
+  for (const [id, value] of Object.entries(values)) put(byId(id), value);
+  const ofModel = ["s", "experts", "ep"].map(byId);
+  if ("preset" in values) for (const control of ofModel) put(control, standard(control));
   show();
   writeAddress();
 }
 
-function pressedOnTab(event) {
-  const others = { ArrowLeft: "previous", ArrowRight: "next" }[event.key];
-  const tab = event.target[`${others}ElementSibling`];
-  if (!tab) return;
-  change({ view: tab.dataset.view });
-  tab.focus();
-}
-
 function start() {
-  for (const name of Object.keys(PRESETS)) byId("preset").add(new Option(name));
-  byId("preset").value = "megatron-7.5b";
+  const isFirst = (name) => (name === "megatron-7.5b" ? "selected" : "");
+  const options = Object.keys(PRESETS).map((name) => `<option ${isFirst(name)}>${name}`);
+  byId("preset").innerHTML = options.join("");
   for (const control of controls) {
-    written.set(control, valueOf(control));
+    written[control.id] = valueOf(control);
+    control.required = control.type !== "checkbox";
+    control.min ||= 1;
     control.addEventListener("input", () => change({ [control.id]: valueOf(control) }));
+    const value = control.type === "range" ? `<span class="value"></span>` : "";
+    control.insertAdjacentHTML("beforebegin", value);
   }
-  for (const tab of document.querySelectorAll("[role=tab]")) {
-    tab.addEventListener("click", () => change({ view: tab.dataset.view }));
-    tab.addEventListener("keydown", pressedOnTab);
+  for (const tab of tabs) {
+    tab.onclick = () => tab.focus();
+    tab.onfocus = () => change({ view: tab.getAttribute("aria-controls") });
+    tab.onkeydown = ({ key }) => ({ ArrowLeft: tabs[0], ArrowRight: tabs[1] })[key]?.focus();
   }
-  for (const button of document.querySelectorAll("[data-reset]")) {
-    const own = controls.filter((c) => c.form === button.form);
-    const values = () => Object.fromEntries(own.map((c) => [c.id, written.get(c)]));
-    button.addEventListener("click", () => change(values()));
-  }
-  const reread = () => {
-    readAddress();
-    show();
-  };
-  addEventListener("hashchange", reread);
+  addEventListener("reset", () => setTimeout(change, 0, {}));
   addEventListener("resize", show);
-  reread();
+  addEventListener("hashchange", readAddress);
+  readAddress();
 }

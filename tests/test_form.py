@@ -21,7 +21,6 @@ FOLDERS = (
     "lessons",
     "proof",
     "proof/mutations",
-    "page",
     "planning",
     "exercises",
 )
