@@ -1,4 +1,9 @@
-"""The error of a run that fails while it runs; what is refused before has errors of its own."""
+"""Errors that end a command with one message: of bad input, and of a run that fails."""
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used; the message says what, and what would fit. A command ends
+    with exit status 2."""
 
 
 class RunError(RuntimeError):

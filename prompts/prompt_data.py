@@ -29,6 +29,7 @@ import torch
 from msgspec import Meta, Struct, field
 
 from base import json_files, terminal
+from base.errors import InputError
 from data import Batch, Dataset
 from prompts import nemo_config
 
@@ -45,7 +46,7 @@ MOST_ANSWERS = 100
 END_OF_TEXT = "end of text"
 
 
-class PromptError(ValueError):
+class PromptError(InputError):
     """A template, a configuration or a line of data that cannot be used; the message says which,
     and what would fit."""
 

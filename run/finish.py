@@ -7,9 +7,9 @@ from pathlib import Path
 import context_parallel
 import generate
 import sequence_parallel
+from base.errors import InputError
 from base.world import World
 from run.metrics import duration, plot_loss
-from tuning.chat_template import ChatError
 
 
 def finish(trainer, run, tokenizer, seconds: float) -> None:
@@ -55,7 +55,7 @@ def sample(trainer, tokenizer, held_out) -> str:
         options["cp_group"] = trainer.groups.cp
         with context_parallel.whole_sequences(trainer.stages):
             (ids,) = generate.generate(trainer.model, [prompt], 300, **options)
-    except (FloatingPointError, ChatError) as e:
+    except (FloatingPointError, InputError) as e:
         return f"no sample: {e}"
     return tokenizer.decode(prompt + ids)
 

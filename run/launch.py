@@ -12,22 +12,18 @@ import traceback
 from pathlib import Path
 
 from base import terminal
-from base.errors import RunError
+from base.errors import InputError, RunError
 from base.world import World, WorldError
 from checkpoint import CheckpointError
 from corpus.tokenizer import TokenizerError, record
 from data import DataError
 from optimizer import learning_rate
-from planning import as_rank, plan
-from prompts.prompt_data import PromptError
 from run import finish, flags, learning_rates, messages, opening, resume, rules
 from run.config import Config, ConfigError, multiply_in
 from run.metrics import MetricsError
 from run.run_folder import RunFolderError
 from run.task import Task, task_of
 from run.training_run import TrainingRun
-from tuning.chat_template import ChatError
-from tuning.rewards import RewardError
 
 # bad input: exit status 2, one message from rank 0
 REFUSED = (
@@ -35,11 +31,10 @@ REFUSED = (
     RunFolderError,
     MetricsError,
     DataError,
-    PromptError,
-    ChatError,
-    RewardError,
     TokenizerError,
     CheckpointError,
+    # of the other kinds of training
+    InputError,
 )
 
 
@@ -73,6 +68,9 @@ def attempt(argv: list[str], world: World, trainer_class, loop) -> tuple[int, Ex
     try:
         config, question = flags.parse_all(argv, world.rank)
         if question:
+            # a wing, loaded by those who ask
+            from planning import as_rank
+
             as_rank.main(config, question, trainer_class)
         else:
             rules.validate(config, world.size)
@@ -162,6 +160,8 @@ def train(config: Config, world: World, tokenizer, trainer_class, loop) -> None:
             world.say(this.metrics.notice)
     messages.announce(trainer, world, train_set.index)
     if this.predicted:
+        from planning import plan
+
         world.say(plan.describe(this.predicted, config.plan))
     task.before_steps(this)
     begin = time.perf_counter()

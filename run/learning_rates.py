@@ -13,7 +13,6 @@ They are where a search begins, not where it ends.
 
 import math
 
-from prompts.prompt_data import PromptConfig
 from run.sizes import least_parameters
 
 # parameters -> rate
@@ -52,8 +51,11 @@ def of_size(parameters: int) -> float:
 def default(config) -> tuple[float, str]:
     """(the peak rate of a run, words that say for what). config: run.config.Config. Raises its
     errors."""
-    if config.prompt_config and PromptConfig.read(config.prompt_config).learned:
-        return PROMPTS, "prompts"
+    if config.prompt_config:
+        from prompts.prompt_data import PromptConfig
+
+        if PromptConfig.read(config.prompt_config).learned:
+            return PROMPTS, "prompts"
     against_reference = config.preference == "dpo" or config.rl
     kind = f"--rl {config.rl}" if config.rl else "--preference dpo"
     if config.peft:

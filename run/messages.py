@@ -5,7 +5,6 @@ import sys
 import torch
 
 from base.world import World
-from exchange import hf_config
 from run.config import Config
 
 # flags that are named where they are not the default
@@ -69,12 +68,16 @@ def surprises(trainer, world: World):
             f"experts are balanced within a micro-batch, here of {micro} sequences: for the same "
             f"result on another number of ranks give --micro-batch-size {micro}"
         )
-    try:
-        hf_config.check_export_of_experts(model)
-    except hf_config.HuggingFaceError as e:
-        yield (
-            f"no Hugging Face class has such experts, and huggingface.py will not export them: {e}"
-        )
+    if model.num_experts:
+        from exchange import hf_config
+
+        try:
+            hf_config.check_export_of_experts(model)
+        except hf_config.HuggingFaceError as e:
+            yield (
+                f"no Hugging Face class has such experts, and huggingface.py will not export them:"
+                f" {e}"
+            )
     if config.kernels == "auto" and trainer.no_kernels and trainer.device.type == "cuda":
         yield f"--kernels auto: {trainer.no_kernels}; PyTorch's own operations run"
     if config.recompute == "selective" and model.attention == "fused":

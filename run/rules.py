@@ -10,7 +10,6 @@ import importlib.util
 
 import torch
 
-import adapters
 import checkpoint
 import chunked_head
 import context_parallel
@@ -23,14 +22,10 @@ import tensor_parallel
 from base import json_files
 from model_config import divisors
 from moe import MoEConfig
-from planning import plan
-from prompts import prompt_data
 from run.config import Config, ConfigError, as_flags, flag_name
 from run.effects import Run, check_effects
 from run.preference_rules import check_preference, check_rl
 from run.refusal import multiples, refuse
-from tuning.adapter_learning import adapter_config
-from tuning.rewards import is_function
 
 # Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
 MOST_SEQUENCES = 2**20
@@ -87,9 +82,12 @@ def validate(config: Config, world: int, base_needed: bool = True) -> None:
     if config.load and base_needed:
         check_length(config)
     check_rl(config, model, world, base_needed)
-    if config.rl and config.reward and not is_function(config.reward):
+    if config.rl and config.reward and ".py:" not in config.reward:
         check_reward_model(config, model, world)
+    # wings are loaded by those who ask for them
     if config.plan:
+        from planning import plan
+
         plan.check(config)
     check_device(config)
 
@@ -257,7 +255,9 @@ def check_packing(config: Config) -> None:
 
 def check_prompts(config: Config) -> None:
     """Raises ConfigError or PromptError."""
-    style = prompt_data.PromptConfig.read(config.prompt_config).virtual_prompt_style
+    from prompts.prompt_data import PromptConfig
+
+    style = PromptConfig.read(config.prompt_config).virtual_prompt_style
     if style == "inference":
         rule = (
             "virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and"
@@ -279,7 +279,11 @@ def check_peft(config: Config, model: MoEConfig, base_needed: bool) -> None:
     """Raises ConfigError."""
     if not config.peft:
         return
-    if config.prompt_config and prompt_data.PromptConfig.read(config.prompt_config).learned:
+    import adapters
+    from prompts.prompt_data import PromptConfig
+    from tuning.adapter_learning import adapter_config
+
+    if config.prompt_config and PromptConfig.read(config.prompt_config).learned:
         rule = (
             "--prompt-config learns prompts; one of the two. With virtual_prompt_style fine-tuning"
             " it only names the data"

@@ -19,7 +19,6 @@ import checkpoint
 import fp8_scaling
 from base.device_queue import Moment, to_host
 from base.errors import RunError
-from planning import plan
 from run import messages
 from run.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
 
@@ -102,7 +101,11 @@ class TrainingRun:
             self.profiler = StepProfiler(path, start, config.steps)
         # seconds of a step by part, with --plan
         row_length = trainer.task.row_length(train_set)
-        self.predicted = plan.predict(config, world.size, row_length)
+        self.predicted = {}
+        if config.plan:
+            from planning import plan
+
+            self.predicted = plan.predict(config, world.size, row_length)
         self.flops = trainer.task.flops_per_token(row_length)
         self.multiplies_in_fp8 = bool(trainer.fp8) and not messages.fp8_is_emulated(trainer)
         # None: the held-out loss is not that of text

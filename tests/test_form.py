@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -148,3 +150,21 @@ def test_functions_fit_a_screen():
                 if lines > 50:
                     long.append(f"{path.name} {node.name}: {lines} lines")
     assert not long
+
+
+def test_pretraining_loads_no_wing():
+    """What `import train` loads of this project: no conversations, adapters, prompts, planning."""
+    code = (
+        "import sys, train\n"
+        "for name, module in list(sys.modules.items()):\n"
+        "    print(name, getattr(module, '__file__', None))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    ours = {name: ROOT / loaded[name] for name in modules() if name in loaded}
+    wings = {"tuning", "prompts", "planning", "exchange", "lessons", "proof"}
+    assert not {name for name in ours if name.split(".")[0] in wings}
+    lines = sum(len(path.read_text().splitlines()) for path in ours.values())
+    assert len(ours) <= 85 and lines <= 17_700, (len(ours), lines)

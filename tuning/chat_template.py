@@ -36,6 +36,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from base import json_files, terminal
+from base.errors import InputError
 from corpus.tokenizer import CHAT_TEMPLATE, FileTokenizer, library_errors
 
 # The template of a model that has none. BEGIN and END become the tokenizer's tokens.
@@ -65,7 +66,7 @@ MOST_MEMORY = 2**30
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
-class ChatError(ValueError):
+class ChatError(InputError):
     """A conversation or a template that cannot be used; the message is one line."""
 
     def __init__(self, message: str, reason: str = "refused"):

@@ -24,13 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from base import terminal
-from base.errors import RunError
+from base.errors import InputError, RunError
 
 RewardFunction = Callable[[str, str, dict], float]
 MADE_UP = "an answer"
 
 
-class RewardError(ValueError):
+class RewardError(InputError):
     """--reward cannot be used; the message says why."""
 
 
