@@ -41,6 +41,7 @@ from planning.rows import RowError
 from routers import MoEConfig
 from run import flags, rules, sizes
 from run.config import MODEL_FLAGS, Config, ConfigError, flag_name
+from run.effects import Run, check_effects
 
 DAY = 86400
 # published runs of these models; the default of --tokens
@@ -275,6 +276,7 @@ def plan(argv: list[str]) -> None:
     model = config.model_config()
     # flags that this model has no use for
     rules.check_techniques(config, model, world=1)
+    check_effects(Run(config, model, replicas=1))
     machine = machine_of(args)
     try:
         plans = planner.search(machine, TRAIN, model, args.gpus, args.batch)

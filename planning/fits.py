@@ -4,6 +4,8 @@ every layout of 8 GPUs takes at least 367 GiB on each, of which a100 has 75 for 
 would hold it
 """
 
+from collections.abc import Callable
+
 from planning.inputs import Machine, Software
 from planning.layouts import layouts
 from planning.memory import memory
@@ -21,44 +23,60 @@ class PlanError(ValueError):
 def what_would_fit(
     machine: Machine, software: Software, model: MoEConfig, gpus: int, global_batch: int
 ) -> str:
-    """Why no layout fits, and how many GPUs would."""
+    """Why no layout fits, and what would."""
+
+    def fits(gpus: int, batch: int) -> bool:
+        least = least_bytes(software, model, gpus, batch)
+        return least is not None and least <= USABLE * machine.memory
+
     least = least_bytes(software, model, gpus, global_batch)
     if least is None:
-        return no_layout(machine, software, model, gpus, global_batch)
-    has = USABLE * machine.memory
+        return no_layout(machine, model, gpus, global_batch, fits)
     message = (
         f"every layout of {gpus:,} GPUs takes at least {gib(least)} GiB on each, of which"
-        f" {machine.name} has {gib(has)} for tensors"
+        f" {machine.name} has {gib(USABLE * machine.memory)} for tensors"
     )
-    for times in (2**i for i in range(1, 13)):
-        needed = least_bytes(software, model, times * gpus, times * global_batch)
-        if needed is not None and needed <= has:
-            return f"{message}; {times * gpus:,} GPUs would hold it"
-    return f"{message}; a smaller model would fit"
+    return f"{message}; {enough(gpus, global_batch, fits)}"
+
+
+def enough(gpus: int, global_batch: int, fits: Callable[[int, int], bool]) -> str:
+    """How many GPUs would hold the model."""
+    for times in (2**i for i in range(13)):
+        n = times * gpus
+        if fits(n, global_batch):
+            return f"{n:,} GPUs would hold it"
+        # a batch that so many can share
+        batch = -(-global_batch // n) * n
+        if batch != global_batch and fits(n, batch):
+            return f"{n:,} GPUs with --batch {batch} would hold it"
+    return "a smaller model would fit"
 
 
 def no_layout(
-    machine: Machine, software: Software, model: MoEConfig, gpus: int, global_batch: int
+    machine: Machine,
+    model: MoEConfig,
+    gpus: int,
+    global_batch: int,
+    fits: Callable[[int, int], bool],
 ) -> str:
-    """Why nothing divides, and the next numbers that would."""
+    """Why nothing divides, and the next numbers that would, and have the memory."""
     message = (
         f"no layout of {gpus:,} GPUs with even stages divides {model.num_heads} heads,"
         f" {model.num_layers} layers and a step of {global_batch:,} sequences"
     )
-    # then data parallelism alone is a layout
-    batch = -(-global_batch // gpus) * gpus
-    fit = [f"--batch {batch}"] if batch != global_batch else []
-    node = machine.ranks_per_node
-    smaller = [n for n in range(gpus - 1, 0, -1) if n <= node or n % node == 0]
-    for n in smaller:
-        if any(True for _ in layouts(model, software, n, global_batch, [1])):
-            fit.append(f"--gpus {n}")
-            break
-    message = f"{message}; {' or '.join(fit)} would fit"
     for pp in range(2, min(gpus, model.num_layers) + 1):
         if gpus % pp == 0 and global_batch % (gpus // pp) == 0:
-            return f"{message}, and uneven stages: train.py --pp {pp} --layer-split"
-    return message
+            message += f" (uneven stages do: train.py --pp {pp} --layer-split)"
+            break
+    # then data parallelism alone is a layout
+    batch = -(-global_batch // gpus) * gpus
+    found = [f"--batch {batch}"] if batch != global_batch and fits(gpus, batch) else []
+    node = machine.ranks_per_node
+    smaller = [n for n in range(gpus - 1, 0, -1) if n <= node or n % node == 0]
+    found += [f"--gpus {n}" for n in smaller if fits(n, global_batch)][:1]
+    if not found:
+        return f"{message}; {enough(gpus, global_batch, fits)}"
+    return f"{message}; {' or '.join(found)} would fit"
 
 
 def gib(nbytes: float) -> str:

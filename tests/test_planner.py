@@ -430,6 +430,33 @@ def test_stages_that_do_not_divide_the_layers(tmp_path, capsys):
     assert 0.98 * even["bytes"] < bloom["bytes"] <= even["bytes"]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_said_to_fit_fits(seed):
+    """Of GPUs and batches that do not divide, and of machines with little memory."""
+    g = random.Random(seed)
+    model = MoEConfig(g.choice([2, 3, 5, 7]), 96, g.choice([2, 3]), seq_length=64, vocab_size=257)
+    gpus, batch = g.choice([1, 2, 3, 5, 6, 7, 12]), g.randint(1, 7)
+    nbytes = planner.memory(model, Layout(), TRAIN)
+    machine = dataclasses.replace(A100, memory=sum(nbytes.values()) * g.choice([0.3, 0.7, 2]))
+
+    def refusal(gpus: int, batch: int) -> str:
+        try:
+            planner.search(machine, TRAIN, model, gpus, batch)
+        except planner.PlanError as e:
+            return str(e)
+        return ""
+
+    said = refusal(gpus, batch)
+    larger = r"; ([\d,]+) GPUs(?: with --batch (\d+))? would hold"
+    for more, their_batch in re.findall(larger, said):
+        more = int(more.replace(",", ""))
+        assert not refusal(more, int(their_batch or batch)), said
+    for words in re.findall(r"; (--.*) would fit", said):
+        for flag, number in re.findall(r"--(batch|gpus) (\d+)", words):
+            other = {"gpus": gpus, "batch": batch} | {flag: int(number)}
+            assert not refusal(**other), said
+
+
 PLAN = "plan --model gpt3-20b --gpus 64 --batch 64"
 
 
@@ -458,7 +485,12 @@ PLAN = "plan --model gpt3-20b --gpus 64 --batch 64"
             "plan --model gpt2 --gpus 2 --batch 7 --num-heads 3 --num-layers 3",
             "--batch 8 or --gpus 1",
         ),
-        ("plan --model gpt2 --gpus 5 --batch 7", "train.py --pp 5 --layer-split"),
+        (
+            "plan --model gpt2 --gpus 5 --batch 7",
+            "(uneven stages do: train.py --pp 5 --layer",
+        ),
+        (f"{PLAN} --z-loss 0.3", "--z-loss 0.3: this model has no experts"),
+        (f"{PLAN} --router topk", "--router topk: this model has no experts"),
         ("size --gpus 64 --days 0", "--days 0: must be above 0 and finite"),
         ("size --gpus 64 --days -1", "--days -1: must be above 0 and finite"),
         ("size --gpus 64 --days inf", "--days inf: must be above 0 and finite"),
