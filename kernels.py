@@ -755,10 +755,11 @@ def swap(model: nn.Module) -> None:
         module.__class__ = FUSED.get(type(module), type(module))
 
 
-def apply(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
-    """`swap` if the kernels of this dtype run on this device. Returns "", or why they do not: the
+def apply(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
+    """`swap` if the kernels of this dtype run on this device. Returns None, or why they do not: the
     model is unchanged then."""
-    reason = why_not(dtype) if device.type == "cuda" else "no CUDA device"
-    if not reason:
-        swap(model)
-    return reason
+    refused = why_not(dtype) if device.type == "cuda" else "no CUDA device"
+    if refused:
+        return refused
+    swap(model)
+    return None

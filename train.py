@@ -67,8 +67,8 @@ class Trainer:
         self.micro_batch = config.micro_batch(self.dp)
         self.precision = config.precision or ("bf16" if device.type == "cuda" else "fp32")
         self.scaler = LossScaler() if self.precision == "fp16" else None
-        # "off"; or why kernels do not run here; or "", where they run
-        self.no_kernels = "off"
+        # why fused kernels do not run here; None: they do
+        self.kernels_refused: str | None = "off"
         recipe = config.fp8_recipe()
         self.fp8 = fp8_scaling.make(recipe, self.model_config, device, config.keeps_bytes)
         self.task = task or Task()
@@ -104,7 +104,7 @@ class Trainer:
                 tensor_parallel.apply(stage, groups.tp)
             chunked_head.apply(stage, config.head_chunk)
             if config.kernels == "auto":
-                self.no_kernels = kernels.apply(stage, self.device, DTYPES[self.precision])
+                self.kernels_refused = kernels.apply(stage, self.device, DTYPES[self.precision])
             if config.sequence_parallel:
                 sequence_parallel.apply(stage, groups.tp)
             fp8.apply(stage, self.fp8, config.fp8_skip)
@@ -138,7 +138,7 @@ class Trainer:
             scaler=self.scaler,
             stages=self.groups.pp,
             state_dtype=torch.bfloat16 if self.config.optimizer_state == "bf16" else None,
-            fused=None if self.no_kernels else kernels.adamw,
+            fused=None if self.kernels_refused else kernels.adamw,
         )
 
     def own_tokens(self, batch):

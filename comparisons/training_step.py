@@ -196,7 +196,7 @@ def run_case(fields: dict, steps: int) -> dict:
         "losses": losses[:WARMUP],
         "peak_memory_bytes": peak_memory(device),
         "flops_per_token": flops_per_token(c),
-        "no_kernels": trainer.no_kernels,
+        "kernels_refused": trainer.kernels_refused,
     }
 
 

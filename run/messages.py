@@ -78,8 +78,8 @@ def surprises(trainer, world: World):
                 f"no Hugging Face class has such experts, and huggingface.py will not export them:"
                 f" {e}"
             )
-    if config.kernels == "auto" and trainer.no_kernels and trainer.device.type == "cuda":
-        yield f"--kernels auto: {trainer.no_kernels}; PyTorch's own operations run"
+    if config.kernels == "auto" and trainer.kernels_refused and trainer.device.type == "cuda":
+        yield f"--kernels auto: {trainer.kernels_refused}; PyTorch's own operations run"
     if config.recompute == "selective" and model.attention == "fused":
         yield (
             "--recompute selective: fused attention keeps no s x s scores, so there is nothing to "
