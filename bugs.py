@@ -39,9 +39,9 @@ from proof.mutations import Bug
 
 ROOT = Path(__file__).parent
 WIDTH = form.WIDTH
-# of a run that is shown; the schedule of the learning rate is that of bug_runs.SETTING
+# how many steps are shown; the schedule of the learning rate is that of bug_runs.SETTING
 STEPS = 30
-# of the paragraphs that `show` prints
+# the width of the labels before the paragraphs that `show` prints
 LABEL = 12
 
 # --------------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ def make_core(core: nn.Module, group: dist.ProcessGroup, kind: str) -> nn.Module
     """What attends in the place of one device's `core`."""
     dropout = getattr(core, "dropout", None)
     if dropout is not None:
-        # of probabilities [b, a, s, s], not of tokens
+        # this mask is of probabilities [b, a, s, s], not of tokens
         dropout.coordinates = None
     if kind == "ring":
         return RingAttention(group, core)

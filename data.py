@@ -155,7 +155,7 @@ def merge_parts(targets: list[str], folder: Path, corpus: str, tokenizer) -> Non
     # [documents] each
     hashes, lengths, sizes = np.concatenate(tables).T
     part_of = np.repeat(np.arange(len(parts)), [len(table) for table in tables])
-    # of a document in its part
+    # where each document begins in its part
     starts = np.concatenate([np.cumsum(table[:, 1]) - table[:, 1] for table in tables])
     total = int(lengths.sum())
     if not total:

@@ -95,7 +95,7 @@ class Dropout(nn.Module):
         self.p = p
         self.site = site
         self.shard_index: dict[int, int] = {}
-        # of dimension 1, where its coordinates are no range: (size, n) -> [size] coordinates
+        # gives the coordinates of dimension 1 where they are no range: (size, n) -> [size]
         self.coordinates = None
 
     def forward(self, x: Tensor, key: Tensor | None) -> Tensor:

@@ -198,7 +198,7 @@ class Evaluator:
         device = next(itertools.chain(*(stage.parameters() for stage in self.stages))).device
         tokens, targets = (x.to(device) for x in pad(rows, self.config.seq_length))
         b, s = len(rows) // p, tokens.shape[1]
-        # of each micro-batch
+        # one list for each micro-batch
         scores = [[] for _ in range(p)]
 
         def run_stage(chunk: int, m: int, x: Tensor | None) -> Tensor:

@@ -45,7 +45,7 @@ def shard_dim(shape: torch.Size, n: int) -> int:
 class Slot(NamedTuple):
     """Where the shard of one parameter lies in every row."""
 
-    # of the first element
+    # where the first element stands
     offset: int
     # the dimension along which the parameter is sharded
     dim: int

@@ -167,7 +167,7 @@ class DataParallel(GradientAccumulator):
                 unit.local_grads = self.new_grads(unit)
                 self.set_main_grads(unit, unit.local_grads[unit.rank])
         self.zero()
-        # of GradientAccumulator: has autograd call `accumulate` with each parameter
+        # GradientAccumulator has autograd call `accumulate` with each parameter
         self.listen()
 
     def new_grads(self, unit: Unit) -> Tensor:
@@ -216,7 +216,7 @@ class DataParallel(GradientAccumulator):
         p.grad = None
         unit.arrived.add(p)
         # Under zb-h1 (zero_bubble.py) gradients of weights come later than those of biases. A bias
-        # of the next micro-batch may come first: it is added; the unit still waits for its weights.
+        # A gradient of the next micro-batch may come first: it is added, and the unit still waits.
         unit.missing.discard(p)
         if not unit.missing:
             self.complete(unit)

@@ -133,7 +133,7 @@ class ModelRunner:
             x = block(x, None, rotary)
         if stage.head is None:
             return x
-        # of a prefill only the last tokens need logits
+        # in a prefill only the last tokens need logits
         if last_column is not None:
             x = at_column(x, last_column, cache)  # [b, 1, h]
         return stage.head(x)[:, 0]  # [b, V]

@@ -45,7 +45,7 @@ class GPTConfig:
     # tokens of the longest sequence
     seq_length: int = 1024
     vocab_size: int = 50257
-    # of the embedding, of attention probabilities, of both residual branches
+    # the probability, for the embedding, attention probabilities and both residual branches
     dropout: float = 0.0
     # the defaults of the fields from `norm` to `tied` are Llama's; otherwise GPT-2's
     llama: bool = False
@@ -61,9 +61,9 @@ class GPTConfig:
     activation: str = ""
     # learned, rotary (arXiv 2104.09864) or alibi (arXiv 2108.12409)
     positions: str = ""
-    # of query, key, value and output: all, qkv (without output) or none
+    # which of query, key, value and output have one: all, qkv (without output) or none
     attention_bias: str = ""
-    # of the MLP's matrices; those of experts have none
+    # whether the MLP's matrices have one; those of experts never have
     mlp_bias: bool | None = None
     # whether embedding and head are one matrix (arXiv 1608.05859)
     tied: bool | None = None

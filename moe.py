@@ -255,7 +255,7 @@ class MoE(nn.Module):
         self.down = ExpertLinear(e, ffn, h)
         self.enter = nn.Identity()
         self.leave = nn.Identity()
-        # of expert parallelism
+        # the ranks of expert parallelism
         self.group: dist.ProcessGroup | None = None
         # weight of one token in the router's losses; None: 1 / tokens of the micro-batch
         self.token_weight: float | None = None
@@ -285,7 +285,7 @@ class MoE(nn.Module):
         y = self.leave(y.view(x.shape))
         has_losses = self.router.aux_loss or self.router.z_loss
         if self.training and torch.is_grad_enabled() and has_losses:
-            # of this rank's positions: `logits`, not `all_logits`
+            # the loss is that of this rank's positions: `logits`, not `all_logits`
             weight = self.token_weight or 1 / len(all_logits)
             loss = self.router.losses(self.tokens_of(logits, plan), plan.load)
             y = _AddLoss.apply(y, loss * weight)

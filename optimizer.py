@@ -205,7 +205,7 @@ class AdamW:
             self.update_in_one_pass(lr, one_pass, factor, finite)
         if not gradients:
             return
-        # of torch's fused update: 1 where nothing is to change
+        # torch's fused update changes nothing where this is 1
         found_inf = (~finite).float()
         if self.clip:
             rest = list(gradients.values())

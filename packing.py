@@ -106,7 +106,7 @@ class Packed(Dataset):
         self.lengths = [len(example.ids) - 1 for example in examples]
         # [examples]: counted targets
         self.counts = np.array([sum(example.counted[1:]) for example in examples])
-        # of the epochs so far, the number of the first sample after each
+        # the number of the first sample after each epoch so far
         self.ends: list[int] = []
         # epoch -> rows, of the last two: a batch may begin in one and end in the next
         self.packed: dict[int, list[list[int]]] = {}

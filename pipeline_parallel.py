@@ -181,7 +181,7 @@ class Channels:
 
 # --- running a schedule ---------------------------------------------------------------------------
 
-# of messages: activations and gradients
+# activations go forward, gradients come back
 KINDS = {"F": 0, "B": 1}
 
 
@@ -215,7 +215,7 @@ class Pipeline:
         self.rank = channels.group.rank()
         self.v = len(stages)
         self.last_stage = self.p * self.v - 1
-        # of the latest run
+        # what the latest run did
         self.events: list[Event] = []
         # the latest schedule, and this rank's program for it
         self.lowered = None, None

@@ -88,7 +88,7 @@ class Rank:
         self.layout = layout
         self.flops_per_second = machine.peak * machine.constants.matmul
         self.bytes_per_second = machine.memory_bandwidth * machine.constants.memory
-        # of a micro-batch: b s, over context-parallel ranks, and the bytes of an activation
+        # tokens of a micro-batch, b s, over context-parallel ranks; and the bytes of an activation
         self.tokens = layout.tokens(model.seq_length)
         self.activation = software.weight * self.tokens * model.hidden_size
         # the ranks of a group are numbered so far apart: tensor-parallel ranks are neighbours

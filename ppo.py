@@ -57,7 +57,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-# of a standard deviation or variance that may be 0; trl has the same
+# added to a standard deviation or variance that may be 0; trl has the same
 GROUP_EPS = 1e-4
 WHITEN_EPS = 1e-8
 
@@ -120,7 +120,7 @@ def generalized_advantages(
     mask = mask.bool()
     rewards, values = only(mask, rewards), only(mask, values)
     advantages = torch.zeros_like(values)
-    # of the token after t: [..]
+    # those of the token after t: [..]
     advantage = next_value = torch.zeros_like(values[..., 0])
     for t in reversed(range(values.shape[-1])):
         delta = rewards[..., t] + gamma * next_value - values[..., t]
@@ -221,7 +221,7 @@ class Targets:
     # log π_old of the tokens, by the model that wrote them
     old: Tensor
     advantages: Tensor
-    # of `token_weights`
+    # what `token_weights` gives
     weights: Tensor
     # log π_ref; for GRPO
     reference: Tensor | None = None

@@ -75,7 +75,7 @@ class Slice(NamedTuple):
     dimension."""
 
     name: str
-    # of the global tensor
+    # the shape of the global tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -278,7 +278,7 @@ class Resharding:
         self.own = [p for p in pieces if p.sender == p.receiver == self.rank]
         # (what this rank receives, what it sends) in each round
         self.rounds = [self.sides(r.pieces) for r in make_rounds(moving, buffer_bytes)]
-        # of this rank, in a copy
+        # what this rank receives in a copy
         self.bytes_received = sum(nbytes(receives) for receives, _ in self.rounds)
         self.bytes_sent = sum(nbytes(sends) for _, sends in self.rounds)
 

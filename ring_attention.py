@@ -61,7 +61,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class Block(NamedTuple):
     """Which queries of this rank meet which keys of another, and how."""
 
-    # of the queries, and of the keys
+    # rows of the queries, and of the keys
     queries: slice
     keys: slice
     # query i sees keys 0 .. i alone

@@ -60,12 +60,12 @@ from pipeline_parallel import Pipeline
 class Answer(NamedTuple):
     """What the model wrote after a prompt."""
 
-    # of the global batch
+    # its number in the global batch
     sample: int
     prompt: list[int]
     # with the end token, if the model drew one
     ids: list[int]
-    # of each of these ids, at temperature 1
+    # one for each of these ids, at temperature 1
     log_probs: list[float]
     # False: it is cut off at the limit of tokens
     ended: bool
@@ -90,9 +90,9 @@ class Draws:
 
     def __init__(self, num_prompts: int):
         self.num_prompts = num_prompts
-        # of each row of each step: the number of its prompt, None where its answer has ended
+        # for each row of each step the number of its prompt, None where its answer has ended
         self.numbers: list[int | None] = []
-        # of each step, on the device: [b] each
+        # one tensor [b] for each step, on the device
         self.tokens: list[Tensor] = []
         self.log_probs: list[Tensor] = []
 
@@ -101,7 +101,7 @@ class Draws:
         numbers."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         log_p = logits.to(wide).log_softmax(-1)  # [b, V]
-        # of logits that are not finite sampled is -1; the decode loop stops at it, after this
+        # where logits are not finite sampled is -1; the decode loop stops at it, after this
         drawn = log_p.gather(1, sampled.clamp(min=0).unsqueeze(1)).squeeze(1)  # [b]
         for sequence in batch.sequences:
             self.numbers.append(None if sequence.finish else sequence.number)
@@ -217,7 +217,7 @@ class AnswerPlace(NamedTuple):
     """Where an answer stands in the rows."""
 
     row: int
-    # of the position whose target is the answer's first token
+    # the position whose target is the answer's first token
     column: int
     # tokens of the answer
     length: int
@@ -262,7 +262,7 @@ class Rows(Dataset):
                 # from here on another document: the next one, or padding
                 self.documents[row, at:] = document + 1
             self.real[row, :at] = True
-        # of each answer
+        # where each answer stands
         self.places = [places[number] for number in range(len(answers))]
 
     def put(self, answer: Answer, row: int, at: int) -> AnswerPlace:

@@ -306,11 +306,11 @@ class Routing(recompute.RunOnce):
         self.scores = scores
         self.k = config.router_topk
         self.capacity_factor = config.capacity_factor
-        # of expert parallelism
+        # the ranks of expert parallelism
         self.group: dist.ProcessGroup | None = None
-        # of context parallelism: ranks with other tokens of the same sequences
+        # the ranks of context parallelism, with other tokens of the same sequences
         self.sequence_group: dist.ProcessGroup | None = None
-        # of the next training forward, [b, s] bool: positions that are not padding; None: all
+        # positions of the next training forward that are not padding, [b, s] bool; None: all
         self.real: Tensor | None = None
         # [E + 5], sums over training tokens: choices of each expert, then ROUTER_STATS
         self.statistics: Tensor | None = None

@@ -223,7 +223,7 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 # --- in a model -----------------------------------------------------------------------------------
 
-# of tensor parallelism -> of sequence parallelism
+# a region of tensor parallelism -> that of sequence parallelism
 REPLACEMENTS = {
     tensor_parallel.ColumnParallelLinear: ColumnParallelLinear,
     tensor_parallel.CopyToRanks: GatherSequence,

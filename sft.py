@@ -55,7 +55,7 @@ class Answer(NamedTuple):
     """Characters of the rendered text that the assistant writes."""
 
     start: int
-    # of its content
+    # where its content ends
     end: int
     # the turn ends at or before this character
     limit: int

@@ -199,7 +199,7 @@ class Trainer:
 
     def run_pipeline(self, forward, s: int, loss_grad: torch.Tensor) -> None:
         actions = self.schedule[self.groups.pp.rank()]
-        # of each stage; with I and W none is the last
+        # the last backward of each stage; under zb-h1 (I and W) no action is the last
         last = {action.chunk: action for action in actions if action.op == "B"}
 
         def before_backward(action):

@@ -62,7 +62,7 @@ from run.config import Config, ConfigError
 from run.launch import REFUSED
 from run.metrics import MetricsError, read_metrics
 
-# of the band
+# the band has so many runs, of so many steps
 RUNS = 6
 STEPS = 20
 # The band may have no width: the first loss of DPO is log 2 in any order of sums. Then losses may

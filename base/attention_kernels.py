@@ -59,7 +59,7 @@ class FlashOnCUDA(Kernel):
     def backward(self, grad, q, k, v, o, log_sum, causal):
         # where sequences of a packed batch begin: there is none
         bounds = None, None, q.shape[2], k.shape[2]
-        # of dropout: there is none
+        # the random state of dropout: there is none
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         tensors = grad, q, k, v, o, log_sum.squeeze(-1).contiguous()
         return self.run_backward(*tensors, *bounds, 0.0, causal, state, state)

@@ -52,9 +52,9 @@ class Groups:
     cp: dist.ProcessGroup | None = None
     # dp times cp: the ranks that hold the same weights, and sum their gradients
     replicas: dist.ProcessGroup | None = None
-    # of the replicas, those that hold each expert once between them
+    # the replicas that together hold one copy of each expert
     ep: dist.ProcessGroup | None = None
-    # of the replicas, those that hold the same experts; may be this rank alone
+    # the replicas that hold the same experts; may be this rank alone
     edp: dist.ProcessGroup | None = None
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
@@ -99,7 +99,7 @@ class Groups:
             groups.ep = experts.get_group("ep")
             groups.edp = experts.get_group("edp")
         groups.all = dist.group.WORLD
-        # of the CPU: gloo beside NCCL
+        # the group for CPU tensors: gloo, because NCCL cannot carry them
         backend = "gloo" if dist.get_backend() == "nccl" else None
         groups.files = dist.new_group(backend=backend, timeout=timeout)
         of_data = (groups.dp, groups.cp, groups.replicas, groups.ep, groups.edp)
@@ -159,7 +159,7 @@ class World:
 
     rank: int
     size: int
-    # of the ranks on this machine
+    # its number among the ranks of this machine
     local_rank: int
     local_size: int
     # how often torchrun has started these ranks again

@@ -56,13 +56,13 @@ class Index:
     eot: int
     tokens: int
     documents: int
-    # of text, as UTF-8
+    # bytes of text, as UTF-8
     bytes: int
     # the first token of the held-out text
     held_out_from: int
     # SHA-256 of each BLOCK_BYTES of tokens.npy
     blocks: list[str]
-    # of all fields above
+    # a hash of all fields above
     sha256: str = ""
 
 

@@ -25,7 +25,7 @@ def run_forward(trainer, batches: list, result) -> None:
     result(batch, y), y [b, s]: what the head gives for its targets."""
     training = trainer.stages[0].training
     s = batches[0].tokens.shape[1]
-    # of context parallelism, a part of the sequence
+    # under context parallelism each rank has a part of the sequence
     batches = [trainer.own_tokens(batch) for batch in batches]
     for stage in trainer.stages:
         # routers take raw logits

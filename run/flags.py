@@ -112,7 +112,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
         kind = str if field.type == list[str] else int
         parser.add_argument(name, nargs="+", type=kind, help=help_text, metavar=metavar)
     else:
-        # of int | None: int
+        # int | None is given as int
         kind = field.type if isinstance(field.type, type) else field.type.__args__[0]
         choices = field.metadata["choices"]
         if not metavar and not choices:

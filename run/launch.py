@@ -33,7 +33,7 @@ REFUSED = (
     DataError,
     TokenizerError,
     CheckpointError,
-    # of the other kinds of training
+    # what the other kinds of training refuse
     InputError,
 )
 
@@ -96,7 +96,7 @@ def attempt(argv: list[str], world: World, trainer_class, loop) -> tuple[int, Ex
 def run(config: Config, world: World, trainer_class, loop) -> None:
     """One training run on this rank."""
     tokenizer = opening.open_tokenizer(config, world)
-    # of prompts, that of their model
+    # a run that learns prompts uses the tokenizer of its model
     config.tokenizer = tokenizer.name
     if config.lr is None:
         config.lr, what = learning_rates.default(config)

@@ -24,7 +24,7 @@ class RunCheckpoints:
         self.saver = checkpoint.Saver(group)
         # the step of a checkpoint whose weights no later step has shown to be good yet
         self.unproven: int | None = None
-        # of the run's tokenizer: goes into every checkpoint
+        # what every checkpoint says of the run's tokenizer
         self.tokenizer = TokenizerRecord()
         # the longest sequence that the model is known to read; --seq-length may be shorter
         self.longest = trainer.model_config.seq_length
@@ -32,7 +32,7 @@ class RunCheckpoints:
     def save(self, folder: Path, step: int, tokens: int, corpus: str) -> None:
         """Start to write a checkpoint; `saver.wait()` waits for its end."""
         self.saver.wait()
-        # of the checkpoint before: steps were taken since
+        # steps were taken since the checkpoint before, so it may be good
         self.remove_old(folder, good=not self.trainer.optimizer.skipped_in_a_row)
         self.unproven = step
         trainer = self.trainer
@@ -104,7 +104,7 @@ class RunCheckpoints:
     def set(self, tensors: dict[str, torch.Tensor]) -> None:
         """Use the new values of what `tensors()` gave."""
         if self.trainer.fp8:
-            # of the weights before
+            # they were made from the weights before
             self.trainer.fp8.weights.clear()
         for prefix, learner in self.trainer.task.learners().items():
             of_learner = {}

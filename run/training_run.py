@@ -22,7 +22,7 @@ from base.errors import RunError
 from run import messages
 from run.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
 
-# of held-out text, the first of them, at every evaluation
+# every evaluation reads the first so many of the held-out text
 EVAL_SEQUENCES = 64
 
 
@@ -59,7 +59,7 @@ class Measurement:
     # [ranks, numbers], as `TrainingRun.measure` lists them; there when `end` has passed
     numbers: Tensor
     statistics: dict[str, Tensor]
-    # of fp8.Scaling, or None
+    # what fp8.Scaling reports, or None
     fp8_report: Tensor | None
     begin: Moment
     end: Moment
@@ -117,7 +117,7 @@ class TrainingRun:
         # steps that are enqueued and not yet read, oldest first
         self.unread: deque[Measurement] = deque()
         self.lag = reading_lag(trainer)
-        # of the step that was read last: its line of metrics.jsonl; skipped steps in a row up to it
+        # the line of the step that was read last; and the skipped steps in a row up to it
         self.line: dict = {}
         self.skipped_in_a_row = 0
         self.signals: list[int] = []
