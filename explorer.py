@@ -29,8 +29,8 @@ from pathlib import Path
 import schedules
 from base import terminal
 from comparisons import style
+from model_config import block_matrices, mlp_matrices
 from routers import MoEConfig
-from run import sizes
 from run.presets import PRESETS
 
 ROOT = Path(__file__).parent
@@ -48,8 +48,8 @@ def model(shape: dict) -> dict:
     experts = shape.get("num_experts", 0)
     # with experts, for without them their fields are reset
     config = MoEConfig(**shape | {"num_experts": experts or 8})
-    attention = sizes.block_matrices(config, 0) // config.num_layers
-    matrices = {"attention_matrices": attention, "mlp_matrices": sizes.mlp_matrices(config)}
+    attention = block_matrices(config, 0) // config.num_layers
+    matrices = {"attention_matrices": attention, "mlp_matrices": mlp_matrices(config)}
     return {name: getattr(config, name) for name in FIELDS} | matrices | {"num_experts": experts}
 
 

@@ -34,12 +34,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from model_config import block_matrices, num_mlps
 from planning.fits import USABLE, PlanError, what_would_fit
 from planning.inputs import Layout, Machine, Software
 from planning.layouts import layouts
 from planning.memory import bias_heads, block_parameters, is_fused, memory, parameters
 from routers import MoEConfig
-from run import sizes
 
 # --- what a layer reads and writes ----------------------------------------------------------------
 #
@@ -146,7 +146,7 @@ def layer(rank: Rank) -> tuple[Pass, Pass, float]:
     t, s, L = layout.tp, model.seq_length, model.num_layers
     heads = model.num_heads * model.head_dim
     # numbers in the matrices that a token goes through, and in those of this rank
-    met = sizes.block_matrices(model, sizes.num_mlps(model, "router_topk")[0]) / L
+    met = block_matrices(model, num_mlps(model, "router_topk")[0]) / L
     attention, mlp, experts = block_parameters(model, layout)
     with_experts = len(model.expert_layers) / L
     held = attention + (1 - with_experts) * mlp + with_experts * experts
@@ -185,7 +185,7 @@ def read_and_written(rank: Rank) -> tuple[float, float, float]:
     """Seconds of forward's element-wise operations: (outside, inside core attention, what is added
     to its scores). The last one has no backward."""
     model, t, s = rank.model, rank.layout.tp, rank.model.seq_length
-    mlps = sizes.num_mlps(model, "router_topk")[0] / model.num_layers
+    mlps = num_mlps(model, "router_topk")[0] / model.num_layers
     activation = (GATED if model.gated else GELU) * model.ffn_hidden_size * mlps
     norms = NORMS_AND_RESIDUALS * model.hidden_size / rank.sequence_ranks
     context = CONTEXT * model.num_heads * model.head_dim
@@ -276,9 +276,9 @@ def context_backward(rank: Rank, core: float) -> float:
 
 def attention_share(model: MoEConfig) -> float:
     """The numbers in q, k and v, over those in all matrices that a token meets in a layer."""
-    mlps = sizes.num_mlps(model, "router_topk")[0]
+    mlps = num_mlps(model, "router_topk")[0]
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    weights = sizes.block_matrices(model, mlps) / model.num_layers
+    weights = block_matrices(model, mlps) / model.num_layers
     return heads * model.hidden_size / weights
 
 

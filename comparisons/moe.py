@@ -41,9 +41,8 @@ import train
 from base.world import Groups, keep_freed_memory
 from corpus.tokenizer import ByteTokenizer
 from lessons import demo
-from model_config import GPTConfig
+from model_config import GPTConfig, flops_per_token
 from proof import ranks
-from run.sizes import flops_per_token
 
 SMALL = dict(
     model="tiny",

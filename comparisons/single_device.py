@@ -10,7 +10,7 @@ train.py makes on CPUs. A ratio is the median over rounds of their seconds over 
 keeps fp32 masters and moments; theirs trains in plain bf16, which is less work.
 
 The peak of matrix multiplications is measured in every round. Our share of it is model FLOPs
-(run.sizes.flops_per_token) over the time of forward and backward. The optimizer's time stands
+(model_config.flops_per_token) over the time of forward and backward. The optimizer's time stands
 apart.
 
     python comparisons/single_device.py --other FOLDER
@@ -36,11 +36,10 @@ import data
 import train
 from base.world import Groups, keep_freed_memory
 from lessons import demo
-from model_config import GPTConfig
+from model_config import GPTConfig, flops_per_token
 from proof import ranks
 from run.config import DTYPES
 from run.metrics import mfu
-from run.sizes import flops_per_token
 
 CASES = {
     "small": dict(

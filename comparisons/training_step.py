@@ -20,7 +20,7 @@ A step is one of train.Trainer on random tokens, without dropout, the optimizer'
 Each case runs in a process of its own, so that peaks of memory do not mix and a case that does not
 fit costs one line. There initial weights are drawn on the GPU, because drawing those of 7 billion
 parameters on a CPU takes a minute. After 3 steps of warm-up the median, minimum and maximum of
---steps steps count. MFU is model FLOPs (run/sizes.py) / time / the device's dense bf16 peak,
+--steps steps count. MFU is model FLOPs (model_config.py) / time / the device's dense bf16 peak,
 also of FP8. If that peak is not known, it is that of a large matrix multiplication measured here,
 and the output says so. The losses of a model's first steps should agree in all cases, to the
 precision of bf16 or FP8.
@@ -55,8 +55,8 @@ import kernels
 import train
 from base.world import Groups, keep_freed_memory
 from gpt import GPT
+from model_config import flops_per_token
 from run.metrics import peak_flops, peak_memory
-from run.sizes import flops_per_token
 from run.task import Task
 
 BF16 = dict(precision="bf16", dropout=0.0, warmup_steps=0)

@@ -11,11 +11,11 @@ Not covered: other shapes of the same size, and batches that grow with the model
 from math import inf
 from typing import NamedTuple
 
+from model_config import flops_per_token, least_parameters
 from planner import Plan, fitting
 from planning.fits import PlanError, what_would_fit
 from planning.inputs import Machine, Software
 from routers import MoEConfig
-from run import sizes
 
 # tokens for each parameter (Hoffmann et al., arXiv 2203.15556, section 3)
 TOKENS_PER_PARAMETER = 20
@@ -62,7 +62,7 @@ def size_for(
     no_room = False
     for layers in range(LARGEST, SMALLEST - 1, -1):
         model = gpt_of(layers)
-        needed = tokens_of(model, tokens) * sizes.flops_per_token(model)
+        needed = tokens_of(model, tokens) * flops_per_token(model)
         # even at the peak it would take longer
         if needed > flops or needed > days * DAY * gpus * machine.peak:
             continue
@@ -80,7 +80,7 @@ def size_for(
 
 
 def tokens_of(model: MoEConfig, tokens: float | None) -> float:
-    return tokens or TOKENS_PER_PARAMETER * sizes.least_parameters(model)
+    return tokens or TOKENS_PER_PARAMETER * least_parameters(model)
 
 
 def batch_of(gpus: int) -> int:
@@ -92,7 +92,7 @@ def trained(
     machine: Machine, software: Software, gpus: int, model: MoEConfig, tokens: float | None
 ) -> Sized | None:
     """The fastest training of a model; None where it does not fit."""
-    count = sizes.least_parameters(model)
+    count = least_parameters(model)
     total = tokens_of(model, tokens)
     batch = batch_of(gpus)
     plans = fitting(machine, software, model, gpus, batch)
@@ -100,5 +100,5 @@ def trained(
     if plan is None:
         return None
     steps = total / (batch * model.seq_length)
-    flops = total * sizes.flops_per_token(model)
+    flops = total * flops_per_token(model)
     return Sized(model, count, total, steps * plan.seconds / DAY, flops, plan)

@@ -32,6 +32,7 @@ from collections.abc import Callable
 import planner
 from base import json_files, terminal
 from base.json_files import JSONError
+from model_config import flops_per_token, least_parameters
 from planning import rows
 from planning.budget import TOKENS_PER_PARAMETER, size_for
 from planning.fits import gib
@@ -39,7 +40,7 @@ from planning.inputs import MACHINES, TRAIN, Layout, Machine
 from planning.memory import memory
 from planning.rows import RowError
 from routers import MoEConfig
-from run import flags, rules, sizes
+from run import flags, rules
 from run.config import MODEL_FLAGS, Config, ConfigError, flag_name
 from run.effects import Run, check_effects
 
@@ -162,7 +163,7 @@ def speed(
 ) -> tuple[float, float]:
     """(tokens/s, model FLOPs over those of the peak) of a step."""
     rate = layout.global_batch_size * model.seq_length / seconds
-    return rate, sizes.flops_per_token(model) * rate / (layout.ranks * machine.peak)
+    return rate, flops_per_token(model) * rate / (layout.ranks * machine.peak)
 
 
 def schedule_of(layout: Layout) -> str:
@@ -284,7 +285,7 @@ def plan(argv: list[str]) -> None:
         raise ConfigError(f"--gpus {args.gpus} --batch {args.batch}: {e}") from None
     best, *others = plans
     print(
-        f"{args.model}, {billions(sizes.least_parameters(model))} parameters; {args.batch:,}"
+        f"{args.model}, {billions(least_parameters(model))} parameters; {args.batch:,}"
         f" sequences of {model.seq_length:,} tokens a step; {billions(args.tokens)} tokens"
     )
     fit = "1 layout fits" if not others else f"{len(plans):,} layouts fit"

@@ -37,9 +37,9 @@ import numpy as np
 import fsdp
 import pipeline_parallel
 import schedules
+from model_config import block_matrices, mlp_matrices
 from planning.inputs import Layout, Software
 from routers import MoEConfig
-from run import sizes
 
 # --- the stages of a pipeline rank ----------------------------------------------------------------
 
@@ -74,8 +74,8 @@ def _stages(
 
 def block_parameters(model: MoEConfig, layout: Layout) -> tuple[float, float, float]:
     """Numbers that one rank has of one block: in attention, in one MLP, in its experts."""
-    attention = sizes.block_matrices(model, 0) / model.num_layers / layout.tp
-    mlp = sizes.mlp_matrices(model) / layout.tp
+    attention = block_matrices(model, 0) / model.num_layers / layout.tp
+    mlp = mlp_matrices(model) / layout.tp
     return attention, mlp, model.num_experts * mlp / layout.ep
 
 

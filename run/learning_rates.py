@@ -13,7 +13,7 @@ They are where a search begins, not where it ends.
 
 import math
 
-from run.sizes import least_parameters
+from model_config import least_parameters
 
 # parameters -> rate
 GPT_3 = {

@@ -206,8 +206,8 @@ def main():
     import torch
 
     import moe
+    from model_config import flops_per_token
     from routers import MoEConfig
-    from run.sizes import flops_per_token
     from sharding import num_parameters
 
     print(

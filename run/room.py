@@ -16,8 +16,8 @@ With --optimizer-state bf16 the moments have 4 bytes, and a 16-bit weight's mast
 """
 
 import fsdp
+from model_config import least_parameters
 from routers import MoEConfig
-from run.sizes import least_parameters
 
 # bytes of a number; 2 in other precisions
 SIZES = {"fp64": 8, "fp32": 4, "tf32": 4}

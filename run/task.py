@@ -17,22 +17,36 @@ from torch import Tensor
 
 import checkpoint
 import moe
+from model_config import flops_per_token
 from run import opening
 from run.evaluation import evaluate
-from run.sizes import flops_per_token
 
 
-class WholeModel:
-    """Every parameter learns."""
-
-    # FLOPs of a step over those of training every parameter
-    share_of_flops = 1.0
+class PartOfTrainer:
+    """What a trainer hands questions to. It sees the trainer's own fields as they are now."""
 
     def join(self, trainer) -> None:
         """Before the model is built."""
         self.trainer = trainer
-        self.config, self.groups = trainer.config, trainer.groups
-        self.model_config = trainer.model_config
+
+    @property
+    def config(self):
+        return self.trainer.config
+
+    @property
+    def groups(self):
+        return self.trainer.groups
+
+    @property
+    def model_config(self):
+        return self.trainer.model_config
+
+
+class WholeModel(PartOfTrainer):
+    """Every parameter learns."""
+
+    # FLOPs of a step over those of training every parameter
+    share_of_flops = 1.0
 
     def before_techniques(self, stage) -> None:
         """Change a stage of the model before any technique does."""
@@ -71,7 +85,7 @@ class WholeModel:
         return moe.statistics(self.model_config, layers, groups, self.trainer.device)
 
 
-class Task:
+class Task(PartOfTrainer):
     """Pretraining: text, of which every token counts."""
 
     # whether anything learns: else the model only runs forward
@@ -91,9 +105,7 @@ class Task:
 
     def join(self, trainer) -> None:
         """Before the model is built."""
-        self.trainer = trainer
-        self.config, self.groups = trainer.config, trainer.groups
-        self.model_config = trainer.model_config
+        super().join(trainer)
         self.learned.join(trainer)
 
     def built(self) -> None:

@@ -332,13 +332,6 @@ def command(module: str) -> Callable[[list[str]], int]:
     return lambda argv: importlib.import_module(module).main(argv)
 
 
-def export_merged(argv: list[str]) -> int:
-    """huggingface.py with an adapter, as its command line calls it."""
-    from tuning.adapter_files import MergedModel
-
-    return importlib.import_module("huggingface").main(argv, MergedModel)
-
-
 RESUME = (command("train"), [*TRAIN, "--steps", "3", "--out", "run", "--resume"])
 INFER = [
     "--prompts",
@@ -401,7 +394,7 @@ KINDS = {
                 JSON,
                 [
                     generate_from("run"),
-                    (command("huggingface"), ["export", "run", "hf"]),
+                    (command("exchange.commands"), ["export", "run", "hf"]),
                     (program("checkpoint"), ["verify", "run"]),
                     (program("checkpoint"), ["show", "run"]),
                     (
@@ -432,7 +425,7 @@ KINDS = {
             Reading(
                 file,
                 changes,
-                [(command("huggingface"), ["import", "{}", "ckpt"]), generate_from("{}")],
+                [(command("exchange.commands"), ["import", "{}", "ckpt"]), generate_from("{}")],
             )
             for file, changes in (
                 ("{}/config.json", JSON),
@@ -493,7 +486,7 @@ KINDS = {
                     (COMMAND, ["merge", "run", "lora", "new"]),
                     (COMMAND, ["export", "lora", "new", "--base", "run"]),
                     (COMMAND, ["unmerge", "merged", "lora", "new"]),
-                    (export_merged, ["export", "run", "new", "--adapter", "lora"]),
+                    (command("exchange.commands"), ["export", "run", "new", "--adapter", "lora"]),
                     (generate_from("run")[0], [*generate_from("run")[1], "--adapter", "lora"]),
                     (command("train"), [*LEARN_LORA, "--out", "lora", "--resume", "--steps", "3"]),
                 ],

@@ -18,6 +18,7 @@ import recompute
 import train as trainer
 from base.world import Groups
 from data import Batch
+from model_config import flops_per_token
 from planning import as_rank
 from planning.counters import Counters, Kept
 from proof import ranks
@@ -25,7 +26,6 @@ from proof.parity import LLAMA, SMALL
 from proof.synthetic import Documents, Synthetic
 from run import flags
 from run.config import ConfigError
-from run.sizes import flops_per_token
 from run.task import Task
 
 GPT = SMALL | dict(precision="fp32", micro_batch_size=1)

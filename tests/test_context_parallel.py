@@ -65,7 +65,7 @@ def evaluated(rank: int, world: int, flags: dict) -> float:
     layout = dict(tp=config.tp, pp=config.pp, cp=config.cp)
     groups = Groups.make("cpu", world, **layout) if world > 1 else Groups()
     # 7 samples: the last micro-batch is filled up
-    return Trainer(config, torch.device("cpu"), groups).evaluate(Synthetic(16, 61), 7)
+    return Trainer(config, torch.device("cpu"), groups).task.evaluate(Synthetic(16, 61), 7)
 
 
 def test_evaluation():

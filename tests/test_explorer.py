@@ -21,10 +21,10 @@ import recompute
 import schedules
 import sequence_parallel
 import tensor_parallel
-from model_config import FieldError
+from model_config import FieldError, block_matrices, mlp_matrices
 from planning import as_rank
 from routers import MoEConfig
-from run import refusal, room, sizes
+from run import refusal, room
 from run.config import Config
 from run.presets import PRESETS
 from train import Trainer
@@ -120,8 +120,8 @@ def matrices_of(config: MoEConfig, rank: int, p: int, v: int) -> tuple[int, int]
     chunk = config.num_layers // (p * v)
     layers = {layer for layer in range(config.num_layers) if layer // chunk % p == rank}
     with_experts = len(layers & set(config.expert_layers))
-    mlp = sizes.mlp_matrices(config)
-    dense = len(layers) * sizes.block_matrices(config, 0) // config.num_layers
+    mlp = mlp_matrices(config)
+    dense = len(layers) * block_matrices(config, 0) // config.num_layers
     dense += (len(layers) - with_experts) * mlp + with_experts * h * e
     if rank == 0:
         dense += h * config.vocab_size

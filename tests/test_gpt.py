@@ -12,11 +12,10 @@ import sharding
 from cross_entropy import cross_entropy
 from dropout import Dropout, dropout_key, dropout_mask, hash_
 from gpt import GPT
-from model_config import GPTConfig
+from model_config import GPTConfig, flops_per_token
 from routers import MoEConfig
 from run import presets
 from run.presets import PRESETS
-from run.sizes import flops_per_token
 
 GPT_SHAPES = [
     dict(num_layers=2, hidden_size=48, num_heads=4, seq_length=32, vocab_size=97),

@@ -20,11 +20,11 @@ import moe
 import routers
 from base.world import Groups
 from gpt import GPT
+from model_config import flops_per_token
 from proof import ranks
 from routers import MoEConfig
 from run import rules
 from run.config import Config, ConfigError
-from run.sizes import flops_per_token
 from sharding import shard_of, sharding_of
 from train import Trainer
 
@@ -422,7 +422,7 @@ def statistics_of(rank: int, world: int, flags: dict):
     # each step's are its own
     for step in (1, 1):
         t.forward_backward(step, Synthetic(t.model_config.seq_length, t.model_config.vocab_size))
-    return {name: numbers.tolist() for name, numbers in t.statistics().items()}
+    return {name: numbers.tolist() for name, numbers in t.task.statistics().items()}
 
 
 def test_statistics_do_not_depend_on_the_layout():

@@ -268,7 +268,7 @@ def evaluated(rank, world, flags):
     groups = Groups.make("cpu", world, config.tp, config.pp) if world > 1 else Groups()
     t = Trainer(config, torch.device("cpu"), groups)
     kinds = (synthetic.Documents, synthetic.Synthetic)
-    return [t.evaluate(kind(16, 61), 7) for kind in kinds]
+    return [t.task.evaluate(kind(16, 61), 7) for kind in kinds]
 
 
 def test_evaluation():

@@ -245,7 +245,7 @@ def evaluation(rank, world, flags):
         groups = Groups.make("cpu", world, config.tp, config.pp)
     t = Trainer(config, torch.device("cpu"), groups)
     # 7 sequences: some ranks have less to do than others
-    return t.evaluate(Synthetic(16, 61), 7)
+    return t.task.evaluate(Synthetic(16, 61), 7)
 
 
 @pytest.mark.parametrize("model", [{}, dict(num_experts=4)], ids=["dense", "experts"])

@@ -29,9 +29,9 @@ from torch import Tensor
 import checkpoint
 import preference
 from checkpoint import CheckpointError
+from model_config import flops_per_token
 from run.evaluation import evaluation_batches, run_forward
 from run.finish import draw_loss
-from run.sizes import flops_per_token
 from tuning import preference_data
 from tuning.frozen_base import fingerprint
 from tuning.sft_data import ConversationTask
