@@ -1,11 +1,7 @@
 """Ctrl-C ends a command at once: without a traceback, and with all processes that it has started.
 
-It imports next to nothing, so a command can begin with it, before PyTorch, which takes seconds:
-
-    from base import interrupts
-
-    if __name__ == "__main__":
-        interrupts.quiet()
+It imports next to nothing, so every file can begin with it (start.py), before PyTorch, which takes
+seconds to import.
 """
 
 import os

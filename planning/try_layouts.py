@@ -156,6 +156,11 @@ def config_of(rest: list[str]) -> Config:
     for field in (*LAYOUT, "recompute", "micro_batch_size"):
         if getattr(config, field) != getattr(Config(), field):
             raise ConfigError(f"{flag_name(field)}: is what is tried here; leave it out")
+    for field in ("out", "plan", "resume"):
+        if getattr(config, field) != getattr(Config(), field):
+            raise ConfigError(
+                f"{flag_name(field)}: the runs that are tried leave nothing; leave it out"
+            )
     rules.validate(config, 1)
     return config
 

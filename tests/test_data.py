@@ -695,3 +695,10 @@ def test_huge_sample_numbers(here):
     fresh = Corpus(folder, 16, 2**31 - 1)
     assert corpus.sequence_of(last - 1) == fresh.sequence_of(last - 1)
     assert corpus.batch([last - 1, np.int64(last)]).samples.tolist() == [last - 1, last]
+
+
+def test_a_cache_that_one_machine_has():
+    with pytest.raises(DataError) as refused, token_cache.cache_errors("c"):
+        os.stat("no such folder/c")
+    assert "name one that every rank sees" in str(refused.value)
+    assert "make room" not in str(refused.value)

@@ -996,7 +996,7 @@ def make_tokenizer(path):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_model_does_not_come_out_shorter(copy, tmp_path, family):
+def test_a_model_does_not_come_out_shorter(copy, tmp_path, family, capsys):
     """--seq-length is about rows. Where positions are computed, the model keeps its own limit, also
     when a run goes on; the padding id is kept too."""
     folder = copy(family)
@@ -1009,13 +1009,27 @@ def test_a_model_does_not_come_out_shorter(copy, tmp_path, family):
     (tmp_path / "a.txt").write_text("a b " * 500)
     rows = 16 if family == "llama" else json.loads((folder / "config.json").read_text())[limit]
     words = f"--load {base} --data {tmp_path}/a.txt --cache {tmp_path}/cache --out {out} --lr 1e-3"
-    words += f" --seq-length {rows} --steps 1 --global-batch-size 2 --eval-every 0 --device cpu"
+    words += " --steps 1 --global-batch-size 2 --eval-every 0 --device cpu"
+    if family == "gpt2":
+        assert train.main([*words.split(), "--seq-length", str(rows // 2)]) == 2
+        refusal = f"--seq-length {rows // 2}: --load has {rows} learned positions, which stay"
+        assert refusal in capsys.readouterr().err
+    words += f" --seq-length {rows}"
     assert train.main(words.split()) == 0
     assert train.main(f"--resume --out {out} --steps 2".split()) == 0
     assert commands.main(["export", str(out), str(tmp_path / "back")]) == 0
     back = json.loads((tmp_path / "back/config.json").read_text())
     assert back["pad_token_id"] == 1
     assert back[limit] == (64 if family == "llama" else rows)
+
+
+def test_ids_without_a_tokenizer_are_said_to_be_lost(copy, tmp_path, capsys):
+    folder = copy("llama")
+    change(folder, {"pad_token_id": 1, "eos_token_id": 5})
+    assert commands.main(["import", str(folder), str(tmp_path / "base")]) == 0
+    error = capsys.readouterr().err
+    assert "has no tokenizer, so an export will not have its" in error
+    assert "eos_token_id 5" in error and "pad_token_id 1" in error
 
 
 def test_command(copy, tmp_path, capsys, monkeypatch):

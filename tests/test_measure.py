@@ -247,3 +247,9 @@ def test_auto_finds_the_gpu_by_its_name(monkeypatch):
     monkeypatch.setattr(plan.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(plan.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert plan.machine_of("auto") is MACHINES["h200"]
+
+
+@pytest.mark.parametrize("flag", [["--out", "runs/x"], ["--plan", "h100"], ["--resume"]])
+def test_flags_that_a_try_has_no_use_for(flag):
+    with pytest.raises(ConfigError, match="leave it out"):
+        try_layouts.config_of(["--model", "tiny", *flag])
