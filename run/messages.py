@@ -5,29 +5,13 @@ import sys
 import torch
 
 from base.world import World
-from run.config import Config
+from run.config import LAYOUT, Config
 
 # flags that are named where they are not the default
-LAYOUT = (
-    "tp",
-    "pp",
-    "cp",
-    "cp_kind",
-    "ep",
-    "virtual_stages",
-    "schedule",
-    "layer_split",
-    "sequence_parallel",
-    "zero_stage",
-    "reduce_dtype",
-    "recompute",
-    "recompute_layers",
-    "head_chunk",
-    "fp8",
-    "fp8_skip",
-    "fp8_scales",
-    "fp8_block",
-    "optimizer_state",
+NAMED = (
+    *LAYOUT,
+    *("reduce_dtype", "recompute", "recompute_layers", "head_chunk"),
+    *("fp8", "fp8_skip", "fp8_scales", "fp8_block", "optimizer_state"),
 )
 
 
@@ -35,7 +19,7 @@ def announce(trainer, world: World, index: dict) -> None:
     """index: of the training text."""
     config = trainer.config
     layout = ""
-    for name in LAYOUT:
+    for name in NAMED:
         if getattr(config, name) != getattr(Config(), name):
             layout += f", {name.replace('_', '-')} {getattr(config, name)}"
     world.say(
