@@ -18,7 +18,7 @@ Cut in order, rank 0 would have queries 0 and 1: one # and two \; rank 1 five # 
 Two kinds of attention over these ranks:
 
     ring          keys and values travel round; each rank computes what they add to its queries
-                  (ring_attention.py)
+                  (attention/ring_attention.py)
     all-to-all    each rank gets all tokens of some heads, [b, a, s/N, d] -> [b, a/N, s, d], runs
                   one device's attention, and gives the results back (Ulysses, arXiv 2309.14509)
 
@@ -56,10 +56,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
-from document_mask import positions_of
+from attention.document_mask import positions_of
+from attention.ring_attention import RingAttention, own_positions
 from dropout import Dropout
 from model_config import FieldError, GPTConfig, divisors
-from ring_attention import RingAttention, own_positions
 from routers import Routing
 
 # --- who has which tokens -------------------------------------------------------------------------

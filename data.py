@@ -54,6 +54,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.document_mask import documents_of
 from base import terminal
 from base.device_queue import to_device
 from corpus import token_cache
@@ -74,7 +75,6 @@ from corpus.documents import (
 from corpus.lockstep import Lockstep
 from corpus.tokenizer import TokenizerError, make_tokenizer
 from corpus.workers import run_jobs
-from document_mask import documents_of
 
 # Part of the cache key: raise it when the same text would be cached differently.
 FORMAT = "3"
@@ -94,7 +94,7 @@ class Batch(NamedTuple):
     # [b] int64: global sample numbers, for the dropout key
     samples: Tensor
     # [b, s] int64, not decreasing along a row: the number of each token's document. None: attention
-    # and positions do not know of documents (document_mask.py)
+    # and positions do not know of documents (attention/document_mask.py)
     documents: Tensor | None = None
     # [b, s] bool: the positions that hold a token; the others are padding. None: all of them
     real: Tensor | None = None

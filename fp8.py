@@ -20,7 +20,7 @@ that of the whole tensor. Where tensor-parallel ranks hold parts of it, it is th
 
 `apply` gives the matrices of attention and MLP these products. The first and the last layer, norms,
 softmax, embedding, head and routers stay in the precision of the run. Weights and their gradients
-are stored as without FP8. Experts have a way of their own: fp8_experts.py.
+are stored as without FP8. Experts have a way of their own: precision/fp8_experts.py.
 
 A weight becomes bytes once in a step (with ZeRO stage 3, by default, for each product). They are
 kept beside it until the next update. Of x, backward has the bytes: half the memory of 16 bits. But
@@ -47,13 +47,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-import fp8_experts
 import gpt
 import tensor_parallel
-import zero_bubble
-from float8 import Quantised
-from fp8_scaling import GRADIENT, INPUT, Recipe, Scaling
 from model_config import LINEARS, FieldError, GPTConfig, divisors
+from pipelines import zero_bubble
+from precision import fp8_experts
+from precision.float8 import Quantised
+from precision.fp8_scaling import GRADIENT, INPUT, Recipe, Scaling
 from tensor_parallel import start_nothing
 
 # --- the three products of a linear layer ---------------------------------------------------------
@@ -96,7 +96,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, layer, n, *weights_and_biases):
         weights = weights_and_biases[:n]
         biases = weights_and_biases[n:]
-        # the parameters themselves, not saved copies: zero_bubble.py writes to them
+        # the parameters themselves, not saved copies: pipelines/zero_bubble.py writes to them
         ctx.layer, ctx.n, ctx.weights = layer, n, weights
         whole = layer.start_input(x, layer.group)()  # [b, s, in]
         # sequence parallelism keeps the shard of x, and gathers x again in backward

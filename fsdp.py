@@ -71,7 +71,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flat_parameters import FlatParameters
+from base.flat_parameters import FlatParameters
 from gradients import GradientAccumulator, LossScaler, accumulation_dtype, sum_uses_apart
 from model_config import FieldError
 from sharding import Shard, local_part, set_sharding, sharding_of

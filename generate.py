@@ -206,7 +206,7 @@ def stream(
     keys: of the random numbers; the default is `keys_of(prompts, seed)`. To be given where these
         prompts are some of more.
     observe(batch, logits [b, V], sampled [b]): called on the ranks that sample, after they have:
-        all ranks of a model, or of a pipeline those of the last stage (rollout.py).
+        all ranks of a model, or of a pipeline those of the last stage (tuning/rollout.py).
     cp_group: ranks with the same prompts, which share the prefill (context parallelism). The model
         is that of one device: what shares is in the cache.
 

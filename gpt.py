@@ -33,10 +33,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cross_entropy import cross_entropy
-from document_mask import fused_attention, masked_probabilities, positions_of
+from attention.document_mask import fused_attention, masked_probabilities, positions_of
+from attention.local_attention import LocalBias, make_local_bias
+from base.cross_entropy import cross_entropy
 from dropout import Dropout, layer_key
-from local_attention import LocalBias, make_local_bias
 from model_config import GPTConfig
 
 

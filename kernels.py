@@ -59,10 +59,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-import cross_entropy as plain
 import gpt
 import moe
 import tensor_parallel
+from base import cross_entropy as plain
 from base import cuda_kernels
 from base.cuda_kernels import (
     LONGEST,

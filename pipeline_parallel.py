@@ -52,9 +52,9 @@ from torch.autograd.graph import get_gradient_edge
 import gpt
 import sharding
 from model_config import FieldError
+from pipelines.transfers import Transfer, lower
 from schedules import Action, Event, Schedule
 from sharding import local_part, set_sharding, sharding_of
-from transfers import Transfer, lower
 
 # --- stages ---------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class Pipeline:
 
     def defer(self, chunk: int, deferred: list | None) -> None:
         """Give the weights of a stage a list, or take it back. While a weight has one, the linear
-        layers of zero_bubble.py append (weight, ∂y, x) to it instead of computing ∂W."""
+        layers of pipelines/zero_bubble.py append (weight, ∂y, x) to it instead of computing ∂W."""
         for weight in self.stages[chunk].parameters():
             weight.deferred = deferred
 

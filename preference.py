@@ -13,7 +13,7 @@ Only differences of rewards matter. The two losses here are this one, with two d
 
 The reward model (Stiennon et al., arXiv 2009.01325, section 3.4) is a trained model with another
 head: a vector v [h] instead of the vocabulary matrix. It says how good an answer is. A second model
-can then learn to write answers of high reward (ppo.py).
+can then learn to write answers of high reward (reinforcement.py).
 
 DPO, direct preference optimization (Rafailov et al., arXiv 2305.18290, equation 7), needs no reward
 model. log π(y) is the sum of log-probabilities of the answer's tokens, and π_ref is the model

@@ -20,7 +20,7 @@ A list holds compute only, in order, without times: time is the output of `simul
 divided into p * v stages, and stage i = chunk * p + rank. F of stage i needs F of stage i - 1; B
 (or I) of stage i needs B (or I) of stage i + 1.
 
-Sends and receives follow from the lists: transfers.py derives them.
+Sends and receives follow from the lists: pipelines/transfers.py derives them.
 
 In Megatron-LM a schedule is control flow, with the communication between the lines. Not covered:
 ZB-V and DualPipe, which place the stages otherwise: stage i is not on rank i mod p.

@@ -44,7 +44,7 @@ from torch.autograd.function import once_differentiable
 
 import gpt
 import tensor_parallel
-from document_mask import positions_of
+from attention.document_mask import positions_of
 from model_config import FieldError, GPTConfig
 from sharding import sharding_of
 
@@ -257,7 +257,7 @@ def shard_sequence(model: gpt.GPT, group: dist.ProcessGroup, sharded: bool = Tru
 def whole_sequences(models: list[gpt.GPT], group: dist.ProcessGroup | None) -> Iterator[None]:
     """For generation in the middle of training: inside this context the models are tensor parallel
     only. Afterwards the very modules of before are in their places: a new one would not have what
-    zero_bubble.py has set. Of models that are not sequence parallel, nothing changes."""
+    pipelines/zero_bubble.py has set. Of models that are not sequence parallel, nothing changes."""
     originals = []
     for model in models:
         for parent in model.modules():

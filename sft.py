@@ -28,7 +28,7 @@ A mean for each conversation, and then a mean of these, would give the tokens of
 weight than those of long ones.
 
 Without --pack each conversation is padded to the longest one. With --pack several share a row, and
-none attends to another (packing.py).
+none attends to another (tuning/packing.py).
 
 Not covered: weights for messages; tools and images.
 """
@@ -43,9 +43,9 @@ import json
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
-from packing import Example
 from prompts.prompt_data import PromptData
 from tuning.chat_template import ChatError, ChatTemplate, ChatTokenizer, Tokens
+from tuning.packing import Example
 
 # for the count of what is skipped
 NO_SPAN = "no answer found"

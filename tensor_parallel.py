@@ -149,7 +149,7 @@ class _ColumnParallel(torch.autograd.Function):
         biases = weights_and_biases[n:]
         ctx.layer = layer
         ctx.n = n
-        # the parameters themselves, not saved copies: zero_bubble.py writes to them
+        # the parameters themselves, not saved copies: pipelines/zero_bubble.py writes to them
         ctx.weights = weights
         ctx.save_for_backward(x)
         whole = layer.start_input(x, layer.group)()  # [b, s, h]

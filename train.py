@@ -29,7 +29,6 @@ import torch
 import chunked_head
 import context_parallel
 import fp8
-import fp8_scaling
 import fsdp
 import kernels
 import moe
@@ -39,13 +38,14 @@ import schedules
 import sequence_parallel
 import sharding
 import tensor_parallel
-import zero_bubble
 from base.device_queue import number
 from base.world import Groups
 from dropout import dropout_key
 from gpt import GPT
 from gradients import GradientAccumulator, LossScaler, accumulation_dtype
 from optimizer import AdamW, learning_rate
+from pipelines import zero_bubble
+from precision import fp8_scaling
 from run import launch
 from run.config import DTYPES, Config
 from run.saving import RunCheckpoints

@@ -52,7 +52,7 @@ from torch import Tensor
 
 import gpt
 from base import terminal
-from float8 import Quantised, product_dtype
+from precision.float8 import Quantised, product_dtype
 from proof import ranks
 from proof.parity import Result, Run, first_difference, largest_difference, train
 from proof.shrink import described, one_device, shrink

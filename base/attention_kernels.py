@@ -11,7 +11,7 @@ and their backward takes o and L as arguments: those of all keys, where k and v 
     CUDA, 32 bits          _scaled_dot_product_efficient_attention
 
 They are not public: a version of PyTorch may lack one. Then, and for sizes that a kernel does not
-know, `kernel_for` gives None, and ring_attention.py computes by hand.
+know, `kernel_for` gives None, and attention/ring_attention.py computes by hand.
 
 Not covered: cuDNN's kernel. Those for CUDA have not run on a GPU yet; tests hold their arguments to
 PyTorch's signatures.

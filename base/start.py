@@ -1,4 +1,4 @@
-"""`python FILE`: a file of this project runs as a lesson or as a command.
+"""`python FILE`, or `python -m FOLDER.FILE`: a file of this project runs as a lesson or a command.
 
     if __name__ == "__main__":
         from base import start
@@ -17,8 +17,8 @@ from base import interrupts, terminal
 
 
 def lesson(name: str, command: str = "") -> None:
-    """Run lessons/NAME.py and leave. command: the module whose main(argv) runs where there are
-    arguments that are not the lesson's."""
+    """Run the lesson of a module (of tuning.packing: lessons/packing.py) and leave. command: the
+    module whose main(argv) runs where there are arguments that are not the lesson's."""
     interrupts.quiet()
     if command and not is_asked(sys.argv[1:]):
         run(command)

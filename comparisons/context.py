@@ -41,9 +41,9 @@ from torch import Tensor, nn
 
 import context_parallel
 import recompute
-import ring_attention
 import sharding
 import train
+from attention import ring_attention
 from base.world import Groups, keep_freed_memory
 from lessons import demo
 from model_config import GPTConfig

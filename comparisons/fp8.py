@@ -40,13 +40,13 @@ from report import spread, timed
 from torch import Tensor
 
 import data
-import float8
 import train
 from base.world import Groups, keep_freed_memory
 from corpus.tokenizer import ByteTokenizer
-from float8 import E4M3, E5M2, Format, Quantised
-from fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
 from model_config import LINEARS
+from precision import float8
+from precision.float8 import E4M3, E5M2, Format, Quantised
+from precision.fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
 
 
 @dataclass(frozen=True)

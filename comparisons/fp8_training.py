@@ -33,10 +33,10 @@ import style
 import torch
 
 import data
-import fp8_scaling
 import train
 from base.world import Groups, keep_freed_memory
 from corpus.tokenizer import ByteTokenizer
+from precision import fp8_scaling
 
 CASES = {
     "bf16": {},
@@ -149,7 +149,7 @@ def main():
     results = {"toy": args.toy, "steps": args.steps, "lr": args.lr, "results": runs}
     # threads of this process's OpenMP do not survive a fork of it
     context = multiprocessing.get_context("forkserver")
-    # a process for each run: one case changes fp8_scaling.py
+    # a process for each run: one case changes precision/fp8_scaling.py
     with context.Pool(os.cpu_count(), maxtasksperchild=1) as pool:
         for case, seed, run in pool.imap_unordered(in_own_process, jobs):
             runs.setdefault(f"seed {seed}", {})[case] = run

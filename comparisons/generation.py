@@ -33,7 +33,7 @@ import gpt
 import huggingface
 import sharding
 from base.world import keep_freed_memory
-from inference import packing
+from inference import weight_layouts
 from model_config import GPTConfig
 
 CASES = {
@@ -100,7 +100,7 @@ def build(config: GPTConfig, device: str):
 def packed(model, texts: int):
     """A copy that is laid out for decoding `texts` texts at a time."""
     model = copy.deepcopy(model)
-    packing.pack(model, texts)
+    weight_layouts.pack(model, texts)
     return model
 
 
@@ -148,7 +148,9 @@ def against_transformers(model, theirs, batch: int, rounds: int) -> dict:
 
 def layouts_of(model) -> dict:
     """Which layout `pack` chose for the matrices of each shape."""
-    layers = [module for module in model.modules() if isinstance(module, packing.PackedLinear)]
+    layers = [
+        module for module in model.modules() if isinstance(module, weight_layouts.PackedLinear)
+    ]
     return {str(list(layer.matrix.shape)): layer.layout.__name__ for layer in layers}
 
 

@@ -7,7 +7,7 @@ few long ones. A step of the model `tiny` (4 layers of 256) computes 16 rows, in
 
     padded            a conversation in a row of s = 256 positions
     to the longest    the same; the rows of a step are as long as its longest conversation
-    packed            first-fit (packing.py), with the document mask
+    packed            first-fit (tuning/packing.py), with the document mask
 
     text, counted        shares of the computed positions: not padding; targets that count
     tokens_per_second    of text; the three take turns, and a ratio is to padded in the same round
@@ -30,8 +30,8 @@ import torch
 import train
 from base.world import Groups
 from data import Batch
-from packing import Example, Packed
 from run.config import Config
+from tuning.packing import Example, Packed
 
 
 class Padded(Packed):

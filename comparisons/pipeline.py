@@ -33,8 +33,8 @@ from torch import Tensor, nn
 import pipeline_parallel
 import schedules
 import train
+from base.cross_entropy import cross_entropy
 from base.world import Groups, keep_freed_memory
-from cross_entropy import cross_entropy
 from lessons import demo
 from proof import ranks
 from schedules import Cost, Event

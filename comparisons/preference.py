@@ -58,10 +58,10 @@ from base import json_files
 from base.world import Groups
 from comparisons.prompt_tuning import as_argv, run_train
 from inference import loading
-from rollout import write_answers
 from run import flags
 from sft import Chat, message
 from tuning.prompt_set import Question, open_prompts
+from tuning.rollout import write_answers
 
 # --------------------------------------------------------------------------------------------------
 # the task

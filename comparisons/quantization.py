@@ -16,7 +16,7 @@ seconds, with a model that was not trained.
     tokens_per_second    decoding, greedy, after prompts of 16 tokens, at batch 1 and 16
     prefill_seconds      of one prompt that fills three quarters of the context
 
-int8, int4 and bf16 multiply in bfloat16; fp32 in float32. All are laid out by inference/packing.py.
+int8, int4 and bf16 multiply in bfloat16; fp32 in float32. All are laid out by weight_layouts.py.
 They take turns; a ratio is to bf16 in the same round.
 
 Figure: figures/quantization.svg
@@ -39,22 +39,21 @@ import torch
 import data
 import generate
 import gpt
-import quantization
 from base.world import keep_freed_memory
 from checkpoint import CheckpointError
 from corpus.tokenizer import TokenizerError
 from huggingface import HuggingFaceError
-from inference import packing
+from inference import quantization, weight_layouts
 from inference.loading import find_tokenizer, load_model, open_model
+from inference.quantization import Int4Matrix, Int8Matrix
 from lessons import demo
 from model_config import FieldError
-from quantization import Int4Matrix, Int8Matrix
 from run.config import Config
 
 # (dtype, packs a model for so many texts)
 KINDS = {
-    "fp32": (torch.float32, packing.pack),
-    "bf16": (torch.bfloat16, packing.pack),
+    "fp32": (torch.float32, weight_layouts.pack),
+    "bf16": (torch.bfloat16, weight_layouts.pack),
     "int8": (torch.bfloat16, partial(quantization.apply, kind="int8")),
     "int4": (torch.bfloat16, partial(quantization.apply, kind="int4")),
 }
@@ -102,7 +101,7 @@ def losses(model: gpt.GPT, text: data.Corpus, sequences: int) -> torch.Tensor:
 def variant(model: gpt.GPT, of_blocks: Callable, of_head: Callable) -> gpt.GPT:
     """The model with quantised matrices, by the naive way."""
     head = model.head.output.weight
-    packing.pack_linears(model)
+    weight_layouts.pack_linears(model)
     quantization.quantize(model, of_blocks)
     quantization.replace_matrix(model.head.output, of_head(head))
     return model

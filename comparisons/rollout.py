@@ -39,8 +39,8 @@ import torch.distributed as dist
 import train
 from base.world import Groups, keep_freed_memory
 from proof import ranks
-from rollout import write_answers
 from run.task import task_of
+from tuning.rollout import write_answers
 
 SHAPE = dict(
     model="gpt2",

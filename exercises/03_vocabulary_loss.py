@@ -20,7 +20,7 @@ Let autograd do the rest. `reduce_from_ranks` of exercise 2 is a sum whose backw
 overwrites its argument. No gradient goes through `largest`, so take it of z.detach(), and reduce it
 by `dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)`.
 
-Read         cross_entropy.py
+Read         base/cross_entropy.py
 Paper        Megatron-LM, arXiv 1909.08053, section 3: "fuse the output .. with the cross entropy"
 Not yet      `local_ids` and `_VocabParallelCrossEntropy` in tensor_parallel.py
 Check        python exercises/check.py 3

@@ -20,7 +20,7 @@ to do:
     on rank r the W of micro-batch k comes right after the I of micro-batch k + r,
     and at the end come the W that are left
 
-Read         exercise 5; the docstring of zero_bubble.py
+Read         exercise 5; the docstring of pipelines/zero_bubble.py
 Paper        Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1, figure 3
 Not yet      `zero_bubble_h1` in schedules.py
 Check        python exercises/check.py 7

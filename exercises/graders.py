@@ -19,9 +19,9 @@ from torch import Tensor
 import recompute
 import routers
 import schedules
+from base.flat_parameters import FlatParameters
 from exercises import cuda_grader
 from exercises.grading import AnswerError, Par, Watch, par_of, same
-from flat_parameters import FlatParameters
 from sharding import Shard, Sharding, shard_of
 
 B, S, H = 2, 4, 8

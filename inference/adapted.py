@@ -4,7 +4,7 @@
     --adapter fr=runs/fr --adapter de=runs/de  several; a line of --prompt-file names one, or none:
                                                {"prompt": "The sea", "adapter": "fr"}
 
-One LoRA or IA3 is merged into the weights before inference/packing.py lays them out, so that a
+One LoRA or IA3 is merged into the weights before weight_layouts.py lays them out, so that a
 token costs what it costs with the base. A bottleneck adapter stays beside them.
 
 Several share one set of parameters in the model, as large as the largest of them. `use` copies the

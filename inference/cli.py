@@ -32,13 +32,12 @@ import huggingface
 import kernels
 import moe
 import pipeline_parallel
-import quantization
 import tensor_parallel
 from base import terminal
 from base.world import World, WorldError
 from corpus.tokenizer import TokenizerError, prompt_ids
 from generate import check_options, stages_of
-from inference import generation_config
+from inference import generation_config, quantization
 from inference.adapted import Adapters
 from inference.answers import answer_file, as_json, encode, read_prompts, stream_text
 from inference.loading import (
@@ -48,7 +47,7 @@ from inference.loading import (
     load_model,
     open_model,
 )
-from inference.packing import pack
+from inference.weight_layouts import pack
 from model_config import divisors
 from prompts.prompt_data import PromptError
 from routers import MoEConfig

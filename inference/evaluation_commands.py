@@ -1,8 +1,8 @@
-"""The command line of evaluate.py: tasks of lm-eval, and the perplexity of documents.
+"""The command line of inference/evaluate.py: tasks of lm-eval, and the perplexity of documents.
 
-    python evaluate.py --checkpoint runs/default --perplexity a.txt b.jsonl
-    python evaluate.py --checkpoint HF_DIR --tasks hellaswag gsm8k --num-fewshot 5 --out scores.json
-    torchrun --nproc-per-node 2 evaluate.py --tp 2 --checkpoint HF_DIR --tasks hellaswag
+    python -m inference.evaluate --checkpoint runs/default --perplexity a.txt b.jsonl
+    python -m inference.evaluate --checkpoint HF_DIR --tasks hellaswag gsm8k --out scores.json
+    torchrun --nproc-per-node 2 -m inference.evaluate --tp 2 --checkpoint HF_DIR --tasks hellaswag
 
 The model is loaded as generate.py loads it, under any layout; ranks that are left over share the
 requests. `--out` gets all numbers as JSON: of the tasks also each item, with the model's answers.
@@ -30,8 +30,8 @@ from pathlib import Path
 from base.world import World
 from corpus.documents import DataError, find_files, read_documents
 from corpus.tokenizer import begin_id
-from evaluate import Evaluator
 from inference import cli
+from inference.evaluate import Evaluator
 from inference.loading import find_chat
 from run.config import ConfigError
 
@@ -144,7 +144,7 @@ def read_files(names: list[str]) -> list[tuple[str, str]]:
 
 
 def run(args: argparse.Namespace, world: World) -> None:
-    """What `python evaluate.py` does with flags."""
+    """What `python -m inference.evaluate` does with flags."""
     config, manager, documents = check_flags(args, world)
     adapters = cli.open_adapters(args, config)
     model, tokenizer, lockstep = cli.connect(args, world, None, cli.MONTH, adapters)

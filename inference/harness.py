@@ -13,18 +13,15 @@ the answers are the same too, item by item (tests/test_evaluate.py).
 
 lm-eval runs on rank 0; how the other ranks follow: inference/evaluation_commands.py.
 
-    python evaluate.py --checkpoint RUN --tasks NAME
+    python -m inference.evaluate --checkpoint RUN --tasks NAME
 
 Not covered: images; a model that thinks before it answers (its thoughts are part of the answer).
 """
 
-import contextlib
-import importlib
 import json
 import shlex
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from lm_eval.api.model import LM
@@ -34,8 +31,8 @@ from lm_eval.utils import make_table
 
 from base import terminal
 from corpus.tokenizer import FileTokenizer, begin_id
-from evaluate import Evaluator, Request, check, encode_pair
 from generate import check_options
+from inference.evaluate import Evaluator, Request, check, encode_pair
 from run.config import ConfigError
 from sft import Chat
 
@@ -45,30 +42,6 @@ MARK = "END_OF_THE_UNFINISHED_MESSAGE "
 # of a generation, where a task does not say
 MAX_TOKENS = 256
 MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-
-
-@contextlib.contextmanager
-def other_evaluate() -> Iterator[None]:
-    """Inside this context `import evaluate` gives Hugging Face's package. Some tasks of lm-eval
-    import it while they run, for its metrics; but the first folder that Python looks into is this
-    project's, and there stands evaluate.py. What ranks send each other meanwhile is plain data: the
-    name of a class of evaluate.py would be looked up in the other package."""
-    ours = sys.modules.pop("evaluate", None)
-    path = sys.path[:]
-    try:
-        sys.path[:] = [folder for folder in path if Path(folder).resolve() != ROOT]
-        try:
-            importlib.import_module("evaluate")
-        except ImportError:
-            # then it is missing, and is not to be taken from here
-            sys.modules["evaluate"] = None
-        sys.path[:] = path
-        yield
-    finally:
-        sys.path[:] = path
-        sys.modules.pop("evaluate", None)
-        if ours:
-            sys.modules["evaluate"] = ours
 
 
 # --- what lm-eval asks ----------------------------------------------------------------------------
@@ -228,16 +201,15 @@ def run_tasks(
     # patterns may stand for hundreds
     flag = f"--tasks {textwrap.shorten(' '.join(names), 100)}"
     try:
-        with other_evaluate():
-            return simple_evaluate(
-                lm,
-                tasks=names,
-                task_manager=manager,
-                num_fewshot=fewshot,
-                limit=limit,
-                apply_chat_template=lm.chat is not None,
-                log_samples=True,
-            )
+        return simple_evaluate(
+            lm,
+            tasks=names,
+            task_manager=manager,
+            num_fewshot=fewshot,
+            limit=limit,
+            apply_chat_template=lm.chat is not None,
+            log_samples=True,
+        )
     except OSError as e:
         raise ConfigError(
             f"{flag}: lm-eval cannot have their data ({terminal.one_line(e)});"

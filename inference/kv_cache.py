@@ -40,11 +40,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import context_parallel
-import document_mask
 import gpt
+from attention import document_mask
+from attention.local_attention import LocalBias
+from attention.ring_attention import RingAttention, own_positions
 from gpt import GPT
-from local_attention import LocalBias
-from ring_attention import RingAttention, own_positions
 
 
 class Cache:

@@ -9,7 +9,7 @@ reads its own slices. The layout need not be that of training.
     python generate.py --checkpoint runs/default --prompt "def "
 
 Not covered: a model that is larger than the memory of all ranks; weights that become 8 or 4 bits
-while they are read (quantization.py makes them so layer by layer, after all were read).
+while they are read (inference/quantization.py makes them so layer by layer, after all were read).
 """
 
 import dataclasses

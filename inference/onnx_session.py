@@ -6,7 +6,7 @@
 It holds the cache between two steps, pads the prompts of a batch, and chooses the most likely
 tokens. numpy and onnxruntime are all that it needs.
 
-    python export.py run FOLDER --prompt "def "
+    python -m exchange.export run FOLDER --prompt "def "
 """
 
 import importlib.util
@@ -40,7 +40,9 @@ class Session:
 
         path = Path(folder) / "model.onnx"
         if not path.is_file():
-            raise ExportError(f"{folder} has no model.onnx: a folder of export.py would fit")
+            raise ExportError(
+                f"{folder} has no model.onnx: a folder of exchange/export.py would fit"
+            )
         try:
             self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
             facts = self.session.get_modelmeta().custom_metadata_map

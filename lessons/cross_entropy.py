@@ -1,6 +1,6 @@
-"""The lesson of cross_entropy.py: the gradient by hand, large logits, peak bytes.
+"""The lesson of base/cross_entropy.py: the gradient by hand, large logits, peak bytes.
 
-python cross_entropy.py
+python -m base.cross_entropy
 """
 
 import math
@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from base.cross_entropy import cross_entropy
 from chunked_head import peak_bytes
-from cross_entropy import cross_entropy
 from lessons import form
 
 N, V = 128, 20000

@@ -1,6 +1,6 @@
-"""The lesson of evaluate.py: what is scored, long texts, spaces, batches, two ranks.
+"""The lesson of inference/evaluate.py: what is scored, long texts, spaces, batches, two ranks.
 
-python evaluate.py
+python -m inference.evaluate
 """
 
 from contextlib import nullcontext
@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 from tokenizers import Tokenizer, models
 
-import evaluate
 import sharding
 from base.world import Groups
-from evaluate import Evaluator
+from inference import evaluate
+from inference.evaluate import Evaluator
 from inference.loading import build_stages, materialise
 from lessons import demo, form
 from proof import ranks

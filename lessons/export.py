@@ -1,6 +1,6 @@
-"""The lesson of export.py: one graph for prefill and decode, traced once.
+"""The lesson of exchange/export.py: one graph for prefill and decode, traced once.
 
-python export.py
+python -m exchange.export
 """
 
 import importlib.util
@@ -12,9 +12,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-import export
 import generate
 import sharding
+from exchange import export
 from lessons import demo, form
 from sharding import num_parameters
 

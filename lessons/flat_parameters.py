@@ -1,12 +1,12 @@
-"""The lesson of flat_parameters.py: two parameters as one tensor, and back.
+"""The lesson of base/flat_parameters.py: two parameters as one tensor, and back.
 
-python flat_parameters.py
+python -m base.flat_parameters
 """
 
 import torch
 from torch import Tensor, nn
 
-from flat_parameters import FlatParameters
+from base.flat_parameters import FlatParameters
 from lessons import form
 
 

@@ -1,6 +1,6 @@
 """The lesson of float8.py: what a byte means, how it rounds, and why a tensor has a scale.
 
-python float8.py
+python -m precision.float8
 """
 
 import math
@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import float8
-from float8 import E4M3, E5M2, Format, decode_by_hand, encode_by_hand
 from lessons import form
+from precision import float8
+from precision.float8 import E4M3, E5M2, Format, decode_by_hand, encode_by_hand
 
 
 def no_scale():

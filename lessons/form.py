@@ -108,10 +108,12 @@ class Lesson:
 
 
 def main(name: str, argv: list[str] | None = None) -> int:
-    """Run lessons/NAME.py. Returns its exit status."""
-    module = importlib.import_module(f"lessons.{name}")
+    """Run the lesson of a module (of tuning.packing: lessons/packing.py). Returns its status."""
+    folder, _, file = name.rpartition(".")
+    module = importlib.import_module(f"lessons.{file}")
+    command = f"-m {name}" if folder else f"{name}.py"
     parser = argparse.ArgumentParser(
-        prog=f"python {name}.py", description="A lesson: predict, check, break it."
+        prog=f"python {command}", description="A lesson: predict, check, break it."
     )
     parser.add_argument("--quiz", action="store_true", help="wait for an answer to each question")
     if module.WITHOUT:
@@ -122,7 +124,7 @@ def main(name: str, argv: list[str] | None = None) -> int:
     removed = arguments.get("without", "")
     torch.set_num_threads(1)
     ranks.fork_this_process()
-    lesson = Lesson(f"{name}.py", arguments["quiz"], removed, module.WITHOUT.get(removed))
+    lesson = Lesson(command, arguments["quiz"], removed, module.WITHOUT.get(removed))
     module.teach(lesson)
     return lesson.verdict()
 

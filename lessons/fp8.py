@@ -15,9 +15,9 @@ import fp8
 import recompute
 import sharding
 import tensor_parallel
-from float8 import E4M3, E5M2, Format, block_maxima, quantise, scale_of
-from fp8_scaling import GRADIENT, Recipe, Scaling
 from lessons import demo, form
+from precision.float8 import E4M3, E5M2, Format, block_maxima, quantise, scale_of
+from precision.fp8_scaling import GRADIENT, Recipe, Scaling
 from proof import ranks
 
 

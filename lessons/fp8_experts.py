@@ -1,6 +1,6 @@
-"""The lesson of fp8_experts.py: why each row of an expert's input has a scale of its own.
+"""The lesson of precision/fp8_experts.py: why each row of an expert's input has a scale of its own.
 
-python fp8_experts.py
+python -m precision.fp8_experts
 """
 
 from contextlib import nullcontext
@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import fp8_experts
-from float8 import E4M3, block_maxima, quantise, scale_of
-from fp8_scaling import INPUT, Recipe, Scaling
 from lessons import form
+from precision import fp8_experts
+from precision.float8 import E4M3, block_maxima, quantise, scale_of
+from precision.fp8_scaling import INPUT, Recipe, Scaling
 from proof import parity
 
 # tokens of a rank's micro-batch that chose one expert; the size of each

@@ -1,6 +1,6 @@
 """The lesson of fp8_scaling.py: one outlier, maxima that grow, and a number that is not finite.
 
-python fp8_scaling.py
+python -m precision.fp8_scaling
 """
 
 from contextlib import nullcontext
@@ -9,11 +9,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import float8
-import fp8_scaling
-from fp8_scaling import INPUT, Recipe, Scaling
 from lessons import form
 from model_config import LINEARS
+from precision import float8, fp8_scaling
+from precision.fp8_scaling import INPUT, Recipe, Scaling
 
 
 def no_blocks(original=Scaling.quantise):

@@ -19,7 +19,7 @@ import gpt
 import kernels
 import moe
 import optimizer
-from cross_entropy import cross_entropy
+from base.cross_entropy import cross_entropy
 from dropout import dropout_key
 from lessons import form
 from model_config import GPTConfig

@@ -1,6 +1,6 @@
 """The lesson of local_attention.py: what a window hides, what a cache keeps, who has which slope.
 
-python local_attention.py
+python -m attention.local_attention
 """
 
 import torch
@@ -9,8 +9,8 @@ import torch.distributed as dist
 import generate
 import sharding
 import tensor_parallel
+from attention.local_attention import LocalBias, alibi_slopes
 from lessons import demo, form
-from local_attention import LocalBias, alibi_slopes
 from model_config import GPTConfig
 from proof import ranks
 from proof.mutations import local_attention as bugs

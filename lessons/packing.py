@@ -1,6 +1,6 @@
 """The lesson of packing.py and document_mask.py: what packing saves, and that it changes nothing.
 
-python packing.py
+python -m tuning.packing
 """
 
 import contextlib
@@ -10,11 +10,11 @@ from unittest import mock
 import numpy as np
 import torch
 
-import document_mask
 import gpt
+from attention import document_mask
 from data import Batch, Dataset
 from lessons import demo, form
-from packing import Example, Packed
+from tuning.packing import Example, Packed
 
 S, V = 64, 257
 

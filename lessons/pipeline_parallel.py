@@ -14,9 +14,9 @@ import torch.distributed as dist
 import pipeline_parallel
 import schedules
 import sharding
-import zero_bubble
 from dropout import dropout_key
 from lessons import demo, form
+from pipelines import zero_bubble
 from proof import ranks
 from proof.mutations import pipeline_parallel as bugs
 from schedules import Action, Cost, Event

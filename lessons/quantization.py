@@ -1,6 +1,6 @@
 """The lesson of quantization.py: steps and errors, groups and outliers, bytes, a small model.
 
-python quantization.py
+python -m inference.quantization
 """
 
 from contextlib import nullcontext
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import gpt
-import quantization
+from inference import quantization
+from inference.quantization import Int4Matrix, Int8Matrix
 from lessons import demo, form
-from quantization import Int4Matrix, Int8Matrix
 
 
 def no_rows():

@@ -1,6 +1,6 @@
-"""The lesson of resharding.py: a model on two ranks, from tensor parallelism to a pipeline.
+"""The lesson of tuning/resharding.py: a model on two ranks, from tensor parallelism to a pipeline.
 
-python resharding.py
+python -m tuning.resharding
 """
 
 import torch
@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 import pipeline_parallel
-import resharding
 import sharding
 import tensor_parallel
 from lessons import demo, form
 from proof import ranks
-from resharding import Resharding
 from sharding import local_slice, set_sharding, sharding_of
+from tuning import resharding
+from tuning.resharding import Resharding
 
 L, H, V = 2, 64, 257
 BUFFER = 32_768

@@ -1,6 +1,6 @@
-"""The lesson of ring_attention.py: a merge by hand, two ranks beside one, what travels.
+"""The lesson of attention/ring_attention.py: a merge by hand, two ranks beside one, what travels.
 
-python ring_attention.py
+python -m attention.ring_attention
 """
 
 import math
@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gpt
-import ring_attention
+from attention import ring_attention
+from attention.ring_attention import RingAttention
 from context_parallel import gather, shard
 from lessons import form
 from proof import ranks
 from proof.mutations import context_parallel as bugs
-from ring_attention import RingAttention
 
 WITHOUT = {
     "rescaling": bugs.merge_without_rescaling,

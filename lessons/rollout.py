@@ -1,18 +1,18 @@
 """The lesson of rollout.py: two ranks write answers, equal to those of one, and train on them.
 
-python rollout.py
+python -m tuning.rollout
 """
 
 from typing import NamedTuple
 
 import torch
 
-import rollout
 import sharding
 from base.world import Groups
 from lessons import demo, form
 from proof import ranks
-from rollout import Answer, Rows
+from tuning import rollout
+from tuning.rollout import Answer, Rows
 
 V, S = 16, 32
 # the token that ends an answer

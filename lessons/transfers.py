@@ -1,13 +1,13 @@
-"""The lesson of transfers.py: programs of sends and receives, run in the model of NCCL.
+"""The lesson of pipelines/transfers.py: programs of sends and receives, run in the model of NCCL.
 
-python transfers.py
+python -m pipelines.transfers
 """
 
 import schedules
-import transfers
 from lessons import form
+from pipelines import transfers
+from pipelines.transfers import Program, Transfer
 from schedules import Action
-from transfers import Program, Transfer
 
 # name -> v, each on P ranks with M micro-batches
 SCHEDULES = {name: 2 if name == "interleaved" else 1 for name in schedules.NAMES}

@@ -1,6 +1,6 @@
-"""The lesson of zero_bubble.py: one block of a GPT, whose backward runs in two parts.
+"""The lesson of pipelines/zero_bubble.py: one block of a GPT, whose backward runs in two parts.
 
-python zero_bubble.py
+python -m pipelines.zero_bubble
 """
 
 import torch
@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
 import schedules
-import zero_bubble
 from lessons import demo, form
+from pipelines import zero_bubble
 from schedules import Cost
 
 # b s rows of h numbers

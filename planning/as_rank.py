@@ -43,8 +43,8 @@ from torch import Tensor
 
 import dropout
 import moe
-import ring_attention
 import schedules
+from attention import ring_attention
 from base import attention_kernels, terminal
 from base.world import Groups
 from data import Batch, Dataset
@@ -161,7 +161,7 @@ def attention_in_one(
     """F.scaled_dot_product_attention. On the meta device torch takes it apart, into matrices of s²
     scores. This is one operation, which keeps q, k, v, the output and a number for each row; and
     what a window or ALiBi adds to the scores (local_attention.py). A mask of documents is boolean,
-    and the kernel for GPUs does not keep it (document_mask.py)."""
+    and the kernel for GPUs does not keep it (attention/document_mask.py)."""
     bias = attn_mask if attn_mask is not None and attn_mask.is_floating_point() else None
     attention = aten._scaled_dot_product_flash_attention_for_cpu
     return attention(q, k, v, 0.0, bias is None, attn_mask=bias)[0]
@@ -230,7 +230,7 @@ class Deferred(tuple):
 
 
 class DeferredList:
-    """Stands on a weight during I (zero_bubble.py); fills the pipeline's list."""
+    """Stands on a weight during I (pipelines/zero_bubble.py); fills the pipeline's list."""
 
     def __init__(self, kept: Kept, target: list):
         self.kept = kept

@@ -6,7 +6,7 @@
 
 In float64 a correct layout gives one device's numbers to 1e-10. What is left is the bug.
 
-    python bugs.py no-tied-sum
+    python -m exercises.bugs no-tied-sum
 """
 
 import math
@@ -25,11 +25,11 @@ import data
 import sharding
 import train as trainer
 from base.world import Groups
-from packing import Example, Packed
 from proof import parity, ranks
 from proof.mutations import Bug, of_one_device
 from run.evaluation import evaluate
 from run.task import task_of
+from tuning.packing import Example, Packed
 from tuning.preference_data import PairBatch
 
 # Bytes as tokens. Mutations rely on 8 sequences a step.

@@ -39,10 +39,10 @@ import adapters
 import fsdp
 import sharding
 import train as trainer
+from attention.ring_attention import own_positions
 from base.world import Groups
 from proof import ranks
 from proof.synthetic import dataset_for
-from ring_attention import own_positions
 from run.task import task_of
 from sharding import local_part, sharding_of
 

@@ -16,8 +16,8 @@ import torch
 
 import checkpoint
 import schedules
-from fp8_scaling import Recipe
 from model_config import FieldError
+from precision.fp8_scaling import Recipe
 from routers import ROUTER_NAMES, MoEConfig
 from run import learning_rates
 from run.presets import PRESETS
@@ -332,7 +332,7 @@ class Config:
     rl: str | None = flag(
         None,
         "reinforcement learning: the model of --load writes answers to --prompts, and learns from"
-        " their rewards; ppo has a critic, grpo compares the answers of a group (ppo.py)",
+        " their rewards; ppo has a critic, grpo compares the answers of a group (reinforcement.py)",
         ("ppo", "grpo"),
     )
     prompts: list[str] = flag(

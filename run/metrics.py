@@ -26,7 +26,7 @@ the held-out pairs too, as eval_accuracy and so on:
     reward_rejected        of the rejected ones
     margin                 reward_chosen - reward_rejected
 
-With --rl, of the answers of the step (ppo.py; docs/preferences.md says what to expect):
+With --rl, of the answers of the step (reinforcement.py; docs/preferences.md says what to expect):
 
     reward                 mean over the answers, without the KL
     kl                     from the reference, nats per answer

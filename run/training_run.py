@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import checkpoint
-import fp8_scaling
 from base.device_queue import Moment, to_host
 from base.errors import RunError
+from precision import fp8_scaling
 from run import messages
 from run.metrics import Curves, Metrics, MetricsError, mfu, peak_memory, progress
 

@@ -10,7 +10,7 @@ with is_shortened=False.
 from types import SimpleNamespace
 
 import generate
-from inference import packing
+from inference import weight_layouts
 from run import finish
 from tuning import rl_files
 
@@ -24,7 +24,7 @@ def shorten(set_attribute) -> None:
     set_attribute(finish, "plot_loss", lambda lines, title, path: path.touch())
     set_attribute(rl_files, "plot", lambda lines, path: path.touch())
     set_attribute(finish, "generate", SimpleNamespace(generate=generate_few))
-    set_attribute(packing, "SECONDS_TO_MEASURE", 0)
+    set_attribute(weight_layouts, "SECONDS_TO_MEASURE", 0)
 
 
 def generate_few(model, prompts, n, **options):

@@ -17,12 +17,11 @@ import checkpoint
 import generate
 import gpt
 import huggingface
-import quantization
 import train
 from base.world import Groups
 from corpus.tokenizer import CHAT_TEMPLATE, ByteTokenizer
 from exchange import commands
-from inference import adapted, cli, packing
+from inference import adapted, cli, quantization, weight_layouts
 from inference.loading import build_stages, find_chat, load_model, open_model
 from proof import ranks
 from sharding import named_parameters, set_sharding, shard_of, sharding_of
@@ -442,7 +441,7 @@ def on_layouts(rank, folder, shape, layouts, world):
             given.check()
             given.put(model, groups)
             for stage in generate.stages_of(model):
-                packing.pack_linears(stage)
+                weight_layouts.pack_linears(stage)
             for name in [*given.names, None] if given.names else [""]:
                 if given.names:
                     given.use(name)
@@ -471,13 +470,13 @@ def test_packing_drops_no_adapter(shape, peft, folder, monkeypatch):
 
     def packed_logits():
         model = unmerged(folder / shape, folder / f"{shape}-{peft}", torch.float64)
-        packing.pack(model)
+        weight_layouts.pack(model)
         return model(TOKENS)
 
     expected = unmerged(folder / shape, folder / f"{shape}-{peft}", torch.float64)(TOKENS)
     assert difference(packed_logits(), expected) < 1e-12
     if (shape, peft) == ("gpt", "adapter"):
-        monkeypatch.setattr(packing, "has_adapter", lambda part: False)
+        monkeypatch.setattr(weight_layouts, "has_adapter", lambda part: False)
         assert difference(packed_logits(), expected) > 1e-3
 
 

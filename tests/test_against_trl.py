@@ -1,4 +1,4 @@
-"""The losses of preference.py and ppo.py are those of the library `trl`, on the same tensors.
+"""Losses of preference.py and reinforcement.py are those of the library `trl`, on equal tensors.
 
 Where trl has a function of its own, it is called, with a stand-in for the trainer. Most of PPO's
 lines stand inside trl's PPOTrainer.train: they are cut out of its source, and run as they are.
@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import ppo
 import preference
+import reinforcement
 
 CLIP = 0.2
 BETA = 0.3
@@ -148,8 +148,8 @@ def trl_advantages(trl, scores, log_probs, reference, values, lengths):
 
 
 def our_advantages(scores, log_probs, reference, values, mask):
-    rewards = ppo.token_rewards(scores, log_probs, reference, mask, BETA)
-    return rewards, *ppo.generalized_advantages(rewards, values, mask, 0.99, LAMBDA)
+    rewards = reinforcement.token_rewards(scores, log_probs, reference, mask, BETA)
+    return rewards, *reinforcement.generalized_advantages(rewards, values, mask, 0.99, LAMBDA)
 
 
 def test_ppo_advantages(trl, precision):
@@ -161,7 +161,7 @@ def test_ppo_advantages(trl, precision):
     rewards, advantages, returns = our_advantages(scores, old, reference, values, FULL)
     assert_close(rewards, theirs.rewards, tolerance)
     assert_close(returns, theirs.returns, tolerance)
-    assert_close(ppo.whiten(advantages, FULL), theirs.advantages, tolerance)
+    assert_close(reinforcement.whiten(advantages, FULL), theirs.advantages, tolerance)
 
 
 def test_ppo_advantages_of_answers_of_several_lengths(trl, precision):
@@ -179,7 +179,7 @@ def test_ppo_advantages_of_answers_of_several_lengths(trl, precision):
         assert_close(returns[n : n + 1, :length], theirs.returns, tolerance)
         raw[n, :length] = (theirs.returns - alone[2])[0]
     whitened = torch.masked_fill(trl.ppo.masked_whiten(raw, MASK), ~MASK, 0)
-    assert_close(ppo.whiten(advantages, MASK), whitened, tolerance)
+    assert_close(reinforcement.whiten(advantages, MASK), whitened, tolerance)
     for x in (rewards, advantages, returns):
         assert not x[~MASK].any()
 
@@ -224,20 +224,22 @@ def test_ppo_losses(trl, precision):
         mb_return=returns,
     )
     found.loss.backward()
-    weights = ppo.token_weights(MASK, per_answer=False).to(dtype)
-    targets = ppo.Targets(old, advantages, weights)
-    actor = ppo.actor_loss(ours, targets, CLIP) / LENGTHS.sum()
+    weights = reinforcement.token_weights(MASK, per_answer=False).to(dtype)
+    targets = reinforcement.Targets(old, advantages, weights)
+    actor = reinforcement.actor_loss(ours, targets, CLIP) / LENGTHS.sum()
     actor.backward()
-    weights = ppo.token_weights(FULL, per_answer=False).to(dtype)
-    targets = ppo.Targets(old, advantages, weights, returns=returns, old_values=old_values)
-    critic = ppo.critic_loss(our_values, targets, CLIP) / FULL.sum()
+    weights = reinforcement.token_weights(FULL, per_answer=False).to(dtype)
+    targets = reinforcement.Targets(
+        old, advantages, weights, returns=returns, old_values=old_values
+    )
+    critic = reinforcement.critic_loss(our_values, targets, CLIP) / FULL.sum()
     critic.backward()
     assert_close(actor, found.pg_loss, tolerance)
     assert_close(critic, found.vf_loss, tolerance)
     assert_close(ours.grad, theirs.grad, tolerance)
     assert_close(our_values.grad, their_values.grad, tolerance)
     # which tokens are clipped
-    _, clipped = ppo.policy_loss(ours, old, advantages, CLIP)
+    _, clipped = reinforcement.policy_loss(ours, old, advantages, CLIP)
     assert torch.equal(clipped, found.pg_losses2 > found.pg_losses)
     assert 0 < clipped.float().mean() < 1
 
@@ -268,7 +270,7 @@ def test_grpo_advantages(trl, precision):
         num_generations=4,
         device="cpu",
     )
-    ours = ppo.group_advantages(scores, 4)
+    ours = reinforcement.group_advantages(scores, 4)
     assert_close(ours, found.advantages, tolerance)
     assert not ours[4:8].any()
 
@@ -305,18 +307,18 @@ def test_grpo_loss(trl, precision, beta):
     }
     expected = trl.grpo.GRPOTrainer._compute_loss(trainer, None, inputs)
     expected.backward()
-    targets = ppo.Targets(
+    targets = reinforcement.Targets(
         old,
         advantages[:, None].expand(N, T),
-        ppo.token_weights(MASK, per_answer=True).to(dtype),
+        reinforcement.token_weights(MASK, per_answer=True).to(dtype),
         reference,
     )
-    loss = ppo.actor_loss(ours, targets, CLIP, beta) / N
+    loss = reinforcement.actor_loss(ours, targets, CLIP, beta) / N
     loss.backward()
     assert_close(loss, expected, tolerance)
     assert_close(ours.grad, theirs.grad, tolerance)
     if beta:
-        kl = (ppo.kl_penalty(ours, reference) * MASK).sum() / MASK.sum()
+        kl = (reinforcement.kl_penalty(ours, reference) * MASK).sum() / MASK.sum()
         assert abs(kl.item() - trainer._metrics["train"]["kl"][0]) <= tolerance * kl
 
 

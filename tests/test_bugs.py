@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import bugs
+from exercises import bugs
 from proof import bug_runs, mutations
 
 ROOT = Path(__file__).parent.parent

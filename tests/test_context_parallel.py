@@ -21,12 +21,12 @@ from base.collectives import Collectives
 from base.world import Groups
 from lessons import demo
 from model_config import GPTConfig
-from packing import Example
 from proof import parity, ranks
 from run import rules
 from run.config import Config, ConfigError
 from sft import Conversations
 from train import Trainer
+from tuning.packing import Example
 
 # queries in groups of two; key heads for tensor parallelism times exchanged heads
 GROUPED = LLAMA | dict(num_heads=8, num_kv_heads=4, seq_length=32)

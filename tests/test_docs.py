@@ -31,8 +31,9 @@ DOCS = [README, ROOT / "exercises" / "README.md", *sorted((ROOT / "docs").glob("
 MAKEFILE = (ROOT / "Makefile").read_text()
 # files whose command line is parsed by a function that takes it; others read sys.argv
 # those with a parser of their own
-COMMANDS = ("generate.py", "evaluate.py", "prompt_tuning.py", "adapters.py", "huggingface.py")
-COMMANDS += ("export.py", "bugs.py", "verify.py", "explorer.py")
+COMMANDS = ("generate.py", "prompt_tuning.py", "adapters.py", "huggingface.py", "verify.py")
+COMMANDS += ("inference/evaluate.py", "exchange/export.py", "exercises/bugs.py")
+COMMANDS += ("page/explorer.py",)
 
 
 def tracked() -> set[str]:
@@ -124,7 +125,7 @@ def main_of(path: str, argv: list[str]):
     if path == "train.py":
         return lambda: flags.make_parser(0).parse_args(argv)
     started = re.search(
-        r'start\.(lesson|command)\("(\w+)"(?:, command="(.*)")?\)', (ROOT / path).read_text()
+        r'start\.(lesson|command)\("([\w.]+)"(?:, command="(.*)")?\)', (ROOT / path).read_text()
     )
     if started is None:
         # a script, which reads sys.argv
@@ -148,14 +149,17 @@ def check_make(words: list[str], monkeypatch) -> None:
 def split_launcher(words: list[str]) -> tuple[str, list[str], str]:
     """(script, its arguments, ranks) of the words after torchrun."""
     args = torch.distributed.run.get_args_parser().parse_args(words)
-    return args.training_script, args.training_script_args, args.nproc_per_node
+    script = args.training_script
+    if args.module:
+        script = script.replace(".", "/") + ".py"
+    return script, args.training_script_args, args.nproc_per_node
 
 
 @pytest.mark.parametrize("document, command", every_command(), ids=lambda text: text[:60])
 def test_command(document, command, monkeypatch, request):
     program, *words = shlex.split(command)
     if program == "torchrun":
-        if not any(word.endswith(".py") for word in words):
+        if not any(word.endswith(".py") or word == "-m" for word in words):
             # a flag of the launcher is mentioned; test_flags knows them
             return
         script, words, _ = split_launcher(words)
@@ -299,7 +303,7 @@ def test_readme_is_one_short_page():
 
 
 def test_paths_in_prose_exist():
-    """`run/config` and `inference/packing.py` in prose: a module with or without its ending."""
+    """`run/config` and `weight_layouts.py` in prose: a module with or without its ending."""
     folders = "base run checkpoints exchange inference corpus prompts tuning lessons page planning"
     folders = f"{folders} proof comparisons tests".split()
     # but files with other endings

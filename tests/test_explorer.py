@@ -1,4 +1,4 @@
-"""docs/explorer.html is what explorer.py writes, and computes what Python computes.
+"""docs/explorer.html is what page/explorer.py writes, and computes what Python computes.
 
 The page's formulas stand in page/formulas.js, by hand. Where `node` is there, they give what the
 lessons give, in random settings and on cases by hand. With Chromium and Playwright (pip install
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import explorer
 import moe
 import pipeline_parallel
 import recompute
@@ -22,6 +21,7 @@ import schedules
 import sequence_parallel
 import tensor_parallel
 from model_config import FieldError, block_matrices, mlp_matrices
+from page import explorer
 from planning import as_rank
 from routers import MoEConfig
 from run import refusal, room
@@ -41,13 +41,15 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch, capsys
 
 
 def test_page_is_up_to_date(tmp_path, monkeypatch, capsys):
-    """Byte for byte what `python explorer.py` writes."""
+    """Byte for byte what `python -m page.explorer` writes."""
     out = tmp_path / "new" / "page.html"
     monkeypatch.setattr("sys.argv", ["explorer.py", "--out", str(out)])
     explorer.main()
     assert f"open {out.as_uri()}" in capsys.readouterr().out
     same = out.read_bytes() == (ROOT / "docs" / "explorer.html").read_bytes()
-    assert same, "docs/explorer.html is not what `python explorer.py` writes: run it, and commit"
+    assert same, (
+        "docs/explorer.html is not what `python -m page.explorer` writes: run it, and commit"
+    )
 
 
 def test_page_loads_nothing():

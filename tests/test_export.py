@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import checkpoint
-import export
 import generate
 import huggingface
 import sharding
+from exchange import export
 from lessons import demo
 from routers import MoEConfig
 

@@ -13,15 +13,14 @@ import torch
 from parity import LLAMA, SMALL, Result, Synthetic, differs, same, train, train_each
 
 import fp8
-import fp8_experts
-import fp8_scaling
 import gpt
 import train as trainer
 from base.collectives import Collectives
 from base.world import Groups
-from float8 import E4M3, decode, encode_by_hand
-from fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
 from model_config import LINEARS, FieldError, GPTConfig
+from precision import fp8_experts, fp8_scaling
+from precision.float8 import E4M3, decode, encode_by_hand
+from precision.fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
 from proof import ranks
 from recompute import saved_bytes
 from routers import MoEConfig

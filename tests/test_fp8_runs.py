@@ -16,9 +16,9 @@ import torch
 from parity import Synthetic
 
 import checkpoint
-import fp8_scaling
 import train
 from base.world import Groups
+from precision import fp8_scaling
 from proof import ranks
 from run import messages, room, rules
 from run.config import ConfigError, multiply_in

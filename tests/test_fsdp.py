@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import flat_parameters
 import fsdp
 import gpt
 import sharding
+from base import flat_parameters
 from lessons.fsdp import held_bytes
 from model_config import GPTConfig
 from optimizer import AdamW

@@ -31,7 +31,7 @@ from base import terminal
 from base.world import Groups
 from corpus.tokenizer import ByteTokenizer
 from gpt import GPT
-from inference import batches, cli, kv_cache, loading, packing, sampling
+from inference import batches, cli, kv_cache, loading, sampling, weight_layouts
 from inference.sampling import DIVERGED, choose, keys_of, uniform
 from proof import ranks
 from routers import MoEConfig
@@ -351,10 +351,12 @@ def test_ends():
     [*GPT_SHAPES, LLAMA_SHAPES[1], EXPERTS, QWEN3, GEMMA],
     ids=lambda s: f"h{s['hidden_size']}",
 )
-@pytest.mark.parametrize("layout", [packing.by_rows, packing.by_columns, packing.weights_first])
+@pytest.mark.parametrize(
+    "layout", [weight_layouts.by_rows, weight_layouts.by_columns, weight_layouts.weights_first]
+)
 def test_packed(shape, layout, monkeypatch):
     """Laid out for decoding, biases folded in: the same tokens."""
-    monkeypatch.setattr(packing, "layouts_for", lambda matrix: [layout])
+    monkeypatch.setattr(weight_layouts, "layouts_for", lambda matrix: [layout])
     model = loud(build(torch.float64, **shape))
     # biases and norms that do something
     with torch.no_grad():
@@ -365,7 +367,7 @@ def test_packed(shape, layout, monkeypatch):
     prompts = ragged(model.config.vocab_size)
     logits = model.eval()(torch.tensor([prompts[2]]))
     expected = generate.generate(model, prompts, 24, **SAMPLED)
-    packing.pack(model, 16)
+    weight_layouts.pack(model, 16)
     assert (model(torch.tensor([prompts[2]])) - logits).abs().max() < 1e-12 * logits.abs().max()
     assert generate.generate(model, prompts, 24, **SAMPLED) == expected
 
@@ -379,7 +381,7 @@ def test_packed_with_kernels(shape):
     model = loud(build(torch.float64, **shape))
     prompts = ragged(model.config.vocab_size)
     expected = generate.generate(model, prompts, 24, **SAMPLED)
-    packing.pack_linears(model)
+    weight_layouts.pack_linears(model)
     kernels.swap(model)
     assert type(model.head) is kernels.Head
     assert generate.generate(model, prompts, 24, **SAMPLED) == expected
@@ -394,8 +396,8 @@ def test_layouts_of_packing_multiply_alike(n, has_bias):
     expected = F.linear(x.double(), matrix.double(), bias.double() if has_bias else None)
     copy = x.clone()
     with torch.inference_mode():
-        for layout in packing.layouts_for(matrix):
-            y = layout(packing.stored(matrix, layout), x, bias)
+        for layout in weight_layouts.layouts_for(matrix):
+            y = layout(weight_layouts.stored(matrix, layout), x, bias)
             assert y.shape == (n, 1, 33) and y.is_contiguous()
             assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
     assert x.equal(copy)
@@ -403,30 +405,34 @@ def test_layouts_of_packing_multiply_alike(n, has_bias):
 
 def test_each_matrix_has_its_fastest_layout(monkeypatch):
     """What is missing or is not clearly faster is not chosen; the rows are those that will come."""
-    costs = {packing.by_rows: 1.0, packing.by_columns: 0.97, packing.weights_first: 0.5}
+    costs = {
+        weight_layouts.by_rows: 1.0,
+        weight_layouts.by_columns: 0.97,
+        weight_layouts.weights_first: 0.5,
+    }
     rows = set()
 
     def time_of(layout, matrix, x, bias):
         rows.add(len(x))
-        if layout is packing.weights_first and len(matrix) == 257:
+        if layout is weight_layouts.weights_first and len(matrix) == 257:
             return math.inf
         return costs[layout]
 
-    monkeypatch.setattr(packing, "time_of", time_of)
-    monkeypatch.setattr(packing, "layouts_for", lambda matrix: list(costs))
-    monkeypatch.setattr(packing, "SECONDS_TO_MEASURE", 0)
+    monkeypatch.setattr(weight_layouts, "time_of", time_of)
+    monkeypatch.setattr(weight_layouts, "layouts_for", lambda matrix: list(costs))
+    monkeypatch.setattr(weight_layouts, "SECONDS_TO_MEASURE", 0)
     model = build(torch.float64, **GPT_SHAPES[0] | dict(vocab_size=257)).requires_grad_(False)
-    packing.pack(model, 3)
+    weight_layouts.pack(model, 3)
     assert rows == {3}
-    assert model.head.output.layout is packing.by_rows
-    assert model.blocks["0"].mlp.down.layout is packing.weights_first
-    broken = packing.PackedLinear([torch.nn.Linear(4, 4).requires_grad_(False)])
+    assert model.head.output.layout is weight_layouts.by_rows
+    assert model.blocks["0"].mlp.down.layout is weight_layouts.weights_first
+    broken = weight_layouts.PackedLinear([torch.nn.Linear(4, 4).requires_grad_(False)])
     monkeypatch.undo()
 
     def missing(*args):
         raise RuntimeError("not in this build")
 
-    assert packing.time_of(missing, broken.matrix, torch.ones(1, 4), None) == math.inf
+    assert weight_layouts.time_of(missing, broken.matrix, torch.ones(1, 4), None) == math.inf
 
 
 def test_training_goes_on_afterwards():
@@ -468,7 +474,7 @@ def on_layouts(rank, path, layouts, requests):
         model, _ = cli.load_model(path, torch.device("cpu"), torch.float64, groups, layer_split)
         # as the command does
         for stage in generate.stages_of(model):
-            packing.pack(stage)
+            weight_layouts.pack(stage)
         dp, dp_rank = (groups.dp.size(), groups.dp.rank()) if groups.dp else (1, 0)
         for prompts, options in requests:
             numbers = list(range(len(prompts)))[dp_rank::dp]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import gpt
 import moe
 import sharding
-from cross_entropy import cross_entropy
+from base.cross_entropy import cross_entropy
 from dropout import Dropout, dropout_key, dropout_mask, hash_
 from gpt import GPT
 from model_config import GPTConfig, flops_per_token

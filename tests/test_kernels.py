@@ -29,7 +29,7 @@ import optimizer
 import sharding
 import train as trainer
 from base import cuda_kernels, extensions
-from cross_entropy import cross_entropy
+from base.cross_entropy import cross_entropy
 from dropout import dropout_key, dropout_mask
 from lessons import kernels as lesson
 from model_config import GPTConfig

@@ -46,7 +46,7 @@ def run(name, argv, monkeypatch, capsys) -> str:
         ("data", ["--seq-length", "16"], "sequences of 16 tokens to train on"),
         ("base.json_files", [ROOT / "comparisons" / "fsdp.json"], "fsdp.json: JSON"),
         ("tuning.chat_template", [], "26 tokens; the assistant's:"),
-        ("inference.packing", [], "microseconds to multiply"),
+        ("inference.weight_layouts", [], "microseconds to multiply"),
         ("proof.ranks", [], "8 ranks: the sum of their numbers is 28"),
         ("corpus.tokenizer", ["some text"], "9 bytes, 9 tokens"),
     ],
@@ -72,18 +72,28 @@ def test_metrics(tmp_path, monkeypatch, capsys):
 # --- lessons: predict, check, break it ------------------------------------------------------------
 
 LESSONS = [
-    path.stem
-    for path in sorted((ROOT / "lessons").glob("*.py"))
-    if "\ndef teach(" in path.read_text()
+    name
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")])
+    for name in re.findall(r'^    start\.lesson\("([\w.]+)"', path.read_text(), re.MULTILINE)
+    if path == ROOT / (name.replace(".", "/") + ".py")
 ]
+
+
+def lesson_of(name: str):
+    return importlib.import_module(f"lessons.{name.rpartition('.')[2]}")
+
+
+def test_every_lesson_is_the_lesson_of_a_file():
+    lessons = [path.stem for path in (ROOT / "lessons").glob("*.py")]
+    names = {name.rpartition(".")[2] for name in LESSONS}
+    assert names == set(lessons) - {"__init__", "form", "demo"}
 
 
 def removals() -> list[tuple[str, str]]:
     """(lesson, what --without removes), with "" for nothing."""
     cases = []
     for name in LESSONS:
-        without = getattr(importlib.import_module(f"lessons.{name}"), "WITHOUT", {})
-        cases += [(name, removed) for removed in ("", *without)]
+        cases += [(name, removed) for removed in ("", *lesson_of(name).WITHOUT)]
     return cases
 
 
@@ -102,9 +112,9 @@ def test_predict_check_break_it(name, removed, capsys):
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
     # the README and docs/course.md say `python NAME.py`, and each flag that is named exists
-    for command in re.findall(r"python (\S+) --without (\S+)", out):
-        without = importlib.import_module(f"lessons.{name}").WITHOUT
-        assert command[0] == f"{name}.py" and command[1] in without
+    command = f"-m {name}" if "." in name else f"{name}.py"
+    for said, mechanism in re.findall(r"python (\S+|-m \S+) --without (\S+)", out):
+        assert said == command and mechanism in lesson_of(name).WITHOUT
 
 
 def test_what_an_unchecked_shape_does_is_what_its_lesson_says(capsys):

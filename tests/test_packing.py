@@ -11,19 +11,19 @@ from parity import LLAMA, SMALL, same, train, train_each
 from torch.nn.attention import flex_attention as flex
 
 import data
-import document_mask
 import gpt
 import kernels
+from attention import document_mask
 from base.world import Groups
 from corpus.tokenizer import ByteTokenizer
 from data import Batch
 from lessons import packing as lesson
 from model_config import GPTConfig
-from packing import Example, Packed, first_fit
 from proof import ranks, synthetic
 from run import rules
 from run.config import Config, ConfigError
 from train import Trainer
+from tuning.packing import Example, Packed, first_fit
 
 
 def again(*values):
@@ -35,7 +35,7 @@ def again(*values):
 
 
 def test_by_hand():
-    """The picture of packing.py: its rows, and everything in their batch."""
+    """The picture of tuning/packing.py: its rows, and everything in their batch."""
     lengths = [5, 3, 2, 4, 1]
     assert first_fit(lengths, 8) == [[0, 1], [2, 3, 4]]
     examples = []

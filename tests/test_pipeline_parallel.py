@@ -10,11 +10,11 @@ import gpt
 import pipeline_parallel
 import schedules
 import sharding
-import zero_bubble
 from base.world import Groups
 from lessons.demo import meta_model
 from model_config import GPTConfig
 from pipeline_parallel import layers_of_stages
+from pipelines import zero_bubble
 from proof import ranks
 from run.config import Config
 from sharding import sharding_of

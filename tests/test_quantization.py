@@ -11,12 +11,11 @@ from test_generate import SAMPLED, build, loud, ragged, save
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
 import generate
-import quantization
 from base.world import Groups
-from inference import cli, packing
+from inference import cli, quantization, weight_layouts
+from inference.quantization import GROUPS, Int4Matrix, Int8Matrix, by_kernel, dequantized
 from model_config import FieldError
 from proof import ranks
-from quantization import GROUPS, Int4Matrix, Int8Matrix, by_kernel, dequantized
 from routers import MoEConfig
 
 KINDS = {"int8": Int8Matrix.of, "int4": Int4Matrix.of}
@@ -184,7 +183,9 @@ def test_a_model(family, kind):
     tied = model.head.output.matrix is model.embedding.tokens.matrix
     assert tied == model.config.tied
     in_blocks = sum(quantized_bytes(kind, *shape) for shape in matrices)
-    of_blocks = [m.matrix for m in model.blocks.modules() if isinstance(m, packing.PackedLinear)]
+    of_blocks = [
+        m.matrix for m in model.blocks.modules() if isinstance(m, weight_layouts.PackedLinear)
+    ]
     assert sum(matrix.nbytes for matrix in of_blocks) == in_blocks
     vocabulary = quantized_bytes("int8", model.config.vocab_size, model.config.hidden_size)
     rest = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
@@ -207,7 +208,7 @@ def test_a_model_in_float32_has_the_fastest_layout(monkeypatch):
         rows.add(len(x))
         return costs[layout]
 
-    monkeypatch.setattr(packing, "time_of", time_of)
+    monkeypatch.setattr(weight_layouts, "time_of", time_of)
     shape = SHAPES["gpt"] | dict(hidden_size=64, num_heads=4, vocab_size=61)
     model = noisy(**shape).float()
     expected = with_other_weights(model, KINDS["int4"])
@@ -308,6 +309,6 @@ def test_what_is_refused():
 def test_kernels_on_a_gpu(kind, n, width):
     matrix = KINDS[kind](normal(48, width).bfloat16().cuda())
     x = torch.ones(n, width, dtype=torch.bfloat16, device="cuda")
-    if math.isinf(packing.time_of(by_kernel, matrix.stored(by_kernel), x, None)):
+    if math.isinf(weight_layouts.time_of(by_kernel, matrix.stored(by_kernel), x, None)):
         pytest.skip("PyTorch has no such kernel for this device")
     check_kernel(matrix, torch.bfloat16, n, "cuda")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from parity import LLAMA, SMALL, difference, same, train, train_each
 
-import ppo
-import rollout
+import reinforcement
 import train as trainer
 from optimizer import learning_rate
 from proof import parity, ranks
 from proof.parity import Run
+from tuning import rollout
 from tuning.companions import Critic, Reference, RewardModel, companion
-from tuning.reinforcement import ReinforcementTask
+from tuning.reinforcement_learning import ReinforcementTask
 
 # rows of several answers; a clip that holds for some tokens of the second update
 BASE = SMALL | dict(
@@ -407,22 +407,22 @@ def test_steps_by_hand(method, epochs):
 
 def wrong_sign(patch):
     """What was better than expected becomes less likely."""
-    original = ppo.actor_loss
+    original = reinforcement.actor_loss
 
     def loss(log_probs, targets, *args):
         return original(log_probs, replace(targets, advantages=-targets.advantages), *args)
 
-    patch(ppo, "actor_loss", loss)
+    patch(reinforcement, "actor_loss", loss)
 
 
 def no_kl_in_rewards(patch):
-    original = ppo.token_rewards
-    patch(ppo, "token_rewards", lambda *args: original(*args[:-1], beta=0.0))
+    original = reinforcement.token_rewards
+    patch(reinforcement, "token_rewards", lambda *args: original(*args[:-1], beta=0.0))
 
 
 def no_kl_in_the_loss(patch):
-    original = ppo.actor_loss
-    patch(ppo, "actor_loss", lambda *args: original(*args[:-1], beta=0.0))
+    original = reinforcement.actor_loss
+    patch(reinforcement, "actor_loss", lambda *args: original(*args[:-1], beta=0.0))
 
 
 def stale_log_probs(patch):
@@ -477,7 +477,7 @@ def score_before_the_last_token(patch):
 
 def score_at_the_first_token(patch):
     """The critic learns that nothing follows."""
-    patch(ppo, "is_last", lambda mask: mask & (torch.arange(mask.shape[1]) == 0))
+    patch(reinforcement, "is_last", lambda mask: mask & (torch.arange(mask.shape[1]) == 0))
 
 
 def moving_reference(patch):
@@ -508,7 +508,7 @@ def one_update(patch):
 
 
 def not_whitened(patch):
-    patch(ppo, "whiten", lambda advantages, mask: advantages)
+    patch(reinforcement, "whiten", lambda advantages, mask: advantages)
 
 
 def no_clip(patch):
@@ -516,22 +516,30 @@ def no_clip(patch):
         ratio = (now - old).exp()
         return -ratio * advantages, ratio > 2
 
-    patch(ppo, "policy_loss", loss)
+    patch(reinforcement, "policy_loss", loss)
 
 
 def values_are_not_clipped(patch):
-    patch(ppo, "value_loss", lambda values, old, returns, clip: 0.5 * (values - returns) ** 2)
+    patch(
+        reinforcement,
+        "value_loss",
+        lambda values, old, returns, clip: 0.5 * (values - returns) ** 2,
+    )
 
 
 def tokens_weigh_the_same(patch):
-    original = ppo.token_weights
-    patch(ppo, "token_weights", lambda mask, per_answer: original(mask, False))
+    original = reinforcement.token_weights
+    patch(reinforcement, "token_weights", lambda mask, per_answer: original(mask, False))
 
 
 def groups_of_others(patch):
     """The answers of a group are not neighbours."""
-    original = ppo.group_advantages
-    patch(ppo, "group_advantages", lambda scores, size: original(scores.roll(1), size).roll(-1))
+    original = reinforcement.group_advantages
+    patch(
+        reinforcement,
+        "group_advantages",
+        lambda scores, size: original(scores.roll(1), size).roll(-1),
+    )
 
 
 MUTATIONS = [

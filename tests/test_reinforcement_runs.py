@@ -19,7 +19,7 @@ from inference import cli
 from run.config import Config, ConfigError
 from run.rules import validate
 from sharding import Sharding, set_sharding
-from tuning.reinforcement import ReinforcementTask
+from tuning.reinforcement_learning import ReinforcementTask
 from tuning.rl_files import plot
 
 ROOT = Path(__file__).parent.parent

@@ -8,17 +8,17 @@ import torch.distributed as dist
 from parity import LLAMA, SMALL, Synthetic
 
 import adapters
-import resharding
 import sharding
 import train as trainer
 from base.world import Groups
 from inference.loading import build_stages, materialise
 from lessons import resharding as lesson
 from proof import ranks
-from resharding import Piece, Resharding, Slice
 from run.task import task_of
 from sharding import Shard, Sharding, local_slice, set_sharding, shard_of, sharding_of, unpad
+from tuning import resharding
 from tuning.adapter_learning import adapter_config
+from tuning.resharding import Piece, Resharding, Slice
 
 # flags of a source, by world
 SOURCES = {

@@ -8,12 +8,19 @@ import torch.distributed as dist
 
 import context_parallel
 import gpt
-import ring_attention
+from attention import ring_attention
+from attention.document_mask import documents_of
+from attention.ring_attention import (
+    Block,
+    RingAttention,
+    attend,
+    attend_backward,
+    merge,
+    own_positions,
+)
 from base import attention_kernels
 from base.attention_kernels import EfficientOnCUDA, FlashOnCUDA, Kernel
-from document_mask import documents_of
 from proof import ranks
-from ring_attention import Block, RingAttention, attend, attend_backward, merge, own_positions
 
 B, A, S, D = 2, 4, 24, 8
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import float8
-from float8 import E4M3, E5M2, Quantised, block_maxima, quantise, scale_of
+from precision import float8
+from precision.float8 import E4M3, E5M2, Quantised, block_maxima, quantise, scale_of
 
 
 def matrix(m: int, k: int, block, to=E4M3, dtype=torch.float32, device="cpu") -> Quantised:

@@ -11,6 +11,7 @@ import pytest
 import routers
 import schedules
 from model_config import FieldError
+from pipelines.transfers import deadlock, lower
 from planning import memory
 from planning.inputs import SOFTWARE, Layout
 from run.config import Config
@@ -27,7 +28,6 @@ from schedules import (
     simulate,
     text,
 )
-from transfers import deadlock, lower
 
 ROOT = Path(__file__).parent.parent
 

@@ -22,12 +22,12 @@ from corpus.tokenizer import ByteTokenizer, FileTokenizer, GPT2Tokenizer
 from inference import cli
 from inference.loading import find_chat, find_tokenizer
 from lessons import demo
-from packing import Example, Packed
 from run import opening
 from run.config import ConfigError
 from sft import Chat, Conversations
 from tuning import sft_data
 from tuning.chat_template import ChatError, ChatTokenizer, open_template
+from tuning.packing import Example, Packed
 
 USER = {"role": "user", "content": "What is 2 + 3? Grüße, 世界"}
 ANSWER = {"role": "assistant", "content": "It is 5,\nI think. 🙂"}

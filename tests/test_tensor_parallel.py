@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import gpt
 import sharding
 import tensor_parallel
-from cross_entropy import cross_entropy
+from base.cross_entropy import cross_entropy
 from dropout import dropout_key
 from lessons import demo
 from model_config import GPTConfig

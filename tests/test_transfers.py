@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from pipelines.transfers import Transfer, deadlock, lower
 from schedules import Action, make
-from transfers import Transfer, deadlock, lower
 
 
 def test_lowering_by_hand():

@@ -7,8 +7,8 @@ import pytest
 import random_layouts
 import torch
 
-import fp8_scaling
 import verify
+from precision import fp8_scaling
 from proof import mutations, ranks
 from proof.parity import Result, first_difference, train_each
 from proof.shrink import one_device, shrink, shrink_split

@@ -8,7 +8,7 @@
 A frozen model has no gradients and no optimizer state. All of them are built by train.Trainer, so
 every technique of the run changes them alike: tensor parallelism shards a critic as it shards the
 policy. What differs is in the tasks below (run/task.py has all functions). All of them read the
-same rows: R rows of s tokens, into which the answers of a step are packed (rollout.py).
+same rows: R rows of s tokens, into which the answers of a step are packed (tuning/rollout.py).
 """
 
 from functools import lru_cache
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import checkpoint
-import ppo
+import reinforcement
 import schedules
 import sharding
 from run.evaluation import run_forward
@@ -42,7 +42,7 @@ cached_schedule = lru_cache(maxsize=64)(schedules.make)
 
 
 class OnRows(Task):
-    """Of a model that sees the answers of a step, packed into rows (rollout.py)."""
+    """Of a model that sees the answers of a step, packed into rows (tuning/rollout.py)."""
 
     rows = None
 
@@ -125,10 +125,10 @@ class Learner(OnRows):
     """Of the policy and the critic: their losses are about the answers of a step."""
 
     # of the step: what its updates need (advantages ..), and what its loss is divided by
-    targets: ppo.Targets | None = None
+    targets: reinforcement.Targets | None = None
     count = 0
 
-    def learn_from(self, rows, targets: ppo.Targets, count: int) -> None:
+    def learn_from(self, rows, targets: reinforcement.Targets, count: int) -> None:
         """targets: [R, s] each."""
         self.use_rows(rows)
         self.targets = targets
@@ -146,4 +146,4 @@ class Critic(ValueModel, Learner):
 
     def total_loss(self, y: Tensor, batch) -> Tensor:
         targets = self.targets.at(batch.samples.cpu(), y.device)
-        return ppo.critic_loss(y, targets, self.config.clip_range)
+        return reinforcement.critic_loss(y, targets, self.config.clip_range)

@@ -24,9 +24,9 @@ from torch import Tensor
 from base import json_files
 from base.device_queue import to_device
 from data import Dataset
-from packing import Example
 from sft import Chat, message
 from tuning.chat_template import ChatError
+from tuning.packing import Example
 from tuning.sft_data import hold_out, messages_of, open_chat
 
 # --- lines ----------------------------------------------------------------------------------------

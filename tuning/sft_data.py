@@ -21,11 +21,11 @@ from base import json_files
 from checkpoints.tokenizer_files import beside
 from corpus.tokenizer import CHAT_TEMPLATE
 from data import HELD_OUT
-from packing import Example, Packed
 from run.opening import first_ids
 from run.task import Task
 from sft import Chat, Conversations, message
 from tuning.chat_template import ChatError, ChatTokenizer, open_template
+from tuning.packing import Example, Packed
 
 # --- lines ----------------------------------------------------------------------------------------
 

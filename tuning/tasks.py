@@ -5,7 +5,7 @@ from prompts.prompt_data import PromptConfig
 from run.task import Task, WholeModel
 from tuning.adapter_learning import Adapters
 from tuning.preference_learning import DPOTask, RewardTask
-from tuning.reinforcement import ReinforcementTask
+from tuning.reinforcement_learning import ReinforcementTask
 from tuning.sft_data import ConversationTask
 
 

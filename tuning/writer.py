@@ -13,13 +13,13 @@ The copy is made before the answers of every step. Without these flags there is 
 from datetime import timedelta
 
 import adapters
-import resharding
 import sharding
 from base.world import Groups
 from inference.loading import build_stages, materialise
-from rollout import Answer, write_answers
 from run.config import DTYPES
+from tuning import resharding
 from tuning.adapter_learning import adapter_config
+from tuning.rollout import Answer, write_answers
 
 
 class Writer:

@@ -11,8 +11,8 @@ the loss may still fall. Each function here removes one, in the process that cal
 then names. This is the one list: the tests remove each in turn and expect the comparison with one
 device to fail; lessons (`--without`), `bugs.py` and the bug hunts of `exercises/` use it too.
 
-    python bugs.py              the list
-    python bugs.py no-f         what it does to loss and gradients
+    python -m exercises.bugs              the list
+    python -m exercises.bugs no-f         what it does to loss and gradients
 """
 
 import importlib

@@ -3,7 +3,7 @@
 import torch
 
 import context_parallel
-import ring_attention
+from attention import ring_attention
 from base.world import Groups
 from dropout import Dropout
 from proof.mutations import bug

@@ -2,9 +2,9 @@
 
 import torch
 
-import document_mask
 import gpt
 import sequence_parallel
+from attention import document_mask
 from proof.mutations import bug
 
 

@@ -6,8 +6,8 @@ import torch
 
 import fp8
 import recompute
-from float8 import E4M3, Quantised, block_maxima, quantise
-from fp8_scaling import INPUT, Recipe, Scaling
+from precision.float8 import E4M3, Quantised, block_maxima, quantise
+from precision.fp8_scaling import INPUT, Recipe, Scaling
 from proof.mutations import bug
 from tensor_parallel import start_nothing
 

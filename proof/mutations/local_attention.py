@@ -1,6 +1,6 @@
 """What local attention needs: its own heads' slopes, and the width of the window."""
 
-import local_attention
+from attention import local_attention
 from proof.mutations import bug
 
 

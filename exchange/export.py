@@ -16,10 +16,10 @@ The present of a step is the past of the next. A token sees the columns whose po
 its own. So the shorter prompts of a batch are padded on the left, at position `seq_length`, which
 no token sees; and under a sliding window the caller may drop columns that are out of sight.
 
-    python export.py                                a lesson: one graph, its sizes, its cache
-    python export.py CKPT FOLDER                    of a checkpoint, a run or a Hugging Face folder
-    python export.py CKPT FOLDER --dtype fp16       half the bytes
-    python export.py run FOLDER --prompt "def "     the most likely tokens, in onnxruntime
+    python -m exchange.export                              a lesson: one graph, its sizes, its cache
+    python -m exchange.export CKPT FOLDER            of a checkpoint, a run or a Hugging Face folder
+    python -m exchange.export CKPT FOLDER --dtype fp16       half the bytes
+    python -m exchange.export run FOLDER --prompt "def "     the most likely tokens, in onnxruntime
 
 FOLDER gets model.onnx, model.onnx.data (the weights) and the tokenizer's files, once onnxruntime
 has given the logits of generate.py. This needs: pip install onnx onnxscript onnxruntime
@@ -30,7 +30,7 @@ copied at every step; experts, whose sizes depend on the data."""
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("export", command="export")
+    start.lesson("exchange.export", command="exchange.export")
 
 import argparse
 import contextlib
@@ -48,6 +48,7 @@ from torch.export import Dim
 
 import generate
 import gpt
+from attention.local_attention import LocalBias
 from base import terminal
 from checkpoint import CheckpointError
 from corpus.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, save_files
@@ -57,7 +58,6 @@ from inference.answers import Detokenizer, encode
 from inference.kv_cache import CacheSlot, caching
 from inference.loading import check_vocabulary, find_tokenizer, load_model, open_model
 from inference.onnx_session import ExportError, Session, need
-from local_attention import LocalBias
 from model_config import GPTConfig
 from prompts.prompt_data import PromptError
 
@@ -285,7 +285,9 @@ def check_flags(args: argparse.Namespace) -> None:
         return
     for name, value in {"--prompt": args.prompt, "--max-tokens": args.max_tokens}.items():
         if value is not None:
-            raise ExportError(f"{name}: is for `export.py run FOLDER`; export alone needs none")
+            raise ExportError(
+                f"{name}: is for `exchange/export.py run FOLDER`; export alone needs none"
+            )
 
 
 REFUSED = (

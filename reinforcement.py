@@ -34,7 +34,7 @@ With PPO's KL the best policy is known (Rafailov et al., arXiv 2305.18290, equat
 
     π*(y) = π_ref(y) exp(r(y) / β) / Z
 
-    python ppo.py                               a lesson: a policy that is a table, against π*
+    python reinforcement.py   a lesson: a policy that is a table, against π*
     python train.py --load CKPT --rl grpo --prompts prompts.jsonl --reward FILE.py:FUNCTION
 
 Everything here is a function of tensors: [n, T] for n answers, padded to T tokens, with a mask that
@@ -50,7 +50,7 @@ ratio (use_bias_correction_kl, which trl has on by default). The library `trl` h
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("ppo")
+    start.lesson("reinforcement")
 
 import dataclasses
 

@@ -16,7 +16,7 @@ During I a linear layer appends (weight, ∂y, x) to the list that the pipeline 
 (`weight.deferred`); during W the pipeline processes the list. Without a list the weight gradient is
 computed at once. Gradients of biases and norms stay with I.
 
-    python zero_bubble.py            a lesson: what I leaves to W, FLOPs, bytes, gradients
+    python -m pipelines.zero_bubble            a lesson: what I leaves to W, FLOPs, bytes, gradients
     python pipeline_parallel.py      zb-h1 beside the other schedules
 
 Not covered: ZB-H2 and ZB-V, and overlapping the data-parallel sum with W (Megatron-LM).
@@ -25,7 +25,7 @@ Not covered: ZB-H2 and ZB-V, and overlapping the data-parallel sum with W (Megat
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("zero_bubble")
+    start.lesson("pipelines.zero_bubble")
 
 import torch
 import torch.nn.functional as F

@@ -8,7 +8,7 @@ The model that learns is called the policy. One step, in `begin_step`:
     write      the policy writes global_batch_size answers; each gets     rollout.py, writer.py,
                a reward, from a function or a reward model                rewards.py
     targets    log-probabilities of the reference, and with ppo values    companions.py
-               of the critic; from these and the rewards, advantages      ppo.py
+               of the critic; from these and the rewards, advantages      reinforcement.py
     update     --rl-epochs times, from the same answers: forward,         train.py
                backward, a step of the optimizer
 
@@ -19,7 +19,7 @@ policy is the run's trainer, of which this is the task. The other models are tra
 Answers depend on the weights and on (seed, step, sample) alone, so a resumed run writes the same
 ones. With --peft the reference is the policy itself without its adapters: no second copy.
 
-Shapes: n answers of at most T tokens; packed (rollout.py) they are R rows of s tokens.
+Shapes: n answers of at most T tokens; packed (tuning/rollout.py) they are R rows of s tokens.
 """
 
 import time
@@ -32,14 +32,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 import adapters
 import checkpoint
-import ppo
+import reinforcement
 from base.errors import RunError
-from rollout import Answer, Rows
 from tuning import rl_files
 from tuning.companions import Critic, Learner, Reference, RewardModel, companion
 from tuning.frozen_base import fingerprint
 from tuning.prompt_set import open_prompts
 from tuning.rewards import is_function, open_function
+from tuning.rollout import Answer, Rows
 from tuning.sft_data import ConversationTask
 from tuning.writer import Writer
 
@@ -206,15 +206,15 @@ class ReinforcementTask(Learner, ConversationTask):
         if self.critic:
             columns |= self.targets_of_critic(rewards, old, reference, mask)
         else:
-            advantages = ppo.group_advantages(rewards, self.config.answers_per_prompt)
+            advantages = reinforcement.group_advantages(rewards, self.config.answers_per_prompt)
             columns["advantages"] = advantages.unsqueeze(1) * mask
         per_answer = self.config.rl == "grpo"
-        columns["weights"] = ppo.token_weights(mask, per_answer)
+        columns["weights"] = reinforcement.token_weights(mask, per_answer)
         count = len(answers) if per_answer else int(mask.sum())
         for name, matrix in columns.items():
             columns[name] = rows.spread([row[:n] for row, n in zip(matrix, lengths)])  # [R, s]
         for learner in self.learners().values():
-            learner.task.learn_from(rows, ppo.Targets(**columns), count)
+            learner.task.learn_from(rows, reinforcement.Targets(**columns), count)
         self.step_metrics = {
             "reward": rewards.mean().item(),
             "kl": ((old - reference) * mask).sum(1).mean().item(),
@@ -228,10 +228,10 @@ class ReinforcementTask(Learner, ConversationTask):
     ) -> dict[str, Tensor]:
         """Advantages, returns, and the values before the updates, [n, T] each."""
         values = pad(self.rows.collect(self.critic.outputs(self.rows)))
-        each = ppo.token_rewards(rewards, old, reference, mask, self.config.kl_weight)
+        each = reinforcement.token_rewards(rewards, old, reference, mask, self.config.kl_weight)
         lam = self.config.gae_lambda
-        advantages, returns = ppo.generalized_advantages(each, values, mask, lam=lam)
-        advantages = ppo.whiten(advantages, mask)
+        advantages, returns = reinforcement.generalized_advantages(each, values, mask, lam=lam)
+        advantages = reinforcement.whiten(advantages, mask)
         return dict(advantages=advantages, returns=returns, old_values=values)
 
     def reference_losses(self) -> Tensor:
@@ -249,10 +249,10 @@ class ReinforcementTask(Learner, ConversationTask):
         targets = self.targets.at(batch.samples.cpu(), y.device)
         if not self.groups.tp or self.groups.tp.rank() == 0:
             now = -y.detach()
-            _, clipped = ppo.policy_loss(now, targets.old, targets.advantages, clip)
+            _, clipped = reinforcement.policy_loss(now, targets.old, targets.advantages, clip)
             self.token_sums[0] += (clipped & batch.loss_mask).sum()
             self.token_sums[1] += ((now - targets.old).abs() * batch.loss_mask).sum()
-        return ppo.actor_loss(-y, targets, clip, beta)
+        return reinforcement.actor_loss(-y, targets, clip, beta)
 
     def row_length(self, dataset) -> int:
         # answers are packed into rows

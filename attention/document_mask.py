@@ -16,7 +16,7 @@ positions and the mask follow from these numbers:
                 . . . . . 1 1 .
                 . . . . . 1 1 1
 
-    python packing.py      the lesson of this file and of packing.py
+    python -m tuning.packing      the lesson of this file and of tuning/packing.py
 
 The numbers need no communication: every pipeline stage reads the batch, and attention on a
 tensor-parallel rank has all tokens of a sequence. Sequence-parallel ranks embed a shard of the
@@ -31,7 +31,7 @@ yet.
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("packing")
+    start.lesson("tuning.packing")
 
 from functools import cache
 
@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from local_attention import LocalBias
+from attention.local_attention import LocalBias
 
 
 def documents_of(tokens: Tensor, eot: int) -> Tensor:

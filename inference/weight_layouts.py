@@ -20,7 +20,7 @@ After `pack` the model can only generate, not train: its parameters are gone.
 
     python -m inference.packing        the time of each, on this machine
 
-Weights in 8 or 4 bits are quantization.py's, with layouts of their own.
+Weights in 8 or 4 bits are inference/quantization.py's, with layouts of their own.
 
 Not covered: oneDNN's packed matrices (its own order of the weights) were tried as a fifth layout:
 for 16 rows they take 1.2 times the time of `weights in oneDNN`.
@@ -76,7 +76,7 @@ def transposed(product: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 
 def layouts_for(matrix: Tensor) -> list[Callable]:
     """What `pack` chooses from; the first one where nothing is clearly faster. matrix: or a
-    quantised one (quantization.py), which knows its own."""
+    quantised one (inference/quantization.py), which knows its own."""
     if not isinstance(matrix, Tensor):
         return matrix.layouts()
     layouts = [by_rows]
@@ -165,7 +165,7 @@ class PackedGELU(nn.Module):
 def pack(model: gpt.GPT, texts: int = 1, quantize: Callable | None = None) -> None:
     """Lay out the weights of a model, or of a stage of it, for decoding `texts` texts at a time.
     A layer that is sharded over ranks, or has experts or adapters, stays as it is. quantize(model):
-    replaces the packed matrices (quantization.py)."""
+    replaces the packed matrices (inference/quantization.py)."""
     pack_linears(model)
     if quantize:
         quantize(model)

@@ -15,7 +15,7 @@ dimension, so a weight is in bytes twice:
     weight gradient    ∂W = ∂yᵀ x       the sum is over rows: not in FP8, so backward keeps x itself
 
 e4m3 is enough for gradients too: within a row the range is short. Experts have these scales with
-each recipe of fp8_scaling.py, from the maxima of now.
+each recipe of precision/fp8_scaling.py, from the maxima of now.
 
 Where tensor-parallel ranks hold parts of a row they agree on its maximum: of x and of W in the
 second matrix (W_down), of ∂y and of the columns of W in the first ones (W_gate, W_up).
@@ -29,7 +29,7 @@ Not covered: ∂W in FP8, with a scale for each column of an expert's rows (torc
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("fp8_experts")
+    start.lesson("precision.fp8_experts")
 
 from dataclasses import dataclass
 from functools import partial
@@ -42,9 +42,9 @@ from torch.autograd.function import once_differentiable
 
 import moe
 import tensor_parallel
-from float8 import E4M3, Quantised, block_maxima, product_dtype, quantise, scale_of
-from fp8_scaling import GRADIENT, INPUT, WEIGHT, Scaling
 from model_config import LINEARS
+from precision.float8 import E4M3, Quantised, block_maxima, product_dtype, quantise, scale_of
+from precision.fp8_scaling import GRADIENT, INPUT, WEIGHT, Scaling
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""The lesson of ppo.py: a policy that is a table learns from its rewards, and is held by the KL.
+"""The lesson of reinforcement.py: a policy that is a table learns from its rewards, held by the
+KL.
 
 The policy has one logit for each of four tokens, and an answer is one token. So everything can be
 computed by hand: the best policy, and how far one rollout may move it.
 
-python ppo.py
+python reinforcement.py
 """
 
 import math
@@ -14,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import ppo
+import reinforcement
 from lessons import form
 
 TOKENS = "abcd"
@@ -56,11 +57,15 @@ def no_next_value(original, rewards: Tensor, values: Tensor, mask: Tensor, gamma
 
 WITHOUT = {
     "next-value": lambda: mock.patch.object(
-        ppo, "generalized_advantages", partial(no_next_value, ppo.generalized_advantages)
+        reinforcement,
+        "generalized_advantages",
+        partial(no_next_value, reinforcement.generalized_advantages),
     ),
-    "clip": lambda: mock.patch.object(ppo, "policy_loss", no_clip),
-    "old": lambda: mock.patch.object(ppo, "policy_loss", partial(always_new, ppo.policy_loss)),
-    "kl": lambda: mock.patch.multiple(ppo, log_ratio=no_kl, kl_penalty=no_kl),
+    "clip": lambda: mock.patch.object(reinforcement, "policy_loss", no_clip),
+    "old": lambda: mock.patch.object(
+        reinforcement, "policy_loss", partial(always_new, reinforcement.policy_loss)
+    ),
+    "kl": lambda: mock.patch.multiple(reinforcement, log_ratio=no_kl, kl_penalty=no_kl),
 }
 
 
@@ -96,27 +101,29 @@ class Table:
                     x -= lr * x.grad
 
 
-def rollout(policy: Table, scores: Tensor, method: str) -> tuple[Tensor, ppo.Targets]:
+def rollout(policy: Table, scores: Tensor, method: str) -> tuple[Tensor, reinforcement.Targets]:
     """Answers [n, 1], and what the updates need."""
     answers = policy.write()
     mask = torch.ones_like(answers, dtype=torch.bool)
     old = policy.log_probs(answers).detach()
     reference = REFERENCE.log()[answers]
-    weights = ppo.token_weights(mask, per_answer=method == "grpo")
+    weights = reinforcement.token_weights(mask, per_answer=method == "grpo")
     if method == "grpo":
-        advantages = ppo.group_advantages(scores[answers[:, 0]], ANSWERS)
-        return answers, ppo.Targets(old, advantages.unsqueeze(1), weights, reference)
-    rewards = ppo.token_rewards(scores[answers[:, 0]], old, reference, mask, PPO_BETA)
+        advantages = reinforcement.group_advantages(scores[answers[:, 0]], ANSWERS)
+        return answers, reinforcement.Targets(old, advantages.unsqueeze(1), weights, reference)
+    rewards = reinforcement.token_rewards(scores[answers[:, 0]], old, reference, mask, PPO_BETA)
     values = policy.value.detach().expand(mask.shape)
-    advantages, returns = ppo.generalized_advantages(rewards, values, mask)
-    return answers, ppo.Targets(old, advantages, weights, None, returns, values)
+    advantages, returns = reinforcement.generalized_advantages(rewards, values, mask)
+    return answers, reinforcement.Targets(old, advantages, weights, None, returns, values)
 
 
-def update(policy: Table, answers: Tensor, targets: ppo.Targets, method: str, lr: float) -> None:
+def update(
+    policy: Table, answers: Tensor, targets: reinforcement.Targets, method: str, lr: float
+) -> None:
     beta = GRPO_BETA if method == "grpo" else 0.0
-    loss = ppo.actor_loss(policy.log_probs(answers), targets, CLIP, beta)
+    loss = reinforcement.actor_loss(policy.log_probs(answers), targets, CLIP, beta)
     if method == "ppo":
-        loss = loss + ppo.critic_loss(policy.value.expand(answers.shape), targets, CLIP)
+        loss = loss + reinforcement.critic_loss(policy.value.expand(answers.shape), targets, CLIP)
     policy.step(loss / ANSWERS, lr)
 
 
@@ -150,7 +157,7 @@ def teach_advantages(lesson: form.Lesson) -> None:
     values = torch.full((1, 3), 0.5)
     mask = torch.ones(1, 3)
     found = [
-        ppo.generalized_advantages(rewards, values, mask, 1.0, lam)[0][0].tolist()
+        reinforcement.generalized_advantages(rewards, values, mask, 1.0, lam)[0][0].tolist()
         for lam in (1.0, 0.0)
     ]
     lesson.check(

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-import ppo
+import reinforcement
 
 # answers of 3, 1 and 2 tokens
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool)
@@ -30,7 +30,7 @@ def test_rewards_by_hand():
     log_probs = matrix([-1, -2, -3], [-1, 9, 9], [-2, -2, 9])
     reference = matrix([-2, -2, -1], [-3, 9, 9], [-1, -2, 9])
     scores = torch.tensor([10.0, 20.0, 30.0], dtype=torch.float64)
-    rewards = ppo.token_rewards(scores, log_probs, reference, MASK, 0.5)
+    rewards = reinforcement.token_rewards(scores, log_probs, reference, MASK, 0.5)
     assert rewards.tolist() == [[-0.5, 0, 11], [19, 0, 0], [0.5, 30, 0]]
 
 
@@ -39,28 +39,33 @@ def test_advantages_by_hand():
     end: 2, then -1 + 2 / 4, then 0 - 0.5 / 4."""
     rewards, values = matrix([0, 2, 4]), matrix([2, 4, 2])
     mask = torch.ones(1, 3)
-    advantages, returns = ppo.generalized_advantages(rewards, values, mask, 0.5, 0.5)
+    advantages, returns = reinforcement.generalized_advantages(rewards, values, mask, 0.5, 0.5)
     assert advantages.tolist() == [[-0.125, -0.5, 2]]
     assert returns.tolist() == [[1.875, 3.5, 4]]
 
 
 def test_lambda_0_and_1():
     """λ = 1: what came, less V. λ = 0: r + V of the next token - V."""
-    rewards, values = ppo.only(MASK, draw(0, 3, 3)), ppo.only(MASK, draw(1, 3, 3))
-    _, returns = ppo.generalized_advantages(rewards, values, MASK, lam=1.0)
-    to_the_end = ppo.only(MASK, rewards.flip(1).cumsum(1).flip(1))
+    rewards, values = (
+        reinforcement.only(MASK, draw(0, 3, 3)),
+        reinforcement.only(MASK, draw(1, 3, 3)),
+    )
+    _, returns = reinforcement.generalized_advantages(rewards, values, MASK, lam=1.0)
+    to_the_end = reinforcement.only(MASK, rewards.flip(1).cumsum(1).flip(1))
     assert torch.allclose(returns, to_the_end, atol=1e-14)
-    one_step, _ = ppo.generalized_advantages(rewards, values, MASK, lam=0.0)
+    one_step, _ = reinforcement.generalized_advantages(rewards, values, MASK, lam=0.0)
     following = torch.cat((values[:, 1:], torch.zeros(3, 1)), 1)
-    assert torch.allclose(one_step, ppo.only(MASK, rewards + following - values), atol=1e-14)
+    assert torch.allclose(
+        one_step, reinforcement.only(MASK, rewards + following - values), atol=1e-14
+    )
 
 
 def test_a_perfect_critic_is_never_surprised():
     """V = what comes: every δ is 0. Without V of the next token, no δ but the last would be."""
-    rewards = ppo.only(MASK, draw(0, 3, 3))
-    values = ppo.only(MASK, rewards.flip(1).cumsum(1).flip(1))
+    rewards = reinforcement.only(MASK, draw(0, 3, 3))
+    values = reinforcement.only(MASK, rewards.flip(1).cumsum(1).flip(1))
     for lam in (0.0, 0.5, 1.0):
-        advantages, returns = ppo.generalized_advantages(rewards, values, MASK, lam=lam)
+        advantages, returns = reinforcement.generalized_advantages(rewards, values, MASK, lam=lam)
         assert advantages.abs().max() < 1e-14
         assert torch.allclose(returns, values, atol=1e-14)
 
@@ -68,11 +73,11 @@ def test_a_perfect_critic_is_never_surprised():
 def test_answers_that_share_a_row():
     """As in rows of several documents: what is between them keeps them apart."""
     rewards, values = draw(0, 3, 3), draw(1, 3, 3)
-    alone = ppo.generalized_advantages(rewards, values, MASK, 0.9, 0.8)
+    alone = reinforcement.generalized_advantages(rewards, values, MASK, 0.9, 0.8)
     # a prompt of one token before each
     row_mask = torch.nn.functional.pad(MASK, (1, 0)).view(1, -1)
     in_a_row = [torch.nn.functional.pad(x, (1, 0)).view(1, -1) for x in (rewards, values)]
-    together = ppo.generalized_advantages(*in_a_row, row_mask, 0.9, 0.8)
+    together = reinforcement.generalized_advantages(*in_a_row, row_mask, 0.9, 0.8)
     for a, b in zip(alone, together):
         assert torch.equal(b.view(3, 4)[:, 1:], a)
 
@@ -81,33 +86,33 @@ def test_group_advantages_by_hand():
     """Groups (0, 2) and (1, 1): std √2 and 0."""
     scores = torch.tensor([0.0, 2.0, 1.0, 1.0], dtype=torch.float64)
     expected = 1 / (math.sqrt(2) + 1e-4)
-    found = ppo.group_advantages(scores, 2).tolist()
+    found = reinforcement.group_advantages(scores, 2).tolist()
     assert found == pytest.approx([-expected, expected, 0, 0], rel=1e-14)
 
 
 @pytest.mark.parametrize("count, size", [(4, 1), (4, 3), (4, 0)])
 def test_groups_that_do_not_fit(count, size):
     with pytest.raises(ValueError, match=f"{count} scores in groups of {size}"):
-        ppo.group_advantages(torch.zeros(count), size)
+        reinforcement.group_advantages(torch.zeros(count), size)
 
 
 def test_whiten():
     x = 5 + 3 * draw(0, 3, 3)
-    white = ppo.whiten(x, MASK)
+    white = reinforcement.whiten(x, MASK)
     assert abs(white[MASK].mean()) < 1e-14
     assert abs(white[MASK].var() - 1) < 1e-7
     assert not white[~MASK].any()
     # one token, and none: nothing to divide by
     for few in (torch.zeros(3, 3), torch.tensor([[0, 0, 0], [0, 1, 0], [0, 0, 0]])):
-        assert not ppo.whiten(x, few).any()
+        assert not reinforcement.whiten(x, few).any()
 
 
 def test_weights_by_hand():
-    assert ppo.token_weights(MASK, per_answer=False).tolist() == MASK.double().tolist()
-    by_answer = ppo.token_weights(MASK, per_answer=True)
+    assert reinforcement.token_weights(MASK, per_answer=False).tolist() == MASK.double().tolist()
+    by_answer = reinforcement.token_weights(MASK, per_answer=True)
     assert by_answer.tolist() == [[1 / 3, 1 / 3, 1 / 3], [1, 0, 0], [0.5, 0.5, 0]]
     # an answer without a token
-    assert not ppo.token_weights(torch.zeros(1, 3), per_answer=True).any()
+    assert not reinforcement.token_weights(torch.zeros(1, 3), per_answer=True).any()
 
 
 # --- the clip -------------------------------------------------------------------------------------
@@ -132,7 +137,7 @@ def test_weights_by_hand():
 def test_where_the_clip_holds(ratio, advantage, loss, gradient):
     old = torch.tensor([math.log(0.5)], dtype=torch.float64)
     log_probs = (old + math.log(ratio)).requires_grad_()
-    losses, clipped = ppo.policy_loss(log_probs, old, matrix(advantage), 0.2)
+    losses, clipped = reinforcement.policy_loss(log_probs, old, matrix(advantage), 0.2)
     losses.sum().backward()
     assert losses.item() == pytest.approx(loss, rel=1e-12)
     assert log_probs.grad.item() == pytest.approx(gradient, rel=1e-12)
@@ -143,9 +148,9 @@ def test_old_log_probs_are_those_of_the_rollout():
     """With those of the policy as it is now, the ratio is always 1, and nothing is ever clipped."""
     old = draw(0, 3, 3)
     now = old + draw(1, 3, 3)
-    _, clipped = ppo.policy_loss(now, old, draw(2, 3, 3), 0.2)
+    _, clipped = reinforcement.policy_loss(now, old, draw(2, 3, 3), 0.2)
     assert clipped.any()
-    _, clipped = ppo.policy_loss(now, now, draw(2, 3, 3), 0.2)
+    _, clipped = reinforcement.policy_loss(now, now, draw(2, 3, 3), 0.2)
     assert not clipped.any()
 
 
@@ -162,7 +167,7 @@ def test_old_log_probs_are_those_of_the_rollout():
 )
 def test_where_a_value_is_clipped(value, loss, gradient):
     values = matrix(value).requires_grad_()
-    losses = ppo.value_loss(values, matrix(0.0), matrix(1.0), 0.2)
+    losses = reinforcement.value_loss(values, matrix(0.0), matrix(1.0), 0.2)
     losses.sum().backward()
     assert losses.item() == pytest.approx(loss, rel=1e-12)
     assert values.grad.item() == pytest.approx(gradient, rel=1e-12)
@@ -179,12 +184,12 @@ def distributions() -> tuple[torch.Tensor, torch.Tensor]:
 def test_both_estimates_have_the_mean_of_the_divergence():
     policy, reference = distributions()
     exact = torch.nn.functional.kl_div(reference, policy, log_target=True, reduction="sum")
-    for estimate in (ppo.log_ratio, ppo.kl_penalty):
+    for estimate in (reinforcement.log_ratio, reinforcement.kl_penalty):
         mean = (policy.exp() * estimate(policy, reference)).sum()
         assert mean.item() == pytest.approx(exact.item(), rel=1e-12)
-    assert (ppo.log_ratio(policy, reference) < 0).any()
-    assert (ppo.kl_penalty(policy, reference) > 0).all()
-    assert not ppo.kl_penalty(policy, policy).any()
+    assert (reinforcement.log_ratio(policy, reference) < 0).any()
+    assert (reinforcement.kl_penalty(policy, reference) > 0).all()
+    assert not reinforcement.kl_penalty(policy, policy).any()
 
 
 def test_which_gradients_they_have():
@@ -193,24 +198,26 @@ def test_which_gradients_they_have():
     policy, reference = logits.log_softmax(0), distributions()[1]
     written = policy.exp().detach()
     (of_k1,) = torch.autograd.grad(
-        (written * ppo.log_ratio(policy, reference)).sum(), logits, retain_graph=True
+        (written * reinforcement.log_ratio(policy, reference)).sum(), logits, retain_graph=True
     )
     assert of_k1.abs().max() < 1e-15
-    (of_k3,) = torch.autograd.grad((written * ppo.kl_penalty(policy, reference)).sum(), logits)
+    (of_k3,) = torch.autograd.grad(
+        (written * reinforcement.kl_penalty(policy, reference)).sum(), logits
+    )
     assert torch.allclose(of_k3, written - reference.exp(), atol=1e-15)
 
 
 # --- masks, and what the updates get --------------------------------------------------------------
 
 
-def targets_of(junk: float) -> ppo.Targets:
+def targets_of(junk: float) -> reinforcement.Targets:
     """With `junk` at every position outside answers."""
 
     def field(seed: int) -> torch.Tensor:
         return draw(seed, 3, 3).masked_fill(~MASK, junk)
 
-    weights = ppo.token_weights(MASK, per_answer=True)
-    return ppo.Targets(field(0), field(1), weights, field(2), field(3), field(4))
+    weights = reinforcement.token_weights(MASK, per_answer=True)
+    return reinforcement.Targets(field(0), field(1), weights, field(2), field(3), field(4))
 
 
 @pytest.mark.parametrize("junk", [*JUNK, 1e300])
@@ -219,7 +226,7 @@ def test_positions_outside_answers_do_not_count(junk):
     found = {}
     for outside in (0.0, junk):
         log_probs, values = draw(5, 3, 3), draw(6, 3, 3)
-        rewards = ppo.token_rewards(
+        rewards = reinforcement.token_rewards(
             torch.ones(3, dtype=torch.float64),
             log_probs.masked_fill(~MASK, outside),
             draw(7, 3, 3).masked_fill(~MASK, outside),
@@ -227,13 +234,13 @@ def test_positions_outside_answers_do_not_count(junk):
             0.1,
         )
         rewards, values = (x.masked_fill(~MASK, outside) for x in (rewards, values))
-        advantages, returns = ppo.generalized_advantages(rewards, values, MASK)
-        white = ppo.whiten(advantages.masked_fill(~MASK, outside), MASK)
+        advantages, returns = reinforcement.generalized_advantages(rewards, values, MASK)
+        white = reinforcement.whiten(advantages.masked_fill(~MASK, outside), MASK)
         log_probs = log_probs.masked_fill(~MASK, outside).requires_grad_()
         values.requires_grad_()
         targets = targets_of(outside)
-        loss = ppo.actor_loss(log_probs, targets, 0.2, beta=0.1)
-        loss = loss + ppo.critic_loss(values, targets, 0.2)
+        loss = reinforcement.actor_loss(log_probs, targets, 0.2, beta=0.1)
+        loss = loss + reinforcement.critic_loss(values, targets, 0.2)
         loss.backward()
         found[outside] = (
             rewards[MASK],
@@ -252,7 +259,7 @@ def test_the_loss_goes_down_along_the_advantages():
     """A token of a good answer becomes more likely, and one of a bad answer less."""
     targets = targets_of(0.0)
     log_probs = targets.old.clone().requires_grad_()
-    ppo.actor_loss(log_probs, targets, 0.2).backward()
+    reinforcement.actor_loss(log_probs, targets, 0.2).backward()
     moved = -log_probs.grad
     assert torch.allclose(moved, targets.weights * targets.advantages, atol=1e-15)
 
@@ -260,8 +267,8 @@ def test_the_loss_goes_down_along_the_advantages():
 def test_the_kl_pulls_back_to_the_reference():
     targets = targets_of(0.0)
     log_probs = targets.old.clone().requires_grad_()
-    free = ppo.actor_loss(log_probs, targets, 0.2)
-    held = ppo.actor_loss(log_probs, targets, 0.2, beta=0.1)
+    free = reinforcement.actor_loss(log_probs, targets, 0.2)
+    held = reinforcement.actor_loss(log_probs, targets, 0.2, beta=0.1)
     (pull,) = torch.autograd.grad(held - free, log_probs)
     assert torch.equal(pull[MASK] > 0, (targets.old > targets.reference)[MASK])
 
@@ -272,15 +279,19 @@ def test_some_rows_of_the_targets():
     some = targets.at([2, 0], torch.zeros(1))
     assert some.old.dtype == torch.float32
     assert torch.equal(some.returns, targets.returns[[2, 0]].float())
-    few = ppo.Targets(targets.old, targets.advantages, targets.weights).at(slice(1), torch.zeros(1))
+    few = reinforcement.Targets(targets.old, targets.advantages, targets.weights).at(
+        slice(1), torch.zeros(1)
+    )
     assert few.reference is None and few.weights.shape == (1, 3)
 
 
 def test_the_loss_of_a_batch_is_that_of_its_micro_batches():
     log_probs, targets = draw(5, 3, 3), targets_of(0.0)
-    whole = ppo.actor_loss(log_probs, targets, 0.2, beta=0.1)
+    whole = reinforcement.actor_loss(log_probs, targets, 0.2, beta=0.1)
     parts = [
-        ppo.actor_loss(log_probs[row : row + 1], targets.at([row], log_probs), 0.2, beta=0.1)
+        reinforcement.actor_loss(
+            log_probs[row : row + 1], targets.at([row], log_probs), 0.2, beta=0.1
+        )
         for row in range(3)
     ]
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-14)

@@ -23,10 +23,10 @@ the one before ends; only the last one begins earlier, so that it is full too:
     read       . t1 t2 t3 | t4 t5 t6 t7 | t6 t7 t8 t9        context 4; . is the begin token
     count     t1 t2 t3 t4 | t5 t6 t7 t8 |       t9 t10
 
-    python evaluate.py                                            a lesson
-    python evaluate.py --checkpoint runs/default --perplexity FILE
-    python evaluate.py --checkpoint HF_DIR --tasks hellaswag gsm8k --num-fewshot 5
-    torchrun --nproc-per-node 4 evaluate.py --tp 2 --pp 2 --checkpoint HF_DIR --tasks hellaswag
+    python -m inference.evaluate                                            a lesson
+    python -m inference.evaluate --checkpoint runs/default --perplexity FILE
+    python -m inference.evaluate --checkpoint HF_DIR --tasks hellaswag gsm8k --num-fewshot 5
+    torchrun --nproc-per-node 4 -m inference.evaluate --tp 2 --checkpoint HF_DIR --tasks hellaswag
 
 `--tasks` needs `pip install lm-eval`: inference/harness.py shows this model to it.
 
@@ -37,7 +37,7 @@ by context-parallel ranks.
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("evaluate", command="inference.evaluation_commands")
+    start.lesson("inference.evaluate", command="inference.evaluation_commands")
 
 import itertools
 import math

@@ -17,7 +17,7 @@ needs no other positions (BLOOM, arXiv 2211.05100). The first of a heads has slo
 the next r², then r³, and so on: 1/2, 1/4, .. 1/256 for 8 heads. Where a is no power of two, see
 `alibi_slopes`.
 
-    python local_attention.py    how far a token reaches, columns of the cache, slopes of two ranks
+    python -m attention.local_attention  reach of a token, columns of the cache, slopes
 
 gpt.py gives the core attention of such a model a `LocalBias` (`local`), which document_mask.py adds
 to the scores. Tensor parallelism tells it which heads are a rank's.
@@ -29,7 +29,7 @@ scores are computed and then hidden. Context parallelism of such models is refus
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("local_attention")
+    start.lesson("attention.local_attention")
 
 import math
 
@@ -62,7 +62,7 @@ class LocalBias:
             self.slopes = self.slopes.chunk(t)[rank]
 
     def __call__(self, q: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Of a whole sequence. q: [b, a, s, d]; documents: [b, s] as in document_mask.py
+        """Of a whole sequence. q: [b, a, s, d]; documents: [b, s] as in attention/document_mask.py
         -> [1 or b, 1 or a, s, s], in q's dtype"""
         at = torch.arange(q.shape[2], device=q.device).unsqueeze(0)
         bias = self.between(at, at, q)

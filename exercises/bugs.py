@@ -4,9 +4,9 @@ Nothing crashes, and nearly always the loss falls. Each bug is a few lines that 
 (proof/mutations/). This file trains a small GPT with the bug, beside one device without it. In
 float64 a correct layout gives one device's numbers to 1e-10, so every difference shown is the bug.
 
-    python bugs.py                  the list: name, and what is removed
-    python bugs.py no-tied-sum      one bug: its code, both losses, gradients by layer, the ranks
-    python bugs.py --figure         draws all curves on one page, from comparisons/silent_bugs.json
+    python -m exercises.bugs                    the list: name, and what is removed
+    python -m exercises.bugs no-tied-sum  one bug: its code, losses, gradients, ranks
+    python -m exercises.bugs --figure           all curves on one page, from silent_bugs.json
 
 docs/bugs.md starts from the other end: what you see in a run, and which bugs show it.
 
@@ -17,7 +17,7 @@ for these.
 if __name__ == "__main__":
     from base import start
 
-    start.command("bugs")
+    start.command("exercises.bugs")
 
 import argparse
 import difflib
@@ -37,7 +37,7 @@ from lessons import form
 from proof import bug_runs, mutations, ranks
 from proof.mutations import Bug
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 WIDTH = form.WIDTH
 # how many steps are shown; the schedule of the learning rate is that of bug_runs.SETTING
 STEPS = 30
@@ -181,7 +181,9 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for a name that is not in the list. argv: default, that of
     this process."""
     parser = argparse.ArgumentParser(
-        prog="bugs.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m exercises.bugs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="?", help="a bug of the list")
     parser.add_argument("--figure", action="store_true", help="draw figures/silent_bugs.svg")
@@ -201,7 +203,9 @@ def main(argv: list[str] | None = None) -> int:
     elif not args.name:
         list_bugs()
     elif args.name not in bugs:
-        near = difflib.get_close_matches(args.name, bugs, 3, 0.4) or ["python bugs.py lists them"]
+        near = difflib.get_close_matches(args.name, bugs, 3, 0.4) or [
+            "python -m exercises.bugs lists them"
+        ]
         print(f"bugs.py: {args.name}: no such bug; near: {', '.join(near)}", file=sys.stderr)
         return 2
     else:

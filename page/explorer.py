@@ -5,7 +5,7 @@
     memory       weights, gradients, optimizer state and activations of a rank under a layout,
                  beside GPUs of 24, 80 and 141 GB
 
-    python explorer.py                     then open docs/explorer.html in a browser
+    python -m page.explorer                     then open docs/explorer.html in a browser
 
 The page is one file. It asks for nothing over the network, and its address holds all settings.
 
@@ -20,7 +20,7 @@ comparisons/zero_memory.py bytes.
 if __name__ == "__main__":
     from base import start
 
-    start.command("explorer")
+    start.command("page.explorer")
 
 import argparse
 import json
@@ -33,7 +33,7 @@ from model_config import block_matrices, mlp_matrices
 from routers import MoEConfig
 from run.presets import PRESETS
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 DEFAULT = ROOT / "docs" / "explorer.html"
 # fields of a configuration that the page reads
 FIELDS = (

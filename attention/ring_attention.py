@@ -19,7 +19,7 @@ so it gives its part of ∂q, ∂k and ∂v (FlashAttention, arXiv 2205.14135, a
 follow k and v, one step behind, and end at home, where the part of the own queries waits. So
 backward sends twice what forward sends. The s x s matrix never exists whole.
 
-    python ring_attention.py      a lesson: a merge by hand, what travels, what a missing step does
+    python -m attention.ring_attention  a lesson: a merge by hand, what travels
 
 Not covered: kernels for a document mask (packing) or dropout, whose blocks of s/N queries by s/N
 keys are written.
@@ -28,7 +28,7 @@ keys are written.
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("ring_attention")
+    start.lesson("attention.ring_attention")
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -21,7 +21,7 @@ On GPUs from compute capability 8.9 on, F.scaled_mm multiplies bytes; with block
 (9.0) alone. Elsewhere FP8 is emulated: bytes are decoded and multiplied in higher precision. The
 results differ by the rounding of sums. fp8.py trains with these matrices.
 
-    python float8.py       bytes by hand, the numbers that there are, errors by scale and block
+    python -m precision.float8  bytes by hand, the numbers that there are, errors by scale and block
 
 Not covered: FP6, FP4 and MX formats, whose blocks have a scale of 8 bits (Blackwell GPUs).
 """
@@ -29,7 +29,7 @@ Not covered: FP6, FP4 and MX formats, whose blocks have a scale of 8 bits (Black
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("float8")
+    start.lesson("precision.float8")
 
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -10,10 +10,11 @@ An answer of n tokens a_1 .. a_n to the prompt x has a log-probability for each 
     log π(a_i | x, a_1 .. a_i-1) = log_softmax(logits)[a_i]
 
 Generation has these logits anyway: it draws a_i from them, at temperature 1. The losses compare
-them with what the model says after an update (ppo.py). So a rollout must give the log-probability
-that a training forward gives. If they differ, the ratio of the two is not 1 where it should be, and
-the model learns from the difference of two programs. Here both are equal up to rounding, under
-every layout (1e-15 in float64, 1e-6 in float32, 1e-2 in bf16: tests/test_rollout.py).
+them with what the model says after an update (reinforcement.py). So a rollout must give the
+log-probability that a training forward gives. If they differ, the ratio of the two is not 1 where
+it should be, and the model learns from the difference of two programs. Here both are equal up to
+rounding, under every layout (1e-15 in float64, 1e-6 in float32, 1e-2 in bf16:
+tests/test_rollout.py).
 
     write_answers   the ranks share the samples; each writes its own, with a cache (generate.py)
     Rows            answers of all ranks, packed into rows (packing.py), as a data set to train on
@@ -27,7 +28,7 @@ The token that ends an answer belongs to it: the model drew it, and learns when 
 The random numbers of an answer depend on (seed, step, sample) alone. So a sample has the same
 answer in any batch and under any layout.
 
-    python rollout.py      two ranks write answers: equal to one rank's, and to a training forward
+    python -m tuning.rollout  two ranks write answers: equal to one rank's, and to training
 
 Not covered: production systems generate with another program, on GPUs of its own, in 16 bits. There
 the log-probabilities do differ, and a correction is needed (TRL, verl: importance sampling).
@@ -36,7 +37,7 @@ the log-probabilities do differ, and a correction is needed (TRL, verl: importan
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("rollout")
+    start.lesson("tuning.rollout")
 
 import hashlib
 import itertools
@@ -53,8 +54,8 @@ from base.world import Groups
 from data import Batch, Dataset
 from gpt import GPT
 from inference.batches import DecodeBatch
-from packing import first_fit
 from pipeline_parallel import Pipeline
+from tuning.packing import first_fit
 
 
 class Answer(NamedTuple):

@@ -20,7 +20,7 @@ has a case here. What a rank holds itself it copies; only the rest is sent:
 S_r and T_r are its slices in source and target; |..| counts elements. For a model of Ψ bytes on n
 ranks: from tp n or ZeRO stage 3 to whole models, Ψ (n - 1) / n for each; from tp 2 to pp 2, Ψ / 4.
 
-    python resharding.py        a lesson: tp 2 to pp 2, bytes by formula and measured
+    python -m tuning.resharding        a lesson: tp 2 to pp 2, bytes by formula and measured
 
 `Resharding` plans once. `copy` sends pieces in rounds of one all-to-all each, whose buffers are
 bounded, so the memory beside the two sets of weights does not grow with the model. (HybridFlow,
@@ -34,7 +34,7 @@ Here each makes the plan of all: seconds on tens of ranks, minutes on hundreds, 
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("resharding")
+    start.lesson("tuning.resharding")
 
 import math
 from collections import Counter, defaultdict

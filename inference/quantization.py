@@ -24,9 +24,9 @@ have int8 in both: they are read by the row anyway, and a head in 4 bits costs m
 than it saves (docs/results.md). Where they are tied they share one matrix. Norms and biases stay.
 
 Naive: make W again, then multiply (`dequantized`). Fast: a kernel that reads the whole numbers and
-makes W in registers (`by_kernel`; for CPUs in bfloat16). inference/packing.py measures them.
+makes W in registers (`by_kernel`; for CPUs in bfloat16). inference/weight_layouts.py measures them.
 
-    python quantization.py
+    python -m inference.quantization
     python generate.py --checkpoint runs/default --weights int4 --prompt "def "
 
 Numbers are those of torchao's Int8WeightOnlyConfig and Int4WeightOnlyConfig (tinygemm), bit for
@@ -42,7 +42,7 @@ tensor-parallel shards are refused.
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("quantization")
+    start.lesson("inference.quantization")
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpt
-from inference import packing
+from inference import weight_layouts
 from model_config import FieldError
 from routers import MoEConfig
 
@@ -279,11 +279,11 @@ def apply(model: gpt.GPT, texts: int = 1, kind: str = "int8", group: int = GROUP
     """Quantise a model, or a stage of a pipeline, and lay it out for decoding `texts` texts at a
     time. It can then only generate. kind: int8 or int4."""
     make = {"int8": Int8Matrix.of, "int4": partial(Int4Matrix.of, group=group)}[kind]
-    packing.pack(model, texts, partial(quantize, make=make))
+    weight_layouts.pack(model, texts, partial(quantize, make=make))
 
 
 def quantize(model: gpt.GPT, make: Callable) -> None:
-    """Replace the matrices of a model that inference/packing.py has packed, one at a time: the old
+    """Replace the matrices of a model that weight_layouts.py has packed, one at a time: the old
     one goes before the next one comes. make: of the blocks' matrices."""
     shared = None
     if model.embedding is not None:
@@ -293,11 +293,11 @@ def quantize(model: gpt.GPT, make: Callable) -> None:
         tied = shared if model.config.tied else None
         replace_matrix(model.head.output, tied or Int8Matrix.of(model.head.output.matrix))
     for layer in model.blocks.modules():
-        if isinstance(layer, packing.PackedLinear):
+        if isinstance(layer, weight_layouts.PackedLinear):
             replace_matrix(layer, make(layer.matrix))
 
 
-def replace_matrix(layer: packing.PackedLinear, matrix: Int8Matrix | Int4Matrix) -> None:
+def replace_matrix(layer: weight_layouts.PackedLinear, matrix: Int8Matrix | Int4Matrix) -> None:
     # a buffer can hold a tensor alone
     del layer.matrix
     layer.matrix = matrix

@@ -1,7 +1,7 @@
 """The scales of FP8 training: which maximum brings a tensor into the range of its bytes.
 
 A matrix multiplication in FP8 (fp8.py) has two operands, and each has a scale: the largest number
-of its format, over a maximum (float8.py), called amax. Three recipes say which maximum:
+of its format, over a maximum (precision/float8.py), called amax. Three recipes say which maximum:
 
     current    that of this tensor, now. The tensor is read once more, and tensor-parallel ranks
                that hold parts of it agree on the largest of theirs, in a small all-reduce
@@ -24,7 +24,7 @@ and no history keeps this step.
 Zeros: where a tensor's whole history has only zeros, its maximum now counts. Ranks that hold parts
 of it do not agree on that one: each takes the maximum of its part.
 
-    python fp8_scaling.py       three recipes on one outlier, and on maxima that grow
+    python -m precision.fp8_scaling       three recipes on one outlier, and on maxima that grow
 
 Not covered, and in Transformer Engine: a margin, which is room above the largest maximum; a history
 with a row for each micro-batch.
@@ -33,7 +33,7 @@ with a row for each micro-batch.
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("fp8_scaling")
+    start.lesson("precision.fp8_scaling")
 
 from dataclasses import dataclass
 
@@ -41,8 +41,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8 import E4M3, E5M2, Format, Quantised, block_maxima, quantise, scale_of
 from model_config import LINEARS, GPTConfig
+from precision.float8 import E4M3, E5M2, Format, Quantised, block_maxima, quantise, scale_of
 
 # --- what has a scale -----------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class Scaling:
         # the first of the two forwards of recompute.py
         self.recording = True
         # [L, matrices]: True for matrices of experts, whose scales are current ones, of rows, in
-        # every recipe (fp8_experts.py)
+        # every recipe (precision/fp8_experts.py)
         self.by_row = torch.zeros(shape[:2], dtype=torch.bool, device=device)
         # amax of the last step over all ranks, then `saturated`: [2, L, matrices, operands]
         self.report = torch.zeros(2, *shape, device=device)

@@ -20,7 +20,7 @@ token's own document, and positions restart at 0 (document_mask.py). So each tok
 it has when its example is alone in a row (Krell et al. 2021, arXiv 2107.02027). The loss of a batch
 is the mean over its counted tokens, so an example has the same weight in any row of the batch.
 
-    python packing.py      fill; one example changed; gradients beside those of one example a row
+    python -m tuning.packing  fill; one example changed; gradients beside those of one example a row
     python train.py --load CKPT --sft chats.jsonl --pack --out runs/chat
 
 First-fit chooses the rows: examples are shuffled, and each goes into the first row that has room.
@@ -36,7 +36,7 @@ into a file.
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("packing")
+    start.lesson("tuning.packing")
 
 import hashlib
 from typing import NamedTuple
