@@ -17,7 +17,7 @@ model begins exactly as its base (U starts at 0 and s at 1). After training, W +
 the place of W. This merge removes the extra computation.
 
     python adapters.py                                       a lesson: parameters, gradients, merge
-    python train.py --load runs/base --peft lora --out runs/lora
+    python adapters.py train --load runs/base --data FILE --peft lora --out runs/lora
     python adapters.py merge runs/base runs/lora MERGED      W + α/r B A in the place of W
 
 The base is still there: `disabled` gives its outputs back for a while, without a second copy.

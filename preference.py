@@ -24,8 +24,8 @@ At the start π = π_ref, all rewards are 0, and the loss is log 2. β limits ho
                                   row 1   the same prompt, rejected answer row 3
 
     python preference.py                a lesson: gradients, both losses, a value head on two ranks
-    python train.py --preference reward --load CKPT --pairs FILE.jsonl --out runs/reward
-    python train.py --preference dpo    --load CKPT --pairs FILE.jsonl --out runs/dpo
+    python preference.py --method reward --load CKPT --data FILE.jsonl --out runs/reward
+    python preference.py --method dpo    --load CKPT --data FILE.jsonl --out runs/dpo
 
 A pair is two rows that stand beside each other, so every micro-batch holds whole pairs. The loss of
 a batch is the sum over its pairs, divided by their number, under any layout. Of π_ref the run needs
@@ -38,7 +38,7 @@ labels (conservative DPO), a margin for how much better an answer is (Llama 2).
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("preference")
+    start.lesson("preference", command="tuning.preference_command")
 
 from typing import NamedTuple
 

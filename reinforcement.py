@@ -8,7 +8,7 @@ others less. A step of training is
     rollout       π writes answers. Each token's log-probability is kept: log π_old(y_t)
     score         r(x, y), one number for each answer
     advantage     A_t: how much better was token t than expected?
-    update        --rl-epochs times: raise Σ A_t log π(y_t), not too far
+    update        --epochs times: raise Σ A_t log π(y_t), not too far
 
 The equations, each beside its reason:
 
@@ -35,7 +35,7 @@ With PPO's KL the best policy is known (Rafailov et al., arXiv 2305.18290, equat
     π*(y) = π_ref(y) exp(r(y) / β) / Z
 
     python reinforcement.py   a lesson: a policy that is a table, against π*
-    python train.py --load CKPT --rl grpo --prompts prompts.jsonl --reward FILE.py:FUNCTION
+    python reinforcement.py --load CKPT --data prompts.jsonl --reward FILE.py:FUNCTION
 
 Everything here is a function of tensors: [n, T] for n answers, padded to T tokens, with a mask that
 is true at the tokens of an answer. Losses also take rows of several answers, [R, s]; then tokens
@@ -50,7 +50,7 @@ ratio (use_bias_correction_kl, which trl has on by default). The library `trl` h
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("reinforcement")
+    start.lesson("reinforcement", command="tuning.reinforcement_command")
 
 import dataclasses
 

@@ -36,7 +36,7 @@ Not covered: weights for messages; tools and images.
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("sft")
+    start.lesson("sft", command="tuning.sft_command")
 
 import hashlib
 import json

@@ -47,7 +47,8 @@ from optimizer import AdamW, learning_rate
 from pipelines import zero_bubble
 from precision import fp8_scaling
 from run import launch
-from run.config import DTYPES, Config
+from run.config import DTYPES, RunConfig
+from run.pretraining import Config
 from run.saving import RunCheckpoints
 from run.task import Task
 from run.training_run import TrainingRun
@@ -57,9 +58,9 @@ class Trainer:
     """The model of this rank and everything that one step changes."""
 
     def __init__(
-        self, config: Config, device: torch.device, groups: Groups, task: Task | None = None
+        self, config: RunConfig, device: torch.device, groups: Groups, task: Task | None = None
     ):
-        """task: what is learned (run/task.py); the default is pretraining."""
+        """task: what is learned (run/task.py); by default every token of the data counts."""
         self.config, self.device, self.groups = config, device, groups
         self.model_config = config.model_config()
         self.dp = groups.dp.size() if groups.dp else 1
@@ -167,8 +168,7 @@ class Trainer:
         def forward(chunk: int, k: int, *x: torch.Tensor | None) -> torch.Tensor:
             """Micro-batch k through stage number `chunk` of this rank, from the activation x."""
             batch = self.own_tokens(dataset.batch(mine[k * b : (k + 1) * b]).to(self.device))
-            dropout = self.model_config.dropout or self.config.lora_dropout
-            key = dropout_key(self.config.seed, step, batch.samples) if dropout else None
+            key = dropout_key(self.config.seed, step, batch.samples) if self.task.dropout else None
             moe.begin_micro_batch(self.expert_layers, batch.real)
             y = self.stages[chunk](batch.tokens, batch.targets, key, *x, documents=batch.documents)
             if self.stages[chunk].head is None:
@@ -243,6 +243,7 @@ def loop(trainer: Trainer, run: TrainingRun) -> bool:
     return False
 
 
-def main(argv: list[str]) -> int:
-    """Returns the exit status: 0; 2 for what cannot run, 1 for what fails while running."""
-    return launch.main(argv, Trainer, loop)
+def main(argv: list[str], kind: type[RunConfig] = Config) -> int:
+    """Returns the exit status: 0; 2 for what cannot run, 1 for what fails while running. kind: of
+    training; each has a configuration of its own."""
+    return launch.main(argv, kind, Trainer, loop)

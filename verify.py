@@ -53,14 +53,17 @@ from torch import Tensor
 import gpt
 from base import terminal
 from precision.float8 import Quantised, product_dtype
+from prompts.learning import PromptLearningConfig
 from proof import ranks
+from proof.kinds import KINDS, config_of
 from proof.parity import Result, Run, first_difference, largest_difference, train
 from proof.shrink import described, one_device, shrink
 from proof.synthetic import Synthetic
 from run import flags, learning_rates, rules
-from run.config import Config, ConfigError
+from run.config import ConfigError, RunConfig
 from run.launch import REFUSED
 from run.metrics import MetricsError, read_metrics
+from tuning.preference_command import PreferenceConfig
 
 # the band has so many runs, of so many steps
 RUNS = 6
@@ -129,14 +132,14 @@ class Skewed(Synthetic):
 
 def learn_something(run: Run) -> None:
     """Pairs of answers have it already: they can be told apart."""
-    if not run.trainer.config.preference:
+    if not isinstance(run.trainer.config, PreferenceConfig):
         run.dataset = Skewed(run.dataset.s, run.dataset.v)
 
 
 def losses_of(rank: int, world: int, layout: dict, steps: int, mutate) -> list[float]:
     if mutate:
         mutate()
-    run = Run(world, Config(**layout))
+    run = Run(world, config_of(layout))
     learn_something(run)
     return run.train(steps).losses
 
@@ -149,12 +152,12 @@ def losses_in_another_order(rank: int, layout: dict, steps: int, parts: int) -> 
     experts and no FP8, whose scales are those of a micro-batch."""
     batch = layout["global_batch_size"]
     # rows that stay together
-    pair = 2 if layout["preference"] else 1
+    pair = 2 if layout["command"] == PreferenceConfig.command else 1
     fixed = layout["num_experts"] or layout["fp8"] != "off"
     if rank and not fixed:
         sizes = [n for n in range(pair, batch + 1, pair) if batch % n == 0]
         layout = layout | dict(micro_batch_size=sizes[rank % len(sizes)])
-    run = Run(1, Config(**layout))
+    run = Run(1, config_of(layout))
     learn_something(run)
     t = run.trainer
     if rank:
@@ -264,7 +267,7 @@ def say(name: str, text: str) -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python verify.py",
-        usage="python verify.py [flags] -- [flags of train.py]",
+        usage="python verify.py [flags] -- [train.py, or another command that trains] [its flags]",
         description="Whether a layout equals one device; whether losses differ by rounding alone.",
     )
     parser.add_argument(
@@ -281,16 +284,26 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_flags(argv: list[str], world: int | None) -> tuple[Config, int]:
+def kind_of(argv: list[str]) -> tuple[type[RunConfig], list[str]]:
+    """(the kind of training, its flags) of what stands after --, which may begin with a command:
+    [python] sft.py ..; adapters.py train ..; the default is train.py. Raises ConfigError."""
+    first = next((n for n, word in enumerate(argv) if word.startswith("-")), len(argv))
+    command = " ".join(argv[:first]).removeprefix("python ") or "train.py"
+    if command not in KINDS or KINDS[command] is PromptLearningConfig:
+        fitting = [name for name, kind in KINDS.items() if kind is not PromptLearningConfig]
+        raise ConfigError(f"-- {command}: is none of {', '.join(fitting)}")
+    return KINDS[command], argv[first:]
+
+
+def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
     """The configuration, and its number of ranks. Raises an error of REFUSED, or SystemExit."""
-    config = flags.parse(argv, rank=0)
+    kind, argv = kind_of(argv)
+    config = flags.parse(argv, 0, kind)
     # float64 and gloo, whatever the run has
     config.device, config.tensorboard = "cpu", False
     if config.lr is None:
         # the model is made small, and at a rate for a large one it would hardly learn
         config.lr = learning_rates.SMALL_RATE
-    if config.prompt_config:
-        raise ConfigError("--prompt-config: verify.py trains whole models, or adapters")
     least = config.tp * config.pp * max(config.cp, config.ep)
     for ranks_of_layout in [world] if world else [2 * least, least]:
         try:
@@ -302,7 +315,7 @@ def read_flags(argv: list[str], world: int | None) -> tuple[Config, int]:
     raise refused
 
 
-def verify(config: Config, world: int, steps: int, mutate=None) -> tuple[bool, dict]:
+def verify(config: RunConfig, world: int, steps: int, mutate=None) -> tuple[bool, dict]:
     """(whether the small layout is right, the band of each step). world: ranks of `config`; steps:
     of the band, 0 for none; mutate: breaks the layout."""
     small_world, layout = shrink(config, world)

@@ -227,8 +227,8 @@ def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
     if "model.head.value.weight" in shapes and not value_head:
         raise CheckpointError(
             f"{path} holds a reward model, which gives a number for an answer, and no next token;"
-            " name the model that it began as. --preference reward goes on from it, and --reward"
-            " learns from what it says"
+            " name the model that it began as. preference.py --method reward goes on from it, and"
+            " reinforcement.py --reward learns from what it says"
         )
     if "model.embedding.tokens.weight" not in shapes:
         raise CheckpointError(

@@ -58,7 +58,6 @@ from inference import loading
 from model_config import GPTConfig
 from prompts import prompt_data
 from run import flags, rules
-from run.task import task_of
 from tuning.adapter_config import AdapterConfig
 from tuning.adapter_learning import adapter_config
 
@@ -206,7 +205,7 @@ def make_trainer(experiment: Experiment, method: Method, precision: str = "fp32"
     rules.validate(config, 1)
     _, index, _ = loading.open_model(experiment.base)
     tokenizer = loading.find_tokenizer(experiment.base, index)
-    task = task_of(config)
+    task = config.task()
     silent = SimpleNamespace(say=lambda text: None)
     dataset, _ = task.open_data(config, silent, tokenizer)
     return train.Trainer(config, torch.device(experiment.device), Groups(), task), dataset

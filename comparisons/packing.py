@@ -30,7 +30,7 @@ import torch
 import train
 from base.world import Groups
 from data import Batch
-from run.config import Config
+from run.pretraining import Config
 from tuning.packing import Example, Packed
 
 

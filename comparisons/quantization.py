@@ -48,7 +48,7 @@ from inference.loading import find_tokenizer, load_model, open_model
 from inference.quantization import Int4Matrix, Int8Matrix
 from lessons import demo
 from model_config import FieldError
-from run.config import Config
+from run.pretraining import Config
 
 # (dtype, packs a model for so many texts)
 KINDS = {

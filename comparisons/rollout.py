@@ -39,7 +39,6 @@ import torch.distributed as dist
 import train
 from base.world import Groups, keep_freed_memory
 from proof import ranks
-from run.task import task_of
 from tuning.rollout import write_answers
 
 SHAPE = dict(
@@ -126,7 +125,7 @@ class Steps:
 
     def __init__(self, groups: Groups, cached: bool = True, **flags):
         config = train.Config(**flags)
-        self.trainer = train.Trainer(config, torch.device("cpu"), groups, task_of(config))
+        self.trainer = train.Trainer(config, torch.device("cpu"), groups, config.task())
         self.dataset = Prompts(config)
         writer = self.trainer.task.writer
         if not cached:

@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--adapter",
-        help="a run of train.py --peft, whose LoRA or IA3 is merged into the exported model",
+        help="a run with --peft, whose LoRA or IA3 is merged into the exported model",
     )
     return parser
 

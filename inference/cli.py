@@ -533,7 +533,7 @@ def main(argv: list[str]) -> int:
         default=[],
         metavar="ADAPTER",
         help=(
-            "a run of train.py --peft for the model of --checkpoint; NAME=ADAPTER, several times,"
+            "a run with --peft for the model of --checkpoint; NAME=ADAPTER, several times,"
             ' for lines of --prompt-file with an "adapter": "NAME"'
         ),
     )

@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help='text files, one document each; of .jsonl files each line, {"text": ".."}',
     )
-    flag("--adapter", action="append", default=[], help="a run of train.py --peft for this model")
+    flag("--adapter", action="append", default=[], help="a run with --peft for this model")
     flag("--batch-size", type=int, default=16, help="texts that a rank reads at a time")
     flag("--out", metavar="FILE", help="a new JSON file with all numbers, and each item")
     return parser

@@ -51,8 +51,8 @@ from data import Batch, Dataset
 from planning.counters import Counters, Held, Kept, by_dtype, key
 from routers import DispatchPlan, Routing
 from run import rules
-from run.config import Config, ConfigError, flag_name
-from run.task import task_of
+from run.config import ConfigError, flag_name
+from run.pretraining import Config
 from sharding import local_part
 
 # far more than anybody has, and process groups that are made in a second
@@ -328,7 +328,7 @@ def report(config: Config, trainer_class, rank: int, world: int) -> Report:
         if world > 1:
             layout = {name: getattr(config, name) for name in ("tp", "pp", "ep", "cp")}
             groups = Groups.make("cpu", world, **layout)
-        trainer = trainer_class(config, META, groups, with_even_routing(task_of(config)))
+        trainer = trainer_class(config, META, groups, with_even_routing(config.task()))
         # it would read whether a step of fp16 is finite
         trainer.optimizer.scaler = None
         m = config.global_batch_size // trainer.dp // trainer.micro_batch
@@ -443,9 +443,9 @@ def check(config: Config, question: dict) -> tuple[int, int]:
 
 def check_beside(config: Config, rank: int) -> None:
     """What the answer does not know. Raises ConfigError."""
-    unread = ("resume", "load", "prompt_config", "peft", "preference", "rl")
+    unread = ("resume", "load")
     rules = dict.fromkeys(unread, "reads no checkpoint")
-    unrun = ("sft", "pack", "plan", "profile")
+    unrun = ("plan", "profile")
     rules |= dict.fromkeys(unrun, "computes a step on whole rows of text, and runs none")
     for name, rule in rules.items():
         if getattr(config, name):

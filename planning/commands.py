@@ -41,8 +41,9 @@ from planning.memory import memory
 from planning.rows import RowError
 from routers import MoEConfig
 from run import flags, rules
-from run.config import MODEL_FLAGS, Config, ConfigError, flag_name
+from run.config import MODEL_FLAGS, ConfigError, flag_name
 from run.effects import Run, check_effects
+from run.pretraining import Config
 
 DAY = 86400
 # published runs of these models; the default of --tokens

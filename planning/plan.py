@@ -17,7 +17,8 @@ import torch
 import planner
 from base import json_files
 from planning.inputs import MACHINES, TRAIN, Layout, Machine
-from run.config import Config, ConfigError, flag_name
+from run.config import ConfigError
+from run.pretraining import Config
 
 FILE = "machine.json"
 ADVICE = "docs/planning.md says how to write one, and `python planner.py measure` does on GPUs"
@@ -49,11 +50,11 @@ def machine_of(name: str, flag: str = "--plan") -> Machine:
 
 def check(config: Config) -> None:
     """Raises ConfigError where nothing can be predicted."""
-    rules = dict.fromkeys(("prompt_config", "peft"), "predicts a step that trains the whole model")
-    rules |= dict.fromkeys(("preference", "rl"), "predicts steps on text")
-    for name, rule in rules.items():
-        if getattr(config, name):
-            raise ConfigError(f"--plan {config.plan}: {rule}; leave {flag_name(name)} out")
+    if config.unpredicted:
+        raise ConfigError(
+            f"--plan {config.plan}: predicts steps that train a whole model on text, and this run"
+            f" {config.unpredicted}; leave it out"
+        )
     if config.fp8 != "off":
         rule = "predicts steps without --fp8; leave one of the two out"
         raise ConfigError(f"--plan {config.plan}: {rule}")

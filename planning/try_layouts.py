@@ -34,7 +34,8 @@ from base import interrupts
 from planning import commands, plan
 from planning.inputs import TRAIN, Layout
 from run import flags, rules
-from run.config import LAYOUT, Config, ConfigError, flag_name
+from run.config import LAYOUT, ConfigError, flag_name
+from run.pretraining import Config
 
 ROOT = Path(__file__).parent.parent
 # steps that do not count

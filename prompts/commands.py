@@ -6,7 +6,7 @@ r"""The commands of prompt_tuning.py: train prompts, generate with them, count r
     python prompt_tuning.py evaluate --prompts runs/prompts/prompts.safetensors \
         --checkpoint runs/default --data test.jsonl
 
-train       train.py with --prompt-config; every other flag is train.py's
+train       learns prompts for the model of --load; `train --help` lists the flags
 generate    each line of --data, with "prediction" and "finish" added
 evaluate    of each task: examples, right answers, accuracy, lines that are too long
 
@@ -28,6 +28,7 @@ import train
 from inference import cli
 from model_config import GPTConfig
 from prompt_tuning import apply_tables
+from prompts.learning import PromptLearningConfig
 from prompts.prompt_data import Example, PromptConfig, PromptError, read_examples
 from prompts.prompt_file import load
 from tuning.frozen_base import fingerprint
@@ -36,8 +37,8 @@ from tuning.frozen_base import fingerprint
 
 
 def run_train(argv: list[str]) -> int:
-    """train.py with --config as its --prompt-config, and the language_model_path of that file as
-    its --load. Returns the exit status."""
+    """--config is --prompt-config, and the language_model_path of that file the default of --load.
+    Returns the exit status."""
     words = split_config_flag(argv)
     path = None
     if "--config" in words[:-1]:
@@ -52,7 +53,7 @@ def run_train(argv: list[str]) -> int:
     if path is not None and not names_a_model:
         words += load_flag(path)
     renamed = {"--config": "--prompt-config"}
-    return train.main([renamed.get(word, word) for word in words])
+    return train.main([renamed.get(word, word) for word in words], PromptLearningConfig)
 
 
 def split_config_flag(argv: list[str]) -> list[str]:
@@ -71,7 +72,7 @@ def load_flag(path: str) -> list[str]:
     try:
         model = PromptConfig.read(path).language_model_path
     except PromptError:
-        # train.py reads it again, and refuses it
+        # it is read again, and refused
         return []
     return ["--load", model] if model else []
 

@@ -1,8 +1,8 @@
-"""Prompt learning as a run of train.py: what its trainer does differently when only prompts learn.
+"""Prompt learning, as `python prompt_tuning.py train` runs it: its flags, and its tasks.
 
-    python train.py --prompt-config prompts.json --load runs/default --out runs/prompts
+    python prompt_tuning.py train --config prompts.json --load runs/default --out runs/prompts
 
-It changes these functions of run/task.py:
+The tasks change these functions of run/task.py:
 
     PromptTask          open_data               JSON lines become examples with virtual tokens
                         finish                  prompts.safetensors: the tables of all tasks
@@ -13,7 +13,9 @@ The model is frozen (tuning/frozen_base.py). Fine-tuning with the same templates
 alone (TemplateTask).
 """
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,17 +28,80 @@ from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX
 from prompts import prompt_file
 from prompts.prompt_data import PromptConfig, PromptData, PromptError, read_examples
+from run.config import ConfigError, flag
 from run.finish import draw_loss
+from run.refusal import refuse
 from run.task import Task
 from sharding import shard_of, sharding_of
+from tuning.adapter_training import PeftConfig
 from tuning.frozen_base import FrozenBase, read_base
+
+# of --lr, where prompts learn
+LEARNING_RATE = 0.03
+
+
+@dataclass
+class PromptLearningConfig(PeftConfig):
+    """Every flag of `prompt_tuning.py train`."""
+
+    command: ClassVar[str] = "prompt_tuning.py train"
+    keeps_dropout: ClassVar[bool] = False
+
+    prompt_config: str | None = flag(
+        None,
+        "JSON or YAML with NeMo's names (prompt_tuning.py): learn prompts for the model of --load, "
+        "which stays frozen",
+        metavar="FILE",
+    )
+
+    @property
+    def frozen(self) -> bool:
+        return True
+
+    @property
+    def unpredicted(self) -> str:
+        return "trains prompts, and not the whole model"
+
+    def prompts(self) -> PromptConfig:
+        """Raises PromptError."""
+        return PromptConfig.read(self.prompt_config)
+
+    def task(self) -> Task:
+        prompts = self.prompts()
+        if prompts.learned:
+            return PromptTask(PromptParameters(prompts))
+        # the whole model learns from the same data: virtual_prompt_style fine-tuning
+        return TemplateTask(self.learned())
+
+    def default_lr(self) -> tuple[float, str]:
+        return (LEARNING_RATE, "prompts") if self.prompts().learned else super().default_lr()
+
+    def check(self, model: GPTConfig, world: int, base_needed: bool) -> None:
+        if not self.prompt_config:
+            raise ConfigError("--config: prompts for what? --config FILE, with NeMo's names, says")
+        prompts = self.prompts()
+        if prompts.virtual_prompt_style == "inference":
+            rule = (
+                "virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and"
+                " fine-tuning do"
+            )
+            refuse(self, "prompt_config", rule)
+        if not self.load:
+            refuse(self, "prompt_config", "for which model? --load CKPT names it")
+        if self.peft and prompts.learned:
+            rule = (
+                "--config learns prompts; one of the two. With virtual_prompt_style fine-tuning it"
+                " only names the data"
+            )
+            refuse(self, "peft", rule)
+        super().check(model, world, base_needed)
+
 
 # --- what a run begins with -----------------------------------------------------------------------
 
 
 def open_data(config, world, tokenizer) -> tuple[PromptData, PromptData]:
-    """(training set, held-out set). config: of the run, run.config.Config. Raises
-    PromptError."""
+    """(training set, held-out set). config: a PromptLearningConfig. Raises PromptError."""
     prompts, notices = PromptConfig.read_with_notices(config.prompt_config)
     for notice in notices:
         world.say(f"--prompt-config {notice}")
@@ -169,6 +234,9 @@ class PromptParameters(FrozenBase):
 
 class TemplateTask(Task):
     """Data with templates."""
+
+    def data_name(self, corpus: str) -> str:
+        return f"{Path(self.config.prompt_config).name} ({corpus})"
 
     def open_data(self, config, world, tokenizer):
         return open_data(config, world, tokenizer)

@@ -26,11 +26,13 @@ import sharding
 import train as trainer
 from base.world import Groups
 from proof import parity, ranks
+from proof.kinds import config_of
 from proof.mutations import Bug, of_one_device
+from run.config import RunConfig
 from run.evaluation import evaluate
-from run.task import task_of
 from tuning.packing import Example, Packed
 from tuning.preference_data import PairBatch
+from tuning.preference_learning import DPOTask
 
 # Bytes as tokens. Mutations rely on 8 sequences a step.
 SETTING = dict(
@@ -117,7 +119,7 @@ class PackedTexts(Packed):
 
 class PairsOfTexts(Texts):
     """Samples 2k and 2k + 1: the beginning of a text, then its own continuation, or that of another
-    text in which each letter is replaced by a certain other one (`--preference`)."""
+    text in which each letter is replaced by a certain other one (preference.py)."""
 
     reference = None
 
@@ -139,10 +141,17 @@ class PairsOfTexts(Texts):
         return PairBatch(tokens, tokens.roll(-1, 1), mask, numbers, reference=reference)
 
 
+def kind_of_texts(config: RunConfig) -> tuple:
+    """The first arguments of `texts_of`."""
+    documents, method = (getattr(config, name, None) for name in ("document_mask", "method"))
+    return config.seq_length, bool(documents), method
+
+
 @cache
-def texts_of(s: int, document_mask: bool, preference: str | None, held_out: bool = False):
-    if preference:
-        return PairsOfTexts(s, held_out, preference == "reward")
+def texts_of(s: int, document_mask: bool, method: str | None, held_out: bool = False):
+    """method: of preference.py, or None."""
+    if method:
+        return PairsOfTexts(s, held_out, method == "reward")
     return (PackedTexts if document_mask else Texts)(s, held_out)
 
 
@@ -161,9 +170,9 @@ class Training(parity.Result):
 class BugRun(parity.Run):
     """Traces two steps and trains on. Where ranks differ, the result has what the first holds."""
 
-    def __init__(self, world: int, config: trainer.Config):
+    def __init__(self, world: int, config: RunConfig):
         super().__init__(world, config, trace=True)
-        self.dataset = texts_of(config.seq_length, config.document_mask, config.preference)
+        self.dataset = texts_of(*kind_of_texts(config))
         # results are what `train` puts there; nothing looks at margins
         self.result = Training()
 
@@ -221,7 +230,7 @@ class BugRun(parity.Run):
 def on_rank(rank: int, world: int, mutate, flags: dict, steps: int) -> Training | None:
     if mutate:
         mutate()
-    result = BugRun(world, trainer.Config(**flags)).train(steps)
+    result = BugRun(world, config_of(flags)).train(steps)
     # the others have the same, or less
     return result if rank == 0 else None
 
@@ -238,10 +247,10 @@ def held_out_loss(flags: dict, parameters: dict[str, Tensor], sequences: int = 6
     not seen, in this process."""
     # of a frozen model only the adapters are in `parameters`; the rest is drawn from the seed
     seed = flags.get("seed", SETTING["seed"])
-    config = trainer.Config(**SETTING | of_one_device(flags) | dict(seed=seed))
-    t = trainer.Trainer(config, torch.device("cpu"), Groups(), task_of(config))
-    texts = texts_of(config.seq_length, config.document_mask, config.preference, held_out=True)
-    if config.preference == "dpo":
+    config = config_of(SETTING | of_one_device(flags) | dict(seed=seed))
+    t = trainer.Trainer(config, torch.device("cpu"), Groups(), config.task())
+    texts = texts_of(*kind_of_texts(config), held_out=True)
+    if isinstance(t.task, DPOTask):
         texts.reference = t.task.log_probabilities(texts, sequences)
     with torch.no_grad():
         for name, p in sharding.named_parameters(*t.stages):

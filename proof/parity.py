@@ -42,9 +42,11 @@ import train as trainer
 from attention.ring_attention import own_positions
 from base.world import Groups
 from proof import ranks
+from proof.kinds import config_of
 from proof.synthetic import dataset_for
-from run.task import task_of
+from run.config import RunConfig
 from sharding import local_part, sharding_of
+from tuning.preference_learning import DPOTask
 
 # From real initialisation, dropout on, tied embeddings, a vocabulary that nothing divides, clipping
 # that bites.
@@ -93,7 +95,7 @@ def on_rank(
         mutate()
     results = []
     for flags in variants:
-        run = Run(world, trainer.Config(**flags), trace)
+        run = Run(world, config_of(flags), trace)
         results.append(run.train(steps))
     return results
 
@@ -101,7 +103,7 @@ def on_rank(
 class Run:
     """One run on this rank. What it gathers is on rank 0; the other ranks get nothing."""
 
-    def __init__(self, world: int, config: trainer.Config, trace: bool = False):
+    def __init__(self, world: int, config: RunConfig, trace: bool = False):
         self.world = world
         self.trace = trace
         self.groups = Groups()
@@ -110,10 +112,10 @@ class Run:
             self.groups = Groups.make("cpu", world, **layout)
         # on CUDA: gloo still, all ranks on one GPU
         device = torch.device(config.device)
-        if config.peft:
+        if getattr(config, "peft", None):
             # else A has no gradient in the first step, and one that is wrong shows later
             adapters.OUTPUT_STD = 0.02
-        self.trainer = trainer.Trainer(config, device, self.groups, task_of(config))
+        self.trainer = trainer.Trainer(config, device, self.groups, config.task())
         self.dataset = dataset_for(self.trainer)
         self.result = Result()
         for layer in self.trainer.expert_layers.values():
@@ -153,7 +155,7 @@ class Run:
 
     def note_reference(self, steps: int) -> None:
         """For DPO: what the model says of the samples of these steps before the first one."""
-        if self.trainer.config.preference == "dpo":
+        if isinstance(self.trainer.task, DPOTask):
             count = steps * self.trainer.config.global_batch_size
             self.dataset.reference = None
             self.dataset.reference = self.trainer.task.log_probabilities(self.dataset, count)

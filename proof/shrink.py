@@ -23,7 +23,7 @@ import dataclasses
 
 from moe import MoEConfig
 from routers import EXPERT_FIELDS
-from run.config import Config
+from run.config import RunConfig
 from run.presets import PRESETS
 
 MOST_RANKS = 8
@@ -42,17 +42,18 @@ PARTS = (
 ).split()
 
 
-def shrink(config: Config, world: int) -> tuple[int, dict]:
+def shrink(config: RunConfig, world: int) -> tuple[int, dict]:
     """(ranks, every flag of the small run). config: checked for `world` ranks."""
     model = config.model_config()
     tp, pp, cp, ep, dp = shrink_ranks(config, world)
-    layout = dataclasses.asdict(config) | dict(tp=tp, pp=pp, cp=cp, ep=ep)
+    layout = dict(command=config.command) | dataclasses.asdict(config)
+    layout |= dict(tp=tp, pp=pp, cp=cp, ep=ep)
     # what shares the heads
     shares = tp * cp if config.cp_kind == "all-to-all" else tp
     layout |= shrink_layers(config, model, pp) | shrink_model(model, config.tp, tp, shares)
     if model.num_experts:
         layout |= shrink_experts(model, ep, layout["num_layers"])
-    if config.peft:
+    if getattr(config, "peft", None):
         layout |= shrink_adapters(config, tp)
     if config.fp8 != "off":
         layout |= shrink_fp8(config, layout, tp)
@@ -80,7 +81,7 @@ def family_of(model: MoEConfig) -> str:
     return max(PRESETS, key=shared)
 
 
-def shrink_ranks(config: Config, world: int) -> tuple[int, int, int, int, int]:
+def shrink_ranks(config: RunConfig, world: int) -> tuple[int, int, int, int, int]:
     """(tp, pp, cp, ep, dp)"""
     replicas = world // config.tp // config.pp
     tp, pp, cp, ep = (min(n, 2) for n in (config.tp, config.pp, config.cp, config.ep))
@@ -95,7 +96,7 @@ def shrink_ranks(config: Config, world: int) -> tuple[int, int, int, int, int]:
     return tp, pp, cp, ep, dp
 
 
-def shrink_layers(config: Config, model: MoEConfig, pp: int) -> dict:
+def shrink_layers(config: RunConfig, model: MoEConfig, pp: int) -> dict:
     v = min(config.virtual_stages, 2)
     every = min(model.expert_every, 2) if model.num_experts else 1
     layers = pp * v if pp > 1 else min(model.num_layers, 2 * every)
@@ -164,7 +165,7 @@ def shrink_experts(model: MoEConfig, ep: int, layers: int) -> dict:
     return values | dict(num_experts=experts, router_topk=chosen, expert_every=every)
 
 
-def shrink_adapters(config: Config, tp: int) -> dict:
+def shrink_adapters(config: RunConfig, tp: int) -> dict:
     if config.peft == "lora":
         return dict(lora_rank=min(config.lora_rank, 4))
     if config.peft == "adapter":
@@ -172,7 +173,7 @@ def shrink_adapters(config: Config, tp: int) -> dict:
     return {}
 
 
-def shrink_batch(config: Config, world: int, pp: int, dp: int) -> dict:
+def shrink_batch(config: RunConfig, world: int, pp: int, dp: int) -> dict:
     was_dp = world // config.tp // config.pp // config.cp
     b = config.micro_batch(was_dp)
     m = config.global_batch_size // was_dp // b
@@ -184,7 +185,7 @@ def shrink_batch(config: Config, world: int, pp: int, dp: int) -> dict:
     return dict(micro_batch_size=b, global_batch_size=b * m * dp)
 
 
-def shrink_fp8(config: Config, layout: dict, tp: int) -> dict:
+def shrink_fp8(config: RunConfig, layout: dict, tp: int) -> dict:
     """FP8 in all layers, and blocks that are not cut."""
     small = dict(fp8_skip=0)
     if config.fp8 == "block":
@@ -204,7 +205,7 @@ def one_device(layout: dict) -> dict:
     return layout | alone
 
 
-def described(config: Config, world: int, small_world: int, layout: dict) -> str:
+def described(config: RunConfig, world: int, small_world: int, layout: dict) -> str:
     """What was shrunk, in a line."""
     model = config.model_config()
     micro_batch = config.micro_batch(world // config.tp // config.pp // config.cp)

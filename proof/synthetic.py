@@ -1,11 +1,11 @@
 """Data for parity.py: any number of samples, each drawn from its own number.
 
 Synthetic          sequences with unequal loss masks
-Ragged             rows of unequal lengths, padded                --sft
+Ragged             rows of unequal lengths, padded                sft.py
 Documents          several documents in a row                     --document-mask
-Prompted           virtual tokens in the middle                   --prompt-config
-SyntheticPairs     two answers to one prompt                      --preference
-Questions          prompts, and a reward for any answer           --rl
+Prompted           virtual tokens in the middle                   prompt_tuning.py
+SyntheticPairs     two answers to one prompt                      preference.py
+Questions          prompts, and a reward for any answer           reinforcement.py
 
 python verify.py -- --model gpt2 --tp 2
 """
@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import data
+from tuning.preference_command import PreferenceConfig
 from tuning.preference_data import PairBatch
 from tuning.prompt_set import Question
+from tuning.reinforcement_command import ReinforcementConfig
+from tuning.sft_command import SFTConfig
 
 
 class Synthetic(data.Dataset):
@@ -146,8 +149,8 @@ class SyntheticPairs(Synthetic):
 
 
 class Questions:
-    """Prompts of 1 to 4 tokens for --rl, and a reward for any answer. The samples of a group have
-    one prompt."""
+    """Prompts of 1 to 4 tokens for reinforcement.py, and a reward for any answer. The samples of a
+    group have one prompt."""
 
     # one of them ends an answer
     end_tokens = (3, 4)
@@ -172,10 +175,10 @@ def dataset_for(trainer):
     prompts = getattr(trainer.task.learned, "prompts", None)
     if prompts:
         return Prompted(*sizes, prompts)
-    if config.preference:
-        return SyntheticPairs(*sizes, config.preference == "reward")
-    if config.rl:
+    if isinstance(config, PreferenceConfig):
+        return SyntheticPairs(*sizes, config.method == "reward")
+    if isinstance(config, ReinforcementConfig):
         return Questions(sizes[1], config.answers_per_prompt)
-    if config.sft:
+    if isinstance(config, SFTConfig):
         return Ragged(*sizes, config.length_multiple)
     return (Documents if config.document_mask else Synthetic)(*sizes)

@@ -1,8 +1,9 @@
-"""The configuration of a run: one dataclass. Flags, `--help` and `config.json` are made from it.
+"""The configuration of a run: a dataclass. Flags, `--help` and `config.json` are made from it.
 
-Config            the fields, their defaults and help texts
-flags.py          from the command line, a TOML file or an earlier run to a Config
-rules.py          which Config can run; refused before any process group exists
+RunConfig         what every kind of training has: fields, defaults, help texts
+pretraining.py    Config, of train.py: it adds the text. Other kinds of training add theirs
+flags.py          from the command line, a TOML file or an earlier run to a configuration
+rules.py          which configuration can run; refused before any process group exists
 
 python train.py --help
 """
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -70,14 +72,29 @@ def as_flags(**others: str):
 
 
 def flag(default, help, choices=None, metavar=None):
-    """A field of Config."""
+    """A field of a configuration."""
     metadata = {"help": help, "choices": choices, "metavar": metavar}
     return dataclasses.field(default_factory=lambda: default, metadata=metadata)
 
 
 @dataclass
-class Config:
-    """Every flag of train.py."""
+class RunConfig:
+    """The flags of every command that trains. A kind of training extends it: by its own flags, its
+    rules (`check`, `needs`), its task, and by what stands below the fields.
+    """
+
+    # how it is started, for messages
+    command: ClassVar[str] = "train.py"
+    # fields that had another name in runs of before -> their name now
+    renamed: ClassVar[dict[str, str]] = {}
+    # flags that do something only beside others, as in run/effects.py
+    needs: ClassVar[tuple] = ()
+    # whether dropout is that of the preset or of --load; else it is 0 unless it is given
+    keeps_dropout: ClassVar[bool] = True
+    # rows that one micro-batch holds at least
+    least_rows: ClassVar[int] = 1
+    # whether --as-rank can ask what a rank would do
+    can_be_asked: ClassVar[bool] = False
 
     # model
     model: str = flag("tiny", f"a preset: {', '.join(PRESETS)}", metavar="PRESET")
@@ -257,113 +274,11 @@ class Config:
         ("fp32", "bf16"),
     )
     # data
-    data: list[str] = flag(
-        [],
-        "text files, .jsonl files with a text field, gzipped files of both, or folders; or corpora "
-        "with weights, as 0.7:A 0.3:B; the last twentieth is held out; the default is Python's "
-        "library",
-        metavar="PATH",
-    )
-    val_data: list[str] = flag(
-        [],
-        "text to evaluate on, named as with --data; all of --data is then trained on",
-        metavar="PATH",
-    )
-    document_mask: bool = flag(
-        False,
-        "attention stays inside a document of --data, and positions restart in each",
-    )
-    pack: bool = flag(
-        False, "with --sft: several conversations share a sequence, and none attends to another"
-    )
-    cache: str = flag(
-        "cache",
-        "folder of tokenized text, for other runs on the same text; may be deleted, moved, shared",
-        metavar="DIR",
-    )
     tokenizer: str | None = flag(
         None,
         "bytes, gpt2, or a JSON file of the tokenizers library; the default is bytes, or with "
         "--load the checkpoint's",
         metavar="{bytes,gpt2,FILE}",
-    )
-    # conversations
-    sft: list[str] = flag(
-        [],
-        "JSON lines of conversations (messages, or prompt and completion) to fine-tune on (sft.py);"
-        " a twentieth is held out",
-        metavar="FILE",
-    )
-    sft_val: list[str] = flag(
-        [], "conversations to evaluate on; all of --sft is then trained on", metavar="FILE"
-    )
-    chat_template: str = flag(
-        "auto",
-        "a jinja file that makes one text of a conversation; auto: the tokenizer's, or plain, a"
-        " simple one, where it has none",
-        metavar="{auto,plain,FILE}",
-    )
-    loss_on: str = flag(
-        "answers",
-        "the targets in a conversation: the assistant's messages, each with the token that ends it;"
-        " or all tokens",
-        ("answers", "all"),
-    )
-    skip_bad_examples: bool = flag(
-        False,
-        "leave out, and count, conversations that are too long, have no answer, or that the"
-        " template refuses; with --data, files that are not UTF-8",
-    )
-    # preferences
-    preference: str | None = flag(
-        None,
-        "learn from --pairs: reward, a model that says how good an answer is; or dpo, the model of"
-        " --load itself (preference.py)",
-        ("reward", "dpo"),
-    )
-    pairs: list[str] = flag(
-        [],
-        "JSON lines with prompt, chosen and rejected; a twentieth is held out",
-        metavar="FILE",
-    )
-    pairs_val: list[str] = flag(
-        [], "pairs to evaluate on; all of --pairs is then trained on", metavar="FILE"
-    )
-    rl: str | None = flag(
-        None,
-        "reinforcement learning: the model of --load writes answers to --prompts, and learns from"
-        " their rewards; ppo has a critic, grpo compares the answers of a group (reinforcement.py)",
-        ("ppo", "grpo"),
-    )
-    prompts: list[str] = flag(
-        [],
-        "JSON lines with a prompt, or messages; a twentieth is held out",
-        metavar="FILE",
-    )
-    reward: str | None = flag(
-        None,
-        "gives each answer a number: a run of --preference reward, or FILE.py:FUNCTION, called"
-        " with (prompt, answer, line of --prompts)",
-        metavar="{CKPT,FILE:FUNCTION}",
-    )
-    beta: float | None = flag(
-        None,
-        "weight of the KL divergence from the model of --load; the default is 0.1 for dpo, 0.05 for"
-        " ppo, 0.04 for grpo",
-    )
-    answer_tokens: int = flag(64, "tokens of an answer at most, its end token included")
-    group_size: int | None = flag(
-        None, "answers to each prompt of a step; the default is 8 for grpo, 1 for ppo"
-    )
-    rl_epochs: int = flag(2, "updates from the answers of a step; later ones are clipped")
-    clip_range: float = flag(0.2, "how far updates may change a token's probability: a share")
-    gae_lambda: float = flag(0.95, "of ppo's advantages: 1 has no bias, 0 the least variance")
-    critic_lr: float | None = flag(None, "of ppo's critic; the default is --lr")
-    rollout_tp: int | None = flag(
-        None, "tensor-parallel ranks that write answers; the default is the layout of training"
-    )
-    rollout_pp: int | None = flag(
-        None, "pipeline ranks that write answers; the default is the layout of training"
     )
     # run
     out: str = flag("runs/default", "folder of this run", metavar="DIR")
@@ -375,28 +290,6 @@ class Config:
         " from OUT/config.json (of the layout, tp to zero-stage, all or none). Ranks that torchrun"
         " restarts do this anyway",
     )
-    prompt_config: str | None = flag(
-        None,
-        "JSON or YAML with NeMo's names (prompt_tuning.py): learn prompts for the model of --load, "
-        "which stays frozen",
-        metavar="FILE",
-    )
-    peft: str | None = flag(
-        None,
-        "learn only lora, adapter (bottlenecks) or ia3 parameters for the model of --load, which "
-        "stays frozen (adapters.py)",
-        ("lora", "adapter", "ia3"),
-    )
-    lora_rank: int = flag(8, "r, the rank of LoRA's update")
-    lora_alpha: float = flag(16.0, "LoRA's update is scaled by alpha / rank")
-    lora_dropout: float = flag(0.0, "probability, for the input of LoRA")
-    adapter_size: int = flag(32, "inner size of a bottleneck adapter")
-    peft_targets: list[str] = flag(
-        [],
-        "where: for lora of query key value output gate up down, for ia3 of key value down, for "
-        "adapter of attention mlp; the default is all",
-        metavar="NAME",
-    )
     load: str | None = flag(
         None,
         "start from the weights and the shape of this checkpoint or run, for example one that "
@@ -404,12 +297,6 @@ class Config:
         metavar="CKPT",
     )
     eval_every: int = flag(100, "steps between evaluations on held-out text; 0: only the last step")
-    sample_prompt: str | None = flag(
-        None,
-        "text that the sample at the end of training continues, at most the context's last tokens "
-        "of it; empty: a new text; the default is the beginning of the held-out data",
-        metavar="TEXT",
-    )
     seed: int = flag(0, "random seed of weights, sample order and dropout")
     log_every: int = flag(1, "steps between lines on the screen; metrics.jsonl has every step")
     plan: str | None = flag(
@@ -424,6 +311,46 @@ class Config:
     timeout: float = flag(1800.0, "seconds without progress after which a hanging run is ended")
     device: str = flag("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
 
+    # --- what a kind of training says for itself
+
+    def task(self):
+        """What is learned: a run.task.Task. Raises InputError."""
+        raise NotImplementedError
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        """The rules of this kind alone, after those of every run (rules.validate has the
+        arguments). Raises ConfigError."""
+
+    @property
+    def value_head(self) -> bool:
+        """Whether the model gives a number for each token in the place of logits."""
+        return False
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the weights of --load stay as they are, and are not in the run's checkpoints."""
+        return False
+
+    @property
+    def unpredicted(self) -> str:
+        """Why --plan cannot predict a step; "": it can."""
+        return ""
+
+    def default_lr(self) -> tuple[float, str]:
+        """(--lr where it is not given, words that say for what)"""
+        return learning_rates.default(self)
+
+    def bytes_beside(self, model: MoEConfig, precision: str, ranks: dict, learner: int) -> int:
+        """Bytes of other models than the one that learns, whose state has `learner` bytes. ranks:
+        as in room.state_parts."""
+        return 0
+
+    def known_micro_batch(self, dp: int) -> int:
+        """What a rank has to hold at once, as far as it is known before the data."""
+        return self.micro_batch(dp)
+
+    # --- what follows from the fields
+
     def model_config(self) -> MoEConfig:
         """The preset's shape, or with --load the checkpoint's, and the flags over it.
 
@@ -434,12 +361,9 @@ class Config:
             raise ConfigError(f"--model {self.model}: no such preset; there are {presets}")
         shape = PRESETS[self.model][0]
         if self.load:
-            is_reward = self.preference == "reward"
-            index = checkpoint.read_model(self.base(), value_head=is_reward)[1]
+            index = checkpoint.read_model(self.base(), value_head=self.value_head)[1]
             shape = index["model"] | {"attention": ""}
-            if self.prompt_config:
-                shape["dropout"] = 0.0
-        if self.preference or self.rl:
+        if not self.keeps_dropout:
             shape = shape | {"dropout": 0.0}
         given = {}
         for name in MODEL_FLAGS:
@@ -463,7 +387,7 @@ class Config:
             return checkpoint.find(self.load)
         except checkpoint.CheckpointError as e:
             own = {}
-            if self.resume and not self.prompt_config and not self.peft:
+            if self.resume and not self.frozen:
                 own = checkpoint.steps(Path(self.out) / "checkpoints")
             if own:
                 return list(own.values())[-1]
@@ -473,9 +397,7 @@ class Config:
         """Sequences in one forward pass, of `dp` data-parallel ranks."""
         if self.micro_batch_size:
             return self.micro_batch_size
-        # a pair of answers is two rows
-        least = 2 if self.preference else 1
-        return least if self.pp > 1 else self.global_batch_size // dp
+        return self.least_rows if self.pp > 1 else self.global_batch_size // dp
 
     @property
     def length_multiple(self) -> int:
@@ -493,32 +415,6 @@ class Config:
             return None
         return Recipe(self.fp8, self.fp8_scales == "power-of-two", self.fp8_block)
 
-    def of_values(self, load: str | None) -> "Config":
-        """Of a model beside the policy of --rl that gives values, with the shape of --load."""
-        shape = dict.fromkeys(MODEL_FLAGS) if load != self.load else {}
-        micro = self.micro_batch_size or (1 if self.pp > 1 else None)
-        return dataclasses.replace(
-            self,
-            load=load,
-            preference="reward",
-            rl=None,
-            peft=None,
-            micro_batch_size=micro,
-            **shape,
-        )
-
-    @property
-    def answers_per_prompt(self) -> int:
-        """--group-size or its default."""
-        default = 8 if self.rl == "grpo" else 1
-        return default if self.group_size is None else self.group_size
-
-    @property
-    def kl_weight(self) -> float:
-        """--beta or its default."""
-        defaults = {"dpo": 0.1, "ppo": 0.05, "grpo": 0.04}
-        return defaults[self.rl or self.preference] if self.beta is None else self.beta
-
     @property
     def keeps_bytes(self) -> bool:
         """Whether weights in FP8 are kept as bytes for a whole step."""
@@ -527,7 +423,7 @@ class Config:
     @property
     def peak_lr(self) -> float:
         """--lr or its default."""
-        return learning_rates.default(self)[0] if self.lr is None else self.lr
+        return self.default_lr()[0] if self.lr is None else self.lr
 
     @property
     def lowest_lr(self) -> float:
@@ -539,5 +435,5 @@ class Config:
 
 
 MODEL_FLAGS = {f.name for f in dataclasses.fields(MoEConfig)} & {
-    f.name for f in dataclasses.fields(Config)
+    f.name for f in dataclasses.fields(RunConfig)
 }

@@ -1,28 +1,22 @@
 """Flags that do something only beside others. A value other than the
 default that would have no effect is refused.
 
-One table, checked from top to bottom. A new flag that is not for every run gets a row.
+One table, checked from top to bottom. A new flag that is not for every run gets a row; a kind of
+training has rows of its own (`needs` of its configuration).
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from routers import EXPERT_FIELDS, MoEConfig
-from run.config import Config
+from run.config import RunConfig
 from run.refusal import refuse
-
-# what --rl alone has
-RL_FLAGS = (
-    *("prompts", "reward", "answer_tokens", "group_size", "rl_epochs", "clip_range"),
-    *("gae_lambda", "critic_lr", "rollout_tp", "rollout_pp"),
-)
-LORA_FLAGS = ("lora_rank", "lora_alpha", "lora_dropout")
 
 
 class Run(NamedTuple):
     """What decides whether a flag has an effect."""
 
-    config: Config
+    config: RunConfig
     model: MoEConfig
     # ranks that hold the same weights, and sum their gradients
     replicas: int
@@ -34,79 +28,7 @@ class Need(NamedTuple):
     rule: str
 
 
-def writes_a_sample(run: Run) -> bool:
-    """Whether text is learned, and not preferences or rewards: then the run ends with a sample."""
-    return not run.config.preference and not run.config.rl
-
-
-def tokenizes_text(run: Run) -> bool:
-    c = run.config
-    return not (c.sft or c.preference or c.rl or c.prompt_config)
-
-
 NEEDS = (
-    # data
-    Need(("sft_val", "loss_on"), lambda run: run.config.sft, "needs --sft FILE"),
-    Need(
-        ("chat_template",),
-        lambda run: run.config.sft or run.config.preference or run.config.rl,
-        "needs --sft FILE, --preference or --rl",
-    ),
-    Need(
-        ("skip_bad_examples",),
-        lambda run: not run.config.prompt_config,
-        "is for --data, --sft, --pairs and --prompts; templates skip what is too long",
-    ),
-    Need(
-        ("cache",),
-        tokenizes_text,
-        "holds tokenized text of --data, and this run reads none; leave it out",
-    ),
-    # preferences and rewards
-    Need(
-        ("pairs", "pairs_val"),
-        lambda run: run.config.preference,
-        "needs --preference reward or --preference dpo",
-    ),
-    Need(
-        ("beta",),
-        lambda run: run.config.preference or run.config.rl,
-        "needs --preference dpo or --rl",
-    ),
-    Need(RL_FLAGS, lambda run: run.config.rl, "needs --rl ppo or --rl grpo"),
-    Need(
-        ("gae_lambda", "critic_lr"),
-        lambda run: run.config.rl == "ppo",
-        "is only for --rl ppo; grpo has no critic",
-    ),
-    Need(
-        ("clip_range",),
-        lambda run: run.config.rl_epochs > 1,
-        "clips updates after the first; --rl-epochs 2 would have one",
-    ),
-    Need(
-        ("head_chunk",),
-        lambda run: run.config.preference != "reward",
-        "a reward model has one number for a token, and no logits; leave it out",
-    ),
-    Need(
-        ("sample_prompt",),
-        lambda run: writes_a_sample(run) and not run.config.prompt_config,
-        "this run ends without a sample of text; leave it out",
-    ),
-    # adapters
-    Need(
-        (*LORA_FLAGS, "adapter_size", "peft_targets"),
-        lambda run: run.config.peft,
-        "needs --peft, which says what is learned",
-    ),
-    Need(LORA_FLAGS, lambda run: run.config.peft == "lora", "is only for --peft lora"),
-    Need(("adapter_size",), lambda run: run.config.peft == "adapter", "is only for --peft adapter"),
-    Need(
-        ("weight_decay",),
-        lambda run: run.config.peft != "ia3",
-        "is of matrices, and ia3 learns vectors; leave it out",
-    ),
     # experts
     Need(
         EXPERT_FIELDS,
@@ -166,9 +88,10 @@ NEEDS_RANKS = (
 
 def check_effects(run: Run) -> None:
     """Raises ConfigError for the first flag that would do nothing."""
-    needs = NEEDS if run.config.resume else NEEDS + NEEDS_RANKS
+    needs = (*run.config.needs, *NEEDS, *(() if run.config.resume else NEEDS_RANKS))
+    default = type(run.config)()
     for fields, holds, rule in needs:
         if not holds(run):
             for field in fields:
-                if getattr(run.config, field) != getattr(Config(), field):
+                if getattr(run.config, field) != getattr(default, field):
                     refuse(run.config, field, rule)

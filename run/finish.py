@@ -1,6 +1,5 @@
 """What a run leaves after its last step: loss.png and a sample of text."""
 
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,8 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
         return
     text = sample(trainer, tokenizer, run.held_out)
     if world.rank == 0:
-        title = f"{config.load or config.model}, {data_of(run)}"
+        corpus = run.train_set.index["corpus"]
+        title = f"{config.load or config.model}, {trainer.task.data_name(corpus)}"
         draw_loss(world, run, title)
         begin = f"[{title}, after step {run.step}]\n\n" if config.load else ""
         leave(world, run.out / "sample.txt", partial(write_text, begin + text))
@@ -31,16 +31,6 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
             f"\na sample (generate.py makes more):\n\n{text}\n\n{run.out}: loss.png, metrics.jsonl,"
             f" sample.txt, checkpoints; {duration(seconds)} of training"
         )
-
-
-def data_of(run) -> str:
-    """The data of a run, for a title."""
-    config = run.config
-    paths = config.sft or config.data
-    if not paths:
-        return f"Python {sys.version.split()[0]}'s library"
-    corpus = run.train_set.index["corpus"]
-    return f"{Path(paths[0]).name}{', ..' if len(paths) > 1 else ''} ({corpus})"
 
 
 def sample(trainer, tokenizer, held_out) -> str:

@@ -1,4 +1,4 @@
-"""From flags to a Config: the command line, over `--config FILE`, over an earlier run's flags.
+"""From flags to a configuration: command line, over `--config FILE`, over an earlier run's flags.
 
 python train.py --config run.toml --lr 0.001      --lr wins over the file
 python train.py --resume --out runs/default       the flags in runs/default/config.json
@@ -15,7 +15,19 @@ import tomllib
 from pathlib import Path
 
 from base import json_files, terminal
-from run.config import LAYOUT, Config, ConfigError, flag_name
+from run.config import LAYOUT, ConfigError, RunConfig, flag_name
+from run.pretraining import Config
+
+# Each kind of training has a command of its own: what was a flag of train.py is one of these.
+# command -> its flags, and their name of before where that was another one
+MOVED = {
+    "sft.py": "data=sft val-data=sft-val pack chat-template loss-on",
+    "preference.py": "method=preference data=pairs val-data=pairs-val",
+    "reinforcement.py": "method=rl data=prompts reward beta answer-tokens group-size"
+    " epochs=rl-epochs clip-range gae-lambda critic-lr rollout-tp rollout-pp",
+    "adapters.py train": "peft lora-rank lora-alpha lora-dropout adapter-size peft-targets",
+    "prompt_tuning.py train": "prompt-config",
+}
 
 # Flags of train.py that are no property of a run: they ask what a run would do
 # (planning/as_rank.py). flag -> (type, metavar, help)
@@ -30,38 +42,38 @@ QUESTION = {
 }
 
 
-def parse(argv: list[str], rank: int) -> Config:
+def parse(argv: list[str], rank: int, kind: type[RunConfig] = Config) -> RunConfig:
     """The configuration, as `parse_all` gives it. Raises ConfigError for a flag that asks."""
-    config, question = parse_all(argv, rank)
+    config, question = parse_all(argv, rank, kind)
     for name in question:
         raise ConfigError(f"{flag_name(name)}: is for train.py alone")
     return config
 
 
-def parse_all(argv: list[str], rank: int) -> tuple[Config, dict]:
-    """(the configuration, the flags of QUESTION that are given). Flags of the command line come
-    over `--config FILE`, over OUT/config.json with --resume, over the defaults.
+def parse_all(argv: list[str], rank: int, kind: type[RunConfig]) -> tuple[RunConfig, dict]:
+    """(the configuration of this kind, the flags of QUESTION that are given). Flags of the command
+    line come over `--config FILE`, over OUT/config.json with --resume, over the defaults.
 
     Raises ConfigError for a file. For flags that argparse refuses it raises SystemExit with status
     2, and rank 0 alone prints why.
     """
-    given = vars(make_parser(rank).parse_args(argv))
+    given = vars(make_parser(rank, kind).parse_args(argv))
     question = {name: given.pop(name) for name in QUESTION if name in given}
-    values = read_toml(given.pop("config")) if "config" in given else {}
+    values = read_toml(given.pop("config"), kind) if "config" in given else {}
     values |= given
-    out = values.get("out", Config().out)
+    out = values.get("out", kind().out)
     # other types than text are refused by rules.check_types
     if values.get("resume") is True and isinstance(out, str):
-        values = over_saved_flags(values, out)
+        values = over_saved_flags(values, out, kind)
     try:
-        return Config(**values), question
+        return kind(**values), question
     except TypeError as e:
         raise ConfigError(f"--config: {e}") from None
 
 
-def over_saved_flags(values: dict, out: str) -> dict:
+def over_saved_flags(values: dict, out: str, kind: type[RunConfig]) -> dict:
     """`values` over the flags of the run in `out`. Raises ConfigError."""
-    saved = saved_flags(Path(out))
+    saved = saved_flags(Path(out), kind)
     if not saved and set(values) <= {"resume", "out"}:
         raise ConfigError(
             f"--resume --out {out}: there is no run in this folder to go on with; give the flags of"
@@ -73,30 +85,47 @@ def over_saved_flags(values: dict, out: str) -> dict:
     return saved | values
 
 
-def make_parser(rank: int) -> argparse.ArgumentParser:
-    """Flags from the fields of Config. A flag that is not given is not in the result."""
+def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentParser:
+    """Flags from the fields of a configuration. A flag that is not given is not in the result."""
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
+            line = f"{kind.command}: {moved(message) or message}; --help lists the flags"
             if rank == 0:
-                terminal.say(f"train.py: {message}; --help lists the flags", error=True)
-            terminal.tell_launcher(f"train.py: {message}; --help lists the flags")
+                terminal.say(line, error=True)
+            terminal.tell_launcher(line)
             terminal.let_rank_0_speak(rank)
             sys.exit(2)
 
     parser = Parser(
-        description="Train a GPT.", allow_abbrev=False, argument_default=argparse.SUPPRESS
+        prog=kind.command,
+        description="Train a GPT.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
     parser.add_argument(
         "--config",
         metavar="FILE",
         help="a TOML file of flags (num-layers = 4); flags on the command line override it",
     )
-    for field in dataclasses.fields(Config):
+    for field in dataclasses.fields(kind):
         add_flag(parser, field)
-    for name, (kind, metavar, text) in QUESTION.items():
-        parser.add_argument(flag_name(name), type=kind, metavar=metavar, help=text)
+    if kind.can_be_asked:
+        for name, (of, metavar, text) in QUESTION.items():
+            parser.add_argument(flag_name(name), type=of, metavar=metavar, help=text)
     return parser
+
+
+def moved(message: str) -> str:
+    """What to say where argparse refuses a flag that another command has; "" elsewhere."""
+    for word in message.partition("unrecognized arguments: ")[2].split():
+        flag = word.partition("=")[0]
+        for command, flags in MOVED.items():
+            # --sft of before -> data
+            names = {each.split("=")[-1]: each.split("=")[0] for each in flags.split()}
+            if flag[2:] in names:
+                return f"{flag}: is now --{names[flag[2:]]} of {command}"
+    return ""
 
 
 def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
@@ -120,8 +149,9 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
         parser.add_argument(name, type=kind, help=help_text, choices=choices, metavar=metavar)
 
 
-def read_toml(path: str) -> dict:
-    """Flags from a TOML file, as fields of Config; tables only group them. Raises ConfigError."""
+def read_toml(path: str, kind: type[RunConfig]) -> dict:
+    """Flags from a TOML file, as fields of a configuration; tables only group them. Raises
+    ConfigError."""
     try:
         content = tomllib.loads(json_files.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
@@ -137,11 +167,11 @@ def read_toml(path: str) -> dict:
         names = [name.replace("_", "-") for name, _ in flat]
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"--config {path}: {twice} stands there twice")
-    for name in ("data", "val_data", "sft", "sft_val"):
+    for name in ("data", "val_data"):
         # data = "text.txt" is the list of one file
         if isinstance(fields.get(name), str):
             fields[name] = [fields[name]]
-    known = {field.name for field in dataclasses.fields(Config)}
+    known = {field.name for field in dataclasses.fields(kind)}
     unknown = [name for name in fields if name not in known]
     if unknown:
         name = unknown[0].replace("_", "-")
@@ -149,7 +179,7 @@ def read_toml(path: str) -> dict:
     return fields
 
 
-def saved_flags(out: Path) -> dict:
+def saved_flags(out: Path, kind: type[RunConfig]) -> dict:
     """The flags of the run in a folder, {} where there is none. Raises ConfigError."""
     try:
         if not (out / "config.json").exists():
@@ -160,6 +190,29 @@ def saved_flags(out: Path) -> dict:
             f"--resume: {getattr(e, 'strerror', None) or e}; to go on all the same, delete "
             f"{out}/config.json and give the flags of the run"
         ) from None
+    begun_by = saved.pop("command", None) or command_before(saved)
+    if begun_by != kind.command:
+        raise ConfigError(
+            f"--resume --out {out}: this run was begun by {begun_by}, and goes on by python"
+            f" {begun_by} --resume --out {out}"
+        )
+    for before, now in kind.renamed.items():
+        if before in saved:
+            saved[now] = saved.pop(before)
     # another version of this project may have flags that this one does not have
-    known = {field.name for field in dataclasses.fields(Config)} - {"resume", "out"}
+    known = {field.name for field in dataclasses.fields(kind)} - {"resume", "out"}
     return {name: value for name, value in saved.items() if name in known}
+
+
+def command_before(saved: dict) -> str:
+    """The command that a run has now, of the flags that it was begun with when train.py had all."""
+    for flag, command in {
+        "rl": "reinforcement.py",
+        "preference": "preference.py",
+        "sft": "sft.py",
+        "prompt_config": "prompt_tuning.py train",
+        "peft": "adapters.py train",
+    }.items():
+        if saved.get(flag):
+            return command
+    return "train.py"

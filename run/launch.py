@@ -18,11 +18,11 @@ from checkpoint import CheckpointError
 from corpus.tokenizer import TokenizerError, record
 from data import DataError
 from optimizer import learning_rate
-from run import finish, flags, learning_rates, messages, opening, resume, rules
-from run.config import Config, ConfigError, multiply_in
+from run import finish, flags, messages, opening, resume, rules
+from run.config import ConfigError, RunConfig, multiply_in
 from run.metrics import MetricsError
 from run.run_folder import RunFolderError
-from run.task import Task, task_of
+from run.task import Task
 from run.training_run import TrainingRun
 
 # bad input: exit status 2, one message from rank 0
@@ -38,22 +38,22 @@ REFUSED = (
 )
 
 
-def main(argv: list[str], trainer_class, loop) -> int:
+def main(argv: list[str], kind: type[RunConfig], trainer_class, loop) -> int:
     """Exit status: 0; 2 for what cannot run, 1 for what fails while running, each with one message;
-    130 for Ctrl-C before the first step or after the last."""
+    130 for Ctrl-C before the first step or after the last. kind: of training."""
     terminal.prepare()
     try:
         world = World.from_launcher()
     except WorldError as e:
-        terminal.say(f"train.py: {e}", error=True)
+        terminal.say(f"{kind.command}: {e}", error=True)
         return 2
-    status, message = attempt(argv, world, trainer_class, loop)
+    status, message = attempt(argv, kind, world, trainer_class, loop)
     alone = status == 1 and not getattr(message, "everywhere", False)
     if status == 2:
-        world.share_refusal(str(message), "train.py")
+        world.share_refusal(str(message), kind.command)
     elif message and (world.rank == 0 or alone):
-        terminal.say(f"train.py: {message}", error=True)
-        terminal.tell_launcher(f"train.py: {message}")
+        terminal.say(f"{kind.command}: {message}", error=True)
+        terminal.tell_launcher(f"{kind.command}: {message}")
     if alone and world.size > 1:
         # peers may wait for this rank in a collective: no goodbye
         os._exit(1)
@@ -63,10 +63,12 @@ def main(argv: list[str], trainer_class, loop) -> int:
     return status
 
 
-def attempt(argv: list[str], world: World, trainer_class, loop) -> tuple[int, Exception | None]:
+def attempt(
+    argv: list[str], kind: type[RunConfig], world: World, trainer_class, loop
+) -> tuple[int, Exception | None]:
     """(exit status, what to say)"""
     try:
-        config, question = flags.parse_all(argv, world.rank)
+        config, question = flags.parse_all(argv, world.rank, kind)
         if question:
             # a wing, loaded by those who ask
             from planning import as_rank
@@ -87,19 +89,19 @@ def attempt(argv: list[str], world: World, trainer_class, loop) -> tuple[int, Ex
         name = f"rank {world.rank}"
         text = (
             f"{name}, before the first step: {type(e).__name__}: {e}\n{traceback.format_exc()}"
-            f"train.py: {name} failed before the first step or after the last"
+            f"{kind.command}: {name} failed before the first step or after the last"
         )
         return 1, RunError(text)
     return 0, None
 
 
-def run(config: Config, world: World, trainer_class, loop) -> None:
+def run(config: RunConfig, world: World, trainer_class, loop) -> None:
     """One training run on this rank."""
     tokenizer = opening.open_tokenizer(config, world)
     # a run that learns prompts uses the tokenizer of its model
     config.tokenizer = tokenizer.name
     if config.lr is None:
-        config.lr, what = learning_rates.default(config)
+        config.lr, what = config.default_lr()
         world.say(f"--lr {config.lr:g}: the default for {what}")
     opening.check_room(config, world)
     world.connect(config.device, config.tp, config.pp, config.timeout, config.ep, config.cp)
@@ -115,7 +117,7 @@ def run(config: Config, world: World, trainer_class, loop) -> None:
             folder.close()
 
 
-def build(config: Config, world: World, trainer_class, task: Task):
+def build(config: RunConfig, world: World, trainer_class, task: Task):
     """The trainer. Raises RunError where there is no memory for it."""
     multiply_in(config.precision, world.device)
     try:
@@ -131,9 +133,9 @@ def build(config: Config, world: World, trainer_class, task: Task):
         ) from None
 
 
-def train(config: Config, world: World, tokenizer, trainer_class, loop) -> None:
+def train(config: RunConfig, world: World, tokenizer, trainer_class, loop) -> None:
     """The run, in a folder that is its own."""
-    task = task_of(config)
+    task = config.task()
     train_set, held_out = task.open_data(config, world, tokenizer)
     opening.check_data_agree(train_set, held_out, world)
     trainer = build(config, world, trainer_class, task)
@@ -170,7 +172,7 @@ def train(config: Config, world: World, tokenizer, trainer_class, loop) -> None:
         finish.finish(trainer, this, tokenizer, time.perf_counter() - begin)
 
 
-def is_done(config: Config, world: World, last_file: Path, start: int) -> bool:
+def is_done(config: RunConfig, world: World, last_file: Path, start: int) -> bool:
     """Whether nothing is left to do. Raises ConfigError where --steps lies behind."""
     if start > config.steps:
         raise ConfigError(

@@ -1,14 +1,12 @@
-"""The default of --lr: of each kind of training, and of each preset.
+"""The default of --lr: of each size, of each preset, with --load.
 
     pretraining, by size    GPT-3's (arXiv 2005.14165, table 2.1): 125M 6e-4, .. 175B 6e-5
                             below 30M, which its table does not have: 3e-3
     presets                 as published: Llama 2 and 3, BLOOM; not with --load
-    with --load             a tenth of the rate by size: --data, --sft, reward models
-    --preference dpo, --rl  a hundredth of the rate by size
-    --peft                  lora 2e-4, adapter 1e-3, ia3 3e-3, whatever the size; dpo and rl a tenth
-    --prompt-config         0.03
+    with --load             a tenth of the rate by size
 
-They are where a search begins, not where it ends.
+Other kinds of training have their own (`default_lr` of their configuration). All are where a search
+begins, not where it ends.
 """
 
 import math
@@ -36,9 +34,6 @@ PUBLISHED = {
     "bloom-560m": 3e-4,
     "bloom-7b1": 1.2e-4,
 }
-# QLoRA, arXiv 2305.14314, appendix B.2; arXiv 1902.00751, section 3.1; 2205.05638, section 4.1
-PEFT = {"lora": 2e-4, "adapter": 1e-3, "ia3": 3e-3}
-PROMPTS = 0.03
 
 
 def of_size(parameters: int) -> float:
@@ -48,25 +43,18 @@ def of_size(parameters: int) -> float:
     return GPT_3[min(GPT_3, key=lambda size: abs(math.log(size / parameters)))]
 
 
-def default(config) -> tuple[float, str]:
-    """(the peak rate of a run, words that say for what). config: run.config.Config. Raises its
-    errors."""
-    if config.prompt_config:
-        from prompts.prompt_data import PromptConfig
-
-        if PromptConfig.read(config.prompt_config).learned:
-            return PROMPTS, "prompts"
-    against_reference = config.preference == "dpo" or config.rl
-    kind = f"--rl {config.rl}" if config.rl else "--preference dpo"
-    if config.peft:
-        rate, what = PEFT[config.peft], f"--peft {config.peft}"
-        return (rate / 10, f"{kind} {what}") if against_reference else (rate, what)
+def of_model(config) -> tuple[float, str]:
+    """(the peak rate of pretraining its model, words that say for which). config:
+    run.config.RunConfig. Raises its errors."""
     model = config.model_config()
     parameters = least_parameters(model)
-    rate, what = of_size(parameters), f"a model of about {parameters / 1e6:,.1f} M parameters"
     as_published = config.num_layers is None and config.hidden_size is None
     if config.model in PUBLISHED and as_published and not config.load:
-        rate, what = PUBLISHED[config.model], config.model
-    if against_reference:
-        return rate / 100, f"{kind} of {what}"
+        return PUBLISHED[config.model], config.model
+    return of_size(parameters), f"a model of about {parameters / 1e6:,.1f} M parameters"
+
+
+def default(config) -> tuple[float, str]:
+    """The same for a run on its whole model: fine-tuning has a tenth of the rate."""
+    rate, what = of_model(config)
     return (rate / 10, f"fine-tuning {what}") if config.load else (rate, what)

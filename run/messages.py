@@ -5,7 +5,7 @@ import sys
 import torch
 
 from base.world import World
-from run.config import LAYOUT, Config
+from run.config import LAYOUT, RunConfig
 
 # flags that are named where they are not the default
 NAMED = (
@@ -20,7 +20,7 @@ def announce(trainer, world: World, index: dict) -> None:
     config = trainer.config
     layout = ""
     for name in NAMED:
-        if getattr(config, name) != getattr(Config(), name):
+        if getattr(config, name) != getattr(RunConfig(), name):
             layout += f", {name.replace('_', '-')} {getattr(config, name)}"
     world.say(
         f"{config.load or config.model}: {trainer.num_parameters:,} parameters"
@@ -44,8 +44,7 @@ def surprises(trainer, world: World):
         yield "--precision tf32: the same as fp32 here; only GPUs have TF32 multiplications"
     if trainer.fp8:
         yield from surprises_of_fp8(trainer)
-    # learning from preferences, they take raw logits
-    balanced = not (config.preference or config.rl)
+    balanced = trainer.task.balances_experts
     if model.num_experts and balanced and config.micro_batch_size is None:
         micro = trainer.micro_batch
         yield (

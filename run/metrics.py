@@ -18,7 +18,7 @@ bit for bit:
     fp8_saturated          --fp8 delayed: tensors with values beyond what their scale allows
     predicted_seconds      of a step, by planner.py, with --plan
 
-With --preference, means over the pairs of the step (preference.py); after an evaluation those of
+With preference.py, means over the pairs of the step (preference.py); after an evaluation those of
 the held-out pairs too, as eval_accuracy and so on:
 
     accuracy               share of pairs whose chosen answer has the higher reward
@@ -26,7 +26,7 @@ the held-out pairs too, as eval_accuracy and so on:
     reward_rejected        of the rejected ones
     margin                 reward_chosen - reward_rejected
 
-With --rl, of the answers of the step (reinforcement.py; docs/preferences.md says what to expect):
+With reinforcement.py, of the answers of the step (docs/preferences.md says what to expect):
 
     reward                 mean over the answers, without the KL
     kl                     from the reference, nats per answer

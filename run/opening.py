@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 import checkpoint
-import data
 from base import devices
 from base.world import World
-from corpus.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, prompt_ids, save_files
+from corpus.tokenizer import BUILT_IN, make_tokenizer, save_files
 from run import room
-from run.config import Config, ConfigError, flag_name
+from run.config import ConfigError, RunConfig, flag_name
 from run.metrics import Metrics
 from run.run_folder import RunFolder, RunFolderError, launcher_name
 
@@ -24,7 +23,7 @@ from run.run_folder import RunFolder, RunFolderError, launcher_name
 SAMPLE_BEGINS = 16
 
 
-def open_out(config: Config, world: World) -> RunFolder | None:
+def open_out(config: RunConfig, world: World) -> RunFolder | None:
     """The run's folder, locked by rank 0 for all. A collective: every rank refuses what is wrong
     there. Raises RunFolderError."""
     opened = []
@@ -37,7 +36,7 @@ def open_out(config: Config, world: World) -> RunFolder | None:
     return opened[0] if world.rank == 0 else None
 
 
-def check_flags_agree(config: Config, world: World) -> None:
+def check_flags_agree(config: RunConfig, world: World) -> None:
     """Ranks that were started one by one may have other flags each. A collective. Raises
     ConfigError, on all ranks."""
     everywhere = world.gather(dataclasses.asdict(config))
@@ -63,7 +62,7 @@ def check_data_agree(train_set, held_out, world: World) -> None:
             )
 
 
-def check_room(config: Config, world: World) -> None:
+def check_room(config: RunConfig, world: World) -> None:
     """Raises ConfigError for a run that the memory of a rank can never hold."""
     model = config.model_config()
     # what ZeRO shards, it shards over context-parallel ranks too
@@ -74,9 +73,8 @@ def check_room(config: Config, world: World) -> None:
     has = devices.memory(device, world.local_size)
     learner = room.state_bytes(model, precision, config.optimizer_state, config.zero_stage, ranks)
     # a frozen model has no gradients and no optimizer state
-    needs = 0 if config.prompt_config or config.peft else learner
-    if config.rl:
-        needs += room.bytes_beside_policy(config, model, precision, ranks, learner)
+    needs = 0 if config.frozen else learner
+    needs += config.bytes_beside(model, precision, ranks, learner)
     if needs > has:
         raise ConfigError(
             f"--hidden-size {model.hidden_size} --num-layers {model.num_layers} --num-experts"
@@ -84,10 +82,7 @@ def check_room(config: Config, world: World) -> None:
             f" optimizer state of this model {room.complaint('take', needs, has)}; a smaller model,"
             " or more ranks with --tp, --pp or --zero-stage 3, would need less of each"
         )
-    micro = config.micro_batch(replicas // config.cp)
-    if config.rl and config.micro_batch_size is None:
-        # how many rows the answers will fill is not known
-        micro = 1
+    micro = config.known_micro_batch(replicas // config.cp)
     needs = room.activation_bytes(model, precision, micro, ranks, config.head_chunk)
     if needs > has:
         raise ConfigError(
@@ -97,7 +92,7 @@ def check_room(config: Config, world: World) -> None:
         )
 
 
-def default_tokenizer(config: Config) -> str:
+def default_tokenizer(config: RunConfig) -> str:
     """The tokenizer where --tokenizer is not given: that of the run that goes on, or of --load."""
     if config.resume:
         found = checkpoint.steps(Path(config.out) / "checkpoints")
@@ -108,7 +103,7 @@ def default_tokenizer(config: Config) -> str:
     return checkpoint.tokenizer_of(checkpoint.find(config.load)) if config.load else "bytes"
 
 
-def open_tokenizer(config: Config, world: World):
+def open_tokenizer(config: RunConfig, world: World):
     """The tokenizer of --tokenizer, or the default one. Where its vocabulary is larger than the
     preset's, it sets --vocab-size. Raises ConfigError, TokenizerError or CheckpointError."""
     name = config.tokenizer
@@ -137,8 +132,6 @@ def open_tokenizer(config: Config, world: World):
             f"--tokenizer {name}: fills {tokenizer.vocab_size:,} of the model's "
             f"{shape.vocab_size:,} ids; the others never occur in this run"
         )
-    if config.sample_prompt is not None:
-        sample_ids(config, tokenizer)
     return tokenizer
 
 
@@ -150,45 +143,15 @@ def first_ids(dataset) -> list[int]:
     return batch.tokens[0, : first + 1 if first else SAMPLE_BEGINS].tolist()
 
 
-def sample_ids(config: Config, tokenizer) -> list[int]:
-    """The ids of --sample-prompt. Raises ConfigError for what is not text."""
-    try:
-        ids = prompt_ids(tokenizer, config.sample_prompt)
-    except (UnicodeEncodeError, TokenizerError) as e:
-        prompt = config.sample_prompt
-        raise ConfigError(f"--sample-prompt {prompt!r}: cannot be encoded ({e})") from None
-    return ids[-config.model_config().seq_length :]
-
-
-def open_data(config: Config, world: World, tokenizer):
-    """(training set, held-out set). The corpus is tokenized first if need be. Raises DataError."""
-    s = config.model_config().seq_length
-    share = {
-        "cache": config.cache,
-        "exchange": world.gather,
-        "rank": world.rank,
-        "world": world.size,
-        "workers": world.cores,
-        "skip_bad": config.skip_bad_examples,
-    }
-    parts = data.prepare_corpora(config.data, tokenizer, **share)
-    masked = config.document_mask
-    if not config.val_data:
-        train_set = data.open_corpora(parts, s, config.seed, "train", masked)
-        return train_set, data.open_corpora(parts, s, None, "held-out", masked)
-    val_parts = data.prepare_corpora(config.val_data, tokenizer, "--val-data", **share)
-    train_set = data.open_corpora(parts, s, config.seed, "all", masked)
-    return train_set, data.open_corpora(val_parts, s, None, "all", masked)
-
-
-def begin_files(config: Config, out: Path, tokenizer, start: int) -> Metrics:
+def begin_files(config: RunConfig, out: Path, tokenizer, start: int) -> Metrics:
     """What a run leaves from its start: config.json, its tokenizer, metrics.jsonl. On rank 0.
 
     Raises RunFolderError or MetricsError.
     """
     try:
         # Whole or as it was: a full disk must not truncate the flags of a run.
-        text = json.dumps(dataclasses.asdict(config), indent=1)
+        flags = {"command": config.command} | dataclasses.asdict(config)
+        text = json.dumps(flags, indent=1)
         (out / "config.tmp").write_text(text, encoding="utf-8")
         os.replace(out / "config.tmp", out / "config.json")
         if tokenizer.files:

@@ -1,9 +1,9 @@
-"""What the rules of a configuration share (rules.py, preference_rules.py)."""
+"""What the rules of a configuration share (rules.py, and each kind of training)."""
 
-from run.config import Config, ConfigError, flag_name
+from run.config import ConfigError, RunConfig, flag_name
 
 
-def refuse(config: Config, field: str, rule: str):
+def refuse(config: RunConfig, field: str, rule: str):
     """Raises ConfigError: the field's flag, its value, and a rule that says what would fit."""
     value = getattr(config, field)
     words = [flag_name(field)]

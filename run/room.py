@@ -73,15 +73,6 @@ def state_bytes(
     return int(sum(state_parts(model, precision, optimizer_state, zero_stage, ranks)))
 
 
-def bytes_beside_policy(
-    config, model: MoEConfig, precision: str, ranks: dict[str, int], learner: int
-) -> int:
-    """Of the other models of --rl: a critic like the policy, whose state has `learner` bytes, and
-    the weights of a frozen reference. config: of the run, run.config.Config."""
-    frozen = state_parts(model, precision, config.optimizer_state, config.zero_stage, ranks)[0]
-    return int((learner if config.rl == "ppo" else 0) + (0 if config.peft else frozen))
-
-
 def activation_bytes(
     model: MoEConfig, precision: str, micro_batch: int, ranks: dict[str, int], head_chunk: int = 0
 ) -> int:

@@ -10,7 +10,6 @@ import importlib.util
 
 import torch
 
-import checkpoint
 import chunked_head
 import context_parallel
 import fp8
@@ -22,9 +21,8 @@ import tensor_parallel
 from base import json_files
 from model_config import divisors
 from moe import MoEConfig
-from run.config import Config, ConfigError, as_flags, flag_name
+from run.config import ConfigError, RunConfig, as_flags, flag_name
 from run.effects import Run, check_effects
-from run.preference_rules import check_preference, check_rl
 from run.refusal import multiples, refuse
 
 # Of a step. Far beyond what anybody trains with, and few enough to be numbered in an instant.
@@ -43,7 +41,6 @@ LEAST = {
     "seed": 0,
     "lr": 0,
     "min_lr": 0,
-    "critic_lr": 0,
     "max_bad_steps": 0,
     "weight_decay": 0,
     "grad_clip": 0,
@@ -59,9 +56,9 @@ LEAST = {
 }
 
 
-def validate(config: Config, world: int, base_needed: bool = True) -> None:
+def validate(config: RunConfig, world: int, base_needed: bool = True) -> None:
     """Everything that can be known before a process group exists. world: how many ranks;
-    base_needed: whether --peft needs the model of --load, as it does in every run.
+    base_needed: whether adapters need the model of --load, as they do in every run.
 
     Raises ConfigError.
     """
@@ -72,18 +69,9 @@ def validate(config: Config, world: int, base_needed: bool = True) -> None:
     check_effects(Run(config, model, world // config.tp // config.pp))
     check_techniques(config, model, world)
     check_batch(config, model, dp=world // config.tp // config.pp // config.cp)
-    check_packing(config)
-    check_preference(config, world // config.tp // config.pp // config.cp, base_needed)
-    if config.prompt_config:
-        check_prompts(config)
-    check_peft(config, model, base_needed)
-    check_conversations(config)
-    check_text(config, base_needed)
+    config.check(model, world, base_needed)
     if config.load and base_needed:
         check_length(config)
-    check_rl(config, model, world, base_needed)
-    if config.rl and config.reward and ".py:" not in config.reward:
-        check_reward_model(config, model, world)
     # wings are loaded by those who ask for them
     if config.plan:
         from planning import plan
@@ -92,7 +80,7 @@ def validate(config: Config, world: int, base_needed: bool = True) -> None:
     check_device(config)
 
 
-def check_types(config: Config) -> None:
+def check_types(config: RunConfig) -> None:
     """What argparse has checked already, for flags that come from a file. Raises ConfigError."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -120,7 +108,7 @@ def is_text(word: str) -> bool:
         return False
 
 
-def check_numbers(config: Config) -> None:
+def check_numbers(config: RunConfig) -> None:
     """Ranges that no other flag decides. Raises ConfigError."""
     for name, least in LEAST.items():
         value = getattr(config, name)
@@ -135,7 +123,7 @@ def check_numbers(config: Config) -> None:
         refuse(config, "min_lr", rule)
 
 
-def check_ranks(config: Config, model: MoEConfig, world: int) -> None:
+def check_ranks(config: RunConfig, model: MoEConfig, world: int) -> None:
     """Whether the sizes of the layout divide the ranks. Raises ConfigError."""
     tp, pp = config.tp, config.pp
     # experts are spread over the ranks that have other tokens
@@ -144,7 +132,7 @@ def check_ranks(config: Config, model: MoEConfig, world: int) -> None:
         name = next(name for name in ("tp", "pp", "cp", "ep") if getattr(config, name) > 1)
         rule = (
             f"this is one rank alone; start several with torchrun --nproc-per-node {needed} "
-            f"train.py ..., or give --{name} 1"
+            f"{config.command} ..., or give --{name} 1"
         )
         refuse(config, name, rule)
     if world % tp:
@@ -169,7 +157,7 @@ def check_ranks(config: Config, model: MoEConfig, world: int) -> None:
         refuse(config, "virtual_stages", rule)
 
 
-def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
+def check_techniques(config: RunConfig, model: MoEConfig, world: int) -> None:
     """Each technique's own rules. Raises ConfigError."""
     replicas = world // config.tp // config.pp
     with as_flags():
@@ -189,7 +177,7 @@ def check_techniques(config: Config, model: MoEConfig, world: int) -> None:
     check_context(config, model)
 
 
-def check_context(config: Config, model: MoEConfig) -> None:
+def check_context(config: RunConfig, model: MoEConfig) -> None:
     """What context parallelism does not go with. Raises ConfigError."""
     if config.cp == 1:
         return
@@ -199,15 +187,12 @@ def check_context(config: Config, model: MoEConfig) -> None:
         refuse(config, "cp", "--router sinkhorn balances all tokens together; topk would do")
     if model.capacity_factor:
         refuse(config, "capacity_factor", "counts all tokens of a sequence; leave out --cp")
-    for name in ("preference", "rl"):
-        if getattr(config, name):
-            refuse(config, name, "sums over an answer, of which --cp gives each rank a part")
     multiple = config.length_multiple
     if model.seq_length % multiple:
         refuse(config, "cp", f"--seq-length {model.seq_length} must be divisible by {multiple}")
 
 
-def check_batch(config: Config, model: MoEConfig, dp: int) -> None:
+def check_batch(config: RunConfig, model: MoEConfig, dp: int) -> None:
     """Whether the global batch splits into equal micro-batches. Raises ConfigError."""
     batch = config.global_batch_size
     if batch % dp:
@@ -238,86 +223,7 @@ def check_batch(config: Config, model: MoEConfig, dp: int) -> None:
         refuse(config, "global_batch_size", rule)
 
 
-def check_packing(config: Config) -> None:
-    """Raises ConfigError."""
-    if config.pack and not config.sft:
-        raise ConfigError(
-            "--pack: puts the conversations of --sft FILE together, and there is none. The text of"
-            " --data fills every sequence already; --document-mask keeps its documents apart"
-        )
-    for name in ("sft", "prompt_config"):
-        if config.document_mask and getattr(config, name):
-            raise ConfigError(
-                "--document-mask: is for the documents of --data. The examples of"
-                f" {flag_name(name)} never see each other: leave it out"
-            )
-
-
-def check_prompts(config: Config) -> None:
-    """Raises ConfigError or PromptError."""
-    from prompts.prompt_data import PromptConfig
-
-    style = PromptConfig.read(config.prompt_config).virtual_prompt_style
-    if style == "inference":
-        rule = (
-            "virtual_prompt_style inference learns nothing; p-tuning, prompt-tuning and"
-            " fine-tuning do"
-        )
-        refuse(config, "prompt_config", rule)
-    for name in ("data", "val_data"):
-        if getattr(config, name):
-            paths = " ".join(getattr(config, name))
-            raise ConfigError(
-                f"{flag_name(name)} {paths}: prompts are learned from what data.train_ds in "
-                "--prompt-config names"
-            )
-    if not config.load:
-        refuse(config, "prompt_config", "for which model? --load CKPT names it")
-
-
-def check_peft(config: Config, model: MoEConfig, base_needed: bool) -> None:
-    """Raises ConfigError."""
-    if not config.peft:
-        return
-    import adapters
-    from prompts.prompt_data import PromptConfig
-    from tuning.adapter_learning import adapter_config
-
-    if config.prompt_config and PromptConfig.read(config.prompt_config).learned:
-        rule = (
-            "--prompt-config learns prompts; one of the two. With virtual_prompt_style fine-tuning"
-            " it only names the data"
-        )
-        refuse(config, "peft", rule)
-    if base_needed and not config.load:
-        refuse(config, "peft", "for which model? --load CKPT names it")
-    with as_flags():
-        adapters.check(adapter_config(config), model, config.tp)
-
-
-def check_conversations(config: Config) -> None:
-    """Raises ConfigError."""
-    if not config.sft:
-        return
-    for name in ("data", "val_data", "prompt_config"):
-        value = getattr(config, name)
-        if value:
-            words = " ".join(value) if isinstance(value, list) else value
-            raise ConfigError(
-                f"{flag_name(name)} {words}: --sft names other data to learn from; one of both"
-            )
-
-
-def check_text(config: Config, base_needed: bool) -> None:
-    """A model that is there already goes on with text that somebody has chosen. Raises
-    ConfigError."""
-    others = (config.sft, config.preference, config.rl, config.prompt_config, config.resume)
-    if config.load and base_needed and not config.data and not any(others):
-        rule = "learns from what? --data PATH names text, --sft FILE conversations"
-        refuse(config, "load", rule)
-
-
-def check_length(config: Config) -> None:
+def check_length(config: RunConfig) -> None:
     """A table of learned positions is loaded whole. Raises ConfigError."""
     its = dataclasses.replace(config, seq_length=None).model_config()
     if its.positions == "learned" and config.seq_length not in (None, its.seq_length):
@@ -325,30 +231,7 @@ def check_length(config: Config) -> None:
         refuse(config, "seq_length", rule)
 
 
-def check_reward_model(config: Config, model: MoEConfig, world: int) -> None:
-    """Whether the model of --reward fits the layout and the vocabulary. Raises ConfigError."""
-    its = config.of_values(config.reward)
-    try:
-        # not its.base(): in a run that goes on, that falls back to the policy's own checkpoints
-        path = checkpoint.find(config.reward)
-    except checkpoint.CheckpointError as e:
-        rule = "; a function is named FILE.py:FUNCTION" if config.reward.endswith(".py") else ""
-        raise ConfigError(f"--reward {e}{rule}") from None
-    if "model.head.value.weight" not in checkpoint.read_index(path)["tensors"]:
-        rule = "holds no reward model; --preference reward trains one from pairs of answers"
-        refuse(config, "reward", f"{rule}, and FILE.py:FUNCTION names a function")
-    with as_flags():
-        other = its.model_config()
-    check_techniques(its, other, world)
-    if other.vocab_size != model.vocab_size:
-        rule = f"knows {other.vocab_size} tokens, and the model of --load {model.vocab_size}"
-        refuse(config, "reward", f"{rule}; one that was trained from the same base would fit")
-    if other.seq_length < model.seq_length:
-        rule = f"reads {other.seq_length} tokens, and --seq-length is {model.seq_length}"
-        refuse(config, "reward", f"{rule}; --seq-length {other.seq_length} would fit")
-
-
-def check_device(config: Config) -> None:
+def check_device(config: RunConfig) -> None:
     """What this machine and its packages can do. Raises ConfigError."""
     if config.fp8 != "off" and config.precision == "fp16":
         raise ConfigError(

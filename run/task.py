@@ -2,15 +2,15 @@
 
     trainer = Trainer(config, device, groups, task)
 
-`Task` is pretraining. It says what the data is, what the loss is and what it is a mean of, what is
-reported, evaluated and saved. Other kinds of training change some of its functions (tuning/,
-prompts/), and each goes with either answer to a second question, which parameters learn:
+A task says what the data is, what the loss is and what it is a mean of, what is reported, evaluated
+and saved. Of `Task`, every token of the data counts. Each kind of training changes some of its
+functions (pretraining.py, and the wings tuning/ and prompts/), and goes with either answer to a
+second question, which parameters learn:
 
     WholeModel      all of them
     FrozenBase      a few new ones beside a frozen model: adapters, prompts (tuning/frozen_base.py)
 """
 
-import importlib
 from pathlib import Path
 
 from torch import Tensor
@@ -47,6 +47,11 @@ class WholeModel(PartOfTrainer):
 
     # FLOPs of a step over those of training every parameter
     share_of_flops = 1.0
+
+    @property
+    def dropout(self) -> bool:
+        """Whether a forward needs a key for dropout."""
+        return self.model_config.dropout > 0
 
     def before_techniques(self, stage) -> None:
         """Change a stage of the model before any technique does."""
@@ -86,10 +91,12 @@ class WholeModel(PartOfTrainer):
 
 
 class Task(PartOfTrainer):
-    """Pretraining: text, of which every token counts."""
+    """Every token of the data counts."""
 
     # whether anything learns: else the model only runs forward
     trains = True
+    # whether routers are balanced; where they are not, they use their raw logits
+    balances_experts = True
     # in --out: what is there when a run is done
     last_file = "sample.txt"
     # in metrics.jsonl: what `evaluate` gives
@@ -100,8 +107,9 @@ class Task(PartOfTrainer):
         self.learned = learned or WholeModel()
 
     def open_data(self, config, world, tokenizer):
-        """(training set, held-out set), before there is a trainer. Raises DataError."""
-        return opening.open_data(config, world, tokenizer)
+        """(training set, held-out set), before there is a trainer. Raises InputError or
+        DataError."""
+        raise NotImplementedError
 
     def join(self, trainer) -> None:
         """Before the model is built."""
@@ -169,6 +177,10 @@ class Task(PartOfTrainer):
     def share_of_flops(self) -> float:
         return self.learned.share_of_flops
 
+    @property
+    def dropout(self) -> bool:
+        return self.learned.dropout
+
     def flops_per_token(self, s: int) -> float:
         """Of a step on rows of s tokens."""
         return flops_per_token(self.model_config, s) * self.share_of_flops
@@ -198,20 +210,13 @@ class Task(PartOfTrainer):
 
     def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
         """(what the sample at the end of training continues, ids at which it ends)"""
-        if self.config.sample_prompt is None:
-            return opening.first_ids(held_out), tokenizer.stop_ids
-        return opening.sample_ids(self.config, tokenizer), tokenizer.stop_ids
+        return opening.first_ids(held_out), tokenizer.stop_ids
+
+    def data_name(self, corpus: str) -> str:
+        """What was learned from, for a title. corpus: the hash of the data."""
+        paths = self.config.data
+        return f"{Path(paths[0]).name}{', ..' if len(paths) > 1 else ''} ({corpus})"
 
     def finish(self, run) -> bool:
         """After the last step. Returns whether this was all: no sample, no title of its own."""
         return False
-
-
-def task_of(config) -> Task:
-    """The task that a configuration asks for. Fine-tuning is loaded where it is asked for, and only
-    there. config: run.config.Config."""
-    others = (config.sft, config.preference, config.rl, config.prompt_config, config.peft)
-    if not any(others):
-        return Task()
-    # by its name: run/ imports no wing, and wings import run/
-    return importlib.import_module("tuning.tasks").task_of(config)

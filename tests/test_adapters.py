@@ -24,9 +24,9 @@ from huggingface import export_folder
 from proof import ranks
 from proof.parity import Run
 from run import rules
-from run.config import Config, ConfigError
+from run.config import ConfigError
 from run.metrics import read_metrics
-from run.task import task_of
+from run.pretraining import Config
 from tuning.adapter_config import METHODS, TARGETS, AdapterConfig, num_parameters
 
 
@@ -215,7 +215,7 @@ def test_random_layouts(seed):
 
 def trainer_of(base: dict = SMALL, **flags):
     config = Config(**base | flags)
-    return train.Trainer(config, torch.device("cpu"), Groups(), task_of(config))
+    return train.Trainer(config, torch.device("cpu"), Groups(), config.task())
 
 
 # the sizes of SMALL and LLAMA: L 2, h 32, r 8, k 32; ffn 128 and 56, key and value 32 and 16

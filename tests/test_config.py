@@ -12,8 +12,9 @@ from base import devices
 from inference.cli import check_layout
 from routers import MoEConfig
 from run import config, room, rules
-from run.config import Config, ConfigError
+from run.config import ConfigError
 from run.flags import parse
+from run.pretraining import Config
 
 
 def test_flags_over_toml_over_the_run_over_defaults(tmp_path, monkeypatch):

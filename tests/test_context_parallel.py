@@ -23,7 +23,8 @@ from lessons import demo
 from model_config import GPTConfig
 from proof import parity, ranks
 from run import rules
-from run.config import Config, ConfigError
+from run.config import ConfigError
+from run.pretraining import Config
 from sft import Conversations
 from train import Trainer
 from tuning.packing import Example

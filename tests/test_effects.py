@@ -15,8 +15,9 @@ import small_run
 
 import checkpoint
 import train
-from run.config import Config, ConfigError, flag_name
+from run.config import ConfigError, flag_name
 from run.effects import NEEDS, NEEDS_RANKS
+from run.pretraining import Config
 from run.rules import validate
 
 TIMES = {

@@ -25,8 +25,8 @@ from page import explorer
 from planning import as_rank
 from routers import MoEConfig
 from run import refusal, room
-from run.config import Config
 from run.presets import PRESETS
+from run.pretraining import Config
 from train import Trainer
 
 ROOT = Path(__file__).parent.parent

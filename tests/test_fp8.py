@@ -25,9 +25,9 @@ from proof import ranks
 from recompute import saved_bytes
 from routers import MoEConfig
 from run import rules
-from run.config import Config, ConfigError
+from run.config import ConfigError
 from run.metrics import read_metrics
-from run.task import task_of
+from run.pretraining import Config
 
 
 def again(*values):
@@ -146,7 +146,7 @@ def test_random_layouts_of_frozen_models(seed):
 
 def trainer_of(base: dict = SMALL, **flags):
     config = Config(**base | flags)
-    return trainer.Trainer(config, torch.device("cpu"), Groups(), task_of(config))
+    return trainer.Trainer(config, torch.device("cpu"), Groups(), config.task())
 
 
 DATA = Synthetic(16, 61)

@@ -21,7 +21,8 @@ from planning.layouts import layouts
 from proof import ranks
 from routers import MoEConfig
 from run import flags
-from run.config import Config, ConfigError
+from run.config import ConfigError
+from run.pretraining import Config
 
 SIZES = measure.Sizes(matrix=32, added=2**12, few=16, message=2**12, repeats=3)
 MINE = Machine("mine", 50e12, 8e9, 1e12, 1e11, 1e10, 4, Constants(1, 1, 1, 1, 1e-3))

@@ -24,7 +24,8 @@ from model_config import flops_per_token
 from proof import ranks
 from routers import MoEConfig
 from run import rules
-from run.config import Config, ConfigError
+from run.config import ConfigError
+from run.pretraining import Config
 from sharding import shard_of, sharding_of
 from train import Trainer
 

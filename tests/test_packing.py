@@ -21,7 +21,8 @@ from lessons import packing as lesson
 from model_config import GPTConfig
 from proof import ranks, synthetic
 from run import rules
-from run.config import Config, ConfigError
+from run.config import ConfigError
+from run.pretraining import Config
 from train import Trainer
 from tuning.packing import Example, Packed, first_fit
 

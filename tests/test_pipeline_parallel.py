@@ -16,7 +16,7 @@ from model_config import GPTConfig
 from pipeline_parallel import layers_of_stages
 from pipelines import zero_bubble
 from proof import ranks
-from run.config import Config
+from run.pretraining import Config
 from sharding import sharding_of
 from train import Trainer
 

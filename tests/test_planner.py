@@ -27,8 +27,8 @@ from planning.layouts import layouts
 from planning.rows import Row
 from routers import MoEConfig
 from run import flags, rules
-from run.config import Config
 from run.presets import PRESETS
+from run.pretraining import Config
 
 ROWS = published.read(published.PUBLISHED)
 FITTED, HELD_OUT = errors.split(ROWS)

@@ -20,7 +20,8 @@ import train as trainer
 import verify
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
-from run.config import Config, ConfigError
+from run.config import ConfigError
+from run.pretraining import Config
 from run.rules import validate
 from sft import Chat
 from tuning import preference_data

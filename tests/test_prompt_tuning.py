@@ -24,7 +24,6 @@ from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
 from prompts import commands, prompt_data, prompt_file
 from prompts.prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template
-from run.task import task_of
 from sharding import num_parameters
 
 # of the byte tokenizer
@@ -509,7 +508,7 @@ def test_only_prompts_have_gradients_and_state(settings):
     """Nothing is kept for what is frozen: 2 tables [5, 32], a gradient and two moments each, in
     float64."""
     run_config = train.Config(**parity.SMALL | dict(prompt_config=settings["table"], dropout=0.0))
-    trainer = train.Trainer(run_config, torch.device("cpu"), train.Groups(), task_of(run_config))
+    trainer = train.Trainer(run_config, torch.device("cpu"), train.Groups(), run_config.task())
     trainer.forward_backward(1, parity.Prompted(16, 61, trainer.task.learned.prompts))
     parameters = dict(trainer.stages[0].named_parameters())
     learned = {name for name, p in parameters.items() if p.requires_grad}

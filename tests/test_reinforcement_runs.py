@@ -16,7 +16,8 @@ import checkpoint
 import generate
 import train as trainer
 from inference import cli
-from run.config import Config, ConfigError
+from run.config import ConfigError
+from run.pretraining import Config
 from run.rules import validate
 from sharding import Sharding, set_sharding
 from tuning.reinforcement_learning import ReinforcementTask

@@ -14,7 +14,6 @@ from base.world import Groups
 from inference.loading import build_stages, materialise
 from lessons import resharding as lesson
 from proof import ranks
-from run.task import task_of
 from sharding import Shard, Sharding, local_slice, set_sharding, shard_of, sharding_of, unpad
 from tuning import resharding
 from tuning.adapter_learning import adapter_config
@@ -61,7 +60,7 @@ def make_trainer(base: dict, world: int = 1, **flags):
     groups = Groups()
     if world > 1:
         groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
-    return trainer.Trainer(config, torch.device("cpu"), groups, task_of(config))
+    return trainer.Trainer(config, torch.device("cpu"), groups, config.task())
 
 
 @cache

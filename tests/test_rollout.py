@@ -15,7 +15,7 @@ import sequence_parallel
 import train
 from base.world import Groups
 from proof import parity, ranks
-from run.task import Task, task_of
+from run.task import Task
 from tuning import rollout
 from tuning.rollout import Answer, Rows
 
@@ -64,7 +64,7 @@ def make_trainer(world: int, flags: dict) -> Watched:
     groups = Groups()
     if world > 1:
         groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
-    task = Watched(task_of(config).learned)
+    task = Watched(config.task().learned)
     task.seen = {}
     trainer = train.Trainer(config, torch.device("cpu"), groups, task)
     # routers take raw logits

@@ -14,7 +14,7 @@ from model_config import FieldError
 from pipelines.transfers import deadlock, lower
 from planning import memory
 from planning.inputs import SOFTWARE, Layout
-from run.config import Config
+from run.pretraining import Config
 from schedules import (
     NAMES,
     Action,

@@ -12,7 +12,7 @@ from lessons import demo
 from model_config import GPTConfig
 from planning.counters import LiveTensors
 from proof import parity, ranks
-from run.config import Config
+from run.pretraining import Config
 
 B = 2
 S = 8

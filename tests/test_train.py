@@ -28,9 +28,10 @@ import train
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
 from run import metrics, rules, training_run
-from run.config import Config, ConfigError
+from run.config import ConfigError
 from run.flags import parse
 from run.metrics import Metrics
+from run.pretraining import Config
 from run.saving import RunCheckpoints
 from run.task import Task
 

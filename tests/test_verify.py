@@ -13,8 +13,9 @@ from proof import mutations, ranks
 from proof.parity import Result, first_difference, train_each
 from proof.shrink import one_device, shrink, shrink_split
 from run import rules
-from run.config import Config, ConfigError
+from run.config import ConfigError
 from run.presets import PRESETS
+from run.pretraining import Config
 
 
 def again(*values):

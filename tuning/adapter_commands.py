@@ -1,5 +1,6 @@
-r"""The commands of adapters.py: merge an adapter into its base, unmerge it; folders of peft.
+r"""The commands of adapters.py: train an adapter, merge it into its base, unmerge; folders of peft.
 
+    python adapters.py train --load BASE --data FILE --peft lora --out ADAPTER
     python adapters.py merge BASE ADAPTER OUT           W + α/r B A, in the base's own shape
     python adapters.py unmerge MERGED ADAPTER OUT       the base, bit for bit, or nothing
     python adapters.py export ADAPTER HF_DIR --base BASE
@@ -36,7 +37,7 @@ from checkpoint import CheckpointError
 from checkpoints.tokenizer_files import tokenizer_record, verify_tokenizer
 from exchange.architectures import empty_model
 from huggingface import HuggingFaceError
-from tuning import peft_folder
+from tuning import adapter_training, peft_folder
 from tuning.adapter_config import AdapterConfig
 from tuning.adapter_files import (
     Fingerprint,
@@ -256,13 +257,14 @@ def make_parser() -> argparse.ArgumentParser:
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("train", help="an adapter that learns from text; train --help lists flags")
     model = "a checkpoint, or the folder of a run"
 
     add = commands.add_parser(
         "merge", help="a model with the adapter in its weights (LoRA: W + α/r B A)"
     )
     add.add_argument("base", metavar="BASE", help=f"the model of --load: {model}")
-    add.add_argument("adapter", metavar="ADAPTER", help=f"of train.py --peft: {model}")
+    add.add_argument("adapter", metavar="ADAPTER", help=f"what a run with --peft wrote: {model}")
     add.add_argument("out", metavar="OUT", help="a new folder")
 
     add = commands.add_parser(
@@ -279,7 +281,7 @@ def make_parser() -> argparse.ArgumentParser:
     add.add_argument("--base", required=True, help=base)
 
     add = commands.add_parser("export", help="a folder for PeftModel.from_pretrained")
-    add.add_argument("adapter", metavar="ADAPTER", help=f"of train.py --peft: {model}")
+    add.add_argument("adapter", metavar="ADAPTER", help=f"what a run with --peft wrote: {model}")
     add.add_argument("hf_dir", metavar="HF_DIR", help="a new folder")
     add.add_argument("--base", required=True, help=base)
     return parser
@@ -299,6 +301,8 @@ def run(args: argparse.Namespace) -> str:
 def main(argv: list[str]) -> int:
     """Exit status: 0, or 2 with one message."""
     terminal.prepare()
+    if argv[:1] == ["train"]:
+        return adapter_training.main(argv[1:])
     args = make_parser().parse_args(argv)
     try:
         print(run(args))

@@ -1,6 +1,6 @@
 """An adapter's files, opened and checked; and an adapter merged into the weights of its base.
 
-    runs/lora/checkpoints/step-000100/       a run of train.py --peft, its newest checkpoint
+    runs/lora/checkpoints/step-000100/       a run with --peft, its newest checkpoint
         index.json     "adapter": its AdapterConfig; "base": the fingerprint of its base
         shard-..       blocks.0.attention.query.lora.a, ..: the adapter alone
 
@@ -69,7 +69,7 @@ class Adapter:
 
 
 def open_adapter(path: str | Path) -> Adapter:
-    """The adapter in a run of train.py --peft, or in a checkpoint; its values are not read. Raises
+    """The adapter in a run with --peft, or in a checkpoint; its values are not read. Raises
     CheckpointError for what is none, or does not hold what its description says."""
     path = checkpoint.find(path)
     if (path / "adapter_config.json").is_file() and not (path / "index.json").is_file():
@@ -83,7 +83,7 @@ def open_adapter(path: str | Path) -> Adapter:
         if "model.embedding.tokens.weight" in index["tensors"]:
             held = "a whole model"
         raise CheckpointError(
-            f"{path} holds {held}, not an adapter; name the --out of a run of train.py --peft"
+            f"{path} holds {held}, not an adapter; name the --out of a run with --peft"
         )
     try:
         config = json_files.convert(index["adapter"], AdapterConfig, f"{path}/index.json: adapter")
@@ -204,7 +204,7 @@ class MergedModel:
         config, self.index = checkpoint.read_model(self.base)
         check_base(self.adapter, self.base, config)
         self.values = self.adapter.values()
-        # of an adapter that was trained with --sft
+        # of an adapter that was trained on conversations
         self.chat_template = beside(self.adapter.path, CHAT_TEMPLATE)
 
     def read_both(self, name: str) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""A run of train.py that learns LoRA, bottleneck adapters or IA3 for a frozen model.
+"""A run that learns LoRA, bottleneck adapters or IA3 for a frozen model.
 
-    python train.py --load runs/base --peft lora --lora-rank 8 --out runs/lora
+    python adapters.py train --load runs/base --data FILE --peft lora --out runs/lora
 
 It changes these functions of tuning/frozen_base.py:
 
@@ -22,7 +22,8 @@ from tuning.frozen_base import FrozenBase
 
 
 def adapter_config(config) -> AdapterConfig:
-    """What --peft and its flags ask for. config: of the run, run.config.Config."""
+    """What --peft and its flags ask for. config: of the run, a PeftConfig
+    (adapter_training.py)."""
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(AdapterConfig)}
     return AdapterConfig(**given | {"peft_targets": tuple(config.peft_targets)})
 
@@ -33,6 +34,10 @@ class Adapters(FrozenBase):
     def after_model_parallel(self, stage) -> None:
         settings = adapter_config(self.config)
         adapters.apply(stage, settings, self.groups.tp, self.config.sequence_parallel)
+
+    @property
+    def dropout(self) -> bool:
+        return super().dropout or self.config.lora_dropout > 0
 
     def is_of_base(self, name: str) -> bool:
         return not adapters.is_adapter(name)

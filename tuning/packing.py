@@ -21,7 +21,7 @@ it has when its example is alone in a row (Krell et al. 2021, arXiv 2107.02027).
 is the mean over its counted tokens, so an example has the same weight in any row of the batch.
 
     python -m tuning.packing  fill; one example changed; gradients beside those of one example a row
-    python train.py --load CKPT --sft chats.jsonl --pack --out runs/chat
+    python sft.py --load CKPT --data chats.jsonl --pack --out runs/chat
 
 First-fit chooses the rows: examples are shuffled, and each goes into the first row that has room.
 The result depends on (seed, epoch) alone, and every epoch packs anew. Sorting by length first

@@ -2,7 +2,7 @@ r"""Folders of the library `peft` in and out: LoRA and IA3, of every class of ar
 
     adapter_config.json          which method, rank, scale, and which modules
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ..
-    chat_template.jinja          the chat template of a run with --sft
+    chat_template.jinja          the chat template of a run on conversations
 
     ours                          theirs (LoRA)                     theirs (IA3)
     ..lora.a     [r, in]          ..lora_A.weight  [r, in]
@@ -244,7 +244,7 @@ def number(x: float) -> int | float:
 
 def import_adapter(hf_dir: str, base: str, out: str) -> str:
     """Write the adapter in a folder of peft as a checkpoint at `out`, which holds it as a run of
-    train.py --peft would. Returns a summary. Raises CheckpointError or HuggingFaceError."""
+    --peft would. Returns a summary. Raises CheckpointError or HuggingFaceError."""
     hf_dir = Path(hf_dir)
     told = read_config(hf_dir)
     tensors, metadata = read_tensors(hf_dir)

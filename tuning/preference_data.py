@@ -1,11 +1,11 @@
-"""Files of pairs, as a run of train.py reads them (--pairs).
+"""Files of pairs, as preference.py reads them (--data).
 
     {"prompt": "..", "chosen": "..", "rejected": ".."}
     {"prompt": [messages], "chosen": [messages], "rejected": [messages]}
     {"chosen": [messages], "rejected": [messages]}          each with the prompt, as on Hugging Face
 
 A message is {"role": "user", "content": ".."}. The two conversations of a pair are equal but for
-their last message, the assistant's answer. They become text by a chat template, as in --sft.
+their last message, the assistant's answer. They become text by a chat template, as in sft.py.
 
 Sample 2k is the chosen answer of a pair and 2k + 1 the rejected one: two rows of a batch, that have
 the prompt and the answer with the token that ends it. Every epoch permutes the pairs.
@@ -230,19 +230,19 @@ class Pairs(Dataset):
 
 
 def open_data(config, world, tokenizer) -> tuple[Pairs, Pairs]:
-    """(training set, held-out set) of --pairs. Raises ChatError or CheckpointError."""
+    """(training set, held-out set) of --data. Raises ChatError or CheckpointError."""
     chat = open_chat(config, tokenizer)
     shards = config.length_multiple
     limit = config.model_config().seq_length // shards * shards
-    pairs, summary = read_pairs(config.pairs, "--pairs", chat, limit, config.skip_bad_examples)
-    if config.pairs_val:
-        reading = ("--pairs-val", chat, limit, config.skip_bad_examples)
-        held_out, val_summary = read_pairs(config.pairs_val, *reading)
-        summary += f"; --pairs-val: {val_summary}"
+    pairs, summary = read_pairs(config.data, "--data", chat, limit, config.skip_bad_examples)
+    if config.val_data:
+        reading = ("--val-data", chat, limit, config.skip_bad_examples)
+        held_out, val_summary = read_pairs(config.val_data, *reading)
+        summary += f"; --val-data: {val_summary}"
     else:
-        pairs, held_out = hold_out(pairs, "--pairs", config.pairs, "pair")
+        pairs, held_out = hold_out(pairs, config.data, "pair")
         summary += f"; {len(held_out):,} of them held out"
-    world.say(f"--pairs: {summary}; {chat.template.where}")
-    last_token = config.preference == "reward"
+    world.say(f"--data: {summary}; {chat.template.where}")
+    last_token = config.method == "reward"
     train_set = Pairs(pairs, config.seed, shards, last_token)
     return train_set, Pairs(held_out, None, shards, last_token)

@@ -1,7 +1,7 @@
-"""Runs of train.py that learn from pairs of answers: a reward model, or DPO (preference.py).
+"""Runs that learn from pairs of answers: a reward model, or DPO (preference.py).
 
-    python train.py --preference reward --load CKPT --pairs FILE.jsonl --out runs/reward
-    python train.py --preference dpo    --load CKPT --pairs FILE.jsonl --out runs/dpo
+    python preference.py --method reward --load CKPT --data FILE.jsonl --out runs/reward
+    python preference.py --method dpo    --load CKPT --data FILE.jsonl --out runs/dpo
 
 They change these functions of run/task.py, on every layout the same:
 
@@ -43,6 +43,8 @@ BLOCK = 512
 
 class PreferenceTask(ConversationTask):
     """What both kinds of run share."""
+
+    balances_experts = False
 
     def open_data(self, config, world, tokenizer):
         return preference_data.open_data(config, world, tokenizer)
@@ -214,8 +216,8 @@ class DPOTask(PreferenceTask):
             ) from None
         if key != self.key(sets):
             raise CheckpointError(
-                f"{path}: is of another base, or of other pairs than --pairs"
-                f" {' '.join(self.config.pairs)} are now. Give the same files, or start again with"
+                f"{path}: is of another base, or of other pairs than --data"
+                f" {' '.join(self.config.data)} are now. Give the same files, or start again with"
                 " another --out"
             )
         return found

@@ -1,4 +1,4 @@
-"""The prompts of a run of reinforcement learning (--prompts), which the model answers.
+"""The prompts of a run of reinforcement learning (--data), which the model answers.
 
     {"prompt": "2 + 3 = ", ..}                                  text of the user
     {"messages": [{"role": "user", "content": ".."}], ..}       a conversation that ends with one
@@ -95,25 +95,25 @@ class Prompts:
 
 
 def read_questions(config, chat: Chat, limit: int) -> tuple[list[Question], str]:
-    """(the questions of --prompts in the order of a hash, a summary). limit: of tokens. Raises
+    """(the questions of --data in the order of a hash, a summary). limit: of tokens. Raises
     ChatError, naming file and line."""
     questions = []
     skipped = Counter()
-    for path in config.prompts:
+    for path in config.data:
         try:
             for number, record in json_files.read_lines(path):
                 try:
                     questions.append(question_of(record, chat, limit))
                 except ChatError as e:
-                    where = f"--prompts {path}, line {number}"
+                    where = f"--data {path}, line {number}"
                     if not config.skip_bad_examples or not e.reason:
                         raise ChatError(f"{where}: {e}") from None
                     skipped[e.reason] += 1
         except json_files.JSONError as e:
-            raise ChatError(f"--prompts {e}") from None
+            raise ChatError(f"--data {e}") from None
     if len(questions) < 2:
         raise ChatError(
-            f"--prompts {' '.join(config.prompts)}: {len(questions)} prompts that can be used; at"
+            f"--data {' '.join(config.data)}: {len(questions)} prompts that can be used; at"
             " least two are needed, because one is held out"
         )
     summary = f"{len(questions):,} prompts"
@@ -158,13 +158,13 @@ def hash_of(question: Question) -> str:
 
 
 def open_prompts(config, world, tokenizer, function) -> tuple[Prompts, Prompts]:
-    """(training set, held-out set) of --prompts. Raises ChatError or CheckpointError."""
+    """(training set, held-out set) of --data. Raises ChatError or CheckpointError."""
     chat = open_chat(config, tokenizer)
     limit = config.model_config().seq_length - config.answer_tokens
     questions, summary = read_questions(config, chat, limit)
     if function:
         check(function, questions[0].text, questions[0].record)
     n = max(1, len(questions) // HELD_OUT)
-    world.say(f"--prompts: {summary}; {n:,} of them held out; {chat.template.where}")
+    world.say(f"--data: {summary}; {n:,} of them held out; {chat.template.where}")
     train_set = Prompts(questions[:-n], config.answers_per_prompt, config.seed, chat, function)
     return train_set, Prompts(questions[-n:], 1, None, chat, function)

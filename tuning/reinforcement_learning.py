@@ -1,7 +1,6 @@
-"""Reinforcement learning as a run of train.py (--rl): the model writes answers, and learns from
-their rewards.
+"""Reinforcement learning as a run: the model writes answers, and learns from their rewards.
 
-    python train.py --load runs/chat --rl grpo --prompts p.jsonl --reward check.py:correct --out R
+    python reinforcement.py --load runs/chat --data p.jsonl --reward check.py:correct --out R
 
 The model that learns is called the policy. One step, in `begin_step`:
 
@@ -9,7 +8,7 @@ The model that learns is called the policy. One step, in `begin_step`:
                a reward, from a function or a reward model                rewards.py
     targets    log-probabilities of the reference, and with ppo values    companions.py
                of the critic; from these and the rewards, advantages      reinforcement.py
-    update     --rl-epochs times, from the same answers: forward,         train.py
+    update     --epochs times, from the same answers: forward,         train.py
                backward, a step of the optimizer
 
 The loop of train.py stays as it is: it takes the last of these optimizer steps, as in any run. The
@@ -45,7 +44,7 @@ from tuning.writer import Writer
 
 
 def open_data(config, world, tokenizer):
-    """(training set, held-out set) of --prompts. Raises ChatError, RewardError or
+    """(training set, held-out set) of --data. Raises ChatError, RewardError or
     CheckpointError."""
     function = open_function(config.reward) if is_function(config.reward) else None
     return open_prompts(config, world, tokenizer, function)
@@ -55,6 +54,7 @@ class ReinforcementTask(Learner, ConversationTask):
     """The policy's task."""
 
     eval_field = "eval_reward"
+    balances_experts = False
     last_file = "rl.png"
 
     def open_data(self, config, world, tokenizer):
@@ -67,7 +67,7 @@ class ReinforcementTask(Learner, ConversationTask):
             self.reference = companion(policy, Reference(), config)
         if config.reward and not is_function(config.reward):
             self.reward_model = companion(policy, RewardModel(), config.of_values(config.reward))
-        if config.rl == "ppo":
+        if config.method == "ppo":
             start = config.reward if self.reward_model else config.load
             lr = config.peak_lr if config.critic_lr is None else config.critic_lr
             self.critic = companion(policy, Critic(), replace(config.of_values(start), lr=lr))
@@ -136,12 +136,12 @@ class ReinforcementTask(Learner, ConversationTask):
         self.written = time.perf_counter()
         self.step_metrics["rollout_seconds"] = self.written - begin
         self.token_sums.zero_()
-        for epoch in range(1, self.config.rl_epochs + 1):
+        for epoch in range(1, self.config.epochs + 1):
             if self.critic:
                 critic = self.critic.trainer
                 self.token_sums[2] += critic.forward_backward(step, self.rows)
                 critic.update(step)
-            if epoch < self.config.rl_epochs:
+            if epoch < self.config.epochs:
                 self.trainer.accumulate(step, self.rows)
                 self.trainer.update(step)
         return self.rows
@@ -208,7 +208,7 @@ class ReinforcementTask(Learner, ConversationTask):
         else:
             advantages = reinforcement.group_advantages(rewards, self.config.answers_per_prompt)
             columns["advantages"] = advantages.unsqueeze(1) * mask
-        per_answer = self.config.rl == "grpo"
+        per_answer = self.config.method == "grpo"
         columns["weights"] = reinforcement.token_weights(mask, per_answer)
         count = len(answers) if per_answer else int(mask.sum())
         for name, matrix in columns.items():
@@ -245,7 +245,7 @@ class ReinforcementTask(Learner, ConversationTask):
         """y: [b, s], - log π of each target, by the policy as it is now."""
         clip = self.config.clip_range
         # ppo has the KL in its rewards
-        beta = self.config.kl_weight if self.config.rl == "grpo" else 0.0
+        beta = self.config.kl_weight if self.config.method == "grpo" else 0.0
         targets = self.targets.at(batch.samples.cpu(), y.device)
         if not self.groups.tp or self.groups.tp.rank() == 0:
             now = -y.detach()
@@ -269,14 +269,14 @@ class ReinforcementTask(Learner, ConversationTask):
         for group in (self.groups.dp, self.groups.pp):
             if group:
                 dist.all_reduce(sums, group=group)
-        tokens = self.rows.counted_tokens(self.samples(0)) * self.config.rl_epochs
+        tokens = self.rows.counted_tokens(self.samples(0)) * self.config.epochs
         self.step_metrics["training_seconds"] = time.perf_counter() - self.written
         numbers = self.step_metrics | {
             "clip_share": sums[0] / tokens,
             "policy_change": sums[1] / tokens,
         }
         if self.critic:
-            numbers["value_loss"] = sums[2] / self.config.rl_epochs
+            numbers["value_loss"] = sums[2] / self.config.epochs
         return {n: torch.as_tensor(x, dtype=torch.float64) for n, x in numbers.items()}
 
     # -- evaluation and the end --------------------------------------------------------------------
@@ -286,7 +286,7 @@ class ReinforcementTask(Learner, ConversationTask):
         """Over those of training once on these tokens. A forward pass is a third of it: for
         writing, for the reference, the reward model, the critic."""
         forward = 2 + (self.reward_model is not None) + (self.critic is not None)
-        return forward / 3 + self.config.rl_epochs * (2 if self.critic else 1)
+        return forward / 3 + self.config.epochs * (2 if self.critic else 1)
 
     def evaluate(self, dataset, sequences: int) -> float:
         """The mean reward of answers to the first held-out prompts. Their step is 0, so the random

@@ -4,13 +4,13 @@
         return -len(answer)
 
 prompt is the user's last message; answer the text, without the token that ends it; record the whole
-line of --prompts, so a line may carry what an answer is checked against. The same answer must get
+line of --data, so a line may carry what an answer is checked against. The same answer must get
 the same number: a run that is resumed computes the rewards of a step again. What the function
 prints goes to standard error.
 
 Before a model is loaded, the function is tried on a made-up answer (`check`).
 
-If --reward has no ".py:" in it, it names a run of `--preference reward` (preference.py).
+If --reward has no ".py:" in it, it names a run of `preference.py --method reward`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Files of conversations, as a run of train.py reads them (--sft).
+"""Files of conversations, as sft.py reads them (--data).
 
     {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", "content": ".."}]}
     {"prompt": "..", "completion": ".."}            a question and its answer
@@ -30,7 +30,7 @@ from tuning.packing import Example, Packed
 # --- lines ----------------------------------------------------------------------------------------
 
 
-def read_conversations(path: str, flag: str = "--sft") -> Iterator[tuple[str, list[dict]]]:
+def read_conversations(path: str, flag: str = "--data") -> Iterator[tuple[str, list[dict]]]:
     """(file and line, messages) of each line. Raises ChatError."""
     lines = json_files.read_lines(path)
     while True:
@@ -112,8 +112,9 @@ def hash_of(example: Example) -> str:
 
 
 def open_chat(config, tokenizer) -> Chat:
-    """The chat template of a run, config: run.config.Config. It becomes one of the tokenizer's
-    files, which the run and its checkpoints keep. Raises ChatError or CheckpointError."""
+    """The chat template of a run, config: tuning.sft_command.ChatConfig. It becomes one of the
+    tokenizer's files, which the run and its checkpoints keep. Raises ChatError or
+    CheckpointError."""
     copies = [Path(config.out) / CHAT_TEMPLATE] if config.resume else []
     if config.load:
         copies.append(beside(config.base(), CHAT_TEMPLATE))
@@ -128,41 +129,41 @@ def open_chat(config, tokenizer) -> Chat:
     return Chat(template, chat_tokenizer)
 
 
-def hold_out(examples: list, flag: str, paths: list[str], one: str) -> tuple[list, list]:
+def hold_out(examples: list, paths: list[str], one: str) -> tuple[list, list]:
     """(all but the last twentieth, the last twentieth). one: what an example is called. Raises
     ChatError where there is a single one."""
     n = max(1, len(examples) // HELD_OUT)
     if n == len(examples):
         raise ChatError(
-            f"{flag} {' '.join(paths)}: has one {one}, and one is held out; more, or {flag}-val"
-            " FILE, would do"
+            f"--data {' '.join(paths)}: has one {one}, and one is held out; more, or"
+            " --val-data FILE, would do"
         )
     return examples[:-n], examples[-n:]
 
 
 def open_data(config, world, tokenizer) -> tuple[Conversations, Conversations]:
-    """(training set, held-out set) of --sft. Raises ChatError or CheckpointError."""
+    """(training set, held-out set) of --data. Raises ChatError or CheckpointError."""
     chat = open_chat(config, tokenizer)
     shards = config.length_multiple
     model = config.model_config()
     # the last token of a row is only a target
     limit = model.seq_length // shards * shards + 1
     reading = (chat, config.loss_on, limit, config.skip_bad_examples)
-    examples, summary = read_examples(config.sft, "--sft", *reading)
-    if config.sft_val:
-        held_out, val_summary = read_examples(config.sft_val, "--sft-val", *reading)
-        summary += f"; --sft-val: {val_summary}"
+    examples, summary = read_examples(config.data, "--data", *reading)
+    if config.val_data:
+        held_out, val_summary = read_examples(config.val_data, "--val-data", *reading)
+        summary += f"; --val-data: {val_summary}"
     else:
-        examples, held_out = hold_out(examples, "--sft", config.sft, "conversation")
+        examples, held_out = hold_out(examples, config.data, "conversation")
         summary += f"; {len(held_out):,} of them held out"
-    world.say(f"--sft: {summary}; {chat.template.where}")
+    world.say(f"--data: {summary}; {chat.template.where}")
     try:
         chat.prompt([message("user", "a")])
     except ChatError as e:
         world.say(f"generate.py --chat will not work with this template: {e}")
     if not config.load:
         world.say(
-            "--sft without --load: a new model learns these conversations and nothing else; --load"
+            "without --load: a new model learns these conversations and nothing else; --load"
             " CKPT names a trained one"
         )
     if config.pack:

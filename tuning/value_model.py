@@ -1,5 +1,5 @@
-"""A model that gives a number for each token: what the reward model of --preference reward, and the
-reward model and the critic of --rl have in common. The number is that of preference.ValueHead.
+"""A model that gives a number for each token: what the reward model of preference.py, and the
+reward model and the critic of reinforcement.py have in common: preference.ValueHead.
 """
 
 import checkpoint

@@ -1,0 +1,110 @@
+"""What train.py learns: text, of which every token counts.
+
+Config         the flags of train.py: those of every run, and the text
+Pretraining    the task: the corpus that they name, and how a sample of text begins
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import data
+from corpus.tokenizer import TokenizerError, prompt_ids
+from moe import MoEConfig
+from run.config import ConfigError, RunConfig, flag
+from run.refusal import refuse
+from run.task import Task
+
+
+@dataclass
+class Config(RunConfig):
+    """Every flag of train.py."""
+
+    can_be_asked: ClassVar[bool] = True
+
+    # data
+    data: list[str] = flag(
+        [],
+        "text files, .jsonl files with a text field, gzipped files of both, or folders; or corpora "
+        "with weights, as 0.7:A 0.3:B; the last twentieth is held out; the default is Python's "
+        "library",
+        metavar="PATH",
+    )
+    val_data: list[str] = flag(
+        [],
+        "text to evaluate on, named as with --data; all of --data is then trained on",
+        metavar="PATH",
+    )
+    document_mask: bool = flag(
+        False,
+        "attention stays inside a document of --data, and positions restart in each",
+    )
+    cache: str = flag(
+        "cache",
+        "folder of tokenized text, for other runs on the same text; may be deleted, moved, shared",
+        metavar="DIR",
+    )
+    skip_bad_examples: bool = flag(False, "leave out, and count, files that are not UTF-8")
+    sample_prompt: str | None = flag(
+        None,
+        "text that the sample at the end of training continues, at most the context's last tokens "
+        "of it; empty: a new text; the default is the beginning of the held-out data",
+        metavar="TEXT",
+    )
+
+    def task(self) -> Task:
+        return Pretraining()
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        """A model that is there already goes on with text that somebody has chosen. Raises
+        ConfigError."""
+        if self.load and base_needed and not self.data and not self.resume:
+            rule = "learns from what? --data PATH names text; sft.py learns from conversations"
+            refuse(self, "load", rule)
+
+
+class Pretraining(Task):
+    """Text."""
+
+    def open_data(self, config: Config, world, tokenizer):
+        """The corpus is tokenized first if need be. Raises DataError, and ConfigError for a
+        --sample-prompt that is not text."""
+        if config.sample_prompt is not None:
+            sample_ids(config, tokenizer)
+        s = config.model_config().seq_length
+        share = {
+            "cache": config.cache,
+            "exchange": world.gather,
+            "rank": world.rank,
+            "world": world.size,
+            "workers": world.cores,
+            "skip_bad": config.skip_bad_examples,
+        }
+        parts = data.prepare_corpora(config.data, tokenizer, **share)
+        masked = config.document_mask
+        if not config.val_data:
+            train_set = data.open_corpora(parts, s, config.seed, "train", masked)
+            return train_set, data.open_corpora(parts, s, None, "held-out", masked)
+        val_parts = data.prepare_corpora(config.val_data, tokenizer, "--val-data", **share)
+        train_set = data.open_corpora(parts, s, config.seed, "all", masked)
+        return train_set, data.open_corpora(val_parts, s, None, "all", masked)
+
+    def sample_prompt(self, tokenizer, held_out) -> tuple[list[int], tuple[int, ...]]:
+        if self.config.sample_prompt is None:
+            return super().sample_prompt(tokenizer, held_out)
+        return sample_ids(self.config, tokenizer), tokenizer.stop_ids
+
+    def data_name(self, corpus: str) -> str:
+        if self.config.data:
+            return super().data_name(corpus)
+        return f"Python {sys.version.split()[0]}'s library"
+
+
+def sample_ids(config, tokenizer) -> list[int]:
+    """The ids of --sample-prompt. Raises ConfigError for what is not text."""
+    try:
+        ids = prompt_ids(tokenizer, config.sample_prompt)
+    except (UnicodeEncodeError, TokenizerError) as e:
+        prompt = config.sample_prompt
+        raise ConfigError(f"--sample-prompt {prompt!r}: cannot be encoded ({e})") from None
+    return ids[-config.model_config().seq_length :]

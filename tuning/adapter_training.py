@@ -1,0 +1,126 @@
+"""What kinds of training have that can learn an adapter beside a frozen model (--peft), and the
+command `python adapters.py train`: an adapter that learns from text.
+
+    python adapters.py train --load runs/base --data FILE --peft lora --lora-rank 8 --out runs/lora
+
+sft.py, preference.py, reinforcement.py and prompt_tuning.py take the same flags. `Adapters`
+(adapter_learning.py) says what such a run trains, loads and saves.
+"""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import adapters
+import train
+from routers import MoEConfig
+from run import learning_rates
+from run.config import RunConfig, as_flags, flag
+from run.effects import Need
+from run.pretraining import Config, Pretraining
+from run.refusal import refuse
+from run.task import Task, WholeModel
+from tuning.adapter_learning import Adapters, adapter_config
+
+LORA_FLAGS = ("lora_rank", "lora_alpha", "lora_dropout")
+# QLoRA, arXiv 2305.14314, appendix B.2; arXiv 1902.00751, section 3.1; 2205.05638, section 4.1
+LEARNING_RATES = {"lora": 2e-4, "adapter": 1e-3, "ia3": 3e-3}
+NEEDS = (
+    Need(
+        (*LORA_FLAGS, "adapter_size", "peft_targets"),
+        lambda run: run.config.peft,
+        "needs --peft, which says what is learned",
+    ),
+    Need(LORA_FLAGS, lambda run: run.config.peft == "lora", "is only for --peft lora"),
+    Need(("adapter_size",), lambda run: run.config.peft == "adapter", "is only for --peft adapter"),
+    Need(
+        ("weight_decay",),
+        lambda run: run.config.peft != "ia3",
+        "is of matrices, and ia3 learns vectors; leave it out",
+    ),
+)
+
+
+@dataclass
+class PeftConfig(RunConfig):
+    """The flags of an adapter."""
+
+    needs: ClassVar[tuple] = NEEDS
+
+    # adapters
+    peft: str | None = flag(
+        None,
+        "learn only lora, adapter (bottlenecks) or ia3 parameters for the model of --load, which "
+        "stays frozen (adapters.py)",
+        ("lora", "adapter", "ia3"),
+    )
+    lora_rank: int = flag(8, "r, the rank of LoRA's update")
+    lora_alpha: float = flag(16.0, "LoRA's update is scaled by alpha / rank")
+    lora_dropout: float = flag(0.0, "probability, for the input of LoRA")
+    adapter_size: int = flag(32, "inner size of a bottleneck adapter")
+    peft_targets: list[str] = flag(
+        [],
+        "where: for lora of query key value output gate up down, for ia3 of key value down, for "
+        "adapter of attention mlp; the default is all",
+        metavar="NAME",
+    )
+
+    @property
+    def frozen(self) -> bool:
+        return bool(self.peft)
+
+    @property
+    def unpredicted(self) -> str:
+        return "trains an adapter, and not the whole model" if self.peft else ""
+
+    def learned(self) -> WholeModel:
+        """Which parameters learn."""
+        return Adapters() if self.peft else WholeModel()
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        super().check(model, world, base_needed)
+        if not self.peft:
+            return
+        if base_needed and not self.load:
+            refuse(self, "peft", "for which model? --load CKPT names it")
+        with as_flags():
+            adapters.check(adapter_config(self), model, self.tp)
+
+    def default_lr(self) -> tuple[float, str]:
+        if self.peft:
+            return LEARNING_RATES[self.peft], f"--peft {self.peft}"
+        return super().default_lr()
+
+    def lr_beside_reference(self) -> tuple[float, str]:
+        """The default of --lr where the model is held near the one of --load: a tenth of what
+        other fine-tuning has."""
+        if self.peft:
+            rate, what = PeftConfig.default_lr(self)
+            return rate / 10, f"--method {self.method} {what}"
+        rate, what = learning_rates.of_model(self)
+        return rate / 100, f"--method {self.method} of {what}"
+
+    def common_fields(self) -> dict:
+        """What another run on the same ranks takes over."""
+        return {field.name: getattr(self, field.name) for field in fields(RunConfig)}
+
+
+@dataclass
+class TextPeftConfig(PeftConfig, Config):
+    """Every flag of `adapters.py train`."""
+
+    command: ClassVar[str] = "adapters.py train"
+    can_be_asked: ClassVar[bool] = False
+
+    peft: str | None = flag(
+        "lora",
+        "learn only lora, adapter (bottlenecks) or ia3 parameters for the model of --load, which "
+        "stays frozen",
+        ("lora", "adapter", "ia3"),
+    )
+
+    def task(self) -> Task:
+        return Pretraining(self.learned())
+
+
+def main(argv: list[str]) -> int:
+    return train.main(argv, TextPeftConfig)

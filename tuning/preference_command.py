@@ -1,0 +1,140 @@
+"""The command of preference.py: a reward model, or DPO, from pairs of answers.
+
+python preference.py --method dpo --load CKPT --data pairs.jsonl --out runs/dpo
+python preference.py --method reward --load CKPT --data pairs.jsonl --out runs/reward
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import train
+from routers import MoEConfig
+from run.config import ConfigError, flag
+from run.effects import Need
+from run.refusal import multiples, refuse
+from run.task import Task
+from tuning.adapter_training import PeftConfig
+from tuning.preference_learning import DPOTask, RewardTask
+from tuning.sft_command import ChatConfig
+
+
+@dataclass
+class PreferenceConfig(ChatConfig):
+    """Every flag of preference.py."""
+
+    command: ClassVar[str] = "preference.py"
+    renamed: ClassVar[dict[str, str]] = {
+        "preference": "method",
+        "pairs": "data",
+        "pairs_val": "val_data",
+    }
+    needs: ClassVar[tuple] = (
+        *PeftConfig.needs,
+        Need(
+            ("beta",),
+            lambda run: run.config.method == "dpo",
+            "is of --method dpo; a reward model has none",
+        ),
+        Need(
+            ("head_chunk",),
+            lambda run: run.config.method != "reward",
+            "a reward model has one number for a token, and no logits; leave it out",
+        ),
+    )
+    keeps_dropout: ClassVar[bool] = False
+    # a pair of answers is two rows
+    least_rows: ClassVar[int] = 2
+
+    method: str = flag(
+        "dpo",
+        "reward: a model that says how good an answer is; dpo: the model of --load itself",
+        ("reward", "dpo"),
+    )
+    data: list[str] = flag(
+        [],
+        "JSON lines with prompt, chosen and rejected; a twentieth is held out",
+        metavar="FILE",
+    )
+    val_data: list[str] = flag(
+        [], "pairs to evaluate on; all of --data is then trained on", metavar="FILE"
+    )
+    beta: float | None = flag(
+        None, "weight of the KL divergence from the model of --load; the default is 0.1"
+    )
+
+    @property
+    def value_head(self) -> bool:
+        return self.method == "reward"
+
+    @property
+    def unpredicted(self) -> str:
+        return "learns from pairs of answers"
+
+    @property
+    def kl_weight(self) -> float:
+        """--beta or its default."""
+        return 0.1 if self.beta is None else self.beta
+
+    def task(self) -> Task:
+        return (RewardTask if self.method == "reward" else DPOTask)(self.learned())
+
+    def default_lr(self) -> tuple[float, str]:
+        return super().default_lr() if self.method == "reward" else self.lr_beside_reference()
+
+    def check(self, model: MoEConfig, world: int, base_needed: bool) -> None:
+        if not self.data:
+            raise ConfigError("--data: learns from what? --data FILE names pairs of answers")
+        if not self.load and base_needed:
+            raise ConfigError("--load: starts from which model? --load CKPT names it")
+        if self.cp > 1:
+            refuse(self, "cp", "a loss sums over an answer, of which each rank would have a part")
+        if self.fp8 != "off":
+            rule = (
+                "scales depend on what is computed together, so an answer would have other rewards"
+                " in another batch; --fp8 off would fit"
+            )
+            refuse(self, "fp8", rule)
+        check_method(self)
+        check_rows(self, world // self.tp // self.pp)
+        super().check(model, world, base_needed)
+
+
+def check_method(config: PreferenceConfig) -> None:
+    """What reward models and DPO have each. Raises ConfigError."""
+    if config.method == "reward":
+        if config.peft:
+            rule = (
+                "leaves the head as it is, and a reward model learns a new one; leave it out, or"
+                " --method dpo would fit"
+            )
+            refuse(config, "peft", rule)
+        return
+    if config.beta is not None and not 0 < config.beta <= 1000:
+        refuse(config, "beta", "must be above 0 and at most 1000; the default is 0.1")
+    for name in ("dropout", "lora_dropout"):
+        if getattr(config, name):
+            rule = (
+                "--method dpo has none: the model before training, which it is compared with, is"
+                " computed without; 0 would fit"
+            )
+            refuse(config, name, rule)
+
+
+def check_rows(config: PreferenceConfig, dp: int) -> None:
+    """Each micro-batch has whole pairs. Raises ConfigError."""
+    share = config.global_batch_size // dp
+    if share % 2:
+        rule = (
+            f"leaves {share} rows for each of {dp} data-parallel ranks, and a pair of answers is"
+            f" two rows; {multiples(config.global_batch_size, 2 * dp)}"
+        )
+        refuse(config, "global_batch_size", rule)
+    micro = config.micro_batch(dp)
+    if micro % 2:
+        pairs = [n for n in range(2, share + 1, 2) if share % n == 0]
+        rule = f"a pair of answers is two rows; {', '.join(map(str, pairs[:4]))} would fit"
+        raise ConfigError(f"--micro-batch-size {micro}: {rule}")
+
+
+def main(argv: list[str]) -> int:
+    return train.main(argv, PreferenceConfig)
