@@ -54,8 +54,8 @@ import gpt
 from base import terminal
 from precision.float8 import Quantised, product_dtype
 from prompts.learning import PromptLearningConfig
-from proof import ranks
-from proof.kinds import KINDS, config_of
+from proof import kinds, ranks
+from proof.kinds import config_of
 from proof.parity import Result, Run, first_difference, largest_difference, train
 from proof.shrink import described, one_device, shrink
 from proof.synthetic import Synthetic
@@ -284,20 +284,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def kind_of(argv: list[str]) -> tuple[type[RunConfig], list[str]]:
-    """(the kind of training, its flags) of what stands after --, which may begin with a command:
-    [python] sft.py ..; adapters.py train ..; the default is train.py. Raises ConfigError."""
-    first = next((n for n, word in enumerate(argv) if word.startswith("-")), len(argv))
-    command = " ".join(argv[:first]).removeprefix("python ") or "train.py"
-    if command not in KINDS or KINDS[command] is PromptLearningConfig:
-        fitting = [name for name, kind in KINDS.items() if kind is not PromptLearningConfig]
-        raise ConfigError(f"-- {command}: is none of {', '.join(fitting)}")
-    return KINDS[command], argv[first:]
-
-
 def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
     """The configuration, and its number of ranks. Raises an error of REFUSED, or SystemExit."""
-    kind, argv = kind_of(argv)
+    kind, argv = kinds.split(argv)
+    if kind is PromptLearningConfig:
+        raise ConfigError(f"{kind.command}: verify.py trains whole models, or adapters")
     config = flags.parse(argv, 0, kind)
     # float64 and gloo, whatever the run has
     config.device, config.tensorboard = "cpu", False

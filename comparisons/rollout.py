@@ -39,6 +39,7 @@ import torch.distributed as dist
 import train
 from base.world import Groups, keep_freed_memory
 from proof import ranks
+from proof.kinds import config_of
 from tuning.rollout import write_answers
 
 SHAPE = dict(
@@ -50,7 +51,8 @@ SHAPE = dict(
     vocab_size=257,
     precision="fp32",
     device="cpu",
-    rl="grpo",
+    command="reinforcement.py",
+    method="grpo",
     group_size=4,
     global_batch_size=8,
     micro_batch_size=1,
@@ -124,7 +126,7 @@ class Steps:
     """Steps of one kind, whose seconds are measured."""
 
     def __init__(self, groups: Groups, cached: bool = True, **flags):
-        config = train.Config(**flags)
+        config = config_of(flags)
         self.trainer = train.Trainer(config, torch.device("cpu"), groups, config.task())
         self.dataset = Prompts(config)
         writer = self.trainer.task.writer

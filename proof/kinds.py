@@ -6,7 +6,7 @@ config_of(dict(command="preference.py", method="dpo", data=["-"]))      preferen
 """
 
 from prompts.learning import PromptLearningConfig
-from run.config import RunConfig
+from run.config import ConfigError, RunConfig
 from run.pretraining import Config
 from tuning.adapter_training import TextPeftConfig
 from tuning.preference_command import PreferenceConfig
@@ -29,5 +29,15 @@ KINDS = {
 def config_of(fields: dict) -> RunConfig:
     """fields: of the configuration, and `command`, which may be left out for text."""
     fields = dict(fields)
-    of_text = "adapters.py train" if fields.get("peft") else "train.py"
+    of_text = "adapters.py train" if "peft" in fields else "train.py"
     return KINDS[fields.pop("command", of_text)](**fields)
+
+
+def split(words: list[str]) -> tuple[type[RunConfig], list[str]]:
+    """(kind, flags) of words that may begin with a command: sft.py --data ..; python adapters.py
+    train ..; the default is train.py. Raises ConfigError."""
+    first = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+    command = " ".join(words[:first]).removeprefix("python ") or "train.py"
+    if command not in KINDS:
+        raise ConfigError(f"{command}: is none of {', '.join(KINDS)}")
+    return KINDS[command], words[first:]

@@ -22,12 +22,14 @@ import train
 from base.world import Groups
 from huggingface import export_folder
 from proof import ranks
+from proof.kinds import config_of
 from proof.parity import Run
 from run import rules
-from run.config import ConfigError
+from run.config import ConfigError, RunConfig
 from run.metrics import read_metrics
 from run.pretraining import Config
 from tuning.adapter_config import METHODS, TARGETS, AdapterConfig, num_parameters
+from tuning.adapter_training import TextPeftConfig
 
 
 def again(*values):
@@ -214,7 +216,7 @@ def test_random_layouts(seed):
 
 
 def trainer_of(base: dict = SMALL, **flags):
-    config = Config(**base | flags)
+    config = config_of(base | flags)
     return train.Trainer(config, torch.device("cpu"), Groups(), config.task())
 
 
@@ -310,8 +312,8 @@ def disabled_on_rank(rank: int, world: int, variants: list[dict]) -> list[tuple[
     After an error too? -> of each variant"""
     results = []
     for flags in variants:
-        frozen = outputs(Run(world, train.Config(**flags | dict(peft=None)), trace=True))
-        run = Run(world, train.Config(**flags), trace=True)
+        frozen = outputs(Run(world, config_of(flags | dict(peft=None)), trace=True))
+        run = Run(world, config_of(flags), trace=True)
         # a step that changes each of them
         run.train(1)
         stages = run.trainer.stages
@@ -362,12 +364,16 @@ def base(tmp_path_factory):
     """The folder of a run, and beside it the text that it has read."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "text.txt").write_text("".join(f"x{n * n % 97} = {n};\n" for n in range(800)))
-    assert train.main(flags_of(folder, out=folder / "run")) == 0
+    assert run(flags_of(folder, out=folder / "run")) == 0
     return folder
 
 
 def flags_of(folder: Path, **flags) -> list[str]:
     return small_run.flags(data=folder / "text.txt", **FLAGS | flags)
+
+
+def run(argv: list[str]) -> int:
+    return train.main(argv, TextPeftConfig if "--peft" in argv else Config)
 
 
 def losses(run: Path) -> list[float]:
@@ -378,10 +384,10 @@ def test_a_checkpoint_is_the_adapter_and_loads_under_another_layout(base, tmp_pa
     """Saved at tp 4, continued at tp 1. Four ranks generate at the end of theirs."""
     peft = dict(load=base / "run", peft="lora", precision="fp64")
     one = tmp_path / "one"
-    assert train.main(flags_of(base, out=one, **peft | dict(steps=4))) == 0
+    assert run(flags_of(base, out=one, **peft | dict(steps=4))) == 0
     two = tmp_path / "two"
     flags = flags_of(base, out=two, tp=4, **peft)
-    done = processes.run(["train.py", *flags], world=4)
+    done = processes.run(["adapters.py", "train", *flags], world=4)
     assert done.returncode == 0, done.stderr
     assert (two / "sample.txt").read_text()
     index = checkpoint.read_index(checkpoint.find(two))
@@ -391,7 +397,7 @@ def test_a_checkpoint_is_the_adapter_and_loads_under_another_layout(base, tmp_pa
     # a weight and its two moments
     assert len(index["tensors"]) == 3 * len(names)
     resume = [*flags_of(base, out=two, tp=1, **peft | dict(steps=4)), "--resume"]
-    assert train.main(resume) == 0
+    assert run(resume) == 0
     assert "resuming after step 2" in capsys.readouterr().out
     assert losses(two) == pytest.approx(losses(one), rel=1e-10)
 
@@ -400,32 +406,32 @@ def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(base / "run", model)
     flags = dict(out=tmp_path / "ia3", load=model, peft="ia3")
-    assert train.main(flags_of(base, **flags)) == 0
-    assert train.main([*flags_of(base, out=model, steps=3), "--resume"]) == 0
+    assert run(flags_of(base, **flags)) == 0
+    assert run([*flags_of(base, out=model, steps=3), "--resume"]) == 0
     capsys.readouterr()
-    assert train.main([*flags_of(base, **flags | dict(steps=3)), "--resume"]) == 2
+    assert run([*flags_of(base, **flags | dict(steps=3)), "--resume"]) == 2
     error = capsys.readouterr().err
     assert f"--load {model}: is not the model that the adapter" in error
     shutil.rmtree(model)
-    assert train.main([*flags_of(base, **flags | dict(steps=3)), "--resume"]) == 2
-    assert capsys.readouterr().err == f"train.py: --load {model}: no such folder\n"
+    assert run([*flags_of(base, **flags | dict(steps=3)), "--resume"]) == 2
+    assert capsys.readouterr().err == f"adapters.py train: --load {model}: no such folder\n"
 
 
 def test_a_run_goes_on_with_the_adapter_that_it_began(base, tmp_path, capsys):
     """Of shapes that fit. Learning rate and dropout may change."""
     flags = flags_of(base, out=tmp_path / "lora", load=base / "run", peft="lora", steps=1)
     flags += ["--peft-targets", "query", "key"]
-    assert train.main(flags) == 0
+    assert run(flags) == 0
     capsys.readouterr()
     for changed, words in (
         (["--lora-alpha", "3"], "--lora-alpha 3.0: the adapter in "),
         (["--peft-targets", "query"], "--peft-targets query: the adapter in "),
     ):
-        assert train.main([*flags, *changed, "--resume", "--steps", "2"]) == 2
+        assert run([*flags, *changed, "--resume", "--steps", "2"]) == 2
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1
     same = ["--peft-targets", "key", "query", "--lora-dropout", "0.1"]
-    assert train.main([*flags, *same, "--resume", "--steps", "2"]) == 0
+    assert run([*flags, *same, "--resume", "--steps", "2"]) == 0
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -465,30 +471,21 @@ GIVEN = dict(load="runs/base", peft="lora")
             f"--adapter-size {2**31}: must be at least 1 and below",
         ),
         (dict(peft="lora"), "--peft lora: for which model? --load CKPT names it"),
-        (dict(lora_rank=4), "--lora-rank 4: needs --peft, which says what is learned"),
-        (dict(peft_targets=["key"]), "--peft-targets key: needs --peft"),
+        (
+            dict(command="sft.py", lora_rank=4),
+            "--lora-rank 4: needs --peft, which says what is learned",
+        ),
+        (dict(command="sft.py", peft_targets=["key"]), "--peft-targets key: needs --peft"),
         (
             GIVEN | dict(plan="h100", data=["x"]),
-            "--plan h100: predicts a step that trains the whole model",
+            "--plan h100: predicts steps that train a whole model on text, and this run trains an",
         ),
     ],
 )
 def test_refusals(flags, words, monkeypatch):
     # the shape is that of a preset, not of a checkpoint
-    shape = Config(**flags | dict(load=None, model="gpt2"))
-    monkeypatch.setattr(Config, "model_config", shape.model_config)
+    shape = config_of(flags | dict(load=None, model="gpt2"))
+    monkeypatch.setattr(RunConfig, "model_config", shape.model_config)
     with pytest.raises(ConfigError) as refused:
-        rules.validate(Config(**flags), 4)
+        rules.validate(config_of(flags), 4)
     assert words in str(refused.value)
-
-
-def test_refusals_of_other_modes(base, tmp_path, capsys):
-    """Beside --prompt-config and --as-rank."""
-    (tmp_path / "prompts.json").write_text("{}")
-    given = [*flags_of(base, load=base / "run", peft="lora", out=tmp_path / "run")]
-    for more, words in (
-        (["--prompt-config", str(tmp_path / "prompts.json")], "--prompt-config"),
-        (["--as-rank", "0", "--of", "2"], "leave --load out"),
-    ):
-        assert train.main([*given, *more]) == 2
-        assert words in capsys.readouterr().err

@@ -15,6 +15,9 @@ from run import config, room, rules
 from run.config import ConfigError
 from run.flags import parse
 from run.pretraining import Config
+from tuning.preference_command import PreferenceConfig
+from tuning.reinforcement_command import ReinforcementConfig
+from tuning.sft_command import SFTConfig
 
 
 def test_flags_over_toml_over_the_run_over_defaults(tmp_path, monkeypatch):
@@ -86,7 +89,7 @@ def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
     os.mkfifo("pipe")
     Path("r.py").write_text("def f(prompt, answer, record):\n    return 1")
     Path("sft.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
-    assert train.main([*small_run.flags(steps=1, sft="sft.jsonl", out="base")]) == 0
+    assert train.main([*small_run.flags(steps=1, data="sft.jsonl", out="base")], SFTConfig) == 0
     small = ["--device", "cpu", "--num-layers", "1", "--hidden-size", "32", "--num-heads", "4"]
     for path in ("pipe", "/dev/zero"):
         for argv in (["--config", path], [*small, "--tokenizer", path]):
@@ -95,13 +98,23 @@ def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
         for read in (prompt_data.PromptConfig.read, prompt_file.load):
             with pytest.raises(prompt_data.PromptError, match="not a file"):
                 read(path)
-        for words in (
-            ["--sft", path],
-            ["--preference", "dpo", "--pairs", path],
-            ["--rl", "grpo", "--prompts", path, "--reward", "r.py:f", "--answer-tokens", "4"],
+        for kind, *words in (
+            [SFTConfig],
+            [PreferenceConfig],
+            [ReinforcementConfig, "--reward", "r.py:f", "--answer-tokens", "4"],
         ):
-            argv = [*words, "--load", "base", "--global-batch-size", "8", "--device", "cpu"]
-            assert train.main([*argv, "--out", "out"]) == 2
+            argv = [
+                *words,
+                "--data",
+                path,
+                "--load",
+                "base",
+                "--global-batch-size",
+                "8",
+                "--device",
+                "cpu",
+            ]
+            assert train.main([*argv, "--out", "out"], kind) == 2
             assert f"{path}: cannot be read (a folder, a pipe" in capfd.readouterr().err
     os.mkdir("run")
     os.rename("pipe", "run/config.json")

@@ -22,6 +22,7 @@ from base.world import Groups
 from lessons import demo
 from model_config import GPTConfig
 from proof import parity, ranks
+from proof.kinds import config_of
 from run import rules
 from run.config import ConfigError
 from run.pretraining import Config
@@ -62,7 +63,7 @@ def check(base: dict, world: int, variants: list[dict], **model) -> None:
 
 
 def evaluated(rank: int, world: int, flags: dict) -> float:
-    config = Config(**SMALL | dict(dropout=0.0) | flags)
+    config = config_of(SMALL | dict(dropout=0.0) | flags)
     layout = dict(tp=config.tp, pp=config.pp, cp=config.cp)
     groups = Groups.make("cpu", world, **layout) if world > 1 else Groups()
     # 7 samples: the last micro-batch is filled up
@@ -224,7 +225,7 @@ def test_bytes_are_the_formulas(n, kv):
 
 def kept_of_forward(rank: int, world: int, flags: dict) -> int:
     """Bytes that autograd keeps of one sequence, without parameters."""
-    run = parity.Run(world, Config(**flags))
+    run = parity.Run(world, config_of(flags))
     (stage,) = run.trainer.stages
     batch = run.trainer.own_tokens(run.dataset.batch([0]))
     return recompute.saved_bytes(lambda: stage(batch.tokens, batch.targets), *stage.parameters())
@@ -291,7 +292,7 @@ def test_memory_of_activations_is_a_quarter(base):
             2,
             "--capacity-factor 1.0",
         ),
-        (dict(cp=2, preference="dpo", pairs=["pairs.jsonl"]), 2, "--preference dpo"),
+        (dict(command="preference.py", cp=2, load="x", data=["pairs.jsonl"]), 2, "--cp 2: a loss"),
         (dict(cp=2, global_batch_size=3), 4, "--global-batch-size 3: must be divisible by the 2"),
     ],
     ids=str,
@@ -299,7 +300,7 @@ def test_memory_of_activations_is_a_quarter(base):
 def test_refused(flags, world, words):
     """In one line, before any process group."""
     with pytest.raises(ConfigError) as refused:
-        rules.validate(Config(**flags), world)
+        rules.validate(config_of(flags), world)
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 

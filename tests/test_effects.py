@@ -15,7 +15,8 @@ import small_run
 
 import checkpoint
 import train
-from run.config import ConfigError, flag_name
+from proof import kinds
+from run.config import ConfigError, RunConfig, flag_name
 from run.effects import NEEDS, NEEDS_RANKS
 from run.pretraining import Config
 from run.rules import validate
@@ -33,15 +34,16 @@ VALUES = dict(
     z_loss=0.1, reduce_dtype="bf16", zero_stage=2, cp_kind="all-to-all", schedule="gpipe",
     layer_split=1, head_chunk=4, steps=3, lr=0.1, min_lr=1e-5, warmup_steps=1,
     weight_decay=0.5, grad_clip=1e-6, precision="bf16", fp8="current", fp8_skip=0,
-    fp8_scales="any", fp8_block=64, optimizer_state="bf16", val_data="VAL", document_mask=True,
-    pack=True, tokenizer="TOKENIZER", sft="SFT", sft_val="SFT", chat_template="TEMPLATE",
-    loss_on="all", preference="dpo", pairs="PAIRS", pairs_val="PAIRS", rl="grpo",
-    prompts="OTHERS", reward="REWARD", beta=0.7, answer_tokens=3, group_size=4, rl_epochs=3,
-    clip_range=0.01, gae_lambda=0.1, critic_lr=0.3, save_every=1, peft="lora",
-    lora_rank=2, lora_alpha=3.0, lora_dropout=0.5, adapter_size=4, peft_targets="down",
-    eval_every=1, sample_prompt="xyz", seed=5, log_every=2, profile=True, plan="h100",
-    global_batch_size=4, data="VAL", cache="elsewhere",
+    fp8_scales="any", fp8_block=64, optimizer_state="bf16", val_data="OTHERS", document_mask=True,
+    pack=True, tokenizer="TOKENIZER", chat_template="TEMPLATE", loss_on="all", method="OTHER",
+    reward="REWARD", beta=0.7, answer_tokens=3, group_size=4, epochs=3, clip_range=0.01,
+    gae_lambda=0.1, critic_lr=0.3, save_every=1, peft="lora", lora_rank=2, lora_alpha=3.0,
+    lora_dropout=0.5, adapter_size=4, peft_targets="down", eval_every=1, sample_prompt="xyz",
+    seed=5, log_every=2, profile=True, plan="h100", global_batch_size=4, data="OTHERS",
+    cache="elsewhere",
 )  # fmt: skip
+# a kind of run -> what OTHER stands for
+OTHER = {"reward": "dpo", "dpo": "reward", "grpo": "ppo", "ppo": "grpo"}
 # What a run leaves does not show these: they are about memory, speed, devices, or what breaks.
 UNSEEN = {
     *("attention", "recompute", "recompute_layers", "micro_batch_size", "kernels", "compile"),
@@ -49,36 +51,43 @@ UNSEEN = {
     # layouts need more ranks; each technique's tests have them
     *("tp", "sequence_parallel", "pp", "cp", "virtual_stages", "ep", "rollout_tp", "rollout_pp"),
     # files that the other flags do not have here
-    *("load", "prompt_config", "skip_bad_examples"),
+    *("load", "skip_bad_examples"),
     # of more checkpoints than two steps write
     "keep",
 }
 WORDS = ("step", "--pl")
 KINDS = {
-    "text": "--data TEXT",
-    "experts": "--data TEXT --num-experts 2 --router topk --num-layers 2",
-    "goes on": "--load BASE --data TEXT",
-    "sft": "--load BASE --sft SFT",
-    "lora": "--load BASE --sft SFT --peft lora",
-    "ia3": "--load BASE --data TEXT --peft ia3",
-    "adapter": "--load BASE --data TEXT --peft adapter",
-    "reward": "--load BASE --preference reward --pairs PAIRS",
-    "dpo": "--load BASE --preference dpo --pairs PAIRS",
-    "grpo": "--load BASE --rl grpo --prompts PROMPTS --reward REWARD --answer-tokens 4"
-    " --group-size 2",
-    "ppo": "--load BASE --rl ppo --prompts PROMPTS --reward REWARD --answer-tokens 4",
+    "text": "train.py --data TEXT",
+    "experts": "train.py --data TEXT --num-experts 2 --router topk --num-layers 2",
+    "goes on": "train.py --load BASE --data TEXT",
+    "sft": "sft.py --load BASE --data SFT",
+    "lora": "sft.py --load BASE --data SFT --peft lora",
+    "ia3": "adapters.py train --load BASE --data TEXT --peft ia3",
+    "adapter": "adapters.py train --load BASE --data TEXT --peft adapter",
+    "reward": "preference.py --method reward --load BASE --data PAIRS",
+    "dpo": "preference.py --method dpo --load BASE --data PAIRS",
+    "grpo": "reinforcement.py --method grpo --load BASE --data PROMPTS --reward REWARD"
+    " --answer-tokens 4 --group-size 2",
+    "ppo": "reinforcement.py --method ppo --load BASE --data PROMPTS --reward REWARD"
+    " --answer-tokens 4",
 }
 # flags that a refusal may name in its place
-BESIDE = {
-    **dict.fromkeys(("sft", "preference", "rl"), ("--cache", "--global-batch-size")),
-    "model": ("--expert-every",),
-}
+BESIDE = {"model": ("--expert-every",), "method": ("--beta", "--group-size")}
+
+
+def split(kind: str) -> tuple[type[RunConfig], list[str]]:
+    """(its configuration, its flags)"""
+    words = KINDS[kind].split()
+    first = next(n for n, word in enumerate(words) if word.startswith("-"))
+    return kinds.KINDS[" ".join(words[:first])], words[first:]
+
+
 PAIRS = [
-    (kind, field)
+    (kind, field.name)
     for kind, words in KINDS.items()
-    for field, value in VALUES.items()
+    for field in dataclasses.fields(split(kind)[0])
     # where it is given already
-    if f"{flag_name(field)} {value}" not in words
+    if field.name in VALUES and f"{flag_name(field.name)} {VALUES[field.name]}" not in words
 ]
 random.Random(1).shuffle(PAIRS)
 DEFAULT = 40
@@ -93,7 +102,10 @@ def files(tmp_path_factory) -> dict[str, str]:
         "SFT": [{"prompt": f"{n % 9}", "completion": "ab"[n % 2] * 5} for n in range(40)],
         "PAIRS": [{"prompt": f"{n % 9}", "chosen": "aa", "rejected": "b"} for n in range(40)],
         "PROMPTS": [{"prompt": f"{n}"} for n in range(40)],
-        "OTHERS": [{"prompt": f"{n}?"} for n in range(40)],
+        "OTHERS": [
+            {"prompt": f"{n}?", "completion": "cc", "chosen": "c", "rejected": "dd"}
+            for n in range(40)
+        ],
         "TEXT": [{"text": f"a text, and more of it {n}. "} for n in range(400)],
     }
     found = {}
@@ -145,17 +157,19 @@ def leaves(kind: str, words: tuple[str, ...], files: dict, folder):
     argv += ["--warmup-steps", "0", "--out", str(folder / "out")]
     if "TEXT" in KINDS[kind]:
         argv += ["--cache", str(folder / "cache")]
+        files = files | {"OTHERS": files["VAL"]}
     if "--load" not in KINDS[kind]:
         argv += small_run.as_flags(**{name: small_run.SMALL[name] for name in SHAPE})
-    for word in (*KINDS[kind].split(), *words):
-        argv.append(files.get(word, str(folder / word) if word == "elsewhere" else word))
+    configuration, flags = split(kind)
+    meant = files | {"OTHER": OTHER.get(kind), "elsewhere": str(folder / "elsewhere")}
+    argv += [meant.get(word, word) for word in (*flags, *words)]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = train.main(argv)
+        status = train.main(argv, configuration)
     if status:
         # above it may stand what was tokenized
         last = err.getvalue().splitlines()[-1]
-        assert status == 2 and last.startswith("train.py: "), err.getvalue()
+        assert status == 2 and last.startswith(f"{configuration.command}: "), err.getvalue()
         return last
     lines = (folder / "out/metrics.jsonl").read_text().splitlines()
     metrics = [
@@ -204,8 +218,12 @@ def test_without_a_flag_nothing_changes(kind, result):
 
 
 def test_every_flag_is_tried():
-    fields = {field.name for field in dataclasses.fields(Config)}
+    configurations = {split(kind)[0] for kind in KINDS}
+    fields = {field.name for each in configurations for field in dataclasses.fields(each)}
     assert fields == VALUES.keys() | UNSEEN and not VALUES.keys() & UNSEEN
+
+
+PEFT = dict(command="adapters.py train", load="x")
 
 
 @pytest.mark.parametrize(
@@ -215,28 +233,21 @@ def test_every_flag_is_tried():
             dict(num_experts=4, router="topk", router_temperature=0.5),
             "--router-temperature 0.5: is",
         ),
-        (dict(peft="ia3", load="x", lora_rank=2), "--lora-rank 2: is only for --peft lora"),
+        (PEFT | dict(peft="ia3", lora_rank=2), "--lora-rank 2: is only for --peft lora"),
+        (PEFT | dict(peft="adapter", lora_alpha=2.0), "--lora-alpha 2.0: is only for --peft lora"),
         (
-            dict(peft="adapter", load="x", lora_alpha=2.0),
-            "--lora-alpha 2.0: is only for --peft lora",
-        ),
-        (
-            dict(peft="adapter", load="x", lora_dropout=0.5),
+            PEFT | dict(peft="adapter", lora_dropout=0.5),
             "--lora-dropout 0.5: is only for --peft lora",
         ),
         (
-            dict(peft="lora", load="x", adapter_size=8),
+            PEFT | dict(peft="lora", adapter_size=8),
             "--adapter-size 8: is only for --peft adapter",
         ),
+        (dict(command="sft.py", lora_rank=2), "--lora-rank 2: needs --peft, which says what"),
         (
-            dict(preference="reward", load="x", pairs=["p"], head_chunk=8),
+            dict(command="preference.py", method="reward", load="x", data=["p"], head_chunk=8),
             "--head-chunk 8: a reward",
         ),
-        (
-            dict(preference="reward", load="x", pairs=["p"], sample_prompt="a"),
-            "--sample-prompt a: ",
-        ),
-        (dict(rl="grpo", load="x", sample_prompt="a"), "--sample-prompt a: this run ends without"),
         (dict(recompute="full", recompute_layers=0), "--recompute-layers 0: recomputes nothing"),
         (dict(reduce_dtype="bf16"), "--reduce-dtype bf16: is about ranks that share the batch"),
         (dict(zero_stage=2), "--zero-stage 2: is about ranks that share the batch"),
@@ -245,15 +256,15 @@ def test_every_flag_is_tried():
             "--model gpt2: --load fixes the shape already; give one of the two",
         ),
         (dict(load="x"), "--load x: learns from what? --data PATH names text"),
-        (dict(load="x", peft="lora"), "--load x: learns from what?"),
+        (PEFT, "--load x: learns from what?"),
     ],
 )
 def test_refusals(flags, words, monkeypatch):
     # the shape is that of a preset: there is no checkpoint
-    shape = Config(**flags | dict(load=None))
-    monkeypatch.setattr(Config, "model_config", shape.model_config)
+    shape = kinds.config_of(flags | dict(load=None))
+    monkeypatch.setattr(RunConfig, "model_config", shape.model_config)
     with pytest.raises(ConfigError) as refused:
-        validate(Config(**flags), 1)
+        validate(kinds.config_of(flags), 1)
     assert str(refused.value).startswith(words) and "\n" not in str(refused.value)
 
 
@@ -262,13 +273,14 @@ def test_a_run_goes_on_with_fewer_ranks():
     validate(Config(reduce_dtype="bf16", zero_stage=2, resume=True), 1)
 
 
-@pytest.mark.parametrize("field", ["sft", "pack", "plan", "profile"])
+@pytest.mark.parametrize("field", ["plan", "profile"])
 def test_flags_beside_as_rank(field, capsys):
     argv = ["--as-rank", "0", "--of", "2", *flags_of(field)]
     assert train.main(argv) == 2
     assert f"leave {flag_name(field)} out" in capsys.readouterr().err
 
 
-def test_the_table_names_flags():
-    names = {name for need in NEEDS + NEEDS_RANKS for name in need.fields}
-    assert names <= {field.name for field in dataclasses.fields(Config)}
+@pytest.mark.parametrize("kind", kinds.KINDS.values())
+def test_the_tables_name_flags(kind):
+    names = {name for need in (*NEEDS, *NEEDS_RANKS, *kind.needs) for name in need.fields}
+    assert names <= {field.name for field in dataclasses.fields(kind)}

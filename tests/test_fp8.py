@@ -22,6 +22,7 @@ from precision import fp8_experts, fp8_scaling
 from precision.float8 import E4M3, decode, encode_by_hand
 from precision.fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
 from proof import ranks
+from proof.kinds import config_of
 from recompute import saved_bytes
 from routers import MoEConfig
 from run import rules
@@ -145,7 +146,7 @@ def test_random_layouts_of_frozen_models(seed):
 
 
 def trainer_of(base: dict = SMALL, **flags):
-    config = Config(**base | flags)
+    config = config_of(base | flags)
     return trainer.Trainer(config, torch.device("cpu"), Groups(), config.task())
 
 
@@ -599,7 +600,7 @@ def small_collectives(rank, flags: list[dict]) -> list[list[Counter]]:
     """Of each of two steps, all-reduces by group and bytes."""
     found = []
     for variant in flags:
-        config = Config(**SMALL | IN_FP8 | dict(tp=2) | variant)
+        config = config_of(SMALL | IN_FP8 | dict(tp=2) | variant)
         groups = Groups.make("cpu", 2, 2, 1)
         t = trainer.Trainer(config, torch.device("cpu"), groups)
         of_steps = []

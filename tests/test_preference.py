@@ -21,7 +21,6 @@ import verify
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
 from run.config import ConfigError
-from run.pretraining import Config
 from run.rules import validate
 from sft import Chat
 from tuning import preference_data
@@ -105,8 +104,8 @@ LAYOUTS = [
     ],
 )
 def test_layouts(kind, layouts):
-    one = train(base=NO_DROPOUT, preference=kind)
-    for result in train_each(2, layouts, base=NO_DROPOUT, preference=kind):
+    one = train(base=NO_DROPOUT, command="preference.py", method=kind)
+    for result in train_each(2, layouts, base=NO_DROPOUT, command="preference.py", method=kind):
         same(result, one)
 
 
@@ -117,20 +116,20 @@ REPEATED = ["reward", pytest.param("dpo", marks=pytest.mark.repetition)]
 def test_llama_and_zero_bubble_under_sequence_parallelism(kind):
     """The head is no copy of the embedding here, and weight gradients wait."""
     llama = LLAMA | dict(dropout=0.0)
-    one = train(base=llama, preference=kind)
+    one = train(base=llama, command="preference.py", method=kind)
     layout = dict(tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", head_chunk=7)
-    same(train(4, base=llama, preference=kind, **layout), one)
+    same(train(4, base=llama, command="preference.py", method=kind, **layout), one)
 
 
 @pytest.mark.parametrize("kind", REPEATED)
 def test_four_ranks(kind):
     deep = NO_DROPOUT | dict(num_layers=4)
-    one = train(base=deep, preference=kind)
+    one = train(base=deep, command="preference.py", method=kind)
     layouts = [
         dict(pp=2, virtual_stages=2, tp=2, recompute="full"),
         dict(pp=2, zero_stage=2),
     ]
-    for result in train_each(4, layouts, base=deep, preference=kind):
+    for result in train_each(4, layouts, base=deep, command="preference.py", method=kind):
         same(result, one)
 
 
@@ -138,14 +137,18 @@ def test_four_ranks(kind):
 def test_experts(kind):
     """Routers take raw logits, so that no answer depends on its neighbours: micro-batches do not
     matter."""
-    one = train(base=NO_DROPOUT, preference=kind, **EXPERTS | dict(micro_batch_size=4))
+    one = train(
+        base=NO_DROPOUT, command="preference.py", method=kind, **EXPERTS | dict(micro_batch_size=4)
+    )
     layouts = [dict(ep=2), dict(ep=2, zero_stage=3), dict(tp=2, sequence_parallel=True)]
-    for result in train_each(2, layouts, base=NO_DROPOUT, preference=kind, **EXPERTS):
+    for result in train_each(
+        2, layouts, base=NO_DROPOUT, command="preference.py", method=kind, **EXPERTS
+    ):
         same(result, one)
 
 
 def test_lora_learns_by_dpo():
-    flags = dict(preference="dpo", peft="lora", lora_rank=2)
+    flags = dict(command="preference.py", method="dpo", peft="lora", lora_rank=2)
     one = train(base=NO_DROPOUT, **flags)
     assert all("lora" in name for name in one.parameters)
     layouts = [dict(tp=2), dict(tp=2, sequence_parallel=True), dict(pp=2), dict(zero_stage=3)]
@@ -154,15 +157,15 @@ def test_lora_learns_by_dpo():
 
 
 def test_dropout_of_a_reward_model():
-    one = train(preference="reward")
-    assert one.losses != train(base=NO_DROPOUT, preference="reward").losses
-    same(train(2, preference="reward", tp=2, sequence_parallel=True), one)
+    one = train(command="preference.py", method="reward")
+    assert one.losses != train(base=NO_DROPOUT, command="preference.py", method="reward").losses
+    same(train(2, command="preference.py", method="reward", tp=2, sequence_parallel=True), one)
 
 
 def test_dpo_begins_at_log_2():
     """The reference comes from matrices of the same sizes: the first loss has rounding alone."""
     for layout in (dict(), dict(micro_batch_size=2)):
-        one = train(base=NO_DROPOUT, preference="dpo", **layout)
+        one = train(base=NO_DROPOUT, command="preference.py", method="dpo", **layout)
         assert abs(one.losses[0] - math.log(2)) < 1e-14
         assert one.losses[2] != pytest.approx(math.log(2), abs=1e-6)
 
@@ -186,7 +189,7 @@ def says(text: str) -> dict:
 def read(tmp_path, *records, skip=False, limit=64):
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps(record) for record in records))
-    return preference_data.read_pairs([str(path)], "--pairs", plain_chat(), limit, skip)
+    return preference_data.read_pairs([str(path)], "--data", plain_chat(), limit, skip)
 
 
 def test_forms_of_a_line(tmp_path):
@@ -296,10 +299,11 @@ TOY = [*SHAPE[-6:], "--global-batch-size", "8"]
 
 
 def run(*flags) -> int:
-    """`python train.py` without a new interpreter."""
+    """`python COMMAND FLAGS` without a new interpreter."""
+    kind, words = kinds.split([str(flag) for flag in flags])
     handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
     try:
-        return trainer.main([str(flag) for flag in flags])
+        return trainer.main(words, kind)
     finally:
         for s, handler in handlers:
             signal.signal(s, handler)
@@ -322,14 +326,14 @@ def toy(tmp_path_factory):
     ]
     pairs = folder / "pairs.jsonl"
     pairs.write_text("\n".join(json.dumps(record) for record in records))
-    flags = ["--load", folder / "base", "--pairs", pairs, *TOY, "--lr", 3e-3]
+    flags = ["preference.py", "--load", folder / "base", "--data", pairs, *TOY, "--lr", 3e-3]
     return folder, flags
 
 
 @pytest.fixture(scope="module")
 def reward_run(toy):
     folder, flags = toy
-    words = [*flags, "--preference", "reward", "--out", folder / "reward", "--steps", 12]
+    words = [*flags, "--method", "reward", "--out", folder / "reward", "--steps", 12]
     assert run(*words, "--save-every", 8, "--keep", 0) == 0
     return folder / "reward", words
 
@@ -377,7 +381,7 @@ def test_a_reward_model_writes_no_text(reward_run, toy, tmp_path, capsys):
     refused = [
         lambda: cli.main(["--checkpoint", str(out), "--prompt", "a"]),
         lambda: run(*SHAPE, "--load", out, "--data", folder / "text.txt", "--out", tmp_path / "a"),
-        lambda: run(*flags, "--load", out, "--preference", "dpo", "--out", tmp_path / "b"),
+        lambda: run(*flags, "--load", out, "--method", "dpo", "--out", tmp_path / "b"),
     ]
     for command in refused:
         assert command() == 2
@@ -390,7 +394,7 @@ def test_a_reward_model_writes_no_text(reward_run, toy, tmp_path, capsys):
 @pytest.fixture(scope="module")
 def dpo_run(toy):
     folder, flags = toy
-    words = [*flags, "--preference", "dpo", "--out", folder / "dpo", "--steps", 12]
+    words = [*flags, "--method", "dpo", "--out", folder / "dpo", "--steps", 12]
     assert run(*words, "--save-every", 8, "--keep", 0) == 0
     return folder / "dpo", words
 
@@ -420,11 +424,11 @@ def test_dpo_learns(dpo_run):
 def test_two_ranks_have_the_numbers_of_one(toy, tmp_path, kind, layout):
     """All of a run: the reference, rows of another padded length, statistics, evaluation."""
     _, flags = toy
-    words = [*flags, "--preference", kind, "--steps", 3, "--precision", "fp64"]
+    words = [*flags, "--method", kind, "--steps", 3, "--precision", "fp64"]
     words += ["--eval-every", 2]
     assert run(*words, "--out", tmp_path / "one") == 0
     words = [str(word) for word in [*words, "--out", tmp_path / "two", *layout.split()]]
-    done = processes.run(["train.py", *words], world=2)
+    done = processes.run(words, world=2)
     assert done.returncode == 0, done.stderr
     times = ("step_seconds", "tokens_per_second", "tflops_per_device", "peak_memory_bytes")
     for two, one in zip(lines_of(tmp_path / "two"), lines_of(tmp_path / "one"), strict=True):
@@ -469,7 +473,7 @@ def other_key(path) -> bytes:
 
 def test_lora_by_dpo_end_to_end(toy, tmp_path, capsys):
     _, flags = toy
-    words = [*flags, "--preference", "dpo", "--peft", "lora", "--lora-rank", 2]
+    words = [*flags, "--method", "dpo", "--peft", "lora", "--lora-rank", 2]
     assert run(*words, "--out", tmp_path / "lora", "--steps", 3) == 0
     lines = lines_of(tmp_path / "lora")
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -480,27 +484,21 @@ def test_lora_by_dpo_end_to_end(toy, tmp_path, capsys):
 
 # --- what cannot run ------------------------------------------------------------------------------
 
-DPO = dict(preference="dpo", pairs=["p.jsonl"], device="cpu")
-REWARD = DPO | dict(preference="reward")
+DPO = dict(command="preference.py", method="dpo", data=["p.jsonl"], device="cpu")
+REWARD = DPO | dict(method="reward")
 
 
 @pytest.mark.parametrize(
     "flags, words, world",
     [
-        (dict(pairs=["p.jsonl"]), "--pairs p.jsonl: needs --preference", 1),
-        (dict(beta=0.1), "--beta 0.1: needs --preference", 1),
-        (dict(preference="dpo"), "--preference dpo: learns from pairs", 1),
-        (DPO, "--preference dpo: starts from which model", 1),
-        (DPO | dict(data=["x"]), "--data x: --preference dpo learns from", 1),
-        (DPO | dict(sft=["x"]), "--sft x: --preference dpo learns from", 1),
-        (DPO | dict(document_mask=True), "--document-mask: ", 1),
+        (DPO | dict(data=[]), "--data: learns from what?", 1),
+        (DPO, "--load: starts from which model", 1),
         (DPO | dict(dropout=0.1), "--dropout 0.1: ", 1),
-        (DPO | dict(peft="lora", lora_dropout=0.5), "--lora-dropout 0.5: --preference dpo has", 1),
+        (DPO | dict(peft="lora", lora_dropout=0.5), "--lora-dropout 0.5: --method dpo has", 1),
         (DPO | dict(beta=0.0), "--beta 0.0: must be above 0", 1),
-        (REWARD | dict(beta=0.1), "--beta 0.1: is of --preference dpo", 1),
+        (REWARD | dict(beta=0.1), "--beta 0.1: is of --method dpo", 1),
         (REWARD | dict(peft="lora"), "--peft lora: leaves the head", 1),
         (DPO | dict(fp8="current"), "--fp8 current: ", 1),
-        (DPO | dict(rl="ppo"), "--preference dpo: --rl ppo", 1),
         (DPO | dict(global_batch_size=6), "--global-batch-size 6: leaves 3 rows", 2),
         (DPO | dict(micro_batch_size=3, global_batch_size=12), "4, 6, 12 would fit", 1),
     ],
@@ -509,19 +507,19 @@ def test_refused(flags, words, world):
     # a base would be read first
     base_needed = "which model" in words
     with pytest.raises(ConfigError) as e:
-        validate(Config(**flags), world, base_needed)
+        validate(kinds.config_of(flags), world, base_needed)
     assert words in str(e.value) and "\n" not in str(e.value)
 
 
 def test_a_micro_batch_of_a_pipeline_is_a_pair():
-    assert Config(**DPO, pp=2).micro_batch(1) == 2
-    validate(Config(**DPO, pp=2), 2, base_needed=False)
+    assert kinds.config_of(DPO | dict(pp=2)).micro_batch(1) == 2
+    validate(kinds.config_of(DPO | dict(pp=2)), 2, base_needed=False)
 
 
 @pytest.mark.parametrize("kind", ["reward", "dpo"])
 def test_verify(kind, tmp_path, capsys):
     """Rows that are a pair stay together in its band."""
-    flags = ["--preference", kind, "--pairs", "p.jsonl", "--model", "gpt2", "--tp", "2"]
+    flags = ["preference.py", "--method", kind, "--data", "p.jsonl", "--model", "gpt2", "--tp", "2"]
     assert verify.main(["--steps", "2", "--ranks", "2", "--", *flags]) == 0
     printed = capsys.readouterr().out
     assert "equal: " in printed and "inside the band" in printed

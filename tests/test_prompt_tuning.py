@@ -24,6 +24,7 @@ from model_config import GPTConfig
 from prompt_tuning import PARAMETER_PREFIX, VirtualPrompts, apply, apply_tables, initial_values
 from prompts import commands, prompt_data, prompt_file
 from prompts.prompt_data import PromptConfig, PromptData, PromptError, PTuning, Template
+from proof.kinds import config_of
 from sharding import num_parameters
 
 # of the byte tokenizer
@@ -507,7 +508,7 @@ def test_the_gate_sees(settings, mutate, kind, flags):
 def test_only_prompts_have_gradients_and_state(settings):
     """Nothing is kept for what is frozen: 2 tables [5, 32], a gradient and two moments each, in
     float64."""
-    run_config = train.Config(**parity.SMALL | dict(prompt_config=settings["table"], dropout=0.0))
+    run_config = config_of(parity.SMALL | dict(prompt_config=settings["table"], dropout=0.0))
     trainer = train.Trainer(run_config, torch.device("cpu"), train.Groups(), run_config.task())
     trainer.forward_backward(1, parity.Prompted(16, 61, trainer.task.learned.prompts))
     parameters = dict(trainer.stages[0].named_parameters())

@@ -17,24 +17,25 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import train
 from base.refusals import Refusals
+from tuning.sft_command import SFTConfig
 
-RUN = "train.py --global-batch-size 4 --steps 1 --eval-every 0 --device cpu --lr 0.001"
+RUN = "--global-batch-size 4 --steps 1 --eval-every 0 --device cpu --lr 0.001"
 GENERATE = "generate.py --device cpu --checkpoint base --max-tokens 2"
 # the file that is missing -> the command that reads it
 COMMANDS = {
-    "chats.jsonl": f"{RUN} --load base --sft chats.jsonl",
-    "template.jinja": f"{RUN} --load base --sft chats.jsonl --chat-template template.jinja",
-    "base": f"{RUN} --load base --sft chats.jsonl",
-    "pairs.jsonl": f"{RUN} --load base --preference dpo --pairs pairs.jsonl",
-    "prompts.jsonl": f"{RUN} --load base --rl grpo --prompts prompts.jsonl --reward r.py:f"
+    "chats.jsonl": f"sft.py {RUN} --load base --data chats.jsonl",
+    "template.jinja": f"sft.py {RUN} --load base --data chats.jsonl --chat-template template.jinja",
+    "base": f"sft.py {RUN} --load base --data chats.jsonl",
+    "pairs.jsonl": f"preference.py {RUN} --load base --data pairs.jsonl",
+    "prompts.jsonl": f"reinforcement.py {RUN} --load base --data prompts.jsonl --reward r.py:f"
     " --answer-tokens 4 --group-size 2",
-    "r.py": f"{RUN} --load base --rl grpo --prompts prompts.jsonl --reward r.py:f"
+    "r.py": f"reinforcement.py {RUN} --load base --data prompts.jsonl --reward r.py:f"
     " --answer-tokens 4 --group-size 2",
-    "prompts.json": f"{RUN} --load base --prompt-config prompts.json",
-    "lines.jsonl": f"{RUN} --load base --prompt-config prompts.json",
+    "prompts.json": f"prompt_tuning.py train {RUN} --load base --config prompts.json",
+    "lines.jsonl": f"prompt_tuning.py train {RUN} --load base --config prompts.json",
     "base ": f"{GENERATE} --prompt a",
-    "base  ": "evaluate.py --device cpu --checkpoint base --perplexity text.txt",
-    "text.txt": "evaluate.py --device cpu --checkpoint base --perplexity text.txt",
+    "base  ": "inference/evaluate.py --device cpu --checkpoint base --perplexity text.txt",
+    "text.txt": "inference/evaluate.py --device cpu --checkpoint base --perplexity text.txt",
     "adapter": f"{GENERATE} --prompt a --adapter adapter",
 }
 DRAWN = random.Random(0).sample([(file, rank) for file in COMMANDS for rank in (0, 1)], 3)
@@ -75,11 +76,11 @@ def machine(tmp_path_factory):
         "data": {"train_ds": ["lines.jsonl"], "validation_ds": ["lines.jsonl"]},
     }
     (folder / "prompts.json").write_text(json.dumps(config))
-    sft = ["--sft", str(folder / "chats.jsonl"), "--steps", "1"]
-    assert train.main([*small_run.flags(), *sft, "--out", str(folder / "base")]) == 0
+    sft = ["--data", str(folder / "chats.jsonl"), "--steps", "1"]
+    assert train.main([*small_run.flags(), *sft, "--out", str(folder / "base")], SFTConfig) == 0
     words = "--global-batch-size 2 --eval-every 0 --device cpu --peft lora --lr 0.001".split()
     words += ["--load", str(folder / "base"), "--out", str(folder / "adapter")]
-    assert train.main([*words, *sft]) == 0
+    assert train.main([*words, *sft], SFTConfig) == 0
     return folder
 
 
@@ -101,14 +102,14 @@ def test_a_file_that_one_machine_lacks(file, rank, machine, tmp_path, monkeypatc
         shutil.copytree(machine, folder)
     file, command = file.strip(), COMMANDS[file]
     (folders[rank] / file).rename(tmp_path / "elsewhere")
-    if command.startswith(RUN):
+    if RUN in command:
         command += f" --out {tmp_path}/out"
     begin = time.monotonic()
     ranks = start_on(folders, command, monkeypatch)
     assert [process.wait(60) for process in ranks] == [2, 2]
     assert time.monotonic() - begin < 30
     error = "".join(process.stderr for process in ranks)
-    name = command.split()[0]
+    name = command.partition(" --")[0].removeprefix("inference/")
     assert error.count("\n") == 1 and error.startswith(f"{name}: rank {rank}: "), error
     assert file in error, error
 
@@ -120,7 +121,7 @@ def test_ranks_that_lack_the_same_file_say_so_once(machine, tmp_path, monkeypatc
     ranks = start_on([tmp_path / "0"] * 2, command, monkeypatch)
     assert [process.wait(60) for process in ranks] == [2, 2]
     error = "".join(process.stderr for process in ranks)
-    assert error.startswith("train.py: --sft chats.jsonl: ") and error.count("\n") == 1, error
+    assert error.startswith("sft.py: --data chats.jsonl: ") and error.count("\n") == 1, error
 
 
 def test_torchrun_repeats_the_line(tmp_path):

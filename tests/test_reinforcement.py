@@ -23,12 +23,12 @@ BASE = SMALL | dict(
     dropout=0.0,
     answer_tokens=8,
     micro_batch_size=1,
-    rl_epochs=2,
+    epochs=2,
     clip_range=0.02,
     lr=5e-3,
 )
-GRPO = dict(rl="grpo", group_size=4)
-PPO = dict(rl="ppo", critic_lr=1e-2)
+GRPO = dict(command="reinforcement.py", method="grpo", group_size=4)
+PPO = dict(command="reinforcement.py", method="ppo", critic_lr=1e-2)
 DEEP = BASE | dict(num_layers=4)
 METHODS = {"grpo": GRPO, "ppo": PPO}
 EXPERTS = dict(num_experts=4, router="topk", router_topk=2)
@@ -101,7 +101,7 @@ def test_rollout_under_another_layout(method, layouts):
 @pytest.mark.parametrize("method", ["grpo", pytest.param("ppo", marks=pytest.mark.repetition)])
 def test_one_update(method):
     """The gradients of the first update. Its loss is the mean of the advantages, which is 0."""
-    flags = METHODS[method] | dict(rl_epochs=1)
+    flags = METHODS[method] | dict(epochs=1)
     one = train(steps=2, base=BASE, **flags)
     layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3)]
     for result in train_each(2, layouts, steps=2, base=BASE, **flags):
@@ -182,7 +182,7 @@ def before_the_first_update(rank: int, world: int, variants: list[dict]) -> list
     the first step, and how far training forwards are from what the rollout said."""
     found = []
     for flags in variants:
-        run = Run(world, trainer.Config(**flags))
+        run = Run(world, config_of(flags))
         policy = run.trainer.task
         policy.write(1, run.dataset, range(8))
         now, reference = policy.outputs(policy.rows), policy.reference_losses()
@@ -209,7 +209,7 @@ def test_the_policy_begins_as_its_reference(world):
         ],
         4: [dict(tp=2, pp=2, sequence_parallel=True), dict(tp=2, zero_stage=3)],
     }[world]
-    variants = [BASE | GRPO | dict(rl_epochs=1) | layout for layout in layouts]
+    variants = [BASE | GRPO | dict(epochs=1) | layout for layout in layouts]
     for of_rank in ranks.run(before_the_first_update, world, world, variants):
         for layout, (equal, kl, change) in zip(layouts, of_rank, strict=True):
             assert equal, layout
@@ -347,7 +347,7 @@ class ByHand:
             else:
                 advantages = self.in_groups(scores, old)
         self.changes, value_losses = [], []
-        for _ in range(self.config.rl_epochs):
+        for _ in range(self.config.epochs):
             loss = self.policy_loss(answers, old, reference, advantages)
             gradients = self.learner.gradients(loss)
             self.learner.update(step, gradients)
@@ -372,7 +372,7 @@ def largest(kind: str, of_run: dict, expected: dict) -> float:
 
 def follow(flags: dict, steps: int = 2) -> float:
     """The largest difference of a run from the steps by hand: of gradients, numbers and weights."""
-    config = trainer.Config(**BY_HAND | flags)
+    config = config_of(BY_HAND | flags)
     by_hand, run = ByHand(config), Rewarded(config)
     policy, task = run.trainer, run.trainer.task
     parameters = dict(policy.model.named_parameters())
@@ -399,7 +399,7 @@ def follow(flags: dict, steps: int = 2) -> float:
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_by_hand(method, epochs):
     """With one epoch this is REINFORCE."""
-    assert follow(METHODS[method] | dict(rl_epochs=epochs)) < 1e-10
+    assert follow(METHODS[method] | dict(epochs=epochs)) < 1e-10
 
 
 # --- mutations ------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import generate
 import train as trainer
 from inference import cli
 from run.config import ConfigError
-from run.pretraining import Config
 from run.rules import validate
 from sharding import Sharding, set_sharding
 from tuning.reinforcement_learning import ReinforcementTask
@@ -109,10 +108,11 @@ def raises_later(prompt, answer, record):
 
 
 def run(*flags) -> int:
-    """`python train.py` without a new interpreter."""
+    """`python COMMAND FLAGS` without a new interpreter."""
+    kind, words = kinds.split([str(flag) for flag in flags])
     handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
     try:
-        return trainer.main([str(flag) for flag in flags])
+        return trainer.main(words, kind)
     finally:
         for s, handler in handlers:
             signal.signal(s, handler)
@@ -153,15 +153,27 @@ def write_lines(path, records: list[dict]):
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """(folder, flags without --rl and --reward): a base, prompts, rewards."""
+    """(folder, flags without --method and --reward): a base, prompts, rewards."""
     folder = tmp_path_factory.mktemp("reinforcement")
     talk = [{"prompt": f"{n % 7}+", "completion": "ab"[n % 2] * 3} for n in range(40)]
     sft = write_lines(folder / "sft.jsonl", talk)
-    assert run(*SHAPE, "--sft", sft, "--out", folder / "base", "--steps", 4, "--lr", 3e-3) == 0
+    assert (
+        run("sft.py", *SHAPE, "--data", sft, "--out", folder / "base", "--steps", 4, "--lr", 3e-3)
+        == 0
+    )
     records = [{"prompt": f"{n}+", "want": "ascii"} for n in range(60)]
     prompts = write_lines(folder / "prompts.jsonl", records)
     (folder / "rewards.py").write_text(REWARDS)
-    flags = ["--load", folder / "base", "--prompts", prompts, *SHAPE[-8:], "--lr", 3e-2]
+    flags = [
+        "reinforcement.py",
+        "--load",
+        folder / "base",
+        "--data",
+        prompts,
+        *SHAPE[-8:],
+        "--lr",
+        3e-2,
+    ]
     return folder, [*flags, "--answer-tokens", 6]
 
 
@@ -170,8 +182,14 @@ def reward_model(toy):
     """The folder of a reward model, which likes x."""
     folder, _ = toy
     pairs = [{"prompt": f"{n}+", "chosen": "x" * (n % 3 + 1), "rejected": "y"} for n in range(40)]
-    flags = ["--load", folder / "base", "--pairs", write_lines(folder / "pairs.jsonl", pairs)]
-    words = [*flags, *SHAPE[-8:], "--preference", "reward", "--lr", 3e-3]
+    flags = [
+        "preference.py",
+        "--load",
+        folder / "base",
+        "--data",
+        write_lines(folder / "pairs.jsonl", pairs),
+    ]
+    words = [*flags, *SHAPE[-8:], "--method", "reward", "--lr", 3e-3]
     assert run(*words, "--out", folder / "reward", "--steps", 6) == 0
     return folder / "reward"
 
@@ -179,7 +197,7 @@ def reward_model(toy):
 @pytest.fixture(scope="module")
 def grpo_run(toy):
     folder, flags = toy
-    words = [*flags, "--rl", "grpo", "--reward", f"{folder}/rewards.py:ascii"]
+    words = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:ascii"]
     words += [
         "--global-batch-size",
         16,
@@ -276,7 +294,10 @@ def test_another_base_is_refused(grpo_run, toy, tmp_path, capsys):
     folder, _ = toy
     parts = without_last_step(out, tmp_path / "parts")
     talk = folder / "sft.jsonl"
-    assert run(*SHAPE, "--sft", talk, "--out", tmp_path / "base", "--steps", 1, "--seed", 3) == 0
+    assert (
+        run("sft.py", *SHAPE, "--data", talk, "--out", tmp_path / "base", "--steps", 1, "--seed", 3)
+        == 0
+    )
     assert run(*words, "--load", tmp_path / "base", "--out", parts, "--resume") == 2
     error = capsys.readouterr().err
     assert "is not the model that the run in" in error and error.count("\n") == 1
@@ -290,7 +311,7 @@ def test_16_bits(toy, tmp_path, precision):
     """Generation rounds in other places than training. What it wrote is rated by a training
     forward, which the reference says bit for bit."""
     folder, flags = toy
-    words = [*flags, "--rl", "ppo", "--reward", f"{folder}/rewards.py:ascii", "--steps", 3]
+    words = [*flags, "--method", "ppo", "--reward", f"{folder}/rewards.py:ascii", "--steps", 3]
     assert run(*words, "--precision", precision, "--out", tmp_path / "out") == 0
     first, _, last = numbers_of(tmp_path / "out")
     assert first["kl"] == 0 and 0 < first["rollout_difference"] < 0.1
@@ -302,7 +323,7 @@ def test_16_bits(toy, tmp_path, precision):
 def ppo_run(toy, reward_model):
     """In float64, rated by the reward model."""
     folder, flags = toy
-    words = [*flags, "--rl", "ppo", "--reward", reward_model, "--critic-lr", 3e-3]
+    words = [*flags, "--method", "ppo", "--reward", reward_model, "--critic-lr", 3e-3]
     words += ["--precision", "fp64", "--steps", 4, "--eval-every", 2, "--save-every", 2]
     assert run(*words, "--keep", 0, "--out", folder / "ppo") == 0
     return folder / "ppo", words
@@ -342,7 +363,7 @@ def same_numbers(a, b) -> None:
 
 
 def on_two_ranks(*words):
-    done = processes.run(["train.py", *map(str, words)], world=2)
+    done = processes.run([*map(str, words)], world=2)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -410,7 +431,7 @@ def test_frozen_models_are_those_of_their_files(ppo_run, toy, reward_model, tmp_
 
 def test_adapters_learn(toy, tmp_path, capsys):
     folder, flags = toy
-    words = [*flags, "--rl", "ppo", "--peft", "lora", "--reward", f"{folder}/rewards.py:ascii"]
+    words = [*flags, "--method", "ppo", "--peft", "lora", "--reward", f"{folder}/rewards.py:ascii"]
     words += ["--save-every", 2, "--keep", 0, "--out", tmp_path / "lora"]
     assert run(*words, "--steps", 4) == 0
     assert abs(numbers_of(tmp_path / "lora")[0]["kl"]) < 1e-4
@@ -443,40 +464,50 @@ def test_killed_ranks_are_started_again(tmp_path):
 
 # --- what cannot run ------------------------------------------------------------------------------
 
-ANY = dict(rl="grpo", load="x", prompts=["p.jsonl"], reward="r.py:f", device="cpu")
+ANY = dict(
+    command="reinforcement.py",
+    method="grpo",
+    load="x",
+    data=["p.jsonl"],
+    reward="r.py:f",
+    device="cpu",
+)
 SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
 
 
 @pytest.mark.parametrize(
     "flags, words, world",
     [
-        (dict(prompts=["p.jsonl"]), "--prompts p.jsonl: needs --rl ppo or --rl grpo", 1),
-        (dict(rl_epochs=3), "--rl-epochs 3: needs --rl", 1),
-        (SHAPED, "--rl grpo needs --load CKPT", 1),
-        (SHAPED | dict(data=["x"]), "--data: --rl grpo learns from answers", 1),
-        (SHAPED | dict(sft=["x"]), "--sft: --rl grpo learns from answers", 1),
-        (SHAPED | dict(pack=True), "--pack: ", 1),
+        (SHAPED, "--load: reinforcement learning needs --load CKPT", 1),
         (SHAPED | dict(fp8="current"), "--fp8 current: scales depend", 1),
-        (SHAPED | dict(dropout=0.1), "--dropout 0.1: --rl has none", 1),
-        (SHAPED | dict(peft="lora", lora_dropout=0.1), "--lora-dropout 0.1: --rl has none", 1),
-        (SHAPED | dict(gae_lambda=0.5), "--gae-lambda 0.5: is only for --rl ppo", 1),
-        (SHAPED | dict(critic_lr=0.5), "--critic-lr 0.5: is only for --rl ppo", 1),
-        (SHAPED | dict(rl="ppo", critic_lr=-1.0), "--critic-lr -1.0: must be at least 0", 1),
-        (SHAPED | dict(rl="ppo", critic_lr=float("nan")), "--critic-lr nan: must be", 1),
+        (SHAPED | dict(dropout=0.1), "--dropout 0.1: reinforcement learning has none", 1),
         (
-            SHAPED | dict(rl="ppo", lr=1e-3, min_lr=1e-4, critic_lr=1e-5),
+            SHAPED | dict(peft="lora", lora_dropout=0.1),
+            "--lora-dropout 0.1: reinforcement learning has none",
+            1,
+        ),
+        (SHAPED | dict(gae_lambda=0.5), "--gae-lambda 0.5: is only for --method ppo", 1),
+        (SHAPED | dict(critic_lr=0.5), "--critic-lr 0.5: is only for --method ppo", 1),
+        (
+            SHAPED | dict(method="ppo", critic_lr=-1.0),
+            "--critic-lr -1.0: must be at least --min-lr 0",
+            1,
+        ),
+        (SHAPED | dict(method="ppo", critic_lr=float("nan")), "--critic-lr nan: must be", 1),
+        (
+            SHAPED | dict(method="ppo", lr=1e-3, min_lr=1e-4, critic_lr=1e-5),
             "--critic-lr 1e-05: must be at least --min-lr 0.0001",
             1,
         ),
         (SHAPED | dict(group_size=1), "--group-size 1: must be at least 2", 1),
-        (SHAPED | dict(rl="ppo", group_size=0), "--group-size 0: must be at least 1", 1),
+        (SHAPED | dict(method="ppo", group_size=0), "--group-size 0: must be at least 1", 1),
         (SHAPED | dict(global_batch_size=12), "divisible by --group-size 8; 8 or 16 would fit", 1),
         (SHAPED | dict(answer_tokens=64), "--answer-tokens 64: must be from 1 to below", 1),
         (SHAPED | dict(answer_tokens=0), "--answer-tokens 0: must be from 1 to below", 1),
-        (SHAPED | dict(rl_epochs=0), "--rl-epochs 0: must be from 1 to 1000", 1),
-        (SHAPED | dict(rl_epochs=10**9), "--rl-epochs 1000000000: must be from 1 to 1000", 1),
+        (SHAPED | dict(epochs=0), "--epochs 0: must be from 1 to 1000", 1),
+        (SHAPED | dict(epochs=10**9), "--epochs 1000000000: must be from 1 to 1000", 1),
         (SHAPED | dict(clip_range=1.5), "--clip-range 1.5: must be from 0 to 1", 1),
-        (SHAPED | dict(rl="ppo", gae_lambda=2.0), "--gae-lambda 2.0: must be from 0 to 1", 1),
+        (SHAPED | dict(method="ppo", gae_lambda=2.0), "--gae-lambda 2.0: must be from 0 to 1", 1),
         (SHAPED | dict(beta=-1.0), "--beta -1.0: must be from 0", 1),
         (SHAPED | dict(beta=float("nan")), "--beta nan: must be from 0", 1),
         (SHAPED | dict(rollout_tp=3), "--rollout-tp 3: must divide the 2 ranks; [1, 2]", 2),
@@ -490,7 +521,7 @@ SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
 def test_refused(flags, words, world):
     base_needed = "needs --load" in words
     with pytest.raises(ConfigError) as e:
-        validate(Config(**flags), world, base_needed)
+        validate(kinds.config_of(flags), world, base_needed)
     assert words in str(e.value) and "\n" not in str(e.value), str(e.value)
 
 
@@ -503,7 +534,7 @@ def test_refused(flags, words, world):
         ("broken.py:f", "broken.py fails: SyntaxError", 2),
         ("leaving.py:f", "leaving.py fails: SystemExit: 0", 2),
         ("nowhere", "nowhere: no such folder", 2),
-        ("base", "holds no reward model; --preference reward trains one", 2),
+        ("base", "holds no reward model; preference.py --method reward trains one", 2),
         ("rewards.py:raises", "the function fails for the prompt", 2),
         ("rewards.py:leaves", "SystemExit: 3", 2),
         ("rewards.py:fails", "Failed: two\\nlines", 2),
@@ -523,7 +554,7 @@ def test_rewards_that_cannot_be_used(toy, reward, words, status, tmp_path, monke
     (folder / "broken.py").write_text("def f(:\n")
     (folder / "leaving.py").write_text("exit(0)")
     (folder / "empty.py").write_text("f = 3\n")
-    assert run(*flags, "--rl", "grpo", "--reward", reward, "--out", tmp_path / "out") == status
+    assert run(*flags, "--method", "grpo", "--reward", reward, "--out", tmp_path / "out") == status
     error = capsys.readouterr().err
     assert words in error and "--reward" in error and error.count("\n") == 1, error
 
@@ -531,7 +562,7 @@ def test_rewards_that_cannot_be_used(toy, reward, words, status, tmp_path, monke
 def test_a_function_that_gives_nothing(toy, tmp_path, capsys):
     """It is found before a model is loaded, and --out stays free."""
     folder, flags = toy
-    words = [*flags, "--rl", "grpo", "--out", tmp_path / "out", "--steps", 1]
+    words = [*flags, "--method", "grpo", "--out", tmp_path / "out", "--steps", 1]
     assert run(*words, "--reward", f"{folder}/rewards.py:no_answer") == 2
     printed, refusal = capsys.readouterr().err.splitlines()
     assert printed == "an answer: an answer"
@@ -541,8 +572,8 @@ def test_a_function_that_gives_nothing(toy, tmp_path, capsys):
 
 def test_a_function_that_closes_standard_output(toy, tmp_path):
     folder, flags = toy
-    words = [*flags, "--rl", "grpo", "--reward", f"{folder}/rewards.py:closes"]
-    done = processes.run(["train.py", *map(str, words), "--out", tmp_path / "out", "--steps", 1])
+    words = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:closes"]
+    done = processes.run([*map(str, words), "--out", tmp_path / "out", "--steps", 1])
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "out/rl.png").exists()
@@ -551,9 +582,9 @@ def test_a_function_that_closes_standard_output(toy, tmp_path):
 def test_a_function_that_fails_on_one_rank(toy, tmp_path):
     """All ranks end, with one message, and the run can go on."""
     folder, flags = toy
-    words = [*flags, "--rl", "grpo", "--reward", f"{folder}/rewards.py:raises_later"]
+    words = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:raises_later"]
     words += ["--out", tmp_path / "out", "--steps", 5, "--save-every", 1]
-    done = processes.run(["train.py", *map(str, words)], world=2, timeout=60)
+    done = processes.run([*map(str, words)], world=2, timeout=60)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr
     assert "--reward: the function fails for the prompt" in done.stderr
@@ -564,7 +595,7 @@ def test_a_function_that_fails_on_one_rank(toy, tmp_path):
 
 def test_a_run_that_ends_before_its_first_step_leaves_its_folder_free(toy, tmp_path, capsys):
     folder, flags = toy
-    words = [*flags, "--rl", "grpo", "--out", tmp_path / "out", "--steps", 1]
+    words = [*flags, "--method", "grpo", "--out", tmp_path / "out", "--steps", 1]
     assert run(*words, "--reward", f"{folder}/rewards.py:raises_at_once") == 1
     assert (tmp_path / "out/config.json").exists()
     assert run(*words, "--reward", f"{folder}/rewards.py:ascii") == 0
@@ -587,8 +618,8 @@ def test_a_run_that_ends_before_its_first_step_leaves_its_folder_free(toy, tmp_p
 def test_prompts_that_cannot_be_used(toy, record, words, tmp_path, capsys):
     folder, flags = toy
     path = write_lines(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}, record])
-    words_of_run = [*flags, "--rl", "grpo", "--reward", f"{folder}/rewards.py:text"]
-    assert run(*words_of_run, "--prompts", path, "--out", tmp_path / "out") == 2
+    words_of_run = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:text"]
+    assert run(*words_of_run, "--data", path, "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert words in error and str(path) in error and error.count("\n") == 1, error
 
@@ -597,11 +628,11 @@ def test_prompts_that_are_skipped(toy, tmp_path, capsys):
     """Those that are too long, and no others. One that is left is too few."""
     folder, flags = toy
     good = [{"prompt": "a", "want": "ascii"}, {"prompt": "b", "want": "ascii"}]
-    words = [*flags, "--rl", "grpo", "--reward", f"{folder}/rewards.py:ascii", "--steps", 1]
+    words = [*flags, "--method", "grpo", "--reward", f"{folder}/rewards.py:ascii", "--steps", 1]
     long = {"prompt": "a" * 40, "want": "ascii"}
     some = write_lines(tmp_path / "some.jsonl", [*good, long])
     skip = "--skip-bad-examples"
-    assert run(*words, "--prompts", some, skip, "--out", tmp_path / "a") == 0
+    assert run(*words, "--data", some, skip, "--out", tmp_path / "a") == 0
     assert "2 prompts; 1 skipped (1 too long); 1 of them held out" in capsys.readouterr().out
     for lines, error_words in (
         ([good[0], long], "1 prompts that can be used; at least two"),
@@ -609,6 +640,6 @@ def test_prompts_that_are_skipped(toy, tmp_path, capsys):
         ([], "0 prompts"),
     ):
         path = write_lines(tmp_path / "few.jsonl", lines)
-        assert run(*words, "--prompts", path, skip, "--out", tmp_path / "b") == 2
+        assert run(*words, "--data", path, skip, "--out", tmp_path / "b") == 2
         error = capsys.readouterr().err
         assert error_words in error and error.count("\n") == 1, error

@@ -14,6 +14,7 @@ from base.world import Groups
 from inference.loading import build_stages, materialise
 from lessons import resharding as lesson
 from proof import ranks
+from proof.kinds import config_of
 from sharding import Shard, Sharding, local_slice, set_sharding, shard_of, sharding_of, unpad
 from tuning import resharding
 from tuning.adapter_learning import adapter_config
@@ -56,7 +57,7 @@ UNTOUCHED = -7.0
 
 
 def make_trainer(base: dict, world: int = 1, **flags):
-    config = trainer.Config(**(base | flags))
+    config = config_of(base | flags)
     groups = Groups()
     if world > 1:
         groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)
@@ -74,7 +75,7 @@ def make_target(model: str, layout: tuple, world: int, dtype=torch.float64) -> l
     """(global name, tensor) in another layout of the same ranks."""
     tp, pp, ep = layout
     groups = Groups.make("cpu", world, tp, pp, ep=ep)
-    config = trainer.Config(**MODELS[model])
+    config = config_of(MODELS[model])
     stages = build_stages(config.model_config(), groups)
     if config.peft:
         for stage in stages:

@@ -15,6 +15,7 @@ import sequence_parallel
 import train
 from base.world import Groups
 from proof import parity, ranks
+from proof.kinds import config_of
 from run.task import Task
 from tuning import rollout
 from tuning.rollout import Answer, Rows
@@ -60,7 +61,7 @@ def loud(self, name, shape, generator, original=gpt.GPT.init_parameter):
 @mock.patch.object(gpt.GPT, "init_parameter", loud)
 @mock.patch.object(adapters, "OUTPUT_STD", 0.02)
 def make_trainer(world: int, flags: dict) -> Watched:
-    config = train.Config(**flags)
+    config = config_of(flags)
     groups = Groups()
     if world > 1:
         groups = Groups.make("cpu", world, config.tp, config.pp, ep=config.ep)

@@ -379,8 +379,8 @@ def test_a_template_that_makes_gigabytes(tmp_path, template):
     """In a process of its own: here, other tests have left memory that malloc gives out again."""
     write(tmp_path / "t.jinja", template)
     write(tmp_path / "chats.jsonl", '{"prompt": "a", "completion": "b"}\n' * 4)
-    argv = small_run.flags(sft=tmp_path / "chats.jsonl", chat_template=tmp_path / "t.jinja")
-    done = processes.run(["train.py", *argv, "--out", tmp_path / "out"])
+    argv = small_run.flags(data=tmp_path / "chats.jsonl", chat_template=tmp_path / "t.jinja")
+    done = processes.run(["sft.py", *argv, "--out", tmp_path / "out"])
     assert done.returncode == 2, done.stderr
     assert "t.jinja: takes more than 1,024 MiB" in done.stderr and done.stderr.count("\n") == 1
 
@@ -423,7 +423,7 @@ BAD = [
 
 def read(path, skip=False):
     chat = chat_of(ByteTokenizer())
-    return sft_data.read_examples([path], "--sft", chat, "answers", 100, skip)
+    return sft_data.read_examples([path], "--data", chat, "answers", 100, skip)
 
 
 def test_what_cannot_be_used_is_named_or_counted(tmp_path):
@@ -431,7 +431,7 @@ def test_what_cannot_be_used_is_named_or_counted(tmp_path):
         path = write_lines(tmp_path / f"{n}.jsonl", [*GOOD, record])
         with pytest.raises(ChatError) as e:
             read(path)
-        assert str(e.value).startswith(f"--sft {path}, line 3: ") and words in str(e.value)
+        assert str(e.value).startswith(f"--data {path}, line 3: ") and words in str(e.value)
     path = write_lines(tmp_path / "all.jsonl", [*GOOD, *(record for record, *_ in BAD)])
     examples, summary = read(path, skip=True)
     assert len(examples) == 2
@@ -479,10 +479,10 @@ SMALL = (
 
 
 def run(*flags):
-    """`python train.py` without a new interpreter."""
+    """`python sft.py` without a new interpreter."""
     handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
     try:
-        return train.main([*SMALL, *map(str, flags)])
+        return train.main([*SMALL, *map(str, flags)], SFTConfig)
     finally:
         for s, handler in handlers:
             signal.signal(s, handler)
@@ -506,7 +506,7 @@ def one_device(chats, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one_device")
     text = "{{ messages[0].content }}>{% generation %}{{ messages[1].content + eos_token }}"
     template = write(folder / "t.jinja", text + "{% endgeneration %}")
-    flags = ["--sft", chats, "--chat-template", template, "--sample-prompt", "def "]
+    flags = ["--data", chats, "--chat-template", template, "--sample-prompt", "def "]
     assert run(*flags, "--out", folder / "run", "--save-every", 2, "--keep", 0) == 0
     assert (folder / "run" / "sample.txt").read_text().startswith("no sample: --chat-template")
     return flags, folder / "run"
@@ -614,7 +614,7 @@ def test_packed_conversations_have_the_gradients_of_padded_ones(chats, experts):
 
 
 def test_a_packed_run(chats, tmp_path, capsys):
-    assert run("--sft", chats, "--pack", "--out", tmp_path / "run") == 0
+    assert run("--data", chats, "--pack", "--out", tmp_path / "run") == 0
     assert re.search(r"--pack: \d+ rows of 96 tokens, filled to \d\d", capsys.readouterr().out)
     lines = lines_of(tmp_path / "run")
     assert "eval_loss" in lines[-1] and len(lines) == 3
@@ -625,10 +625,10 @@ def test_a_conversation_is_answered(chats, tmp_path, capsys):
     out = tmp_path / "out"
     short = "--steps 60 --lr 1e-2 --precision fp32 --eval-every 0 --num-layers 1".split()
     learned = write_lines(tmp_path / "c.jsonl", [pair("ab", "yes")] * 4)
-    assert run("--sft", learned, "--sft-val", chats, "--out", out, *short) == 0
+    assert run("--data", learned, "--val-data", chats, "--out", out, *short) == 0
     said = capsys.readouterr().out
-    assert "4 conversations, 16 of 96 tokens in the loss; --sft-val: 40" in said
-    assert "--sft without --load" in said
+    assert "4 conversations, 16 of 96 tokens in the loss; --val-data: 40" in said
+    assert "without --load: a new model" in said
     argv = ["--checkpoint", str(out), "--chat", "ab", "--temperature", "0", "--device", "cpu"]
     assert cli.main(argv) == 0
     assert capsys.readouterr().out.strip() == "yes"
@@ -651,8 +651,8 @@ def test_an_imported_model_keeps_its_template(families, chats, tmp_path):
     huggingface.import_folder(tmp_path / "hf", tmp_path / "base")
     flags = "--global-batch-size 2 --steps 1 --warmup-steps 0 --device cpu --seq-length 96".split()
     out = tmp_path / "out"
-    argv = ["--load", tmp_path / "base", "--sft", chats, "--out", out]
-    assert train.main([*map(str, argv), *flags]) == 0
+    argv = ["--load", tmp_path / "base", "--data", chats, "--out", out]
+    assert train.main([*map(str, argv), *flags], SFTConfig) == 0
     assert find_chat(out, find_tokenizer(out, {})).template.text == CHATML
     assert find_chat(tmp_path / "hf", source).template.text == CHATML
     huggingface.export_folder(out, tmp_path / "exported")
@@ -665,11 +665,10 @@ def test_an_imported_model_keeps_its_template(families, chats, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--loss-on", "all"], "--loss-on all: needs --sft FILE"),
-        (["--sft", "c", "--data", "d"], "--data d: --sft names other data"),
-        (["--sft", "nowhere"], "--sft nowhere: cannot be read"),
-        (["--sft", "one"], "has one conversation, and one is held out"),
-        (["--sft", "one", "--chat-template", "nowhere"], "--chat-template nowhere"),
+        (["--loss-on", "all"], "--data: learns from what? --data FILE names conversations"),
+        (["--data", "nowhere"], "--data nowhere: cannot be read"),
+        (["--data", "one"], "has one conversation, and one is held out"),
+        (["--data", "one", "--chat-template", "nowhere"], "--chat-template nowhere"),
     ],
 )
 def test_runs_that_cannot_be(flags, words, tmp_path, monkeypatch, capsys):
@@ -706,8 +705,8 @@ def test_flops_are_those_of_the_rows(tmp_path, capsys):
     per_token = []
     for s in (32, 512):
         out = tmp_path / str(s)
-        shape = small_run.flags(seq_length=s, sft=path, steps=2, out=out, plan="h100")
-        assert train.main([str(word) for word in shape]) == 0
+        shape = small_run.flags(seq_length=s, data=path, steps=2, out=out, plan="h100")
+        assert train.main([str(word) for word in shape], SFTConfig) == 0
         step = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
         flops = step["tflops_per_device"] * 1e12 / step["tokens_per_second"]
         per_token.append([flops, step["predicted_seconds"]])
@@ -715,6 +714,6 @@ def test_flops_are_those_of_the_rows(tmp_path, capsys):
 
 
 def test_a_sample_answers_a_question_that_was_held_out(chats, tmp_path):
-    assert run("--sft", chats, "--out", tmp_path / "run") == 0
+    assert run("--data", chats, "--out", tmp_path / "run") == 0
     sample = (tmp_path / "run/sample.txt").read_text()
     assert sample.startswith("user:\n") and "assistant:\n" in sample, sample[:100]

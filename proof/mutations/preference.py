@@ -5,8 +5,8 @@ import preference
 import sequence_parallel
 from proof.mutations import bug
 
-DPO = dict(tp=2, preference="dpo", dropout=0.0)
-REWARD = dict(tp=2, preference="reward", dropout=0.0)
+DPO = dict(command="preference.py", tp=2, method="dpo", dropout=0.0)
+REWARD = dict(command="preference.py", tp=2, method="reward", dropout=0.0)
 
 
 @bug(2, DPO, first="step 1: gradient of head.norm")
