@@ -152,3 +152,7 @@ def test_on_a_gpu(recipe, sizes, dtype):
         # a GPU adds products of a few bits less than float32 has; a wrong scale is a factor of 2
         error = (float8.multiply_bytes(a, b).double() - expected).norm() / expected.norm()
         assert error < 5e-3, (name, error)
+    # the same bytes as on a CPU
+    for of_gpu, of_cpu in zip(products(recipe, *sizes, device="cuda"), products(recipe, *sizes)):
+        for found, expected in zip(of_gpu[1:], of_cpu[1:]):
+            assert torch.equal(found.q.cpu().view(torch.uint8), expected.q.view(torch.uint8))
