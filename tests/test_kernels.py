@@ -33,8 +33,7 @@ from lessons import kernels as lesson
 from model_config import GPTConfig
 from routers import MoEConfig
 
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-GPU = pytest.param("gpu", marks=[pytest.mark.gpu, no_gpu])
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 by_emulator = pytest.mark.skipif(
     not (cuda_on_cpu.include_folder() and shutil.which("g++")), reason="no CUDA headers or no g++"
 )
@@ -1118,7 +1117,6 @@ def swapped_optimizer() -> None:
 
 
 @pytest.mark.gpu
-@no_gpu
 @pytest.mark.parametrize(
     "world, flags",
     [
@@ -1154,7 +1152,6 @@ def everything() -> None:
 
 
 @pytest.mark.gpu
-@no_gpu
 @pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="no compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_sanitizer(tool):

@@ -127,7 +127,6 @@ def test_blocks_without_a_product():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("to", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_scales_on_a_gpu(to):
     """Powers of two, and those of the CPU. What a GPU rounds, it must not round here."""
@@ -139,7 +138,6 @@ def test_scales_on_a_gpu(to):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
