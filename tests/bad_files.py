@@ -18,6 +18,7 @@ import faulthandler
 import functools
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import random
@@ -33,60 +34,22 @@ from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+import small_run  # noqa: E402 (needs the path)
+
 SECONDS = 20
 DEEP = "nested-without-end"
-VALUES = [
-    None,
-    True,
-    False,
-    -1,
-    0,
-    1,
-    3,
-    2.0,
-    0.5,
-    -0.5,
-    1e-320,
-    1e300,
-    10**30,
-    2**31 - 1,
-    2**31,
-    2**53,
-    2**63,
-    60000,
-    float("nan"),
-    float("inf"),
-    "",
-    "x",
-    "2",
-    "\ud800",
-    "a" * 300,
-    "../..",
-    "\0",
-    [],
-    {},
-    [["x"]],
-    {"x": 1},
-    DEEP,
-]
+VALUES = [None, True, False, -1, 0, 1, 3, 2.0, 0.5, -0.5, 1e-320, 1e300, 10**30, 60000]
+VALUES += [2**31 - 1, 2**31, 2**53, 2**63, float("nan"), float("inf"), "", "x", "2", "\ud800"]
+VALUES += ["a" * 300, "../..", "\0", [], {}, [["x"]], {"x": 1}, DEEP]
 TEXT = "def f(x):\n    return x + 1\n" * 40
 SHAPE = dict(num_layers=2, hidden_size=16, num_heads=2, ffn_hidden_size=24, seq_length=16)
-TRAIN = [
-    "--data",
-    "text.txt",
-    "--device",
-    "cpu",
-    "--global-batch-size",
-    "2",
-    "--warmup-steps",
-    "0",
-    "--eval-every",
-    "0",
-    *(x for name, value in SHAPE.items() for x in (f"--{name.replace('_', '-')}", str(value))),
-]
-ANSWER = ["--max-tokens", "2", "--device", "cpu"]
-LEARN_LORA = ["--load", "run", "--data", "text.txt", "--device", "cpu", "--global-batch-size", "2"]
-LEARN_LORA += ["--steps", "2", "--warmup-steps", "0", "--eval-every", "0", "--peft", "lora"]
+SIZES = " ".join(small_run.as_flags(**SHAPE))
+# words of commands: what a run reads, how little it does, the model of its own
+TEXTS = "--data text.txt"
+BRIEF = "--device cpu --global-batch-size 2 --warmup-steps 0 --eval-every 0"
+TRAIN = f"train {TEXTS} {BRIEF} {SIZES}"
+LEARN_LORA = f"tuning.adapter_training --load run {TEXTS} {BRIEF} --steps 2 --peft lora"
+ANSWER = "--max-tokens 2 --device cpu"
 CHAT = """\
 {% for message in messages %}
 {{ message.role }}: {% if message.role == "assistant" %}
@@ -170,16 +133,14 @@ def changed_header(data: bytes, g: random.Random) -> bytes:
 # --- valid folders --------------------------------------------------------------------------------
 
 
-def succeed(command, *argv) -> None:
+def succeed(command: str) -> None:
     """Run a command that prepares a folder, without showing its output."""
-    status, _, err = run(command, argv)
-    assert status == 0, (argv, err)
+    status, _, err = run(command)
+    assert status == 0, (command, err)
 
 
 def make_run() -> None:
-    import train
-
-    succeed(train.main, *TRAIN, "--steps", "2", "--out", "run")
+    succeed(f"{TRAIN} --steps 2 --out run")
 
 
 def make_folder() -> None:
@@ -194,69 +155,40 @@ def make_folder() -> None:
     from exchange.architectures import empty_model
     from routers import MoEConfig
 
-    for name, fields in (
-        ("gpt2", {}),
-        ("llama", dict(llama=True)),
-        ("mixtral", dict(llama=True, num_experts=2, router="topk", router_topk=2, z_loss=0.0)),
-    ):
+    experts = dict(llama=True, num_experts=2, router="topk", router_topk=2, z_loss=0.0)
+    for name, fields in {"gpt2": {}, "llama": dict(llama=True), "mixtral": experts}.items():
         model = empty_model(MoEConfig(**SHAPE, vocab_size=257, **fields))
         sharding.init(model, 0, "cpu", torch.float32)
+        tensors = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
         state = {"config": {"tokenizer": "bytes"}, "model": dataclasses.asdict(model.config)}
-        checkpoint.write(
-            Path(f"{name}-ckpt"),
-            0,
-            {f"model.{n}": p.detach() for n, p in model.named_parameters()},
-            state,
-        )
+        checkpoint.write(Path(f"{name}-ckpt"), 0, tensors, state)
         huggingface.export_folder(Path(f"{name}-ckpt"), Path(name))
         shutil.rmtree(f"{name}-ckpt")
 
 
-def make_prompts() -> None:
-    from prompts import commands
+def write_lines(file: str, records: list[dict]) -> None:
+    Path(file).write_text("".join(json.dumps(record) + "\n" for record in records))
 
+
+def make_prompts() -> None:
     make_run()
-    Path("lines.jsonl").write_text(
-        "".join(
-            json.dumps({"taskname": "t", "text": "ab"[n % 2], "label": "xy"[n % 2]}) + "\n"
-            for n in range(4)
-        )
+    write_lines(
+        "lines.jsonl",
+        [{"taskname": "t", "text": "ab"[n % 2], "label": "xy"[n % 2]} for n in range(4)],
     )
+    encoder = dict(encoder_type="mlp", encoder_hidden=8, num_layers=2, dropout=0.0, init_std=1.0)
+    data = dict(train_ds=["lines.jsonl"], validation_ds=["lines.jsonl"], max_seq_length=16)
     config = {
         "task_templates": [TEMPLATE],
         "virtual_prompt_style": "p-tuning",
         "language_model_path": "run",
         "existing_tasks": [],
         "new_tasks": ["t"],
-        "p_tuning": {
-            "encoder_type": "mlp",
-            "encoder_hidden": 8,
-            "num_layers": 2,
-            "dropout": 0.0,
-            "init_std": 1.0,
-        },
-        "data": {
-            "train_ds": ["lines.jsonl"],
-            "validation_ds": ["lines.jsonl"],
-            "max_seq_length": 16,
-            "shuffle": True,
-        },
+        "p_tuning": encoder,
+        "data": data | {"shuffle": True},
     }
     Path("prompts.json").write_text(json.dumps(config))
-    succeed(
-        commands.main,
-        "train",
-        "--config",
-        "prompts.json",
-        "--out",
-        "prompts",
-        "--steps",
-        "2",
-        "--global-batch-size",
-        "2",
-        "--device",
-        "cpu",
-    )
+    succeed(f"{LEARN} --out prompts --steps 2")
 
 
 def make_tokenizer() -> None:
@@ -265,261 +197,140 @@ def make_tokenizer() -> None:
     make_run()
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(
-        [TEXT],
-        trainers.BpeTrainer(vocab_size=40, special_tokens=["<unk>", "</s>"], show_progress=False),
-    )
+    specials = ["<unk>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=40, special_tokens=specials, show_progress=False)
+    tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.save("tokenizer.json")
 
 
 def make_adapter() -> None:
     """An adapter and its merged model."""
     make_run()
-    succeed(importlib.import_module("train").main, *LEARN_LORA, "--out", "lora")
-    succeed(
-        importlib.import_module("tuning.adapter_commands").main, "merge", "run", "lora", "merged"
-    )
+    succeed(f"{LEARN_LORA} --out lora")
+    succeed("tuning.adapter_commands merge run lora merged")
 
 
 def make_peft() -> None:
     """Of a GPT-2: folders lora and ia3."""
-    from tuning.adapter_commands import main
-
     make_run()
     for peft in ("lora", "ia3"):
-        succeed(
-            importlib.import_module("train").main,
-            *LEARN_LORA,
-            "--peft",
-            peft,
-            "--out",
-            f"our-{peft}",
-        )
-        succeed(main, "export", f"our-{peft}", peft, "--base", "run")
+        succeed(f"{LEARN_LORA} --peft {peft} --out our-{peft}")
+        succeed(f"tuning.adapter_commands export our-{peft} {peft} --base run")
 
 
 def make_conversations() -> None:
     # which takes longer than a case may
     importlib.import_module("train")
-    lines = []
-    for n in range(4):
-        messages = [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes"}]
-        lines.append(json.dumps({"messages": messages}) + "\n")
-    lines.append(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
-    Path("chats.jsonl").write_text("".join(lines))
+    said = {"role": "assistant", "content": "yes"}
+    talks = [{"messages": [{"role": "user", "content": f"{n}?"}, said]} for n in range(4)]
+    write_lines("chats.jsonl", [*talks, {"prompt": "a", "completion": "b"}])
     Path("chat.jinja").write_text(CHAT)
 
 
 # --- commands -------------------------------------------------------------------------------------
 
 
-def program(module: str) -> Callable[[list[str]], int | None]:
-    """main() of a module that reads its arguments from sys.argv."""
-
-    def main(argv):
-        before = sys.argv
-        sys.argv = [f"{module}.py", *argv]
-        try:
-            return importlib.import_module(module).main()
-        finally:
-            sys.argv = before
-
-    return main
-
-
-def command(module: str) -> Callable[[list[str]], int]:
-    """main(argv) of a module, which is imported when it is called."""
-    return lambda argv: importlib.import_module(module).main(argv)
-
-
-RESUME = (command("train"), [*TRAIN, "--steps", "3", "--out", "run", "--resume"])
-INFER = [
-    "--prompts",
-    "prompts/prompts.safetensors",
-    "--checkpoint",
-    "run",
-    "--data",
-    "lines.jsonl",
-    *ANSWER,
-]
-
-
 class Reading(NamedTuple):
-    """A file of a kind, as a pattern; how it may be changed; the commands that read it. {} stands
-    for the name of a Hugging Face folder."""
+    """A file of a kind, as a pattern; how it may be changed; the commands that read it: a module
+    and its words. {} stands for the name of a Hugging Face folder."""
 
     file: str
     changes: list[Callable]
-    commands: list[tuple[Callable, list[str]]]
+    commands: list[str]
 
 
-def generate_from(checkpoint: str) -> tuple:
-    return command("inference.cli"), ["--checkpoint", checkpoint, "--prompt", "de", *ANSWER]
-
-
+RESUME = f"{TRAIN} --steps 3 --out run --resume"
+GENERATE = f"inference.cli --checkpoint run --prompt de {ANSWER}"
+LEARN = "prompts.commands train --config prompts.json --global-batch-size 2 --device cpu"
+INFER = "--prompts prompts/prompts.safetensors --checkpoint run --data lines.jsonl"
+ANSWERS = [f"prompts.commands {word} {INFER} {ANSWER}" for word in ("generate", "evaluate")]
+CHATS = f"tuning.sft_command {BRIEF} {SIZES} --seq-length 64 --data chats.jsonl"
+CHATS += " --chat-template chat.jinja"
 JSON = [changed_json, changed_json, changed_bytes]
-LEARN = (
-    command("prompts.commands"),
-    [
-        "train",
-        "--config",
-        "prompts.json",
-        "--out",
-        "new",
-        "--steps",
-        "1",
-        "--global-batch-size",
-        "2",
-        "--device",
-        "cpu",
-    ],
-)
-ANSWERS = [(command("prompts.commands"), [word, *INFER]) for word in ("generate", "evaluate")]
-CHATS = (
-    command("train"),
-    [
-        *(word for word in TRAIN if word not in ("--data", "text.txt")),
-        *("--sft", "chats.jsonl", "--chat-template", "chat.jinja", "--seq-length", "64"),
-        *("--steps", "1", "--out", "new"),
-    ],
-)
-COMMAND = command("tuning.adapter_commands")
+OF_INDEX = [
+    GENERATE,
+    "exchange.commands export run hf",
+    "checkpoint verify run",
+    "checkpoint show run",
+    f"train --load run {TEXTS} --device cpu --global-batch-size 2 --steps 1 --out new",
+    RESUME,
+]
+OF_FOLDER = [
+    "exchange.commands import {} ckpt",
+    f"inference.cli --checkpoint {{}} --prompt de {ANSWER}",
+]
+OF_TOKENIZER = [
+    "corpus.tokenizer def tokenizer.json",
+    f"{GENERATE} --tokenizer tokenizer.json",
+]
+UNMERGE = "tuning.adapter_commands unmerge merged lora new"
+OF_ADAPTER = [
+    "tuning.adapter_commands merge run lora new",
+    "tuning.adapter_commands export lora new --base run",
+    UNMERGE,
+    "exchange.commands export run new --adapter lora",
+    f"{GENERATE} --adapter lora",
+    f"{LEARN_LORA} --out lora --resume --steps 3",
+]
+IMPORT = "tuning.adapter_commands import {} new --base run"
 # kind -> (what makes a valid folder, the files in it)
 KINDS = {
-    "index": (
-        make_run,
-        [
-            Reading(
-                "run/checkpoints/*/index.json",
-                JSON,
-                [
-                    generate_from("run"),
-                    (command("exchange.commands"), ["export", "run", "hf"]),
-                    (program("checkpoint"), ["verify", "run"]),
-                    (program("checkpoint"), ["show", "run"]),
-                    (
-                        command("train"),
-                        [
-                            "--load",
-                            "run",
-                            "--data",
-                            "text.txt",
-                            "--device",
-                            "cpu",
-                            "--global-batch-size",
-                            "2",
-                            "--steps",
-                            "1",
-                            "--out",
-                            "new",
-                        ],
-                    ),
-                    RESUME,
-                ],
-            )
-        ],
-    ),
+    "index": (make_run, [Reading("run/checkpoints/*/index.json", JSON, OF_INDEX)]),
     "config": (
         make_folder,
         [
-            Reading(
-                file,
-                changes,
-                [(command("exchange.commands"), ["import", "{}", "ckpt"]), generate_from("{}")],
-            )
-            for file, changes in (
-                ("{}/config.json", JSON),
-                ("{}/config.json", JSON),
-                ("{}/model.safetensors", [changed_header]),
-            )
+            Reading("{}/config.json", JSON, OF_FOLDER),
+            Reading("{}/config.json", JSON, OF_FOLDER),
+            Reading("{}/model.safetensors", [changed_header], OF_FOLDER),
         ],
     ),
     "prompts": (
         make_prompts,
         [
-            Reading("prompts.json", JSON, [LEARN]),
+            Reading("prompts.json", JSON, [f"{LEARN} --out new --steps 1"]),
             Reading("prompts/prompts.safetensors", [changed_header, changed_bytes], ANSWERS),
-            Reading("lines.jsonl", [changed_line, changed_bytes], [LEARN, *ANSWERS]),
-        ],
-    ),
-    "tokenizer": (
-        make_tokenizer,
-        [
             Reading(
-                "tokenizer.json",
-                JSON,
-                [
-                    (program("corpus.tokenizer"), ["def f", "tokenizer.json"]),
-                    (
-                        command("inference.cli"),
-                        [
-                            "--checkpoint",
-                            "run",
-                            "--tokenizer",
-                            "tokenizer.json",
-                            "--prompt",
-                            "def f",
-                            *ANSWER,
-                        ],
-                    ),
-                ],
-            )
+                "lines.jsonl",
+                [changed_line, changed_bytes],
+                [f"{LEARN} --out new --steps 1", *ANSWERS],
+            ),
         ],
     ),
+    "tokenizer": (make_tokenizer, [Reading("tokenizer.json", JSON, OF_TOKENIZER)]),
     "metrics": (
         make_run,
-        [
-            Reading(
-                "run/metrics.jsonl",
-                [changed_line, changed_bytes],
-                [(program("run.metrics"), ["run"]), RESUME],
-            )
-        ],
+        [Reading("run/metrics.jsonl", [changed_line, changed_bytes], ["run.metrics run", RESUME])],
     ),
     "adapter": (
         make_adapter,
         [
-            Reading(
-                "lora/checkpoints/*/index.json",
-                JSON,
-                [
-                    (COMMAND, ["merge", "run", "lora", "new"]),
-                    (COMMAND, ["export", "lora", "new", "--base", "run"]),
-                    (COMMAND, ["unmerge", "merged", "lora", "new"]),
-                    (command("exchange.commands"), ["export", "run", "new", "--adapter", "lora"]),
-                    (generate_from("run")[0], [*generate_from("run")[1], "--adapter", "lora"]),
-                    (command("train"), [*LEARN_LORA, "--out", "lora", "--resume", "--steps", "3"]),
-                ],
-            ),
-            Reading("merged/index.json", JSON, [(COMMAND, ["unmerge", "merged", "lora", "new"])]),
+            Reading("lora/checkpoints/*/index.json", JSON, OF_ADAPTER),
+            Reading("merged/index.json", JSON, [UNMERGE]),
         ],
     ),
     "peft": (
         make_peft,
         [
-            Reading(file, changes, [(COMMAND, ["import", folder, "new", "--base", "run"])])
+            Reading(f"{folder}/{file}", changes, [IMPORT.format(folder)])
             for folder in ("lora", "ia3")
             for file, changes in (
-                (f"{folder}/adapter_config.json", JSON),
-                (f"{folder}/adapter_model.safetensors", [changed_header]),
+                ("adapter_config.json", JSON),
+                ("adapter_model.safetensors", [changed_header]),
             )
         ],
     ),
     "conversations": (
         make_conversations,
         [
-            Reading("chats.jsonl", [changed_line, changed_bytes], [CHATS]),
-            Reading("chat.jinja", [changed_bytes], [CHATS]),
+            Reading("chats.jsonl", [changed_line, changed_bytes], [f"{CHATS} --steps 1 --out new"]),
+            Reading("chat.jinja", [changed_bytes], [f"{CHATS} --steps 1 --out new"]),
         ],
     ),
     "tokens": (
         make_run,
         [
-            Reading(file, changes, [(command("train"), [*TRAIN, "--steps", "1", "--out", "new"])])
-            for file, changes in (
-                ("cache/*/index.json", JSON),
-                ("cache/*/tokens.npy", [changed_bytes]),
-            )
+            Reading("cache/*/index.json", JSON, [f"{TRAIN} --steps 1 --out new"]),
+            Reading("cache/*/tokens.npy", [changed_bytes], [f"{TRAIN} --steps 1 --out new"]),
         ],
     ),
 }
@@ -552,7 +363,19 @@ def raise_timeout(number, frame):
     raise TimeoutError(f"not finished after {SECONDS} s")
 
 
-def run(main: Callable, argv) -> tuple[int | str, str, str]:
+def call(command: str) -> int:
+    """Run a module's main, which takes its words or reads them from sys.argv."""
+    module, *words = command.split()
+    main = importlib.import_module(module).main
+    before = sys.argv
+    sys.argv = [f"{module}.py", *words]
+    try:
+        return main(words) if inspect.signature(main).parameters else main()
+    finally:
+        sys.argv = before
+
+
+def run(command: str) -> tuple[int | str, str, str]:
     """(exit status, or the exception that escaped; stdout; stderr) of a command in this process.
     What libraries print from C code is included."""
     with (
@@ -568,7 +391,7 @@ def run(main: Callable, argv) -> tuple[int | str, str, str]:
         faulthandler.dump_traceback_later(6 * SECONDS, exit=True, file=kept[1])
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                status = main(list(argv)) or 0
+                status = call(command) or 0
         except SystemExit as e:
             status = e.code or 0
             if isinstance(status, str):
@@ -594,8 +417,7 @@ def check(kind: str, seed: int) -> tuple[bool, str | None]:
     g = random.Random(f"{kind} {seed}")
     family = g.choice(["gpt2", "llama", "mixtral"])
     reading = g.choice(KINDS[kind][1])
-    main, argv = g.choice(reading.commands)
-    argv = [word.format(family) for word in argv]
+    command = g.choice(reading.commands).format(family)
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(valid(kind).name, folder, dirs_exist_ok=True)
         with inside(folder):
@@ -606,7 +428,7 @@ def check(kind: str, seed: int) -> tuple[bool, str | None]:
                 checksum = hashlib.sha256(file.read_bytes()).hexdigest()
                 file.with_name("index.json.sha256").write_text(f"{checksum}  index.json\n")
             begin = time.perf_counter()
-            status, _, err = run(main, argv)
+            status, _, err = run(command)
     lines = err.splitlines()
     seconds = time.perf_counter() - begin
     if status == 0 and "Traceback" not in err:
@@ -614,7 +436,7 @@ def check(kind: str, seed: int) -> tuple[bool, str | None]:
     if status == 2 and len(lines) == 1 and seconds < SECONDS:
         return True, None
     problem = (
-        f"{kind} {seed}: {change.__name__} of {file}; {argv}: status {status}, {seconds:.0f} s,"
+        f"{kind} {seed}: {change.__name__} of {file}; {command}: status {status}, {seconds:.0f} s,"
         f" {len(lines)} lines on stderr: {err[-1500:]}"
     )
     return status == 2, problem

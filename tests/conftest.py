@@ -3,6 +3,7 @@ per file."""
 
 import gc
 import os
+import signal
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -26,6 +27,20 @@ ranks.preload("pytest", "train", "prompt_tuning", "parity", "matplotlib.pyplot",
 @pytest.fixture(autouse=True)
 def _shortened(monkeypatch):
     shortened.shorten(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def _handlers():
+    """Commands that run in this process set their own handlers of signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
 
 
 def pytest_addoption(parser):

@@ -36,7 +36,7 @@ FLAGS = small_run.as_flags(
 
 # Also of the rollout under another layout. Rewards are those of REWARD.
 RL_FLAGS = small_run.as_flags(
-    rl="ppo",
+    method="ppo",
     answer_tokens=6,
     global_batch_size=8,
     steps=12,
@@ -127,16 +127,16 @@ def text_flags(folder: Path) -> list[str]:
     return [*small_run.flags(num_layers=2, global_batch_size=4, data=text), *FLAGS]
 
 
-def rl_flags(folder: Path, train) -> list[str]:
-    """A run of --rl. train(flags): trains its base."""
+def rl_flags(folder: Path, sft) -> list[str]:
+    """A run of reinforcement.py. sft(flags): trains its base."""
     talk = [{"prompt": f"{n}+", "completion": "ab"[n % 2] * 3} for n in range(40)]
     for name, records in {"talk": talk, "prompts": [{"prompt": x["prompt"]} for x in talk]}.items():
         lines = [json.dumps(record) for record in records]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     (folder / "reward.py").write_text(REWARD)
-    options = dict(seq_length=48, steps=2, sft=folder / "talk.jsonl", out=folder / "base")
-    train(small_run.flags(**options))
-    names = dict(load=folder / "base", prompts=folder / "prompts.jsonl")
+    options = dict(seq_length=48, steps=2, data=folder / "talk.jsonl", out=folder / "base")
+    sft(small_run.flags(**options))
+    names = dict(load=folder / "base", data=folder / "prompts.jsonl")
     return [*small_run.as_flags(**names, reward=f"{folder}/reward.py:evenness"), *RL_FLAGS]
 
 
@@ -146,16 +146,16 @@ def main():
     )
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--kills", type=int, default=2, help="at most, in each")
-    parser.add_argument("--rl", action="store_true", help="runs of --rl ppo")
+    parser.add_argument("--rl", action="store_true", help="runs of reinforcement.py --method ppo")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        train = [*launcher, str(ROOT / "train.py")]
         if args.rl:
-            flags = rl_flags(Path(folder), lambda flags: run([*train, *flags], 0, 0))
+            sft = [*launcher, str(ROOT / "sft.py")]
+            flags = rl_flags(Path(folder), lambda flags: run([*sft, *flags], 0, 0))
+            command = [*launcher, str(ROOT / "reinforcement.py"), *flags]
         else:
-            flags = text_flags(Path(folder))
-        command = [*train, *flags]
+            command = [*launcher, str(ROOT / "train.py"), *text_flags(Path(folder))]
         run([*command, "--out", f"{folder}/undisturbed"], 0, 0)
         curve, tensors = state(Path(folder) / "undisturbed")
         total_kills = 0

@@ -213,182 +213,139 @@ def gemma_unigram(specials):
     return unigram(specials, "<bos>")
 
 
+def config_of(tokenizer_class: str, bos=None, eos=None, pad=None, unk=None, **more) -> dict:
+    """Fields of tokenizer_config.json."""
+    tokens = dict(bos_token=bos, eos_token=eos, pad_token=pad, unk_token=unk)
+    return {"tokenizer_class": tokenizer_class} | tokens | more
+
+
+def ids(bos=None, eos=None, pad=None, **more) -> dict:
+    """Fields of generation_config.json. A token is its name."""
+    return dict(bos_token_id=bos, eos_token_id=eos, pad_token_id=pad) | more
+
+
+def added(token: str) -> dict:
+    return {"__type": "AddedToken", "content": token, "normalized": False}
+
+
+END = "<|endoftext|>"
+TURNS = ["<|im_start|>", "<|im_end|>"]
+LLAMA_3 = "<|begin_of_text|> <|end_of_text|> <|eom_id|> <|start_header_id|> <|end_header_id|>"
+GEMMA = dict(bos="<bos>", eos="<eos>", pad="<pad>", unk="<unk>")
+INSTRUCTIONS = [
+    {"name": "default", "template": INST_CHAT},
+    {"name": "tool_use", "template": "tools: " + INST_CHAT},
+]
 # what each is, with small vocabularies
 KINDS = {
     "gpt2": Kind(
         gpt2,
-        ["<|endoftext|>"],
-        {
-            "tokenizer_class": "GPT2Tokenizer",
-            "add_prefix_space": False,
-            "model_max_length": 1024,
-            "bos_token": "<|endoftext|>",
-            "eos_token": "<|endoftext|>",
-            "unk_token": "<|endoftext|>",
-        },
-        {"bos_token_id": "<|endoftext|>", "eos_token_id": "<|endoftext|>"},
+        [END],
+        config_of("GPT2Tokenizer", END, END, unk=END, model_max_length=1024),
+        ids(END, END),
         "gpt2",
     ),
     "llama3": Kind(
         llama3,
-        [
+        [*LLAMA_3.split(), "<|eot_id|>"],
+        config_of(
+            "PreTrainedTokenizerFast",
             "<|begin_of_text|>",
-            "<|end_of_text|>",
-            "<|eom_id|>",
-            "<|start_header_id|>",
-            "<|end_header_id|>",
             "<|eot_id|>",
-        ],
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_input_names": ["input_ids", "attention_mask"],
-            "clean_up_tokenization_spaces": True,
-            "bos_token": "<|begin_of_text|>",
-            "eos_token": "<|eot_id|>",
-            "chat_template": LLAMA_CHAT,
-        },
-        {
-            "bos_token_id": "<|begin_of_text|>",
-            "eos_token_id": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
-            "do_sample": True,
-            "temperature": 0.6,
-            "top_p": 0.9,
-        },
+            model_input_names=["input_ids", "attention_mask"],
+            clean_up_tokenization_spaces=True,
+            chat_template=LLAMA_CHAT,
+        ),
+        ids(
+            "<|begin_of_text|>",
+            ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+            do_sample=True,
+            temperature=0.6,
+            top_p=0.9,
+        ),
     ),
     "qwen": Kind(
         qwen,
-        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "add_bos_token": False,
-            "add_prefix_space": False,
-            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-            "bos_token": None,
-            "eos_token": "<|im_end|>",
-            "errors": "replace",
-            "pad_token": "<|endoftext|>",
-            "split_special_tokens": False,
-            "unk_token": None,
-            "chat_template": CHAT,
-        },
-        {
-            "bos_token_id": "<|endoftext|>",
-            "pad_token_id": "<|endoftext|>",
-            "eos_token_id": ["<|im_end|>", "<|endoftext|>"],
-            "do_sample": True,
-            "temperature": 0.7,
-            "top_p": 0.8,
-            "top_k": 20,
-            "repetition_penalty": 1.05,
-        },
+        [END, *TURNS],
+        config_of(
+            "Qwen2Tokenizer",
+            None,
+            "<|im_end|>",
+            END,
+            add_bos_token=False,
+            additional_special_tokens=TURNS,
+            errors="replace",
+            chat_template=CHAT,
+        ),
+        ids(
+            END,
+            ["<|im_end|>", END],
+            END,
+            do_sample=True,
+            temperature=0.7,
+            top_p=0.8,
+            top_k=20,
+            repetition_penalty=1.05,
+        ),
         "qwen2",
     ),
     "smollm": Kind(
         smollm,
-        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        {
-            "tokenizer_class": "GPT2Tokenizer",
-            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-            "bos_token": "<|im_start|>",
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|im_end|>",
-            "unk_token": "<|endoftext|>",
-            "chat_template": CHAT,
-        },
-        {
-            "bos_token_id": "<|im_start|>",
-            "eos_token_id": "<|im_end|>",
-            "pad_token_id": "<|im_end|>",
-            "max_new_tokens": 40,
-        },
+        [END, *TURNS],
+        config_of(
+            "GPT2Tokenizer",
+            *TURNS,
+            "<|im_end|>",
+            END,
+            additional_special_tokens=TURNS,
+            chat_template=CHAT,
+        ),
+        ids(*TURNS, "<|im_end|>", max_new_tokens=40),
     ),
     "llama2": Kind(
         llama2,
         ["<unk>", "<s>", "</s>"],
-        {
-            "tokenizer_class": "LlamaTokenizer",
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "bos_token": {"__type": "AddedToken", "content": "<s>", "normalized": False},
-            "eos_token": {"__type": "AddedToken", "content": "</s>", "normalized": False},
-            "unk_token": {"__type": "AddedToken", "content": "<unk>", "normalized": False},
-            "legacy": False,
-            "pad_token": None,
-            "sp_model_kwargs": {},
-            "chat_template": INST_CHAT,
-        },
-        {
-            "bos_token_id": "<s>",
-            "eos_token_id": "</s>",
-            "pad_token_id": "<unk>",
-            "do_sample": True,
-            "temperature": 0.6,
-            "top_p": 0.9,
-            "max_length": 4096,
-        },
+        config_of(
+            "LlamaTokenizer",
+            added("<s>"),
+            added("</s>"),
+            None,
+            added("<unk>"),
+            add_bos_token=True,
+            add_eos_token=False,
+            legacy=False,
+            chat_template=INST_CHAT,
+        ),
+        ids("<s>", "</s>", "<unk>", do_sample=True, temperature=0.6, top_p=0.9, max_length=4096),
     ),
     "mistral": Kind(
         llama2,
         ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
-        {
-            "tokenizer_class": "LlamaTokenizer",
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "unk_token": "<unk>",
-            "legacy": True,
-            "chat_template": [
-                {"name": "default", "template": INST_CHAT},
-                {"name": "tool_use", "template": "tools: " + INST_CHAT},
-            ],
-        },
-        {"bos_token_id": "<s>", "eos_token_id": "</s>"},
+        config_of("LlamaTokenizer", "<s>", "</s>", None, "<unk>", chat_template=INSTRUCTIONS),
+        ids("<s>", "</s>"),
         "mistral",
     ),
     "gemma": Kind(
         gemma,
         ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"],
-        {
-            "tokenizer_class": "GemmaTokenizer",
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"],
-            "bos_token": "<bos>",
-            "eos_token": "<eos>",
-            "pad_token": "<pad>",
-            "unk_token": "<unk>",
-        },
-        {
-            "bos_token_id": "<bos>",
-            "eos_token_id": ["<eos>", "<end_of_turn>"],
-            "pad_token_id": "<pad>",
-        },
+        config_of(
+            "GemmaTokenizer",
+            **GEMMA,
+            add_bos_token=True,
+            additional_special_tokens=["<start_of_turn>", "<end_of_turn>"],
+        ),
+        ids("<bos>", ["<eos>", "<end_of_turn>"], "<pad>"),
         "gemma",
     ),
     "unigram": Kind(
         gemma_unigram,
         ["<pad>", "<eos>", "<bos>", "<unk>"],
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<bos>",
-            "eos_token": "<eos>",
-            "pad_token": "<pad>",
-            "unk_token": "<unk>",
-        },
+        config_of("PreTrainedTokenizerFast", **GEMMA),
     ),
     "bloom": Kind(
         bloom,
         ["<unk>", "<s>", "</s>", "<pad>"],
-        {
-            "tokenizer_class": "BloomTokenizerFast",
-            "add_prefix_space": False,
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "pad_token": "<pad>",
-            "unk_token": "<unk>",
-            "padding_side": "left",
-        },
+        config_of("BloomTokenizerFast", "<s>", "</s>", "<pad>", "<unk>", padding_side="left"),
         None,
         "bloom",
     ),

@@ -165,7 +165,9 @@ def with_rows(drawn: dict, seed: int) -> dict:
     if drawn["world"] <= 4 and g.random() < 0.5:
         drawn = with_cp(drawn, seed)
     model, layout = drawn["model"], drawn["layout"]
-    model = model | dict(sft=["-"], document_mask=False, seq_length=model["seq_length"] + 16)
+    model = model | dict(command="sft.py", data=["-"], seq_length=model["seq_length"] + 16)
+    # of text alone
+    model.pop("document_mask", None)
     if not model.get("num_experts"):
         model |= draw_experts(g, model["num_layers"])
         model["micro_batch_size"] = layout["micro_batch_size"]

@@ -450,10 +450,10 @@ def test_experts_interleaved():
 
 # rows of unequal lengths, which cp and sequence parallelism pad further
 RAGGED = {
-    "sinkhorn": SMALL | dict(num_experts=4, micro_batch_size=2, sft=["-"]),
+    "sinkhorn": SMALL | dict(num_experts=4, micro_batch_size=2, command="sft.py", data=["-"]),
     "topk": (
         LLAMA
-        | dict(num_experts=4, micro_batch_size=2, sft=["-"])
+        | dict(num_experts=4, micro_batch_size=2, command="sft.py", data=["-"])
         | dict(num_kv_heads=4, router="topk", router_topk=2, aux_loss=1.0, z_loss=0.1)
     ),
 }

@@ -103,17 +103,8 @@ def test_pipes_and_devices_are_no_files(tmp_path, capfd, monkeypatch):
             [PreferenceConfig],
             [ReinforcementConfig, "--reward", "r.py:f", "--answer-tokens", "4"],
         ):
-            argv = [
-                *words,
-                "--data",
-                path,
-                "--load",
-                "base",
-                "--global-batch-size",
-                "8",
-                "--device",
-                "cpu",
-            ]
+            argv = [*words, "--data", path, "--load", "base", "--global-batch-size", "8"]
+            argv += ["--device", "cpu"]
             assert train.main([*argv, "--out", "out"], kind) == 2
             assert f"{path}: cannot be read (a folder, a pipe" in capfd.readouterr().err
     os.mkdir("run")

@@ -194,7 +194,6 @@ def test_on_a_cpu_nothing_is_copied():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("flags", [{}, dict(optimizer_state="bf16"), dict(precision="fp32")])
 def test_cuda_sees_no_synchronisation(flags):
     """CUDA's own debug mode, over a whole step and the way of its numbers to the host."""

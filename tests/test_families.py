@@ -349,7 +349,7 @@ def gate(world: int, layouts: list[tuple[dict, dict]]) -> None:
 
 
 # flags of a layout that one device has too
-PEFT = ("peft", "lora_rank", "peft_targets", "adapter_size", "prompt_config")
+PEFT = ("peft", "lora_rank", "peft_targets", "adapter_size", "prompt_config", "command")
 
 
 def test_layouts():
@@ -393,7 +393,8 @@ def test_layouts_of_prompts(tmp_path):
     """Virtual tokens before a scaled embedding, and before one with a norm."""
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps(prompt_config(style="p-tuning", p_tuning=dict(encoder_hidden=6))))
-    prompts = dict(prompt_config=str(path), dropout=0.0, micro_batch_size=2)
+    prompts = dict(command="prompt_tuning.py train", prompt_config=str(path))
+    prompts |= dict(dropout=0.0, micro_batch_size=2)
     layouts = [dict(tp=2, sequence_parallel=True), dict(zero_stage=3)]
     names = ("gemma-7b", "bloom-7b1", "mistral-7b")
     gate(2, [(of_family(name) | prompts, layout) for name in names for layout in layouts])

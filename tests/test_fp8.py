@@ -3,12 +3,9 @@ histories in checkpoints; collectives, counted."""
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
-import processes
 import pytest
 import random_layouts
-import small_run
 import torch
 from parity import LLAMA, SMALL, Result, Synthetic, differs, same, train, train_each
 
@@ -17,7 +14,7 @@ import gpt
 import train as trainer
 from base.collectives import Collectives
 from base.world import Groups
-from model_config import LINEARS, FieldError, GPTConfig
+from model_config import LINEARS, FieldError
 from precision import fp8_experts, fp8_scaling
 from precision.float8 import E4M3, decode, encode_by_hand
 from precision.fp8_scaling import GRADIENT, INPUT, WEIGHT, Recipe, Scaling
@@ -25,10 +22,7 @@ from proof import ranks
 from proof.kinds import config_of
 from recompute import saved_bytes
 from routers import MoEConfig
-from run import rules
-from run.config import ConfigError
-from run.metrics import read_metrics
-from run.pretraining import Config
+from run.task import task_of
 
 
 def again(*values):
@@ -113,12 +107,6 @@ def test_equals_one_device(base, world, cases):
         same(result, one_device(base, recipe))
 
 
-def test_scales_that_are_powers_of_two_are_equal_too():
-    flags = RECIPES["current"] | dict(fp8_scales="power-of-two")
-    one = train(steps=STEPS, base=BASES["llama"], **flags)
-    same(train(2, STEPS, base=BASES["llama"], **SEQUENCE | flags), one)
-
-
 def test_a_recipe_changes_the_result():
     """And the micro-batch does: its tensors have other maxima."""
     found = [one_device("gpt", recipe) for recipe in ALL]
@@ -147,7 +135,7 @@ def test_random_layouts_of_frozen_models(seed):
 
 def trainer_of(base: dict = SMALL, **flags):
     config = config_of(base | flags)
-    return trainer.Trainer(config, torch.device("cpu"), Groups(), config.task())
+    return trainer.Trainer(config, torch.device("cpu"), Groups(), task_of(config))
 
 
 DATA = Synthetic(16, 61)
@@ -521,78 +509,6 @@ def test_experts_do_not_saturate():
     assert saturated.tolist() == [float(not experts) for experts in has_experts]
 
 
-def test_a_step_that_was_not_finite_is_no_history():
-    scaling = Scaling(Recipe("delayed"), 1, "cpu")
-    scaling.quantise([torch.ones(2, 2)], [(0, 3)], GRADIENT, None, None)
-    scaling.end_step()
-    bad = torch.tensor([[1.0, float("nan")]])
-    (q,) = scaling.quantise([bad], [(0, 3)], GRADIENT, None, None)
-    assert q.values(torch.float32).isnan().all()
-    scaling.end_step()
-    named = fp8_scaling.warnings(scaling.report)
-    assert named == {"fp8_not_finite": ["blocks.0.attention.output gradient"]}
-    assert scaling.history[:, 0, 3, GRADIENT].tolist() == [0.0, 1.0]
-    (q,) = scaling.quantise([torch.ones(2, 2)], [(0, 3)], GRADIENT, None, None)
-    assert torch.equal(q.values(torch.float32), torch.ones(2, 2))
-
-
-@pytest.mark.parametrize("recipe", ALL)
-def test_a_step_that_is_not_finite_is_skipped(recipe):
-    """All gradients before it are NaN, and the log names what came first."""
-    t = trainer_of(**RECIPES[recipe] | IN_FP8)
-    step(t, 1)
-    before = [p.clone() for p in t.model.parameters()]
-    with torch.no_grad():
-        weight = t.model.blocks["1"].mlp.up.weight
-        kept = weight[0, 0].item()
-        weight[0, 0] = float("inf")
-    assert not step(t, 2).isfinite()
-    with torch.no_grad():
-        weight[0, 0] = kept
-    assert t.optimizer.skipped == 1
-    assert all(torch.equal(a, b) for a, b in zip(t.model.parameters(), before))
-    named = fp8_scaling.warnings(t.fp8.report)["fp8_not_finite"]
-    assert named[0] == "blocks.1.mlp.up weight"
-    assert step(t, 3).isfinite()
-
-
-FLAGS = dict(
-    fp8_skip=0,
-    fp8_scales="any",
-    precision="fp64",
-    lr=1e-2,
-    min_lr=1e-2,
-    warmup_steps=0,
-    log_every=1,
-)
-
-
-@pytest.mark.parametrize("recipe", ["delayed", again("current")])
-def test_a_run_resumes_with_its_history(recipe, tmp_path, capsys):
-    """4 steps are 2 and 2, bit for bit; and continued by two ranks."""
-    (tmp_path / "text.txt").write_text("".join(f"x{n * n % 97} = {n};\n" for n in range(800)))
-
-    def flags(out: str, **more) -> list[str]:
-        places = dict(data=tmp_path / "text.txt", out=tmp_path / out)
-        return small_run.flags(
-            **places, **FLAGS | RECIPES[recipe] | dict(micro_batch_size=1) | more
-        )
-
-    assert trainer.main(flags("whole", steps=4)) == 0
-    for out in ("one", "two"):
-        assert trainer.main(flags(out, steps=2)) == 0
-    assert trainer.main([*flags("one", steps=4), "--resume"]) == 0
-    done = processes.run(["train.py", *flags("two", steps=4, tp=2), "--resume"], world=2)
-    assert done.returncode == 0, done.stderr
-    whole, one, two = (losses(tmp_path / out) for out in ("whole", "one", "two"))
-    assert one == whole and len(whole) == 4
-    assert two == pytest.approx(whole, rel=1e-10)
-
-
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(run / "metrics.jsonl")[0]]
-
-
 # --- collectives ----------------------------------------------------------------------------------
 
 
@@ -638,17 +554,6 @@ def test_collectives_of_each_recipe():
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def test_refusals():
-    model = GPTConfig(num_layers=3, hidden_size=32, num_heads=4, ffn_hidden_size=56)
-    fp8.check(model, Recipe(), 1)
-    with pytest.raises(FieldError, match=r"fp8_skip 2: .* num_layers 3 leaves no other"):
-        fp8.check(model, Recipe(), 2)
-    fp8.check(model, Recipe("block"), 1)
-    fp8.check(model, Recipe("block", block=4), 1, t=2)
-    with pytest.raises(FieldError, match=r"blocks must not be cut: .* 28 of ffn_hidden_size"):
-        fp8.check(model, Recipe("block", block=16), 1, t=2)
-
-
 def test_experts_have_no_blocks_to_cut():
     """But layers 0 and 2 have, where only every second one has experts."""
     model = MoEConfig(
@@ -661,34 +566,11 @@ def test_experts_have_no_blocks_to_cut():
         fp8.check(model, Recipe("block", block=32), 0, t=2)
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (dict(fp8_skip=0), "--fp8-skip 0: needs --fp8 current, delayed or block"),
-        (dict(fp8_scales="any"), "--fp8-scales any: needs --fp8"),
-        (dict(fp8="current", fp8_block=64), "--fp8-block 64: is only for --fp8 block"),
-        (dict(fp8="block", fp8_block=0), "--fp8-block 0: must be at least 1"),
-        (dict(fp8="current", fp8_skip=-1), "--fp8-skip -1: must be at least 0"),
-        (dict(fp8="current", fp8_skip=6), "--fp8-skip 6: first and last layers are not in FP8"),
-        (dict(fp8="block", tp=4), "--fp8-block 128: blocks must not be cut: --tp 4"),
-        (dict(fp8="current", fp8_keep_bytes=True), "--fp8-keep-bytes: is for --zero-stage 3"),
-        (dict(fp8="current", precision="fp16"), "--fp8 current: has scales of its own"),
-    ],
-)
-def test_refusals_of_flags(flags, words):
-    with pytest.raises(ConfigError) as refused:
-        rules.validate(Config(model="gpt2", **flags), 4)
-    assert words in str(refused.value)
-
-
-def test_a_second_call_is_refused():
+def test_a_late_call_is_refused():
+    """A second one, and one after adapters, whose place FP8 would take."""
     t = trainer_of(**RECIPES["current"] | IN_FP8)
     with pytest.raises(ValueError, match="in FP8 already"):
         fp8.apply(t.model, t.fp8, 0)
-
-
-def test_a_call_after_adapters_is_refused():
-    """FP8 would take their place."""
     t = trainer_of(peft="lora")
     with pytest.raises(ValueError, match=r"fp8\.apply comes before adapters\.apply"):
         fp8.apply(t.model, Scaling(Recipe(), 2, "cpu"), 0)

@@ -137,7 +137,6 @@ def test_try(here, monkeypatch, capsys):
     [
         (["--model", "tiny"], "count tiny: must be a whole number"),
         (["0"], "planner.py: count 0: must be from 1 to 1,048,576"),
-        (["2", "--ranks", "99999999999"], "--ranks 99999999999: must be from 1 to 1,048,576"),
         (["2", "--steps", "3"], "--steps 3: must be from 4 to 1000"),
         (["2", "--nosuch", "3"], "planner.py: unrecognized arguments: --nosuch 3; train.py --help"),
         (["2", "--machine", "none.json"], "none.json: cannot be read"),

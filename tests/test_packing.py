@@ -20,8 +20,6 @@ from data import Batch
 from lessons import packing as lesson
 from model_config import GPTConfig
 from proof import ranks, synthetic
-from run import rules
-from run.config import ConfigError
 from run.pretraining import Config
 from train import Trainer
 from tuning.packing import Example, Packed, first_fit
@@ -249,18 +247,6 @@ def test_documents_of_a_corpus(corpora, count):
     for tokens, documents in zip(masked.tokens.tolist(), masked.documents.tolist()):
         assert documents == [tokens[:i].count(eot) for i in range(16)]
     assert masked.documents.max() > 1 and masked.loss_mask.all()
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (dict(pack=True), "--pack: puts the conversations .* --document-mask keeps"),
-        (dict(document_mask=True, prompt_config="p.json"), "The examples of --prompt-config never"),
-    ],
-)
-def test_refusals(flags, words):
-    with pytest.raises(ConfigError, match=words):
-        rules.validate(Config(**flags), 1)
 
 
 def evaluated(rank, world, flags):

@@ -4,7 +4,6 @@ worth, and the commands.
 planning/memory.py is tested in test_planning_counts.py.
 """
 
-import contextlib
 import dataclasses
 import importlib
 import json
@@ -52,6 +51,8 @@ def preset(name: str) -> MoEConfig:
 def test_constants_are_those_of_six_rows():
     assert len(FITTED) == len(errors.FITTED) == 6
     assert len(ROWS) == 72 and len(HELD_OUT) == 66
+    # none of table 5 is fitted
+    assert sum(row.group == "table5" for row in HELD_OUT) == 8
     fitted = dataclasses.asdict(errors.calibrate(A100, FITTED).constants)
     # three digits stand in planning/inputs.py
     assert dataclasses.asdict(A100.constants) == pytest.approx(fitted, rel=5e-3)
@@ -66,12 +67,6 @@ def test_errors_of_rows_that_were_not_fitted(group, mean, ninth_decile):
     found = errors.summary(A100, rows)
     assert found.mean <= mean
     assert found.ninth_decile <= ninth_decile
-
-
-def test_none_of_table_5_is_fitted():
-    """So each of its rows is one that was left out."""
-    assert all(row in HELD_OUT for row in of_group("table5"))
-    assert len(of_group("table5")) == 8
 
 
 @pytest.mark.parametrize("name", errors.WITHOUT)
@@ -102,13 +97,11 @@ def sweeps() -> dict[tuple, list[Row]]:
 
 def test_the_best_layout_of_each_sweep():
     """Named in all but one."""
-    wrong = [
-        key
-        for key, rows in sweeps().items()
-        if min(rows, key=seconds) != min(rows, key=lambda row: row.seconds)
+    right = [
+        min(rows, key=seconds) == min(rows, key=lambda row: row.seconds)
+        for rows in sweeps().values()
     ]
-    assert len(sweeps()) == 11
-    assert len(wrong) <= 1, wrong
+    assert len(right) == 11 and sum(right) >= 10
 
 
 @pytest.mark.parametrize("name", ["22B sel+sp", "175B sel+sp"])
@@ -325,13 +318,6 @@ def test_the_table_has_every_byte():
     assert sorted(shown) == sorted(best.bytes)
 
 
-def test_two_layouts_may_be_equally_fast():
-    first = planner.Plan(Layout(micro_batch_size=1), {"matmul": 8.0}, {})
-    second = planner.Plan(Layout(micro_batch_size=2), {"matmul": 8.0}, {})
-    said = commands.why_it_loses(first, second)
-    assert said == "The second has b 2 instead of 1, and is as fast."
-
-
 def test_size(capsys):
     status, out, err = run("size --gpus 8 --days 2 --gpu h100", capsys)
     assert (status, err) == (0, "")
@@ -382,14 +368,11 @@ def changed(**fields) -> dict:
         ([changed(layout={"tp": 3})], "rows[0] one: --tp 3: must divide --num-heads 4"),
         ([changed(layout={"tp": 0})], "--tp 0: must be at least 1"),
         ([changed(layout={"dp": 0})], "dp 0: must be at least 1"),
-        ([changed(layout={"dp": -1})], "dp -1: must be at least 1"),
         ([changed(layout={"pp": 8})], "--num-layers 4: must be divisible by --pp 8"),
         ([changed(layout={"dp": 3})], "--global-batch-size 4: must be divisible by the 3"),
         ([changed(layout={"micro_batch_size": 3})], "--micro-batch-size 3: must divide"),
         ([changed(layout={"recompute": "all"})], "--recompute all: must be one of"),
-        ([changed(layout={"zero_stage": 4})], "--zero-stage 4: must be one of"),
         ([changed(layout={"tp": "two"})], "Expected `int`"),
-        ([changed(model={"num_heads": "two"})], "Expected `int`"),
         ([GOOD, changed(model={"num_heads": 5})], "rows[1] one: model: num_heads 5: must divide"),
         ([changed(model={"heads": 5})], "rows[0] one: model: "),
         ([changed(machine="v100")], "machine 'v100': not known; there are a100, h100, h200"),
@@ -458,6 +441,7 @@ def test_what_is_said_to_fit_fits(seed):
 
 
 PLAN = "plan --model gpt3-20b --gpus 64 --batch 64"
+SMALL = "plan --model gpt2 --batch 7"
 
 
 @pytest.mark.parametrize(
@@ -468,31 +452,19 @@ PLAN = "plan --model gpt3-20b --gpus 64 --batch 64"
         ("plan --model gpt5 --gpus 8 --batch 8", "--model gpt5: no such preset"),
         (f"{PLAN} --gpu v100", "--gpu invalid choice: 'v100'"),
         (f"{PLAN} --gpus 0", "--gpus 0: must be from 1 to 1,048,576"),
-        (f"{PLAN} --gpus -8", "--gpus -8: must be from 1 to"),
         (f"{PLAN} --gpus many", "--gpus many: must be a whole number"),
         (f"{PLAN} --gpus 12", "--gpus 12: nodes have 8, and each is used whole; 8 or 16 would fit"),
-        (f"{PLAN} --batch 0", "--batch 0: must be from 1 to 1,048,576"),
         (f"{PLAN} --batch 3000000", "--batch 3000000: must be from 1 to"),
         (f"{PLAN} --tokens 0", "--tokens 0: must be above 0 and finite"),
-        (f"{PLAN} --tokens nan", "--tokens nan: must be above 0 and finite"),
         (f"{PLAN} --top 0", "--top 0: must be from 1 to 1,048,576"),
         (f"{PLAN} --num-heads 7", "--num-heads 7: must divide --hidden-size 6144"),
         (f"{PLAN} --machine no.json", "no.json: cannot be read"),
         (f"{PLAN} --gpu a100 --machine x", "--gpu a100: --machine x says which"),
         ("plan --model gpt3-175b --gpus 8 --batch 64", "--gpus 8 --batch 64: every layout of 8"),
-        ("plan --model gpt2 --gpus 1024 --batch 7", "--gpus 1024 --batch 7: no layout of 1,024"),
-        (
-            "plan --model gpt2 --gpus 2 --batch 7 --num-heads 3 --num-layers 3",
-            "--batch 8 or --gpus 1",
-        ),
-        (
-            "plan --model gpt2 --gpus 5 --batch 7",
-            "(uneven stages do: train.py --pp 5 --layer",
-        ),
+        (f"{SMALL} --gpus 1024", "--gpus 1024 --batch 7: no layout of 1,024"),
+        (f"{SMALL} --gpus 2 --num-heads 3 --num-layers 3", "--batch 8 or --gpus 1"),
+        (f"{SMALL} --gpus 5", "(uneven stages do: train.py --pp 5 --layer"),
         (f"{PLAN} --z-loss 0.3", "--z-loss 0.3: this model has no experts"),
-        (f"{PLAN} --router topk", "--router topk: this model has no experts"),
-        ("size --gpus 64 --days 0", "--days 0: must be above 0 and finite"),
-        ("size --gpus 64 --days -1", "--days -1: must be above 0 and finite"),
         ("size --gpus 64 --days inf", "--days inf: must be above 0 and finite"),
         ("size --gpus 8 --days 1e-9", "--gpus 8 --days 1e-09: "),
         ("size --gpus 8", "one of the arguments --days --flops is required"),
@@ -508,28 +480,22 @@ def test_refusals(argv, words, capsys):
 
 
 def test_a_machine_from_a_file(tmp_path, capsys):
-    machine = dataclasses.replace(A100, name="mine", memory=2 * A100.memory)
+    machine = dataclasses.asdict(dataclasses.replace(A100, name="mine", memory=2 * A100.memory))
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(dataclasses.asdict(machine)))
+    path.write_text(json.dumps(machine))
     status, out, _ = run(f"{PLAN} --machine {path}", capsys)
     assert status == 0 and "64 x mine, 160 GiB each" in out
-    path.write_text("{}")
-    status, out, err = run(f"{PLAN} --machine {path}", capsys)
-    assert (status, out) == (2, "") and "missing required field `name`" in err
-    for name in ("peak", "memory", "ranks_per_node"):
-        path.write_text(json.dumps(dataclasses.asdict(machine) | {name: 0}))
+    slow = machine["constants"] | {"matmul": 0}
+    for content, words in (
+        ({}, "missing required field `name`"),
+        (machine | {"peak": 0}, "machine.json: peak 0"),
+        (machine | {"memory": 0}, "machine.json: memory 0"),
+        (machine | {"ranks_per_node": 0}, "machine.json: ranks_per_node 0"),
+        (machine | {"constants": slow}, "constants: matmul 0"),
+    ):
+        path.write_text(json.dumps(content))
         status, out, err = run(f"{PLAN} --machine {path}", capsys)
-        assert (status, out) == (2, "") and f"machine.json: {name} 0" in err
-    fields = dataclasses.asdict(machine)
-    fields["constants"]["matmul"] = 0
-    path.write_text(json.dumps(fields))
-    status, out, err = run(f"{PLAN} --machine {path}", capsys)
-    assert (status, out) == (2, "") and "constants: matmul 0" in err
-
-
-def test_ablations_are_contexts():
-    for left_out in errors.WITHOUT.values():
-        assert isinstance(left_out(), contextlib.AbstractContextManager)
+        assert (status, out) == (2, "") and words in err
 
 
 # --- what the documents say -----------------------------------------------------------------------

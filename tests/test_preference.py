@@ -20,6 +20,7 @@ import train as trainer
 import verify
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
+from proof import kinds
 from run.config import ConfigError
 from run.rules import validate
 from sft import Chat
@@ -84,6 +85,10 @@ def test_rows_are_pairs():
 # --- the gate -------------------------------------------------------------------------------------
 
 
+def of(method: str) -> dict:
+    return dict(command="preference.py", method=method, data=["-"])
+
+
 LAYOUTS = [
     dict(tp=2),
     dict(tp=2, sequence_parallel=True),
@@ -104,8 +109,8 @@ LAYOUTS = [
     ],
 )
 def test_layouts(kind, layouts):
-    one = train(base=NO_DROPOUT, command="preference.py", method=kind)
-    for result in train_each(2, layouts, base=NO_DROPOUT, command="preference.py", method=kind):
+    one = train(base=NO_DROPOUT, **of(kind))
+    for result in train_each(2, layouts, base=NO_DROPOUT, **of(kind)):
         same(result, one)
 
 
@@ -116,20 +121,20 @@ REPEATED = ["reward", pytest.param("dpo", marks=pytest.mark.repetition)]
 def test_llama_and_zero_bubble_under_sequence_parallelism(kind):
     """The head is no copy of the embedding here, and weight gradients wait."""
     llama = LLAMA | dict(dropout=0.0)
-    one = train(base=llama, command="preference.py", method=kind)
+    one = train(base=llama, **of(kind))
     layout = dict(tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", head_chunk=7)
-    same(train(4, base=llama, command="preference.py", method=kind, **layout), one)
+    same(train(4, base=llama, **of(kind), **layout), one)
 
 
 @pytest.mark.parametrize("kind", REPEATED)
 def test_four_ranks(kind):
     deep = NO_DROPOUT | dict(num_layers=4)
-    one = train(base=deep, command="preference.py", method=kind)
+    one = train(base=deep, **of(kind))
     layouts = [
         dict(pp=2, virtual_stages=2, tp=2, recompute="full"),
         dict(pp=2, zero_stage=2),
     ]
-    for result in train_each(4, layouts, base=deep, command="preference.py", method=kind):
+    for result in train_each(4, layouts, base=deep, **of(kind)):
         same(result, one)
 
 
@@ -137,13 +142,9 @@ def test_four_ranks(kind):
 def test_experts(kind):
     """Routers take raw logits, so that no answer depends on its neighbours: micro-batches do not
     matter."""
-    one = train(
-        base=NO_DROPOUT, command="preference.py", method=kind, **EXPERTS | dict(micro_batch_size=4)
-    )
+    one = train(base=NO_DROPOUT, **of(kind), **EXPERTS | dict(micro_batch_size=4))
     layouts = [dict(ep=2), dict(ep=2, zero_stage=3), dict(tp=2, sequence_parallel=True)]
-    for result in train_each(
-        2, layouts, base=NO_DROPOUT, command="preference.py", method=kind, **EXPERTS
-    ):
+    for result in train_each(2, layouts, base=NO_DROPOUT, **of(kind), **EXPERTS):
         same(result, one)
 
 
@@ -157,15 +158,15 @@ def test_lora_learns_by_dpo():
 
 
 def test_dropout_of_a_reward_model():
-    one = train(command="preference.py", method="reward")
-    assert one.losses != train(base=NO_DROPOUT, command="preference.py", method="reward").losses
-    same(train(2, command="preference.py", method="reward", tp=2, sequence_parallel=True), one)
+    one = train(**of("reward"))
+    assert one.losses != train(base=NO_DROPOUT, **of("reward")).losses
+    same(train(2, **of("reward"), tp=2, sequence_parallel=True), one)
 
 
 def test_dpo_begins_at_log_2():
     """The reference comes from matrices of the same sizes: the first loss has rounding alone."""
     for layout in (dict(), dict(micro_batch_size=2)):
-        one = train(base=NO_DROPOUT, command="preference.py", method="dpo", **layout)
+        one = train(base=NO_DROPOUT, **of("dpo"), **layout)
         assert abs(one.losses[0] - math.log(2)) < 1e-14
         assert one.losses[2] != pytest.approx(math.log(2), abs=1e-6)
 

@@ -413,7 +413,8 @@ def settings(tmp_path_factory):
 
 def flags_of(path, base=parity.SMALL):
     """A run of tests/parity.py that learns prompts: several micro-batches, two tasks in each."""
-    return base | dict(prompt_config=path, dropout=0.0, micro_batch_size=2)
+    settings = dict(command="prompt_tuning.py train", prompt_config=path)
+    return base | settings | dict(dropout=0.0, micro_batch_size=2)
 
 
 @pytest.mark.parametrize(
@@ -508,7 +509,8 @@ def test_the_gate_sees(settings, mutate, kind, flags):
 def test_only_prompts_have_gradients_and_state(settings):
     """Nothing is kept for what is frozen: 2 tables [5, 32], a gradient and two moments each, in
     float64."""
-    run_config = config_of(parity.SMALL | dict(prompt_config=settings["table"], dropout=0.0))
+    flags = dict(command="prompt_tuning.py train", prompt_config=settings["table"], dropout=0.0)
+    run_config = config_of(parity.SMALL | flags)
     trainer = train.Trainer(run_config, torch.device("cpu"), train.Groups(), run_config.task())
     trainer.forward_backward(1, parity.Prompted(16, 61, trainer.task.learned.prompts))
     parameters = dict(trainer.stages[0].named_parameters())
@@ -723,7 +725,7 @@ def test_adapters_by_the_same_templates(base, tmp_path, capsys):
     saved = checkpoint.read_index(checkpoint.find(tmp_path / "lora"))["tensors"]
     assert saved and all(".lora." in name for name in saved)
     assert learn(tmp_path / "both", for_base(base), "--peft", "lora") == 2
-    assert "--peft lora: --prompt-config learns prompts" in capsys.readouterr().err
+    assert "--peft lora: --config learns prompts" in capsys.readouterr().err
 
 
 def word_tokenizer():

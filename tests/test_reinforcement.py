@@ -12,6 +12,7 @@ import reinforcement
 import train as trainer
 from optimizer import learning_rate
 from proof import parity, ranks
+from proof.kinds import config_of
 from proof.parity import Run
 from tuning import rollout
 from tuning.companions import Critic, Reference, RewardModel, companion

@@ -16,6 +16,7 @@ import checkpoint
 import generate
 import train as trainer
 from inference import cli
+from proof import kinds
 from run.config import ConfigError
 from run.rules import validate
 from sharding import Sharding, set_sharding
@@ -483,14 +484,14 @@ SHAPED = ANY | dict(load=None, seq_length=64, answer_tokens=16)
         (SHAPED | dict(dropout=0.1), "--dropout 0.1: reinforcement learning has none", 1),
         (
             SHAPED | dict(peft="lora", lora_dropout=0.1),
-            "--lora-dropout 0.1: reinforcement learning has none",
+            "--lora-dropout 0.1: reinforcement",
             1,
         ),
         (SHAPED | dict(gae_lambda=0.5), "--gae-lambda 0.5: is only for --method ppo", 1),
         (SHAPED | dict(critic_lr=0.5), "--critic-lr 0.5: is only for --method ppo", 1),
         (
             SHAPED | dict(method="ppo", critic_lr=-1.0),
-            "--critic-lr -1.0: must be at least --min-lr 0",
+            "--critic-lr -1.0: must be at least",
             1,
         ),
         (SHAPED | dict(method="ppo", critic_lr=float("nan")), "--critic-lr nan: must be", 1),

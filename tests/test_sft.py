@@ -28,6 +28,7 @@ from sft import Chat, Conversations
 from tuning import sft_data
 from tuning.chat_template import ChatError, ChatTokenizer, open_template
 from tuning.packing import Example, Packed
+from tuning.sft_command import SFTConfig
 
 USER = {"role": "user", "content": "What is 2 + 3? Grüße, 世界"}
 ANSWER = {"role": "assistant", "content": "It is 5,\nI think. 🙂"}

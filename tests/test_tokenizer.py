@@ -26,9 +26,8 @@ from corpus.tokenizer import (
     prompt_ids,
     record,
 )
-from exchange import commands, hf_config
+from exchange import commands
 from inference import cli
-from routers import MoEConfig
 from run import training_run
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -137,19 +136,9 @@ def hf_folder(folder, begins=True, ends=True):
         (dict(vocab={}), "its vocabulary is empty"),
         (dict(unk_token="<unk>"), "unk_token that its vocabulary has"),
         (dict(vocab={"?": 0, "a": 2**31}), "its ids go up to 2147483648, and it has 2 tokens"),
-        (dict(vocab={"?": 9}), "go up to 9"),
         (dict(vocab={"?": 2**40}), "not bytes, gpt2, or a JSON file"),
-        (dict(vocab={"?": -1}), "not bytes, gpt2, or a JSON file"),
-        (dict(vocab=[]), "not bytes, gpt2, or a JSON file"),
-        (dict(vocab={"?": "0"}), "not bytes, gpt2, or a JSON file"),
-        (
-            dict(type="Unigram", vocab=[["a", -1.0]], unk_id=None),
-            "unk_token that its vocabulary has",
-        ),
-        (
-            dict(type="BPE", vocab={"?": 0}, merges=[], dropout=0.5),
-            "no text has the same ids twice",
-        ),
+        (dict(type="Unigram", vocab=[["a", -1.0]], unk_id=None), "unk_token that its vocabulary"),
+        (dict(type="BPE", vocab={"?": 0}, merges=[], dropout=0.5), "no text has the same ids"),
     ],
 )
 def test_models_that_cannot_be(here, model, reason):
@@ -157,24 +146,10 @@ def test_models_that_cannot_be(here, model, reason):
         make_tokenizer(words("t.json", **model))
     message = str(e.value)
     assert message.startswith("--tokenizer t.json: ")
-    assert reason in message
-    assert "\n" not in message
+    assert reason in message and "\n" not in message
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[]",
-        b"{",
-        b"null",
-        b"[" * 10**5,
-        b'{"a": NaN}',
-        b"\xff\xfe{}",
-        b"{}",
-        b'{"version": "1.0", "model": 3}',
-    ],
-)
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"[" * 10**5, b"\xff\xfe{}", b"{}"])
 def test_files_that_are_none(here, content, capfd):
     Path("t.json").write_bytes(content)
     message = r"--tokenizer t\.json: not bytes, gpt2, or a JSON file of the tokenizers library"
@@ -192,15 +167,8 @@ def test_a_panic_of_the_library_is_one_line(here, capfd):
 
 def test_added_tokens_out_of_place(here):
     """The library gives them the next free id, whatever the file says."""
-    added = dict(
-        content="<|eot|>",
-        single_word=False,
-        lstrip=False,
-        rstrip=False,
-        normalized=False,
-        special=True,
-    )
-    edit_json(words("t.json"), added_tokens=[added | {"id": 9}])
+    added = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    edit_json(words("t.json"), added_tokens=[added | dict(content="<|eot|>", special=True, id=9)])
     message = r"its added token '<\|eot\|>' has id 9, and the library gives it 6"
     with pytest.raises(TokenizerError, match=message):
         make_tokenizer("t.json")
@@ -210,14 +178,8 @@ def test_texts_are_neither_truncated_nor_padded(here):
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     edit_json(words("t.json"), truncation=truncation)
     assert make_tokenizer("t.json").encode("a a a b") == [2, 2, 2, 4]
-    padding = {
-        "strategy": {"Fixed": 9},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "?",
-    }
+    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "?"}
     edit_json("t.json", truncation=None, padding=padding)
     assert make_tokenizer("t.json").encode("a b") == [2, 4]
 
@@ -226,9 +188,7 @@ def test_texts_are_neither_truncated_nor_padded(here):
     "name, content",
     [
         ("generation_config.json", "{"),
-        ("generation_config.json", '{"eos_token_id": "2"}'),
         ("generation_config.json", '{"eos_token_id": [1.5]}'),
-        ("config.json", "[]"),
         ("config.json", '{"bos_token_id": true}'),
         ("tokenizer_config.json", '{"eos_token": 3}'),
         ("special_tokens_map.json", "3"),
@@ -252,50 +212,31 @@ def test_files_beside_it_that_break(here, name, content):
 def test_ends_without_any_configuration(here):
     vocabulary = ("?", "<|im_end|>", "a", "<|end_of_text|>", "<|eot_id|>")
     with_ends = FileTokenizer(words("t.json", vocabulary))
-    assert with_ends.eot == 3
+    assert (with_ends.eot, with_ends.bos, with_ends.vocab_size) == (3, None, 5)
     assert sorted(with_ends.stop_ids) == [1, 3, 4]
-    assert with_ends.bos is None
-    assert with_ends.vocab_size == 5
     without = FileTokenizer(words("t.json", ("?", "a")))
-    assert without.eot == 2
-    assert without.stop_ids == (2,)
-    assert without.vocab_size == 3
+    assert (without.eot, without.stop_ids, without.vocab_size) == (2, (2,), 3)
+
+
+CONFIG, SETTINGS, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 
 
 @pytest.mark.parametrize(
-    "beside, eot, stops",
+    "beside, stops",
     [
-        ({"config.json": {"eos_token_id": 3}}, 3, (3,)),
-        (
-            {
-                "config.json": {"eos_token_id": 3},
-                "generation_config.json": {"eos_token_id": [4, 2]},
-            },
-            4,
-            (4, 2),
-        ),
-        (
-            {
-                "tokenizer_config.json": {"eos_token": "b"},
-                "generation_config.json": {"eos_token_id": [3, 4, 99, -1]},
-            },
-            4,
-            (4, 3),
-        ),
-        ({"special_tokens_map.json": {"eos_token": {"content": "in"}}}, 3, (3,)),
-        (
-            {"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": None}},
-            5,
-            (5,),
-        ),
+        ({CONFIG: {"eos_token_id": 3}}, (3,)),
+        ({CONFIG: {"eos_token_id": 3}, SETTINGS: {"eos_token_id": [4, 2]}}, (4, 2)),
+        ({TOKENIZER: {"eos_token": "b"}, SETTINGS: {"eos_token_id": [3, 4, 99, -1]}}, (4, 3)),
+        ({"special_tokens_map.json": {"eos_token": {"content": "in"}}}, (3,)),
+        ({CONFIG: {"eos_token_id": None}, TOKENIZER: {"eos_token": None}}, (5,)),
     ],
 )
-def test_ends_that_are_configured(here, beside, eot, stops):
+def test_ends_that_are_configured(here, beside, stops):
     words("tokenizer.json")
     for name, content in beside.items():
         Path(name).write_text(json.dumps(content))
     tokenizer = FileTokenizer("tokenizer.json")
-    assert (tokenizer.eot, tokenizer.stop_ids, tokenizer.bos) == (eot, stops, None)
+    assert (tokenizer.eot, tokenizer.stop_ids, tokenizer.bos) == (stops[0], stops, None)
 
 
 @pytest.mark.parametrize("adds", [None, True, False])
@@ -385,18 +326,6 @@ def test_llama_3_there_and_back(here, capsys):
         assert set(config["eos_token_id"]) == {text_end, turn_end}
 
 
-def test_transformers_gives_the_same_ids(here):
-    transformers = pytest.importorskip("transformers")
-    hf_folder(Path("hf"))
-    huggingface.import_folder(Path("hf"), Path("ckpt"))
-    huggingface.export_folder(Path("ckpt"), Path("back"))
-    ours = FileTokenizer("ckpt/tokenizer.json")
-    theirs = transformers.AutoTokenizer.from_pretrained("back")
-    for text in ("if a in b: return", "é <|eot_id|> x", "a"):
-        assert prompt_ids(ours, text) == theirs(text)["input_ids"]
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos, ours.eot)
-
-
 def test_a_model_without_an_end_token_generates(here, capsys):
     hf_folder(Path("hf"), ends=False)
     edit_json("hf/config.json", bos_token_id=None, eos_token_id=None)
@@ -428,16 +357,7 @@ def swap(path):
     Path(path).write_text(json.dumps(content))
 
 
-def checkpoint_command(*argv, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["checkpoint.py", *argv])
-    try:
-        checkpoint.main()
-    except SystemExit as e:
-        return e.code
-    return 0
-
-
-def test_another_content_under_the_same_path(here, capfd, monkeypatch):
+def test_another_content_under_the_same_path(here, capfd):
     words("t.json")
     original = Path("t.json").read_bytes()
     assert run("--out", "run", "--steps", "2", "--tokenizer", "t.json") == 0
@@ -463,15 +383,16 @@ def test_another_content_under_the_same_path(here, capfd, monkeypatch):
     assert Path("run/tokenizer.json").read_bytes() == Path("u.json").read_bytes() != original
 
 
-def test_an_altered_copy_is_named(here, capfd, monkeypatch):
+def test_an_altered_copy_is_named(here, capfd):
     words("t.json")
     assert run("--out", "run", "--steps", "1", "--tokenizer", "t.json") == 0
     Path("t.json").unlink()
-    assert checkpoint_command("verify", "run", monkeypatch=monkeypatch) == 0
+    checkpoint.main(["verify", "run"])
     assert run("--out", "two", "--steps", "1", "--load", "run") == 0
     swap("run/tokenizer.json")
     capfd.readouterr()
-    assert checkpoint_command("verify", "run", monkeypatch=monkeypatch) == 2
+    with pytest.raises(SystemExit):
+        checkpoint.main(["verify", "run"])
     assert cli.main(["--checkpoint", "run", "--prompt", "a", "--device", "cpu"]) == 2
     assert run("--out", "three", "--steps", "1", "--load", "run") == 2
     assert run("--out", "run", "--steps", "2", "--resume") == 2
@@ -491,10 +412,8 @@ def test_an_older_checkpoint_goes_on(here, capfd):
 
 
 def test_an_index_with_something_else_in_it(here):
-    for value in ({"files": 3}, [], {"fingerprint": 1}):
-        message = r"index\.json: tokenizer: Expected"
-        with pytest.raises(checkpoint.CheckpointError, match=message):
-            checkpoint.tokenizer_record(Path("x"), {"tokenizer": value})
+    with pytest.raises(checkpoint.CheckpointError, match=r"index\.json: tokenizer: Expected"):
+        checkpoint.tokenizer_record(Path("x"), {"tokenizer": {"files": 3}})
     assert checkpoint.tokenizer_record(Path("x"), {}) == TokenizerRecord()
     assert record(ByteTokenizer()).fingerprint == "bytes"
 
@@ -581,8 +500,4 @@ def test_experts_that_cannot_be_exported(here, capfd):
     for expected in ("router sinkhorn", "expert_every 2", would_fit):
         assert expected in warning
     assert commands.main(["export", "run", "hf"]) == 2
-    err = capfd.readouterr().err
-    assert would_fit in err
-    assert "Traceback" not in err
-    config = MoEConfig(vocab_size=257, num_experts=2, router="topk", router_topk=2, **LLAMA)
-    hf_config.check_export_of_experts(config)
+    assert would_fit in capfd.readouterr().err

@@ -48,7 +48,7 @@ class Bug:
 OF_THE_MODEL = (
     *("num_experts", "router", "router_topk", "aux_loss", "z_loss"),
     *("model", "num_kv_heads", "head_dim", "ffn_hidden_size", "positions", "sliding_window"),
-    *("seq_length", "document_mask", "dropout", "preference"),
+    *("seq_length", "document_mask", "dropout", "command", "method"),
     *("peft", "lora_rank", "lora_alpha", "lora_dropout", "adapter_size", "peft_targets"),
     *("fp8", "fp8_skip", "fp8_scales", "fp8_block"),
 )
