@@ -284,6 +284,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def speaker_of(train_flags: list[str]) -> str:
+    """The file whose flags these are."""
+    return next((word for word in train_flags if word.endswith(".py")), "train.py")
+
+
 def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
     """The configuration, and its number of ranks. Raises an error of REFUSED, or SystemExit."""
     kind, argv = kinds.split(argv)
@@ -379,7 +384,7 @@ def main(argv: list[str] | None = None, mutate=None) -> int:
     try:
         return 0 if attempt(args, argv[len(own) + 1 :], mutate) else 1
     except REFUSED as e:
-        # the flags after -- are train.py's, the files are ours
-        speaker = "verify.py" if isinstance(e, MetricsError) else "train.py"
+        # the flags after -- are of another command, the files are ours
+        speaker = "verify.py" if isinstance(e, MetricsError) else speaker_of(argv[len(own) + 1 :])
         terminal.say(f"{speaker}: {terminal.one_line(e)}", error=True)
         return 2

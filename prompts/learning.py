@@ -45,6 +45,7 @@ class PromptLearningConfig(PeftConfig):
     """Every flag of `prompt_tuning.py train`."""
 
     command: ClassVar[str] = "prompt_tuning.py train"
+    purpose: ClassVar[str] = "Learn prompts for a frozen model."
     keeps_dropout: ClassVar[bool] = False
 
     prompt_config: str | None = flag(

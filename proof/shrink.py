@@ -213,6 +213,6 @@ def described(config: RunConfig, world: int, small_world: int, layout: dict) -> 
     small = layout | dict(ranks=small_world)
     changes = []
     for name in SHOWN:
-        if small[name] not in (None, values[name]):
+        if small.get(name) not in (None, values.get(name)):
             changes.append(f"{name} {values[name]} -> {small[name]}")
     return f"{small_world} ranks; shrunk: " + ", ".join(changes)

@@ -83,8 +83,9 @@ class RunConfig:
     rules (`check`, `needs`), its task, and by what stands below the fields.
     """
 
-    # how it is started, for messages
+    # how it is started, for messages; and what it does, for --help
     command: ClassVar[str] = "train.py"
+    purpose: ClassVar[str] = "Train a GPT."
     # fields that had another name in runs of before -> their name now
     renamed: ClassVar[dict[str, str]] = {}
     # flags that do something only beside others, as in run/effects.py
@@ -312,6 +313,11 @@ class RunConfig:
     device: str = flag("auto", "auto: CUDA where there is one", ("auto", "cpu", "cuda"))
 
     # --- what a kind of training says for itself
+
+    @classmethod
+    def speaker(cls) -> str:
+        """The file of its command, which begins each message."""
+        return cls.command.split()[0]
 
     def task(self):
         """What is learned: a run.task.Task. Raises InputError."""

@@ -90,7 +90,7 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
-            line = f"{kind.command}: {moved(message) or message}; --help lists the flags"
+            line = f"{kind.speaker()}: {moved(message) or message}; --help lists the flags"
             if rank == 0:
                 terminal.say(line, error=True)
             terminal.tell_launcher(line)
@@ -99,7 +99,7 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
 
     parser = Parser(
         prog=kind.command,
-        description="Train a GPT.",
+        description=kind.purpose,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )

@@ -45,15 +45,15 @@ def main(argv: list[str], kind: type[RunConfig], trainer_class, loop) -> int:
     try:
         world = World.from_launcher()
     except WorldError as e:
-        terminal.say(f"{kind.command}: {e}", error=True)
+        terminal.say(f"{kind.speaker()}: {e}", error=True)
         return 2
     status, message = attempt(argv, kind, world, trainer_class, loop)
     alone = status == 1 and not getattr(message, "everywhere", False)
     if status == 2:
-        world.share_refusal(str(message), kind.command)
+        world.share_refusal(str(message), kind.speaker())
     elif message and (world.rank == 0 or alone):
-        terminal.say(f"{kind.command}: {message}", error=True)
-        terminal.tell_launcher(f"{kind.command}: {message}")
+        terminal.say(f"{kind.speaker()}: {message}", error=True)
+        terminal.tell_launcher(f"{kind.speaker()}: {message}")
     if alone and world.size > 1:
         # peers may wait for this rank in a collective: no goodbye
         os._exit(1)
@@ -89,7 +89,7 @@ def attempt(
         name = f"rank {world.rank}"
         text = (
             f"{name}, before the first step: {type(e).__name__}: {e}\n{traceback.format_exc()}"
-            f"{kind.command}: {name} failed before the first step or after the last"
+            f"{kind.speaker()}: {name} failed before the first step or after the last"
         )
         return 1, RunError(text)
     return 0, None

@@ -168,8 +168,8 @@ class TrainingRun:
         rank = self.world.rank
         return RunError(
             f"rank {rank}, step {self.step}: {type(e).__name__}:"
-            f" {e}\n{''.join(traceback.format_exception(e))}train.py: rank {rank} failed in step"
-            f" {self.step}; continue from the newest checkpoint with --resume"
+            f" {e}\n{''.join(traceback.format_exception(e))}{self.config.speaker()}: rank {rank} failed"
+            f" in step {self.step}; continue from the newest checkpoint with --resume"
         )
 
     def steps_left(self):

@@ -414,7 +414,7 @@ def test_a_base_that_has_changed_since_is_refused(base, tmp_path, capsys):
     assert f"--load {model}: is not the model that the adapter" in error
     shutil.rmtree(model)
     assert run([*flags_of(base, **flags | dict(steps=3)), "--resume"]) == 2
-    assert capsys.readouterr().err == f"adapters.py train: --load {model}: no such folder\n"
+    assert capsys.readouterr().err == f"adapters.py: --load {model}: no such folder\n"
 
 
 def test_a_run_goes_on_with_the_adapter_that_it_began(base, tmp_path, capsys):
@@ -436,7 +436,7 @@ def test_a_run_goes_on_with_the_adapter_that_it_began(base, tmp_path, capsys):
 
 # --- refusals -------------------------------------------------------------------------------------
 
-GIVEN = dict(load="runs/base", peft="lora")
+GIVEN = dict(load="runs/base", data=["x"], peft="lora")
 
 
 @pytest.mark.parametrize(
@@ -477,7 +477,7 @@ GIVEN = dict(load="runs/base", peft="lora")
         ),
         (dict(command="sft.py", peft_targets=["key"]), "--peft-targets key: needs --peft"),
         (
-            GIVEN | dict(plan="h100", data=["x"]),
+            GIVEN | dict(plan="h100"),
             "--plan h100: predicts steps that train a whole model on text, and this run trains an",
         ),
     ],

@@ -109,7 +109,7 @@ def test_a_file_that_one_machine_lacks(file, rank, machine, tmp_path, monkeypatc
     assert [process.wait(60) for process in ranks] == [2, 2]
     assert time.monotonic() - begin < 30
     error = "".join(process.stderr for process in ranks)
-    name = command.partition(" --")[0].removeprefix("inference/")
+    name = command.split()[0].removeprefix("inference/")
     assert error.count("\n") == 1 and error.startswith(f"{name}: rank {rank}: "), error
     assert file in error, error
 

@@ -230,7 +230,7 @@ class Rewarded(Run):
 
     def __init__(self, config: trainer.Config):
         super().__init__(1, config)
-        if config.rl == "ppo":
+        if config.method == "ppo":
             # with other weights than the critic
             of_values = replace(config.of_values(None), seed=9)
             self.trainer.task.reward_model = companion(self.trainer, RewardModel(), of_values)

@@ -262,7 +262,7 @@ def test_a_run_goes_on(grpo_run, tmp_path, capsys):
     assert equal(tensors_of(parts), tensors_of(out))
     # and where only the picture is missing; all flags are in config.json
     (parts / "rl.png").unlink()
-    assert run("--out", parts, "--resume") == 0
+    assert run("reinforcement.py", "--out", parts, "--resume") == 0
     assert (parts / "rl.png").exists() and numbers_of(parts) == numbers_of(out)
 
 

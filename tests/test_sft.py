@@ -528,7 +528,7 @@ REPETITION = pytest.mark.repetition
 def test_layouts_have_the_losses_of_one_device(one_device, tmp_path, ranks, layout):
     flags, one = one_device
     words = [*SMALL, *flags, "--out", tmp_path / "run", *layout.split()]
-    done = processes.run(["train.py", *words], world=ranks)
+    done = processes.run(["sft.py", *words], world=ranks)
     assert done.returncode == 0, done.stderr
     for x, y in zip(lines_of(tmp_path / "run"), lines_of(one), strict=True):
         assert x["tokens"] == y["tokens"]

@@ -10,6 +10,7 @@ import torch
 import verify
 from precision import fp8_scaling
 from proof import mutations, ranks
+from proof.kinds import config_of
 from proof.parity import Result, first_difference, train_each
 from proof.shrink import one_device, shrink, shrink_split
 from run import rules
@@ -33,7 +34,7 @@ TWO_RANKS = [
     "--model llama2-70b --tp 2 --sequence-parallel --recompute selective --dropout 0.1",
     "--model gpt2 --pp 2 --layer-split 5 7",
     "--model gpt2 --pp 2 --schedule zb-h1",
-    "--model gpt2 --peft lora --lora-dropout 0.1 --tp 2",
+    "adapters.py train --model gpt2 --peft lora --lora-dropout 0.1 --tp 2",
     "--model gpt2 --zero-stage 3 --recompute full --micro-batch-size 2",
     "--model gpt2 --cp 2",
 ]
@@ -146,11 +147,12 @@ def test_context_parallel_ranks_stay():
 def test_sizes_that_three_ranks_share_are_shared_by_two():
     """Heads, and the inner size of an adapter."""
     world, layout = shrunk(
-        "--model gpt2 --num-heads 3 --hidden-size 48 --ffn-hidden-size 96 --tp 3 --peft adapter"
+        "adapters.py train --model gpt2 --num-heads 3 --hidden-size 48 --ffn-hidden-size 96 --tp 3"
+        " --peft adapter"
         " --adapter-size 9"
     )
     assert (world, layout["tp"], layout["num_heads"], layout["adapter_size"]) == (4, 2, 2, 8)
-    rules.validate(Config(**layout), world, base_needed=False)
+    rules.validate(config_of(layout), world, base_needed=False)
 
 
 def test_uneven_stages_stay_uneven():
@@ -168,8 +170,8 @@ def small_enough(config: Config, world: int) -> bool:
     except ConfigError:
         return False
     small_world, layout = shrink(config, world)
-    rules.validate(Config(**layout), small_world)
-    rules.validate(Config(**one_device(layout)), 1)
+    rules.validate(config_of(layout), small_world)
+    rules.validate(config_of(one_device(layout)), 1)
     assert small_world <= 8
     return True
 
@@ -179,7 +181,7 @@ def test_every_layout_can_be_shrunk():
     count = 0
     drawn += [random_layouts.with_cp(case, seed) for seed, case in enumerate(drawn)]
     for case in drawn:
-        count += small_enough(Config(**case["model"] | case["layout"]), case["world"])
+        count += small_enough(config_of(case["model"] | case["layout"]), case["world"])
     g = random.Random(0)
     for _ in range(600):
         tp, pp, v, ep = (g.choice([1, 2, 4, 8]) for _ in range(4))
@@ -215,7 +217,7 @@ def test_rounding_is_inside_the_band_and_bugs_are_outside(precision):
 
 def test_the_band_of_adapters():
     """Runs of one device in another order of sums keep the LoRA of their matrices."""
-    layout = shrunk("--model gpt2 --peft lora --tp 2")[1]
+    layout = shrunk("adapters.py train --model gpt2 --peft lora --tp 2")[1]
     band, one = verify.measure_band(layout, 2, parts=2)
     assert 0 < band[2] < 1e-5 and len(one) == 2
 

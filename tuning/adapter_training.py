@@ -109,6 +109,7 @@ class TextPeftConfig(PeftConfig, Config):
     """Every flag of `adapters.py train`."""
 
     command: ClassVar[str] = "adapters.py train"
+    purpose: ClassVar[str] = "Train an adapter of a frozen model on text."
     can_be_asked: ClassVar[bool] = False
 
     peft: str | None = flag(

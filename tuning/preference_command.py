@@ -23,6 +23,7 @@ class PreferenceConfig(ChatConfig):
     """Every flag of preference.py."""
 
     command: ClassVar[str] = "preference.py"
+    purpose: ClassVar[str] = "Learn from pairs of answers. Without arguments: a lesson."
     renamed: ClassVar[dict[str, str]] = {
         "preference": "method",
         "pairs": "data",

@@ -35,6 +35,7 @@ class ReinforcementConfig(ChatConfig):
     """Every flag of reinforcement.py."""
 
     command: ClassVar[str] = "reinforcement.py"
+    purpose: ClassVar[str] = "Learn from rewards for answers. Without arguments: a lesson."
     renamed: ClassVar[dict[str, str]] = {"rl": "method", "prompts": "data", "rl_epochs": "epochs"}
     needs: ClassVar[tuple] = (
         *PeftConfig.needs,

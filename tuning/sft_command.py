@@ -46,6 +46,7 @@ class SFTConfig(ChatConfig):
     """Every flag of sft.py."""
 
     command: ClassVar[str] = "sft.py"
+    purpose: ClassVar[str] = "Fine-tune a model on conversations. Without arguments: a lesson."
     renamed: ClassVar[dict[str, str]] = {"sft": "data", "sft_val": "val_data"}
 
     data: list[str] = flag(
