@@ -64,6 +64,7 @@ from run.config import ConfigError, RunConfig
 from run.launch import REFUSED
 from run.metrics import MetricsError, read_metrics
 from tuning.preference_command import PreferenceConfig
+from tuning.reinforcement_command import ReinforcementConfig
 
 # the band has so many runs, of so many steps
 RUNS = 6
@@ -292,8 +293,8 @@ def speaker_of(train_flags: list[str]) -> str:
 def read_flags(argv: list[str], world: int | None) -> tuple[RunConfig, int]:
     """The configuration, and its number of ranks. Raises an error of REFUSED, or SystemExit."""
     kind, argv = kinds.split(argv)
-    if kind is PromptLearningConfig:
-        raise ConfigError(f"{kind.command}: verify.py trains whole models, or adapters")
+    if kind in (PromptLearningConfig, ReinforcementConfig):
+        raise ConfigError(f"{kind.command}: verify.py learns from text, conversations and pairs")
     config = flags.parse(argv, 0, kind)
     # float64 and gloo, whatever the run has
     config.device, config.tensorboard = "cpu", False

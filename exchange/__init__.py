@@ -1,2 +1,2 @@
 """Tables of other people's formats, for huggingface.py: families of models, config.json. Imports
-lessons and checkpoints/. Begin with architectures.py."""
+lessons, checkpoints/, and for ONNX inference/. Begin with architectures.py."""

@@ -18,7 +18,6 @@ Not covered: other measures than equality, for example F1 of the words.
 
 import argparse
 import json
-import sys
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,50 +31,6 @@ from prompts.learning import PromptLearningConfig
 from prompts.prompt_data import Example, PromptConfig, PromptError, read_examples
 from prompts.prompt_file import load
 from tuning.frozen_base import fingerprint
-
-# --- train ----------------------------------------------------------------------------------------
-
-
-def run_train(argv: list[str]) -> int:
-    """--config is --prompt-config, and the language_model_path of that file the default of --load.
-    Returns the exit status."""
-    words = split_config_flag(argv)
-    path = None
-    if "--config" in words[:-1]:
-        path = words[words.index("--config") + 1]
-    elif "--help" not in words:
-        print(
-            "prompt_tuning.py: train needs --config FILE, JSON or YAML with NeMo's names",
-            file=sys.stderr,
-        )
-        return 2
-    names_a_model = any(word.split("=")[0] == "--load" for word in words)
-    if path is not None and not names_a_model:
-        words += load_flag(path)
-    renamed = {"--config": "--prompt-config"}
-    return train.main([renamed.get(word, word) for word in words], PromptLearningConfig)
-
-
-def split_config_flag(argv: list[str]) -> list[str]:
-    """--config=FILE becomes --config FILE."""
-    words = []
-    for word in argv:
-        if word.startswith("--config="):
-            words += word.split("=", 1)
-        else:
-            words.append(word)
-    return words
-
-
-def load_flag(path: str) -> list[str]:
-    """--load with the model that a configuration names, if it names one."""
-    try:
-        model = PromptConfig.read(path).language_model_path
-    except PromptError:
-        # it is read again, and refused
-        return []
-    return ["--load", model] if model else []
-
 
 # --- generate and evaluate ------------------------------------------------------------------------
 
@@ -223,7 +178,7 @@ def accuracy(config: PromptConfig, answers: list[Answer]) -> dict[str, dict]:
 def make_parser() -> argparse.ArgumentParser:
     """Of `generate` and `evaluate`."""
     parser = argparse.ArgumentParser(
-        description="Prompt learning: train (train.py's flags), generate, evaluate."
+        description="Prompt learning: train (train --help has its flags), generate, evaluate."
     )
     parser.add_argument("command", choices=("train", "generate", "evaluate"))
     parser.add_argument(
@@ -247,5 +202,5 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """argv: one word or more. Returns the exit status, as of train.py and generate.py."""
     if argv[0] == "train":
-        return run_train(argv[1:])
+        return train.main(argv[1:], PromptLearningConfig)
     return cli.command("prompt_tuning.py", infer, argv, make_parser())

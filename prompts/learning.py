@@ -13,6 +13,7 @@ The model is frozen (tuning/frozen_base.py). Fine-tuning with the same templates
 alone (TemplateTask).
 """
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -50,10 +51,17 @@ class PromptLearningConfig(PeftConfig):
 
     prompt_config: str | None = flag(
         None,
-        "JSON or YAML with NeMo's names (prompt_tuning.py): learn prompts for the model of --load, "
-        "which stays frozen",
+        "JSON or YAML with NeMo's names: which prompts, for which data; its language_model_path is"
+        " the default of --load",
         metavar="FILE",
+        names=("--config", "--prompt-config"),
     )
+
+    def __post_init__(self):
+        if self.prompt_config and not self.load:
+            # the file is read again, and refused
+            with contextlib.suppress(PromptError):
+                self.load = self.prompts().language_model_path or None
 
     @property
     def frozen(self) -> bool:

@@ -71,9 +71,9 @@ def as_flags(**others: str):
         raise ConfigError(e.message(lambda name: flag_name(others.get(name, name)))) from None
 
 
-def flag(default, help, choices=None, metavar=None):
-    """A field of a configuration."""
-    metadata = {"help": help, "choices": choices, "metavar": metavar}
+def flag(default, help, choices=None, metavar=None, names=()):
+    """A field of a configuration. names: of its flag, where that has others than the field's."""
+    metadata = {"help": help, "choices": choices, "metavar": metavar, "names": names}
     return dataclasses.field(default_factory=lambda: default, metadata=metadata)
 
 

@@ -26,7 +26,7 @@ MOVED = {
     "reinforcement.py": "method=rl data=prompts reward beta answer-tokens group-size"
     " epochs=rl-epochs clip-range gae-lambda critic-lr rollout-tp rollout-pp",
     "adapters.py train": "peft lora-rank lora-alpha lora-dropout adapter-size peft-targets",
-    "prompt_tuning.py train": "prompt-config",
+    "prompt_tuning.py train": "config=prompt-config",
 }
 
 # Flags of train.py that are no property of a run: they ask what a run would do
@@ -103,12 +103,15 @@ def make_parser(rank: int, kind: type[RunConfig] = Config) -> argparse.ArgumentP
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a TOML file of flags (num-layers = 4); flags on the command line override it",
-    )
-    for field in dataclasses.fields(kind):
+    fields = dataclasses.fields(kind)
+    # the configuration of prompts has this name too
+    if not any("--config" in field.metadata["names"] for field in fields):
+        parser.add_argument(
+            "--config",
+            metavar="FILE",
+            help="a TOML file of flags (num-layers = 4); flags on the command line override it",
+        )
+    for field in fields:
         add_flag(parser, field)
     if kind.can_be_asked:
         for name, (of, metavar, text) in QUESTION.items():
@@ -129,24 +132,25 @@ def moved(message: str) -> str:
 
 
 def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-    name = flag_name(field.name)
+    names = field.metadata["names"] or [flag_name(field.name)]
     default = field.default_factory()
     help_text = field.metadata["help"]
     if default not in (None, [], False):
         help_text += f" (default: {default})"
     metavar = field.metadata["metavar"]
     if field.type is bool:
-        parser.add_argument(name, action=argparse.BooleanOptionalAction, help=help_text)
+        parser.add_argument(*names, action=argparse.BooleanOptionalAction, help=help_text)
     elif field.type in (list[str], list[int] | None):
         kind = str if field.type == list[str] else int
-        parser.add_argument(name, nargs="+", type=kind, help=help_text, metavar=metavar)
+        parser.add_argument(*names, nargs="+", type=kind, help=help_text, metavar=metavar)
     else:
         # int | None is given as int
         kind = field.type if isinstance(field.type, type) else field.type.__args__[0]
         choices = field.metadata["choices"]
         if not metavar and not choices:
             metavar = kind.__name__.upper()
-        parser.add_argument(name, type=kind, help=help_text, choices=choices, metavar=metavar)
+        shown = {"help": help_text, "choices": choices, "metavar": metavar}
+        parser.add_argument(*names, dest=field.name, type=kind, **shown)
 
 
 def read_toml(path: str, kind: type[RunConfig]) -> dict:
@@ -157,7 +161,7 @@ def read_toml(path: str, kind: type[RunConfig]) -> dict:
     except (OSError, ValueError, RecursionError) as e:
         why = getattr(e, "strerror", None) or e
         if path.endswith((".yaml", ".yml")):
-            why = f"{why}; flags are TOML here, and --prompt-config reads NeMo's YAML of prompts"
+            why = f"{why}; flags are TOML here, and prompt_tuning.py train reads NeMo's YAML"
         raise ConfigError(f"--config {path}: {why}") from None
     flat = []
     for key, value in content.items():

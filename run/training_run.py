@@ -166,10 +166,11 @@ class TrainingRun:
             advice = "make room, then continue from the newest checkpoint with --resume"
             return RunError(f"after step {self.step}: {e}; {advice}")
         rank = self.world.rank
+        where = f"{self.config.speaker()}: rank {rank} failed in step {self.step}"
         return RunError(
             f"rank {rank}, step {self.step}: {type(e).__name__}:"
-            f" {e}\n{''.join(traceback.format_exception(e))}{self.config.speaker()}: rank {rank} failed"
-            f" in step {self.step}; continue from the newest checkpoint with --resume"
+            f" {e}\n{''.join(traceback.format_exception(e))}{where}; continue from the newest"
+            " checkpoint with --resume"
         )
 
     def steps_left(self):

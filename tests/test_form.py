@@ -108,6 +108,8 @@ def test_only_trainers_built_on_train_import_it():
     """And what compares a run of it with one device, or breaks it."""
     importers = {name for name, others in imports().items() if "train" in others}
     built = {"prompts.commands", "tuning.companions", "proof.mutations.training_loop"}
+    built |= {f"tuning.{kind}_command" for kind in ("sft", "preference", "reinforcement")}
+    built |= {"tuning.adapter_training"}
     of_one_device = {"verify", "proof.parity", "proof.bug_runs"}
     assert importers <= built | of_one_device
 

@@ -1,2 +1,3 @@
 """Fine-tuning: conversations, adapters, preferences, reinforcement learning, and their files.
-Imports lessons, run/ and inference/, which writes answers. Begin with sft_data.py."""
+Imports lessons, run/, exchange/, train.py, and inference/, which writes answers. Begin with
+sft_command.py."""
