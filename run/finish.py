@@ -4,11 +4,13 @@ from functools import partial
 from pathlib import Path
 
 import context_parallel
-import generate
 import sequence_parallel
 from base.errors import InputError
 from base.world import World
 from run.metrics import duration, plot_loss
+
+# of the text at the end
+SAMPLE_TOKENS = 300
 
 
 def finish(trainer, run, tokenizer, seconds: float) -> None:
@@ -35,6 +37,9 @@ def finish(trainer, run, tokenizer, seconds: float) -> None:
 
 def sample(trainer, tokenizer, held_out) -> str:
     """Text that continues --sample-prompt. Tensor-parallel ranks draw the same tokens."""
+    # a wing, loaded when a run is done
+    import generate
+
     config = trainer.config
     if config.sequence_parallel:
         for stage in trainer.stages:
@@ -44,7 +49,7 @@ def sample(trainer, tokenizer, held_out) -> str:
         options = dict(temperature=0.8, seed=config.seed, eot=stop_ids)
         options["cp_group"] = trainer.groups.cp
         with context_parallel.whole_sequences(trainer.stages):
-            (ids,) = generate.generate(trainer.model, [prompt], 300, **options)
+            (ids,) = generate.generate(trainer.model, [prompt], SAMPLE_TOKENS, **options)
     except (FloatingPointError, InputError) as e:
         return f"no sample: {e}"
     return tokenizer.decode(prompt + ids)

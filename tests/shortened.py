@@ -7,9 +7,6 @@ Each test is run so (conftest.py), and so are the commands of processes.py, unle
 with is_shortened=False.
 """
 
-from types import SimpleNamespace
-
-import generate
 from inference import weight_layouts
 from run import finish
 from tuning import rl_files
@@ -23,9 +20,5 @@ def shorten(set_attribute) -> None:
     a matrix."""
     set_attribute(finish, "plot_loss", lambda lines, title, path: path.touch())
     set_attribute(rl_files, "plot", lambda lines, path: path.touch())
-    set_attribute(finish, "generate", SimpleNamespace(generate=generate_few))
+    set_attribute(finish, "SAMPLE_TOKENS", MOST)
     set_attribute(weight_layouts, "SECONDS_TO_MEASURE", 0)
-
-
-def generate_few(model, prompts, n, **options):
-    return generate.generate(model, prompts, min(n, MOST), **options)
