@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_gpt import build
+from their_models import their_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -69,30 +70,23 @@ def shaken(model):
     return model.eval()
 
 
+OF_LLAMA = dict(
+    num_key_value_heads=2,
+    # as transformers 4 and 5 take it
+    rms_norm_eps=1e-6,
+    rope_theta=500.0,
+    rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+)
+OF_MIXTRAL = dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.03)
+THEIRS = {
+    "gpt2": dict(n_inner=72, bos_token_id=60, eos_token_id=60),
+    "llama": OF_LLAMA | dict(intermediate_size=56),
+    "mixtral": OF_LLAMA | OF_MIXTRAL | dict(intermediate_size=36),
+}
+
+
 def theirs(family):
-    torch.manual_seed(0)
-    if family == "gpt2":
-        shape = dict(n_positions=16, n_embd=32, n_layer=2, n_head=4, n_inner=72)
-        config = transformers.GPT2Config(vocab_size=61, bos_token_id=60, eos_token_id=60, **shape)
-        return shaken(transformers.GPT2LMHeadModel(config))
-    llama = dict(
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        # as transformers 4 and 5 take it
-        rms_norm_eps=1e-6,
-        rope_theta=500.0,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-    )
-    if family == "llama":
-        config = transformers.LlamaConfig(intermediate_size=56, **llama)
-        return shaken(transformers.LlamaForCausalLM(config))
-    experts = dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.03)
-    config = transformers.MixtralConfig(intermediate_size=36, **experts, **llama)
-    return shaken(transformers.MixtralForCausalLM(config))
+    return shaken(their_model(family, max_position_embeddings=16, **THEIRS[family]))
 
 
 @pytest.fixture(scope="module")

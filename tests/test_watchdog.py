@@ -69,14 +69,6 @@ class Gone(dist.HashStore):
         raise RuntimeError("connection refused")
 
 
-def test_without_the_store_the_rank_ends_all_the_same(capfd):
-    dog, ended = watched(store=Gone())
-    dog.beat("step 3")
-    wait_for(ended)
-    dog.stop()
-    assert ended and "no word of the others" in capfd.readouterr().err
-
-
 class Blocked(dist.HashStore):
     """The process that held the store is stopped: each question to it waits for ever."""
 
@@ -84,12 +76,16 @@ class Blocked(dist.HashStore):
         threading.Event().wait()
 
 
-def test_a_store_that_does_not_answer_holds_nobody(capfd):
-    dog, ended = watched(store=Blocked())
+@pytest.mark.parametrize(
+    "store, words",
+    [(Gone, "no word of the others"), (Blocked, "of the others (the store does not answer)")],
+)
+def test_without_the_store_the_rank_ends_all_the_same(store, words, capfd):
+    dog, ended = watched(store=store())
     dog.beat("step 3")
     wait_for(ended)
     dog.stop()
-    assert ended and "no word of the others (the store does not answer)" in capfd.readouterr().err
+    assert ended and words in capfd.readouterr().err
 
 
 # --- ranks that were started without a launcher ---------------------------------------------------
