@@ -15,7 +15,6 @@ import pytest
 import shortened
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
 from their_models import their_model
 
