@@ -334,10 +334,7 @@ def test_what_a_run_says_of_fp8():
         "--fp8 current: experts have a scale for each row, and weight gradients in bf16",
     ]
     assert said_of("block", micro_batch_size=1) == [f"--fp8 block: {EMULATED}"]
-
-
-def test_delayed_scales_are_those_of_a_micro_batch_in_the_first_step():
-    """So a run that goes on with a history says nothing of it."""
+    # a run that goes on with a history says nothing of the first step's scales
     trainer = trainer_of("delayed")
     (_, first) = messages.surprises_of_fp8(trainer)
     assert "scales are in the first step those of a micro-batch, here of 2" in first

@@ -20,12 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import checkpoint
 import huggingface
-import moe
-import pipeline_parallel
-import sharding
-import tensor_parallel
 import train
-from base.world import Groups
 from checkpoint import CheckpointError
 from exchange import commands
 from exchange.architectures import (
@@ -36,13 +31,11 @@ from exchange.architectures import (
     their_tensors,
 )
 from exchange.hf_config import architecture_of, to_gpt_config, to_hf_config
-from gpt import GPT
 from huggingface import export_folder, import_folder
 from inference import cli
 from proof import ranks
 from routers import MoEConfig
 from run.presets import PRESETS
-from sharding import set_sharding, sharding_of
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
@@ -257,86 +250,6 @@ def test_a_wrong_table_shows(saved, tmp_path, monkeypatch, mistake):
     assert difference > 1e-3 * saved[family][1].abs().max()
     export_folder(tmp_path / "ckpt", tmp_path / "back")
     assert identical(tensors_in(saved[family][0]), tensors_in(tmp_path / "back"))
-
-
-# --- any layout -----------------------------------------------------------------------------------
-
-
-def load_and_save(rank, folder, families, tp, pp, ep):
-    """Build this rank's part of each family's model, load it from the import, and save it as a run
-    saves it. Returns its logits, by family, where it has a head."""
-    groups = Groups.make("cpu", 2, tp, pp, ep=ep)
-    logits = {}
-    for family in families:
-        config = MoEConfig(**checkpoint.read_index(folder / family)["model"])
-        with torch.device("meta"):
-            model = GPT(config)
-        moe.apply(model, groups.ep, groups.tp)
-        stages = [model]
-        if groups.pp:
-            stages = pipeline_parallel.apply(model, groups.pp.rank(), pp)
-        for stage in stages:
-            if groups.tp:
-                tensor_parallel.apply(stage, groups.tp)
-            sharding.materialise(stage, "cpu", torch.float32)
-        parts = {
-            f"model.{n}": set_sharding(p.detach(), sharding_of(p))
-            for n, p in sharding.named_parameters(*stages)
-        }
-        checkpoint.read(folder / family, parts)
-        checkpoint.save(
-            folder / f"{family} run" / "checkpoints",
-            0,
-            parts,
-            STATE | {"model": dataclasses.asdict(config)},
-        )
-        y = forward_logits(stages, groups.pp)
-        if y is not None:
-            logits[family] = y
-    return logits
-
-
-@torch.no_grad()
-def forward_logits(stages, pp_group):
-    """None on a rank of a pipeline that does not have the model's head."""
-    if not pp_group:
-        return stages[0](TOKENS)
-    logits = None
-
-    def forward(chunk, k, x):
-        nonlocal logits
-        y = stages[chunk](TOKENS, None, None, x)
-        if stages[chunk].head is not None:
-            logits = y
-        return y
-
-    pipeline = pipeline_parallel.Pipeline(stages, pipeline_parallel.Channels(pp_group))
-    pipeline.run(pipeline.forward_only(1), forward, *TOKENS.shape)
-    return logits
-
-
-@pytest.mark.parametrize(
-    "families, layout",
-    [(FAMILIES, (2, 1, 1)), (FAMILIES, (1, 2, 1)), (["mixtral"], (1, 1, 2))],
-    ids=["tp 2", "pp 2", "ep 2"],
-)
-def test_under_a_layout(saved, tmp_path, families, layout):
-    """An import loads under it with the same logits; what a run saved under it exports to the same
-    folder, byte for byte."""
-    for family in families:
-        import_folder(saved[family][0], tmp_path / family)
-    logits = ranks.run(load_and_save, 2, tmp_path, families, *layout)
-    for family in families:
-        # of a pipeline, the last stage has the head
-        logits_of_ranks = [on_rank[family] for on_rank in logits if family in on_rank]
-        assert logits_of_ranks and all(close(y, saved[family][1]) for y in logits_of_ranks)
-        exported = []
-        for source in (family, f"{family} run"):
-            folder = tmp_path / f"from {source}"
-            export_folder(tmp_path / source, folder, max_shard_bytes=20_000)
-            exported.append({file.name: file.read_bytes() for file in folder.iterdir()})
-        assert exported[0] == exported[1]
-        assert identical(tensors_in(saved[family][0]), tensors_in(folder))
 
 
 # --- streaming ------------------------------------------------------------------------------------
