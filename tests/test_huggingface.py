@@ -19,8 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import checkpoint
+import generate
 import huggingface
+import sharding
 import train
+from base.world import Groups
 from checkpoint import CheckpointError
 from exchange import commands
 from exchange.architectures import (
@@ -36,6 +39,7 @@ from inference import cli
 from proof import ranks
 from routers import MoEConfig
 from run.presets import PRESETS
+from sharding import set_sharding, sharding_of
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
@@ -249,6 +253,26 @@ def test_a_wrong_table_shows(saved, tmp_path, monkeypatch, mistake):
     difference = (our_logits(tmp_path / "ckpt") - saved[family][1]).abs().max()
     assert difference > 1e-3 * saved[family][1].abs().max()
     export_folder(tmp_path / "ckpt", tmp_path / "back")
+    assert identical(tensors_in(saved[family][0]), tensors_in(tmp_path / "back"))
+
+
+def save_under(rank, folder, layout):
+    """Save what this rank holds of a checkpoint, as a run saves it."""
+    groups = Groups.make("cpu", 2, **layout)
+    model, index = cli.load_model(folder / "ckpt", torch.device("cpu"), torch.float32, groups)
+    parts = sharding.named_parameters(*generate.stages_of(model))
+    parts = {f"model.{n}": set_sharding(p.detach(), sharding_of(p)) for n, p in parts}
+    checkpoint.save(folder / "run" / "checkpoints", 0, parts, STATE | {"model": index["model"]})
+
+
+@pytest.mark.parametrize(
+    "family, layout", [("llama", dict(tp=2)), ("gpt2", dict(pp=2)), ("mixtral", dict(ep=2))]
+)
+def test_what_ranks_save_is_exported(saved, tmp_path, family, layout):
+    """To the folder that it came from, tensor by tensor."""
+    import_folder(saved[family][0], tmp_path / "ckpt")
+    ranks.run(save_under, 2, tmp_path, layout)
+    export_folder(tmp_path / "run", tmp_path / "back")
     assert identical(tensors_in(saved[family][0]), tensors_in(tmp_path / "back"))
 
 

@@ -164,6 +164,34 @@ def test_a_large_parameter_is_updated_in_pieces(monkeypatch):
     assert all(torch.equal(t, results[1][n]) for n, t in results[0].items())
 
 
+@pytest.mark.parametrize(
+    "state_dtype, kinds",
+    [
+        (None, [(torch.bfloat16, False, True)]),
+        (torch.bfloat16, [(torch.bfloat16, True, False), (torch.float32, False, False)]),
+    ],
+    ids=["fp32", "bf16"],
+)
+def test_one_launch_for_all_parameters_of_a_kind(state_dtype, kinds):
+    """Which is told whether the step is taken. Float32 with float32 state is not for it."""
+    calls = []
+
+    def fused(weights, lows, masters, gradients, exp_avg, exp_avg_sq, decays, control, *others):
+        of_each = zip(weights, lows, masters)
+        (kind,) = {(w.dtype, low is not None, x is not None) for w, low, x in of_each}
+        calls.append((kind, control[2].item()))
+
+    model = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 4, bias=False))
+    model[0].bfloat16()
+    model[2].bfloat16()
+    optimizer = AdamW(model.named_parameters(), state_dtype=state_dtype, fused=fused)
+    for gradient in (1.0, math.inf):
+        for p in model.parameters():
+            p.main_grad = torch.full(p.shape, gradient)
+        optimizer.step(1e-2)
+    assert calls == [(kind, taken) for taken in (1.0, 0.0) for kind in kinds]
+
+
 def test_no_bf16_state_for_fp16_weights():
     with pytest.raises(ValueError, match=r"optimizer_state bf16.*precision bf16"):
         AdamW(nn.Linear(2, 2, dtype=torch.float16).named_parameters(), state_dtype=torch.bfloat16)
