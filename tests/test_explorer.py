@@ -604,7 +604,7 @@ STATES = {
 
 
 @pytest.mark.parametrize(
-    "visit", itertools.product([390, 768, 1280], ["light", "dark"]), indirect=True, ids=str
+    "visit", [*itertools.product([390, 768, 1280], ["light", "dark"])], indirect=True, ids=str
 )
 def test_looks(visit, tmp_path):
     """No sideways scrolling, text of 12 pixels, contrast of 4.5, a name for every control. The
