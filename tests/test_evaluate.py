@@ -12,9 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import processes
+import published_tokenizers
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from their_models import their_model
 
 import generate
 import sharding
@@ -43,59 +44,45 @@ TEMPLATE = (
 def make_tokenizer(begins: bool):
     """Byte-level BPE, as transformers loads it. begins: a begin token before every text."""
     transformers = pytest.importorskip("transformers")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=290,
-        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(["The capital of a rank is = 5 + 4\n"] * 9, trainer)
-    names = {"eos_token": "</s>"}
+    specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    names = {"eos_token": "</s>", "additional_special_tokens": specials[2:]}
     if begins:
         names["bos_token"] = "<s>"
-        bpe.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **names, **special)
+    bpe = published_tokenizers.byte_level(specials, words=True, begin=names.get("bos_token"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **names)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
-# the configuration of a family beside that of a Llama, and the model's own fields
+LIKE_LLAMA = dict(num_key_value_heads=2, intermediate_size=56, max_position_embeddings=CONTEXT)
+# the fields of a family
 FAMILIES = {
-    "Llama": {},
-    "Mistral": dict(sliding_window=8, head_dim=8),
-    "Qwen2": {},
-    "Qwen3": dict(head_dim=16),
-    "Gemma": dict(head_dim=16),
-    "Bloom": dict(seq_length=CONTEXT),
-    "GPT2": dict(n_positions=CONTEXT),
+    "llama": LIKE_LLAMA,
+    "mistral": LIKE_LLAMA | dict(sliding_window=8, head_dim=8),
+    "qwen2": LIKE_LLAMA,
+    "qwen3": LIKE_LLAMA | dict(head_dim=16),
+    "gemma": LIKE_LLAMA | dict(head_dim=16),
+    "bloom": dict(seq_length=CONTEXT),
+    "gpt2": dict(n_positions=CONTEXT),
 }
 
 
-def save_model(folder: Path, begins: bool = True, family: str = "Llama") -> None:
+def save_model(folder: Path, begins: bool = True, family: str = "llama") -> None:
     """A model with random weights, so large that its tokens depend on those before."""
     tokenizer = make_tokenizer(begins)
-    transformers = pytest.importorskip("transformers")
-    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    if family not in ("Bloom", "GPT2"):
-        shape |= dict(num_key_value_heads=2, intermediate_size=56, max_position_embeddings=CONTEXT)
-    config = getattr(transformers, f"{family}Config")(
-        **shape,
+    ids = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    model = their_model(
+        family,
+        seed=1,
         **FAMILIES[family],
+        **ids,
         vocab_size=len(tokenizer),
-        bos_token_id=0 if begins else None,
-        eos_token_id=1,
-        tie_word_embeddings=family in ("Bloom", "GPT2", "Gemma"),
+        tie_word_embeddings=family in ("bloom", "gpt2", "gemma"),
         initializer_range=0.3,
     )
-    torch.manual_seed(1)
-    kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
-    model = getattr(transformers, f"{family}{kind}")(config)
     # the model ends a turn now and then
-    model.get_output_embeddings().weight.data[3] *= 2
+    turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model.get_output_embeddings().weight.data[turn_end] *= 2
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -251,7 +238,7 @@ def test_texts_become_the_same_tokens(name, harness, backend):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=[] if name in ("Mistral", "Bloom") else pytest.mark.repetition)
+        pytest.param(name, marks=[] if name in ("mistral", "bloom") else pytest.mark.repetition)
         for name in FAMILIES
     ],
 )
@@ -487,8 +474,9 @@ def test_perplexity_of_documents(place, capsys, monkeypatch):
     rows = json.loads(Path("documents.json").read_text())["documents"]
     assert [row["name"] for row in rows] == ["a.txt", "b.jsonl:1", "b.jsonl:2", "all"]
     model, index = load_model("begins", dtype=torch.float64)
-    ids = find_tokenizer("begins", index).encode(Path("a.txt").read_text())
-    loss = model(torch.tensor([[0, *ids[:-1]]]), torch.tensor([ids])).mean().item()
+    tokenizer = find_tokenizer("begins", index)
+    ids = tokenizer.encode(Path("a.txt").read_text())
+    loss = model(torch.tensor([[tokenizer.bos, *ids[:-1]]]), torch.tensor([ids])).mean().item()
     assert rows[0]["tokens"] == len(ids) and rows[0]["bytes"] == 28 and rows[1]["bytes"] == 2
     assert rows[0]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-12)
     assert rows[0]["bits_per_byte"] == pytest.approx(loss * len(ids) / 28 / math.log(2), rel=1e-12)

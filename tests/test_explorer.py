@@ -6,6 +6,7 @@ playwright; no part of this project needs it) the page itself is used: its numbe
 its looks.
 """
 
+import itertools
 import json
 import random
 import shutil
@@ -322,22 +323,19 @@ def test_memory_by_hand():
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # where a change of settings is done, and what is shown after it
-SHOWN = (
-    "(hash) => {"
-    + GIVEN
-    + """
+SHOWN = """
+(hash) => {
   location.hash = hash;
   readAddress();
   show();
   const value = (element) => Number(element.dataset.value);
   const facts = (i) => [...document.querySelectorAll(`#chart-${i} dd`)].map(value);
-  const lines = charts.map((c, i) => c.error ? c.error.rule : [givenLines(c), facts(i)]);
+  const lines = charts.map((c, i) => c.error ? c.error.rule : facts(i));
   const set = document.querySelector("#stack tr[aria-current]");
   const words = set?.querySelector(".words");
   const memory = words ? words.textContent : set && [...set.querySelectorAll("td")].map(value);
   return [lines, memory, document.getElementById("ignored").textContent];
 }"""
-)
 
 
 @pytest.fixture(scope="module")
@@ -355,65 +353,57 @@ def browser():
         browser.close()
 
 
-class Tab:
-    """A tab of the browser with the page in it; nothing may go wrong or be asked for meanwhile."""
+@pytest.fixture
+def visit(browser, request):
+    """visit(address): the page in a tab. Nothing may go wrong or be asked for meanwhile."""
+    width, scheme = getattr(request, "param", (1280, "light"))
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    console, requests = [], []
+    page.on("console", lambda message: console.append(message.text))
+    page.on("pageerror", lambda error: console.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    own = explorer.DEFAULT.as_uri()
 
-    def __init__(self, browser, width=1280, scheme="light"):
-        viewport = {"width": width, "height": 900}
-        self.context = browser.new_context(viewport=viewport, color_scheme=scheme)
-        self.page = self.context.new_page()
-        self.console: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.console.append(message.text))
-        self.page.on("pageerror", lambda error: self.console.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
+    def visit_address(address: str = ""):
+        page.goto("about:blank")
+        page.goto(f"{own}#{address}")
+        return page
 
-    def open(self, address: str = ""):
-        self.page.goto("about:blank")
-        self.page.goto(f"{explorer.DEFAULT.as_uri()}#{address}")
-        return self.page
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *rest):
-        self.context.close()
-        if kind is None:
-            assert not self.console
-            own = explorer.DEFAULT.as_uri()
-            assert all(url.split("#")[0] == own or url == "data:," for url in self.requests)
+    yield visit_address
+    context.close()
+    assert not console
+    assert all(url.split("#")[0] == own or url == "data:," for url in requests)
 
 
 def address(s: dict) -> str:
     return "&".join(f"{k}={json.dumps(v).strip(chr(34))}" for k, v in s.items())
 
 
-def test_page_shows_what_python_computes(browser):
-    """200 random settings: starts, ends, bubbles, bytes, messages."""
+def facts(name: str, s: dict) -> list[float] | str:
+    """What the page says of a time line."""
+    lines = time_lines(name, s | {"v": s["v"] if name == "interleaved" else 1})
+    if isinstance(lines, str):
+        return lines
+    end = max(event[5] for event in lines["events"])
+    return [lines["bubble"], lines["formula"], lines["idleOfTotal"], end]
+
+
+def test_page_shows_what_python_computes(visit):
+    """200 random settings: bubbles, ends, bytes, messages."""
     rng = random.Random(1)
-    worst = 0.0
-    with Tab(browser) as tab:
-        page = tab.open()
-        for i in range(100):
-            s = random_schedule(rng, SCHEDULES[i % len(SCHEDULES)])
-            s["below"] = rng.choice(("none", *SCHEDULES))
-            expected = []
-            for name in [s["schedule"]] if s["below"] == "none" else [s["schedule"], s["below"]]:
-                lines = time_lines(name, s | {"v": s["v"] if name == "interleaved" else 1})
-                if isinstance(lines, dict):
-                    end = max(event[5] for event in lines["events"])
-                    facts = [lines["bubble"], lines["formula"], lines["idleOfTotal"], end]
-                    lines = [lines, facts]
-                expected.append(lines)
-            found, _, ignored = page.evaluate(SHOWN, address(s))
-            assert not ignored
-            worst = max(worst, worst_difference(found, expected))
-        for s in memory_settings(rng, 80, 20):
-            _, found, ignored = page.evaluate(SHOWN, address(s))
-            assert not ignored
-            worst = max(worst, worst_difference(found, memory(s)))
-    print(f"largest relative difference {worst:.1e}")
-    assert worst <= 1e-12
+    page = visit()
+    for i in range(100):
+        s = random_schedule(rng, SCHEDULES[i % len(SCHEDULES)])
+        s["below"] = rng.choice(("none", *SCHEDULES))
+        names = [name for name in (s["schedule"], s["below"]) if name != "none"]
+        found, _, ignored = page.evaluate(SHOWN, address(s))
+        assert not ignored
+        assert worst_difference(found, [facts(name, s) for name in names]) <= 1e-12
+    for s in memory_settings(rng, 80, 20):
+        _, found, ignored = page.evaluate(SHOWN, address(s))
+        assert not ignored
+        assert worst_difference(found, memory(s)) <= 1e-12
 
 
 GARBAGE = [
@@ -430,37 +420,36 @@ GARBAGE = [
 ]
 
 
-def test_garbage_in_the_address_is_named_and_left_out(browser):
-    with Tab(browser) as tab:
-        for text in GARBAGE:
-            page = tab.open(text)
-            known = page.evaluate("controls.every((c) => holds(c, String(valueOf(c))))")
-            charts = page.evaluate("charts.length + document.querySelectorAll('#stack tr').length")
-            assert known and charts, text
-            ignored = page.locator("#ignored").text_content()
-            assert bool(ignored) == bool(text), text
-            assert len(ignored) < 400
+def test_garbage_in_the_address_is_named_and_left_out(visit):
+    for text in GARBAGE:
+        page = visit(text)
+        known = page.evaluate("controls.every((c) => holds(c, String(valueOf(c))))")
+        charts = page.evaluate("charts.length + document.querySelectorAll('#stack tr').length")
+        assert known and charts, text
+        ignored = page.locator("#ignored").text_content()
+        assert bool(ignored) == bool(text), text
+        assert len(ignored) < 400
 
 
-def test_extreme_settings(browser):
+@pytest.mark.parametrize("visit", [(390, "light")], indirect=True)
+def test_extreme_settings(visit):
     """Every slider at both ends, alone and all together, in every schedule."""
-    with Tab(browser, 390) as tab:
-        page = tab.open()
-        sliders = page.evaluate("controls.filter((c) => c.type === 'range').map((c) => c.id)")
-        for end in ("min", "max"):
-            for ids in [*([one] for one in sliders if one != "time"), sliders]:
-                for name in SCHEDULES:
-                    problem = page.evaluate(
-                        """([ids, end, name]) => {
-                          change({ ...Object.fromEntries(ids.map((id) => [id, byId(id)[end]])),
-                            schedule: name });
-                          const text = document.body.textContent;
-                          return /NaN|undefined|Infinity/.test(byId("schedules").innerHTML)
-                            || document.documentElement.scrollWidth > innerWidth; }""",
-                        [ids, end, name],
-                    )
-                    assert not problem, (ids, end, name)
-                page.get_by_role("button", name="Reset").first.click()
+    page = visit()
+    sliders = page.evaluate("controls.filter((c) => c.type === 'range').map((c) => c.id)")
+    for end in ("min", "max"):
+        for ids in [*([one] for one in sliders if one != "time"), sliders]:
+            for name in SCHEDULES:
+                problem = page.evaluate(
+                    """([ids, end, name]) => {
+                      change({ ...Object.fromEntries(ids.map((id) => [id, byId(id)[end]])),
+                        schedule: name });
+                      const text = document.body.textContent;
+                      return /NaN|undefined|Infinity/.test(byId("schedules").innerHTML)
+                        || document.documentElement.scrollWidth > innerWidth; }""",
+                    [ids, end, name],
+                )
+                assert not problem, (ids, end, name)
+            page.get_by_role("button", name="Reset").first.click()
 
 
 def tab_to(page, test: str, most: int = 60) -> None:
@@ -479,103 +468,97 @@ KEYS = {"range": "ArrowRight", "select-one": "ArrowDown", "number": "ArrowUp", "
     "view, start",
     [("schedules", "schedule=interleaved&below=gpipe"), ("memory", "view=memory&tp=2&pp=2")],
 )
-def test_every_setting_is_changed_by_keys_alone(browser, view, start):
-    with Tab(browser) as tab:
-        page = tab.open(start)
-        find = f"[...byId('{view}').querySelectorAll('input, select')].map((c) => c.id)"
-        for name in page.evaluate(find):
-            page = tab.open(start)
-            before = page.evaluate(f"String(valueOf(byId('{name}')))")
-            tab_to(page, f"e.id === '{name}'")
-            kind = page.evaluate("document.activeElement.type")
-            page.keyboard.press(KEYS[kind])
-            after = page.evaluate(f"String(valueOf(byId('{name}')))")
-            assert after != before, name
-            page.wait_for_function(f"location.hash.includes('{name}={after}')")
+def test_every_setting_is_changed_by_keys_alone(visit, view, start):
+    page = visit(start)
+    find = f"[...byId('{view}').querySelectorAll('input, select')].map((c) => c.id)"
+    for name in page.evaluate(find):
+        page = visit(start)
+        before = page.evaluate(f"String(valueOf(byId('{name}')))")
+        tab_to(page, f"e.id === '{name}'")
+        kind = page.evaluate("document.activeElement.type")
+        page.keyboard.press(KEYS[kind])
+        after = page.evaluate(f"String(valueOf(byId('{name}')))")
+        assert after != before, name
+        page.wait_for_function(f"location.hash.includes('{name}={after}')")
 
 
-def test_a_number_that_is_cleared_stays_empty(browser):
+def test_a_number_that_is_cleared_stays_empty(visit):
     """Until another is typed; meanwhile the rule is shown."""
-    with Tab(browser) as tab:
-        page = tab.open("view=memory")
-        page.fill("#tp", "")
-        assert page.evaluate("byId('tp').value") == ""
-        rule = "t tensor parallel: a whole number from 1 to 1,024"
-        assert rule in page.locator("#stack").text_content()
-        page.locator("#tp").press_sequentially("4")
-        page.wait_for_function("location.hash === '#view=memory&tp=4'")
-        assert page.locator("#stack table").is_visible()
+    page = visit("view=memory")
+    page.fill("#tp", "")
+    assert page.evaluate("byId('tp').value") == ""
+    rule = "t tensor parallel: a whole number from 1 to 1,024"
+    assert rule in page.locator("#stack").text_content()
+    page.locator("#tp").press_sequentially("4")
+    page.wait_for_function("location.hash === '#view=memory&tp=4'")
+    assert page.locator("#stack table").is_visible()
 
 
-def test_views_charts_and_buttons_by_keys_alone(browser):
-    with Tab(browser) as tab:
-        page = tab.open()
-        waits = page.locator("#waits")
-        tab_to(page, "e.classList.contains('time')")
-        assert "F of micro-batch 0 on rank 0" in waits.text_content()
-        assert "waits for nothing" in waits.text_content()
-        for key, words in [
-            ("ArrowDown", "F of micro-batch 0 on rank 1"),
-            ("End", "B of micro-batch 7 on rank 1"),
-            ("Enter", "B of micro-batch 7 on rank 2"),
-            ("ArrowLeft", "B of micro-batch 6 on rank 2"),
-            ("Home", "F of micro-batch 0 on rank 2"),
-            ("ArrowUp", "F of micro-batch 1 on rank 1"),
-            ("ArrowRight", "F of micro-batch 2 on rank 1"),
-            ("Escape", "Point at an action"),
-        ]:
-            page.keyboard.press(key)
-            assert words in waits.text_content(), key
-        tab_to(page, "e.tagName === 'SUMMARY'")
-        page.keyboard.press("Enter")
-        assert page.locator("#chart-0 table").is_visible()
-        page = tab.open("p=5")
-        tab_to(page, "e.role === 'tab' || e.getAttribute('role') === 'tab'")
-        page.keyboard.press("ArrowRight")
-        assert page.locator("#memory").is_visible() and not page.locator("#schedules").is_visible()
-        page.wait_for_function("location.hash.includes('view=memory')")
-        page = tab.open("view=memory&preset=llama2-70b&tp=3")
-        assert (
-            "t 3: must divide num heads 64; [1, 2, 4] would fit"
-            in page.locator("#stack").text_content()
-        )
-        tab_to(page, "e.textContent.trim() === 't = 4'")
-        page.keyboard.press("Enter")
-        assert page.evaluate("byId('tp').value") == "4"
-        assert page.evaluate("document.activeElement.id") == "tp"
-        tab_to(page, "e.textContent === 'Reset these settings'")
-        page.keyboard.press("Enter")
-        page.wait_for_function("location.hash === '#view=memory'")
+def test_views_charts_and_buttons_by_keys_alone(visit):
+    page = visit()
+    waits = page.locator("#waits")
+    tab_to(page, "e.classList.contains('time')")
+    assert "F of micro-batch 0 on rank 0" in waits.text_content()
+    assert "waits for nothing" in waits.text_content()
+    for key, words in [
+        ("ArrowDown", "F of micro-batch 0 on rank 1"),
+        ("End", "B of micro-batch 7 on rank 1"),
+        ("Enter", "B of micro-batch 7 on rank 2"),
+        ("ArrowLeft", "B of micro-batch 6 on rank 2"),
+        ("Home", "F of micro-batch 0 on rank 2"),
+        ("ArrowUp", "F of micro-batch 1 on rank 1"),
+        ("ArrowRight", "F of micro-batch 2 on rank 1"),
+        ("Escape", "Point at an action"),
+    ]:
+        page.keyboard.press(key)
+        assert words in waits.text_content(), key
+    tab_to(page, "e.tagName === 'SUMMARY'")
+    page.keyboard.press("Enter")
+    assert page.locator("#chart-0 table").is_visible()
+    page = visit("p=5")
+    tab_to(page, "e.role === 'tab' || e.getAttribute('role') === 'tab'")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#memory").is_visible() and not page.locator("#schedules").is_visible()
+    page.wait_for_function("location.hash.includes('view=memory')")
+    page = visit("view=memory&preset=llama2-70b&tp=3")
+    rule = "t 3: must divide num heads 64; [1, 2, 4] would fit"
+    assert rule in page.locator("#stack").text_content()
+    tab_to(page, "e.textContent.trim() === 't = 4'")
+    page.keyboard.press("Enter")
+    assert page.evaluate("byId('tp').value") == "4"
+    assert page.evaluate("document.activeElement.id") == "tp"
+    tab_to(page, "e.textContent === 'Reset these settings'")
+    page.keyboard.press("Enter")
+    page.wait_for_function("location.hash === '#view=memory'")
 
 
-def test_an_action_that_is_pointed_at(browser):
+def test_an_action_that_is_pointed_at(visit):
     """By mouse: shown while pointed at, kept after a click, let go by a click beside it."""
-    with Tab(browser) as tab:
-        page = tab.open("below=none")
-        actions = page.locator("#chart-0 .action")
-        waits = page.locator("#waits")
-        b0 = page.evaluate("charts[0].events.findIndex((e) => e.op === 'B' && e.rank === 2)")
-        actions.nth(b0).hover()
-        assert "B of micro-batch 0 on rank 2" in waits.text_content()
-        text = " ".join(waits.text_content().split())
-        assert "B of micro-batch 0 on rank 3: ends at 6 (the last)" in text
-        assert "F of micro-batch 1 on this rank, the action before: ends at 4" in text
-        actions.nth(b0).click()
-        actions.first.hover()
-        assert "B of micro-batch 0 on rank 2" in waits.text_content()
-        # it stays while settings change, and so does an open table
-        page.locator("#chart-0 summary").click()
-        page.evaluate("change({ input: '2' })")
-        text = " ".join(waits.text_content().split())
-        assert "B of micro-batch 0 on rank 3: ends at 7 (the last)" in text
-        assert page.locator("#chart-0 table").is_visible()
-        page.evaluate("change({ p: '2' })")
-        assert "Point at an action" in waits.text_content()
-        page.evaluate("change({ p: '4' })")
-        actions.nth(b0).click()
-        assert "B of micro-batch 0 on rank 2" in waits.text_content()
-        page.locator("#chart-0 rect.idle").nth(4).click(position={"x": 200, "y": 5})
-        assert "Point at an action" in waits.text_content()
+    page = visit("below=none")
+    actions = page.locator("#chart-0 .action")
+    waits = page.locator("#waits")
+    b0 = page.evaluate("charts[0].events.findIndex((e) => e.op === 'B' && e.rank === 2)")
+    actions.nth(b0).hover()
+    assert "B of micro-batch 0 on rank 2" in waits.text_content()
+    text = " ".join(waits.text_content().split())
+    assert "B of micro-batch 0 on rank 3: ends at 6 (the last)" in text
+    assert "F of micro-batch 1 on this rank, the action before: ends at 4" in text
+    actions.nth(b0).click()
+    actions.first.hover()
+    assert "B of micro-batch 0 on rank 2" in waits.text_content()
+    # it stays while settings change, and so does an open table
+    page.locator("#chart-0 summary").click()
+    page.evaluate("change({ input: '2' })")
+    text = " ".join(waits.text_content().split())
+    assert "B of micro-batch 0 on rank 3: ends at 7 (the last)" in text
+    assert page.locator("#chart-0 table").is_visible()
+    page.evaluate("change({ p: '2' })")
+    assert "Point at an action" in waits.text_content()
+    page.evaluate("change({ p: '4' })")
+    actions.nth(b0).click()
+    assert "B of micro-batch 0 on rank 2" in waits.text_content()
+    page.locator("#chart-0 rect.idle").nth(4).click(position={"x": 200, "y": 5})
+    assert "Point at an action" in waits.text_content()
 
 
 # text that is too small or too pale, and controls without a name
@@ -620,18 +603,18 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 768, 1280])
-def test_looks(browser, width, scheme, tmp_path):
+@pytest.mark.parametrize(
+    "visit", [*itertools.product([390, 768, 1280], ["light", "dark"])], indirect=True, ids=str
+)
+def test_looks(visit, tmp_path):
     """No sideways scrolling, text of 12 pixels, contrast of 4.5, a name for every control. The
     pictures are in pytest's --basetemp."""
-    with Tab(browser, width, scheme) as tab:
-        for name, text in STATES.items():
-            page = tab.open(text)
-            if name == "interleaved":
-                page.locator("#chart-1 .action").nth(30).click()
-            assert page.evaluate(LOOKS) == [], name
-            page.screenshot(path=tmp_path / f"{name}-{width}-{scheme}.png", full_page=True)
+    for name, text in STATES.items():
+        page = visit(text)
+        if name == "interleaved":
+            page.locator("#chart-1 .action").nth(30).click()
+        assert page.evaluate(LOOKS) == [], name
+        page.screenshot(path=tmp_path / f"{name}.png", full_page=True)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from their_models import their_model
 
 import checkpoint
 import generate
@@ -24,47 +25,33 @@ pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 
 LLAMA = dict(llama=True, num_kv_heads=2)
+LLAMA_3_ANGLES = dict(rotary_factor=8.0, rotary_original_length=16)
+BLOOM = dict(positions="alibi", embedding_norm=True)
+GEMMA = dict(norm="rmsnorm1p", activation="geglu", embedding_scale=True)
 FAMILIES = {
     "gpt2": dict(num_layers=1),
     # BLOOM, but untied; 6 heads have slopes between those of 4
-    "alibi": dict(
-        num_layers=1,
-        hidden_size=48,
-        num_heads=6,
-        positions="alibi",
-        embedding_norm=True,
-        tied=False,
-    ),
+    "alibi": dict(**BLOOM, num_layers=1, hidden_size=48, num_heads=6, tied=False),
     # Llama 3's angles, Mistral's window, Qwen's biases and norms, Gemma's activation, norms, scale
     "all of Llama": dict(
         **LLAMA,
+        **GEMMA,
+        **LLAMA_3_ANGLES,
         head_dim=24,
-        rotary_factor=8.0,
-        rotary_original_length=16,
         sliding_window=5,
         attention_bias="qkv",
         qk_norm=True,
-        activation="geglu",
-        norm="rmsnorm1p",
-        embedding_scale=True,
         tied=True,
     ),
 }
 MORE_FAMILIES = {
     "llama": LLAMA,
-    "llama 3": dict(**LLAMA, rotary_factor=8.0, rotary_original_length=16, tied=True),
+    "llama 3": dict(**LLAMA, **LLAMA_3_ANGLES, tied=True),
     "mistral": dict(**LLAMA, sliding_window=4),
     "a window of one token": dict(**LLAMA, sliding_window=1),
     "qwen 2": dict(**LLAMA, attention_bias="qkv"),
     "qwen 3": dict(**LLAMA, qk_norm=True, head_dim=32),
-    "gemma": dict(
-        llama=True,
-        num_kv_heads=1,
-        norm="rmsnorm1p",
-        activation="geglu",
-        tied=True,
-        embedding_scale=True,
-    ),
+    "gemma": dict(**GEMMA, llama=True, num_kv_heads=1, tied=True),
     "alibi with a window": dict(positions="alibi", sliding_window=6),
     "explicit attention": dict(attention="explicit"),
 }
@@ -187,19 +174,7 @@ def test_stops(traced):
 
 # --- the models of transformers ------------------------------------------------------------------
 
-SHAPE = dict(
-    num_hidden_layers=2,
-    hidden_size=32,
-    intermediate_size=56,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=32,
-    vocab_size=257,
-    bos_token_id=256,
-    eos_token_id=256,
-    pad_token_id=None,
-)
+SHAPE = dict(intermediate_size=56, num_key_value_heads=2, head_dim=8, max_position_embeddings=32)
 LLAMA_3 = dict(
     rope_theta=500.0,
     rope_type="llama3",
@@ -209,13 +184,13 @@ LLAMA_3 = dict(
     original_max_position_embeddings=16,
 )
 THEIRS = {
-    "gpt2": dict(n_layer=2, n_embd=32, n_head=4, n_positions=32),
+    "gpt2": dict(n_positions=32),
     "llama": dict(**SHAPE, rope_parameters=LLAMA_3),
     "mistral": dict(**SHAPE, sliding_window=5),
     "qwen2": SHAPE,
     "qwen3": SHAPE | dict(head_dim=16),
     "gemma": SHAPE,
-    "bloom": dict(n_layer=2, hidden_size=32, n_head=4, seq_length=32),
+    "bloom": dict(seq_length=32),
 }
 
 
@@ -223,12 +198,8 @@ THEIRS = {
 @pytest.mark.parametrize("family", THEIRS)
 def test_transformers(family, tmp_path):
     """Their folder in onnxruntime: their logits, and the greedy tokens of their `generate`."""
-    transformers = pytest.importorskip("transformers")
-    shape = dict(vocab_size=257, bos_token_id=256, eos_token_id=256) | THEIRS[family]
-    torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(family, **shape)
-    ).eval()
+    tokens = dict(vocab_size=257, bos_token_id=256, eos_token_id=256, pad_token_id=None)
+    theirs = their_model(family, **tokens, **THEIRS[family]).eval()
     with torch.no_grad():
         for name, p in theirs.named_parameters():
             if "embed" not in name and "wte" not in name:

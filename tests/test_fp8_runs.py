@@ -5,7 +5,6 @@ import hashlib
 import json
 import random
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,12 +50,7 @@ def here(tmp_path, monkeypatch):
 
 def run(text, out, *more, steps=6):
     """`python train.py`, in this process. Returns the exit status."""
-    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        return train.main([*SMALL, "--data", text, "--out", out, "--steps", str(steps), *more])
-    finally:
-        for s, handler in handlers:
-            signal.signal(s, handler)
+    return train.main([*SMALL, "--data", text, "--out", out, "--steps", str(steps), *more])
 
 
 def lines(out):
@@ -340,10 +334,7 @@ def test_what_a_run_says_of_fp8():
         "--fp8 current: experts have a scale for each row, and weight gradients in bf16",
     ]
     assert said_of("block", micro_batch_size=1) == [f"--fp8 block: {EMULATED}"]
-
-
-def test_delayed_scales_are_those_of_a_micro_batch_in_the_first_step():
-    """So a run that goes on with a history says nothing of it."""
+    # a run that goes on with a history says nothing of the first step's scales
     trainer = trainer_of("delayed")
     (_, first) = messages.surprises_of_fp8(trainer)
     assert "scales are in the first step those of a micro-batch, here of 2" in first

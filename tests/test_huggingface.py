@@ -14,15 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_gpt import build
+from their_models import their_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import checkpoint
+import generate
 import huggingface
-import moe
-import pipeline_parallel
 import sharding
-import tensor_parallel
 import train
 from base.world import Groups
 from checkpoint import CheckpointError
@@ -35,7 +34,6 @@ from exchange.architectures import (
     their_tensors,
 )
 from exchange.hf_config import architecture_of, to_gpt_config, to_hf_config
-from gpt import GPT
 from huggingface import export_folder, import_folder
 from inference import cli
 from proof import ranks
@@ -69,30 +67,23 @@ def shaken(model):
     return model.eval()
 
 
+OF_LLAMA = dict(
+    num_key_value_heads=2,
+    # as transformers 4 and 5 take it
+    rms_norm_eps=1e-6,
+    rope_theta=500.0,
+    rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+)
+OF_MIXTRAL = dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.03)
+THEIRS = {
+    "gpt2": dict(n_inner=72, bos_token_id=60, eos_token_id=60),
+    "llama": OF_LLAMA | dict(intermediate_size=56),
+    "mixtral": OF_LLAMA | OF_MIXTRAL | dict(intermediate_size=36),
+}
+
+
 def theirs(family):
-    torch.manual_seed(0)
-    if family == "gpt2":
-        shape = dict(n_positions=16, n_embd=32, n_layer=2, n_head=4, n_inner=72)
-        config = transformers.GPT2Config(vocab_size=61, bos_token_id=60, eos_token_id=60, **shape)
-        return shaken(transformers.GPT2LMHeadModel(config))
-    llama = dict(
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        # as transformers 4 and 5 take it
-        rms_norm_eps=1e-6,
-        rope_theta=500.0,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-    )
-    if family == "llama":
-        config = transformers.LlamaConfig(intermediate_size=56, **llama)
-        return shaken(transformers.LlamaForCausalLM(config))
-    experts = dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.03)
-    config = transformers.MixtralConfig(intermediate_size=36, **experts, **llama)
-    return shaken(transformers.MixtralForCausalLM(config))
+    return shaken(their_model(family, max_position_embeddings=16, **THEIRS[family]))
 
 
 @pytest.fixture(scope="module")
@@ -265,84 +256,24 @@ def test_a_wrong_table_shows(saved, tmp_path, monkeypatch, mistake):
     assert identical(tensors_in(saved[family][0]), tensors_in(tmp_path / "back"))
 
 
-# --- any layout -----------------------------------------------------------------------------------
-
-
-def load_and_save(rank, folder, families, tp, pp, ep):
-    """Build this rank's part of each family's model, load it from the import, and save it as a run
-    saves it. Returns its logits, by family, where it has a head."""
-    groups = Groups.make("cpu", 2, tp, pp, ep=ep)
-    logits = {}
-    for family in families:
-        config = MoEConfig(**checkpoint.read_index(folder / family)["model"])
-        with torch.device("meta"):
-            model = GPT(config)
-        moe.apply(model, groups.ep, groups.tp)
-        stages = [model]
-        if groups.pp:
-            stages = pipeline_parallel.apply(model, groups.pp.rank(), pp)
-        for stage in stages:
-            if groups.tp:
-                tensor_parallel.apply(stage, groups.tp)
-            sharding.materialise(stage, "cpu", torch.float32)
-        parts = {
-            f"model.{n}": set_sharding(p.detach(), sharding_of(p))
-            for n, p in sharding.named_parameters(*stages)
-        }
-        checkpoint.read(folder / family, parts)
-        checkpoint.save(
-            folder / f"{family} run" / "checkpoints",
-            0,
-            parts,
-            STATE | {"model": dataclasses.asdict(config)},
-        )
-        y = forward_logits(stages, groups.pp)
-        if y is not None:
-            logits[family] = y
-    return logits
-
-
-@torch.no_grad()
-def forward_logits(stages, pp_group):
-    """None on a rank of a pipeline that does not have the model's head."""
-    if not pp_group:
-        return stages[0](TOKENS)
-    logits = None
-
-    def forward(chunk, k, x):
-        nonlocal logits
-        y = stages[chunk](TOKENS, None, None, x)
-        if stages[chunk].head is not None:
-            logits = y
-        return y
-
-    pipeline = pipeline_parallel.Pipeline(stages, pipeline_parallel.Channels(pp_group))
-    pipeline.run(pipeline.forward_only(1), forward, *TOKENS.shape)
-    return logits
+def save_under(rank, folder, layout):
+    """Save what this rank holds of a checkpoint, as a run saves it."""
+    groups = Groups.make("cpu", 2, **layout)
+    model, index = cli.load_model(folder / "ckpt", torch.device("cpu"), torch.float32, groups)
+    parts = sharding.named_parameters(*generate.stages_of(model))
+    parts = {f"model.{n}": set_sharding(p.detach(), sharding_of(p)) for n, p in parts}
+    checkpoint.save(folder / "run" / "checkpoints", 0, parts, STATE | {"model": index["model"]})
 
 
 @pytest.mark.parametrize(
-    "families, layout",
-    [(FAMILIES, (2, 1, 1)), (FAMILIES, (1, 2, 1)), (["mixtral"], (1, 1, 2))],
-    ids=["tp 2", "pp 2", "ep 2"],
+    "family, layout", [("llama", dict(tp=2)), ("gpt2", dict(pp=2)), ("mixtral", dict(ep=2))]
 )
-def test_under_a_layout(saved, tmp_path, families, layout):
-    """An import loads under it with the same logits; what a run saved under it exports to the same
-    folder, byte for byte."""
-    for family in families:
-        import_folder(saved[family][0], tmp_path / family)
-    logits = ranks.run(load_and_save, 2, tmp_path, families, *layout)
-    for family in families:
-        # of a pipeline, the last stage has the head
-        logits_of_ranks = [on_rank[family] for on_rank in logits if family in on_rank]
-        assert logits_of_ranks and all(close(y, saved[family][1]) for y in logits_of_ranks)
-        exported = []
-        for source in (family, f"{family} run"):
-            folder = tmp_path / f"from {source}"
-            export_folder(tmp_path / source, folder, max_shard_bytes=20_000)
-            exported.append({file.name: file.read_bytes() for file in folder.iterdir()})
-        assert exported[0] == exported[1]
-        assert identical(tensors_in(saved[family][0]), tensors_in(folder))
+def test_what_ranks_save_is_exported(saved, tmp_path, family, layout):
+    """To the folder that it came from, tensor by tensor."""
+    import_folder(saved[family][0], tmp_path / "ckpt")
+    ranks.run(save_under, 2, tmp_path, layout)
+    export_folder(tmp_path / "run", tmp_path / "back")
+    assert identical(tensors_in(saved[family][0]), tensors_in(tmp_path / "back"))
 
 
 # --- streaming ------------------------------------------------------------------------------------

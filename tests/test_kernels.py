@@ -403,17 +403,6 @@ def error_limit(name, theirs, exact) -> float:
     return limit
 
 
-@pytest.mark.parametrize("place", PLACES, indirect=True)
-def test_masks_are_those_of_the_model(place):
-    """The dropout mask equals dropout_mask's bit for bit, for any slice of the sequence."""
-    for dtype in NUMBERS[:2]:
-        x = torch.ones(3, 37, 264, device=place, dtype=dtype)
-        key = dropout_key(5, 2, torch.arange(3)).to(place)
-        for site, start, p in ((2, 0, 0.1), (3, 37, 0.5), (0, 2**30, 0.999)):
-            y = kernels.bias_dropout_add(x, None, torch.zeros_like(x), key, site, start, p)
-            assert torch.equal(y == 0, dropout_mask(key, site, x.shape, {1: start}, p))
-
-
 def adamw_state(kind: str, shape, place):
     """[weight, low, master, gradient, exp_avg, exp_avg_sq] with a master that is split into weight
     and low, the weight itself, or beside a 16-bit weight."""
@@ -628,13 +617,6 @@ def test_arguments_that_are_not_contiguous(place):
         results.append((p.grad, z.grad))
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_norm_without_weight(monkeypatch):
-    """PyTorch's own."""
-    monkeypatch.setattr(cuda_kernels, "DEVICES", {"cpu"})
-    x = torch.randn(4, 64)
-    assert torch.equal(kernels.rms_norm(x, None), F.rms_norm(x, (64,), None, 1e-5))
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)

@@ -1,6 +1,5 @@
 """Routers against the papers, experts against a loop over tokens."""
 
-import copy
 import json
 import math
 import random
@@ -26,7 +25,6 @@ from routers import MoEConfig
 from run import rules
 from run.config import ConfigError
 from run.pretraining import Config
-from sharding import shard_of, sharding_of
 from train import Trainer
 
 FACTS = torch.tensor([[2.0, 1.0], [2.2, 1.0], [1.5, 1.0], [3.0, 0.0]])
@@ -321,37 +319,6 @@ def test_the_router_computes_in_float32():
     logits = layer.router(x)
     assert logits.dtype == torch.float32
     assert torch.equal(logits, F.linear(x.float(), layer.router.weight.float()))
-
-
-def spread(rank: int, world: int, seeds: list[int]):
-    """Experts over all ranks, against each rank having all of them; every rank has tokens of its
-    own, and another number of them."""
-    for seed in seeds:
-        whole, _ = draw(seed)
-        e, h = whole.router.weight.shape
-        if e % world:
-            continue
-        part = copy.deepcopy(whole)
-        moe.split_by_expert(part, dist.group.WORLD)
-        x = normal(1, (seed + 5 * rank) % 9 + 1, h, seed=100 * seed + rank)
-        outputs = []
-        for layer in (whole, part):
-            mine = x.clone().requires_grad_()
-            y = layer(mine)
-            y.square().sum().backward()
-            outputs.append((y, mine.grad))
-        for a, b in zip(*outputs):
-            close(b, a, (seed, "output or input gradient"))
-        for (n, p), (_, q) in zip(whole.named_parameters(), part.named_parameters()):
-            # summed over the tokens of all ranks already
-            if sharding_of(q).placements:
-                dist.all_reduce(p.grad)
-            close(q.grad, shard_of(p.grad, sharding_of(q)), (seed, n))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_experts_over_ranks(world):
-    ranks.run(spread, world, world, list(range(40)))
 
 
 # --- in a model -----------------------------------------------------------------------------------

@@ -303,7 +303,6 @@ def test_what_is_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("n, width", [(1, 128), (5, 80), (40, 1024)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_on_a_gpu(kind, n, width):

@@ -2,11 +2,10 @@
 content."""
 
 import json
-import signal
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import published_tokenizers as published
 import pytest
 import small_run
 from test_generate import loud, save
@@ -15,7 +14,6 @@ from test_gpt import build
 import checkpoint
 import data
 import generate
-import huggingface
 import train
 from corpus.tokenizer import (
     ByteTokenizer,
@@ -51,12 +49,7 @@ def here(tmp_path, monkeypatch):
 
 def run(*flags):
     """`python train.py` without a new interpreter."""
-    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        return train.main([*SMALL, "--data", "text.txt", *flags])
-    finally:
-        for s, handler in handlers:
-            signal.signal(s, handler)
+    return train.main([*SMALL, "--data", "text.txt", *flags])
 
 
 def words(path, vocabulary=("?", "if", "a", "in", "b", "</s>"), **model):
@@ -70,60 +63,16 @@ def words(path, vocabulary=("?", "if", "a", "in", "b", "</s>"), **model):
     return str(path)
 
 
-def bpe(path, specials=SPECIALS, begins=True):
-    """Byte pairs as Llama 3 has them: a begin token before every text, by the file's
-    post-processor."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280,
-        show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.add_special_tokens(list(specials))
-    if begins:
-        begin = "<|begin_of_text|>"
-        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
-        )
+def bpe(path, begins=True):
+    """Byte pairs as Llama 3 has them. begins: a begin token before every text."""
+    tokenizer = published.byte_level(SPECIALS, begin=SPECIALS[0] if begins else None)
     tokenizer.save(str(path))
-    return tokenizer
 
 
 def edit_json(path, **fields):
     """Set fields of a JSON file."""
     path = Path(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def hf_folder(folder, begins=True, ends=True):
-    """A Llama with a tokenizer like Llama 3's, as transformers saves one. Returns the tokenizer.
-
-    begins: whether its post-processor adds a begin token; ends: whether it has end tokens.
-    """
-    tokenizer = bpe(Path("t.json"), SPECIALS if ends else SPECIALS[:1], begins)
-    model = loud(build(vocab_size=tokenizer.get_vocab_size(), **LLAMA))
-    state = {
-        "config": {"tokenizer": "bytes"},
-        "model": asdict(model.config),
-        "tokens": 0,
-        "corpus": None,
-        "optimizer": None,
-    }
-    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    checkpoint.write(Path("made"), 0, tensors, state)
-    huggingface.export_folder(Path("made"), folder)
-    Path("t.json").rename(folder / "tokenizer.json")
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIALS[0]}
-    if ends:
-        bos, *eos = (tokenizer.token_to_id(name) for name in SPECIALS)
-        edit_json(folder / "config.json", bos_token_id=bos, eos_token_id=eos)
-        names["eos_token"] = {"__type": "AddedToken", "content": SPECIALS[2], "special": True}
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    return tokenizer
 
 
 # --------------------------------------------------------------------------------------------------
@@ -281,67 +230,6 @@ def test_several_ids_end_a_text():
     end = min(whole.index(first), whole.index(second))
     assert continuation(eot=(first, second)) == whole[:end]
     assert continuation(eot=first) == whole[: whole.index(first)]
-
-
-# --------------------------------------------------------------------------------------------------
-# There and back
-
-
-def generate_cli(*flags):
-    """`python generate.py` without a new interpreter."""
-    return cli.main([*flags, "--max-tokens", "3", "--device", "cpu"])
-
-
-def test_llama_3_there_and_back(here, capsys):
-    """Imported, it generates, from the ids that its own tokenizer gives; exported, its files say
-    the same; so does what is trained on."""
-    hf = Path("hf")
-    ckpt = Path("ckpt")
-    theirs = hf_folder(hf)
-    bos, text_end, turn_end = (theirs.token_to_id(name) for name in SPECIALS)
-    assert commands.main(["import", "hf", "ckpt"]) == 0
-    for source in ("hf", "ckpt"):
-        capsys.readouterr()
-        assert generate_cli("--checkpoint", source, "--prompt", "if a") == 0
-        assert capsys.readouterr().out.startswith("if a")
-        assert generate_cli("--checkpoint", source) == 0
-    ours = FileTokenizer(checkpoint.tokenizer_of(ckpt))
-    assert (ours.bos, ours.eot, set(ours.stop_ids)) == (bos, turn_end, {text_end, turn_end})
-    assert cli.encode("if a in", ours, 32) == theirs.encode("if a in").ids
-    assert theirs.encode("if a in").ids[0] == bos
-    assert json.loads((ckpt / "generation_config.json").read_text()) == {
-        "temperature": 0.6,
-        "bos_token_id": bos,
-        "eos_token_id": [text_end, turn_end],
-    }
-
-    assert run("--load", "ckpt", "--out", "run", "--steps", "1") == 0
-    assert Path("run/tokenizer.json").exists()
-    for source, exported in (("ckpt", Path("back")), ("run", Path("trained"))):
-        huggingface.export_folder(Path(source), exported)
-        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            assert (exported / name).read_bytes() == (ckpt / name).read_bytes()
-        config = json.loads((exported / "config.json").read_text())
-        assert config["bos_token_id"] == bos
-        assert set(config["eos_token_id"]) == {text_end, turn_end}
-
-
-def test_a_model_without_an_end_token_generates(here, capsys):
-    hf_folder(Path("hf"), ends=False)
-    edit_json("hf/config.json", bos_token_id=None, eos_token_id=None)
-    huggingface.import_folder(Path("hf"), Path("ckpt"))
-    assert generate_cli("--checkpoint", "ckpt", "--prompt", "if a") == 0
-    # Its begin token begins a text.
-    assert generate_cli("--checkpoint", "ckpt") == 0
-
-
-def test_a_tokenizer_beyond_the_model_is_refused(here):
-    hf_folder(Path("hf"))
-    words("hf/tokenizer.json", ["?", *map(str, range(400))])
-    message = r"its ids go up to 400, and the model of config\.json has vocab_size"
-    with pytest.raises(huggingface.HuggingFaceError, match=message):
-        huggingface.import_folder(Path("hf"), Path("ckpt"))
-    assert not Path("ckpt").exists()
 
 
 # --------------------------------------------------------------------------------------------------

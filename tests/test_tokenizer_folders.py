@@ -12,8 +12,8 @@ import numpy as np
 import published_tokenizers as published
 import pytest
 import tokenizers
-import torch
-from test_tokenizer import edit_json, here, run  # noqa: F401 (a fixture)
+from test_tokenizer import edit_json, here, run, words  # noqa: F401 (a fixture)
+from their_models import their_model
 
 import checkpoint
 import generate
@@ -37,12 +37,8 @@ transformers.utils.logging.set_verbosity_error()
 
 # more ids than any of these tokenizers has, as Qwen's embedding has more rows than its tokenizer
 VOCAB_SIZE = 400
-CONFIGS = {
-    "gpt2": dict(n_positions=32, n_embd=32, n_layer=1, n_head=4),
-    "bloom": dict(hidden_size=32, n_layer=1, n_head=4, seq_length=32),
-}
-LIKE_LLAMA = dict(max_position_embeddings=32, hidden_size=32, intermediate_size=64, head_dim=8)
-LIKE_LLAMA |= dict(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+FIELDS = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+FIELDS |= dict(max_position_embeddings=32, num_key_value_heads=2, head_dim=8)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 QUESTION = [message("user", "hello"), message("assistant", "world"), message("user", "1 + 2?")]
 GENERATE = ("--max-tokens", "3", "--device", "cpu", "--kernels", "off")
@@ -51,13 +47,10 @@ GENERATE = ("--max-tokens", "3", "--device", "cpu", "--kernels", "off")
 def write_model(kind: str, folder: Path) -> None:
     """A model as save_pretrained writes it, with the tokenizer of a kind and its ids."""
     model_type = published.KINDS[kind].model_type
-    fields = CONFIGS.get(model_type, LIKE_LLAMA)
-    if model_type == "mistral":
-        # as in version 0.3: it has a Llama's tensors
-        fields = fields | {"sliding_window": None}
-    config = transformers.AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **fields)
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    # Mistral as in version 0.3: it has a Llama's tensors
+    more = {"mistral": dict(sliding_window=None), "bloom": dict(seq_length=32)}
+    fields = FIELDS | more.get(model_type, {})
+    their_model(model_type, vocab_size=VOCAB_SIZE, **fields).save_pretrained(folder)
     (folder / "generation_config.json").unlink()
     tokenizer = published.write(kind, folder)
     settings = {}
@@ -183,6 +176,34 @@ def test_further_templates_go_along(folders):
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "back")
     text = tokenizer.apply_chat_template(QUESTION, chat_template="tools", tokenize=False)
     assert text.startswith("T<|im_start|>")
+
+
+def test_ids_of_the_configuration_are_kept(folders, tmp_path):
+    """Those that generation_config.json lacks come from config.json. Without end tokens, and with
+    none of a file's own, a begin token still begins a text."""
+    hf = Path(shutil.copytree(folders("llama3") / "hf", tmp_path / "hf"))
+    published.write_json(hf / "generation_config.json", {"temperature": 0.6})
+    huggingface.import_folder(hf, tmp_path / "ckpt")
+    ids = read(hf / "config.json")
+    settings = {name: ids[name] for name in ("bos_token_id", "eos_token_id")}
+    assert read(tmp_path / "ckpt/generation_config.json") == settings | {"temperature": 0.6}
+    begin = "<|begin_of_text|>"
+    published.byte_level([begin], begin=begin).save(str(hf / "tokenizer.json"))
+    for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (hf / name).unlink()
+    edit_json(hf / "config.json", bos_token_id=None, eos_token_id=None)
+    huggingface.import_folder(hf, tmp_path / "endless")
+    for prompt in ([], ["--prompt", "if a"]):
+        assert cli.main(["--checkpoint", str(tmp_path / "endless"), *prompt, *GENERATE]) == 0
+
+
+def test_a_tokenizer_beyond_the_model_is_refused(folders, tmp_path):
+    hf = Path(shutil.copytree(folders("gpt2") / "hf", tmp_path / "hf"))
+    words(hf / "tokenizer.json", ["?", *map(str, range(400))])
+    message = r"its ids go up to 400, and the model of config\.json has vocab_size"
+    with pytest.raises(huggingface.HuggingFaceError, match=message):
+        huggingface.import_folder(hf, tmp_path / "ckpt")
+    assert not (tmp_path / "ckpt").exists()
 
 
 # --- the built-in tokenizers ----------------------------------------------------------------------

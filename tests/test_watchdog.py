@@ -1,6 +1,5 @@
 import random
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -77,21 +76,6 @@ def test_without_the_store_the_rank_ends_all_the_same(capfd):
     assert ended and "no word of the others" in capfd.readouterr().err
 
 
-class Blocked(dist.HashStore):
-    """The process that held the store is stopped: each question to it waits for ever."""
-
-    def check(self, keys):
-        threading.Event().wait()
-
-
-def test_a_store_that_does_not_answer_holds_nobody(capfd):
-    dog, ended = watched(store=Blocked())
-    dog.beat("step 3")
-    wait_for(ended)
-    dog.stop()
-    assert ended and "no word of the others (the store does not answer)" in capfd.readouterr().err
-
-
 # --- ranks that were started without a launcher ---------------------------------------------------
 
 
@@ -126,6 +110,7 @@ def test_rank_0_is_stopped_and_holds_the_store(argv):
     both[0].wait_for("step ")
     both[0].kill(signal.SIGSTOP)
     assert both[1].wait() == 1 and "rank 1: no progress for 2 s" in both[1].stderr
+    assert "no word of the others (the store does not answer)" in both[1].stderr
     both[0].kill(signal.SIGKILL)
 
 
