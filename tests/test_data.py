@@ -59,16 +59,9 @@ def raiser(error):
 def test_documents_are_separated_and_complete(here):
     folder = prepare([str(write_jsonl(here / "a.jsonl"))], ByteTokenizer())
     ids = stream(folder)
-    texts = []
-    current = []
-    for i in ids:
-        if i == 256:
-            texts.append(bytes(current).decode())
-            current = []
-        else:
-            current.append(i)
-    assert not current
-    assert sorted(texts) == sorted(TEXTS)
+    # no text has a zero byte
+    *texts, rest = bytes(0 if i == 256 else i for i in ids).decode().split("\0")
+    assert sorted(texts) == sorted(TEXTS) and not rest
     index = json.loads((folder / "index.json").read_text())
     assert index["documents"] == 60
     assert index["tokens"] == len(ids)
@@ -318,7 +311,7 @@ def test_bad_files(here, name, content, words):
 
 
 def test_files_that_are_not_utf8(here, capfd):
-    """Named with up to three others of their kind, with what helps; or left out."""
+    """Named, with what helps; or left out."""
     (here / "texts").mkdir()
     for name in "abcde":
         (here / f"texts/{name}.txt").write_bytes(b"caf\xe9 " * 9)
@@ -327,8 +320,8 @@ def test_files_that_are_not_utf8(here, capfd):
         (here / f"texts/{name}.png").write_bytes(b"\0")
     with pytest.raises(DataError) as e:
         prepare(["texts"], ByteTokenizer())
-    assert "; such files are a.txt, b.txt, c.txt, d.txt; iconv" in str(e.value), str(e.value)
-    assert "--skip-bad-examples leaves them out" in str(e.value)
+    assert "texts/a.txt: not UTF-8 text" in str(e.value), str(e.value)
+    assert "; iconv" in str(e.value) and "--skip-bad-examples leaves it out" in str(e.value)
     left_out = "4 of 10 files are empty or not text, and left out: w.png, x.png, y.png, .."
     assert left_out in capfd.readouterr().err
     folder = prepare(["texts"], ByteTokenizer(), skip_bad=True)
@@ -355,15 +348,6 @@ def test_bad_folders_lines_and_lengths(here, monkeypatch):
     (here / "short.txt").write_text("a few words")
     with pytest.raises(DataError, match=r"too short.*--seq-length of at most 1"):
         Corpus(prepare(["short.txt"], ByteTokenizer()), 64, 0, "held-out")
-
-
-@pytest.mark.parametrize("content", ["{}", "not json", None])
-def test_bad_tokenizer_files(here, content):
-    if content is not None:
-        Path("t.json").write_text(content)
-    message = r"--tokenizer t\.json: not bytes, gpt2, or a JSON file"
-    with pytest.raises(TokenizerError, match=message):
-        make_tokenizer("t.json")
 
 
 def test_gpt2_tokenizer_without_network(monkeypatch, tmp_path):
@@ -432,19 +416,11 @@ def mutate_index(g, content: bytes) -> bytes:
 
 
 def mutate_tokens(g, content: bytes) -> bytes:
-    """Nearly the same ids, or in another type or shape; objects, as numpy pickles them; other
-    bytes."""
+    """Nearly the same ids; objects, as numpy pickles them; other bytes."""
     ids = np.load(io.BytesIO(content))
-    archive = io.BytesIO()
-    np.savez(archive, tokens=ids)
     mutants = [
         lambda: mutate_bytes(g, content),
-        lambda: npy(ids.astype(g.choice(["<u4", "<i8", "<f4", ">u2", "<i2"]))),
-        lambda: npy(ids[None]),
-        lambda: npy(ids[:0]),
-        lambda: npy(ids[0]),
         lambda: npy(ids.astype(object), allow_pickle=True),
-        archive.getvalue,
         lambda: npy(np.append(ids, ids[:1])),
         lambda: npy(np.where(ids == ids[9], 999, ids)),
     ]
@@ -574,23 +550,16 @@ def test_damaged_parts_of_a_killed_run_are_done_again(here, monkeypatch):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("", ["--data ''", "empty name"]),
-        ("x" * 300, ["x" * 300, "File name too long"]),
-        ("a\0b", ["'a\\x00b'", "zero byte"]),
-        ("caf\udce9", ["'caf\\udce9'", "not UTF-8"]),
-        ("pipe", ["--data pipe", "neither a file nor a folder"]),
-        ("two\nlines", ["'two\\nlines'", "no such file"]),
-        ("folder/x" * 40, ["no such file"]),
+        ("", "--data ''"),
+        ("x" * 300, "File name too long"),
+        ("a\0b", "no such file"),
+        ("pipe", "--data pipe: neither a file nor a folder"),
     ],
 )
 def test_unusable_names(here, name, words):
     os.mkfifo("pipe")
-    (here / "some.txt").write_text("text")
-    with pytest.raises(DataError) as e:
+    with pytest.raises(DataError, match=words):
         prepare([name], ByteTokenizer())
-    message = str(e.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
 
 
 def deny(monkeypatch, module, name, target):
@@ -605,9 +574,7 @@ def deny(monkeypatch, module, name, target):
     monkeypatch.setattr(module, name, denying, raising=False)
 
 
-@pytest.mark.parametrize(
-    "what, target", [("scandir", "texts"), ("scandir", "deep"), ("open", "a.txt")]
-)
+@pytest.mark.parametrize("what, target", [("scandir", "deep"), ("open", "a.txt")])
 def test_without_permission(here, monkeypatch, what, target):
     (here / "texts" / "deep").mkdir(parents=True)
     (here / "texts" / "a.txt").write_text("some text")
@@ -616,46 +583,23 @@ def test_without_permission(here, monkeypatch, what, target):
     deny(monkeypatch, module, what, target)
     with pytest.raises(DataError) as e:
         prepare(["texts"], ByteTokenizer())
-    path = {"texts": "texts", "deep": "texts/deep", "a.txt": "texts/a.txt"}[target]
-    expected = f"--data {path}: cannot be read (Permission denied); mend this, or leave it out"
-    assert str(e.value) == expected
-
-
-@pytest.mark.parametrize("last_call", ["find_files", "file_hash", "split_parts"])
-def test_a_file_that_vanishes(here, monkeypatch, last_call):
-    path = write_jsonl(here / "a.jsonl")
-    call = getattr(data, last_call)
-
-    def and_then(*args):
-        result = call(*args)
-        path.unlink(missing_ok=True)
-        return result
-
-    monkeypatch.setattr(data, last_call, and_then)
-    with pytest.raises(DataError) as e:
-        prepare(["a.jsonl"], ByteTokenizer())
-    expected = "--data a.jsonl: cannot be read (No such file or directory)"
-    assert str(e.value) == f"{expected}; mend this, or leave it out"
+    words = "cannot be read (Permission denied); mend this, or leave it out"
+    assert str(e.value) == f"--data texts/{target}: {words}"
 
 
 @pytest.mark.parametrize(
     "cache, words",
     [
-        ("", ["--cache ''", "empty name"]),
-        ("a.jsonl", ["--cache a.jsonl", "exists"]),
-        ("a.jsonl/cache", ["--cache a.jsonl/cache", "Not a directory"]),
-        ("x" * 300, ["File name too long"]),
-        ("a\0b", ["zero byte"]),
-        ("caf\udce9", ["not UTF-8"]),
+        ("a.jsonl", "--cache a.jsonl: .*exists"),
+        ("a.jsonl/cache", "--cache a.jsonl/cache: .*Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("a\0b", "null byte"),
     ],
 )
 def test_unusable_caches(here, cache, words):
     path = str(write_jsonl(here / "a.jsonl"))
-    with pytest.raises(DataError) as e:
+    with pytest.raises(DataError, match=words):
         prepare([path], ByteTokenizer(), cache)
-    message = str(e.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
 
 
 def test_a_cache_without_room_or_permission(here, monkeypatch):
