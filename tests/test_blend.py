@@ -93,8 +93,6 @@ def test_parse_weights(here):
         (["-1:a.jsonl", "1:b.jsonl"], "above 0"),
         (["nan:a.jsonl"], "above 0 and finite"),
         (["inf:a.jsonl"], "above 0 and finite"),
-        (["1e999:a.jsonl"], "finite"),
-        (["1e-999:a.jsonl"], "above 0"),
         (["1:"], "and a path"),
         (["1:a.jsonl", "1:nowhere"], "--data nowhere: no such file or folder"),
     ],
@@ -229,7 +227,6 @@ def test_too_short_names_the_corpus(here):
     "flags, words",
     [
         (["--data", ""], "--data ''"),
-        (["--data", "x" * 300], "File name too long"),
         (["--val-data", "nowhere"], "--val-data nowhere: no such file or folder"),
         (["--cache", "a.jsonl"], "--cache a.jsonl"),
         (["--data", "0.5:a.jsonl", "a.jsonl"], "--data a.jsonl: has no weight"),

@@ -262,11 +262,6 @@ def test_tokenizers_file(here):
     ids = stream(folder)
     assert ids.count(tokenizer.eot) == 60
     assert len(ids) < 0.6 * sum(len(text) for text in TEXTS)
-    bpe.add_special_tokens(["<|endoftext|>"])
-    bpe.save("bpe2.json")
-    other = make_tokenizer("bpe2.json")
-    assert other.eot == other.vocab_size - 1 == bpe.token_to_id("<|endoftext|>")
-    assert prepare([str(here / "a.jsonl")], other) != folder
 
 
 def test_byte_tokenizer_round_trip():
@@ -295,7 +290,6 @@ def test_byte_tokenizer_round_trip():
             ["utf8.jsonl, line 2", "not UTF-8", "0xe9"],
         ),
         ("deep.jsonl", b"[" * 200_000, ["deep.jsonl, line 1"]),
-        ("long.jsonl", b'{"text": ' + b"1" * 5000 + b"}", ["long.jsonl, line 1"]),
         ("list.jsonl", b'["a"]\n', ["list.jsonl, line 1", "got `array`"]),
         ("broken.txt.gz", b"not gzip", ["broken.txt.gz", "cannot be read"]),
         ("blank.jsonl", b'{"text": ""}\n', ["no text"]),
@@ -384,35 +378,20 @@ def mutate_bytes(g, content: bytes) -> bytes:
     return mutants[kind]
 
 
-NOT_AN_INDEX = [
-    b"null",
-    b"[]",
-    b"3",
-    b"{}",
-    b'"text"',
-    b"[" * 10_000,
-    b"NaN",
-    b"\xff",
-    b'{"key": "\\ud800"}',
-]
-
-
 def mutate_index(g, content: bytes) -> bytes:
     """A field of another type or value, a field less, another document, or other bytes."""
     index = json.loads(content)
-    kind = g.randrange(4)
     field = g.choice(sorted(index))
-    if kind == 0:
-        return mutate_bytes(g, content)
-    if kind == 1:
-        return g.choice(NOT_AN_INDEX)
-    if kind == 2:
-        del index[field]
-        return json.dumps(index).encode()
-    values = [None, True, -1, 0, 1, 2**63, 10**40, 1.5, "", "x", [], {}, [None]]
-    values += [index["tokens"] - 1, index["blocks"] * 2]
+    values = [None, True, -1, 0, 2**63, 10**40, 1.5, "x", [], {}, index["tokens"] - 1]
     value = g.choice([value for value in values if value != index[field]])
-    return json.dumps(index | {field: value}).encode()
+    less = {name: value for name, value in index.items() if name != field}
+    mutants = [
+        mutate_bytes(g, content),
+        g.choice([b"null", b"[]", b"{}", b"[" * 10_000, b"NaN", b"\xff", b'{"key": "\\ud800"}']),
+        json.dumps(less).encode(),
+        json.dumps(index | {field: value}).encode(),
+    ]
+    return g.choice(mutants)
 
 
 def mutate_tokens(g, content: bytes) -> bytes:
