@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from base.errors import cause
 from checkpoints.index import CheckpointError
 
 
@@ -38,7 +39,7 @@ def steps(folder: Path) -> dict[int, Path]:
         if isinstance(e, FileNotFoundError) and not os.path.islink(folder):
             return {}
         raise CheckpointError(
-            f"{folder}: cannot be read ({reason(e)}); is its disk mounted?"
+            f"{folder}: cannot be read ({cause(e)}); is its disk mounted?"
         ) from None
     matches = [re.fullmatch(r"step-(\d{6,18})", name) for name in names]
     paths = {int(match[1]): Path(folder) / match[0] for match in matches if match}
@@ -53,7 +54,7 @@ def find(path: str | Path) -> Path:
     try:
         is_folder = Path(path).is_dir()
     except OSError as e:
-        raise CheckpointError(f"{path}: cannot be read ({reason(e)})") from None
+        raise CheckpointError(f"{path}: cannot be read ({cause(e)})") from None
     if not is_folder:
         advice = ""
         if str(path).endswith(".nemo"):
@@ -66,11 +67,6 @@ def find(path: str | Path) -> Path:
         if checkpoints := steps(folder):
             return list(checkpoints.values())[-1]
     return Path(path)
-
-
-def reason(error: Exception) -> str:
-    """The system's words for an error, without its number and path, where it has them."""
-    return getattr(error, "strerror", None) or str(error)
 
 
 def prepare(path: Path, building: Path, replace: bool) -> None:

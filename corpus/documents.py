@@ -27,6 +27,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from base import json_files, terminal
+from base.errors import cause
 
 # A piece of a file: its path and two offsets in bytes. No second offset: up to the file's end.
 Piece = tuple[Path, int, int | None]
@@ -53,11 +54,6 @@ def named(flag: str):
         if "not UTF-8" in str(e):
             helps = "; iconv -f latin1 -t utf-8 converts it, --skip-bad-examples leaves it out"
         raise DataError(f"{flag} {e}{helps}") from None
-
-
-def cause(error: Exception) -> str:
-    """The operating system's words for an error if it has some, else the exception's."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -198,7 +194,9 @@ def split_parts(files: list[Path], part_bytes: int) -> list[list[Piece]]:
     parts = [[]]
     room = part_bytes
     for path in files:
-        for start, stop in cut(path, part_bytes):
+        with file_errors(path):
+            pieces = list(cut(path, part_bytes))
+        for start, stop in pieces:
             if parts[-1] and stop - start > room:
                 parts.append([])
                 room = part_bytes
@@ -210,18 +208,15 @@ def split_parts(files: list[Path], part_bytes: int) -> list[list[Piece]]:
 def cut(path: Path, piece_bytes: int) -> Iterator[tuple[int, int]]:
     """Offsets (start, stop) of a file's pieces. Each ends behind the line in which it reaches
     `piece_bytes` bytes."""
-    with file_errors(path):
-        size = path.stat().st_size
+    size = path.stat().st_size
     start = 0
-    while start < size:
-        stop = size
-        if path.suffix != ".gz" and size - start > piece_bytes:
-            with file_errors(path), open(path, "rb") as f:
-                f.seek(start + piece_bytes - 1)
-                f.readline()
-                stop = min(f.tell(), size)
-        yield start, stop
-        start = stop
+    with open(path, "rb") as f:
+        while start < size:
+            f.seek(start + piece_bytes - 1)
+            f.readline()
+            stop = size if path.suffix == ".gz" else min(f.tell(), size)
+            yield start, stop
+            start = stop
 
 
 @dataclass

@@ -32,7 +32,8 @@ from pathlib import Path
 import numpy as np
 
 from base import json_files, terminal
-from corpus.documents import CacheError, DataError, cause, file_hash
+from base.errors import cause
+from corpus.documents import CacheError, DataError, file_hash
 
 # Bytes of tokens.npy that one SHA-256 covers.
 BLOCK_BYTES = 64 * 2**20

@@ -29,6 +29,7 @@ from typing import ClassVar
 import numpy as np
 
 from base import json_files, terminal
+from base.errors import cause
 from corpus.tokenizer_folder import (  # noqa: F401 (other files use corpus.tokenizer.CHAT_TEMPLATE)
     CHAT_TEMPLATE,
     MORE_TEMPLATES,
@@ -149,7 +150,7 @@ class FileTokenizer(Tokenizer):
             with library_errors():
                 self.tokenizer = Library.from_str(content.decode())
         except (OSError, ValueError) as e:
-            why = getattr(e, "strerror", None) or str(e).removeprefix(f"{path}: ")
+            why = cause(e).removeprefix(f"{path}: ")
             raise TokenizerError(
                 f"--tokenizer {path}: not bytes, gpt2, or a JSON file of the tokenizers library"
                 f" ({needs_conversion(path) or why})"

@@ -41,6 +41,7 @@ from pathlib import Path
 import torch
 
 from base import json_files, terminal
+from base.errors import cause
 
 
 class MetricsError(RuntimeError):
@@ -67,8 +68,7 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
     except FileNotFoundError:
         return [], []
     except (OSError, ValueError) as e:
-        reason = getattr(e, "strerror", None) or e
-        raise MetricsError(f"{path}: cannot be read ({reason})") from None
+        raise MetricsError(f"{path}: cannot be read ({cause(e)})") from None
     lines = []
     damaged = []
     for number, text in enumerate(raw, 1):

@@ -21,6 +21,8 @@ import socket
 import time
 from pathlib import Path
 
+from base.errors import cause
+
 # Any of these in a folder: it holds a run.
 CONTENT = (
     "config.json",
@@ -53,8 +55,7 @@ class RunFolder:
             self.close()
             if isinstance(e, RunFolderError):
                 raise
-            reason = getattr(e, "strerror", None) or e
-            raise RunFolderError(f"--out {out}: cannot be written ({reason})") from None
+            raise RunFolderError(f"--out {out}: cannot be written ({cause(e)})") from None
 
     def open(self, resume: bool, restarts: int, launcher: str) -> None:
         """Check, lock and sign the folder; arguments and errors as in `__init__`."""

@@ -120,13 +120,8 @@ def save_killed(rank, folder, call):
 
         return wrapped
 
-    for module, name in (
-        (os, "rename"),
-        (os, "fsync"),
-        (checkpoint.dcp, "save"),
-        (shutil, "rmtree"),
-        (json, "dumps"),
-    ):
+    calls = ((os, "rename"), (os, "fsync"), (checkpoint.dcp, "save"), (shutil, "rmtree"))
+    for module, name in (*calls, (json, "dumps")):
         setattr(module, name, killing(getattr(module, name)))
     checkpoint.save(Path(folder), 2, tensors(2), STATE, keep=1)
     return count
@@ -161,14 +156,12 @@ def save_without_room(rank, folder):
         return str(e)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_no_room(tmp_path, world):
+def test_no_room(tmp_path):
     """A file-size limit stands in for a full disk. Every rank gets the error; the earlier
     checkpoint is whole."""
-    messages = ranks.run(save_without_room, world, str(tmp_path))
-    assert all(
-        "cannot save" in m and "step-000002" in m and "File too large" in m for m in messages
-    ), messages
+    messages = ranks.run(save_without_room, 2, str(tmp_path))
+    for words in ("cannot save", "step-000002", "File too large"):
+        assert all(words in message for message in messages), messages
     assert list(checkpoint.steps(tmp_path)) == [1]
     loaded = empty()
     checkpoint.load(tmp_path / "step-000001", loaded)
@@ -327,24 +320,17 @@ def whole_model(tmp_path_factory):
     import sharding
 
     with torch.device("meta"):
-        model = gpt.GPT(
-            MoEConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=32)
-        )
+        model = gpt.GPT(MoEConfig(2, 16, 2, seq_length=8, vocab_size=32))
     sharding.init(model, 0, "cpu", torch.float32)
-    optimizer = {"updates": 3, "skipped": 0, "scaler": None}
     state = {
         "tokens": 96,
         "corpus": "c",
-        "optimizer": optimizer,
+        "optimizer": {"updates": 3, "skipped": 0, "scaler": None},
         "config": {"tokenizer": "bytes"},
         "model": dataclasses.asdict(model.config),
     }
-    return checkpoint.save(
-        tmp_path_factory.mktemp("whole"),
-        3,
-        {f"model.{n}": p.detach() for n, p in model.named_parameters()},
-        state,
-    )
+    weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    return checkpoint.save(tmp_path_factory.mktemp("whole"), 3, weights, state)
 
 
 @pytest.mark.parametrize(
@@ -416,16 +402,8 @@ def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch
 @pytest.mark.parametrize(
     "change, words",
     [
-        (
-            lambda t: t.view(torch.int32),
-            (
-                r"model.a is I32 \[5, 3\] from \[0, 0\] on there, and float32 \[5, 3\] in the"
-                r" index"
-            ),
-        ),
-        (lambda t: t.double(), "model.a is F64"),
+        (lambda t: t.view(torch.int32), r"I32 \[5, 3\] from \[0, 0\] on there, and float32"),
         (lambda t: t.repeat(2, 1), r"model.a is F32 \[10, 3\]"),
-        (lambda t: t.flatten(), r"model.a is F32 \[15\]"),
         (None, "damaged, or not safetensors"),
     ],
 )
@@ -485,13 +463,12 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists()
 
 
-def test_command(tmp_path, capsys, monkeypatch):
+def test_command(tmp_path, capsys):
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
     for command, words in (("show", '"sha256"'), ("verify", "whole; 1 file,")):
         # a checkpoint; a folder of them
         for given in (path, tmp_path):
-            monkeypatch.setattr("sys.argv", ["checkpoint.py", command, str(given)])
-            checkpoint.main()
+            checkpoint.main([command, str(given)])
             assert words in capsys.readouterr().out
     next(path.glob("*.safetensors")).unlink()
     for argv, words in (
@@ -499,12 +476,9 @@ def test_command(tmp_path, capsys, monkeypatch):
         (["show", str(tmp_path / "none")], "no such folder"),
         (["repair", str(path)], "usage"),
     ):
-        monkeypatch.setattr("sys.argv", ["checkpoint.py", *argv])
         with pytest.raises(SystemExit) as e:
-            checkpoint.main()
-        assert e.value.code not in (0, None) and words in capsys.readouterr().err + str(
-            e.value.code
-        )
+            checkpoint.main(argv)
+        assert e.value.code == 2 and words in capsys.readouterr().err
 
 
 def save_in_the_background(rank, folder):
@@ -641,22 +615,9 @@ def test_fields_that_a_checkpoint_must_agree_with():
     model has them."""
     sizes = dict(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
     config = MoEConfig(**sizes)
-    fixed = {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "ffn_hidden_size": 64,
-        "seq_length": 1024,
-        "vocab_size": 32,
-        "llama": False,
-        "norm_eps": 1e-5,
-        "rotary_base": 10000.0,
-        "num_experts": 0,
-        "expert_every": 1,
-        "router": "sinkhorn",
-        "router_topk": 1,
-    }
+    fixed = dict(num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=64)
+    fixed |= dict(seq_length=1024, vocab_size=32, llama=False, norm_eps=1e-5, rotary_base=10000.0)
+    fixed |= dict(num_experts=0, expert_every=1, router="sinkhorn", router_topk=1)
     assert identifying_fields(config) == fixed
     llama = MoEConfig(**sizes, llama=True)
     # rotary positions have no table
