@@ -241,29 +241,6 @@ def test_standard_library_is_there():
         assert "site-packages" not in file.parts
 
 
-def test_tokenizers_file(here):
-    tokenizers = pytest.importorskip("tokenizers")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    bpe.train_from_iterator(TEXTS, trainer)
-    bpe.save("bpe.json")
-    tokenizer = make_tokenizer("bpe.json")
-    # The file has no end-of-text token.
-    assert tokenizer.eot == bpe.get_vocab_size()
-    assert tokenizer.vocab_size == tokenizer.eot + 1
-    assert tokenizer.decode(tokenizer.encode(TEXTS[3])) == TEXTS[3]
-    folder = prepare([str(write_jsonl(here / "a.jsonl"))], tokenizer)
-    ids = stream(folder)
-    assert ids.count(tokenizer.eot) == 60
-    assert len(ids) < 0.6 * sum(len(text) for text in TEXTS)
-
-
 def test_byte_tokenizer_round_trip():
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode("naïve ∑ \n").tolist()
