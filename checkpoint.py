@@ -42,10 +42,11 @@ if __name__ == "__main__":
 import hashlib
 import json
 import logging
+import shutil
 import sys
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -77,7 +78,7 @@ from checkpoints.index import (  # noqa: F401 (.. checkpoint.read_model)
     read_index,
     read_model,
 )
-from checkpoints.ranks import agree, agreed, cause_of, gather, rank_and_world
+from checkpoints.ranks import agreed, cause_of, gather, rank_and_world
 from checkpoints.tokenizer_files import (  # noqa: F401 (.. checkpoint.tokenizer_of)
     tokenizer_of,
     tokenizer_record,
@@ -185,24 +186,29 @@ def write(
     path = Path(path)
     building = path.with_name(f".{path.name}.saving")
     rank, _ = rank_and_world(group)
-    with agreed(path, building, group):
+    what = f"cannot save {path}"
+    try:
+        with agreed(what, group):
+            if rank == 0:
+                prepare(path, building, replace)
+        # the names differ between pipeline stages
+        shapes_of_ranks = gather(dtypes_and_shapes(tensors), group)
+        number = assign_files(shapes_of_ranks, FILE_BYTES)
+        files = {}
+        with agreed(what, group):
+            write_slices(building, tensors, number, read, group)
+            for file in sorted(building.glob(f"shard-{rank + 1:05d}-*")):
+                files[file.name] = flush_and_hash(file)
+        index = {"format": FORMAT, "step": step, **state}
+        index["tensors"] = merge(shapes_of_ranks)
+        index["files"] = merge(gather(files, group))
+        with agreed(what, group):
+            if rank == 0:
+                commit(path, building, index)
+    except CheckpointError:
         if rank == 0:
-            prepare(path, building, replace)
-    # the names differ between pipeline stages
-    shapes_of_ranks = gather(dtypes_and_shapes(tensors), group)
-    number = assign_files(shapes_of_ranks, FILE_BYTES)
-    with agreed(path, building, group):
-        write_slices(building, tensors, number, read, group)
-    files = {}
-    with agreed(path, building, group):
-        for file in sorted(building.glob(f"shard-{rank + 1:05d}-*")):
-            files[file.name] = flush_and_hash(file)
-    index = {"format": FORMAT, "step": step, **state}
-    index["tensors"] = merge(shapes_of_ranks)
-    index["files"] = merge(gather(files, group))
-    with agreed(path, building, group):
-        if rank == 0:
-            commit(path, building, index)
+            shutil.rmtree(building, ignore_errors=True)
+        raise
     return path
 
 
@@ -257,8 +263,7 @@ class Saver:
         """group: all ranks, on the CPU, used for nothing else, because collectives of two threads
         must not mix; None where there is one rank."""
         self.group = group
-        self.thread = None
-        self.error = None
+        self.future = None
 
     def save(
         self, folder: Path, step: int, tensors: dict[str, Tensor], state: dict, keep: int = 0
@@ -270,34 +275,25 @@ class Saver:
             name: set_sharding(tensor.detach().to("cpu", copy=True), sharding_of(tensor))
             for name, tensor in tensors.items()
         }
-
-        def work():
-            try:
-                save(folder, step, copies, state, keep, self.group)
-            except BaseException as e:
-                self.error = e
-
-        self.thread = threading.Thread(target=work)
-        self.thread.start()
+        thread = ThreadPoolExecutor(1)
+        self.future = thread.submit(save, folder, step, copies, state, keep, self.group)
+        # the thread ends with the save
+        thread.shutdown(wait=False)
 
     @property
     def busy(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
+        return self.future is not None and not self.future.done()
 
     @property
     def failed(self) -> bool:
-        return self.error is not None
+        return self.future is not None and not self.busy and self.future.exception() is not None
 
     def wait(self) -> None:
         """Until the latest save is on the disk. Raises CheckpointError, on all ranks, where it
         could not be written."""
-        if self.thread:
-            self.thread.join()
-        error = self.error
-        self.thread = None
-        self.error = None
-        if error:
-            raise error
+        future, self.future = self.future, None
+        if future:
+            future.result()
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -308,22 +304,15 @@ def verify(path: Path) -> dict:
     reading. Raises CheckpointError, on all ranks; where there is damage, Damaged, naming the
     file."""
     path = Path(path)
-    index = None
-    error = None
-    try:
+    rank, world = rank_and_world()
+    with agreed(f"{path} cannot be read", kind=Damaged):
         index = read_index(path)
-        rank, world = rank_and_world()
         for file in sorted(index["files"])[rank::world]:
             with open(path / file, "rb") as f:
                 sha256 = hashlib.file_digest(f, "sha256").hexdigest()
             if sha256 != index["files"][file]["sha256"]:
                 raise Damaged(f"{path / file} is damaged: its SHA-256 is not that of the index")
             check_slices(path / file, index)
-    except CheckpointError as e:
-        error = e
-    except OSError as e:
-        error = Damaged(f"{path} cannot be read: {e}")
-    agree(error)
     return index
 
 
@@ -348,28 +337,29 @@ def load(path: Path, tensors: dict[str, Tensor], model: dict | None = None) -> d
     Raises CheckpointError, on all ranks, for a checkpoint that is damaged (Damaged) or holds
     another model, naming the fields or the tensors that differ."""
     index = verify(path)
-    differing = []
-    there = model_fields(index["model"])
-    for field, here in (model or {}).items():
-        saved = there.get(field, here)
-        if saved != here:
-            differing.append(f"{field} is {saved} there and {here} here")
-    if differing:
-        raise CheckpointError(f"{path} holds another model: {'; '.join(differing)}")
-    shapes = {name: tuple(shape) for name, (_, shape) in index["tensors"].items()}
-    for name, tensor in tensors.items():
-        saved = shapes.get(name, "missing")
-        here = sharding_of(tensor).shape
-        if saved != here:
-            differing.append(f"{name} is {saved} there and {here} here")
-    error = None
-    if differing:
-        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
-        error = CheckpointError(f"{path} holds another model: {'; '.join(differing[:3])}{more}")
+    # a field that the index does not have is none of that model
+    differing = differences((model or {}) | model_fields(index["model"]), model or {})
+    if not differing:
+        shapes = {name: tuple(shape) for name, (_, shape) in index["tensors"].items()}
+        here = {name: sharding_of(tensor).shape for name, tensor in tensors.items()}
+        differing = differences(shapes, here)
     # with pipeline stages, the tensors of one rank may differ and those of another not
-    agree(error)
+    with agreed(str(path)):
+        if differing:
+            more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+            raise CheckpointError(f"{path} holds another model: {'; '.join(differing[:5])}{more}")
     read(path, tensors)
     return index
+
+
+def differences(there: dict, here: dict) -> list[str]:
+    """What of `here` is something else there, for people."""
+    found = []
+    for name, value in here.items():
+        saved = there.get(name, "missing")
+        if saved != value:
+            found.append(f"{name} is {saved} there and {value} here")
+    return found
 
 
 # --- the command line -----------------------------------------------------------------------------

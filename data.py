@@ -43,9 +43,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import os
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -62,15 +60,13 @@ from corpus.blend import Blend, parse_weights
 from corpus.documents import (
     DataError,
     Piece,
-    check_name,
     file_hash,
     find_files,
     fingerprint,
-    is_utf8,
-    printable,
+    named,
     read_documents,
-    some_of,
     split_parts,
+    without_bad,
 )
 from corpus.lockstep import Lockstep
 from corpus.tokenizer import TokenizerError, make_tokenizer
@@ -170,7 +166,7 @@ def merge_parts(targets: list[str], folder: Path, corpus: str, tokenizer) -> Non
     index = token_cache.Index(
         key=folder.name,
         corpus=corpus,
-        tokenizer=printable(tokenizer.name),
+        tokenizer=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
         eot=tokenizer.eot,
         tokens=total,
@@ -182,35 +178,20 @@ def merge_parts(targets: list[str], folder: Path, corpus: str, tokenizer) -> Non
     token_cache.write(folder, index, sorted_documents())
 
 
-def build(
-    files: list[Path],
-    corpus: str,
-    tokenizer,
-    folder: Path,
-    lockstep: Lockstep,
-    workers: int,
-    fault: str,
-) -> None:
-    """Tokenize all parts, each rank its share, and merge them into `folder`.
+def build(files, corpus: str, tokenizer, folder: Path, lockstep: Lockstep, workers: int) -> None:
+    """Tokenize all parts of the files, each rank its share, and merge them into `folder`.
 
-    Complete parts of an earlier run are kept. corpus: fingerprint of the text. fault: what is wrong
-    with the cached folder; empty: there is none.
+    Complete parts of an earlier run are kept. corpus: fingerprint of the text.
     """
     parts = lockstep.on_first(lambda: split_parts(files, PART_BYTES))
     parts_folder = folder.with_name(folder.name + ".parts")
     targets = [str(parts_folder / f"{i:06d}") for i in range(len(parts))]
-    if lockstep.rank == 0:
-        reason = f"{fault}; " if fault else ""
-        count = "1 file" if len(files) == 1 else f"{len(files)} files"
-        message = f"data: {reason}tokenized text of {count} goes into {printable(folder)}"
-        terminal.say(f"{message} (--cache DIR puts it elsewhere)", error=True)
 
     def tokenize_share():
         with token_cache.cache_errors(folder.parent):
             parts_folder.mkdir(exist_ok=True)
-        share = list(zip(parts, targets))[lockstep.rank :: lockstep.world]
         jobs = []
-        for pieces, target in share:
+        for pieces, target in list(zip(parts, targets))[lockstep.rank :: lockstep.world]:
             if not token_cache.part_is_complete(target):
                 jobs.append((pieces, tokenizer.name, target))
         run_jobs(tokenize_part, jobs, workers, show=lockstep.rank == 0)
@@ -241,63 +222,38 @@ def prepare(
     function together. workers: processes of this rank. flag: what named the paths, for messages.
     skip_bad: leave out files that are not UTF-8. Raises DataError, the same one on every rank.
     """
-    with token_cache.cache_errors(cache):
-        check_name(str(cache))
-    lockstep = Lockstep(exchange, rank, world, flag)
-    files = lockstep.on_first(lambda: find_files(paths))
-    if skip_bad:
-        files = without_bad(files, lockstep.each(is_utf8, files), rank, flag)
-    hashes = lockstep.each(file_hash, files)
-    corpus = fingerprint("".join(sorted(hashes)))
-    key = fingerprint(f"{corpus} {tokenizer.fingerprint} {FORMAT} {PART_BYTES}")
-    folder = Path(cache) / key
+    lockstep = Lockstep(exchange, rank, world)
 
     def find_fault() -> str | None:
         """The first rank's complaint about the cached corpus, on every rank. None: no complaint."""
         faults = lockstep(lambda: token_cache.check(folder, rank, world, workers))
         return next((fault for fault in faults if fault is not None), None)
 
-    with contextlib.ExitStack() as stack:
+    def lock() -> None:
+        # The open file stays in this process: it cannot be sent to other ranks.
+        held.enter_context(token_cache.lock(folder))
 
-        def lock() -> None:
-            # The open file stays in this process: it cannot be sent to other ranks.
-            stack.enter_context(token_cache.lock(folder))
-
-        if find_fault() is not None:
-            lockstep.on_first(lock)
-            # Another run may have built it meanwhile.
-            fault = find_fault()
-            if fault is not None:
-                files_by_hash = [file for _, file in sorted(zip(hashes, files))]
-                with advice_about(files):
-                    build(files_by_hash, corpus, tokenizer, folder, lockstep, workers, fault)
-    return folder
-
-
-def without_bad(files: list[Path], good: list[bool], rank: int, flag: str) -> list[Path]:
-    """Those that are good; rank 0 names the bad ones. Raises DataError where none is left."""
-    bad = [file for file, is_good in zip(files, good) if not is_good]
-    if len(bad) == len(files):
-        raise DataError(f"{flag}: none of {len(files)} files is UTF-8 text: {some_of(bad)}")
-    if bad and rank == 0:
-        message = f"data: {len(bad)} files are not UTF-8, and left out: {some_of(bad)}"
-        terminal.say(message, error=True)
-    return [file for file, is_good in zip(files, good) if is_good]
-
-
-@contextlib.contextmanager
-def advice_about(files: list[Path]):
-    """To the error about a file that is not UTF-8, add the first such files and a remedy."""
-    try:
-        yield
-    except DataError as e:
-        if "not UTF-8 text" not in str(e):
-            raise
-        bad = list(itertools.islice((file for file in files if not is_utf8(file)), 4))
-        names = ", ".join(printable(file.name) for file in bad)
-        such = f"; such files are {names}" if len(bad) > 1 else ""
-        helps = "iconv -f latin1 -t utf-8 converts one, --skip-bad-examples leaves them out"
-        raise DataError(f"{e}{such}; {helps}") from None
+    with named(flag), contextlib.ExitStack() as held:
+        files = lockstep.on_first(lambda: find_files(paths))
+        if skip_bad:
+            files = without_bad(files, lockstep)
+        hashes = lockstep.each(file_hash, files)
+        corpus = fingerprint("".join(sorted(hashes)))
+        key = fingerprint(f"{corpus} {tokenizer.fingerprint} {FORMAT} {PART_BYTES}")
+        folder = Path(cache) / key
+        if find_fault() is None:
+            return folder
+        lockstep.on_first(lock)
+        # Another run may have built it meanwhile.
+        fault = find_fault()
+        if fault is not None:
+            if rank == 0:
+                reason = f"{fault}; " if fault else ""
+                message = f"data: {reason}tokenized text goes into {folder} (--cache changes this)"
+                terminal.say(message, error=True)
+            files = [file for _, file in sorted(zip(hashes, files))]
+            build(files, corpus, tokenizer, folder, lockstep, workers)
+        return folder
 
 
 # --------------------------------------------------------------------------------------------------
@@ -386,13 +342,11 @@ def prepare_corpora(
 
     options: of `prepare`. Raises DataError.
     """
-    try:
+    with named(flag):
         weighted_paths = parse_weights(names)
-    except DataError as e:
-        raise DataError(f"{flag} {e}") from None
     prepared = []
     for weight, paths in weighted_paths:
-        source = flag if weight is None else f"{flag} {printable(paths[0])}"
+        source = flag if weight is None else f"{flag} {paths[0]}"
         folder = prepare(paths, tokenizer, flag=flag, **options)
         prepared.append(PreparedCorpus(weight, source, folder))
     return prepared
@@ -406,43 +360,36 @@ def open_corpora(
     document_mask: bool = False,
 ) -> Corpus | Blend:
     """The only corpus, or a blend of several. For the arguments see `Corpus`. Raises DataError."""
-    corpora = []
-    for part in prepared:
-        corpora.append(Corpus(part.folder, seq_length, seed, split, part.source, document_mask))
+    corpora = [
+        Corpus(part.folder, seq_length, seed, split, part.source, document_mask)
+        for part in prepared
+    ]
     if len(corpora) == 1:
         return corpora[0]
     return Blend(corpora, [part.weight for part in prepared])
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Prepare a corpus and show a few samples of it.")
-    data_help = "text files or folders; or several corpora, each WEIGHT:PATH"
-    parser.add_argument("--data", nargs="+", default=[], metavar="PATH", help=data_help)
-    parser.add_argument("--tokenizer", default="bytes", help="bytes, gpt2, or a JSON file")
-    cache_help = "the folder of tokenized text"
-    parser.add_argument("--cache", default="cache", metavar="DIR", help=cache_help)
-    parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sequence")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
+    parser = argparse.ArgumentParser(description="Prepare a corpus and show a few samples of it.")
+    paths = "text files or folders; or several corpora, each WEIGHT:PATH"
+    parser.add_argument("--data", nargs="+", default=[], metavar="PATH", help=paths)
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, gpt2, or a JSON file")
+    parser.add_argument("--cache", default="cache", metavar="DIR", help="for tokenized text")
+    parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sequence")
+    args = parser.parse_args(argv)
     try:
         tokenizer = make_tokenizer(args.tokenizer)
         prepared = prepare_corpora(args.data, tokenizer, cache=args.cache, workers=os.cpu_count())
         corpus = open_corpora(prepared, args.seq_length, seed=0)
     except (DataError, TokenizerError) as e:
-        print(f"data.py: {e}", file=sys.stderr)
-        sys.exit(2)
+        terminal.refuse(f"data.py: {e}")
     for part in prepared:
         index, _ = token_cache.read(part.folder)
         print(
-            f"{printable(part.folder)}: {index.tokens:,} tokens of {index.tokenizer} in"
+            f"{part.folder}: {index.tokens:,} tokens of {index.tokenizer} in"
             f" {index.documents:,} documents, {index.bytes:,} bytes; empty documents are left out"
         )
-    print(
-        f"{corpus.num_sequences:,} sequences of {args.seq_length} tokens to train on; the first"
-        " three samples with seed 0:"
-    )
+    print(f"{corpus.num_sequences:,} sequences of {args.seq_length} tokens to train on")
+    print("the first three samples with seed 0:")
     for row in corpus.batch(range(3)).tokens:
         print("   ", repr(tokenizer.decode(row.tolist())))

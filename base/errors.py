@@ -12,3 +12,8 @@ class RunError(RuntimeError):
     def __init__(self, message: str, everywhere: bool = False):
         super().__init__(message)
         self.everywhere = everywhere
+
+
+def cause(error: Exception) -> str:
+    """The operating system's words for an error if it has some, else the exception's."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

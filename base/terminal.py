@@ -39,13 +39,11 @@ def prepare() -> None:
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
-    if hasattr(sys.stdin, "reconfigure"):
-        # Bytes that are not UTF-8 are read without an error here; what reads a prompt refuses them.
-        sys.stdin.reconfigure(errors="surrogateescape")
-    for stream in (sys.stdout, sys.stderr):
-        # A character that the terminal does not have is printed as its code, without an error.
+        # What is not UTF-8 is read without an error; what reads a prompt refuses it. A character
+        # that the terminal does not have is printed as its code.
+        stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace" if number else "surrogateescape")
 
 
 def say(*words, error: bool = False, end: str = "\n") -> None:
@@ -53,27 +51,19 @@ def say(*words, error: bool = False, end: str = "\n") -> None:
     stream = sys.stderr if error else sys.stdout
     try:
         print(*words, file=stream, end=end, flush=True)
-    except (OSError, ValueError) as e:
-        if getattr(stream, "closed", False):
-            name = "stderr" if error else "stdout"
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
-        elif isinstance(e, OSError):
-            mute(stream)
-        else:
-            raise
+    except OSError as e:
+        mute(stream)
         if not error:
-            why = getattr(e, "strerror", None) or e
-            say(f"standard output is gone ({why}): the run goes on without it", error=True)
+            why = f"standard output is gone ({e.strerror}): the run goes on without it"
+            say(why, error=True)
 
 
 def one_line(message) -> str:
     """A message as one line: line ends and other unprintable characters become their codes."""
-    printable = []
-    for character in str(message):
-        if not character.isprintable():
-            character = character.encode("unicode_escape").decode()
-        printable.append(character)
-    return "".join(printable)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in str(message)
+    )
 
 
 def let_rank_0_speak(rank: int) -> None:
@@ -102,13 +92,8 @@ def refuse(message: str):
 
 
 def run(main) -> None:
-    """Run main() and end the process with its status, as `status_of` gives it."""
-    leave(status_of(main))
-
-
-def status_of(main) -> int | None:
-    """What main() returns. Where standard output is closed or full: 1; after Ctrl-C: 130. Both
-    without a traceback."""
+    """Run main() and end the process with what it returns. Where standard output is closed or full:
+    with 1; after Ctrl-C: 130. Both without a traceback."""
     prepare()
     status = 1
     try:
@@ -116,22 +101,13 @@ def status_of(main) -> int | None:
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:
-        mute(sys.stdout)
     except OSError as e:
         if e.filename is not None:
             raise
         mute(sys.stdout)
-        say(f"standard output cannot be written ({e.strerror})", error=True)
-    return status
-
-
-def leave(status: int):
-    """End the process with this exit status.
-
-    The interpreter collects garbage as it ends. With PyTorch imported that takes 0.9 s, unless it
-    need not look at what is there.
-    """
+        if not isinstance(e, BrokenPipeError):
+            say(f"standard output cannot be written ({e.strerror})", error=True)
+    # The interpreter collects garbage as it ends: with PyTorch 0.9 s, unless it need not look.
     gc.freeze()
     sys.exit(status)
 

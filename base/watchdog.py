@@ -28,6 +28,8 @@ import time
 
 import torch.distributed as dist
 
+from base import terminal
+
 # At most so many seconds to wait for the other ranks' answers, or for the store's.
 PATIENCE = 10
 
@@ -102,24 +104,22 @@ class Watchdog:
         has_written = [self.store.check([f"waits {rank}"]) for rank in range(self.size)]
         if has_written.index(True) != self.rank:
             return
-        print(f"train.py: no progress for {self.seconds:.0f} s:", file=sys.stderr)
+        self.say(f"no progress for {self.seconds:.0f} s:")
         for rank in range(self.size):
+            message = "does not answer; not heard of since the start"
             if has_written[rank]:
                 message = self.store.get(f"waits {rank}").decode()
             elif self.store.check([f"beat {rank}"]):
                 where = self.store.get(f"beat {rank}").decode()
                 message = f"does not answer; last heard of in {where}"
-            else:
-                message = "does not answer; not heard of since the start"
-            print(f"train.py: rank {rank}: {message}", file=sys.stderr, flush=True)
+            self.say(f"rank {rank}: {message}")
 
     def report_alone(self, reason) -> None:
-        print(
-            f"train.py: rank {self.rank}: no progress for {self.seconds:.0f} s in {self.where}, and"
-            f" no word of the others ({reason})",
-            file=sys.stderr,
-            flush=True,
-        )
+        said = f"no progress for {self.seconds:.0f} s in {self.where}, and no word of the others"
+        self.say(f"rank {self.rank}: {said} ({reason})")
+
+    def say(self, message: str) -> None:
+        terminal.say(f"train.py: {message}", error=True)
 
     def line(self) -> str:
         """Where the watched thread is: file, line and function of its innermost frame that is not

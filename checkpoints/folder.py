@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from base.errors import cause
 from checkpoints.index import CheckpointError
 
 
@@ -34,14 +35,12 @@ def steps(folder: Path) -> dict[int, Path]:
     Raises CheckpointError for a folder that cannot be read: it may hold checkpoints."""
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:
-        if os.path.islink(folder):
-            raise CheckpointError(
-                f"{folder}: a link to what is not there; is a disk not mounted?"
-            ) from None
-        return {}
     except (OSError, ValueError) as e:
-        raise CheckpointError(f"{folder}: cannot be read ({reason(e)})") from None
+        if isinstance(e, FileNotFoundError) and not os.path.islink(folder):
+            return {}
+        raise CheckpointError(
+            f"{folder}: cannot be read ({cause(e)}); is its disk mounted?"
+        ) from None
     matches = [re.fullmatch(r"step-(\d{6,18})", name) for name in names]
     paths = {int(match[1]): Path(folder) / match[0] for match in matches if match}
     return dict(sorted(paths.items()))
@@ -53,26 +52,21 @@ def find(path: str | Path) -> Path:
     if path == "":
         raise CheckpointError("'': names no folder")
     try:
-        if not Path(path).is_dir():
-            advice = ""
-            if str(path).endswith(".nemo"):
-                advice = (
-                    "; a .nemo file is not read here: convert it to Hugging Face's format with"
-                    " NeMo's own script, then `python huggingface.py import HF_DIR CKPT`, and name"
-                    " CKPT"
-                )
-            raise CheckpointError(f"{path}: no such folder{advice}")
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{path}: cannot be read ({reason(e)})") from None
+        is_folder = Path(path).is_dir()
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read ({cause(e)})") from None
+    if not is_folder:
+        advice = ""
+        if str(path).endswith(".nemo"):
+            advice = (
+                "; a .nemo file is not read here: convert it to Hugging Face's format with NeMo's"
+                " own script, then `python huggingface.py import HF_DIR CKPT`, and name CKPT"
+            )
+        raise CheckpointError(f"{path}: no such folder{advice}")
     for folder in (Path(path), Path(path) / "checkpoints"):
         if checkpoints := steps(folder):
             return list(checkpoints.values())[-1]
     return Path(path)
-
-
-def reason(error: Exception) -> str:
-    """The system's words for an error, without its number and path, where it has them."""
-    return getattr(error, "strerror", None) or str(error)
 
 
 def prepare(path: Path, building: Path, replace: bool) -> None:

@@ -16,6 +16,7 @@ metadata file is a pickle, and is neither written nor read.
     python checkpoint.py show CKPT        the index of a checkpoint, after all checks but the last
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import re
@@ -127,10 +128,20 @@ def read_signed(path: Path) -> bytes:
     except OSError as e:
         raise Damaged(f"{path}/index.json cannot be read ({e})") from None
     if checksum != f"{hashlib.sha256(text).hexdigest()}  index.json\n".encode():
-        raise Damaged(
-            f"{path}/index.json, or index.json.sha256 beside it, is damaged: they do not fit"
-        )
+        raise Damaged(f"{path}: index.json, or index.json.sha256, is damaged: they do not fit")
     return text
+
+
+@contextlib.contextmanager
+def describing(where: str):
+    """An error about the content of an index becomes a CheckpointError that names the index."""
+    try:
+        yield
+    except (TypeError, ValueError) as e:
+        why = json_files.one_line(e)
+        raise CheckpointError(
+            f"{where} does not describe a model of this project ({why})"
+        ) from None
 
 
 def check_index(index: dict, where: str) -> None:
@@ -140,16 +151,10 @@ def check_index(index: dict, where: str) -> None:
         raise CheckpointError(
             f"{where} is not the index of a checkpoint of this project (format {FORMAT})"
         )
-    try:
-        json_files.convert(index, Index, where)
+    with describing(where):
+        json_files.convert(index, Index, "index.json")
         if index["model"]:
             MoEConfig(**index["model"])
-    except json_files.JSONError as e:
-        raise CheckpointError(str(e)) from None
-    except (TypeError, ValueError) as e:
-        raise CheckpointError(
-            f"{where} does not describe a model of this project ({json_files.one_line(e)})"
-        ) from None
     tensor_bytes = 0
     for name, (dtype, shape) in index["tensors"].items():
         if dtype not in DTYPES:
@@ -170,13 +175,10 @@ def check_files(path: Path, files: dict[str, FileRecord]) -> None:
     Damaged, naming the file."""
     for name, record in files.items():
         file = path / name
-        if not file.is_file():
-            raise Damaged(f"{file} is missing: the checkpoint is damaged")
-        size = file.stat().st_size
+        size = file.stat().st_size if file.is_file() else None
         if size != record["bytes"]:
-            raise Damaged(
-                f"{file} is {size} bytes long, not {record['bytes']}: the checkpoint is damaged"
-            )
+            what = "missing" if size is None else f"{size} bytes long, not {record['bytes']}"
+            raise Damaged(f"{file} is {what}: the checkpoint is damaged")
     for file in path.glob("*.safetensors"):
         if file.name not in files:
             raise Damaged(f"{file} is not in the checkpoint's index: it was put there later")
@@ -235,14 +237,9 @@ def read_model(path: Path, value_head: bool = False) -> tuple[MoEConfig, dict]:
             f"{path} holds prompts alone; name the model that they were learned for, and give the"
             " prompt file to prompt_tuning.py"
         )
-    try:
+    with describing(f"{path}/index.json"):
         config = MoEConfig(**index["model"])
         check_sizes(config, shapes)
-    except (TypeError, ValueError) as e:
-        raise CheckpointError(
-            f"{path}/index.json does not describe a model of this project"
-            f" ({json_files.one_line(e)})"
-        ) from None
     return config, index
 
 
@@ -282,21 +279,18 @@ def check_room(what: str, needed: int, device) -> None:
 def read_header(file: Path) -> dict[str, tuple[str, list[int], list[int]]]:
     """Tensor -> (dtype as safetensors names it, shape, offset in the global tensor) of one file.
     Raises CheckpointError."""
+    header = {}
     try:
         with safe_open(file, "pt") as f:
             # written by torch.distributed.checkpoint: {name: {"saved_offsets": [..]}}
-            offsets = (f.metadata() or {}).get("DCP_SHARDING_INFO")
-            slices = {name: f.get_slice(name) for name in f.keys()}
-            header = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
-        if not offsets:
-            return {
-                name: (dtype, shape, [0] * len(shape)) for name, (dtype, shape) in header.items()
-            }
-        starts = json_files.parse(offsets.encode(), dict[str, dict[str, list[Count]]], str(file))
-        return {
-            name: (dtype, shape, starts[name]["saved_offsets"])
-            for name, (dtype, shape) in header.items()
-        }
+            offsets = (f.metadata() or {}).get("DCP_SHARDING_INFO", "{}").encode()
+            starts = json_files.parse(offsets, dict[str, dict[str, list[Count]]], str(file))
+            for name in f.keys():
+                part = f.get_slice(name)
+                shape = part.get_shape()
+                start = starts[name]["saved_offsets"] if starts else [0] * len(shape)
+                header[name] = (part.get_dtype(), shape, start)
+        return header
     except (SafetensorError, OSError, KeyError, json_files.JSONError) as e:
         raise CheckpointError(
             f"{file} cannot be loaded: damaged, or not safetensors ({json_files.one_line(e)})"

@@ -3,14 +3,12 @@
 A checkpoint is written by all ranks together. When one of them cannot write, its error must reach
 the others: they would wait for it in the next collective until the timeout.
 
-    with agreed(path, building, group):        # each rank does its part
+    with agreed(f"cannot save {path}", group):        # each rank does its part
         write_my_file()
     # here every rank has written its file; otherwise CheckpointError was raised on every rank
 """
 
 import contextlib
-import shutil
-from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -33,13 +31,6 @@ def gather(value, group: dist.ProcessGroup | None) -> list:
     return gathered
 
 
-def agree(error: CheckpointError | None, group: dist.ProcessGroup | None = None) -> None:
-    """A collective: an error on one rank is raised on all."""
-    for e in gather(error, group):
-        if e:
-            raise e
-
-
 def cause_of(error: BaseException) -> BaseException:
     """torch.distributed.checkpoint collects what its ranks raised; the first of these errors."""
     if isinstance(error, dcp.CheckpointException):
@@ -48,20 +39,20 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def agreed(path: Path, building: Path, group: dist.ProcessGroup | None):
-    """A collective around one step of a save: an error in the body, on any rank, removes the
-    unfinished folder and is raised as CheckpointError on all ranks."""
+def agreed(what: str, group: dist.ProcessGroup | None = None, kind=CheckpointError):
+    """A collective around a part of the work: an error in the body, on any rank, is raised on all.
+
+    what: the beginning of the message where the error is not a CheckpointError; kind: what it then
+    becomes."""
     error = None
     try:
         yield
+    except CheckpointError as e:
+        error = e
     # dcp.CheckpointException is a BaseException
     except (Exception, dcp.CheckpointException) as e:
         cause = cause_of(e)
-        message = str(cause) if isinstance(cause, OSError) else repr(cause)
-        error = CheckpointError(f"cannot save {path}: {message}")
-    try:
-        agree(error, group)
-    except CheckpointError:
-        if rank_and_world(group)[0] == 0:
-            shutil.rmtree(building, ignore_errors=True)
-        raise
+        error = kind(f"{what}: {cause if isinstance(cause, OSError) else repr(cause)}")
+    for e in gather(error, group):
+        if e:
+            raise e

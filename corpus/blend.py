@@ -28,7 +28,7 @@ from fractions import Fraction
 import torch
 
 from base import terminal
-from corpus.documents import DataError, fingerprint, printable
+from corpus.documents import DataError, fingerprint
 
 
 def parse_weights(names: list[str]) -> list[tuple[Fraction | None, list[str]]]:
@@ -39,36 +39,21 @@ def parse_weights(names: list[str]) -> list[tuple[Fraction | None, list[str]]]:
         return [(None, names)]
     for name, (weight, path) in zip(names, pairs):
         if weight is None:
-            raise DataError(
-                f"{printable(name)}: has no weight; give one to all corpora, as 0.5:PATH, or to"
-                " none"
-            )
-        if not path:
-            raise DataError(f"{printable(name)}: names no path behind its weight, as in 0.7:PATH")
-        if not 0 < weight < math.inf:
-            raise DataError(
-                f"{printable(name)}: a weight must be above 0 and finite, as in 0.7:PATH"
-            )
+            raise DataError(f"{name}: has no weight; give one to all corpora, as 0.5:PATH, or none")
+        if not path or not 0 < weight < math.inf:
+            raise DataError(f"{name}: needs a weight above 0 and finite, and a path: 0.7:PATH")
     return [(Fraction(repr(weight)), [path]) for weight, path in pairs]
 
 
 def split_weight(name: str) -> tuple[float | None, str]:
     """(0.7, A) for 0.7:A. (None, name) without a weight, and where a file has this whole name."""
     number, colon, path = name.partition(":")
-    if not colon or exists(name):
+    if not colon or os.path.lexists(name):
         return None, name
     try:
         return float(number), path
     except ValueError:
         return None, name
-
-
-def exists(name: str) -> bool:
-    try:
-        return os.path.lexists(name)
-    except ValueError:
-        # There is a zero byte in the name.
-        return False
 
 
 class Interleave:
@@ -132,10 +117,8 @@ class Blend:
         for sample in samples:
             k, m = self.locate(sample)
             rows.append(self.corpora[k].batch([m]))
-        fields = []
-        for of_rows in zip(*rows):
-            # None: without --document-mask no row has documents
-            fields.append(None if of_rows[0] is None else torch.cat(of_rows))
+        # None: without --document-mask no row has documents
+        fields = [None if of_rows[0] is None else torch.cat(of_rows) for of_rows in zip(*rows)]
         # Each corpus counts its own samples; dropout needs the blend's numbers.
         return rows[0]._make(fields)._replace(samples=torch.as_tensor(list(samples)))
 
@@ -152,18 +135,14 @@ def main():
     try:
         corpora = parse_weights(sys.argv[1:] or ["0.7:A", "0.3:B"])
     except DataError as e:
-        print(f"blend.py: {e}", file=sys.stderr)
-        sys.exit(2)
-    weights = [weight for weight, _ in corpora]
-    names = [paths[0] for _, paths in corpora if paths]
-    if weights == [None]:
-        print("no weights: one corpus of all files")
-        return
-    locate = Interleave(weights)
+        terminal.refuse(f"blend.py: {e}")
+    if corpora[0][0] is None:
+        return print("no weights: one corpus of all files")
+    locate = Interleave([weight for weight, _ in corpora])
     for start in (0, 2**50):
         order = [locate(n)[0] for n in range(start, start + 1000)]
-        counts = [f"{order.count(k)} of {name}" for k, name in enumerate(names)]
-        print(f"samples {start}, ...: " + " ".join(names[k] for k in order[:20]))
+        counts = [f"{order.count(k)} of {name}" for k, (_, (name,)) in enumerate(corpora)]
+        print(f"samples {start}, ...: " + " ".join(corpora[k][1][0] for k in order[:20]))
         print("    of a thousand: " + ", ".join(counts))
 
 

@@ -14,7 +14,6 @@ a folder are empty and binary files skipped, and a message counts them.
     python -m corpus.documents PATH ...        how many documents and characters these files hold
 """
 
-import codecs
 import contextlib
 import gzip
 import hashlib
@@ -24,9 +23,11 @@ import sysconfig
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from base import json_files, terminal
+from base.errors import cause
 
 # A piece of a file: its path and two offsets in bytes. No second offset: up to the file's end.
 Piece = tuple[Path, int, int | None]
@@ -36,46 +37,42 @@ class DataError(ValueError):
     """The data cannot be used; the message says which file, and where in it."""
 
 
-# --------------------------------------------------------------------------------------------------
-# Names and messages
+class CacheError(DataError):
+    """The token cache is damaged, or its folder cannot be used."""
 
 
-def printable(path) -> str:
-    """A path for a one-line message: quoted, with escapes, if some characters do not print."""
-    text = str(path)
-    return text if text and text.isprintable() else repr(text)
-
-
-def check_name(name: str) -> None:
-    """Raises ValueError for a name that no file can have, or that config.json cannot hold."""
-    if not name:
-        raise ValueError("an empty name")
-    if "\0" in name:
-        raise ValueError("a zero byte in the name")
+@contextlib.contextmanager
+def named(flag: str):
+    """Errors about the data begin with the flag that named it, and say what helps."""
     try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError("the name is not UTF-8") from None
-
-
-def cause(error: Exception) -> str:
-    """The operating system's words for an error if it has some, else the exception's, in one
-    line."""
-    return getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        yield
+    except CacheError:
+        # Its message names --cache, or the damaged folder.
+        raise
+    except DataError as e:
+        helps = ""
+        if "not UTF-8" in str(e):
+            helps = "; iconv -f latin1 -t utf-8 converts it, --skip-bad-examples leaves it out"
+        raise DataError(f"{flag} {e}{helps}") from None
 
 
 @contextlib.contextmanager
 def file_errors(path):
-    """Turns an error while a file is read into a DataError, one line that names the file."""
+    """Turns an error while a file is read into a DataError that names the file."""
     try:
         yield
     except DataError:
         raise
     except (OSError, ValueError, EOFError, zlib.error) as e:
-        file = printable(getattr(e, "filename", None) or path)
+        file = getattr(e, "filename", None) or path
         raise DataError(
             f"{file}: cannot be read ({cause(e)}); mend this, or leave it out"
         ) from None
+
+
+def opener(path: Path):
+    """What opens a file: `open`, or `gzip.open` for a compressed one."""
+    return gzip.open if path.suffix == ".gz" else open
 
 
 # --------------------------------------------------------------------------------------------------
@@ -91,31 +88,27 @@ def find_files(paths: list[str]) -> list[Path]:
     for name in paths:
         path = Path(name)
         with file_errors(name):
-            check_name(name)
+            if not name:
+                raise DataError("'': an empty name")
             if path.is_dir():
                 files += text_files(path)
             elif not path.exists():
-                raise DataError(f"{printable(path)}: no such file or folder")
+                raise DataError(f"{path}: no such file or folder")
             elif not path.is_file():
-                raise DataError(
-                    f"{printable(path)}: neither a file nor a folder; copy it into a file"
-                )
+                raise DataError(f"{path}: neither a file nor a folder; copy it into a file")
             elif not path.stat().st_size:
-                raise DataError(f"{printable(path)}: the file is empty")
+                raise DataError(f"{path}: the file is empty")
             else:
                 files.append(path)
     return files
 
 
 def standard_library() -> list[Path]:
-    """Python's own source files, without tests and installed packages. Raises DataError."""
+    """Python's own source files, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     sources = sorted(root.rglob("*.py"))
-    files = [path for path in sources if not skip.intersection(path.relative_to(root).parts)]
-    if not files:
-        raise DataError(f"{root}: has no source files of the standard library; name text files")
-    return files
+    return [path for path in sources if not skip.intersection(path.relative_to(root).parts)]
 
 
 def text_files(folder: Path) -> list[Path]:
@@ -132,34 +125,41 @@ def text_files(folder: Path) -> list[Path]:
     files = sorted(path for path in files if path.is_file())
     text = [path for path in files if is_text(path)]
     if not text:
-        raise DataError(f"{printable(folder)}: no text in this folder ({len(files)} other files)")
+        raise DataError(f"{folder}: no text in this folder ({len(files)} other files)")
     if len(text) < len(files):
         out = sorted(set(files) - set(text))
         skipped = f"{len(out)} of {len(files)} files are empty or not text, and left out"
-        terminal.say(f"data: {printable(folder)}: {skipped}: {some_of(out)}", error=True)
+        terminal.say(f"data: {folder}: {skipped}: {some_of(out)}", error=True)
     return text
 
 
 def some_of(files: list[Path]) -> str:
     """The names of the first three."""
-    names = ", ".join(printable(path.name) for path in files[:3])
-    return names + (", .." if len(files) > 3 else "")
+    return ", ".join([path.name for path in files[:3]] + [".."] * (len(files) > 3))
 
 
 def is_utf8(path: Path) -> bool:
     """Whether a whole file is UTF-8 text. Raises DataError where it cannot be read."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    open_file = gzip.open if path.suffix == ".gz" else open
-    with file_errors(path), open_file(path, "rb") as f:
+    with file_errors(path), opener(path)(path, "rt", encoding="utf-8") as f:
         try:
             while block := f.read(2**20):
-                if b"\0" in block:
+                if "\0" in block:
                     return False
-                decoder.decode(block)
-            decoder.decode(b"", final=True)
         except UnicodeDecodeError:
             return False
     return True
+
+
+def without_bad(files: list[Path], lockstep) -> list[Path]:
+    """Those that are UTF-8 text; rank 0 names the others. Raises DataError where none is left."""
+    good = lockstep.each(is_utf8, files)
+    bad = [file for file, is_good in zip(files, good) if not is_good]
+    if len(bad) == len(files):
+        raise DataError(f"none of {len(files)} files is UTF-8 text: {some_of(bad)}")
+    if bad and lockstep.rank == 0:
+        message = f"data: {len(bad)} files are not UTF-8, and left out: {some_of(bad)}"
+        terminal.say(message, error=True)
+    return [file for file, is_good in zip(files, good) if is_good]
 
 
 def is_text(path: Path) -> bool:
@@ -172,16 +172,13 @@ def is_text(path: Path) -> bool:
 def file_hash(path: Path) -> str:
     """SHA-256 of a file's content and of the suffixes that say how it is read. Raises DataError."""
     suffixes = path.suffixes[-2:] if path.suffix in (".gz", ".jsonl") else []
-    digest = hashlib.sha256("".join(suffixes).encode())
     with file_errors(path), open(path, "rb") as f:
-        while block := f.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, lambda: sha256("".join(suffixes).encode())).hexdigest()
 
 
 def fingerprint(text: str) -> str:
     """64 bits of a text's SHA-256, as 16 hexadecimal digits."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -197,7 +194,9 @@ def split_parts(files: list[Path], part_bytes: int) -> list[list[Piece]]:
     parts = [[]]
     room = part_bytes
     for path in files:
-        for start, stop in cut(path, part_bytes):
+        with file_errors(path):
+            pieces = list(cut(path, part_bytes))
+        for start, stop in pieces:
             if parts[-1] and stop - start > room:
                 parts.append([])
                 room = part_bytes
@@ -209,18 +208,15 @@ def split_parts(files: list[Path], part_bytes: int) -> list[list[Piece]]:
 def cut(path: Path, piece_bytes: int) -> Iterator[tuple[int, int]]:
     """Offsets (start, stop) of a file's pieces. Each ends behind the line in which it reaches
     `piece_bytes` bytes."""
-    with file_errors(path):
-        size = path.stat().st_size
+    size = path.stat().st_size
     start = 0
-    while start < size:
-        stop = size
-        if path.suffix != ".gz" and size - start > piece_bytes:
-            with file_errors(path), open(path, "rb") as f:
-                f.seek(start + piece_bytes - 1)
-                f.readline()
-                stop = min(f.tell(), size)
-        yield start, stop
-        start = stop
+    with open(path, "rb") as f:
+        while start < size:
+            f.seek(start + piece_bytes - 1)
+            f.readline()
+            stop = size if path.suffix == ".gz" else min(f.tell(), size)
+            yield start, stop
+            start = stop
 
 
 @dataclass
@@ -233,62 +229,50 @@ class Record:
 def read_documents(path: Path, start: int, stop: int | None) -> Iterator[str]:
     """Yield the documents of one piece of a file: one a line in `.jsonl`, else the text itself.
     Raises DataError."""
-    is_compressed = path.suffix == ".gz"
-    open_file = gzip.open if is_compressed else open
-    with file_errors(path), open_file(path, "rb") as f:
+    with file_errors(path), opener(path)(path, "rb") as f:
         f.seek(start)
         raw = f.read(-1 if stop is None else stop - start)
-    name = Path(path.stem) if is_compressed else path
-    if name.suffix != ".jsonl":
-        yield decode(raw, printable(path), start)
+    if not path.name.removesuffix(".gz").endswith(".jsonl"):
+        yield decode(raw, path, start)
         return
     for number, line in enumerate(raw.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            # The parser's own message would not name the byte and its offset.
-            decode(line, "")
-            text = json_files.parse(line, Record, "").text
-        except (DataError, json_files.JSONError) as e:
-            raise line_error(path, start, number, e) from None
-        yield text
+        if line.strip():
+            yield parse_line(line, path, start, number)
 
 
-def decode(raw: bytes, where: str, offset: int = 0) -> str:
-    """Bytes as UTF-8 text. where: begins the message of an error; offset: of `raw` in its file.
-    Raises DataError, also for a zero byte."""
+def decode(raw: bytes, path: Path, offset: int) -> str:
+    """Bytes as UTF-8 text. offset: of `raw` in its file. Raises DataError, also for a zero byte."""
+    at = raw.find(b"\0")
     try:
-        position = raw.find(b"\0")
-        if position >= 0:
-            raise UnicodeDecodeError("utf-8", raw, position, position + 1, "a zero byte")
-        return raw.decode("utf-8")
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as e:
-        place = f"byte 0x{raw[e.start]:02x} at offset {offset + e.start}"
-        raise DataError(f"{where}: not UTF-8 text ({place})") from None
+        at = e.start
+    if at >= 0:
+        place = f"byte 0x{raw[at]:02x} at offset {offset + at}"
+        raise DataError(f"{path}: not UTF-8 text ({place})")
+    return text
 
 
-def line_error(path: Path, start: int, number: int, error: Exception) -> DataError:
-    """The error of line `number`, counted from offset `start` of a `.jsonl` file."""
-    # People count lines from the start of the file. A compressed file always starts at 0.
-    if start:
+def parse_line(line: bytes, path: Path, start: int, number: int) -> str:
+    """The text of line `number`, counted from offset `start` of a `.jsonl` file. Raises
+    DataError."""
+    try:
+        return json_files.parse(line, Record, "").text
+    except json_files.JSONError as e:
+        # People count lines from the start of the file. A compressed file always starts at 0.
         with file_errors(path), open(path, "rb") as f:
             number += f.read(start).count(b"\n")
-    hint = '; {"text": "..."} would fit' if isinstance(error, json_files.JSONError) else ""
-    return DataError(f"{printable(path)}, line {number}{error}{hint}")
+        raise DataError(f'{path}, line {number}{e}; {{"text": "..."}} would fit') from None
 
 
 def main():
-    count = 0
-    characters = 0
     try:
+        lengths = []
         for path in find_files(sys.argv[1:]):
-            for text in read_documents(path, 0, None):
-                count += 1
-                characters += len(text)
+            lengths += map(len, read_documents(path, 0, None))
     except DataError as e:
-        print(f"documents.py: {e}", file=sys.stderr)
-        sys.exit(2)
-    print(f"{count:,} documents, {characters:,} characters")
+        terminal.refuse(f"documents.py: {e}")
+    print(f"{len(lengths):,} documents, {sum(lengths):,} characters")
 
 
 if __name__ == "__main__":

@@ -11,17 +11,12 @@ Processes talk through one function, `exchange(object)`, which returns every ran
 rank (torch.distributed's `all_gather_object`). All ranks make the same calls in the same order.
 """
 
-from corpus.documents import DataError
-from corpus.token_cache import CacheError
-
 
 class Lockstep:
-    def __init__(self, exchange, rank: int, world: int, flag: str):
-        """flag: stands before the message of a DataError, except one about the cache."""
+    def __init__(self, exchange, rank: int, world: int):
         self.exchange = exchange
         self.rank = rank
         self.world = world
-        self.flag = flag
 
     def __call__(self, work) -> list:
         """What `work()` returned on each rank. Raises the first failing rank's error."""
@@ -29,11 +24,6 @@ class Lockstep:
         error = None
         try:
             result = work()
-        except CacheError as e:
-            # Its message names --cache, or the damaged folder.
-            error = e
-        except DataError as e:
-            error = DataError(f"{self.flag} {e}")
         except Exception as e:
             error = e
         # This also makes the ranks wait for each other.

@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -33,14 +32,11 @@ from pathlib import Path
 import numpy as np
 
 from base import json_files, terminal
-from corpus.documents import DataError, cause, file_hash, printable
+from base.errors import cause
+from corpus.documents import CacheError, DataError, file_hash
 
 # Bytes of tokens.npy that one SHA-256 covers.
 BLOCK_BYTES = 64 * 2**20
-
-
-class CacheError(DataError):
-    """The token cache is damaged, or its folder cannot be used."""
 
 
 @dataclass
@@ -77,8 +73,7 @@ def cache_errors(cache):
         helps = "make room or name another folder"
         if isinstance(e, FileNotFoundError):
             helps = "name one that every rank sees, also those on other machines"
-        why = f"cannot be used ({cause(e)}); {helps}"
-        raise CacheError(f"--cache {printable(cache)}: {why}") from None
+        raise CacheError(f"--cache {cache}: cannot be used ({cause(e)}); {helps}") from None
 
 
 def token_type(vocab_size: int):
@@ -99,7 +94,9 @@ def write(folder: Path, index: Index, documents: Iterable[np.ndarray]) -> None:
     building.mkdir()
     # Not through np.memmap: on a full disk a store into a map kills the process without a message.
     with open(building / "tokens.npy", "wb") as f:
-        f.write(npy_header(token_type(index.vocab_size), index.tokens))
+        dtype = np.dtype(token_type(index.vocab_size))
+        header = {"descr": dtype.str, "fortran_order": False, "shape": (index.tokens,)}
+        np.lib.format.write_array_header_1_0(f, header)
         for ids in documents:
             f.write(ids.data)
     index = dataclasses.replace(index, blocks=block_hashes(building / "tokens.npy", workers=4))
@@ -109,26 +106,22 @@ def write(folder: Path, index: Index, documents: Iterable[np.ndarray]) -> None:
     os.rename(building, folder)
 
 
+def read_index(folder: Path) -> Index:
+    """Raises ValueError where it is not what was written here."""
+    index = json_files.read(folder / "index.json", Index)
+    if index.sha256 != index_hash(index) or index.key != folder.name:
+        raise ValueError("index.json is not what was written here")
+    return index
+
+
 def read(folder: Path) -> tuple[Index, np.ndarray]:
     """A corpus's index, and its token ids [tokens], mapped from disk.
 
-    Raises CacheError where names, counts or types do not agree. Only `check` reads every token.
+    Raises CacheError for a damaged index. Only `check` reads every token.
     """
-    folder = Path(folder)
     try:
-        index = json_files.read(folder / "index.json", Index)
-        if index.sha256 != index_hash(index) or index.key != folder.name:
-            raise ValueError("index.json is not what was written here")
-        dtype = np.dtype(token_type(index.vocab_size))
-        header = npy_header(dtype, index.tokens)
-        size = len(header) + index.tokens * dtype.itemsize
-        with open(folder / "tokens.npy", "rb") as f:
-            if f.read(len(header)) != header or os.fstat(f.fileno()).st_size != size:
-                raise ValueError(f"tokens.npy does not hold {index.tokens} ids of type {dtype}")
-        tokens = np.memmap(
-            folder / "tokens.npy", dtype, "r", offset=len(header), shape=(index.tokens,)
-        )
-        return index, tokens
+        index = read_index(Path(folder))
+        return index, np.load(Path(folder, "tokens.npy"), mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as e:
         raise damaged(folder, cause(e)) from None
 
@@ -143,27 +136,16 @@ def check(folder: Path, rank: int = 0, world: int = 1, workers: int = 1) -> str 
         if not folder.exists():
             return ""
     try:
-        index, _ = read(folder)
         hashes = block_hashes(folder / "tokens.npy", rank, world, workers)
-        if hashes != index.blocks[rank::world]:
-            raise damaged(folder, "tokens in it have changed")
-    except (CacheError, OSError) as e:
-        return str(e)
+        if hashes != read_index(folder).blocks[rank::world]:
+            raise ValueError("tokens in it have changed")
+    except (OSError, ValueError) as e:
+        return str(damaged(folder, cause(e)))
     return None
 
 
 def damaged(folder: Path, why: str) -> CacheError:
-    return CacheError(f"{printable(folder)}: the cached corpus is damaged ({why})")
-
-
-def npy_header(dtype, count: int) -> bytes:
-    """The first bytes of the .npy file of a vector, byte for byte as numpy writes them."""
-    buffer = io.BytesIO()
-    description = np.lib.format.dtype_to_descr(np.dtype(dtype))
-    np.lib.format.write_array_header_1_0(
-        buffer, {"descr": description, "fortran_order": False, "shape": (count,)}
-    )
-    return buffer.getvalue()
+    return CacheError(f"{folder}: the cached corpus is damaged ({why})")
 
 
 def index_hash(index: Index) -> str:
@@ -201,8 +183,7 @@ def lock(folder: Path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            message = "data: waiting for another run that is tokenizing the same text"
-            terminal.say(message, error=True)
+            terminal.say("data: waiting for another run of the same text", error=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         return file
 
@@ -213,11 +194,8 @@ def write_part(target: str, ids: np.ndarray, table: np.ndarray) -> None:
     ids: [tokens]; table: [documents, 3], see `data.tokenize_part`. Raises CacheError.
     """
     with cache_errors(Path(target).parent.parent):
-        for suffix, array in (("tokens", ids), ("documents", table)):
-            # Through a buffer: np.save into a file does not say why it failed.
-            buffer = io.BytesIO()
-            np.save(buffer, array, allow_pickle=False)
-            Path(f"{target}.{suffix}.npy").write_bytes(buffer.getbuffer())
+        np.save(f"{target}.tokens.npy", ids, allow_pickle=False)
+        np.save(f"{target}.documents.npy", table, allow_pickle=False)
         Path(f"{target}.sha256").write_text(part_hashes(target))
 
 
@@ -236,8 +214,7 @@ def part_is_complete(target: str) -> bool:
 
 
 def part_hashes(target: str) -> str:
-    files = [Path(f"{target}.tokens.npy"), Path(f"{target}.documents.npy")]
-    return " ".join(map(file_hash, files))
+    return " ".join(file_hash(Path(f"{target}.{name}.npy")) for name in ("tokens", "documents"))
 
 
 def remove(folder: Path) -> None:
@@ -254,8 +231,7 @@ def main():
     folder = Path(sys.argv[1]).resolve()
     fault = check(folder, workers=os.cpu_count())
     if fault is not None:
-        print(f"token_cache.py: {fault or f'{folder}: no such folder'}", file=sys.stderr)
-        sys.exit(2)
+        terminal.refuse(f"token_cache.py: {fault or f'{folder}: no such folder'}")
     index, _ = read(folder)
     count = f"{index.tokens:,} tokens of {index.tokenizer} in {index.documents:,} documents"
     print(f"{sys.argv[1]}: whole; {count}")

@@ -38,11 +38,11 @@ PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 def files_of(tokenizer) -> dict[str, bytes]:
     """Name -> content, for a folder of a Hugging Face model. Raises TokenizerError."""
     files = dict(tokenizer.files)
-    if "tokenizer.json" not in files:
-        files["tokenizer.json"] = as_bytes(tokenizer_json(tokenizer))
-        end, begin = END_OF_TEXT, None
-    else:
+    end, begin = END_OF_TEXT, None
+    if "tokenizer.json" in files:
         end, begin = tokenizer.token_of(tokenizer.eot), tokenizer.token_of(tokenizer.bos)
+    else:
+        files["tokenizer.json"] = tokenizer_json(tokenizer).encode()
     if "tokenizer_config.json" not in files:
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -59,48 +59,21 @@ def as_bytes(content: dict) -> bytes:
     return json.dumps(content, indent=1, ensure_ascii=False).encode()
 
 
-def tokenizer_json(tokenizer) -> dict:
+def tokenizer_json(tokenizer) -> str:
     """The content of tokenizer.json, of a built-in tokenizer. Raises TokenizerError."""
-    if tokenizer.name == "bytes":
-        ranks = {bytes([byte]): byte for byte in range(256)}
-    else:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    if tokenizer.name != "bytes":
         ranks = tokenizer.encoding._mergeable_ranks
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
-    end = {
-        "id": tokenizer.eot,
-        "content": END_OF_TEXT,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [end],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": {characters(token): rank for token, rank in ranks.items()},
-            "merges": [[characters(a), characters(b)] for a, b in merges_of(ranks)],
-        },
-    }
+    vocabulary = {characters(token): rank for token, rank in ranks.items()}
+    merges = [(characters(a), characters(b)) for a, b in merges_of(ranks)]
+    library = Tokenizer(models.BPE(vocabulary, merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    # Its id is the next one: the end of text.
+    library.add_special_tokens([END_OF_TEXT])
+    return library.to_str(pretty=True)
 
 
 def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
@@ -128,13 +101,9 @@ def characters(token: bytes) -> str:
     return "".join(CHARACTERS[byte] for byte in token)
 
 
-def byte_characters() -> list[str]:
-    """The character of each byte."""
-    others = itertools.count(256)
-    return [chr(byte) if byte in PRINTABLE else chr(next(others)) for byte in range(256)]
-
-
-CHARACTERS = byte_characters()
+others = itertools.count(256)
+# the character of each byte
+CHARACTERS = [chr(byte) if byte in PRINTABLE else chr(next(others)) for byte in range(256)]
 
 
 def main():

@@ -18,28 +18,7 @@ bit for bit:
     fp8_saturated          --fp8 delayed: tensors with values beyond what their scale allows
     predicted_seconds      of a step, by planner.py, with --plan
 
-With preference.py, means over the pairs of the step (preference.py); after an evaluation those of
-the held-out pairs too, as eval_accuracy and so on:
-
-    accuracy               share of pairs whose chosen answer has the higher reward
-    reward_chosen          of the chosen answers
-    reward_rejected        of the rejected ones
-    margin                 reward_chosen - reward_rejected
-
-With reinforcement.py, of the answers of the step (docs/preferences.md says what to expect):
-
-    reward                 mean over the answers, without the KL
-    kl                     from the reference, nats per answer
-    answer_tokens          mean length
-    ended_share            share of answers that ended before --answer-tokens
-    clip_share             share of tokens whose gradient the clip has taken, over all updates
-    policy_change          mean change of a token's log-probability since it was written
-    rollout_difference     largest difference of log-probabilities of generation and training;
-                           fp32: 0, because those of generation are used
-    value_loss             ppo: the critic's, mean per token
-    rollout_seconds        to write and rate the answers, and ask reference and critic
-    training_seconds       of the updates
-    eval_reward            on held-out prompts, after an evaluation
+preference.py and reinforcement.py add more fields to a line: docs/preferences.md.
 
 With experts, these have one number for each layer that has experts:
 
@@ -62,6 +41,7 @@ from pathlib import Path
 import torch
 
 from base import json_files, terminal
+from base.errors import cause
 
 
 class MetricsError(RuntimeError):
@@ -88,8 +68,7 @@ def read_metrics(path: Path) -> tuple[list[dict], list[int]]:
     except FileNotFoundError:
         return [], []
     except (OSError, ValueError) as e:
-        reason = getattr(e, "strerror", None) or e
-        raise MetricsError(f"{path}: cannot be read ({reason})") from None
+        raise MetricsError(f"{path}: cannot be read ({cause(e)})") from None
     lines = []
     damaged = []
     for number, text in enumerate(raw, 1):
@@ -119,24 +98,17 @@ class Metrics:
         self.lines = [line for line in lines if line["step"] <= last_step]
         try:
             if damaged:
-                copy = unused_name(f"{path}.damaged")
-                shutil.copyfile(path, copy)
-                self.notice = f"{path}: {left_out(damaged)}; the file as it was is {copy}"
+                shutil.copyfile(path, f"{path}.damaged")
+                self.notice = f"{path}: {left_out(damaged)}; {path}.damaged is as it was"
             elif lines and not last_step:
                 self.notice = f"{path}: begun anew; its {len(lines)} steps are in no checkpoint"
-            self.rewrite()
+            # In one operation: a kill leaves the old file or the new one.
+            text = "".join(json.dumps(line) + "\n" for line in self.lines)
+            path.with_suffix(".tmp").write_text(text, encoding="utf-8")
+            os.replace(path.with_suffix(".tmp"), path)
             self.file = open(path, "a", encoding="utf-8")
         except OSError as e:
             raise MetricsError(f"{path}: cannot be written ({e.strerror})") from None
-
-    def rewrite(self) -> None:
-        """Replace the file in one operation: a kill leaves the old one or the new one."""
-        temporary = self.path.with_suffix(".tmp")
-        # It may be a link, which must not be written through.
-        temporary.unlink(missing_ok=True)
-        text = "".join(json.dumps(line) + "\n" for line in self.lines)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.path)
 
     def add(self, line: dict) -> None:
         """Raises MetricsError."""
@@ -157,16 +129,6 @@ def finite(value):
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def unused_name(path: str) -> str:
-    """The first of PATH, PATH.2, PATH.3, ... that does not exist."""
-    name = path
-    n = 1
-    while os.path.lexists(name):
-        n += 1
-        name = f"{path}.{n}"
-    return name
 
 
 def left_out(damaged: list[int]) -> str:
@@ -198,9 +160,7 @@ PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 def peak_flops(device: torch.device) -> float | None:
     """The device's dense peak in 16 bits, FLOP/s; None where it is not known: on CPUs and on other
     GPUs."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for gpu, peak in PEAK.items() if gpu in name), None)
 
 
@@ -209,9 +169,7 @@ def mfu(tflops: float, device: torch.device, precision: str, fp8: bool = False) 
     fp8: where the device multiplies in FP8, its peak counts, twice that of 16 bits, though not all
     products are in FP8."""
     peak = peak_flops(device) if precision in ("bf16", "fp16") else None
-    if peak and fp8:
-        peak *= 2
-    return {"mfu": tflops * 1e12 / peak} if peak else {}
+    return {"mfu": tflops * 1e12 / (2 * peak if fp8 else peak)} if peak else {}
 
 
 def plot_loss(lines: list[dict], title: str, path: Path) -> None:
@@ -222,13 +180,13 @@ def plot_loss(lines: list[dict], title: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    steps = [line["step"] for line in lines]
-    losses = [line["loss"] for line in lines]
-    axes.plot(steps, losses, linewidth=0.8, color="tab:blue", label="training")
-    evaluated = [line for line in lines if "eval_loss" in line]
-    steps = [line["step"] for line in evaluated]
-    losses = [line["eval_loss"] for line in evaluated]
-    axes.plot(steps, losses, "o-", color="tab:orange", label="held out")
+    for name, style, color, label in (
+        ("loss", "-", "tab:blue", "training"),
+        ("eval_loss", "o-", "tab:orange", "held out"),
+    ):
+        steps = [line["step"] for line in lines if name in line]
+        losses = [line[name] for line in lines if name in line]
+        axes.plot(steps, losses, style, linewidth=0.8, color=color, label=label)
     axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -264,8 +222,7 @@ def progress(line: dict, steps: int, seconds_left: float, bytes_per_token: float
         parts.append(f"not finite{first}: skipped")
     if "expert_load" in line:
         parts.append(f"load up to {max(max(layer) for layer in line['expert_load']):.2f}")
-    text = "  ".join(parts)
-    return text + of_evaluation(line, bytes_per_token)
+    return "  ".join(parts) + of_evaluation(line, bytes_per_token)
 
 
 def of_evaluation(line: dict, bytes_per_token: float | None) -> str:
@@ -300,11 +257,9 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{seconds:02d}s"
 
 
-def main() -> int:
-    """Exit status: 0, or 2 with one message."""
+def main() -> None:
     if len(sys.argv) != 2:
-        print("usage: python -m run.metrics RUN, a folder with a metrics.jsonl", file=sys.stderr)
-        return 2
+        terminal.refuse("usage: python -m run.metrics RUN, a folder with a metrics.jsonl")
     out = Path(sys.argv[1])
     try:
         lines, damaged = read_metrics(out / "metrics.jsonl")
@@ -312,12 +267,10 @@ def main() -> int:
             raise MetricsError(f"{out}: has no metrics.jsonl with a step in it")
         plot_loss(lines, str(out), out / "loss.png")
     except (MetricsError, OSError, ValueError) as e:
-        print(f"metrics.py: {e}", file=sys.stderr)
-        return 2
+        terminal.refuse(f"metrics.py: {e}")
     if damaged:
-        print(f"metrics.jsonl: {left_out(damaged)}", file=sys.stderr)
+        terminal.say(f"metrics.jsonl: {left_out(damaged)}", error=True)
     print(out / "loss.png")
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 This is a lower bound: of the parameters only the matrices count, of the activations only the input
 of each layer and the logits. What it refuses could never have run; what it lets through may still
-not fit.
-
-Bytes for each parameter, in mixed precision and in fp32 (ZeRO, arXiv 1910.02054, section 3.1):
+not fit. A parameter's bytes are those of ZeRO's table (fsdp.bytes_per_parameter):
 
                     16 bits    fp32    sharded from ZeRO stage
     weight             2         4     3
@@ -16,7 +14,7 @@ With --optimizer-state bf16 the moments have 4 bytes, and a 16-bit weight's mast
 """
 
 import fsdp
-from model_config import least_parameters
+from model_config import least_parameters, mlp_matrices
 from routers import MoEConfig
 
 # bytes of a number; 2 in other precisions
@@ -25,8 +23,7 @@ SIZES = {"fp64": 8, "fp32": 4, "tf32": 4}
 
 def parameters(model: MoEConfig) -> tuple[int, int]:
     """How many numbers the matrices have: (those outside the experts, those of the experts)."""
-    mlp = (3 if model.gated else 2) * model.hidden_size * model.ffn_hidden_size
-    experts = len(model.expert_layers) * model.num_experts * mlp
+    experts = len(model.expert_layers) * model.num_experts * mlp_matrices(model)
     return least_parameters(model) - experts, experts
 
 
@@ -53,14 +50,11 @@ def parts_of(
     """The same of a pipeline rank that has so many numbers, all tp and ep ranks together."""
     weight = SIZES.get(precision, 2)
     gradient = max(weight, 4)
-    moments = 4 if optimizer_state == "bf16" else 2 * gradient
-    master = 0
-    if weight == 2:
-        master = 2 if optimizer_state == "bf16" else 4
-    state = master + moments
-    replicas = ranks["dp"] // ranks["ep"]
-    each = fsdp.bytes_per_parameter(zero_stage, ranks["dp"], weight, gradient, state)
-    of_experts = fsdp.bytes_per_parameter(zero_stage, replicas, weight, gradient, state)
+    small = optimizer_state == "bf16"
+    master = (2 if small else 4) * (weight == 2)
+    sizes = weight, gradient, master + (4 if small else 2 * gradient)
+    each = fsdp.bytes_per_parameter(zero_stage, ranks["dp"], *sizes)
+    of_experts = fsdp.bytes_per_parameter(zero_stage, ranks["dp"] // ranks["ep"], *sizes)
     held = dense // ranks["tp"]
     held_experts = experts // ranks["ep"] // ranks["tp"]
     return tuple(held * x + held_experts * y for x, y in zip(each, of_experts))

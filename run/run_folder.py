@@ -21,6 +21,8 @@ import socket
 import time
 from pathlib import Path
 
+from base.errors import cause
+
 # Any of these in a folder: it holds a run.
 CONTENT = (
     "config.json",
@@ -49,32 +51,35 @@ class RunFolder:
         self.notice = ""
         try:
             self.open(resume, restarts, launcher)
-        except RunFolderError:
-            self.close()
-            raise
         except (OSError, ValueError) as e:
             self.close()
-            reason = getattr(e, "strerror", None) or e
-            raise RunFolderError(f"--out {out}: cannot be written ({reason})") from None
+            if isinstance(e, RunFolderError):
+                raise
+            raise RunFolderError(f"--out {out}: cannot be written ({cause(e)})") from None
 
     def open(self, resume: bool, restarts: int, launcher: str) -> None:
         """Check, lock and sign the folder; arguments and errors as in `__init__`."""
         if any(self.path.glob("model*.safetensors")) or (self.path / "index.json").exists():
-            self.refuse(
-                "holds a model, not a run; name another folder (--load starts from a model)"
-            )
+            self.refuse("holds a model, not a run; name another folder (--load starts from it)")
         self.path.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.path / ".launch", "a+", encoding="utf-8", errors="replace")
+        self.file = open(self.path / ".launch", "a+", encoding="utf-8")
         # A restarted rank may come before the killed one has released the lock.
         self.lock(patience=10 if restarts else 0)
-        self.file.seek(0)
-        last_launcher = self.file.read().split("\n")[0]
+        last_launcher, _ = self.signature()
         is_restart = restarts and last_launcher == launcher
         if self.holds_a_run() and not resume and not is_restart:
             self.refuse("holds another run; continue it with --resume, or name another folder")
         self.file.truncate(0)
-        self.file.write(f"{launcher}\n{describe_process()}\n")
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        process = f"process {os.getpid()} on {socket.gethostname()} trains into it since {since}"
+        self.file.write(f"{launcher}\n{process}\n")
         self.file.flush()
+
+    def signature(self) -> tuple[str, str]:
+        """Who has signed the folder: the launcher, and the process in words."""
+        self.file.seek(0)
+        lines = self.file.read().splitlines()
+        return (lines[0], lines[1]) if len(lines) > 1 else ("", "another process uses it")
 
     def holds_a_run(self) -> bool:
         """A run that ended before its first step has left its flags and an empty metrics.jsonl; the
@@ -93,9 +98,7 @@ class RunFolder:
                 return
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    self.file.seek(0)
-                    lines = self.file.read().split("\n")
-                    holder = lines[1] if len(lines) > 1 else "another process trains into it"
+                    _, holder = self.signature()
                     self.refuse(f"{holder}; wait for its end, stop it, or name another folder")
                 time.sleep(0.1)
             except OSError as e:
@@ -116,12 +119,6 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 self.file.close()
             self.file = None
-
-
-def describe_process() -> str:
-    """This process, its machine and the time, for the message to another run."""
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"process {os.getpid()} on {socket.gethostname()} trains into it since {since}"
 
 
 def launcher_name() -> str:

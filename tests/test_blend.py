@@ -93,13 +93,8 @@ def test_parse_weights(here):
         (["-1:a.jsonl", "1:b.jsonl"], "above 0"),
         (["nan:a.jsonl"], "above 0 and finite"),
         (["inf:a.jsonl"], "above 0 and finite"),
-        (["1e999:a.jsonl"], "finite"),
-        (["1e-999:a.jsonl"], "above 0"),
-        (["1:"], "names no path behind its weight"),
+        (["1:"], "and a path"),
         (["1:a.jsonl", "1:nowhere"], "--data nowhere: no such file or folder"),
-        (["1:a.jsonl", "2:a\0b"], "zero byte"),
-        (["1:\udce9"], "not UTF-8"),
-        (["1:" + "x" * 300], "File name too long"),
     ],
 )
 def test_bad_weights(here, names, words):
@@ -232,7 +227,6 @@ def test_too_short_names_the_corpus(here):
     "flags, words",
     [
         (["--data", ""], "--data ''"),
-        (["--data", "x" * 300], "File name too long"),
         (["--val-data", "nowhere"], "--val-data nowhere: no such file or folder"),
         (["--cache", "a.jsonl"], "--cache a.jsonl"),
         (["--data", "0.5:a.jsonl", "a.jsonl"], "--data a.jsonl: has no weight"),

@@ -120,13 +120,8 @@ def save_killed(rank, folder, call):
 
         return wrapped
 
-    for module, name in (
-        (os, "rename"),
-        (os, "fsync"),
-        (checkpoint.dcp, "save"),
-        (shutil, "rmtree"),
-        (json, "dumps"),
-    ):
+    calls = ((os, "rename"), (os, "fsync"), (checkpoint.dcp, "save"), (shutil, "rmtree"))
+    for module, name in (*calls, (json, "dumps")):
         setattr(module, name, killing(getattr(module, name)))
     checkpoint.save(Path(folder), 2, tensors(2), STATE, keep=1)
     return count
@@ -161,14 +156,12 @@ def save_without_room(rank, folder):
         return str(e)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_no_room(tmp_path, world):
+def test_no_room(tmp_path):
     """A file-size limit stands in for a full disk. Every rank gets the error; the earlier
     checkpoint is whole."""
-    messages = ranks.run(save_without_room, world, str(tmp_path))
-    assert all(
-        "cannot save" in m and "step-000002" in m and "File too large" in m for m in messages
-    ), messages
+    messages = ranks.run(save_without_room, 2, str(tmp_path))
+    for words in ("cannot save", "step-000002", "File too large"):
+        assert all(words in message for message in messages), messages
     assert list(checkpoint.steps(tmp_path)) == [1]
     loaded = empty()
     checkpoint.load(tmp_path / "step-000001", loaded)
@@ -206,46 +199,54 @@ def write_header(path, file):
     sign(path)
 
 
-def damage(path, how):
+def cut_short(path):
     file = next(path.glob("*.safetensors"))
-    index = path / "index.json"
-    half = index.read_text()[:-40]
-    changes = {
-        "truncated": lambda: os.truncate(file, file.stat().st_size - 1),
-        "missing": file.unlink,
-        "no index": index.unlink,
-        "no checksum": (path / "index.json.sha256").unlink,
-        "another file": lambda: shutil.copy(file, path / "more.safetensors"),
-        "half an index": lambda: index.write_text(half),
-        "half an index, signed": lambda: write_index(path, half),
-        "foreign index": lambda: write_index(path, '{"weight_map": {}}'),
-        "list": lambda: write_index(path, "[]"),
-        "header": lambda: write_header(path, file),
-    }
-    changes[how]()
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def replaced_by_a_file(path):
+    shutil.rmtree(path)
+    path.touch()
+
+
+def index_that_is_a_folder(path):
+    (path / "index.json").unlink()
+    (path / "index.json").mkdir()
+
+
+def more(path):
+    return shutil.copy(next(path.glob("*.safetensors")), path / "more.safetensors")
+
+
+def half(path):
+    return (path / "index.json").read_text()[:-40]
 
 
 @pytest.mark.parametrize(
-    "how, words",
+    "damage, words, passed_over",
     [
-        ("truncated", ["safetensors is", "bytes long", "damaged"]),
-        ("missing", ["is missing", "damaged"]),
-        ("no index", ["is not a checkpoint", "no index.json"]),
-        ("no checksum", ["damaged", "no index.json.sha256"]),
-        ("another file", ["more.safetensors is not in the checkpoint's index"]),
-        ("half an index", ["do not fit"]),
-        ("half an index, signed", ["index.json: not JSON"]),
-        ("foreign index", ["not the index of a checkpoint"]),
-        ("list", ["index.json: Expected `object`, got `array`"]),
-        ("header", ["cannot be loaded"]),
+        (cut_short, "safetensors is .* bytes long.*damaged", True),
+        (lambda path: next(path.glob("*.safetensors")).unlink(), "is missing.*damaged", True),
+        (lambda path: (path / "index.json").unlink(), "is not a checkpoint.*no index.json", True),
+        (lambda path: (path / "index.json.sha256").unlink(), "no index.json.sha256", True),
+        (more, "more.safetensors is not in the checkpoint's index", True),
+        (lambda path: (path / "index.json").write_text(half(path)), "do not fit", True),
+        (index_that_is_a_folder, "index.json cannot be read", True),
+        (replaced_by_a_file, "index.json cannot be read", True),
+        (lambda path: write_index(path, half(path)), "index.json: not JSON", True),
+        (lambda path: write_index(path, '{"weight_map": {}}'), "not the index of", False),
+        (lambda path: write_index(path, "[]"), "Expected `object`, got `array`", True),
+        (lambda path: write_header(path, next(path.glob("*.s*s"))), "cannot be loaded", False),
     ],
 )
-def test_damage_is_named(tmp_path, how, words):
+def test_damage_is_named(tmp_path, damage, words, passed_over):
+    """passed_over: a run goes back to the checkpoint before."""
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
-    damage(path, how)
-    with pytest.raises(CheckpointError) as e:
+    damage(path)
+    with pytest.raises(CheckpointError, match=words) as e:
         checkpoint.load(path, empty())
-    assert str(tmp_path) in str(e.value) and all(w in str(e.value) for w in words), str(e.value)
+    assert str(tmp_path) in str(e.value)
+    assert isinstance(e.value, checkpoint.Damaged) == passed_over
 
 
 def test_a_flipped_bit_in_each_file_is_found_and_named(tmp_path):
@@ -267,22 +268,6 @@ def test_a_flipped_bit_in_each_file_is_found_and_named(tmp_path):
                 checkpoint.load(path, empty())
         file.write_bytes(whole)
     checkpoint.verify(path)
-
-
-def test_100_truncations_and_corruptions_of_the_index(tmp_path):
-    path = checkpoint.save(tmp_path, 1, tensors(), STATE)
-    whole = (path / "index.json").read_bytes()
-    g = random.Random(0)
-    for i in range(100):
-        at = g.randrange(len(whole))
-        n = g.randrange(1, 5)
-        changed = whole[:at]
-        if i % 2 == 0:
-            flipped = bytes(b ^ g.randrange(1, 256) for b in whole[at : at + n])
-            changed = whole[:at] + flipped + whole[at + n :]
-        (path / "index.json").write_bytes(changed)
-        with pytest.raises(checkpoint.Damaged, match=r"index.json"):
-            checkpoint.load(path, empty())
 
 
 def locations(content):
@@ -335,35 +320,25 @@ def whole_model(tmp_path_factory):
     import sharding
 
     with torch.device("meta"):
-        model = gpt.GPT(
-            MoEConfig(num_layers=2, hidden_size=16, num_heads=2, seq_length=8, vocab_size=32)
-        )
+        model = gpt.GPT(MoEConfig(2, 16, 2, seq_length=8, vocab_size=32))
     sharding.init(model, 0, "cpu", torch.float32)
-    optimizer = {"updates": 3, "skipped": 0, "scaler": None}
     state = {
         "tokens": 96,
         "corpus": "c",
-        "optimizer": optimizer,
+        "optimizer": {"updates": 3, "skipped": 0, "scaler": None},
         "config": {"tokenizer": "bytes"},
         "model": dataclasses.asdict(model.config),
     }
-    return checkpoint.save(
-        tmp_path_factory.mktemp("whole"),
-        3,
-        {f"model.{n}": p.detach() for n, p in model.named_parameters()},
-        state,
-    )
+    weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    return checkpoint.save(tmp_path_factory.mktemp("whole"), 3, weights, state)
 
 
 @pytest.mark.parametrize(
     "field, value, words",
     [
         ("model.num_layers", 2.0, "num_layers 2.0: must be an integer"),
-        ("model.num_layers", True, "num_layers True: must be an integer"),
         ("model.norm_eps", "x", "norm_eps 'x': must be a number"),
-        ("model.norm_eps", 0, "norm_eps 0: must be from 1e-30 to 1"),
         ("model.norm_eps", float("nan"), "index.json: not JSON .*NaN"),
-        ("model.rotary_base", None, "rotary_base None: must be a number"),
         ("model.rotary_base", 0.5, "rotary_base 0.5: must be from 1"),
         ("model.llama", "no", "llama 'no': must be true or false"),
         ("model.colour", 1, "does not describe a model .*'colour'"),
@@ -375,13 +350,9 @@ def whole_model(tmp_path_factory):
             2**31 - 1,
             "vocab_size 2147483647.* parameters or more, and its tensors have",
         ),
-        ("model.hidden_size", 2**31 - 8, "hidden_size 2147483640"),
         ("model.num_experts", 65535, "num_experts 65535"),
-        ("model.ffn_hidden_size", 2**30, "ffn_hidden_size 1073741824"),
-        ("step", -1, r"Expected `int` >= 0 - at `\$.step`"),
         ("step", 10**30, r"Expected `int` <= .* - at `\$.step`"),
         ("tokens", "x", r"Expected `int \| null`, got `str`"),
-        ("optimizer.updates", 2.5, "updates`"),
         (
             "optimizer.scaler",
             {"scale": 0.5, "good_steps": 0, "tolerance": 1},
@@ -428,32 +399,11 @@ def test_more_than_memory_is_refused_before_it_is_taken(whole_model, monkeypatch
     assert status == 2 and "bytes, and cpu has 4,096 in all" in err and len(err.splitlines()) == 1
 
 
-def test_a_model_of_an_older_index(whole_model, tmp_path):
-    """A field that it does not have yet is what it was by default."""
-    path = shutil.copytree(whole_model, tmp_path / "c")
-
-    def remove_fields(index):
-        for name in ("z_loss", "num_experts", "capacity_factor"):
-            del index["model"][name]
-        del index["optimizer"]
-
-    change_index(path, remove_fields)
-    assert checkpoint.read_model(path)[0] == checkpoint.read_model(whole_model)[0]
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
-        (
-            lambda t: t.view(torch.int32),
-            (
-                r"model.a is I32 \[5, 3\] from \[0, 0\] on there, and float32 \[5, 3\] in the"
-                r" index"
-            ),
-        ),
-        (lambda t: t.double(), "model.a is F64"),
+        (lambda t: t.view(torch.int32), r"I32 \[5, 3\] from \[0, 0\] on there, and float32"),
         (lambda t: t.repeat(2, 1), r"model.a is F32 \[10, 3\]"),
-        (lambda t: t.flatten(), r"model.a is F32 \[15\]"),
         (None, "damaged, or not safetensors"),
     ],
 )
@@ -513,13 +463,12 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists()
 
 
-def test_command(tmp_path, capsys, monkeypatch):
+def test_command(tmp_path, capsys):
     path = checkpoint.save(tmp_path, 1, tensors(), STATE)
     for command, words in (("show", '"sha256"'), ("verify", "whole; 1 file,")):
         # a checkpoint; a folder of them
         for given in (path, tmp_path):
-            monkeypatch.setattr("sys.argv", ["checkpoint.py", command, str(given)])
-            checkpoint.main()
+            checkpoint.main([command, str(given)])
             assert words in capsys.readouterr().out
     next(path.glob("*.safetensors")).unlink()
     for argv, words in (
@@ -527,12 +476,9 @@ def test_command(tmp_path, capsys, monkeypatch):
         (["show", str(tmp_path / "none")], "no such folder"),
         (["repair", str(path)], "usage"),
     ):
-        monkeypatch.setattr("sys.argv", ["checkpoint.py", *argv])
         with pytest.raises(SystemExit) as e:
-            checkpoint.main()
-        assert e.value.code not in (0, None) and words in capsys.readouterr().err + str(
-            e.value.code
-        )
+            checkpoint.main(argv)
+        assert e.value.code == 2 and words in capsys.readouterr().err
 
 
 def save_in_the_background(rank, folder):
@@ -669,22 +615,9 @@ def test_fields_that_a_checkpoint_must_agree_with():
     model has them."""
     sizes = dict(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
     config = MoEConfig(**sizes)
-    fixed = {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "ffn_hidden_size": 64,
-        "seq_length": 1024,
-        "vocab_size": 32,
-        "llama": False,
-        "norm_eps": 1e-5,
-        "rotary_base": 10000.0,
-        "num_experts": 0,
-        "expert_every": 1,
-        "router": "sinkhorn",
-        "router_topk": 1,
-    }
+    fixed = dict(num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=2, ffn_hidden_size=64)
+    fixed |= dict(seq_length=1024, vocab_size=32, llama=False, norm_eps=1e-5, rotary_base=10000.0)
+    fixed |= dict(num_experts=0, expert_every=1, router="sinkhorn", router_topk=1)
     assert identifying_fields(config) == fixed
     llama = MoEConfig(**sizes, llama=True)
     # rotary positions have no table

@@ -59,16 +59,9 @@ def raiser(error):
 def test_documents_are_separated_and_complete(here):
     folder = prepare([str(write_jsonl(here / "a.jsonl"))], ByteTokenizer())
     ids = stream(folder)
-    texts = []
-    current = []
-    for i in ids:
-        if i == 256:
-            texts.append(bytes(current).decode())
-            current = []
-        else:
-            current.append(i)
-    assert not current
-    assert sorted(texts) == sorted(TEXTS)
+    # no text has a zero byte
+    *texts, rest = bytes(0 if i == 256 else i for i in ids).decode().split("\0")
+    assert sorted(texts) == sorted(TEXTS) and not rest
     index = json.loads((folder / "index.json").read_text())
     assert index["documents"] == 60
     assert index["tokens"] == len(ids)
@@ -248,34 +241,6 @@ def test_standard_library_is_there():
         assert "site-packages" not in file.parts
 
 
-def test_tokenizers_file(here):
-    tokenizers = pytest.importorskip("tokenizers")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    bpe.train_from_iterator(TEXTS, trainer)
-    bpe.save("bpe.json")
-    tokenizer = make_tokenizer("bpe.json")
-    # The file has no end-of-text token.
-    assert tokenizer.eot == bpe.get_vocab_size()
-    assert tokenizer.vocab_size == tokenizer.eot + 1
-    assert tokenizer.decode(tokenizer.encode(TEXTS[3])) == TEXTS[3]
-    folder = prepare([str(write_jsonl(here / "a.jsonl"))], tokenizer)
-    ids = stream(folder)
-    assert ids.count(tokenizer.eot) == 60
-    assert len(ids) < 0.6 * sum(len(text) for text in TEXTS)
-    bpe.add_special_tokens(["<|endoftext|>"])
-    bpe.save("bpe2.json")
-    other = make_tokenizer("bpe2.json")
-    assert other.eot == other.vocab_size - 1 == bpe.token_to_id("<|endoftext|>")
-    assert prepare([str(here / "a.jsonl")], other) != folder
-
-
 def test_byte_tokenizer_round_trip():
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode("naïve ∑ \n").tolist()
@@ -302,7 +267,6 @@ def test_byte_tokenizer_round_trip():
             ["utf8.jsonl, line 2", "not UTF-8", "0xe9"],
         ),
         ("deep.jsonl", b"[" * 200_000, ["deep.jsonl, line 1"]),
-        ("long.jsonl", b'{"text": ' + b"1" * 5000 + b"}", ["long.jsonl, line 1"]),
         ("list.jsonl", b'["a"]\n', ["list.jsonl, line 1", "got `array`"]),
         ("broken.txt.gz", b"not gzip", ["broken.txt.gz", "cannot be read"]),
         ("blank.jsonl", b'{"text": ""}\n', ["no text"]),
@@ -318,7 +282,7 @@ def test_bad_files(here, name, content, words):
 
 
 def test_files_that_are_not_utf8(here, capfd):
-    """Named with up to three others of their kind, with what helps; or left out."""
+    """Named, with what helps; or left out."""
     (here / "texts").mkdir()
     for name in "abcde":
         (here / f"texts/{name}.txt").write_bytes(b"caf\xe9 " * 9)
@@ -327,8 +291,8 @@ def test_files_that_are_not_utf8(here, capfd):
         (here / f"texts/{name}.png").write_bytes(b"\0")
     with pytest.raises(DataError) as e:
         prepare(["texts"], ByteTokenizer())
-    assert "; such files are a.txt, b.txt, c.txt, d.txt; iconv" in str(e.value), str(e.value)
-    assert "--skip-bad-examples leaves them out" in str(e.value)
+    assert "texts/a.txt: not UTF-8 text" in str(e.value), str(e.value)
+    assert "; iconv" in str(e.value) and "--skip-bad-examples leaves it out" in str(e.value)
     left_out = "4 of 10 files are empty or not text, and left out: w.png, x.png, y.png, .."
     assert left_out in capfd.readouterr().err
     folder = prepare(["texts"], ByteTokenizer(), skip_bad=True)
@@ -355,15 +319,6 @@ def test_bad_folders_lines_and_lengths(here, monkeypatch):
     (here / "short.txt").write_text("a few words")
     with pytest.raises(DataError, match=r"too short.*--seq-length of at most 1"):
         Corpus(prepare(["short.txt"], ByteTokenizer()), 64, 0, "held-out")
-
-
-@pytest.mark.parametrize("content", ["{}", "not json", None])
-def test_bad_tokenizer_files(here, content):
-    if content is not None:
-        Path("t.json").write_text(content)
-    message = r"--tokenizer t\.json: not bytes, gpt2, or a JSON file"
-    with pytest.raises(TokenizerError, match=message):
-        make_tokenizer("t.json")
 
 
 def test_gpt2_tokenizer_without_network(monkeypatch, tmp_path):
@@ -400,51 +355,28 @@ def mutate_bytes(g, content: bytes) -> bytes:
     return mutants[kind]
 
 
-NOT_AN_INDEX = [
-    b"null",
-    b"[]",
-    b"3",
-    b"{}",
-    b'"text"',
-    b"[" * 10_000,
-    b"NaN",
-    b"\xff",
-    b'{"key": "\\ud800"}',
-]
-
-
 def mutate_index(g, content: bytes) -> bytes:
     """A field of another type or value, a field less, another document, or other bytes."""
     index = json.loads(content)
-    kind = g.randrange(4)
     field = g.choice(sorted(index))
-    if kind == 0:
-        return mutate_bytes(g, content)
-    if kind == 1:
-        return g.choice(NOT_AN_INDEX)
-    if kind == 2:
-        del index[field]
-        return json.dumps(index).encode()
-    values = [None, True, -1, 0, 1, 2**63, 10**40, 1.5, "", "x", [], {}, [None]]
-    values += [index["tokens"] - 1, index["blocks"] * 2]
+    values = [None, True, -1, 0, 2**63, 10**40, 1.5, "x", [], {}, index["tokens"] - 1]
     value = g.choice([value for value in values if value != index[field]])
-    return json.dumps(index | {field: value}).encode()
+    less = {name: value for name, value in index.items() if name != field}
+    mutants = [
+        mutate_bytes(g, content),
+        g.choice([b"null", b"[]", b"{}", b"[" * 10_000, b"NaN", b"\xff", b'{"key": "\\ud800"}']),
+        json.dumps(less).encode(),
+        json.dumps(index | {field: value}).encode(),
+    ]
+    return g.choice(mutants)
 
 
 def mutate_tokens(g, content: bytes) -> bytes:
-    """Nearly the same ids, or in another type or shape; objects, as numpy pickles them; other
-    bytes."""
+    """Nearly the same ids; objects, as numpy pickles them; other bytes."""
     ids = np.load(io.BytesIO(content))
-    archive = io.BytesIO()
-    np.savez(archive, tokens=ids)
     mutants = [
         lambda: mutate_bytes(g, content),
-        lambda: npy(ids.astype(g.choice(["<u4", "<i8", "<f4", ">u2", "<i2"]))),
-        lambda: npy(ids[None]),
-        lambda: npy(ids[:0]),
-        lambda: npy(ids[0]),
         lambda: npy(ids.astype(object), allow_pickle=True),
-        archive.getvalue,
         lambda: npy(np.append(ids, ids[:1])),
         lambda: npy(np.where(ids == ids[9], 999, ids)),
     ]
@@ -574,23 +506,16 @@ def test_damaged_parts_of_a_killed_run_are_done_again(here, monkeypatch):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("", ["--data ''", "empty name"]),
-        ("x" * 300, ["x" * 300, "File name too long"]),
-        ("a\0b", ["'a\\x00b'", "zero byte"]),
-        ("caf\udce9", ["'caf\\udce9'", "not UTF-8"]),
-        ("pipe", ["--data pipe", "neither a file nor a folder"]),
-        ("two\nlines", ["'two\\nlines'", "no such file"]),
-        ("folder/x" * 40, ["no such file"]),
+        ("", "--data ''"),
+        ("x" * 300, "File name too long"),
+        ("a\0b", "no such file"),
+        ("pipe", "--data pipe: neither a file nor a folder"),
     ],
 )
 def test_unusable_names(here, name, words):
     os.mkfifo("pipe")
-    (here / "some.txt").write_text("text")
-    with pytest.raises(DataError) as e:
+    with pytest.raises(DataError, match=words):
         prepare([name], ByteTokenizer())
-    message = str(e.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
 
 
 def deny(monkeypatch, module, name, target):
@@ -605,9 +530,7 @@ def deny(monkeypatch, module, name, target):
     monkeypatch.setattr(module, name, denying, raising=False)
 
 
-@pytest.mark.parametrize(
-    "what, target", [("scandir", "texts"), ("scandir", "deep"), ("open", "a.txt")]
-)
+@pytest.mark.parametrize("what, target", [("scandir", "deep"), ("open", "a.txt")])
 def test_without_permission(here, monkeypatch, what, target):
     (here / "texts" / "deep").mkdir(parents=True)
     (here / "texts" / "a.txt").write_text("some text")
@@ -616,46 +539,23 @@ def test_without_permission(here, monkeypatch, what, target):
     deny(monkeypatch, module, what, target)
     with pytest.raises(DataError) as e:
         prepare(["texts"], ByteTokenizer())
-    path = {"texts": "texts", "deep": "texts/deep", "a.txt": "texts/a.txt"}[target]
-    expected = f"--data {path}: cannot be read (Permission denied); mend this, or leave it out"
-    assert str(e.value) == expected
-
-
-@pytest.mark.parametrize("last_call", ["find_files", "file_hash", "split_parts"])
-def test_a_file_that_vanishes(here, monkeypatch, last_call):
-    path = write_jsonl(here / "a.jsonl")
-    call = getattr(data, last_call)
-
-    def and_then(*args):
-        result = call(*args)
-        path.unlink(missing_ok=True)
-        return result
-
-    monkeypatch.setattr(data, last_call, and_then)
-    with pytest.raises(DataError) as e:
-        prepare(["a.jsonl"], ByteTokenizer())
-    expected = "--data a.jsonl: cannot be read (No such file or directory)"
-    assert str(e.value) == f"{expected}; mend this, or leave it out"
+    words = "cannot be read (Permission denied); mend this, or leave it out"
+    assert str(e.value) == f"--data texts/{target}: {words}"
 
 
 @pytest.mark.parametrize(
     "cache, words",
     [
-        ("", ["--cache ''", "empty name"]),
-        ("a.jsonl", ["--cache a.jsonl", "exists"]),
-        ("a.jsonl/cache", ["--cache a.jsonl/cache", "Not a directory"]),
-        ("x" * 300, ["File name too long"]),
-        ("a\0b", ["zero byte"]),
-        ("caf\udce9", ["not UTF-8"]),
+        ("a.jsonl", "--cache a.jsonl: .*exists"),
+        ("a.jsonl/cache", "--cache a.jsonl/cache: .*Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("a\0b", "null byte"),
     ],
 )
 def test_unusable_caches(here, cache, words):
     path = str(write_jsonl(here / "a.jsonl"))
-    with pytest.raises(DataError) as e:
+    with pytest.raises(DataError, match=words):
         prepare([path], ByteTokenizer(), cache)
-    message = str(e.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
 
 
 def test_a_cache_without_room_or_permission(here, monkeypatch):

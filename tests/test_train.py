@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from safetensors import safe_open
 
 import checkpoint
 import data
-import generate
 import train
 from corpus.tokenizer import ByteTokenizer
 from inference import cli
@@ -121,17 +119,8 @@ def test_two_ranks_end_to_end(here, text):
     metrics = lines("run")
     assert [x["step"] for x in metrics] == list(range(1, 13))
     assert metrics[-1]["tokens"] == 12 * 4 * 32
-    assert {
-        "step",
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "step_seconds",
-        "tokens_per_second",
-        "tflops_per_device",
-        "peak_memory_bytes",
-    } <= metrics[0].keys()
+    names = "step loss grad_norm lr tokens step_seconds tokens_per_second tflops_per_device"
+    assert {*names.split(), "peak_memory_bytes"} <= metrics[0].keys()
     assert [x["step"] for x in metrics if "eval_loss" in x] == [5, 10, 12]
     assert metrics[-1]["eval_loss"] < metrics[0]["loss"]
     assert "nats per byte" in done.stdout and done.stdout.count("step ") >= 12
@@ -142,32 +131,6 @@ def test_two_ranks_end_to_end(here, text):
     assert [x["loss"] for x in exact("one")] == pytest.approx(
         [x["loss"] for x in metrics], rel=1e-5
     )
-
-
-@pytest.mark.repetition
-def test_tensor_parallel_end_to_end(here, text):
-    """Two tensor- and sequence-parallel ranks give the curve of one; what they leave behind goes on
-    under one rank."""
-    flags = small_run.as_flags(
-        eval_every=4, dropout=0.1, steps=8, recompute="full", recompute_layers=1
-    )
-    layout = ("--tp", "2", "--sequence-parallel")
-    done = processes.run(argv(text, "--out", "two", *flags, *layout), world=2)
-    assert done.returncode == 0, done.stderr
-    assert "tp 2, sequence-parallel True, recompute full, recompute-layers 1" in done.stdout
-    assert len(Path("two/sample.txt").read_text()) > 4
-    assert in_process(text, "--out", "one", *flags) == 0
-    for key in ("loss", "grad_norm", "eval_loss"):
-        one = [x[key] for x in lines("one") if key in x]
-        two = [x[key] for x in lines("two") if key in x]
-        assert two == pytest.approx(one, rel=1e-5)
-    assert [x["tokens"] for x in lines("two")] == [x["tokens"] for x in lines("one")]
-    # another layout is given whole
-    assert in_process(text, "--out", "two", *flags, "--steps", "10", "--resume", "--tp", "1") == 0
-    assert [x["step"] for x in lines("two")] == list(range(1, 11))
-    assert lines("two")[-1]["loss"] < lines("two")[0]["loss"]
-    model, index = cli.load_model("two")
-    assert index["step"] == 10 and len(generate.generate(model, [[1, 2]], 5)[0]) == 5
 
 
 def test_resume_is_bit_for_bit(here, text, capfd):
@@ -315,37 +278,6 @@ def test_the_search_for_the_first_loss_scale_is_no_divergence(here, text):
     assert list(checkpoint.steps("run/checkpoints")) == list(range(skipped + 1, 9))
 
 
-def kill_and_resume(text, folder, delays, flags, world=1):
-    """Start, SIGKILL the launcher and its ranks after each delay past the first step, and let the
-    last run end."""
-    for delay in [*delays, None]:
-        p = subprocess.Popen(
-            command(text, "--out", folder, "--resume", *flags, world=world),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        if delay is None:
-            output = p.communicate(timeout=120)[0]
-            assert p.returncode == 0, output
-        else:
-            for line in p.stdout:
-                if line.startswith("step "):
-                    break
-            time.sleep(delay)
-            os.killpg(p.pid, signal.SIGKILL)
-            p.communicate()
-
-
-@pytest.mark.repetition
-def test_killed_at_random_moments(here, text):
-    flags = ("--save-every", "1", "--keep", "2", "--dropout", "0.1", "--steps", "40")
-    assert in_process(text, "--out", "whole", *flags) == 0
-    kill_and_resume(text, "killed", [0.05, 0.23], flags)
-    assert exact("killed") == exact("whole") and same_weights("killed", "whole")
-
-
 @pytest.mark.parametrize(
     "number, world",
     # test_terminal.py has Ctrl-C at every moment of a run
@@ -370,35 +302,18 @@ def test_signal_saves_and_stops(here, text, number, world):
         (["--num-kv-heads", "3"], ["--num-kv-heads 3", "--num-heads 4"]),
         (["--micro-batch-size", "3"], ["--micro-batch-size 3", "[1, 2, 4] would fit"]),
         (["--steps", "0"], ["--steps 0", "at least 1"]),
-        (["--lr", "inf"], ["--lr inf"]),
         (["--seed", str(10**20)], ["--seed 1"]),
         (["--hidden-size", str(10**12)], ["--hidden-size 1000000000000", "below 2^31"]),
-        (["--global-batch-size", str(10**13)], ["below 2^31"]),
         (["--lr", "nan"], ["--lr nan"]),
-        (["--seed", "-1"], ["--seed -1"]),
         (["--dropout", "1.5"], ["--dropout 1.5"]),
         (["--dropout", "0.1", "--attention", "fused"], ["--dropout 0.1", "--attention"]),
         (["--data", "missing.txt"], ["--data missing.txt", "no such file"]),
         (["--seq-length", "100000"], ["too short", "--seq-length"]),
-        (
-            ["--vocab-size", "100"],
-            ["--tokenizer bytes", "--vocab-size 100", "--vocab-size 257 would fit"],
-        ),
+        (["--vocab-size", "100"], ["--tokenizer bytes", "--vocab-size 257 would fit"]),
         (["--tp", "2"], ["--tp 2: this is one rank alone", "torchrun --nproc-per-node 2"]),
-        (["--tp", "0"], ["--tp 0"]),
         (["--sequence-parallel"], ["--sequence-parallel", "--tp 2"]),
-        (
-            ["--recompute", "full", "--recompute-layers", "3"],
-            ["--recompute-layers 3", "--num-layers 2"],
-        ),
-        (
-            ["--recompute-layers", "1"],
-            ["--recompute-layers 1: needs --recompute selective or full"],
-        ),
-        (
-            ["--precision", "fp16", "--optimizer-state", "bf16"],
-            ["--optimizer-state bf16", "--precision bf16 would fit"],
-        ),
+        (["--recompute-layers", "1"], ["needs --recompute selective or full"]),
+        (["--precision", "fp16", "--optimizer-state", "bf16"], ["--precision bf16 would fit"]),
         (["--timeout", "0"], ["--timeout 0"]),
         (["--load", "nowhere"], ["nowhere: no such folder"]),
         (["--tokenizer", "nope.json"], ["--tokenizer nope.json"]),
@@ -429,75 +344,35 @@ def test_unknown_flags(here, text, more, capfd):
     assert e.value.code == 2 and more[0] in capfd.readouterr().err
 
 
-def test_batch_that_the_ranks_do_not_divide():
-    config = Config(global_batch_size=10)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            "--global-batch-size 10: must be divisible by the 4 data-parallel ranks; 8 or 12"
-            " would fit"
-        ),
-    ):
-        rules.validate(config, 4)
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
         (dict(tp=3), "--tp 3: must divide the 8 ranks; [1, 2, 4] would fit"),
-        (dict(tp=16), "--tp 16: must divide the 8 ranks"),
-        (
-            dict(tp=8, num_heads=4),
-            "--tp 8: must divide --num-heads 4; [1, 2, 4] would fit",
-        ),
-        (
-            dict(tp=4, num_kv_heads=2),
-            "--tp 4: must divide --num-kv-heads 2; [1, 2] would fit",
-        ),
+        (dict(tp=8, num_heads=4), "--tp 8: must divide --num-heads 4; [1, 2, 4] would fit"),
+        (dict(tp=4, num_kv_heads=2), "--tp 4: must divide --num-kv-heads 2; [1, 2] would fit"),
         (dict(tp=8, ffn_hidden_size=684), "--tp 8: must divide --ffn-hidden-size 684"),
         (
             dict(tp=8, sequence_parallel=True, seq_length=100),
-            (
-                "--seq-length 100: must be divisible by --tp 8 under sequence parallelism; 96 or"
-                " 104 would fit"
-            ),
+            "--seq-length 100: must be divisible by --tp 8 under sequence parallelism; 96 or 104",
         ),
         (dict(pp=3), "--pp 3: must divide the 8 ranks over --tp 1; [1, 2, 4] would fit"),
-        (
-            dict(pp=8),
-            (
-                "--num-layers 4: must be divisible by --pp 8 times --virtual-stages 1, unless"
-                " --layer-split is given; 8 would fit"
-            ),
-        ),
+        (dict(pp=8), "--num-layers 4: must be divisible by --pp 8 times --virtual-stages 1"),
         (
             dict(pp=2, layer_split=[1, 2]),
-            (
-                "--layer-split [1, 2]: must be 2 numbers (--pp 2 times --virtual-stages 1), none"
-                " below 0, that add up to --num-layers 4; these are 2 that add up to 3"
-            ),
+            "--layer-split [1, 2]: must be 2 numbers (--pp 2 times --virtual-stages 1), none"
+            " below 0, that add up to --num-layers 4; these are 2 that add up to 3",
         ),
         (dict(layer_split=[4]), "--layer-split 4: needs --pp 2 or more"),
         (dict(virtual_stages=3), "--virtual-stages 3: only --schedule interleaved"),
-        (
-            dict(pp=2, virtual_stages=2, schedule="1f1b"),
-            "--virtual-stages 2: only --schedule interleaved",
-        ),
-        (dict(virtual_stages=2, num_layers=2), "--virtual-stages 2"),
         (dict(schedule="gpipe"), "--schedule gpipe: needs --pp 2 or more"),
         (
             dict(pp=4, schedule="interleaved", global_batch_size=12),
-            (
-                "--global-batch-size 12: makes 6 micro-batches for each pipeline, and interleaved"
-                " needs a multiple of --pp 4; 8 or 16 would fit"
-            ),
+            "--global-batch-size 12: makes 6 micro-batches for each pipeline, and interleaved"
+            " needs a multiple of --pp 4; 8 or 16 would fit",
         ),
         (
             dict(tp=4, global_batch_size=3),
-            (
-                "--global-batch-size 3: must be divisible by the 2 data-parallel ranks; 2 or 4"
-                " would fit"
-            ),
+            "--global-batch-size 3: must be divisible by the 2 data-parallel ranks; 2 or 4 would",
         ),
     ],
 )
@@ -505,13 +380,6 @@ def test_layouts_that_cannot_be(flags, words):
     with pytest.raises(ConfigError) as e:
         rules.validate(Config(**flags), 8)
     assert words in str(e.value)
-
-
-def test_one_message_from_one_rank(here, text):
-    done = processes.run(argv(text, "--out", "run", "--tokenizer", "none.json"), world=2)
-    assert done.returncode == 2
-    assert done.stderr.count("train.py: ") == 1
-    assert "none.json" in done.stderr
 
 
 def test_output_of_another_run(here, text, capfd):
@@ -555,27 +423,6 @@ def test_a_damaged_checkpoint_is_passed_over(here, text, capfd):
     assert weights("run")[0] == whole[0]
     assert all(torch.equal(t, whole[1][n]) for n, t in weights("run")[1].items())
     checkpoint.verify(found[9])
-
-
-@pytest.mark.parametrize("how", ["empty", "a file", "an index that is a folder"])
-def test_other_damage_is_passed_over_too(here, text, capfd, how):
-    flags = ("--save-every", "6")
-    assert in_process(text, "--out", "run", *flags) == 0
-    newest = checkpoint.steps("run/checkpoints")[12]
-    for file in newest.iterdir():
-        file.unlink()
-    if how == "a file":
-        newest.rmdir()
-        newest.touch()
-    elif how != "empty":
-        (newest / "index.json").mkdir()
-    capfd.readouterr()
-    assert in_process(text, "--out", "run", *flags, "--resume") == 0
-    out = capfd.readouterr().out
-    assert "step-000012" in out
-    assert "going back to the one before" in out
-    assert "resuming after step 6" in out
-    checkpoint.verify(newest)
 
 
 def test_a_restart_goes_on_with_its_own_run_alone(here, text, capfd, monkeypatch):
@@ -822,16 +669,8 @@ def test_mfu_is_against_the_dense_peak_of_a_known_gpu(monkeypatch):
         == metrics.mfu(1.0, torch.device("cpu"), "bf16")
         == {}
     )
-    line = {
-        "step": 1,
-        "loss": 2.0,
-        "grad_norm": 1.0,
-        "lr": 1e-3,
-        "tokens_per_second": 1.0,
-        "tflops_per_device": 1.0,
-        "peak_memory_bytes": 1,
-        "mfu": 0.5,
-    }
+    numbers = "loss grad_norm lr tokens_per_second tflops_per_device peak_memory_bytes".split()
+    line = dict.fromkeys(numbers, 1.0) | {"step": 1, "mfu": 0.5}
     assert "MFU 50.0%" in metrics.progress(line, 1, 0.0, 1.0)
 
 
@@ -879,15 +718,7 @@ def test_a_run_whose_base_is_gone_goes_on(here, text, capfd):
 
 
 @pytest.mark.parametrize(
-    "name, text_",
-    [
-        ("RANK", ""),
-        ("RANK", "-1"),
-        ("WORLD_SIZE", "0"),
-        ("WORLD_SIZE", "two"),
-        ("RANK", "1"),
-        ("WORLD_SIZE", "2"),
-    ],
+    "name, text_", [("RANK", ""), ("RANK", "-1"), ("RANK", "1"), ("WORLD_SIZE", "2")]
 )
 def test_an_environment_that_names_no_rank(name, text_, monkeypatch, capfd):
     monkeypatch.setenv(name, text_)
