@@ -199,6 +199,27 @@ def describe(what: str, line: str) -> str:
     return f"waits in {what}{line}"
 
 
+# --- an answer's functions, and their arguments ---------------------------------------------------
+
+
+def function(answer, name: str):
+    """The function of that name."""
+    if not callable(getattr(answer, name, None)):
+        raise AnswerError(
+            f"the file has no function `{name}`. Keep the name that the exercise gives."
+        )
+    return getattr(answer, name)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """float64, equal on all ranks."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
 # --- comparisons ----------------------------------------------------------------------------------
 
 

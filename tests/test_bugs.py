@@ -53,7 +53,7 @@ def test_flags_that_would_do_nothing(argv, capsys):
     with pytest.raises(SystemExit) as left:
         bugs.main(argv)
     assert left.value.code == 2
-    assert "bugs.py: error: " in capsys.readouterr().err
+    assert "exercises.bugs: error: " in capsys.readouterr().err
 
 
 def test_unknown_name(capsys):
