@@ -10,16 +10,21 @@ gradients. The steps that are the same in every file stand here:
     model(tokens, targets).mean().backward()
     gradients = demo.gathered_gradients(model)                # whole, on every rank
 
-Collectives are counted by `proof.ranks.Collectives`, and written out by `format_calls`.
+Collectives are counted by `layer_calls`, and written out by `format_calls`.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
 import sharding
+from lessons import form
 from model_config import GPTConfig
+from proof import ranks
 
 
 def tiny_config(config_class: type = GPTConfig, **changes) -> GPTConfig:
@@ -73,9 +78,44 @@ def largest_difference(reference: dict[str, Tensor], gradients: dict[str, Tensor
     differences = []
     for name, expected in reference.items():
         if not name.endswith("key.bias"):
-            difference = (expected - gradients[name]).abs().max() / expected.abs().max()
-            differences.append(difference.item())
+            differences.append(difference(expected, gradients[name]))
     return max(differences)
+
+
+def difference(expected: Tensor, found: Tensor) -> float:
+    """max|a - b| / max|a|"""
+    return ((expected - found).abs().max() / expected.abs().max()).item()
+
+
+def relative_error(exact: Tensor, rounded: Tensor) -> float:
+    """‖b - a‖ / ‖a‖"""
+    return ((rounded - exact).norm() / exact.norm()).item()
+
+
+def check_step(lesson: form.Lesson, one: dict, several: dict, what: str = "on two") -> None:
+    """The loss and the gradients of a step on one rank and on several: {"loss", "gradients"}."""
+    lesson.check(
+        f"loss {one['loss']:.12f} on one rank, {several['loss']:.12f} {what}",
+        abs(one["loss"] - several["loss"]) < 1e-10,
+    )
+    worst = largest_difference(one["gradients"], several["gradients"])
+    lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
+
+
+def layer_calls(layer: nn.Module, *args) -> dict[str, list[tuple[str, int]]]:
+    """The collectives of a layer, (kind, bytes) each: {"forward": [..], "backward": [..]}."""
+    with ranks.Collectives() as forward:
+        y = layer(*args)
+    with ranks.Collectives() as backward:
+        y.sum().backward()
+    return {"forward": forward.calls, "backward": backward.calls}
+
+
+def flops(function: Callable[[], object]) -> int:
+    """Of the matrix multiplications in a call."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
 
 
 def format_calls(calls: list[tuple[str, int]]) -> str:

@@ -3,7 +3,6 @@
 python -m inference.evaluate
 """
 
-from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -40,8 +39,19 @@ def cut_on_the_right(rows, seq_length, pad=evaluate.pad):
 
 
 WITHOUT = {
-    "spaces": lambda: mock.patch.object(evaluate, "encode_pair", spaces_stay),
-    "left": lambda: mock.patch.object(evaluate, "pad", cut_on_the_right),
+    "spaces": form.Removal(
+        lambda: mock.patch.object(evaluate, "encode_pair", spaces_stay),
+        "Spaces stay in the context. What is scored then?",
+        'Nothing: "3 = 5" has no more tokens than "3 = ", for its last one is " 5". Where a'
+        " vocabulary splits both, the model reads a space alone, which it has never seen there.",
+    ),
+    "left": form.Removal(
+        lambda: mock.patch.object(evaluate, "pad", cut_on_the_right),
+        "Texts are cut on the right. Which scores change?",
+        "Those of texts beyond the context: the end of the text, which is to be scored, is what is"
+        " cut off, and other tokens are scored. Nothing looks wrong: they are log-probabilities"
+        " too.",
+    ),
 }
 
 
@@ -73,25 +83,12 @@ def token_log_probs(model, ids: list[int]) -> list[float]:
 
 def teach(lesson: form.Lesson) -> None:
     evaluator = make_evaluator(Groups())
-    with (lesson.mutate or nullcontext)():
+    with lesson.removed():
         one_request(lesson, evaluator)
         long_texts(lesson, evaluator)
         spaces(lesson)
         batches(lesson, evaluator)
         two_ranks(lesson, evaluator)
-    lesson.break_it(
-        "left",
-        "Texts are cut on the right. Which scores change?",
-        "Those of texts beyond the context: the end of the text, which is to be scored, is what"
-        " is cut off, and other tokens are scored. Nothing looks wrong: they are log-probabilities"
-        " too.",
-    )
-    lesson.break_it(
-        "spaces",
-        "Spaces stay in the context. What is scored then?",
-        'Nothing: "3 = 5" has no more tokens than "3 = ", for its last one is " 5". Where a'
-        " vocabulary splits both, the model reads a space alone, which it has never seen there.",
-    )
 
 
 def one_request(lesson: form.Lesson, evaluator: Evaluator) -> None:

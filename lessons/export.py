@@ -5,7 +5,6 @@ python -m exchange.export
 
 import importlib.util
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -42,8 +41,20 @@ def no_padding():
     return mock.patch.object(export.Session, "begin", begin)
 
 
-# each returns a context in which the mechanism is missing
-WITHOUT = {"sizes": no_sizes, "padding": no_padding}
+WITHOUT = {
+    "sizes": form.Removal(
+        no_sizes,
+        "Nobody says which sizes change. What is in the graph?",
+        "The sizes of the tensors that it was traced with: 2 sequences, 3 tokens after 4. It runs"
+        " with no others, so it has no prefill.",
+    ),
+    "padding": form.Removal(
+        no_padding,
+        "Padding stands at position 0. Which prompts get other tokens?",
+        "The shorter ones: position 0 is not after their own, so they see padding as a token. The"
+        " longest prompt has none, and a prompt by itself has none.",
+    ),
+}
 
 
 def make_model() -> torch.nn.Module:
@@ -62,7 +73,7 @@ def teach(lesson: form.Lesson) -> None:
         lesson.say("pip install onnx onnxscript onnxruntime: this lesson runs a graph")
         return
     model = make_model()
-    with tempfile.TemporaryDirectory() as folder, (lesson.mutate or nullcontext)():
+    with tempfile.TemporaryDirectory() as folder, lesson.removed():
         export.trace(model, "bytes").save(Path(folder) / "model.onnx", external_data=True)
         session = export.Session(folder)
         sizes(lesson, session)
@@ -73,18 +84,6 @@ def teach(lesson: form.Lesson) -> None:
         # of onnxruntime, where sizes are constants
         except Exception as e:
             lesson.check(f"onnxruntime ends with {type(e).__name__}", False)
-    lesson.break_it(
-        "sizes",
-        "Nobody says which sizes change. What is in the graph?",
-        "The sizes of the tensors that it was traced with: 2 sequences, 3 tokens after 4. It runs"
-        " with no others, so it has no prefill.",
-    )
-    lesson.break_it(
-        "padding",
-        "Padding stands at position 0. Which prompts get other tokens?",
-        "The shorter ones: position 0 is not after their own, so they see padding as a token. The"
-        " longest prompt has none, and a prompt by itself has none.",
-    )
 
 
 def sizes(lesson: form.Lesson, session: export.Session) -> None:

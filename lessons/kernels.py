@@ -300,16 +300,16 @@ def no_fusion(cases: dict) -> None:
     cases["swiglu"] = args, own, own, with_gradient
 
 
-WITHOUT = {"fusion": no_fusion}
-
-# the answers to what break_it asks
-WHY = {
-    "fusion": (
+WITHOUT = {
+    "fusion": form.Removal(
+        no_fusion,
+        "swiglu is silu, then a product. Which tensor is new?",
         "silu(gate): one operation writes it, the next one reads it, 5 tensors in place of 3."
-        " Backward has its gradient as well, 9 in place of 5. The row of swiglu is then"
-        " PyTorch's own, ratio 1."
+        " Backward has its gradient as well, 9 in place of 5. The row of swiglu is then PyTorch's"
+        " own, ratio 1.",
     ),
 }
+
 
 SIZES = dict(b=2, s=256, h=512, ffn=1408, vocab_size=4096)
 
@@ -431,7 +431,6 @@ def teach(lesson: form.Lesson) -> None:
         f"PyTorch {written(several)}; (2 + 3) · 2 + 3 · 3 · 2",
         [round(n) for n in several] == [10, 18],
     )
-    lesson.break_it("fusion", "swiglu is silu, then a product. Which tensor is new?", WHY["fusion"])
     teach_table(lesson, cases)
     if not reason:
         teach_errors(lesson, cases)

@@ -3,7 +3,6 @@
 python -m tuning.packing
 """
 
-import contextlib
 import time
 from unittest import mock
 
@@ -32,18 +31,20 @@ def no_positions():
     )
 
 
-WITHOUT = {"mask": no_mask, "positions": no_positions}
-
-# the answers to what break_it asks
-WHY = {
-    "mask": (
+WITHOUT = {
+    "mask": form.Removal(
+        no_mask,
+        "Attention is causal only. Which positions change?",
         "All from there on: later documents attend to the changed one. They are trained with a"
-        " context that they do not have when the model is used. The loss falls all the same."
+        " context that they do not have when the model is used. The loss falls all the same.",
     ),
-    "positions": (
+    "positions": form.Removal(
+        no_positions,
+        "Positions do not restart in each document. Does it matter?",
         "Yes: the loss of a document then depends on its place in the row. This GPT has learned"
-        " positions, and they are trained for other places than a prompt has. With rotary positions"
-        " it would not matter: there attention depends only on the difference of two positions."
+        " positions, and they are trained for other places than a prompt has. With rotary"
+        " positions it would not matter: there attention depends only on the difference of two"
+        " positions.",
     ),
 }
 
@@ -156,7 +157,6 @@ def teach_apart(lesson: form.Lesson, packed: Packed) -> None:
         f"from {rows[0]} to {rows[-1]}, {len(rows)} positions: only in the changed document",
         rows == list(range(start, stop)),
     )
-    lesson.break_it("mask", "Attention is causal only. Which positions change?", WHY["mask"])
 
 
 def gradients(model: gpt.GPT, batch: Batch) -> tuple[float, dict]:
@@ -186,13 +186,10 @@ def teach_equal(lesson: form.Lesson, packed: Packed, padded: Padded) -> None:
         f" gradients differ by {worst:.0e} of the largest one",
         abs(total / alone - 1) < 1e-10 and worst < 1e-10,
     )
-    lesson.break_it(
-        "positions", "Positions do not restart in each document. Does it matter?", WHY["positions"]
-    )
 
 
 def teach(lesson: form.Lesson) -> None:
-    with lesson.mutate() if lesson.mutate else contextlib.nullcontext():
+    with lesson.removed():
         packed, padded = teach_fill(lesson)
         teach_apart(lesson, packed)
         teach_equal(lesson, packed, padded)

@@ -48,18 +48,17 @@ class Settings:
 
 
 WITHOUT = {
-    "frozen": Settings(frozen=False),
-    "training": Settings(steps=1),
-}
-# name -> why checks fail without it
-WHY = {
-    "frozen": (
-        "The second task changed the layers that the first table was learned for. The table is"
-        " the same, the model is not: it gives the last letter with both tables."
+    "frozen": form.Removal(
+        Settings(frozen=False),
+        "Both tasks are learned. Why does the first one fail afterwards?",
+        "The second task changed the layers that the first table was learned for. The table is the"
+        " same, the model is not: it gives the last letter with both tables.",
     ),
-    "training": (
-        "The two losses and the answers. Counts of numbers, and that the model and the first"
-        " table stay as they are, hold also where nothing is learned."
+    "training": form.Removal(
+        Settings(steps=1),
+        "The tables stay as they began. Which checks see it?",
+        "The two losses and the answers. Counts of numbers, and that the model and the first table"
+        " stay as they are, hold also where nothing is learned.",
     ),
 }
 
@@ -208,15 +207,6 @@ def check_answers(lesson: form.Lesson, answers: dict[tuple[str, str], str]) -> N
     lesson.check(", ".join(words), all(right))
 
 
-def break_each(lesson: form.Lesson) -> None:
-    lesson.break_it(
-        "frozen", "Both tasks are learned. Why does the first one fail afterwards?", WHY["frozen"]
-    )
-    lesson.break_it(
-        "training", "The tables stay as they began. Which checks see it?", WHY["training"]
-    )
-
-
 def teach(lesson: form.Lesson, seed: int = 0) -> None:
     settings = lesson.mutate or Settings()
     model, read = learn_to_read(seed)
@@ -261,4 +251,3 @@ def teach(lesson: form.Lesson, seed: int = 0) -> None:
             learned.loss < LEARNED,
         )
     check_answers(lesson, ask(model, tables))
-    break_each(lesson)

@@ -3,7 +3,6 @@
 python -m inference.quantization
 """
 
-from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -33,18 +32,18 @@ def around_zero(groups: Tensor) -> tuple[Tensor, Tensor]:
     return largest / 7.5, largest / 15
 
 
-# each returns a context in which the mechanism is missing
-WITHOUT = {"rows": no_rows, "zero-point": no_zero_point}
-
-# the answers to what break_it asks
-WHY = {
-    "rows": (
-        "An outlier of 1 in one row gives every row the step 1 / 127.5. The other rows have numbers"
-        " of 0.02: they keep 3 of their 8 bits."
+WITHOUT = {
+    "rows": form.Removal(
+        no_rows,
+        "One row has an outlier. What happens to the others?",
+        "An outlier of 1 in one row gives every row the step 1 / 127.5. The other rows have"
+        " numbers of 0.02: they keep 3 of their 8 bits.",
     ),
-    "zero-point": (
+    "zero-point": form.Removal(
+        no_zero_point,
+        "Which groups become worse, and how much?",
         "Groups whose numbers lie on one side of 0. Most of the 16 numbers then stand for values"
-        " that do not occur: from 0.9 to 1.1, one step of 1.1 / 7.5 instead of 15 of 0.2 / 15."
+        " that do not occur: from 0.9 to 1.1, one step of 1.1 / 7.5 instead of 15 of 0.2 / 15.",
     ),
 }
 
@@ -59,14 +58,12 @@ def relative_error(matrix: Int8Matrix | Int4Matrix, w: Tensor) -> float:
 
 
 def teach(lesson: form.Lesson) -> None:
-    with (lesson.mutate or nullcontext)():
+    with lesson.removed():
         by_hand(lesson)
         one_sided(lesson)
         outlier(lesson)
         size(lesson)
         model(lesson)
-    lesson.break_it("rows", "One row has an outlier. What happens to the others?", WHY["rows"])
-    lesson.break_it("zero-point", "Which groups become worse, and how much?", WHY["zero-point"])
 
 
 def by_hand(lesson: form.Lesson) -> None:

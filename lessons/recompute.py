@@ -24,17 +24,19 @@ def no_recomputation() -> None:
     recompute.checkpoint = lambda function, *args: function(*args)
 
 
-WITHOUT = {"same-masks": bugs.new_masks_in_recomputation, "recomputation": no_recomputation}
-# name -> why checks fail without it
-WHY = {
-    "recomputation": (
-        "No. Recomputation gives the same numbers again, so gradients are equal with it and"
-        " without it. Only bytes and FLOPs show it."
+WITHOUT = {
+    "same-masks": form.Removal(
+        bugs.new_masks_in_recomputation,
+        "Dropout draws new masks. Is the loss wrong? Why not?",
+        "The loss comes from the first run. Backward then uses a second run with other masks: of"
+        " the whole layer with full; of attention's scores with selective, so that only q, k, v"
+        " and the norm before them get wrong gradients.",
     ),
-    "same-masks": (
-        "The loss comes from the first run. Backward then uses a second run with other masks:"
-        " of the whole layer with full; of attention's scores with selective, so that only q, k,"
-        " v and the norm before them get wrong gradients."
+    "recomputation": form.Removal(
+        no_recomputation,
+        "Everything is kept. Can gradients show it?",
+        "No. Recomputation gives the same numbers again, so gradients are equal with it and"
+        " without it. Only bytes and FLOPs show it.",
     ),
 }
 
@@ -113,9 +115,6 @@ def teach(lesson: form.Lesson) -> None:
     )
 
     teach_flops(lesson, none[1], selective[1], full[1])
-    lesson.break_it(
-        "recomputation", "Everything is kept. Can gradients show it?", WHY["recomputation"]
-    )
 
     lesson.predict(
         f"Dropout runs twice. How many of the {len(none[2])} gradients differ in the last bit?"
@@ -127,7 +126,4 @@ def teach(lesson: form.Lesson) -> None:
     lesson.check(
         f"{counts}: masks are hashes of coordinates, so the same again",
         different == [0, 0],
-    )
-    lesson.break_it(
-        "same-masks", "Dropout draws new masks. Is the loss wrong? Why not?", WHY["same-masks"]
     )

@@ -3,7 +3,6 @@
 python routers.py
 """
 
-from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -34,18 +33,20 @@ def at_temperature_1(logits: Tensor, temperature=1.0, *rest, original=routers.ba
     return original(logits, 1.0, *rest, **options)
 
 
-# each returns a context in which the mechanism is missing
-WITHOUT = {"columns": no_columns, "cooling": no_cooling}
-# name -> why checks fail without it
-WHY = {
-    "columns": (
+WITHOUT = {
+    "columns": form.Removal(
+        no_columns,
+        "Every token has the same mass. Where does it all go?",
         "To the experts that most tokens like. Scaling a row does not change its order, so each"
-        " token goes where its raw logits send it, at any temperature."
+        " token goes where its raw logits send it, at any temperature.",
     ),
-    "cooling": (
-        "At temperature 1 the plan divides a token among experts, and it is these parts that"
-        " are even. But a token goes whole to its largest part. A lower temperature divides"
-        " fewer tokens."
+    "cooling": form.Removal(
+        no_cooling,
+        "Cooling takes the plan step by step from temperature 1 to a low one. Without it the mass"
+        " is even. Why is the load not?",
+        "At temperature 1 the plan divides a token among experts, and it is these parts that are"
+        " even. But a token goes whole to its largest part. A lower temperature divides fewer"
+        " tokens.",
     ),
 }
 
@@ -63,20 +64,11 @@ def loads(scores: Tensor) -> Tensor:
 
 
 def teach(lesson: form.Lesson) -> None:
-    with (lesson.mutate or nullcontext)():
+    with lesson.removed():
         plan_by_hand(lesson)
         temperature(lesson)
     capacity(lesson)
     losses(lesson)
-    lesson.break_it(
-        "columns", "Every token has the same mass. Where does it all go?", WHY["columns"]
-    )
-    lesson.break_it(
-        "cooling",
-        "Cooling takes the plan step by step from temperature 1 to a low one. Without it the mass"
-        " is even. Why is the load not?",
-        WHY["cooling"],
-    )
 
 
 def plan_by_hand(lesson: form.Lesson) -> None:

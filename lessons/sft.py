@@ -47,7 +47,21 @@ def without_mask(example: Example) -> Example:
     return Example(example.ids, [True] * len(example.ids))
 
 
-WITHOUT = {"end-of-turn": without_end_of_turn, "mask": without_mask}
+WITHOUT = {
+    "end-of-turn": form.Removal(
+        without_end_of_turn,
+        "The token that ends a turn is no target. What does the model say after the letter?",
+        "The model never learns what comes after the letter. The first letter is right and the"
+        " loss looks as good as before, but the answer goes on until the limit of tokens.",
+    ),
+    "mask": form.Removal(
+        without_mask,
+        "The loss is taken on all tokens. Which checks fail?",
+        "Only 2 of 23 targets belong to the answer. The others are fixed text, which is soon"
+        " learned, and the question's four random letters, which nobody can predict. So the loss"
+        " stays above 4 ln 8 / 23 = 0.36.",
+    ),
+}
 
 
 # --- conversations --------------------------------------------------------------------------------
@@ -209,16 +223,3 @@ def teach(lesson: form.Lesson) -> None:
     teach_targets(lesson)
     teach_weights(lesson)
     teach_learning(lesson)
-    lesson.break_it(
-        "end-of-turn",
-        "The token that ends a turn is no target. What does the model say after the letter?",
-        "The model never learns what comes after the letter. The first letter is right and the loss"
-        " looks as good as before, but the answer goes on until the limit of tokens.",
-    )
-    lesson.break_it(
-        "mask",
-        "The loss is taken on all tokens. Which checks fail?",
-        "Only 2 of 23 targets belong to the answer. The others are fixed text, which is soon"
-        " learned, and the question's four random letters, which nobody can predict. So the loss"
-        " stays above 4 ln 8 / 23 = 0.36.",
-    )

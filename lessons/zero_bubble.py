@@ -43,18 +43,19 @@ def finish_all_but_one(deferred: list) -> None:
     finish(deferred[:-1])
 
 
-# (before I, W)
-WITHOUT = {"list": (start_nothing, finish), "last-w": (start_deferring, finish_all_but_one)}
-# name -> why checks fail without it
-WHY = {
-    "list": (
+WITHOUT = {
+    "list": form.Removal(
+        (start_nothing, finish),
+        "Every gradient is right. What is lost?",
         "W is computed inside I, and nothing is kept for later. So the stage before waits for"
         " both, as in 1F1B, and nothing is left to fill idle time. The bubble holds here, for it"
-        " is simulated."
+        " is simulated.",
     ),
-    "last-w": (
-        "attention.query.weight: backward goes from the block's end to its start, and comes to"
-        " it last. The loss would still fall, for all the other parameters learn."
+    "last-w": form.Removal(
+        (start_deferring, finish_all_but_one),
+        "Which parameter has no gradient? Would the loss still fall?",
+        "attention.query.weight: backward goes from the block's end to its start, and comes to it"
+        " last. The loss would still fall, for all the other parameters learn.",
     ),
 }
 
@@ -173,7 +174,3 @@ def teach(lesson: form.Lesson) -> None:
 
     teach_gradients(lesson, gradients_of(plain, x), gradients_of(split, x_of_split))
     teach_bubble(lesson)
-    lesson.break_it("list", "Every gradient is right. What is lost?", WHY["list"])
-    lesson.break_it(
-        "last-w", "Which parameter has no gradient? Would the loss still fall?", WHY["last-w"]
-    )
