@@ -13,7 +13,9 @@ gradients. The steps that are the same in every file stand here:
 Collectives are counted by `layer_calls`, and written out by `format_calls`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
 import sharding
+from gradients import GradientAccumulator
 from lessons import form
 from model_config import GPTConfig
+from optimizer import AdamW
 from proof import ranks
 
 
@@ -100,6 +104,41 @@ def check_step(lesson: form.Lesson, one: dict, several: dict, what: str = "on tw
     )
     worst = largest_difference(one["gradients"], several["gradients"])
     lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
+
+
+def random_words(count: int, besides: Sequence[str]) -> list[str]:
+    """Four of the letters a to h each; none of `besides`."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(8, (count, 4), generator=generator).tolist()
+    words = ["".join("abcdefgh"[letter] for letter in row) for row in rows]
+    return [word for word in words if word not in besides]
+
+
+@dataclass
+class Learned:
+    # how many numbers learned
+    parameters: int
+    steps: int
+    # the mean of the last 10 steps
+    loss: float
+
+
+def learn(model: nn.Module, loss_of: Callable, most_steps: int, enough: float) -> Learned:
+    """Train what is not frozen, until the mean loss of 10 steps is below `enough` or `most_steps`
+    are over. loss_of(step): the loss of its batch. (There is one micro-batch and one rank, so there
+    is nothing to reduce.)"""
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = GradientAccumulator(model)
+    optimizer = AdamW(learned.items(), 0.0)
+    losses = []
+    while len(losses) < most_steps and (len(losses) < 10 or mean(losses[-10:]) >= enough):
+        gradients.zero()
+        loss = loss_of(len(losses))
+        loss.backward()
+        # A peak of 1e-2 makes logits so large that the loss depends on how a processor rounds.
+        optimizer.step(3e-3 * min(1, (len(losses) + 1) / 20))
+        losses.append(loss.item())
+    return Learned(sum(p.numel() for p in learned.values()), len(losses), mean(losses[-10:]))
 
 
 def layer_calls(layer: nn.Module, *args) -> dict[str, list[tuple[str, int]]]:

@@ -15,33 +15,29 @@ from inference.kv_cache import Cache
 from lessons import demo, form
 
 
-def no_positions():
-    """While decoding, every token is rotated as if it stood at position 0."""
-    return mock.patch.object(ModelRunner, "rotary_at", rotary_at_0)
-
-
 def rotary_at_0(self, cache: Cache, s: int, original=ModelRunner.rotary_at):
+    """While decoding, every token is rotated as if it stood at position 0."""
     if cache.positions is None:
         return original(self, cache, s)
     with mock.patch.object(cache, "positions", torch.zeros_like(cache.positions)):
         return original(self, cache, s)
 
 
-def no_mask():
+def no_mask(self, *_) -> None:
     """A shorter sequence attends to columns of the cache that it has not filled."""
-    return mock.patch.object(Cache, "update_mask", lambda self, *_: setattr(self, "mask", None))
+    self.mask = None
 
 
 WITHOUT = {
     "positions": form.Removal(
-        no_positions,
+        lambda: mock.patch.object(ModelRunner, "rotary_at", rotary_at_0),
         "Prefill is right. Which prompts get other tokens?",
         "Any of them: all new tokens stand at position 0, so attention sees wrong distances, and"
         " some draws give another token. Each prompt by itself decodes with the same wrong"
         " positions, so that check holds.",
     ),
     "mask": form.Removal(
-        no_mask,
+        lambda: mock.patch.object(Cache, "update_mask", no_mask),
         "Each prompt by itself is right. Why not all three together?",
         "The longest prompt has filled all columns; the shorter ones attend to columns that hold"
         " no token of theirs, and get other tokens. A prompt by itself has no such column.",

@@ -23,37 +23,29 @@ from routers import MoEConfig
 H, V = 64, 257
 
 
-def no_transpose():
-    """Square matrices go there and back as they are."""
-    return mock.patch.object(Location, "view", view_as_it_is)
-
-
 def view_as_it_is(self, theirs: Tensor, original=Location.view) -> Tensor:
+    """Square matrices go there and back as they are."""
     view = original(self, theirs)
     is_square = view.dim() == 2 and view.shape[0] == view.shape[1]
     return view.t() if is_square and self.transposed else view
 
 
-def no_order():
-    """Key and value change places, there and back."""
-    return mock.patch.object(Location, "view", view_of_another_third)
-
-
 def view_of_another_third(self, theirs: Tensor, original=Location.view) -> Tensor:
+    """Key and value change places, there and back."""
     third = {1: 2, 2: 1}.get(self.third, self.third)
     return original(self._replace(third=third), theirs)
 
 
 WITHOUT = {
     "transpose": form.Removal(
-        no_transpose,
+        lambda: mock.patch.object(Location, "view", view_as_it_is),
         "There and back, every bit is equal. Which check sees it?",
         "The one that looks into their file, and the one that asks transformers for logits."
         " Nothing is transposed on the way there, nor on the way back. A square matrix keeps its"
         " shape, so no size is wrong.",
     ),
     "order": form.Removal(
-        no_order,
+        lambda: mock.patch.object(Location, "view", view_of_another_third),
         "Key and value change places, both ways. Which check sees it?",
         "The one that looks for the columns of the key, and the one that asks transformers for"
         " logits. Both ways make the same mistake, so every tensor comes back. Key and value have"

@@ -3,11 +3,8 @@
 python recompute.py
 """
 
-from unittest import mock
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import dropout
 import recompute
@@ -52,19 +49,12 @@ def measure(granularity: str) -> tuple[int, int, list[Tensor]]:
     x = x.bfloat16().requires_grad_()
     key = dropout.dropout_key(0, 1, torch.arange(B))
     kept = recompute.saved_bytes(lambda: block(x, key), *block.parameters())
-    with FlopCounterMode(display=False) as counter:
-        block(x, key).sum().backward()
-    return kept, counter.get_total_flops(), [p.grad for p in block.parameters()]
+    flops = demo.flops(lambda: block(x, key).sum().backward())
+    return kept, flops, [p.grad for p in block.parameters()]
 
 
-def measure_all(mutate) -> dict:
-    # patched with themselves: what is removed comes back afterwards
-    masks = mock.patch.object(dropout, "dropout_mask", dropout.dropout_mask)
-    checkpoint = mock.patch.object(recompute, "checkpoint", recompute.checkpoint)
-    with masks, checkpoint:
-        if mutate:
-            mutate()
-        return {granularity: measure(granularity) for granularity in recompute.GRANULARITIES}
+def on_rank(rank: int) -> dict:
+    return {granularity: measure(granularity) for granularity in recompute.GRANULARITIES}
 
 
 def teach_flops(lesson: form.Lesson, none: int, selective: int, full: int) -> None:
@@ -97,7 +87,7 @@ def teach_flops(lesson: form.Lesson, none: int, selective: int, full: int) -> No
 
 
 def teach(lesson: form.Lesson) -> None:
-    results = measure_all(lesson.mutate)
+    results = lesson.on_ranks(1, on_rank)[0]
     none, selective, full = results.values()
     lesson.predict(
         f"One GPT layer in bf16: s {S}, b {B}, h {H}, a {A}, dropout 0.1. How many bytes does it"

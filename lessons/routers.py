@@ -13,35 +13,27 @@ from lessons import demo, form
 from routers import MoEConfig, Routing, SinkhornRouter, TopKRouter
 
 
-def no_columns():
-    """Sinkhorn scales the rows alone: each token has the same mass, experts need not."""
-    return mock.patch.object(routers, "scale_rows_and_columns", rows_alone)
-
-
 def rows_alone(kernel: Tensor, tolerance: float, most: int):
+    """Sinkhorn scales the rows alone: each token has the same mass, experts need not."""
     n, e = kernel.shape
     ones = kernel.new_ones(e)
     return 1 / n / (kernel @ ones), ones, True
 
 
-def no_cooling():
-    """The plan stays at temperature 1."""
-    return mock.patch.object(routers, "balance", at_temperature_1)
-
-
 def at_temperature_1(logits: Tensor, temperature=1.0, *rest, original=routers.balance, **options):
+    """The plan stays at temperature 1."""
     return original(logits, 1.0, *rest, **options)
 
 
 WITHOUT = {
     "columns": form.Removal(
-        no_columns,
+        lambda: mock.patch.object(routers, "scale_rows_and_columns", rows_alone),
         "Every token has the same mass. Where does it all go?",
         "To the experts that most tokens like. Scaling a row does not change its order, so each"
         " token goes where its raw logits send it, at any temperature.",
     ),
     "cooling": form.Removal(
-        no_cooling,
+        lambda: mock.patch.object(routers, "balance", at_temperature_1),
         "Cooling takes the plan step by step from temperature 1 to a low one. Without it the mass"
         " is even. Why is the load not?",
         "At temperature 1 the plan divides a token among experts, and it is these parts that are"

@@ -10,8 +10,6 @@ A small model learns to answer with the first letter of a word:
 python sft.py
 """
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -19,10 +17,7 @@ import generate
 import gpt
 import sharding
 from corpus.tokenizer import ByteTokenizer
-from data import Batch
-from gradients import GradientAccumulator
 from lessons import demo, form
-from optimizer import AdamW
 from sft import Chat, Conversations, Example, message
 from tuning.chat_template import ChatTokenizer, open_template
 
@@ -78,14 +73,6 @@ def example_of(lesson: form.Lesson, question: str, answer: str) -> Example:
     return lesson.mutate(example) if lesson.mutate else example
 
 
-def random_words(count: int) -> list[str]:
-    """Four of the letters a to h each; none of the new words."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(8, (count, 4), generator=generator).tolist()
-    words = ["".join("abcdefgh"[letter] for letter in row) for row in rows]
-    return [word for word in words if word not in NEW_WORDS]
-
-
 def show(token: int) -> str:
     """A byte in two columns, the end of turn as <>."""
     return {TOKENIZER.eot: "<>", ord("\n"): "\\n"}.get(token) or chr(token).rjust(2)
@@ -105,35 +92,17 @@ def new_model() -> gpt.GPT:
     return model
 
 
-def sum_of_losses(model: gpt.GPT, batch: Batch) -> Tensor:
-    """[b]: of the counted tokens of each conversation."""
-    return (model(batch.tokens, batch.targets) * batch.loss_mask).sum(1)
-
-
-@dataclasses.dataclass
-class Learned:
-    steps: int
-    # the mean of the last 10
-    loss: float
-
-
-def learn(model: gpt.GPT, examples: list[Example]) -> Learned:
+def learn(model: gpt.GPT, examples: list[Example]) -> demo.Learned:
     """Train until the conversations are learned or MOST_STEPS are over."""
     dataset = Conversations(examples, TOKENIZER.vocab_size, seed=0)
-    gradients = GradientAccumulator(model)
-    optimizer = AdamW(model.named_parameters(), 0.0)
-    losses = []
-    for step in range(MOST_STEPS):
+
+    def loss_of(step: int) -> Tensor:
         samples = range(step * BATCH, (step + 1) * BATCH)
-        gradients.zero()
-        total = sum_of_losses(model, dataset.batch(samples)).sum()
-        loss = total / dataset.counted_tokens(samples)
-        loss.backward()
-        optimizer.step(3e-3 * min(1, (step + 1) / 20))
-        losses.append(loss.item())
-        if sum(losses[-10:]) / 10 < LEARNED and len(losses) >= 10:
-            break
-    return Learned(len(losses), sum(losses[-10:]) / 10)
+        batch = dataset.batch(samples)
+        losses = model(batch.tokens, batch.targets) * batch.loss_mask
+        return losses.sum() / dataset.counted_tokens(samples)
+
+    return demo.learn(model, loss_of, MOST_STEPS, LEARNED)
 
 
 def ask(model: gpt.GPT) -> dict[str, tuple[str, bool]]:
@@ -197,7 +166,9 @@ def teach_learning(lesson: form.Lesson) -> None:
         " first letter. Can the loss come near 0?"
     )
     model = new_model()
-    learned = learn(model, [example_of(lesson, word, word[0]) for word in random_words(400)])
+    learned = learn(
+        model, [example_of(lesson, word, word[0]) for word in demo.random_words(400, NEW_WORDS)]
+    )
     lesson.check(
         f"loss {learned.loss:.4f} after {learned.steps} steps: the random letters are no targets,"
         " and the answer can be predicted",
