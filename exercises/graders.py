@@ -128,10 +128,8 @@ def sinkhorn(answer, rank: int, watch: Watch) -> tuple[str, Par]:
             "both are repeated until the loads are even within the tolerance. exp overflows for "
             "large logits; of each row only differences matter.",
         )
-    text = f"{made} matrices [N, E] made"
-    if made > 8:
-        return "3 plans", Par(False, f"{text}; a few would do. Keep d0 [N] and d1 [E] instead.")
-    return "3 plans within 1e-10", Par(True, f"{text}, however many iterations; the rest: vectors")
+    hint = "a few would do. Keep d0 [N] and d1 [E] instead." if made > 8 else "the rest: vectors"
+    return "3 plans within 1e-10", Par(made <= 8, f"{made} matrices [N, E] made; {hint}")
 
 
 # --- 14: a CUDA kernel ----------------------------------------------------------------------------
@@ -174,16 +172,16 @@ def fused_swiglu(answer: str, rank: int, watch: Watch) -> tuple[str, Par]:
                 f"n = {n:,}, index {i}: gate {gate[i]:.6g}, up {up[i]:.6g}, expected {exact[i]:.6g}"
                 f", got {y[i]:.6g}. y = gate · sigmoid(gate) · up."
             )
-    text = f"vectors of 16 bytes: {bytes_in:,} bytes in and {bytes_out:,} out"
-    if (bytes_in, bytes_out) == (8 * n, 4 * n):
-        return "3 sizes, the error at most twice PyTorch's", Par(
-            True, f"{text} for n = {n:,}; gate and up are read once, y is written once"
+    text = f"vectors of 16 bytes: {bytes_in:,} bytes in and {bytes_out:,} out for n = {n:,}; "
+    once = (bytes_in, bytes_out) == (8 * n, 4 * n)
+    if once:
+        text += "gate and up are read once, y is written once"
+    else:
+        text += (
+            f"one pass is {8 * n:,} in and {4 * n:,} out. Move whole vectors with read() and "
+            "write(): a load of single floats moves a quarter as much."
         )
-    return "3 sizes", Par(
-        False,
-        f"{text}; one pass is {8 * n:,} in and {4 * n:,} out. Move whole vectors with read() and "
-        "write(): a load of single floats moves a quarter as much.",
-    )
+    return "3 sizes, the error at most twice PyTorch's", Par(once, text)
 
 
 # --- the list -------------------------------------------------------------------------------------

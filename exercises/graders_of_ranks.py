@@ -1,5 +1,7 @@
 """The graders of exercises whose answers run on two ranks: 1 to 4, 9 and 10. See graders.py."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,7 +26,8 @@ def shards(answer, rank: int, watch: Watch) -> tuple[str, Par]:
         for shape, dim in cases:
             whole = numbers(*shape)
             for r in range(n):
-                record = Sharding(shape, (Shard(dim, _Ranks(r, n)),))
+                of_rank = SimpleNamespace(rank=lambda r=r: r, size=lambda n=n: n)
+                record = Sharding(shape, (Shard(dim, of_rank),))
                 same(
                     f"part {r} of {n} of a weight {list(shape)}, dimension {dim}",
                     cut(whole.clone(), dim, r, n),
@@ -47,16 +50,8 @@ def shards(answer, rank: int, watch: Watch) -> tuple[str, Par]:
         size = 2 * part.nbytes
         par = par_of(calls, [("all-gather", size)], "An all-gather sends half of an all-reduce.")
         if not par.reached:
-            return f"{len(cases)} weights, cut and gathered", par
+            break
     return f"{len(cases)} weights over 1 to 4 ranks, gathered on 2", par
-
-
-class _Ranks:
-    """What a record asks of a process group."""
-
-    def __init__(self, rank: int, size: int):
-        self.rank = lambda: rank
-        self.size = lambda: size
 
 
 # --- 2 and 4: a tensor-parallel MLP ---------------------------------------------------------------
@@ -157,7 +152,7 @@ def vocabulary_loss(answer, rank: int, watch: Watch) -> tuple[str, Par]:
         expected = expected.view(B, S)
         weights = numbers(B, S, seed=3)
         (expected * weights).sum().backward()
-        part = leaf(_columns(whole.detach(), rank))
+        part = leaf(columns_of(whole.detach(), rank))
         with watch.counted() as calls:
             # not a leaf, so that it may be overwritten
             loss = loss_of(part * 1, targets, vocab, group)
@@ -175,18 +170,18 @@ def vocabulary_loss(answer, rank: int, watch: Watch) -> tuple[str, Par]:
         same(
             f"the gradient of the logits on rank {rank}",
             part.grad,
-            _columns(whole.grad, rank),
+            columns_of(whole.grad, rank),
             "It is softmax(z) - onehot(target), and 0 in the padding.",
         )
         sent = sum(size for _, size in calls)
     most = 3 * B * S * 8
     text = f"{sent} bytes for {B * S} tokens; the paper sends 3 b s numbers, {most} bytes"
-    if sent <= most:
-        return "losses and gradients, V = 7 on 2 ranks", Par(True, text)
-    return "losses and gradients", Par(False, text + ". Logits are never gathered.")
+    if sent > most:
+        text += ". Logits are never gathered."
+    return "losses and gradients, V = 7 on 2 ranks", Par(sent <= most, text)
 
 
-def _columns(logits: Tensor, rank: int) -> Tensor:
+def columns_of(logits: Tensor, rank: int) -> Tensor:
     """[b, s, 7] -> [b, s, 4]: on rank 1 the last column is padding, whose logit is 0."""
     return F.pad(logits, (0, 1)).chunk(2, -1)[rank]
 
@@ -226,9 +221,8 @@ def zero2_reduce(answer, rank: int, watch: Watch) -> tuple[str, Par]:
     text = f"{par.count}; kept between micro-batches: {kept} bytes, by the paper 1/N: {size // 2}"
     if kept > size // 2:
         text += ". A view keeps the whole tensor alive: return a tensor of its own."
-    return f"rows of 3 gradients, {micro_batches} micro-batches", Par(
-        par.reached and kept <= size // 2, text
-    )
+    reached = par.reached and kept <= size // 2
+    return f"rows of 3 gradients, {micro_batches} micro-batches", Par(reached, text)
 
 
 def zero3_gather(answer, rank: int, watch: Watch) -> tuple[str, Par]:
@@ -236,11 +230,9 @@ def zero3_gather(answer, rank: int, watch: Watch) -> tuple[str, Par]:
     group = dist.group.WORLD
     out, into = 5, 4
     weight = leaf(numbers(out, into))
-    losses = 0
     inputs = [leaf(numbers(3, into, seed=5 + r)) for r in range(2)]
     for x in inputs:
-        losses = losses + (x @ weight.t()).square().sum()
-    losses.backward()
+        (x @ weight.t()).square().sum().backward()
     record = Sharding((out, into), (Shard(0, group),))
     row = leaf(shard_of(weight.detach(), record))
     x = leaf(inputs[rank])
@@ -276,6 +268,5 @@ def zero3_gather(answer, rank: int, watch: Watch) -> tuple[str, Par]:
     text = f"{par.count}; held from forward to backward beside x: {max(0, held)} bytes"
     if held >= weight.nbytes:
         text += ". The whole weight must be free between forward and backward."
-    return "y and the gradients of x and of the row", Par(
-        par.reached and held < weight.nbytes, text
-    )
+    reached = par.reached and held < weight.nbytes
+    return "y and the gradients of x and of the row", Par(reached, text)

@@ -81,6 +81,10 @@ def token_log_probs(model, ids: list[int]) -> list[float]:
     return (-model(ids[:, :-1], ids[:, 1:])[0]).tolist()
 
 
+def largest_difference(a: list[evaluate.Score], b: list[evaluate.Score]) -> float:
+    return max(abs(x - y) for (x, _), (y, _) in zip(a, b, strict=True))
+
+
 def teach(lesson: form.Lesson) -> None:
     evaluator = make_evaluator(Groups())
     with lesson.removed():
@@ -159,7 +163,7 @@ def batches(lesson: form.Lesson, evaluator: Evaluator) -> None:
     requests = random_requests(24)
     together = evaluator.log_likelihoods(requests)
     alone = [evaluator.log_likelihoods([request])[0] for request in requests]
-    difference = max(abs(a - b) for (a, _), (b, _) in zip(together, alone))
+    difference = largest_difference(together, alone)
     lesson.check(f"largest difference to each by itself {difference:.0e}", difference < 1e-12)
     lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
     by_length = evaluator.batches(lengths)
@@ -187,9 +191,5 @@ def two_ranks(lesson: form.Lesson, evaluator: Evaluator) -> None:
     expected = evaluator.log_likelihoods(random_requests(24))
     of_ranks = ranks.run(on_rank, 2)
     for name in of_ranks[0]:
-        difference = max(
-            abs(a - b)
-            for scores in of_ranks
-            for (a, _), (b, _) in zip(scores[name], expected, strict=True)
-        )
+        difference = max(largest_difference(scores[name], expected) for scores in of_ranks)
         lesson.check(f"{name}: largest difference {difference:.0e}", difference < 1e-12)
