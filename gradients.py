@@ -6,7 +6,7 @@ float32, in `parameter.main_grad` (mixed-precision training, arXiv 1710.03740):
 
     main_grad = sum over micro-batches and ranks of  grad / scale
 
-    python gradients.py        a lesson: sums in bf16 and float32, fp16 and its loss scale
+    python optimizer.py        the lesson of this file and of optimizer.py
 
 scale is 1, except in fp16. There the loss is multiplied by it before backward, so that small
 gradients are not rounded to zero. Each gradient is divided by it on its way into `main_grad`, so
@@ -24,7 +24,7 @@ gradient of a weight.
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("gradients")
+    start.lesson("optimizer")
 
 import math
 import weakref

@@ -14,7 +14,7 @@ AdamW (arXiv 1711.05101, algorithm 2) at step t, with learning rate lr and weigh
     m = β1 m + (1 - β1) g           v = β2 v + (1 - β2) g²
     w = w - lr λ w - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + ε)
 
-    python optimizer.py        a lesson: masters, bytes of state, decay, the learning rate
+    python optimizer.py        a lesson: sums, loss scale, masters, bytes of state, learning rate
 
 gradients.py has the way to `main_grad`, the norm by which a gradient is clipped, and the loss scale
 of fp16. A step whose norm is not finite is skipped. The device decides this, and how much to clip:

@@ -19,7 +19,7 @@ so it gives its part of ∂q, ∂k and ∂v (FlashAttention, arXiv 2205.14135, a
 follow k and v, one step behind, and end at home, where the part of the own queries waits. So
 backward sends twice what forward sends. The s x s matrix never exists whole.
 
-    python -m attention.ring_attention  a lesson: a merge by hand, what travels
+    python context_parallel.py        the lesson of this file and of context_parallel.py
 
 Not covered: kernels for a document mask (packing) or dropout, whose blocks of s/N queries by s/N
 keys are written.
@@ -28,7 +28,7 @@ keys are written.
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("attention.ring_attention")
+    start.lesson("context_parallel")
 
 from collections.abc import Iterator
 from typing import NamedTuple

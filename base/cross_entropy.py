@@ -9,13 +9,13 @@ softmax overwrites the logits in forward, and the gradient overwrites the softma
 `tensor_parallel.vocab_parallel_cross_entropy` is the same function of logits that are sharded by
 vocabulary; `kernels.cross_entropy` is one CUDA kernel.
 
-    python -m base.cross_entropy     a gradient by hand, large logits, peak bytes plain and in place
+    python chunked_head.py        the lesson of this file and of chunked_head.py
 """
 
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("base.cross_entropy")
+    start.lesson("chunked_head")
 
 import torch
 import torch.nn.functional as F

@@ -13,7 +13,7 @@ An all-gather collects the rows of all ranks on every rank: all parameters of th
 reduce-scatter sums tensors [N, T] over the ranks and gives rank r row r of the sum. For gradients
 in this order, row r has the gradients of rank r's shards.
 
-    python -m base.flat_parameters        the example above, and the same rows copied back
+    python fsdp.py        the lesson of this file and of fsdp.py
 
 fsdp.py decides when the rows are sent. This file knows where each element lies.
 
@@ -23,7 +23,7 @@ Not covered: PyTorch's newer `fully_shard` keeps each parameter as a DTensor of 
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("base.flat_parameters")
+    start.lesson("fsdp")
 
 import math
 from collections.abc import Iterator

@@ -38,14 +38,18 @@ from proof import bug_runs, mutations, ranks
 from proof.mutations import Bug
 
 ROOT = Path(__file__).parent.parent
-WIDTH = form.WIDTH
 # how many steps are shown; the schedule of the learning rate is that of bug_runs.SETTING
 STEPS = 30
 # the width of the labels before the paragraphs that `show` prints
 LABEL = 12
 
-# --------------------------------------------------------------------------------------------------
-# what is known without a run
+# --- what is known without a run ------------------------------------------------------------------
+
+
+def say(label: str, text: str, margin: int = LABEL) -> None:
+    """A paragraph, its label before it."""
+    indent = " " * margin
+    print(textwrap.fill(text, 100, initial_indent=label.ljust(margin), subsequent_indent=indent))
 
 
 def list_bugs() -> None:
@@ -53,14 +57,7 @@ def list_bugs() -> None:
     for technique, group in groupby(mutations.bugs().values(), lambda bug: bug.technique):
         print(f"\n{technique}")
         for bug in group:
-            print(
-                textwrap.fill(
-                    bug.removes,
-                    WIDTH,
-                    initial_indent=f"  {bug.name:32} ",
-                    subsequent_indent=" " * 35,
-                )
-            )
+            say(f"  {bug.name}", bug.removes, 36)
 
 
 def code_of(bug: Bug, most: int = 7) -> list[str]:
@@ -79,19 +76,13 @@ def entry(name: str) -> dict[str, str]:
     return {label: " ".join(body.split()) for label, body in paragraphs}
 
 
-def measured() -> dict:
-    """What comparisons/silent_bugs.py has measured."""
-    return json.loads((ROOT / "comparisons" / "silent_bugs.json").read_text())
+# --- one bug --------------------------------------------------------------------------------------
 
 
-# --------------------------------------------------------------------------------------------------
-# one bug
-
-
-def say(label: str, text: str) -> None:
-    """A paragraph, its label before it."""
-    indent = " " * LABEL
-    print(textwrap.fill(text, WIDTH, initial_indent=label.ljust(LABEL), subsequent_indent=indent))
+def layout(bug: Bug, flags: dict) -> str:
+    """2 ranks, --tp 2 --sequence-parallel"""
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+    return f"{bug.world} ranks, {words.replace(' True', '')}"
 
 
 def show_losses(one: list[float], two: list[float]) -> None:
@@ -128,8 +119,7 @@ def show_gradients(row: dict, names) -> None:
 def show(bug: Bug, steps: int) -> None:
     """Train with the bug and without, and print everything."""
     flags = bug_runs.flags_of(bug)
-    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
-    print(f"{bug.name}   {bug.world} ranks, {words.replace(' True', '')}")
+    print(f"{bug.name}   {layout(bug, flags)}")
     say("REMOVED", bug.removes)
     for line in code_of(bug):
         print((" " * LABEL + line).rstrip())
@@ -147,19 +137,16 @@ def show(bug: Bug, steps: int) -> None:
         f"that should hold the same differ by {gradients:.2g} in gradients,"
         f" {updated:.2g} in parameters after step 1, {parameters:.2g} after step {steps}",
     )
-    losses = [bug_runs.held_out_loss(flags, run.parameters) for run in (one, two)]
-    say(
-        "HELD OUT",
-        "loss of one device with these weights: right {:.3f}, wrong {:.3f}".format(*losses),
-    )
+    right, wrong = (bug_runs.held_out_loss(flags, run.parameters) for run in (one, two))
+    say("HELD OUT", f"loss of one device with these weights: right {right:.3f}, wrong {wrong:.3f}")
     say("SEEN BY", f"verify.py: {row['first']}; test_gate_sees[{bug.name}]; {glance(bug.name)}")
     for label, text in entry(bug.name).items():
         say(label.upper(), text)
 
 
 def glance(name: str) -> str:
-    """Whether the loss curve gives a bug away."""
-    results = measured()
+    """Whether the loss curve gives a bug away, as comparisons/silent_bugs.py has measured."""
+    results = json.loads((ROOT / "comparisons" / "silent_bugs.json").read_text())
     row = results["bugs"][name]
     seeds = [0.0, *results["right"][row["right"]]["late of other seeds"]]
     verdict = "yes" if row["loss gives it away"] else "no"
@@ -168,13 +155,6 @@ def glance(name: str) -> str:
         f"the loss curve: {verdict} ({late} after {results['steps']} steps; seeds alone differ by"
         f" {max(seeds) - min(seeds):.2f})"
     )
-
-
-def draw() -> None:
-    """figures/silent_bugs.svg"""
-    redraw = importlib.import_module("comparisons.redraw")
-    redraw.redraw("silent_bugs", ROOT / "figures")
-    print("drawn: figures/silent_bugs.svg")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -193,22 +173,22 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{args.name}: --figure draws every bug; one of the two")
     if args.steps and not args.name:
         parser.error(f"--steps {args.steps}: is for one bug; name it")
-    args.steps = STEPS if args.steps is None else args.steps
+    steps = STEPS if args.steps is None else args.steps
     ranks.preload("train")
-    if args.steps < 1:
-        parser.error(f"--steps {args.steps}: must be at least 1")
+    if steps < 1:
+        parser.error(f"--steps {steps}: must be at least 1")
     bugs = mutations.bugs()
     if args.figure:
-        draw()
+        importlib.import_module("comparisons.redraw").redraw("silent_bugs", ROOT / "figures")
+        print("drawn: figures/silent_bugs.svg")
     elif not args.name:
         list_bugs()
     elif args.name not in bugs:
-        near = difflib.get_close_matches(args.name, bugs, 3, 0.4) or [
-            "python -m exercises.bugs lists them"
-        ]
-        print(f"bugs.py: {args.name}: no such bug; near: {', '.join(near)}", file=sys.stderr)
+        near = ", ".join(difflib.get_close_matches(args.name, bugs, 3, 0.4))
+        near = near or "python -m exercises.bugs lists them"
+        print(f"bugs.py: {args.name}: no such bug; near: {near}", file=sys.stderr)
         return 2
     else:
         torch.set_num_threads(1)
-        show(bugs[args.name], args.steps)
+        show(bugs[args.name], steps)
     return 0

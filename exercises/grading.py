@@ -62,17 +62,21 @@ class Grade(NamedTuple):
 class AnswerError(Exception):
     """The answer differs from the reference. The message says where, and teaches."""
 
-    def __init__(self, message: str, par: Par | None = None):
-        super().__init__(message)
-        self.par = par
+    # which of several ranks' errors is shown: check.ENDS
+    kind = "wrong"
+    par: Par | None = None
 
 
-class DisagreementError(Exception):
+class DisagreementError(AnswerError):
     """Ranks do not call the same collectives in the same order."""
 
+    kind = "disagreement"
 
-class PeerError(Exception):
+
+class PeerError(AnswerError):
     """Another rank has stopped; its own error is the one to read."""
+
+    kind = "peer failed"
 
 
 class TimeLimitError(Exception):
@@ -124,7 +128,8 @@ class Watch(TorchDispatchMode):
         if kind not in ("send", "receive"):
             first = next((x for xs in tensors for x in xs), torch.empty(0))
             dtype = str(first.dtype).removeprefix("torch.")
-            self.announce(f"{article(kind)} of {dtype} {list(first.shape)}", self.line())
+            article = "an" if kind[0] == "a" else "a"
+            self.announce(f"{article} {kind} of {dtype} {list(first.shape)}", self.line())
 
     def line(self) -> str:
         """Where the answer's own code is at the moment."""
@@ -142,7 +147,7 @@ class Watch(TorchDispatchMode):
         for rank in range(self.world):
             said.append(self.store.get(f"{self.name} {rank} {n}").decode().split("|"))
         if any(what == "failed" for what, _ in said):
-            raise PeerError
+            raise PeerError("another rank failed")
         if len({what for what, _ in said}) > 1:
             parts = [f"rank {rank} {describe(*words)}" for rank, words in enumerate(said)]
             raise DisagreementError(
@@ -189,14 +194,31 @@ class Watch(TorchDispatchMode):
         return sum(sizes.values())
 
 
-def article(kind: str) -> str:
-    return f"an {kind}" if kind[0] == "a" else f"a {kind}"
-
-
 def describe(what: str, line: str) -> str:
     if what == "returned":
         return "has returned from your code"
     return f"waits in {what}{line}"
+
+
+# --- an answer's functions, and their arguments ---------------------------------------------------
+
+
+def function(answer, name: str):
+    """The function of that name."""
+    if not callable(getattr(answer, name, None)):
+        raise AnswerError(
+            f"the file has no function `{name}`. Keep the name that the exercise gives."
+        )
+    return getattr(answer, name)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """float64, equal on all ranks."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
 
 
 # --- comparisons ----------------------------------------------------------------------------------
@@ -309,17 +331,9 @@ def grade_on_rank(grader, watch: Watch, seconds: int) -> tuple[str, Grade]:
             why, par = grader(answer, watch.rank, watch)
         return "right", Grade(True, why, par)
     except AnswerError as error:
-        kind = "wrong"
-        grade = Grade(False, str(error), error.par)
-    except DisagreementError as error:
-        kind = "disagreement"
-        grade = Grade(False, str(error))
-    except PeerError:
-        kind = "peer failed"
-        grade = Grade(False, "another rank failed")
+        kind, grade = error.kind, Grade(False, str(error), error.par)
     # exit() too
     except (Exception, SystemExit) as error:
-        kind = "crash"
-        grade = Grade(False, crash_text(error, path))
+        kind, grade = "crash", Grade(False, crash_text(error, path))
     watch.failed()
     return kind, grade

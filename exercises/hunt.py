@@ -11,20 +11,17 @@ proof/mutations/ in it, beside one device. You name what is missing.
 
 import math
 import textwrap
-from collections import defaultdict
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from torch import Tensor
-
+from exercises import bugs
 from proof import mutations
-from proof.parity import Result, train
+from proof.parity import Result, relative, train
 
 # relative: what is more than rounding
 TOLERANCE = 1e-10
 
 
-@dataclass(frozen=True)
-class Hunt:
+class Hunt(NamedTuple):
     # what is removed: a name of mutations.bugs()
     bug: str
     # names that are as plausible at first sight; all can happen under the same flags
@@ -33,6 +30,10 @@ class Hunt:
     why: str
     # file and place
     read: str
+
+    @property
+    def names(self) -> list[str]:
+        return sorted((self.bug, *self.others))
 
 
 HUNTS = {
@@ -85,45 +86,29 @@ HUNTS = {
 # --- symptoms -------------------------------------------------------------------------------------
 
 
-def layer_of(name: str) -> str:
-    """blocks.1.mlp.up.weight -> blocks.1"""
-    parts = name.split(".")
-    return ".".join(parts[: 2 if parts[0] == "blocks" else 1])
-
-
-def difference(right: dict[str, Tensor], name: str, got: Tensor, floor: float) -> float:
-    """max|a - b| / max|a|, for a tensor that is exactly zero / `floor`; infinite where ranks hold
-    different numbers."""
-    expected = right[name]
-    scale = expected.abs().max().item()
-    # softmax does not see a key bias
-    if name.endswith("key.bias") or scale == 0:
-        scale = floor
-    largest = (got - expected).abs().max().item()
-    return largest / scale if math.isfinite(largest) else math.inf
-
-
 def gradient_lines(right: Result, run: Result) -> list[str]:
     """One line for each layer, from the last to the first."""
-    floor = max(g.abs().max().item() for g in right.gradients.values())
-    layers = defaultdict(dict)
-    for name, gradient in run.gradients.items():
-        apart = difference(right.gradients, name, gradient, floor)
-        layers[layer_of(name)][name] = apart
-    order = sorted(layers, key=lambda layer: (layer == "head", layer), reverse=True)
-    order.sort(key=lambda layer: layer == "embedding")
+    labelled, of_right = (
+        {f"gradient of {name}": g for name, g in result.gradients.items()}
+        for result in (run, right)
+    )
+    apart = {
+        label.removeprefix("gradient of "): elements.max().item()
+        for label, elements in relative(labelled, of_right)
+    }
+    layers = bugs.layers(apart)
+    blocks = sorted((layer for layer in layers if layer.startswith("blocks")), reverse=True)
     lines = []
-    for layer in order:
-        wrong = {name: apart for name, apart in layers[layer].items() if apart > TOLERANCE}
-        lines += textwrap.wrap(
-            f"  {layer:11}{layer_text(layer, wrong, len(layers[layer]))}",
-            100,
-            subsequent_indent=" " * 13,
-        )
+    for layer in ("head", *blocks, "embedding"):
+        names = layers[layer]
+        wrong = {name: apart[name] for name in names if apart[name] > TOLERANCE}
+        text = f"  {layer:11}{layer_text(layer, wrong, len(names))}"
+        lines += textwrap.wrap(text, 100, subsequent_indent=" " * 13)
     return lines
 
 
 def layer_text(layer: str, wrong: dict[str, float], count: int) -> str:
+    """wrong: name -> relative difference, infinite where ranks hold different numbers."""
     if not wrong:
         return f"{count} of {count} right"
     finite = [apart for apart in wrong.values() if math.isfinite(apart)]
@@ -145,11 +130,9 @@ def show(number: int, right: Result, run: Result) -> str:
     """What is seen of a run, beside one device."""
     found = HUNTS[number]
     bug = mutations.bugs()[found.bug]
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in bug.flags.items())
-    flags = flags.replace(" True", "")
     steps = range(1, len(run.losses) + 1)
     lines = [
-        f"hunt {number}: {bug.world} ranks, {flags}; one mechanism is missing",
+        f"hunt {number}: {bugs.layout(bug, bug.flags)}; one mechanism is missing",
         "",
         "loss         " + "              ".join(f"step {step}" for step in steps),
         "  one device " + row(right.losses),
@@ -162,7 +145,7 @@ def show(number: int, right: Result, run: Result) -> str:
         "",
         "Which one is it?",
     ]
-    for name in sorted((found.bug, *found.others)):
+    for name in found.names:
         text = f"  {name:32}{mutations.bugs()[name].removes}"
         lines += textwrap.wrap(text, 100, subsequent_indent=" " * 34)
     return "\n".join(lines)
@@ -179,11 +162,10 @@ def symptoms(number: int) -> str:
 def judge(number: int, answer: str) -> tuple[bool, str]:
     """Whether the answer is right, and what to read."""
     found = HUNTS[number]
-    names = sorted((found.bug, *found.others))
     if answer == found.bug:
         return True, f"Right: {found.bug}. {found.why}\nRead {found.read}."
-    if answer not in names:
-        return False, f"{answer} is none of {', '.join(names)}."
+    if answer not in found.names:
+        return False, f"{answer} is none of {', '.join(found.names)}."
     return False, (
         f"No, not {answer}. Ask of each name: is the first loss right without it? Which gradients "
         "are? Do the ranks agree?"

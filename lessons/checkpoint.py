@@ -52,7 +52,28 @@ def no_rename() -> None:
     checkpoint.commit = commit
 
 
-WITHOUT = {"copy": no_copy, "checksums": no_checksums, "rename": no_rename}
+WITHOUT = {
+    "copy": form.Removal(
+        no_copy,
+        "A thread writes while training goes on. What is on the disk?",
+        "The thread writes the weight as it is when the thread comes to it: zeros, and in training"
+        " a mixture of two steps. Each checksum is right, for it is of what was written.",
+    ),
+    "checksums": form.Removal(
+        no_checksums,
+        "All sizes are right. What does a load give?",
+        "The index has a checksum of its own; the shards have theirs in the index, and nobody"
+        " compares them. A flipped bit in a weight is another number, and the load gives it"
+        " without an error.",
+    ),
+    "rename": form.Removal(
+        no_rename,
+        "Step 2 is there. Why would it be better if it were not?",
+        "A run that goes on from the newest step finds step 2, which has no index and cannot be"
+        " read. If a folder gets its name only when it is whole, the newest one is step 1, and it"
+        " is good.",
+    ),
+}
 
 STATE = {"config": {}, "model": {}}
 WHOLE = torch.arange(15.0).view(5, 3)
@@ -65,9 +86,7 @@ def my_rows() -> Sharding:
     return Sharding((5, 3), (Shard(0, dist.group.WORLD),))
 
 
-def save_rows(rank: int, folder: str, mutate) -> None:
-    if mutate:
-        mutate()
+def save_rows(rank: int, folder: str) -> None:
     part = set_sharding(shard_of(WHOLE, my_rows()).clone(), my_rows())
     saver = checkpoint.Saver(dist.new_group(backend="gloo"))
     saver.save(Path(folder), 1, {"model.weight": part}, STATE)
@@ -82,10 +101,8 @@ def load_rows(rank: int, folder: str) -> list:
     return part.tolist()
 
 
-def flip_bits(rank: int, folder: str, mutate) -> dict[str, bool]:
+def flip_bits(rank: int, folder: str) -> dict[str, bool]:
     """File -> whether `verify` finds a bit that is flipped in the middle of it."""
-    if mutate:
-        mutate()
     path = Path(folder) / folder_name(1)
     found = {}
     for file in sorted(path.iterdir()):
@@ -102,10 +119,8 @@ def flip_bits(rank: int, folder: str, mutate) -> dict[str, bool]:
     return found
 
 
-def killed_save(rank: int, folder: str, mutate) -> None:
+def killed_save(rank: int, folder: str) -> None:
     """Save step 2; the process is killed when all its slices are on the disk."""
-    if mutate:
-        mutate()
     checkpoint.commit = lambda path, building, index: os._exit(9)
     weight = set_sharding(WHOLE.clone(), my_rows())
     checkpoint.save(Path(folder), 2, {"model.weight": weight}, STATE)
@@ -123,27 +138,6 @@ def teach(lesson: form.Lesson) -> None:
         copies(lesson, folder)
         bits(lesson, folder)
         kill(lesson, folder)
-    lesson.break_it(
-        "copy",
-        "A thread writes while training goes on. What is on the disk?",
-        "The thread writes the weight as it is when the thread comes to it: zeros, and in"
-        " training a mixture of two steps. Each checksum is right, for it is of what was"
-        " written.",
-    )
-    lesson.break_it(
-        "checksums",
-        "All sizes are right. What does a load give?",
-        "The index has a checksum of its own; the shards have theirs in the index, and nobody"
-        " compares them. A flipped bit in a weight is another number, and the load gives it"
-        " without an error.",
-    )
-    lesson.break_it(
-        "rename",
-        "Step 2 is there. Why would it be better if it were not?",
-        "A run that goes on from the newest step finds step 2, which has no index and cannot"
-        " be read. If a folder gets its name only when it is whole, the newest one is step 1,"
-        " and it is good.",
-    )
 
 
 def rows(lesson: form.Lesson, folder: str) -> None:
@@ -151,7 +145,7 @@ def rows(lesson: form.Lesson, folder: str) -> None:
         "A [5, 3] weight, sharded by rows over 2 ranks: 3 rows each, one of them padding. How many"
         " rows does each write?"
     )
-    ranks.run(save_rows, 2, folder, lesson.mutate)
+    lesson.on_ranks(2, save_rows, folder)
     files = sorted((Path(folder) / folder_name(1)).glob("*.safetensors"))
     written = [rows_in(file) for file in files]
     for file, count in zip(files, written):
@@ -176,7 +170,7 @@ def copies(lesson: form.Lesson, folder: str) -> None:
 
 def bits(lesson: form.Lesson, folder: str) -> None:
     lesson.predict("One bit flips in one of the 4 files. For which of them is that found?")
-    found = ranks.run(flip_bits, 1, folder, lesson.mutate)[0]
+    found = lesson.on_ranks(1, flip_bits, folder)[0]
     names = [file.split("-model")[0] for file in found if found[file]]
     lesson.check(
         f"{len(names)} of {len(found)}: {', '.join(names)}",
@@ -189,7 +183,7 @@ def kill(lesson: form.Lesson, folder: str) -> None:
         "A save of step 2 is killed when its slices are written. Which steps are there now?"
     )
     try:
-        ranks.run(killed_save, 1, folder, lesson.mutate)
+        lesson.on_ranks(1, killed_save, folder)
         death = "the save was not killed"
     except RuntimeError as e:
         death = str(e)

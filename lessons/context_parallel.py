@@ -1,13 +1,17 @@
-"""The lesson of context_parallel.py: who has which tokens, ring and all-to-all beside one rank.
+"""The lesson of context_parallel.py and attention/ring_attention.py: who has which tokens, a merge
+by hand, ring and all-to-all beside one rank.
 
 python context_parallel.py
 """
+
+import math
 
 import torch
 import torch.distributed as dist
 
 import context_parallel
 import sharding
+from attention import ring_attention
 from dropout import dropout_key
 from lessons import demo, form
 from proof import ranks
@@ -20,23 +24,42 @@ def in_order():
 
 
 WITHOUT = {
-    "zigzag": in_order,
-    "positions": bugs.no_zigzag_positions,
-    "masks": bugs.same_masks_on_every_piece,
-}
-# name -> why checks fail without it
-WHY = {
-    "zigzag": (
+    "zigzag": form.Removal(
+        in_order,
+        "Each rank has one slice. Which one waits?",
         "Late tokens see more keys, and the last rank has them all: the others wait for it. And"
-        " nothing else knows of this cut: positions and masks are those of the pieces."
+        " nothing else knows of this cut: positions and masks are those of the pieces.",
     ),
-    "positions": (
+    "positions": form.Removal(
+        bugs.no_zigzag_positions,
+        "Positions of a sequence cut in order.",
         "Rank r gives its tokens the vectors of positions r s/N and after, as if the sequence were"
-        " cut in order. Shapes are right, attention's mask too, and bytes are the same."
+        " cut in order. Shapes are right, attention's mask too, and bytes are the same.",
     ),
-    "masks": (
+    "masks": form.Removal(
+        bugs.same_masks_on_every_piece,
+        "Each rank drops what stands at these places.",
         "A mask is a hash of coordinates, and one of them is a token's place in the sequence. From"
-        " place 0 on, a rank drops other elements than one device would drop there."
+        " place 0 on, a rank drops other elements than one device would drop there.",
+    ),
+    "rescaling": form.Removal(
+        bugs.merge_without_rescaling,
+        "The mean of the parts: 4. When would it be right?",
+        "Each part is a softmax over its own keys, as if their weights added up to 1. The mean of"
+        " the parts gives the keys 1 and 3 half of the weight together, though they are 4 of 10."
+        " What travels is the same.",
+    ),
+    "step": form.Removal(
+        bugs.ring_stops_early,
+        "The loss would still fall. What has a token lost?",
+        "What the last keys add is not merged in. The parts before are a softmax, and look"
+        " healthy: every weight is too large by the same factor. What travels is the same.",
+    ),
+    "home": form.Removal(
+        bugs.key_gradients_stay,
+        "Gradients of keys stay where they were found.",
+        "A rank finds gradients of keys that are another's. Without the way home it adds them to"
+        " those of its own keys. The loss needs no keys' gradients, so it is right.",
     ),
 }
 
@@ -59,7 +82,8 @@ def measure(kind: str) -> dict:
         tokens, targets, positions = (context_parallel.shard(x, group) for x in whole)
     with ranks.Collectives() as forward:
         loss = model(tokens, targets, dropout_key(0, 1, torch.arange(B))).sum() / (B * S)
-    loss.backward()
+    with ranks.Collectives() as backward:
+        loss.backward()
     loss = loss.detach()
     if group:
         for tensor in (loss, *(p.grad for p in model.parameters())):
@@ -68,21 +92,44 @@ def measure(kind: str) -> dict:
         "loss": loss.item(),
         "gradients": demo.gathered_gradients(model),
         "bytes": bytes_sent(forward.calls) // 2,
+        "messages": [sizes_sent(way.calls) for way in (forward, backward)],
         "positions": positions[0],
     }
 
 
+def sizes_sent(calls: list[tuple[str, int]]) -> list[int]:
+    return [size for kind, size in calls if kind == "send"]
+
+
 def bytes_sent(calls: list[tuple[str, int]]) -> int:
     """Of an all-to-all a rank keeps 1/N for itself."""
-    sends = sum(size for kind, size in calls if kind == "send")
     exchanged = sum(size for kind, size in calls if kind == "all-to-all")
-    return sends + exchanged * (N - 1) // N
+    return sum(sizes_sent(calls)) + exchanged * (N - 1) // N
 
 
-def on_rank(rank: int, kinds: tuple[str, ...], mutate) -> dict[str, dict]:
-    if mutate:
-        mutate()
+def on_rank(rank: int, kinds: tuple[str, ...]) -> dict[str, dict]:
     return {kind: measure(kind) for kind in kinds}
+
+
+def merged_by_hand(rank: int) -> float:
+    """Keys with scores ln 1 and ln 3, values 0 and 8; and one with score ln 6, value 2."""
+    (o, log_sum), (more_o, more_sum) = (
+        map(torch.tensor, part) for part in ((6.0, math.log(4)), (2.0, math.log(6)))
+    )
+    return ring_attention.merge(o, log_sum, more_o, more_sum)[0].item()
+
+
+def teach_merge(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "One query. Rank 0 has keys with exp(q k / √d) = 1 and 3 and values 0 and 8: its part is 6,"
+        " with L = ln 4. Rank 1 has a key with 6 and value 2: its part is 2, with L = ln 6. Over"
+        " all keys?"
+    )
+    by_hand = lesson.on_ranks(1, merged_by_hand)[0]
+    lesson.check(
+        f"4/10 of 6 + 6/10 of 2 = 3.6; merged {by_hand:.1f}; (1 · 0 + 3 · 8 + 6 · 2) / 10 = 3.6",
+        abs(by_hand - 3.6) < 1e-6,
+    )
 
 
 def teach_work(lesson: form.Lesson, of_ranks: list[dict]) -> None:
@@ -101,7 +148,6 @@ def teach_work(lesson: form.Lesson, of_ranks: list[dict]) -> None:
         f"in order {ordered[0]:,} and {ordered[1]:,}; in zigzag {whole // 2:,} each",
         work == [whole // 2] * N,
     )
-    lesson.break_it("zigzag", "Each rank has one slice. Which one waits?", WHY["zigzag"])
 
 
 def teach_bytes(lesson: form.Lesson, results: dict[str, dict]) -> None:
@@ -120,22 +166,28 @@ def teach_bytes(lesson: form.Lesson, results: dict[str, dict]) -> None:
         measured == [ring, exchange],
     )
 
+    message = ring // (N - 1)
+    lesson.predict(
+        f"In the ring, keys and values of a rank, {message:,} bytes, go to the next rank N - 1"
+        f" times. A rank's own part of their gradients waits at home: {N - 1} more. How many"
+        " messages has a layer?"
+    )
+    forward, backward = results["ring"]["messages"]
+    lesson.check(
+        f"forward {len(forward) // 2}, backward {len(backward) // 2}, of {message:,} bytes each",
+        forward == [message] * 2 * (N - 1) and backward == [message] * 2 * (2 * N - 2),
+    )
+
 
 def teach(lesson: form.Lesson) -> None:
-    one = ranks.run(on_rank, 1, ("one",), None)[0]["one"]
-    of_ranks = ranks.run(on_rank, N, ("ring", "all-to-all"), lesson.mutate)
+    one = ranks.run(on_rank, 1, ("one",))[0]["one"]
+    of_ranks = lesson.on_ranks(N, on_rank, ("ring", "all-to-all"))
     results = of_ranks[0]
+    teach_merge(lesson)
     teach_work(lesson, [result["ring"] for result in of_ranks])
     teach_bytes(lesson, results)
     lesson.predict(
         "Dropout is 0.1. The ranks sum their losses and their gradients. How far from one device?"
     )
     for kind, result in results.items():
-        lesson.check(
-            f"{kind}: loss {result['loss']:.12f}, on one device {one['loss']:.12f}",
-            abs(one["loss"] - result["loss"]) < 1e-10,
-        )
-        worst = demo.largest_difference(one["gradients"], result["gradients"])
-        lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
-    lesson.break_it("positions", "Positions of a sequence cut in order.", WHY["positions"])
-    lesson.break_it("masks", "Each rank drops what stands at these places.", WHY["masks"])
+        demo.check_step(lesson, one, result, f"on two, {kind}")

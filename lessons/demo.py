@@ -10,16 +10,25 @@ gradients. The steps that are the same in every file stand here:
     model(tokens, targets).mean().backward()
     gradients = demo.gathered_gradients(model)                # whole, on every rank
 
-Collectives are counted by `proof.ranks.Collectives`, and written out by `format_calls`.
+Collectives are counted by `layer_calls`, and written out by `format_calls`.
 """
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
 import sharding
+from gradients import GradientAccumulator
+from lessons import form
 from model_config import GPTConfig
+from optimizer import AdamW
+from proof import ranks
 
 
 def tiny_config(config_class: type = GPTConfig, **changes) -> GPTConfig:
@@ -73,9 +82,79 @@ def largest_difference(reference: dict[str, Tensor], gradients: dict[str, Tensor
     differences = []
     for name, expected in reference.items():
         if not name.endswith("key.bias"):
-            difference = (expected - gradients[name]).abs().max() / expected.abs().max()
-            differences.append(difference.item())
+            differences.append(difference(expected, gradients[name]))
     return max(differences)
+
+
+def difference(expected: Tensor, found: Tensor) -> float:
+    """max|a - b| / max|a|"""
+    return ((expected - found).abs().max() / expected.abs().max()).item()
+
+
+def relative_error(exact: Tensor, rounded: Tensor) -> float:
+    """‖b - a‖ / ‖a‖"""
+    return ((rounded - exact).norm() / exact.norm()).item()
+
+
+def check_step(lesson: form.Lesson, one: dict, several: dict, what: str = "on two") -> None:
+    """The loss and the gradients of a step on one rank and on several: {"loss", "gradients"}."""
+    lesson.check(
+        f"loss {one['loss']:.12f} on one rank, {several['loss']:.12f} {what}",
+        abs(one["loss"] - several["loss"]) < 1e-10,
+    )
+    worst = largest_difference(one["gradients"], several["gradients"])
+    lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
+
+
+def random_words(count: int, besides: Sequence[str]) -> list[str]:
+    """Four of the letters a to h each; none of `besides`."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(8, (count, 4), generator=generator).tolist()
+    words = ["".join("abcdefgh"[letter] for letter in row) for row in rows]
+    return [word for word in words if word not in besides]
+
+
+@dataclass
+class Learned:
+    # how many numbers learned
+    parameters: int
+    steps: int
+    # the mean of the last 10 steps
+    loss: float
+
+
+def learn(model: nn.Module, loss_of: Callable, most_steps: int, enough: float) -> Learned:
+    """Train what is not frozen, until the mean loss of 10 steps is below `enough` or `most_steps`
+    are over. loss_of(step): the loss of its batch. (There is one micro-batch and one rank, so there
+    is nothing to reduce.)"""
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = GradientAccumulator(model)
+    optimizer = AdamW(learned.items(), 0.0)
+    losses = []
+    while len(losses) < most_steps and (len(losses) < 10 or mean(losses[-10:]) >= enough):
+        gradients.zero()
+        loss = loss_of(len(losses))
+        loss.backward()
+        # A peak of 1e-2 makes logits so large that the loss depends on how a processor rounds.
+        optimizer.step(3e-3 * min(1, (len(losses) + 1) / 20))
+        losses.append(loss.item())
+    return Learned(sum(p.numel() for p in learned.values()), len(losses), mean(losses[-10:]))
+
+
+def layer_calls(layer: nn.Module, *args) -> dict[str, list[tuple[str, int]]]:
+    """The collectives of a layer, (kind, bytes) each: {"forward": [..], "backward": [..]}."""
+    with ranks.Collectives() as forward:
+        y = layer(*args)
+    with ranks.Collectives() as backward:
+        y.sum().backward()
+    return {"forward": forward.calls, "backward": backward.calls}
+
+
+def flops(function: Callable[[], object]) -> int:
+    """Of the matrix multiplications in a call."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
 
 
 def format_calls(calls: list[tuple[str, int]]) -> str:

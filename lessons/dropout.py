@@ -27,7 +27,21 @@ def no_step(where: dict) -> None:
     where["step"] = 0
 
 
-WITHOUT = {"coordinates": no_coordinates, "step": no_step}
+WITHOUT = {
+    "coordinates": form.Removal(
+        no_coordinates,
+        "Each rank counts its rows from 0. What does rank 1 drop?",
+        "Rank 1 drops the places that rank 0 drops: both hash rows 0 and 1. Each mask alone is a"
+        " good one, with the right share of zeros, so only the comparison with one device fails.",
+    ),
+    "step": form.Removal(
+        no_step,
+        "A sample loses the same elements in every step. Would you notice?",
+        "The step is not in the hash, so two steps have one mask; sample, layer and site still"
+        " change it. Each single step is right and the loss falls: only two steps beside each"
+        " other show it.",
+    ),
+}
 
 
 def key_of(where: dict) -> Tensor:
@@ -64,13 +78,6 @@ def teach_shards(lesson: form.Lesson) -> None:
         f"{different}: a mask is a hash of global coordinates; rank 1 counts from row 2",
         different == 0,
     )
-    lesson.break_it(
-        "coordinates",
-        "Each rank counts its rows from 0. What does rank 1 drop?",
-        "Rank 1 drops the places that rank 0 drops: both hash rows 0 and 1. Each mask alone"
-        " is a good one, with the right share of zeros, so only the comparison with one device"
-        " fails.",
-    )
 
 
 def teach_again(lesson: form.Lesson) -> None:
@@ -103,13 +110,6 @@ def teach_again(lesson: form.Lesson) -> None:
         ", ".join(f"{name} {share:.3f}" for name, share in shares.items())
         + f"; 2 p (1 - p) = {independent:.3f}",
         all(abs(share - independent) < 0.003 for share in shares.values()),
-    )
-    lesson.break_it(
-        "step",
-        "A sample loses the same elements in every step. Would you notice?",
-        "The step is not in the hash, so two steps have one mask; sample, layer and site"
-        " still change it. Each single step is right and the loss falls: only two steps beside"
-        " each other show it.",
     )
 
 

@@ -3,7 +3,6 @@
 python -m inference.evaluate
 """
 
-from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -40,8 +39,19 @@ def cut_on_the_right(rows, seq_length, pad=evaluate.pad):
 
 
 WITHOUT = {
-    "spaces": lambda: mock.patch.object(evaluate, "encode_pair", spaces_stay),
-    "left": lambda: mock.patch.object(evaluate, "pad", cut_on_the_right),
+    "spaces": form.Removal(
+        lambda: mock.patch.object(evaluate, "encode_pair", spaces_stay),
+        "Spaces stay in the context. What is scored then?",
+        'Nothing: "3 = 5" has no more tokens than "3 = ", for its last one is " 5". Where a'
+        " vocabulary splits both, the model reads a space alone, which it has never seen there.",
+    ),
+    "left": form.Removal(
+        lambda: mock.patch.object(evaluate, "pad", cut_on_the_right),
+        "Texts are cut on the right. Which scores change?",
+        "Those of texts beyond the context: the end of the text, which is to be scored, is what is"
+        " cut off, and other tokens are scored. Nothing looks wrong: they are log-probabilities"
+        " too.",
+    ),
 }
 
 
@@ -71,27 +81,18 @@ def token_log_probs(model, ids: list[int]) -> list[float]:
     return (-model(ids[:, :-1], ids[:, 1:])[0]).tolist()
 
 
+def largest_difference(a: list[evaluate.Score], b: list[evaluate.Score]) -> float:
+    return max(abs(x - y) for (x, _), (y, _) in zip(a, b, strict=True))
+
+
 def teach(lesson: form.Lesson) -> None:
     evaluator = make_evaluator(Groups())
-    with (lesson.mutate or nullcontext)():
+    with lesson.removed():
         one_request(lesson, evaluator)
         long_texts(lesson, evaluator)
         spaces(lesson)
         batches(lesson, evaluator)
         two_ranks(lesson, evaluator)
-    lesson.break_it(
-        "left",
-        "Texts are cut on the right. Which scores change?",
-        "Those of texts beyond the context: the end of the text, which is to be scored, is what"
-        " is cut off, and other tokens are scored. Nothing looks wrong: they are log-probabilities"
-        " too.",
-    )
-    lesson.break_it(
-        "spaces",
-        "Spaces stay in the context. What is scored then?",
-        'Nothing: "3 = 5" has no more tokens than "3 = ", for its last one is " 5". Where a'
-        " vocabulary splits both, the model reads a space alone, which it has never seen there.",
-    )
 
 
 def one_request(lesson: form.Lesson, evaluator: Evaluator) -> None:
@@ -162,7 +163,7 @@ def batches(lesson: form.Lesson, evaluator: Evaluator) -> None:
     requests = random_requests(24)
     together = evaluator.log_likelihoods(requests)
     alone = [evaluator.log_likelihoods([request])[0] for request in requests]
-    difference = max(abs(a - b) for (a, _), (b, _) in zip(together, alone))
+    difference = largest_difference(together, alone)
     lesson.check(f"largest difference to each by itself {difference:.0e}", difference < 1e-12)
     lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
     by_length = evaluator.batches(lengths)
@@ -190,9 +191,5 @@ def two_ranks(lesson: form.Lesson, evaluator: Evaluator) -> None:
     expected = evaluator.log_likelihoods(random_requests(24))
     of_ranks = ranks.run(on_rank, 2)
     for name in of_ranks[0]:
-        difference = max(
-            abs(a - b)
-            for scores in of_ranks
-            for (a, _), (b, _) in zip(scores[name], expected, strict=True)
-        )
+        difference = max(largest_difference(scores[name], expected) for scores in of_ranks)
         lesson.check(f"{name}: largest difference {difference:.0e}", difference < 1e-12)

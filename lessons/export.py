@@ -5,7 +5,6 @@ python -m exchange.export
 
 import importlib.util
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -23,27 +22,31 @@ NEW = 6
 SEQ_LENGTH = 32
 
 
-def no_sizes():
+def traced_with_constants(*args, dynamic_shapes=None, original=torch.onnx.export, **options):
     """The exporter is not told which sizes change."""
-
-    def traced_with_constants(*args, dynamic_shapes=None, original=torch.onnx.export, **options):
-        return original(*args, **options)
-
-    return mock.patch.object(torch.onnx, "export", traced_with_constants)
+    return original(*args, **options)
 
 
-def no_padding():
+def padding_at_0(self, prompts, original=export.Session.begin):
     """What fills up a prompt stands at position 0, like a token."""
-
-    def begin(self, prompts, original=export.Session.begin):
-        tokens, positions = original(self, prompts)
-        return tokens, np.where(positions == self.seq_length, 0, positions)
-
-    return mock.patch.object(export.Session, "begin", begin)
+    tokens, positions = original(self, prompts)
+    return tokens, np.where(positions == self.seq_length, 0, positions)
 
 
-# each returns a context in which the mechanism is missing
-WITHOUT = {"sizes": no_sizes, "padding": no_padding}
+WITHOUT = {
+    "sizes": form.Removal(
+        lambda: mock.patch.object(torch.onnx, "export", traced_with_constants),
+        "Nobody says which sizes change. What is in the graph?",
+        "The sizes of the tensors that it was traced with: 2 sequences, 3 tokens after 4. It runs"
+        " with no others, so it has no prefill.",
+    ),
+    "padding": form.Removal(
+        lambda: mock.patch.object(export.Session, "begin", padding_at_0),
+        "Padding stands at position 0. Which prompts get other tokens?",
+        "The shorter ones: position 0 is not after their own, so they see padding as a token. The"
+        " longest prompt has none, and a prompt by itself has none.",
+    ),
+}
 
 
 def make_model() -> torch.nn.Module:
@@ -62,7 +65,7 @@ def teach(lesson: form.Lesson) -> None:
         lesson.say("pip install onnx onnxscript onnxruntime: this lesson runs a graph")
         return
     model = make_model()
-    with tempfile.TemporaryDirectory() as folder, (lesson.mutate or nullcontext)():
+    with tempfile.TemporaryDirectory() as folder, lesson.removed():
         export.trace(model, "bytes").save(Path(folder) / "model.onnx", external_data=True)
         session = export.Session(folder)
         sizes(lesson, session)
@@ -73,18 +76,6 @@ def teach(lesson: form.Lesson) -> None:
         # of onnxruntime, where sizes are constants
         except Exception as e:
             lesson.check(f"onnxruntime ends with {type(e).__name__}", False)
-    lesson.break_it(
-        "sizes",
-        "Nobody says which sizes change. What is in the graph?",
-        "The sizes of the tensors that it was traced with: 2 sequences, 3 tokens after 4. It runs"
-        " with no others, so it has no prefill.",
-    )
-    lesson.break_it(
-        "padding",
-        "Padding stands at position 0. Which prompts get other tokens?",
-        "The shorter ones: position 0 is not after their own, so they see padding as a token. The"
-        " longest prompt has none, and a prompt by itself has none.",
-    )
 
 
 def sizes(lesson: form.Lesson, session: export.Session) -> None:
@@ -136,8 +127,8 @@ def pieces(lesson: form.Lesson, model, session: export.Session) -> None:
     session.forward(tokens[:, :4], positions[:, :4])
     logits = session.forward(tokens[:, 4:], positions[:, 4:])
     with torch.no_grad():
-        expected = model(torch.tensor([prompt]))[:, -1].numpy()
-    worst = np.abs(logits - expected).max() / np.abs(expected).max()
+        expected = model(torch.tensor([prompt]))[:, -1]
+    worst = demo.difference(expected, torch.from_numpy(logits))
     lesson.check(
         f"by {worst:.0e} of the largest: prefill and decode are two cases of this", worst < 1e-5
     )

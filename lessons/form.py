@@ -10,23 +10,29 @@ the formula:
 `--quiz` waits for your answer after each question. `--without NAME` removes one mechanism: checks
 that needed it fail. The exit status is 1 where a check fails.
 
-A lesson is a function of a `Lesson`, in the file of its name; `main` runs it:
+A lesson is a function of a `Lesson`, in the file of its name; `main` runs it, then asks of what
+can be removed:
 
-    # a name for --without -> a function that removes the mechanism
-    WITHOUT = {"f": bugs.no_f}
+    WITHOUT = {
+        "f": form.Removal(
+            bugs.no_f,
+            "Same first loss, wrong gradients. Why?",
+            "Each rank has a part of ∂L/∂X.",
+        ),
+    }
 
     def teach(lesson: form.Lesson) -> None:
         lesson.predict("All-reduces in one layer?")
+        calls = lesson.on_ranks(2, calls_of_a_layer)[0]
         lesson.check(f"forward {len(calls)}", len(calls) == 2)
-        lesson.break_it("f", "Same first loss, wrong gradients. Why?", "Each rank has a part.")
 """
 
 import argparse
 import importlib
-import statistics
 import textwrap
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,20 +43,49 @@ WIDTH = 100
 MARGIN = 9
 
 
+class Removal(NamedTuple):
+    """A mechanism that --without can remove."""
+
+    # `removed` calls it: it changes this project for good, or returns a context that ends. A lesson
+    # that does not enter `removed` reads it as it is.
+    mutate: Any
+    # what BREAK IT asks, and the answer, printed where it is removed
+    question: str
+    why: str
+
+
+def removed(mutate: Callable | None) -> AbstractContextManager:
+    """A context without the mechanism that `mutate` removes; None removes nothing."""
+    context = mutate() if mutate else None
+    return context or nullcontext()
+
+
+def on_rank(rank: int, mutate: Callable | None, function: Callable, args: tuple):
+    with removed(mutate):
+        return function(rank, *args)
+
+
 class Lesson:
     """What a lesson prints, and how many of its checks failed."""
 
     def __init__(self, command: str, quiz: bool = False, without: str = "", mutate=None):
-        """command: tensor_parallel.py. without: the mechanism that was removed, by `mutate()`."""
+        """command: tensor_parallel.py. without: the name of what is removed, by `mutate`."""
         self.command = command
         self.quiz = quiz
         self.without = without
-        # What WITHOUT has under that name; None: nothing is removed. On ranks picklable, and called
-        # first on every rank. Elsewhere it changes what it is given, or gives a context that ends.
-        self.mutate: Callable | None = mutate
+        # of the Removal of that name; None: nothing is removed
+        self.mutate = mutate
         self.questions = 0
         self.checks = 0
         self.failed = 0
+
+    def removed(self) -> AbstractContextManager:
+        """A context in which the mechanism is removed from this process."""
+        return removed(self.mutate)
+
+    def on_ranks(self, world: int, function: Callable, *args) -> list:
+        """function(rank, *args) on `world` ranks, each without the mechanism: see `ranks.run`."""
+        return ranks.run(on_rank, world, self.mutate, function, args)
 
     def say(self, text: str = "") -> None:
         """A line as it is, below the others: for tables, bars and time lines."""
@@ -86,8 +121,8 @@ class Lesson:
         print("\n".join([*lines, last.ljust(WIDTH - 5) + verdict.rjust(5)]), flush=True)
 
     def break_it(self, name: str, question: str, why: str) -> None:
-        """Name a flag that removes one mechanism, and ask what it does. why: the answer,
-        printed where it is removed."""
+        """Name a flag that removes one mechanism, and ask what it does; where it is removed, say
+        why."""
         if not self.without:
             command = f"python {self.command} --without {name}"
             print("\n".join(self._paragraph("BREAK IT", f"{command}   {question}")), flush=True)
@@ -111,21 +146,23 @@ def main(name: str, argv: list[str] | None = None) -> int:
     """Run the lesson of a module (of tuning.packing: lessons/packing.py). Returns its status."""
     folder, _, file = name.rpartition(".")
     module = importlib.import_module(f"lessons.{file}")
+    removals = module.WITHOUT
     command = f"-m {name}" if folder else f"{name}.py"
     parser = argparse.ArgumentParser(
         prog=f"python {command}", description="A lesson: predict, check, break it."
     )
     parser.add_argument("--quiz", action="store_true", help="wait for an answer to each question")
-    if module.WITHOUT:
-        parser.add_argument(
-            "--without", choices=list(module.WITHOUT), default="", help="remove one mechanism"
-        )
-    arguments = vars(parser.parse_args(argv))
-    removed = arguments.get("without", "")
+    parser.add_argument(
+        "--without", choices=list(removals), default="", help="remove one mechanism"
+    )
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     ranks.fork_this_process()
-    lesson = Lesson(command, arguments["quiz"], removed, module.WITHOUT.get(removed))
+    mutate = removals[args.without].mutate if args.without else None
+    lesson = Lesson(command, args.quiz, args.without, mutate)
     module.teach(lesson)
+    for mechanism, removal in removals.items():
+        lesson.break_it(mechanism, removal.question, removal.why)
     return lesson.verdict()
 
 
@@ -135,55 +172,3 @@ def main(name: str, argv: list[str] | None = None) -> int:
 def bar(value: float, largest: float, width: int = 40) -> str:
     """A bar of text: `largest` is `width` characters long."""
     return "█" * round(width * value / largest) if largest else ""
-
-
-# --- time -----------------------------------------------------------------------------------------
-
-
-class Turns:
-    """Whether a thread had a processor to itself while it computed.
-
-        with turns:
-            compute()
-
-    Where other processes take turns with it, it takes longer than its processor time, and times do
-    not mean anything. Waiting (for a message, a disk) inside the `with` counts as a turn of others.
-    """
-
-    def __init__(self):
-        self.seconds = 0.0
-        self.processor_seconds = 0.0
-
-    def __enter__(self) -> "Turns":
-        self.seconds -= time.perf_counter()
-        self.processor_seconds -= time.thread_time()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.seconds += time.perf_counter()
-        self.processor_seconds += time.thread_time()
-
-    def shared(self, limit: float = 1.25) -> bool:
-        return self.seconds > limit * self.processor_seconds
-
-
-def busy(limit: float = 1.25, seconds: float = 0.2) -> bool:
-    """Whether this machine is too busy for times of one process to mean something, as a loop that
-    only computes sees it. Where several ranks are timed, let each have its `Turns`: beside one
-    other process two cores still have room for one rank, and not for two."""
-    with Turns() as turns:
-        start = time.perf_counter()
-        while time.perf_counter() - start < seconds:
-            sum(range(1000))
-    return turns.shared(limit)
-
-
-def median_seconds(function: Callable[[], object], repetitions: int = 5) -> float:
-    """The median time of a call; the first call warms up and does not count."""
-    function()
-    times = []
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

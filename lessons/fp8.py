@@ -1,9 +1,9 @@
-"""The lesson of fp8.py: three products, gradients in e5m2, bytes kept, two ranks beside one.
+"""The lesson of fp8.py and precision/fp8_experts.py: three products, gradients in e5m2, bytes kept,
+rows of an expert, two ranks beside one.
 
 python fp8.py
 """
 
-from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -16,9 +16,12 @@ import recompute
 import sharding
 import tensor_parallel
 from lessons import demo, form
+from precision import fp8_experts
 from precision.float8 import E4M3, E5M2, Format, block_maxima, quantise, scale_of
-from precision.fp8_scaling import GRADIENT, Recipe, Scaling
+from precision.fp8_scaling import GRADIENT, INPUT, Recipe, Scaling
 from proof import ranks
+
+# --- what --without removes -----------------------------------------------------------------------
 
 
 def no_e5m2():
@@ -46,24 +49,45 @@ def no_new_bytes(original=Scaling.end_step):
     return mock.patch.object(Scaling, "end_step", end_step)
 
 
-# each returns a context in which the mechanism is missing
-WITHOUT = {"e5m2": no_e5m2, "amax-reduce": no_amax_reduce, "new-bytes": no_new_bytes}
-# name -> why checks fail without it
-WHY = {
-    "e5m2": (
+def no_row_scales():
+    """An expert's input has one scale, whoever is in it."""
+
+    def in_bytes(self, x: Tensor, place, operand: int, group):
+        return quantise(x, scale_of(block_maxima(x, None), E4M3, True), E4M3, None, True)
+
+    return mock.patch.object(fp8_experts.Layer, "in_bytes", in_bytes)
+
+
+WITHOUT = {
+    "e5m2": form.Removal(
+        no_e5m2,
+        "Which gradients are lost, and which get better?",
         "Those of tokens whose gradient is small: it is 0, and so is all that they would teach the"
-        " layers below. Where tokens are alike, e4m3 is the better one: it errs less."
+        " layers below. Where tokens are alike, e4m3 is the better one: it errs less.",
     ),
-    "amax-reduce": (
+    "row-scales": form.Removal(
+        no_row_scales,
+        "Is anything wrong then, or only different?",
+        "What a token becomes now depends on who else chose the expert. On two expert-parallel"
+        " ranks these are tokens of two micro-batches, on one device those of one. No product is"
+        " wrong, and no number is the same.",
+    ),
+    "amax-reduce": form.Removal(
+        no_amax_reduce,
+        "Each rank has its own scales. Who notices?",
         "Only this comparison: each rank rounds its part to other numbers than one device would,"
         " and still learns. With powers of two nearly all numbers stay, because a scale that is"
-        " half as large only moves exponents. So `current` has --fp8-scales any here."
+        " half as large only moves exponents. So `current` has --fp8-scales any here.",
     ),
-    "new-bytes": (
+    "new-bytes": form.Removal(
+        no_new_bytes,
+        "Which step goes wrong, and how?",
         "The optimizer changes the weights, but forward and backward read the bytes of the first"
-        " step. The first loss is right. From the second step on, attention and MLP stand still."
+        " step. The first loss is right. From the second step on, attention and MLP stand still.",
     ),
 }
+
+# --- one layer ------------------------------------------------------------------------------------
 
 # tokens, inputs, outputs of the layer
 N, IN, OUT = 256, 512, 384
@@ -94,8 +118,7 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
 def rounding_error(x: Tensor, to: Format) -> float:
     """Of a tensor in bytes, relative: |x - its bytes| / |x|"""
     scale = scale_of(block_maxima(x, None), to, True)
-    rounded = quantise(x, scale, to, None, True).values(x.dtype)
-    return ((rounded - x).norm() / x.norm()).item()
+    return demo.relative_error(x, quantise(x, scale, to, None, True).values(x.dtype))
 
 
 def teach_products(lesson: form.Lesson) -> None:
@@ -110,21 +133,17 @@ def teach_products(lesson: form.Lesson) -> None:
     errors = {}
     for name in RECIPES:
         found = three_products(Recipe(name), x, w, dy)
-        errors[name] = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact)]
+        errors[name] = list(map(demo.relative_error, exact, found))
         lesson.say(f"{name:10}" + "".join(f"{error:8.1%}" for error in errors[name]))
     both = (2 * e4m3**2) ** 0.5
     mixed = (e4m3**2 + e5m2**2) ** 0.5
-    of_tensors = [both, mixed, mixed]
-    expected = {"current": of_tensors, "delayed": of_tensors, "block": [both] * 3}
-    near = [
-        abs(error / formula - 1) < 0.1
-        for name in RECIPES
-        for error, formula in zip(errors[name], expected[name])
-    ]
+    of_tensors = torch.tensor([both, mixed, mixed])
+    expected = torch.stack([of_tensors, of_tensors, torch.tensor([both] * 3)])
+    near = (torch.tensor(list(errors.values())) / expected - 1).abs() < 0.1
     lesson.check(
         f"errors are independent, so squares add: {both:.1%} with e4m3 twice, {mixed:.1%} with e5m2"
         " and e4m3. A sum errs by no larger share than one product",
-        all(near),
+        near.all().item(),
     )
 
 
@@ -135,17 +154,17 @@ def teach_gradients(lesson: form.Lesson) -> None:
         " e4m3 reaches from 448 down to 2^-9. How many tokens get ∂x = 0? In e5m2?"
     )
     dy = dy * torch.logspace(0, -8, N).unsqueeze(1)
-    recipes = {"current": "one scale", "block": "a scale for each 1 x 128"}
-    zeros = {}
-    for name, what in recipes.items():
+
+    def zeros_of(name: str, what: str) -> int:
         dx = three_products(Recipe(name), x, w, dy)[1]
-        zeros[name] = (dx == 0).all(1).sum().item()
-        to = Recipe(name).format(GRADIENT).name
-        lesson.say(f"{name:9}{to}, {what:26}{zeros[name]:4} tokens")
+        zeros = (dx == 0).all(1).sum().item()
+        lesson.say(f"{name:9}{Recipe(name).format(GRADIENT).name}, {what:26}{zeros:4} tokens")
+        return zeros
+
+    recipes = {"current": "one scale", "block": "a scale for each 1 x 128"}
+    zeros = {name: zeros_of(name, what) for name, what in recipes.items()}
     with no_e5m2():
-        dx = three_products(Recipe("current"), x, w, dy)[1]
-    in_e4m3 = (dx == 0).all(1).sum().item()
-    lesson.say(f"{'current':9}e4m3, {recipes['current']:26}{in_e4m3:4} tokens")
+        in_e4m3 = zeros_of("current", recipes["current"])
     lesson.check(
         f"{in_e4m3} in e4m3, which spans 5.4 powers of ten; {zeros['current']} in e5m2, which spans"
         f" 9.6; {zeros['block']} by blocks, where each token has scales of its own",
@@ -172,6 +191,20 @@ def teach_bytes(lesson: form.Lesson) -> None:
     )
 
 
+def teach_experts(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "Two ranks send 64 tokens each to one expert; those of the second are ten times as large."
+        " In how many of the first rank's 64 rows do the bytes differ from those without the"
+        " second?"
+    )
+    layer = fp8_experts.Layer(Scaling(Recipe(), 1, "cpu"), ((0, 5),), None, None)
+    tokens = torch.randn(128, 32, generator=torch.Generator().manual_seed(0))
+    tokens[64:] *= 10
+    alone, together = (layer.in_bytes(x, (0, 5), INPUT, None) for x in (tokens[:64], tokens))
+    differ = (alone.q.view(torch.uint8) != together.q[:64].view(torch.uint8)).any(1).sum().item()
+    lesson.check(f"in {differ} of 64: a row's scale depends on this row alone", differ == 0)
+
+
 # --- two ranks ------------------------------------------------------------------------------------
 
 B, S, H, V = 4, 32, 64, 257
@@ -184,15 +217,14 @@ ON_RANKS = {
 }
 
 
-def on_rank(rank: int, world: int, mutate) -> dict:
+def on_rank(rank: int) -> dict:
     """Each recipe: two steps of a GPT (h 64, L 2, float64), and a layer's all-reduces of maxima."""
-    with (mutate or nullcontext)():
-        return {name: two_steps(recipe, world) for name, recipe in ON_RANKS.items()}
+    return {name: two_steps(recipe) for name, recipe in ON_RANKS.items()}
 
 
-def two_steps(recipe: Recipe, world: int) -> dict:
+def two_steps(recipe: Recipe) -> dict:
     model = demo.meta_model(demo.tiny_config())
-    group = dist.group.WORLD if world > 1 else None
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
     if group:
         tensor_parallel.apply(model, group)
     sharding.init(model, 0, "cpu", torch.float64)
@@ -211,20 +243,17 @@ def two_steps(recipe: Recipe, world: int) -> dict:
         scaling.end_step(group)
     gradients = demo.gathered_gradients(model)
     x = torch.zeros(B, S, H, dtype=torch.float64, requires_grad=True)
-    with ranks.Collectives() as forward:
-        y = model.blocks["0"](x)
-    with ranks.Collectives() as backward:
-        y.sum().backward()
+    calls = demo.layer_calls(model.blocks["0"], x)
     return {
         "losses": losses,
         "gradients": gradients,
-        "maxima": [small_all_reduces(forward), small_all_reduces(backward)],
+        "maxima": [small_all_reduces(calls[way]) for way in ("forward", "backward")],
     }
 
 
-def small_all_reduces(noted: ranks.Collectives) -> int:
+def small_all_reduces(calls: list[tuple[str, int]]) -> int:
     """Of maxima; those of activations have thousands of bytes."""
-    return sum(kind == "all-reduce" and size < 100 for kind, size in noted.calls)
+    return sum(kind == "all-reduce" and size < 100 for kind, size in calls)
 
 
 def teach_ranks(lesson: form.Lesson, one: dict, two: dict) -> None:
@@ -254,14 +283,12 @@ def teach_ranks(lesson: form.Lesson, one: dict, two: dict) -> None:
 
 
 def teach(lesson: form.Lesson) -> None:
-    with (lesson.mutate or nullcontext)():
+    with lesson.removed():
         teach_products(lesson)
         teach_gradients(lesson)
         teach_bytes(lesson)
-    two = ranks.run(on_rank, 2, 2, lesson.mutate)[0]
+        teach_experts(lesson)
+    two = lesson.on_ranks(2, on_rank)[0]
     # without e5m2 one device has no e5m2 either
-    one = ranks.run(on_rank, 1, 1, no_e5m2 if lesson.without == "e5m2" else None)[0]
+    one = (lesson.on_ranks(1, on_rank) if lesson.without == "e5m2" else ranks.run(on_rank, 1))[0]
     teach_ranks(lesson, one, two)
-    lesson.break_it("e5m2", "Which gradients are lost, and which get better?", WHY["e5m2"])
-    lesson.break_it("amax-reduce", "Each rank has its own scales. Who notices?", WHY["amax-reduce"])
-    lesson.break_it("new-bytes", "Which step goes wrong, and how?", WHY["new-bytes"])

@@ -1,4 +1,5 @@
-"""The lesson of fsdp.py: two ranks train in each stage, beside the table there.
+"""The lesson of fsdp.py and base/flat_parameters.py: two ranks train in each stage, beside the
+table there.
 
 python fsdp.py
 """
@@ -11,39 +12,52 @@ from torch import Tensor, nn
 
 import fsdp
 import sharding
+from base.flat_parameters import FlatParameters
 from lessons import demo, form
 from optimizer import AdamW
 from proof import ranks
 from proof.mutations import data_parallel as bugs
 
-WITHOUT = {
-    "reduce-scatter": bugs.no_reduce_scatter,
-    "all-gather": bugs.no_all_gather,
-    "parameter-gather": bugs.no_parameter_gather,
-    "free": bugs.stale_parameters,
-}
 
-# the answers to what break_it asks
-WHY = {
-    "reduce-scatter": (
-        "Stage 0: it sums by an all-reduce. In stages 1 to 3 a shard learns from the samples"
-        " of one rank. All ranks still gather the same parameters after the update, so they do"
-        " not differ from each other."
+def no_last_shard(original=FlatParameters.views) -> None:
+    """Shards without padding are copied, and the one that is not full is left out."""
+    FlatParameters.views = lambda *arguments: [next(original(*arguments))]
+
+
+WITHOUT = {
+    "last-shard": form.Removal(
+        no_last_shard,
+        "Shards with padding are not copied. What is lost?",
+        "The rows that stand before the padding: weight[3:5]. T is right, for it follows from the"
+        " shapes; the bias has only full shards, so it is whole, and so is all of the Llama.",
     ),
-    "parameter-gather": (
-        "After the first update that changes something: in stages 1 and 2 a rank has old"
-        " values of the other's shard. Gradients are right here because the step before had a"
-        " learning rate of 0. Stage 3 gathers before each use."
+    "reduce-scatter": form.Removal(
+        bugs.no_reduce_scatter,
+        "Each rank keeps its own gradient. Which stage is right?",
+        "Stage 0: it sums by an all-reduce. In stages 1 to 3 a shard learns from the samples of"
+        " one rank. All ranks still gather the same parameters after the update, so they do not"
+        " differ from each other.",
     ),
-    "all-gather": (
-        "Stage 0 gathers nothing, and is right. In stages 1 and 2 half of the model is 0"
-        " after the first update, another half on each rank; in stage 3 in every forward."
-        " Memory is the same: zeros need as many bytes."
+    "all-gather": form.Removal(
+        bugs.no_all_gather,
+        "Zeros stand in the place of the other shard.",
+        "Stage 0 gathers nothing, and is right. In stages 1 and 2 half of the model is 0 after the"
+        " first update, another half on each rank; in stage 3 in every forward. Memory is the"
+        " same: zeros need as many bytes.",
     ),
-    "free": (
-        "It is not gathered again, so less is sent, and after an update the model computes"
-        " with old parameters. Gradients are right here because the step before had a learning"
-        " rate of 0."
+    "parameter-gather": form.Removal(
+        bugs.no_parameter_gather,
+        "Each rank updates its own shard. When does it show?",
+        "After the first update that changes something: in stages 1 and 2 a rank has old values of"
+        " the other's shard. Gradients are right here because the step before had a learning rate"
+        " of 0. Stage 3 gathers before each use.",
+    ),
+    "free": form.Removal(
+        bugs.stale_parameters,
+        "A gathered layer stays whole. What else goes wrong?",
+        "It is not gathered again, so less is sent, and after an update the model computes with"
+        " old parameters. Gradients are right here because the step before had a learning rate of"
+        " 0.",
     ),
 }
 
@@ -66,12 +80,8 @@ def held_bytes(model: nn.Module, gradients: fsdp.DataParallel) -> tuple[int, int
 
 def storage_bytes(tensors: list[Tensor | None]) -> int:
     """Each storage counts once; a freed one has 0 bytes."""
-    sizes = {}
-    for tensor in tensors:
-        if tensor is not None:
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+    storages = [x.untyped_storage() for x in tensors if x is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def elements(calls: list[tuple[str, int]]) -> int:
@@ -136,17 +146,43 @@ def measure(stage: int, n: int, m: int) -> dict:
     }
 
 
-def on_rank(rank: int, n: int, m: int, stages: tuple[int, ...], mutate) -> list[dict]:
-    if mutate:
-        mutate()
+def on_rank(rank: int, n: int, m: int, stages: tuple[int, ...]) -> list[dict]:
     return [measure(stage, n, m) for stage in stages]
+
+
+@torch.no_grad()
+def flat_rows(rank: int) -> Tensor:
+    """[N, T]: weight [5, 2] with elements 0 to 9, bias [2] with 10 and 11. Padding is NaN."""
+    parameters = [nn.Parameter(torch.arange(10.0).view(5, 2)), nn.Parameter(torch.arange(10.0, 12))]
+    layout = FlatParameters(parameters, N)
+    flat = torch.full((layout.N, layout.T), torch.nan)
+    for p in parameters:
+        for in_flat, in_whole in layout.views(flat, p, p):
+            in_flat.copy_(in_whole)
+    return flat
+
+
+def teach_flat(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "Stages 1 to 3 shard a layer's parameters as one tensor [N, T]. Of weight [5, 2] and bias"
+        " [2], for N = 2, both sharded by rows: how large is T? How many elements are padding?"
+    )
+    flat = lesson.on_ranks(1, flat_rows)[0]
+    for rank, row in enumerate(flat):
+        cells = " ".join("  -" if x.isnan() else f"{x:3.0f}" for x in row)
+        lesson.say(f"rank {rank}  {cells}")
+    padding = flat.isnan().sum().item()
+    lesson.check(
+        f"T = {flat.shape[1]} = 3 · 2 + 1; padding {padding} = 2 · 7 - 12",
+        (flat.shape[1], padding) == (7, 2),
+    )
 
 
 def teach_bytes(lesson: form.Lesson, stages: list[dict], psi: int) -> None:
     lesson.predict(
         f"A Llama of Ψ = {psi:,} parameters in fp32: 4 bytes each, 4 for its gradient, 8 for two"
-        f" moments. How many bytes for a parameter has each of {N} ranks, in stage 0 (nothing is"
-        " sharded), 1 (moments), 2 (and gradients), 3 (and parameters)?"
+        f" moments. Bytes for a parameter on each of {N} ranks, in stage 0 (nothing is sharded),"
+        " 1 (moments), 2 (and gradients), 3 (and parameters)?"
     )
     right = True
     for stage, measured in enumerate(stages):
@@ -157,26 +193,14 @@ def teach_bytes(lesson: form.Lesson, stages: list[dict], psi: int) -> None:
         total = sum(measured["held"])
         lesson.say(f"stage {stage}  {total:>10,} = {total / psi:>4.1f} Ψ  {picture}")
     lesson.check(
-        "parameters █, gradients ▒, moments ░, each as in the formula; in all 16, 12, 10 and 8 Ψ",
-        right,
-    )
-
-
-def teach_units(lesson: form.Lesson, stage_3: dict) -> None:
-    most, units = stage_3["whole_units"]
-    lesson.predict(
-        f"Stage 3 gathers a layer's parameters while the layer before it computes. The model has"
-        f" {units} layers: embedding, 2 blocks, head. How many are whole at one time, at most?"
-    )
-    lesson.check(f"{most}: the one that computes, and the next one", most == 2)
-    lesson.break_it(
-        "free", "A layer that was gathered stays whole. What else goes wrong?", WHY["free"]
+        "parameters █, gradients ▒, moments ░, as in the formula: 16, 12, 10 and 8 Ψ", right
     )
 
 
 def teach(lesson: form.Lesson) -> None:
-    reference = ranks.run(on_rank, 1, 1, 1, (0,), None)[0][0]["gradients"]
-    results = ranks.run(on_rank, N, N, M, (0, 1, 2, 3), lesson.mutate)
+    teach_flat(lesson)
+    reference = ranks.run(on_rank, 1, 1, 1, (0,))[0][0]["gradients"]
+    results = lesson.on_ranks(N, on_rank, N, M, (0, 1, 2, 3))
     stages = results[0]
     psi = sum(gradient.numel() for gradient in reference.values())
     teach_bytes(lesson, stages, psi)
@@ -198,21 +222,14 @@ def teach(lesson: form.Lesson) -> None:
         "largest relative difference, stages 0 to 3: " + ", ".join(f"{x:.0e}" for x in worst),
         all(x < 1e-5 for x in worst),
     )
-    lesson.break_it(
-        "reduce-scatter",
-        "Each rank keeps its own gradient. Which stage is right?",
-        WHY["reduce-scatter"],
-    )
 
     lesson.predict("And do the ranks have the same parameters after the optimizer's step?")
     apart = max(measured["difference"] for rank in results for measured in rank)
     lesson.check(f"the largest difference between two ranks, stages 0 to 2: {apart}", apart == 0)
-    lesson.break_it(
-        "parameter-gather",
-        "Each rank updates its own shard. When does it show?",
-        WHY["parameter-gather"],
+
+    most, units = stages[3]["whole_units"]
+    lesson.predict(
+        f"Stage 3 gathers a layer's parameters while the layer before it computes. The model has"
+        f" {units} layers: embedding, 2 blocks, head. How many are whole at one time, at most?"
     )
-    lesson.break_it(
-        "all-gather", "Zeros stand where the other rank's shard should be.", WHY["all-gather"]
-    )
-    teach_units(lesson, stages[3])
+    lesson.check(f"{most}: the one that computes, and the next one", most == 2)

@@ -3,10 +3,10 @@
 python generate.py
 """
 
-from contextlib import nullcontext
 from unittest import mock
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import generate
 import sharding
@@ -15,25 +15,34 @@ from inference.kv_cache import Cache
 from lessons import demo, form
 
 
-def no_positions():
-    """While decoding, every token is rotated as if it stood at position 0."""
-    return mock.patch.object(ModelRunner, "rotary_at", rotary_at_0)
-
-
 def rotary_at_0(self, cache: Cache, s: int, original=ModelRunner.rotary_at):
+    """While decoding, every token is rotated as if it stood at position 0."""
     if cache.positions is None:
         return original(self, cache, s)
     with mock.patch.object(cache, "positions", torch.zeros_like(cache.positions)):
         return original(self, cache, s)
 
 
-def no_mask():
+def no_mask(self, *_) -> None:
     """A shorter sequence attends to columns of the cache that it has not filled."""
-    return mock.patch.object(Cache, "update_mask", lambda self, *_: setattr(self, "mask", None))
+    self.mask = None
 
 
-# each returns a context in which the mechanism is missing
-WITHOUT = {"positions": no_positions, "mask": no_mask}
+WITHOUT = {
+    "positions": form.Removal(
+        lambda: mock.patch.object(ModelRunner, "rotary_at", rotary_at_0),
+        "Prefill is right. Which prompts get other tokens?",
+        "Any of them: all new tokens stand at position 0, so attention sees wrong distances, and"
+        " some draws give another token. Each prompt by itself decodes with the same wrong"
+        " positions, so that check holds.",
+    ),
+    "mask": form.Removal(
+        lambda: mock.patch.object(Cache, "update_mask", no_mask),
+        "Each prompt by itself is right. Why not all three together?",
+        "The longest prompt has filled all columns; the shorter ones attend to columns that hold"
+        " no token of theirs, and get other tokens. A prompt by itself has no such column.",
+    ),
+}
 
 SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, ffn_hidden_size=344, seq_length=512)
 # of three prompts
@@ -75,26 +84,11 @@ class Watch:
 
 def teach(lesson: form.Lesson) -> None:
     model = make_model()
-    with (lesson.mutate or nullcontext)():
+    with lesson.removed():
         same_tokens(lesson, model)
         tokens_read(lesson, model)
         cache_size(lesson, model)
-        if not lesson.without:
-            speed(lesson, model.float())
-    lesson.break_it(
-        "positions",
-        "Prefill is right. Which prompts get other tokens?",
-        "Any of them: all new tokens stand at position 0, so attention sees wrong distances,"
-        " and some draws give another token. Each prompt by itself decodes with the same wrong"
-        " positions, so that check holds.",
-    )
-    lesson.break_it(
-        "mask",
-        "Each prompt by itself is right. Why not all three together?",
-        "The longest prompt has filled all columns; the shorter ones attend to columns that"
-        " hold no token of theirs, and get other tokens. A prompt by itself has no such"
-        " column.",
-    )
+        work(lesson, model)
 
 
 def same_tokens(lesson: form.Lesson, model) -> None:
@@ -148,31 +142,27 @@ def cache_size(lesson: form.Lesson, model) -> None:
     )
 
 
-def speed(lesson: form.Lesson, model) -> None:
-    lesson.predict("Tokens a second after 32 and 448 tokens of context: which way slows down more?")
-    rates = {}
-    turns = form.Turns()
-    with turns:
-        for context in (32, 448):
-            for cached in (True, False):
-                seconds = seconds_per_token(model, context, cached)
-                rates[context, cached] = 1 / seconds
-    largest = max(rates.values())
-    for (context, cached), rate in rates.items():
-        name = "with the cache" if cached else "without"
-        lesson.say(f"{context:>3}  {name:<15}{rate:>7,.0f}  {form.bar(rate, largest)}")
-    slower = {cached: rates[32, cached] / rates[448, cached] for cached in (True, False)}
-    too_busy = ", if times mean anything on a machine as busy as this" if turns.shared() else ""
+def work(lesson: form.Lesson, model) -> None:
+    lesson.predict(
+        "FLOPs of one more token after 32 and after 448 tokens of context: how many times as many,"
+        " with the cache and without?"
+    )
+    growth = {}
+    for cached in (True, False):
+        flops = [flops_of_a_token(model, context, cached) for context in (32, 448)]
+        growth[cached] = flops[1] / flops[0]
+        lesson.say(f"{'with the cache' if cached else 'without':<15}{flops[0]:>14,}{flops[1]:>14,}")
     lesson.check(
-        f"with 14 times the context, {slower[True]:.1f} times slower with the cache,"
-        f" {slower[False]:.1f} times without{too_busy}",
-        slower[False] > slower[True],
+        f"with 14 times the context, {growth[True]:.1f} times with the cache, {growth[False]:.1f}"
+        " times without",
+        growth[True] < 2 and growth[False] > 14,
     )
 
 
-def seconds_per_token(model, context: int, cached: bool) -> float:
-    """The median time of a step that reads one more token."""
-    steps = generate.stream(model, [[1] * context], 8, temperature=0, cached=cached)
+def flops_of_a_token(model, context: int, cached: bool) -> int:
+    steps = generate.stream(model, [[1] * context], 2, temperature=0, cached=cached)
     # the prefill
     next(steps)
-    return form.median_seconds(lambda: next(steps))
+    # attention as two matrix multiplications, which are counted
+    with sdpa_kernel(SDPBackend.MATH):
+        return demo.flops(lambda: next(steps))

@@ -45,27 +45,25 @@ def no_residual_scale(model: gpt.GPT) -> None:
 
 
 WITHOUT = {
-    "small-weights": no_small_weights,
-    "residual-scale": no_residual_scale,
-    "mask": no_mask,
-}
-
-# the answers to what break_it asks
-WHY = {
-    "small-weights": (
-        "Larger. Logits are then large and random: the model is sure of a token, which is"
-        " nearly always a wrong one. Small logits make all tokens equally likely, and the loss"
-        " ln V."
+    "small-weights": form.Removal(
+        no_small_weights,
+        "Weights are 10 times as large. Is the loss smaller or larger?",
+        "Larger. Logits are then large and random: the model is sure of a token, which is nearly"
+        " always a wrong one. Small logits make all tokens equally likely, and the loss ln V.",
     ),
-    "residual-scale": (
-        "For a large L. Then 2 L sums add up to a residual stream whose variance grows with"
-        " L. The loss before training does not show it, for the last norm divides by the size"
-        " of the stream."
+    "residual-scale": form.Removal(
+        no_residual_scale,
+        "The loss is still ln V. For which L would it matter?",
+        "For a large L. Then 2 L sums add up to a residual stream whose variance grows with L. The"
+        " loss before training does not show it, for the last norm divides by the size of the"
+        " stream.",
     ),
-    "mask": (
-        "To copy: the target of a position is the next token, and attention now sees it. The"
-        " loss falls to almost 0, and the model cannot generate. Before training nothing is"
-        " copied yet, so the loss is ln V."
+    "mask": form.Removal(
+        no_mask,
+        "The loss is still ln V. What would training learn?",
+        "To copy: the target of a position is the next token, and attention now sees it. The loss"
+        " falls to almost 0, and the model cannot generate. Before training nothing is copied yet,"
+        " so the loss is ln V.",
     ),
 }
 
@@ -103,7 +101,6 @@ def teach_causality(lesson: form.Lesson, model: gpt.GPT, tokens: Tensor) -> None
         f" {S} - {CHANGED} = {S - CHANGED}",
         rows == list(range(CHANGED, S)),
     )
-    lesson.break_it("mask", "The loss is still ln V. What would training learn?", WHY["mask"])
 
 
 @torch.no_grad()
@@ -130,11 +127,6 @@ def teach(lesson: form.Lesson) -> None:
     tokens, targets = demo.random_tokens(8, S, V)
     loss = model(tokens, targets).mean().item()
     lesson.check(f"{loss:.3f}; ln V = {math.log(V):.3f}", abs(loss - math.log(V)) < 0.05)
-    lesson.break_it(
-        "small-weights",
-        "Weights are 10 times as large. Is the loss smaller or larger?",
-        WHY["small-weights"],
-    )
 
     lesson.predict(
         "Initial weights have standard deviation 0.02. Two matrices of each layer add to the"
@@ -147,10 +139,5 @@ def teach(lesson: form.Lesson) -> None:
     lesson.check(
         f"{deviations[0]:.4f} and {deviations[1]:.4f}; 0.02 / √(2 L) = {expected:.4f}",
         all(abs(deviation / expected - 1) < 0.05 for deviation in deviations),
-    )
-    lesson.break_it(
-        "residual-scale",
-        "The loss is still ln V. For which L would it matter?",
-        WHY["residual-scale"],
     )
     teach_causality(lesson, model, tokens)

@@ -6,7 +6,6 @@ python huggingface.py
 import dataclasses
 import importlib.util
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -24,29 +23,35 @@ from routers import MoEConfig
 H, V = 64, 257
 
 
-def no_transpose():
-    """Square matrices go there and back as they are."""
-    return mock.patch.object(Location, "view", view_as_it_is)
-
-
 def view_as_it_is(self, theirs: Tensor, original=Location.view) -> Tensor:
+    """Square matrices go there and back as they are."""
     view = original(self, theirs)
     is_square = view.dim() == 2 and view.shape[0] == view.shape[1]
     return view.t() if is_square and self.transposed else view
 
 
-def no_order():
-    """Key and value change places, there and back."""
-    return mock.patch.object(Location, "view", view_of_another_third)
-
-
 def view_of_another_third(self, theirs: Tensor, original=Location.view) -> Tensor:
+    """Key and value change places, there and back."""
     third = {1: 2, 2: 1}.get(self.third, self.third)
     return original(self._replace(third=third), theirs)
 
 
-# each returns a context in which the mechanism is missing
-WITHOUT = {"transpose": no_transpose, "order": no_order}
+WITHOUT = {
+    "transpose": form.Removal(
+        lambda: mock.patch.object(Location, "view", view_as_it_is),
+        "There and back, every bit is equal. Which check sees it?",
+        "The one that looks into their file, and the one that asks transformers for logits."
+        " Nothing is transposed on the way there, nor on the way back. A square matrix keeps its"
+        " shape, so no size is wrong.",
+    ),
+    "order": form.Removal(
+        lambda: mock.patch.object(Location, "view", view_of_another_third),
+        "Key and value change places, both ways. Which check sees it?",
+        "The one that looks for the columns of the key, and the one that asks transformers for"
+        " logits. Both ways make the same mistake, so every tensor comes back. Key and value have"
+        " one shape here, so no size is wrong.",
+    ),
+}
 
 
 def make_model() -> torch.nn.Module:
@@ -64,7 +69,7 @@ def teach(lesson: form.Lesson) -> None:
     model = make_model()
     parameters = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     config = dataclasses.asdict(model.config)
-    with tempfile.TemporaryDirectory() as folder, (lesson.mutate or nullcontext)():
+    with tempfile.TemporaryDirectory() as folder, lesson.removed():
         ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
         state = {"config": {"tokenizer": "bytes"}, "model": config}
         checkpoint.write(ours, 0, parameters, state)
@@ -74,20 +79,6 @@ def teach(lesson: form.Lesson) -> None:
         back(lesson, parameters, theirs, Path(folder) / "back")
         sizes(lesson, parameters, ours, Path(folder) / "bf16")
         logits(lesson, model, theirs)
-    lesson.break_it(
-        "transpose",
-        "There and back, every bit is equal. Which check sees it?",
-        "The one that looks into their file, and the one that asks transformers for logits."
-        " Nothing is transposed on the way there, nor on the way back. A square matrix keeps"
-        " its shape, so no size is wrong.",
-    )
-    lesson.break_it(
-        "order",
-        "Key and value change places, both ways. Which check sees it?",
-        "The one that looks for the columns of the key, and the one that asks transformers"
-        " for logits. Both ways make the same mistake, so every tensor comes back. Key and"
-        " value have one shape here, so no size is wrong.",
-    )
 
 
 def names(lesson: form.Lesson, parameters: dict[str, Tensor], folder: Path) -> None:

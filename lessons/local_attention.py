@@ -15,17 +15,19 @@ from model_config import GPTConfig
 from proof import ranks
 from proof.mutations import local_attention as bugs
 
-WITHOUT = {"width": bugs.window_of_one_more, "own-slopes": bugs.slopes_of_the_first_rank}
-# name -> why checks fail without it
-WHY = {
-    "width": (
+WITHOUT = {
+    "width": form.Removal(
+        bugs.window_of_one_more,
+        "The window counts earlier tokens only. Where does it show?",
         "The window shows one token more, so each layer reaches one further. Nothing is wrong"
         " inside of the model, but it is another one than was trained; and the cache, which has w"
-        " columns, does not hold what the mask still shows."
+        " columns, does not hold what the mask still shows.",
     ),
-    "own-slopes": (
+    "own-slopes": form.Removal(
+        bugs.slopes_of_the_first_rank,
+        "Each rank takes the first 4. Which heads see too little?",
         "Rank 1 has heads 4 to 7 and takes the slopes of heads 0 to 3: its heads see less far."
-        " Each rank alone computes a good ALiBi, so only a comparison with one rank shows it."
+        " Each rank alone computes a good ALiBi, so only a comparison with one rank shows it.",
     ),
 }
 
@@ -114,9 +116,6 @@ def teach_window(lesson: form.Lesson, one: dict) -> None:
         f"{one['columns']}, not {PROMPT + NEW}; {same} tokens as without a cache",
         one["columns"] == W and same == "the same",
     )
-    lesson.break_it(
-        "width", "The window counts earlier tokens only. Where does it show?", WHY["width"]
-    )
 
 
 def teach_slopes(lesson: form.Lesson, one: dict, two: list[dict]) -> None:
@@ -139,9 +138,6 @@ def teach_slopes(lesson: form.Lesson, one: dict, two: list[dict]) -> None:
     )
     apart = abs(two[0]["loss"] - one["loss"])
     lesson.check(f"the loss is {apart:.1e} from that of one rank", apart < 1e-10)
-    lesson.break_it(
-        "own-slopes", "Each rank takes the first 4. Which heads see too little?", WHY["own-slopes"]
-    )
 
 
 def teach(lesson: form.Lesson) -> None:

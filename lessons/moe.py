@@ -5,7 +5,6 @@ python moe.py
 
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp
 import gpt
@@ -17,30 +16,31 @@ from proof.mutations import moe as bugs
 from routers import MoEConfig
 
 WITHOUT = {
-    "combine-exchange": bugs.no_combine_exchange,
-    "gradients-back": bugs.no_expert_gradients_back,
-    "own-probabilities": bugs.probabilities_of_other_tokens,
-    "expert-group": bugs.experts_summed_over_all,
-}
-# name -> why checks fail without it
-WHY = {
-    "combine-exchange": (
+    "combine-exchange": form.Removal(
+        bugs.no_combine_exchange,
+        "Tokens go to experts and their results do not come back. Why does no rank hang?",
         "Every rank leaves out the same call, so no rank waits for another. Rows of the right"
         " shape stand where results should come back, but they are of other tokens: loss and"
-        " gradients are wrong."
+        " gradients are wrong.",
     ),
-    "gradients-back": (
-        "The experts: the results of experts travel through the exchange, so no gradient"
-        " reaches their matrices. The router learns, for probabilities are multiplied in after"
-        " the rows are back."
+    "gradients-back": form.Removal(
+        bugs.no_expert_gradients_back,
+        "The loss is right. Which parameters learn nothing?",
+        "The experts: the results of experts travel through the exchange, so no gradient reaches"
+        " their matrices. The router learns, for probabilities are multiplied in after the rows"
+        " are back.",
     ),
-    "own-probabilities": (
+    "own-probabilities": form.Removal(
+        bugs.probabilities_of_other_tokens,
+        "All rows travel as they should. What is wrong?",
         "A token's result is multiplied by the probability of another token. Rows are sent as"
-        " before, so all counts and bytes hold; loss and gradients do not."
+        " before, so all counts and bytes hold; loss and gradients do not.",
     ),
-    "expert-group": (
-        "Rank 0 has experts 0 and 1, rank 1 has 2 and 3. Here the gradients of experts 0 and 2"
-        " are added, and of 1 and 3, as if they were copies of one. The loss is computed before."
+    "expert-group": form.Removal(
+        bugs.experts_summed_over_all,
+        "The loss is right. Whose gradients are summed here?",
+        "Rank 0 has experts 0 and 1, rank 1 has 2 and 3. Here the gradients of experts 0 and 2 are"
+        " added, and of 1 and 3, as if they were copies of one. The loss is computed before.",
     ),
 }
 
@@ -51,10 +51,9 @@ TOKENS = B * S
 FFN = 4 * H
 
 
-def on_rank(rank: int, world: int, mutate) -> dict:
+def on_rank(rank: int) -> dict:
     """One step in float64. Two ranks have one micro-batch each, and half of the experts."""
-    if mutate:
-        mutate()
+    world = dist.get_world_size()
     model = demo.meta_model(demo.tiny_config(MoEConfig, num_experts=E))
     moe.apply(model, dist.group.WORLD if world > 1 else None)
     sharding.init(model, 0, "cpu", torch.float64)
@@ -85,13 +84,6 @@ def all_to_alls(counted: ranks.Collectives) -> list[int]:
     return [size for name, size in counted.calls if name == "all-to-all"]
 
 
-def flops_of(layer: torch.nn.Module, *arguments) -> int:
-    """Of a forward of one micro-batch."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        layer(torch.zeros(B, S, H), *arguments)
-    return counter.get_total_flops()
-
-
 def teach_exchanges(lesson: form.Lesson, forward: list[int], backward: list[int]) -> None:
     """The all-to-alls of a step. forward, backward: the bytes of each, in order."""
     lesson.predict(
@@ -110,27 +102,6 @@ def teach_exchanges(lesson: form.Lesson, forward: list[int], backward: list[int]
     )
 
 
-def break_each(lesson: form.Lesson) -> None:
-    lesson.break_it(
-        "combine-exchange",
-        "Tokens go to experts and their results do not come back. Why does no rank hang?",
-        WHY["combine-exchange"],
-    )
-    lesson.break_it(
-        "gradients-back",
-        "The loss is right. Which parameters learn nothing?",
-        WHY["gradients-back"],
-    )
-    lesson.break_it(
-        "own-probabilities",
-        "All rows travel as they should. What is wrong?",
-        WHY["own-probabilities"],
-    )
-    lesson.break_it(
-        "expert-group", "The loss is right. Whose gradients are summed here?", WHY["expert-group"]
-    )
-
-
 def teach(lesson: form.Lesson) -> None:
     dense = gpt.MLP(demo.tiny_config())
     experts = moe.MoE(demo.tiny_config(MoEConfig, num_experts=E))
@@ -142,16 +113,17 @@ def teach(lesson: form.Lesson) -> None:
     weights = sum(p.numel() for name, p in experts.named_parameters() if "router" not in name)
     dense_weights = sum(p.numel() for p in dense.parameters() if p.dim() == 2)
     router = 2 * TOKENS * H * E
-    dense_flops = flops_of(dense)
-    flops = flops_of(experts) - router
+    micro_batch = torch.zeros(B, S, H)
+    dense_flops = demo.flops(lambda: dense(micro_batch))
+    flops = demo.flops(lambda: experts(micro_batch)) - router
     lesson.check(
         f"numbers {dense_weights:,} -> {weights:,}, times E; FLOPs {dense_flops:,} -> {flops:,},"
         f" and 2 b s h E = {router:,} for the router",
         weights == E * dense_weights and flops == dense_flops,
     )
 
-    one = ranks.run(on_rank, 1, 1, None)[0]
-    two = ranks.run(on_rank, 2, 2, lesson.mutate)
+    one = ranks.run(on_rank, 1)[0]
+    two = lesson.on_ranks(2, on_rank)
     lesson.predict(
         f"One rank holds {one['parameters']:,} parameters, {L * weights:,} of them in experts. How"
         " many does each of two ranks hold, with ep 2?"
@@ -166,12 +138,5 @@ def teach(lesson: form.Lesson) -> None:
     lesson.predict(
         "Two micro-batches on one rank, or one on each of two ranks: do loss and gradients differ?"
     )
-    loss = sum(result["loss"] for result in two)
-    lesson.check(
-        f"loss {one['loss']:.12f} on one rank, {loss:.12f} on two", abs(one["loss"] - loss) < 1e-10
-    )
-    worst = demo.largest_difference(one["gradients"], two[0]["gradients"])
-    lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
-
+    demo.check_step(lesson, one, two[0] | {"loss": sum(result["loss"] for result in two)})
     teach_exchanges(lesson, two[0]["forward"], two[0]["backward"])
-    break_each(lesson)

@@ -1,71 +1,168 @@
-"""The lesson of optimizer.py: what 16-bit weights forget, bytes of state, the size of a step.
+"""The lesson of optimizer.py and gradients.py: sums in float32, the loss scale, what 16-bit weights
+forget, bytes of state, the size of a step.
 
 python optimizer.py
 """
 
-from contextlib import nullcontext
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+import gradients
 import optimizer
+from gradients import GradientAccumulator, LossScaler
 from lessons import form
 from optimizer import AdamW
 
+# --- what --without removes -----------------------------------------------------------------------
 
-def no_master():
-    """The master keeps the 16 bits of the weight, no more."""
-    return mock.patch.object(AdamW, "weights_from_masters", round_masters)
+
+def unscaled(self, *arguments, original=LossScaler.__init__, **options) -> None:
+    """The loss is not multiplied before backward."""
+    original(self, *arguments, **options)
+    self.scale = 1.0
+
+
+def no_search():
+    """The first scale is halved until it fits."""
+    never = property(lambda self: False, lambda self, value: None)
+    return mock.patch.object(LossScaler, "searching", never, create=True)
 
 
 def round_masters(self, names=None, original=AdamW.weights_from_masters) -> None:
+    """The master keeps the 16 bits of the weight, no more."""
     original(self, names)
     for name, master in self.masters.items():
         master.copy_(self.parameters[name].detach())
 
 
-def no_low_bits():
-    """Of the master only the upper half is kept."""
-    return mock.patch.object(optimizer, "split_master", split_without_low)
-
-
 def split_without_low(
     master: Tensor, weight: Tensor, low: Tensor, original=optimizer.split_master
 ) -> None:
+    """Of the master only the upper half is kept."""
     original(master, weight, low)
     low.zero_()
 
 
-def no_bias_correction():
-    """m and v are taken as they are, as after many steps."""
-    return mock.patch.object(AdamW, "allocate", allocate_old)
-
-
 def allocate_old(self, original=AdamW.allocate) -> None:
+    """m and v are taken as they are, as after many steps."""
     original(self)
     self.updates.fill_(1e6)
 
 
-# each returns a context in which the mechanism is missing
-WITHOUT = {"master": no_master, "low-bits": no_low_bits, "bias-correction": no_bias_correction}
-# name -> why checks fail without it
-WHY = {
-    "bias-correction": (
-        "After one step m is 0.1 g, and v is 0.05 g²: lr 0.1 / √0.05 = 0.447 lr. After 100"
-        " steps m and v have nearly their full size, so the check with a master holds."
+WITHOUT = {
+    "float32": form.Removal(
+        lambda: mock.patch.object(gradients, "accumulation_dtype", lambda dtype: dtype),
+        "Each gradient is right. Which sums are wrong?",
+        "Those that need more bits than the weight's type has: 256 + 1 is 256 in bf16, and 6.6e-4"
+        " divided by 2^16 is 0 in fp16. The search adds no gradients.",
     ),
-    "master": (
-        "Below 1 bf16 numbers are 0.0039 apart. A step of less than half of that is rounded"
-        " away, each time anew, for nothing keeps the rest. A small learning rate makes all"
-        " steps so small."
+    "scale": form.Removal(
+        lambda: mock.patch.object(LossScaler, "__init__", unscaled),
+        "The loss is right. Which weights learn nothing?",
+        "Those whose gradients are below about 3e-8: fp16 rounds them to 0 in backward. Sums of"
+        " larger gradients are right. With a scale of 1 nothing overflows, so no step is skipped.",
     ),
-    "low-bits": (
-        "Those of less than half the distance between two bf16 numbers, as without a master:"
-        " the weight and low bits of 0 are a master rounded to bf16. With an fp32 master no low"
-        " bits are needed, so the check before holds."
+    "search": form.Removal(
+        no_search,
+        "The same scale is found. What does it cost?",
+        "15 more steps that are computed and then skipped: each overflow but the first halves the"
+        " scale, and the way from 2^32 to 2^16 takes 17 steps, not 2.",
+    ),
+    "bias-correction": form.Removal(
+        lambda: mock.patch.object(AdamW, "allocate", allocate_old),
+        "How large is the first step?",
+        "v rises more slowly than m. After one step m is 0.1 g, and v is 0.05 g²: lr 0.1 / √0.05 ="
+        " 0.447 lr. After 100 steps m and v have nearly their full size, so the check with a"
+        " master holds.",
+    ),
+    "master": form.Removal(
+        lambda: mock.patch.object(AdamW, "weights_from_masters", round_masters),
+        "Why does training stop at a small lr?",
+        "Below 1 bf16 numbers are 0.0039 apart. A step of less than half of that is rounded away,"
+        " each time anew, for nothing keeps the rest. A small learning rate makes all steps so"
+        " small.",
+    ),
+    "low-bits": form.Removal(
+        lambda: mock.patch.object(optimizer, "split_master", split_without_low),
+        "Training still runs. Which updates are lost?",
+        "Those of less than half the distance between two bf16 numbers, as without a master: the"
+        " weight and low bits of 0 are a master rounded to bf16. With an fp32 master no low bits"
+        " are needed, so the check before holds.",
     ),
 }
+
+# --- the lesson -----------------------------------------------------------------------------------
+
+
+def teach(lesson: form.Lesson) -> None:
+    with lesson.removed():
+        sums(lesson)
+        loss_scale(lesson)
+        first_step(lesson)
+        masters(lesson)
+        state(lesson)
+        decay(lesson)
+    learning_rate(lesson)
+
+
+def sum_of(dtype: torch.dtype, gradient: float, times: int, scaler=None) -> float:
+    """The `main_grad` of a weight after `times` backward passes that each bring `gradient`."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(1, dtype=dtype))])
+    accumulator = GradientAccumulator(model, scaler)
+    scale = scaler.scale if scaler else 1.0
+    for _ in range(times):
+        # in float32 until the loss scale is in it
+        loss = model[0].float() * gradient * scale
+        loss.sum().backward()
+    accumulator.reduce_gradients()
+    return model[0].main_grad.item()
+
+
+def sums(lesson: form.Lesson) -> None:
+    lesson.predict("300 micro-batches each bring a gradient of 1. Their sum in bf16? In main_grad?")
+    plain = torch.zeros(1, dtype=torch.bfloat16)
+    for _ in range(300):
+        plain += 1
+    total = sum_of(torch.bfloat16, 1.0, 300)
+    lesson.check(
+        f"in bf16 {plain.item():.0f}, for 256 + 1 is rounded to 256; in main_grad {total:.0f}",
+        (plain.item(), total) == (256, 300),
+    )
+
+
+def skipped_steps() -> tuple[int, float]:
+    """(steps that are skipped until one is finite, the scale of that step), where gradients
+    overflow above a scale of 2^16."""
+    scaler = LossScaler()
+    skipped = 0
+    while scaler.scale > 2.0**16:
+        scaler.update(finite=False)
+        skipped += 1
+    return skipped, scaler.scale
+
+
+def loss_scale(lesson: form.Lesson) -> None:
+    lesson.predict(
+        "A gradient of 1e-8 in fp16, whose smallest number is 6e-8: what is in main_grad without a"
+        " loss scale, and with 2^16? The scale begins at 2^32, and here gradients overflow above"
+        " 2^16; an overflow skips the step and divides the scale by 2^8. Skipped steps? By halving?"
+    )
+    without = sum_of(torch.float16, 1e-8, 1)
+    scaled = sum_of(torch.float16, 1e-8, 1, LossScaler(scale=2.0**16))
+    lesson.check(
+        f"{without:.2e} without; with 2^16 backward computes 6.6e-4, and main_grad is {scaled:.2e}",
+        without == 0 and abs(scaled / 1e-8 - 1) < 1e-3,
+    )
+    skipped, scale = skipped_steps()
+    with no_search():
+        by_halves = skipped_steps()[0]
+    lesson.check(
+        f"{skipped}, at last {scale:,.0f} = 2^16; by halving {by_halves}: the first overflow"
+        " changes nothing",
+        (skipped, scale, by_halves) == (2, 2.0**16, 17),
+    )
 
 
 def moved(
@@ -80,36 +177,9 @@ def moved(
     return p.flatten()[0].item()
 
 
-def bytes_per_parameter(state_dtype: torch.dtype | None) -> float:
-    """Of a bf16 weight and its optimizer state."""
-    p = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    adamw = AdamW([("w", p)], state_dtype=state_dtype)
-    states = adamw.masters, adamw.low, adamw.exp_avg, adamw.exp_avg_sq
-    return (p.nbytes + sum(x.nbytes for state in states for x in state.values())) / p.numel()
-
-
-def teach(lesson: form.Lesson) -> None:
-    with (lesson.mutate or nullcontext)():
-        first_step(lesson)
-        masters(lesson)
-        state(lesson)
-        decay(lesson)
-    learning_rate(lesson)
-    lesson.break_it(
-        "bias-correction",
-        "v rises more slowly than m. How large is the first step?",
-        WHY["bias-correction"],
-    )
-    lesson.break_it(
-        "master", "Why does training stop when the learning rate gets small?", WHY["master"]
-    )
-    lesson.break_it("low-bits", "Training still runs. Which updates are lost?", WHY["low-bits"])
-
-
 def first_step(lesson: form.Lesson) -> None:
     lesson.predict(
-        "lr 0.001, no decay. How far does the first step move a weight whose gradient is 100? One"
-        " whose gradient is 0.01?"
+        "lr 0.001, no decay: how far does the first step move a weight whose gradient is 100? 0.01?"
     )
     large, small = [-moved(0.0, [g], 1e-3) for g in (100.0, 0.01)]
     lesson.check(
@@ -129,10 +199,18 @@ def masters(lesson: form.Lesson) -> None:
     value = moved(1.0, [1.0] * 100, 1e-3, torch.bfloat16)
     rounded = torch.tensor(0.9).bfloat16().item()
     lesson.check(
-        f"in bf16 {plain.item():.4f}, for below 1 its numbers are 0.0039 apart; with a master"
-        f" {value:.4f}, 0.9 in bf16",
+        f"in bf16 {plain.item():.4f}: below 1 its numbers are 0.0039 apart; with a master"
+        f" {value:.4f}",
         plain.item() == 1 and value == rounded,
     )
+
+
+def bytes_per_parameter(state_dtype: torch.dtype | None) -> float:
+    """Of a bf16 weight and its optimizer state."""
+    p = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    adamw = AdamW([("w", p)], state_dtype=state_dtype)
+    states = adamw.masters, adamw.low, adamw.exp_avg, adamw.exp_avg_sq
+    return (p.nbytes + sum(x.nbytes for state in states for x in state.values())) / p.numel()
 
 
 def state(lesson: form.Lesson) -> None:
@@ -142,7 +220,8 @@ def state(lesson: form.Lesson) -> None:
     )
     wide, narrow = bytes_per_parameter(None), bytes_per_parameter(torch.bfloat16)
     lesson.check(
-        f"{wide:.0f} = 2 + 4 + 4 + 4 and {narrow:.0f} = 2 + 2 + 2 + 2", (wide, narrow) == (14, 8)
+        f"{wide:.0f} = 2 + 4 + 4 + 4 and {narrow:.0f} = 2 + 2 + 2 + 2",
+        (wide, narrow) == (14, 8),
     )
     master = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     weight = torch.empty_like(master, dtype=torch.bfloat16)
@@ -170,12 +249,9 @@ def learning_rate(lesson: form.Lesson) -> None:
     lesson.predict(
         "Peak 3e-4, minimum 3e-5, 10 of 100 steps warmup. The learning rate at step 5, 10, 55, 100?"
     )
-    rates = {n: optimizer.learning_rate(n, 3e-4, 3e-5, 10, 100) for n in range(1, 101)}
-    for step in (5, 10, 25, 55, 85, 100):
-        lesson.say(f"step {step:>3}  {rates[step]:.2e}  {form.bar(rates[step], 3e-4)}")
-    shown = [rates[step] for step in (5, 10, 55, 100)]
-    expected = [1.5e-4, 3e-4, 1.65e-4, 3e-5]
+    rates = [optimizer.learning_rate(n, 3e-4, 3e-5, 10, 100) for n in (5, 10, 55, 100)]
     lesson.check(
-        "half the peak, the peak, half of peak + minimum, the minimum",
-        all(abs(a - b) < 1e-12 for a, b in zip(shown, expected)),
+        ", ".join(f"{rate:.2e}" for rate in rates)
+        + ": half the peak, the peak, half of peak + minimum, the minimum",
+        all(abs(a - b) < 1e-12 for a, b in zip(rates, [1.5e-4, 3e-4, 1.65e-4, 3e-5])),
     )

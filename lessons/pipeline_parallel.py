@@ -1,12 +1,12 @@
-"""The lesson of pipeline_parallel.py: four schedules on two ranks, against one rank.
+"""The lesson of pipeline_parallel.py and pipelines/transfers.py: four schedules on two ranks beside
+one rank; programs of sends and receives, run in a model of NCCL.
 
 python pipeline_parallel.py
 """
 
-import time
-from collections import defaultdict
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,31 +16,90 @@ import schedules
 import sharding
 from dropout import dropout_key
 from lessons import demo, form
-from pipelines import zero_bubble
+from pipelines import transfers, zero_bubble
+from pipelines.transfers import Program, Transfer, lower
 from proof import ranks
 from proof.mutations import pipeline_parallel as bugs
-from schedules import Action, Cost, Event
+from schedules import Action
 
-WITHOUT = {"tied-sum": bugs.no_tied_sum, "loss-scale": bugs.loss_divided_twice}
-# name -> why checks fail without it
-WHY = {
-    "tied-sum": (
-        "That of the tied embedding. The first stage has the part from looking tokens up, the"
-        " last stage the part from the logits; without the sum each copy has one part, and after"
-        " a step the copies differ."
+# --- what --without removes -----------------------------------------------------------------------
+
+
+def is_transfer(entry: Action | Transfer, op: str) -> bool:
+    return isinstance(entry, Transfer) and entry.op == op
+
+
+def no_receive(schedule: list, v: int) -> list[Program]:
+    """Rank 1 never posts its first receive."""
+    programs = transfers.lower(schedule, v)
+    programs[1].remove(next(entry for entry in programs[1] if is_transfer(entry, "receive")))
+    return programs
+
+
+def no_order(schedule: list, v: int) -> list[Program]:
+    """Rank 1 posts its first two receives of activations in the reverse order."""
+    programs = transfers.lower(schedule, v)
+    program = programs[1]
+    receives = [i for i, entry in enumerate(program) if is_transfer(entry, "receive")]
+    first, second, *_ = [i for i in receives if program[i].kind == "F"]
+    program[first], program[second] = program[second], program[first]
+    return programs
+
+
+def no_settle(schedule: list, v: int) -> list[Program]:
+    """Sends are settled at the end of the step."""
+    programs = transfers.lower(schedule, v)
+    return [sorted(program, key=lambda entry: is_transfer(entry, "settle")) for program in programs]
+
+
+def programs_by(function):
+    """What this lesson looks at; ranks run the right programs."""
+    return partial(mock.patch, "lessons.pipeline_parallel.lower", function)
+
+
+WITHOUT = {
+    "tied-sum": form.Removal(
+        bugs.no_tied_sum,
+        "The loss is right. Which gradient is not?",
+        "That of the tied embedding. The first stage has the part from looking tokens up, the last"
+        " stage the part from the logits; without the sum each copy has one part, and after a step"
+        " the copies differ.",
     ),
-    "loss-scale": (
+    "loss-scale": form.Removal(
+        bugs.loss_divided_twice,
+        "Why would AdamW hide this?",
         "Every gradient is 1/8 of what it should be, so the relative difference is 7/8. AdamW"
-        " divides m by √v: the factor cancels, but for ε and for clipping by the norm."
+        " divides m by √v: the factor cancels, but for ε and for clipping by the norm.",
+    ),
+    "receive": form.Removal(
+        programs_by(no_receive),
+        "Rank 1 lacks one. Which message fails?",
+        "Messages have no names: the first send meets the first receive. F0 meets the receive that"
+        " was posted for F1.",
+    ),
+    "order": form.Removal(
+        programs_by(no_order),
+        "Every message has its receive. Which one does F0 meet?",
+        "That of F1: messages have no names, and the first send meets the first receive. The model"
+        " stops here. NCCL may hang, or give F0's numbers out as F1, for both have one shape."
+        " Counts hold.",
+    ),
+    "settle": form.Removal(
+        programs_by(no_settle),
+        "Sends are settled at the end of the step. What grows with m?",
+        "The tensors that are kept. Each send keeps its own until the end of the step, and a rank"
+        " in the middle has 2 m sends: 16 with m 8, 128 with m 64.",
     ),
 }
+
+# --- four schedules on two ranks ------------------------------------------------------------------
 
 # p ranks, m micro-batches of one sequence
 P, M = 2, 4
 S, V = 32, 257
 SHAPE = dict(num_layers=4, hidden_size=128, num_heads=4, seq_length=S, dropout=0.1)
-# under each schedule; the first warms up
-STEPS = 4
+# sums of token losses become their mean
+LOSS_GRAD = torch.tensor(1 / (M * S), dtype=torch.float64)
 
 
 def chunks(name: str) -> int:
@@ -49,56 +108,37 @@ def chunks(name: str) -> int:
 
 
 class CountingChannels(pipeline_parallel.Channels):
-    """Counts what is sent."""
+    """Notes the bytes of each message that is sent."""
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group)
-        self.sent = 0
-        self.bytes = 0
+        self.sent = []
 
     def send(self, x: torch.Tensor, *arguments) -> dist.Work:
-        self.sent += 1
-        self.bytes = x.nbytes
+        self.sent.append(x.nbytes)
         return super().send(x, *arguments)
 
 
 class WatchedPipeline(pipeline_parallel.Pipeline):
-    """Notes the most (chunk, micro-batch) pairs whose graphs are held, the processor time of each
-    action, and whether the thread had a processor to itself."""
+    """Notes the most (chunk, micro-batch) pairs whose graphs are held."""
 
-    def __init__(self, stages: list, channels: CountingChannels):
-        super().__init__(stages, channels)
-        self.most_held = 0
-        self.forget_times()
-
-    def forget_times(self) -> None:
-        self.turns = form.Turns()
-        # op -> seconds of each action
-        self.seconds = defaultdict(list)
+    most_held = 0
 
     def act(self, step, action: Action, received) -> None:
-        before = time.thread_time()
-        with self.turns:
-            super().act(step, action, received)
-        self.seconds[action.op].append(time.thread_time() - before)
+        super().act(step, action, received)
         self.most_held = max(self.most_held, len(step.graphs))
 
 
 @dataclass
 class Run:
-    """What one rank reports of the steps under one schedule."""
+    """What one rank reports of a step."""
 
     layers: list[list[str]]
     loss: float
     gradients: dict
-    held: int
-    sent: int
-    message_bytes: int
-    # of each step
-    events: list[list[Event]] = field(default_factory=list)
-    # op -> processor seconds of each action
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    shared: bool = False
+    held: int = 0
+    # bytes of each message
+    sent: tuple[int, ...] = ()
 
 
 def make_stages(rank: int, p: int, name: str) -> list:
@@ -128,10 +168,6 @@ def forward_of(stages: list, losses: list):
     return forward
 
 
-# sums of token losses become their mean
-LOSS_GRAD = torch.tensor(1 / (M * S), dtype=torch.float64)
-
-
 def on_one_rank(rank: int) -> Run:
     stages = make_stages(0, 1, "1f1b")
     losses = []
@@ -139,145 +175,32 @@ def on_one_rank(rank: int) -> Run:
     for k in range(M):
         forward(0, k, None).backward(LOSS_GRAD)
     gradients = {name: p.grad for name, p in sharding.named_parameters(*stages)}
-    return Run([], sum(losses), gradients, 0, 0, 0)
+    return Run([], sum(losses), gradients)
 
 
-def under_schedule(rank: int, name: str, steps: int) -> Run:
-    """Steps without an optimizer: all alike, but for their times."""
+def under_schedule(rank: int, name: str) -> Run:
     stages = make_stages(rank, P, name)
     channels = CountingChannels(dist.group.WORLD)
     pipeline = WatchedPipeline(stages, channels)
+    losses = []
     schedule = schedules.make(name, P, M, len(stages))
-    events = []
-    for step in range(steps):
-        if step == 1:
-            pipeline.forget_times()
-        losses = []
-        for stage in stages:
-            stage.zero_grad(set_to_none=True)
-        dist.barrier()
-        channels.sent = 0
-        pipeline.run(schedule, forward_of(stages, losses), 1, S, LOSS_GRAD)
-        events.append(pipeline.events)
-    sent = channels.sent
-    size = channels.bytes
+    pipeline.run(schedule, forward_of(stages, losses), 1, S, LOSS_GRAD)
+    sent = tuple(channels.sent)
     for parameter in pipeline.parameters():
         # what sum_tied adds to; in training gradients.py makes it
         parameter.main_grad = parameter.grad
     pipeline.sum_tied()
     layers = [list(stage.blocks) for stage in stages]
     gradients = demo.gathered_gradients(*stages)
-    return Run(
-        layers,
-        sum(losses),
-        gradients,
-        pipeline.most_held,
-        sent,
-        size,
-        events[1:],
-        dict(pipeline.seconds),
-        pipeline.turns.shared(),
-    )
+    return Run(layers, sum(losses), gradients, pipeline.most_held, sent)
 
 
-def on_rank(rank: int, steps: int, mutate) -> dict[str, Run]:
-    if mutate:
-        mutate()
-    return {name: under_schedule(rank, name, steps) for name in schedules.NAMES}
+def on_rank(rank: int) -> dict[str, Run]:
+    return {name: under_schedule(rank, name) for name in schedules.NAMES}
 
 
-# --- times ----------------------------------------------------------------------------------------
-
-
-def steps_of(runs: list[Run]) -> list[list[Event]]:
-    """The events of all ranks, of each step; a step begins at 0."""
-    steps = []
-    for of_ranks in zip(*(run.events for run in runs)):
-        events = sorted((e for events in of_ranks for e in events), key=lambda e: e.start)
-        begin = events[0].start
-        steps.append([e._replace(start=e.start - begin, end=e.end - begin) for e in events])
-    return steps
-
-
-def measured_costs(of_schedule: dict[str, list[Run]]) -> dict[str, Cost]:
-    """For each schedule, the median processor times of its actions: they mean something on a busy
-    machine too. Equal work counts as equally long: I and W are half of B each, where there is only
-    B, and a chunk of v takes 1 / v."""
-
-    def seconds(op: str) -> float:
-        """The median, with one chunk on each rank."""
-        runs = [run for name in ("gpipe", "1f1b", "zb-h1") for run in of_schedule[name]]
-        return median(x for run in runs for x in run.seconds.get(op, ()))
-
-    forward = seconds("F")
-    half = seconds("B") / 2
-    whole = Cost(forward, half, half)
-    return {
-        "gpipe": whole,
-        "1f1b": whole,
-        "interleaved": Cost(forward / 2, half / 2, half / 2),
-        "zb-h1": Cost(forward, seconds("I"), seconds("W")),
-    }
-
-
-def show_times(lesson: form.Lesson, of_schedule: dict[str, list[Run]]) -> None:
-    """Time lines and bubbles, measured or simulated, all on one scale."""
-    busy = any(run.shared for runs in of_schedule.values() for run in runs)
-    if busy:
-        lesson.say("This machine is too busy for measured bubbles to mean anything. So these are")
-        lesson.say("simulated, with the processor times that were measured for F, B, I and W:")
-    steps = {name: steps_of(runs) for name, runs in of_schedule.items()}
-    costs = measured_costs(of_schedule)
-    simulated = {}
-    typical = {}
-    for name, cost in costs.items():
-        schedule = schedules.make(name, P, M, chunks(name))
-        simulated[name] = schedules.simulate(schedule, cost)
-        # the step with the median bubble
-        typical[name] = sorted(steps[name], key=schedules.bubble)[len(steps[name]) // 2]
-    drawn = simulated if busy else typical
-    longest = max(e.end for events in drawn.values() for e in events)
-    for name, cost in costs.items():
-        lesson.draw(schedules.text(drawn[name], longest / 42))
-        measured = "" if busy else f"measured {schedules.bubble(typical[name]):.2f}, "
-        bubble = schedules.bubble(simulated[name])
-        formula = schedules.bubble_formula(name, P, M, chunks(name), cost)
-        # the formula of ZB-H1 is for T_W <= T_F
-        in_range = name != "zb-h1" or cost.weight <= cost.forward
-        lesson.check(
-            f"{name}: {measured}simulated {bubble:.3f}, formula {formula:.3f}",
-            abs(bubble - formula) < 1e-9 if in_range else bubble > formula,
-        )
-
-
-# --- the lesson -----------------------------------------------------------------------------------
-
-
-def teach_held_and_sent(lesson: form.Lesson, of_schedule: dict[str, list]) -> None:
-    """What a rank holds, and what it sends. of_schedule: name -> the run of each rank."""
-    lesson.predict(
-        f"{M} micro-batches: activations of how many does each rank hold, under GPipe? 1F1B?"
-    )
-    held = {name: [run.held for run in runs] for name, runs in of_schedule.items()}
-    lesson.check(
-        f"GPipe {held['gpipe']}, all m; 1F1B {held['1f1b']}, p - rank",
-        held["gpipe"] == [M, M] and held["1f1b"] == [2, 1],
-    )
-
-    lesson.predict("v 2 halves the bubble. How many messages does a step send, with v 1 and v 2?")
-    sent = {name: sum(run.sent for run in runs) for name, runs in of_schedule.items()}
-    size = of_schedule["1f1b"][0].message_bytes
-    lesson.check(
-        f"{sent['1f1b']} and {sent['interleaved']}, 2 m (p v - 1); each b s h 8 = {size:,} bytes",
-        (sent["1f1b"], sent["interleaved"], size) == (8, 24, S * 128 * 8),
-    )
-
-
-def teach(lesson: form.Lesson) -> None:
-    one = ranks.run(on_one_rank, 1)[0]
-    two = ranks.run(on_rank, P, 2 if lesson.without else STEPS, lesson.mutate)
-    of_schedule = {name: [rank[name] for rank in two] for name in schedules.NAMES}
-
+def teach_runs(lesson: form.Lesson, one: Run, of_schedule: dict[str, list[Run]]) -> None:
+    """of_schedule: name -> the run of each rank."""
     lesson.predict("4 layers, p 2, v 2 chunks on each rank. Which layers has rank 0?")
     layers = of_schedule["interleaved"][0].layers
     words = ", then ".join(" ".join(chunk) for chunk in layers)
@@ -294,21 +217,90 @@ def teach(lesson: form.Lesson) -> None:
         f"none: loss {one.loss:.12f} on one rank, {losses[0]:.12f} under GPipe and the others",
         max(abs(loss - one.loss) for loss in losses) < 1e-10,
     )
-    worst = {}
-    for name, runs in of_schedule.items():
+    worst = []
+    for runs in of_schedule.values():
         gradients = {key: g for run in runs for key, g in run.gradients.items()}
-        worst[name] = demo.largest_difference(one.gradients, gradients)
+        worst.append(demo.largest_difference(one.gradients, gradients))
+    lesson.check(f"none: the largest relative difference is {max(worst):.1e}", max(worst) < 1e-10)
+
+    lesson.predict(
+        f"{M} micro-batches: activations of how many does each rank hold, under GPipe? 1F1B?"
+    )
+    held = {name: [run.held for run in runs] for name, runs in of_schedule.items()}
     lesson.check(
-        f"none: the largest relative difference is {max(worst.values()):.1e}",
-        max(worst.values()) < 1e-10,
+        f"GPipe {held['gpipe']}, all m; 1F1B {held['1f1b']}, p - rank",
+        held["gpipe"] == [M, M] and held["1f1b"] == [2, 1],
     )
 
-    teach_held_and_sent(lesson, of_schedule)
+    lesson.predict("v 2 halves the bubble. How many messages does a step send, with v 1 and v 2?")
+    sent = {name: sum((run.sent for run in runs), ()) for name, runs in of_schedule.items()}
+    size = S * 128 * 8
+    lesson.check(
+        f"{len(sent['1f1b'])} and {len(sent['interleaved'])}, 2 m (p v - 1); each b s h 8 ="
+        f" {size:,} bytes",
+        sent["1f1b"] == (size,) * 8 and sent["interleaved"] == (size,) * 24,
+    )
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+def programs_of(name: str, p: int, m: int) -> list[Program]:
+    return lower(schedules.make(name, p, m, chunks(name)), chunks(name))
+
+
+def most_unsettled(program: Program) -> int:
+    """The most sends at a time that are not settled: their tensors are kept."""
+    unsettled = 0
+    most = 0
+    for entry in program:
+        unsettled += is_transfer(entry, "send") - is_transfer(entry, "settle")
+        most = max(most, unsettled)
+    return most
+
+
+def short(entry: Action | Transfer) -> str:
+    """F0; send F0, where F0 is the activation of micro-batch 0."""
+    if isinstance(entry, Action):
+        return f"{entry.op}{entry.micro_batch}"
+    return f"{entry.op} {entry.kind}{entry.micro_batch}"
+
+
+def teach_programs(lesson: form.Lesson) -> None:
     lesson.predict(
-        "The bubble of each as a fraction of the ideal time, if F, I and W take equally long?"
+        "1F1B, p 2, m 2. Rank 0 sends F0 and keeps the tensor until rank 1 has it. Which message"
+        " shows that, so that rank 0 need not wait?"
     )
-    show_times(lesson, of_schedule)
-    lesson.break_it("tied-sum", "The loss is right. Which gradient is not?", WHY["tied-sum"])
-    lesson.break_it(
-        "loss-scale", "The loss is right. Why would AdamW hide this?", WHY["loss-scale"]
+    programs = programs_of("1f1b", 2, 2)
+    for rank, program in enumerate(programs):
+        lesson.draw(f"  rank {rank}  " + "; ".join(map(short, program)))
+    words = list(map(short, programs[0]))
+    before = words[words.index("settle F0") - 1]
+    lesson.check(
+        f"B0: rank 1 computes it after F0. Rank 0 settles F0 behind {before}, which needs B0",
+        before == "B0",
     )
+
+    lesson.predict("p 4, m 8: do the programs of all ranks run to their end in a model of NCCL?")
+    stuck = {
+        name: transfers.deadlock(programs_of(name, 4, 8), chunks(name)) for name in schedules.NAMES
+    }
+    reasons = [f"{name}: {reason}" for name, reason in stuck.items() if reason]
+    lesson.check(
+        reasons[0][:300] if reasons else f"{', '.join(stuck)}: nothing is stuck", not reasons
+    )
+
+    lesson.predict(
+        "1F1B, p 4: of how many messages does a rank keep the tensor at a time, at most? With m 8,"
+        " and with m 64?"
+    )
+    most = [max(map(most_unsettled, programs_of("1f1b", 4, m))) for m in (8, 64)]
+    lesson.check(f"{most[0]} and {most[1]}: p, on rank 0. It does not grow with m", most == [4, 4])
+
+
+def teach(lesson: form.Lesson) -> None:
+    one = ranks.run(on_one_rank, 1)[0]
+    two = lesson.on_ranks(P, on_rank)
+    teach_runs(lesson, one, {name: [rank[name] for rank in two] for name in schedules.NAMES})
+    with lesson.removed():
+        teach_programs(lesson)

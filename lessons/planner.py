@@ -3,7 +3,6 @@
 python planner.py
 """
 
-import contextlib
 import dataclasses
 
 import planner
@@ -15,35 +14,45 @@ from planning.inputs import A100, Constants, Machine
 from planning.rows import Row
 from schedules import Cost
 
-WITHOUT = errors.WITHOUT
-# name -> why checks fail without it
-WHY = {
-    "adapters": (
+WITHOUT = {
+    "adapters": form.Removal(
+        errors.WITHOUT["adapters"],
+        "A node's 8 GPUs have 8 adapters. Use one?",
         "A ring of ranks enters and leaves a node once, so its members there share their adapters."
-        " Without this the fit gives one adapter more than its data sheet promises, and groups with"
-        " one member on each node are then predicted too fast."
+        " Without this the fit gives one adapter more than its data sheet promises, and groups"
+        " with one member on each node are then predicted too fast.",
     ),
-    "collectives": (
+    "collectives": form.Removal(
+        errors.WITHOUT["collectives"],
+        "Can one matmul constant make up for it?",
         "One constant of matrix multiplications cannot stand for them: they take most of the time"
         " under tensor parallelism over nodes, and none on one GPU. The fit stays in between, and"
-        " each row is wrong."
+        " each row is wrong.",
     ),
-    "wait": (
+    "wait": form.Removal(
+        errors.WITHOUT["wait"],
+        "And a lower bandwidth instead?",
         "Tensor parallelism makes thousands of collectives in a step. About half of the time of"
         " each is waiting, which no bandwidth describes; the fit then gives matrix multiplications"
-        " more than the peak."
+        " more than the peak.",
     ),
-    "slow-stage": (
+    "slow-stage": form.Removal(
+        errors.WITHOUT["slow-stage"],
+        "Is the head 1/8 as slow on 8 stages?",
         "All stages wait for the slowest. Spread over p stages the head looks p times as cheap,"
-        " which the simulation does not confirm."
+        " which the simulation does not confirm.",
     ),
-    "elementwise": (
-        "Norms, dropout, softmax and GELU have few FLOPs and many bytes. They are a larger share of"
-        " a small model than of a large one, so no share of the peak fits both."
+    "elementwise": form.Removal(
+        errors.WITHOUT["elementwise"],
+        "Are FLOPs alone enough?",
+        "Norms, dropout, softmax and GELU have few FLOPs and many bytes. They are a larger share"
+        " of a small model than of a large one, so no share of the peak fits both.",
     ),
-    "overlap": (
+    "overlap": form.Removal(
+        errors.WITHOUT["overlap"],
+        "No all-reduce beside a weight gradient?",
         "Megatron-LM's backward computes a weight gradient beside each all-reduce. Without this"
-        " all collectives are too slow, so fitted constants make the exposed ones too fast."
+        " all collectives are too slow, so fitted constants make the exposed ones too fast.",
     ),
 }
 
@@ -157,26 +166,13 @@ def teach_errors(lesson: form.Lesson, machine: Machine, rows: list[Row]) -> None
     lesson.say(f"the worst: {row.group} {row.name} {error:+.1%}{because}")
 
 
-def teach_without(lesson: form.Lesson) -> None:
-    questions = {
-        "adapters": "A node's 8 GPUs have 8 adapters. Use one?",
-        "collectives": "Can one matmul constant make up for it?",
-        "wait": "And a lower bandwidth instead?",
-        "slow-stage": "Is the head 1/8 as slow on 8 stages?",
-        "elementwise": "Are FLOPs alone enough?",
-        "overlap": "No all-reduce beside a weight gradient?",
-    }
-    for name, question in questions.items():
-        lesson.break_it(name, question, WHY[name])
-
-
 def teach(lesson: form.Lesson) -> None:
     rows = published.read(published.PUBLISHED)
     fitted, _ = errors.split(rows)
     pair = [row for row in rows if row.name in TWO]
     teach_constants(lesson, errors.calibrate(A100, fitted))
     # what is removed comes back at the end; the constants are fitted again without it
-    with lesson.mutate() if lesson.mutate else contextlib.nullcontext():
+    with lesson.removed():
         machine = A100
         if lesson.mutate:
             machine = errors.calibrate(A100, fitted)
@@ -186,4 +182,3 @@ def teach(lesson: form.Lesson) -> None:
         teach_parts(lesson, machine, pair)
         teach_pipeline(lesson, machine, pair[0])
         teach_errors(lesson, machine, rows)
-    teach_without(lesson)

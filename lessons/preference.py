@@ -21,24 +21,25 @@ from proof import ranks
 from proof.mutations import preference as bugs
 
 WITHOUT = {
-    "mask": bugs.padding_in_the_answer,
-    "reference": bugs.no_reference,
-    "slice": bugs.value_gradient_of_every_rank,
-}
-# name -> why checks fail without it
-WHY = {
-    "mask": (
+    "mask": form.Removal(
+        bugs.padding_in_the_answer,
+        "Padding counts as a part of the answer. Does the loss still fall?",
         "Rows have one length, and an answer ends where it ends. What stands behind it is no part"
         " of it: with it, log π(y) belongs to another answer. The loss still begins at log 2 and"
-        " falls."
+        " falls.",
     ),
-    "reference": (
+    "reference": form.Removal(
+        bugs.no_reference,
+        "π_ref is left out. Where does the loss begin?",
         "Now the rewards are log-probabilities. A long answer has a low one, whatever it says. So"
-        " the loss begins anywhere, and pulls towards short answers instead of away from the start."
+        " the loss begins anywhere, and pulls towards short answers instead of away from the"
+        " start.",
     ),
-    "slice": (
+    "slice": form.Removal(
+        bugs.value_gradient_of_every_rank,
+        "The gradient of the values is summed over ranks. What is wrong then?",
         "Both ranks have the same loss, so both have the whole gradient of the values. A"
-        " reduce-scatter adds the two copies, and every gradient below is twice too large."
+        " reduce-scatter adds the two copies, and every gradient below is twice too large.",
     ),
 }
 
@@ -56,10 +57,8 @@ def new_model() -> gpt.GPT:
 # --- a value head on two ranks --------------------------------------------------------------------
 
 
-def value_head(rank: int, sharded: bool, mutate) -> dict:
+def value_head(rank: int, sharded: bool) -> dict:
     """One step of a reward model (a Llama, h 64, L 2, float64): two pairs. What its head sends."""
-    if mutate:
-        mutate()
     group = dist.group.WORLD
     model = new_model()
     if sharded:
@@ -74,16 +73,8 @@ def value_head(rank: int, sharded: bool, mutate) -> dict:
     loss.backward()
     gradients = demo.gathered_gradients(model)
     x = torch.zeros(B, S // T if sharded else S, H, dtype=torch.float64, requires_grad=True)
-    with ranks.Collectives() as forward:
-        y = model.head(x)
-    with ranks.Collectives() as backward:
-        y.sum().backward()
-    return {
-        "loss": loss.item(),
-        "gradients": gradients,
-        "forward": forward.calls,
-        "backward": backward.calls,
-    }
+    calls = demo.layer_calls(model.head, x)
+    return {"loss": loss.item(), "gradients": gradients} | calls
 
 
 def teach_value_head(lesson: form.Lesson) -> None:
@@ -92,9 +83,10 @@ def teach_value_head(lesson: form.Lesson) -> None:
         f" the {S} positions each, and both need all values, float64. What does the head send in"
         f" forward, of {B} rows? What in backward?"
     )
-    one = ranks.run(value_head, 1, False, None)[0]
-    mutate = lesson.mutate if lesson.without == "slice" else None
-    two = ranks.run(value_head, 2, True, mutate)[0]
+    one = ranks.run(value_head, 1, False)[0]
+    # the others are removed from DPO
+    removes = lesson.mutate if lesson.without == "slice" else None
+    two = ranks.run(form.on_rank, 2, removes, value_head, (True,))[0]
     forward = [("all-gather", B * S * 8)]
     # the norm's weight and v
     backward = [("all-reduce", 2 * H * 8)]
@@ -153,10 +145,8 @@ def log_p(model: gpt.GPT, tokens: Tensor, mask: Tensor) -> Tensor:
     return -preference.sum_over_answers(model(tokens[:, :-1], tokens[:, 1:]), mask)
 
 
-def dpo(rank: int, mutate) -> dict:
+def dpo(rank: int) -> dict:
     """30 steps of DPO on two pairs."""
-    if mutate:
-        mutate()
     model = new_model()
     sharding.init(model, 0, "cpu", torch.float64)
     tokens, mask, spans = some_pairs()
@@ -187,7 +177,7 @@ def dpo(rank: int, mutate) -> dict:
 
 
 def teach_dpo(lesson: form.Lesson) -> None:
-    result = ranks.run(dpo, 1, lesson.mutate)[0]
+    result = lesson.on_ranks(1, dpo)[0]
     lesson.predict(
         "Rows have one length, answers do not. Is log π(y) of a row that is padded the same as"
         " that of the answer alone? Which tokens must count?"
@@ -221,10 +211,3 @@ def teach(lesson: form.Lesson) -> None:
     teach_comparisons(lesson)
     teach_dpo(lesson)
     teach_value_head(lesson)
-    questions = {
-        "mask": "Padding counts as a part of the answer. Does the loss still fall?",
-        "reference": "π_ref is left out. Where does the loss begin?",
-        "slice": "The gradient of the values is summed over ranks. What is wrong then?",
-    }
-    for name, question in questions.items():
-        lesson.break_it(name, question, WHY[name])

@@ -21,9 +21,7 @@ import prompt_tuning
 import sharding
 from corpus.tokenizer import ByteTokenizer
 from data import Batch
-from gradients import GradientAccumulator
 from lessons import demo, form
-from optimizer import AdamW
 from prompts.prompt_data import PromptConfig, PromptData, Template
 
 # the two tasks: name -> the right answer for a word
@@ -48,31 +46,22 @@ class Settings:
 
 
 WITHOUT = {
-    "frozen": Settings(frozen=False),
-    "training": Settings(steps=1),
-}
-# name -> why checks fail without it
-WHY = {
-    "frozen": (
-        "The second task changed the layers that the first table was learned for. The table is"
-        " the same, the model is not: it gives the last letter with both tables."
+    "frozen": form.Removal(
+        Settings(frozen=False),
+        "Both tasks are learned. Why does the first one fail afterwards?",
+        "The second task changed the layers that the first table was learned for. The table is the"
+        " same, the model is not: it gives the last letter with both tables.",
     ),
-    "training": (
-        "The two losses and the answers. Counts of numbers, and that the model and the first"
-        " table stay as they are, hold also where nothing is learned."
+    "training": form.Removal(
+        Settings(steps=1),
+        "The tables stay as they began. Which checks see it?",
+        "The two losses and the answers. Counts of numbers, and that the model and the first table"
+        " stay as they are, hold also where nothing is learned.",
     ),
 }
 
 
 # --- words, and examples of them ------------------------------------------------------------------
-
-
-def random_words(count: int) -> list[str]:
-    """Four of the letters a to h each; none of the new words."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(8, (count, 4), generator=generator).tolist()
-    words = ["".join(chr(ord("a") + letter) for letter in row) for row in rows]
-    return [word for word in words if word not in NEW_WORDS]
 
 
 def examples_of(template: Template, records: list[dict], first_id: int) -> Batch:
@@ -88,7 +77,7 @@ def with_capitals() -> Batch:
         "read", "{which}{word}={answer}", 0, [], answer_only_loss=True, answer_field="answer"
     )
     records = []
-    for word in random_words(400):
+    for word in demo.random_words(400, NEW_WORDS):
         for task, answer in ANSWERS.items():
             which = task[0].upper()
             records.append({"which": which, "word": word, "answer": answer(word)})
@@ -110,41 +99,20 @@ def prompt_config(**fields) -> PromptConfig:
 # --- learning -------------------------------------------------------------------------------------
 
 
-@dataclass
-class Learned:
-    # how many numbers learned
-    parameters: int
-    steps: int
-    # the mean of the last 10 steps
-    loss: float
-
-
-def learn(model: gpt.GPT, examples: Batch, seed: int, most_steps: int) -> Learned:
-    """Train what is not frozen, until the examples are learned or `most_steps` are over. (There is
-    one micro-batch and one rank, so there is nothing to reduce.)"""
-    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+def learn(model: gpt.GPT, examples: Batch, seed: int, most_steps: int) -> demo.Learned:
+    """Train what is not frozen, until the examples are learned or `most_steps` are over."""
     generator = torch.Generator().manual_seed(seed)
-    gradients = GradientAccumulator(model)
-    optimizer = AdamW(learned.items(), 0.0)
-    losses = []
-    for step in range(most_steps):
+
+    def loss_of(step: int) -> Tensor:
         rows = torch.randint(len(examples.tokens), (BATCH,), generator=generator)
         mask = examples.loss_mask[rows]
-        gradients.zero()
-        token_losses = model(examples.tokens[rows], examples.targets[rows])  # [b, s]
-        loss = (token_losses * mask).sum() / mask.sum()
-        loss.backward()
-        # The peak of 3e-3 matters. At 1e-2 the frozen model's logits, or the prompts' vectors, grow
-        # so large that the loss depends on how a processor rounds.
-        optimizer.step(3e-3 * min(1, (step + 1) / 20))
-        losses.append(loss.item())
-        if len(losses) >= 10 and sum(losses[-10:]) / 10 < LEARNED:
-            break
-    last = losses[-10:]
-    return Learned(sum(p.numel() for p in learned.values()), len(losses), sum(last) / len(last))
+        losses = model(examples.tokens[rows], examples.targets[rows])  # [b, s]
+        return (losses * mask).sum() / mask.sum()
+
+    return demo.learn(model, loss_of, most_steps, LEARNED)
 
 
-def learn_to_read(seed: int) -> tuple[gpt.GPT, Learned]:
+def learn_to_read(seed: int) -> tuple[gpt.GPT, demo.Learned]:
     """A small Llama, trained whole."""
     config = demo.tiny_config(hidden_size=H, ffn_hidden_size=172, llama=True)
     model = demo.meta_model(config)
@@ -154,7 +122,7 @@ def learn_to_read(seed: int) -> tuple[gpt.GPT, Learned]:
 
 def learn_task(
     model: gpt.GPT, task: str, tables: dict[str, Tensor], settings: Settings, seed: int
-) -> Learned:
+) -> demo.Learned:
     """Learn a task beside the existing tasks in `tables`, and add its table there."""
     config = prompt_config(
         new_tasks=[task],
@@ -167,7 +135,9 @@ def learn_task(
     prompts = prompt_tuning.apply(model, config)
     for name, value in prompt_tuning.initial_values(config, H, seed, existing=tables).items():
         prompts.get_parameter(name).data.copy_(value)
-    records = [{"word": word, "answer": ANSWERS[task](word)} for word in random_words(400)]
+    records = [
+        {"word": word, "answer": ANSWERS[task](word)} for word in demo.random_words(400, NEW_WORDS)
+    ]
     first_id = config.first_ids(model.config.vocab_size)[task]
     examples = examples_of(config.templates[task], records, first_id)
     if not settings.frozen:
@@ -206,15 +176,6 @@ def check_answers(lesson: form.Lesson, answers: dict[tuple[str, str], str]) -> N
     words = [f"{task} of {word}: {answer!r}" for (task, word), answer in answers.items()]
     right = [answer == ANSWERS[task](word) for (task, word), answer in answers.items()]
     lesson.check(", ".join(words), all(right))
-
-
-def break_each(lesson: form.Lesson) -> None:
-    lesson.break_it(
-        "frozen", "Both tasks are learned. Why does the first one fail afterwards?", WHY["frozen"]
-    )
-    lesson.break_it(
-        "training", "The tables stay as they began. Which checks see it?", WHY["training"]
-    )
 
 
 def teach(lesson: form.Lesson, seed: int = 0) -> None:
@@ -261,4 +222,3 @@ def teach(lesson: form.Lesson, seed: int = 0) -> None:
             learned.loss < LEARNED,
         )
     check_answers(lesson, ask(model, tables))
-    break_each(lesson)

@@ -3,7 +3,6 @@
 python -m inference.quantization
 """
 
-from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -15,36 +14,29 @@ from inference.quantization import Int4Matrix, Int8Matrix
 from lessons import demo, form
 
 
-def no_rows():
+def of_the_matrix(w: Tensor, original=quantization.row_scale) -> Tensor:
     """One scale for the whole matrix."""
-    original = quantization.row_scale
-    return mock.patch.object(
-        quantization, "row_scale", lambda w: original(w.reshape(1, -1)).expand(len(w))
-    )
-
-
-def no_zero_point():
-    """The 16 steps lie around 0, also where the numbers of a group do not."""
-    return mock.patch.object(quantization, "group_scale", around_zero)
+    return original(w.reshape(1, -1)).expand(len(w))
 
 
 def around_zero(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The 16 steps lie around 0, also where the numbers of a group do not."""
     largest = groups.abs().amax(2)  # [out, in / g]
     return largest / 7.5, largest / 15
 
 
-# each returns a context in which the mechanism is missing
-WITHOUT = {"rows": no_rows, "zero-point": no_zero_point}
-
-# the answers to what break_it asks
-WHY = {
-    "rows": (
-        "An outlier of 1 in one row gives every row the step 1 / 127.5. The other rows have numbers"
-        " of 0.02: they keep 3 of their 8 bits."
+WITHOUT = {
+    "rows": form.Removal(
+        lambda: mock.patch.object(quantization, "row_scale", of_the_matrix),
+        "One row has an outlier. What happens to the others?",
+        "An outlier of 1 in one row gives every row the step 1 / 127.5. The other rows have"
+        " numbers of 0.02: they keep 3 of their 8 bits.",
     ),
-    "zero-point": (
+    "zero-point": form.Removal(
+        lambda: mock.patch.object(quantization, "group_scale", around_zero),
+        "Which groups become worse, and how much?",
         "Groups whose numbers lie on one side of 0. Most of the 16 numbers then stand for values"
-        " that do not occur: from 0.9 to 1.1, one step of 1.1 / 7.5 instead of 15 of 0.2 / 15."
+        " that do not occur: from 0.9 to 1.1, one step of 1.1 / 7.5 instead of 15 of 0.2 / 15.",
     ),
 }
 
@@ -53,20 +45,13 @@ def normal(*shape: int, std: float = 0.02) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * std
 
 
-def relative_error(matrix: Int8Matrix | Int4Matrix, w: Tensor) -> float:
-    """‖W' - W‖ / ‖W‖"""
-    return ((matrix.dequantize() - w).norm() / w.norm()).item()
-
-
 def teach(lesson: form.Lesson) -> None:
-    with (lesson.mutate or nullcontext)():
+    with lesson.removed():
         by_hand(lesson)
         one_sided(lesson)
         outlier(lesson)
         size(lesson)
         model(lesson)
-    lesson.break_it("rows", "One row has an outlier. What happens to the others?", WHY["rows"])
-    lesson.break_it("zero-point", "Which groups become worse, and how much?", WHY["zero-point"])
 
 
 def by_hand(lesson: form.Lesson) -> None:
@@ -123,7 +108,9 @@ def model(lesson: form.Lesson) -> None:
         " an untrained model with 4 layers of 128?"
     )
     w = normal(256, 256)
-    of_matrix = [relative_error(kind.of(w), w) for kind in (Int8Matrix, Int4Matrix)]
+    of_matrix = [
+        demo.relative_error(w, kind.of(w).dequantize()) for kind in (Int8Matrix, Int4Matrix)
+    ]
     tokens, _ = demo.random_tokens(4, 32, 257)
     of_logits = []
     for kind in ("int8", "int4"):
@@ -131,7 +118,7 @@ def model(lesson: form.Lesson) -> None:
         model = gpt.GPT(plain).requires_grad_(False)
         before = model(tokens)
         quantization.apply(model, 1, kind)
-        of_logits.append(((model(tokens) - before).norm() / before.norm()).item())
+        of_logits.append(demo.relative_error(before, model(tokens)))
     lesson.check(
         f"matrix {of_matrix[0]:.2%} and {of_matrix[1]:.1%}, logits {of_logits[0]:.2%} and"
         f" {of_logits[1]:.1%}. With 15 steps for 255, errors would be 17 times as large; but the"

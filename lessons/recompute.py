@@ -3,11 +3,8 @@
 python recompute.py
 """
 
-from unittest import mock
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import dropout
 import recompute
@@ -24,17 +21,19 @@ def no_recomputation() -> None:
     recompute.checkpoint = lambda function, *args: function(*args)
 
 
-WITHOUT = {"same-masks": bugs.new_masks_in_recomputation, "recomputation": no_recomputation}
-# name -> why checks fail without it
-WHY = {
-    "recomputation": (
-        "No. Recomputation gives the same numbers again, so gradients are equal with it and"
-        " without it. Only bytes and FLOPs show it."
+WITHOUT = {
+    "same-masks": form.Removal(
+        bugs.new_masks_in_recomputation,
+        "Dropout draws new masks. Is the loss wrong? Why not?",
+        "The loss comes from the first run. Backward then uses a second run with other masks: of"
+        " the whole layer with full; of attention's scores with selective, so that only q, k, v"
+        " and the norm before them get wrong gradients.",
     ),
-    "same-masks": (
-        "The loss comes from the first run. Backward then uses a second run with other masks:"
-        " of the whole layer with full; of attention's scores with selective, so that only q, k,"
-        " v and the norm before them get wrong gradients."
+    "recomputation": form.Removal(
+        no_recomputation,
+        "Everything is kept. Can gradients show it?",
+        "No. Recomputation gives the same numbers again, so gradients are equal with it and"
+        " without it. Only bytes and FLOPs show it.",
     ),
 }
 
@@ -50,19 +49,12 @@ def measure(granularity: str) -> tuple[int, int, list[Tensor]]:
     x = x.bfloat16().requires_grad_()
     key = dropout.dropout_key(0, 1, torch.arange(B))
     kept = recompute.saved_bytes(lambda: block(x, key), *block.parameters())
-    with FlopCounterMode(display=False) as counter:
-        block(x, key).sum().backward()
-    return kept, counter.get_total_flops(), [p.grad for p in block.parameters()]
+    flops = demo.flops(lambda: block(x, key).sum().backward())
+    return kept, flops, [p.grad for p in block.parameters()]
 
 
-def measure_all(mutate) -> dict:
-    # patched with themselves: what is removed comes back afterwards
-    masks = mock.patch.object(dropout, "dropout_mask", dropout.dropout_mask)
-    checkpoint = mock.patch.object(recompute, "checkpoint", recompute.checkpoint)
-    with masks, checkpoint:
-        if mutate:
-            mutate()
-        return {granularity: measure(granularity) for granularity in recompute.GRANULARITIES}
+def on_rank(rank: int) -> dict:
+    return {granularity: measure(granularity) for granularity in recompute.GRANULARITIES}
 
 
 def teach_flops(lesson: form.Lesson, none: int, selective: int, full: int) -> None:
@@ -95,7 +87,7 @@ def teach_flops(lesson: form.Lesson, none: int, selective: int, full: int) -> No
 
 
 def teach(lesson: form.Lesson) -> None:
-    results = measure_all(lesson.mutate)
+    results = lesson.on_ranks(1, on_rank)[0]
     none, selective, full = results.values()
     lesson.predict(
         f"One GPT layer in bf16: s {S}, b {B}, h {H}, a {A}, dropout 0.1. How many bytes does it"
@@ -113,9 +105,6 @@ def teach(lesson: form.Lesson) -> None:
     )
 
     teach_flops(lesson, none[1], selective[1], full[1])
-    lesson.break_it(
-        "recomputation", "Everything is kept. Can gradients show it?", WHY["recomputation"]
-    )
 
     lesson.predict(
         f"Dropout runs twice. How many of the {len(none[2])} gradients differ in the last bit?"
@@ -127,7 +116,4 @@ def teach(lesson: form.Lesson) -> None:
     lesson.check(
         f"{counts}: masks are hashes of coordinates, so the same again",
         different == [0, 0],
-    )
-    lesson.break_it(
-        "same-masks", "Dropout draws new masks. Is the loss wrong? Why not?", WHY["same-masks"]
     )

@@ -8,7 +8,6 @@ python reinforcement.py
 """
 
 import math
-from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -56,16 +55,36 @@ def no_next_value(original, rewards: Tensor, values: Tensor, mask: Tensor, gamma
 
 
 WITHOUT = {
-    "next-value": lambda: mock.patch.object(
-        reinforcement,
-        "generalized_advantages",
-        partial(no_next_value, reinforcement.generalized_advantages),
+    "next-value": form.Removal(
+        lambda: mock.patch.object(
+            reinforcement,
+            "generalized_advantages",
+            partial(no_next_value, reinforcement.generalized_advantages),
+        ),
+        "δ = r - V. Which tokens are to blame?",
+        "A token without a reward of its own seems to lose V, though the critic still expects as"
+        " much after it. γ V of the next token says so.",
     ),
-    "clip": lambda: mock.patch.object(reinforcement, "policy_loss", no_clip),
-    "old": lambda: mock.patch.object(
-        reinforcement, "policy_loss", partial(always_new, reinforcement.policy_loss)
+    "clip": form.Removal(
+        lambda: mock.patch.object(reinforcement, "policy_loss", no_clip),
+        "How far does one rollout go?",
+        "The ratio corrects for the policy that wrote the answers, and nothing says that the"
+        " correction is good only near it.",
     ),
-    "kl": lambda: mock.patch.multiple(reinforcement, log_ratio=no_kl, kl_penalty=no_kl),
+    "old": form.Removal(
+        lambda: mock.patch.object(
+            reinforcement, "policy_loss", partial(always_new, reinforcement.policy_loss)
+        ),
+        "log π_old is taken anew in each update. What is the ratio?",
+        "It is always 1, so nothing is ever clipped, and the updates go on as if the policy of"
+        " each update had written the answers.",
+    ),
+    "kl": form.Removal(
+        lambda: mock.patch.multiple(reinforcement, log_ratio=no_kl, kl_penalty=no_kl),
+        "What is written then?",
+        "The policy writes d and nothing else: KL log 10 = 2.30, the largest that this reward can"
+        " cause. Where the reward is a model, d is often its mistake.",
+    ),
 }
 
 
@@ -164,12 +183,6 @@ def teach_advantages(lesson: form.Lesson) -> None:
         f"λ = 1: {found[0]}, what came less V; λ = 0: {found[1]}, only the last is a surprise",
         found == [[0.5, 0.5, 0.5], [0.0, 0.0, 0.5]],
     )
-    lesson.break_it(
-        "next-value",
-        "δ = r - V. Which tokens are to blame?",
-        "A token without a reward of its own seems to lose V, though the critic still expects as"
-        " much after it. γ V of the next token says so.",
-    )
 
 
 def teach_clip(lesson: form.Lesson) -> None:
@@ -187,21 +200,6 @@ def teach_clip(lesson: form.Lesson) -> None:
         f"{after:.3f}; (1 + ε) 0.1 = {0.1 * (1 + CLIP):.3f}: at this ratio its gradient ends",
         0.115 < after < 0.125,
     )
-    for name, question, why in (
-        (
-            "clip",
-            "How far does one rollout go?",
-            "The ratio corrects for the policy that wrote the answers, and nothing says that the"
-            " correction is good only near it.",
-        ),
-        (
-            "old",
-            "log π_old is taken anew in each update. What is the ratio?",
-            "It is always 1, so nothing is ever clipped, and the updates go on as if the policy"
-            " of each update had written the answers.",
-        ),
-    ):
-        lesson.break_it(name, question, why)
 
 
 def teach_ppo(lesson: form.Lesson) -> None:
@@ -218,12 +216,6 @@ def teach_ppo(lesson: form.Lesson) -> None:
         f"the largest difference is {(learned - best).abs().max():.3f}; KL to the model at the"
         f" start {divergence(learned):.2f}, of the best {divergence(best):.2f}",
         (learned - best).abs().max() < 0.01,
-    )
-    lesson.break_it(
-        "kl",
-        "What is written then?",
-        "The policy writes d and nothing else: KL log 10 = 2.30, the largest that this reward can"
-        " cause. Where the reward is a model, d is often its mistake.",
     )
 
 
@@ -245,7 +237,7 @@ def teach_grpo(lesson: form.Lesson) -> None:
 
 
 def teach(lesson: form.Lesson) -> None:
-    with (lesson.mutate or nullcontext)():
+    with lesson.removed():
         teach_advantages(lesson)
         teach_clip(lesson)
         teach_ppo(lesson)

@@ -53,15 +53,26 @@ def no_own() -> None:
     resharding.min = first
 
 
-WITHOUT = {"offset": no_offset, "new-values": no_new_values, "own": no_own}
-
-WHY = {
-    "offset": "Rows of the other rank, and a rank's own rows, are written to the first rows of the"
-    " whole matrix. As many bytes travel as before: only values show it.",
-    "new-values": "The model that generates is the one before training. Nothing fails: answers are"
-    " only older than one thinks, and so are their probabilities.",
-    "own": "Norms, biases and positions, which both ranks hold: rank 0 sends them to rank 1. Values"
-    " are right. With ZeRO stages 0 to 2, where ranks hold whole models, rank 0 would send all.",
+WITHOUT = {
+    "offset": form.Removal(
+        no_offset,
+        "Which checks do not see it?",
+        "Rows of the other rank, and a rank's own rows, are written to the first rows of the whole"
+        " matrix. As many bytes travel as before: only values show it.",
+    ),
+    "new-values": form.Removal(
+        no_new_values,
+        "Which model writes the answers then?",
+        "The model that generates is the one before training. Nothing fails: answers are only"
+        " older than one thinks, and so are their probabilities.",
+    ),
+    "own": form.Removal(
+        no_own,
+        "Values are right. What travels that need not?",
+        "Norms, biases and positions, which both ranks hold: rank 0 sends them to rank 1. Values"
+        " are right. With ZeRO stages 0 to 2, where ranks hold whole models, rank 0 would send"
+        " all.",
+    ),
 }
 
 
@@ -115,9 +126,7 @@ def wrong(target: nn.Module, factor: float = 1) -> int:
     return sum((p != expected[name] * factor).sum().item() for name, p in named)
 
 
-def on_rank(rank: int, mutate) -> dict:
-    if mutate:
-        mutate()
+def on_rank(rank: int) -> dict:
     source, targets = models(rank)
     stage = targets["pp 2"]
     result = {
@@ -139,12 +148,6 @@ def on_rank(rank: int, mutate) -> dict:
     with Received() as again:
         copier.copy()
     return result | {"again": again.calls, "wrong again": wrong(stage, 2)}
-
-
-def break_each(lesson: form.Lesson) -> None:
-    lesson.break_it("own", "Values are right. What travels that need not?", WHY["own"])
-    lesson.break_it("offset", "Which checks do not see it?", WHY["offset"])
-    lesson.break_it("new-values", "Which model writes the answers then?", WHY["new-values"])
 
 
 def teach_bytes(lesson: form.Lesson, results: list[dict]) -> None:
@@ -182,7 +185,7 @@ def teach_bytes(lesson: form.Lesson, results: list[dict]) -> None:
 
 
 def teach(lesson: form.Lesson) -> None:
-    results = ranks.run(on_rank, 2, lesson.mutate)
+    results = lesson.on_ranks(2, on_rank)
     teach_bytes(lesson, results)
 
     lesson.predict("Are the pipeline and the whole models those that one device would draw?")
@@ -208,4 +211,3 @@ def teach(lesson: form.Lesson) -> None:
         f"nothing: {', '.join(again)}; the plan stays. {differ} elements are not the new ones",
         again == ["all-to-all"] and differ == 0,
     )
-    break_each(lesson)

@@ -6,11 +6,11 @@ python -m tuning.rollout
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import sharding
 from base.world import Groups
 from lessons import demo, form
-from proof import ranks
 from tuning import rollout
 from tuning.rollout import Answer, Rows
 
@@ -59,30 +59,30 @@ def no_step():
 
 
 WITHOUT = {
-    "sample": place_in_share,
-    "position": one_position_late,
-    "end-token": cut_end_token,
-    "step": no_step,
-}
-
-# the answers to what break_it asks
-WHY = {
-    "sample": (
+    "sample": form.Removal(
+        place_in_share,
+        "Numbers of (seed, step, place in the share). What changes?",
         "The three answers of rank 1: its first one gets the random numbers of rank 0's first one."
         " So another number of ranks gives other answers, and no run can be compared with one"
-        " device."
+        " device.",
     ),
-    "position": (
+    "position": form.Removal(
+        one_position_late,
+        "They are one position late. Does a run stop?",
         "No. π / π_old is not 1 before an update, as it must be, so PPO clips it where nothing has"
-        " changed. The loss looks like any other."
+        " changed. The loss looks like any other.",
     ),
-    "end-token": (
+    "end-token": form.Removal(
+        cut_end_token,
+        "End tokens do not count. What is not learned?",
         "When to stop. It is a choice of the model as well; without this target no reward reaches"
-        " it."
+        " it.",
     ),
-    "step": (
-        "All, as long as the weights are the same. Each step draws with the same random numbers, so"
-        " the model tries little that is new."
+    "step": form.Removal(
+        no_step,
+        "Numbers of (seed, sample) alone. How many now?",
+        "All, as long as the weights are the same. Each step draws with the same random numbers,"
+        " so the model tries little that is new.",
     ),
 }
 
@@ -102,9 +102,8 @@ class Seen(NamedTuple):
     targets: int
 
 
-def on_rank(rank: int, world: int, mutate) -> Seen:
-    if mutate:
-        mutate()
+def on_rank(rank: int) -> Seen:
+    world = dist.get_world_size()
     groups = Groups.make("cpu", world) if world > 1 else Groups()
     model = demo.meta_model(demo.tiny_config(seq_length=S, vocab_size=V, llama=True))
     sharding.init(model, 0, "cpu", torch.float64)
@@ -125,8 +124,8 @@ def on_rank(rank: int, world: int, mutate) -> Seen:
 
 
 def teach(lesson: form.Lesson) -> None:
-    one = ranks.run(on_rank, 1, 1, lesson.mutate)[0]
-    two = ranks.run(on_rank, 2, 2, lesson.mutate)[0]
+    one = lesson.on_ranks(1, on_rank)[0]
+    two = lesson.on_ranks(2, on_rank)[0]
     for answer in one.answers:
         end = "the end token" if answer.ended else "cut off"
         lesson.say(f"{answer.prompt!s:<14} -> {' '.join(map(str, answer.ids))}   {end}")
@@ -136,7 +135,6 @@ def teach(lesson: form.Lesson) -> None:
     lesson.predict("The next step, with the same weights and prompts: how many answers are equal?")
     equal = count_equal(two.answers, two.of_next_step)
     lesson.check(f"{equal} of {len(PROMPTS)}: a step has random numbers of its own", equal == 0)
-    lesson.break_it("step", "Numbers of (seed, sample) alone. How many now?", WHY["step"])
 
 
 def count_equal(a: list[Answer], b: list[Answer]) -> int:
@@ -155,9 +153,6 @@ def teach_ranks(lesson: form.Lesson, one: Seen, two: Seen) -> None:
         f" equal prompts have {'equal' if twins else 'different'} answers",
         equal == len(PROMPTS) and not twins,
     )
-    lesson.break_it(
-        "sample", "Numbers of (seed, step, place in the share). What changes?", WHY["sample"]
-    )
 
 
 def teach_log_probs(lesson: form.Lesson, two: Seen) -> None:
@@ -175,7 +170,6 @@ def teach_log_probs(lesson: form.Lesson, two: Seen) -> None:
         f"{worst:.0e} at most, over {len(pairs)} tokens: so π / π_old is 1 before an update",
         worst < 1e-10,
     )
-    lesson.break_it("position", "They are one position late. Does a run stop?", WHY["position"])
 
 
 def teach_targets(lesson: form.Lesson, two: Seen) -> None:
@@ -189,4 +183,3 @@ def teach_targets(lesson: form.Lesson, two: Seen) -> None:
         f"{two.targets}, where {written} were drawn: each choice of the model is one, to stop too",
         two.targets == written,
     )
-    lesson.break_it("end-token", "End tokens do not count. What is not learned?", WHY["end-token"])

@@ -3,7 +3,6 @@
 python routers.py
 """
 
-from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -14,38 +13,32 @@ from lessons import demo, form
 from routers import MoEConfig, Routing, SinkhornRouter, TopKRouter
 
 
-def no_columns():
-    """Sinkhorn scales the rows alone: each token has the same mass, experts need not."""
-    return mock.patch.object(routers, "scale_rows_and_columns", rows_alone)
-
-
 def rows_alone(kernel: Tensor, tolerance: float, most: int):
+    """Sinkhorn scales the rows alone: each token has the same mass, experts need not."""
     n, e = kernel.shape
     ones = kernel.new_ones(e)
     return 1 / n / (kernel @ ones), ones, True
 
 
-def no_cooling():
-    """The plan stays at temperature 1."""
-    return mock.patch.object(routers, "balance", at_temperature_1)
-
-
 def at_temperature_1(logits: Tensor, temperature=1.0, *rest, original=routers.balance, **options):
+    """The plan stays at temperature 1."""
     return original(logits, 1.0, *rest, **options)
 
 
-# each returns a context in which the mechanism is missing
-WITHOUT = {"columns": no_columns, "cooling": no_cooling}
-# name -> why checks fail without it
-WHY = {
-    "columns": (
+WITHOUT = {
+    "columns": form.Removal(
+        lambda: mock.patch.object(routers, "scale_rows_and_columns", rows_alone),
+        "Every token has the same mass. Where does it all go?",
         "To the experts that most tokens like. Scaling a row does not change its order, so each"
-        " token goes where its raw logits send it, at any temperature."
+        " token goes where its raw logits send it, at any temperature.",
     ),
-    "cooling": (
-        "At temperature 1 the plan divides a token among experts, and it is these parts that"
-        " are even. But a token goes whole to its largest part. A lower temperature divides"
-        " fewer tokens."
+    "cooling": form.Removal(
+        lambda: mock.patch.object(routers, "balance", at_temperature_1),
+        "Cooling takes the plan step by step from temperature 1 to a low one. Without it the mass"
+        " is even. Why is the load not?",
+        "At temperature 1 the plan divides a token among experts, and it is these parts that are"
+        " even. But a token goes whole to its largest part. A lower temperature divides fewer"
+        " tokens.",
     ),
 }
 
@@ -63,20 +56,11 @@ def loads(scores: Tensor) -> Tensor:
 
 
 def teach(lesson: form.Lesson) -> None:
-    with (lesson.mutate or nullcontext)():
+    with lesson.removed():
         plan_by_hand(lesson)
         temperature(lesson)
     capacity(lesson)
     losses(lesson)
-    lesson.break_it(
-        "columns", "Every token has the same mass. Where does it all go?", WHY["columns"]
-    )
-    lesson.break_it(
-        "cooling",
-        "Cooling takes the plan step by step from temperature 1 to a low one. Without it the mass"
-        " is even. Why is the load not?",
-        WHY["cooling"],
-    )
 
 
 def plan_by_hand(lesson: form.Lesson) -> None:

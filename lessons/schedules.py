@@ -29,19 +29,19 @@ def no_deferral(schedule: Schedule) -> Schedule:
     return result
 
 
-# functions of a schedule
-WITHOUT = {"warmup": no_warmup, "deferral": no_deferral}
-# name -> why checks fail without it
-WHY = {
-    "warmup": (
-        "Time: only one micro-batch is in the pipeline, so while one rank works on it the"
-        " others wait. With F and B the bubble of all three is p - 1 = 2 times the"
-        " work."
+WITHOUT = {
+    "warmup": form.Removal(
+        no_warmup,
+        "Less is held, and the order is right. What does it cost?",
+        "Time: only one micro-batch is in the pipeline, so while one rank works on it the others"
+        " wait. With F and B the bubble of all three is p - 1 = 2 times the work.",
     ),
-    "deferral": (
+    "deferral": form.Removal(
+        no_deferral,
+        "I is still passed on before W. What is lost?",
         "W that waits can fill the time when a rank would be idle; W right after I cannot. The"
-        " bubble is 0.2222, still below 0.3333 of 1F1B, for the rank before gets I without"
-        " waiting for W."
+        " bubble is 0.2222, still below 0.3333 of 1F1B, for the rank before gets I without waiting"
+        " for W.",
     ),
 }
 
@@ -112,7 +112,3 @@ def teach(lesson: form.Lesson) -> None:
         f" {zero_bubble.formula:.4f}. Waiting: {deferred}, rank + 1",
         zero_bubble.agrees and deferred == [rank + 1 for rank in range(P)],
     )
-    lesson.break_it(
-        "warmup", "Less is held, and the order is right. What does it cost?", WHY["warmup"]
-    )
-    lesson.break_it("deferral", "I is still passed on before W. What is lost?", WHY["deferral"])

@@ -18,25 +18,25 @@ from proof import ranks
 from proof.mutations import sequence_parallel as bugs
 
 WITHOUT = {
-    "g": bugs.no_gather_in_g,
-    "norm-sum": bugs.no_norm_gradient_sum,
-    "own-masks": bugs.same_masks_on_every_slice,
-}
-# name -> why checks fail without it
-WHY = {
-    "g": (
-        "No input is gathered, so collectives and bytes differ. Shapes are right, and so is"
-        " what is kept. But a rank computes with its own tokens alone, and the reduce-scatter"
-        " adds parts of different tokens."
+    "g": form.Removal(
+        bugs.no_gather_in_g,
+        "Each rank repeats its own slice instead of gathering the others'.",
+        "No input is gathered, so collectives and bytes differ. Shapes are right, and so is what"
+        " is kept. But a rank computes with its own tokens alone, and the reduce-scatter adds"
+        " parts of different tokens.",
     ),
-    "own-masks": (
+    "norm-sum": form.Removal(
+        bugs.no_norm_gradient_sum,
+        "The loss is right. Which gradients are not?",
+        "Those of weights that each rank has whole and applies to its slice: norms, positions, and"
+        " biases that are added to a slice. A rank has the sum over its own tokens, and the other"
+        " half is missing.",
+    ),
+    "own-masks": form.Removal(
+        bugs.same_masks_on_every_slice,
+        "Every slice has the dropout masks of the first.",
         "The second slice drops other elements than one rank would drop there, so loss and"
-        " gradients differ. What is sent and kept does not depend on which elements are dropped."
-    ),
-    "norm-sum": (
-        "Those of weights that each rank has whole and applies to its slice: norms, positions,"
-        " and biases that are added to a slice. A rank has the sum over its own tokens, and the"
-        " other half is missing."
+        " gradients differ. What is sent and kept does not depend on which elements are dropped.",
     ),
 }
 
@@ -104,9 +104,6 @@ def teach_collectives(lesson: form.Lesson, tensor: dict, sequence: dict) -> None
         f"{counted(sequence['forward'])}; {more} bytes more",
         sorted(sequence["forward"]) == gathers + scatters and more == 0,
     )
-    lesson.break_it(
-        "g", "Each rank repeats its own slice instead of gathering the others'.", WHY["g"]
-    )
 
     lesson.predict(
         "In backward two inputs, kept as slices, are gathered again; the gradients of 6 whole"
@@ -151,7 +148,3 @@ def teach(lesson: form.Lesson) -> None:
     )
     worst = demo.largest_difference(one["gradients"], sequence["gradients"])
     lesson.check(f"largest relative difference of a gradient {worst:.1e}", worst < 1e-10)
-    lesson.break_it(
-        "own-masks", "Every slice has the dropout masks of the first.", WHY["own-masks"]
-    )
-    lesson.break_it("norm-sum", "The loss is right. Which gradients are not?", WHY["norm-sum"])

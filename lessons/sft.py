@@ -10,8 +10,6 @@ A small model learns to answer with the first letter of a word:
 python sft.py
 """
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -19,10 +17,7 @@ import generate
 import gpt
 import sharding
 from corpus.tokenizer import ByteTokenizer
-from data import Batch
-from gradients import GradientAccumulator
 from lessons import demo, form
-from optimizer import AdamW
 from sft import Chat, Conversations, Example, message
 from tuning.chat_template import ChatTokenizer, open_template
 
@@ -47,7 +42,21 @@ def without_mask(example: Example) -> Example:
     return Example(example.ids, [True] * len(example.ids))
 
 
-WITHOUT = {"end-of-turn": without_end_of_turn, "mask": without_mask}
+WITHOUT = {
+    "end-of-turn": form.Removal(
+        without_end_of_turn,
+        "The token that ends a turn is no target. What does the model say after the letter?",
+        "The model never learns what comes after the letter. The first letter is right and the"
+        " loss looks as good as before, but the answer goes on until the limit of tokens.",
+    ),
+    "mask": form.Removal(
+        without_mask,
+        "The loss is taken on all tokens. Which checks fail?",
+        "Only 2 of 23 targets belong to the answer. The others are fixed text, which is soon"
+        " learned, and the question's four random letters, which nobody can predict. So the loss"
+        " stays above 4 ln 8 / 23 = 0.36.",
+    ),
+}
 
 
 # --- conversations --------------------------------------------------------------------------------
@@ -62,14 +71,6 @@ def example_of(lesson: form.Lesson, question: str, answer: str) -> Example:
     messages = [message("user", question), message("assistant", answer)]
     example = plain_chat().example(messages)
     return lesson.mutate(example) if lesson.mutate else example
-
-
-def random_words(count: int) -> list[str]:
-    """Four of the letters a to h each; none of the new words."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(8, (count, 4), generator=generator).tolist()
-    words = ["".join("abcdefgh"[letter] for letter in row) for row in rows]
-    return [word for word in words if word not in NEW_WORDS]
 
 
 def show(token: int) -> str:
@@ -91,35 +92,17 @@ def new_model() -> gpt.GPT:
     return model
 
 
-def sum_of_losses(model: gpt.GPT, batch: Batch) -> Tensor:
-    """[b]: of the counted tokens of each conversation."""
-    return (model(batch.tokens, batch.targets) * batch.loss_mask).sum(1)
-
-
-@dataclasses.dataclass
-class Learned:
-    steps: int
-    # the mean of the last 10
-    loss: float
-
-
-def learn(model: gpt.GPT, examples: list[Example]) -> Learned:
+def learn(model: gpt.GPT, examples: list[Example]) -> demo.Learned:
     """Train until the conversations are learned or MOST_STEPS are over."""
     dataset = Conversations(examples, TOKENIZER.vocab_size, seed=0)
-    gradients = GradientAccumulator(model)
-    optimizer = AdamW(model.named_parameters(), 0.0)
-    losses = []
-    for step in range(MOST_STEPS):
+
+    def loss_of(step: int) -> Tensor:
         samples = range(step * BATCH, (step + 1) * BATCH)
-        gradients.zero()
-        total = sum_of_losses(model, dataset.batch(samples)).sum()
-        loss = total / dataset.counted_tokens(samples)
-        loss.backward()
-        optimizer.step(3e-3 * min(1, (step + 1) / 20))
-        losses.append(loss.item())
-        if sum(losses[-10:]) / 10 < LEARNED and len(losses) >= 10:
-            break
-    return Learned(len(losses), sum(losses[-10:]) / 10)
+        batch = dataset.batch(samples)
+        losses = model(batch.tokens, batch.targets) * batch.loss_mask
+        return losses.sum() / dataset.counted_tokens(samples)
+
+    return demo.learn(model, loss_of, MOST_STEPS, LEARNED)
 
 
 def ask(model: gpt.GPT) -> dict[str, tuple[str, bool]]:
@@ -183,7 +166,9 @@ def teach_learning(lesson: form.Lesson) -> None:
         " first letter. Can the loss come near 0?"
     )
     model = new_model()
-    learned = learn(model, [example_of(lesson, word, word[0]) for word in random_words(400)])
+    learned = learn(
+        model, [example_of(lesson, word, word[0]) for word in demo.random_words(400, NEW_WORDS)]
+    )
     lesson.check(
         f"loss {learned.loss:.4f} after {learned.steps} steps: the random letters are no targets,"
         " and the answer can be predicted",
@@ -209,16 +194,3 @@ def teach(lesson: form.Lesson) -> None:
     teach_targets(lesson)
     teach_weights(lesson)
     teach_learning(lesson)
-    lesson.break_it(
-        "end-of-turn",
-        "The token that ends a turn is no target. What does the model say after the letter?",
-        "The model never learns what comes after the letter. The first letter is right and the loss"
-        " looks as good as before, but the answer goes on until the limit of tokens.",
-    )
-    lesson.break_it(
-        "mask",
-        "The loss is taken on all tokens. Which checks fail?",
-        "Only 2 of 23 targets belong to the answer. The others are fixed text, which is soon"
-        " learned, and the question's four random letters, which nobody can predict. So the loss"
-        " stays above 4 ln 8 / 23 = 0.36.",
-    )

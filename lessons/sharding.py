@@ -22,18 +22,19 @@ def no_common_seed() -> None:
     sharding.generator = lambda seed, name: gpt.generator(seed + dist.get_rank(), name)
 
 
-WITHOUT = {"own-shard": bugs.clones, "common-seed": no_common_seed}
-# name -> why checks fail without it
-WHY = {
-    "common-seed": (
-        "Each part is of another random weight, so together they are not the weight of one"
-        " rank, and another number of ranks starts another model. A weight that ranks hold whole"
-        " would differ among them."
+WITHOUT = {
+    "own-shard": form.Removal(
+        bugs.clones,
+        "Each rank keeps the first rank's part. Would the loss fall?",
+        "Yes. The whole weight is rows 0, 1, 0, 0, 1, 0: a model that can learn, but not the one"
+        " that was drawn. Counts of bytes and elements hold, for all parts have the right shape.",
     ),
-    "own-shard": (
-        "Yes. The whole weight is rows 0, 1, 0, 0, 1, 0: a model that can learn, but not the"
-        " one that was drawn. Counts of bytes and elements hold, for all parts have the right"
-        " shape."
+    "common-seed": form.Removal(
+        no_common_seed,
+        "Numbers are as random as before. What is wrong with them?",
+        "Each part is of another random weight, so together they are not the weight of one rank,"
+        " and another number of ranks starts another model. A weight that ranks hold whole would"
+        " differ among them.",
     ),
 }
 
@@ -49,10 +50,8 @@ class Model(nn.Module):
         return 0.02 * torch.randn(shape, generator=generator)
 
 
-def on_rank(rank: int, mutate) -> dict:
+def on_rank(rank: int) -> dict:
     """Ranks 0 to 3 are (dp, tp) = (0, 0), (0, 1), (1, 0), (1, 1)."""
-    if mutate:
-        mutate()
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     placements = Shard(0, mesh.get_group("tp")), Shard(0, mesh.get_group("dp"))
     record = Sharding((ROWS, COLUMNS), placements)
@@ -75,24 +74,13 @@ def on_rank(rank: int, mutate) -> dict:
     }
 
 
-def break_each(lesson: form.Lesson) -> None:
-    lesson.break_it(
-        "common-seed",
-        "Numbers are as random as before. What is wrong with them?",
-        WHY["common-seed"],
-    )
-    lesson.break_it(
-        "own-shard", "Each rank keeps the first rank's part. Would the loss fall?", WHY["own-shard"]
-    )
-
-
 def teach(lesson: form.Lesson) -> None:
     lesson.predict(
         f"A weight [{ROWS}, {COLUMNS}] is sharded by rows over 2 tensor-parallel ranks (tp), then"
         " over 2 data-parallel ranks (dp). Which of rows 0 to 5 has each of the 4 ranks? Parts are"
         " of one size: where is padding?"
     )
-    results = ranks.run(on_rank, 4, lesson.mutate)
+    results = lesson.on_ranks(4, on_rank)
     for rank, result in enumerate(results):
         rows = ", ".join("padding" if row < 0 else f"row {row}" for row in result["rows"])
         lesson.say(f"rank {rank}: dp {rank // 2}, tp {rank % 2}   {rows}")
@@ -131,4 +119,3 @@ def teach(lesson: form.Lesson) -> None:
         f"largest difference {worst:.3f}: each draws the whole weight, and keeps its part",
         worst == 0,
     )
-    break_each(lesson)

@@ -13,15 +13,26 @@ from lessons import demo, form
 from proof import ranks
 from proof.mutations import tensor_parallel as bugs
 
-WITHOUT = {"f": bugs.no_f, "g": bugs.no_g, "own-shard": bugs.clones}
-
-WHY = {
-    "f": "f does nothing in forward. In backward it sums the parts of ∂L/∂X that the ranks have;"
-    " without it, each layer below gets the part of one rank.",
-    "g": "Each rank has one term of the sum Z, and takes it for Z.",
-    "own-shard": "Every rank starts with rank 0's shard of each matrix: the model has half of its"
-    " width, twice. It trains, and its loss falls.",
+WITHOUT = {
+    "f": form.Removal(
+        bugs.no_f,
+        "The first loss is the same, gradients are wrong. Why?",
+        "f does nothing in forward. In backward it sums the parts of ∂L/∂X that the ranks have;"
+        " without it, each layer below gets the part of one rank.",
+    ),
+    "g": form.Removal(
+        bugs.no_g,
+        "Now the loss is wrong too. Why?",
+        "Each rank has one term of the sum Z, and takes it for Z.",
+    ),
+    "own-shard": form.Removal(
+        bugs.clones,
+        "All collectives are there. What is wrong?",
+        "Every rank starts with rank 0's shard of each matrix: the model has half of its width,"
+        " twice. It trains, and its loss falls.",
+    ),
 }
+
 
 B, S, H, V = 8, 32, 64, 257
 
@@ -92,6 +103,3 @@ def teach(lesson: form.Lesson) -> None:
         f"{sent:,}: for each token the maximum, Σ exp and the target's logit, 3 b s 8",
         sent == 3 * B * S * 8,
     )
-    lesson.break_it("f", "The first loss is the same, gradients are wrong. Why?", WHY["f"])
-    lesson.break_it("g", "Now the loss is wrong too. Why?", WHY["g"])
-    lesson.break_it("own-shard", "All collectives are there. What is wrong?", WHY["own-shard"])

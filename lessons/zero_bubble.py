@@ -5,13 +5,10 @@ python -m pipelines.zero_bubble
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
-import schedules
 from lessons import demo, form
 from pipelines import zero_bubble
-from schedules import Cost
 
 # b s rows of h numbers
 B, S, H = 4, 32, 64
@@ -43,18 +40,18 @@ def finish_all_but_one(deferred: list) -> None:
     finish(deferred[:-1])
 
 
-# (before I, W)
-WITHOUT = {"list": (start_nothing, finish), "last-w": (start_deferring, finish_all_but_one)}
-# name -> why checks fail without it
-WHY = {
-    "list": (
+WITHOUT = {
+    "list": form.Removal(
+        (start_nothing, finish),
+        "Every gradient is right. What is lost?",
         "W is computed inside I, and nothing is kept for later. So the stage before waits for"
-        " both, as in 1F1B, and nothing is left to fill idle time. The bubble holds here, for it"
-        " is simulated."
+        " both, as in 1F1B, and nothing is left to fill idle time.",
     ),
-    "last-w": (
-        "attention.query.weight: backward goes from the block's end to its start, and comes to"
-        " it last. The loss would still fall, for all the other parameters learn."
+    "last-w": form.Removal(
+        (start_deferring, finish_all_but_one),
+        "Which parameter has no gradient? Would the loss still fall?",
+        "attention.query.weight: backward goes from the block's end to its start, and comes to it"
+        " last. The loss would still fall, for all the other parameters learn.",
     ),
 }
 
@@ -84,29 +81,11 @@ def flops_of_a_linear() -> list[int]:
     layer = zero_bubble.Linear(H, FFN, bias=False).double()
     layer.weight.deferred = deferred = []
     x = random_rows(ROWS, H)
-    with FlopCounterMode(display=False) as forward:
-        y = layer(x)
-    with FlopCounterMode(display=False) as input_gradient:
-        y.backward(torch.ones_like(y))
+    forward = demo.flops(lambda: layer(x))
+    y = layer(x)
+    input_gradient = demo.flops(lambda: y.backward(torch.ones_like(y)))
     layer.weight.deferred = None
-    with FlopCounterMode(display=False) as weight_gradient:
-        finish(deferred)
-    return [mode.get_total_flops() for mode in (forward, input_gradient, weight_gradient)]
-
-
-def teach_bubble(lesson: form.Lesson) -> None:
-    """The bubble that the split makes smaller."""
-    lesson.predict("p 2, m 4; F, I and W take 1 each. By how much is ZB-H1's bubble smaller?")
-    bubbles = {}
-    for name in ("1f1b", "zb-h1"):
-        events = schedules.simulate(schedules.make(name, 2, 4), Cost())
-        bubbles[name] = schedules.bubble(events)
-        lesson.draw(schedules.text(events))
-    lesson.check(
-        f"1F1B {bubbles['1f1b']:.3f} of the ideal time, ZB-H1 {bubbles['zb-h1']:.3f}: T_F + T_I -"
-        " T_W = 1 takes the place of T_F + T_I + T_W = 3",
-        abs(bubbles["zb-h1"] - bubbles["1f1b"] / 3) < 1e-12,
-    )
+    return [forward, input_gradient, demo.flops(lambda: finish(deferred))]
 
 
 def teach_gradients(lesson: form.Lesson, expected: dict, found: dict) -> None:
@@ -172,8 +151,3 @@ def teach(lesson: form.Lesson) -> None:
     )
 
     teach_gradients(lesson, gradients_of(plain, x), gradients_of(split, x_of_split))
-    teach_bubble(lesson)
-    lesson.break_it("list", "Every gradient is right. What is lost?", WHY["list"])
-    lesson.break_it(
-        "last-w", "Which parameter has no gradient? Would the loss still fall?", WHY["last-w"]
-    )

@@ -19,7 +19,7 @@ On NCCL a wrong order hangs: a rank waits for a message, and its peer for anothe
 the programs of all ranks in a model of NCCL, so that a deadlock is a failed simulation on a laptop
 and not a hang on a cluster.
 
-    python -m pipelines.transfers   a lesson: the programs of two ranks, messages counted, deadlocks
+    python pipeline_parallel.py        the lesson of this file and of pipeline_parallel.py
 
 Not covered: in Megatron-LM communication stands between the lines of the schedule itself, with
 sends and receives of neighbours fused to one call.
@@ -28,7 +28,7 @@ sends and receives of neighbours fused to one call.
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("pipelines.transfers")
+    start.lesson("pipeline_parallel")
 
 from collections import Counter, defaultdict, deque
 from typing import NamedTuple

@@ -21,7 +21,7 @@ On GPUs from compute capability 8.9 on, F.scaled_mm multiplies bytes; with block
 (9.0) alone. Elsewhere FP8 is emulated: bytes are decoded and multiplied in higher precision. The
 results differ by the rounding of sums. fp8.py trains with these matrices.
 
-    python -m precision.float8  bytes by hand, the numbers that there are, errors by scale and block
+    python -m precision.float8        a lesson: bytes by hand, rounding, scales by three recipes
 
 Not covered: FP6, FP4 and MX formats, whose blocks have a scale of 8 bits (Blackwell GPUs).
 """

@@ -29,7 +29,7 @@ Not covered: ∂W in FP8, with a scale for each column of an expert's rows (torc
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("precision.fp8_experts")
+    start.lesson("fp8")
 
 from dataclasses import dataclass
 from functools import partial

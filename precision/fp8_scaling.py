@@ -24,7 +24,7 @@ and no history keeps this step.
 Zeros: where a tensor's whole history has only zeros, its maximum now counts. Ranks that hold parts
 of it do not agree on that one: each takes the maximum of its part.
 
-    python -m precision.fp8_scaling       three recipes on one outlier, and on maxima that grow
+    python -m precision.float8        the lesson of this file and of float8.py
 
 Not covered, and in Transformer Engine: a margin, which is room above the largest maximum; a history
 with a row for each micro-batch.
@@ -33,7 +33,7 @@ with a row for each micro-batch.
 if __name__ == "__main__":
     from base import start
 
-    start.lesson("precision.fp8_scaling")
+    start.lesson("precision.float8")
 
 from dataclasses import dataclass
 

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -168,13 +167,3 @@ def test_a_lesson_from_the_command_line():
 )
 def test_a_command_starts_its_lesson_without_arguments(argv, asked):
     assert start.is_asked(argv) == asked
-
-
-def test_a_thread_that_shares_its_processor():
-    turns = form.Turns()
-    with turns:
-        time.sleep(0.02)
-    assert turns.shared()
-    turns.seconds, turns.processor_seconds = 1.0, 0.9
-    assert not turns.shared()
-    assert turns.shared(limit=1.1)
