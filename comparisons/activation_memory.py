@@ -13,16 +13,13 @@ Then the formulas alone, for the paper's models: GiB of activations on the first
 Figure: figures/activation_memory.svg
 """
 
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import style
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 import recompute
 import sequence_parallel
@@ -58,42 +55,37 @@ DRAWN = (
 )
 
 
-def parallel_layer(
-    config: GPTConfig,
-    group: dist.ProcessGroup,
-    sequence: bool,
-    granularity: str,
-    device: str,
-    dtype: torch.dtype,
-) -> nn.Module:
-    """Layer 0 of a model, tensor-parallel over the ranks of a group, and sequence-parallel if
-    `sequence`. granularity: of recomputation."""
-    model = demo.meta_model(config)
-    if group.size() > 1:
-        tensor_parallel.apply(model, group)
-        if sequence:
-            sequence_parallel.apply(model, group)
-    recompute.apply(model, granularity)
-    sharding.init(model, 0, device, dtype)
-    return model.blocks["0"]
+class Layer:
+    """One layer, tensor-parallel over all ranks, and sequence-parallel if `sequence`, with its
+    input. granularity: of recomputation; fields: of GPTConfig."""
+
+    def __init__(self, shape: dict, sequence: bool, granularity: str, device, dtype, **fields):
+        s, b, h, a = (shape[name] for name in "sbha")
+        sizes = dict(num_layers=1, hidden_size=h, num_heads=a, seq_length=s, vocab_size=64)
+        config = GPTConfig(**sizes, **fields)
+        group = dist.group.WORLD
+        model = demo.meta_model(config)
+        if group.size() > 1:
+            tensor_parallel.apply(model, group)
+            if sequence:
+                sequence_parallel.apply(model, group)
+        recompute.apply(model, granularity)
+        sharding.init(model, 0, device, dtype)
+        self.block = model.blocks["0"]
+        local_s = s // group.size() if sequence else s
+        self.x = torch.randn(b, local_s, h, device=device, dtype=dtype, requires_grad=True)
+        self.key = None
+        if config.dropout:
+            self.key = dropout_key(0, 1, torch.arange(b, device=device))
+
+    def forward(self) -> Tensor:
+        return self.block(self.x, self.key)
 
 
 def kept_bytes(shape: dict, sequence: bool, granularity: str) -> int:
     """Bytes that one layer keeps for backward on this rank."""
-    group = dist.group.WORLD
-    config = GPTConfig(
-        num_layers=1,
-        hidden_size=shape["h"],
-        num_heads=shape["a"],
-        seq_length=shape["s"],
-        vocab_size=64,
-        dropout=0.1,
-    )
-    block = parallel_layer(config, group, sequence, granularity, "cpu", torch.bfloat16)
-    local_s = shape["s"] // group.size() if sequence else shape["s"]
-    x = torch.randn(shape["b"], local_s, shape["h"]).bfloat16().requires_grad_()
-    key = dropout_key(0, 1, torch.arange(shape["b"]))
-    return recompute.saved_bytes(lambda: block(x, key), *block.parameters())
+    layer = Layer(shape, sequence, granularity, "cpu", torch.bfloat16, dropout=0.1)
+    return recompute.saved_bytes(layer.forward, *layer.block.parameters())
 
 
 def measure(rank: int, shapes: dict) -> dict:
@@ -106,7 +98,7 @@ def measure(rank: int, shapes: dict) -> dict:
     return measured
 
 
-def results_on(t: int, shapes: dict) -> list[dict]:
+def results_on(t: int, shapes: dict, table: report.Table) -> list[dict]:
     """A row of results for each shape and row of table 2, on t ranks."""
     results = []
     for (name, row), measured in ranks.run(measure, t, shapes)[0].items():
@@ -114,19 +106,10 @@ def results_on(t: int, shapes: dict) -> list[dict]:
         formula = recompute.layer_bytes(
             **shapes[name], t=t, sequence_parallel=sequence, recompute=granularity
         )
-        ratio = measured / formula
-        results.append(
-            {
-                "layer": name,
-                "t": t,
-                "row": row,
-                "formula": formula,
-                "measured": measured,
-                "ratio": ratio,
-            }
-        )
-        difference = f"{100 * (ratio - 1):.3f}%"
-        print(f"{name:<9}{t:>2}  {row:<30}{formula:>14,.0f}{measured:>14,}{difference:>12}")
+        result = {"layer": name, "t": t, "row": row, "formula": formula, "measured": measured}
+        result["ratio"] = measured / formula
+        results.append(result)
+        table.row(result | {"ratio": f"{100 * (result['ratio'] - 1):+.3f}%"})
     return results
 
 
@@ -140,10 +123,9 @@ def first_stage(model: str, sequence: bool, granularity: str) -> float:
 def first_stage_table() -> dict[str, dict[str, float]]:
     """{model: {row: GiB}} of the rows with tensor parallelism."""
     rows = {row: flags for row, flags in recompute.ROWS.items() if row != "no parallelism"}
-    table = {}
-    for model in MODELS:
-        table[model] = {row: first_stage(model, *flags) for row, flags in rows.items()}
-    return table
+    return {
+        model: {row: first_stage(model, *flags) for row, flags in rows.items()} for model in MODELS
+    }
 
 
 # of a GPU, in GiB
@@ -199,29 +181,18 @@ def draw(results: dict, figures: Path) -> None:
 def main():
     args = report.parse(report.arguments(__doc__))
     shapes = TOY if args.toy else SHAPES
-    print(f"{'layer':<9}{'t':>2}  {'row':<30}{'formula':>14}{'measured':>14}{'difference':>12}")
-    results = []
+    table = report.Table()
+    layers = []
     for t in (1, 2) if args.toy else (1, 2, 4):
-        results += results_on(t, shapes)
-    worst = max(abs(r["ratio"] - 1) for r in results)
-    print(f"largest difference: {100 * worst:.2f}%")
-
-    predicted = first_stage_table()
+        layers += results_on(t, shapes, table)
+    results = {"largest_difference": max(abs(r["ratio"] - 1) for r in layers)}
+    print(f"largest difference: {results['largest_difference']:.2%}")
+    results |= {"layers": layers, "shapes": shapes, "first_stage_GiB": first_stage_table()}
     print("\nGiB of activations on the first stage:")
-    print(f"{'row':<30}" + "".join(f"{model:>10}" for model in MODELS))
-    for row in predicted["22B"]:
-        print(f"{row:<30}" + "".join(f"{predicted[model][row]:>10.2f}" for model in MODELS))
-    report.save(
-        "activation_memory",
-        {
-            "largest_difference": worst,
-            "layers": results,
-            "shapes": shapes,
-            "first_stage_GiB": predicted,
-        },
-        args,
-    )
-    draw(report.saved("activation_memory", args), args.figures)
+    table = report.Table()
+    for model, gib in results["first_stage_GiB"].items():
+        table.row({"model": model, **gib})
+    report.finish("activation_memory", results, args, draw)
 
 
 if __name__ == "__main__":

@@ -20,47 +20,29 @@ Shape of work and speed: GPT, h 512, L 4, a 8, s 4096, b 1, V 257, fp32.
 Figures: figures/context.svg and figures/context_time_line.svg
 """
 
-import contextlib
-import json
-import sys
-import tempfile
-import threading
+import itertools
 import time
+from functools import partial
 from pathlib import Path
-from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import style
 import torch
 import torch.distributed as dist
-from report import format_spread, median, spread
-from single_device import Random
-from torch import Tensor, nn
+from context_speed import COLOURS, CUTTINGS, Measured, draw_speed, draw_time_lines, speed_part
+from report import spread
+from steps import GPT, allocated
 
 import context_parallel
 import recompute
 import sharding
-import train
 from attention import ring_attention
-from base.world import Groups, keep_freed_memory
+from base.world import keep_freed_memory
 from lessons import demo
 from model_config import GPTConfig
 from proof import ranks
 
-SHAPE = dict(
-    model="gpt2",
-    dropout=0.0,
-    num_layers=4,
-    hidden_size=512,
-    num_heads=8,
-    seq_length=4096,
-    vocab_size=257,
-    precision="fp32",
-    global_batch_size=1,
-    micro_batch_size=1,
-)
+SHAPE = GPT | dict(seq_length=4096, global_batch_size=1, micro_batch_size=1)
 TOY = SHAPE | dict(num_layers=2, hidden_size=32, num_heads=4, seq_length=64)
 # of `memory`
 SMALL = SHAPE | dict(num_layers=2, hidden_size=256, num_heads=4)
@@ -70,49 +52,6 @@ TOY_LENGTHS = (64,)
 SIZES = (2, 4)
 # of `bytes`: key heads
 KEY_HEADS = (8, 2)
-
-# --------------------------------------------------------------------------------------------------
-# cut in order: rank r has the r-th of N parts
-
-
-class InOrder(ring_attention.Blocks):
-    """What meets what where rank r has part r: nothing of later ranks' keys."""
-
-    def meeting(self, source: int, q: Tensor) -> ring_attention.Block:
-        queries = visible = None
-        if source > self.rank:
-            # no query at all; no kernel takes so few
-            queries = q.shape[2]
-            visible = torch.ones(1, 1, 0, q.shape[2], dtype=torch.bool)
-        rows = slice(queries, None)
-        return ring_attention.Block(rows, slice(None), source == self.rank, visible, None, 1.0)
-
-
-def own_part(s: int, rank: int, n: int, device=None) -> Tensor:
-    """In the place of `own_positions`."""
-    return torch.arange(rank * s // n, (rank + 1) * s // n, device=device)
-
-
-def shard_in_order(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """In the place of context_parallel.shard."""
-    return x.chunk(group.size(), dim)[group.rank()]
-
-
-@contextlib.contextmanager
-def cut_in_order():
-    """While entered, sequences are cut in order, not in zigzag."""
-    with contextlib.ExitStack() as stack:
-        for module, name, other in (
-            (ring_attention, "Blocks", InOrder),
-            (ring_attention, "own_positions", own_part),
-            (context_parallel, "own_positions", own_part),
-            (context_parallel, "shard", shard_in_order),
-        ):
-            stack.enter_context(mock.patch.object(module, name, other))
-        yield
-
-
-CUTTINGS = {"zigzag": contextlib.nullcontext, "in order": cut_in_order}
 
 # --------------------------------------------------------------------------------------------------
 # work
@@ -157,32 +96,23 @@ def measure_work(rank: int, shape: dict, rounds: int) -> list[dict]:
     """A row for each cutting, N and rank."""
     keep_freed_memory()
     keys = [(c, n, r) for n in SIZES for c in CUTTINGS for r in range(n)]
-    kinds = {key: lambda key=key: attention_seconds(key[0], key[2], key[1], shape) for key in keys}
+    kinds = {key: partial(attention_seconds, key[0], key[2], key[1], shape) for key in keys}
     times = report.in_turn(kinds, rounds)
     rows = []
     for cutting, n, r in keys:
+        row = {"cutting": cutting, "N": n, "rank": r, "formula": work(cutting, r, n)}
         even = [sum(t["zigzag", n, other] for other in range(n)) / n for t in times]
-        rows.append(
-            {
-                "cutting": cutting,
-                "N": n,
-                "rank": r,
-                "formula": work(cutting, r, n),
-                "seconds": spread([t[cutting, n, r] for t in times]),
-                "over_even_share": spread([t[cutting, n, r] / e for t, e in zip(times, even)]),
-            }
-        )
+        shares = [t[cutting, n, r] / e for t, e in zip(times, even)]
+        row["seconds"] = spread([t[cutting, n, r] for t in times])
+        rows.append(row | {"over_even_share": spread(shares)})
     return rows
 
 
 def work_part(shape: dict, rounds: int) -> dict:
     rows = ranks.run(measure_work, 1, shape, rounds, limit=3600)[0]
+    table = report.Table()
     for row in rows:
-        measured = format_spread(row["over_even_share"], ".2f")
-        print(
-            f"N {row['N']}, {row['cutting']:<9} rank {row['rank']}: {row['formula']:.2f} of an even"
-            f" share by formula, {measured} measured"
-        )
+        table.row(row)
     return {"rows": rows}
 
 
@@ -193,18 +123,12 @@ def work_part(shape: dict, rounds: int) -> dict:
 def layer(shape: dict, kind: str, **changes):
     """(forward and a tensor to start backward with, parameters) of a layer on this rank."""
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
-    config = GPTConfig(
-        num_layers=1,
-        hidden_size=shape["hidden_size"],
-        num_heads=shape["num_heads"],
-        seq_length=shape["seq_length"],
-        vocab_size=64,
-        **changes,
-    )
+    sizes = {name: shape[name] for name in ("hidden_size", "num_heads", "seq_length")}
+    config = GPTConfig(num_layers=1, vocab_size=64, **sizes, **changes)
     model = demo.meta_model(config)
     context_parallel.apply(model, group, kind)
     sharding.init(model, 0, "cpu", torch.float32)
-    block: nn.Module = model.blocks["0"]
+    block = model.blocks["0"]
     tokens = config.seq_length // dist.get_world_size()
     x = torch.randn(1, tokens, config.hidden_size).requires_grad_()
     return lambda: block(x, None), list(block.parameters())
@@ -242,19 +166,18 @@ def bytes_part(shape: dict, toy: bool) -> dict:
     shape = shape | dict(seq_length=shape["seq_length"] // 4)
     s, h, a = (shape[name] for name in ("seq_length", "hidden_size", "num_heads"))
     rows = []
-    for n in SIZES[:1] if toy else SIZES:
-        for kind in context_parallel.KINDS:
-            for heads in (a,) if toy else KEY_HEADS:
-                if kind == "all-to-all" and heads % n:
-                    continue
-                counted = ranks.run(count_bytes, n, shape, kind, heads, timeout=600)
-                formula = bytes_formula(kind, n, 1, s, h, heads / a, 4)
-                rows.append(
-                    {"kind": kind, "N": n, "a_kv": heads, "formula": formula, "by_rank": counted}
-                )
-                same = all(c == formula for c in counted)
-                print(f"N {n}, {kind}, {heads} key heads: {formula}; every rank the same: {same}")
-    exact = all(c == row["formula"] for row in rows for c in row["by_rank"])
+    table = report.Table()
+    sizes, key_heads = (SIZES[:1], (a,)) if toy else (SIZES, KEY_HEADS)
+    for n, kind, heads in itertools.product(sizes, context_parallel.KINDS, key_heads):
+        if kind == "all-to-all" and heads % n:
+            continue
+        row = {"kind": kind, "N": n, "a_kv": heads}
+        row["formula"] = bytes_formula(kind, n, 1, s, h, heads / a, 4)
+        row["by_rank"] = ranks.run(count_bytes, n, shape, kind, heads, timeout=600)
+        rows.append(row)
+        same = all(counted == row["formula"] for counted in row["by_rank"])
+        table.row(row | {"by_rank": f"the same: {same}"})
+    exact = all(counted == row["formula"] for row in rows for counted in row["by_rank"])
     return {"shape": dict(s=s, h=h, a=a, b=1), "rows": rows, "exact": exact}
 
 
@@ -271,274 +194,33 @@ def held_bytes(rank: int, shape: dict, kind: str) -> dict:
 
 def peak_bytes(shape: dict, kind: str) -> int:
     """The most that forward and backward of a step hold above what is there before."""
-    trainer, dataset = build(shape, kind)
-    trainer.forward_backward(1, dataset)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
-        trainer.forward_backward(1, dataset)
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    memory = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-    before = memory[0]["args"]["Total Allocated"] - memory[0]["args"]["Bytes"]
-    return max(e["args"]["Total Allocated"] for e in memory) - before
+    steps = Measured(shape, kind)
+    steps.forward_backward()
+    before, most = allocated(steps.forward_backward)
+    return most - before
 
 
 def memory_part(toy: bool) -> dict:
     shape = (TOY if toy else SMALL) | dict(num_layers=2)
     rows = []
-    for s in TOY_LENGTHS if toy else LENGTHS:
-        one = None
-        for n in (1, 2) if toy else (1, 2, 4):
-            kinds = ("ring",) if toy or n == 1 else context_parallel.KINDS
-            for kind in kinds:
-                of_length = shape | dict(seq_length=s)
-                row = {"s": s, "N": n, "kind": kind if n > 1 else "one rank"}
-                held = ranks.run(held_bytes, n, of_length, kind, timeout=600)
-                for name in ("kept", "peak"):
-                    row[name] = max(h[name] for h in held)
-                one = one or row
-                for name in ("kept", "peak"):
-                    row[f"{name}_over_even_share"] = row[name] * n / one[name]
-                rows.append(row)
-                print(
-                    f"s {s}, N {n}, {row['kind']}: one layer keeps {row['kept']:,},"
-                    f" {row['kept_over_even_share']:.3f} of 1/N of one rank's; a step holds at most"
-                    f" {row['peak']:,}, {row['peak_over_even_share']:.3f}"
-                )
+    table = report.Table()
+    lengths, sizes = (TOY_LENGTHS, (1, 2)) if toy else (LENGTHS, (1, 2, 4))
+    for s, n, kind in itertools.product(lengths, sizes, context_parallel.KINDS):
+        if kind != "ring" and (toy or n == 1):
+            continue
+        row = {"s": s, "N": n, "kind": kind if n > 1 else "one rank"}
+        held = ranks.run(held_bytes, n, shape | dict(seq_length=s), kind, timeout=600)
+        row |= {name: max(h[name] for h in held) for name in ("kept", "peak")}
+        if n == 1:
+            one = row
+        shares = {f"{k}_over_even_share": row[k] * n / one[k] for k in ("kept", "peak")}
+        rows.append(row | shares)
+        table.row(rows[-1])
     return {"shape": shape, "rows": rows}
 
 
 # --------------------------------------------------------------------------------------------------
-# speed
-
-
-def build(shape: dict, kind: str | None):
-    """(Trainer, dataset) of this rank; kind: None, of one rank alone."""
-    n = dist.get_world_size() if kind else 1
-    groups, flags = Groups(), {}
-    if n > 1:
-        groups = Groups(cp=dist.group.WORLD, replicas=dist.group.WORLD)
-        flags = dict(cp=n, cp_kind=kind)
-    trainer = train.Trainer(train.Config(**shape, **flags), torch.device("cpu"), groups)
-    return trainer, Random(1, shape["seq_length"], shape["vocab_size"])
-
-
-class Silent(ring_attention.Ring):
-    """A ring without messages: a rank gets what it has. What is timed is the computation alone."""
-
-    def start(self, x: Tensor) -> None:
-        self.received = x.clone()
-
-    def wait(self) -> Tensor:
-        return self.received
-
-
-class Measured:
-    """Steps of one kind on this rank: their losses, and their processor seconds, in which no rank
-    waits."""
-
-    def __init__(self, shape: dict, kind: str | None, *contexts):
-        self.contexts = contexts
-        self.losses = []
-        self.processor = []
-        with self.entered():
-            self.trainer, self.dataset = build(shape, kind)
-
-    @contextlib.contextmanager
-    def entered(self):
-        with contextlib.ExitStack() as stack:
-            for context in self.contexts:
-                stack.enter_context(context())
-            yield
-
-    def step(self) -> None:
-        start = time.process_time()
-        with self.entered():
-            loss = self.trainer.forward_backward(1, self.dataset)
-            self.trainer.update(1)
-        self.losses.append(loss.item())
-        self.processor.append(time.process_time() - start)
-
-
-def silent_ring():
-    return mock.patch.object(ring_attention, "Ring", Silent)
-
-
-def on_rank(rank: int, rounds: int, shape: dict) -> dict:
-    """times: {kind: seconds}, round by round; processor: {kind: seconds of a step}; losses: {kind:
-    of the first step, this rank's part}; events: {cutting: time line of a step}"""
-    keep_freed_memory()
-    one = Measured(shape, None)
-    steps = {
-        "ring": Measured(shape, "ring"),
-        "all-to-all": Measured(shape, "all-to-all"),
-        "in order": Measured(shape, "ring", cut_in_order),
-        "silent": Measured(shape, "ring", silent_ring, report.without_all_reduce),
-        # each rank its own sequence: what the machine has to give
-        "apart": one,
-    }
-    kinds = {"one": lambda: report.timed_alone(one.step)}
-    for name, measured in steps.items():
-        kinds[name] = lambda run=measured.step: report.timed_together(run)
-    times = report.in_turn(kinds, rounds)
-    events = {
-        "zigzag": recorded(steps["ring"]),
-        "in order": recorded(steps["in order"]),
-    }
-    return {
-        "times": times,
-        "processor": {name: median(measured.processor) for name, measured in steps.items()},
-        "losses": {name: measured.losses[0] for name, measured in steps.items()},
-        "events": events,
-    }
-
-
-# --- the time line of a step: (what, direction, start, end), in seconds
-
-
-class Recorder:
-    """While entered, notes when blocks compute and when messages are on their way."""
-
-    def __init__(self):
-        self.events = []
-
-    def __enter__(self):
-        forward = self.timed("forward", ring_attention.attend)
-        backward = self.timed("backward", ring_attention.through)
-        self.patches = [
-            mock.patch.object(ring_attention, "attend", forward),
-            mock.patch.object(ring_attention, "through", backward),
-            mock.patch.object(ring_attention, "Ring", self.ring()),
-        ]
-        for patch in self.patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *exception):
-        for patch in self.patches:
-            patch.stop()
-
-    def note(self, what: str, start: float) -> None:
-        self.events.append((what, start, time.perf_counter()))
-
-    def timed(self, what: str, function):
-        def call(*args):
-            start = time.perf_counter()
-            result = function(*args)
-            self.note(what, start)
-            return result
-
-        return call
-
-    def ring(self):
-        recorder = self
-
-        class TimedRing(ring_attention.Ring):
-            """A thread waits for each message, for gloo does not tell when one arrives."""
-
-            def start(self, x: Tensor) -> None:
-                begin = time.perf_counter()
-                super().start(x)
-                works, self.works = self.works, []
-                what = "gradients" if self.tag else "keys and values"
-
-                def finish():
-                    for work in works:
-                        work.wait()
-                    recorder.note(what, begin)
-
-                self.waiter = threading.Thread(target=finish)
-                self.waiter.start()
-
-            def wait(self) -> Tensor:
-                self.waiter.join()
-                return super().wait()
-
-        return TimedRing
-
-
-def recorded(measured: Measured) -> list[tuple[str, float, float]]:
-    """The events of one step, by this machine's clock."""
-    with Recorder() as recorder:
-        dist.barrier()
-        measured.step()
-    return sorted(recorder.events, key=lambda event: event[1])
-
-
-MESSAGES = ("keys and values", "gradients")
-
-
-def hidden(events: list, what: str) -> float:
-    """The share of messages' time that passed while a block computed."""
-    computing = [(start, end) for kind, start, end in events if kind in ("forward", "backward")]
-    messages = [(start, end) for kind, start, end in events if kind == what]
-    overlap = sum(
-        max(0, min(last, end) - max(first, start))
-        for first, last in messages
-        for start, end in computing
-    )
-    return overlap / sum(last - first for first, last in messages)
-
-
-def speed_part(shape: dict, rounds: int) -> dict:
-    measured = ranks.run(on_rank, 2, rounds, shape, timeout=600, limit=7200)
-    times = measured[0]["times"]
-    one_loss = measured[0]["losses"]["apart"]
-    results = {"shape": shape, "tokens_per_second": {}, "share_of_twice": {}, "loss_difference": {}}
-    for kind in times[0]:
-        seconds = median([t[kind] for t in times])
-        sequences = 2 if kind == "apart" else 1
-        results["tokens_per_second"][kind] = sequences * shape["seq_length"] / seconds
-        if kind != "one":
-            share = spread([t["one"] / t[kind] * sequences / 2 for t in times])
-            results["share_of_twice"][kind] = share
-            print(f"{kind:<11} {format_spread(share)} of twice one rank's tokens/s")
-        if kind in ("ring", "all-to-all", "in order"):
-            loss = sum(m["losses"][kind] for m in measured)
-            results["loss_difference"][kind] = abs(loss - one_loss) / one_loss
-    # of the rank that has most; "apart" is a whole sequence
-    results["processor_seconds"] = {
-        kind: max(m["processor"][kind] for m in measured) for kind in measured[0]["processor"]
-    }
-    results["ring_over_in_order"] = spread([t["in order"] / t["ring"] for t in times])
-    print(f"ring over cut in order: {format_spread(results['ring_over_in_order'])}")
-    print(f"processor seconds of the busiest rank: {results['processor_seconds']}")
-    print(f"relative difference of the first loss: {results['loss_difference']}")
-    results["time_line"] = {}
-    for cutting in CUTTINGS:
-        by_rank = [m["events"][cutting] for m in measured]
-        begin = min(start for events in by_rank for _, start, _ in events)
-        by_rank = [[(w, x - begin, y - begin) for w, x, y in events] for events in by_rank]
-        results["time_line"][cutting] = by_rank
-    results["hidden"] = {
-        what: [hidden(events, what) for events in results["time_line"]["zigzag"]]
-        for what in MESSAGES
-    }
-    print(f"share of messages' time while a block computes, by rank: {results['hidden']}")
-    return results
-
-
-# --------------------------------------------------------------------------------------------------
 # drawn
-
-COLOURS = {
-    "forward": style.COLOURS["F"],
-    "backward": style.COLOURS["B"],
-    "keys and values": style.COLOURS["weights"],
-    "gradients": style.COLOURS["gradients"],
-    "zigzag": style.SERIES[0],
-    "in order": style.SERIES[1],
-}
-NAMES = {
-    "ring": "ring, zigzag",
-    "all-to-all": "all-to-all",
-    "in order": "ring, cut in order",
-    "silent": "ring without messages",
-    "apart": "two ranks apart",
-}
 
 
 def draw_work(axes, rows: list[dict]) -> None:
@@ -565,56 +247,11 @@ def draw_memory(axes, rows: list[dict]) -> None:
         mib = [row["peak"] / 2**20 for row in found]
         axes.plot(lengths, mib, "o-", color=colour, label=f"cp {n}" if n > 1 else "one rank")
     axes.set(title="Memory of a step", xlabel="tokens of a sequence", ylabel="MiB")
-    axes.set(xscale="log", yscale="log", xticks=lengths, xticklabels=lengths)
-    axes.minorticks_off()
-    ticks = [2**k for k in range(-4, 12) if axes.get_ylim()[0] < 2**k < axes.get_ylim()[1]]
-    axes.set_yticks(ticks, ticks)
+    style.ticks(axes, x=lengths)
+    axes.set_yscale("log")
+    least, most = axes.get_ylim()
+    style.ticks(axes, y=[2**k for k in range(-4, 12) if least < 2**k < most])
     style.label_ends(axes)
-
-
-def draw_speed(axes, shares: dict) -> None:
-    for y, kind in enumerate(NAMES):
-        colour = COLOURS["in order" if kind == "in order" else "zigzag"]
-        style.ranges(axes, [y], [shares[kind]], colour if y < 3 else style.COLOURS["one device"])
-        style.label(
-            axes, f"{shares[kind]['median']:.2f}", (shares[kind]["median"], y), offset=(-9, 9)
-        )
-    style.rows_of(axes, list(NAMES.values()))
-    axes.axvline(0.85, color="black", linestyle="--", linewidth=1, zorder=0.5)
-    axes.set(title="Speed of two ranks", xlabel="share of twice one rank's")
-
-
-def one_attention(events: list, direction: str) -> tuple[float, float]:
-    """(begin, end) of the second layer's attention in this direction."""
-    starts = [(start, end) for what, start, end in events if what == direction]
-    # two blocks of each layer
-    (begin, _), (_, end) = starts[2:4]
-    return begin, end
-
-
-def bounds(by_rank: list, direction: str) -> tuple[float, float]:
-    """(begin, end) of it on the two ranks."""
-    begins, ends = zip(*(one_attention(events, direction) for events in by_rank))
-    return min(begins), max(ends)
-
-
-def draw_time_line(axes, by_rank: list, direction: str, seconds: float) -> None:
-    """Of one layer's attention, on two ranks: blocks above, messages below. seconds: shown"""
-    begin, _ = bounds(by_rank, direction)
-    end = begin + seconds
-    margin = 0.12 * seconds
-    for rank, events in enumerate(by_rank):
-        for what, start, last in events:
-            if last < begin - margin or start > end + margin:
-                continue
-            message = what in MESSAGES
-            y = 2 * rank + message
-            box = dict(height=0.8 if not message else 0.5, edgecolor="white", linewidth=0.5)
-            width = 1e3 * (last - start)
-            axes.barh(y, width, left=1e3 * (start - begin), color=COLOURS[what], **box)
-    axes.set_xlim(-1e3 * margin, 1e3 * (end - begin + margin))
-    rows = [f"rank {rank}\n{what}" for rank in range(2) for what in ("blocks", "messages")]
-    style.rows_of(axes, rows)
 
 
 def draw(results: dict, figures: Path) -> None:
@@ -635,48 +272,27 @@ def draw(results: dict, figures: Path) -> None:
         draw_time_lines(results["speed"]["time_line"], figures / "context_time_line.svg")
 
 
-def draw_time_lines(time_line: dict, path: Path) -> None:
-    figure, panels = style.figure(3.6, 2, 2, sharex="col", sharey=True)
-    for row, (cutting, by_rank) in zip(panels, time_line.items()):
-        for axes, direction in zip(row, ("forward", "backward")):
-            both = [bounds(x, direction) for x in time_line.values()]
-            draw_time_line(axes, by_rank, direction, max(end - begin for begin, end in both))
-            axes.set_title(f"{cutting}: {direction} of one layer's attention")
-    for axes in panels[-1]:
-        axes.set_xlabel("ms")
-    figure.suptitle(
-        "Measured, two ranks. Messages, from the call to the end: keys and values dark, their"
-        " gradients light"
-    )
-    style.save(figure, path)
-
-
 PARTS = ("work", "bytes", "memory", "speed")
 
 
 def main():
-    parser = report.arguments(__doc__)
+    parser = report.arguments(__doc__, rounds=9)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=9)
-    args = report.parse(parser)
-    unknown = set(args.parts) - set(PARTS)
-    if unknown:
-        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    args = report.parse(parser, rounds=1)
+    report.check_names(parser, args.parts, PARTS)
     shape = TOY if args.toy else SHAPE
-    rounds = 1 if args.toy else args.rounds
     torch.set_num_threads(1)
-    results = report.earlier("context", parser, args)
+    results = {"toy": args.toy, "results": report.earlier("context", parser, args)}
     measure = {
-        "work": lambda: work_part(shape, rounds),
-        "bytes": lambda: bytes_part(shape, args.toy),
-        "memory": lambda: memory_part(args.toy),
-        "speed": lambda: speed_part(shape, rounds),
+        "work": partial(work_part, shape, args.rounds),
+        "bytes": partial(bytes_part, shape, args.toy),
+        "memory": partial(memory_part, args.toy),
+        "speed": partial(speed_part, shape, args.rounds),
     }
     for part in args.parts or PARTS:
-        results[part] = measure[part]()
-        report.write("context", {"toy": args.toy, "results": results}, args, threads=1)
-    report.save("context", {"toy": args.toy, "results": results}, args, threads=1)
-    draw(report.saved("context", args), args.figures)
+        results["results"][part] = measure[part]()
+        report.write("context", results, args, threads=1)
+    report.finish("context", results, args, draw, threads=1)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ Figure: figures/fine_tuning.svg
 import argparse
 import dataclasses
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,21 +39,20 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import report
 import style
 import torch
+from steps import state_tensors
 
 import adapters
 import checkpoint
 import gpt
 import train
-from base import json_files
 from base.world import Groups
 from comparisons import prompt_tuning as language_task
 from comparisons.prompt_tuning import Experiment, as_argv, write_settings
 from inference import loading
+from lessons.fsdp import storage_bytes
 from model_config import GPTConfig
 from prompts import prompt_data
 from run import flags, rules
@@ -85,20 +83,14 @@ def lora(rank: int, lr: float) -> Method:
 
 
 METHODS = {
-    FULL: Method(
-        lr=language_task.LEARNING_RATES["fine-tuning"],
-        rates=(1e-3, 3e-3),
-    ),
+    FULL: Method(lr=language_task.LEARNING_RATES["fine-tuning"], rates=(1e-3, 3e-3)),
     "LoRA, rank 32": dataclasses.replace(lora(32, 2e-3), rates=(2e-3, 5e-3)),
     "LoRA, rank 8": dataclasses.replace(lora(8, 5e-3), rates=(2e-3, 5e-3, 1e-2)),
     "LoRA, rank 2": lora(2, 5e-3),
     "adapters, size 32": Method("--peft adapter", 3e-3, rates=(3e-3, 1e-2)),
     # vectors have no weight decay, so any but the default is refused
     "IA3": Method("--peft ia3 --weight-decay 0.1", 1e-1, rates=(3e-2, 1e-1)),
-    "p-tuning": Method(
-        lr=language_task.LEARNING_RATES["p-tuning"],
-        style="p-tuning",
-    ),
+    "p-tuning": Method(lr=language_task.LEARNING_RATES["p-tuning"], style="p-tuning"),
 }
 # with --toy; the other ranks are the same code
 TOY_METHODS = [name for name in METHODS if name not in ("LoRA, rank 32", "LoRA, rank 2")]
@@ -148,8 +140,7 @@ def learn(experiment: Experiment, method: Method, seed: int) -> float:
         if "--peft" in method.flags:
             return learn_adapters(within, method, seed)
         tokens, lines = tokens_of(method), experiment.training
-        share, _ = language_task.learn(within, method.style, seed, tokens, lines, method.lr)
-        return share
+        return language_task.learn(within, method.style, seed, tokens, lines, method.lr)
 
 
 def learn_adapters(experiment: Experiment, method: Method, seed: int) -> float:
@@ -193,8 +184,8 @@ def sweep_experiment(experiment: Experiment) -> Experiment:
 
 
 def make_trainer(experiment: Experiment, method: Method, precision: str = "fp32"):
-    """(trainer, training set) of a method. The
-    weights are random: neither memory nor time depends on them."""
+    """(trainer, training set) of a method. Weights are random: memory and time do not depend on
+    them."""
     folder = Path(tempfile.mkdtemp(dir=experiment.folder))
     within = dataclasses.replace(experiment, folder=folder)
     settings = write_settings(within, method.style, tokens_of(method), experiment.training)
@@ -219,21 +210,12 @@ def held_bytes(trainer) -> dict[str, int]:
     float32 a weight is its own master."""
     parameters = list(trainer.model.parameters())
     gradients = [getattr(p, "main_grad", None) for p in parameters]
-    optimizer = trainer.optimizer
-    state = []
-    for kind in (optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq):
-        state += kind.values()
-    seen = set()
+    seen = []
     held = {}
-    for part, tensors in zip(PARTS, (parameters, gradients, state)):
-        held[part] = 0
-        for tensor in tensors:
-            if tensor is None:
-                continue
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                held[part] += storage.nbytes()
-            seen.add(storage.data_ptr())
+    for part, tensors in zip(PARTS, (parameters, gradients, state_tensors(trainer.optimizer))):
+        before = storage_bytes(seen)
+        seen += tensors
+        held[part] = storage_bytes(seen) - before
     return held
 
 
@@ -262,12 +244,8 @@ def measure_memory(experiment: Experiment, name: str) -> dict:
 
 def one_step(trainer, dataset) -> Callable[[], float]:
     """A function that takes a step of training and returns its seconds."""
-
-    def step():
-        trainer.forward_backward(1, dataset)
-        trainer.update(1)
-
-    return lambda: report.timed(step)
+    run = partial(trainer.forward_backward, 1, dataset)
+    return lambda: report.timed(lambda: (run(), trainer.update(1)))
 
 
 def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> dict:
@@ -279,7 +257,7 @@ def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> di
     for name in names:
         result[name] = {
             "seconds": report.spread([t[name] for t in times]),
-            "ratio": report.spread([t[name] / t[FULL] for t in times]),
+            "ratio": report.ratio(times, name, FULL),
         }
     return result
 
@@ -289,61 +267,23 @@ def measure_seconds(experiment: Experiment, names: list[str], rounds: int) -> di
 # "seconds": {method: {"seconds": spread, "ratio": spread}}, "sweep": {method: {rate: accuracy}}}
 
 
-class Results:
-    """What fine_tuning.json holds. Each result is saved as soon as it is there, and read again
-    before, as another process may have added its own."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.path = args.out / "fine_tuning.json"
-        if args.fresh or args.toy:
-            self.path.unlink(missing_ok=True)
-
-    def read(self) -> dict:
-        found = json_files.read(self.path, dict) if self.path.exists() else {}
-        found.pop("environment", None)
-        return found
-
-    def note(self, *keys, measure: Callable) -> None:
-        """Measure what is not there yet. keys: of the dictionaries on the way to it."""
-        *way, last = map(str, keys)
-
-        def table(results: dict) -> dict:
-            for key in way:
-                results = results.setdefault(key, {})
-            return results
-
-        if last not in table(self.read()):
-            value = measure()
-            results = self.read()
-            table(results)[last] = value
-            print(*keys, value, flush=True)
-            report.write("fine_tuning", results, self.args)
-
-
-def measure_sweep(experiment: Experiment, results: Results, names: list[str]) -> None:
+def measure_sweep(experiment: Experiment, notes: report.Notes, names: list[str]) -> None:
     experiment = sweep_experiment(experiment)
     for name in names:
         for rate in METHODS[name].rates:
             method = dataclasses.replace(METHODS[name], lr=rate)
-            results.note(
-                "sweep", name, rate, measure=partial(learn, experiment, method, SWEEP_SEED)
-            )
+            notes.note("sweep", name, rate, measure=partial(learn, experiment, method, SWEEP_SEED))
 
 
-def measure_all(experiment: Experiment, results: Results, args: argparse.Namespace) -> None:
-    results.note("untuned", measure=lambda: language_task.likeliest_letter_accuracy(experiment))
+def measure_all(experiment: Experiment, notes: report.Notes, args: argparse.Namespace) -> None:
+    likeliest = partial(language_task.likeliest_letter_accuracy, experiment)
+    notes.note("untuned", measure=likeliest)
     for name in args.methods:
-        results.note("memory", name, measure=partial(measure_memory, experiment, name))
+        notes.note("memory", name, measure=partial(measure_memory, experiment, name))
     for seed in args.seeds:
         for name in args.methods:
             measure = partial(learn, experiment, METHODS[name], seed)
-            results.note("accuracy", name, seed, measure=measure)
-
-
-def measure_times(experiment: Experiment, results: Results, args: argparse.Namespace) -> None:
-    n = args.rounds
-    results.note("seconds", measure=partial(measure_seconds, experiment, args.methods, n))
+            notes.note("accuracy", name, seed, measure=measure)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -355,27 +295,24 @@ def names_in(results: dict) -> list[str]:
     return [name for name in METHODS if name in results["accuracy"]]
 
 
-def share_of_the_way(results: dict, name: str) -> float:
-    """From the untuned model (0) to full fine-tuning (1), by medians over seeds."""
-    medians = {}
-    for method in (FULL, name):
-        medians[method] = report.median(results["accuracy"][method].values())
-    before = results["untuned"]
-    return (medians[name] - before) / (medians[FULL] - before or 1)
+def mebibytes(results: dict, name: str) -> dict[str, float]:
+    """{part: held in float32}"""
+    held = results["memory"][name]["fp32"]["measured"]
+    return {part: size / 2**20 for part, size in held.items()}
 
 
 def print_summary(results: dict) -> None:
-    for name in names_in(results):
-        by_seed = results["accuracy"][name]
-        memory = results["memory"][name]
-        total = sum(memory["fp32"]["measured"].values()) / 2**20
-        seconds = results["seconds"][name]
-        print(
-            f"{name:>18}: {memory['learned']:>9,} parameters, {total:5.1f} MiB, accuracy"
-            f" {report.format_spread(report.spread(by_seed.values()))},"
-            f" {share_of_the_way(results, name):.2f} of the way from {results['untuned']:.3f};"
-            f" step {report.format_spread(seconds['ratio'], '.2f')} of {FULL}"
-        )
+    """way: from the untuned model (0) to full fine-tuning (1), by medians over seeds."""
+    before = results["untuned"]
+    names = names_in(results)
+    accuracy = {name: report.spread(results["accuracy"][name].values()) for name in names}
+    table = report.Table()
+    for name in names:
+        gained = [accuracy[method]["median"] - before for method in (name, FULL)]
+        cells = {"": name, "parameters": results["memory"][name]["learned"]}
+        cells |= {"MiB": sum(mebibytes(results, name).values()), "accuracy": accuracy[name]}
+        cells |= {"way": gained[0] / (gained[1] or 1)}
+        table.row(cells | {f"step, of {FULL}": results["seconds"][name]["ratio"]})
 
 
 def draw_methods(axes, results: dict) -> None:
@@ -390,15 +327,10 @@ def draw_methods(axes, results: dict) -> None:
     style.label(accuracy, "untuned", where, offset=(4, 0))
     accuracy.set(xlim=(0, 1), xlabel="accuracy on unseen files")
     for y, name in enumerate(names):
-        left = 0.0
-        for part, held in results["memory"][name]["fp32"]["measured"].items():
-            label = part if y == 0 else None
-            colour_of_part = style.COLOURS[part]
-            memory.barh(y, held / 2**20, left=left, height=0.7, color=colour_of_part, label=label)
-            left += held / 2**20
+        end = style.stack(memory, y, mebibytes(results, name), style.COLOURS)
         learned = results["memory"][name]["learned"]
-        style.label(memory, f"{learned:,}", (left, y), offset=(3, 0))
-    full = sum(results["memory"][FULL]["fp32"]["measured"].values()) / 2**20
+        style.label(memory, f"{learned:,}", (end, y), offset=(3, 0))
+    full = sum(mebibytes(results, FULL).values())
     memory.legend(loc="lower right")
     memory.set(xlim=(0, 1.8 * full), xlabel="MiB, and parameters learned")
     ratios = [results["seconds"][name]["ratio"] for name in names]
@@ -413,7 +345,7 @@ def draw(results: dict, figures: Path) -> None:
     figure, panels = style.figure(2.9, 1, 3)
     draw_methods(panels, results)
     for axes in panels[1:]:
-        style.rows_of(axes, [""] * len(names_in(results)))
+        style.rows_of(axes, names_in(results), hidden=True)
     style.save(figure, figures / "fine_tuning.svg")
 
 
@@ -421,34 +353,11 @@ def draw(results: dict, figures: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = report.arguments(__doc__)
-    parser.add_argument(
-        "--base", metavar="DIR", help="run or checkpoint of the model, with the byte tokenizer"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=METHODS,
-        metavar="NAME",
-        help="accuracy and memory of these alone (default: everything)",
-    )
-    parser.add_argument("--rounds", type=int, default=11, help="of steps, timed in turn")
+    parser = language_task.arguments(__doc__, rounds=11)
+    methods = "accuracy and memory of these alone (default: everything)"
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=methods)
     parser.add_argument("--sweep", action="store_true", help="compare learning rates instead")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="measures again what fine_tuning.json under --out has already",
-    )
-    args = report.parse(parser)
-    if args.toy:
-        args.seeds, args.rounds = args.seeds[:1], 1
-    elif not args.base:
-        report.refuse(
-            parser,
-            "--base DIR is missing: the run or checkpoint of a model with the byte tokenizer",
-        )
+    args = language_task.parse(parser, rounds=1)
     args.everything = args.methods is None
     args.methods = args.methods or (TOY_METHODS if args.toy else [*METHODS])
     return args
@@ -456,25 +365,20 @@ def arguments() -> argparse.Namespace:
 
 def main():
     args = arguments()
-    sizes = language_task.TOY_SIZES if args.toy else language_task.SIZES
-    steps = language_task.STEPS
-    if args.toy:
-        steps = dict.fromkeys(steps, 1)
-    training, test = language_task.snippets(sizes)
-    results = Results(args)
+    notes = report.Notes("fine_tuning", args)
     with tempfile.TemporaryDirectory() as folder:
-        base = args.base or language_task.toy_base(Path(folder), args.device)
-        experiment = Experiment(Path(folder), base, args.device, training, test, steps, cut=True)
+        experiment = language_task.make_experiment(args, Path(folder), cut=True)
         if args.sweep:
-            measure_sweep(experiment, results, args.methods)
+            measure_sweep(experiment, notes, args.methods)
             return
-        measure_all(experiment, results, args)
+        measure_all(experiment, notes, args)
         if not args.everything:
             return
-        measure_times(experiment, results, args)
-    report.save("fine_tuning", results.read(), args)
-    print_summary(report.saved("fine_tuning", args))
-    draw(report.saved("fine_tuning", args), args.figures)
+        seconds = partial(measure_seconds, experiment, args.methods, args.rounds)
+        notes.note("seconds", measure=seconds)
+    results = notes.read()
+    print_summary(results)
+    report.finish("fine_tuning", results, args, draw)
 
 
 if __name__ == "__main__":

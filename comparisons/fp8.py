@@ -25,24 +25,20 @@ h from which FP8 needs less time than bf16.
 """
 
 import math
-import sys
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import report
+import steps
 import style
 import torch
 import torch.nn.functional as F
-from report import spread, timed
+from report import format_spread, ratio, scaled, spread, timed
 from torch import Tensor
 
-import data
 import train
 from base.world import Groups, keep_freed_memory
-from corpus.tokenizer import ByteTokenizer
 from model_config import LINEARS
 from precision import float8
 from precision.float8 import E4M3, E5M2, Format, Quantised
@@ -62,7 +58,6 @@ RECIPES = {
     "e4m3 everywhere": E4M3Everywhere("current"),
 }
 PRODUCTS = {"y": "y = x Wᵀ", "dx": "∂x = ∂y W", "dw": "∂W = ∂yᵀ x"}
-TOY = dict(model="tiny", num_layers=3, hidden_size=32, num_heads=4, ffn_hidden_size=64)
 # of layers that read one input, the first stands for all
 MEASURED = ("query", "output", "gate", "down")
 
@@ -115,22 +110,18 @@ class Recorder(Scaling):
         return super().weight(w, place, group)
 
 
-def trained(steps: int, fields: dict) -> Recorder:
+def trained(num_steps: int, fields: dict) -> Recorder:
     """After so many steps: the matrices of the last, and the maxima of those before it."""
-    config = train.Config(
-        precision="fp32", fp8="delayed", steps=steps, lr=1e-3, device="cpu", **fields
-    )
+    fields = fields | dict(precision="fp32", fp8="delayed", steps=num_steps, lr=1e-3, device="cpu")
+    config = train.Config(**fields)
     trainer = train.Trainer(config, torch.device("cpu"), Groups())
     recorder = trainer.fp8
     recorder.__class__ = Recorder
-    folder = data.prepare([], ByteTokenizer())
-    corpus = data.Corpus(folder, trainer.model_config.seq_length, config.seed)
-    for step in range(1, steps + 1):
-        if step == steps:
+    corpus, _ = steps.corpora(config, trainer.model_config.seq_length)
+    for step, loss in steps.losses(trainer, corpus):
+        if step == num_steps - 1:
             recorder.seen = {}
             recorder.before = recorder.history.clone()
-        loss = trainer.forward_backward(step, corpus).item()
-        trainer.update(step)
         if step % 50 == 0:
             print(f"step {step}: loss {loss:.3f}", flush=True)
     return recorder
@@ -176,8 +167,8 @@ def errors_of(recorder: Recorder, place) -> dict[str, dict]:
     return found
 
 
-def numbers(steps: int, fields: dict) -> dict:
-    recorder = trained(steps, fields)
+def numbers(num_steps: int, fields: dict) -> dict:
+    recorder = trained(num_steps, fields)
     errors = {}
     for number in range(1, len(recorder.amax) - 1):
         for matrix in MEASURED:
@@ -187,15 +178,14 @@ def numbers(steps: int, fields: dict) -> dict:
     for name in ("bf16", *RECIPES):
         keys = (*PRODUCTS, "zeros")
         spreads[name] = {key: spread([row[name][key] for row in errors.values()]) for key in keys}
-    return {"steps": steps, "formats": formats(), "errors": errors, "spreads": spreads}
+    return {"steps": num_steps, "formats": formats(), "errors": errors, "spreads": spreads}
 
 
 def print_numbers(results: dict) -> None:
-    print("relative error, median (least to most) of the matrices\n")
-    print("| recipe | y | ∂x | ∂W | gradients that became zero |\n|---|---|---|---|---|")
+    print("relative error, median (least to most) of the matrices; gradients that became zero\n")
+    table = report.Table()
     for name, of_recipe in results["spreads"].items():
-        cells = [report.format_spread(of_recipe[key], ".2%") for key in (*PRODUCTS, "zeros")]
-        print(f"| {name} | {' | '.join(cells)} |")
+        table.row({"recipe": name} | {k: format_spread(x, ".2%") for k, x in of_recipe.items()})
 
 
 # --- speed ----------------------------------------------------------------------------------------
@@ -247,17 +237,10 @@ def over_bf16(tokens: int, h: int, device, rounds: int) -> dict:
     """{name: spread of its time over that of bf16, or why there is none}, and seconds of bf16"""
     found = calls(tokens, h, device)
     refused = {name: call for name, call in found.items() if isinstance(call, str)}
-    kinds = {
-        name: lambda call=call: seconds_of(call)
-        for name, call in found.items()
-        if name not in refused
-    }
+    kinds = {name: partial(seconds_of, found[name]) for name in found if name not in refused}
     times = report.in_turn(kinds, rounds)
     row = {"bf16, seconds": spread([t["bf16"] for t in times])} | refused
-    for name in kinds:
-        if name != "bf16":
-            row[name] = spread([t[name] / t["bf16"] for t in times])
-    return row
+    return row | {name: ratio(times, name, "bf16") for name in kinds if name != "bf16"}
 
 
 def crossing(rows: dict[str, dict], name: str) -> int | None:
@@ -271,26 +254,23 @@ def crossing(rows: dict[str, dict], name: str) -> int | None:
     return found
 
 
-def speed(args, device, sizes: dict) -> dict:
+def speed(args, device, sizes: dict) -> None:
     """Writes fp8_speed.json after each size."""
-    deadline = time.monotonic() + 60 * args.minutes
     results = {"toy": args.toy, "layers": {}}
     for tokens in sizes["tokens"]:
         rows = results["layers"].setdefault(str(tokens), {})
         for h in sizes["h"]:
-            if time.monotonic() > deadline:
+            if report.is_over(args):
                 print(f"no time left for {tokens} tokens, h {h}", flush=True)
                 continue
             rows[str(h)] = over_bf16(tokens, h, device, args.rounds)
             for name, value in rows[str(h)].items():
-                text = value if isinstance(value, str) else report.format_spread(value, ".3g")
-                print(f"{tokens} tokens, h {h}, {name}: {text}", flush=True)
+                print(f"{tokens} tokens, h {h}, {name}: {report.text_of(value)}", flush=True)
             report.write("fp8_speed", results, args)
         names = [name for row in rows.values() for name in row if name != "bf16, seconds"]
         for name in dict.fromkeys(names):
             print(f"{tokens} tokens, {name}: less time than bf16 from h {crossing(rows, name)}")
-    report.save("fp8_speed", results, args)
-    return results
+    report.finish("fp8_speed", results, args, draw)
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -330,9 +310,8 @@ def draw_numbers(results: dict, figures: Path) -> None:
     most = max(row[product]["max"] for row in spreads.values() for product in PRODUCTS)
     for axes, (product, title) in zip(panels[1], PRODUCTS.items()):
         for y, (name, of_recipe) in enumerate(spreads.items()):
-            scaled = {key: 100 * of_recipe[product][key] for key in ("median", "min", "max")}
-            style.ranges(axes, [y], [scaled], COLOURS[name])
-        style.rows_of(axes, list(spreads) if product == "y" else [""] * len(spreads))
+            style.ranges(axes, [y], [scaled(of_recipe[product], 100)], COLOURS[name])
+        style.rows_of(axes, list(spreads), hidden=product != "y")
         axes.set_xlim(0, 105 * most)
         axes.set(title=title, xlabel="relative error, %")
     style.save(figure, figures / "fp8.svg")
@@ -366,28 +345,24 @@ def draw(results: dict, figures: Path) -> None:
 
 
 def main():
-    parser = report.arguments(__doc__)
+    parser = report.arguments(__doc__, steps=300, rounds=15)
     parser.add_argument("what", choices=("numbers", "speed"))
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=15)
     report.minutes(parser)
-    args = report.parse(parser)
+    args = report.parse(parser, steps=3, rounds=1)
     if args.what == "numbers":
         keep_freed_memory()
-        results = numbers(3 if args.toy else args.steps, TOY if args.toy else {})
-        report.save("fp8", results, args)
+        results = numbers(args.steps, steps.TOY if args.toy else {})
         print_numbers(results)
-        draw(results, args.figures)
+        report.finish("fp8", results, args, draw)
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = dict(tokens=(4096, 16384), h=[2**n for n in range(9, 15)])
     if args.toy:
-        args.rounds = 1
         sizes = dict(tokens=(128,), h=(64, 128))
     elif device == "cpu":
         print("fp8.py speed: there is no GPU here, so nothing was measured or written")
         return
-    draw(speed(args, device, sizes), args.figures)
+    speed(args, device, sizes)
 
 
 if __name__ == "__main__":

@@ -17,20 +17,19 @@ a rank.
 """
 
 import itertools
-import json
-import sys
-import tempfile
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from unittest import mock
 
 import report
 import style
+import time_line
 import torch
 import torch.distributed as dist
-from report import spread
-from single_device import Random
+from report import ratio, spread
+from steps import Random, Steps, allocated
 from torch.distributed.fsdp import fully_shard
 
 import fsdp
@@ -40,36 +39,23 @@ from base.world import Groups, keep_freed_memory
 from lessons import demo
 from proof import ranks
 
-SHAPE = dict(
-    model="llama2-7b",
-    num_layers=6,
-    hidden_size=512,
-    num_heads=8,
-    ffn_hidden_size=1376,
-    seq_length=256,
-    vocab_size=8192,
-    precision="fp32",
-)
+SHAPE = dict(model="llama2-7b", num_layers=6, hidden_size=512, num_heads=8, ffn_hidden_size=1376)
+SHAPE |= dict(seq_length=256, vocab_size=8192, precision="fp32")
 TOY = SHAPE | dict(num_layers=2, hidden_size=64, ffn_hidden_size=176, seq_length=32, vocab_size=512)
 # a rank
 SEQUENCES = 4
 
 
-class Ours:
+class Ours(Steps):
     """train.py's steps under --zero-stage 3."""
 
     def __init__(self, shape: dict):
-        config = train.Config(
-            **shape, zero_stage=3, global_batch_size=2 * SEQUENCES, warmup_steps=0, steps=10**9
-        )
-        self.trainer = train.Trainer(config, torch.device("cpu"), Groups(dp=dist.group.WORLD))
-        self.dataset = Random(2 * SEQUENCES, shape["seq_length"], shape["vocab_size"])
+        flags = dict(global_batch_size=2 * SEQUENCES, warmup_steps=0, steps=10**9)
+        super().__init__(shape, Groups(dp=dist.group.WORLD), zero_stage=3, **flags)
 
     def step(self) -> float:
-        loss = self.trainer.forward_backward(1, self.dataset)
-        self.trainer.update(1)
         # this rank's part of the mean over both
-        return loss.item() * 2
+        return super().step() * 2
 
 
 class Theirs:
@@ -84,15 +70,10 @@ class Theirs:
         fully_shard(self.model, reshard_after_forward=True)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": 0.1},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=config.peak_lr,
-            betas=(0.9, 0.95),
-            fused=True,
-        )
+        groups = [{"params": matrices, "weight_decay": 0.1}]
+        groups += [{"params": vectors, "weight_decay": 0.0}]
+        options = dict(lr=config.peak_lr, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(groups, **options)
         first = dist.get_rank() * SEQUENCES
         dataset = Random(2 * SEQUENCES, shape["seq_length"], shape["vocab_size"])
         self.batch = dataset.batch(range(first, first + SEQUENCES))
@@ -116,17 +97,13 @@ KINDS = {"ours": Ours, "theirs": Theirs}
 
 def peak_bytes(rank: int, kind: str, shape: dict) -> int:
     """The most that was allocated for tensors at any time."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
+
+    def two_steps():
         trainer = KINDS[kind](shape)
-        for _ in range(2):
-            trainer.step()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    return max(e["args"]["Total Allocated"] for e in events if e["name"] == "[memory]")
+        trainer.step()
+        trainer.step()
+
+    return allocated(two_steps)[1]
 
 
 def on_rank(rank: int, rounds: int, shape: dict) -> tuple[list[dict], dict, list]:
@@ -139,7 +116,7 @@ def on_rank(rank: int, rounds: int, shape: dict) -> tuple[list[dict], dict, list
         return report.timed_together(lambda: losses[kind].append(trainers[kind].step()))
 
     times = report.in_turn({kind: lambda kind=kind: step(kind) for kind in KINDS}, rounds)
-    return times, losses, time_line(trainers["ours"])
+    return times, losses, events_of_a_step(trainers["ours"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -174,7 +151,6 @@ class Recorder:
     that start them and wait for them, by ones that note times."""
 
     def __init__(self, sharder: fsdp.FullySharded):
-        self.sharder = sharder
         self.number = {unit: i for i, unit in enumerate(sharder.units)}
         # of the collectives that are started
         self.current_unit = None
@@ -182,53 +158,41 @@ class Recorder:
         self.events = []
         # of each wait for a unit's parameters: (unit, start, end); last, the end of backward
         self.waits = []
+        self.patches = ExitStack()
+        replaced = [
+            (fsdp, "all_gather", partial(self.started, "all-gather")),
+            (fsdp, "reduce_scatter", partial(self.started, "reduce-scatter")),
+            (sharder, "start_gather", self.for_unit),
+            (sharder, "reduce", self.for_unit),
+            (sharder, "gather", self.gather),
+            (sharder, "reduce_gradients", self.reduce_gradients),
+        ]
+        for owner, name, noting in replaced:
+            noting = partial(noting, getattr(owner, name))
+            self.patches.enter_context(mock.patch.object(owner, name, noting))
 
     def __enter__(self):
-        self.collectives = fsdp.all_gather, fsdp.reduce_scatter
-        fsdp.all_gather = self.timed("all-gather", fsdp.all_gather)
-        fsdp.reduce_scatter = self.timed("reduce-scatter", fsdp.reduce_scatter)
-        self.methods = {
-            "start_gather": self.for_unit(self.sharder.start_gather),
-            "reduce": self.for_unit(self.sharder.reduce),
-            "gather": self.gather(self.sharder.gather),
-            "reduce_gradients": self.reduce_gradients(self.sharder.reduce_gradients),
-        }
-        # they hide the methods of the class
-        self.sharder.__dict__.update(self.methods)
         return self
 
     def __exit__(self, *exception):
-        fsdp.all_gather, fsdp.reduce_scatter = self.collectives
-        for name in self.methods:
-            del self.sharder.__dict__[name]
+        self.patches.close()
 
-    def timed(self, what: str, collective):
-        def start(*args, **options):
-            return TimedWork(what, self.current_unit, collective(*args, **options), self.events)
+    def started(self, what: str, collective, *args, **options):
+        work = collective(*args, **options)
+        return TimedWork(what, self.current_unit, work, self.events)
 
-        return start
+    def for_unit(self, method, unit) -> None:
+        self.current_unit = self.number[unit]
+        method(unit)
 
-    def for_unit(self, method):
-        def call(unit):
-            self.current_unit = self.number[unit]
-            method(unit)
+    def gather(self, method, now, soon) -> None:
+        start = time.perf_counter()
+        method(now, soon)
+        self.waits.append((self.number[now[0]], start, time.perf_counter()))
 
-        return call
-
-    def gather(self, original):
-        def call(now, soon):
-            start = time.perf_counter()
-            original(now, soon)
-            self.waits.append((self.number[now[0]], start, time.perf_counter()))
-
-        return call
-
-    def reduce_gradients(self, original):
-        def call():
-            self.waits.append((None, time.perf_counter(), None))
-            original()
-
-        return call
+    def reduce_gradients(self, method) -> None:
+        self.waits.append((None, time.perf_counter(), None))
+        method()
 
     def computed(self) -> list[tuple[str, int, float, float]]:
         """Each layer's forward and backward: from when its parameters are there until the next are
@@ -242,7 +206,7 @@ class Recorder:
         return events
 
 
-def time_line(ours: Ours) -> list[tuple[str, int, float, float]]:
+def events_of_a_step(ours: Ours) -> list[tuple[str, int, float, float]]:
     """(what, unit, start, end) of one step: what each layer computes, and each collective from its
     call to its end. Seconds from the beginning of the step."""
     with Recorder(ours.trainer.gradients[0]) as recorder:
@@ -253,39 +217,12 @@ def time_line(ours: Ours) -> list[tuple[str, int, float, float]]:
     return [(what, unit, start - begin, end - begin) for what, unit, start, end in events]
 
 
-def hidden(events: list, what: str) -> float:
-    """The share of a collective's time that passed while a layer computed."""
-    computing = [(start, end) for kind, _, start, end in events if kind in ("forward", "backward")]
-    collectives = [(start, end) for kind, _, start, end in events if kind == what]
-    overlap = 0.0
-    for first, last in collectives:
-        for start, end in computing:
-            overlap += max(0, min(last, end) - max(first, start))
-    return overlap / sum(last - first for first, last in collectives)
-
-
 # of the figure: row: kinds of events
 ROWS = {
     "compute": ("forward", "backward"),
     "all-gather\n(weights)": ("all-gather",),
     "reduce-scatter\n(gradients)": ("reduce-scatter",),
 }
-COLOURS = {
-    "forward": style.COLOURS["F"],
-    "backward": style.COLOURS["B"],
-    "all-gather": style.COLOURS["weights"],
-    "reduce-scatter": style.COLOURS["gradients"],
-}
-
-
-def draw_event(axes, y: int, what: str, name: str, start: float, end: float) -> None:
-    """A box, with its unit's name where there is room. start, end: ms."""
-    colour = COLOURS[what]
-    box = dict(height=0.8, color=colour, edgecolor="white", linewidth=0.5)
-    axes.barh(y, end - start, left=start, **box)
-    if end - start > 0.012 * axes.get_xlim()[1]:
-        text = dict(ha="center", va="center", fontsize=style.SMALL)
-        axes.text((start + end) / 2, y, name, color=style.contrast(colour), **text)
 
 
 def draw(results: dict, figures: Path) -> None:
@@ -297,13 +234,17 @@ def draw(results: dict, figures: Path) -> None:
     axes.set_xlim(0, 1e3 * max(end for _, _, _, end in events))
     style.rows_of(axes, list(ROWS))
     for y, kinds in enumerate(ROWS.values()):
-        for what, unit, start, end in events:
+        for what, unit, *seconds in events:
             if what in kinds:
-                name = names.get(unit, str(unit - 1))
-                draw_event(axes, y, what, name, 1e3 * start, 1e3 * end)
+                start, end = (1e3 * x for x in seconds)
+                time_line.draw_event(axes, y, what, start, end)
+                # where there is room
+                if end - start > 0.012 * axes.get_xlim()[1]:
+                    name = names.get(unit, str(unit - 1))
+                    style.inside(axes, name, ((start + end) / 2, y), time_line.COLOURS[what])
     for what in ROWS["compute"]:
         begin = 1e3 * min(start for kind, _, start, _ in events if kind == what)
-        style.label(axes, what, (begin, -0.5), COLOURS[what], offset=(0, 6))
+        style.label(axes, what, (begin, -0.5), time_line.COLOURS[what], offset=(0, 6))
     axes.set_xlabel("ms")
     axes.set_title(
         f"A stage-3 step on rank 0, measured. E: embedding, 0 to {last - 2}: blocks, H: head",
@@ -313,27 +254,21 @@ def draw(results: dict, figures: Path) -> None:
 
 
 def main():
-    parser = report.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=25)
-    args = report.parse(parser)
+    args = report.parse(report.arguments(__doc__, rounds=25), rounds=1)
     shape = TOY if args.toy else SHAPE
-    rounds = 1 if args.toy else args.rounds
     peaks = {kind: max(ranks.run(peak_bytes, 2, kind, shape)) for kind in KINDS}
-    times, losses, events = ranks.run(on_rank, 2, rounds, shape)[0]
+    times, losses, events = ranks.run(on_rank, 2, args.rounds, shape)[0]
+    collectives = "all-gather", "reduce-scatter"
     results = {
         "step_seconds": {kind: spread([t[kind] for t in times]) for kind in KINDS},
-        "step_time_over_fully_shard": spread([t["ours"] / t["theirs"] for t in times]),
+        "step_time_over_fully_shard": ratio(times, "ours", "theirs"),
         "peak_tensor_bytes": peaks,
         "peak_over_fully_shard": peaks["ours"] / peaks["theirs"],
         "first_and_last_loss": {kind: (x[0], x[-1]) for kind, x in losses.items()},
-        "in_flight_while_computing": {
-            what: hidden(events, what) for what in ("all-gather", "reduce-scatter")
-        },
+        "in_flight_while_computing": {w: time_line.hidden(events, w) for w in collectives},
     }
-    report.save("fsdp", results | {"time_line": events}, args, threads=1)
-    draw(report.saved("fsdp", args), args.figures)
-    for name, value in results.items():
-        print(f"{name}: {value}")
+    report.print_results(results)
+    report.finish("fsdp", results | {"time_line": events}, args, draw, threads=1)
 
 
 if __name__ == "__main__":

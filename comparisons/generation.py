@@ -15,17 +15,14 @@ the memory, measured here as a matrix times a vector, with the shape of the larg
 
 import copy
 import dataclasses
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import report
 import style
 import torch
-from report import in_turn, median, spread, timed
+from report import median, spread, timed
 
 import checkpoint
 import generate
@@ -36,33 +33,16 @@ from base.world import keep_freed_memory
 from inference import weight_layouts
 from model_config import GPTConfig
 
+SMALL = GPTConfig(num_layers=4, hidden_size=256, num_heads=8, seq_length=1024, vocab_size=257)
+TINY = GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257)
 CASES = {
-    "small": GPTConfig(num_layers=4, hidden_size=256, num_heads=8, seq_length=1024, vocab_size=257),
-    "small llama": GPTConfig(
-        num_layers=4,
-        hidden_size=256,
-        num_heads=8,
-        ffn_hidden_size=688,
-        seq_length=1024,
-        vocab_size=257,
-        llama=True,
-    ),
+    "small": SMALL,
+    "small llama": dataclasses.replace(SMALL, ffn_hidden_size=688, llama=True),
     "gpt2-124m": GPTConfig(
         num_layers=12, hidden_size=768, num_heads=12, seq_length=1024, vocab_size=50257
     ),
 }
-TOY = {
-    "toy": GPTConfig(num_layers=2, hidden_size=64, num_heads=4, seq_length=128, vocab_size=257),
-    "toy llama": GPTConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_heads=4,
-        ffn_hidden_size=176,
-        seq_length=128,
-        vocab_size=257,
-        llama=True,
-    ),
-}
+TOY = {"toy": TINY, "toy llama": dataclasses.replace(TINY, ffn_hidden_size=176, llama=True)}
 # tokens
 PROMPT = 32
 NEW = 48
@@ -80,12 +60,9 @@ def build(config: GPTConfig, device: str):
     with tempfile.TemporaryDirectory() as folder:
         ours = Path(folder) / "ckpt"
         exported = Path(folder) / "hf"
-        checkpoint.write(
-            ours,
-            0,
-            {f"model.{n}": p.detach() for n, p in model.named_parameters()},
-            {"config": {}, "model": dataclasses.asdict(config)},
-        )
+        weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+        description = {"config": {}, "model": dataclasses.asdict(config)}
+        checkpoint.write(ours, 0, weights, description)
         huggingface.export_folder(ours, exported)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
             exported, attn_implementation="sdpa", dtype=torch.float32
@@ -124,34 +101,31 @@ def against_transformers(model, theirs, batch: int, rounds: int) -> dict:
     prompts = torch.randint(256, (batch, PROMPT), generator=g).to(next(model.parameters()).device)
     lists = prompts.tolist()
 
-    def ours_generate(n):
-        return generate.generate(model, lists, n, temperature=0)
-
-    def theirs_generate(n):
-        return generate_theirs(theirs, prompts, n)
+    ours_generate = partial(generate.generate, model, lists, temperature=0)
+    theirs_generate = partial(generate_theirs, theirs, prompts)
 
     def decode(function):
         return timed(lambda: function(NEW)) - timed(lambda: function(1))
 
     equal = ours_generate(NEW) == theirs_generate(NEW)
-    times = in_turn(
-        {"ours": lambda: decode(ours_generate), "theirs": lambda: decode(theirs_generate)}, rounds
-    )
+    kinds = {"ours": partial(decode, ours_generate), "theirs": partial(decode, theirs_generate)}
+    times = report.in_turn(kinds, rounds)
     tokens = batch * (NEW - 1)
     return {
         "tokens_per_second": tokens / median([t["ours"] for t in times]),
         "transformers_tokens_per_second": tokens / median([t["theirs"] for t in times]),
-        "ratio": spread([t["theirs"] / t["ours"] for t in times]),
+        "ratio": report.ratio(times, "theirs", "ours"),
         "same_tokens": equal,
     }
 
 
 def layouts_of(model) -> dict:
     """Which layout `pack` chose for the matrices of each shape."""
-    layers = [
-        module for module in model.modules() if isinstance(module, weight_layouts.PackedLinear)
-    ]
-    return {str(list(layer.matrix.shape)): layer.layout.__name__ for layer in layers}
+    return {
+        str(list(module.matrix.shape)): module.layout.__name__
+        for module in model.modules()
+        if isinstance(module, weight_layouts.PackedLinear)
+    }
 
 
 def seconds_per_token(model, length: int, new: int, cached: bool) -> float:
@@ -172,7 +146,7 @@ def by_length(model, lengths: list[int], rounds: int) -> dict:
             "with": partial(seconds_per_token, model, length, 16, True),
             "without": partial(seconds_per_token, model, length, 2, False),
         }
-        times = in_turn(kinds, rounds)
+        times = report.in_turn(kinds, rounds)
         results[length] = {kind: spread([1 / t[kind] for t in times]) for kind in kinds}
     return results
 
@@ -198,31 +172,22 @@ def measure(name: str, config: GPTConfig, args) -> dict:
     model, theirs = build(config, args.device)
     weights = sum(p.nbytes for p in (*model.blocks.parameters(), *model.head.parameters()))
     speed = memory_speed(config, args.device)
-    lengths = by_length(packed(model, 1), args.lengths, args.rounds)
     print(
         f"{name}: {weights / 1e6:.0f} MB of weights a step; memory {speed / 1e9:.1f} GB/s, so"
-        f" at most {speed / weights:,.0f} steps/s",
+        f" at most {speed / weights:,.0f} steps/s; tokens/s with and without the cache:",
         flush=True,
     )
+    lengths = by_length(packed(model, 1), args.lengths, args.rounds)
+    table = report.Table()
     for length, speeds in lengths.items():
-        print(
-            f"  length {length:>5}: {speeds['with']['median']:>9,.1f} tokens/s with the cache,"
-            f" {speeds['without']['median']:>9,.1f} without",
-            flush=True,
-        )
+        table.row({"model": name, "length": length} | speeds)
     batches = {}
+    table = report.Table()
     for batch in args.batches:
         ours = packed(model, batch)
-        result = against_transformers(ours, theirs, batch, args.rounds)
-        result["layouts"] = layouts_of(ours)
-        batches[batch] = result
-        ratio = result["ratio"]
-        print(
-            f"  batch {batch:>3}: {result['tokens_per_second']:>9,.1f} tokens/s, transformers"
-            f" {result['transformers_tokens_per_second']:>9,.1f}, ratio {ratio['median']:.2f}"
-            f" ({ratio['min']:.2f} to {ratio['max']:.2f}), same tokens: {result['same_tokens']}",
-            flush=True,
-        )
+        batches[batch] = against_transformers(ours, theirs, batch, args.rounds)
+        table.row({"model": name, "batch": batch} | batches[batch])
+        batches[batch]["layouts"] = layouts_of(ours)
     return {
         "by_batch": batches,
         "by_length": lengths,
@@ -239,20 +204,17 @@ def draw(results: dict, figures: Path) -> None:
     figure, (left, right) = style.figure(3.4, 1, 2)
     for (name, of_model), colour in zip(results["results"].items(), style.SERIES):
         draw_lengths(left, name, of_model["by_length"], colour)
-        draw_ratios(right, name, of_model["by_batch"], colour)
-    left.set(
-        title="tokens/s of one text (dashed: without the cache)", xlabel="tokens in the context"
-    )
-    lengths = [int(length) for length in of_model["by_length"]]
-    rates = [1, 3, 10, 30, 100, 300]
-    left.set(xscale="log", xticks=lengths, xticklabels=lengths)
-    left.set(yscale="log", yticks=rates, yticklabels=rates)
+        batches = of_model["by_batch"]
+        ratios = [result["ratio"] for result in batches.values()]
+        style.band(right, [int(batch) for batch in batches], ratios, colour, name)
+    left.set_title("tokens/s of one text (dashed: without the cache)")
+    left.set_xlabel("tokens in the context")
+    style.ticks(left, x=[int(n) for n in of_model["by_length"]], y=[1, 3, 10, 30, 100, 300])
     right.axhline(1, color="black", linewidth=0.8)
     right.set(title="tokens/s over transformers' (band: least to most)", xlabel="texts at a time")
-    batches = [int(batch) for batch in of_model["by_batch"]]
-    right.set(xscale="log", xticks=batches, xticklabels=batches, ylim=(0, None))
+    style.ticks(right, x=[int(n) for n in of_model["by_batch"]])
+    right.set_ylim(0, None)
     for axes in (left, right):
-        axes.minorticks_off()
         style.label_ends(axes)
     style.save(figure, figures / "generation.svg")
 
@@ -265,41 +227,22 @@ def draw_lengths(axes, name: str, lengths: dict, colour: str) -> None:
         axes.plot(x, medians, line, color=colour, label=name)
 
 
-def draw_ratios(axes, name: str, batches: dict, colour: str) -> None:
-    """Our speed over theirs, for each batch: the median, in a band from minimum to maximum."""
-    ratios = [result["ratio"] for result in batches.values()]
-    x = [int(batch) for batch in batches]
-    axes.plot(x, [ratio["median"] for ratio in ratios], "o-", color=colour, label=name)
-    low = [ratio["min"] for ratio in ratios]
-    high = [ratio["max"] for ratio in ratios]
-    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-
-
 # --------------------------------------------------------------------------------------------------
 
 
 def main():
-    parser = report.arguments(__doc__)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = report.arguments(__doc__, threads=1, rounds=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512, 960])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = report.parse(parser)
-    cases = {name: CASES[name] for name in args.cases}
-    if args.toy:
-        cases = TOY
-        args.rounds = 1
-        args.batches = [1, 16]
-        args.lengths = [8, 40]
+    report.device(parser)
+    args = report.parse(parser, rounds=1, batches=[1, 16], lengths=[8, 40], cases=TOY)
     torch.set_num_threads(args.threads)
     if args.device == "cpu":
         # for both
         keep_freed_memory()
-    results = {name: measure(name, config, args) for name, config in cases.items()}
-    report.save("generation", {"results": results}, args)
-    draw(report.saved("generation", args), args.figures)
+    results = {name: measure(name, (CASES | TOY)[name], args) for name in args.cases}
+    report.finish("generation", {"results": results}, args, draw)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,10 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import report
 import torch
+from report import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 # Seconds that a command may take. What still runs is stopped a little before: the command's own
 # imports take time too.
 LIMIT = 600
@@ -110,16 +108,9 @@ def call(argv: list[str], seconds: float, log: TextIO) -> tuple[int, str]:
     # One thread, because tests run beside each other. Unbuffered: what was printed before a kill is
     # kept.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *argv],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    options = dict(cwd=ROOT, env=environment, start_new_session=True)
+    process = subprocess.Popen([sys.executable, *argv], **output, **options)
 
     def kill():
         # Also those that outlive the first of them.
@@ -181,9 +172,7 @@ def main() -> int:
     parser = report.arguments(__doc__)
     parser.add_argument("names", nargs="*", metavar="COMMAND", help=", ".join(COMMANDS))
     args = report.parse(parser)
-    if unknown := set(args.names) - set(COMMANDS):
-        known = ", ".join(COMMANDS)
-        report.refuse(parser, f"{' '.join(unknown)}: no such command; there are {known}")
+    report.check_names(parser, args.names, COMMANDS)
     if not torch.cuda.is_available() and not args.toy:
         report.refuse(parser, "there is no GPU here; --toy runs all of it at tiny sizes")
     results = [run(name, args) for name in args.names or COMMANDS]

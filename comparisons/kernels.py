@@ -19,7 +19,8 @@ timed separately. All numbers are medians.
 
 kernels.json is written after each case, and cases that it has already stay: a case measured again
 replaces the old one. A case that fails takes one line. The figure shows all of the file's cases of
-one size.
+one size. After an access to a wrong address the GPU serves a process no more: it ends, and the same
+command goes on with the other cases.
 
 Without a GPU only --toy runs: the same code with PyTorch's own operations as the fused ones, at
 sizes whose times mean nothing, and torch.compile without a compiler backend.
@@ -29,14 +30,9 @@ import contextlib
 import functools
 import gc
 import itertools
-import json
-import os
 import sys
-import time
 from datetime import date
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import style
@@ -164,11 +160,7 @@ def loss_of_float_logits(logits, targets):
 
 def clone(args: tuple) -> tuple:
     """The arguments with copies of the tensors."""
-    copies = list(args)
-    for i, a in enumerate(args):
-        if isinstance(a, torch.Tensor):
-            copies[i] = a.clone()
-    return tuple(copies)
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
 
 
 def measure(name: str, size: dict, device: str, rounds: int, sets: int | None, backend: str):
@@ -264,8 +256,7 @@ def draw(results: dict, figures: Path) -> None:
         positions = [y + 0.27 * (i - 1) for y in range(len(rows))]
         axes.barh(positions, shares, height=0.25, color=style.COLOURS[kind], label=kind)
     copies = [100 * row["share of copy bandwidth"].get("copy", 0) for row in rows.values()]
-    low = [y - 0.42 for y in range(len(rows))]
-    high = [y + 0.42 for y in range(len(rows))]
+    low, high = ([y + end for y in range(len(rows))] for end in (-0.42, 0.42))
     axes.vlines(copies, low, high, color="black", linewidth=1, label="copy of as many bytes")
     style.rows_of(axes, list(rows))
     axes.set(
@@ -276,107 +267,73 @@ def draw(results: dict, figures: Path) -> None:
     style.save(figure, figures / "kernels.svg")
 
 
-def print_header(bandwidth: float) -> None:
-    print(f"copy: {bandwidth / 1e12:.3f} TB/s, bytes read and written")
-    print(f"{'':>55}{'% of the copy bandwidth':>30}{'% of equal':>13}{'time of compiled':>18}")
-    print(
-        f"{'':>30}{'MiB':>7}{'fused µs':>10}{'copy µs':>9}{'fused':>9}{'compiled':>10}"
-        f"{'PyTorch':>10}{'copy: fused':>13}{'over fused':>18}"
-    )
-
-
-def cell(value: float | None, scale: float, number: str) -> str:
-    """A column of the table; a dash where a kind failed."""
-    return "-" if value is None else format(scale * value, number)
-
-
-def print_row(name: str, direction: str, row: dict) -> None:
+def shown(name: str, direction: str, row: dict) -> dict:
+    """The columns of a row of the table: "copy: fused" is the share of an equal copy, * where it is
+    the measure."""
     seconds = {kind: value["median"] for kind, value in row["seconds"].items()}
     shares = row["share of copy bandwidth"]
-    percent = {k: cell(shares.get(k), 100, ".1f") for k in ("fused", "compiled", "PyTorch")}
     equal = row["share of an equal copy"].get("fused", {}).get("median")
+    cells = {"operation": f"{name} {direction}", "MiB": row["bytes"] / 2**20}
+    cells |= {f"{kind}, µs": percent(seconds.get(kind), 1e6) for kind in ("fused", "copy")}
+    kinds = "fused", "compiled", "PyTorch"
+    cells |= {f"{kind}, % of copy bandwidth": percent(shares.get(kind), 100) for kind in kinds}
+    cells["% of copy: fused"] = percent(equal, 100) + "*" * row["small"]
     compiled = (row["over compiled"] or {}).get("median")
-    star = "*" if row["small"] else " "
-    print(
-        f"{name:>20} {direction:<9}{row['bytes'] / 2**20:>7.1f}"
-        f"{cell(seconds.get('fused'), 1e6, '.1f'):>10}{cell(seconds.get('copy'), 1e6, '.1f'):>9}"
-        f"{percent['fused']:>9}{percent['compiled']:>10}{percent['PyTorch']:>10}"
-        f"{cell(equal, 100, '.1f'):>12}{star}{cell(compiled, 1, '.2f'):>18}",
-        flush=True,
-    )
-    for kind, error in row["errors"].items():
-        print(f"{'':>21}{kind}: {error}", flush=True)
+    return cells | {"compiled over fused": compiled, "errors": row["errors"] or ""}
 
 
-def measure_case(name: str, size: dict, device: str, args, bandwidth: float) -> dict:
+def percent(value: float | None, scale: float) -> str:
+    """A dash where a kind failed."""
+    return "-" if value is None else f"{scale * value:.1f}"
+
+
+def measure_case(name: str, size: dict, device: str, args, bandwidth: float, table) -> dict:
     """What is kept of one operation: {direction: row}, or {"error": one line}."""
     backend = "aot_eager" if args.toy else "inductor"
     try:
         rows = measure(name, size, device, args.rounds, 1 if args.toy else None, backend)
         for direction, row in rows.items():
             add_shares(row, bandwidth)
-            print_row(name, direction, row)
+            table.row(shown(name, direction, row))
     except Exception as e:
         rows = {"error": report.one_line(e)}
-        print(f"{name:>20} {rows['error']}", flush=True)
+        print(f"{name}: {rows['error']}", flush=True)
     return rows | {"date": date.today().isoformat()}
-
-
-def go_on_in_a_new_process(left: list, args, deadline: float) -> None:
-    """Measure the other cases, after an error that only the end of a process clears."""
-    print("the GPU serves this process no more: a new one goes on", flush=True)
-    minutes = str((deadline - time.monotonic()) / 60)
-    rest = ["--left", json.dumps(left), "--minutes", minutes]
-    os.execv(sys.executable, [sys.executable, *sys.argv, *rest])
 
 
 def run(args, device: str, results: dict) -> None:
     """Add the cases of this process to the results, and write them after each."""
-    deadline = time.monotonic() + 60 * args.minutes
     sizes = TOY if args.toy else SIZES
-    pairs = args.left
-    if pairs is None:
-        pairs = report.missing_first(itertools.product(args.sizes, args.cases), results)
+    pairs = report.missing_first(itertools.product(args.sizes, args.cases), results)
     bandwidth = copy_bandwidth(device, args.rounds)
-    print_header(bandwidth)
+    print(f"copy: {bandwidth / 1e12:.3f} TB/s, bytes read and written")
     title = None
     for i, (size, name) in enumerate(pairs):
-        if time.monotonic() > deadline:
+        if report.is_over(args):
             left = ", ".join(f"{size} {name}" for size, name in pairs[i:])
             print(f"no time left for {left}")
             break
         if size != title:
-            title = size
+            title, table = size, report.Table()
             print(title)
-        rows = measure_case(name, sizes[size], device, args, bandwidth)
+        rows = measure_case(name, sizes[size], device, args, bandwidth, table)
         results.setdefault(size, {})[name] = rows
-        saved = {"toy": args.toy, "sizes": sizes, "results": results}
-        report.write("kernels", saved, args)
+        report.write("kernels", {"toy": args.toy, "sizes": sizes, "results": results}, args)
         if faulty(device):
-            go_on_in_a_new_process(pairs[i + 1 :], args, deadline)
+            sys.exit("the GPU serves this process no more; the same command again goes on")
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
         torch._dynamo.reset()
 
 
-def parse_arguments():
-    parser = report.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
+def main():
+    parser = report.arguments(__doc__, rounds=20)
     parser.add_argument("--sizes", nargs="+", metavar="MODEL", default=list(SIZES), choices=SIZES)
     parser.add_argument("--cases", nargs="+", metavar="OPERATION", default=CASES, choices=CASES)
-    parser.add_argument("--left", type=json.loads, help="(what a process that failed had to do)")
     report.minutes(parser)
-    args = report.parse(parser)
-    if args.toy:
-        args.sizes = list(TOY)
-        args.rounds = 1
-    args.earlier = report.earlier("kernels", parser, args)
-    return args
-
-
-def main():
-    args = parse_arguments()
+    args = report.parse(parser, sizes=list(TOY), rounds=1)
+    results = report.earlier("kernels", parser, args)
     why_not = kernels.why_not()
     if why_not and not args.toy:
         sys.exit(
@@ -384,7 +341,6 @@ def main():
             " at tiny sizes with PyTorch's own operations"
         )
     device = "cpu" if why_not else "cuda"
-    results = args.earlier
     # A compiled backward must run many times, like the others.
     torch._functorch.config.donated_buffer = False
     with one_stream(device):

@@ -33,19 +33,17 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import report
 import style
 import torch
-from report import format_spread, median, spread
+from report import median, spread
 
 import train
 from planning.counters import LiveTensors
 from planning.try_layouts import EarlyEndError, run
 from run import training_run
 
-ROOT = Path(__file__).parent.parent
+EXPLICIT = "--tp 2 --sequence-parallel --attention explicit"
 # (name, flags). The ranks that --tp and --pp leave are data-parallel; their number goes in front of
 # the name.
 LAYOUTS = [
@@ -58,11 +56,8 @@ LAYOUTS = [
     ("tp 2 + sequence", "--tp 2 --sequence-parallel"),
     ("tp 4 + sequence", "--tp 4 --sequence-parallel"),
     ("tp 8 + sequence", "--tp 8 --sequence-parallel"),
-    ("tp 2 + sequence, explicit attention", "--tp 2 --sequence-parallel --attention explicit"),
-    (
-        "tp 2 + sequence, selective recompute",
-        "--tp 2 --sequence-parallel --attention explicit --recompute selective",
-    ),
+    ("tp 2 + sequence, explicit attention", EXPLICIT),
+    ("tp 2 + sequence, selective recompute", f"{EXPLICIT} --recompute selective"),
     ("pp 2, 1F1B", "--pp 2"),
     ("pp 2, interleaved v = 2", "--pp 2 --virtual-stages 2"),
     ("pp 4, 1F1B", "--pp 4"),
@@ -73,20 +68,16 @@ LAYOUTS = [
     ("8 experts *", "--num-experts 8 --expert-every 4"),
     ("8 experts over 2 *", "--num-experts 8 --expert-every 4 --ep 2"),
 ]
+# (layers, h, a, s, global batch size, micro-batch size)
 SHAPES = {
-    "cpu": (
-        "--num-layers 8 --hidden-size 256 --num-heads 8 --seq-length 256 --global-batch-size 8"
-        " --micro-batch-size 1"
-    ),
-    "cuda": (
-        "--num-layers 24 --hidden-size 2048 --num-heads 16 --seq-length 2048 --global-batch-size 32"
-        " --micro-batch-size 2"
-    ),
-    "toy": (
-        "--num-layers 4 --hidden-size 64 --num-heads 8 --seq-length 32 --global-batch-size 8"
-        " --micro-batch-size 1"
-    ),
+    "cpu": (8, 256, 8, 256, 8, 1),
+    "cuda": (24, 2048, 16, 2048, 32, 2),
+    "toy": (4, 64, 8, 32, 8, 1),
 }
+SHAPE = (
+    "--num-layers {} --hidden-size {} --num-heads {} --seq-length {} --global-batch-size {}"
+    " --micro-batch-size {}"
+)
 ALWAYS = "--model gpt2 --vocab-size 257 --dropout 0 --lr 1e-3 --warmup-steps 4 --timeout 300"
 # largest relative difference of a loss
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -184,7 +175,7 @@ def run_all(
     for i in range(rounds):
         script = ["train.py"]
         if device == "cpu" and i == 0:
-            script = [f"{ROOT}/comparisons/layouts.py", "--on-rank"]
+            script = [f"{report.HERE}/layouts.py", "--on-rank"]
         for name, (ranks, flags) in todo.items():
             if name in failed:
                 continue
@@ -195,16 +186,13 @@ def run_all(
                 print(f"{name}: {e}", file=sys.stderr, flush=True)
                 continue
             runs.setdefault(name, []).append(lines)
-            print(
-                f"round {i + 1}/{rounds}  {name:<44}{tokens_per_second(lines):>10,.0f}"
-                f" tokens/s  loss {lines[-1]['loss']:.6f}",
-                file=sys.stderr,
-                flush=True,
-            )
+            rate, loss = tokens_per_second(lines), lines[-1]["loss"]
+            line = f"round {i + 1}/{rounds}  {name:<44}{rate:>10,.0f} tokens/s  loss {loss:.6f}"
+            print(line, file=sys.stderr, flush=True)
     return {name: lines for name, lines in runs.items() if name not in failed}, failed
 
 
-def table(todo: dict[str, tuple[int, str]], runs: dict[str, list]) -> list[dict]:
+def rows_of(todo: dict[str, tuple[int, str]], runs: dict[str, list]) -> list[dict]:
     """A row for each layout that ran, in the order of `todo`."""
     rows = []
     # the losses that the others must have, for each computation
@@ -215,28 +203,11 @@ def table(todo: dict[str, tuple[int, str]], runs: dict[str, list]) -> list[dict]
         losses = [[line["loss"] for line in lines] for lines in runs[name]]
         reference = expected.setdefault(computation(flags), losses[0])
         differences = [abs(a / b - 1) for run in losses for a, b in zip(run, reference)]
-        rows.append(
-            {
-                "name": name,
-                "family": family(ranks, flags),
-                "flags": flags,
-                "peak_memory_bytes": runs[name][0][-1]["peak_memory_bytes"],
-                "tokens_per_second": spread([tokens_per_second(lines) for lines in runs[name]]),
-                "losses": losses[0],
-                "loss_difference": max(differences),
-            }
-        )
+        row = {"name": name, "family": family(ranks, flags), "flags": flags}
+        row["peak_memory_bytes"] = runs[name][0][-1]["peak_memory_bytes"]
+        row["tokens_per_second"] = spread([tokens_per_second(lines) for lines in runs[name]])
+        rows.append(row | {"losses": losses[0], "loss_difference": max(differences)})
     return rows
-
-
-def print_table(rows: list[dict]) -> None:
-    print("| layout | tokens/s | peak memory of a rank, MiB | largest difference of a loss |")
-    print("|---|---|---|---|")
-    for row in rows:
-        rate = format_spread(row["tokens_per_second"], ",.0f")
-        memory = row["peak_memory_bytes"] / 2**20
-        difference = f"{row['loss_difference']:.1e}" if row["loss_difference"] else ""
-        print(f"| {row['name']} | {rate} | {memory:,.0f} | {difference} |")
 
 
 def colour_of(row: dict) -> str:
@@ -261,41 +232,32 @@ def draw_same_loss(results: dict, path: Path) -> None:
         line = dict(linewidth=width, solid_capstyle="round", solid_joinstyle="round")
         losses.plot(steps, row["losses"], color=colour_of(row), **line)
     worst = max(row["loss_difference"] for row in rows)
-    losses.text(
-        0.97,
-        0.95,
+    words = (
         f"{len(rows)} curves lie on each other.\nLargest relative difference from\n"
-        f"one device, in any step: {worst:.1e}",
-        transform=losses.transAxes,
-        ha="right",
-        va="top",
+        f"one device, in any step: {worst:.1e}"
     )
+    losses.text(0.97, 0.95, words, transform=losses.transAxes, ha="right", va="top")
     losses.set(title="Loss, nats per token", xlabel="step", xticks=steps)
-    mebibytes = [row["peak_memory_bytes"] / 2**20 for row in rows]
-    draw_bars(
-        memory, rows, "MiB", [{"median": value, "min": value, "max": value} for value in mebibytes]
-    )
+    draw_bars(memory, rows, "MiB", mebibytes(rows))
     style.rows_of(memory, [row["name"] for row in rows])
     memory.set_title("Peak memory of a rank")
     style.save(figure, path)
+
+
+def mebibytes(rows: list[dict]) -> list[dict]:
+    """Peak memory, which has no spread."""
+    return [dict.fromkeys(report.SPREAD, row["peak_memory_bytes"] / 2**20) for row in rows]
 
 
 def draw_all(results: dict, path: Path) -> None:
     """A row for each layout: its last loss, tokens/s and memory."""
     rows = results["rows"]
     size = 1.2 + 0.24 * len(rows)
-    figure, (losses, rates, memory) = style.figure(
-        size, 1, 3, width_ratios=(0.7, 2, 2), sharey=True
-    )
+    options = dict(width_ratios=(0.7, 2, 2), sharey=True)
+    figure, (losses, rates, memory) = style.figure(size, 1, 3, **options)
     draw_losses(losses, rows, results["steps"])
     draw_bars(rates, rows, "tokens/s", [row["tokens_per_second"] for row in rows])
-    mebibytes = [row["peak_memory_bytes"] / 2**20 for row in rows]
-    draw_bars(
-        memory,
-        rows,
-        "peak memory of a rank, MiB",
-        [{"median": value, "min": value, "max": value} for value in mebibytes],
-    )
+    draw_bars(memory, rows, "peak memory of a rank, MiB", mebibytes(rows))
     style.rows_of(losses, [row["name"] for row in rows])
     figure.suptitle(figure_title(results))
     style.save(figure, path)
@@ -304,14 +266,7 @@ def draw_all(results: dict, path: Path) -> None:
 def draw_losses(axes, rows: list[dict], steps: int) -> None:
     """The loss of the last step, in digits: equal ones are seen at once."""
     for y, row in enumerate(rows):
-        axes.text(
-            0.5,
-            y,
-            f"{row['losses'][-1]:.5f}",
-            ha="center",
-            va="center",
-            fontsize=style.SMALL,
-        )
+        style.inside(axes, f"{row['losses'][-1]:.5f}", (0.5, y), "white")
     axes.set_xlabel(f"loss of step {steps}")
     axes.set_xlim(0, 1)
     axes.set_xticks([])
@@ -322,19 +277,9 @@ def draw_losses(axes, rows: list[dict], steps: int) -> None:
 def draw_bars(axes, rows: list[dict], label: str, values: list[dict]) -> None:
     """values: for each row what `spread` returned; a line from least to most where they differ."""
     for y, (row, value) in enumerate(zip(rows, values)):
-        axes.barh(
-            y,
-            value["median"],
-            height=0.72,
-            color=colour_of(row),
-            hatch="///" if row["name"].endswith("*") else None,
-            edgecolor="white",
-            linewidth=0,
-        )
-        if value["min"] < value["max"]:
-            errors = [[value["median"] - value["min"]], [value["max"] - value["median"]]]
-            axes.errorbar(value["median"], y, xerr=errors, color="#333333", linewidth=1, capsize=2)
-        style.label(axes, f"{value['median']:,.0f}", (value["max"], y), offset=(4, 0))
+        hatch = "///" if row["name"].endswith("*") else None
+        box = dict(height=0.72, color=colour_of(row), edgecolor="white", linewidth=0)
+        style.bar(axes, y, value, f"{value['median']:,.0f}", hatch=hatch, **box)
     axes.set_xlabel(label)
     axes.margins(x=0.15)
     axes.grid(visible=False, axis="y")
@@ -361,18 +306,11 @@ def figure_title(results: dict) -> str:
 
 
 def arguments():
-    parser = report.arguments(__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument(
-        "--precision", choices=list(TOLERANCE), help="default: bf16 on GPUs, fp32 on CPUs"
-    )
+    parser = report.arguments(__doc__, ranks=4, rounds=3, steps=8)
+    precision = "default: bf16 on GPUs, fp32 on CPUs"
+    parser.add_argument("--precision", choices=list(TOLERANCE), help=precision)
     parser.add_argument("flags", nargs="*", help="after --: more flags for every train.py")
-    args = report.parse(parser)
-    if args.toy:
-        args.rounds = 1
-        args.steps = WARMUP + 1
+    args = report.parse(parser, rounds=1, steps=WARMUP + 1)
     if args.steps <= WARMUP:
         report.refuse(parser, f"--steps {args.steps}: the first {WARMUP} do not count; name more")
     return args
@@ -384,7 +322,7 @@ def main() -> int:
     args = arguments()
     device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
     precision = args.precision or {"cuda": "bf16", "cpu": "fp32"}[device]
-    shape = SHAPES["toy" if args.toy else device]
+    shape = SHAPE.format(*SHAPES["toy" if args.toy else device])
     common = [*ALWAYS.split(), *shape.split(), "--device", device, "--precision", precision]
     common += args.flags
     todo = layouts(args.ranks)
@@ -392,10 +330,13 @@ def main() -> int:
         todo = dict(list(todo.items())[:2])
 
     runs, failed = run_all(todo, common, device, args.rounds, args.steps)
-    rows = table(todo, runs)
+    rows = rows_of(todo, runs)
     if not rows:
         return 1
-    print_table(rows)
+    table = report.Table()
+    for row in rows:
+        shown = ("name", "tokens_per_second", "peak_memory_bytes", "loss_difference")
+        table.row({key: row[key] for key in shown})
     worst = max(rows, key=lambda row: row["loss_difference"])
     print(
         f"\nlargest relative difference of a loss, {len(rows)} layouts, {args.steps} steps,"
@@ -404,19 +345,11 @@ def main() -> int:
     # not >: a loss may be NaN
     wrong = [row["name"] for row in rows if not row["loss_difference"] <= TOLERANCE[precision]]
     if wrong:
-        print(
-            f"losses differ by more than {TOLERANCE[precision]:.0e}: {'; '.join(wrong)}",
-            file=sys.stderr,
-        )
-    results = {
-        "ranks": args.ranks,
-        "steps": args.steps,
-        "flags": common,
-        "rows": rows,
-        "failed": failed,
-    }
-    report.save("layouts", results, args)
-    draw(report.saved("layouts", args), args.figures)
+        rule = f"losses differ by more than {TOLERANCE[precision]:.0e}"
+        print(f"{rule}: {'; '.join(wrong)}", file=sys.stderr)
+    results = {"ranks": args.ranks, "steps": args.steps, "flags": common}
+    results |= {"rows": rows, "failed": failed}
+    report.finish("layouts", results, args, draw)
     return 1 if failed or wrong else 0
 
 

@@ -16,46 +16,34 @@ on each (ep 2) beside all of them on both (data parallel), gradients summed over
 share them. And the share of a training step of the preset tiny-moe that its all-to-alls take.
 """
 
-import json
 import multiprocessing
-import sys
 import time
+from functools import partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from statistics import mean
+from unittest import mock
 
 import report
+import steps
 import style
 import torch
 import torch.distributed as dist
-from report import spread, timed
-from single_device import Random
+from report import ratio, scaled, spread, timed
 from torch import Tensor, nn
 
-import data
 import fsdp
 import gpt
 import moe
 import sharding
 import train
 from base.world import Groups, keep_freed_memory
-from corpus.tokenizer import ByteTokenizer
 from lessons import demo
 from model_config import GPTConfig, flops_per_token
 from proof import ranks
 
-SMALL = dict(
-    model="tiny",
-    num_layers=2,
-    hidden_size=64,
-    num_heads=4,
-    ffn_hidden_size=256,
-    seq_length=128,
-    global_batch_size=32,
-    precision="fp32",
-    device="cpu",
-)
-TOY = dict(hidden_size=32, ffn_hidden_size=64, seq_length=32, global_batch_size=8)
+SMALL = dict(model="tiny", num_layers=2, hidden_size=64, num_heads=4, ffn_hidden_size=256)
+SMALL |= dict(seq_length=128, global_batch_size=32, precision="fp32", device="cpu")
+TOY = SMALL | dict(hidden_size=32, ffn_hidden_size=64, seq_length=32, global_batch_size=8)
 KINDS = {
     "dense": {},
     "sinkhorn, 4 experts": dict(num_experts=4),
@@ -97,42 +85,29 @@ def watch(number: int, routing: moe.Routing, raw: dict) -> None:
 
 def one_training(arguments: tuple[str, int, int, dict]) -> dict:
     """A run on one thread: training losses, held-out losses and loads."""
-    kind, seed, steps, shape = arguments
+    kind, seed, num_steps, shape = arguments
     torch.set_num_threads(1)
     keep_freed_memory()
-    config = train.Config(**shape, **KINDS[kind], expert_every=2, seed=seed, steps=steps)
+    fields = dict(expert_every=2, seed=seed, steps=num_steps)
+    config = train.Config(**shape, **KINDS[kind], **fields)
     trainer = train.Trainer(config, torch.device("cpu"), Groups())
-    s = shape["seq_length"]
-    folder = data.prepare([], ByteTokenizer())
-    train_set = data.Corpus(folder, s, seed)
-    held_out = data.Corpus(folder, s, None, "held-out")
+    training, held_out = steps.corpora(config, shape["seq_length"])
     # {layer: loads of this step}
     raw = {}
     for number, layer in trainer.expert_layers.items():
         watch(number, layer.routing, raw)
-    tokens = shape["global_batch_size"] * s
-    run = {
-        "kind": kind,
-        "seed": seed,
-        "loss": [],
-        "held_out": {},
-        "raw": [],
-        "chosen": [],
-        "flops_per_step": tokens * flops_per_token(trainer.model_config),
-    }
-    for step in range(1, steps + 1):
-        run["loss"].append(trainer.forward_backward(step, train_set).item())
-        trainer.update(step)
+    tokens = shape["global_batch_size"] * shape["seq_length"]
+    run = {"kind": kind, "seed": seed, "loss": [], "held_out": {}, "raw": [], "chosen": []}
+    run["flops_per_step"] = tokens * flops_per_token(trainer.model_config)
+    for step, loss in steps.losses(trainer, training):
+        run["loss"].append(loss)
         if trainer.expert_layers:
             run["raw"].append([raw[number].tolist() for number in trainer.expert_layers])
             run["chosen"].append(trainer.task.statistics()["expert_load"].tolist())
-        if step % EVERY == 0 or step == steps:
-            run["held_out"][step] = trainer.task.evaluate(held_out, 512 if steps > SETTLED else 8)
+        if step % EVERY == 0 or step == num_steps:
+            sequences = 512 if num_steps > SETTLED else 8
+            run["held_out"][step] = trainer.task.evaluate(held_out, sequences)
     return run
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def largest(loads: list[list[list[float]]]) -> list[float]:
@@ -140,63 +115,55 @@ def largest(loads: list[list[list[float]]]) -> list[float]:
     return [max(max(layer) for layer in step) for step in loads]
 
 
-def print_run(run: dict, steps: int) -> None:
-    text = (
-        f"{run['kind']}, seed {run['seed']}: training {mean(run['loss'][-100:]):.4f},"
-        f" held out {run['held_out'][steps]:.4f}"
-    )
-    if run["chosen"]:
-        text += f", largest load {max(largest(run['chosen'])[first_settled(steps) :]):.3f}"
-    print(text, flush=True)
-
-
-def load_row(runs: list[dict], steps: int) -> dict:
+def load_row(runs: list[dict], num_steps: int) -> dict:
     """The loads of one kind with experts, over the mean, of all seeds."""
-    begin = first_settled(steps)
+    begin = first_settled(num_steps)
+    chosen = [run["chosen"][begin:] for run in runs]
     # of each run: the largest load of each step and layer
-    loads = [[max(layer) for step in run["chosen"][begin:] for layer in step] for run in runs]
+    loads = [[max(layer) for step in x for layer in step] for x in chosen]
+    small = [sum(load <= 1.15 for load in x) / len(x) for x in loads]
     return {
         "largest_of_any_step_and_layer": spread([max(x) for x in loads]),
-        "share_of_steps_and_layers_up_to_1.15": spread(
-            [sum(load <= 1.15 for load in x) / len(x) for x in loads]
-        ),
+        "share_of_steps_and_layers_up_to_1.15": spread(small),
         "mean": spread([mean(x) for x in loads]),
         "raw_logits_mean": spread([mean(largest(run["raw"])[begin:]) for run in runs]),
-        "over_all_of_these_steps": spread(
-            [torch.tensor(run["chosen"][begin:]).mean(0).max().item() for run in runs]
-        ),
+        "over_all_of_these_steps": spread([torch.tensor(x).mean(0).max().item() for x in chosen]),
     }
 
 
-def table_row(runs: list[dict], dense: list[dict], steps: int) -> dict:
+def table_row(runs: list[dict], dense: list[dict], num_steps: int) -> dict:
     """The results of one kind, beside the dense runs of the same seeds."""
-    last = min(100, steps)
+    last = min(100, num_steps)
     row = {
         "training": spread([mean(run["loss"][-last:]) for run in runs]),
-        "held_out": spread([run["held_out"][steps] for run in runs]),
-        "flops": runs[0]["flops_per_step"] * steps,
+        "held_out": spread([run["held_out"][num_steps] for run in runs]),
+        "flops": runs[0]["flops_per_step"] * num_steps,
     }
     at_equal_flops = []
     for run, dense_run in zip(runs, dense):
         # the step at which this run has used the FLOPs of the whole dense run
-        end = int(steps * dense_run["flops_per_step"] / run["flops_per_step"])
+        end = int(num_steps * dense_run["flops_per_step"] / run["flops_per_step"])
         end = max(last, end)
         at_equal_flops.append(mean(run["loss"][end - last : end]))
     row["training_at_the_flops_of_dense"] = spread(at_equal_flops)
     if runs[0]["chosen"]:
-        row["load_over_mean_after_200_steps"] = load_row(runs, steps)
+        row["load_over_mean_after_200_steps"] = load_row(runs, num_steps)
     return row
 
 
-def training(seeds: int, steps: int, shape: dict) -> dict:
-    jobs = [(kind, seed, steps, shape) for seed in range(seeds) for kind in KINDS]
+def training(seeds: int, num_steps: int, shape: dict) -> dict:
+    jobs = [(kind, seed, num_steps, shape) for seed in range(seeds) for kind in KINDS]
     runs = {kind: [] for kind in KINDS}
+    table = report.Table()
     with multiprocessing.get_context("forkserver").Pool(2) as pool:
         for run in pool.imap(one_training, jobs):
             runs[run["kind"]].append(run)
-            print_run(run, steps)
-    rows = {kind: table_row(runs[kind], runs["dense"], steps) for kind in KINDS}
-    return {"steps": steps, "rows": rows}
+            row = {"kind": run["kind"], "seed": run["seed"], "training": mean(run["loss"][-100:])}
+            loads = largest(run["chosen"])[first_settled(num_steps) :]
+            load = max(loads) if loads else None
+            table.row(row | {"held out": run["held_out"][num_steps], "largest load": load})
+    rows = {kind: table_row(runs[kind], runs["dense"], num_steps) for kind in KINDS}
+    return {"steps": num_steps, "rows": rows}
 
 
 # of the figure of loads: what: (key of its row, marker, place in its row)
@@ -218,10 +185,8 @@ def draw_load(rows: dict[str, dict], path: Path) -> None:
         style.label(axes, label, (loads[0]["max"], positions[0]), colour)
     axes.axvline(1, color="black", linewidth=0.8)
     style.rows_of(axes, [kind.removesuffix(", 8 experts") for kind in kinds])
-    ticks = [1, 1.15, 1.5, 2, 3, 4, 6, 8]
-    axes.set_xscale("log")
-    axes.set(xticks=ticks, xticklabels=ticks, xlim=(0.95, 9))
-    axes.minorticks_off()
+    style.ticks(axes, x=[1, 1.15, 1.5, 2, 3, 4, 6, 8])
+    axes.set_xlim(0.95, 9)
     axes.set(
         xlabel="largest load of an expert over the mean",
         title=f"8 experts, after step {SETTLED}; {seeds} seeds: median, least and most",
@@ -239,7 +204,7 @@ def draw_loss(rows: dict[str, dict], path: Path) -> None:
     for axes, (title, key) in zip(both, panels.items()):
         base = rows["dense"][key]["median"]
         for y, kind in enumerate(KINDS):
-            part = {name: rows[kind][key][name] - base for name in ("median", "min", "max")}
+            part = scaled(rows[kind][key], 1, less=base)
             colour = style.COLOURS["dense" if kind == "dense" else "experts"]
             style.ranges(axes, [y], [part], colour)
             if kind != "dense":
@@ -261,9 +226,8 @@ def draw(results: dict, figures: Path) -> None:
 # speed. A Llama's ffn is about 8 h / 3; tokens: (sequences, length); model: fields of tiny-moe.
 
 SPEED = dict(h=512, ffn=1376, tokens=(8, 256), model={})
-TOY_SPEED = dict(
-    h=32, ffn=64, tokens=(2, 32), model=dict(hidden_size=64, ffn_hidden_size=64, seq_length=32)
-)
+TOY_MODEL = dict(hidden_size=64, ffn_hidden_size=64, seq_length=32)
+TOY_SPEED = dict(h=32, ffn=64, tokens=(2, 32), model=TOY_MODEL)
 
 
 class OneLayer(nn.Module):
@@ -271,13 +235,8 @@ class OneLayer(nn.Module):
 
     def __init__(self, size: dict, num_experts: int):
         super().__init__()
-        fields = dict(
-            num_layers=1,
-            hidden_size=size["h"],
-            num_heads=1,
-            ffn_hidden_size=size["ffn"],
-            llama=True,
-        )
+        fields = dict(num_layers=1, num_heads=1, llama=True)
+        fields |= dict(hidden_size=size["h"], ffn_hidden_size=size["ffn"])
         self.config = GPTConfig(**fields)
         if num_experts:
             self.config = moe.MoEConfig(**fields, num_experts=num_experts)
@@ -294,14 +253,7 @@ class Timed:
     data-parallel ranks; expert_group: those that hold the same experts, where ranks hold different
     ones."""
 
-    def __init__(
-        self,
-        size: dict,
-        num_experts: int,
-        seed: int,
-        group: dist.ProcessGroup | None = None,
-        expert_group: dist.ProcessGroup | None = None,
-    ):
+    def __init__(self, size: dict, num_experts: int, seed: int, group=None, expert_group=None):
         with torch.device("meta"):
             self.model = OneLayer(size, num_experts)
         if num_experts:
@@ -326,14 +278,17 @@ class Timed:
         mlp(self.x).backward(self.grad_output)
         self.gradients.reduce_gradients()
 
+    def silent(self) -> float:
+        """Seconds on all ranks, gradients not summed."""
+        with report.without_all_reduce():
+            return report.timed_together(self.forward_backward)
+
 
 def one_rank(rank: int, rounds: int, size: dict) -> list[dict]:
     """Seconds of each kind, round by round."""
     keep_freed_memory()
     layers = {"dense": Timed(size, 0, seed=0), "experts": Timed(size, 8, seed=0)}
-    kinds = {
-        kind: lambda layer=layer: timed(layer.forward_backward) for kind, layer in layers.items()
-    }
+    kinds = {kind: partial(timed, layer.forward_backward) for kind, layer in layers.items()}
     return report.in_turn(kinds, rounds)
 
 
@@ -347,60 +302,45 @@ def two_ranks(rank: int, rounds: int, size: dict) -> tuple[list[dict], list]:
         "experts, data parallel": Timed(size, 8, rank, world),
         "experts, ep 2": Timed(size, 8, rank, world, alone),
     }
-
-    def silent(layer: Timed) -> float:
-        with report.without_all_reduce():
-            return report.timed_together(layer.forward_backward)
-
     kinds = {}
     for kind, layer in layers.items():
-        kinds[kind] = lambda layer=layer: report.timed_together(layer.forward_backward)
+        kinds[kind] = partial(report.timed_together, layer.forward_backward)
     for kind, layer in layers.items():
-        kinds[f"{kind}, gradients not summed"] = lambda layer=layer: silent(layer)
+        kinds[f"{kind}, gradients not summed"] = layer.silent
     times = report.in_turn(kinds, rounds)
     return times, training_steps(Groups(dp=world, ep=world, edp=alone), rounds, size["model"])
 
 
-def training_steps(groups: Groups, rounds: int, fields: dict) -> list[tuple[float, float]]:
-    """Of each step of tiny-moe under ep 2: (its seconds; those of them in all-to-alls, waiting for
-    the other rank included)."""
-    config = train.Config(model="tiny-moe", ep=2, device="cpu", **fields)
-    trainer = train.Trainer(config, torch.device("cpu"), groups)
-    dataset = Random(
-        config.global_batch_size, trainer.model_config.seq_length, trainer.model_config.vocab_size
-    )
-    seconds_in = []
+def training_steps(groups: Groups, rounds: int, fields: dict) -> list[dict]:
+    """Of each step of tiny-moe under ep 2: its seconds, and those of them in all-to-alls, waiting
+    for the other rank included."""
+    tiny = steps.Steps(dict(model="tiny-moe", ep=2, device="cpu"), groups, **fields)
+    inside = 0.0
     original = dist.all_to_all_single
 
     def all_to_all(*args, **options):
+        nonlocal inside
         start = time.perf_counter()
         work = original(*args, **options)
-        seconds_in.append(time.perf_counter() - start)
+        inside += time.perf_counter() - start
         return work
 
-    def step() -> None:
-        trainer.forward_backward(1, dataset)
-        trainer.update(1)
+    def step() -> dict:
+        nonlocal inside
+        inside = 0.0
+        seconds = tiny.together()
+        return {"step": seconds, "all-to-all": inside}
 
-    dist.all_to_all_single = all_to_all
-    times = []
-    for _ in range(rounds + 2):
-        seconds_in.clear()
-        seconds = report.timed_together(step)
-        times.append((seconds, sum(seconds_in)))
-    dist.all_to_all_single = original
-    # two steps warm up
-    return times[2:]
+    with mock.patch.object(dist, "all_to_all_single", all_to_all):
+        return [result["step"] for result in report.in_turn({"step": step}, rounds)]
 
 
 def speed(rounds: int, size: dict) -> dict:
     one = ranks.run(one_rank, 1, rounds, size)[0]
-    two, steps = ranks.run(two_ranks, 2, rounds, size)[0]
+    two, of_steps = ranks.run(two_ranks, 2, rounds, size)[0]
     tokens = size["tokens"][0] * size["tokens"][1]
-
-    def ratio(times: list[dict], kind: str, other: str) -> dict:
-        return spread([t[kind] / t[other] for t in times])
-
+    dense, data, ep = "dense, data parallel", "experts, data parallel", "experts, ep 2"
+    silent = ", gradients not summed"
     return {
         "h": size["h"],
         "ffn": size["ffn"],
@@ -408,45 +348,32 @@ def speed(rounds: int, size: dict) -> dict:
         "dense_tokens_per_second": spread([tokens / t["dense"] for t in one]),
         "experts_tokens_per_second": spread([tokens / t["experts"] for t in one]),
         "experts_over_dense": ratio(one, "experts", "dense"),
-        "ep_2_over_data_parallel": ratio(two, "experts, ep 2", "experts, data parallel"),
-        "ep_2_over_data_parallel_without_sums": ratio(
-            two,
-            "experts, ep 2, gradients not summed",
-            "experts, data parallel, gradients not summed",
-        ),
-        "ep_2_over_dense_data_parallel": ratio(two, "experts, ep 2", "dense, data parallel"),
-        "all_to_all_share_of_a_step": spread([in_all / seconds for seconds, in_all in steps]),
-        "step_ms": spread([seconds * 1e3 for seconds, _ in steps]),
+        "ep_2_over_data_parallel": ratio(two, ep, data),
+        "ep_2_over_data_parallel_without_sums": ratio(two, ep + silent, data + silent),
+        "ep_2_over_dense_data_parallel": ratio(two, ep, dense),
+        "all_to_all_share_of_a_step": ratio(of_steps, "all-to-all", "step"),
+        "step_ms": spread([t["step"] * 1e3 for t in of_steps]),
     }
 
 
 def main():
-    parser = report.arguments(__doc__)
+    parser = report.arguments(__doc__, seeds=3, steps=1500, rounds=15)
     parser.add_argument("what", choices=("training", "speed"))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = report.parse(parser)
-    if args.toy:
-        args.seeds = 1
-        args.steps = 4
-        args.rounds = 1
-    elif args.steps <= SETTLED:
-        report.refuse(
-            parser, f"--steps {args.steps}: loads count after step {SETTLED}; 300 would do"
-        )
+    args = report.parse(parser, seeds=1, steps=4, rounds=1)
+    if not args.toy and args.steps <= SETTLED:
+        rule = f"loads count after step {SETTLED}; 300 would do"
+        report.refuse(parser, f"--steps {args.steps}: {rule}")
     if args.what == "training":
-        shape = SMALL | TOY if args.toy else SMALL
-        results = training(args.seeds, args.steps, shape)
-        report.save("moe_training", results, args)
-        draw(report.saved("moe_training", args), args.figures)
-        results = results["rows"]
-    else:
-        results = speed(args.rounds, TOY_SPEED if args.toy else SPEED)
-        # the ranks had one thread each
-        report.save("moe_speed", results, args, threads=1)
-    for name, value in results.items():
-        print(f"{name}: {json.dumps(value)}")
+        results = training(args.seeds, args.steps, TOY if args.toy else SMALL)
+        for kind, row in results["rows"].items():
+            print(kind)
+            report.print_results(row)
+        report.finish("moe_training", results, args, draw)
+        return
+    results = speed(args.rounds, TOY_SPEED if args.toy else SPEED)
+    report.print_results(results)
+    # the ranks had one thread each
+    report.save("moe_speed", results, args, threads=1)
 
 
 if __name__ == "__main__":

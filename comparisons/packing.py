@@ -17,10 +17,8 @@ Figure: figures/packing.svg
 
 import math
 import os
-import sys
+from functools import partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import report
@@ -86,6 +84,10 @@ class PaddingRun:
         self.dataset = dataset
         self.steps = 0
 
+    def text(self, samples) -> int:
+        """Tokens of the conversations in these rows."""
+        return sum(self.dataset.lengths[i] for sample in samples for i in self.dataset.row(sample))
+
     def shares(self) -> dict[str, float]:
         """Of the positions that an epoch computes: text, and counted tokens."""
         dataset = self.dataset
@@ -94,22 +96,16 @@ class PaddingRun:
         for first in range(0, rows - ROWS + 1, ROWS):
             positions += dataset.batch(range(first, first + ROWS)).tokens.numel()
         done = range(rows // ROWS * ROWS)
-        text = sum(dataset.lengths[i] for sample in done for i in dataset.row(sample))
         counted = dataset.counted_tokens(done)
-        return {"text": text / positions, "counted": counted / positions}
+        return {"text": self.text(done) / positions, "counted": counted / positions}
 
     def tokens_per_second(self) -> float:
         """Of text, in the next step."""
         self.steps += 1
         step, trainer, dataset = self.steps, self.trainer, self.dataset
-        samples = trainer.task.samples(step)
-        tokens = sum(dataset.lengths[i] for sample in samples for i in dataset.row(sample))
-
-        def run():
-            trainer.forward_backward(step, dataset)
-            trainer.update(step)
-
-        return tokens / report.timed(run)
+        tokens = self.text(trainer.task.samples(step))
+        run = partial(trainer.forward_backward, step, dataset)
+        return tokens / report.timed(lambda: (run(), trainer.update(step)))
 
 
 def measure(rounds: int, n: int) -> dict:
@@ -136,7 +132,7 @@ def measure(rounds: int, n: int) -> dict:
     for name, run in runs.items():
         result[name] = run.shares() | {
             "tokens_per_second": report.spread([r[name] for r in rates]),
-            "ratio": report.spread([r[name] / r["padded"] for r in rates]),
+            "ratio": report.ratio(rates, name, "padded"),
         }
     return result
 
@@ -148,41 +144,27 @@ def draw(padding: dict, figures: Path) -> None:
     lengths.plot(padding["lengths"], range(100), color=style.SERIES[1])
     lengths.set(ylabel="% of conversations", xlabel="up to so many tokens", ylim=(0, 100))
     names = list(PADDINGS)
+    colours = dict(answer=style.SERIES[1], question="#f0b48c", padding="#e4e4e4")
     for y, name in enumerate(names):
-        row = padding[name]
-        counted = 100 * row["counted"]
-        text = 100 * row["text"]
-        positions.barh(y, counted, height=0.7, color=style.SERIES[1])
-        positions.barh(y, text - counted, left=counted, height=0.7, color="#f0b48c")
-        positions.barh(y, 100 - text, left=text, height=0.7, color="#e4e4e4")
+        text, counted = 100 * padding[name]["text"], 100 * padding[name]["counted"]
+        parts = dict(answer=counted, question=text - counted, padding=100 - text)
+        style.stack(positions, y, parts, colours)
     style.rows_of(positions, names)
     positions.set(xlim=(0, 100), xlabel="% answer, question, padding")
     spreads = [padding[name]["ratio"] for name in names]
     style.ranges(speed, range(len(names)), spreads, style.SERIES[1])
-    style.rows_of(speed, [""] * len(names))
+    style.rows_of(speed, names, hidden=True)
     speed.set(xlabel="tokens/s, over padded")
     style.save(figure, figures / "packing.svg")
 
 
-def print_summary(results: dict) -> None:
-    for name in PADDINGS:
-        row = results[name]
-        print(
-            f"{name:>20}: {row['text']:.1%} of the positions are text, {row['counted']:.1%} count;"
-            f" {row['tokens_per_second']['median']:,.0f} tokens/s,"
-            f" {report.format_spread(row['ratio'], '.2f')} of padded"
-        )
-
-
 def main():
-    parser = report.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=11, help="of steps, timed in turn")
-    args = report.parse(parser)
-    rounds, n = (1, TOY_CONVERSATIONS) if args.toy else (args.rounds, CONVERSATIONS)
-    report.save("packing", measure(rounds, n), args)
-    results = report.saved("packing", args)
-    print_summary(results)
-    draw(results, args.figures)
+    args = report.parse(report.arguments(__doc__, rounds=11), rounds=1)
+    results = measure(args.rounds, TOY_CONVERSATIONS if args.toy else CONVERSATIONS)
+    table = report.Table()
+    for name in PADDINGS:
+        table.row({"": name} | results[name])
+    report.finish("packing", results, args, draw)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,15 @@ time lines are not kept; figures/pipeline_bubble.svg
 """
 
 import itertools
-import sys
+from functools import partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import style
 import torch
 import torch.distributed as dist
-from report import format_spread, median, spread
-from single_device import Random
+from report import format_spread, median, ratio
+from steps import GPT, Random, Steps
 from torch import Tensor, nn
 
 import pipeline_parallel
@@ -39,20 +37,9 @@ from lessons import demo
 from proof import ranks
 from schedules import Cost, Event
 
-V = 257
 # pipeline ranks
 P = 2
-SHAPE = dict(
-    model="gpt2",
-    dropout=0.0,
-    num_layers=8,
-    hidden_size=512,
-    num_heads=8,
-    seq_length=256,
-    vocab_size=V,
-    precision="fp32",
-    micro_batch_size=1,
-)
+SHAPE = GPT | dict(num_layers=8, micro_batch_size=1)
 TOY = SHAPE | dict(hidden_size=64, seq_length=32)
 # flags of train.py
 LAYOUTS = {
@@ -69,13 +56,7 @@ IN_TORCH = ("1f1b", "interleaved v=2")
 # layouts whose time lines are drawn, with m = 8
 DRAWN = ("1f1b", "interleaved v=2", "zb-h1")
 # of the figure of bubbles: layout: marker
-MARKERS = {
-    "gpipe": "x",
-    "1f1b": ".",
-    "zb-h1": "d",
-    "interleaved v=2": "^",
-    "interleaved v=4": "v",
-}
+MARKERS = {"gpipe": "x", "1f1b": ".", "zb-h1": "d", "interleaved v=2": "^", "interleaved v=4": "v"}
 
 
 def layout(name: str) -> tuple[str, int]:
@@ -116,10 +97,10 @@ def torch_schedule(trainer: train.Trainer, m: int, seq_length: int):
     def loss(logits, targets):
         return cross_entropy(logits, targets).sum() * loss_grad
 
-    stages = []
-    for c, chunk in enumerate(trainer.stages):
-        stage = c * P + group.rank()
-        stages.append(PipelineStage(TorchStage(chunk), stage, P * v, cpu, group=group))
+    stages = [
+        PipelineStage(TorchStage(chunk), c * P + group.rank(), P * v, cpu, group=group)
+        for c, chunk in enumerate(trainer.stages)
+    ]
     if v == 1:
         return Schedule1F1B(stages[0], m, loss_fn=loss, scale_grads=False)
     return ScheduleInterleaved1F1B(stages, m, loss_fn=loss, scale_grads=False)
@@ -151,26 +132,17 @@ def torch_pipeline(trainer: train.Trainer, m: int, dataset: Random):
 # measured
 
 
-class Pipelined:
+class Pipelined(Steps):
     """A layout on this rank, with the events of each of its steps."""
 
     def __init__(self, name: str, m: int, shape: dict):
-        config = train.Config(**shape, global_batch_size=m, pp=P, **LAYOUTS[name])
-        self.trainer = train.Trainer(config, torch.device("cpu"), Groups(pp=dist.group.WORLD))
+        groups = Groups(pp=dist.group.WORLD)
+        super().__init__(shape, groups, global_batch_size=m, pp=P, **LAYOUTS[name])
         self.m = m
-        self.dataset = Random(m, shape["seq_length"], V)
         self.events = []
 
-    def forward_backward(self) -> float:
-        """Its part of the loss."""
-        return self.trainer.forward_backward(1, self.dataset).item()
-
     def timed_step(self) -> float:
-        def step():
-            self.trainer.forward_backward(1, self.dataset)
-            self.trainer.update(1)
-
-        seconds = report.timed_together(step)
+        seconds = self.together()
         self.events.append(self.trainer.model.events)
         return seconds
 
@@ -188,20 +160,6 @@ class Pipelined:
         return run, difference
 
 
-def alone(m: int, shape: dict):
-    """A function that times a step of rank 0 alone on the whole batch."""
-    trainer = train.Trainer(
-        train.Config(**shape, global_batch_size=m), torch.device("cpu"), Groups()
-    )
-    dataset = Random(m, shape["seq_length"], V)
-
-    def step():
-        trainer.forward_backward(1, dataset)
-        trainer.update(1)
-
-    return lambda: report.timed_alone(step)
-
-
 def on_rank(rank: int, rounds: int, shape: dict) -> dict:
     """times: of each round, {(kind, m or layout): seconds}; events: {(layout, m): this rank's, a
     list for each round}; difference: {layout: of loss and gradients, from PyTorch's}"""
@@ -209,7 +167,7 @@ def on_rank(rank: int, rounds: int, shape: dict) -> dict:
     kinds = {}
     pipelines = {}
     for m in MICRO_BATCHES:
-        kinds["one", m] = alone(m, shape)
+        kinds["one", m] = Steps(shape, global_batch_size=m).alone
         for name in LAYOUTS:
             pipelines[name, m] = Pipelined(name, m, shape)
             kinds[name, m] = pipelines[name, m].timed_step
@@ -218,7 +176,7 @@ def on_rank(rank: int, rounds: int, shape: dict) -> dict:
         pipeline = pipelines[name, 8]
         torch_run, difference[name] = pipeline.beside_torch()
         for kind, run in (("ours", pipeline.forward_backward), ("torch", torch_run)):
-            kinds[kind, name] = lambda run=run: report.timed_together(run)
+            kinds[kind, name] = partial(report.timed_together, run)
     return {
         "times": report.in_turn(kinds, rounds),
         "events": {key: pipeline.events[-rounds:] for key, pipeline in pipelines.items()},
@@ -262,8 +220,8 @@ def schedule_row(measured: list[dict], name: str, m: int, seq_length: int) -> di
     schedule = schedules.make(kind, P, m, v)
     return {
         "tokens_per_second": m * seq_length / median([t[name, m] for t in times]),
-        "over_one_rank": spread([t["one", m] / t[name, m] for t in times]),
-        "over_1f1b_step_time": spread([t[name, m] / t["1f1b", m] for t in times]),
+        "over_one_rank": ratio(times, ("one", m), (name, m)),
+        "over_1f1b_step_time": ratio(times, (name, m), ("1f1b", m)),
         "bubble_measured": bubble,
         "bubble_simulated": simulated,
         "bubble_formula": schedules.bubble_formula(kind, P, m, v),
@@ -272,26 +230,15 @@ def schedule_row(measured: list[dict], name: str, m: int, seq_length: int) -> di
     }
 
 
-def print_row(name: str, m: int, row: dict) -> None:
-    measured, simulated, formula = (
-        f"{100 * row[f'bubble_{how}']:.1f}%" for how in ("measured", "simulated", "formula")
-    )
-    print(
-        f"{name:<17}{m:>2}{row['tokens_per_second']:>10,.0f}"
-        f"{format_spread(row['over_one_rank'], '.2f'):>24}"
-        f"{measured:>18}{simulated:>11}{formula:>9}  {row['in_flight']}"
-    )
-
-
 def torch_row(measured: list[dict], name: str) -> dict:
     """Our step time over PyTorch's."""
-    ratio = spread([t["ours", name] / t["torch", name] for t in measured[0]["times"]])
+    of_step = ratio(measured[0]["times"], ("ours", name), ("torch", name))
     difference = max(result["difference"][name] for result in measured)
     print(
-        f"torch.distributed.pipelining, {name}: our step time over theirs {format_spread(ratio)};"
+        f"torch.distributed.pipelining, {name}: our step time over theirs {format_spread(of_step)};"
         f" loss and gradients differ by at most {difference:.1e}"
     )
-    return ratio | {"largest_relative_difference": difference}
+    return of_step | {"largest_relative_difference": difference}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -310,15 +257,9 @@ def simulated_bubbles(ps: tuple[int, ...]) -> list[dict]:
     for p, name, k in itertools.product(ps, MARKERS, (1, 2, 4, 8)):
         m = p * k
         kind, v = layout(name)
-        rows.append(
-            {
-                "layout": name,
-                "p": p,
-                "m": m,
-                "simulated": schedules.bubble(simulated(name, p, m)),
-                "formula": schedules.bubble_formula(kind, p, m, v),
-            }
-        )
+        row = {"layout": name, "p": p, "m": m}
+        row["simulated"] = schedules.bubble(simulated(name, p, m))
+        rows.append(row | {"formula": schedules.bubble_formula(kind, p, m, v)})
     return rows
 
 
@@ -338,9 +279,8 @@ def draw_schedules(rows: dict[str, dict], path: Path) -> None:
         )
         panels[title] = events
     style.pyplot()
-    schedules.plot(
-        panels, path, unit="time; F, I and W of all layers of a rank take 1 each, B takes 2"
-    )
+    unit = "time; F, I and W of all layers of a rank take 1 each, B takes 2"
+    schedules.plot(panels, path, unit=unit)
 
 
 def draw_bubbles(rows: list[dict], path: Path) -> None:
@@ -355,12 +295,8 @@ def draw_bubbles(rows: list[dict], path: Path) -> None:
             axes.plot(ms, [100 * row["formula"] for row in points], color=colour, label=name)
             marks = [100 * row["simulated"] for row in points]
             axes.plot(ms, marks, marker, color="black", markersize=6)
-        axes.set(
-            xscale="log", xticks=ms, xticklabels=ms, xlabel="micro-batches m", title=f"p = {p}"
-        )
-        percent = (3, 10, 30, 100)
-        axes.set(yscale="log", yticks=percent, yticklabels=[f"{x}%" for x in percent])
-        axes.minorticks_off()
+        style.ticks(axes, x=ms, y={x: f"{x}%" for x in (3, 10, 30, 100)})
+        axes.set(xlabel="micro-batches m", title=f"p = {p}")
     panels[0].set_ylabel("bubble: idle / ideal time")
     style.label_ends(panels[-1])
     figure.suptitle("Lines: by formula; marks: by simulation, with F, I and W of equal length")
@@ -374,29 +310,21 @@ def draw(results: dict, figures: Path) -> None:
 
 
 def main():
-    parser = report.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = report.parse(parser)
+    args = report.parse(report.arguments(__doc__, rounds=15), rounds=1)
     shape = TOY if args.toy else SHAPE
-    rounds = 1 if args.toy else args.rounds
-    measured = ranks.run(on_rank, P, rounds, shape)
+    measured = ranks.run(on_rank, P, args.rounds, shape)
     results = {"schedules": {}, "torch": {}}
-    print(
-        f"{'schedule':<17}{'m':>2}{'tokens/s':>10}{'over one rank':>24}{'bubble: measured':>18}"
-        f"{'simulated':>11}{'formula':>9}  in flight"
-    )
-    for m in MICRO_BATCHES:
-        for name in LAYOUTS:
-            row = schedule_row(measured, name, m, shape["seq_length"])
-            results["schedules"][f"{name}, m={m}"] = row
-            print_row(name, m, row)
+    table = report.Table()
+    for m, name in itertools.product(MICRO_BATCHES, LAYOUTS):
+        row = schedule_row(measured, name, m, shape["seq_length"])
+        results["schedules"][f"{name}, m={m}"] = row
+        table.row({"schedule": name, "m": m} | row)
     interleaved = results["schedules"]["interleaved v=2, m=4"]["over_1f1b_step_time"]
     print(f"m = 4: interleaved v = 2 takes {format_spread(interleaved)} of 1F1B's step time")
     for name in IN_TORCH:
         results["torch"][name] = torch_row(measured, name)
     results["simulated_bubbles"] = simulated_bubbles((2, 4) if args.toy else (4, 8, 64))
-    report.save("pipeline", results, args, threads=1)
-    draw(report.saved("pipeline", args), args.figures)
+    report.finish("pipeline", results, args, draw, threads=1)
 
 
 if __name__ == "__main__":

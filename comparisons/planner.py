@@ -14,10 +14,7 @@ Figure: figures/planner.svg
 """
 
 import dataclasses
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import style
@@ -43,21 +40,11 @@ NEMO = {
 # NeMo's published tokens/s of each GPU: Llama-2 in bf16, s 4096, 128 sequences in a step
 LLAMA_BATCH = 128
 LLAMA_A100 = {("llama2-7b", 8): 4583, ("llama2-13b", 8): 2357, ("llama2-70b", 32): 451}
-LLAMA_H200 = [
-    (name, n) for name in ("llama2-7b", "llama2-13b", "llama2-70b") for n in (8, 16, 32, 64)
-]
+LLAMA_H200 = [(name, n) for name, _ in LLAMA_A100 for n in (8, 16, 32, 64)]
 # of the time of a step
-COLOURS = {
-    "matmul": style.COLOURS["one device"],
-    "elementwise": style.COLOURS["activations"],
-    "head": style.COLOURS["recompute"],
-    "tensor": style.COLOURS["tensor"],
-    "pipeline": style.COLOURS["pipeline"],
-    "bubble": IDLE,
-    "data": style.COLOURS["data"],
-    "optimizer": style.COLOURS["optimizer state"],
-}
-
+NAMES = dict(matmul="one device", elementwise="activations", head="recompute", tensor="tensor")
+NAMES |= dict(pipeline="pipeline", bubble="", data="data", optimizer="optimizer state")
+COLOURS = {part: style.COLOURS.get(name, IDLE) for part, name in NAMES.items()}
 # seconds
 TICKS = (1, 10, 100)
 
@@ -119,19 +106,12 @@ def nemo(models: dict, gpus: tuple, batch: int) -> list[dict]:
     found = []
     for name in models:
         model = MoEConfig(**PRESETS[name][0])
+        steps = TOKENS / (batch * model.seq_length)
         for n, days in zip(gpus, models[name]):
             best = planner.search(A100, SOFTWARE["train.py"], model, n, batch)[0]
-            steps = TOKENS / (batch * model.seq_length)
-            found.append(
-                {
-                    "model": name,
-                    "gpus": n,
-                    "published_days": days,
-                    "predicted_days": steps * best.seconds / 86400,
-                    "parts": best.parts,
-                    "flags": flags_of(best.layout),
-                }
-            )
+            row = {"model": name, "gpus": n, "published_days": days}
+            row["predicted_days"] = steps * best.seconds / 86400
+            found.append(row | {"parts": best.parts, "flags": flags_of(best.layout)})
     return found
 
 
@@ -218,29 +198,25 @@ def llama_line(row: dict, memory: str, name: str) -> str:
 
 
 def print_results(results: dict) -> None:
-    print("group, rows held out, mean error, nine of ten within, worst")
-    print("\n".join(table_of_groups(results)))
+    tables = {
+        "group, rows held out, mean error, nine of ten within, worst": table_of_groups(results),
+        "left out, and the same": table_of_ingredients(results),
+        "model, A100s, days published, predicted, error, layout": table_of_days(results),
+        "model, H200s, tokens/s of each, GiB, layout": table_of_llama(results, "h200"),
+        "model, A100s, and the same": table_of_llama(results, "a100"),
+    }
+    for head, lines in tables.items():
+        print("\n".join([head, *lines]))
     for row in results["worst"]:
         print(f"{row['group']} {row['name']} {row['error']:+.1%}: {row['reason']}")
-    print("left out, rows held out, mean error, nine of ten within, worst")
-    print("\n".join(table_of_ingredients(results)))
-    choices = results["random_choices"]
-    for name, found in choices.items():
-        print(f"{found['n']} random choices of six rows, {name} error of the others:", end=" ")
-        print(report.format_spread(found, ".1%"))
-    print("model, A100s, days published, predicted, error, layout")
-    print("\n".join(table_of_days(results)))
-    print("model, GPUs, tokens/s of each, GiB, layout")
-    for machine in ("h200", "a100"):
-        print("\n".join(table_of_llama(results, machine)))
+    for name, found in results["random_choices"].items():
+        error = report.format_spread(found, ".1%")
+        print(f"{found['n']} random choices of six rows, {name} error of the others: {error}")
     for row in results["llama"]:
         if "published" in row:
             speed = row["best"]["tokens_per_second_per_gpu"]
-            error = speed / row["published"] - 1
-            print(
-                f"{row['model']} on {row['gpus']} a100: {speed:,.0f} tokens/s each, published"
-                f" {row['published']:,}: {error:+.0%}"
-            )
+            beside = f"published {row['published']:,}: {speed / row['published'] - 1:+.0%}"
+            print(f"{row['model']} on {row['gpus']} a100: {speed:,.0f} tokens/s each, {beside}")
 
 
 # --- the figure -----------------------------------------------------------------------------------
@@ -248,28 +224,18 @@ def print_results(results: dict) -> None:
 
 def draw_all(axes, rows: list[dict]) -> None:
     """Predicted against published. Hollow: fitted."""
-    ends = [
-        min(row["published"] for row in rows) / 1.3,
-        1.3 * max(row["published"] for row in rows),
-    ]
+    published_seconds = [row["published"] for row in rows]
+    ends = [min(published_seconds) / 1.3, 1.3 * max(published_seconds)]
     axes.plot(ends, ends, color="#888888", linewidth=1)
-    for fitted, name in ((False, "held out"), (True, "fitted")):
+    held_out = dict(markersize=4, color=style.SERIES[0], alpha=0.6)
+    hollow = dict(markersize=5, color=style.SERIES[1], alpha=1, markerfacecolor="none")
+    for fitted, name, marks in ((False, "held out", held_out), (True, "fitted", hollow)):
         these = [row for row in rows if row["fitted"] == fitted]
-        axes.plot(
-            [row["published"] for row in these],
-            [row["predicted"] for row in these],
-            linestyle="none",
-            marker="o",
-            markersize=5 if fitted else 4,
-            color=style.SERIES[1 if fitted else 0],
-            markerfacecolor="none" if fitted else style.SERIES[0],
-            alpha=1 if fitted else 0.6,
-            label=f"{name}, {len(these)}",
-        )
-    axes.set(xscale="log", yscale="log", xlabel="published seconds", ylabel="predicted seconds")
-    axes.set(xticks=TICKS, xticklabels=map(str, TICKS), aspect="equal")
-    axes.set(yticks=TICKS, yticklabels=map(str, TICKS), xlim=ends, ylim=ends)
-    axes.set_title("72 published steps")
+        points = [[row[key] for row in these] for key in ("published", "predicted")]
+        axes.plot(*points, "o", label=f"{name}, {len(these)}", **marks)
+    style.ticks(axes, x=TICKS, y=TICKS, minor=True)
+    axes.set(xlabel="published seconds", ylabel="predicted seconds", aspect="equal")
+    axes.set(xlim=ends, ylim=ends, title="72 published steps")
     axes.legend(loc="upper left")
 
 
@@ -294,32 +260,23 @@ def draw_sweep(axes, rows: list[dict], label, series, title: str) -> None:
 
 
 def draw_sweeps(three_axes, rows: list[dict]) -> None:
-    group = {}
-    for row in rows:
-        group.setdefault(row["group"], []).append(row)
+    def of(group: str) -> list[dict]:
+        return [row for row in rows if row["group"] == group]
+
+    def field(name: str, words: str = ""):
+        return lambda row: words + str(row["layout"][name])
+
     top, middle, bottom = three_axes
-    draw_sweep(
-        top,
-        group["fig13"],
-        lambda row: f"{row['layout']['tp']}x{row['layout']['pp']}",
-        lambda row: f"B {row['layout']['global_batch_size']}",
-        "Points: published; lines: predicted\n162B: tensor x pipeline",
-    )
-    draw_sweep(
-        middle,
-        group["fig16"],
-        lambda row: str(row["layout"]["micro_batch_size"]),
-        lambda row: "_",
-        "91B: micro-batch",
-    )
+    batch = "global_batch_size"
+    title = "Points: published; lines: predicted\n162B: tensor x pipeline"
+    of_162 = lambda row: f"{row['layout']['tp']}x{row['layout']['pp']}"  # noqa: E731
+    draw_sweep(top, of("fig13"), of_162, field(batch, "B "), title)
+    micro_batch = field("micro_batch_size")
+    draw_sweep(middle, of("fig16"), micro_batch, lambda row: "_", "91B: micro-batch")
     middle.set_ylabel("seconds of a step / B")
-    draw_sweep(
-        bottom,
-        group["fig12"],
-        lambda row: str(row["layout"]["global_batch_size"]),
-        lambda row: f"v {row['layout']['virtual_stages']}",
-        "175B: interleaving (v 4), by B",
-    )
+    interleaving = field("virtual_stages", "v ")
+    title = "175B: interleaving (v 4), by B"
+    draw_sweep(bottom, of("fig12"), field(batch), interleaving, title)
 
 
 def draw_parts(axes, rows: list[dict]) -> None:
@@ -331,13 +288,7 @@ def draw_parts(axes, rows: list[dict]) -> None:
             share = 100 * row["parts"].get(part, 0.0) / total
             axes.bar(x, share, bottom=bottom, color=colour, width=0.7)
             bottom += share
-        style.label(
-            axes,
-            f"{row['predicted_days']:.3g}",
-            (x, 100),
-            offset=(0, 6),
-            ha="center",
-        )
+        style.label(axes, f"{row['predicted_days']:.3g}", (x, 100), offset=(0, 6), ha="center")
     axes.set_xticks(range(len(rows)), [row["model"].removeprefix("gpt3-").upper() for row in rows])
     axes.set(ylabel="% of the step", ylim=(0, 100))
     axes.set_title("Days on 160 A100s,\nand parts of a step\n", pad=2)
@@ -367,8 +318,7 @@ def main():
     args = report.parse(report.arguments(__doc__))
     results = measure(args.toy)
     print_results(results)
-    report.save("planner", results, args)
-    draw(report.saved("planner", args), args.figures)
+    report.finish("planner", results, args, draw)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,9 @@ well. Its answers, sampled and judged by a verifier, are the pairs of DPO and of
     DPO                 from the pairs alone
     best of n           the base writes n answers, and the best is taken; nothing is trained
 
-There are 19 sums. So nothing is sampled to measure: reward and KL are sums over all answers,
-
-    reward = mean over prompts of π(sum)      KL = mean over prompts of Σ π(y) log π(y) / base(y)
-
-where all texts that are no sum count as one more answer (`other`: how likely they are). No model
-has more reward at a KL than π(y) = base(y) exp(reward(y) / β) / Z, with one β for all prompts
-(arXiv 2305.18290, equation 4): the bound of the figure.
+There are 19 sums. So nothing is sampled to measure: reward and KL are sums over all answers
+(all_answers.py). No model has more reward at a KL than π(y) = base(y) exp(reward(y) / β) / Z, with
+one β for all prompts (arXiv 2305.18290, equation 4): the bound of the figure.
 
 A twentieth of the prompts is held out: RL has none of them, DPO and the reward model have no pair
 of them. Their reward stands beside that of the others. The results of a method and a seed are kept
@@ -29,44 +25,39 @@ pairs, of the order of prompts and of the answers; all begin from one base.
 Figures: figures/preference.svg, figures/preference_training.svg
 """
 
-import argparse
 import contextlib
 import itertools
-import json
-import math
 import random
 import shutil
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import all_answers
 import report
-import style
 import torch
-from torch import Tensor
+from all_answers import COUNTS, JUDGES, SUMS, Answers
+from preference_figures import BEST_OF, CURVES, draw, print_summary
 
 import checkpoint
 import preference
 import sharding
 from base import json_files
 from base.world import Groups
-from comparisons.prompt_tuning import as_argv, run_train
+from comparisons.prompt_tuning import as_argv, run_train, write_lines
 from inference import loading
 from run import flags
-from sft import Chat, message
 from tuning.prompt_set import Question, open_prompts
 from tuning.rollout import write_answers
 
 # --------------------------------------------------------------------------------------------------
 # the task
 
-SUMS = 19
 VERIFIER = '''"""1 for a right answer."""
 
 
@@ -129,13 +120,6 @@ METHODS = {
     "GRPO, flipped": Method(GRPO, 150, "flipped"),
 }
 REWARD_MODEL = Method("--preference reward --lr 1e-3 --warmup-steps 10 --global-batch-size 64", 400)
-BEST_OF = "best of n"
-COUNTS = (1, 2, 4, 8, 16)
-JUDGES = "verifier", "reward model"
-KEYS = "reward", "kl"
-# of the figures
-LEARNED = ["GRPO", "PPO", *(name for name in METHODS if name.startswith("DPO"))]
-ONLINE = ["GRPO", "PPO", "PPO, learned reward", "GRPO, β = 0", "GRPO, flipped"]
 # the others are the same code
 TOY_METHODS = ["PPO, learned reward", "DPO, 5 rounds", BEST_OF]
 
@@ -170,6 +154,8 @@ class Task:
         # of each question, the number of its right answer
         self.sums = torch.tensor([question.record["sum"] for question in self.questions])
         self.base_log_p = self.answers.log_probabilities(model)
+        # what all_answers.py compares a policy with
+        self.known = self.base_log_p, self.sums, len(self.learned.questions)
 
     def write_files(self) -> None:
         numbers = random.Random(0)
@@ -184,19 +170,9 @@ class Task:
         self.verifier.write_text(VERIFIER)
 
     def measure(self, path: Path) -> dict:
-        """Of the policy in a checkpoint: reward, held_out (the reward there), kl, other."""
+        """Of the policy in a checkpoint."""
         model, _ = loading.load_model(path)
-        return self.describe(self.answers.log_probabilities(model))
-
-    def describe(self, log_p: Tensor) -> dict:
-        """log_p: [prompts, sums], of each answer."""
-        p = with_other(log_p)
-        base = with_other(self.base_log_p)
-        kl = (p * (p / base).log()).nan_to_num(0.0).sum(1)
-        right = p.gather(1, self.sums.unsqueeze(1)).squeeze(1)
-        n = len(self.learned.questions)
-        values = dict(reward=right[:n], held_out=right[n:], kl=kl[:n], other=p[:n, -1])
-        return {name: x.mean().item() for name, x in values.items()}
+        return all_answers.describe(self.answers.log_probabilities(model), *self.known)
 
     def write_pairs(self, base: Path, method: Method, seed: int, folder: Path) -> dict[str, Path]:
         """Answers of a model, judged: {flag: file of pairs}, in `folder`."""
@@ -233,48 +209,6 @@ class Task:
         return [pair | {"rejected": text} for text in rejected]
 
 
-class Answers:
-    """Every prompt with every sum, as rows."""
-
-    def __init__(self, chat: Chat, prompts: list[str]):
-        examples = []
-        for prompt, answer in itertools.product(prompts, map(str, range(SUMS))):
-            examples.append(chat.example([message("user", prompt), message("assistant", answer)]))
-        self.lengths = torch.tensor([len(example.ids) for example in examples])
-        shape = len(examples), int(self.lengths.max())
-        self.ids = torch.zeros(shape, dtype=torch.int64)
-        self.counted = torch.zeros(shape, dtype=torch.bool)
-        for row, example in enumerate(examples):
-            self.ids[row, : len(example.ids)] = torch.tensor(example.ids)
-            self.counted[row, : len(example.ids)] = torch.tensor(example.counted)
-
-    @torch.no_grad()
-    def log_probabilities(self, model) -> Tensor:
-        """[prompts, sums] float64, of each answer with the token that ends it."""
-        losses = []
-        for ids, counted in zip(self.ids.split(SUMS * 20), self.counted.split(SUMS * 20)):
-            y = model(ids[:, :-1], ids[:, 1:]).double()
-            losses.append((y * counted[:, 1:]).sum(1))
-        return -torch.cat(losses).view(-1, SUMS)
-
-    @torch.no_grad()
-    def rewards(self, model) -> Tensor:
-        """[prompts, sums] float64, of a reward model."""
-        values = torch.cat([model(ids) for ids in self.ids.split(SUMS * 20)])
-        last = self.lengths.unsqueeze(1) - 1
-        return values.gather(1, last).double().view(-1, SUMS)
-
-
-def write_lines(path: Path, records: list[dict]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def with_other(log_p: Tensor) -> Tensor:
-    """[prompts, sums] -> probabilities [prompts, sums + 1], with that of all other texts."""
-    p = log_p.exp()
-    return torch.cat([p, (1 - p.sum(1, keepdim=True)).clamp(min=1e-12)], dim=1)
-
-
 # --------------------------------------------------------------------------------------------------
 # runs
 
@@ -300,7 +234,7 @@ def schedule(size: Size, method: Method) -> str:
 def learn(task: Task, method: Method, seed: int, folder: Path) -> dict:
     """{"points": the policy at some steps, "curves": of the training}"""
     out = folder / "run"
-    points = [{"step": 0} | task.describe(task.base_log_p)]
+    points = [{"step": 0} | all_answers.describe(task.base_log_p, *task.known)]
     lines = []
     base = task.base
     for number in range(min(method.rounds, task.size.rounds)):
@@ -328,14 +262,6 @@ def run_method(task: Task, method: Method, seed: int, base: Path, out: Path) -> 
     run_train(words, load=base, out=out, prompts=task.prompts, reward=reward)
 
 
-CURVES = {
-    "reward": "share of right answers",
-    "kl": "KL, nats per answer",
-    "clip_share": "share of clipped tokens",
-    "answer_tokens": "tokens of an answer",
-}
-
-
 def curves(lines: list[dict]) -> dict:
     """Means over some steps each, of what metrics.jsonl has of CURVES."""
     n = max(1, len(lines) // 40)
@@ -348,37 +274,8 @@ def curves(lines: list[dict]) -> dict:
 
 
 def best_of_n(task: Task, seed: int, folder: Path) -> dict:
-    """{"verifier", "reward model": {n: reward, kl, ..}, "bound": {n: nats}, "accuracy"}"""
-    path = train_reward_model(task, seed, folder)
-    rewards = task.answers.rewards(load_reward_model(path, task.model.config))
-    right = torch.zeros_like(rewards).scatter_(1, task.sums.unsqueeze(1), 1.0)
-    results = {"verifier": {}, "reward model": {}, "bound": {}}
-    for n in COUNTS:
-        for name, scores in (("verifier", right), ("reward model", rewards)):
-            results[name][str(n)] = task.describe(best_log_p(task.base_log_p, scores, n))
-        # arXiv 2401.01879: more than the KL
-        results["bound"][str(n)] = math.log(n) - (n - 1) / n
-    margin = rewards.gather(1, task.sums.unsqueeze(1)) - rewards  # [prompts, sums]
-    wrong = right == 0
-    n = len(task.learned.questions)
-    for name, part in (("accuracy", slice(n)), ("held-out accuracy", slice(n, None))):
-        results[name] = (margin[part] > 0)[wrong[part]].double().mean().item()
-    return results
-
-
-def best_log_p(log_p: Tensor, scores: Tensor, n: int) -> Tensor:
-    """log-probabilities of the best of n samples, by the scores; of equal ones, the first sample.
-    All [prompts, sums]. Texts that are no sum are the worst.
-
-    P(score <= s) = F(s)^n; answers of one score share this as they share F."""
-    p = log_p.exp()
-    other = 1 - p.sum(1, keepdim=True)
-    # [prompts, sums, sums]: of the answer in the last dimension
-    below = (scores.unsqueeze(1) < scores.unsqueeze(2)).double()
-    equal = (scores.unsqueeze(1) == scores.unsqueeze(2)).double()
-    worse = other + (below * p.unsqueeze(1)).sum(2)
-    same = (equal * p.unsqueeze(1)).sum(2)
-    return (p / same * ((worse + same) ** n - worse**n)).log()
+    model = load_reward_model(train_reward_model(task, seed, folder), task.model.config)
+    return all_answers.best_of_n(task.answers.rewards(model), *task.known)
 
 
 def load_reward_model(path: Path, config):
@@ -391,170 +288,39 @@ def load_reward_model(path: Path, config):
     return model
 
 
-def bound(task: Task) -> list[list[float]]:
-    """[KL, reward] of the best policies, for some β."""
-    n = len(task.learned.questions)
-    p = with_other(task.base_log_p).gather(1, task.sums.unsqueeze(1))[:n, 0]
-    rows = []
-    for i in range(41):
-        # e^(1 / β)
-        weight = math.exp(0.25 * i)
-        q = p * weight / (p * weight + 1 - p)
-        kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
-        rows.append([kl.mean().item(), q.mean().item()])
-    return rows
-
-
 # --------------------------------------------------------------------------------------------------
 # all results
 
 
-def measure_all(task: Task, results: dict, args: argparse.Namespace, keep) -> None:
+def measure_all(task: Task, results: dict, args, keep) -> None:
     """results: {"task": .., method: {seed: ..}}, completed; keep() writes the file."""
-    results["task"] = {"base": task.describe(task.base_log_p), "bound": bound(task)}
-    deadline = time.monotonic() + 60 * args.minutes
+    base = all_answers.describe(task.base_log_p, *task.known)
+    results["task"] = {"base": base, "bound": all_answers.bound(*task.known)}
     # every method once, before any has a second seed
     for seed, name in itertools.product(args.seeds, args.methods):
         of_method = results.setdefault(name, {})
         if str(seed) in of_method:
             continue
-        if time.monotonic() > deadline:
+        if report.is_over(args):
             print(f"no time left for {name}, seed {seed}")
             continue
         begin = time.perf_counter()
         folder = task.folder / f"seed-{seed}"
         folder.mkdir(exist_ok=True)
+        measure = best_of_n if name == BEST_OF else partial(learn, method=METHODS[name])
         with contextlib.redirect_stdout(sys.stderr):
-            if name == BEST_OF:
-                found = best_of_n(task, seed, folder)
-            else:
-                found = learn(task, METHODS[name], seed, folder)
-        of_method[str(seed)] = found
+            found = of_method[str(seed)] = measure(task, seed=seed, folder=folder)
         seconds = time.perf_counter() - begin
         print(f"{name}, seed {seed}: {summary(name, found)}; {seconds:.0f} s", flush=True)
         keep()
 
 
 def summary(name: str, found: dict) -> str:
-    if name == BEST_OF:
-        words = [f"{key} {found[key]:.3f}" for key in ("accuracy", "held-out accuracy")]
-        for judge in JUDGES:
-            best = found[judge][str(COUNTS[-1])]
-            words.append(f"{judge}, n = {COUNTS[-1]}: {best['reward']:.3f} at {best['kl']:.3f}")
-        return ", ".join(words)
-    last = found["points"][-1]
-    return ", ".join(f"{key} {last[key]:.3f}" for key in ("reward", "held_out", "kl", "other"))
-
-
-def bound_at(results: dict, kl: float) -> float:
-    """The most reward that is possible at a KL."""
-    rows = results["task"]["bound"]
-    for (kl_0, reward_0), (kl_1, reward_1) in itertools.pairwise(rows):
-        if kl <= kl_1:
-            return reward_0 + (reward_1 - reward_0) * (kl - kl_0) / (kl_1 - kl_0)
-    return rows[-1][1]
-
-
-def last_points(results: dict, name: str) -> list[dict]:
-    """Of each seed."""
-    return [found["points"][-1] for found in results.get(name, {}).values()]
-
-
-def print_summary(results: dict) -> None:
-    """Of each method: the last point of the seeds. way: from the base's reward to 1."""
-    base = results["task"]["base"]["reward"]
-    print(f"base: reward {base:.3f}")
-    print("| method | reward | of the way | KL | bound at this KL | held out | other |")
-    for name in METHODS:
-        points = last_points(results, name)
-        if not points:
-            continue
-        spreads = {key: report.spread([p[key] for p in points]) for key in points[0]}
-        way = (spreads["reward"]["median"] - base) / (1 - base)
-        most = bound_at(results, spreads["kl"]["median"])
-        cells = [report.format_spread(spreads["reward"]), f"{way:.0%}"]
-        cells += [report.format_spread(spreads["kl"], ".2f"), f"{most:.3f}"]
-        cells += [report.format_spread(spreads[key], ".2f") for key in ("held_out", "other")]
-        print(f"| {name} | {' | '.join(cells)} |")
-    for judge, n in itertools.product(JUDGES, map(str, COUNTS)):
-        rows = [found[judge][n] for found in results.get(BEST_OF, {}).values()]
-        if rows:
-            texts = [report.format_spread(report.spread([r[k] for r in rows])) for k in KEYS]
-            print(f"best of {n} by the {judge}: reward {texts[0]}, KL {texts[1]}")
-
-
-# --------------------------------------------------------------------------------------------------
-# figures
-
-
-def draw_bound(axes, results: dict) -> None:
-    kl, reward = zip(*results["task"]["bound"])
-    axes.plot(
-        kl, reward, color="black", linestyle="--", linewidth=1, label="the most that is possible"
-    )
-    axes.set(xlabel="KL from the base, nats per answer", ylim=(0, 1.02))
-
-
-def draw_paths(axes, results: dict, names: list[str], x: str = "kl", y: str = "reward") -> None:
-    """A line for each seed, through the points of its run; the last has a mark."""
-    for name in names:
-        seeds = results.get(name, {}).values()
-        for n, found in enumerate(seeds):
-            points = found["points"]
-            xs, ys = [p[x] for p in points], [p[y] for p in points]
-            colour = style.COLOURS[name]
-            axes.plot(xs, ys, color=colour, linewidth=1, label="_" if n else name)
-            if x == "kl":
-                axes.plot(xs[-1], ys[-1], "o", color=colour, label="_")
-
-
-def draw_best_of(axes, results: dict) -> None:
-    for judge, colour in zip(JUDGES, ("black", style.SERIES[2])):
-        for n, found in enumerate(results.get(BEST_OF, {}).values()):
-            rows = list(found[judge].values())
-            line = [r["kl"] for r in rows], [r["reward"] for r in rows]
-            label = "_" if n else f"best of n, by the {judge}"
-            axes.plot(*line, "o-", color=colour, linewidth=1, markersize=3, label=label)
-
-
-def draw(results: dict, figures: Path) -> None:
-    """results: what preference.json holds."""
-    results = results["results"]
-    figure, (left, right) = style.figure(3.2, 1, 2, sharey=True)
-    for axes in (left, right):
-        draw_bound(axes, results)
-    draw_paths(left, results, LEARNED)
-    left.set(ylabel="reward: share of right answers", title="the verifier's rewards, or pairs")
-    left.legend(loc="lower right")
-    draw_best_of(right, results)
-    draw_paths(right, results, ["PPO, learned reward"])
-    right.set(title="a learned reward, and best of n")
-    right.legend(loc="lower right")
-    style.save(figure, figures / "preference.svg")
-    draw_training(results, figures)
-
-
-def draw_training(results: dict, figures: Path) -> None:
-    figure, panels = style.figure(2.4, 1, 4)
-    for axes, (field, title) in zip(panels, CURVES.items()):
-        if field in ("reward", "kl"):
-            draw_paths(axes, results, ONLINE, "step", field)
-        else:
-            for name in ONLINE:
-                for found in results.get(name, {}).values():
-                    # every other point, to be read more easily
-                    line = found["curves"]["step"][::2], found["curves"][field][::2]
-                    axes.plot(*line, color=style.COLOURS[name], linewidth=0.8)
-        axes.set(title=title, xlabel="step")
-        axes.set_ylim(bottom=0)
-    names = [name for name in ONLINE if name in results]
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), ncols=len(names), loc="outside lower left"
-    )
-    style.save(figure, figures / "preference_training.svg")
-
-
-# --------------------------------------------------------------------------------------------------
+    if name != BEST_OF:
+        return report.text_of(found["points"][-1])
+    most = str(COUNTS[-1])
+    best = {f"{judge}, n = {most}": found[judge][most]["reward"] for judge in JUDGES}
+    return report.text_of({key: found[key] for key in ("accuracy", "held-out accuracy")} | best)
 
 
 def main():
@@ -562,27 +328,20 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     names = [*METHODS, BEST_OF]
     parser.add_argument("--methods", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument(
-        "--work", type=Path, metavar="DIR", help="keep base and runs in this folder"
-    )
+    work = "keep base and runs in this folder"
+    parser.add_argument("--work", type=Path, metavar="DIR", help=work)
     report.minutes(parser)
-    args = report.parse(parser)
-    if args.toy:
-        args.seeds, args.methods = args.seeds[:1], TOY_METHODS
-    results = report.earlier("preference", parser, args)
-
-    def keep():
-        report.write("preference", {"toy": args.toy, "results": results}, args)
-
+    args = report.parse(parser, seeds=[0], methods=TOY_METHODS)
+    results = {"toy": args.toy, "results": report.earlier("preference", parser, args)}
     with tempfile.TemporaryDirectory() as folder:
         folder = args.work or Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.redirect_stdout(sys.stderr):
             task = Task(folder, TOY if args.toy else Size())
-        measure_all(task, results, args, keep)
-    report.save("preference", {"toy": args.toy, "results": results}, args)
-    print_summary(results)
-    draw(report.saved("preference", args), args.figures)
+        keep = partial(report.write, "preference", results, args)
+        measure_all(task, results["results"], args, keep)
+    print_summary(results["results"])
+    report.finish("preference", results, args, draw)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import report
 import torch
 
 import checkpoint
 import sharding
+from comparisons.prompt_tuning import template_of, write_lines
 from lessons import demo
 from model_config import GPTConfig
 from run.presets import PRESETS
 
-ROOT = Path(__file__).parent.parent
 TOY = dict(num_layers=2, hidden_size=64, num_heads=4, seq_length=256, vocab_size=257)
 # virtual tokens of a task
 STYLES = {"prompt-tuning": 100, "fine-tuning": 0}
@@ -36,25 +34,15 @@ TASKS = ("a", "b")
 
 def write_settings(folder: Path, style: str) -> Path:
     """The configuration of --prompt-config, with its training lines."""
-    tokens = STYLES[style]
-    lines = folder / "lines.jsonl"
-    with open(lines, "w") as file:
-        for task in TASKS:
-            file.write(json.dumps({"taskname": task, "text": "x" * 20, "label": "y"}) + "\n")
-    prompt = "<|VIRTUAL_PROMPT_0|>" if tokens else ""
-    template = {
-        "prompt_template": "{text}" + prompt + "{label}",
-        "total_virtual_tokens": tokens,
-        "virtual_token_splits": [tokens] if tokens else [],
-        "answer_only_loss": True,
-        "answer_field": "label",
-    }
+    records = [{"taskname": task, "text": "x" * 20, "label": "y"} for task in TASKS]
+    lines = write_lines(folder / "lines.jsonl", records)
+    templates = [template_of(task, "{text}", STYLES[style]) for task in TASKS]
     settings = {
         "virtual_prompt_style": style,
         "new_tasks": list(TASKS),
-        "task_templates": [template | {"taskname": task} for task in TASKS],
+        "task_templates": templates,
         "prompt_tuning": {"new_prompt_init_methods": ["random"] * len(TASKS)},
-        "data": {"train_ds": [str(lines)], "validation_ds": [str(lines)]},
+        "data": {"train_ds": [lines], "validation_ds": [lines]},
     }
     path = folder / f"{style}.json"
     path.write_text(json.dumps(settings))
@@ -74,15 +62,20 @@ def measure(folder: Path, base: Path, style: str) -> dict:
     """Two steps of train.py in a process of its own."""
     settings = write_settings(folder, style)
     out = folder / style
-    command = [sys.executable, ROOT / "train.py", "--prompt-config", settings, "--load", base]
+    command = [
+        sys.executable,
+        report.ROOT / "train.py",
+        "--prompt-config",
+        settings,
+        "--load",
+        base,
+    ]
     command += ["--out", out, "--steps", "2"]
     command += ["--global-batch-size", "2", "--micro-batch-size", "1"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     saved = checkpoint.find(out)
-    learned = 0
-    for name, (_, shape) in checkpoint.read_index(saved)["tensors"].items():
-        if name.startswith("model."):
-            learned += math.prod(shape)
+    tensors = checkpoint.read_index(saved)["tensors"].items()
+    learned = sum(math.prod(shape) for name, (_, shape) in tensors if name.startswith("model."))
     last_line = (out / "metrics.jsonl").read_text().splitlines()[-1]
     return {
         "parameters": learned,
@@ -95,17 +88,13 @@ def main():
     args = report.parse(report.arguments(__doc__))
     fields = PRESETS["gpt2"][0] | (TOY if args.toy else {})
     results = {}
+    table = report.Table()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         base = write_base(folder, GPTConfig(**fields))
         for style in STYLES:
-            row = results[style] = measure(folder, base, style)
-            print(
-                f"{style:>14}: {row['parameters']:>12,} parameters learned, peak"
-                f" {row['peak_memory_bytes'] / 2**30:.2f} GiB, a checkpoint of"
-                f" {row['checkpoint_bytes'] / 1e6:,.1f} MB",
-                flush=True,
-            )
+            results[style] = measure(folder, base, style)
+            table.row({"": style} | results[style])
     report.save("prompt_memory", {"results": results}, args)
 
 

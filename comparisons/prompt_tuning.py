@@ -9,10 +9,8 @@ The first command trains the model on Python's library, in 20 to 40 minutes on 2
 takes an hour and a half. It keeps each result as soon as it is there, and goes on after it was
 stopped. --toy runs all of it in seconds, without --base with a tiny model of its own.
 
-The task: in which language is a snippet of 64 characters? Python comes from the standard library;
-C++, CMake, SVG and English (package descriptions) from the packages that requirements.txt installs.
-The model has read only Python. Files are split, so that no test snippet comes from a file that was
-trained on. Each language has as many snippets as the others.
+The task: in which language is a snippet of 64 characters (snippets.py)? The model has read only
+Python.
 
 The answer is a letter and an end of text, generated greedily. It is right when it is equal. The
 untuned model does not know that a letter is asked for; there, the likeliest of the five letters
@@ -23,94 +21,34 @@ Figure: figures/prompt_tuning.svg
 
 import argparse
 import json
-import random
 import sys
-import sysconfig
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import style
 import torch
+from snippets import LANGUAGES, LENGTH, SIZES, TASK, TOY_SIZES, snippets
 
 import checkpoint
 import generate
-import gpt
 import prompt_tuning
 import sharding
 import train
-from base import json_files
-from corpus import documents
 from inference import loading
 from prompts import prompt_data, prompt_file
 from tuning.frozen_base import fingerprint
 
-SITE = Path(torch.__file__).parent.parent
-# letter: (folder, files)
-LANGUAGES = {
-    "P": (Path(sysconfig.get_path("stdlib")), "*.py"),
-    "C": (SITE / "torch" / "include", "*.h"),
-    "M": (SITE / "torch" / "share", "*.cmake"),
-    "S": (SITE / "matplotlib", "*.svg"),
-    "E": (SITE, "*.dist-info/METADATA"),
-}
-TASK = "language"
-# characters of a snippet
-LENGTH = 64
+PROMPTS = "p-tuning", "prompt-tuning"
 QUESTION = "\n# language: "
-# snippets: (training, test)
-SIZES = (2000, 300)
-TOY_SIZES = (20, 5)
 # virtual tokens, where they are not what is compared
 TOKENS = 10
 STEPS = {"p-tuning": 600, "prompt-tuning": 600, "fine-tuning": 200}
 LEARNING_RATES = {"p-tuning": 0.03, "prompt-tuning": 0.1, "fine-tuning": 1e-3}
 # of p-tuning's encoder
 ENCODER = {"encoder_type": "mlp", "encoder_hidden": 32, "num_layers": 3, "init_std": 0.3}
-
-
-# --------------------------------------------------------------------------------------------------
-# the task
-
-
-def texts_of(letter: str, generator: random.Random) -> list[str]:
-    """The beginnings, up to 20,000 characters, of at most 200 files in a language."""
-    folder, pattern = LANGUAGES[letter]
-    files = documents.standard_library() if letter == "P" else sorted(folder.rglob(pattern))
-    files = [file for file in files if file.stat().st_size > 800]
-    generator.shuffle(files)
-    return [file.read_text(errors="ignore")[:20000] for file in files[:200]]
-
-
-def draw_lines(texts: list[str], letter: str, n: int, generator: random.Random) -> list[dict]:
-    """n snippets that begin with a line, most of each not blank. A text is drawn by its length."""
-    lines = []
-    while len(lines) < n:
-        text = generator.choices(texts, [len(t) for t in texts])[0]
-        position = generator.randrange(max(1, len(text) - LENGTH))
-        begin = text.rfind("\n", 0, position) + 1
-        snippet = text[begin : begin + LENGTH]
-        if len(snippet.strip()) >= 0.6 * LENGTH:
-            lines.append({"taskname": TASK, "snippet": snippet, "label": letter})
-    return lines
-
-
-def snippets(sizes: tuple[int, int], seed: int = 0) -> tuple[list[dict], list[dict]]:
-    """(training, test) lines, in random order. Every fourth file of a language is for the test."""
-    generator = random.Random(seed)
-    training = []
-    test = []
-    for letter in LANGUAGES:
-        texts = texts_of(letter, generator)
-        to_train = [text for i, text in enumerate(texts) if i % 4]
-        training += draw_lines(to_train, letter, sizes[0] // len(LANGUAGES), generator)
-        test += draw_lines(texts[::4], letter, sizes[1] // len(LANGUAGES), generator)
-    generator.shuffle(training)
-    generator.shuffle(test)
-    return training, test
 
 
 # --------------------------------------------------------------------------------------------------
@@ -136,20 +74,24 @@ def write_lines(path: Path, lines: list[dict]) -> str:
     return str(path)
 
 
+def template_of(task: str, text: str, tokens: int) -> dict:
+    """A text, virtual tokens, and the label, which is learned."""
+    prompt = "<|VIRTUAL_PROMPT_0|>" if tokens else ""
+    return {
+        "taskname": task,
+        "prompt_template": text + prompt + "{label}",
+        "total_virtual_tokens": tokens,
+        "virtual_token_splits": [tokens] if tokens else [],
+        "answer_only_loss": True,
+        "answer_field": "label",
+    }
+
+
 def write_settings(experiment: Experiment, style: str, tokens: int, lines: list[dict]) -> Path:
     """The configuration of --prompt-config, with its training and test lines. tokens: virtual
     tokens, 0 for fine-tuning."""
     folder = experiment.folder
-    prompt = "<|VIRTUAL_PROMPT_0|>" if tokens else ""
-    template = {
-        "taskname": TASK,
-        "prompt_template": "{snippet}" + QUESTION + prompt + "{label}",
-        "total_virtual_tokens": tokens,
-        "virtual_token_splits": [tokens] if tokens else [],
-        "truncate_field": "snippet",
-        "answer_only_loss": True,
-        "answer_field": "label",
-    }
+    template = template_of(TASK, "{snippet}" + QUESTION, tokens) | {"truncate_field": "snippet"}
     settings = {
         "virtual_prompt_style": style,
         "new_tasks": [TASK],
@@ -209,9 +151,8 @@ def learn(
     tokens: int,
     lines: list[dict],
     lr: float | None = None,
-) -> tuple[float, int]:
-    """(accuracy, parameters learned), by train.py and generate.py. lr: by default that of
-    LEARNING_RATES."""
+) -> float:
+    """Accuracy, by train.py and generate.py. lr: by default that of LEARNING_RATES."""
     out = experiment.folder / f"{style}-{seed}-{tokens}-{len(lines)}"
     settings = write_settings(experiment, style, tokens, lines)
     run_train(
@@ -221,25 +162,28 @@ def learn(
         out=out,
     )
     config = prompt_data.PromptConfig.read(settings)
-    if style == "fine-tuning":
-        model, index = loading.load_model(out, experiment.device)
-        tokenizer = loading.find_tokenizer(experiment.base, index)
-        first_id = model.config.vocab_size
-        learned = sharding.num_parameters(model)
-    else:
-        model, index = loading.load_model(experiment.base, experiment.device)
-        tokenizer = loading.find_tokenizer(experiment.base, index)
-        learned = num_learned(config, model, tokenizer)
+    fine_tuned = style == "fine-tuning"
+    model, index = loading.load_model(out if fine_tuned else experiment.base, experiment.device)
+    tokenizer = loading.find_tokenizer(experiment.base, index)
+    first_id = model.config.vocab_size
+    if not fine_tuned:
         identity = fingerprint(experiment.base, model.config)
         config, tables = prompt_file.load(out / "prompts.safetensors", identity)
         first_id = prompt_tuning.apply_tables(model, config, tables)[TASK]
-    return task_accuracy(experiment, config, model, tokenizer, first_id), learned
+    return task_accuracy(experiment, config, model, tokenizer, first_id)
 
 
-def num_learned(config: prompt_data.PromptConfig, model: gpt.GPT, tokenizer) -> int:
-    """Parameters of the prompts, and of p-tuning's encoder."""
-    embedding = torch.zeros(model.config.vocab_size, model.config.hidden_size)
-    values = prompt_tuning.initial_values(config, model.config.hidden_size, 0, tokenizer, embedding)
+def num_learned(experiment: Experiment, style: str) -> int:
+    """Parameters of the prompts, and of p-tuning's encoder; or of the whole model."""
+    model, index = loading.load_model(experiment.base, experiment.device)
+    if style == "fine-tuning":
+        return sharding.num_parameters(model)
+    settings = write_settings(experiment, style, TOKENS, experiment.training)
+    config = prompt_data.PromptConfig.read(settings)
+    tokenizer = loading.find_tokenizer(experiment.base, index)
+    h = model.config.hidden_size
+    embedding = torch.zeros(model.config.vocab_size, h)
+    values = prompt_tuning.initial_values(config, h, 0, tokenizer, embedding)
     return sum(value.numel() for value in values.values())
 
 
@@ -275,10 +219,8 @@ def untuned(experiment: Experiment):
     """(model, tokenizer, prompts)"""
     model, index = loading.load_model(experiment.base, experiment.device)
     tokenizer = loading.find_tokenizer(experiment.base, index)
-    prompts = []
-    for line in experiment.test:
-        prompts.append([int(i) for i in tokenizer.encode(line["snippet"] + QUESTION)])
-    return model, tokenizer, prompts
+    texts = [line["snippet"] + QUESTION for line in experiment.test]
+    return model, tokenizer, [list(map(int, tokenizer.encode(text))) for text in texts]
 
 
 @torch.no_grad()
@@ -318,75 +260,54 @@ def toy_base(folder: Path, device: str) -> str:
 # "by_tokens" and "by_examples": {style: {number: spread}}}
 
 
-class Measurements:
-    """The results so far. Each is saved as soon as it is there."""
+def of_seeds(experiment: Experiment, style: str, seeds: list[int], tokens: int, n: int) -> dict:
+    """The spread of accuracies. n: of the training lines, the first."""
+    lines = experiment.training[:n]
+    return report.spread([learn(experiment, style, seed, tokens, lines) for seed in seeds])
 
-    def __init__(self, args: argparse.Namespace, results: dict):
-        self.args = args
-        self.results = results
 
-    def note(self, table: dict, key, measure, *arguments) -> None:
-        """Measure what is not there yet."""
-        if str(key) not in table:
-            table[str(key)] = measure(*arguments)
-            print(key, table[str(key)], flush=True)
-            report.save("prompt_tuning", self.results, self.args)
-
-    def spread(
-        self, experiment: Experiment, style: str, seeds: list[int], tokens: int, lines: list[dict]
-    ) -> dict:
-        runs = [learn(experiment, style, seed, tokens, lines) for seed in seeds]
-        _, learned = runs[0]
-        self.results["parameters"].setdefault(style, learned)
-        return report.spread([share for share, _ in runs])
-
-    def all(self, experiment: Experiment) -> None:
-        table = self.results["accuracy"]
-        lines = experiment.training
-        self.note(table, "untuned", likeliest_letter_accuracy, experiment)
-        self.note(table, "untuned, freely generated", free_accuracy, experiment)
-        for method in ("p-tuning", "fine-tuning", "prompt-tuning"):
-            tokens = 0 if method == "fine-tuning" else TOKENS
-            seeds = self.args.seeds
-            self.note(table, method, self.spread, experiment, method, seeds, tokens, lines)
-        seeds = self.args.curve_seeds
-        for method in ("p-tuning", "prompt-tuning"):
-            by_tokens = self.results["by_tokens"].setdefault(method, {})
-            by_examples = self.results["by_examples"].setdefault(method, {})
-            by_tokens[str(TOKENS)] = table[method]
-            by_examples[str(len(lines))] = table[method]
-            for n in self.args.tokens:
-                self.note(by_tokens, n, self.spread, experiment, method, seeds, n, lines)
-            for n in self.args.examples:
-                some = lines[:n]
-                self.note(by_examples, n, self.spread, experiment, method, seeds, TOKENS, some)
+def measure_all(experiment: Experiment, notes: report.Notes, args: argparse.Namespace) -> None:
+    every = len(experiment.training)
+    likeliest = partial(likeliest_letter_accuracy, experiment)
+    notes.note("accuracy", "untuned", measure=likeliest)
+    free = partial(free_accuracy, experiment)
+    notes.note("accuracy", "untuned, freely generated", measure=free)
+    for method in ("p-tuning", "fine-tuning", "prompt-tuning"):
+        notes.note("parameters", method, measure=partial(num_learned, experiment, method))
+        tokens = 0 if method == "fine-tuning" else TOKENS
+        whole = partial(of_seeds, experiment, method, args.seeds, tokens, every)
+        notes.note("accuracy", method, measure=whole)
+    for method in PROMPTS:
+        # the whole task is a point of both curves
+        accuracy = notes.read()["accuracy"][method]
+        notes.note("by_tokens", method, TOKENS, measure=lambda found=accuracy: found)
+        notes.note("by_examples", method, every, measure=lambda found=accuracy: found)
+        curve = partial(of_seeds, experiment, method, args.curve_seeds)
+        for n in args.tokens:
+            notes.note("by_tokens", method, n, measure=partial(curve, n, every))
+        for n in args.examples:
+            notes.note("by_examples", method, n, measure=partial(curve, TOKENS, n))
 
 
 def print_summary(results: dict) -> None:
     before = results["accuracy"]["untuned"]
     ceiling = results["accuracy"]["fine-tuning"]["median"]
-    for method in ("p-tuning", "prompt-tuning"):
+    for method in PROMPTS:
         reached = results["accuracy"][method]["median"]
         share = (reached - before) / (ceiling - before or 1)
         print(
-            f"{method}: {reached:.3f}, {share:.2f} of the way from"
-            f" {before:.3f} to {ceiling:.3f}, {results['parameters'][method]:,} parameters learned"
+            f"{method}: {reached:.3f}, {share:.2f} of the way from {before:.3f} to {ceiling:.3f},"
+            f" {results['parameters'][method]:,} parameters learned"
         )
 
 
 def draw_curve(axes, curves: dict[str, dict]) -> None:
     """curves: {style of learning: {number of tokens or examples: spread}}"""
-    ticks = sorted({int(n) for curve in curves.values() for n in curve})
     for name, curve in curves.items():
-        points = sorted((int(n), r) for n, r in curve.items())
-        x = [n for n, _ in points]
-        colour = style.COLOURS[name]
-        axes.plot(x, [r["median"] for _, r in points], "o-", color=colour, label=name)
-        least = [r["min"] for _, r in points]
-        most = [r["max"] for _, r in points]
-        axes.fill_between(x, least, most, color=colour, alpha=0.15, linewidth=0)
-    axes.set(xscale="log", xticks=ticks, xticklabels=ticks, ylim=(0, 1))
-    axes.minorticks_off()
+        points = {int(n): curve[n] for n in sorted(curve, key=int)}
+        style.band(axes, list(points), list(points.values()), style.COLOURS[name], name)
+    style.ticks(axes, x=sorted({int(n) for curve in curves.values() for n in curve}))
+    axes.set_ylim(0, 1)
 
 
 def draw(results: dict, figures: Path) -> None:
@@ -410,60 +331,46 @@ def draw(results: dict, figures: Path) -> None:
     style.save(figure, figures / "prompt_tuning.svg")
 
 
-def arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = report.arguments(__doc__)
-    parser.add_argument(
-        "--base", metavar="DIR", help="run or checkpoint of the model, with the byte tokenizer"
-    )
+def arguments(doc: str, **counts: int) -> argparse.ArgumentParser:
+    """The flags of comparisons that learn this task."""
+    parser = report.arguments(doc, **counts)
+    base = "run or checkpoint of the model, with the byte tokenizer"
+    parser.add_argument("--base", metavar="DIR", help=base)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 10, 30])
-    parser.add_argument("--examples", nargs="+", type=int, default=[100, 500, 2000])
-    parser.add_argument(
-        "--curve-seeds", nargs="+", type=int, default=[0], help="seeds of the two curves"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="measures again what prompt_tuning.json under --out has already",
-    )
-    args = report.parse(parser)
-    if args.toy:
-        args.seeds = args.seeds[:1]
-        args.tokens = [TOKENS]
-        args.examples = [TOY_SIZES[0]]
-    elif not args.base:
-        report.refuse(
-            parser,
-            "--base DIR is missing: the run or checkpoint of a model with the byte tokenizer",
-        )
-    return parser, args
+    report.device(parser)
+    fresh = "measures again what its JSON file under --out has already"
+    parser.add_argument("--fresh", action="store_true", help=fresh)
+    return parser
 
 
-def saved_results(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict:
-    """Those of an earlier run under the same --out, or empty tables."""
-    results = {"accuracy": {}, "parameters": {}, "by_tokens": {}, "by_examples": {}}
-    saved = args.out / "prompt_tuning.json"
-    if saved.exists() and not args.fresh and not args.toy:
-        try:
-            results |= json_files.read(saved, dict)
-        except json_files.JSONError as e:
-            report.refuse(parser, f"{e}; --fresh measures everything again")
-        results.pop("environment", None)
-    return results
+def parse(parser: argparse.ArgumentParser, **toy) -> argparse.Namespace:
+    args = report.parse(parser, seeds=[0], **toy)
+    if not args.toy and not args.base:
+        what = "the run or checkpoint of a model with the byte tokenizer"
+        report.refuse(parser, f"--base DIR is missing: {what}")
+    return args
+
+
+def make_experiment(args: argparse.Namespace, folder: Path, cut: bool = False) -> Experiment:
+    training, test = snippets(TOY_SIZES if args.toy else SIZES)
+    steps = dict.fromkeys(STEPS, 1) if args.toy else STEPS
+    base = args.base or toy_base(folder, args.device)
+    return Experiment(folder, base, args.device, training, test, steps, cut)
 
 
 def main():
-    parser, args = arguments()
-    training, test = snippets(TOY_SIZES if args.toy else SIZES)
-    results = saved_results(parser, args)
-    steps = dict.fromkeys(STEPS, 1) if args.toy else STEPS
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 10, 30])
+    parser.add_argument("--examples", nargs="+", type=int, default=[100, 500, 2000])
+    curves = "seeds of the two curves"
+    parser.add_argument("--curve-seeds", nargs="+", type=int, default=[0], help=curves)
+    args = parse(parser, tokens=[TOKENS], examples=[TOY_SIZES[0]])
+    notes = report.Notes("prompt_tuning", args)
     with tempfile.TemporaryDirectory() as folder:
-        base = args.base or toy_base(Path(folder), args.device)
-        experiment = Experiment(Path(folder), base, args.device, training, test, steps)
-        Measurements(args, results).all(experiment)
+        measure_all(make_experiment(args, Path(folder)), notes, args)
+    results = notes.read()
     print_summary(results)
-    draw(report.saved("prompt_tuning", args), args.figures)
+    report.finish("prompt_tuning", results, args, draw)
 
 
 if __name__ == "__main__":

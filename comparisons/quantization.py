@@ -30,8 +30,6 @@ from functools import partial
 from pathlib import Path
 from statistics import stdev
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import report
 import style
 import torch
@@ -164,20 +162,18 @@ def measure(load: Callable, text: data.Corpus, sequences: int, rounds: int, new:
     for name, kinds in speeds.items():
         turns = report.in_turn(kinds, rounds)
         for kind in KINDS:
-            results[kind] |= speed(name, [turn[kind] for turn in turns], turns)
+            results[kind] |= speed(name, kind, turns)
     return results
 
 
-def speed(name: int | str, of_kind: list[float], turns: list[dict]) -> dict:
+def speed(name: int | str, kind: str, turns: list[dict]) -> dict:
     """name: a batch, or prefill. Spreads over the rounds, and of the ratio to bf16 in each."""
+    of_kind = report.spread([turn[kind] for turn in turns])
     if name == "prefill":
-        ratios = [turn["bf16"] / x for x, turn in zip(of_kind, turns)]
-        absolute = "prefill_seconds"
-    else:
-        ratios = [x / turn["bf16"] for x, turn in zip(of_kind, turns)]
-        absolute = f"tokens_per_second, batch {name}"
-    ratio = f"speed, {'prefill' if name == 'prefill' else f'batch {name}'}"
-    return {absolute: report.spread(of_kind), ratio: report.spread(ratios)}
+        return {"prefill_seconds": of_kind, "speed, prefill": report.ratio(turns, "bf16", kind)}
+    batch = f"batch {name}"
+    ratio = report.ratio(turns, kind, "bf16")
+    return {f"tokens_per_second, {batch}": of_kind, f"speed, {batch}": ratio}
 
 
 def measure_models(args) -> dict:
@@ -215,14 +211,14 @@ def within_limits(models: dict) -> bool:
 
 def print_summary(models: dict) -> None:
     """The rows of the tables in docs/results.md."""
+    table = report.Table()
+    speeds = [f"speed, {x}" for x in ("batch 1", "batch 16", "prefill")]
     for name, model in models.items():
         for kind, row in model["kinds"].items():
-            ratios = [row.get(f"speed, {x}") for x in ("batch 1", "batch 16", "prefill")]
-            speeds = " | ".join(report.format_spread(x, ".2f") if x else "" for x in ratios)
-            print(
-                f"| {name}, {kind} | {row['perplexity']:.4f} | {row['change']:+.2%} (±"
-                f"{row['standard_error']:.2%}) | {row['bytes']:,} | {speeds} |"
-            )
+            change = f"{row['change']:+.2%} (±{row['standard_error']:.2%})"
+            cells = {"": f"{name}, {kind}", "perplexity": f"{row['perplexity']:.4f}"}
+            cells |= {"change": change, "bytes": row["bytes"]}
+            table.row(cells | {speed: row.get(speed, "") for speed in speeds})
 
 
 def draw(results: dict, figures: Path) -> None:
@@ -245,8 +241,8 @@ def draw(results: dict, figures: Path) -> None:
         i = kinds.index(kind)
         quality_.vlines(100 * limit, i - 0.35, i + 0.35, color="#888888", linestyle="--")
     style.rows_of(quality_, kinds)
-    style.rows_of(size, [""] * len(kinds))
-    style.rows_of(speeds, [""] * len(kinds))
+    for axes in (size, speeds):
+        style.rows_of(axes, kinds, hidden=True)
     quality_.set(xlabel="% perplexity over bf16; dashed: limit")
     size.set(xlabel="bytes, % of bf16", xlim=(0, None))
     size.legend(loc="lower right")
@@ -271,15 +267,10 @@ def check(parser, args) -> None:
 
 
 def main():
-    parser = report.arguments(__doc__)
+    parser = report.arguments(__doc__, threads=1, rounds=7, sequences=1024)
     parser.add_argument("--models", nargs="+", metavar="RUN", help="trained models")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7, help="timed in turn")
-    parser.add_argument("--sequences", type=int, default=1024, help="of held-out text")
-    args = report.parse(parser)
-    if args.toy:
-        args.models, args.rounds, args.sequences = None, 1, 4
-    elif not args.models:
+    args = report.parse(parser, models=None, rounds=1, sequences=4)
+    if not args.toy and not args.models:
         report.refuse(parser, "--models: name the runs of trained models; --toy needs none")
     check(parser, args)
     torch.set_num_threads(args.threads)

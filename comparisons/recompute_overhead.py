@@ -12,21 +12,17 @@ The figure, figures/recompute_overhead.svg, has the overheads: medians, on lines
 the most of the rounds. It does not have times, whose ranges are not kept.
 """
 
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import style
 import torch
 import torch.distributed as dist
-from activation_memory import parallel_layer
+from activation_memory import Layer
+from report import median, scaled, spread
 from torch.utils.flop_counter import FlopCounterMode
 
 from base.world import keep_freed_memory
-from dropout import dropout_key
-from model_config import GPTConfig
 from proof import ranks
 
 # row: (sequence parallelism, recompute, the paper's milliseconds of forward, and of backward)
@@ -47,36 +43,18 @@ SHAPES = {
 }
 
 
-class Layer:
-    """One layer, with its input and the gradient of its output."""
+class TimedLayer(Layer):
+    """With the gradient of its output."""
 
-    def __init__(self, shape: dict, dropout: float, sequence: bool, granularity: str):
-        group = dist.group.WORLD
-        s, b, h, a = (shape[name] for name in "sbha")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        config = GPTConfig(
-            num_layers=1,
-            hidden_size=h,
-            num_heads=a,
-            seq_length=s,
-            vocab_size=64,
-            dropout=dropout,
-            attention="explicit",
-        )
-        self.block = parallel_layer(config, group, sequence, granularity, device, dtype)
-        local_s = s // group.size() if sequence else s
-        self.x = torch.randn(b, local_s, h, device=device, dtype=dtype, requires_grad=True)
+    def __init__(self, *args, **fields):
+        super().__init__(*args, **fields)
         self.grad_output = torch.randn_like(self.x)
-        self.key = None
-        if dropout:
-            self.key = dropout_key(0, 1, torch.arange(b, device=device))
 
     def times(self) -> tuple[float, float]:
         """Seconds of (forward, backward)."""
         outputs = []
         dist.barrier()
-        forward = report.timed(lambda: outputs.append(self.block(self.x, self.key)))
+        forward = report.timed(lambda: outputs.append(self.forward()))
         backward = report.timed(lambda: outputs.pop().backward(self.grad_output))
         return forward, backward
 
@@ -91,13 +69,15 @@ def extra_flops(shape: dict, t: int) -> dict[str, float]:
 def on_rank(rank: int, rounds: int, dropout: float, shape: dict) -> dict:
     """times: {row: [(forward, backward)] by round}; flops: {row: FLOPs}"""
     keep_freed_memory()
-    t = dist.get_world_size()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    fields = dict(dropout=dropout, attention="explicit")
     kinds = {}
     flops = {}
     for row, (sequence, granularity, _, _) in ROWS.items():
-        if sequence and t == 1:
+        if sequence and dist.get_world_size() == 1:
             continue
-        layer = Layer(shape, dropout, sequence, granularity)
+        layer = TimedLayer(shape, sequence, granularity, device, dtype, **fields)
         kinds[row] = layer.times
         with FlopCounterMode(display=False) as counter:
             layer.times()
@@ -106,42 +86,29 @@ def on_rank(rank: int, rounds: int, dropout: float, shape: dict) -> dict:
     return {"times": {row: [t[row] for t in times] for row in kinds}, "flops": flops}
 
 
+def paper_overhead(row: str) -> float | None:
+    _, _, forward, backward = ROWS[row]
+    return forward and (forward + backward) / PAPER_BASE - 1
+
+
 def table(measured: dict, formulas: dict[str, float]) -> list[dict]:
     """measured: what `on_rank` returned; formulas: what `extra_flops` returned."""
     rows = []
     base = [forward + backward for forward, backward in measured["times"]["no recompute"]]
     for row, times in measured["times"].items():
-        _, granularity, _, _ = ROWS[row]
+        granularity = ROWS[row][1]
         overheads = [(f + b) / base_time - 1 for (f, b), base_time in zip(times, base)]
         rows.append(
             {
                 "row": row,
-                "forward_ms": 1e3 * report.median([f for f, _ in times]),
-                "backward_ms": 1e3 * report.median([b for _, b in times]),
-                "overhead": report.spread(overheads),
+                "forward_ms": 1e3 * median([f for f, _ in times]),
+                "backward_ms": 1e3 * median([b for _, b in times]),
+                "overhead": spread(overheads),
                 "extra_flops": measured["flops"][row] - measured["flops"]["no recompute"],
                 "extra_flops_formula": formulas.get(granularity, 0),
             }
         )
     return rows
-
-
-def print_table(rows: list[dict], dropout: float) -> None:
-    print(
-        f"dropout {dropout}; {'':<11}{'forward':>9}{'backward':>10}"
-        f" ms{'overhead':>10}{'more FLOPs':>16}{'formula':>16}{'the paper':>19}"
-    )
-    for r in rows:
-        _, _, forward, backward = ROWS[r["row"]]
-        paper = ""
-        if forward:
-            overhead = (forward + backward) / PAPER_BASE - 1
-            paper = f"{forward} + {backward}: {100 * overhead:.0f}%"
-        print(
-            f"{r['row']:<24}{r['forward_ms']:>9.1f}{r['backward_ms']:>10.1f}"
-            f"{100 * r['overhead']['median']:>12.0f}%{r['extra_flops']:>16,}"
-            f"{r['extra_flops_formula']:>16,.0f}{paper:>19}"
-        )
 
 
 # of the figure: the dropouts that were measured: marker
@@ -156,17 +123,12 @@ def draw(results: dict, figures: Path) -> None:
     for i, (dropout, marker) in enumerate(MARKERS.items()):
         rows = results[dropout][1:]
         positions = [names.index(row["row"]) + 0.24 * i for row in rows]
-        spreads = []
-        for row in rows:
-            spreads.append({key: 100 * row["overhead"][key] for key in ("median", "min", "max")})
+        spreads = [scaled(row["overhead"], 100) for row in rows]
         style.ranges(axes, positions, spreads, style.COLOURS["recompute"], marker=marker)
         label = f"measured, {dropout}" if i == 0 else dropout
         style.label(axes, label, (spreads[0]["max"], positions[0]))
-    paper = {}
-    for y, name in enumerate(names):
-        _, _, forward, backward = ROWS[name]
-        if forward:
-            paper[y - 0.24] = 100 * ((forward + backward) / PAPER_BASE - 1)
+    of_paper = {name: paper_overhead(name) for name in names if paper_overhead(name) is not None}
+    paper = {names.index(name) - 0.24: 100 * value for name, value in of_paper.items()}
     axes.plot(list(paper.values()), list(paper), "kD", markersize=5)
     y = names.index("full") - 0.24
     style.label(axes, "the paper: 22B layer, A100", (paper[y], y))
@@ -180,23 +142,18 @@ def draw(results: dict, figures: Path) -> None:
 
 
 def main():
-    parser = report.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = report.parse(parser)
+    args = report.parse(report.arguments(__doc__, rounds=15), rounds=1)
     cuda = torch.cuda.is_available()
     world = 1 if cuda else 2
-    shape = SHAPES["cuda" if cuda else "cpu"]
-    rounds = args.rounds
-    if args.toy:
-        shape = SHAPES["toy"]
-        rounds = 1
+    shape = SHAPES["toy" if args.toy else "cuda" if cuda else "cpu"]
     results = {}
+    printed = report.Table()
     for dropout in (0.1, 0.0):
-        measured = ranks.run(on_rank, world, rounds, dropout, shape)[0]
+        measured = ranks.run(on_rank, world, args.rounds, dropout, shape)[0]
         rows = results[f"dropout {dropout}"] = table(measured, extra_flops(shape, world))
-        print_table(rows, dropout)
-    report.save("recompute_overhead", results, args, threads=1)
-    draw(report.saved("recompute_overhead", args), args.figures)
+        for row in rows:
+            printed.row({"dropout": dropout} | row | {"paper": paper_overhead(row["row"])})
+    report.finish("recompute_overhead", results, args, draw, threads=1)
 
 
 if __name__ == "__main__":

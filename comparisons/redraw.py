@@ -9,64 +9,39 @@ A comparison ends with the same `draw`, from the file that it has written.
 import argparse
 import importlib
 import json
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-# the root first: lessons and comparisons share names
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+import report
 
-from base import terminal  # noqa: E402
+from base import terminal
 
-# NAME.json: the comparison whose `draw` reads it
-DRAWN_BY = {
-    "activation_memory": "activation_memory",
-    "context": "context",
-    "fine_tuning": "fine_tuning",
-    "packing": "packing",
-    "fp8": "fp8",
-    "fp8_speed": "fp8",
-    "fp8_training": "fp8_training",
-    "fsdp": "fsdp",
-    "generation": "generation",
-    "kernels": "kernels",
-    "layouts": "layouts",
-    "moe_training": "moe",
-    "pipeline": "pipeline",
-    "planner": "planner",
-    "preference": "preference",
-    "prompt_tuning": "prompt_tuning",
-    "quantization": "quantization",
-    "recompute_overhead": "recompute_overhead",
-    "rollout": "rollout",
-    "silent_bugs": "silent_bugs",
-    "training_step": "training_step",
-    "zero_memory": "zero_memory",
-}
+# the module whose `draw` reads NAME.json, where it has another name
+DRAWN_BY = {"fp8_speed": "fp8", "moe_training": "moe", "preference": "preference_figures"}
 
 
 def redraw(name: str, figures: Path) -> None:
     """Draw the figures of NAME.json into a folder."""
-    results = json.loads((HERE / f"{name}.json").read_text())
-    importlib.import_module(f"comparisons.{DRAWN_BY[name]}").draw(results, figures)
+    results = json.loads((report.HERE / f"{name}.json").read_text())
+    importlib.import_module(f"comparisons.{DRAWN_BY.get(name, name)}").draw(results, figures)
 
 
 def measured() -> list[str]:
-    """The names of the results that are there. Those of a GPU may not be yet."""
-    return [name for name in DRAWN_BY if (HERE / f"{name}.json").exists()]
+    """The names of the results that have a figure. Those of a GPU may not be there yet."""
+    names = []
+    for path in sorted(report.HERE.glob("*.json")):
+        script = report.HERE / f"{DRAWN_BY.get(path.stem, path.stem)}.py"
+        if script.exists() and "\ndef draw(" in script.read_text():
+            names.append(path.stem)
+    return names
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    # no choices=: it would refuse the empty list
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(measured()))
-    parser.add_argument("--figures", type=Path, metavar="DIR", default=HERE.parent / "figures")
+    parser.add_argument("--figures", type=Path, metavar="DIR", default=report.ROOT / "figures")
     args = parser.parse_args()
-    unknown = set(args.names) - set(measured())
-    if unknown:
-        parser.error(f"no results to draw: {', '.join(unknown)}; there are {', '.join(measured())}")
+    report.check_names(parser, args.names, measured())
     args.figures.mkdir(parents=True, exist_ok=True)
     for name in args.names or measured():
         redraw(name, args.figures)

@@ -1,68 +1,102 @@
-"""What every comparison shares: its flags, its timing, and the files that it writes.
+"""What every comparison shares: its flags, its timing, its tables, and the files that it writes.
 
-    args = report.parse(report.arguments(__doc__))           # --toy, --out, --figures
-    times = report.in_turn({"ours": ..., "theirs": ...}, rounds=15)
-    ratio = report.spread([t["ours"] / t["theirs"] for t in times])
-    report.save("name", {"ratio": ratio}, args)              # NAME.json, with device and versions
+    args = report.parse(report.arguments(__doc__, rounds=15), rounds=1)   # with --toy one round
+    times = report.in_turn({"ours": ..., "theirs": ...}, args.rounds)
+    results = {"ratio": report.ratio(times, "ours", "theirs")}
+    report.finish("name", results, args, draw)     # NAME.json, with device and versions; figures
 
 Two things are compared in one run, in turn, and by the median of their ratios: the speed of a
 shared machine changes from minute to minute, a ratio within a round hardly does.
+
+Imported first: it puts the root of the project in front of this folder, for lessons and comparisons
+share names.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import os
 import platform
+import re
 import sys
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+
 # git ignores it
-SCRATCH = HERE.parent / "runs" / "comparisons"
+SCRATCH = ROOT / "runs" / "comparisons"
 # flags that are at least 1
-COUNTS = "rounds", "steps", "seeds", "threads", "ranks"
+COUNTS = {
+    "rounds": "in each of which all kinds are measured, in turn",
+    "steps": "of training",
+    "seeds": "runs that differ in nothing else",
+    "threads": "of each process",
+    "ranks": "processes of this machine",
+    "sequences": "of held-out text",
+}
 # between two lines about how far a comparison is
 SECONDS_OF_SILENCE = 10
 # of the environment: results that are put into one file have these in common
 SAME = "device", "torch", "python"
+SPREAD = "median", "min", "max"
 
 # --------------------------------------------------------------------------------------------------
 # flags
 
 
-def arguments(doc: str) -> argparse.ArgumentParser:
-    """A parser with the flags that every comparison has: --toy, --out and --figures."""
+def arguments(doc: str, **counts: int) -> argparse.ArgumentParser:
+    """A parser with the flags that every comparison has: --toy, --out and --figures; and a flag for
+    each whole number in `counts`, with its default."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--toy",
-        action="store_true",
-        help="tiny sizes: runs every part in seconds; the numbers mean nothing",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder of NAME.json (default: runs/comparisons; with --toy runs/comparisons/toy)",
-    )
-    parser.add_argument(
-        "--figures", type=Path, metavar="DIR", help="folder of NAME.svg (default: that of --out)"
-    )
+    toy = "tiny sizes: runs every part in seconds; the numbers mean nothing"
+    parser.add_argument("--toy", action="store_true", help=toy)
+    out = "folder of NAME.json (default: runs/comparisons; with --toy runs/comparisons/toy)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
+    figures = "folder of NAME.svg (default: that of --out)"
+    parser.add_argument("--figures", type=Path, metavar="DIR", help=figures)
+    for name, default in counts.items():
+        words = f"{COUNTS.get(name, '')} (default: {default})"
+        parser.add_argument(f"--{name}", type=int, default=default, help=words)
     return parser
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The flags of this process, with the folders made. A flag that cannot be accepted ends the
-    process: one line, exit status 2."""
+def device(parser: argparse.ArgumentParser) -> None:
+    """Add --device: a GPU where there is one."""
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def minutes(parser: argparse.ArgumentParser) -> None:
+    """Add --minutes, for a comparison that writes its file after each case; it becomes
+    args.deadline, which `is_over` reads."""
+    parser.add_argument(
+        "--minutes",
+        dest="deadline",
+        type=lambda text: time.monotonic() + 60 * float(text),
+        default=math.inf,
+        help="begin no case after so many minutes; cases without results come first",
+    )
+
+
+def is_over(args: argparse.Namespace) -> bool:
+    return time.monotonic() > args.deadline
+
+
+def parse(parser: argparse.ArgumentParser, **toy) -> argparse.Namespace:
+    """The flags of this process, with the folders made; those in `toy` have these values with
+    --toy. A flag that cannot be accepted ends the process: one line, exit status 2."""
     args = parser.parse_args()
     args.out = args.out or (SCRATCH / "toy" if args.toy else SCRATCH)
     args.figures = args.figures or args.out
@@ -70,17 +104,16 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         value = getattr(args, name, 1)
         if isinstance(value, int) and value < 1:
             refuse(parser, f"--{name} {value}: must be at least 1")
-    measured = (HERE.resolve(), HERE.resolve().parent / "figures")
     for flag, folder in (("--out", args.out), ("--figures", args.figures)):
-        if args.toy and folder.resolve() in measured:
-            refuse(
-                parser,
-                f"{flag} {folder}: --toy does not overwrite measured results; name another folder",
-            )
+        if args.toy and folder.resolve() in (HERE, ROOT / "figures"):
+            rule = "--toy does not overwrite measured results; name another folder"
+            refuse(parser, f"{flag} {folder}: {rule}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             refuse(parser, f"{flag} {folder}: {e.strerror}; name a folder that can be written")
+    if args.toy:
+        vars(args).update(toy)
     return args
 
 
@@ -90,19 +123,10 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> None:
     sys.exit(2)
 
 
-def minutes(parser: argparse.ArgumentParser) -> None:
-    """Add --minutes, for a comparison that writes its file after each case."""
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=math.inf,
-        help="begin no case after so many minutes; cases without results come first",
-    )
-
-
-def missing_first(pairs, results: dict) -> list[tuple[str, str]]:
-    """Pairs (title, case) in the order in which to measure them: those without results first."""
-    return sorted(pairs, key=lambda pair: pair[1] in results.get(pair[0], {}))
+def check_names(parser: argparse.ArgumentParser, names: list[str], known) -> None:
+    """Of words without a flag. (choices= would refuse that there are none.)"""
+    if unknown := [name for name in names if name not in known]:
+        refuse(parser, f"{', '.join(unknown)}: not known; there are {', '.join(known)}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -111,20 +135,18 @@ def missing_first(pairs, results: dict) -> list[tuple[str, str]]:
 
 def processor() -> str:
     """The name of this machine's processor."""
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":")[1].strip()
-    return platform.processor()
+    if sys.platform != "linux":
+        return platform.processor()
+    name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return name[1].strip() if name else platform.processor()
 
 
 def environment(threads: int | None = None) -> dict:
     """Device, versions, date and command, to stand beside every number. threads: of each rank,
     where ranks computed; by default those of this process."""
+    device = f"{processor()}, {threads or torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
-    else:
-        device = f"{processor()}, {threads or torch.get_num_threads()} threads"
     return {
         "device": device,
         "torch": torch.__version__,
@@ -155,6 +177,17 @@ def saved(name: str, args: argparse.Namespace) -> dict:
     return json.loads((args.out / f"{name}.json").read_text())
 
 
+def finish(name: str, results: dict, args: argparse.Namespace, draw: Callable, threads=None):
+    """`save`, and draw the figures from what was saved."""
+    save(name, results, args, threads)
+    draw(saved(name, args), args.figures)
+
+
+def missing_first(pairs, results: dict) -> list[tuple[str, str]]:
+    """Pairs (title, case) in the order in which to measure them: those without results first."""
+    return sorted(pairs, key=lambda pair: pair[1] in results.get(pair[0], {}))
+
+
 def earlier(name: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict:
     """{title: {case: results}} of NAME.json in the folder of --out, for new cases to be added to.
 
@@ -162,52 +195,127 @@ def earlier(name: str, parser: argparse.ArgumentParser, args: argparse.Namespace
     process: one line, exit status 2. With --toy they are forgotten.
     """
     path = args.out / f"{name}.json"
+    here = {key: environment()[key] for key in SAME} | {"toy": args.toy}
     try:
         found = saved(name, args)
         there = {key: found["environment"][key] for key in SAME} | {"toy": found["toy"]}
-        results = found["results"]
+        if there == here:
+            return found["results"]
     except FileNotFoundError:
         return {}
     except (KeyError, TypeError, ValueError):
-        there, results = {"file": "not written by this command"}, {}
-    here = {key: environment()[key] for key in SAME} | {"toy": args.toy}
-    if there == here:
-        return results
+        there = {"file": "not written by this command"}
     if not args.toy:
-        differs = [key for key in there if there[key] != here.get(key)]
-        was = ", ".join(f"{key} {there[key]}" for key in differs)
-        now = ", ".join(f"{key} {here[key]}" for key in differs if key in here)
+        differs = [f"{key} {value}" for key, value in there.items() if value != here.get(key)]
         refuse(
             parser,
-            f"{path} has other results ({was}; here {now or 'none'}), which are not mixed with"
-            " new ones; name another folder with --out, or move that file away",
+            f"{path} has other results ({', '.join(differs)}), which are not mixed with new ones;"
+            " name another folder with --out, or move that file away",
         )
     return {}
+
+
+class Notes:
+    """What NAME.json holds, in nested dictionaries. Each result is saved as soon as it is there,
+    and the file is read again before: another process may have added its own."""
+
+    def __init__(self, name: str, args: argparse.Namespace):
+        self.name = name
+        self.args = args
+        if args.fresh or args.toy:
+            (args.out / f"{name}.json").unlink(missing_ok=True)
+
+    def read(self) -> dict:
+        try:
+            found = saved(self.name, self.args)
+        except FileNotFoundError:
+            return {}
+        except ValueError as e:
+            sys.exit(f"{self.name}.json: {e}; --fresh measures everything again")
+        found.pop("environment", None)
+        return found
+
+    def note(self, *keys, measure: Callable):
+        """Measure what is not there yet. keys: of the dictionaries on the way to it."""
+        *way, last = map(str, keys)
+
+        def table(results: dict) -> dict:
+            for key in way:
+                results = results.setdefault(key, {})
+            return results
+
+        if last not in table(self.read()):
+            value = measure()
+            results = self.read()
+            table(results)[last] = value
+            print(*keys, value, flush=True)
+            write(self.name, results, self.args)
 
 
 def one_line(error: Exception) -> str:
     """What went wrong, for a row of a table."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}"[:160]
+
+
+# --------------------------------------------------------------------------------------------------
+# numbers, and tables of them
 
 
 def spread(values) -> dict:
     return {"median": median(values), "min": min(values), "max": max(values), "n": len(values)}
 
 
+def ratio(times: list[dict], kind: str, other: str, factor: float = 1) -> dict:
+    """The spread over rounds of factor * (what `kind` gave) / (what `other` gave in that round)."""
+    return spread([factor * t[kind] / t[other] for t in times])
+
+
+def scaled(values: dict, factor: float, less: float = 0.0) -> dict:
+    """A spread in another unit."""
+    return {key: factor * (values[key] - less) for key in SPREAD}
+
+
 def format_spread(values: dict, number: str = ".3f") -> str:
     """What `spread` returned, as "median (min to max)". number: the format of each."""
-    middle, least, most = (format(values[key], number) for key in ("median", "min", "max"))
+    middle, least, most = (format(values[key], number) for key in SPREAD)
     return f"{middle} ({least} to {most})"
 
 
+def text_of(value) -> str:
+    """Words, a number, what `spread` returned, more of these by name, or a dash for what is not
+    there."""
+    if isinstance(value, dict):
+        if "median" not in value:
+            return ", ".join(f"{name} {text_of(x)}" for name, x in value.items())
+        return format_spread(value, ",.0f" if value["median"] >= 100 else ".4g")
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.5g}"
+    if value is None:
+        return "-"
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+class Table:
+    """Prints rows in Markdown as they come, and before the first the names of the columns."""
+
+    def __init__(self):
+        self.has_head = False
+
+    def row(self, cells: dict) -> None:
+        """cells: {column: what `text_of` takes}"""
+        if not self.has_head:
+            print(f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|")
+        self.has_head = True
+        print(f"| {' | '.join(map(text_of, cells.values()))} |", flush=True)
+
+
 def print_results(results: dict) -> None:
-    """A line for each: a number, or what `spread` returned."""
+    """A line for each."""
     for name, value in results.items():
-        text = format_spread(value) if isinstance(value, dict) else f"{value:,.0f}"
-        print(f"{name}: {text}")
+        print(f"{name}: {text_of(value)}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -253,29 +361,16 @@ def in_turn(kinds: dict, rounds: int) -> list[dict]:
         if now - said > SECONDS_OF_SILENCE and not (dist.is_initialized() and dist.get_rank()):
             said = now
             left = (now - begin) / len(results) * (rounds - 1 - i) / 60
-            print(
-                f"round {i + 1} of {rounds}, {left:.1f} minutes left", file=sys.stderr, flush=True
-            )
+            line = f"round {i + 1} of {rounds}, {left:.1f} minutes left"
+            print(line, file=sys.stderr, flush=True)
     return results[warm_up:]
 
 
-class Done:
-    """Stands in for a collective that was left out."""
-
-    def wait(self):
-        pass
-
-
-@contextlib.contextmanager
 def without_all_reduce():
-    """While entered, all-reduces of this process return at once and sum nothing: what is timed is
-    the computation alone."""
-    original = dist.all_reduce
-    dist.all_reduce = lambda *args, **options: Done()
-    try:
-        yield
-    finally:
-        dist.all_reduce = original
+    """A context in which all-reduces of this process return at once and sum nothing: what is timed
+    is the computation alone."""
+    done = SimpleNamespace(wait=lambda: None)
+    return mock.patch.object(dist, "all_reduce", lambda *args, **options: done)
 
 
 def matmul_flops(dtype: torch.dtype, device: str, n: int = 2048, repeats: int = 9) -> float:
@@ -284,14 +379,3 @@ def matmul_flops(dtype: torch.dtype, device: str, n: int = 2048, repeats: int = 
     a, b = torch.randn(2, n, n, device=device).to(dtype)
     a @ b
     return 2 * n**3 / median([timed(lambda: a @ b) for _ in range(repeats)])
-
-
-# --------------------------------------------------------------------------------------------------
-# memory
-
-
-def optimizer_bytes(optimizer) -> int:
-    """Bytes of this rank's optimizer state: fp32 masters, or the low bits that complete bf16
-    weights to them, and both moments."""
-    kinds = (optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq)
-    return sum(tensor.nbytes for kind in kinds for tensor in kind.values())

@@ -22,14 +22,10 @@ it is there: the same command goes on after it was stopped, and adds rounds up t
 Figure: figures/rollout.svg
 """
 
-import argparse
 import os
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import style
@@ -106,17 +102,14 @@ class Clock:
     def __init__(self):
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
-    def watch(self, owner, name: str, part: str, minus: str | None = None) -> None:
-        """Add the seconds of each call of owner.NAME to a part. minus: a part that runs inside."""
+    def watch(self, owner, name: str, part: str) -> None:
+        """Add the seconds of each call of owner.NAME to a part."""
         original = getattr(owner, name)
 
         def timed(*args, **options):
-            inside = self.seconds[minus] if minus else 0.0
             begin = time.perf_counter()
             result = original(*args, **options)
             self.seconds[part] += time.perf_counter() - begin
-            if minus:
-                self.seconds[part] -= self.seconds[minus] - inside
             return result
 
         setattr(owner, name, timed)
@@ -135,7 +128,7 @@ class Steps:
         self.clock = Clock()
         if writer.resharding:
             self.clock.watch(writer.resharding, "copy", "resharding")
-        self.clock.watch(writer, "write", "generation", minus="resharding")
+        self.clock.watch(writer, "write", "generation")
         self.clock.watch(self.trainer.task, "make_targets", "reference")
 
     def write_without_cache(self, prompts, samples, step, end_tokens):
@@ -155,6 +148,8 @@ class Steps:
         if dist.is_initialized():
             dist.barrier()
         whole = time.perf_counter() - begin
+        # the weights are moved inside of the call that writes
+        seconds["generation"] -= seconds["resharding"]
         seconds["training"] = whole - sum(seconds.values())
         lengths = {len(answer.ids) for answer in self.trainer.task.rows.answers}
         assert lengths == {self.trainer.config.answer_tokens}
@@ -174,15 +169,14 @@ def on_rank(rank: int, world: int, shape: dict, kinds: dict) -> dict:
     return results
 
 
-def measure(results: dict, args: argparse.Namespace, keep) -> None:
+def measure(results: dict, args, keep) -> None:
     """results: {group: {round: {kind: {part: seconds}}}}, completed; keep() writes the file."""
-    deadline = time.monotonic() + 60 * args.minutes
     for number in range(args.rounds):
         # what takes minutes comes last
         for group, (world, kinds) in reversed(KINDS.items()):
             done = results.setdefault(group, {})
             enough = group == "cache" and number >= CACHE_ROUNDS
-            if enough or str(number) in done or time.monotonic() > deadline:
+            if enough or str(number) in done or report.is_over(args):
                 continue
             order = kinds if number % 2 == 0 else dict(reversed(kinds.items()))
             load = os.getloadavg()[0]
@@ -190,21 +184,15 @@ def measure(results: dict, args: argparse.Namespace, keep) -> None:
             found = ranks.run(on_rank, world, world, TOY if args.toy else shape, order)[0]
             done[str(number)] = found | {"load_average": load}
             for kind in kinds:
-                print(f"{group}, round {number}, {kind}: {line(found[kind])}", flush=True)
+                print(f"{group}, round {number}, {kind}: {report.text_of(found[kind])}", flush=True)
             keep()
 
 
-def line(seconds: dict[str, float]) -> str:
-    return ", ".join(f"{part} {value:.2f} s" for part, value in seconds.items())
-
-
-def spreads(results: dict, group: str, value) -> dict[str, dict]:
-    """{kind: spread over rounds of value(the kind's seconds, those of all kinds)}"""
+def seconds_of(results: dict, group: str, part: str) -> dict[str, dict]:
+    """{kind: spread over rounds of a part's seconds}"""
     rounds = results[group].values()
-    return {
-        kind: report.spread([value(of_round[kind], of_round) for of_round in rounds])
-        for kind in KINDS[group][1]
-    }
+    kinds = KINDS[group][1]
+    return {kind: report.spread([r[kind][part] for r in rounds]) for kind in kinds}
 
 
 def ratio(results: dict, group: str, part: str, kind: str, over: str) -> dict:
@@ -213,23 +201,22 @@ def ratio(results: dict, group: str, part: str, kind: str, over: str) -> dict:
 
 
 def print_summary(results: dict) -> None:
-    for group in KINDS:
-        shares = spreads(results, group, share_of_rollout)
+    for group, (_, kinds) in KINDS.items():
+        table = report.Table()
         for part in (*PARTS, "step"):
-            by_kind = spreads(results, group, lambda seconds, _, part=part: seconds[part])
-            texts = [f"{kind} {report.format_spread(x, '.2f')}" for kind, x in by_kind.items()]
-            print(f"{part}: {'; '.join(texts)}")
-        print({kind: report.format_spread(x, ".0%") for kind, x in shares.items()})
+            table.row({"seconds": part, **seconds_of(results, group, part)})
+        shares = {}
+        for kind in kinds:
+            rounds = [of_round[kind] for of_round in results[group].values()]
+            writing = [(r["generation"] + r["resharding"]) / r["step"] for r in rounds]
+            shares[kind] = report.format_spread(report.spread(writing), ".0%")
+        table.row({"seconds": "share of generation and resharding", **shares})
     for part in ("generation", "step"):
         text = report.format_spread(ratio(results, "cache", part, "no cache", "cache"), ".1f")
         print(f"{part} without the cache: {text} times as long")
     for kind, over in (("tp 2 -> dp 2", "tp 2"), ("ZeRO 3 -> dp 2", "ZeRO 3")):
         text = report.format_spread(ratio(results, "layouts", "step", kind, over), ".2f")
         print(f"a step of {kind} over one of {over}: {text}")
-
-
-def share_of_rollout(seconds: dict, _) -> float:
-    return (seconds["generation"] + seconds["resharding"]) / seconds["step"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -245,8 +232,7 @@ def draw(results: dict, figures: Path) -> None:
     for axes, (group, (_, kinds)) in zip(panels, KINDS.items()):
         left = [0.0] * len(kinds)
         for part in PARTS:
-            by_kind = spreads(results, group, lambda seconds, _, part=part: seconds[part])
-            widths = [by_kind[kind]["median"] for kind in kinds]
+            widths = [seconds["median"] for seconds in seconds_of(results, group, part).values()]
             label = part if group == "cache" else None
             rows = range(len(kinds))
             axes.barh(rows, widths, left=left, height=0.7, color=COLOURS[part], label=label)
@@ -263,22 +249,14 @@ def draw(results: dict, figures: Path) -> None:
 
 
 def main():
-    parser = report.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = report.arguments(__doc__, rounds=9)
     report.minutes(parser)
-    args = report.parse(parser)
-    if args.toy:
-        args.rounds = 1
+    args = report.parse(parser, rounds=1)
     torch.set_num_threads(1)
-    results = report.earlier("rollout", parser, args)
-
-    def keep():
-        report.write("rollout", {"toy": args.toy, "results": results}, args)
-
-    measure(results, args, keep)
-    report.save("rollout", {"toy": args.toy, "results": results}, args)
-    print_summary(results)
-    draw(report.saved("rollout", args), args.figures)
+    results = {"toy": args.toy, "results": report.earlier("rollout", parser, args)}
+    measure(results["results"], args, lambda: report.write("rollout", results, args))
+    print_summary(results["results"])
+    report.finish("rollout", results, args, draw)
 
 
 if __name__ == "__main__":

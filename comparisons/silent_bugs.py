@@ -22,10 +22,7 @@ Figure: figures/silent_bugs.svg
 """
 
 import math
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import style
@@ -105,11 +102,8 @@ def measure(bug: mutations.Bug, one: bug_runs.Training, right: dict, steps: int)
         "technique": bug.technique,
         "kind": kind(row["first"]),
         "first": row["first"],
-        "loss": short(row["loss"]),
-        "late": short(row["late"]),
         "held out": short(held_out),
-        "norm": short(row["norm"]),
-        "norms of ranks differ": short(row["norms of ranks differ"]),
+        **{name: short(row[name]) for name in ("loss", "late", "norm", "norms of ranks differ")},
         "wrong gradients": len(wrong),
         "gradients": row["gradients"],
         # a few are named
@@ -270,9 +264,8 @@ def tables(results: dict) -> dict[str, str]:
     ]
     found = {}
     for name in KINDS.values():
-        rows = [
-            row_of_table(bug, row) for bug, row in results["bugs"].items() if row["kind"] == name
-        ]
+        bugs = results["bugs"].items()
+        rows = [row_of_table(bug, row) for bug, row in bugs if row["kind"] == name]
         if rows:
             found[name] = "\n".join(head + rows)
     return found
@@ -280,6 +273,24 @@ def tables(results: dict) -> dict[str, str]:
 
 # --------------------------------------------------------------------------------------------------
 # the figure
+
+
+def draw_bug(axes, name: str, row: dict, right: list[float]) -> None:
+    """A panel: the right curve, and that of the bug."""
+    x = [POINT * i + POINT / 2 for i in range(len(right))]
+    axes.plot(x, right, color=style.COLOURS["one device"], linewidth=2.5, alpha=0.4)
+    colour = style.SERIES[1 if row["loss gives it away"] else 0]
+    wrong = [math.nan if y is None else y for y in row["curve"]]
+    axes.plot(x, wrong, color=colour)
+    axes.set_title(name, fontsize=style.SMALL, color=style.ink(colour))
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    # a panel without a background and a clip path is a tenth of the file smaller
+    axes.patch.set_visible(False)
+    lowest, highest = axes.get_ylim()
+    if all(lowest < y < highest for y in right + wrong):
+        for line in axes.lines:
+            line.set_clip_on(False)
 
 
 def draw(results: dict, figures: Path) -> None:
@@ -299,26 +310,13 @@ def draw(results: dict, figures: Path) -> None:
     bottom = 0.9 * min(min(right["curve"]) for right in of_text)
     left_is_of_pairs = False
     for number, (axes, (name, row)) in enumerate(zip(grid.flat, bugs)):
-        right = results["right"][row["right"]]["curve"]
-        x = [POINT * i + POINT / 2 for i in range(len(right))]
-        axes.plot(x, right, color=style.COLOURS["one device"], linewidth=2.5, alpha=0.4)
-        colour = style.SERIES[1 if row["loss gives it away"] else 0]
-        wrong = [math.nan if y is None else y for y in row["curve"]]
-        axes.plot(x, wrong, color=colour)
-        axes.set_title(name, fontsize=style.SMALL, color=style.ink(colour))
-        axes.grid(visible=False)
-        axes.tick_params(length=0)
-        axes.set(xticks=[0, results["steps"]], yticks=[3, 5], ylim=(bottom, top))
         of_pairs = "preference" in row["right"]
-        if of_pairs:
-            # a loss that begins at log 2
-            axes.set(yticks=[0, 1], ylim=(-0.1, 1.5))
-        # a panel without a background and a clip path is a tenth of the file smaller
-        axes.patch.set_visible(False)
-        lowest, highest = axes.get_ylim()
-        if all(lowest < y < highest for y in right + wrong):
-            for line in axes.lines:
-                line.set_clip_on(False)
+        # a loss that begins at log 2
+        scale = dict(yticks=[0, 1], ylim=(-0.1, 1.5))
+        if not of_pairs:
+            scale = dict(yticks=[3, 5], ylim=(bottom, top))
+        axes.set(xticks=[0, results["steps"]], **scale)
+        draw_bug(axes, name, row, results["right"][row["right"]]["curve"])
         if number % columns and of_pairs == left_is_of_pairs:
             axes.set(yticklabels=[])
         left_is_of_pairs = of_pairs
@@ -330,15 +328,11 @@ def draw(results: dict, figures: Path) -> None:
 
 
 def main():
-    parser = report.arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=3, help="other seeds, for each right run")
+    parser = report.arguments(__doc__, steps=100, seeds=3)
     parser.add_argument("--bugs", nargs="+", default=[], help="measure these, keep the others")
-    args = report.parse(parser)
+    args = report.parse(parser, steps=POINT, seeds=1)
     torch.set_num_threads(1)
-    steps = POINT if args.toy else args.steps
-    seeds = 1 if args.toy else args.seeds
-    results = {"toy": args.toy, "steps": steps, "right": {}, "bugs": {}}
+    results = {"toy": args.toy, "steps": args.steps, "right": {}, "bugs": {}}
     kept = results
     if args.bugs:
         kept = report.saved("silent_bugs", args)
@@ -354,12 +348,11 @@ def main():
         flags = mutations.of_one_device(bug_runs.flags_of(bug))
         key = " ".join(f"{flag} {value}" for flag, value in flags.items()) or "dense"
         if key not in ones:
-            ones[key], results["right"][key] = measure_right(flags, steps, seeds)
-        row = measure(bug, ones[key], results["right"][key], steps)
+            ones[key], results["right"][key] = measure_right(flags, args.steps, args.seeds)
+        row = measure(bug, ones[key], results["right"][key], args.steps)
         results["bugs"][name] = {"right": key, **row}
         print(f"{name}: first {row['first']}; {row_of_table(name, row)}", flush=True)
-    report.save("silent_bugs", results, args, threads=1)
-    draw(report.saved("silent_bugs", args), args.figures)
+    report.finish("silent_bugs", results, args, draw, threads=1)
 
 
 if __name__ == "__main__":

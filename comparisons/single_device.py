@@ -25,47 +25,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import report
 import torch
 import torch.distributed as dist
 from report import median, spread, timed
 
+# Random also for the processes of another checkout
+from steps import Random, Steps
+
 import data
 import train
-from base.world import Groups, keep_freed_memory
-from lessons import demo
+from base.world import keep_freed_memory
 from model_config import GPTConfig, flops_per_token
 from proof import ranks
 from run.config import DTYPES
 from run.metrics import mfu
 
-CASES = {
-    "small": dict(
-        model="gpt2",
-        num_layers=4,
-        hidden_size=256,
-        num_heads=8,
-        seq_length=256,
-        vocab_size=8192,
-        dropout=0.0,
-        global_batch_size=8,
-    ),
-    "gpt2-124m": dict(model="gpt2", seq_length=256, dropout=0.0, global_batch_size=2),
-}
-TOY = {
-    "toy": dict(
-        model="gpt2",
-        num_layers=2,
-        hidden_size=64,
-        num_heads=4,
-        seq_length=32,
-        vocab_size=512,
-        dropout=0.0,
-        global_batch_size=2,
-    )
-}
+GPT2 = dict(model="gpt2", seq_length=256, dropout=0.0)
+SMALL = dict(num_layers=4, hidden_size=256, num_heads=8, vocab_size=8192, global_batch_size=8)
+TINY = dict(num_layers=2, hidden_size=64, num_heads=4, vocab_size=512, seq_length=32)
+CASES = {"small": GPT2 | SMALL, "gpt2-124m": GPT2 | dict(global_batch_size=2)}
+TOY = {"toy": GPT2 | TINY | dict(global_batch_size=2)}
 # Takes a training step of the checkout in its folder for each line that it reads, and prints the
 # seconds.
 STEPS = """
@@ -92,56 +72,14 @@ KINDS = {
     "attention": ("scaled_dot_product", "flash_attention"),
     "GELU": ("gelu",),
     "norm": ("layer_norm",),
-    "cross entropy": (
-        "_CrossEntropy",
-        "aten::exp",
-        "aten::amax",
-        "aten::div",
-        "aten::gather",
-        "aten::scatter",
-        "aten::log",
+    "cross entropy": tuple(
+        "_CrossEntropy aten::exp aten::amax aten::div aten::gather aten::scatter aten::log".split()
     ),
     "embedding": ("embedding", "index"),
-    "copies, sums and zeros": (
-        "aten::add",
-        "aten::copy_",
-        "aten::fill_",
-        "aten::zero_",
-        "aten::sum",
-        "aten::clone",
-        "aten::mul",
-        "aten::sub",
+    "copies, sums and zeros": tuple(
+        f"aten::{name}" for name in "add copy_ fill_ zero_ sum clone mul sub".split()
     ),
 }
-
-
-class Random(data.Dataset):
-    """Random tokens that are already in memory, as a data set: sample n is row n of one batch, over
-    and over. batch: rows; s: tokens of a row; v: size of the vocabulary."""
-
-    def __init__(self, batch: int, s: int, v: int):
-        self.s = s
-        tokens, targets = demo.random_tokens(batch, s, v)
-        self.fixed = data.Batch(
-            tokens.contiguous(),
-            targets.contiguous(),
-            torch.ones(batch, s, dtype=torch.bool),
-            torch.arange(batch),
-        )
-
-    def batch(self, samples) -> data.Batch:
-        """samples: a range that does not pass the last row."""
-        first = samples[0] % len(self.fixed.tokens)
-        rows = slice(first, first + len(samples))
-        return data.Batch(
-            self.fixed.tokens[rows],
-            self.fixed.targets[rows],
-            self.fixed.loss_mask[rows],
-            self.fixed.samples[rows],
-        )
-
-    def counted_tokens(self, samples) -> int:
-        return self.fixed.targets.numel()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -152,22 +90,13 @@ def transformers_step(c: GPTConfig, batch: data.Batch, dtype: torch.dtype, devic
     """A function that takes one training step of transformers' GPT-2."""
     import transformers
 
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=c.vocab_size,
-            n_positions=c.seq_length,
-            n_embd=c.hidden_size,
-            n_layer=c.num_layers,
-            n_head=c.num_heads,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-            attn_implementation="sdpa",
-        )
-    ).to(device, dtype)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    shape = dict(n_embd=c.hidden_size, n_layer=c.num_layers, n_head=c.num_heads)
+    shape |= dict(vocab_size=c.vocab_size, n_positions=c.seq_length)
+    no_dropout = dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = transformers.GPT2Config(**shape, **no_dropout, attn_implementation="sdpa")
+    model = transformers.GPT2LMHeadModel(config).to(device, dtype)
+    options = dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
     batch = batch.to(device)
     # it shifts the targets itself
     targets = torch.cat((batch.tokens[:, :1], batch.targets), 1)[:, : c.seq_length]
@@ -206,22 +135,18 @@ def on_rank(rank: int, fields: dict, precision: str, rounds: int, device: str):
     backward is rank 0's, on a CPU; else None."""
     if rank != 1 and device == "cpu":
         keep_freed_memory()
-    config = train.Config(**fields, precision=precision)
-    c = config.model_config()
     dtype = DTYPES[precision]
-    dataset = Random(config.global_batch_size, c.seq_length, c.vocab_size)
     if rank == 0:
-        trainer = train.Trainer(config, torch.device(device), Groups())
-
-        def forward_backward():
-            trainer.forward_backward(1, dataset)
-
+        ours = Steps(fields, device=device, precision=precision)
         measures = [
-            lambda: timed(forward_backward),
-            lambda: timed(lambda: trainer.update(1)),
+            lambda: timed(ours.forward_backward),
+            lambda: timed(lambda: ours.trainer.update(1)),
             lambda: report.matmul_flops(dtype, device, repeats=3),
         ]
     else:
+        config = train.Config(**fields, precision=precision)
+        c = config.model_config()
+        dataset = Random(config.global_batch_size, c.seq_length, c.vocab_size)
         step = transformers_step(c, dataset.fixed, dtype, device)
         measures = [lambda: timed(step)]
     measured = []
@@ -234,7 +159,7 @@ def on_rank(rank: int, fields: dict, precision: str, rounds: int, device: str):
     dist.barrier()
     shares = None
     if rank == 0 and device == "cpu":
-        shares = breakdown(forward_backward)
+        shares = breakdown(ours.forward_backward)
     dist.barrier()
     return measured[2:], shares
 
@@ -257,14 +182,11 @@ def compare_checkouts(other: Path, fields: dict, rounds: int, device: str, threa
     """Seconds of a step of this checkout and of another, in turn, and their ratio."""
     processes = {}
     try:
-        for name, folder in (("this", Path(__file__).parent.parent), ("other", other)):
-            processes[name] = subprocess.Popen(
-                [sys.executable, "-c", STEPS, json.dumps([fields, device, threads]), str(folder)],
-                cwd=folder,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+        for name, folder in (("this", report.ROOT), ("other", other)):
+            arguments = [json.dumps([fields, device, threads]), str(folder)]
+            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            command = [sys.executable, "-c", STEPS, *arguments]
+            processes[name] = subprocess.Popen(command, cwd=folder, **pipes)
         steps = {name: functools.partial(next_step, p) for name, p in processes.items()}
         times = report.in_turn(steps, rounds)
     finally:
@@ -272,21 +194,7 @@ def compare_checkouts(other: Path, fields: dict, rounds: int, device: str, threa
             process.kill()
             process.communicate()
     seconds = {name: spread([t[name] for t in times]) for name in processes}
-    return {"seconds": seconds, "other over this": spread([t["other"] / t["this"] for t in times])}
-
-
-def main_of_checkouts(cases: dict, args) -> None:
-    results = {}
-    print(f"{'':<22}{'this, s':>10}{'other, s':>10}   other over this")
-    for name, fields in cases.items():
-        for precision in args.precisions:
-            fields = fields | {"precision": precision}
-            row = compare_checkouts(args.other, fields, args.rounds, args.device, args.threads)
-            results[f"{name} {precision}"] = row
-            this, other = (row["seconds"][key]["median"] for key in ("this", "other"))
-            ratio = report.format_spread(row["other over this"])
-            print(f"{name + ' ' + precision:<22}{this:>10.3f}{other:>10.3f}   {ratio}", flush=True)
-    report.save("two_checkouts", {"results": results}, args, threads=args.threads)
+    return {"seconds": seconds, "other over this": report.ratio(times, "other", "this")}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -323,55 +231,37 @@ def measure(fields: dict, precision: str, rounds: int, device: str, threads: int
     return result | mfu(flops / step / 1e12, torch.device(device), precision)
 
 
-def print_row(name: str, row: dict) -> None:
-    shares = row["breakdown_outside_optimizer"]
-    print(
-        f"{name:<22}{row['tokens_per_second']:>10,.0f}"
-        f"{row['transformers_tokens_per_second']:>14,.0f}"
-        f"{row['ratio']['median']:>8.2f}"
-        f"{row['ratio_with_our_allocator_setting']['median']:>16.2f}"
-        f"{row['share_of_peak_outside_optimizer']['median']:>15.0%}"
-        f" {row['optimizer_share_of_step']:>10.0%}",
-        flush=True,
-    )
-    if shares:
-        largest_first = sorted(shares.items(), key=lambda item: -item[1])
-        print("    " + ", ".join(f"{k} {v:.0%}" for k, v in largest_first if v >= 0.005))
+def measure_cases(args) -> dict:
+    """{"CASE PRECISION": row}, printed as they come."""
+    results = {}
+    table = report.Table()
+    for name in args.cases:
+        for precision in args.precisions:
+            fields = (CASES | TOY)[name]
+            last = args.rounds, args.device, args.threads
+            if args.other:
+                row = compare_checkouts(args.other, fields | {"precision": precision}, *last)
+                shown = row["seconds"] | {"other over this": row["other over this"]}
+            else:
+                row = shown = measure(fields, precision, *last)
+            table.row({"": f"{name} {precision}"} | shown)
+            results[f"{name} {precision}"] = row
+    return results
 
 
 def main():
-    parser = report.arguments(__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = report.arguments(__doc__, threads=2, rounds=15)
+    report.device(parser)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument(
-        "--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"]
-    )
+    kinds = ["fp32", "bf16"]
+    parser.add_argument("--precisions", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--other", type=Path, metavar="FOLDER", help="another checkout")
-    args = report.parse(parser)
+    args = report.parse(parser, rounds=1, threads=1, cases=TOY, precisions=["fp32"])
     if args.other and not (args.other / "train.py").exists():
         report.refuse(parser, f"--other {args.other}: no checkout of this project, has no train.py")
-    cases = {name: CASES[name] for name in args.cases}
-    if args.toy:
-        cases = TOY
-        args.rounds = 1
-        args.threads = 1
-        args.precisions = ["fp32"]
-    if args.other:
-        main_of_checkouts(cases, args)
-        return
-    results = {}
-    print(
-        f"{'':<22}{'tokens/s':>10}{'transformers':>14}{'ratio':>8}{'same allocator':>16}"
-        f"{'of matmul peak':>16}{'optimizer':>11}"
-    )
-    for name, fields in cases.items():
-        for precision in args.precisions:
-            row = measure(fields, precision, args.rounds, args.device, args.threads)
-            results[f"{name} {precision}"] = row
-            print_row(f"{name} {precision}", row)
-    report.save("single_device", {"results": results}, args, threads=args.threads)
+    results = {"results": measure_cases(args)}
+    name = "two_checkouts" if args.other else "single_device"
+    report.save(name, results, args, threads=args.threads)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,7 @@ A file depends on what is drawn and on the version of matplotlib, which it names
 """
 
 import re
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from schedules import COLOURS as ACTIONS
 from schedules import text_on
@@ -167,20 +164,70 @@ def label(axes, text: str, xy, colour: str = "black", offset=(6, 0), **options) 
     axes.annotate(text, xy, offset, color=ink(colour), annotation_clip=False, **options)
 
 
+def inside(axes, text: str, xy, colour: str) -> None:
+    """Write text in the middle of a box of this colour."""
+    options = dict(ha="center", va="center", fontsize=SMALL)
+    axes.text(*xy, text, color=contrast(colour), **options)
+
+
+def columns_of(spreads: list[dict]) -> list[list[float]]:
+    """Medians, least and most of what `report.spread` returned."""
+    return [[x[key] for x in spreads] for key in ("median", "min", "max")]
+
+
 def ranges(axes, positions, spreads: list[dict], colour: str, **options) -> None:
     """Points at the medians, on horizontal lines from the least to the most. spreads: what
     `report.spread` returned."""
-    least = [x["min"] for x in spreads]
-    most = [x["max"] for x in spreads]
+    medians, least, most = columns_of(spreads)
     axes.hlines(positions, least, most, color=colour, linewidth=1.5)
-    medians = [x["median"] for x in spreads]
     options = dict(marker="o", linestyle="none", markersize=5) | options
     axes.plot(medians, positions, color=colour, **options)
 
 
-def rows_of(axes, names, **options) -> None:
-    """Name the rows 0, 1, ... of a chart, the first on top."""
-    axes.set_yticks(range(len(names)), names, **options)
+def bar(axes, y: int, values: dict, text: str, **options) -> None:
+    """A bar to the median, a line from the least to the most where they differ, and a text."""
+    middle, least, most = (values[key] for key in ("median", "min", "max"))
+    axes.barh(y, middle, **options)
+    if least < most:
+        errors = [[middle - least], [most - middle]]
+        axes.errorbar(middle, y, xerr=errors, color="#333333", linewidth=1, capsize=2)
+    label(axes, text, (most, y), offset=(4, 0))
+
+
+def band(axes, x, spreads: list[dict], colour: str, name: str) -> None:
+    """A line of medians, in a band from the least to the most."""
+    medians, least, most = columns_of(spreads)
+    axes.plot(x, medians, "o-", color=colour, label=name)
+    axes.fill_between(x, least, most, color=colour, alpha=0.15, linewidth=0)
+
+
+def stack(axes, y: int, parts: dict[str, float], colours: dict, **options) -> float:
+    """A bar of parts, one after the other, with labels for a legend on the first row. Returns where
+    it ends."""
+    left = 0.0
+    for part, value in parts.items():
+        name = part if y == 0 else None
+        options = dict(height=0.7) | options
+        axes.barh(y, value, left=left, color=colours[part], label=name, **options)
+        left += value
+    return left
+
+
+def ticks(axes, scale: str = "log", x=None, y=None, minor: bool = False) -> None:
+    """Put these marks on one axis or both: {place: its name}, or places that are their own names.
+    scale: of these axes; minor: whether small marks stand between them."""
+    for name, places in (("x", x), ("y", y)):
+        if places is not None:
+            names = list(places.values() if isinstance(places, dict) else places)
+            marks = {f"{name}scale": scale, f"{name}ticks": list(places)}
+            axes.set(**marks, **{f"{name}ticklabels": names})
+    if not minor:
+        axes.minorticks_off()
+
+
+def rows_of(axes, names, hidden: bool = False) -> None:
+    """Name the rows 0, 1, ... of a chart, the first on top. hidden: another panel names them."""
+    axes.set_yticks(range(len(names)), [""] * len(names) if hidden else names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")

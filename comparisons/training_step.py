@@ -31,7 +31,6 @@ again replaces the old one. The figure, figures/training_step.svg, shows all of 
 --toy runs the same at toy size on any device: one case of each model.
 """
 
-import functools
 import itertools
 import json
 import math
@@ -41,19 +40,16 @@ import time
 from datetime import date
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import report
 import style
 import torch
 from fp8_peers import PEERS, convert
 from report import spread, timed
-from single_device import Random
+from steps import Steps
 
 import fp8
 import kernels
-import train
-from base.world import Groups, keep_freed_memory
+from base.world import keep_freed_memory
 from gpt import GPT
 from model_config import flops_per_token
 from run.metrics import peak_flops, peak_memory
@@ -70,16 +66,8 @@ CASES = {
         model="llama2-7b", optimizer_state="bf16", micro_batch_size=1, global_batch_size=8
     ),
 }
-TOY = dict(
-    num_layers=2,
-    hidden_size=64,
-    num_heads=4,
-    seq_length=64,
-    vocab_size=512,
-    micro_batch_size=2,
-    global_batch_size=4,
-)
-TOY_LLAMA = dict(ffn_hidden_size=176)
+TOY = dict(num_layers=2, hidden_size=64, num_heads=4, seq_length=64, vocab_size=512)
+TOY |= dict(micro_batch_size=2, global_batch_size=4)
 RECOMPUTE = {
     "none": {},
     "selective": dict(recompute="selective", attention="explicit"),
@@ -147,7 +135,7 @@ class WithPeer(Task):
 
 
 def toy_fields(model: str) -> dict:
-    return TOY | TOY_LLAMA if "llama" in model else TOY
+    return TOY | dict(ffn_hidden_size=176) if "llama" in model else TOY
 
 
 def draw_on_the_gpu() -> None:
@@ -164,7 +152,7 @@ def draw_on_the_gpu() -> None:
     GPT.init_parameter = init_parameter
 
 
-def run_case(fields: dict, steps: int) -> dict:
+def run_case(fields: dict, counted: int) -> dict:
     """Train in this process.
 
     Returns tokens_per_second of each counted step, losses of the warm-up steps, peak_memory_bytes,
@@ -175,28 +163,19 @@ def run_case(fields: dict, steps: int) -> dict:
         keep_freed_memory()
     fields = dict(fields)
     peer = fields.pop("peer", None)
-    task = WithPeer(peer) if peer else None
-    config = train.Config(**fields)
-    c = config.model_config()
-    b = config.global_batch_size
-    dataset = Random(b, c.seq_length, c.vocab_size)
+    steps = Steps(fields, device=device, task=WithPeer(peer) if peer else None)
+    tokens = steps.config.global_batch_size * steps.model_config.seq_length
     losses = []
     rates = []
-    trainer = train.Trainer(config, device, Groups(), task)
-
-    def step(number):
-        losses.append(trainer.forward_backward(number, dataset).item())
-        trainer.update(number)
-
-    for number in range(1, WARMUP + steps + 1):
-        seconds = timed(functools.partial(step, number))
-        rates.append(b * c.seq_length / seconds)
+    for number in range(1, WARMUP + counted + 1):
+        seconds = timed(lambda number=number: losses.append(steps.step(number)))
+        rates.append(tokens / seconds)
     return {
         "tokens_per_second": rates[WARMUP:],
         "losses": losses[:WARMUP],
         "peak_memory_bytes": peak_memory(device),
-        "flops_per_token": flops_per_token(c),
-        "kernels_refused": trainer.kernels_refused,
+        "flops_per_token": flops_per_token(steps.model_config),
+        "kernels_refused": steps.trainer.kernels_refused,
     }
 
 
@@ -240,17 +219,10 @@ def draw_case(axes, y: int, row: dict) -> None:
         style.label(axes, row["error"][:60], (0, y))
         return
     rate = row["tokens_per_second"]
-    axes.barh(
-        y,
-        rate["median"],
-        height=0.75,
-        color=style.COLOURS[COLOURS[row["kernels"], row["compile"]]],
-        xerr=[[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]],
-        error_kw=dict(ecolor="#333333", elinewidth=1, capsize=2),
-    )
+    colour = style.COLOURS[COLOURS[row["kernels"], row["compile"]]]
     memory = row["peak_memory_bytes"] / 2**30
     text = f"{rate['median']:,.0f}   MFU {row['mfu']:.1%}   {memory:.1f} GiB"
-    style.label(axes, text, (rate["max"], y))
+    style.bar(axes, y, rate, text, height=0.75, color=colour)
 
 
 def draw_model(axes, model: str, rows: dict) -> None:
@@ -271,9 +243,8 @@ def draw(results: dict, figures: Path) -> None:
     """results: what training_step.json holds."""
     models = in_order(results["results"])
     heights = [len(rows) + 1.5 for rows in models.values()]
-    figure, panels = style.figure(
-        1.3 + 0.3 * sum(heights), len(models), height_ratios=heights, squeeze=False
-    )
+    size = 1.3 + 0.3 * sum(heights)
+    figure, panels = style.figure(size, len(models), height_ratios=heights, squeeze=False)
     for axes, (model, rows) in zip(panels[:, 0], models.items()):
         draw_model(axes, model, rows)
     panels[-1, 0].set_xlabel("tokens/s of one device")
@@ -281,31 +252,26 @@ def draw(results: dict, figures: Path) -> None:
     style.save(figure, figures / "training_step.svg")
 
 
-def columns(row: dict) -> str:
-    """The columns of a case: tokens/s, MFU, GiB, or why there are none."""
-    if "error" in row:
-        return f"{row['error']} | | |"
-    rate = row["tokens_per_second"]
+def shown(row: dict | None) -> dict:
+    """The columns of a case, or why there are none."""
+    if row is None or "error" in row:
+        return {"tokens/s": row["error"] if row else "no time left", "MFU": "", "GiB": ""}
     memory = row["peak_memory_bytes"] / 2**30
-    rates = f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})"
-    return f"{rates} | {row['mfu']:.1%} | {memory:.1f} |"
+    return {"tokens/s": row["tokens_per_second"], "MFU": f"{row['mfu']:.1%}", "GiB": memory}
 
 
-def measure(model: str, name: str, args, flops: float, deadline: float) -> dict | None:
+def measure(model: str, name: str, args, flops: float) -> dict | None:
     """The row of one case, None if there was no time left. flops: FLOP/s of an MFU of 100%."""
     fields = cases(model)[name]
-    given = BF16 | CASES[model] | fields
-    left = deadline - time.monotonic()
+    given = BF16 | CASES[model] | fields | (toy_fields(model) if args.toy else {})
+    left = args.deadline - time.monotonic()
     if left <= 0:
         return None
-    seconds = left if math.isfinite(left) else None
-    if not args.toy:
-        row = in_process(given, args.steps, seconds)
-    elif model == next(iter(CASES)):
-        row = in_process(given | toy_fields(model), args.steps, seconds)
-    else:
+    if args.toy and model != next(iter(CASES)):
         # Processes start slowly, so only one model tests that they do.
-        row = run_case(given | toy_fields(model), args.steps)
+        row = run_case(given, args.steps)
+    else:
+        row = in_process(given, args.steps, left if math.isfinite(left) else None)
     if row is None:
         return None
     row |= {"kernels": fields["kernels"], "compile": fields["compile"]}
@@ -322,10 +288,8 @@ def print_losses(model: str, rows: dict[str, dict]) -> None:
     if losses:
         first = losses[0]
         largest = max(abs(a / b - 1) for case in losses for a, b in zip(case, first))
-        print(
-            f"{model}: losses of the first {WARMUP} steps differ by at most {largest:.1e} between"
-            f" {len(losses)} cases"
-        )
+        words = f"losses of the first {WARMUP} steps differ by at most {largest:.1e}"
+        print(f"{model}: {words} between {len(losses)} cases")
 
 
 def chosen(args, results: dict) -> list[tuple[str, str]]:
@@ -339,25 +303,16 @@ def chosen(args, results: dict) -> list[tuple[str, str]]:
 
 def run(args, results: dict, flops: float, of: str) -> list[dict]:
     """Add the chosen cases to the results, and write them after each. Returns the new rows."""
-    deadline = time.monotonic() + 60 * args.minutes
     rows = []
-    print("| model | | tokens/s | MFU | peak memory, GiB |\n|---|---|---|---|---|")
+    table = report.Table()
+    saved = {"toy": args.toy, "peak_flops": flops, "peak": of, "published": PUBLISHED}
     for model, name in chosen(args, results):
-        row = measure(model, name, args, flops, deadline)
-        if row is None:
-            print(f"| {model} | {name} | no time left | | |", flush=True)
-            continue
-        print(f"| {model} | {name} | {columns(row)}", flush=True)
-        rows.append(row)
-        results.setdefault(model, {})[name] = row
-        saved = {
-            "toy": args.toy,
-            "peak_flops": flops,
-            "peak": of,
-            "published": PUBLISHED,
-            "results": results,
-        }
-        report.write("training_step", saved, args)
+        row = measure(model, name, args, flops)
+        table.row({"model": model, "case": name} | shown(row))
+        if row is not None:
+            rows.append(row)
+            results.setdefault(model, {})[name] = row
+            report.write("training_step", saved | {"results": results}, args)
     return rows
 
 
@@ -370,30 +325,20 @@ def in_order(results: dict) -> dict[str, dict]:
     }
 
 
-def parse_arguments():
+def main() -> int:
     names = list(dict.fromkeys(name for model in CASES for name in cases(model)))
-    parser = report.arguments(__doc__)
+    parser = report.arguments(__doc__, steps=10)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--cases", nargs="+", metavar="CASE", default=names, choices=names)
-    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--fields", type=json.loads, help="(one case, in a process of its own)")
     report.minutes(parser)
-    args = report.parse(parser)
-    if args.fields:
-        return args
-    if args.toy:
-        args.steps = 2
-    args.earlier = report.earlier("training_step", parser, args)
-    return args
-
-
-def main() -> int:
-    args = parse_arguments()
+    args = report.parse(parser, steps=2)
     if args.fields:
         if torch.cuda.is_available():
             draw_on_the_gpu()
         print(json.dumps(run_case(args.fields, args.steps)))
         return 0
+    results = report.earlier("training_step", parser, args)
     if not torch.cuda.is_available() and not args.toy:
         sys.exit(
             "training_step.py: there is no GPU here; --toy runs the same at toy size on any device"
@@ -402,7 +347,6 @@ def main() -> int:
     if why_not := kernels.why_not():
         print(f"(fused kernels do not run here, {why_not}: 'kernels auto' is PyTorch's own)")
     print(f"MFU: of {of}\n")
-    results = args.earlier
     rows = run(args, results, flops, of)
     results = in_order(results)
     for model in args.models:

@@ -11,33 +11,19 @@ counts as 2.
 Figure: figures/zero_memory.svg
 """
 
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import report
 import style
-import torch
 import torch.distributed as dist
-from single_device import Random
+from steps import GPT, Steps, state_bytes
 
 import fsdp
-import train
 from base.world import Groups
 from lessons.fsdp import held_bytes
 from proof import ranks
 
-SHAPE = dict(
-    model="gpt2",
-    num_layers=4,
-    hidden_size=256,
-    num_heads=8,
-    seq_length=64,
-    vocab_size=1000,
-    dropout=0.0,
-    precision="bf16",
-)
+SHAPE = GPT | dict(hidden_size=256, seq_length=64, vocab_size=1000, precision="bf16")
 TOY = SHAPE | dict(num_layers=2, hidden_size=64, seq_length=32)
 # micro-batches
 M = 2
@@ -60,21 +46,16 @@ def elements_sent(calls: list[tuple[str, int]]) -> int:
 
 def on_rank(rank: int, n: int, stage: int, state: str, shape: dict) -> tuple[dict, float, int]:
     """({part: bytes}, elements sent over Ψ (N - 1) / N, Ψ)"""
-    config = train.Config(
-        **shape,
-        zero_stage=stage,
-        optimizer_state=state,
-        global_batch_size=M * n,
-        micro_batch_size=1,
-    )
-    trainer = train.Trainer(config, torch.device("cpu"), Groups(dp=dist.group.WORLD))
+    batch = dict(global_batch_size=M * n, micro_batch_size=1)
+    flags = dict(zero_stage=stage, optimizer_state=state)
+    steps = Steps(shape, Groups(dp=dist.group.WORLD), **batch, **flags)
+    trainer = steps.trainer
     sharder = trainer.gradients[0]
-    dataset = Random(M * n, shape["seq_length"], shape["vocab_size"])
     with ranks.Collectives() as sent:
-        trainer.forward_backward(1, dataset)
+        steps.forward_backward()
         held = held_bytes(trainer.model, sharder)
         trainer.update(1)
-    parts = dict(zip(PARTS, (*held, report.optimizer_bytes(trainer.optimizer))))
+    parts = dict(zip(PARTS, (*held, state_bytes(trainer.optimizer))))
     # with padding
     psi = sum(unit.N * unit.T for unit in sharder.units)
     return parts, elements_sent(sent.calls) / psi, trainer.num_parameters
@@ -96,26 +77,14 @@ def measure(n: int, stage: int, state: str, shape: dict) -> dict:
     }
 
 
-def print_row(row: dict) -> None:
-    parts = []
-    for part in PARTS:
-        parts.append(f"{part} {row['measured'][part]:.3f} / {row['formula'][part]:.3f}")
-    print(
-        f"stage {row['stage']}, state {row['state']}: {', '.join(parts)};"
-        f" sent {row['sent']:.3f} / {row['sent_formula']} times Ψ (N - 1) / N"
-    )
-
-
 def draw_row(axes, y: int, row: dict) -> None:
     """A bar of the measured parts, their sum, and a mark where the formula is."""
     left = 0.0
-    for part in PARTS:
-        value = row["measured"][part]
+    for part, value in row["measured"].items():
         colour = style.COLOURS["weights" if part == "parameters" else part]
         axes.barh(y, value, left=left, height=0.75, color=colour)
         if y == 0:
-            text = dict(ha="center", va="center", fontsize=style.SMALL)
-            axes.text(left + value / 2, y, part, color=style.contrast(colour), **text)
+            style.inside(axes, part, (left + value / 2, y), colour)
         left += value
     total = sum(row["formula"].values())
     axes.plot([total, total], [y - 0.45, y + 0.45], color="black", linewidth=2)
@@ -139,39 +108,32 @@ def draw(results: dict, figures: Path) -> None:
 
 
 def main():
-    parser = report.arguments(__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    args = report.parse(parser)
-    n = 2 if args.toy else args.ranks
+    args = report.parse(report.arguments(__doc__, ranks=4), ranks=2)
     shape = TOY if args.toy else SHAPE
-    print(f"{n} ranks: bytes per parameter, measured (the rank that has most) / by formula")
+    print(f"{args.ranks} ranks: bytes per parameter of the rank that has most")
     rows = []
+    table = report.Table()
     for state in ("fp32", "bf16"):
         for stage in range(4):
-            rows.append(measure(n, stage, state, shape))
-            print_row(rows[-1])
-    differences = [
+            row = measure(args.ranks, stage, state, shape)
+            rows.append(row)
+            cells = {
+                part: f"{row['measured'][part]:.3f} / {row['formula'][part]:.3f}" for part in PARTS
+            }
+            sent = f"{row['sent']:.3f} / {row['sent_formula']} times Ψ (N - 1) / N"
+            table.row({"stage": stage, "state": state, **cells, "sent": sent})
+    worst = max(
         abs(row["measured"][part] / row["formula"][part] - 1) for row in rows for part in PARTS
-    ]
-    worst = max(differences)
+    )
     # 7.5 B parameters on 64 devices, with the paper's 2-byte gradients
     paper = [sum(fsdp.bytes_per_parameter(stage, 64, gradient=2)) * 7.5 for stage in range(4)]
     print(
         f"largest difference {worst:.2%}; the paper's 7.5 B parameters on 64 devices, its 2-byte"
         f" gradients, by formula: {', '.join(f'{gb:.1f}' for gb in paper)} GB"
     )
-    report.save(
-        "zero_memory",
-        {
-            "ranks": n,
-            "micro_batches": M,
-            "rows": rows,
-            "largest_difference": worst,
-            "paper_7.5B_64_GB": paper,
-        },
-        args,
-    )
-    draw(report.saved("zero_memory", args), args.figures)
+    results = {"ranks": args.ranks, "micro_batches": M, "rows": rows}
+    results |= {"largest_difference": worst, "paper_7.5B_64_GB": paper}
+    report.finish("zero_memory", results, args, draw)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ BUGS = mutations.bugs()
 
 
 @pytest.fixture
-def comparison(monkeypatch):
-    """comparisons/silent_bugs.py, which imports the modules beside it."""
-    monkeypatch.syspath_prepend(str(ROOT / "comparisons"))
+def comparison():
     return importlib.import_module("comparisons.silent_bugs")
 
 

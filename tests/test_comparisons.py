@@ -19,8 +19,11 @@ from types import SimpleNamespace
 import matplotlib.pyplot
 import processes
 import pytest
+import report
 import torch
 import torch._functorch.config
+
+from comparisons import all_answers, gpu, kernels, redraw
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS = ROOT / "comparisons"
@@ -41,11 +44,7 @@ SCRIPTS = [
     ("optimizer_state", [], ["optimizer_state.json"]),
     ("pipeline", [], ["pipeline.json", "pipeline_schedules.svg", "pipeline_bubble.svg"]),
     ("planner", [], ["planner.json", "planner.svg"]),
-    (
-        "preference",
-        [],
-        ["preference.json", "preference.svg", "preference_training.svg"],
-    ),
+    ("preference", [], ["preference.json", "preference.svg", "preference_training.svg"]),
     ("prompt_memory", [], ["prompt_memory.json"]),
     ("prompt_tuning", [], ["prompt_tuning.json", "prompt_tuning.svg"]),
     ("quantization", [], ["quantization.json", "quantization.svg"]),
@@ -82,8 +81,6 @@ TRANSFORMERS = ("generation", "single_device")
 def main_of(script: str, argv: list[str], monkeypatch):
     """Run a comparison in this process, as a module `comparisons.SCRIPT`, so that its ranks can
     import it too. Returns what its main returns."""
-    monkeypatch.syspath_prepend(str(COMPARISONS))
-    monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr("sys.argv", [str(COMPARISONS / f"{script}.py"), *map(str, argv)])
     # on leaving, puts back what comparisons/kernels.py changes
     config = torch._functorch.config
@@ -132,9 +129,6 @@ def start_without_imports(script: str, monkeypatch) -> None:
         fake = SimpleNamespace(Popen=ForkedTraining, DEVNULL=None)
     else:
         fake = SimpleNamespace(run=lambda command, **_: processes.run(command[1:]), DEVNULL=None)
-    # the root first: lessons and comparisons share names
-    monkeypatch.syspath_prepend(str(COMPARISONS))
-    monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr(importlib.import_module(training), "subprocess", fake)
 
 
@@ -146,7 +140,6 @@ def write_no_figures(monkeypatch) -> None:
         matplotlib.pyplot.close(figure)
         path.touch()
 
-    monkeypatch.syspath_prepend(str(COMPARISONS))
     monkeypatch.setattr(importlib.import_module("style"), "save", touch)
 
 
@@ -191,8 +184,6 @@ def test_gpu_commands(name, files, words, tmp_path, monkeypatch, capfd):
     before = tracked()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(COMPARISONS))
-    gpu = importlib.import_module("comparisons.gpu")
     monkeypatch.setattr(gpu, "call", functools.partial(forked, gpu.call))
     out = tmp_path / "out"
     status = main_of("gpu", [name, "--toy", "--out", out], monkeypatch)
@@ -207,8 +198,6 @@ def test_gpu_commands(name, files, words, tmp_path, monkeypatch, capfd):
 
 def test_gpu_command_is_stopped_in_time(monkeypatch):
     """With the processes that it started. What it printed is kept."""
-    monkeypatch.syspath_prepend(str(COMPARISONS))
-    gpu = importlib.import_module("comparisons.gpu")
     code = """
 import subprocess, sys
 print("begun")
@@ -223,13 +212,9 @@ subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
 
 
 def test_none_is_forgotten():
-    scripts = {script for script, _, _ in SCRIPTS} | {"gpu", "kernels", "training_step"}
-    assert {path.stem for path in COMPARISONS.glob("*.py")} == scripts | {
-        "report",
-        "style",
-        "redraw",
-        "fp8_peers",
-    }
+    scripts = {script for script, _, _ in SCRIPTS} | {"gpu", "kernels", "training_step", "redraw"}
+    commands = [path for path in COMPARISONS.glob("*.py") if "\ndef main(" in path.read_text()]
+    assert {path.stem for path in commands} == scripts
 
 
 def texts(svg: str) -> list[str]:
@@ -246,9 +231,6 @@ def test_figures_are_drawn_from_the_results(tmp_path, monkeypatch):
     """What redraw.py draws is what is tracked: byte for byte, but for ids, where this matplotlib
     drew it, else with the same texts. No text is smaller than 8 points at the size at which it is
     shown."""
-    monkeypatch.syspath_prepend(str(COMPARISONS))
-    monkeypatch.syspath_prepend(str(ROOT))
-    redraw = importlib.import_module("comparisons.redraw")
     for name in redraw.measured():
         redraw.redraw(name, tmp_path)
     tracked_figures = ROOT / "figures"
@@ -266,13 +248,6 @@ def test_figures_are_drawn_from_the_results(tmp_path, monkeypatch):
         # outlines are scaled from a font of 100 points
         sizes = [100 * float(scale) for scale in re.findall(r"scale\(([\d.]+) -", new)]
         assert len(sizes) >= len(texts(new)) and min(sizes) >= 8
-
-
-def test_every_figure_can_be_redrawn(monkeypatch):
-    monkeypatch.syspath_prepend(str(COMPARISONS))
-    redraw = importlib.import_module("comparisons.redraw")
-    draws = {path.stem for path in COMPARISONS.glob("*.py") if "\ndef draw(" in path.read_text()}
-    assert set(redraw.DRAWN_BY.values()) == draws
 
 
 @pytest.mark.repetition
@@ -353,9 +328,6 @@ def test_make_figures_writes_what_is_tracked():
 
 def test_best_of_n_beside_all_pairs_of_samples(monkeypatch):
     """Three answers, of which two have one score, and texts that are no answer, the worst."""
-    monkeypatch.syspath_prepend(str(COMPARISONS))
-    monkeypatch.syspath_prepend(str(ROOT))
-    preference = importlib.import_module("comparisons.preference")
     p, scores = [0.2, 0.3, 0.4], [1.0, -2.0, 1.0]
     expected = [0.0] * 4
     for first, second in itertools.product(range(4), repeat=2):
@@ -364,9 +336,9 @@ def test_best_of_n_beside_all_pairs_of_samples(monkeypatch):
         best = second if of_second > of_first else first
         expected[best] += [*p, 0.1][first] * [*p, 0.1][second]
     log_p = torch.tensor([p], dtype=torch.float64).log()
-    found = preference.best_log_p(log_p, torch.tensor([scores], dtype=torch.float64), 2).exp()
+    found = all_answers.best_log_p(log_p, torch.tensor([scores], dtype=torch.float64), 2).exp()
     torch.testing.assert_close(found[0], torch.tensor(expected[:3], dtype=torch.float64))
-    torch.testing.assert_close(preference.with_other(found.log())[0, 3].item(), expected[3])
+    torch.testing.assert_close(all_answers.with_other(found.log())[0, 3].item(), expected[3])
 
 
 # --- results that grow ----------------------------------------------------------------------------
@@ -386,7 +358,6 @@ def row(share: float) -> dict:
 @pytest.fixture
 def measured(monkeypatch):
     """comparisons/kernels.py that measures nothing; {operation: share, or an error}"""
-    monkeypatch.syspath_prepend(str(COMPARISONS))
     values = {}
 
     def measure(name, *_):
@@ -408,7 +379,7 @@ def test_cases_of_kernels_are_merged(measured, tmp_path, monkeypatch, capsys):
     measured |= {"swiglu": 0.5, "rotary": torch.cuda.OutOfMemoryError("1 GiB\nmore"), "adamw": 0.7}
     argv = ["--toy", "--out", tmp_path, "--cases"]
     main_of("kernels", [*argv, "swiglu", "rotary"], monkeypatch)
-    assert "rotary out of memory\n" in capsys.readouterr().out
+    assert "rotary: out of memory\n" in capsys.readouterr().out
     measured["swiglu"] = 0.6
     main_of("kernels", [*argv, "swiglu", "adamw"], monkeypatch)
     printed = capsys.readouterr().out
@@ -430,29 +401,23 @@ def test_no_time_is_left(measured, tmp_path, monkeypatch, capsys):
     assert set(results(tmp_path / "kernels.json")["toy"]) == {"adamw"}
 
 
-def test_a_new_process_goes_on_after_a_fault(measured, tmp_path, monkeypatch):
-    """The case at fault has a line; the new process measures those after it."""
+def test_a_fault_ends_the_process(measured, tmp_path, monkeypatch):
+    """The case at fault has a line; the same command again measures those after it first."""
     measured |= {"swiglu": RuntimeError("illegal address"), "adamw": 0.5}
     monkeypatch.setattr("comparisons.kernels.faulty", lambda device: True)
-
-    def execv(program, words):
-        raise SystemExit(json.dumps(words[1:]))
-
-    monkeypatch.setattr("os.execv", execv)
     argv = ["--toy", "--out", tmp_path, "--cases", "swiglu", "adamw"]
-    with pytest.raises(SystemExit) as e:
+    with pytest.raises(SystemExit, match="the same command again"):
         main_of("kernels", argv, monkeypatch)
-    assert results(tmp_path / "kernels.json")["toy"]["swiglu"]["error"].endswith("illegal address")
-    monkeypatch.undo()
-    words = json.loads(e.value.code)
-    assert words[words.index("--left") + 1] == '[["toy", "adamw"]]'
+    cases = results(tmp_path / "kernels.json")["toy"]
+    assert cases["swiglu"]["error"].endswith("illegal address")
+    assert (
+        report.missing_first([("toy", "swiglu"), ("toy", "adamw")], {"toy": cases})[0][1] == "adamw"
+    )
 
 
 def test_outputs_of_all_calls_are_alive(monkeypatch):
     """No call writes where the one before it wrote, and none where it wrote itself."""
-    monkeypatch.syspath_prepend(str(COMPARISONS))
-    module = importlib.import_module("comparisons.kernels")
-    timer = module.Timer([lambda: torch.ones(4096)] * 3, "cpu")
+    timer = kernels.Timer([lambda: torch.ones(4096)] * 3, "cpu")
     first = [output.data_ptr() for output in timer.outputs]
     timer.call_each()
     second = [output.data_ptr() for output in timer.outputs]
@@ -461,7 +426,6 @@ def test_outputs_of_all_calls_are_alive(monkeypatch):
 
 
 def test_cases_of_training_steps_are_merged(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(COMPARISONS))
     step = dict(tokens_per_second=[8.0, 9.0], losses=[2.0], peak_memory_bytes=1, flops_per_token=1)
     given = [{"error": "out of memory"}, step, None]
     module = "comparisons.training_step"
@@ -478,8 +442,6 @@ def test_cases_of_training_steps_are_merged(tmp_path, monkeypatch, capsys):
 
 
 def test_results_of_another_device_are_not_mixed(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(COMPARISONS))
-    report = importlib.import_module("report")
     parser = argparse.ArgumentParser("kernels.py")
     args = argparse.Namespace(out=tmp_path, toy=False)
     assert report.earlier("kernels", parser, args) == {}

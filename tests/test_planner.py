@@ -514,10 +514,9 @@ def test_the_document_shows_what_a_command_prints(command, printed, capsys):
     assert (out or err).rstrip("\n") == printed
 
 
-def test_tables_of_the_document(monkeypatch):
+def test_tables_of_the_document():
     """They are those of comparisons/planner.json, which has what planner.py says today."""
     assert len(SHOWN) >= 5
-    monkeypatch.syspath_prepend(str(ROOT / "comparisons"))
     comparison = importlib.import_module("comparisons.planner")
     results = json.loads((ROOT / "comparisons" / "planner.json").read_text())
     for row, saved in zip(ROWS, results["rows"], strict=True):

@@ -1,6 +1,4 @@
-import sys
-from pathlib import Path
-
+import activation_memory
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,9 +9,6 @@ from dropout import dropout_key
 from lessons import demo
 from model_config import GPTConfig
 from proof import ranks
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "comparisons"))
-import activation_memory
 
 
 def build(dtype=torch.float64, granularity="none", layers=None, **fields):

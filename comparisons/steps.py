@@ -1,0 +1,129 @@
+"""Training in a comparison: a trainer's steps on random tokens, timed on one rank or on all; steps
+on the default corpus; and the memory of a step.
+
+    steps = Steps(GPT, Groups(tp=dist.group.WORLD), tp=2)
+    seconds = steps.together()
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import report
+import torch
+
+import data
+import train
+from base.world import Groups
+from corpus.tokenizer import ByteTokenizer
+from lessons import demo
+from run.task import Task
+
+# fields of train.Config that several comparisons begin with
+GPT = dict(model="gpt2", dropout=0.0, num_layers=4, hidden_size=512, num_heads=8, seq_length=256)
+GPT |= dict(vocab_size=257, precision="fp32")
+# of models with Llama's block, on the default corpus
+TOY = dict(model="tiny", num_layers=3, hidden_size=32, num_heads=4, ffn_hidden_size=64)
+
+
+class Random(data.Dataset):
+    """Random tokens that are already in memory, as a data set: sample n is row n of one batch, over
+    and over. batch: rows; s: tokens of a row; v: size of the vocabulary."""
+
+    def __init__(self, batch: int, s: int, v: int):
+        self.s = s
+        tokens, targets = (x.contiguous() for x in demo.random_tokens(batch, s, v))
+        counted = torch.ones(batch, s, dtype=torch.bool)
+        self.fixed = data.Batch(tokens, targets, counted, torch.arange(batch))
+
+    def batch(self, samples) -> data.Batch:
+        """samples: a range that does not pass the last row."""
+        first = samples[0] % len(self.fixed.tokens)
+        rows = slice(first, first + len(samples))
+        tokens, targets, counted, numbers = self.fixed[:4]
+        return data.Batch(tokens[rows], targets[rows], counted[rows], numbers[rows])
+
+    def counted_tokens(self, samples) -> int:
+        return self.fixed.targets.numel()
+
+
+class Steps:
+    """Steps of a trainer on this rank, on random tokens. fields, flags: of train.Config."""
+
+    def __init__(
+        self,
+        fields: dict,
+        groups: Groups | None = None,
+        device: str = "cpu",
+        task: Task | None = None,
+        **flags,
+    ):
+        self.config = train.Config(**fields | flags)
+        self.trainer = train.Trainer(self.config, torch.device(device), groups or Groups(), task)
+        c = self.model_config = self.trainer.model_config
+        self.dataset = Random(self.config.global_batch_size, c.seq_length, c.vocab_size)
+
+    def forward_backward(self) -> float:
+        """Returns this rank's part of the loss."""
+        return self.trainer.forward_backward(1, self.dataset).item()
+
+    def step(self, number: int = 1) -> float:
+        loss = self.trainer.forward_backward(number, self.dataset)
+        self.trainer.update(number)
+        return loss.item()
+
+    def alone(self) -> float:
+        """Seconds of a step of rank 0, while the other ranks wait."""
+        return report.timed_alone(self.step)
+
+    def together(self) -> float:
+        """Seconds of a step on all ranks."""
+        return report.timed_together(self.step)
+
+    def silent(self) -> float:
+        """The same without all-reduces."""
+        with report.without_all_reduce():
+            return self.together()
+
+
+def corpora(config: train.Config, seq_length: int) -> tuple[data.Corpus, data.Corpus]:
+    """The default corpus: (training, held out)."""
+    folder = data.prepare([], ByteTokenizer())
+    held_out = data.Corpus(folder, seq_length, None, "held-out")
+    return data.Corpus(folder, seq_length, config.seed), held_out
+
+
+def losses(trainer: train.Trainer, corpus: data.Dataset) -> Iterator[tuple[int, float]]:
+    """Train; (step, loss) after each step."""
+    for step in range(1, trainer.config.steps + 1):
+        loss = trainer.forward_backward(step, corpus).item()
+        trainer.update(step)
+        yield step, loss
+
+
+def allocated(function) -> tuple[int, int]:
+    """(bytes before, the most at any time) that PyTorch's allocator holds for tensors while a
+    function runs, by its profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        function()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    events = [event for event in events if event["name"] == "[memory]"]
+    memory = [event["args"] for event in sorted(events, key=lambda event: event["ts"])]
+    before = memory[0]["Total Allocated"] - memory[0]["Bytes"]
+    return before, max(args["Total Allocated"] for args in memory)
+
+
+def state_tensors(optimizer) -> list[torch.Tensor]:
+    """This rank's optimizer state: fp32 masters, or the low bits that complete bf16 weights to
+    them, and both moments."""
+    kinds = optimizer.masters, optimizer.low, optimizer.exp_avg, optimizer.exp_avg_sq
+    return [tensor for kind in kinds for tensor in kind.values()]
+
+
+def state_bytes(optimizer) -> int:
+    return sum(tensor.nbytes for tensor in state_tensors(optimizer))
