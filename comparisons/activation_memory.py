@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import overlap
 import recompute
 import sequence_parallel
 import sharding
@@ -73,6 +74,7 @@ def parallel_layer(
         tensor_parallel.apply(model, group)
         if sequence:
             sequence_parallel.apply(model, group)
+        overlap.apply(model)
     recompute.apply(model, granularity)
     sharding.init(model, 0, device, dtype)
     return model.blocks["0"]
