@@ -48,13 +48,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
+import overlap
 import tensor_parallel
 from model_config import LINEARS, FieldError, GPTConfig, divisors
+from overlap import start_nothing
 from pipelines import zero_bubble
 from precision import fp8_experts
 from precision.float8 import Quantised
 from precision.fp8_scaling import GRADIENT, INPUT, Recipe, Scaling
-from tensor_parallel import start_nothing
 
 # --- the three products of a linear layer ---------------------------------------------------------
 
@@ -71,7 +72,7 @@ class Layer:
     input_group: dist.ProcessGroup | None = None
     weight_group: dist.ProcessGroup | None = None
     gradient_group: dist.ProcessGroup | None = None
-    # f of a column-parallel layer, over `group`: as in tensor_parallel.ColumnParallelLinear
+    # f of a column-parallel layer, over `group`: as in overlap.py
     group: dist.ProcessGroup | None = None
     start_input: Callable = start_nothing
     start_input_grad: Callable = start_nothing
@@ -129,7 +130,7 @@ class _Linear(torch.autograd.Function):
         wanted = True, any(weights_wanted)
         group = layer.gradient_group
         pairs = layer.scaling.both(grads_output, layer.places, GRADIENT, group, wanted)
-        # communication runs beside the products, in the order of tensor_parallel.py
+        # communication runs beside the products, in the order of overlap.py
         arriving = None
         if ctx.gathers and any(weights_wanted):
             arriving = layer.start_input(*ctx.saved_tensors, layer.group)
@@ -146,7 +147,7 @@ class _Linear(torch.autograd.Function):
         d_biases = [None] * n
         for i, (_, for_dw) in enumerate(pairs):
             if weights_wanted[i]:
-                d_weights[i] = zero_bubble.weight_gradient(weights[i], for_dw, x)
+                d_weights[i] = overlap.weight_gradient(weights[i], for_dw, x)
             if biases_wanted[i]:
                 d_biases[i] = grads_output[i].sum(0)
         return leaving(), None, None, *d_weights, *d_biases
@@ -177,16 +178,12 @@ class FP8Input(gpt.SharedInput):
         layer = Layer(self.scaling, self.places)
         p = self.project
         if isinstance(p, tensor_parallel.ColumnParallelLinear):
+            group = p.enter.group
+            start_input, start_input_grad = overlap.STARTS[type(p.enter)]
+            f = dict(group=group, start_input=start_input, start_input_grad=start_input_grad)
             # each rank has its rows of W, that is its columns of ∂y
-            parts = dict(weight_group=p.group, gradient_group=p.group)
-            f = dict(start_input=p.start_input, start_input_grad=p.start_input_grad)
-            layer = replace(layer, group=p.group, **parts, **f)
-        weights = [module.weight for module in linears]
-        biases = [None] * len(linears)
-        for i, module in enumerate(linears):
-            if not isinstance(module, gpt.DeferredBiasLinear):
-                biases[i] = module.bias
-        return list(linear(layer, x, *weights, *biases))
+            layer = replace(layer, weight_group=group, gradient_group=group, **f)
+        return list(linear(layer, x, *overlap.weights_and_biases(linears)))
 
 
 def row_linear(layer: Layer, x: Tensor, weight: nn.Parameter) -> Tensor:
@@ -279,5 +276,6 @@ def in_fp8(part: nn.Module, columns: tuple[str, ...], row: str, scaling: Scaling
         # each rank has its part of x and its columns of W
         layer = replace(layer, input_group=output.group, weight_group=output.group)
     else:
-        output.__class__ = FP8Linear
+        output = zero_bubble.with_weights_of(FP8Linear, output)
+        setattr(part, row, output)
     output.linear = partial(row_linear, layer)

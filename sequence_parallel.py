@@ -16,11 +16,11 @@ the bytes on the wire stay the same:
 
     python sequence_parallel.py      two ranks: gradients, bytes sent, bytes kept
 
-Two things come with it. First, the input of X A_i is kept for backward as its shard, [b, s/t, h],
-and gathered again there: an extra all-gather, in flight while the input gradient is computed.
-Second, a whole weight that has seen only s/t of the tokens (norms, positions, the biases after ḡ)
-has only a part of its gradient on each rank. Such weights pass through identity | all-reduce on
-their way into a layer, together, as one flat all-reduce for each layer.
+Two things come with it. First, a whole weight that has seen only s/t of the tokens (norms,
+positions, the biases after ḡ) has only a part of its gradient on each rank. Such weights pass
+through identity | all-reduce on their way into a layer, together, as one flat all-reduce for each
+layer. Second, the input of X A_i is kept for backward as its shard, [b, s/t, h], and gathered again
+there: overlap.py does so, and gathers beside the computation of the input gradient.
 
 Not covered: Megatron-LM stores activations as [s, b, h], so that a shard of the sequence is
 contiguous and the copies in `start_gather` and `start_scatter` are not needed. It sums the norms'
@@ -35,12 +35,14 @@ if __name__ == "__main__":
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
 import gpt
 import tensor_parallel
@@ -104,10 +106,7 @@ class _Pair(torch.autograd.Function):
 
 @torch.compiler.disable
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """g (figure 5): shards [b, s/t, h] become the whole [b, s, h] on every rank.
-
-    ColumnParallelLinear does the same and multiplies; the tests hold it to this one.
-    """
+    """g (figure 5): shards [b, s/t, h] become the whole [b, s, h] on every rank."""
     return _Pair.apply(x, group, start_gather, start_scatter)
 
 
@@ -129,14 +128,6 @@ class ScatterSequence(tensor_parallel.ReduceFromRanks):
 
     def forward(self, x: Tensor) -> Tensor:
         return scatter_sequence(x, self.group)
-
-
-class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """The same with g in the place of f: x arrives and is kept as a shard of the sequence, and is
-    gathered again in backward. x: [b, s/t, h] -> [b, s, out / t] each."""
-
-    start_input = staticmethod(start_gather)
-    start_input_grad = staticmethod(start_scatter)
 
 
 class ShardedPositions(nn.Module):
@@ -181,51 +172,50 @@ class _CopyWeights(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def put_parameters(places: list[tuple[nn.Module, str]], tensors) -> None:
-    """places: (module, name of a parameter)"""
-    for (owner, name), tensor in zip(places, tensors):
-        owner._parameters[name] = tensor
+def copy_weights(weights: list[nn.Parameter], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    return _CopyWeights.apply(group, *weights)
 
 
-@torch.compiler.disable
-def copy_parameters(places: list, group: dist.ProcessGroup) -> tuple[list, tuple]:
-    """(the parameters, their copies, which have passed through identity | all-reduce)"""
-    parameters = [owner._parameters[name] for owner, name in places]
-    return parameters, _CopyWeights.apply(group, *parameters)
+class Forward(nn.Module):
+    """A module, run by the forward that it has now. It stands in no model: `functional_call` calls
+    it, with other tensors for the parameters of these names."""
+
+    def __init__(self, module: nn.Module, names: list[str]):
+        super().__init__()
+        self.module = module
+        self.run = module.forward
+        self.names = [f"module.{name}" for name in names]
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        return self.run(*args, **kwargs)
+
+
+def run_with_copies(forward: Forward, group: dist.ProcessGroup, *args, **kwargs) -> Tensor:
+    """The forward of a module as a function of its whole weights, which pass through identity |
+    all-reduce."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    copies = copy_weights([forward.get_parameter(name) for name in forward.names], group)
+    weights = dict(zip(forward.names, copies))
+    return functional_call(forward, weights, args, kwargs, tie_weights=False)
 
 
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Let the parameters in `module` that learn, and that `group` does not shard, pass through
-    identity | all-reduce, together, whenever it runs. While its forward runs, their places hold the
-    copies."""
-    places = []
-    for owner in module.modules():
-        for name, p in owner._parameters.items():
-            if p is None or not p.requires_grad:
-                continue
-            if group not in [shard.group for shard in sharding_of(p).placements]:
-                places.append((owner, name))
-    forward = module.forward
-
-    def synchronised(*args, **kwargs):
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        parameters, copies = copy_parameters(places, group)
-        put_parameters(places, copies)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            put_parameters(places, parameters)
-
-    if places:
-        module.forward = synchronised
+    identity | all-reduce, together, whenever it runs."""
+    names = []
+    for name, p in module.named_parameters():
+        groups = [shard.group for shard in sharding_of(p).placements]
+        if p.requires_grad and group not in groups:
+            names.append(name)
+    if names:
+        module.forward = partial(run_with_copies, Forward(module, names), group)
 
 
 # --- in a model -----------------------------------------------------------------------------------
 
 # a region of tensor parallelism -> that of sequence parallelism
 REPLACEMENTS = {
-    tensor_parallel.ColumnParallelLinear: ColumnParallelLinear,
     tensor_parallel.CopyToRanks: GatherSequence,
     tensor_parallel.ReduceFromRanks: ScatterSequence,
 }
@@ -241,34 +231,35 @@ def check(config: GPTConfig, t: int) -> None:
         raise FieldError("seq_length", s, rule, fits, tp=t)
 
 
-def shard_sequence(model: gpt.GPT, group: dist.ProcessGroup, sharded: bool = True) -> None:
+def shard_sequence(model: gpt.GPT, group: dist.ProcessGroup, sharded: bool = True) -> list:
     """g and ḡ around each tensor-parallel region; with sharded False, f and f̄ again: generation
-    runs one token at a time, which cannot be sharded."""
+    runs one token at a time, which cannot be sharded.
+
+    Returns what it has replaced: (parent, name, module).
+    """
     replacements = REPLACEMENTS
     if not sharded:
         replacements = {new: old for old, new in REPLACEMENTS.items()}
+    replaced = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) in replacements:
                 setattr(parent, name, replacements[type(child)](group))
+                replaced.append((parent, name, child))
+    return replaced
 
 
 @contextlib.contextmanager
 def whole_sequences(models: list[gpt.GPT], group: dist.ProcessGroup | None) -> Iterator[None]:
     """For generation in the middle of training: inside this context the models are tensor parallel
-    only. Afterwards the very modules of before are in their places: a new one would not have what
-    pipelines/zero_bubble.py has set. Of models that are not sequence parallel, nothing changes."""
-    originals = []
+    only. Of models that are not sequence parallel, nothing changes."""
+    replaced = []
     for model in models:
-        for parent in model.modules():
-            for name, child in parent.named_children():
-                if type(child) in REPLACEMENTS.values():
-                    originals.append((parent, name, child))
-        shard_sequence(model, group, sharded=False)
+        replaced += shard_sequence(model, group, sharded=False)
     try:
         yield
     finally:
-        for parent, name, child in originals:
+        for parent, name, child in replaced:
             setattr(parent, name, child)
 
 
@@ -282,6 +273,10 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     parts = [model.embedding, *model.blocks.values(), model.head]
     parts = [part for part in parts if part is not None]
     check_order(model, group, parts)
+    for module in model.modules():
+        if isinstance(module, tensor_parallel.ParallelHeadNorms):
+            # `synchronise` sums these gradients with those of the layer's other whole weights
+            module.enter = nn.Identity()
     shard_sequence(model, group)
     for module in model.modules():
         if isinstance(module, gpt.BiasDropoutAdd | gpt.Embedding):
@@ -289,9 +284,6 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
             module.dropout.shard_index[1] = group.rank()
         if isinstance(module, gpt.Embedding) and module.positions is not None:
             module.positions = ShardedPositions(module.positions, group.rank(), group.size())
-        if isinstance(module, tensor_parallel.ParallelHeadNorms):
-            # `synchronise` sums these gradients with those of the layer's other whole weights
-            module.__class__ = gpt.HeadNorms
     for part in parts:
         synchronise(part, group)
 
@@ -305,7 +297,7 @@ def check_order(model: gpt.GPT, group: dist.ProcessGroup, parts: list[nn.Module]
             "sequence parallelism works on a model that is sharded over the same group: call "
             "tensor_parallel.apply(model, group) first"
         )
-    if any(isinstance(module, ColumnParallelLinear) for module in regions):
+    if any(isinstance(module, GatherSequence) for module in regions):
         raise ValueError("this model is sequence parallel already")
     if any("forward" in vars(block) for block in model.blocks.values()):
         raise ValueError(

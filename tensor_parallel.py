@@ -10,7 +10,7 @@ rows; attention shards query, key and value by columns, that is by heads, and th
     g    all-reduce in forward, identity in backward       each rank has a part of Z
 
 f and g are each other's adjoint. A layer has two such pairs, so 2 all-reduces of b s h elements in
-forward and 2 in backward. (arXiv 2205.05198 writes f̄ for this g: see sequence_parallel.py.)
+forward and 2 in backward. In backward overlap.py lets them run beside the weight gradients.
 
     python tensor_parallel.py      two ranks against one: gradients, collectives and their bytes
 
@@ -76,10 +76,7 @@ class _Reduce(torch.autograd.Function):
 @torch.compiler.disable
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """f (section 3): x, the same on every rank, enters a region where each rank computes a part.
-
-    Any shape. ColumnParallelLinear does the same inside one function, where the all-reduce can
-    overlap; the tests hold it to this one.
-    """
+    Any shape."""
     return _Copy.apply(x, group)
 
 
@@ -89,23 +86,23 @@ def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Reduce.apply(x.contiguous(), group)
 
 
-class CopyToRanks(nn.Module):
-    """f as a module, so that sequence parallelism can replace it."""
+class Communication(nn.Module):
+    """f or g as a module, so that sequence parallelism can replace it."""
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__()
         self.group = group
+
+
+class CopyToRanks(Communication):
+    """f"""
 
     def forward(self, x: Tensor) -> Tensor:
         return copy_to_ranks(x, self.group)
 
 
-class ReduceFromRanks(nn.Module):
-    """g as a module, so that sequence parallelism can replace it."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        super().__init__()
-        self.group = group
+class ReduceFromRanks(Communication):
+    """g"""
 
     def forward(self, x: Tensor) -> Tensor:
         return reduce_from_ranks(x, self.group)
@@ -114,97 +111,21 @@ class ReduceFromRanks(nn.Module):
 # --- linear layers --------------------------------------------------------------------------------
 
 
-def start_nothing(x: Tensor, group: dist.ProcessGroup):
-    """f's forward, in the form of `start_all_reduce`: returns a function that gives x."""
-    return lambda: x
-
-
-def start_all_reduce(x: Tensor, group: dist.ProcessGroup):
-    """Begin to sum x over the ranks, in place; returns a function that waits and gives x."""
-    work = dist.all_reduce(x, group=group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return x
-
-    return finish
-
-
-def weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | None:
-    """∂W = ∂yᵀ x for y = x Wᵀ. grad_output: ∂y [b s, out]; x: [b s, in] -> [out, in]"""
-    return grad_output.t() @ x
-
-
-class _ColumnParallel(torch.autograd.Function):
-    """Y_i = f(x) W_iᵀ + b_i for several W_i that read the same x.
-
-    Written out, so that communication runs beside computation. `layer` is the ColumnParallelLinear:
-    it says what f is, and where weight gradients go.
-    """
-
-    @staticmethod
-    def forward(ctx, x, layer, n, *weights_and_biases):
-        # n weights, then n biases or None
-        weights = weights_and_biases[:n]
-        biases = weights_and_biases[n:]
-        ctx.layer = layer
-        ctx.n = n
-        # the parameters themselves, not saved copies: pipelines/zero_bubble.py writes to them
-        ctx.weights = weights
-        ctx.save_for_backward(x)
-        whole = layer.start_input(x, layer.group)()  # [b, s, h]
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases))  # [b, s, out / t] each
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        layer, n, weights = ctx.layer, ctx.n, ctx.weights
-        (x,) = ctx.saved_tensors
-        weights_wanted = ctx.needs_input_grad[3 : 3 + n]
-        biases_wanted = ctx.needs_input_grad[3 + n :]
-        # the input is on its way while the input gradient is computed
-        arriving = layer.start_input(x, layer.group) if any(weights_wanted) else None
-        grads_output = [grad.flatten(0, 1) for grad in grads]  # [b s, out / t]
-        dx = grads_output[0] @ weights[0]
-        for grad_output, weight in zip(grads_output[1:], weights[1:]):
-            dx.addmm_(grad_output, weight)
-        # the input gradient is on its way while the weight gradients are computed
-        leaving = layer.start_input_grad(dx.view(*grads[0].shape[:2], -1), layer.group)
-        d_weights = [None] * n
-        d_biases = [None] * n
-        if arriving:
-            whole = arriving().flatten(0, 1)  # [b s, h]
-        for i, grad_output in enumerate(grads_output):
-            if weights_wanted[i]:
-                d_weights[i] = layer.weight_gradient(weights[i], grad_output, whole)
-            if biases_wanted[i]:
-                d_biases[i] = grad_output.sum(0)
-        return leaving(), None, None, *d_weights, *d_biases
-
-
 class ColumnParallelLinear(gpt.SharedInput):
-    """Y_i = X A_i: each rank computes its columns of Y. x: [b, s, h] -> [b, s, out / t] each.
+    """Y_i = f(X) A_i: each rank computes its columns of Y. x: [b, s, h] -> [b, s, out / t] each.
 
-    f comes first, once for all the layers that read X: query, key and value, or gate and up. So
-    this module stands where gpt.SharedInput stood. It owns no weight; the layers keep theirs.
+    f comes once for all the layers that read X: query, key and value, or gate and up. So this
+    module stands where gpt.SharedInput stood. It owns no weight; the layers keep theirs.
     """
-
-    start_input = staticmethod(start_nothing)
-    start_input_grad = staticmethod(start_all_reduce)
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__()
-        self.group = group
-        self.weight_gradient = weight_gradient
+        self.enter = CopyToRanks(group)
 
-    @torch.compiler.disable
     def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-        weights = [linear.weight for linear in linears]
-        biases = [None] * len(linears)
-        for i, linear in enumerate(linears):
-            if not isinstance(linear, gpt.DeferredBiasLinear):
-                biases[i] = linear.bias
-        return list(_ColumnParallel.apply(x, self, len(linears), *weights, *biases))
+        x = self.enter(x)
+        # F.linear(copy_to_ranks(x, group), A_i)
+        return [linear(x) for linear in linears]
 
 
 class RowParallelLinear(nn.Module):
@@ -237,11 +158,11 @@ class ParallelHeadNorms(gpt.HeadNorms):
         nn.Module.__init__(self)
         self.query_norm = norms.query_norm
         self.key_norm = norms.key_norm
-        self.group = group
+        self.enter = CopyToRanks(group)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         weights = torch.stack((self.query_norm.weight, self.key_norm.weight))  # [2, d]
-        of_query, of_key = copy_to_ranks(weights, self.group).unbind()
+        of_query, of_key = self.enter(weights).unbind()
         q = functional_call(self.query_norm, {"weight": of_query}, q)
         return q, functional_call(self.key_norm, {"weight": of_key}, k)
 
@@ -413,11 +334,10 @@ def shard_columns(linear: nn.Linear, group: dist.ProcessGroup) -> None:
 def shard_vocabulary(model: gpt.GPT, group: dist.ProcessGroup) -> None:
     """The embedding and the head, of which a pipeline stage may have none; ties are kept."""
     embedding, head = model.embedding, model.head
-    has_both = embedding is not None and head is not None
-    tied = has_both and head.output.weight is embedding.tokens.weight
     if embedding is not None:
+        tied = head is not None and head.output.weight is embedding.tokens.weight
         embedding.tokens = VocabParallelEmbedding(embedding.tokens, group)
-    if tied:
-        head.output.weight = embedding.tokens.weight
+        if tied:
+            head.output.weight = embedding.tokens.weight
     if head is not None:
         model.head = VocabParallelHead(head, group)

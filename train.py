@@ -32,6 +32,7 @@ import fp8
 import fsdp
 import kernels
 import moe
+import overlap
 import pipeline_parallel
 import recompute
 import schedules
@@ -111,6 +112,7 @@ class Trainer:
             fp8.apply(stage, self.fp8, config.fp8_skip)
             self.task.after_model_parallel(stage)
             context_parallel.apply(stage, groups.cp, config.cp_kind, config.sequence_shards)
+            overlap.apply(stage)
             if groups.pp and config.pipeline_schedule == "zb-h1":
                 zero_bubble.apply(stage)
             if config.compile:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import overlap
 import recompute
 import sequence_parallel
 import sharding
@@ -69,6 +70,7 @@ class Layer:
             tensor_parallel.apply(model, group)
             if sequence:
                 sequence_parallel.apply(model, group)
+            overlap.apply(model)
         recompute.apply(model, granularity)
         sharding.init(model, 0, device, dtype)
         self.block = model.blocks["0"]

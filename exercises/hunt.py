@@ -43,7 +43,7 @@ HUNTS = {
         "The first loss is right, so forward is whole: the weights are right, and g and the loss "
         "have their sums. Backward is wrong from the head on, and ranks differ in every norm that "
         "stands before a matrix cut by columns: each has its own part of the gradient.",
-        "tensor_parallel.py, `start_all_reduce` in the backward of `_ColumnParallel`; exercise 2",
+        "overlap.py, `start_all_reduce` in the backward of `_Linear`; exercise 2",
     ),
     2: Hunt(
         "clones",

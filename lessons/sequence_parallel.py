@@ -8,6 +8,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
+import overlap
 import recompute
 import sequence_parallel
 import sharding
@@ -52,6 +53,7 @@ def measure(kind: str) -> dict:
         tensor_parallel.apply(model, group)
     if kind == "sequence":
         sequence_parallel.apply(model, group)
+    overlap.apply(model)
     sharding.init(model, 0, "cpu", torch.float64)
     tokens, targets = demo.random_tokens(B, S, 257)
     key = dropout_key(0, 1, torch.arange(B))

@@ -1,6 +1,6 @@
 """What pipeline_parallel.py needs beside its schedules: who sends what when, and a backward in two
 halves.
 
-Imports schedules, gpt, tensor_parallel and base/. Begin with transfers.py: sends and receives, and
-the proof that they cannot wait for each other.
+Imports schedules, gpt, overlap, tensor_parallel and base/. Begin with transfers.py: sends and
+receives, and the proof that they cannot wait for each other.
 """

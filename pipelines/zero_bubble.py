@@ -14,7 +14,8 @@ with p = 3 and m = 4; B is I and W, and so takes two slots (--); a dot is a slot
 
 During I a linear layer appends (weight, ∂y, x) to the list that the pipeline has put on its weight
 (`weight.deferred`); during W the pipeline processes the list. Without a list the weight gradient is
-computed at once. Gradients of biases and norms stay with I.
+computed at once. Gradients of biases and norms stay with I. The layer is that of overlap.py, here
+without communication.
 
     python -m pipelines.zero_bubble            a lesson: what I leaves to W, FLOPs, bytes, gradients
     python pipeline_parallel.py      zb-h1 beside the other schedules
@@ -30,51 +31,16 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 import gpt
+import overlap
 import tensor_parallel
 
 
-def weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | None:
-    """∂W = ∂yᵀ x; or None where the weight has a list, to which the three are appended.
-
-    grad_output: ∂y [b s, out]; x: [b s, in] -> [out, in]
-    """
-    if getattr(weight, "deferred", None) is None:
-        return grad_output.t() @ x
-    weight.deferred.append((weight, grad_output, x))
-    return None
-
-
-class _Linear(torch.autograd.Function):
-    """y = x Wᵀ + b, whose weight gradient may wait."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x)
-        # the parameter itself, which has the list
-        ctx.weight = weight
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        grad_output = grad.flatten(0, -2)  # [b s, out]
-        dx = dw = db = None
-        if ctx.needs_input_grad[2]:
-            db = grad_output.sum(0)
-        if ctx.needs_input_grad[1]:
-            dw = weight_gradient(ctx.weight, grad_output, x.flatten(0, -2))
-        if ctx.needs_input_grad[0]:
-            dx = grad @ ctx.weight
-        return dx, dw, db
-
-
-@torch.compiler.disable
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _Linear.apply(x, weight, bias)
+    """F.linear, whose weight gradient may wait."""
+    (y,) = overlap.linear(x, weight, bias)
+    return y
 
 
 class Linear(nn.Linear):
@@ -106,7 +72,7 @@ def with_weights_of(new: type[nn.Linear], old: nn.Linear) -> nn.Linear:
 def apply(model: gpt.GPT) -> None:
     """Let the linear layers of a model, or of a stage, defer their weight gradients; in place.
 
-    After tensor and sequence parallelism, before recompute.apply.
+    After overlap.apply, whose layers defer too; before recompute.apply.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -114,8 +80,6 @@ def apply(model: gpt.GPT) -> None:
             if type(child) in REPLACEMENTS and child.weight.requires_grad:
                 setattr(parent, name, with_weights_of(REPLACEMENTS[type(child)], child))
     for module in model.modules():
-        if isinstance(module, tensor_parallel.ColumnParallelLinear):
-            module.weight_gradient = weight_gradient
-        elif isinstance(module, tensor_parallel.RowParallelLinear) and module.linear is F.linear:
-            # not that of fp8.py, which defers too
+        # not that of fp8.py, which defers too
+        if isinstance(module, tensor_parallel.RowParallelLinear) and module.linear is F.linear:
             module.linear = linear

@@ -3,7 +3,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import gpt
 import sharding
 import tensor_parallel
 from base.cross_entropy import cross_entropy
@@ -51,45 +50,6 @@ def test_f_and_g_by_hand():
     # f: identity | all-reduce; g: all-reduce | identity
     assert first == {"f": (1.0, 30.0), "g": (3.0, 10.0)}
     assert second == {"f": (2.0, 30.0), "g": (3.0, 20.0)}
-
-
-def column_linear(rank, which):
-    """The layer that overlaps against f followed by plain matrix multiplications."""
-    group = dist.group.WORLD
-    torch.manual_seed(rank)
-    shapes = ((6, True), (3, False), (5, True))
-    linears = [torch.nn.Linear(H, n, bias, dtype=torch.float64) for n, bias in shapes[:which]]
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(B, S, H, dtype=torch.float64, generator=generator).requires_grad_()
-    inputs = [x, *(p for linear in linears for p in linear.parameters())]
-    results = []
-    for outputs in (
-        tensor_parallel.ColumnParallelLinear(group)(x, *linears),
-        gpt.SharedInput()(tensor_parallel.copy_to_ranks(x, group), *linears),
-    ):
-        total = 0.0
-        for y in outputs:
-            weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
-            total = total + (y * weight).sum()
-        results.append([*outputs, *torch.autograd.grad(total, inputs)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    # frozen inputs and frozen weights get nothing
-    x.requires_grad_(False)
-    for p in linears[0].parameters():
-        p.requires_grad_(False)
-    outputs = tensor_parallel.ColumnParallelLinear(group)(x, *linears)
-    if which > 1:
-        sum(y.sum() for y in outputs).backward()
-    assert x.grad is None
-    assert linears[0].weight.grad is None
-    assert all(linear.weight.grad is not None for linear in linears[1:])
-    return True
-
-
-@pytest.mark.parametrize("which", [1, 3])
-def test_column_parallel_linear_is_f_then_linear(which):
-    assert all(ranks.run(column_linear, 2, which))
 
 
 # --- vocabulary -----------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import torch
 
 import fp8
 import recompute
+from overlap import start_nothing
 from precision.float8 import E4M3, Quantised, block_maxima, quantise
 from precision.fp8_scaling import INPUT, Recipe, Scaling
 from proof.mutations import bug
-from tensor_parallel import start_nothing
 
 # scales that are powers of two only move exponents: with these, less would be wrong
 CURRENT = dict(fp8="current", fp8_skip=0, fp8_scales="any", micro_batch_size=4)

@@ -3,29 +3,32 @@
 import torch
 
 import gpt
+import overlap
 import sequence_parallel
 from proof.mutations import bug
 from proof.mutations.tensor_parallel import dropout_without
+from sequence_parallel import start_gather, start_scatter
 
 
 def mine(x, group):
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
 
 
+def in_g(start_input=start_gather, start_input_grad=start_scatter):
+    """Another g in column-parallel layers."""
+    overlap.STARTS[sequence_parallel.GatherSequence] = (start_input, start_input_grad)
+
+
 @bug(2, dict(tp=2, sequence_parallel=True), first="step 1: gradient of head.norm")
 def no_sum_in_g():
     """The gradient of a column-parallel layer's input is not summed by the reduce-scatter."""
-    sequence_parallel.ColumnParallelLinear.start_input_grad = staticmethod(
-        lambda x, group: lambda: mine(x, group)
-    )
+    in_g(start_input_grad=lambda x, group: lambda: mine(x, group))
 
 
 @bug(2, dict(tp=2, sequence_parallel=True), first="step 1: output of blocks.0")
 def no_gather_in_g():
     """Every rank repeats its own slice of the sequence instead of gathering the others'."""
-    sequence_parallel.ColumnParallelLinear.start_input = staticmethod(
-        lambda x, group: lambda: x.repeat(1, group.size(), 1)
-    )
+    in_g(start_input=lambda x, group: lambda: x.repeat(1, group.size(), 1))
 
 
 @bug(2, dict(tp=2, sequence_parallel=True), first="step 1: gradient of blocks.1.mlp.up.weight")
@@ -40,7 +43,7 @@ def stale_input():
             seen[x.data_ptr()] = True
         return (lambda: 2 * finish()) if again else finish
 
-    sequence_parallel.ColumnParallelLinear.start_input = staticmethod(start_input)
+    in_g(start_input=start_input)
 
 
 @bug(2, dict(tp=2, sequence_parallel=True), first="step 1: output of embedding")

@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 import dropout
 import gpt
+import overlap
 import sharding
 import tensor_parallel
 from proof.mutations import bug
@@ -13,9 +14,8 @@ from sharding import Shard, shard_of
 @bug(2, dict(tp=2), first="step 1: gradient of head.norm")
 def no_f():
     """The gradient of a column-parallel layer's input is each rank's part, not the sum."""
-    tensor_parallel.ColumnParallelLinear.start_input_grad = staticmethod(
-        tensor_parallel.start_nothing
-    )
+    tensor_parallel.copy_to_ranks = lambda x, group: x
+    overlap.STARTS[tensor_parallel.CopyToRanks] = overlap.NOTHING
 
 
 @bug(2, dict(tp=2), first="step 1: output of embedding")

@@ -1,0 +1,167 @@
+"""Communication beside computation: what column-parallel layers send travels while the weight
+gradient is computed.
+
+A matrix multiplication y = x Wᵀ has two gradients, and tensor parallelism sends the first alone:
+
+    ∂x = ∂y W       each rank has a part of it: summed over ranks
+    ∂W = ∂yᵀ x      stays here
+
+tensor_parallel.py computes both, and then waits for the sum. Here one function does the three, so
+that the order is ours. Lines that stand beside each other run at the same time:
+
+    f, tensor parallelism             g, sequence parallelism
+
+    ∂x                                ∂x      all-gather of x
+    ∂W      all-reduce of ∂x          ∂W      reduce-scatter of ∂x
+
+Under sequence parallelism x arrives as a shard, [b, s/t, h], and only the shard is kept for
+backward; so x is gathered a second time there (arXiv 2205.05198, section 4.2.2).
+
+∂W may also come later: where the pipeline has put a list on a weight, what ∂W is computed from is
+appended to it (pipelines/zero_bubble.py).
+
+Not covered: chunks of one matrix multiplication that run beside the chunks of its own collective
+(user buffers of Transformer Engine).
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+import gpt
+from sequence_parallel import GatherSequence, start_gather, start_scatter
+from tensor_parallel import ColumnParallelLinear, CopyToRanks
+
+# --- communication that is under way --------------------------------------------------------------
+
+
+def start_nothing(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
+    """The identity, in the form of the others: returns a function that gives x."""
+    return lambda: x
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to sum x over the ranks, in place; returns a function that waits and gives x."""
+    work = dist.all_reduce(x, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return x
+
+    return finish
+
+
+NOTHING = (start_nothing, start_nothing)
+# what begins for x in forward, and for ∂x in backward
+STARTS = {
+    CopyToRanks: (start_nothing, start_all_reduce),
+    GatherSequence: (start_gather, start_scatter),
+}
+
+# --- the linear layer -----------------------------------------------------------------------------
+
+
+def weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | None:
+    """∂W = ∂yᵀ x; or None where the weight has a list, to which the three are appended.
+
+    grad_output: ∂y [b s, out]; x: [b s, in] -> [out, in]
+    """
+    if getattr(weight, "deferred", None) is None:
+        return grad_output.t() @ x
+    weight.deferred.append((weight, grad_output, x))
+    return None
+
+
+class _Linear(torch.autograd.Function):
+    """Y_i = f(x) W_iᵀ + b_i for several W_i that read the same x: n weights, then n biases or None.
+    starts: what begins for x in forward, and for ∂x in backward."""
+
+    @staticmethod
+    def forward(ctx, x, starts, group, n, *weights_and_biases):
+        weights = weights_and_biases[:n]
+        biases = weights_and_biases[n:]
+        ctx.starts, ctx.group, ctx.n = starts, group, n
+        # the parameters themselves, not saved copies: they have the lists
+        ctx.weights = weights
+        ctx.save_for_backward(x)
+        start_input, _ = starts
+        whole = start_input(x, group)()  # [b, s, in]
+        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases))  # [b, s, out] each
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        n, group, weights = ctx.n, ctx.group, ctx.weights
+        start_input, start_input_grad = ctx.starts
+        (x,) = ctx.saved_tensors
+        weights_wanted = ctx.needs_input_grad[4 : 4 + n]
+        biases_wanted = ctx.needs_input_grad[4 + n :]
+        # the input is on its way while the input gradient is computed
+        arriving = start_input(x, group) if any(weights_wanted) else None
+        grads_output = [grad.flatten(0, -2) for grad in grads]  # [b s, out]
+        dx = grads_output[0] @ weights[0]
+        for grad_output, weight in zip(grads_output[1:], weights[1:]):
+            dx.addmm_(grad_output, weight)
+        # the input gradient is on its way while the weight gradients are computed
+        leaving = start_input_grad(dx.view(*grads[0].shape[:-1], -1), group)
+        d_weights = [None] * n
+        d_biases = [None] * n
+        if arriving:
+            whole = arriving().flatten(0, -2)  # [b s, in]
+        for i, grad_output in enumerate(grads_output):
+            if weights_wanted[i]:
+                d_weights[i] = weight_gradient(weights[i], grad_output, whole)
+            if biases_wanted[i]:
+                d_biases[i] = grad_output.sum(0)
+        return leaving(), None, None, None, *d_weights, *d_biases
+
+
+@torch.compiler.disable
+def linear(
+    x: Tensor, *weights_and_biases: Tensor | None, starts=NOTHING, group=None
+) -> tuple[Tensor, ...]:
+    """x: [b, s, in], or a shard of it -> [b, s, out] for each weight [out, in].
+
+    weights_and_biases: n weights, then n biases or None.
+    """
+    return _Linear.apply(x, starts, group, len(weights_and_biases) // 2, *weights_and_biases)
+
+
+def weights_and_biases(linears: tuple[nn.Linear, ...]) -> list[Tensor | None]:
+    """Of n layers n weights, then n biases; None where the next module adds the bias."""
+    biases = [None] * len(linears)
+    for i, layer in enumerate(linears):
+        if not isinstance(layer, gpt.DeferredBiasLinear):
+            biases[i] = layer.bias
+    return [layer.weight for layer in linears] + biases
+
+
+class OverlappedLinear(ColumnParallelLinear):
+    """ColumnParallelLinear, whose communication runs beside computation. It reads the parameters of
+    the layers, and does not call them."""
+
+    def forward(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
+        starts = STARTS[type(self.enter)]
+        group = self.enter.group
+        return list(linear(x, *weights_and_biases(linears), starts=starts, group=group))
+
+
+# --- in a model -----------------------------------------------------------------------------------
+
+
+def apply(model: gpt.GPT) -> None:
+    """Let the column-parallel layers of a model, or of a stage, overlap; in place.
+
+    After everything that adds such layers: tensor parallelism, adapters, prompts.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is ColumnParallelLinear:
+                overlapped = OverlappedLinear(child.enter.group)
+                # f, or g of sequence parallelism
+                overlapped.enter = child.enter
+                setattr(parent, name, overlapped)
