@@ -42,6 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+import families
 import gpt
 import tensor_parallel
 from attention.document_mask import positions_of
@@ -291,7 +292,7 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
             module.positions = ShardedPositions(module.positions, group.rank(), group.size())
         if isinstance(module, tensor_parallel.ParallelHeadNorms):
             # `synchronise` sums these gradients with those of the layer's other whole weights
-            module.__class__ = gpt.HeadNorms
+            module.__class__ = families.HeadNorms
     for part in parts:
         synchronise(part, group)
 

@@ -29,6 +29,7 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 from dropout import dropout_key
+from gpt import Context
 from lessons import demo
 from model_config import GPTConfig
 from proof import ranks
@@ -92,8 +93,8 @@ def kept_bytes(shape: dict, sequence: bool, granularity: str) -> int:
     block = parallel_layer(config, group, sequence, granularity, "cpu", torch.bfloat16)
     local_s = shape["s"] // group.size() if sequence else shape["s"]
     x = torch.randn(shape["b"], local_s, shape["h"]).bfloat16().requires_grad_()
-    key = dropout_key(0, 1, torch.arange(shape["b"]))
-    return recompute.saved_bytes(lambda: block(x, key), *block.parameters())
+    context = Context(dropout_key(0, 1, torch.arange(shape["b"])))
+    return recompute.saved_bytes(lambda: block(x, context), *block.parameters())
 
 
 def measure(rank: int, shapes: dict) -> dict:

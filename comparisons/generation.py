@@ -28,8 +28,8 @@ import torch
 from report import in_turn, median, spread, timed
 
 import checkpoint
+import families
 import generate
-import gpt
 import huggingface
 import sharding
 from base.world import keep_freed_memory
@@ -75,7 +75,7 @@ def build(config: GPTConfig, device: str):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with torch.device("meta"):
-        model = gpt.GPT(config)
+        model = families.build(config)
     sharding.init(model, 0, "cpu", torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         ours = Path(folder) / "ckpt"

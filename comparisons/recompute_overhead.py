@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from base.world import keep_freed_memory
 from dropout import dropout_key
+from gpt import PLAIN, Context
 from model_config import GPTConfig
 from proof import ranks
 
@@ -68,15 +69,15 @@ class Layer:
         local_s = s // group.size() if sequence else s
         self.x = torch.randn(b, local_s, h, device=device, dtype=dtype, requires_grad=True)
         self.grad_output = torch.randn_like(self.x)
-        self.key = None
+        self.context = PLAIN
         if dropout:
-            self.key = dropout_key(0, 1, torch.arange(b, device=device))
+            self.context = Context(dropout_key(0, 1, torch.arange(b, device=device)))
 
     def times(self) -> tuple[float, float]:
         """Seconds of (forward, backward)."""
         outputs = []
         dist.barrier()
-        forward = report.timed(lambda: outputs.append(self.block(self.x, self.key)))
+        forward = report.timed(lambda: outputs.append(self.block(self.x, self.context)))
         backward = report.timed(lambda: outputs.pop().backward(self.grad_output))
         return forward, backward
 

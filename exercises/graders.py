@@ -593,6 +593,7 @@ def memory_formula(answer, rank: int, watch: Watch) -> tuple[str, Par]:
 
 def measured_bytes(s: int, b: int, h: int, a: int) -> int:
     """What autograd keeps of one layer of the project's GPT in 16 bits."""
+    import gpt
     import sharding
     from dropout import dropout_key
     from lessons import demo
@@ -604,8 +605,8 @@ def measured_bytes(s: int, b: int, h: int, a: int) -> int:
     sharding.init(model, 0, "cpu", torch.bfloat16)
     block = model.blocks["0"]
     x = numbers(b, s, h).bfloat16().requires_grad_()
-    key = dropout_key(0, 1, torch.arange(b))
-    return recompute.saved_bytes(lambda: block(x, key), *block.parameters())
+    context = gpt.Context(dropout_key(0, 1, torch.arange(b)))
+    return recompute.saved_bytes(lambda: block(x, context), *block.parameters())
 
 
 # --- 13: Sinkhorn ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import context_parallel
+import gpt
 import sharding
 from dropout import dropout_key
 from lessons import demo, form
@@ -58,7 +59,8 @@ def measure(kind: str) -> dict:
         whole = tokens, targets, positions
         tokens, targets, positions = (context_parallel.shard(x, group) for x in whole)
     with ranks.Collectives() as forward:
-        loss = model(tokens, targets, dropout_key(0, 1, torch.arange(B))).sum() / (B * S)
+        context = gpt.Context(dropout_key(0, 1, torch.arange(B)))
+        loss = model(tokens, targets, context).sum() / (B * S)
     loss.backward()
     loss = loss.detach()
     if group:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import families
 import gpt
 import sharding
 from model_config import GPTConfig
@@ -33,7 +34,7 @@ def meta_model(config: GPTConfig) -> gpt.GPT:
     """The model on the meta device, where it has shapes but no storage. `sharding.init` gives it
     values once the techniques are applied."""
     with torch.device("meta"):
-        return gpt.GPT(config)
+        return families.build(config)
 
 
 def random_tokens(batch: int, seq: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ def tokens_per_second(model: gpt.GPT, datasets: list, b: int, rounds: int = 5) -
         for dataset, of_dataset in zip(datasets, rates):
             batch = dataset.batch(range(k * b, (k + 1) * b))
             begin = time.perf_counter()
-            losses = model(batch.tokens, batch.targets, documents=batch.documents)
+            losses = model(batch.tokens, batch.targets, gpt.Context(documents=batch.documents))
             (losses * batch.loss_mask).sum().backward()
             of_dataset.append(int(batch.loss_mask.sum()) / (time.perf_counter() - begin))
             model.zero_grad()
@@ -150,7 +150,8 @@ def teach_apart(lesson: form.Lesson, packed: Packed) -> None:
     model = make_model()
     other = batch.tokens.clone()
     other[:, start:stop] = (other[:, start:stop] + 1) % V
-    logits = [model(tokens, documents=batch.documents)[0] for tokens in (batch.tokens, other)]
+    context = gpt.Context(documents=batch.documents)
+    logits = [model(tokens, context=context)[0] for tokens in (batch.tokens, other)]
     rows = (logits[0] != logits[1]).any(-1).nonzero().flatten().tolist()
     lesson.check(
         f"from {rows[0]} to {rows[-1]}, {len(rows)} positions: only in the changed document",
@@ -162,7 +163,7 @@ def teach_apart(lesson: form.Lesson, packed: Packed) -> None:
 def gradients(model: gpt.GPT, batch: Batch) -> tuple[float, dict]:
     """(sum of the counted losses, gradients)"""
     model.zero_grad()
-    losses = model(batch.tokens, batch.targets, documents=batch.documents)
+    losses = model(batch.tokens, batch.targets, gpt.Context(documents=batch.documents))
     total = (losses * batch.loss_mask).sum()
     total.backward()
     return total.item(), {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import dropout
+import gpt
 import recompute
 import sharding
 from lessons import demo, form
@@ -48,10 +49,10 @@ def measure(granularity: str) -> tuple[int, int, list[Tensor]]:
     block = model.blocks["0"]
     x = torch.randn(B, S, H, generator=torch.Generator().manual_seed(0))
     x = x.bfloat16().requires_grad_()
-    key = dropout.dropout_key(0, 1, torch.arange(B))
-    kept = recompute.saved_bytes(lambda: block(x, key), *block.parameters())
+    context = gpt.Context(dropout.dropout_key(0, 1, torch.arange(B)))
+    kept = recompute.saved_bytes(lambda: block(x, context), *block.parameters())
     with FlopCounterMode(display=False) as counter:
-        block(x, key).sum().backward()
+        block(x, context).sum().backward()
     return kept, counter.get_total_flops(), [p.grad for p in block.parameters()]
 
 

@@ -55,7 +55,7 @@ def attention_and_gradients(core, q: Tensor, k: Tensor, v: Tensor, grad: Tensor)
     """([result, ∂q, ∂k, ∂v], sends in forward, sends in backward)"""
     leaves = [x.contiguous().requires_grad_() for x in (q, k, v)]
     with ranks.Collectives() as forward:
-        y = core(*leaves, None)
+        y = core(*leaves, gpt.PLAIN)
     with ranks.Collectives() as backward:
         y.backward(grad)
     sends = [[size for kind, size in c.calls if kind == "send"] for c in (forward, backward)]

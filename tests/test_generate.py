@@ -21,6 +21,7 @@ from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 
 import checkpoint
 import context_parallel
+import families
 import generate
 import kernels
 import moe
@@ -50,7 +51,7 @@ SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.95, seed=3)
 def build(dtype=torch.float32, **fields) -> GPT:
     """A model with its initial weights, and with experts where the fields say so."""
     with torch.device("meta"):
-        model = GPT(MoEConfig(**fields))
+        model = families.build(MoEConfig(**fields))
     moe.apply(model)
     sharding.init(model, 0, "cpu", dtype)
     return model
