@@ -250,11 +250,11 @@ def multiply_adapted(multiply, rows: Tensor, counts: Tensor, *matrices: nn.Modul
     return outputs
 
 
-def with_drop_key(forward, loras: list[LoRA], x: Tensor, drop_key: Tensor | None = None, *rest):
+def with_drop_key(forward, loras: list[LoRA], x: Tensor, context: gpt.Context = gpt.PLAIN):
     """The forward of a block, whose dropout key LoRA needs too."""
     for lora in loras:
-        lora.drop_key = drop_key
-    return forward(x, drop_key, *rest)
+        lora.drop_key = context.drop_key
+    return forward(x, context)
 
 
 def with_bottleneck(forward, bottleneck: Bottleneck, *args) -> Tensor:

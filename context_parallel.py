@@ -58,6 +58,7 @@ from torch.autograd.function import once_differentiable
 import gpt
 from attention.document_mask import positions_of
 from attention.ring_attention import RingAttention, own_positions
+from attention.rotary import Rotary
 from dropout import Dropout
 from model_config import FieldError, GPTConfig, divisors
 from routers import Routing
@@ -134,14 +135,14 @@ class AllToAllAttention(nn.Module):
         self.inner = inner
 
     @torch.compiler.disable
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: gpt.Context) -> Tensor:
         n = self.group.size()
         s = q.shape[2] * n
         # where each token of the ranks' tokens, one rank after the other, belongs
         order = torch.cat([own_positions(s, rank, n, q.device) for rank in range(n)])
         ascending = order.argsort()
         q, k, v = (_AllToAll.apply(x, self.group, 1, 2)[:, :, ascending] for x in (q, k, v))
-        y = self.inner(q, k, v, drop_key, documents)  # [b, s, ad / N]
+        y = self.inner(q, k, v, context)  # [b, s, ad / N]
         return _AllToAll.apply(y[:, order], self.group, 1, 2)
 
 
@@ -168,10 +169,10 @@ class OwnPositions(nn.Module):
         return x + F.embedding(at, self.inner.weight)
 
 
-class OwnRotary(gpt.Rotary):
+class OwnRotary(Rotary):
     """Rotates with this rank's rows of the whole sequence's table."""
 
-    def __init__(self, inner: gpt.Rotary, group: dist.ProcessGroup):
+    def __init__(self, inner: Rotary, group: dist.ProcessGroup):
         super().__init__()
         self.inner = inner
         self.group = group

@@ -40,8 +40,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import gpt
-from gpt import GPT
+import families
+from gpt import GPT, Context
 from inference import cuda_graphs
 from inference.batches import (
     DecodeBatch,
@@ -97,12 +97,10 @@ class ModelRunner:
         tensor = next(tensors)
         self.device = tensor.device
         self.dtype = tensor.dtype
-        self.rotary = None
-        if self.config.positions == "rotary":
-            self.rotary = gpt.rotary_table(self.config, self.config.seq_length, tensor)
+        self.rotary = stages[0].rotary_table(self.config.seq_length, tensor)
         # what a sliding window or ALiBi adds, the same in all layers
         blocks = [block for stage in stages for block in stage.blocks.values()]
-        self.local = blocks[0].attention.local if blocks else None
+        self.local = families.local_bias(blocks[0]) if blocks else None
         self.captures = cuda_graphs.can_capture(stages, self.device)
 
     @torch.inference_mode()
@@ -126,11 +124,11 @@ class ModelRunner:
         last token."""
         stage = self.stages[chunk]
         cache.update_mask(self.dtype, self.local)
-        rotary = self.rotary_at(cache, x.shape[1])
+        context = Context(rotary=self.rotary_at(cache, x.shape[1]))
         if stage.embedding is not None:
             x = stage.embedding(x)  # [b, s, h]
         for block in stage.blocks.values():
-            x = block(x, None, rotary)
+            x = block(x, context)
         if stage.head is None:
             return x
         # in a prefill only the last tokens need logits

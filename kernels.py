@@ -62,6 +62,7 @@ from torch.autograd.function import once_differentiable
 import gpt
 import moe
 import tensor_parallel
+from attention.rotary import rotate
 from base import cross_entropy as plain
 from base import cuda_kernels
 from base.cuda_kernels import (
@@ -214,15 +215,15 @@ def _(ctx, dq, dk):
 
 
 def rotary(q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """gpt.rotate of queries and keys together (arXiv 2104.09864, eq. 34).
+    """attention.rotary.rotate of queries and keys together (arXiv 2104.09864, eq. 34).
 
-    q: [b, a, s, d]; k: [b, a_kv, s, d], both of any strides; cosine, sine: [s, d] from
-    gpt.rotary_table -> the shapes of q and k
+    q: [b, a, s, d]; k: [b, a_kv, s, d], both of any strides; cosine, sine: [s, d] of
+    rotary_table -> the shapes of q and k
     """
     is_small = q.numel() + k.numel() < 2**31
     whole_vectors = q.shape[-1] % (2 * vector_elements(q)) == 0
     if not (supported(q) and supported(k) and is_small and whole_vectors):
-        return gpt.rotate(q, (cosine, sine)), gpt.rotate(k, (cosine, sine))
+        return rotate(q, (cosine, sine)), rotate(k, (cosine, sine))
     return rotary_forward(q, k, cosine, sine, 1.0)
 
 
@@ -646,20 +647,20 @@ class Block(gpt.Block):
     """gpt.Block, whose norms also pass on the residual, so that in backward the gradients of both
     are added in one pass. Without dropout and bias they add the residual too."""
 
-    def forward(self, x: Tensor, drop_key=None, rotary=None, documents=None) -> Tensor:
+    def forward(self, x: Tensor, context: gpt.Context = gpt.PLAIN) -> Tensor:
         norms = self.attention_norm, self.mlp_norm
         if not all(isinstance(norm, RMSNorm | LayerNorm) for norm in norms):
-            return super().forward(x, drop_key, rotary, documents)
+            return super().forward(x, context)
         x, y = add_norm(x, None, *of_norm(self.attention_norm))
-        y = self.attention(y, drop_key, rotary, documents)
+        y = self.attention(y, context)
         bias = self.attention.output.bias
-        if only_adds(self.attention_residual, bias, drop_key):
+        if only_adds(self.attention_residual, bias, context.drop_key):
             x, y = add_norm(y, x, *of_norm(self.mlp_norm))
         else:
-            x = self.attention_residual(y, bias, x, drop_key)
+            x = self.attention_residual(y, bias, x, context.drop_key)
             x, y = add_norm(x, None, *of_norm(self.mlp_norm))
         y = self.mlp(y)
-        return self.mlp_residual(y, self.mlp.down.bias, x, drop_key)
+        return self.mlp_residual(y, self.mlp.down.bias, x, context.drop_key)
 
 
 class Rotary(gpt.Rotary):
@@ -699,10 +700,10 @@ class BiasDropoutAdd(gpt.BiasDropoutAdd):
 
 
 class CausalProbabilities(gpt.CausalProbabilities):
-    def forward(self, q: Tensor, k: Tensor, documents=None, local=None) -> Tensor:
-        if documents is not None or local is not None:
+    def forward(self, q: Tensor, k: Tensor, documents: Tensor | None) -> Tensor:
+        if documents is not None:
             # the operation knows the causal mask alone
-            return super().forward(q, k, documents, local)
+            return super().forward(q, k, documents)
         return causal_softmax(q @ k.transpose(2, 3), q.shape[-1] ** -0.5)
 
 

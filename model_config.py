@@ -76,7 +76,7 @@ class GPTConfig:
     # a token attends to so many, itself included; 0: to all (Mistral)
     sliding_window: int = 0
     # scaling of rotary angles, for longer sequences than the original length (Llama 3,
-    # gpt.llama3_frequencies); 1: none, and the three fields below count for nothing
+    # families.llama3_frequencies); 1: none, and the three fields below count for nothing
     rotary_factor: float = 1.0
     rotary_low_frequency: float = 1.0
     rotary_high_frequency: float = 4.0

@@ -48,6 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+import families
 import gpt
 import tensor_parallel
 from model_config import FieldError, GPTConfig, divisors
@@ -251,7 +252,7 @@ class MoE(nn.Module):
         self.routing = Routing(self.router.scores, config)
         self.gate = ExpertLinear(e, h, ffn) if config.gated else None
         self.up = ExpertLinear(e, h, ffn)
-        self.activation = gpt.ACTIVATIONS[config.activation]()
+        self.activation = families.ACTIVATIONS[config.activation]()
         self.down = ExpertLinear(e, ffn, h)
         self.enter = nn.Identity()
         self.leave = nn.Identity()
@@ -409,8 +410,8 @@ def init(model: gpt.GPT, layer: MoE, prefix: str) -> None:
 
 
 def build(config: GPTConfig) -> gpt.GPT:
-    """A whole model: a GPT, with experts where the configuration has some."""
-    model = gpt.GPT(config)
+    """A whole model of any family, with experts where the configuration has some."""
+    model = families.build(config)
     apply(model)
     return model
 

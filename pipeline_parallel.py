@@ -68,6 +68,9 @@ class Stage(gpt.GPT):
     def __init__(self, model: gpt.GPT, layers: range, first: bool, last: bool):
         nn.Module.__init__(self)
         self.config = model.config
+        # families.py may have set them
+        self.rotary_frequencies = model.rotary_frequencies
+        self.norm_weight = model.norm_weight
         self.embedding = model.embedding if first else None
         self.blocks = nn.ModuleDict({str(n): model.blocks[str(n)] for n in layers})
         self.head = model.head if last else None
@@ -78,14 +81,13 @@ class Stage(gpt.GPT):
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
-        drop_key: Tensor | None = None,
+        context: gpt.Context = gpt.PLAIN,
         x: Tensor | None = None,
-        documents: Tensor | None = None,
     ) -> Tensor:
         """As gpt.GPT. Without an embedding it takes x, [b, s, h]; without a head it returns it."""
         if self.embedding is not None:
-            x = self.embedding(tokens, drop_key, documents)
-        x = self.run_blocks(x, tokens.shape[1], drop_key, documents)
+            x = self.embedding(tokens, context)
+        x = self.run_blocks(x, tokens.shape[1], context)
         return x if self.head is None else self.head(x, targets)
 
 
@@ -365,7 +367,8 @@ class Pipeline:
         def run_stage(chunk, k, x):
             stage = self.stages[chunk]
             batch = batches[k]
-            y = stage(batch.tokens, batch.targets, None, x, documents=batch.documents)
+            context = gpt.Context(documents=batch.documents)
+            y = stage(batch.tokens, batch.targets, context, x)
             if stage.head is not None:
                 result(batch, y)
             return y

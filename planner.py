@@ -60,7 +60,7 @@ GATED = 6
 # (read 2)
 SCORES = 13
 # for each of s², and under ALiBi of a / t heads, in each layer: what a window or ALiBi adds to the
-# scores (attention/local_attention.py) is written in 32 bits (4), masked (8), and written in 16 (6)
+# scores (families.py) is written in 32 bits (4), masked (8), and written in 16 (6)
 LOCAL_BIAS = 18
 # backward reads and writes so many times the bytes of forward: counted as above, 21 of 13 for
 # scores, 34 of 22 for norms and residuals

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+import families
 import gpt
 import sharding
 from model_config import FieldError, GPTConfig, divisors
@@ -150,17 +151,18 @@ class RowParallelLinear(nn.Module):
 # --- attention ------------------------------------------------------------------------------------
 
 
-class ParallelHeadNorms(gpt.HeadNorms):
+class ParallelHeadNorms(families.HeadNorms):
     """The norms of this rank's queries and keys. Their two weights are whole, and each rank's heads
     give a part of the gradient: f sums both at once. q: [b, a / t, s, d]; k: [b, a_kv / t, s, d]"""
 
-    def __init__(self, norms: gpt.HeadNorms, group: dist.ProcessGroup):
+    def __init__(self, norms: families.HeadNorms, group: dist.ProcessGroup):
         nn.Module.__init__(self)
         self.query_norm = norms.query_norm
         self.key_norm = norms.key_norm
         self.enter = CopyToRanks(group)
 
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, heads: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        q, k = heads
         weights = torch.stack((self.query_norm.weight, self.key_norm.weight))  # [2, d]
         of_query, of_key = self.enter(weights).unbind()
         q = functional_call(self.query_norm, {"weight": of_query}, q)
@@ -310,10 +312,10 @@ def apply(model: gpt.GPT, group: dist.ProcessGroup) -> None:
             shard_columns(linear, group)
         attention.project = ColumnParallelLinear(group)
         attention.output = RowParallelLinear(attention.output, group)
-        if attention.head_norms is not None:
+        if isinstance(attention.head_norms, families.HeadNorms):
             attention.head_norms = ParallelHeadNorms(attention.head_norms, group)
-        if attention.local is not None:
-            attention.local.shard(group.rank(), group.size())
+        if local := families.local_bias(block):
+            local.shard(group.rank(), group.size())
         if isinstance(attention.core, gpt.ExplicitAttention):
             # this rank's heads
             attention.core.dropout.shard_index[1] = group.rank()

@@ -28,6 +28,7 @@ import torch
 
 import chunked_head
 import context_parallel
+import families
 import fp8
 import fsdp
 import kernels
@@ -42,7 +43,7 @@ import tensor_parallel
 from base.device_queue import number
 from base.world import Groups
 from dropout import dropout_key
-from gpt import GPT
+from gpt import GPT, Context
 from gradients import GradientAccumulator, LossScaler, accumulation_dtype
 from optimizer import AdamW, learning_rate
 from pipelines import zero_bubble
@@ -86,6 +87,7 @@ class Trainer:
         # shapes without storage: no rank ever holds more than one whole parameter beside its shards
         with torch.device("meta"):
             model = GPT(self.model_config)
+        families.apply(model)
         if self.model_config.num_experts:
             moe.apply(model, groups.ep, groups.tp)
         self.num_parameters = sharding.num_parameters(model)
@@ -172,7 +174,7 @@ class Trainer:
             batch = self.own_tokens(dataset.batch(mine[k * b : (k + 1) * b]).to(self.device))
             key = dropout_key(self.config.seed, step, batch.samples) if self.task.dropout else None
             moe.begin_micro_batch(self.expert_layers, batch.real)
-            y = self.stages[chunk](batch.tokens, batch.targets, key, *x, documents=batch.documents)
+            y = self.stages[chunk](batch.tokens, batch.targets, Context(key, batch.documents), *x)
             if self.stages[chunk].head is None:
                 return y  # [b, s, h], for the next stage
             total = self.task.total_loss(y, batch)  # y: [b, s]

@@ -1,5 +1,5 @@
-"""Forms of attention beside the plain one in gpt.py: inside a window, inside a document, around a
-ring of ranks.
+"""Parts of attention: rotary positions, attention inside a document, and around a ring of ranks.
 
-Imports dropout, model_config and base/. Begin with local_attention.py: which scores are masked.
+Imports dropout, model_config and base/; gpt.py imports rotary.py and document_mask.py. Begin with
+document_mask.py: which scores are masked.
 """

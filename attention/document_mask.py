@@ -40,8 +40,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from attention.local_attention import LocalBias
-
 
 def documents_of(tokens: Tensor, eot: int) -> Tensor:
     """The number of each token's document, where an end-of-text token ends one. [b, s] -> [b, s]"""
@@ -65,32 +63,22 @@ def visible(documents: Tensor) -> Tensor:
     return same.tril().unsqueeze(1)
 
 
-def masked_probabilities(
-    q: Tensor, k: Tensor, documents: Tensor | None, local: LocalBias | None = None
-) -> Tensor:
-    """softmax(q kᵀ / √d + mask). q, k: [b, a, s, d]; documents: [b, s] -> [b, a, s, s]
-
-    local: what a sliding window or ALiBi adds. At least one of documents and local is given."""
+def masked_probabilities(q: Tensor, k: Tensor, documents: Tensor) -> Tensor:
+    """softmax(q kᵀ / √d + mask). q, k: [b, a, s, d]; documents: [b, s] -> [b, a, s, s]"""
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
     # a token sees itself, so no row is all -∞
-    if local is not None:
-        return (scores + local(q, documents)).softmax(-1)
     return scores.masked_fill(~visible(documents), -torch.inf).softmax(-1)
 
 
-def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, local: LocalBias | None = None
-) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     """softmax(q kᵀ / √d + mask) v; the s x s matrix of probabilities is never written.
 
-    q: [b, a, s, d]; k, v: [b, a_kv, s, d]; documents: [b, s] -> [b, a, s, d]
-    local: as above.
-    """
+    q: [b, a, s, d]; k, v: [b, a_kv, s, d]; documents: [b, s] -> [b, a, s, d]"""
     grouped = q.shape[1] != k.shape[1]
     # its kernels are for at most 32 bits
-    if q.is_cuda and q.dtype != torch.float64 and local is None:
+    if q.is_cuda and q.dtype != torch.float64:
         return flex_on_cuda(q, k, v, documents, grouped)
-    mask = visible(documents) if local is None else local(q, documents)
+    mask = visible(documents)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 

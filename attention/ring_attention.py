@@ -40,6 +40,7 @@ from torch.autograd.function import once_differentiable
 
 from base.attention_kernels import kernel_for
 from dropout import Dropout, dropout_mask
+from gpt import Context
 
 
 def own_positions(s: int, rank: int, n: int, device=None) -> Tensor:
@@ -123,16 +124,17 @@ def merge(o: Tensor, log_sum: Tensor, more_o: Tensor, more_log_sum: Tensor):
 
 
 class Blocks:
-    """This rank's queries, and the keys of each rank. documents: [b, s], of the whole sequence."""
+    """This rank's queries, and the keys of each rank. context.documents: [b, s], of the whole
+    sequence."""
 
-    def __init__(self, core: "RingAttention", drop_key, documents: Tensor | None, s: int):
+    def __init__(self, core: "RingAttention", context: Context, s: int):
         self.group = core.group
         self.rank, self.n = core.group.rank(), core.group.size()
         self.dropout = None
-        if drop_key is not None and core.dropout is not None and core.dropout.p > 0:
+        if context.drop_key is not None and core.dropout is not None and core.dropout.p > 0:
             self.dropout = core.dropout
-        self.drop_key = drop_key
-        self.documents = documents
+        self.drop_key = context.drop_key
+        self.documents = context.documents
         self.s = s
 
     def meeting(self, source: int, q: Tensor) -> Block:
@@ -264,7 +266,7 @@ def through(block: Block, kv: Tensor, q, o, log_sum, grad) -> tuple[Tensor, Tens
 
 class RingAttention(nn.Module):
     """In the place of gpt.FusedAttention or gpt.ExplicitAttention. q: [b, a, s/N, d]; k, v:
-    [b, a_kv, s/N, d]; documents: [b, s], of the whole sequence -> [b, s/N, ad]"""
+    [b, a_kv, s/N, d]; context.documents: [b, s], of the whole sequence -> [b, s/N, ad]"""
 
     def __init__(self, group: dist.ProcessGroup, inner: nn.Module | None = None):
         """inner: the attention of one device, in whose place this is."""
@@ -274,6 +276,6 @@ class RingAttention(nn.Module):
         self.dropout: Dropout | None = getattr(inner, "dropout", None)
 
     @torch.compiler.disable
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
-        blocks = Blocks(self, drop_key, documents, q.shape[2] * self.group.size())
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        blocks = Blocks(self, context, q.shape[2] * self.group.size())
         return _RingAttention.apply(q, k, v, blocks).transpose(1, 2).flatten(2)

@@ -27,6 +27,7 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 from dropout import dropout_key
+from gpt import PLAIN, Context
 from lessons import demo
 from model_config import GPTConfig
 from proof import ranks
@@ -76,12 +77,12 @@ class Layer:
         self.block = model.blocks["0"]
         local_s = s // group.size() if sequence else s
         self.x = torch.randn(b, local_s, h, device=device, dtype=dtype, requires_grad=True)
-        self.key = None
+        self.context = PLAIN
         if config.dropout:
-            self.key = dropout_key(0, 1, torch.arange(b, device=device))
+            self.context = Context(dropout_key(0, 1, torch.arange(b, device=device)))
 
     def forward(self) -> Tensor:
-        return self.block(self.x, self.key)
+        return self.block(self.x, self.context)
 
 
 def kept_bytes(shape: dict, sequence: bool, granularity: str) -> int:

@@ -131,7 +131,7 @@ def layer(shape: dict, kind: str, **changes):
     block = model.blocks["0"]
     tokens = config.seq_length // dist.get_world_size()
     x = torch.randn(1, tokens, config.hidden_size).requires_grad_()
-    return lambda: block(x, None), list(block.parameters())
+    return lambda: block(x), list(block.parameters())
 
 
 def bytes_formula(kind: str, n: int, b: int, s: int, h: int, k: float, x: int) -> dict:

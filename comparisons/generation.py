@@ -25,8 +25,8 @@ import torch
 from report import median, spread, timed
 
 import checkpoint
+import families
 import generate
-import gpt
 import huggingface
 import sharding
 from base.world import keep_freed_memory
@@ -55,7 +55,7 @@ def build(config: GPTConfig, device: str):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with torch.device("meta"):
-        model = gpt.GPT(config)
+        model = families.build(config)
     sharding.init(model, 0, "cpu", torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         ours = Path(folder) / "ckpt"

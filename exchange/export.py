@@ -47,12 +47,11 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import generate
-import gpt
-from attention.local_attention import LocalBias
 from base import terminal
 from checkpoint import CheckpointError
 from corpus.tokenizer import BUILT_IN, TokenizerError, make_tokenizer, save_files
-from gpt import GPT
+from families import LocalBias
+from gpt import GPT, Context
 from huggingface import HuggingFaceError, building
 from inference.answers import Detokenizer, encode
 from inference.kv_cache import CacheSlot, caching
@@ -108,12 +107,11 @@ class Graph(nn.Module):
         super().__init__()
         self.model = model
         self.slot = slot
-        self.has_rotary = model.config.positions == "rotary"
+        table = model.rotary_table(model.config.seq_length, next(model.parameters()))
+        self.has_rotary = table is not None
         if self.has_rotary:
-            like = next(model.parameters())
-            cos, sin = gpt.rotary_table(model.config, model.config.seq_length, like)
-            self.register_buffer("cos", cos)  # [seq_length, d]
-            self.register_buffer("sin", sin)
+            self.register_buffer("cos", table[0])  # [seq_length, d]
+            self.register_buffer("sin", table[1])
 
     def forward(self, tokens: Tensor, positions: Tensor, past_positions: Tensor, past: list):
         """past: (keys, values) of each layer; shapes as above. Returns (logits, present positions,
@@ -129,7 +127,7 @@ class Graph(nn.Module):
             rotary = self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)  # [b, 1, s, d]
         x = model.embedding(tokens)  # [b, s, h]
         for block in model.blocks.values():
-            x = block(x, None, rotary)
+            x = block(x, Context(rotary=rotary))
         logits = model.head(x[:, -1:])[:, 0]  # [b, V]
         return logits.float(), columns, [cache.present[layer] for layer in model.blocks]
 

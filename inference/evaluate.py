@@ -207,7 +207,7 @@ class Evaluator:
             part = slice(m * b, (m + 1) * b)
             if stage.embedding is not None:
                 x = stage.embedding(tokens[part])  # [b, s, h]
-            x = stage.run_blocks(x, s, None)
+            x = stage.run_blocks(x, s)
             if stage.head is not None:
                 scores[m] = head_scores(stage.head, x, targets[part])
             return x

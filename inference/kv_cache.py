@@ -12,7 +12,7 @@ they never change once they are computed:
     sequence 0     a b c d x .         column j is position j in every row;
     sequence 1     e f y . . .         a mask hides what a shorter row has not filled
 
-Of a model with a sliding window of w tokens (local_attention.py) the cache has w columns at most.
+Of a model with a sliding window of w tokens (families.py) the cache has w columns at most.
 Position p is stored in column p mod w, in the place of the key that has just left the window.
 
 The cache has 2 L a_kv d numbers for each token (a_kv: heads of keys and values). Grouped-query
@@ -41,10 +41,9 @@ from torch import Tensor, nn
 
 import context_parallel
 import gpt
-from attention import document_mask
-from attention.local_attention import LocalBias
 from attention.ring_attention import RingAttention, own_positions
-from gpt import GPT
+from families import LocalBias, local_bias
+from gpt import GPT, PLAIN, Context
 
 
 class Cache:
@@ -95,7 +94,7 @@ class Cache:
 
     def update_mask(self, dtype: torch.dtype, local: LocalBias | None) -> None:
         """Hide the columns after each sequence's position: once for a forward pass, for all
-        layers. local: as in gpt.py."""
+        layers. local: of families.py."""
         self.mask = None
         if self.positions is None:
             return
@@ -120,7 +119,7 @@ class Cache:
     def attend(
         self, layer: str, local: LocalBias | None, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Store k and v, and attend to all tokens so far. local: as in gpt.py; q: [b, a, s, d];
+        """Store k and v, and attend to all tokens so far. local: of families.py; q: [b, a, s, d];
         k, v: [b, a_kv, s, d] -> [b, s, a d]"""
         if self.positions is None:
             return self.attend_prefill(layer, local, q, k, v)
@@ -141,13 +140,13 @@ class Cache:
                 new = self.newest(new)
                 stored[layer][:, :, : new.shape[2]] = new
         if self.group:
-            return RingAttention(self.group)(q, k, v, None)
-        if local is not None:
-            return document_mask.fused_attention(q, k, v, None, local).transpose(1, 2).flatten(2)
-        context = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            return RingAttention(self.group)(q, k, v, PLAIN)
+        bias = local(q) if local else None
+        grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped
         )  # [b, a, s, d]
-        return context.transpose(1, 2).flatten(2)
+        return y.transpose(1, 2).flatten(2)
 
     def newest(self, x: Tensor) -> Tensor:
         """What the columns hold after a prefill. x: [b, a_kv, s, d] -> [b, a_kv, columns, d] where
@@ -220,7 +219,7 @@ class CachedAttention(nn.Module):
         self.slot = slot
         self.local = local
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key=None, documents=None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, a d]"""
         return self.slot.cache.attend(self.layer, self.local, q, k, v)
 
@@ -269,4 +268,4 @@ def replacements(stage: GPT, slot: CacheSlot) -> Iterator[tuple[nn.Module, str, 
     if embedding is not None and embedding.positions is not None:
         yield embedding, "positions", CachedPositions(embedding.positions, slot)
     for layer, block in stage.blocks.items():
-        yield block.attention, "core", CachedAttention(layer, slot, block.attention.local)
+        yield block.attention, "core", CachedAttention(layer, slot, local_bias(block))

@@ -20,6 +20,7 @@ import torch
 
 import checkpoint
 import context_parallel
+import families
 import huggingface
 import moe
 import pipeline_parallel
@@ -89,6 +90,7 @@ def build_stages(
         context_parallel.check_attention(config, groups.cp.size())
     with torch.device("meta"):
         model = GPT(config)
+    families.apply(model)
     if config.num_experts:
         moe.apply(model, groups.ep, groups.tp)
     stages = [model]

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import adapters
+import families
 import gpt
 from model_config import GPTConfig
 
@@ -205,9 +206,9 @@ def has_adapter(part: nn.Module) -> bool:
 
 def pack_pointwise(model: gpt.GPT, like: Tensor) -> None:
     for parent in list(model.modules()):
-        if isinstance(parent, gpt.HeadNorms):
+        if isinstance(parent, families.HeadNorms):
             # a tensor-parallel one sums gradients of weights, and there are none
-            parent.__class__ = gpt.HeadNorms
+            parent.__class__ = families.HeadNorms
         for name, child in parent.named_children():
             if type(child) is nn.RMSNorm:
                 setattr(parent, name, PackedRMSNorm(child))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import context_parallel
+import gpt
 import sharding
 from attention import ring_attention
 from dropout import dropout_key
@@ -81,7 +82,8 @@ def measure(kind: str) -> dict:
         whole = tokens, targets, positions
         tokens, targets, positions = (context_parallel.shard(x, group) for x in whole)
     with ranks.Collectives() as forward:
-        loss = model(tokens, targets, dropout_key(0, 1, torch.arange(B))).sum() / (B * S)
+        context = gpt.Context(dropout_key(0, 1, torch.arange(B)))
+        loss = model(tokens, targets, context).sum() / (B * S)
     with ranks.Collectives() as backward:
         loss.backward()
     loss = loss.detach()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import families
 import gpt
 import sharding
 from gradients import GradientAccumulator
@@ -42,7 +43,7 @@ def meta_model(config: GPTConfig) -> gpt.GPT:
     """The model on the meta device, where it has shapes but no storage. `sharding.init` gives it
     values once the techniques are applied."""
     with torch.device("meta"):
-        return gpt.GPT(config)
+        return families.build(config)
 
 
 def random_tokens(batch: int, seq: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:

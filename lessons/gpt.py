@@ -20,7 +20,7 @@ CHANGED = 10
 class UnmaskedAttention(nn.Module):
     """gpt.FusedAttention in which every token sees every token."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, drop_key, documents=None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: gpt.Context) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 

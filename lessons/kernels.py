@@ -20,6 +20,7 @@ import gpt
 import kernels
 import moe
 import optimizer
+from attention.rotary import rotary_frequencies, rotary_table, rotate
 from base.cross_entropy import cross_entropy
 from dropout import dropout_key
 from lessons import form
@@ -100,14 +101,15 @@ def module_examples(new, b: int, s: int, h: int, ffn: int, heads: int) -> dict:
     """The examples of what stands in a block beside norms."""
     d = h // heads
     config = GPTConfig(num_layers=1, hidden_size=h, num_heads=heads, seq_length=s, llama=True)
-    table = gpt.rotary_table(config, s, new(1))
+    frequencies = rotary_frequencies(config, new(1).device)
+    table = rotary_table(frequencies, s, new(1))
     key = dropout_key(0, 1, torch.arange(b, device=new(1).device))
     mask = torch.full_like(new(s, s), -math.inf).triu(1)
     return {
         "rotary": (
             (new(b, s, heads, d).transpose(1, 2), new(b, s, heads, d).transpose(1, 2), *table),
             kernels.rotary,
-            lambda q, k, *t: (gpt.rotate(q, t), gpt.rotate(k, t)),
+            lambda q, k, *t: (rotate(q, t), rotate(k, t)),
             (0, 1),
         ),
         "swiglu": ((new(b, s, ffn), new(b, s, ffn)), kernels.swiglu, gpt.SwiGLU(), (0, 1)),

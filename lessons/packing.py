@@ -98,7 +98,8 @@ def teach_apart(lesson: form.Lesson, packed: Packed) -> None:
     model = make_model()
     other = batch.tokens.clone()
     other[:, start:stop] = (other[:, start:stop] + 1) % V
-    logits = [model(tokens, documents=batch.documents)[0] for tokens in (batch.tokens, other)]
+    context = gpt.Context(documents=batch.documents)
+    logits = [model(tokens, context=context)[0] for tokens in (batch.tokens, other)]
     rows = (logits[0] != logits[1]).any(-1).nonzero().flatten().tolist()
     lesson.check(
         f"from {rows[0]} to {rows[-1]}, {len(rows)} positions: only in the changed document",
@@ -111,7 +112,7 @@ def step(batches: list[Batch]) -> tuple[float, dict]:
     model = make_model()
     total = 0.0
     for batch in batches:
-        losses = model(batch.tokens, batch.targets, documents=batch.documents)
+        losses = model(batch.tokens, batch.targets, gpt.Context(documents=batch.documents))
         loss = (losses * batch.loss_mask).sum()
         loss.backward()
         total += loss.item()

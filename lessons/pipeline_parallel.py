@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import gpt
 import pipeline_parallel
 import schedules
 import sharding
@@ -158,8 +159,8 @@ def forward_of(stages: list, losses: list):
 
     def forward(chunk: int, k: int, x):
         # of (random seed, step, sample): the same mask on whichever rank
-        key = dropout_key(0, 1, torch.tensor([k]))
-        y = stages[chunk](tokens[k : k + 1], targets[k : k + 1], key, x)
+        context = gpt.Context(dropout_key(0, 1, torch.tensor([k])))
+        y = stages[chunk](tokens[k : k + 1], targets[k : k + 1], context, x)
         if stages[chunk].head is None:
             return y
         losses.append(y.detach().sum().item() / (M * S))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import dropout
+import gpt
 import recompute
 import sharding
 from lessons import demo, form
@@ -47,9 +48,9 @@ def measure(granularity: str) -> tuple[int, int, list[Tensor]]:
     block = model.blocks["0"]
     x = torch.randn(B, S, H, generator=torch.Generator().manual_seed(0))
     x = x.bfloat16().requires_grad_()
-    key = dropout.dropout_key(0, 1, torch.arange(B))
-    kept = recompute.saved_bytes(lambda: block(x, key), *block.parameters())
-    flops = demo.flops(lambda: block(x, key).sum().backward())
+    context = gpt.Context(dropout.dropout_key(0, 1, torch.arange(B)))
+    kept = recompute.saved_bytes(lambda: block(x, context), *block.parameters())
+    flops = demo.flops(lambda: block(x, context).sum().backward())
     return kept, flops, [p.grad for p in block.parameters()]
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import sharding
 from base.world import Groups
+from gpt import Context
 from lessons import demo, form
 from tuning import rollout
 from tuning.rollout import Answer, Rows
@@ -115,7 +116,7 @@ def on_rank(rank: int) -> Seen:
     rows = Rows(steps[0], S)
     every_row = range(rows.num_sequences)
     batch = rows.batch(every_row)
-    losses = model(batch.tokens, batch.targets, documents=batch.documents)  # [R, s]
+    losses = model(batch.tokens, batch.targets, Context(documents=batch.documents))  # [R, s]
     trained = [values.tolist() for values in rows.collect(-losses.detach())]
     return Seen(*steps, trained, rows.num_sequences, rows.counted_tokens(every_row))
 

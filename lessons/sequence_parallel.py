@@ -8,6 +8,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
+import gpt
 import overlap
 import recompute
 import sequence_parallel
@@ -56,14 +57,14 @@ def measure(kind: str) -> dict:
     overlap.apply(model)
     sharding.init(model, 0, "cpu", torch.float64)
     tokens, targets = demo.random_tokens(B, S, 257)
-    key = dropout_key(0, 1, torch.arange(B))
-    loss = model(tokens, targets, key).mean()
+    context = gpt.Context(dropout_key(0, 1, torch.arange(B)))
+    loss = model(tokens, targets, context).mean()
     loss.backward()
     gradients = demo.gathered_gradients(model)
     s = S // T if kind == "sequence" else S
     x = torch.zeros(B, s, H, dtype=torch.float64, requires_grad=True)
     with ranks.Collectives() as forward:
-        y = model.blocks["0"](x, key)
+        y = model.blocks["0"](x, context)
     with ranks.Collectives() as backward:
         y.sum().backward()
     block = model.blocks["0"].bfloat16()
@@ -73,7 +74,7 @@ def measure(kind: str) -> dict:
         "gradients": gradients,
         "forward": forward.calls,
         "backward": backward.calls,
-        "kept": recompute.saved_bytes(lambda: block(x, key), *block.parameters()),
+        "kept": recompute.saved_bytes(lambda: block(x, context), *block.parameters()),
     }
 
 

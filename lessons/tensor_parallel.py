@@ -6,6 +6,7 @@ python tensor_parallel.py
 import torch
 import torch.distributed as dist
 
+import gpt
 import sharding
 import tensor_parallel
 from dropout import dropout_key
@@ -46,14 +47,14 @@ def on_rank(rank: int, world: int, mutate) -> dict:
         tensor_parallel.apply(model, dist.group.WORLD)
     sharding.init(model, 0, "cpu", torch.float64)
     tokens, targets = demo.random_tokens(B, S, V)
-    key = dropout_key(0, 1, torch.arange(B))
+    context = gpt.Context(dropout_key(0, 1, torch.arange(B)))
     with ranks.Collectives() as whole:
-        loss = model(tokens, targets, key).mean()
+        loss = model(tokens, targets, context).mean()
     loss.backward()
     gradients = demo.gathered_gradients(model)
     x = torch.zeros(B, S, H, dtype=torch.float64, requires_grad=True)
     with ranks.Collectives() as forward:
-        y = model.blocks["0"](x, key)
+        y = model.blocks["0"](x, context)
     with ranks.Collectives() as backward:
         y.sum().backward()
     return {

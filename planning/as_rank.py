@@ -160,7 +160,7 @@ def attention_in_one(
 ) -> Tensor:
     """F.scaled_dot_product_attention. On the meta device torch takes it apart, into matrices of s²
     scores. This is one operation, which keeps q, k, v, the output and a number for each row; and
-    what a window or ALiBi adds to the scores (local_attention.py). A mask of documents is boolean,
+    what a window or ALiBi adds to the scores (families.py). A mask of documents is boolean,
     and the kernel for GPUs does not keep it (attention/document_mask.py)."""
     bias = attn_mask if attn_mask is not None and attn_mask.is_floating_point() else None
     attention = aten._scaled_dot_product_flash_attention_for_cpu

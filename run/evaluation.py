@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from gpt import Context
+
 
 @torch.no_grad()
 def evaluate(trainer, dataset, sequences: int) -> float:
@@ -32,7 +34,8 @@ def run_forward(trainer, batches: list, result) -> None:
         stage.eval()
     if trainer.schedule is None:
         for batch in batches:
-            y = trainer.model(batch.tokens, batch.targets, documents=batch.documents)
+            context = Context(documents=batch.documents)
+            y = trainer.model(batch.tokens, batch.targets, context)
             result(batch, y)
     else:
         trainer.model.evaluate(batches, result, s)

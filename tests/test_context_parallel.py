@@ -19,6 +19,7 @@ import context_parallel
 import recompute
 from base.collectives import Collectives
 from base.world import Groups
+from gpt import PLAIN
 from lessons import demo
 from model_config import GPTConfig
 from proof import parity, ranks
@@ -199,7 +200,7 @@ def messages_of_attention(rank: int, world: int, sizes: dict, kind: str) -> list
         for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     )
     with Collectives() as forward:
-        y = model.blocks["0"].attention.core(q, k, v, None)
+        y = model.blocks["0"].attention.core(q, k, v, PLAIN)
     with Collectives() as backward:
         y.sum().backward()
     return [Counter(forward.calls), Counter(backward.calls)]

@@ -21,6 +21,7 @@ import moe
 from base.world import Groups
 from exchange.architectures import HuggingFaceError
 from exchange.hf_config import to_gpt_config, to_hf_config
+from gpt import GPT
 from huggingface import export_folder, import_folder
 from inference.kv_cache import Cache
 from inference.loading import load_model
@@ -299,6 +300,16 @@ def test_bfloat16(family, imported):
         got = model(TOKENS).float()
     ours_off, theirs_off = ((x - exact).abs().mean() / exact.abs().mean() for x in (got, expected))
     assert 0 < ours_off < 1.5 * theirs_off, (ours_off, theirs_off)
+
+
+@pytest.mark.parametrize("llama", [False, True])
+def test_a_gpt_and_a_llama_are_all_in_gpt(llama):
+    """families.apply has nothing to add to them."""
+    config = MoEConfig(2, 32, 4, vocab_size=61, llama=llama)
+    plain, built = GPT(config), moe.build(config)
+    assert str(plain) == str(built)
+    assert not any(type(module).__module__ == "families" for module in built.modules())
+    assert torch.equal(plain(TOKENS), built(TOKENS))
 
 
 # --- under every technique ------------------------------------------------------------------------

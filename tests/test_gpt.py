@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import gpt
 import moe
 import sharding
+from attention.rotary import rotary_frequencies, rotary_table, rotate
 from base.cross_entropy import cross_entropy
 from dropout import Dropout, dropout_key, dropout_mask, hash_
 from gpt import GPT
@@ -385,8 +386,8 @@ def test_no_token_sees_the_future(shape):
 def test_rotary_positions_are_relative():
     config = GPTConfig(1, 32, 2, llama=True)
     q, k = torch.randn(2, 1, 1, 8, 16, dtype=torch.float64)
-    table = gpt.rotary_table(config, 8, q)
-    score = gpt.rotate(q[:, :, :1].expand(-1, -1, 8, -1), table) @ gpt.rotate(
+    table = rotary_table(rotary_frequencies(config, q.device), 8, q)
+    score = rotate(q[:, :, :1].expand(-1, -1, 8, -1), table) @ rotate(
         k[:, :, :1].expand(-1, -1, 8, -1), table
     ).transpose(2, 3)
     score = score[0, 0]

@@ -26,6 +26,7 @@ import kernels
 import moe
 import optimizer
 import train as trainer
+from attention.rotary import rotary_frequencies, rotary_table, rotate
 from base import cuda_kernels, extensions
 from base.cross_entropy import cross_entropy
 from dropout import dropout_key, dropout_mask
@@ -126,7 +127,7 @@ def rotary_arguments(r, new):
     s = r.choice([1, 5, 16])
     d = r.choice([16, 32, 64, 128, 512, 2048, 6, 4096])
     config = GPTConfig(num_layers=1, hidden_size=a * d, num_heads=a, seq_length=s, llama=True)
-    table = gpt.rotary_table(config, s, new(1))
+    table = rotary_table(rotary_frequencies(config, new(1).device), s, new(1))
     if r.random() < 0.5:
         return [new(b, s, a, d).transpose(1, 2), new(b, s, kv, d).transpose(1, 2), *table]
     # Slices of one tensor, as one matrix multiplication for q, k and v gives them.
@@ -263,7 +264,7 @@ CASES = {
     "rotary": (
         rotary_arguments,
         kernels.rotary,
-        lambda q, k, *table: (gpt.rotate(q, table), gpt.rotate(k, table)),
+        lambda q, k, *table: (rotate(q, table), rotate(k, table)),
     ),
     "swiglu": (swiglu_arguments, kernels.swiglu, lambda gate, up: F.silu(gate) * up),
     "bias_gelu": (

@@ -150,6 +150,7 @@ MODELS = {
     "llama fused": dict(attention="fused", llama=True, num_kv_heads=2, ffn_hidden_size=56),
 }
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7 + [2] * 4, [0] * 9 + [1] * 1 + [2] * 6])
+CONTEXT = gpt.Context(documents=DOCUMENTS)
 
 
 def changed(model, what: slice) -> list[int]:
@@ -157,7 +158,7 @@ def changed(model, what: slice) -> list[int]:
     tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(1))
     other = tokens.clone()
     other[0, what] = (other[0, what] + 1) % 61
-    before, after = (model(x, documents=DOCUMENTS) for x in (tokens, other))
+    before, after = (model(x, context=CONTEXT) for x in (tokens, other))
     assert torch.equal(before[1], after[1])
     return (before != after)[0].any(-1).nonzero().flatten().tolist()
 
@@ -178,7 +179,7 @@ def test_no_token_sees_another_document(name, monkeypatch):
 def test_one_document_is_what_there_is_without_documents(name):
     model = gpt.GPT(GPTConfig(**TINY, **MODELS[name])).double()
     tokens = torch.randint(61, (2, 16))
-    whole = model(tokens, documents=torch.zeros_like(tokens))
+    whole = model(tokens, context=gpt.Context(documents=torch.zeros_like(tokens)))
     assert (whole - model(tokens)).abs().max() < 1e-14
 
 
@@ -187,9 +188,9 @@ def test_with_kernels():
     for name in ("gpt explicit", "llama explicit"):
         model = gpt.GPT(GPTConfig(**TINY, **MODELS[name]))
         tokens = torch.randint(61, (2, 16))
-        before = model(tokens, documents=DOCUMENTS)
+        before = model(tokens, context=CONTEXT)
         kernels.swap(model)
-        after = model(tokens, documents=DOCUMENTS)
+        after = model(tokens, context=CONTEXT)
         assert (before - after).abs().max() < 1e-5
 
 

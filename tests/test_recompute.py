@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import recompute
 import sharding
 from dropout import dropout_key
+from gpt import Context
 from lessons import demo
 from model_config import GPTConfig
 from proof import ranks
@@ -22,7 +23,7 @@ def build(dtype=torch.float64, granularity="none", layers=None, **fields):
 def run(model):
     tokens = torch.arange(2 * 17).view(2, 17) % 61
     key = dropout_key(0, 1, torch.arange(2)) if model.config.dropout else None
-    loss = model(tokens[:, :-1], tokens[:, 1:], key).sum()
+    loss = model(tokens[:, :-1], tokens[:, 1:], Context(key)).sum()
     loss.backward()
     return loss.item(), [p.grad for p in model.parameters()]
 
@@ -102,7 +103,7 @@ def flops(granularity, s=16, b=2, h=32, **fields):
     block = build(torch.float32, granularity, dropout=0.1, seq_length=s, **fields).blocks["0"]
     x = torch.randn(b, s, h, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        y = block(x, dropout_key(0, 1, torch.arange(b)))
+        y = block(x, Context(dropout_key(0, 1, torch.arange(b))))
         forward = counter.get_total_flops()
         y.sum().backward()
     return forward, counter.get_total_flops()

@@ -123,7 +123,7 @@ def test_blocks_are_the_causal_mask_once(n):
     counts = torch.zeros(s, s)
     work = []
     for rank in range(n):
-        blocks = ring_attention.Blocks(RingAttention(OfRank(rank, n)), None, None, s)
+        blocks = ring_attention.Blocks(RingAttention(OfRank(rank, n)), gpt.PLAIN, s)
         q = torch.empty(1, 1, s // n, D)
         before = counts.sum()
         for source in range(n):
@@ -166,7 +166,7 @@ def tensors(kv=A, documents=False, p=0.0, dtype=torch.float64):
 
 def run(core, q, k, v, grad, drop_key, documents):
     leaves = [x.contiguous().requires_grad_() for x in (q, k, v)]
-    y = core(*leaves, drop_key, documents)
+    y = core(*leaves, gpt.Context(drop_key, documents))
     y.backward(grad)
     return [y.detach(), *(x.grad for x in leaves)]
 

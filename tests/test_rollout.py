@@ -250,7 +250,8 @@ def test_definition(model, one_device):
     # more than one in a row
     assert rows.num_sequences < 8
     with torch.no_grad():
-        losses = trainer.model(batch.tokens, batch.targets, documents=batch.documents)
+        context = gpt.Context(documents=batch.documents)
+        losses = trainer.model(batch.tokens, batch.targets, context)
     assert apart([x.tolist() for x in rows.collect(-losses)], expected) < 1e-13
 
 

@@ -8,7 +8,7 @@ import sequence_parallel
 import sharding
 import tensor_parallel
 from dropout import dropout_key
-from gpt import GPT
+from gpt import GPT, Context
 from lessons import demo
 from model_config import GPTConfig
 from planning.counters import LiveTensors
@@ -57,10 +57,10 @@ def counted(rank, kind):
     model = build(dist.group.WORLD)
     recompute.apply(model, kind)
     block = model.blocks["0"]
-    key = dropout_key(0, 1, torch.arange(B))
+    context = Context(dropout_key(0, 1, torch.arange(B)))
     x = torch.randn(B, S // 2, H, requires_grad=True)
     with ranks.Collectives() as forward:
-        y = block(x, key)
+        y = block(x, context)
     with ranks.Collectives() as backward:
         y.sum().backward()
     return forward.calls, backward.calls
@@ -118,9 +118,9 @@ def any_length(rank):
         sharding.init(one, 0, "cpu", torch.float64)
         for s in (2, 6, 8):
             tokens = torch.arange(B * s).view(B, s)
-            key = dropout_key(0, 1, torch.arange(B))
+            context = Context(dropout_key(0, 1, torch.arange(B)))
             torch.testing.assert_close(
-                model(tokens, tokens, key), one(tokens, tokens, key), rtol=1e-10, atol=1e-10
+                model(tokens, tokens, context), one(tokens, tokens, context), rtol=1e-10, atol=1e-10
             )
     return True
 

@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import gpt
 import sharding
 import tensor_parallel
 from base.cross_entropy import cross_entropy
@@ -204,15 +205,15 @@ def counted(rank, recompute_kind):
     model = build(dist.group.WORLD, num_layers=1, dropout=0.1, dtype=torch.float32)
     recompute.apply(model, recompute_kind)
     block = model.blocks["0"]
-    key = dropout_key(0, 1, torch.arange(B))
+    context = gpt.Context(dropout_key(0, 1, torch.arange(B)))
     x = torch.randn(B, S, H, requires_grad=True)
     with ranks.Collectives() as forward:
-        y = block(x, key)
+        y = block(x, context)
     with ranks.Collectives() as backward:
         y.sum().backward()
     tokens = torch.zeros(B, S, dtype=torch.long)
     with ranks.Collectives() as everything:
-        model(tokens, tokens, key).sum().backward()
+        model(tokens, tokens, context).sum().backward()
     return forward.calls, backward.calls, everything.calls
 
 

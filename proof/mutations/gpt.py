@@ -3,6 +3,7 @@
 import torch
 
 import gpt
+from attention import rotary
 from proof.mutations import bug
 
 LLAMA_3 = dict(model="llama3.2-1b", num_kv_heads=2, ffn_hidden_size=96)
@@ -14,10 +15,9 @@ def keys_without_scaling():
     """Llama 3's scaling of rotary angles is on queries, and keys have the angles of before."""
 
     def run_blocks(self, x, s, *rest, original=gpt.GPT.run_blocks):
-        scaled, gpt.llama3_frequencies = gpt.llama3_frequencies, lambda config, frequency: frequency
-        plain = gpt.rotary_table(self.config, s, x)
-        gpt.llama3_frequencies = scaled
-        gpt.Rotary.forward = lambda _, q, k, table: (gpt.rotate(q, table), gpt.rotate(k, plain))
+        plain = rotary.rotary_table(rotary.rotary_frequencies(self.config, x.device), s, x)
+        rotate = rotary.rotate
+        rotary.Rotary.forward = lambda _, q, k, table: (rotate(q, table), rotate(k, plain))
         return original(self, x, s, *rest)
 
     gpt.GPT.run_blocks = run_blocks

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 import dropout
-import gpt
+import families
 import overlap
 import sharding
 import tensor_parallel
@@ -102,4 +102,4 @@ def same_masks_on_every_head():
 )
 def no_head_norm_sum():
     """The gradients of the norms of queries and keys are those of each rank's heads."""
-    tensor_parallel.ParallelHeadNorms.forward = gpt.HeadNorms.forward
+    tensor_parallel.ParallelHeadNorms.forward = families.HeadNorms.forward

@@ -1,15 +1,16 @@
-"""The lesson of local_attention.py: what a window hides, what a cache keeps, who has which slope.
+"""The lesson of families.py: norms of a Qwen3 and a Gemma, what a window hides, whose slopes.
 
-python -m attention.local_attention
+python families.py
 """
 
 import torch
 import torch.distributed as dist
 
+import families
 import generate
 import sharding
 import tensor_parallel
-from attention.local_attention import LocalBias, alibi_slopes
+from families import LocalBias, alibi_slopes
 from lessons import demo, form
 from model_config import GPTConfig
 from proof import ranks
@@ -84,7 +85,7 @@ def on_rank(rank: int, world: int, mutate) -> dict:
     model = make_model(demo.tiny_config(**ALIBI), group)
     tokens, targets = demo.random_tokens(4, S, 257)
     found["loss"] = model(tokens, targets).mean().item()
-    found["slopes"] = model.blocks["0"].attention.local.slopes
+    found["slopes"] = families.local_bias(model.blocks["0"]).slopes
     return found
 
 
@@ -140,8 +141,39 @@ def teach_slopes(lesson: form.Lesson, one: dict, two: list[dict]) -> None:
     lesson.check(f"the loss is {apart:.1e} from that of one rank", apart < 1e-10)
 
 
+def count_parameters(**fields) -> int:
+    config = demo.tiny_config(llama=True, num_layers=L, **fields)
+    return sharding.num_parameters(demo.meta_model(config))
+
+
+@torch.no_grad()
+def teach_parts(lesson: form.Lesson) -> None:
+    """What a Qwen3 and a Gemma have beside a Llama."""
+    lesson.predict(
+        f"A Llama of {L} layers, h 64, with 4 heads. As a Qwen3 each layer has a norm for the"
+        " queries of its heads, and one for the keys. How many parameters more?"
+    )
+    more = count_parameters(qk_norm=True) - count_parameters()
+    lesson.check(f"{more}; 2 d L = 2 · 16 · {L}", more == 2 * 16 * L)
+    lesson.predict(
+        "A Gemma's norm gives y + y w, y = x / rms(x), where a Llama's gives y w. Both begin as y."
+        " What is w then?"
+    )
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    llama, gemma = (
+        families.build(demo.tiny_config(llama=True, norm=norm)).head.norm
+        for norm in ("rmsnorm", "rmsnorm1p")
+    )
+    same = "the same" if torch.equal(llama(x), gemma(x)) else "another"
+    lesson.check(
+        f"{gemma.weight[0]:.0f}, and {llama.weight[0]:.0f} in a Llama: {same} result",
+        gemma.weight.eq(0).all() and same == "the same",
+    )
+
+
 def teach(lesson: form.Lesson) -> None:
     one = ranks.run(on_rank, 1, 1, lesson.mutate)[0]
     two = ranks.run(on_rank, 2, 2, lesson.mutate)
+    teach_parts(lesson)
     teach_window(lesson, one)
     teach_slopes(lesson, one, two)

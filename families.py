@@ -1,0 +1,252 @@
+"""Families of models: what a Mistral, Qwen3, Gemma, BLOOM or Llama 3.1 has beside a GPT or Llama.
+
+gpt.py is GPT-2 and Llama. Most released models are one of these with another size. The others have
+a few parts of their own, which this file puts into a finished model, from outside, on the meta
+device. A field of GPTConfig (model_config.py) asks for each of them:
+
+    Qwen3       a norm of each head's query and key                      qk_norm
+    Gemma       embeddings times √h                                      embedding_scale
+                RMSNorm whose weight is stored less 1; gelu in the gate  norm, activation
+    BLOOM       a norm of the embedding; ALiBi                           embedding_norm, positions
+    Mistral     a sliding window                                         sliding_window
+    Llama 3.1   rotary frequencies for longer sequences                  rotary_factor, ..
+
+A window and ALiBi are local attention: near tokens count more. Plain causal attention lets a token
+see all tokens before it, near or far. Both change that by a number that is added to the score of
+query i and key j:
+
+    sliding window (Mistral, arXiv 2310.06825)    ALiBi (Press et al., arXiv 2108.12409, section 3)
+    -∞ where the distance i - j is w or more      -slope · (i - j), a slope of its own in each head
+
+    i = 0   .                   w = 3             0                      slope = 1/2
+    i = 1   . .                                  -½   0
+    i = 2   . . .                                -1  -½   0
+    i = 3     . . .     j = 0 is out of sight    -1½ -1  -½   0
+
+With a window, L layers together reach L (w - 1) tokens back, and a token needs the keys and values
+of w tokens only: the cache of generation stops growing (inference/kv_cache.py). With ALiBi a model
+needs no other positions (BLOOM, arXiv 2211.05100). The first of a heads has slope r = 2^(-8/a),
+the next r², then r³, and so on: 1/2, 1/4, .. 1/256 for 8 heads. Where a is no power of two, see
+`alibi_slopes`.
+
+    python families.py      parameters, reach of a token, columns of the cache, slopes
+
+Not covered: a kernel that skips what the window hides (FlashAttention's window_size). Here the
+scores are computed and then hidden. Context parallelism of such models is refused.
+"""
+
+if __name__ == "__main__":
+    from base import start
+
+    start.lesson("families")
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpt
+from attention.rotary import rotary_frequencies
+from model_config import GPTConfig
+
+# --- Qwen3, Gemma, Llama 3.1 ----------------------------------------------------------------------
+
+
+class HeadNorms(nn.Module):
+    """A norm for each head's query and key (arXiv 2010.04245, 2505.09388). q: [b, a, s, d]"""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.query_norm = gpt.make_norm(config, config.head_dim)
+        self.key_norm = gpt.make_norm(config, config.head_dim)
+
+    def forward(self, heads: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        q, k = heads
+        return self.query_norm(q), self.key_norm(k)
+
+
+class Scale(nn.Module):
+    """x times a number."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        # in 16 bits the factor is rounded too, as Gemma's authors have it: √3072 is 55.5
+        return x * torch.tensor(self.factor, dtype=x.dtype)
+
+
+class RMSNorm1p(nn.RMSNorm):
+    """y + y w with y = x / rms(x): weight decay pulls the scale to 1, not to 0 (Gemma)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(x, self.normalized_shape, None, self.eps)
+        return torch.addcmul(y, y, self.weight)
+
+
+class GeGLU(nn.Module):
+    """gelu(gate) * up (arXiv 2002.05202)"""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh") * up
+
+
+ACTIVATIONS = {"gelu": gpt.GELU, "swiglu": gpt.SwiGLU, "geglu": GeGLU}
+
+
+def llama3_frequencies(config: GPTConfig, device: torch.device) -> Tensor:
+    """Llama 3.1, for longer sequences. A pair that turns less than `low` times in the original
+    length turns slower by the factor; one with more than `high` as before; others in between.
+    [d/2], float64"""
+    frequency = rotary_frequencies(config, device)
+    low, high = config.rotary_low_frequency, config.rotary_high_frequency
+    turns = config.rotary_original_length * frequency / (2 * math.pi)
+    stays = ((turns - low) / (high - low)).clamp(0, 1)
+    return stays * frequency + (1 - stays) * frequency / config.rotary_factor
+
+
+# --- local attention: Mistral, BLOOM --------------------------------------------------------------
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """[a], float64. Where a is no power of two: the slopes of the power n below it, and between
+    them every second one of 2n (as the authors, and BLOOM, take them)."""
+    n = 2 ** int(math.log2(num_heads))
+    slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)]
+    between = [2 ** (-4 * i / n) for i in range(1, 2 * n, 2)]
+    # a model on the meta device has them too
+    return torch.tensor((slopes + between)[:num_heads], dtype=torch.float64, device="cpu")
+
+
+class LocalBias(nn.Module):
+    """What is added to the scores, -∞ where a token is hidden."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.window = config.sliding_window
+        self.slopes = alibi_slopes(config.num_heads) if config.positions == "alibi" else None
+
+    def shard(self, rank: int, t: int) -> None:
+        """Keep the heads of one of t tensor-parallel ranks."""
+        if self.slopes is not None:
+            self.slopes = self.slopes.chunk(t)[rank]
+
+    def forward(self, q: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Of a whole sequence. q: [b, a, s, d]; documents: [b, s] as in attention/document_mask.py
+        -> [1 or b, 1 or a, s, s], in q's dtype"""
+        at = torch.arange(q.shape[2], device=q.device).unsqueeze(0)
+        bias = self.between(at, at, q)
+        if documents is not None:
+            other = documents.unsqueeze(2) != documents.unsqueeze(1)  # [b, s, s]
+            bias = bias.masked_fill(other.unsqueeze(1), -torch.inf)
+        return bias
+
+    def between(self, queries: Tensor, keys: Tensor, like: Tensor) -> Tensor:
+        """The bias between positions. queries: [b, s]; keys: [b, n]; like: has the device and the
+        dtype of the result -> [b, 1 or a, s, n]"""
+        distance = queries.unsqueeze(2) - keys.unsqueeze(1)  # [b, s, n]
+        hidden = distance < 0
+        if self.window:
+            hidden = hidden | (distance >= self.window)
+        distance, hidden = distance.unsqueeze(1), hidden.unsqueeze(1)  # [b, 1, s, n]
+        if self.slopes is None:
+            bias = torch.zeros(hidden.shape, device=like.device)
+        else:
+            # whole numbers: in 32 bits a distance is exact up to 2^24
+            slopes = self.slopes_on(like.device).to(torch.promote_types(like.dtype, torch.float32))
+            bias = -slopes.view(-1, 1, 1) * distance  # [b, a, s, n]
+        return bias.masked_fill(hidden, -torch.inf).to(like.dtype)
+
+    def slopes_on(self, device: torch.device) -> Tensor:
+        """[a]. They stay on a GPU: a CUDA graph cannot copy them there (cuda_graphs.py)."""
+        if device.type == "cuda":
+            self.slopes = self.slopes.to(device)
+        return self.slopes.to(device)
+
+
+class LocalProbabilities(nn.Module):
+    """In the place of gpt.CausalProbabilities. q, k: [b, a, s, d] -> [b, a, s, s]"""
+
+    def __init__(self, local: LocalBias):
+        super().__init__()
+        self.local = local
+
+    def forward(self, q: Tensor, k: Tensor, documents: Tensor | None) -> Tensor:
+        scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+        return (scores + self.local(q, documents)).softmax(-1)
+
+
+class LocalFusedAttention(nn.Module):
+    """In the place of gpt.FusedAttention. q: [b, a, s, d]; k, v: [b, a_kv, s, d] -> [b, s, ad]"""
+
+    def __init__(self, local: LocalBias):
+        super().__init__()
+        self.local = local
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: gpt.Context) -> Tensor:
+        bias = self.local(q, context.documents)
+        grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
+        return y.transpose(1, 2).flatten(2)
+
+
+def local_bias(block: gpt.Block) -> LocalBias | None:
+    """Of a block's attention; None: plain causal attention."""
+    found = (module for module in block.attention.modules() if isinstance(module, LocalBias))
+    return next(found, None)
+
+
+# --- in a model -----------------------------------------------------------------------------------
+
+
+def apply(model: gpt.GPT) -> None:
+    """Put in what the family of model.config has beside a GPT-2 or a Llama; in place, right after
+    GPT(config)."""
+    config, embedding = model.config, model.embedding
+    # on the meta device, shapes without storage
+    with embedding.tokens.weight.device:
+        if config.embedding_scale:
+            embedding.scale = Scale(math.sqrt(config.hidden_size))
+        if config.embedding_norm:
+            embedding.norm = gpt.make_norm(config)
+        for block in model.blocks.values():
+            apply_to_block(block, config)
+        if config.norm == "rmsnorm1p":
+            replace_norms(model)
+    if config.rotary_factor != 1:
+        model.rotary_frequencies = llama3_frequencies
+
+
+def apply_to_block(block: gpt.Block, config: GPTConfig) -> None:
+    attention = block.attention
+    block.mlp.activation = ACTIVATIONS[config.activation]()
+    if config.qk_norm:
+        attention.head_norms = HeadNorms(config)
+    if config.sliding_window or config.positions == "alibi":
+        local = LocalBias(config)
+        if config.attention == "fused":
+            attention.core = LocalFusedAttention(local)
+        else:
+            attention.core.probabilities = LocalProbabilities(local)
+
+
+def replace_norms(model: gpt.GPT) -> None:
+    """Gemma's in the place of every RMSNorm. Their weights begin at 0."""
+    model.norm_weight = 0.0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.RMSNorm):
+                setattr(parent, name, RMSNorm1p(child.normalized_shape, child.eps))
+
+
+def build(config: GPTConfig) -> gpt.GPT:
+    """A whole model of any family, with the initial values of seed 0; on the meta device without
+    values. Experts are for moe.apply."""
+    model = gpt.GPT(config)
+    apply(model)
+    return model
