@@ -39,6 +39,7 @@ from torch.autograd.function import once_differentiable
 import gpt
 import sharding
 import tensor_parallel
+from base import compiling
 from model_config import FieldError
 
 
@@ -117,7 +118,7 @@ def logits_of(x: Tensor, weight: Tensor, columns: int) -> Tensor:
     return z
 
 
-@torch.compiler.disable
+@compiling.left_out
 def chunked_loss(
     x: Tensor,
     weight: Tensor,

@@ -59,6 +59,7 @@ import gpt
 from attention.document_mask import positions_of
 from attention.ring_attention import RingAttention, own_positions
 from attention.rotary import Rotary
+from base import compiling
 from dropout import Dropout
 from model_config import FieldError, GPTConfig, divisors
 from routers import Routing
@@ -134,7 +135,7 @@ class AllToAllAttention(nn.Module):
         self.group = group
         self.inner = inner
 
-    @torch.compiler.disable
+    @compiling.left_out
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: gpt.Context) -> Tensor:
         n = self.group.size()
         s = q.shape[2] * n

@@ -50,6 +50,7 @@ from torch.autograd.function import once_differentiable
 import gpt
 import overlap
 import tensor_parallel
+from base import compiling
 from model_config import LINEARS, FieldError, GPTConfig, divisors
 from overlap import start_nothing
 from pipelines import zero_bubble
@@ -153,7 +154,7 @@ class _Linear(torch.autograd.Function):
         return leaving(), None, None, *d_weights, *d_biases
 
 
-@torch.compiler.disable
+@compiling.left_out
 def linear(layer: Layer, x: Tensor, *weights_and_biases: Tensor | None) -> tuple[Tensor, ...]:
     """x: [b, s, in], or a shard of it -> [b, s, out / t] for each weight [out / t, in]."""
     layer.scaling.recording = torch.is_grad_enabled()

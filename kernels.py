@@ -63,8 +63,8 @@ import gpt
 import moe
 import tensor_parallel
 from attention.rotary import rotate
+from base import compiling, cuda_kernels
 from base import cross_entropy as plain
-from base import cuda_kernels
 from base.cuda_kernels import (
     LONGEST,
     check,
@@ -452,7 +452,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return _CrossEntropy.apply(logits.contiguous(), targets, logits.shape[-1], None)
 
 
-@torch.compiler.disable
+@compiling.left_out
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:

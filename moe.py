@@ -51,6 +51,7 @@ from torch.autograd.function import once_differentiable
 import families
 import gpt
 import tensor_parallel
+from base import compiling
 from model_config import FieldError, GPTConfig, divisors
 from routers import ROUTER_STATS, ROUTERS, DispatchPlan, MoEConfig, Routing
 from sharding import Shard, shard_parameter
@@ -273,7 +274,7 @@ class MoE(nn.Module):
         """Each expert's matrices times its own rows, as grouped_linear. adapters.py adds to it."""
         return grouped_linear(rows, counts, *(matrix.weight for matrix in matrices))
 
-    @torch.compiler.disable
+    @compiling.left_out
     def forward(self, x: Tensor) -> Tensor:
         logits = self.router(x)  # [b, s, E], or a shard of the sequence
         x = self.enter(x)  # [b, s, h], the whole micro-batch

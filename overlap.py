@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
+from base import compiling
 from sequence_parallel import GatherSequence, start_gather, start_scatter
 from tensor_parallel import ColumnParallelLinear, CopyToRanks
 
@@ -120,7 +121,7 @@ class _Linear(torch.autograd.Function):
         return leaving(), None, None, None, *d_weights, *d_biases
 
 
-@torch.compiler.disable
+@compiling.left_out
 def linear(
     x: Tensor, *weights_and_biases: Tensor | None, starts=NOTHING, group=None
 ) -> tuple[Tensor, ...]:

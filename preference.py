@@ -49,6 +49,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
+from base import compiling
 from sequence_parallel import start_gather, synchronise
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def grad_of_shard(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
     return grad.chunk(group.size(), dim=1)[group.rank()].contiguous()
 
 
-@torch.compiler.disable
+@compiling.left_out
 def gather_values(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[b, s/t] of each rank -> [b, s] on every rank."""
     return _GatherValues.apply(values, group)

@@ -45,12 +45,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gpt
+from base import compiling
 from model_config import FieldError, GPTConfig
 
 # --- one function ---------------------------------------------------------------------------------
 
 
-@torch.compiler.disable
+@compiling.left_out
 def checkpoint(function, *args) -> Tensor:
     """function(*args), of which only the arguments are kept for backward.
 

@@ -47,6 +47,7 @@ from torch.func import functional_call
 import gpt
 import tensor_parallel
 from attention.document_mask import positions_of
+from base import compiling
 from model_config import FieldError, GPTConfig
 from sharding import sharding_of
 
@@ -104,13 +105,13 @@ class _Pair(torch.autograd.Function):
         return ctx.adjoint(grad, ctx.group)(), None, None, None
 
 
-@torch.compiler.disable
+@compiling.left_out
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """g (figure 5): shards [b, s/t, h] become the whole [b, s, h] on every rank."""
     return _Pair.apply(x, group, start_gather, start_scatter)
 
 
-@torch.compiler.disable
+@compiling.left_out
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """ḡ (figure 5): parts of a sum [b, s, h] become each rank's shard of the sum, [b, s/t, h]."""
     return _Pair.apply(x, group, start_scatter, start_gather)
@@ -171,7 +172,7 @@ class _CopyWeights(torch.autograd.Function):
         return None, *(part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads))
 
 
-@torch.compiler.disable
+@compiling.left_out
 def copy_weights(weights: list[nn.Parameter], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     return _CopyWeights.apply(group, *weights)
 

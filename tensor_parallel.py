@@ -40,6 +40,7 @@ from torch.func import functional_call
 import families
 import gpt
 import sharding
+from base import compiling
 from model_config import FieldError, GPTConfig, divisors
 from sharding import Shard, shard_parameter, sharding_of
 
@@ -74,14 +75,14 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-@torch.compiler.disable
+@compiling.left_out
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """f (section 3): x, the same on every rank, enters a region where each rank computes a part.
     Any shape."""
     return _Copy.apply(x, group)
 
 
-@torch.compiler.disable
+@compiling.left_out
 def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """g (section 3): each rank's part leaves the region as the sum. Any shape; x is overwritten."""
     return _Reduce.apply(x.contiguous(), group)
@@ -265,7 +266,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient.mul_(grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
-@torch.compiler.disable
+@compiling.left_out
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:

@@ -40,6 +40,7 @@ import schedules
 import sequence_parallel
 import sharding
 import tensor_parallel
+from base import compiling
 from base.device_queue import number
 from base.world import Groups
 from dropout import dropout_key
@@ -119,7 +120,7 @@ class Trainer:
                 zero_bubble.apply(stage)
             if config.compile:
                 for block in stage.blocks.values():
-                    block.forward = torch.compile(block.forward)
+                    block.forward = compiling.compile(block.forward)
             recompute.apply(stage, config.recompute, config.recompute_layers)
             self.gradients.append(self.materialise(stage))
         self.expert_layers = moe.layers(*self.stages)

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from base import compiling
 from base.attention_kernels import kernel_for
 from dropout import Dropout, dropout_mask
 from gpt import Context
@@ -275,7 +276,7 @@ class RingAttention(nn.Module):
         self.inner = inner
         self.dropout: Dropout | None = getattr(inner, "dropout", None)
 
-    @torch.compiler.disable
+    @compiling.left_out
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         blocks = Blocks(self, context, q.shape[2] * self.group.size())
         return _RingAttention.apply(q, k, v, blocks).transpose(1, 2).flatten(2)

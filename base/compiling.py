@@ -1,0 +1,40 @@
+"""What torch.compile leaves as it is: communication, and what asks for values.
+
+    @compiling.left_out
+    def gather(x, group): ..
+
+    block.forward = compiling.compile(block.forward)
+
+torch.compiler.disable says the same. But it loads the compiler, and a run that compiles nothing
+would wait one to two seconds for it. Here `compile` does it for all of them.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+
+import torch
+
+_LEFT_OUT = []
+
+
+def left_out(function: Callable) -> Callable:
+    """The function, which compiled code will call as it is."""
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return call.function(*args, **kwargs)
+
+    call.function = function
+    _LEFT_OUT.append(call)
+    return call
+
+
+def compile(function: Callable) -> Callable:
+    """torch.compile, which knows what is left out."""
+    while _LEFT_OUT:
+        call = _LEFT_OUT.pop()
+        call.function = torch.compiler.disable(call.function)
+    return torch.compile(function)
