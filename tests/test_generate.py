@@ -15,14 +15,16 @@ import pytest
 import shortened
 import torch
 import torch.distributed as dist
-from test_gpt import GPT_SHAPES, LLAMA_SHAPES, build
+from test_gpt import GPT_SHAPES, LLAMA_SHAPES
 from their_models import their_model
 
 import checkpoint
 import context_parallel
 import generate
 import kernels
+import moe
 import sequence_parallel
+import sharding
 import train
 from base import terminal
 from base.world import Groups
@@ -31,6 +33,7 @@ from gpt import GPT
 from inference import batches, cli, kv_cache, loading, sampling, weight_layouts
 from inference.sampling import DIVERGED, choose, keys_of, uniform
 from proof import ranks
+from routers import MoEConfig
 from run.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +44,14 @@ GEMMA = LLAMA_SHAPES[2] | dict(norm="rmsnorm1p", activation="geglu", head_dim=16
 # ALiBi, and a cache of four columns
 BLOOM = GPT_SHAPES[0] | dict(positions="alibi", embedding_norm=True, sliding_window=4)
 SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.95, seed=3)
+
+
+def build(dtype=torch.float32, **fields) -> GPT:
+    """A model with its initial weights, and with experts where the fields say so."""
+    with torch.device("meta"):
+        model = moe.build(MoEConfig(**fields))
+    sharding.init(model, 0, "cpu", dtype)
+    return model
 
 
 def loud(model: GPT) -> GPT:
